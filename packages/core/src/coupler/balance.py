@@ -1,0 +1,65 @@
+"""Split weighted items over k parts so that no part is much heavier than the mean."""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+
+_FEW_PARTS = 32
+_EXACT_TAIL = 4096  # items placed one by one; what was dealt before them is evened out by these, the lightest
+
+
+def balance(weights: np.ndarray, num_parts: int) -> list[np.ndarray]:
+    """Partition items into ``num_parts`` sorted index sets of near-equal total weight; some may be empty.
+
+    Longest processing time first (Graham 1969): heaviest item onto the lightest part. With many parts, a round of
+    items is placed at a time, on all parts that the rule would reach before coming back to one of them; with few
+    parts the heavy items are dealt back and forth. The lightest items are placed one by one, which evens out the rest.
+
+    Args:
+        weights: [n] non-negative, for example tokens per sequence.
+        num_parts: k >= 1.
+    """
+    order = np.argsort(-weights, kind="stable")
+    owner = np.empty(len(weights), np.int64)
+    load = np.zeros(num_parts)
+    placed, head = 0, max(len(order) - _EXACT_TAIL, 0)
+    if num_parts < _FEW_PARTS:
+        placed = head - head % num_parts
+        parts = np.tile(np.arange(num_parts), (placed // num_parts, 1))
+        parts[1::2] = parts[1::2, ::-1]
+        owner[order[:placed]] = parts.ravel()
+        load = np.bincount(parts.ravel(), weights=weights[order[:placed]], minlength=num_parts)
+    while placed < head:
+        lightest = np.argsort(load, kind="stable")
+        # parts that get one item each before any of them would get a second
+        reach = int(np.searchsorted(load[lightest], load[lightest[0]] + weights[order[placed]], side="right"))
+        items = order[placed : placed + reach]
+        owner[items] = lightest[: len(items)]
+        load[lightest[: len(items)]] += weights[items]
+        placed += len(items)
+    heap = [(float(total), part) for part, total in enumerate(load)]
+    heapq.heapify(heap)
+    for item in order[placed:].tolist():
+        total, part = heap[0]
+        owner[item] = part
+        heapq.heapreplace(heap, (total + float(weights[item]), part))
+    by_owner = np.argsort(owner, kind="stable")
+    return np.split(by_owner, np.cumsum(np.bincount(owner, minlength=num_parts))[:-1])
+
+
+def micro_batches(lengths: np.ndarray, max_tokens: int, at_least: int = 1) -> list[np.ndarray]:
+    """Split rows into the fewest balanced groups that stay within ``max_tokens`` each, but ``at_least`` so many.
+
+    Raises:
+        ValueError: one row alone is longer than ``max_tokens``.
+    """
+    if len(lengths) and int(lengths.max()) > max_tokens:
+        raise ValueError(f"a sequence of {int(lengths.max())} tokens exceeds max_tokens_per_gpu={max_tokens}")
+    count = max(at_least, -(-int(lengths.sum()) // max_tokens), 1)
+    while True:
+        groups = balance(lengths, count)
+        if all(int(lengths[g].sum()) <= max_tokens for g in groups):
+            return groups
+        count += 1

@@ -1,0 +1,29 @@
+"""Errors that a user can fix: printed without a traceback, exit code 2."""
+
+
+class CouplerError(Exception):
+    """A problem the user can fix. The first line says what, the indented lines say what to do."""
+
+
+class PluginError(CouplerError):
+    """A plugin is missing, broken, duplicated or of another interface generation."""
+
+
+class ConfigError(CouplerError):
+    """A key is unknown, inert, of the wrong type or out of range; the message names it in full."""
+
+
+class DataError(CouplerError):
+    """A data file is empty or malformed, or a prompt exceeds its limit."""
+
+
+class RewardError(CouplerError):
+    """Too many reward calls raised, hung or returned no finite number."""
+
+
+class WeightSyncError(CouplerError):
+    """A rollout does not hold the weights that the engine published; nothing sampled from it was used."""
+
+
+class WaitTimeout(CouplerError):
+    """A named wait passed its deadline."""

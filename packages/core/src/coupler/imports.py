@@ -1,0 +1,38 @@
+"""The one place where a name becomes an object."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+from coupler.errors import CouplerError
+
+
+def resolve(target: str) -> Any:
+    """Import what ``"package.module:Name"`` or ``"path/to/file.py:name"`` names, now.
+
+    Raises:
+        CouplerError: the text has no colon, the file does not exist, or the module has no such name.
+        ImportError: the module itself cannot be imported.
+    """
+    module_name, colon, name = target.rpartition(":")
+    if not colon or not module_name or not name:
+        raise CouplerError(f"{target!r} names nothing.\n  write it as:  package.module:name  or  path/to/file.py:name")
+    module = _load_file(Path(module_name)) if module_name.endswith(".py") else import_module(module_name)
+    try:
+        return getattr(module, name)
+    except AttributeError:
+        public = sorted(n for n in vars(module) if not n.startswith("_"))
+        raise CouplerError(f"{module_name} has no {name!r}.\n  it has:  {', '.join(public)}") from None
+
+
+def _load_file(path: Path) -> Any:
+    if not path.is_file():
+        raise CouplerError(f"there is no file {path}.\n  it is looked up from:  {Path.cwd()}")
+    spec = spec_from_file_location(f"coupler_user_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

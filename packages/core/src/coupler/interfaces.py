@@ -1,0 +1,386 @@
+"""The things a plugin can be. No signature mentions another plugin, Ray, or torch.
+
+Shapes: T packed tokens of B sequences; every tensor of a token column is ``[T]``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from coupler.batch import Batch
+from coupler.imports import resolve
+from coupler.metrics import Metrics
+
+API = 1  # generation of these interfaces; core accepts plugins of this one and the one before
+
+Named = tuple[str, Any]  # (name in the checkpoint's safetensors index, whole tensor)
+Columns = Mapping[str, Any]  # packed [T] tensors on the engine's device, plus seq [T], cu_seqlens [B + 1], num_seqs (host int)
+Loss = Callable[[Columns, Columns], tuple[Any, Metrics]]  # (model outputs, batch columns) -> (per-token loss [T], metrics)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """Where one worker stands: ``index`` of ``world``, on ``node``, with these devices."""
+
+    index: int = 0
+    world: int = 1
+    rendezvous: str = ""  # "host:port" chosen by core for this group; empty where world == 1
+    node: str = ""
+    devices: tuple[str, ...] = ()  # UUIDs; empty: the CPU, or whatever the process sees
+    seed: int = 0  # already derived for this role and rank
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How an engine's ranks consume data: which shard each rank reads, and which ranks answer.
+
+    Example:
+        Two data shards, each over two tensor-parallel ranks: ``Layout((0, 0, 1, 1), (True, False, True, False))``.
+    """
+
+    shard_of: tuple[int, ...]  # [world] data shard read by each rank
+    answers: tuple[bool, ...]  # [world] True on the one rank per shard that returns results
+
+    def __post_init__(self) -> None:
+        answering = sorted(s for s, a in zip(self.shard_of, self.answers, strict=True) if a)
+        if answering != list(range(self.num_shards)):
+            raise ValueError(f"every data shard needs exactly one answering rank, got {self}")
+
+    @property
+    def num_shards(self) -> int:
+        return max(self.shard_of) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The model of one role: a folder in Hugging Face layout (config, safetensors, tokenizer)."""
+
+    path: str
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One thing a model computes per token: ``logprobs`` or ``entropy``, both of the sampling distribution, in nats."""
+
+    name: Literal["logprobs", "entropy"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepInfo:
+    """Global facts of one optimizer step, equal on every rank; engines weigh losses of their own with them."""
+
+    total_tokens: int  # tokens of all sequences of the mini-batch, over all ranks
+    total_sequences: int
+    index: int  # optimizer steps done before this one
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What :meth:`Engine.step` did. A non-finite gradient is never applied, on all ranks alike."""
+
+    applied: bool
+    grad_norm: float  # before clipping, over the whole gradient
+    lr: float  # that the step used
+
+
+class Part(StrEnum):
+    PARAMS = "params"
+    GRADS = "grads"
+    OPTIMIZER = "optimizer"
+
+
+Parts = frozenset[Part]
+EVERYTHING: Parts = frozenset(Part)
+
+
+class Pending(Protocol):
+    """Something under way, for example an asynchronous save."""
+
+    def wait(self, seconds: float) -> None:
+        """Return when it is done; raise what made it fail, or ``WaitTimeout``."""
+        ...
+
+
+class Engine(ABC):
+    """One rank of a training backend: a plain class that cannot tell Ray from a thread.
+
+    Core calls every method on every rank, in the same order. Construction is cheap and touches no device.
+    """
+
+    def __init__(self, config: Any, model: Model) -> None:
+        self.config, self.model = config, model
+
+    @abstractmethod
+    def setup(self, rank: Rank) -> Layout:
+        """Join the process group, load the model, and say how ranks consume data."""
+
+    @abstractmethod
+    def forward(self, batch: Batch, want: tuple[Output, ...]) -> Batch:
+        """Return ``batch`` with a float32 token column per wanted output. No gradient.
+
+        Reads the columns ``tokens``, ``loss_mask`` and ``temperature`` (1 where absent). Outputs are computed where
+        ``loss_mask`` is true and are 0 elsewhere. A rank's batch may be empty.
+        """
+
+    @abstractmethod
+    def forward_backward(self, batch: Batch, want: tuple[Output, ...], loss: Loss, step: StepInfo) -> Metrics:
+        """Compute the gradient of ``sum(token_loss * loss_weight)`` summed over all ranks; called once per :meth:`step`.
+
+        Micro-batches are inside; ranks agree on their number. ``loss`` is called once per micro-batch with the wanted
+        outputs and every column of it as tensors, and returns losses per token ``[T]``.
+        """
+
+    @abstractmethod
+    def step(self) -> StepResult:
+        """Clip, apply and clear the gradient, and advance the learning-rate schedule."""
+
+    @abstractmethod
+    def weights(self) -> Iterator[Named]:
+        """Yield every tensor of the checkpoint index that training may change, whole, one at a time.
+
+        Collective and lazy, in the same order on every rank. A tensor is valid until the next one is asked for.
+        """
+
+    @abstractmethod
+    def gradients(self) -> Iterator[Named]:
+        """Yield the whole gradient between :meth:`forward_backward` and :meth:`step`, like :meth:`weights`.
+
+        A parameter that received none yields zeros. The conformance kit and diagnostics read it.
+        """
+
+    @abstractmethod
+    def save(self, path: Path, what: Parts) -> Pending:
+        """Write ``what`` into the existing folder ``path``; core writes the manifest when all ranks are done."""
+
+    @abstractmethod
+    def load(self, path: Path, what: Parts) -> None:
+        """Read what :meth:`save` wrote."""
+
+    def offload(self, what: Parts) -> None:  # noqa: B027
+        """Move ``what`` from the device to the host. Capability ``memory:offload``."""
+
+    def onload(self, what: Parts) -> None:  # noqa: B027
+        """Undo :meth:`offload`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One sequence to sample. Token ids in: a rollout never sees text."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    temperature: float = 1.0  # 0 is greedy
+    stop: tuple[int, ...] = ()  # token ids that end the completion; the stop token is part of it
+    seed: int = 0
+    session: str = ""  # same session, same replica: its prefix cache is warm
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What a rollout sampled for one request. The three tuples have the same length."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]  # natural log, of the sampling distribution (after temperature, full support)
+    versions: tuple[int, ...]  # weights version that sampled each token
+    finish: Literal["stop", "length", "abort"]
+
+
+class InFlight(StrEnum):
+    """What a pause does with requests that are being sampled."""
+
+    DRAIN = "drain"  # wait until they are done: the only one that every rollout knows
+    ABORT = "abort"
+    RECOMPUTE = "recompute"
+    STALE_KV = "stale_kv"
+
+
+class Memory(StrEnum):
+    WEIGHTS = "weights"
+    KV_CACHE = "kv_cache"
+
+
+@dataclass(frozen=True, slots=True)
+class SyncReceipt:
+    """What one replica did with a weight update. Tied, fused and declared-absent names are already resolved."""
+
+    version: int
+    num_received: int  # tensors that came in
+    num_loaded: int  # of those, tensors that changed a parameter
+    num_bytes: int
+    missing: tuple[str, ...] = ()  # parameters of the rollout that no received tensor reached
+    unexpected: tuple[str, ...] = ()  # received names that no parameter takes
+    seconds: Mapping[str, float] = field(default_factory=dict)  # per phase
+
+
+class Rollout(ABC):
+    """One replica of an inference backend. It starts with dummy weights: only :meth:`update` brings real ones."""
+
+    def __init__(self, config: Any, model: Model) -> None:
+        self.config, self.model = config, model
+
+    @abstractmethod
+    async def setup(self, rank: Rank) -> int:
+        """Start serving; return how many model workers this replica has."""
+
+    @abstractmethod
+    async def generate(self, request: Request) -> Completion:
+        """Sample one completion. Many calls run at once; the rollout batches them."""
+
+    @abstractmethod
+    async def update(self, update: WeightUpdate) -> SyncReceipt:
+        """Load ``update.receive(worker)`` inside every model worker, drop stale caches, and adopt its version."""
+
+    @abstractmethod
+    async def pause(self, in_flight: InFlight) -> None:
+        """Stop admitting requests; return when no token is sampled any more. Later calls of generate wait."""
+
+    @abstractmethod
+    async def resume(self) -> None:
+        """Undo :meth:`pause`."""
+
+    async def sleep(self, what: frozenset[Memory]) -> None:  # noqa: B027
+        """Free this device memory. Capability ``memory:sleep``."""
+
+    async def wake(self, what: frozenset[Memory]) -> None:  # noqa: B027
+        """Undo :meth:`sleep`. Weights come back with undefined contents: an update follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where one engine rank can be reached by receivers; empty for a rank that sends nothing."""
+
+    address: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightUpdate:
+    """What both sides of one weight sync are given. Small and plain; never holds a tensor."""
+
+    version: int
+    format: str  # what both sides declared as the capability "weights:<format>"
+    transport: str  # "package.module:Class"
+    endpoints: tuple[Endpoint, ...]  # one per engine rank, from Transport.bind
+    num_receivers: int  # model workers over all replicas
+    deadline_s: float
+    permuted: bool = False  # start-up test: every tensor travels with its elements in reverse order
+
+    def open(self) -> Transport:
+        return open_transport(self.transport)
+
+    def receive(self, worker: Rank) -> Iterator[Named]:
+        return self.open().receive(self, worker)
+
+
+@dataclass(frozen=True, slots=True)
+class SendReceipt:
+    version: int
+    num_tensors: int
+    num_bytes: int
+    seconds: float
+
+
+class Transport(ABC):
+    """Carries named tensors from engine ranks to rollout workers. Knows neither backend.
+
+    One instance per process and class, from :func:`open_transport`.
+    """
+
+    @abstractmethod
+    def bind(self, rank: Rank) -> Endpoint:
+        """Called once, on every engine rank."""
+
+    @abstractmethod
+    def send(self, weights: Iterable[Named], update: WeightUpdate, rank: Rank) -> SendReceipt:
+        """Called on every engine rank; exhausts ``weights`` on each, since producing them is collective."""
+
+    @abstractmethod
+    def receive(self, update: WeightUpdate, worker: Rank) -> Iterator[Named]:
+        """Called in every rollout worker. A tensor is valid until the next one is asked for.
+
+        Raises:
+            WaitTimeout: nothing arrived within ``update.deadline_s``.
+        """
+
+
+@cache
+def open_transport(target: str) -> Transport:
+    return resolve(target)()
+
+
+class ShardingManager(ABC):
+    """Moves the weights of one edge (an engine, its rollouts) from the training to the inference layout."""
+
+    @abstractmethod
+    async def setup(self) -> None:
+        """Prepare the edge and prove, before the first step, that weights arrive."""
+
+    @abstractmethod
+    async def sync(self, version: int) -> Metrics:
+        """Bring every rollout to ``version``.
+
+        Raises:
+            WeightSyncError: a replica did not load everything that was sent.
+        """
+
+
+class Aggregation(StrEnum):
+    """How token losses add up to the loss of a step. Core turns it into the column ``loss_weight``."""
+
+    TOKEN_MEAN = "token_mean"  # 1 / valid tokens of the mini-batch
+    SEQUENCE_MEAN_TOKEN_MEAN = "sequence_mean_token_mean"  # 1 / (sequences * valid tokens of the sequence)
+    SEQUENCE_MEAN_TOKEN_SUM = "sequence_mean_token_sum"  # 1 / sequences
+    CONSTANT = "constant"  # 1 / (sequences * algorithm.constant)
+
+
+class Algorithm(ABC):
+    """What to optimise: data in, columns and a loss out. Owns no process and keeps no state between steps.
+
+    Attributes:
+        needs: columns that core adds before :meth:`advantages`: ``ref_logprobs``, ``old_logprobs``. Core leaves
+            ``old_logprobs`` out where they equal the current ones (one optimizer step per batch): a loss then uses
+            its own log-probs without gradient.
+        want: model outputs the loss reads.
+        aggregation: how token losses add up.
+        constant: divisor per sequence under ``Aggregation.CONSTANT``.
+    """
+
+    needs: frozenset[str] = frozenset()
+    want: tuple[Output, ...] = (Output("logprobs"),)
+    aggregation: Aggregation = Aggregation.TOKEN_MEAN
+    constant: int = 1
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    @abstractmethod
+    def advantages(self, batch: Batch) -> Batch:
+        """Add the token column ``advantages`` (and what else the loss reads). On the controller, in NumPy."""
+
+    @abstractmethod
+    def loss(self, out: Columns, batch: Columns) -> tuple[Any, Metrics]:
+        """Return losses per token ``[T]``, not normalised, and metrics. In the engine, in its tensor library."""
+
+    def keep(self, group: Batch) -> bool:
+        """Return False to reject a scored prompt group (dynamic sampling): core then asks for another."""
+        return True
+
+
+class Tracker(ABC):
+    """Where the numbers of a run go."""
+
+    def __init__(self, config: Any, run_dir: Path) -> None:
+        self.config, self.run_dir = config, run_dir
+
+    @abstractmethod
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Record the values of one step; must not block for long."""
+
+    def close(self) -> None:  # noqa: B027
+        """Flush."""

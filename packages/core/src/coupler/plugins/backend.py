@@ -1,0 +1,59 @@
+"""Backend: everything core may know about a plugin's class before importing it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from coupler.imports import resolve
+from coupler.interfaces import API
+
+
+class Kind(StrEnum):
+    ENGINE = "engine"
+    ROLLOUT = "rollout"
+    ALGORITHM = "algorithm"
+    TRANSPORT = "transport"
+    SHARDING = "sharding"
+    TRACKER = "tracker"
+
+
+VOCABULARY = frozenset(
+    {
+        "weights:full",  # (checkpoint name, whole tensor): every engine yields it, every rollout loads it
+        "place:process",  # transport: sender and receiver share one process
+        "place:host",  # transport: processes of one host
+        "memory:offload",  # engine: offload and onload free device memory
+        "memory:sleep",  # rollout: sleep and wake free device memory
+        "in_flight:abort",
+        "in_flight:recompute",
+        "in_flight:stale_kv",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backend:
+    """One name that users can select, for example ``engine=fsdp``.
+
+    Example:
+        ``Backend(kind="engine", name="acme", target="coupler_acme.engine:AcmeEngine", config=AcmeConfig,
+        capabilities=frozenset({"weights:full"}))``
+    """
+
+    kind: str  # a Kind
+    name: str
+    target: str  # "package.module:Class", imported only in the process that runs it
+    config: type  # dataclass with a field ``name`` that defaults to ``name``; its module imports nothing heavy
+    api: int = API
+    capabilities: frozenset[str] | Callable[[Any], frozenset[str]] = frozenset()
+
+    def capabilities_of(self, config: Any) -> frozenset[str]:
+        """The capabilities under this configuration."""
+        return self.capabilities(config) if callable(self.capabilities) else self.capabilities
+
+    def load(self) -> type:
+        """Import the class."""
+        return resolve(self.target)
