@@ -1,1 +1,1 @@
-""""""
+"""Algorithms for Coupler: GRPO with its variants, RLOO, and supervised fine-tuning."""

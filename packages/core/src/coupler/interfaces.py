@@ -169,6 +169,10 @@ class Engine(ABC):
     def onload(self, what: Parts) -> None:  # noqa: B027
         """Undo :meth:`offload`."""
 
+    def device_bytes(self) -> int:
+        """Device memory that this process holds now; 0 on the CPU."""
+        return 0
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -284,6 +288,7 @@ class SendReceipt:
     num_tensors: int
     num_bytes: int
     seconds: float
+    dtype: str = ""  # filled by core: the least precise dtype that travelled
 
 
 class Transport(ABC):

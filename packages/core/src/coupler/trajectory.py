@@ -10,7 +10,8 @@ import numpy as np
 
 class Origin(StrEnum):
     PROMPT = "prompt"  # rendered from the data
-    SAMPLED = "sampled"  # drawn by the policy: the only tokens that are trained on
+    SAMPLED = "sampled"  # drawn by the policy: trained on
+    TARGET = "target"  # given by the data to imitate: trained on
     OBSERVATION = "observation"  # came back from a tool or an environment
     GLUE = "glue"  # separators that the chat template needs and nobody sampled
 
@@ -55,8 +56,8 @@ class Trajectory:
         start = 0
         for segment in self.segments:
             stop = start + len(segment.ids)
+            loss_mask[start:stop] = segment.origin in (Origin.SAMPLED, Origin.TARGET)
             if segment.origin is Origin.SAMPLED:
-                loss_mask[start:stop] = True
                 logprobs[start:stop] = segment.logprobs
                 version[start:stop] = segment.versions
             start = stop

@@ -1,1 +1,1 @@
-""""""
+"""Coupler plugin: the PyTorch FSDP2 engine and the transformers rollout."""

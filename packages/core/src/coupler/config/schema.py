@@ -2,8 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import reduce
+from math import inf
 from typing import Any
+
+from coupler.interfaces import InFlight
+
+
+class Job(StrEnum):
+    """What a run does; the names of the commands."""
+
+    TRAIN = "train"
+    SFT = "sft"
+    EVAL = "eval"
+
+
+JOBS = {  # the sections that each job needs
+    Job.TRAIN: ("engine", "rollout", "algorithm"),
+    Job.SFT: ("engine", "algorithm"),
+    Job.EVAL: ("engine", "rollout"),
+}
 
 
 @dataclass
@@ -58,12 +79,15 @@ class CheckpointConfig:
     every_steps: int = 0  # 0: only at the end
     export: bool = True  # write a folder that AutoModelForCausalLM.from_pretrained loads
     optimizer: bool = True
+    deadline_s: float = 1800.0
 
 
 @dataclass
 class SyncConfig:
+    manager: str = "stream"  # a backend of kind sharding
     transport: str = ""  # empty: the best that engine and rollout share
     deadline_s: float = 600.0
+    in_flight: InFlight = InFlight.DRAIN  # what a sync does with unfinished requests; others need max_staleness > 0
     self_test: bool = True  # push a permuted copy first, so that a push that changes nothing cannot pass
     max_mean_logprob_diff: float = 0.0  # limit of the probe of every sync; 0: by dtype of the model
 
@@ -93,3 +117,78 @@ class RunConfig:
     max_rejected_factor: int = 10  # dynamic sampling gives up after so many times prompts_per_step rejected groups
     offload: bool = False  # engine and rollout share a device and take turns on its memory
     seed: int = 0
+    strict: bool = False  # an option that you set and nothing reads is an error, not a warning
+
+
+LIMITS: dict[str, tuple[float, float]] = {  # lowest and highest value, both allowed
+    "data.max_prompt_tokens": (1, inf),
+    "data.limit": (0, inf),
+    "reward.num_workers": (1, inf),
+    "reward.timeout_s": (0.001, inf),
+    "reward.max_invalid_fraction": (0, 1),
+    "sampling.max_tokens": (1, inf),
+    "sampling.temperature": (0, inf),
+    "sampling.top_p": (1e-6, 1),
+    "eval.every_steps": (0, inf),
+    "eval.data.max_prompt_tokens": (1, inf),
+    "eval.data.limit": (0, inf),
+    "eval.samples_per_prompt": (1, inf),
+    "eval.temperature": (0, inf),
+    "eval.max_tokens": (0, inf),
+    "checkpoint.every_steps": (0, inf),
+    "sync.deadline_s": (0.001, inf),
+    "sync.max_mean_logprob_diff": (0, inf),
+    "steps": (1, inf),
+    "prompts_per_step": (1, inf),
+    "samples_per_prompt": (1, inf),
+    "optimizer_steps_per_batch": (1, inf),
+    "max_staleness": (0, inf),
+    "max_skipped_steps": (0, inf),
+    "max_rejected_factor": (1, inf),
+    "seed": (0, 2**63 - 1),
+}
+
+
+def problems(config: RunConfig, job: Job) -> Iterator[str]:
+    """Yield what is out of range, or empty although the job needs it: one sentence each, with the key."""
+    for key, (low, high) in LIMITS.items():
+        value = reduce(getattr, key.split("."), config)
+        if not low <= value <= high:
+            yield f"{key} must be {_range(low, high)}, got {value}."
+    if not config.model.path:
+        yield "model.path is empty: set it to a folder with config.json, *.safetensors and a tokenizer."
+    if not config.run_dir:
+        yield "run_dir is empty: set it to a folder for logs and checkpoints."
+    evaluates = job is Job.EVAL or config.eval.every_steps > 0 or config.eval.at_start
+    if not config.data.source and (job is not Job.EVAL or not config.eval.data.source):
+        yield "data.source is empty: set it to a .jsonl or .parquet file, or to pkg.mod:function."
+    elif evaluates and job is not Job.EVAL and not config.eval.data.source:
+        yield "eval.data.source is empty: set it to the rows to evaluate on, or set eval.every_steps=0 and eval.at_start=false."
+    if not config.reward.target and job is not Job.SFT:
+        yield "reward.target is empty: set it to pkg.mod:function or file.py:function."
+    if job is Job.TRAIN:
+        yield from _training_problems(config)
+
+
+def _training_problems(config: RunConfig) -> Iterator[str]:
+    if 0 < config.sampling.top_p < 1:
+        yield (
+            f"sampling.top_p must be 1 in training, got {config.sampling.top_p}: with part of the vocabulary cut off, the "
+            "rollout's log-probs are of another distribution than the engine's, and their ratio would be wrong."
+        )
+    if config.sampling.temperature == 0:
+        yield "sampling.temperature must be above 0 in training: greedy samples of one prompt are all the same."
+    if config.max_staleness > 0 and config.offload:
+        yield (
+            "offload=true needs max_staleness=0, got "
+            f"{config.max_staleness}: while rollouts run during training, neither side can give up its memory."
+        )
+    if config.max_staleness == 0 and config.sync.in_flight is not InFlight.DRAIN:
+        yield (
+            f"sync.in_flight={config.sync.in_flight} needs max_staleness above 0: a synchronous run has nothing in flight "
+            "during a sync."
+        )
+
+
+def _range(low: float, high: float) -> str:
+    return f"at least {low:g}" if high in (inf, 2**63 - 1) else f"between {low:g} and {high:g}"

@@ -30,6 +30,9 @@ VOCABULARY = frozenset(
         "in_flight:abort",
         "in_flight:recompute",
         "in_flight:stale_kv",
+        "model:toy",  # works in NumPy, on the toy model folder of coupler.testing, not on transformers' folders
+        "workers:remote",  # rollout: its model workers are other processes, which place:process does not reach
+        "world:1",  # engine: one rank only
     }
 )
 

@@ -1,0 +1,56 @@
+# Two commands on a bare machine with Python 3.11+: `make quickstart` and `make test`. Everything stays in this folder.
+PYTHON ?= python3
+PACKAGES := core engine-fsdp algos
+UV := .tools/bin/uv
+export OMP_NUM_THREADS ?= 1
+export HF_HUB_OFFLINE ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+export UV_LINK_MODE ?= copy
+ifneq ($(wildcard $(HOME)/.cache/uv),)
+export UV_LINK_MODE = hardlink
+endif
+
+.PHONY: quickstart test lint wheels setup clean
+
+quickstart: .venv/.synced
+	.venv/bin/python examples/quickstart/quickstart.py $(ARGS)
+
+# Every suite in the environment of its own package; tests/ in the one that has all of them. PACKAGE=core runs one.
+ifdef PACKAGE
+test: test-$(PACKAGE)
+else
+test: lint $(addprefix test-,$(PACKAGES)) test-workspace
+endif
+
+setup: .venv/.synced
+
+$(UV):
+	$(PYTHON) -m venv .tools
+	.tools/bin/python -m pip install --quiet --disable-pip-version-check "uv>=0.9,<1"
+
+.venv/.synced: uv.lock pyproject.toml $(wildcard packages/*/pyproject.toml) | $(UV)
+	$(UV) sync --frozen --all-packages --python $(PYTHON) --quiet
+	touch $@
+
+.envs/%/.synced: uv.lock packages/%/pyproject.toml | $(UV)
+	$(UV) venv --quiet --allow-existing --python $(PYTHON) .envs/$*
+	UV_PROJECT_ENVIRONMENT=$(CURDIR)/.envs/$* $(UV) sync --frozen --package coupler-$* --group test --quiet
+	touch $@
+
+test-%: .envs/%/.synced
+	.envs/$*/bin/python -m pytest packages/$*/tests
+
+test-workspace: .venv/.synced
+	.venv/bin/python -m pytest tests
+
+lint: .venv/.synced
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/lint-imports
+	.venv/bin/pyright
+
+wheels: | $(UV)
+	$(UV) build --all-packages --wheel --out-dir dist --quiet
+
+clean:
+	rm -rf .venv .envs dist

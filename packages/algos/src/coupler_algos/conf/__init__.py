@@ -1,0 +1,1 @@
+"""Presets: YAML files that Hydra finds under ``algorithm``."""

@@ -1,0 +1,82 @@
+"""What users set under ``algorithm``. Imports nothing heavy: core reads it before a backend is chosen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from coupler.interfaces import Aggregation
+
+
+class KL(StrEnum):
+    """Where the divergence from the reference policy enters."""
+
+    NONE = "none"
+    IN_REWARD = "in_reward"
+    IN_LOSS = "in_loss"
+
+
+class KLEstimator(StrEnum):
+    """See :mod:`coupler_algos.kl` for what each estimates, in value and in gradient."""
+
+    K1 = "k1"
+    K2 = "k2"
+    K3 = "k3"
+
+
+class Behaviour(StrEnum):
+    """Whose log-probs are the denominator of the ratio."""
+
+    RECOMPUTED = "recomputed"  # the engine's, with the weights from before the batch's first optimizer step
+    ROLLOUT = "rollout"  # those that the rollout reported when it sampled
+
+
+@dataclass
+class GroupConfig:
+    """What GRPO and RLOO share. In every number, 0 switches the part off."""
+
+    aggregation: Aggregation = Aggregation.TOKEN_MEAN
+    aggregation_constant: int = 0  # tokens; the divisor per sequence under aggregation=constant
+    clip_low: float = 0.0  # the ratio is clipped below at 1 - clip_low
+    clip_high: float = 0.0  # and above at 1 + clip_high
+    dual_clip: float = 0.0  # above 1: bounds the loss of a negative advantage at -advantage * dual_clip
+    behaviour: Behaviour = Behaviour.RECOMPUTED
+    correction_cap: float = 0.0  # weighs the loss with min(recomputed / rollout probability, cap)
+    kl: KL = KL.NONE
+    kl_coef: float = 0.0
+    kl_estimator: KLEstimator = KLEstimator.K3
+    entropy_coef: float = 0.0  # bonus
+    log_entropy: bool = True  # compute the entropy for the log, without gradient, where there is no bonus
+    overlong_buffer_tokens: int = 0  # completions lose up to 1 reward over the last so many tokens
+    overlong_max_tokens: int = 0  # the length at which it is 1: ${sampling.max_tokens}
+    dynamic_sampling: bool = False  # ask for another group where all rewards of one are equal
+
+
+@dataclass
+class GRPOConfig(GroupConfig):
+    """Defaults of arXiv 2402.03300; it states no clip range, 0.2 is PPO's (arXiv 1707.06347)."""
+
+    name: str = "grpo"
+    aggregation: Aggregation = Aggregation.SEQUENCE_MEAN_TOKEN_MEAN
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    kl: KL = KL.IN_LOSS
+    kl_coef: float = 0.04
+    scale_by_std: bool = True  # divide by the standard deviation of the group's rewards
+
+
+@dataclass
+class RLOOConfig(GroupConfig):
+    """As in arXiv 2402.14740: sequence log-probs, KL in the reward, no clipping. The KL coefficient is our choice."""
+
+    name: str = "rloo"
+    aggregation: Aggregation = Aggregation.SEQUENCE_MEAN_TOKEN_SUM
+    kl: KL = KL.IN_REWARD
+    kl_coef: float = 0.05
+    kl_estimator: KLEstimator = KLEstimator.K1
+
+
+@dataclass
+class SFTConfig:
+    name: str = "sft"
+    aggregation: Aggregation = Aggregation.TOKEN_MEAN

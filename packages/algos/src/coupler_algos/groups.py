@@ -1,0 +1,52 @@
+"""Statistics of prompt groups. Membership comes from ids that core assigned, never from order or text."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from coupler.batch import Batch
+from coupler.errors import CouplerError
+
+
+def trajectories(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+    """Return ([N] the first row of each trajectory, [B] the trajectory that each row belongs to).
+
+    Rows with equal ``trajectory`` are pieces of one rollout and carry its reward each; without that column every row is
+    a trajectory.
+    """
+    if not batch.has("trajectory"):
+        return np.arange(len(batch)), np.arange(len(batch))
+    _, first, of_row = np.unique(batch["trajectory"], return_index=True, return_inverse=True)
+    return first, of_row
+
+
+class Groups:
+    """N members in prompt groups.
+
+    Raises:
+        CouplerError: a group has one member, which no other can be compared with.
+    """
+
+    def __init__(self, ids: np.ndarray) -> None:
+        names, self._first, self._of = np.unique(ids, return_index=True, return_inverse=True)
+        self._size = np.bincount(self._of)
+        if (self._size == 1).any():
+            alone = names[self._size == 1]
+            raise CouplerError(
+                f"{len(alone)} prompt groups have one sample and nothing to compare it with; the first is {alone[0]}.\n"
+                "  try:  samples_per_prompt=2 or more"
+            )
+
+    def centred(self, values: np.ndarray) -> np.ndarray:
+        """[N] minus the mean of the member's group; exactly 0 where all values of the group are equal."""
+        shifted = values - values[self._first][self._of]
+        return shifted - (np.bincount(self._of, shifted) / self._size)[self._of]
+
+    def std(self, values: np.ndarray) -> np.ndarray:
+        """[N] standard deviation in the member's group, with Bessel's correction."""
+        variance = np.bincount(self._of, self.centred(values) ** 2) / (self._size - 1)
+        return np.sqrt(variance)[self._of]
+
+    def minus_others(self, values: np.ndarray) -> np.ndarray:
+        """[N] minus the mean of the *other* members of the group: n / (n - 1) times :meth:`centred`."""
+        return self.centred(values) * (self._size / (self._size - 1))[self._of]

@@ -1,0 +1,109 @@
+"""Losses per token, in torch: imported where an engine computes them, never on the controller.
+
+Nothing here divides by a number of tokens: core's column ``loss_weight`` does. What stands outside ``loss_mask`` is
+replaced before any arithmetic, so that neither the loss nor its gradient can depend on it, NaN included.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from coupler.interfaces import Columns
+from coupler.metrics import Metric, Metrics
+from coupler_algos import kl
+from coupler_algos.config import KL, Behaviour, GroupConfig, KLEstimator
+from coupler_algos.kl import MAX_LOG_RATIO
+
+
+def nll_loss(out: Columns, batch: Columns) -> tuple[Tensor, Metrics]:
+    """Return ``-log p(token)`` [T], in nats."""
+    mask = batch["loss_mask"]
+    loss = torch.where(mask, -out["logprobs"], 0.0)
+    return loss, {"nll": Metric(loss.detach().sum(), mask.sum())}
+
+
+def policy_loss(config: GroupConfig, out: Columns, batch: Columns, sequence_ratio: bool) -> tuple[Tensor, Metrics]:
+    """Return the clipped surrogate, plus ``kl_coef * KL`` and minus ``entropy_coef * entropy``, per token [T].
+
+    The log of the ratio is limited to +-20 (its gradient is zero beyond). With ``correction_cap`` the surrogate is
+    weighted by ``min(p_recomputed / p_rollout, cap)``: the decoupled objective of arXiv 2110.00641 with the truncated
+    weights of arXiv 1802.01561.
+    """
+    mask = batch["loss_mask"]
+
+    def valid(column: Tensor) -> Tensor:
+        return torch.where(mask, column, 0.0)
+
+    def log_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+        difference = numerator - denominator
+        if sequence_ratio:
+            difference = sum_over_sequence(difference, batch["cu_seqlens"], batch["seq"])
+        return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+    logprobs, advantages = valid(out["logprobs"]), valid(batch["advantages"])
+    if config.behaviour is Behaviour.ROLLOUT:
+        old = valid(batch["rollout_logprobs"])
+    else:
+        old = valid(batch["old_logprobs"]) if "old_logprobs" in batch else logprobs.detach()
+    ratio = log_ratio(logprobs, old).exp()
+    loss = clipped_surrogate(ratio, advantages, config.clip_low, config.clip_high, config.dual_clip)
+    metrics = _ratio_metrics(config, ratio.detach(), advantages, mask)
+    if config.correction_cap:
+        weight = log_ratio(old, valid(batch["rollout_logprobs"])).exp()
+        loss = loss * weight.clamp(max=config.correction_cap)
+        metrics["correction_capped"] = _mean(weight > config.correction_cap, mask)
+    metrics["policy_loss"] = _mean(loss, mask)
+    if config.kl is not KL.NONE:
+        reference = valid(batch["ref_logprobs"])
+        metrics["kl_ref"] = _mean(kl.estimate(KLEstimator.K3, logprobs.detach(), reference, torch), mask)
+        if config.kl is KL.IN_LOSS:
+            loss = loss + config.kl_coef * kl.estimate(config.kl_estimator, logprobs, reference, torch)
+    if "entropy" in out:
+        entropy = valid(out["entropy"])
+        metrics["entropy"] = _mean(entropy, mask)
+        if config.entropy_coef:
+            loss = loss - config.entropy_coef * entropy
+    return loss, metrics
+
+
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float) -> Tensor:
+    """Return ``max(-A * r, -A * clip(r, 1 - low, 1 + high))`` [T]; a limit of 0 is none.
+
+    PPO (arXiv 1707.06347) eq. 7 with the two limits of DAPO (arXiv 2503.14476) eq. 10. Where A < 0, ``dual`` bounds the
+    loss by ``-A * dual``: dual-clip PPO (arXiv 1912.09729).
+    """
+    clipped = ratio.clamp(1 - (low or math.inf), 1 + (high or math.inf))
+    loss = torch.maximum(-advantages * ratio, -advantages * clipped)
+    return torch.where(advantages < 0, torch.minimum(loss, -advantages * dual), loss) if dual else loss
+
+
+def sum_over_sequence(per_token: Tensor, cu_seqlens: Tensor, seq: Tensor) -> Tensor:
+    """[T] -> [T]: on every token the sum over its sequence, with the gradient of the token's own value only.
+
+    Summed over a sequence, the gradients are then those of one loss per sequence: GSPO (arXiv 2507.18071) section 4.3.
+    """
+    total = torch.segment_reduce(per_token.detach(), "sum", offsets=cu_seqlens.long())
+    return total[seq] + (per_token - per_token.detach())
+
+
+def _ratio_metrics(config: GroupConfig, ratio: Tensor, advantages: Tensor, mask: Tensor) -> Metrics:
+    valid_ratio = torch.where(mask, ratio, 0.0)
+    metrics = {
+        "ratio_mean": _mean(ratio, mask),
+        "ratio_max": Metric(valid_ratio.max() if len(ratio) else ratio.new_zeros(()), how="max"),
+        "kl_old": _mean(-ratio.log(), mask),
+    }
+    if config.clip_low:
+        metrics["clip_low"] = _mean((ratio < 1 - config.clip_low) & (advantages < 0), mask)
+    if config.clip_high:
+        metrics["clip_high"] = _mean((ratio > 1 + config.clip_high) & (advantages > 0), mask)
+    if config.dual_clip:
+        metrics["clip_dual"] = _mean((ratio > config.dual_clip) & (advantages < 0), mask)
+    return metrics
+
+
+def _mean(per_token: Tensor, mask: Tensor) -> Metric:
+    return Metric(torch.where(mask, per_token.detach(), 0).sum(), mask.sum())

@@ -1,0 +1,45 @@
+"""Entry point: the algorithms of this distribution, their presets, and what is wrong with a configuration of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from coupler.plugins import Backend, Kind, hookimpl
+from coupler_algos.config import GRPOConfig, RLOOConfig, SFTConfig
+from coupler_algos.validate import problems
+
+if TYPE_CHECKING:
+    from coupler.config.schema import RunConfig
+
+
+@hookimpl
+def coupler_backends() -> Iterable[Backend]:
+    yield Backend(
+        kind=Kind.ALGORITHM,
+        name="grpo",
+        target="coupler_algos.grpo:GRPO",
+        config=GRPOConfig,
+    )
+    yield Backend(
+        kind=Kind.ALGORITHM,
+        name="rloo",
+        target="coupler_algos.rloo:RLOO",
+        config=RLOOConfig,
+    )
+    yield Backend(
+        kind=Kind.ALGORITHM,
+        name="sft",
+        target="coupler_algos.sft:SFT",
+        config=SFTConfig,
+    )
+
+
+@hookimpl
+def coupler_config_paths() -> Iterable[str]:
+    return ["coupler_algos.conf"]
+
+
+@hookimpl
+def coupler_validate(config: RunConfig) -> Iterable[str]:
+    return list(problems(config))

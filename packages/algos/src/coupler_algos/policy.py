@@ -1,0 +1,58 @@
+"""What algorithms share that compare the samples of one prompt: columns, dynamic sampling, and the loss."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import numpy as np
+
+from coupler.batch import Batch
+from coupler.interfaces import Algorithm, Columns, Output
+from coupler.metrics import Metrics
+from coupler_algos.config import KL, Behaviour, GroupConfig
+from coupler_algos.groups import Groups, trajectories
+from coupler_algos.shaping import scores
+
+
+class GroupPolicy(Algorithm):
+    """Base of GRPO and RLOO. One advantage per trajectory, the same for all its tokens."""
+
+    sequence_ratio = False  # True: one probability ratio per sequence, not per token
+
+    def __init__(self, config: GroupConfig) -> None:
+        super().__init__(config)
+        self.aggregation, self.constant = config.aggregation, config.aggregation_constant
+        reference = {"ref_logprobs"} if config.kl is not KL.NONE else set()
+        old = {"old_logprobs"} if config.behaviour is Behaviour.RECOMPUTED else set()
+        self.needs = frozenset(reference | old)
+        entropy = (Output("entropy"),) if config.log_entropy or config.entropy_coef else ()
+        self.want = (Output("logprobs"), *entropy)
+
+    @abstractmethod
+    def compare(self, scores: np.ndarray, groups: Groups) -> np.ndarray:
+        """[N] scores of trajectories -> [N] advantages."""
+
+    def advantages(self, batch: Batch) -> Batch:
+        """Add ``advantages`` [T] float32; 0 outside ``loss_mask``.
+
+        Raises:
+            CouplerError: a group has one trajectory only.
+        """
+        first, of_row = trajectories(batch)
+        per_trajectory = self.compare(scores(self.config, batch), Groups(batch["group"][first]))
+        per_token = batch.spread(per_trajectory[of_row])
+        return batch.with_tokens(advantages=np.where(batch["loss_mask"], per_token, 0).astype(np.float32))
+
+    def loss(self, out: Columns, batch: Columns) -> tuple[Any, Metrics]:
+        """See :func:`coupler_algos.losses.policy_loss`."""
+        from coupler_algos import losses
+
+        return losses.policy_loss(self.config, out, batch, self.sequence_ratio)
+
+    def keep(self, group: Batch) -> bool:
+        """With ``dynamic_sampling``, reject a group whose rewards, before shaping, are all equal.
+
+        DAPO (arXiv 2503.14476) eq. 11.
+        """
+        return not self.config.dynamic_sampling or bool(np.ptp(group["reward"]) > 0)

@@ -1,0 +1,42 @@
+"""What is added to the reward of a trajectory before advantages are computed, in NumPy."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from coupler.batch import Batch
+from coupler_algos import kl
+from coupler_algos.config import KL, GroupConfig
+from coupler_algos.groups import trajectories
+
+
+def overlong_penalty(num_tokens: np.ndarray, max_tokens: int, buffer_tokens: int) -> np.ndarray:
+    """Soft overlong punishment, in [-1, 0]: DAPO (arXiv 2503.14476) eq. 13 with L_max and L_cache.
+
+    0 up to ``max_tokens - buffer_tokens``, falling linearly to -1 at ``max_tokens``, and -1 beyond.
+    """
+    return np.clip((max_tokens - buffer_tokens - num_tokens) / buffer_tokens, -1, 0)
+
+
+def kl_per_token(config: GroupConfig, batch: Batch) -> np.ndarray:
+    """[T] estimated divergence of the policy that sampled from the reference; 0 outside ``loss_mask``."""
+    mask = batch["loss_mask"]
+    policy = batch["old_logprobs" if batch.has("old_logprobs") else "rollout_logprobs"]
+    policy, reference = (np.where(mask, c, 0).astype(np.float64) for c in (policy, batch["ref_logprobs"]))
+    return kl.estimate(config.kl_estimator, policy, reference, np)
+
+
+def scores(config: GroupConfig, batch: Batch) -> np.ndarray:
+    """[N] reward per trajectory, in order of :func:`~coupler_algos.groups.trajectories`, plus what the switches add."""
+    first, of_row = trajectories(batch)
+
+    def total(per_token: np.ndarray) -> np.ndarray:
+        return np.bincount(of_row, batch.sum_by_sequence(per_token), minlength=len(first))
+
+    score = batch["reward"][first].astype(np.float64)
+    if config.overlong_buffer_tokens:
+        length = total(batch["loss_mask"])
+        score = score + overlong_penalty(length, config.overlong_max_tokens, config.overlong_buffer_tokens)
+    if config.kl is KL.IN_REWARD:
+        score = score - config.kl_coef * total(kl_per_token(config, batch))
+    return score

@@ -1,0 +1,87 @@
+"""Problems of a composed configuration, found before any device is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from coupler.interfaces import Aggregation
+from coupler_algos.config import KL, Behaviour, GroupConfig, KLEstimator
+
+if TYPE_CHECKING:
+    from coupler.config.schema import RunConfig
+
+
+def problems(config: RunConfig) -> Iterator[str]:
+    """Yield one sentence per problem, with key and fix; nothing if the algorithm is not one with groups."""
+    algorithm = config.algorithm
+    if not isinstance(algorithm, GroupConfig):
+        return
+    yield from _sampling(config, algorithm)
+    yield from _ratio(algorithm)
+    yield from _kl(algorithm)
+    yield from _overlong(config, algorithm)
+
+
+def _sampling(config: RunConfig, a: GroupConfig) -> Iterator[str]:
+    if config.samples_per_prompt < 2:
+        yield (
+            f"samples_per_prompt={config.samples_per_prompt} leaves nothing to compare a sample with: "
+            "set samples_per_prompt=2 or more."
+        )
+    if config.max_staleness > 0 and a.behaviour is Behaviour.RECOMPUTED and not a.correction_cap:
+        yield (
+            f"max_staleness={config.max_staleness} trains on tokens that older weights sampled, but "
+            "algorithm.behaviour=recomputed takes newer ones for the ratio's denominator: set "
+            "algorithm.behaviour=rollout, or algorithm.correction_cap=2 to weigh the difference."
+        )
+    if a.aggregation is Aggregation.CONSTANT and a.aggregation_constant < 1:
+        yield (
+            f"algorithm.aggregation=constant cannot divide by algorithm.aggregation_constant={a.aggregation_constant}: "
+            "set it to the longest completion, algorithm.aggregation_constant=${sampling.max_tokens}."
+        )
+
+
+def _ratio(a: GroupConfig) -> Iterator[str]:
+    if not 0 <= a.clip_low < 1:
+        yield f"algorithm.clip_low={a.clip_low} must be at least 0 (off) and below 1, since a ratio is positive."
+    if a.clip_high < 0:
+        yield f"algorithm.clip_high={a.clip_high} must not be negative: 0 switches it off."
+    if a.dual_clip != 0 and a.dual_clip <= 1:
+        yield f"algorithm.dual_clip={a.dual_clip} must be above 1 (3 is usual), or 0 to switch it off."
+    if a.correction_cap < 0:
+        yield f"algorithm.correction_cap={a.correction_cap} must not be negative: 0 switches the correction off."
+    if a.correction_cap > 0 and a.behaviour is Behaviour.ROLLOUT:
+        yield (
+            "algorithm.correction_cap corrects from recomputed to rollout log-probs and does nothing with "
+            "algorithm.behaviour=rollout: set one of them back."
+        )
+
+
+def _kl(a: GroupConfig) -> Iterator[str]:
+    if a.kl is not KL.NONE and a.kl_coef <= 0:
+        yield (
+            f"algorithm.kl={a.kl} with algorithm.kl_coef={a.kl_coef} computes reference log-probs for nothing: "
+            "set algorithm.kl_coef above 0, or algorithm.kl=none."
+        )
+    if a.kl is KL.IN_LOSS and a.kl_estimator is KLEstimator.K1:
+        yield (
+            "algorithm.kl_estimator=k1 has a gradient of zero expectation in the loss: "
+            "set algorithm.kl_estimator=k2 or k3, or algorithm.kl=in_reward."
+        )
+
+
+def _overlong(config: RunConfig, a: GroupConfig) -> Iterator[str]:
+    buffer, longest = a.overlong_buffer_tokens, config.sampling.max_tokens
+    if buffer < 0:
+        yield f"algorithm.overlong_buffer_tokens={buffer} must not be negative: 0 switches it off."
+    if buffer > 0 and a.overlong_max_tokens < 1:
+        yield (
+            f"algorithm.overlong_buffer_tokens={buffer} needs the longest completion: "
+            "set algorithm.overlong_max_tokens=${sampling.max_tokens}."
+        )
+    if buffer >= longest:
+        yield (
+            f"algorithm.overlong_buffer_tokens={buffer} punishes every completion of at most "
+            f"sampling.max_tokens={longest}: set it to a fifth, {longest // 5}."
+        )

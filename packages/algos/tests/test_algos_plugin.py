@@ -1,0 +1,90 @@
+"""What core sees of this distribution: backends, problems of a configuration, and no torch on the controller."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from coupler.config.schema import RunConfig, SamplingConfig
+from coupler.interfaces import Aggregation, Algorithm
+from coupler_algos import plugin
+from coupler_algos.config import KL, Behaviour, GRPOConfig, KLEstimator, RLOOConfig, SFTConfig
+
+
+def problems(algorithm, **changes) -> list[str]:
+    return list(plugin.coupler_validate(RunConfig(algorithm=algorithm, **changes)))
+
+
+@pytest.mark.parametrize("backend", list(plugin.coupler_backends()), ids=lambda b: b.name)
+def test_every_backend_loads_and_is_built_from_its_defaults(backend):
+    config = backend.config()
+    assert config.name == backend.name
+    algorithm = backend.load()(config)
+    assert isinstance(algorithm, Algorithm) and algorithm.aggregation is config.aggregation
+
+
+@pytest.mark.parametrize("algorithm", [GRPOConfig(), RLOOConfig(), SFTConfig()])
+def test_defaults_have_no_problem(algorithm):
+    assert problems(algorithm) == []
+
+
+def test_other_plugins_algorithms_are_none_of_our_business():
+    assert problems(object(), samples_per_prompt=1) == []
+    assert problems(SFTConfig(), samples_per_prompt=1) == []
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "changes", "words"),
+    [
+        (GRPOConfig(), {"samples_per_prompt": 1}, ["samples_per_prompt=1", "set samples_per_prompt=2"]),
+        (GRPOConfig(), {"max_staleness": 2}, ["max_staleness=2", "behaviour=rollout", "correction_cap=2"]),
+        (GRPOConfig(kl_coef=0.0), {}, ["algorithm.kl=in_loss", "algorithm.kl=none"]),
+        (RLOOConfig(kl_coef=0.0), {}, ["algorithm.kl=in_reward", "algorithm.kl=none"]),
+        (GRPOConfig(kl_estimator=KLEstimator.K1), {}, ["kl_estimator=k1", "k2 or k3"]),
+        (GRPOConfig(aggregation=Aggregation.CONSTANT), {}, ["aggregation_constant=0", "${sampling.max_tokens}"]),
+        (GRPOConfig(overlong_buffer_tokens=4), {}, ["overlong_buffer_tokens=4", "algorithm.overlong_max_tokens=$"]),
+        (GRPOConfig(overlong_buffer_tokens=-1), {}, ["overlong_buffer_tokens=-1", "0 switches it off"]),
+        (
+            GRPOConfig(overlong_buffer_tokens=100, overlong_max_tokens=100),
+            {"sampling": SamplingConfig(max_tokens=100)},
+            ["sampling.max_tokens=100", "a fifth, 20"],
+        ),
+        (GRPOConfig(clip_low=1.0), {}, ["algorithm.clip_low=1.0", "below 1"]),
+        (GRPOConfig(clip_high=-0.1), {}, ["algorithm.clip_high=-0.1", "negative"]),
+        (GRPOConfig(dual_clip=0.5), {}, ["algorithm.dual_clip=0.5", "above 1"]),
+        (GRPOConfig(correction_cap=-1.0), {}, ["algorithm.correction_cap=-1.0", "negative"]),
+        (GRPOConfig(correction_cap=2.0, behaviour=Behaviour.ROLLOUT), {}, ["correction_cap", "does nothing"]),
+    ],
+)
+def test_one_mistake_is_one_sentence_with_key_and_fix(algorithm, changes, words):
+    (problem,) = problems(algorithm, **changes)
+    assert "\n" not in problem and problem.endswith(".")
+    for word in words:
+        assert word in problem
+
+
+def test_either_fix_for_staleness_is_accepted():
+    assert problems(GRPOConfig(behaviour=Behaviour.ROLLOUT), max_staleness=2) == []
+    assert problems(GRPOConfig(correction_cap=2.0), max_staleness=2) == []
+    assert problems(GRPOConfig(kl=KL.NONE, kl_coef=0.0)) == []
+
+
+def test_the_controller_needs_no_torch():
+    """Constructing an algorithm and computing advantages happens where no tensor library may be."""
+    code = """
+import sys
+import numpy as np
+from coupler.batch import Batch
+from coupler_algos import plugin
+batch = Batch(np.array([2, 2]), {"loss_mask": np.array([False, True] * 2), "rollout_logprobs": np.zeros(4),
+              "ref_logprobs": np.zeros(4)}, {"reward": np.array([1.0, 0.0]), "group": np.zeros(2, int)})
+for backend in plugin.coupler_backends():
+    algorithm = backend.load()(backend.config())
+    assert algorithm.keep(batch)
+    algorithm.advantages(batch)
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,51 @@
+"""Presets, composed the way ``coupler train`` composes them."""
+
+from __future__ import annotations
+
+import pytest
+
+from coupler.config.compose import Composed, compose
+from coupler.config.schema import Job
+from coupler.errors import ConfigError
+from coupler.interfaces import Aggregation
+from coupler.plugins.manager import Plugins
+from coupler_algos.config import KL, GRPOConfig
+
+
+def composed(*overrides: str) -> Composed:
+    required = ["engine=toy", "rollout=toy", "model.path=m", "data.source=d", "reward.target=a:b"]
+    return compose(Plugins.load(), [*required, *overrides], job=Job.TRAIN)
+
+
+def test_dapo_is_grpo_with_the_papers_switches():
+    algorithm = composed("algorithm=dapo", "sampling.max_tokens=20480").config.algorithm
+    assert algorithm == GRPOConfig(
+        aggregation=Aggregation.TOKEN_MEAN,
+        clip_high=0.28,
+        kl=KL.NONE,
+        overlong_buffer_tokens=4096,
+        overlong_max_tokens=20480,
+        dynamic_sampling=True,
+    )
+
+
+def test_dapo_says_what_to_do_about_short_completions():
+    with pytest.raises(ConfigError, match="set it to a fifth, 51"):
+        composed("algorithm=dapo", "sampling.max_tokens=256")
+    assert composed("algorithm=dapo", "sampling.max_tokens=256", "algorithm.overlong_buffer_tokens=51")
+
+
+def test_dr_grpo_divides_by_the_longest_completion_and_by_no_std():
+    algorithm = composed("algorithm=dr_grpo", "sampling.max_tokens=512").config.algorithm
+    assert algorithm == GRPOConfig(
+        aggregation=Aggregation.CONSTANT, aggregation_constant=512, scale_by_std=False, kl=KL.NONE
+    )
+
+
+def test_the_command_line_wins_over_a_preset():
+    assert composed("algorithm=dr_grpo", "algorithm.kl=in_reward").config.algorithm.kl is KL.IN_REWARD
+
+
+def test_problems_reach_the_user():
+    with pytest.raises(ConfigError, match="set algorithm"):
+        composed("algorithm=grpo", "max_staleness=1")

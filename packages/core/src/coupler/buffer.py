@@ -1,0 +1,79 @@
+"""Buffer: finished prompt groups waiting to be trained on, and the admission that bounds their staleness."""
+
+from __future__ import annotations
+
+import asyncio
+
+from coupler.batch import Batch
+from coupler.errors import CouplerError
+
+
+class Buffer:
+    """Counts prompt groups from admission to training.
+
+    Consumes scored groups from the Sampler (:meth:`put`, :meth:`reject`), produces the groups of a step for the Trainer
+    (:meth:`take`). :meth:`admit` waits until a further prompt cannot become staler than ``max_staleness``:
+    ``submitted - rejected <= (version + 1 + max_staleness) * prompts_per_step``; :meth:`advance` unblocks it, and so
+    does :meth:`reject`.
+    """
+
+    def __init__(self, prompts_per_step: int, max_staleness: int, max_rejected: int) -> None:
+        self.prompts_per_step, self.max_staleness, self.max_rejected = prompts_per_step, max_staleness, max_rejected
+        self.version = 0
+        self.submitted = 0
+        self.rejected = 0
+        self.rejected_in_step = 0
+        self.ready: dict[int, Batch] = {}  # by admission number
+        self.failure: BaseException | None = None
+        self.changed = asyncio.Condition()
+
+    async def admit(self) -> int:
+        """Wait until one more prompt may be started; return its admission number."""
+        async with self.changed:
+            await self.changed.wait_for(self._has_room)
+            self.submitted += 1
+            return self.submitted - 1
+
+    def _has_room(self) -> bool:
+        limit = (self.version + 1 + self.max_staleness) * self.prompts_per_step
+        return self.submitted - self.rejected < limit
+
+    async def put(self, number: int, group: Batch) -> None:
+        async with self.changed:
+            self.ready[number] = group
+            self.changed.notify_all()
+
+    async def reject(self, number: int, why: str) -> None:
+        """Drop a group that the algorithm, or an invalid reward, refused: another one may be started for it."""
+        async with self.changed:
+            self.rejected += 1
+            self.rejected_in_step += 1
+            if self.rejected_in_step > self.max_rejected:
+                self.failure = CouplerError(
+                    f"{self.rejected_in_step} prompt groups in a row of one step were rejected, the last because {why}.\n"
+                    "  try:  data of another difficulty, algorithm.dynamic_sampling=false, "
+                    "or a larger max_rejected_factor"
+                )
+            self.changed.notify_all()
+
+    async def fail(self, error: BaseException) -> None:
+        """Make the waiting trainer raise ``error``."""
+        async with self.changed:
+            self.failure = self.failure or error
+            self.changed.notify_all()
+
+    async def take(self) -> list[Batch]:
+        """Wait for the groups of a step: those admitted first among the finished ones, in order of admission."""
+        async with self.changed:
+            await self.changed.wait_for(lambda: self.failure or len(self.ready) >= self.prompts_per_step)
+            if self.failure:
+                raise self.failure
+            self.rejected_in_step = 0
+            first = sorted(self.ready)[: self.prompts_per_step]
+            return [self.ready.pop(number) for number in first]
+
+    async def advance(self, version: int) -> None:
+        """The rollouts hold ``version`` now."""
+        async with self.changed:
+            self.version = version
+            self.changed.notify_all()

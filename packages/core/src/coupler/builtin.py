@@ -1,0 +1,103 @@
+"""Core's own plugin: it takes the same road as everyone else's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from coupler.config.schema import RunConfig
+from coupler.errors import PluginError
+from coupler.plugins.backend import Backend, Kind
+from coupler.plugins.hooks import hookimpl
+from coupler.testing.toy_config import BACKENDS as TOY
+
+
+@dataclass
+class InprocConfig:
+    name: str = "inproc"
+
+
+@dataclass
+class DiskConfig:
+    name: str = "disk"
+
+
+@dataclass
+class StreamConfig:
+    name: str = "stream"
+
+
+@dataclass
+class ConsoleConfig:
+    name: str = "console"
+
+
+@dataclass
+class JsonlConfig:
+    name: str = "jsonl"
+
+
+@dataclass
+class TensorboardConfig:
+    name: str = "tensorboard"
+
+
+@hookimpl
+def coupler_backends() -> Iterable[Backend]:
+    yield Backend(
+        kind=Kind.TRANSPORT,
+        name="inproc",
+        target="coupler.transports.inproc:InprocTransport",
+        config=InprocConfig,
+        capabilities=frozenset({"weights:full", "place:process"}),
+    )
+    yield Backend(
+        kind=Kind.TRANSPORT,
+        name="disk",
+        target="coupler.transports.disk:DiskTransport",
+        config=DiskConfig,
+        capabilities=frozenset({"weights:full", "place:process", "place:host"}),
+    )
+    yield Backend(
+        kind=Kind.SHARDING, name="stream", target="coupler.sharding:StreamShardingManager", config=StreamConfig
+    )
+    yield Backend(
+        kind=Kind.TRACKER, name="console", target="coupler.tracking.console:ConsoleTracker", config=ConsoleConfig
+    )
+    yield Backend(kind=Kind.TRACKER, name="jsonl", target="coupler.tracking.jsonl:JsonlTracker", config=JsonlConfig)
+    yield Backend(
+        kind=Kind.TRACKER,
+        name="tensorboard",
+        target="coupler.tracking.tensorboard:TensorboardTracker",
+        config=TensorboardConfig,
+    )
+    yield from TOY
+
+
+@hookimpl(trylast=True)
+def coupler_weight_path(
+    engine: Backend, rollout: Backend, transports: Mapping[str, Backend], config: RunConfig
+) -> tuple[str, str]:
+    """Choose a format that engine, rollout and transport share; a format of a plugin's own goes before whole tensors."""
+    offered, taken = _formats(engine, config.engine), _formats(rollout, config.rollout)
+    wanted = {n: t for n, t in transports.items() if config.sync.transport in ("", n)}
+    for fmt in sorted(offered & taken, key=lambda fmt: (fmt == "full", fmt)):
+        for name, transport in wanted.items():
+            if fmt in _formats(transport, transport.config()):
+                return fmt, name
+    lines = [
+        f"no way to move weights from engine={engine.name} to rollout={rollout.name}.",
+        f"  engine offers:  {_listing(offered)}",
+        f"  rollout takes:  {_listing(taken)}",
+        *(f"  transport {n}:  {_listing(_formats(t, t.config()))}" for n, t in wanted.items()),
+    ]
+    raise PluginError("\n".join(lines))
+
+
+def _formats(backend: Backend, config: object) -> frozenset[str]:
+    capabilities = backend.capabilities_of(config)
+    return frozenset(c.removeprefix("weights:") for c in capabilities if c.startswith("weights:"))
+
+
+def _listing(formats: frozenset[str]) -> str:
+    return ", ".join(sorted(formats)) or "nothing"

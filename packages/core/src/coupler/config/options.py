@@ -1,0 +1,150 @@
+"""The options of a run as a flat table, and the checks that need it: unknown keys, wrong types, values out of range."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from difflib import get_close_matches
+from enum import Enum
+from typing import Any, get_args, get_origin, get_type_hints
+
+from coupler.config.schema import RunConfig
+from coupler.errors import ConfigError
+
+SECTIONS = ("engine", "rollout", "algorithm")  # their options come from the selected plugin
+TYPE_NAMES = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "text"}
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One key that users can set."""
+
+    key: str  # in full, for example "engine.lr"
+    type: Any
+    default: Any
+    owner: type  # the dataclass it is a field of
+
+    @property
+    def takes(self) -> str:
+        """What it can be set to, in words."""
+        return _in_words(self.type)
+
+
+class Options:
+    """Every option of a run whose sections ``engine``, ``rollout`` and ``algorithm`` have these config classes."""
+
+    def __init__(self, sections: Mapping[str, type]) -> None:
+        self.sections = dict(sections)
+        self.table = {option.key: option for option in self._walk(RunConfig, "")}
+
+    def members(self, section: str) -> list[str]:
+        """The names under a section; the top level is the empty text."""
+        start = f"{section}." if section else ""
+        return list(dict.fromkeys(k[len(start) :].split(".")[0] for k in self.table if k.startswith(start)))
+
+    def find(self, key: str) -> Option:
+        """The option ``key``, or the one it is an entry of (``rollout.extra_args.x``).
+
+        Raises:
+            ConfigError: there is none; says which one may be meant.
+        """
+        path = key
+        while path:
+            option = self.table.get(path)
+            if option is not None and (path == key or _is_open(option.type)):
+                return option
+            if option is not None:
+                raise ConfigError(f"unknown option {key}: {path} takes {option.takes} and has no options of its own.")
+            path = path.rpartition(".")[0]
+        raise ConfigError(self._unknown(key))
+
+    def conform(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return ``values`` with enum members instead of their texts.
+
+        Raises:
+            ConfigError: a key is unknown, or no member is called so.
+        """
+        return {key: self._conform(key, value) for key, value in values.items()}
+
+    def _conform(self, key: str, value: Any) -> Any:
+        if self.members(key):  # a section
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"{key} is a section, got {value!r}.\n  its options:  {', '.join(self.members(key))}")
+            return {str(name): self._conform(f"{key}.{name}", inner) for name, inner in value.items()}
+        option = self.find(key)
+        kind = _enum_in(option.type)
+        if kind is None or not isinstance(value, str) or value.startswith("${"):
+            return value
+        for member in kind:
+            if value.lower() in (str(member.value).lower(), member.name.lower()):
+                return member
+        raise ConfigError(wrong_value(option, value))
+
+    def _unknown(self, key: str) -> str:
+        section = key
+        while section and not self.members(section):
+            section = section.rpartition(".")[0]
+        start, names = (f"{section}." if section else ""), self.members(section)
+        wanted = key[len(start) :].split(".")[0]
+        close = [start + name for name in get_close_matches(wanted, names, n=2)]
+        close = close or [k for k in self.table if k.rpartition(".")[2] == key.rpartition(".")[2]][:3]
+        lines = [f"unknown option {key}."]
+        lines += [f"  did you mean:  {', '.join(close)}"] if close else []
+        lines.append(f"  options of {section or 'a run'}:  {', '.join(names)}")
+        if "extra_args" in names:
+            lines.append(f"  options of the backend's own go under:  {start}extra_args.{wanted}")
+        return "\n".join(lines)
+
+    def _walk(self, owner: type, start: str) -> Iterator[Option]:
+        hints = get_type_hints(owner)
+        for field in fields(owner):
+            key = start + field.name
+            inner = self.sections.get(key) if not start and field.name in SECTIONS else hints[field.name]
+            if is_dataclass(inner):
+                yield from self._walk(inner, f"{key}.")  # type: ignore[arg-type]
+            elif inner is not None:
+                yield Option(key, inner, default_of(field), owner)
+
+
+def default_of(field: Field[Any]) -> Any:
+    if field.default_factory is not MISSING:
+        return field.default_factory()
+    return None if field.default is MISSING else field.default
+
+
+def wrong_value(option: Option, value: Any) -> str:
+    shown = "null" if value is None else repr(value)
+    return f"{option.key} takes {option.takes}, got {shown}."
+
+
+def flatten(values: Mapping[str, Any], start: str = "") -> dict[str, Any]:
+    """Return full keys and their values; an empty mapping is a value."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{start}{name}.")
+        else:
+            flat[f"{start}{name}"] = value
+    return flat
+
+
+def _is_open(kind: Any) -> bool:
+    return kind is dict or get_origin(kind) is dict
+
+
+def _enum_in(kind: Any) -> type[Enum] | None:
+    found = [k for k in (kind, *get_args(kind)) if isinstance(k, type) and issubclass(k, Enum)]
+    return found[0] if found and get_origin(kind) not in (list, dict) else None
+
+
+def _in_words(kind: Any) -> str:
+    enum = _enum_in(kind)
+    if enum is not None:
+        return "one of " + ", ".join(str(member.value) for member in enum)
+    if get_origin(kind) is list:
+        return f"a list [...] of {_in_words(get_args(kind)[0]).removeprefix('an ').removeprefix('a ')}"
+    if _is_open(kind):
+        return "a mapping {key: value, ...}"
+    if type(None) in get_args(kind):
+        return " or ".join(_in_words(k) for k in get_args(kind) if k is not type(None)) + ", or null"
+    return TYPE_NAMES.get(getattr(kind, "__name__", ""), "any value")

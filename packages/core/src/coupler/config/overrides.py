@@ -1,0 +1,88 @@
+"""What the user says: overrides of the command line and a YAML file, as plain nested mappings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from coupler.config.options import SECTIONS
+from coupler.errors import ConfigError
+
+
+def parse_overrides(overrides: list[str]) -> list[tuple[str, Any]]:
+    """Read ``key=value`` arguments in Hydra's grammar. A leading ``+`` or ``++`` means nothing: no key can be added.
+
+    Raises:
+        ConfigError: one cannot be read, holds several values, or deletes.
+    """
+    parser = OverridesParser.create()
+    return [_parse(parser, text) for text in overrides]
+
+
+def read_file(path: str) -> dict[str, Any]:
+    """Read a YAML file of options; interpolations stay as they are.
+
+    Raises:
+        ConfigError: there is none, or it is no YAML mapping.
+    """
+    if not Path(path).is_file():
+        raise ConfigError(f"there is no configuration file {path}.\n  it is looked up from:  {Path.cwd()}")
+    try:
+        values = OmegaConf.to_container(OmegaConf.load(path))
+    except (YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"{path} is not readable as YAML: {' '.join(str(exc).split())}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} is a list, but a configuration is a mapping of options to values.")
+    return nest([(str(key), value) for key, value in values.items()])
+
+
+def nest(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return nested mappings for dotted keys; the last value of a key wins, and ``engine=x`` means ``engine.name=x``."""
+    tree: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in SECTIONS and isinstance(value, str):
+            key = f"{key}.name"
+        for name in reversed(key.split(".")):
+            value = {name: value}
+        tree = merge(tree, value)
+    return tree
+
+
+def merge(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``low`` with the values of ``high`` on top, section by section."""
+    merged = dict(low)
+    for name, value in high.items():
+        below = merged.get(name)
+        merged[name] = merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def _parse(parser: OverridesParser, text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    key = key.lstrip("+").strip()
+    if text.startswith("~"):
+        raise ConfigError(f"{text!r}: options cannot be deleted.\n  try:  set {key.lstrip('~')} to its default")
+    if not equals or not key:
+        raise ConfigError(f"{text!r} is no override.\n  write it as:  key=value, for example engine.lr=1e-6")
+    try:
+        override = parser.parse_override(f"{key}={value}")
+    except HydraException:
+        shown = value.replace("'", "\\'")
+        raise ConfigError(
+            f"the value of {key} cannot be read: {value}\n  quote it for us and for the shell:  \"{key}='{shown}'\""
+        ) from None
+    if override.package is not None:
+        raise ConfigError(f"{text!r}: keys have no '@'; sections are engine, rollout and algorithm.")
+    if override.is_sweep_override():
+        raise ConfigError(
+            f"{key} is given several values, and a run takes one.\n  for a list:  {key}=[{value}]\n"
+            f"  for text with a comma:  \"{key}='{value}'\""
+        )
+    return override.key_or_group, override.value()

@@ -1,0 +1,128 @@
+"""Rows: what is trained on, checked one by one when they are loaded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import date, time
+from decimal import Decimal
+from difflib import get_close_matches
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from coupler.config.schema import DataConfig
+from coupler.data.sources import read
+from coupler.errors import DataError
+
+Messages = tuple[dict[str, Any], ...]  # {role, content} and what else the chat template reads, in order
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One prompt with what is known of its answer. All of it is plain JSON, so that it reaches reward workers.
+
+    Example:
+        ``Row("1 + 2 = ?", "3", 0, {"data_source": "sums"})``
+    """
+
+    prompt: str | Messages
+    answer: str  # a string of the data as it is, anything else as JSON text
+    index: int  # number of the row in its source, from 0
+    extra: Mapping[str, Any]  # every other column; nulls are left out
+
+
+def load_rows(config: DataConfig) -> list[Row]:
+    """Load and check the rows of ``config.source``, the first ``config.limit`` if that is positive.
+
+    The answer is column ``answer_key``, or ``reward_model.ground_truth`` where a row has no such column;
+    ``answer_key=""`` says that the reward needs none.
+
+    Raises:
+        DataError: the source is missing, empty or malformed, or a row lacks a column or has one of a wrong type.
+    """
+    records = islice(read(config.source, config.args), config.limit or None)
+    rows = [_row(record, index, place, config) for index, (place, record) in enumerate(records)]
+    if not rows:
+        raise DataError(f"data.source: {config.source} has no rows.")
+    return rows
+
+
+def fingerprint(rows: Iterable[Row]) -> str:
+    """Hash the content and order of ``rows``: equal in every process, format and Python version."""
+    digest = hashlib.blake2b(digest_size=16)
+    for row in rows:
+        digest.update(json.dumps(asdict(row), sort_keys=True).encode())
+    return digest.hexdigest()
+
+
+def _row(record: Any, index: int, place: str, config: DataConfig) -> Row:
+    if not isinstance(record, Mapping):
+        raise DataError(f"{place} is a {type(record).__name__}, not a mapping of columns.")
+    plain = _plain(record, place)
+    if config.prompt_key not in plain:
+        raise DataError(
+            f"{place} has no {config.prompt_key!r}{_did_you_mean(config.prompt_key, plain, 'data.prompt_key')}"
+        )
+    extra = {k: v for k, v in plain.items() if k not in (config.prompt_key, config.answer_key)}
+    return Row(_prompt(plain[config.prompt_key], place, config), _answer(plain, place, config), index, extra)
+
+
+def _prompt(value: Any, place: str, config: DataConfig) -> str | Messages:
+    where = f"{place}: {config.prompt_key!r}"
+    if isinstance(value, str):
+        if not value.strip():
+            raise DataError(f"{where} is empty.")
+        return value
+    if not isinstance(value, list):
+        raise DataError(f"{where} is a {type(value).__name__}; it must be a string or a list of {{role, content}}.")
+    if not value:
+        raise DataError(f"{where} has no messages.")
+    for message in value:
+        fits = isinstance(message, dict) and all(isinstance(message.get(k), str) for k in ("role", "content"))
+        if not fits:
+            raise DataError(f"{where} holds {message!r:.80}; each message needs a role and a content, both strings.")
+    if not any(message["content"].strip() for message in value):
+        raise DataError(f"{where} is empty.")
+    return tuple(value)
+
+
+def _answer(record: dict[str, Any], place: str, config: DataConfig) -> str:
+    if not config.answer_key:
+        return ""
+    if config.answer_key in record:
+        answer = record[config.answer_key]
+    else:
+        graded = record.get("reward_model")
+        if not isinstance(graded, dict) or "ground_truth" not in graded:
+            hint = _did_you_mean(config.answer_key, record, "data.answer_key")
+            raise DataError(f"{place} has no {config.answer_key!r}{hint}\n  none needed:  data.answer_key=''")
+        answer = graded["ground_truth"]
+    return answer if isinstance(answer, str) else json.dumps(answer)
+
+
+def _did_you_mean(key: str, record: Mapping[str, Any], option: str) -> str:
+    close = get_close_matches(key, record, n=1, cutoff=0.5)
+    guess = f" - did you mean {option}={close[0]}?" if close else "."
+    return f"{guess}\n  it has:  {', '.join(record)}"
+
+
+def _plain(value: Any, place: str) -> Any:
+    """``value`` as JSON knows it: no NumPy, tuples as lists, dates as text, nulls of mappings left out."""
+    match value:
+        case None | bool() | int() | float() | str():
+            return value.item() if isinstance(value, np.generic) else value
+        case Mapping():
+            return {str(k): _plain(v, place) for k, v in value.items() if v is not None}
+        case list() | tuple():
+            return [_plain(v, place) for v in value]
+        case np.ndarray() | np.generic():
+            return _plain(value.tolist(), place)
+        case date() | time() | Decimal():
+            return str(value)
+    raise DataError(
+        f"{place} holds a {type(value).__name__}, which JSON cannot.\n  try:  text or numbers instead of it"
+    )

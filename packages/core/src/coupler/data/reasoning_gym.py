@@ -1,0 +1,78 @@
+"""Procedural tasks of reasoning-gym as rows.
+
+Example:
+    ``data.source=coupler.data.reasoning_gym:rows data.args={task: chain_sum, size: 1000, seed: 0, max_terms: 3}``
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from difflib import get_close_matches
+from typing import Any
+
+import numpy as np
+
+from coupler.errors import DataError
+
+
+def rows(task: str, size: int, seed: int, **task_config: Any) -> Iterator[dict[str, Any]]:
+    """Yield ``size`` rows of ``task``, with what its verifier needs as a Python literal in ``entry``.
+
+    A literal, because some tasks generate other entries for the same seed in another process (they iterate over sets
+    of strings), and because JSON makes lists of the tuples that some verifiers compare with.
+
+    Raises:
+        DataError: reasoning-gym is missing, knows no such task, refuses ``task_config``, or its entry is no literal.
+    """
+    dataset = create(task, {"size": size, "seed": seed, **task_config})
+    for index in range(size):
+        entry = _without_numpy(dataset[index])
+        yield {
+            "prompt": entry["question"],
+            "answer": entry["answer"] or "",
+            "data_source": "reasoning_gym",
+            "task": task,
+            "task_config": task_config,
+            "entry": _literal(entry, task, index),
+        }
+
+
+def create(task: str, config: dict[str, Any]) -> Any:
+    """Create the reasoning-gym dataset of ``task``."""
+    try:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise DataError(f"reasoning-gym: {error}.\n  try:  pip install 'coupler-core[reasoning-gym]'") from None
+    if task not in DATASETS:
+        close = get_close_matches(task, DATASETS, n=1)
+        raise DataError(f"reasoning-gym has no task {task!r}{f' - did you mean {close[0]!r}?' if close else '.'}")
+    try:
+        return reasoning_gym.create_dataset(task, **config)
+    except (TypeError, ValueError, AssertionError) as error:
+        raise DataError(f"the reasoning-gym task {task} refuses data.args {config}: {error}") from error
+
+
+def _literal(entry: dict[str, Any], task: str, index: int) -> str:
+    text = repr(entry)
+    try:
+        same = ast.literal_eval(text) == entry
+    except ValueError:
+        same = False
+    if not same:
+        raise DataError(
+            f"entry {index} of the reasoning-gym task {task} cannot be written down; its verifier needs it."
+        )
+    return text
+
+
+def _without_numpy(value: Any) -> Any:
+    match value:
+        case dict():
+            return {_without_numpy(k): _without_numpy(v) for k, v in value.items()}
+        case list() | tuple() | set():
+            return type(value)(_without_numpy(v) for v in value)
+        case np.generic():
+            return value.item()
+    return value

@@ -1,0 +1,113 @@
+"""Records from a file or a function, each with the place it stands at, for messages."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from coupler.errors import DataError
+from coupler.imports import resolve
+
+Records = Iterator[tuple[str, Any]]  # (place, record)
+
+
+def read(source: str, args: Mapping[str, Any]) -> Records:
+    """Read ``source``: .jsonl, .json (a list), .parquet, a saved ``datasets`` folder, or ``module:function``.
+
+    Raises:
+        DataError: it is missing, empty or malformed, or the function cannot be found or does not take ``args``.
+    """
+    if not source:
+        raise DataError("data.source is not set.\n  try:  data.source=train.jsonl")
+    path = Path(source)
+    readers = {".jsonl": _jsonl, ".json": _json, ".parquet": _parquet}
+    if path.suffix not in readers and ":" in source:
+        return _function(source, args)
+    if args:
+        raise DataError(f"data.args has {', '.join(args)}, but data.source={source} is no function.")
+    if path.is_dir():
+        return _saved(path)
+    if path.suffix not in readers:
+        raise DataError(
+            f"data.source={source} is nothing that can be read.\n"
+            "  it may be:  FILE.jsonl, FILE.json, FILE.parquet, a folder of datasets' save_to_disk, module:function"
+        )
+    if not path.is_file():
+        raise DataError(f"data.source: there is no file {path}.\n  it is looked up from:  {Path.cwd()}")
+    if path.stat().st_size == 0:
+        raise DataError(f"data.source: {path} is empty.")
+    return readers[path.suffix](path)
+
+
+def _jsonl(path: Path) -> Records:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                place = f"{path}, line {number}"
+                yield place, _parse(line, place)
+
+
+def _json(path: Path) -> Records:
+    records = _parse(path.read_bytes(), str(path))
+    if not isinstance(records, list):
+        raise DataError(
+            f"{path} holds a {type(records).__name__}, not a list of rows.\n  try:  one row a line, as .jsonl"
+        )
+    return _numbered(path, iter(records))
+
+
+def _parse(text: bytes, place: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:  # also of text that is not UTF-8
+        raise DataError(f"{place} is not JSON: {error}.") from None
+
+
+def _parquet(path: Path) -> Records:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{path} is not Parquet: {error}.") from None
+    return _numbered(path, (row for batch in file.iter_batches(1024) for row in batch.to_pylist()))
+
+
+def _saved(path: Path) -> Records:
+    try:
+        from datasets import Dataset, load_from_disk  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise DataError(
+            f"data.source: {path} is a folder, which the package datasets reads.\n  try:  pip install datasets"
+        ) from None
+    saved = load_from_disk(str(path))
+    if not isinstance(saved, Dataset):
+        raise DataError(
+            f"data.source: {path} holds several splits.\n  try:  one of {', '.join(str(path / s) for s in saved)}"
+        )
+    return _numbered(path, iter(saved))
+
+
+def _function(source: str, args: Mapping[str, Any]) -> Records:
+    try:
+        function = resolve(source)
+    except ImportError as error:
+        raise DataError(f"data.source={source} cannot be imported: {error}.") from error
+    if not callable(function):
+        raise DataError(f"data.source={source} is a {type(function).__name__}, not a function.")
+    try:
+        inspect.signature(function).bind(**args)
+    except TypeError as error:
+        raise DataError(
+            f"data.args does not fit data.source={source}: {error}.\n  it takes:  {inspect.signature(function)}"
+        ) from None
+    records: Any = function(**args)
+    return _numbered(source, iter(records))
+
+
+def _numbered(source: str | Path, records: Iterator[Any]) -> Records:
+    return ((f"{source}, row {i} (from 0)", record) for i, record in enumerate(records))

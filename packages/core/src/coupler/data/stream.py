@@ -1,0 +1,49 @@
+"""PromptStream: rows for ever, epoch by epoch, resumable from two numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from coupler.errors import DataError
+from coupler.seeding import stream
+
+T = TypeVar("T")
+
+
+class PromptStream(Generic[T]):
+    """Endless pass over ``rows``; each epoch has an order of its own, derived from the seed and its number."""
+
+    def __init__(self, rows: Sequence[T], seed: int, shuffle: bool) -> None:
+        if not rows:
+            raise DataError("there are no rows to draw prompts from.")
+        self.rows, self.seed, self.shuffle = rows, seed, shuffle
+        self._start(0)
+
+    def _start(self, epoch: int, position: int = 0) -> None:
+        self.epoch, self.position = (epoch, position)  # position: rows of this epoch that were handed out
+        size = len(self.rows)
+        self.order = stream(self.seed, "data", epoch).permutation(size) if self.shuffle else np.arange(size)
+
+    def next(self) -> T:
+        """The next row."""
+        if self.position == len(self.rows):
+            self._start(self.epoch + 1)
+        self.position += 1
+        return self.rows[self.order[self.position - 1]]
+
+    def state(self) -> dict[str, Any]:
+        """Where it stands, as plain JSON."""
+        return {"epoch": self.epoch, "position": self.position, "num_rows": len(self.rows)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from ``state``.
+
+        Raises:
+            DataError: it is of other data.
+        """
+        if state["num_rows"] != len(self.rows):
+            raise DataError(f"the checkpoint's data had {state['num_rows']} rows, data.source has {len(self.rows)}.")
+        self._start(state["epoch"], state["position"])

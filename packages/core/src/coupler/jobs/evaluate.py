@@ -1,0 +1,28 @@
+"""``coupler eval``: sample held-out prompts once and score them."""
+
+from __future__ import annotations
+
+import asyncio
+
+from coupler.config.compose import Composed
+from coupler.jobs.parts import Parts
+from coupler.plugins.manager import Plugins
+
+
+def evaluate(composed: Composed, plugins: Plugins) -> dict[str, float]:
+    """Score the model of ``model.path`` on ``eval.data``; return the values."""
+    return asyncio.run(_evaluate(Parts(composed, plugins)))
+
+
+async def _evaluate(parts: Parts) -> dict[str, float]:
+    prompts = parts.prompts(parts.config.eval.data, "eval.data")
+    with parts.running() as (journal, rewards):
+        engine, rollouts = parts.engine("policy", trains=False), parts.rollouts()
+        weights = parts.edge(engine, rollouts, prompts[0])
+        await engine.setup()
+        await weights.setup()
+        await weights.prove()
+        metrics, scored = await parts.evaluator(parts.scorer(rollouts, rewards), prompts).run()
+        journal.write_samples("eval.jsonl", scored, parts.codec.decode)
+        parts.report_unread()
+        return journal.log(0, {**metrics, **rewards.metrics()})

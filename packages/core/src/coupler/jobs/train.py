@@ -1,0 +1,165 @@
+"""``coupler train``: reinforcement learning."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from coupler.batch import Batch
+from coupler.buffer import Buffer
+from coupler.config.compose import Composed
+from coupler.config.schema import RunConfig
+from coupler.data import PromptStream
+from coupler.evaluation import Evaluator
+from coupler.interfaces import Memory, Output, Part
+from coupler.jobs.parts import Parts
+from coupler.journal import Journal
+from coupler.metrics import Metrics, merge
+from coupler.plan import make_plan
+from coupler.plugins.manager import Plugins
+from coupler.residency import Held, Holder, Residency
+from coupler.rewards import RewardPool
+from coupler.rollouts import RolloutGroup
+from coupler.sampling import Sampler
+from coupler.trainer import GENERATING, Provider, Trainer
+from coupler.workers import WorkerGroup
+
+REFERENCE, OLD = "ref_logprobs", "old_logprobs"
+LOGPROBS = (Output("logprobs"),)
+
+
+def train(composed: Composed, plugins: Plugins) -> dict[str, float]:
+    """Train the policy; return the values of the last step."""
+    return asyncio.run(_train(Parts(composed, plugins)))
+
+
+async def _train(parts: Parts) -> dict[str, float]:
+    config, algorithm = parts.config, parts.algorithm()
+    prompts = parts.prompts(config.data, "data")
+    evaluates = config.eval.every_steps or config.eval.at_start
+    held_out = parts.prompts(config.eval.data, "eval.data") if evaluates else []
+    print(make_plan(config, len(prompts), parts.plugins, algorithm.needs).render())
+    with parts.running() as (journal, rewards):
+        policy, rollouts = parts.engine("policy", trains=True), parts.rollouts()
+        reference = parts.engine("reference", trains=False) if REFERENCE in algorithm.needs else None
+        residency = share_devices(config, policy, rollouts, reference)
+        scorer = parts.scorer(rollouts, rewards)
+        weights = parts.edge(policy, rollouts, prompts[0])
+        for group in filter(None, (policy, reference)):
+            await group.setup()
+        await weights.setup()
+        max_rejected = config.max_rejected_factor * config.prompts_per_step
+        buffer = Buffer(config.prompts_per_step, config.max_staleness, max_rejected)
+        sampler = Sampler(
+            config.sampling,
+            config.samples_per_prompt,
+            config.seed,
+            prompts=PromptStream(prompts, config.seed, config.data.shuffle),
+            scorer=scorer,
+            algorithm=algorithm,
+            buffer=buffer,
+        )
+        steps = _Steps(parts, journal, policy, parts.evaluator(scorer, held_out), rewards, residency)
+        trainer = Trainer(
+            config,
+            policy=policy,
+            weights=weights,
+            algorithm=algorithm,
+            sampler=sampler,
+            buffer=buffer,
+            providers=_providers(config, policy, reference, residency),
+            residency=residency,
+            on_step=steps.after,
+        )
+        await trainer.fit()
+        await parts.finish(policy, journal, config.steps)
+        return steps.last
+
+
+@dataclass
+class _Steps:
+    """What happens after each step: evaluation, tracking, checkpoints, and the look for keys that nobody read."""
+
+    parts: Parts
+    journal: Journal
+    policy: WorkerGroup
+    evaluator: Evaluator
+    rewards: RewardPool
+    residency: Residency
+    last: dict[str, float] = field(default_factory=dict)
+
+    async def after(self, step: int, metrics: Metrics) -> None:
+        config = self.parts.config
+        metrics = merge([metrics, self.rewards.metrics(), self.residency.metrics()])
+        if config.eval.at_start if step == 0 else _due(config.eval.every_steps, step):
+            async with self.residency("eval", GENERATING):
+                evaluated, scored = await self.evaluator.run()
+            self.journal.write_samples(f"eval_{step}.jsonl", scored, self.parts.codec.decode)
+            metrics |= evaluated
+        self.last = self.journal.log(step, metrics)
+        if step == 1:
+            self.parts.report_unread()
+        if 0 < step < config.steps and _due(config.checkpoint.every_steps, step):
+            await self.parts.checkpoint(self.policy, self.journal, step)
+
+
+def _due(every: int, step: int) -> bool:
+    return bool(every) and step % every == 0
+
+
+def _providers(
+    config: RunConfig, policy: WorkerGroup, reference: WorkerGroup | None, residency: Residency
+) -> dict[str, Provider]:
+    """Who computes which column. One optimizer step per batch needs no old log-probs: they equal the current ones."""
+
+    def forward_of(role: str, group: WorkerGroup) -> Provider:
+        async def provide(batch: Batch) -> np.ndarray:
+            async with residency(role, {role: frozenset({Held.PARAMS})}):
+                return (await group.forward(batch, LOGPROBS))["logprobs"]
+
+        return provide
+
+    providers: dict[str, Provider] = {}
+    if config.optimizer_steps_per_batch > 1:
+        providers[OLD] = forward_of("policy", policy)
+    if reference:
+        providers[REFERENCE] = forward_of("reference", reference)
+    return providers
+
+
+def share_devices(
+    config: RunConfig, policy: WorkerGroup, rollouts: RolloutGroup, reference: WorkerGroup | None
+) -> Residency:
+    """The Residency of a run whose roles live on the same devices, if ``offload`` says that they take turns."""
+
+    async def device_bytes() -> int:
+        return max(await policy.all("do", "device_bytes"))
+
+    holders = {"policy": _engine_holder(policy), "rollout": _rollout_holder(rollouts)}
+    if reference:
+        holders["reference"] = _engine_holder(reference, frozenset({Held.PARAMS}))
+    return Residency(holders, shared=config.offload, device_bytes=device_bytes)
+
+
+def _engine_holder(
+    group: WorkerGroup, parts: frozenset[Held] = frozenset({Held.PARAMS, Held.GRADS, Held.OPTIMIZER})
+) -> Holder:
+    async def evict(part: Held) -> None:
+        await group.all("do", "offload", frozenset({Part(part)}))
+
+    async def admit(part: Held) -> None:
+        await group.all("do", "onload", frozenset({Part(part)}))
+
+    return Holder(parts, evict, admit)
+
+
+def _rollout_holder(rollouts: RolloutGroup) -> Holder:
+    async def evict(part: Held) -> None:
+        await rollouts.all("sleep", frozenset({Memory(part)}))
+
+    async def admit(part: Held) -> None:
+        await rollouts.all("wake", frozenset({Memory(part)}))
+
+    return Holder(frozenset({Held.WEIGHTS, Held.KV_CACHE}), evict, admit)

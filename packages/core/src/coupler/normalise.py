@@ -1,0 +1,47 @@
+"""The denominator of a step's loss, computed once over the global mini-batch: law 1, normalisation is data."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from coupler.batch import Batch
+from coupler.interfaces import Aggregation, Algorithm, StepInfo
+
+
+def loss_weight(batch: Batch, aggregation: Aggregation, constant: int = 1) -> np.ndarray:
+    """[T] float32 weights w with which the loss of a step is ``sum(token_loss * w)``; 0 outside ``loss_mask``.
+
+    A sequence without valid tokens counts nowhere. A mini-batch without any has weights of zero.
+    """
+    mask = batch["loss_mask"].astype(np.float64)
+    valid = batch.sum_by_sequence(mask)  # [B]
+    num_sequences = max(int((valid > 0).sum()), 1)
+    match aggregation:
+        case Aggregation.TOKEN_MEAN:
+            per_sequence = np.full(len(batch), 1 / max(valid.sum(), 1))
+        case Aggregation.SEQUENCE_MEAN_TOKEN_MEAN:
+            per_sequence = 1 / (num_sequences * np.maximum(valid, 1))
+        case Aggregation.SEQUENCE_MEAN_TOKEN_SUM:
+            per_sequence = np.full(len(batch), 1 / num_sequences)
+        case Aggregation.CONSTANT:
+            per_sequence = np.full(len(batch), 1 / (num_sequences * constant))
+    return (batch.spread(per_sequence) * mask).astype(np.float32)
+
+
+def prepare(batch: Batch, algorithm: Algorithm) -> Batch:
+    """Add ``loss_weight`` and put zeros under the mask, so that nothing there (a NaN, say) can reach a gradient."""
+    mask = batch["loss_mask"]
+    clean = {
+        name: np.where(mask, column, 0).astype(column.dtype)
+        for name, column in batch.tokens.items()
+        if column.dtype.kind == "f" and column.ndim == 1
+    }
+    weight = loss_weight(batch, algorithm.aggregation, algorithm.constant)
+    return replace(batch, tokens={**batch.tokens, **clean, "loss_weight": weight})
+
+
+def step_info(batch: Batch, index: int) -> StepInfo:
+    """The global facts of the optimizer step that trains on ``batch``."""
+    return StepInfo(total_tokens=batch.num_tokens, total_sequences=len(batch), index=index)

@@ -1,0 +1,284 @@
+"""Find installed plugins without importing a backend; one that is broken stops only the runs that select it.
+
+A plugin is an entry point of the group ``coupler`` whose value is a module, for example
+``acme = "coupler_engine_acme.plugin"``. ``COUPLER_PLUGINS=module,...`` adds modules without packaging, and
+``COUPLER_DISABLE_PLUGINS=name,...`` leaves entry points or distributions out.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from difflib import get_close_matches
+from importlib import import_module
+from importlib.metadata import Distribution, EntryPoint, distributions, version
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+import pluggy
+
+from coupler.errors import PluginError
+from coupler.interfaces import API
+from coupler.plugins import hooks
+from coupler.plugins.backend import Backend, Kind
+
+GROUP = "coupler"
+CORE = "coupler-core"
+KNOWN = {  # where a name comes from, for the hint only; nothing is installed from a guess
+    ("engine", "fsdp"): "coupler-engine-fsdp",
+    ("engine", "megatron"): "coupler-engine-megatron",
+    ("rollout", "hf"): "coupler-engine-fsdp",
+    ("rollout", "vllm"): "coupler-rollout-vllm",
+    ("rollout", "sglang"): "coupler-rollout-sglang",
+    ("algorithm", "grpo"): "coupler-algos",
+    ("algorithm", "rloo"): "coupler-algos",
+    ("algorithm", "sft"): "coupler-algos",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a plugin comes from."""
+
+    name: str  # of the entry point, or the module named by COUPLER_PLUGINS
+    distribution: str = ""  # empty for a module named by COUPLER_PLUGINS
+    version: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.distribution} {self.version})" if self.distribution else f"{self.name} (module)"
+
+    @property
+    def fix(self) -> str:
+        """What to type when this plugin does not load; pip also brings a missing dependency of it."""
+        if not self.distribution:
+            return f"correct the module {self.name}, or take it out of COUPLER_PLUGINS"
+        return f"pip install --upgrade {self.distribution}"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of ``coupler plugins``. A plugin that did not load has no kind: its backends are unknown."""
+
+    kind: str
+    name: str
+    state: str  # available | duplicate | incompatible | broken | disabled
+    distribution: str
+    version: str
+    capabilities: tuple[str, ...] = ()
+    detail: str = ""
+
+
+def accepts(api: int, current: int = API) -> bool:
+    """Whether a core of generation ``current`` runs backends of generation ``api``: its own and the one before."""
+    return max(1, current - 1) <= api <= current
+
+
+class Plugins:
+    """Every plugin of this interpreter.
+
+    A name that two distributions declare is an error when it is selected, and a warning otherwise: a run that does
+    not use the name cannot be hurt by it. The same holds for a broken plugin and one of another API generation.
+
+    Attributes:
+        owner: who declares a (kind, name); the first one, where several do.
+        broken: why a plugin did not load.
+        disabled: what COUPLER_DISABLE_PLUGINS left out.
+    """
+
+    def __init__(self) -> None:
+        self.manager = _manager()
+        self.owner: dict[tuple[str, str], Source] = {}
+        self.broken: dict[Source, Exception] = {}
+        self.disabled: list[Source] = []
+        self._declared: dict[tuple[str, str], list[tuple[Backend, Source]]] = {}
+        self._stale: list[str] = []
+
+    @classmethod
+    def load(cls) -> Plugins:
+        """Import the plugin module of every installed distribution. Imports no backend, and never raises for one."""
+        self = cls()
+        self._add(Source("coupler", CORE, version(CORE)), lambda: import_module("coupler.builtin"))
+        blocked = set(_names_in("COUPLER_DISABLE_PLUGINS"))
+        for source, entry in self._entry_points():
+            if blocked & {source.name, source.distribution}:
+                self.disabled.append(source)
+            else:
+                self._add(source, entry.load)
+        for module in _names_in("COUPLER_PLUGINS"):
+            self._add(Source(module), lambda module=module: import_module(module))
+        return self
+
+    @property
+    def hook(self) -> Any:
+        """Call hooks of every usable plugin, for example ``plugins.hook.coupler_step_end(step=..., values=...)``."""
+        return self.manager.hook
+
+    def of(self, kind: str) -> dict[str, Backend]:
+        """The backends of one kind that can be selected, by name."""
+        usable = {name: found for (k, name), found in self._declared.items() if k == kind}
+        return {n: found[0][0] for n, found in usable.items() if len(found) == 1 and accepts(found[0][0].api)}
+
+    def get(self, kind: str, name: str) -> Backend:
+        """Return the backend that the user selected.
+
+        Raises:
+            PluginError: it is missing, broken, of another API generation, or declared twice.
+        """
+        found = self._declared.get((kind, name), [])
+        if not found:
+            raise PluginError(self.missing(kind, name))
+        backend, source = found[0]
+        if len(found) > 1:
+            owners = " and ".join(str(s) for _, s in found)
+            raise PluginError(
+                f"two plugins provide {kind}={name}: {owners}.\n"
+                f"  try:  pip uninstall one of them, or set COUPLER_DISABLE_PLUGINS={found[-1][1].name}"
+            )
+        if not accepts(backend.api):
+            raise PluginError(
+                f"{kind}={name} of {source} is written for API generation {backend.api}; "
+                f"this core is of generation {API}.\n  try:  {_upgrade(backend.api, source)}"
+            )
+        return backend
+
+    def missing(self, kind: str, name: str, also: tuple[str, ...] = ()) -> str:
+        """Say why ``kind=name`` cannot be had, and what to type. ``also`` are further names that may be meant."""
+        source = self._suspect(kind, name)
+        if source is not None:
+            first = f"{kind}={name} cannot be used: the plugin {source} failed to load.\n  try:        {source.fix}"
+        elif (kind, name) in KNOWN:
+            first = f"no {kind} named {name!r} is installed.\n  try:        pip install {KNOWN[kind, name]}"
+        else:
+            first = f"no {kind} named {name!r} is installed."
+        lines, installed = [first], [*self.of(kind), *also]
+        known = {n: f"  (pip install {dist})" for (k, n), dist in KNOWN.items() if k == kind and n not in installed}
+        for close in get_close_matches(name, [*installed, *known], n=1):
+            if close != name:
+                lines.append(f"  did you mean: {kind}={close}{known.get(close, '')}")
+        lines.append(f"  installed:  {', '.join(sorted(installed)) or 'none'}")
+        lines += [f"  failed to load: {source}: {_cause(exc)}" for source, exc in self.broken.items()]
+        lines += [f"  disabled by COUPLER_DISABLE_PLUGINS: {source}" for source in self.disabled]
+        lines += [f"  {text}" for text in self._stale]
+        return "\n".join(lines)
+
+    def warnings(self) -> list[str]:
+        """One line for everything that is wrong with plugins that were not selected."""
+        lines = [f"plugin {source} failed to load: {_cause(exc)}" for source, exc in self.broken.items()]
+        for row in self.rows():
+            if row.state in ("duplicate", "incompatible"):
+                line = f"{row.kind}={row.name} is {row.state}: {row.detail}"
+                lines += [line] if line not in lines else []
+        return lines + self._stale
+
+    def rows(self) -> list[Row]:
+        """What is installed, and in which state, for ``coupler plugins``."""
+        rows = []
+        for (kind, name), found in sorted(self._declared.items()):
+            for backend, source in found:
+                state, detail = "available", ""
+                if not accepts(backend.api):
+                    state, detail = "incompatible", f"API generation {backend.api}, core has {API}"
+                elif len(found) > 1:
+                    state, detail = "duplicate", "declared by " + " and ".join(str(s) for _, s in found)
+                capabilities = tuple(sorted(backend.capabilities_of(backend.config())))
+                rows.append(Row(kind, name, state, source.distribution, source.version, capabilities, detail))
+        rows += [Row("", s.name, "broken", s.distribution, s.version, (), _cause(e)) for s, e in self.broken.items()]
+        rows += [Row("", s.name, "disabled", s.distribution, s.version) for s in self.disabled]
+        return rows
+
+    def selected_hook(self, name: str, owners: set[Source]) -> Any:
+        """The hook ``name`` of these owners and of core only."""
+        keep = {str(source) for source in owners} | {str(self.owner["sharding", "stream"])}
+        others = [module for key, module in self.manager.list_name_plugin() if key not in keep]
+        return self.manager.subset_hook_caller(name, others)
+
+    def config_packages(self) -> list[tuple[str, Source]]:
+        """Packages of YAML presets, each with who declared it."""
+        sources = {str(s): s for s in self.owner.values()}
+        impls = self.hook.coupler_config_paths.get_hookimpls()
+        return [(p, sources.get(i.plugin_name, Source(i.plugin_name))) for i in impls for p in i.function()]
+
+    def _entry_points(self) -> Iterator[tuple[Source, EntryPoint]]:
+        """Every entry point of the group, once per distribution; a second installation of one is remembered as stale."""
+        first: dict[str, Distribution] = {}
+        for dist in distributions():
+            entries = [e for e in dist.entry_points if e.group == GROUP]
+            if not entries:
+                continue
+            name, where = dist.metadata["Name"], str(dist.locate_file(""))
+            used = first.setdefault(name.lower().replace("_", "-"), dist)
+            if used is dist:
+                yield from ((Source(e.name, name, dist.version), e) for e in entries)
+            elif (where, dist.version) != (str(used.locate_file("")), used.version):
+                self._stale.append(
+                    f"{name} is installed twice: {used.version} in {used.locate_file('')} is used, "
+                    f"{dist.version} in {where} is not"
+                )
+
+    def _add(self, source: Source, load: Callable[[], ModuleType]) -> None:
+        """Register one plugin, or remember why it could not be."""
+        try:
+            module = load()
+            backends = _declared_by(module)
+        except Exception as exc:  # third-party code may raise anything; it is shown in the listing and when selected
+            self.broken[source] = exc
+            return
+        if all(accepts(b.api) for b in backends):  # hooks of another generation are never called
+            self.manager.register(module, str(source))
+        for backend in backends:
+            key = (backend.kind, backend.name)
+            self._declared.setdefault(key, []).append((backend, source))
+            self.owner.setdefault(key, source)
+
+    def _suspect(self, kind: str, name: str) -> Source | None:
+        """The broken plugin that would have provided ``kind=name``, as far as names tell."""
+        wanted = {name, KNOWN.get((kind, name)), f"coupler-{kind}-{name}"}
+        return next((s for s in self.broken if wanted & {s.name, s.distribution}), None)
+
+
+def _manager() -> pluggy.PluginManager:
+    manager = pluggy.PluginManager("coupler")
+    manager.add_hookspecs(hooks)
+    return manager
+
+
+def _declared_by(module: ModuleType) -> list[Backend]:
+    """Check a plugin module on its own, so that a mistake in it is nobody else's, and return its backends."""
+    alone = _manager()
+    alone.register(module)
+    alone.check_pending()  # a misspelt hook
+    if not alone.get_hookcallers(module):
+        raise PluginError(f"{module.__name__} implements no hook; mark its functions with @coupler.hookimpl")
+    backends = [backend for found in alone.hook.coupler_backends() for backend in found]
+    for backend in backends:
+        _check(backend)
+    for package in (p for found in alone.hook.coupler_config_paths() for p in found):
+        if find_spec(package) is None:
+            raise PluginError(f"there is no package {package}, which coupler_config_paths names")
+    return backends
+
+
+def _check(backend: Backend) -> None:
+    who = f"{backend.kind}={backend.name}"
+    if backend.kind not in set(Kind):
+        raise PluginError(f"{who}: there is no kind {backend.kind!r}, only {', '.join(Kind)}")
+    if not is_dataclass(backend.config) or "name" not in {f.name for f in fields(backend.config)}:
+        raise PluginError(f"{who}: its config is not a dataclass with a field 'name'")
+    default = backend.config()
+    if default.name != backend.name:
+        raise PluginError(f"{who}: {backend.config.__name__}.name is {default.name!r}")
+    backend.capabilities_of(default)
+
+
+def _names_in(variable: str) -> list[str]:
+    return [name.strip() for name in os.environ.get(variable, "").split(",") if name.strip()]
+
+
+def _cause(exc: Exception) -> str:
+    return f"{type(exc).__name__}: {exc}".splitlines()[0]
+
+
+def _upgrade(api: int, source: Source) -> str:
+    return f"pip install --upgrade {CORE}" if api > API else source.fix

@@ -1,0 +1,267 @@
+"""RewardPool: reward calls spread over worker processes; a call that hangs costs its process, never the run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from textwrap import indent
+from typing import Any
+
+from coupler.errors import CouplerError, DataError, RewardError
+from coupler.metrics import Metric, Metrics
+from coupler.rewards.process import START_S, WorkerDied, WorkerProcess
+from coupler.rewards.result import Invalid, Scored
+
+MIN_INVALID = 5  # fewer invalid calls never stop a run
+RECENT = 64  # a reward that breaks late must not hide behind the valid calls before
+MESSAGE_S = 0.005  # calls go to a worker in messages of about so much work, at most MESSAGE_CALLS
+MESSAGE_CALLS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    request: str  # JSON
+    future: asyncio.Future[Scored]
+
+    def settle(self, result: Scored | CouplerError) -> None:
+        """In the thread of the event loop."""
+        if self.future.done():  # its task was cancelled
+            return
+        if isinstance(result, Scored):
+            self.future.set_result(result)
+        else:
+            self.future.set_exception(result)
+
+
+class RewardPool:
+    """Calls ``target`` in ``num_workers`` processes.
+
+    Each process has a thread here. It consumes calls from one queue, sends a few at a time, and produces their results
+    in order. A call without an answer after ``timeout_s`` seconds, or whose process died, is ``Invalid``; its process
+    is replaced and the calls behind it go to the front of the queue.
+
+    Example:
+        ``pool = RewardPool("rewards.py:score", 2, 10.0, 0.01); pool.start(); await pool.score(text, "42", row)``
+    """
+
+    def __init__(self, target: str, num_workers: int, timeout_s: float, max_invalid_fraction: float) -> None:
+        self.target, self.num_workers, self.timeout_s = target, num_workers, timeout_s
+        self.max_invalid_fraction = max_invalid_fraction
+        self.reasons: Counter[str] = Counter()
+        self.first_detail = ""
+        self._num_calls = 0
+        self._recent: deque[bool] = deque(maxlen=RECENT)  # was invalid
+        self._step: list[Scored] = []
+        self._waiting: deque[_Call] = deque()
+        self._changed = threading.Condition()
+        self._stopped: CouplerError | None = None
+        self._threads: list[threading.Thread] = []
+        self._processes: set[WorkerProcess] = set()
+
+    def start(self) -> None:
+        """Start the processes and import the reward in each.
+
+        Raises:
+            CouplerError: it cannot be imported, or its signature does not fit.
+        """
+        started = [threading.Event() for _ in range(self.num_workers)]
+        self._threads = [threading.Thread(target=self._serve, args=(s,), daemon=True) for s in started]
+        for thread in self._threads:
+            thread.start()
+        for event in started:
+            event.wait(START_S + 10)
+        if self._stopped:
+            self.close()
+            raise self._stopped
+
+    async def score(self, completion: str, answer: str, row: Mapping[str, Any]) -> float | Invalid:
+        """Score one completion. ``row`` holds what JSON can; its ``prompt`` is passed by that keyword too.
+
+        Raises:
+            RewardError: at least 5 calls and more than ``max_invalid_fraction``, or most of the last 64, were invalid.
+            CouplerError: the pool is closed, or the reward could not be imported again after a process was killed.
+        """
+        return self._count(await self.call(completion, answer, row))
+
+    async def call(self, completion: str, answer: str, row: Mapping[str, Any]) -> Scored:
+        """As :meth:`score`, but neither counted nor stopped by invalid results."""
+        try:
+            call = _Call(json.dumps([completion, answer, row]), asyncio.get_running_loop().create_future())
+        except TypeError as error:
+            raise DataError(f"a row cannot be sent to the reward as JSON: {error}.") from None
+        with self._changed:
+            if self._stopped:
+                raise self._stopped
+            self._waiting.append(call)
+            self._changed.notify()
+        return await call.future
+
+    def metrics(self) -> Metrics:
+        """Return rates and the longest call (seconds) since this was last called."""
+        step, self._step = self._step, []
+        return {
+            "reward/invalid_rate": Metric(sum(isinstance(s.result, Invalid) for s in step), len(step)),
+            "reward/timeout_rate": Metric(sum(s.timed_out for s in step), len(step)),
+            "reward/latency_max": Metric(max((s.seconds for s in step), default=0.0), how="max"),
+        }
+
+    def close(self) -> None:
+        """Kill every process; calls under way fail."""
+        self._stop(CouplerError("the reward pool is closed."))
+        for thread in self._threads:
+            thread.join(10)
+
+    def _count(self, scored: Scored) -> float | Invalid:
+        self._step.append(scored)
+        self._num_calls += 1
+        self._recent.append(isinstance(scored.result, Invalid))
+        if isinstance(scored.result, Invalid):
+            self.reasons[scored.result.reason] += 1
+            self.first_detail = self.first_detail or scored.detail
+        count, limit = self.reasons.total(), self.max_invalid_fraction
+        burst = len(self._recent) == RECENT and sum(self._recent) > max(0.5, limit) * RECENT
+        if count >= MIN_INVALID and (count > limit * self._num_calls or burst):
+            raise RewardError(self._complaint())
+        return scored.result
+
+    def _complaint(self) -> str:
+        recent = f"{sum(self._recent)} of the last {len(self._recent)}"
+        lines = [
+            f"{self.reasons.total()} of {self._num_calls} calls of {self.target} gave no valid number ({recent}).",
+            f"  limit:   reward.max_invalid_fraction={self.max_invalid_fraction}",
+            *(f"  reason:  {count} x {reason}" for reason, count in self.reasons.most_common(5)),
+        ]
+        if self.first_detail:
+            lines += ["  the first of them:", indent(self.first_detail.rstrip(), "    ")]
+        return "\n".join(lines)
+
+    def _stop(self, problem: CouplerError) -> None:
+        """Fail every call, waiting and future; kill the processes, whose threads then end."""
+        with self._changed:
+            self._stopped = self._stopped or problem
+            self._fail_waiting()
+            for process in self._processes:
+                process.terminate()
+            self._changed.notify_all()
+
+    def _fail_waiting(self) -> None:
+        assert self._stopped
+        _settle([(call, self._stopped) for call in self._waiting])
+        self._waiting.clear()
+
+    # Below: what runs in the threads, one per process.
+
+    def _serve(self, started: threading.Event) -> None:
+        process = None
+        slowest = MESSAGE_S  # seconds of a call: a maximum that decays
+        try:
+            process = self._spawn()
+            started.set()
+            while calls := self._take(max(1, min(MESSAGE_CALLS, int(MESSAGE_S / slowest)))):
+                if not process.alive():
+                    process = self._replace(process)
+                slowest = max(self._exchange(process, calls), slowest * 0.9 ** len(calls))
+        except BaseException as error:  # it reaches nobody unless every waiting call raises it
+            problem = error if isinstance(error, CouplerError) else CouplerError(f"the reward pool failed: {error!r}")
+            self._stop(problem)
+            started.set()
+        finally:
+            if process:
+                process.kill()
+
+    def _spawn(self) -> WorkerProcess:
+        process = WorkerProcess(self.target)
+        with self._changed:
+            self._processes.add(process)
+            if self._stopped:
+                process.terminate()
+        process.wait_ready(self.target)
+        return process
+
+    def _replace(self, process: WorkerProcess) -> WorkerProcess:
+        process.kill()
+        with self._changed:
+            self._processes.discard(process)
+        return self._spawn()
+
+    def _take(self, at_most: int) -> list[_Call]:
+        """Wait for calls, and take this worker's share of them; nothing when the pool stops."""
+        with self._changed:
+            while not self._stopped:
+                share = min(at_most, -(-len(self._waiting) // self.num_workers))
+                calls = [self._waiting.popleft() for _ in range(share)]
+                calls = [c for c in calls if not c.future.cancelled()]
+                if calls:
+                    return calls
+                self._changed.wait_for(lambda: self._waiting or self._stopped)
+            return []
+
+    def _exchange(self, process: WorkerProcess, calls: list[_Call]) -> float:
+        """Have ``calls`` answered, or back in the queue where one before them kills; return the slowest's seconds."""
+        unanswered = deque(calls)
+        slowest = 0.0
+        try:
+            process.send(f"[{','.join(c.request for c in calls)}]\n".encode(), self.timeout_s)
+            while unanswered:
+                done = [(unanswered.popleft(), _scored(line)) for line in process.receive(self.timeout_s)]
+                _settle(done)
+                slowest = max(slowest, *(scored.seconds for _, scored in done))
+        except TimeoutError:
+            process.kill(dump_stacks=True)
+            self._blame(unanswered.popleft(), process, f"took longer than {self.timeout_s:g} s", timed_out=True)
+        except WorkerDied as died:
+            process.kill()
+            self._blame(unanswered.popleft(), process, f"its process {died}")
+        finally:
+            with self._changed:
+                self._waiting.extendleft(reversed(unanswered))
+                if self._stopped:
+                    self._fail_waiting()
+                self._changed.notify_all()
+        return slowest
+
+    def _blame(self, call: _Call, process: WorkerProcess, reason: str, *, timed_out: bool = False) -> None:
+        seconds, detail = self.timeout_s * timed_out, "\n".join(process.tail)
+        blamed = Scored(result=Invalid(reason), seconds=seconds, detail=detail, timed_out=timed_out)
+        _settle([(call, self._stopped or blamed)])
+
+
+def _scored(line: bytes) -> Scored:
+    number, reason, seconds, trace = json.loads(line)
+    return Scored(result=Invalid(reason) if number is None else number, seconds=seconds, detail=trace)
+
+
+def _settle(results: Sequence[tuple[_Call, Scored | CouplerError]]) -> None:
+    """Hand results to the event loops that wait for them, waking each once."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Call, Scored | CouplerError]]] = {}
+    for call, result in results:
+        by_loop.setdefault(call.future.get_loop(), []).append((call, result))
+    for loop, pairs in by_loop.items():
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(lambda pairs=pairs: [call.settle(result) for call, result in pairs])
+
+
+def check_reward(target: str, samples: Iterable[tuple[str, str, Mapping[str, Any]]], timeout_s: float) -> list[Scored]:
+    """Score (completion, answer, row) ``samples`` in one worker process, to try a reward out before a run.
+
+    Works with and without a running event loop, which it blocks.
+
+    Raises:
+        CouplerError: it cannot be imported, or its signature does not fit.
+    """
+
+    async def score_all() -> list[Scored]:
+        return [await pool.call(*sample) for sample in samples]
+
+    pool = RewardPool(target, 1, timeout_s, 1.0)
+    pool.start()
+    try:
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(asyncio.run, score_all()).result()
+    finally:
+        pool.close()

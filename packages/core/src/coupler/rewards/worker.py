@@ -1,0 +1,122 @@
+"""The process that calls a reward function: ``python -m coupler.rewards.worker TARGET``.
+
+Reads a line of JSON ``[[completion, answer, row], ...]`` from stdin, and writes for each call one line
+``[number or null, reason, seconds, traceback]`` to stdout, in order, as soon as it is known. The first line is
+``{"ready": true}`` or ``{"failed": why}``. The function sees neither pipe: its stdin is empty, its stdout is stderr.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import inspect
+import json
+import math
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, BinaryIO, SupportsFloat
+
+from coupler.errors import CouplerError
+from coupler.imports import resolve
+from coupler.rewards.result import Invalid
+
+KEYWORDS = ("completion", "answer", "row", "prompt")
+PR_SET_PDEATHSIG = 1
+
+
+def main(target: str) -> None:
+    """Serve calls until stdin ends."""
+    requests, answers = _claim_pipes()
+
+    def send(message: Any) -> None:
+        answers.write(json.dumps(message).encode() + b"\n")
+        answers.flush()
+
+    try:
+        function = resolve(target)
+        keywords = accepted_keywords(function, target)
+    except CouplerError as error:
+        return send({"failed": str(error)})
+    except BaseException as error:  # the user's module: whatever its import raises is the answer
+        return send({"failed": f"the reward {target} cannot be imported.\n{_trace(error)}"})
+    send({"ready": True})
+    for line in requests:
+        for completion, answer, row in json.loads(line):
+            given = {"completion": completion, "answer": answer, "row": row, "prompt": row.get("prompt")}
+            send(_call(function, {name: given[name] for name in keywords}))
+
+
+def accepted_keywords(function: Any, target: str) -> tuple[str, ...]:
+    """The keywords of ``KEYWORDS`` that ``function`` takes.
+
+    Raises:
+        CouplerError: it is no plain function, does not take ``completion``, or requires something else.
+    """
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        raise CouplerError(f"the reward {target} is a {type(function).__name__}, not a function.") from None
+    if inspect.iscoroutinefunction(function):
+        raise CouplerError(f"the reward {target} is async.\n  try:  a plain function; it has a process of its own")
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    anything = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    required = {p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    keywords = tuple(k for k in KEYWORDS if anything or any(p.name == k for p in named))
+    extra = sorted(required - set(keywords))
+    problems = [f"requires {', '.join(extra)}, which nothing passes"] if extra else []
+    if "completion" not in keywords:
+        problems.append("does not take completion")
+    if problems:
+        raise CouplerError(
+            f"the reward {target}{inspect.signature(function)} {' and '.join(problems)}.\n"
+            f"  it is called with the keywords it takes among:  {', '.join(KEYWORDS)}"
+        )
+    return keywords
+
+
+def _claim_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """Take the protocol's pipes away from the function, and die with the process that started this one."""
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)  # the pool asks with it where a call hangs
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    return requests, answers
+
+
+def _call(function: Callable[..., Any], keywords: dict[str, Any]) -> tuple[float | None, str, float, str]:
+    start = time.perf_counter()
+    try:
+        value = function(**keywords)
+        number, reason = _number(value)
+        trace = ""
+    except BaseException as error:  # the user's code: an exception, even SystemExit, is an invalid reward
+        number, reason, trace = None, f"{type(error).__name__}: {error}"[:200], _trace(error)
+    return number, reason, time.perf_counter() - start, trace
+
+
+def _number(value: Any) -> tuple[float | None, str]:
+    if isinstance(value, Invalid):
+        return None, value.reason
+    if not isinstance(value, SupportsFloat):
+        return None, f"returned a {type(value).__name__}, not a number"
+    number = float(value)
+    return (number, "") if math.isfinite(number) else (None, f"returned {number}")
+
+
+def _trace(error: BaseException) -> str:
+    """The traceback without the frame of this file."""
+    inner = error.__traceback__.tb_next if error.__traceback__ else None
+    return "".join(traceback.format_exception(error.with_traceback(inner)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,153 @@
+"""Sampler: prompts become scored groups in the Buffer, continuously; generation and reward of all of them overlap."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from coupler.batch import Batch
+from coupler.buffer import Buffer
+from coupler.config.schema import SamplingConfig
+from coupler.data import Codec, Prompt, PromptStream, Row
+from coupler.interfaces import Algorithm, Completion, Request
+from coupler.metrics import Metric, Metrics, merge
+from coupler.rewards import Invalid, RewardPool
+from coupler.rollouts import RolloutGroup
+from coupler.seeding import derive
+from coupler.trajectory import Origin, Segment, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """One sampled completion with its reward."""
+
+    prompt: Prompt
+    completion: Completion
+    reward: float
+
+    def trajectory(self) -> Trajectory:
+        done = self.completion
+        sampled = Segment(done.tokens, Origin.SAMPLED, done.logprobs, done.versions)
+        return Trajectory((Segment(self.prompt.ids, Origin.PROMPT), sampled))
+
+
+class Scorer:
+    """Samples completions of a prompt and scores each: what training and evaluation share."""
+
+    def __init__(self, rollouts: RolloutGroup, rewards: RewardPool, codec: Codec, stop: tuple[int, ...]) -> None:
+        self.rollouts, self.rewards, self.codec, self.stop = rollouts, rewards, codec, stop
+
+    async def sample(self, prompt: Prompt, seeds: list[int], max_tokens: int, temperature: float) -> list[Scored]:
+        """One scored completion per seed; those without a valid reward are left out, and counted by the pool."""
+        calls = (self._one(prompt, seed, max_tokens, temperature) for seed in seeds)
+        return [scored for scored in await asyncio.gather(*calls) if scored]
+
+    async def _one(self, prompt: Prompt, seed: int, max_tokens: int, temperature: float) -> Scored | None:
+        request = Request(prompt.ids, max_tokens, temperature, self.stop, seed)
+        completion = await self.rollouts.generate(request)
+        row = prompt.row
+        reward = await self.rewards.score(self.codec.decode(completion.tokens), row.answer, as_mapping(row))
+        return None if isinstance(reward, Invalid) else Scored(prompt, completion, reward)
+
+
+def as_mapping(row: Row) -> Mapping[str, Any]:
+    """The row as reward functions see it: its extra columns, its prompt and its answer."""
+    return {**row.extra, "prompt": row.prompt, "answer": row.answer, "index": row.index}
+
+
+class Sampler:
+    """Keeps the Buffer full.
+
+    Consumes prompts, waits for the Buffer's admission, produces scored groups there; rejected groups (dynamic sampling)
+    only make it ask for more. A failure of any group ends the run through :meth:`Buffer.fail`.
+    """
+
+    def __init__(
+        self,
+        config: SamplingConfig,
+        samples_per_prompt: int,
+        seed: int,
+        *,
+        prompts: PromptStream[Prompt],
+        scorer: Scorer,
+        algorithm: Algorithm,
+        buffer: Buffer,
+    ) -> None:
+        self.config, self.samples_per_prompt, self.seed = config, samples_per_prompt, seed
+        self.prompts, self.scorer, self.algorithm, self.buffer = prompts, scorer, algorithm, buffer
+        self.seen: list[Metrics] = []
+
+    async def run(self) -> None:
+        """Sample until cancelled."""
+        groups: set[asyncio.Task[None]] = set()
+        try:
+            while True:
+                number = await self.buffer.admit()
+                task = asyncio.create_task(self._group(number, self.prompts.next()))
+                groups.add(task)
+                task.add_done_callback(groups.discard)
+        except Exception as error:
+            await self.buffer.fail(error)
+        finally:
+            for task in groups:
+                task.cancel()
+
+    async def _group(self, number: int, prompt: Prompt) -> None:
+        try:
+            seeds = [derive(self.seed, "sample", number, i) for i in range(self.samples_per_prompt)]
+            scored = await self.scorer.sample(prompt, seeds, self.config.max_tokens, self.config.temperature)
+            if len(scored) < min(2, self.samples_per_prompt):
+                await self.buffer.reject(number, "its rewards are invalid")
+                return
+            group = pack(scored, number, self.samples_per_prompt, self.config.temperature)
+            kept = self.algorithm.keep(group)
+            self.seen.append(_describe(scored, group, kept))
+            if kept:
+                await self.buffer.put(number, group)
+            else:
+                await self.buffer.reject(number, "the algorithm does not keep groups like it (equal rewards, say)")
+        except Exception as error:  # a background task: whatever it raises must reach the trainer, not the void
+            await self.buffer.fail(error)
+
+    def metrics(self) -> Metrics:
+        """What was sampled since the last call, rejected groups included."""
+        merged = merge(self.seen)
+        self.seen = []
+        return merged
+
+
+def pack(scored: list[Scored], group: int, samples_per_prompt: int, temperature: float) -> Batch:
+    """One Batch of a prompt's completions."""
+    trajectories = [s.trajectory() for s in scored]
+    columns = [t.columns() for t in trajectories]
+    size = len(scored)
+    return Batch(
+        lengths=np.array([len(t) for t in trajectories], np.int64),
+        tokens={name: np.concatenate([c[name] for c in columns]) for name in columns[0]},
+        seqs={
+            "reward": np.array([s.reward for s in scored], np.float32),
+            "temperature": np.full(size, temperature, np.float32),
+            "group": np.full(size, group, np.int64),
+            "trajectory": group * samples_per_prompt + np.arange(size, dtype=np.int64),
+            "unit": group * samples_per_prompt + np.arange(size, dtype=np.int64),
+            "truncated": np.array([s.completion.finish == "length" for s in scored]),
+        },
+    )
+
+
+def _describe(scored: list[Scored], group: Batch, kept: bool) -> Metrics:
+    rewards = group["reward"]
+    size = len(scored)
+    lengths = [len(s.completion.tokens) for s in scored]
+    return {
+        "sampled/tokens": Metric(sum(lengths), how="sum"),
+        "sampled/completion_tokens": Metric(sum(lengths), size),
+        "sampled/truncated": Metric(float(group["truncated"].sum()), size),
+        "sampled/reward": Metric(float(rewards.sum()), size),
+        "sampled/equal_reward_groups": Metric(float(rewards.max() == rewards.min()), 1),
+        "sampled/rejected_groups": Metric(float(not kept), how="sum"),
+    }

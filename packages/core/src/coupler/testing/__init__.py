@@ -1,0 +1,1 @@
+"""What backends are tested with: the conformance kit, tiny models, and backends in plain NumPy."""

@@ -1,0 +1,83 @@
+"""Fixtures of the kit: model folders with their references, and worlds of engine ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from coupler.testing.models import write_qwen2, write_toy
+from coupler.testing.plugin import KINDS
+from coupler.testing.ranks import World
+from coupler.testing.reference import Reference, ToyReference, TransformersReference
+from coupler.testing.subject import Subject
+
+FROZEN = 1e-30  # learning rate of engines that serve many tests: a step is taken and changes nothing
+NEEDS = {"pair": ("engine", "rollout")}  # kinds that a file needs, where its name does not say it
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out the files of kinds that were not selected."""
+    chosen = {text.partition("=")[0] for text in config.getoption("--coupler")}
+    topic = collection_path.stem.removeprefix("test_")
+    needed = NEEDS.get(topic, (topic,) if topic in KINDS else ())
+    return True if chosen and not set(needed) <= chosen else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip an installed backend whose dependency is not installed, unless it was asked for."""
+    parameters = item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
+    for subject in parameters:
+        if isinstance(subject, Subject) and not subject.selected:
+            try:
+                subject.backend.load()
+            except ImportError as exc:
+                pytest.skip(f"{subject} cannot be imported: {exc}")
+
+
+@pytest.fixture(scope="session")
+def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
+    """Write a model of the kit by its name, once."""
+
+    @cache
+    def make(name: str) -> Reference:
+        folder = tmp_path_factory.mktemp("models") / name
+        if name == "toy":
+            return ToyReference(write_toy(folder))
+        return TransformersReference(write_qwen2(folder, tied=name == "tied"))
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def reference(reference_of: Callable[[str], Reference], model_name: str) -> Reference:
+    return reference_of(model_name)
+
+
+@pytest.fixture
+def every_model() -> None:
+    """Ask for it to run a test with every model of the backend, not with the usual one only."""
+
+
+@pytest.fixture(scope="module")
+def worlds(
+    tmp_path_factory: pytest.TempPathFactory, engine_subject: Subject, reference: Reference
+) -> Iterator[Callable[..., World]]:
+    """Start the engine on so many ranks, once per configuration; weights stay, since the learning rate is next to 0."""
+    made: dict[tuple[object, ...], World] = {}
+
+    def make(num_ranks: int = 1, **settings: object) -> World:
+        key = (num_ranks, *sorted(settings.items()))
+        if key not in made:
+            if num_ranks > 1 and engine_subject.has("world:1"):
+                pytest.skip(f"{engine_subject} declares world:1")
+            recipe = engine_subject.recipe(reference.folder, **{"lr": FROZEN, **settings})
+            made[key] = World(recipe, num_ranks, tmp_path_factory.mktemp("world"))
+        return made[key]
+
+    yield make
+    for world in made.values():
+        world.close()

@@ -1,0 +1,299 @@
+"""What every engine must do. Law 1: the gradient of a step depends on the batch and on nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from coupler.batch import Batch
+from coupler.interfaces import EVERYTHING, Aggregation, Output, Part, Rank, StepInfo
+from coupler.metrics import Metrics
+from coupler.testing import losses
+from coupler.testing.cases import LENGTHS, RAGGED, make_batch, poisoned, weighted
+from coupler.testing.conformance.conftest import FROZEN
+from coupler.testing.ranks import Arrays, World, as_array
+from coupler.testing.reference import Gradient, Reference, TransformersReference
+from coupler.testing.subject import Subject
+
+TOLERANCE = 1e-5  # max |dg| / max |g| of each tensor, in float32
+LOGPROBS = 5e-5  # nats, in float32
+LONGEST = max(LENGTHS)
+SURROGATE = "coupler.testing.losses:surrogate"
+WANT = (Output("logprobs"), Output("entropy"))
+
+Worlds = Callable[..., World]
+
+
+def assert_gradient(got: Arrays, want: Gradient) -> None:
+    assert got.keys() == want.grads.keys()
+    whole = max(float(np.abs(g).max()) for g in want.grads.values())
+    for name, true in want.grads.items():
+        assert got[name].shape == true.shape, name
+        scale = max(float(np.abs(true).max()), 1e-3 * whole)
+        error = float(np.abs(got[name] - true).max()) / scale
+        assert error <= TOLERANCE, f"{name}: max|dg| / max|g| = {error:.2e}"
+
+
+def assert_metrics(got: Metrics, want: Metrics) -> None:
+    assert {n: m.value for n, m in got.items()} == pytest.approx({n: m.value for n, m in want.items()}, rel=1e-4)
+
+
+def split(batch: Batch, world: World, first: list[int] | None = None) -> list[Batch]:
+    """Shards of near-equal size, or ``first`` on the first shard and the rest over the others."""
+    num_shards = world.layout.num_shards
+    if first is None or num_shards == 1:
+        return [batch.take(rows) for rows in batch.partition(num_shards)]
+    rest = np.setdiff1d(np.arange(len(batch)), first)
+    others = [rest[part] for part in batch.take(rest).partition(num_shards - 1)]
+    return [batch.take(rows) for rows in (first, *others)]
+
+
+def first_rows_masked(batch: Batch) -> Batch:
+    """The first two sequences hold no valid token: all their rewards were filtered, say."""
+    return batch.with_tokens(loss_mask=batch["loss_mask"] & (batch.spread(np.arange(len(batch))) > 1))
+
+
+# --- log-probs -------------------------------------------------------------------------------------------------------
+
+
+def test_logprobs_and_entropy_equal_the_reference(worlds: Worlds, reference: Reference, every_model: None) -> None:
+    """Both are of the sampling distribution: each sequence at its own temperature. Zero where nothing is trained."""
+    for lengths in (LENGTHS, RAGGED):
+        batch = make_batch(reference, lengths)
+        done = worlds(1, max_tokens_per_gpu=2 * LONGEST).forward([batch], ("logprobs", "entropy"))[0]
+        want = reference.outputs(batch)
+        for name in ("logprobs", "entropy"):
+            assert done[name].dtype == np.float32
+            np.testing.assert_allclose(done[name], want[name], atol=LOGPROBS, rtol=1e-4, err_msg=name)
+            assert not done[name][~batch["loss_mask"]].any(), f"{name} is not 0 under the mask"
+        np.testing.assert_array_equal(done["tokens"], batch["tokens"], err_msg="forward() changed the order of rows")
+
+
+def test_logprobs_without_a_temperature_column(worlds: Worlds, reference: Reference) -> None:
+    batch = make_batch(reference).with_seqs(temperature=np.ones(len(LENGTHS), np.float32))
+    done = worlds(1).forward([batch.select("tokens", "loss_mask")], ("logprobs",))[0]
+    np.testing.assert_allclose(done["logprobs"], reference.outputs(batch)["logprobs"], atol=LOGPROBS, rtol=1e-4)
+
+
+def test_an_empty_batch_has_no_logprobs(worlds: Worlds, reference: Reference) -> None:
+    assert worlds(1).forward([make_batch(reference).take([])], ("logprobs",))[0]["logprobs"].shape == (0,)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_logprobs_on_several_ranks(worlds: Worlds, reference: Reference, num_ranks: int) -> None:
+    """The first shard is empty, the others have different numbers of micro-batches."""
+    world = worlds(num_ranks, max_tokens_per_gpu=LONGEST)
+    shards = split(make_batch(reference, RAGGED), world, first=[])
+    for shard, done in zip(shards, world.forward(shards, ("logprobs",)), strict=True):
+        want = reference.outputs(shard)["logprobs"] if len(shard) else []
+        np.testing.assert_allclose(done["logprobs"], want, atol=LOGPROBS, rtol=1e-4)
+
+
+# --- the gradient of one step ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sequences", [1, 2, 4, 8], ids=lambda n: f"{n}-a-micro-batch" if n < 8 else "all-at-once")
+def test_gradient_over_micro_batches(worlds: Worlds, reference: Reference, sequences: int) -> None:
+    batch = weighted(make_batch(reference))
+    world = worlds(1, max_tokens_per_gpu=sequences * LONGEST)
+    grads, metrics, steps = world.gradient([batch], SURROGATE)
+    want = reference.gradient(batch, losses.surrogate)
+    assert_gradient(grads, want)
+    assert_metrics(metrics, want.metrics)
+    applied, norm, _ = steps[0]
+    assert applied
+    assert norm == pytest.approx(want.norm, rel=1e-4)
+
+
+@pytest.mark.parametrize("aggregation", list(Aggregation))
+def test_gradient_of_ragged_sequences(
+    worlds: Worlds, reference: Reference, every_model: None, aggregation: Aggregation
+) -> None:
+    """Packed next to each other, down to one token, and normalised in every way core knows."""
+    batch = weighted(make_batch(reference, RAGGED), aggregation)
+    grads, _, _ = worlds(1, max_tokens_per_gpu=2 * LONGEST).gradient([batch], SURROGATE)
+    assert_gradient(grads, reference.gradient(batch, losses.surrogate))
+
+
+def test_gradient_over_order(worlds: Worlds, reference: Reference) -> None:
+    batch = weighted(make_batch(reference))
+    shuffled = batch.take([5, 2, 7, 0, 3, 6, 1, 4])
+    grads, _, _ = worlds(1, max_tokens_per_gpu=2 * LONGEST).gradient([shuffled], SURROGATE)
+    assert_gradient(grads, reference.gradient(batch, losses.surrogate))
+
+
+@pytest.mark.parametrize("case", ["even", "rank-without-valid-tokens", "empty-rank"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_gradient_over_ranks(worlds: Worlds, reference: Reference, num_ranks: int, case: str) -> None:
+    """Ranks sum; each has another number of tokens and of micro-batches, or none."""
+    world = worlds(num_ranks, max_tokens_per_gpu=LONGEST)
+    batch = make_batch(reference)
+    first = {"even": None, "rank-without-valid-tokens": [0, 1], "empty-rank": []}[case]
+    batch = weighted(first_rows_masked(batch) if first else batch)
+    grads, metrics, steps = world.gradient(split(batch, world, first), SURROGATE)
+    want = reference.gradient(batch, losses.surrogate)
+    assert_gradient(grads, want)
+    assert_metrics(metrics, want.metrics)
+    assert all(step == steps[0] for step in steps), "ranks disagree about the step"
+    assert steps[0][1] == pytest.approx(want.norm, rel=1e-4)
+
+
+def test_values_under_the_mask_change_nothing(worlds: Worlds, reference: Reference) -> None:
+    batch = weighted(make_batch(reference))
+    world = worlds(1, max_tokens_per_gpu=2 * LONGEST)
+    clean, _, _ = world.gradient([batch], SURROGATE)
+    dirty, _, steps = world.gradient([poisoned(batch)], SURROGATE)
+    assert steps[0][0], "NaN under the mask made the step non-finite"
+    for name, grad in clean.items():
+        np.testing.assert_array_equal(dirty[name], grad, err_msg=name)
+
+
+def test_a_batch_without_valid_tokens_has_a_gradient_of_zero(worlds: Worlds, reference: Reference) -> None:
+    batch = make_batch(reference)
+    batch = weighted(batch.with_tokens(loss_mask=np.zeros(batch.num_tokens, bool)))
+    grads, _, steps = worlds(1).gradient([batch], SURROGATE)
+    assert not any(g.any() for g in grads.values())
+    assert steps[0][:2] == [True, 0.0]
+
+
+def test_gradient_of_the_output_layer_equals_its_formula(worlds: Worlds, reference: Reference) -> None:
+    """For ``-log p`` at temperature 1: dW = sum_t w_t (softmax_t - onehot_t) h_t^T. No automatic differentiation."""
+    if not isinstance(reference, TransformersReference):
+        pytest.skip("the toy reference is such a formula throughout")
+    batch = weighted(make_batch(reference).with_seqs(temperature=np.ones(len(LENGTHS), np.float32)))
+    head = reference.tensors["lm_head.weight"].astype(np.float64)
+    want = np.zeros_like(head)
+    for i in range(len(batch)):
+        one = batch.take([i])
+        hidden = reference.hidden(one)
+        logits = hidden @ head.T
+        error = np.exp(logits - np.logaddexp.reduce(logits, -1, keepdims=True))
+        error[np.arange(one.num_tokens), one["tokens"]] -= 1
+        want += (error * one["loss_weight"][:, None]).T @ hidden
+    grads, _, _ = worlds(1).gradient([batch], "coupler.testing.losses:nll", ("logprobs",))
+    assert np.abs(grads["lm_head.weight"] - want).max() <= TOLERANCE * np.abs(want).max()
+
+
+# --- weights and the optimizer ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_weights_are_the_checkpoint(worlds: Worlds, reference: Reference, every_model: None, num_ranks: int) -> None:
+    """Names and shapes of the checkpoint's index, once each; before the first step also its values."""
+    weights = worlds(num_ranks, max_tokens_per_gpu=LONGEST).weights()
+    assert {n: w.shape for n, w in weights.items()} == {n: w.shape for n, w in reference.tensors.items()}
+    for name, want in reference.tensors.items():
+        np.testing.assert_array_equal(weights[name], want, err_msg=name)
+
+
+@pytest.fixture
+def fresh(engine_subject: Subject, reference: Reference, tmp_path: Path) -> Callable[..., World]:
+    """An engine of its own for the test, with a learning rate that moves."""
+
+    def make(num_ranks: int = 1, **settings: object) -> World:
+        folder = tmp_path / f"world-{len(list(tmp_path.iterdir()))}"
+        folder.mkdir()
+        return World(engine_subject.recipe(reference.folder, **{"lr": 1e-2, **settings}), num_ranks, folder)
+
+    return make
+
+
+def test_steps_equal_plain_adamw(fresh: Callable[..., World], reference: Reference, every_model: None) -> None:
+    """Two steps of AdamW (Loshchilov & Hutter 2019, algorithm 2), written out, with clipping by the global norm.
+
+    Weight decay spares biases and norms: whatever has one axis.
+    """
+    beta1, beta2, eps, decay, clip = 0.8, 0.95, 1e-6, 0.1, 0.5
+    settings = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": decay, "max_grad_norm": clip}
+    world = fresh(**settings)
+    want = {name: w.astype(np.float64) for name, w in reference.tensors.items()}
+    first, second = ({name: np.zeros_like(w) for name, w in want.items()} for _ in range(2))
+    for t in (1, 2):
+        grads, _, steps = world.gradient([weighted(make_batch(reference, seed=t))], SURROGATE, index=t - 1)
+        applied, norm, lr = steps[0]
+        assert applied
+        assert lr == pytest.approx(1e-2)
+        assert norm > clip, "this test must clip"
+        for name, w in want.items():
+            g = grads[name].astype(np.float64) * clip / norm
+            first[name] = beta1 * first[name] + (1 - beta1) * g
+            second[name] = beta2 * second[name] + (1 - beta2) * g * g
+            mean, square = first[name] / (1 - beta1**t), second[name] / (1 - beta2**t)
+            w -= lr * (mean / (np.sqrt(square) + eps) + (decay if w.ndim > 1 else 0.0) * w)
+    got = world.weights()
+    for name, w in want.items():
+        moved = np.abs(w - reference.tensors[name]).max()
+        assert np.abs(got[name] - w).max() <= 1e-3 * moved, name
+
+
+def test_a_gradient_does_not_reach_the_next_step(fresh: Callable[..., World], reference: Reference) -> None:
+    world = fresh(lr=FROZEN)
+    batch = weighted(make_batch(reference))
+    again = [world.gradient([batch], SURROGATE)[0] for _ in range(2)]
+    for name, grad in again[0].items():
+        np.testing.assert_array_equal(again[1][name], grad, err_msg=name)
+
+
+def test_a_gradient_that_is_not_finite_is_not_applied(fresh: Callable[..., World], reference: Reference) -> None:
+    """The step is reported as skipped, changes neither weights nor optimizer, and the next one is as if it never was."""
+    batch = weighted(make_batch(reference))
+    plain, hurt = fresh(), fresh()
+    _, _, steps = hurt.gradient([batch], "coupler.testing.losses:not_finite")
+    applied, norm, _ = steps[0]
+    assert not applied
+    assert not np.isfinite(norm)
+    for name, w in hurt.weights().items():
+        np.testing.assert_array_equal(w, reference.tensors[name], err_msg=name)
+    assert plain.gradient([batch], SURROGATE)[2] == hurt.gradient([batch], SURROGATE)[2]
+    want = plain.weights()
+    for name, w in hurt.weights().items():
+        np.testing.assert_array_equal(w, want[name], err_msg=name)
+
+
+def test_a_saved_engine_continues_as_if_nothing_had_happened(
+    engine_subject: Subject, reference: Reference, tmp_path: Path, every_model: None
+) -> None:
+    first, second = weighted(make_batch(reference, seed=1)), weighted(make_batch(reference, seed=2))
+    info = StepInfo(first.num_tokens, len(first), 0)
+
+    def start() -> object:
+        engine = engine_subject.create(reference.folder, lr=1e-2)
+        engine.setup(Rank())
+        return engine
+
+    def step(engine, batch: Batch) -> Arrays:
+        engine.forward_backward(batch, WANT, losses.surrogate, info)
+        engine.step()
+        return {name: as_array(w) for name, w in engine.weights()}
+
+    engine = start()
+    step(engine, first)
+    engine.save(tmp_path, frozenset({Part.PARAMS, Part.OPTIMIZER})).wait(60)
+    want = step(engine, second)
+    resumed = start()
+    resumed.load(tmp_path, frozenset({Part.PARAMS, Part.OPTIMIZER}))
+    got = step(resumed, second)
+    for name, w in want.items():
+        np.testing.assert_array_equal(got[name], w, err_msg=name)
+
+
+def test_offload_and_onload_change_nothing(engine_subject: Subject, reference: Reference) -> None:
+    if not engine_subject.has("memory:offload"):
+        pytest.skip(f"{engine_subject} does not declare memory:offload")
+    batch = weighted(make_batch(reference))
+    results = []
+    for moves in (False, True):
+        engine = engine_subject.create(reference.folder, lr=1e-2)
+        engine.setup(Rank())
+        for index in range(2):
+            if moves:
+                engine.offload(EVERYTHING)
+                engine.onload(EVERYTHING)
+            engine.forward_backward(batch, WANT, losses.surrogate, StepInfo(batch.num_tokens, len(batch), index))
+            engine.step()
+        results.append({name: as_array(w) for name, w in engine.weights()})
+    for name, w in results[0].items():
+        np.testing.assert_array_equal(results[1][name], w, err_msg=name)

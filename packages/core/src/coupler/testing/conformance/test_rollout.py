@@ -1,0 +1,299 @@
+"""What every rollout must do. Laws 2 to 4: what log-probs mean, what a weight update reports, what a version says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from coupler.interfaces import Completion, InFlight, Memory, Named, Request
+from coupler.plugins.manager import Plugins
+from coupler.testing.edge import Served
+from coupler.testing.models import EOS, NUM_SPECIAL, VOCAB, rewrite
+from coupler.testing.reference import Reference
+from coupler.testing.subject import Subject
+from coupler.workers import reverse_elements
+
+LOGPROBS = 1e-3  # nats: float32, with other kernels and a cache
+PROMPTS = tuple(
+    tuple(int(t) for t in np.random.default_rng(i).integers(NUM_SPECIAL, VOCAB, size)) for i, size in enumerate((3, 1, 9, 5))
+)
+
+
+@pytest.fixture(scope="module")
+def start(rollout_subject: Subject, reference: Reference) -> Iterator[Callable[..., Served]]:
+    served: list[Served] = []
+
+    def make(transport: str = "disk") -> Served:
+        backend = Plugins.load().get("transport", transport)
+        served.append(Served(rollout_subject.create(reference.folder), backend))
+        return served[-1]
+
+    yield make
+    for each in served:
+        each.close()
+
+
+@pytest.fixture(scope="module")
+def dummy(start: Callable[..., Served]) -> tuple[Served, list[Completion]]:
+    """A rollout, and what it sampled before any update."""
+    served = start()
+    return served, generate(served, [Request(p, 8, seed=i) for i, p in enumerate(PROMPTS)])
+
+
+@pytest.fixture
+def served(dummy: tuple[Served, list[Completion]], reference: Reference) -> Served:
+    """The rollout with the true weights, running."""
+    served, _ = dummy
+    served.push(stream(reference))
+    return served
+
+
+def stream(reference: Reference, tensors: dict[str, np.ndarray] | None = None) -> Iterator[Named]:
+    for name, tensor in (reference.tensors if tensors is None else tensors).items():
+        yield name, reference.carried(tensor)
+
+
+def generate(served: Served, requests: list[Request]) -> list[Completion]:
+    async def together() -> list[Completion]:
+        return await asyncio.gather(*(served.rollout.generate(r) for r in requests))
+
+    return served.run(together)
+
+
+def error(reference: Reference, request: Request, done: Completion) -> float:
+    """Largest difference between the log-probs that came back and the reference's."""
+    want = reference.logprobs_of(request.prompt, done.tokens, request.temperature)
+    return float(np.abs(want - done.logprobs).max())
+
+
+def worst(served: Served, reference: Reference) -> float:
+    """Largest log-prob error over fresh completions of every prompt."""
+    requests = [Request(p, 6, seed=i) for i, p in enumerate(PROMPTS)]
+    return max(error(reference, r, d) for r, d in zip(requests, generate(served, requests), strict=True))
+
+
+# --- weights ---------------------------------------------------------------------------------------------------------
+
+
+def test_it_starts_with_dummy_weights(dummy: tuple[Served, list[Completion]], reference: Reference) -> None:
+    """A rollout that reads the checkpoint looks right until the first update that fails silently."""
+    _, samples = dummy
+    differences = [error(reference, Request(p, 8), d) for p, d in zip(PROMPTS, samples, strict=True)]
+    assert max(differences) > 0.1, "it samples from the checkpoint, though no weights were sent"
+
+
+@pytest.mark.parametrize("transport", ["disk", "inproc"])
+def test_an_update_brings_every_weight(
+    start: Callable[..., Served],
+    rollout_subject: Subject,
+    reference: Reference,
+    every_model: None,
+    transport: str,
+) -> None:
+    """The receipt accounts for each tensor; a permuted push shows, and the true one after it repairs it all."""
+    if transport == "inproc" and rollout_subject.has("workers:remote"):
+        pytest.skip(f"{rollout_subject} declares workers:remote")
+    served = start(transport)
+    num_bytes = sum(t.nbytes for t in reference.tensors.values())
+    for permuted in (True, False, True, False):
+        weights = ((n, reverse_elements(t) if permuted else t) for n, t in stream(reference))
+        sent, receipt = served.push(weights, permuted=permuted)
+        assert sent.num_tensors == receipt.num_received == receipt.num_loaded == len(reference.tensors)
+        assert (sent.num_bytes, receipt.num_bytes) == (num_bytes, num_bytes)
+        assert (receipt.missing, receipt.unexpected) == ((), ())
+        assert receipt.version == served.edge.version
+        assert worst(served, reference) > 0.1 if permuted else worst(served, reference) < LOGPROBS
+
+
+def test_every_single_tensor_arrives(served: Served, reference: Reference) -> None:
+    """Scramble one tensor at a time: whatever is skipped, or served from a stale copy, gives the same log-probs."""
+    request = Request(PROMPTS[2], 4, seed=5)
+    random = np.random.default_rng(0)
+    for name, tensor in reference.tensors.items():
+        scrambled = tensor + random.normal(0, 1, tensor.shape).astype(np.float32)
+        served.push(stream(reference, {**reference.tensors, name: scrambled}))
+        assert error(reference, request, generate(served, [request])[0]) > 10 * LOGPROBS, f"{name} changed nothing"
+    served.push(stream(reference))
+    assert error(reference, request, generate(served, [request])[0]) < LOGPROBS
+
+
+def test_other_weights_give_other_logprobs(
+    served: Served, reference: Reference, tmp_path: Path
+) -> None:
+    """Three updates in a row, as training makes them: log-probs follow each, and every token says its version."""
+    tensors = reference.tensors
+    for i in range(3):
+        random = np.random.default_rng(i)
+        tensors = {n: t + random.normal(0, 0.05, t.shape).astype(np.float32) for n, t in tensors.items()}
+        moved = type(reference)(rewrite(reference.folder, tmp_path / str(i), tensors))
+        served.push(stream(moved))
+        assert worst(served, moved) < LOGPROBS
+        assert worst(served, reference) > 10 * LOGPROBS
+        done = generate(served, [Request(PROMPTS[0], 4)])[0]
+        assert set(done.versions) == {served.edge.version}
+
+
+def test_a_missing_tensor_is_named(served: Served, reference: Reference) -> None:
+    dropped = sorted(n for n in reference.tensors if "norm" in n or "bias" in n)[-1]
+    _, receipt = served.push(stream(reference, {n: t for n, t in reference.tensors.items() if n != dropped}))
+    assert receipt.missing == (dropped,)
+    assert receipt.num_loaded == receipt.num_received == len(reference.tensors) - 1
+
+
+def test_an_unexpected_tensor_is_named(served: Served, reference: Reference) -> None:
+    extra = "model.layers.99.nobody.weight"
+    _, receipt = served.push(stream(reference, {**reference.tensors, extra: np.zeros(4, np.float32)}))
+    assert receipt.unexpected == (extra,)
+    assert (receipt.missing, receipt.num_loaded) == ((), len(reference.tensors))
+    assert worst(served, reference) < LOGPROBS
+
+
+# --- sampling --------------------------------------------------------------------------------------------------------
+
+
+def test_greedy_equals_the_reference(served: Served, reference: Reference) -> None:
+    for done, prompt in zip(generate(served, [Request(p, 12, 0.0) for p in PROMPTS]), PROMPTS, strict=True):
+        assert done.tokens == reference.greedy(prompt, 12)
+        assert done.finish == "length"
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.5])
+def test_logprobs_are_of_the_sampling_distribution(
+    served: Served, reference: Reference, temperature: float
+) -> None:
+    """After the temperature, over the full support, for concurrent requests of different lengths."""
+    requests = [Request(p, 3 + 4 * i, temperature, seed=i) for i, p in enumerate(PROMPTS)]
+    for request, done in zip(requests, generate(served, requests), strict=True):
+        assert len(done.tokens) == len(done.logprobs) == len(done.versions) == request.max_tokens
+        assert error(reference, request, done) < LOGPROBS
+
+
+def test_samples_follow_the_distribution_they_report(served: Served, reference: Reference) -> None:
+    """The mean of -log p over samples is the entropy. A hidden top-k, top-p or penalty makes it smaller."""
+    temperature, num_samples = 3.0, 256
+    done = generate(served, [Request(PROMPTS[0], 1, temperature, seed=i) for i in range(num_samples)])
+    log_p = np.array([reference.logprobs_of(PROMPTS[0], (v,), temperature)[0] for v in range(VOCAB)])
+    entropy = -(np.exp(log_p) * log_p).sum()
+    spread = np.sqrt((np.exp(log_p) * log_p**2).sum() - entropy**2)
+    found = -np.mean([d.logprobs[0] for d in done])
+    assert abs(found - entropy) < 4.5 * spread / np.sqrt(num_samples)
+
+
+def test_a_stop_token_ends_the_completion_and_belongs_to_it(served: Served) -> None:
+    stop = tuple(range(0, VOCAB, 3))
+    done = generate(served, [Request(p, 6, 2.0, stop, seed=i) for i, p in enumerate(PROMPTS * 6)])
+    for each in done:
+        assert not set(each.tokens[:-1]) & set(stop), "sampled on after a stop token"
+        ended = each.tokens[-1] in stop
+        assert each.finish == ("stop" if ended else "length")
+        assert ended or len(each.tokens) == 6
+    assert {each.finish for each in done} == {"stop", "length"}
+
+
+def test_only_the_stop_tokens_of_the_request_stop(served: Served) -> None:
+    """Not the end-of-sequence token of a configuration file: a distribution that is nearly flat comes across it."""
+    assert len(generate(served, [Request(PROMPTS[0], 6, stop=tuple(range(VOCAB)))])[0].tokens) == 1
+    done = generate(served, [Request(p, 200, 50.0, seed=i) for i, p in enumerate(PROMPTS * 2)])
+    assert any(EOS in each.tokens[:-1] for each in done), "this test must sample it"
+    assert {len(each.tokens) for each in done} == {200}
+
+
+def test_the_seed_decides(served: Served) -> None:
+    """The same request gives the same tokens, alone or among others; another seed gives others."""
+    request = Request(PROMPTS[0], 12, 1.5, seed=7)
+    alone = generate(served, [request])[0].tokens
+    others = [Request(p, 9, 1.5, seed=i) for i, p in enumerate(PROMPTS)]
+    assert generate(served, [*others, request])[-1].tokens == alone
+    assert generate(served, [Request(PROMPTS[0], 12, 1.5, seed=8)])[0].tokens != alone
+
+
+def test_samples_of_one_prompt_are_independent(served: Served, reference: Reference) -> None:
+    requests = [Request(PROMPTS[2], 10, 1.5, seed=i) for i in range(8)]
+    done = generate(served, requests)
+    assert len({d.tokens for d in done}) == len(done)
+    assert max(error(reference, r, d) for r, d in zip(requests, done, strict=True)) < LOGPROBS
+
+
+# --- pausing and memory ----------------------------------------------------------------------------------------------
+
+
+def paused(served: Served, how: InFlight, during: Callable[[], Any]) -> tuple[list[Completion], Completion]:
+    """Pause two long requests, call ``during``, resume; return them and a request that came in while paused."""
+    rollout = served.rollout
+
+    async def story() -> tuple[list[Completion], Completion]:
+        running = [asyncio.ensure_future(rollout.generate(Request(p, 200, seed=3))) for p in PROMPTS[:2]]
+        await asyncio.sleep(0.05)
+        await rollout.pause(how)
+        late = asyncio.ensure_future(rollout.generate(Request(PROMPTS[3], 4, seed=4)))
+        await asyncio.sleep(0.05)
+        assert not late.done(), "a request was admitted during the pause"
+        await during()
+        await rollout.resume()
+        return list(await asyncio.gather(*running)), await late
+
+    return served.run(story)
+
+
+def test_drain_waits_for_what_runs(served: Served, reference: Reference) -> None:
+    before = served.edge.version
+    running, late = paused(served, InFlight.DRAIN, lambda: served.edge.push(stream(reference)))
+    for done in running:
+        assert (done.finish, len(done.tokens), set(done.versions)) == ("length", 200, {before})
+    assert set(late.versions) == {before + 1}
+
+
+def test_abort_returns_what_there_is(served: Served, reference: Reference, rollout_subject: Subject) -> None:
+    if not rollout_subject.has("in_flight:abort"):
+        pytest.skip(f"{rollout_subject} does not declare in_flight:abort")
+    running, late = paused(served, InFlight.ABORT, lambda: served.edge.push(stream(reference)))
+    assert late.finish == "length"
+    for prompt, done in zip(PROMPTS[:2], running, strict=True):
+        assert done.finish == "abort"
+        assert 0 < len(done.tokens) == len(done.logprobs) == len(done.versions) < 200
+        assert error(reference, Request(prompt, 200), done) < LOGPROBS
+
+
+@pytest.mark.parametrize("how", [InFlight.RECOMPUTE, InFlight.STALE_KV])
+def test_requests_in_flight_continue_on_new_weights(
+    served: Served, reference: Reference, rollout_subject: Subject, tmp_path: Path, how: InFlight
+) -> None:
+    """Tokens before the update carry the old version and the old log-probs, tokens after it the new ones."""
+    if not rollout_subject.has(f"in_flight:{how}"):
+        pytest.skip(f"{rollout_subject} does not declare in_flight:{how}")
+    random = np.random.default_rng(9)
+    tensors = {n: t + random.normal(0, 0.05, t.shape).astype(np.float32) for n, t in reference.tensors.items()}
+    moved = type(reference)(rewrite(reference.folder, tmp_path / "moved", tensors))
+    old = served.edge.version
+    running, _ = paused(served, how, lambda: served.edge.push(stream(moved)))
+    for prompt, done in zip(PROMPTS[:2], running, strict=True):
+        assert done.finish == "length"
+        assert list(done.versions) == sorted(done.versions)
+        assert set(done.versions) == {old, old + 1}, "the pause came before the first or after the last token"
+        is_new = np.array(done.versions) == old + 1
+        for model, tokens in ((reference, ~is_new), (moved, is_new)):
+            if how is InFlight.RECOMPUTE or model is reference or rollout_subject.toy:
+                want = model.logprobs_of(prompt, done.tokens, 1.0)
+                assert np.abs(want - done.logprobs)[tokens].max() < LOGPROBS
+
+
+def test_memory_comes_back_with_an_update(served: Served, reference: Reference, rollout_subject: Subject) -> None:
+    if not rollout_subject.has("memory:sleep"):
+        pytest.skip(f"{rollout_subject} does not declare memory:sleep")
+    everything = frozenset(Memory)
+    for _ in range(2):
+
+        async def nap() -> None:
+            await served.rollout.pause(InFlight.DRAIN)
+            await served.rollout.sleep(everything)
+            await served.rollout.wake(everything)
+            await served.edge.push(stream(reference))
+            await served.rollout.resume()
+
+        served.run(nap)
+        assert worst(served, reference) < LOGPROBS

@@ -1,0 +1,73 @@
+"""Moves weights from anywhere into one rollout: what core does for a whole edge, in a few lines for tests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from coupler.interfaces import (
+    Endpoint,
+    Named,
+    Rank,
+    Rollout,
+    SendReceipt,
+    SyncReceipt,
+    Transport,
+    WeightUpdate,
+    open_transport,
+)
+from coupler.plugins.backend import Backend
+
+
+class Edge:
+    """One sender, one rollout, one transport."""
+
+    def __init__(self, transport: Backend, rollout: Rollout, num_receivers: int, deadline_s: float = 60.0) -> None:
+        self.target, self.rollout = transport.target, rollout
+        self.num_receivers, self.deadline_s = num_receivers, deadline_s
+        self.transport: Transport = open_transport(self.target)
+        self.endpoints: tuple[Endpoint, ...] = (self.transport.bind(Rank()),)
+        self.version = -1
+
+    async def push(self, weights: Iterable[Named], *, permuted: bool = False) -> tuple[SendReceipt, SyncReceipt]:
+        """Send ``weights`` as the next version, and load them. The rollout is left as it is: running or paused."""
+        self.version += 1
+        update = WeightUpdate(
+            version=self.version,
+            format="full",
+            transport=self.target,
+            endpoints=self.endpoints,
+            num_receivers=self.num_receivers,
+            deadline_s=self.deadline_s,
+            permuted=permuted,
+        )
+        sending = asyncio.to_thread(self.transport.send, weights, update, Rank())
+        async with asyncio.timeout(self.deadline_s):
+            sent, receipt = await asyncio.gather(sending, self.rollout.update(update))
+        return sent, receipt
+
+
+class Served:
+    """A rollout with the event loop that it lives in; tests call it from outside."""
+
+    def __init__(self, rollout: Rollout, transport: Backend) -> None:
+        self.rollout = rollout
+        self.runner = asyncio.Runner()
+        self.num_workers = self.runner.run(rollout.setup(Rank(seed=1)))
+        self.edge = Edge(transport, rollout, self.num_workers)
+
+    def run(self, work: Callable[[], Any], deadline_s: float = 60.0) -> Any:
+        """Run the coroutine that ``work`` makes, within the deadline."""
+
+        async def bounded() -> Any:
+            async with asyncio.timeout(deadline_s):
+                return await work()
+
+        return self.runner.run(bounded())
+
+    def push(self, weights: Iterable[Named], *, permuted: bool = False) -> tuple[SendReceipt, SyncReceipt]:
+        return self.run(lambda: self.edge.push(weights, permuted=permuted))
+
+    def close(self) -> None:
+        self.runner.close()

@@ -1,0 +1,52 @@
+"""Losses of the kit: the same formula on NumPy arrays and torch tensors, so that engines need no algorithm to be tested."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from coupler.interfaces import Columns
+from coupler.metrics import Metric, Metrics
+
+
+def surrogate(out: Columns, batch: Columns) -> tuple[Any, Metrics]:
+    """PPO's clipped surrogate (Schulman et al. 2017, equation 7) with an entropy bonus and a factor per sequence."""
+    xp = _library(out["logprobs"])
+    mask = batch["loss_mask"]
+    logprobs, entropy, old, advantages = (
+        xp.where(mask, column, xp.zeros_like(column))
+        for column in (out["logprobs"], out["entropy"], batch["rollout_logprobs"], batch["advantages"])
+    )
+    ratio = xp.exp(logprobs - old)
+    gain = xp.minimum(ratio * advantages, xp.clip(ratio, 0.8, 1.2) * advantages)
+    factor = 1 + 0.5 * batch["reward"][batch["seq"]]
+    clipped = (abs(ratio - 1) > 0.2) & mask
+    metrics = {
+        "clip_fraction": Metric(clipped.sum(), mask.sum()),
+        "entropy": Metric(_detached(entropy).sum(), mask.sum()),
+        "sequences": Metric(batch["num_seqs"], how="sum"),
+    }
+    return -(gain + 0.01 * entropy) * factor, metrics
+
+
+def nll(out: Columns, batch: Columns) -> tuple[Any, Metrics]:
+    """The negative log-prob of each token."""
+    return -out["logprobs"], {}
+
+
+def not_finite(out: Columns, batch: Columns) -> tuple[Any, Metrics]:
+    """A loss that is NaN on valid tokens: what an overflow in a kernel looks like."""
+    return out["logprobs"] * float("nan"), {}
+
+
+def _library(array: Any) -> Any:
+    if isinstance(array, np.ndarray):
+        return np
+    import torch
+
+    return torch
+
+
+def _detached(array: Any) -> Any:
+    return array if isinstance(array, np.ndarray) else array.detach()

@@ -1,0 +1,107 @@
+"""Model folders for tests, written in a second: a bigram for the toy backends, a small Qwen2 for real ones.
+
+Both have the vocabulary of one small tokenizer. Their distributions are far from flat, so that a wrong temperature, a
+shifted row or a missing tensor cannot look right.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+VOCAB = 320
+EOS = 2  # <|im_end|>
+NUM_SPECIAL = 4  # ids below it never appear in the kit's prompts
+
+_TEXT = ["what is 1 + 2 ? the answer is 3 .", "hello world", "compute 12 - 7 = 5", "yes no maybe"] * 10
+_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def read_tensors(folder: Path) -> dict[str, np.ndarray]:
+    """Every tensor of a model folder by its name in the checkpoint."""
+    return {k: v for path in sorted(folder.glob("*.safetensors")) for k, v in load_file(path).items()}
+
+
+def write_toy(folder: Path, seed: int = 0) -> Path:
+    """Write the bigram model that the toy backends run; needs NumPy only."""
+    folder.mkdir(parents=True, exist_ok=True)
+    random = np.random.default_rng(seed)
+    shapes = {"embed.weight": (VOCAB, 8), "head.weight": (VOCAB, 8), "head.bias": (VOCAB,)}
+    tensors = {name: random.normal(0, 1.1, shape).astype(np.float32) for name, shape in shapes.items()}
+    config = {"model_type": "toy_bigram", "vocab_size": VOCAB, "eos_token_id": EOS, "dtype": "float32"}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def write_qwen2(folder: Path, *, tied: bool, seed: int = 0) -> Path:
+    """Write a float32 Qwen2 with two layers, grouped heads and random biases, and its tokenizer."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=tied,
+        eos_token_id=EOS,
+        bos_token_id=0,
+        pad_token_id=3,
+    )
+    model = Qwen2ForCausalLM(config).to(torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            noise = torch.randn(param.shape, generator=generator)
+            if "norm" in name:
+                param.copy_(1 + 0.1 * noise)
+            elif name.endswith("bias"):
+                param.copy_(0.2 * noise)
+            else:
+                wide = "embed" in name or "lm_head" in name
+                param.copy_(noise * (0.35 if wide else param.shape[1] ** -0.5))
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+    return folder
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Write a byte-level tokenizer of ``VOCAB`` entries at most, with a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE(unk_token=None))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<pad>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(_TEXT, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, bos_token="<|endoftext|>", eos_token="<|im_end|>", pad_token="<pad>"
+    )
+    tokenizer.chat_template = _TEMPLATE
+    tokenizer.save_pretrained(folder)
+
+
+def rewrite(source: Path, folder: Path, tensors: Mapping[str, np.ndarray]) -> Path:
+    """Write the model of ``source`` with other ``tensors`` into ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in source.glob("*.json"):
+        (folder / path.name).write_bytes(path.read_bytes())
+    save_file(dict(tensors), folder / "model.safetensors", metadata={"format": "pt"})
+    return folder

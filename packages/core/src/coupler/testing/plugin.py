@@ -1,0 +1,84 @@
+"""pytest plugin: ``pytest --pyargs coupler.testing.conformance --coupler engine=NAME`` checks an installed backend.
+
+Nothing of Coupler is loaded unless a test asks for a backend.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from coupler.testing.subject import Subject
+
+KINDS = ("engine", "rollout", "algorithm", "transport")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("coupler")
+    group.addoption(
+        "--coupler",
+        action="append",
+        default=[],
+        metavar="KIND=NAME",
+        help="backend to check, repeatable; an engine and a rollout are checked as a pair too. Default: all installed",
+    )
+    group.addoption(
+        "--coupler-set",
+        action="append",
+        default=[],
+        metavar="KIND.KEY=VALUE",
+        help="configuration of the backends to check, for example engine.tensor_parallel=2",
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give every test that takes ``engine_subject``, ``rollout_subject``, ... the backends to check.
+
+    An engine and a rollout meet only where they run the same models; ``model_name`` is one of these.
+    """
+    kinds = [kind for kind in KINDS if f"{kind}_subject" in metafunc.fixturenames]
+    if not kinds:
+        return
+    rows: list[tuple[Subject, ...]] = [()]
+    for kind in kinds:
+        rows = [(*row, subject) for row in rows for subject in subjects(metafunc.config, kind)]
+    rows = [row for row in rows if len({subject.toy for subject in row}) == 1]
+    names = [f"{kind}_subject" for kind in kinds]
+    ids = ["-".join(map(str, row)) for row in rows]
+    if "model_name" in metafunc.fixturenames:
+        every = "every_model" in metafunc.fixturenames
+        models = [row[0].models if every else row[0].models[:1] for row in rows]
+        ids = [f"{i}-{m}" for i, found in zip(ids, models, strict=True) for m in found]
+        values = [(*row, m) for row, found in zip(rows, models, strict=True) for m in found]
+        metafunc.parametrize([*names, "model_name"], values, ids=ids, scope="module")
+    else:
+        metafunc.parametrize(names, rows, ids=ids, scope="module")
+
+
+def subjects(config: pytest.Config, kind: str) -> list[Subject]:
+    """The backends of one kind to check: the selected ones, or every installed one where none of any kind is selected.
+
+    Raises:
+        pytest.UsageError: a selection is malformed, or its backend cannot be used.
+    """
+    from coupler.errors import CouplerError
+    from coupler.plugins.manager import Plugins
+    from coupler.testing.subject import Subject, parse_settings
+
+    plugins = config.stash.setdefault(_PLUGINS, Plugins.load())
+    chosen = [text.partition("=") for text in config.getoption("--coupler")]
+    try:
+        settings = parse_settings(config.getoption("--coupler-set")).get(kind, {})
+        for wanted, _, name in chosen:
+            if wanted not in KINDS or not name:
+                raise CouplerError(f"--coupler takes KIND=NAME with KIND one of {', '.join(KINDS)}.")
+        if chosen:
+            return [Subject(plugins.get(kind, name), settings, True) for wanted, _, name in chosen if wanted == kind]
+        return [Subject(backend, settings) for backend in plugins.of(kind).values()]
+    except CouplerError as exc:
+        raise pytest.UsageError(str(exc)) from None
+
+
+_PLUGINS: pytest.StashKey = pytest.StashKey()

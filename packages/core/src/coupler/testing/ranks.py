@@ -1,0 +1,262 @@
+"""Engines on several ranks: one process per rank, driven by lines of JSON; arrays travel as ``.npz`` files.
+
+A world of one rank runs in the test's own process, so that ``breakpoint()`` works in the engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from coupler.batch import Batch
+from coupler.errors import CouplerError, WaitTimeout
+from coupler.imports import resolve
+from coupler.interfaces import Engine, Layout, Output, Rank, StepInfo
+from coupler.metrics import Metric, Metrics, merge, read
+from coupler.testing.subject import build
+
+Arrays = dict[str, np.ndarray]
+
+
+class RankFailed(CouplerError):
+    """A rank raised or died; the message holds its traceback or its last lines."""
+
+
+class Host:
+    """One engine in one process. What goes in and out is JSON and paths."""
+
+    def __init__(self, recipe: Mapping[str, Any], rank: Mapping[str, Any]) -> None:
+        self.rank = Rank(**rank)
+        self.engine: Engine = build(recipe)
+
+    def setup(self) -> dict[str, Any]:
+        layout = self.engine.setup(self.rank)
+        return {"shard_of": layout.shard_of, "answers": layout.answers}
+
+    def forward(self, batch: str, want: list[str], out: str) -> None:
+        self.engine.forward(Batch.load(Path(batch)), _outputs(want)).save(Path(out))
+
+    def gradient(self, batch: str, want: list[str], loss: str, info: Mapping[str, Any], out: str) -> dict[str, Any]:
+        """One forward_backward and step; rank 0 writes the gradient between them."""
+        metrics = self.engine.forward_backward(
+            Batch.load(Path(batch)), _outputs(want), resolve(loss), StepInfo(**info)
+        )
+        self._write(self.engine.gradients(), out)
+        step = self.engine.step()
+        plain = {name: [m.total, m.weight, m.how] for name, m in read(metrics).items()}
+        return {"metrics": plain, "step": [step.applied, step.grad_norm, step.lr]}
+
+    def weights(self, out: str) -> list[str]:
+        return self._write(self.engine.weights(), out)
+
+    def _write(self, named: Any, out: str) -> list[str]:
+        kept, names = {}, []
+        for name, tensor in named:
+            names.append(name)
+            if self.rank.index == 0:
+                kept[name] = as_array(tensor)
+        if self.rank.index == 0:
+            with Path(out).open("wb") as file:
+                np.savez(file, allow_pickle=False, **kept)
+        return names
+
+
+def as_array(tensor: Any) -> np.ndarray:
+    """A copy in NumPy of what an engine yields, bfloat16 included."""
+    if not isinstance(tensor, np.ndarray):
+        tensor = tensor.detach().cpu()
+        tensor = (tensor.float() if tensor.dtype.itemsize < 4 else tensor).numpy()
+    return np.array(tensor)
+
+
+def _outputs(names: list[str]) -> tuple[Output, ...]:
+    return tuple(Output(name) for name in names)  # type: ignore[arg-type]
+
+
+class World:
+    """All ranks of one engine."""
+
+    def __init__(self, recipe: Mapping[str, Any], num_ranks: int, folder: Path, deadline_s: float = 120.0) -> None:
+        self.num_ranks, self.folder, self.deadline_s = num_ranks, folder, deadline_s
+        self.count = 0
+        self.processes: list[_Process] = []
+        rendezvous = f"127.0.0.1:{_free_port()}" if num_ranks > 1 else ""
+        ranks = [asdict(Rank(index=i, world=num_ranks, rendezvous=rendezvous)) for i in range(num_ranks)]
+        if num_ranks == 1:
+            self.host = Host(recipe, ranks[0])
+        else:
+            self.processes = [_Process(recipe, rank, folder / f"rank-{i}.log") for i, rank in enumerate(ranks)]
+        found = self.call("setup", [{}] * num_ranks)[0]
+        self.layout = Layout(tuple(found["shard_of"]), tuple(found["answers"]))
+
+    def call(self, method: str, arguments: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """Call a method of :class:`Host` on every rank, with one set of arguments each.
+
+        Raises:
+            RankFailed: a rank raised or died; the others are ended, since they may wait for it forever.
+            WaitTimeout: no answer within the deadline.
+        """
+        if self.num_ranks == 1:
+            return [getattr(self.host, method)(**arguments[0])]
+        try:
+            for process, kwargs in zip(self.processes, arguments, strict=True):
+                process.send({"method": method, "arguments": kwargs})
+            return _gather(self.processes, method, time.monotonic() + self.deadline_s)
+        except CouplerError:
+            self.close()
+            raise
+
+    def forward(self, shards: Sequence[Batch], want: tuple[str, ...]) -> list[Batch]:
+        """One answer per data shard, in order."""
+        outs = [str(self._path(f"out-{i}")) for i in range(self.num_ranks)]
+        batches = self._shared(shards)
+        self.call("forward", [{"batch": b, "want": want, "out": o} for b, o in zip(batches, outs, strict=True)])
+        answers = [i for i in range(self.num_ranks) if self.layout.answers[i]]
+        answers.sort(key=lambda i: self.layout.shard_of[i])
+        return [Batch.load(Path(outs[i])) for i in answers]
+
+    def gradient(
+        self, shards: Sequence[Batch], loss: str, want: tuple[str, ...] = ("logprobs", "entropy"), index: int = 0
+    ) -> tuple[Arrays, Metrics, list[list[Any]]]:
+        """Run one whole step; return its gradient, the merged metrics and (applied, norm, lr) of every rank."""
+        info = asdict(StepInfo(sum(s.num_tokens for s in shards), sum(map(len, shards)), index))
+        out = str(self._path("grads"))
+        same = {"want": want, "loss": loss, "info": info, "out": out}
+        answers = self.call("gradient", [{"batch": b, **same} for b in self._shared(shards)])
+        answering = [a for a, counts in zip(answers, self.layout.answers, strict=True) if counts]
+        metrics = merge({name: Metric(*m) for name, m in a["metrics"].items()} for a in answering)
+        return _read(out), metrics, [a["step"] for a in answers]
+
+    def weights(self) -> Arrays:
+        out = str(self._path("weights"))
+        names = self.call("weights", [{"out": out}] * self.num_ranks)
+        assert all(n == names[0] for n in names), "weights() yields other names on another rank"
+        assert len(set(names[0])) == len(names[0]), "weights() yields a name twice"
+        return _read(out)
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.close()
+
+    def _shared(self, shards: Sequence[Batch]) -> list[str]:
+        assert len(shards) == self.layout.num_shards
+        paths = [self._path(f"shard-{i}") for i in range(len(shards))]
+        for shard, path in zip(shards, paths, strict=True):
+            shard.save(path)
+        return [str(paths[i]) for i in self.layout.shard_of]
+
+    def _path(self, name: str) -> Path:
+        self.count += 1
+        return self.folder / f"{self.count}-{name}.npz"
+
+
+class _Process:
+    """The parent's view of one rank."""
+
+    def __init__(self, recipe: Mapping[str, Any], rank: Mapping[str, Any], log: Path) -> None:
+        self.log, self.index = log, rank["index"]
+        with log.open("wb") as stderr:
+            self.popen = subprocess.Popen(
+                [sys.executable, "-m", "coupler.testing.ranks"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                text=True,
+            )
+        self.answers: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._listen, daemon=True).start()
+        self.send({"recipe": recipe, "rank": rank})
+
+    def _listen(self) -> None:
+        assert self.popen.stdout is not None
+        for line in self.popen.stdout:
+            self.answers.put(line)
+        self.answers.put("")
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        assert self.popen.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it died: the empty answer says so, with its log
+            self.popen.stdin.write(json.dumps(message) + "\n")
+            self.popen.stdin.flush()
+
+    def poll(self) -> dict[str, Any] | None:
+        """The next answer, if there is one."""
+        try:
+            line = self.answers.get_nowait()
+        except queue.Empty:
+            return None
+        if line:
+            return json.loads(line)
+        tail = self.log.read_text(errors="replace").splitlines()[-20:]
+        return {"error": "\n".join(["the process ended; its last lines:", *tail])}
+
+    def close(self) -> None:
+        self.popen.kill()
+        self.popen.wait()
+        for pipe in (self.popen.stdin, self.popen.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+
+
+def _gather(processes: list[_Process], method: str, end: float) -> list[Any]:
+    """One result per rank; the first rank that fails is shown, since the others may only be waiting for it."""
+    answers: dict[int, dict[str, Any]] = {}
+    while len(answers) < len(processes):
+        for process in processes:
+            if process.index not in answers and (answer := process.poll()) is not None:
+                answers[process.index] = answer
+                if "error" in answer:
+                    raise RankFailed(f"rank {process.index} of {len(processes)} failed in {method}:\n{answer['error']}")
+        if time.monotonic() > end:
+            silent = [p.index for p in processes if p.index not in answers]
+            raise WaitTimeout(f"ranks {silent} of {len(processes)} gave no answer to {method}.")
+        time.sleep(0.002)
+    return [answers[process.index]["result"] for process in processes]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _read(path: str) -> Arrays:
+    with np.load(path, allow_pickle=False) as file:
+        return dict(file)
+
+
+def main() -> None:
+    """Serve one rank: lines of JSON in, one line out for each; whatever else is printed goes to stderr."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    first = json.loads(sys.stdin.readline())
+    host: Host | None = None
+    for line in sys.stdin:
+        message = json.loads(line)
+        try:
+            host = host or Host(first["recipe"], first["rank"])
+            answer = {"result": getattr(host, message["method"])(**message["arguments"])}
+        except Exception:  # the test shows it; nothing here knows what an engine may raise
+            answer = {"error": traceback.format_exc()}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""What backends are compared with: every sequence on its own, in float64, without packing, micro-batches or ranks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from coupler.batch import Batch
+from coupler.interfaces import Loss
+from coupler.metrics import Metrics, merge, read
+from coupler.testing import toy
+from coupler.testing.models import read_tensors
+
+Arrays = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """The closed form of one step."""
+
+    grads: Arrays  # float64, by checkpoint name
+    metrics: Metrics
+
+    @property
+    def norm(self) -> float:
+        return float(np.sqrt(sum(float((g * g).sum()) for g in self.grads.values())))
+
+
+class Reference(ABC):
+    """A model folder, computed in the plainest way there is."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tensors = read_tensors(folder)  # the checkpoint's own names and shapes
+
+    @abstractmethod
+    def outputs(self, batch: Batch) -> Arrays:
+        """[T] float64 ``logprobs`` and ``entropy`` at the temperature of each sequence; 0 outside ``loss_mask``."""
+
+    @abstractmethod
+    def gradient(self, batch: Batch, loss: Loss) -> Gradient:
+        """Differentiate ``sum(token_loss * loss_weight)`` over the tokens of ``loss_mask``."""
+
+    @abstractmethod
+    def greedy(self, prompt: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
+        """Continue with the most probable token, ``num_tokens`` times."""
+
+    @abstractmethod
+    def carried(self, tensor: np.ndarray) -> Any:
+        """The tensor as an engine would yield it."""
+
+    def logprobs_of(self, prompt: tuple[int, ...], completion: tuple[int, ...], temperature: float) -> np.ndarray:
+        """[len(completion)] log-probs of a completion under the sampling distribution."""
+        batch = as_batch(prompt, completion, temperature)
+        return self.outputs(batch)["logprobs"][len(prompt) :]
+
+
+def as_batch(prompt: tuple[int, ...], completion: tuple[int, ...], temperature: float) -> Batch:
+    """One sequence with its completion under ``loss_mask``."""
+    tokens = np.array([*prompt, *completion], np.int32)
+    mask = np.arange(len(tokens)) >= len(prompt)
+    return Batch(
+        np.array([len(tokens)]),
+        {"tokens": tokens, "loss_mask": mask},
+        {"temperature": np.array([temperature], np.float32)},
+    )
+
+
+class ToyReference(Reference):
+    """The bigram, one token at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.weights = {k: v.astype(np.float64) for k, v in self.tensors.items()}
+
+    def _logits(self, previous: int) -> np.ndarray:
+        return self.weights["head.weight"] @ self.weights["embed.weight"][previous] + self.weights["head.bias"]
+
+    def outputs(self, batch: Batch) -> Arrays:
+        out = {"logprobs": np.zeros(batch.num_tokens), "entropy": np.zeros(batch.num_tokens)}
+        temperature = batch.spread(batch["temperature"]).astype(np.float64)
+        for t in np.flatnonzero(batch["loss_mask"]):
+            z = self._logits(batch["tokens"][t - 1]) / temperature[t]
+            log_p = z - np.logaddexp.reduce(z)
+            out["logprobs"][t] = log_p[batch["tokens"][t]]
+            out["entropy"][t] = -np.exp(log_p) @ log_p
+        return out
+
+    def gradient(self, batch: Batch, loss: Loss) -> Gradient:
+        out, columns = self.outputs(batch), toy.columns_of(batch)
+        slopes = toy.slopes(loss, out, columns)
+        temperature = batch.spread(batch["temperature"]).astype(np.float64)
+        grads = {k: np.zeros_like(v) for k, v in self.weights.items()}
+        for t in np.flatnonzero(batch["loss_mask"]):
+            previous = batch["tokens"][t - 1]
+            z = self._logits(previous) / temperature[t]
+            p = np.exp(z - np.logaddexp.reduce(z))
+            d_z = -slopes["logprobs"][t] * p
+            d_z[batch["tokens"][t]] += slopes["logprobs"][t]
+            d_z -= slopes["entropy"][t] * p * (np.log(p) + out["entropy"][t])
+            d_z /= temperature[t]
+            grads["head.bias"] += d_z
+            grads["head.weight"] += np.outer(d_z, self.weights["embed.weight"][previous])
+            grads["embed.weight"][previous] += d_z @ self.weights["head.weight"]
+        return Gradient(grads, read(loss(out, columns)[1]))
+
+    def greedy(self, prompt: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
+        tokens = list(prompt)
+        for _ in range(num_tokens):
+            tokens.append(int(self._logits(tokens[-1]).argmax()))
+        return tuple(tokens[len(prompt) :])
+
+    def carried(self, tensor: np.ndarray) -> Any:
+        return tensor
+
+
+class TransformersReference(Reference):
+    """``AutoModelForCausalLM`` with eager attention, one sequence per call."""
+
+    def __init__(self, folder: Path) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        super().__init__(folder)
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+
+    def _logits(self, tokens: Any, temperature: float) -> Any:
+        """[t] ids -> [t, V]; row t predicts token t; row 0, which nothing predicts, is all zeros."""
+        import torch
+
+        logits = self.model(input_ids=tokens[None].long(), use_cache=False).logits[0] / temperature
+        return torch.cat([torch.zeros_like(logits[:1]), logits[:-1]])
+
+    def _out(self, one: Batch) -> Any:
+        import torch
+
+        tokens, mask = torch.from_numpy(one["tokens"]), torch.from_numpy(one["loss_mask"])
+        log_p = self._logits(tokens, float(one["temperature"][0])).log_softmax(-1)
+        logprobs = log_p.gather(-1, tokens[:, None].long())[:, 0]
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        return {"logprobs": logprobs * mask, "entropy": entropy * mask}
+
+    def outputs(self, batch: Batch) -> Arrays:
+        import torch
+
+        with torch.no_grad():
+            parts = [self._out(batch.take([i])) for i in range(len(batch))]
+        return {name: torch.cat([part[name] for part in parts]).numpy() for name in ("logprobs", "entropy")}
+
+    def gradient(self, batch: Batch, loss: Loss) -> Gradient:
+        import torch
+
+        self.model.zero_grad()
+        metrics = []
+        for i in range(len(batch)):
+            one = batch.take([i])
+            columns = torch_columns(one)
+            token_loss, found = loss(self._out(one), columns)
+            valid = columns["loss_mask"]
+            if valid.any():
+                (token_loss * columns["loss_weight"])[valid].sum().backward()
+            metrics.append(found)
+        grads = {
+            name: np.zeros(tuple(p.shape)) if p.grad is None else p.grad.numpy().copy()
+            for name, p in self.model.named_parameters()
+        }
+        return Gradient(grads, read(merge(metrics)))
+
+    def hidden(self, one: Batch) -> np.ndarray:
+        """[t, H] what ``lm_head`` reads to predict token t of one sequence; zeros for token 0."""
+        import torch
+
+        with torch.no_grad():
+            found = self.model.model(input_ids=torch.from_numpy(one["tokens"])[None].long()).last_hidden_state[0]
+        return np.concatenate([np.zeros((1, found.shape[1])), found[:-1].numpy()])
+
+    def greedy(self, prompt: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
+        import torch
+
+        done = self.model.generate(
+            torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        return tuple(done[0, len(prompt) :].tolist())
+
+    def carried(self, tensor: np.ndarray) -> Any:
+        import torch
+
+        return torch.from_numpy(tensor.copy())
+
+
+def torch_columns(batch: Batch) -> Mapping[str, Any]:
+    """What a torch loss reads, with floating columns in float64."""
+    import torch
+
+    columns = {}
+    for name, value in toy.columns_of(batch).items():
+        tensor = torch.from_numpy(np.array(value)) if isinstance(value, np.ndarray) else value
+        columns[name] = tensor.double() if isinstance(value, np.ndarray) and value.dtype.kind == "f" else tensor
+    return columns

@@ -1,0 +1,101 @@
+"""A backend under test: its record, and the configuration that the kit and ``--coupler-set`` give it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from coupler.errors import ConfigError
+from coupler.imports import resolve
+from coupler.interfaces import Model
+from coupler.plugins.backend import Backend
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """One name of one kind, as tests get it."""
+
+    backend: Backend
+    settings: Mapping[str, Any] = field(default_factory=dict)  # from --coupler-set
+    selected: bool = False  # by --coupler: a backend whose dependency is missing then fails instead of being skipped
+
+    def __str__(self) -> str:
+        return f"{self.backend.kind}={self.backend.name}"
+
+    @property
+    def toy(self) -> bool:
+        return self.has("model:toy")
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The kit's models that this backend is tested with; the first is the usual one."""
+        return ("toy",) if self.toy else ("untied", "tied")
+
+    def has(self, capability: str) -> bool:
+        return capability in self.backend.capabilities_of(self.config())
+
+    def config(self, **more: Any) -> Any:
+        """The backend's configuration: its defaults, then what the kit needs, then what the user set."""
+        return configured(self.backend.config, {**more, **self.settings})
+
+    def create(self, folder: Path, **more: Any) -> Any:
+        """Construct the engine or rollout on a model folder."""
+        return self.backend.load()(self.config(**more), Model(str(folder)))
+
+    def recipe(self, folder: Path, **more: Any) -> dict[str, Any]:
+        """What another process builds it from: names and plain values."""
+        config = self.backend.config
+        return {
+            "target": self.backend.target,
+            "config": f"{config.__module__}:{config.__qualname__}",
+            "settings": {**more, **self.settings},
+            "model": str(folder),
+        }
+
+
+def build(recipe: Mapping[str, Any]) -> Any:
+    """Construct what :meth:`Subject.recipe` describes."""
+    config = configured(resolve(recipe["config"]), recipe["settings"])
+    return resolve(recipe["target"])(config, Model(recipe["model"]))
+
+
+def configured(config: type, settings: Mapping[str, Any]) -> Any:
+    """Set plain values on the defaults of a config class, each turned into the type of its default.
+
+    Raises:
+        ConfigError: there is no such key, or a value is none for it.
+    """
+    default = config()
+    names = {f.name for f in fields(config)}
+    if unknown := sorted(settings.keys() - names):
+        raise ConfigError(f"{config.__name__} has no key {unknown[0]!r}.\n  it has:  {', '.join(sorted(names))}")
+    try:
+        return replace(default, **{key: type(getattr(default, key))(value) for key, value in settings.items()})
+    except (TypeError, ValueError) as exc:
+        raise ConfigError(f"{config.__name__} does not take {dict(settings)}: {exc}") from None
+
+
+def parse_settings(texts: list[str]) -> dict[str, dict[str, Any]]:
+    """``["engine.lr=1e-3"]`` to ``{"engine": {"lr": 0.001}}``.
+
+    Raises:
+        ConfigError: a text has not the form KIND.KEY=VALUE.
+    """
+    settings: dict[str, dict[str, Any]] = {}
+    for text in texts:
+        path, equals, value = text.partition("=")
+        kind, dot, key = path.partition(".")
+        if not (equals and dot and key):
+            raise ConfigError(f"--coupler-set {text!r} sets nothing.\n  write it as:  --coupler-set engine.lr=1e-3")
+        settings.setdefault(kind, {})[key] = _plain(value)
+    return settings
+
+
+def _plain(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text

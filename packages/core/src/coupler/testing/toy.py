@@ -1,0 +1,296 @@
+"""Backends in plain NumPy, whole and small: they run the loop in milliseconds and show what an interface asks for.
+
+The policy is a bigram: ``logits[t] = embed[tokens[t - 1]] @ head.T + bias``. Its gradient is written out below, which
+makes it the closed form that other things are compared with. Shapes: T packed tokens, V vocabulary, H hidden.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from coupler.balance import micro_batches
+from coupler.batch import Batch
+from coupler.errors import CouplerError
+from coupler.interfaces import (
+    Algorithm,
+    Columns,
+    Completion,
+    Engine,
+    InFlight,
+    Layout,
+    Loss,
+    Named,
+    Output,
+    Part,
+    Parts,
+    Pending,
+    Rank,
+    Request,
+    Rollout,
+    StepInfo,
+    StepResult,
+    SyncReceipt,
+    WeightUpdate,
+)
+from coupler.metrics import Metric, Metrics, merge
+from coupler.seeding import stream
+from coupler.testing.models import read_tensors
+
+Weights = dict[str, np.ndarray]  # embed.weight [V, H], head.weight [V, H], head.bias [V], all float64
+
+
+def log_softmax(weights: Weights, previous: np.ndarray, temperature: np.ndarray | float) -> np.ndarray:
+    """[n] tokens -> [n, V] log-probs of the next one."""
+    logits = weights["embed.weight"][previous] @ weights["head.weight"].T + weights["head.bias"]
+    logits /= np.asarray(temperature).reshape(-1, 1)
+    logits -= logits.max(-1, keepdims=True)
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A forward pass over the predicted tokens of a batch."""
+
+    rows: np.ndarray  # [n] rows of the batch under loss_mask
+    previous: np.ndarray  # [n] token before each
+    temperature: np.ndarray  # [n]
+    log_p: np.ndarray  # [n, V]
+
+
+def run(weights: Weights, batch: Batch) -> Pass:
+    """Compute the distribution of every token under ``loss_mask``."""
+    rows = np.flatnonzero(batch["loss_mask"])
+    temperature = batch["temperature"] if batch.has("temperature") else np.ones(len(batch))
+    spread = batch.spread(temperature).astype(np.float64)[rows]
+    previous = batch["tokens"][rows - 1]
+    return Pass(rows, previous, spread, log_softmax(weights, previous, spread))
+
+
+def outputs(batch: Batch, done: Pass) -> dict[str, np.ndarray]:
+    """[T] float64 log-probs and entropies; 0 outside ``loss_mask``."""
+    logprobs, entropy = np.zeros(batch.num_tokens), np.zeros(batch.num_tokens)
+    logprobs[done.rows] = done.log_p[np.arange(len(done.rows)), batch["tokens"][done.rows]]
+    entropy[done.rows] = -(np.exp(done.log_p) * done.log_p).sum(-1)
+    return {"logprobs": logprobs, "entropy": entropy}
+
+
+def backward(weights: Weights, batch: Batch, done: Pass, d_out: dict[str, np.ndarray]) -> Weights:
+    """The gradient of a loss whose derivatives by ``logprobs`` and ``entropy`` are ``d_out``, each [T].
+
+    With z the logits over the temperature: d logprob / dz = onehot - p, and d entropy / dz = -p (log p + entropy).
+    """
+    p = np.exp(done.log_p)
+    onehot = np.zeros_like(p)
+    onehot[np.arange(len(p)), batch["tokens"][done.rows]] = 1
+    d_logits = d_out["logprobs"][done.rows, None] * (onehot - p)
+    if "entropy" in d_out:
+        entropy = -(p * done.log_p).sum(-1, keepdims=True)
+        d_logits -= d_out["entropy"][done.rows, None] * p * (done.log_p + entropy)
+    d_logits /= done.temperature[:, None]
+    hidden = weights["embed.weight"][done.previous]
+    d_embed = np.zeros_like(weights["embed.weight"])
+    np.add.at(d_embed, done.previous, d_logits @ weights["head.weight"])
+    return {"embed.weight": d_embed, "head.weight": d_logits.T @ hidden, "head.bias": d_logits.sum(0)}
+
+
+def slopes(loss: Loss, out: Columns, columns: Columns) -> dict[str, np.ndarray]:
+    """[T] derivative of each weighted token loss by each output of that token, by central differences.
+
+    The loss of a token must depend on the outputs of that token alone.
+    """
+    step = 1e-6
+    found = {}
+    for name in out:
+        up, _ = loss({**out, name: out[name] + step}, columns)
+        down, _ = loss({**out, name: out[name] - step}, columns)
+        slope = (up - down) / (2 * step) * columns["loss_weight"]
+        found[name] = np.where(columns["loss_mask"], slope, 0)
+    return found
+
+
+def columns_of(batch: Batch) -> dict[str, Any]:
+    """What a loss reads: every column, and where the sequences lie."""
+    seq = batch.spread(np.arange(len(batch)))
+    return {**batch.tokens, **batch.seqs, "seq": seq, "cu_seqlens": batch.starts, "num_seqs": len(batch)}
+
+
+class Done(Pending):
+    def wait(self, seconds: float) -> None:
+        """Return at once: it was done before it was asked for."""
+
+
+class ToyEngine(Engine):
+    """A bigram policy under AdamW (Loshchilov & Hutter 2019), on one rank."""
+
+    def setup(self, rank: Rank) -> Layout:
+        if rank.world != 1:
+            raise CouplerError("engine=toy runs on one rank.\n  try:  engine=fsdp")
+        self.params = {k: v.astype(np.float64) for k, v in read_tensors(Path(self.model.path)).items()}
+        self.first = {k: np.zeros_like(v) for k, v in self.params.items()}
+        self.second = {k: np.zeros_like(v) for k, v in self.params.items()}
+        self.grads = {k: np.zeros_like(v) for k, v in self.params.items()}
+        self.steps = 0
+        return Layout((0,), (True,))
+
+    def forward(self, batch: Batch, want: tuple[Output, ...]) -> Batch:
+        out = outputs(batch, run(self.params, batch))
+        return batch.with_tokens(**{o.name: out[o.name].astype(np.float32) for o in want})
+
+    def forward_backward(self, batch: Batch, want: tuple[Output, ...], loss: Loss, step: StepInfo) -> Metrics:
+        self.grads = {k: np.zeros_like(v) for k, v in self.params.items()}
+        metrics = []
+        for rows in micro_batches(batch.lengths, self.config.max_tokens_per_gpu):
+            part = batch.take(rows)
+            done = run(self.params, part)
+            everything = outputs(part, done)
+            out = {o.name: everything[o.name] for o in want}
+            columns = columns_of(part)
+            _, found = loss(out, columns)
+            metrics.append(found)
+            for name, grad in backward(self.params, part, done, slopes(loss, out, columns)).items():
+                self.grads[name] += grad
+        return merge(metrics)
+
+    def step(self) -> StepResult:
+        c = self.config
+        norm = float(np.sqrt(sum((g * g).sum() for g in self.grads.values())))
+        if not np.isfinite(norm):
+            self.grads = {k: np.zeros_like(v) for k, v in self.params.items()}
+            return StepResult(applied=False, grad_norm=norm, lr=c.lr)
+        self.steps += 1
+        scale = min(1.0, c.max_grad_norm / (norm + 1e-6))
+        for name, param in self.params.items():
+            grad = self.grads[name] * scale
+            self.first[name] = c.beta1 * self.first[name] + (1 - c.beta1) * grad
+            self.second[name] = c.beta2 * self.second[name] + (1 - c.beta2) * grad * grad
+            mean = self.first[name] / (1 - c.beta1**self.steps)
+            square = self.second[name] / (1 - c.beta2**self.steps)
+            decay = c.weight_decay if param.ndim > 1 else 0.0  # never on biases
+            param -= c.lr * (mean / (np.sqrt(square) + c.eps) + decay * param)
+            self.grads[name] = np.zeros_like(param)
+        return StepResult(applied=True, grad_norm=norm, lr=c.lr)
+
+    def weights(self) -> Iterator[Named]:
+        for name, param in self.params.items():
+            yield name, param.astype(np.float32)
+
+    def gradients(self) -> Iterator[Named]:
+        yield from self.grads.items()
+
+    def save(self, path: Path, what: Parts) -> Pending:
+        state = {Part.PARAMS: self.params, Part.GRADS: self.grads}
+        for part in what & state.keys():
+            np.savez(path / f"{part}.npz", allow_pickle=False, **state[part])
+        if Part.OPTIMIZER in what:
+            moments = {f"{name}/{k}": v for name in ("first", "second") for k, v in getattr(self, name).items()}
+            np.savez(path / "optimizer.npz", allow_pickle=False, steps=np.array(self.steps), **moments)
+        return Done()
+
+    def load(self, path: Path, what: Parts) -> None:
+        if Part.PARAMS in what:
+            self.params = _read(path / "params.npz")
+        if Part.GRADS in what:
+            self.grads = _read(path / "grads.npz")
+        if Part.OPTIMIZER in what:
+            state = _read(path / "optimizer.npz")
+            self.steps = int(state.pop("steps"))
+            self.first = {k: state[f"first/{k}"] for k in self.params}
+            self.second = {k: state[f"second/{k}"] for k in self.params}
+
+
+def _read(path: Path) -> Weights:
+    with np.load(path, allow_pickle=False) as file:
+        return dict(file)
+
+
+class ToyRollout(Rollout):
+    """Samples one token per request and turn of the event loop."""
+
+    async def setup(self, rank: Rank) -> int:
+        self.weights: Weights = {k: np.zeros_like(v) for k, v in read_tensors(Path(self.model.path)).items()}
+        self.version = -1
+        self.admits, self.samples = asyncio.Event(), asyncio.Event()  # new requests; tokens of admitted ones
+        self.admits.set()
+        self.samples.set()
+        self.aborting = False
+        self.active = 0
+        return 1
+
+    async def generate(self, request: Request) -> Completion:
+        await self.admits.wait()
+        self.active += 1
+        try:
+            return await self._sample(request)
+        finally:
+            self.active -= 1
+
+    async def _sample(self, request: Request) -> Completion:
+        random = stream(request.seed, "toy")
+        tokens, logprobs, versions = [], [], []
+        finish = "length"
+        while len(tokens) < request.max_tokens:
+            await asyncio.sleep(0)
+            await self.samples.wait()
+            if self.aborting:
+                finish = "abort"
+                break
+            previous = np.array([(*request.prompt, *tokens)[-1]])
+            log_p = log_softmax(self.weights, previous, request.temperature or 1.0)[0]
+            token = int(log_p.argmax() if request.temperature == 0 else random.choice(len(log_p), p=np.exp(log_p)))
+            tokens.append(token)
+            logprobs.append(float(log_p[token]))
+            versions.append(self.version)
+            if token in request.stop:
+                finish = "stop"
+                break
+        return Completion(tuple(tokens), tuple(logprobs), tuple(versions), finish)
+
+    async def update(self, update: WeightUpdate) -> SyncReceipt:
+        missing, unexpected, num_received, num_bytes = set(self.weights), [], 0, 0
+        for name, tensor in update.receive(Rank()):
+            num_received += 1
+            num_bytes += tensor.nbytes
+            if name in self.weights:
+                self.weights[name] = np.array(tensor, np.float64)
+                missing.discard(name)
+            else:
+                unexpected.append(name)
+        self.version = update.version
+        loaded = num_received - len(unexpected)
+        return SyncReceipt(
+            update.version, num_received, loaded, num_bytes, tuple(sorted(missing)), tuple(sorted(unexpected))
+        )
+
+    async def pause(self, in_flight: InFlight) -> None:
+        self.admits.clear()
+        if in_flight in (InFlight.RECOMPUTE, InFlight.STALE_KV):  # a bigram has no cache: the two are the same
+            self.samples.clear()
+            return
+        self.aborting = in_flight is InFlight.ABORT
+        while self.active:
+            await asyncio.sleep(0)
+        self.aborting = False
+
+    async def resume(self) -> None:
+        self.samples.set()
+        self.admits.set()
+
+
+class ToyAlgorithm(Algorithm):
+    """REINFORCE (Williams 1992) with the mean reward of the prompt's group as baseline: ``-A log p``."""
+
+    def advantages(self, batch: Batch) -> Batch:
+        _, group = np.unique(batch["group"], return_inverse=True)
+        mean = np.bincount(group, weights=batch["reward"]) / np.bincount(group)
+        return batch.with_tokens(advantages=batch.spread(batch["reward"] - mean[group]).astype(np.float32))
+
+    def loss(self, out: Columns, batch: Columns) -> tuple[Any, Metrics]:
+        mask = batch["loss_mask"]
+        loss = -np.where(mask, batch["advantages"], 0) * np.where(mask, out["logprobs"], 0)
+        return loss, {"toy/logprob": Metric(np.where(mask, out["logprobs"], 0).sum(), mask.sum())}

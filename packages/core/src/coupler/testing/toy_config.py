@@ -1,0 +1,56 @@
+"""The toy backends as records: ``engine=toy``, ``rollout=toy``, ``algorithm=toy``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from coupler.plugins.backend import Backend
+
+
+@dataclass
+class ToyEngineConfig:
+    name: str = "toy"
+    max_tokens_per_gpu: int = 1024
+    lr: float = 0.05
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+
+
+@dataclass
+class ToyRolloutConfig:
+    name: str = "toy"
+
+
+@dataclass
+class ToyAlgorithmConfig:
+    name: str = "toy"
+
+
+BACKENDS = (
+    Backend(
+        kind="engine",
+        name="toy",
+        target="coupler.testing.toy:ToyEngine",
+        config=ToyEngineConfig,
+        capabilities=frozenset({"weights:full", "model:toy", "world:1"}),
+    ),
+    Backend(
+        kind="rollout",
+        name="toy",
+        target="coupler.testing.toy:ToyRollout",
+        config=ToyRolloutConfig,
+        capabilities=frozenset(
+            {"weights:full", "model:toy", "in_flight:abort", "in_flight:recompute", "in_flight:stale_kv"}
+        ),
+    ),
+    Backend(
+        kind="algorithm",
+        name="toy",
+        target="coupler.testing.toy:ToyAlgorithm",
+        config=ToyAlgorithmConfig,
+        capabilities=frozenset({"model:toy"}),
+    ),
+)

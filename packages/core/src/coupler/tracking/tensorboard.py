@@ -1,0 +1,35 @@
+"""TensorBoard event files in ``tensorboard/`` of the run folder, written without torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from coupler.errors import PluginError
+from coupler.interfaces import Tracker
+
+
+class TensorboardTracker(Tracker):
+    """Needs the extra ``coupler-core[tensorboard]``."""
+
+    def __init__(self, config: Any, run_dir: Path) -> None:
+        super().__init__(config, run_dir)
+        try:
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        except ModuleNotFoundError:
+            raise PluginError(
+                "tracker tensorboard needs the package tensorboard.\n  try:  pip install 'coupler-core[tensorboard]'"
+            ) from None
+        self.writer = EventFileWriter(str(run_dir / "tensorboard"))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
+        self.writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
+
+    def close(self) -> None:
+        self.writer.close()

@@ -1,0 +1,1 @@
+"""Transports: carry named tensors from engine ranks to rollout workers, and know neither."""

@@ -1,0 +1,285 @@
+"""WorkerGroup: call one method on every rank of an engine. Two shapes of call, no decorators."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from coupler.batch import Batch
+from coupler.errors import CouplerError
+from coupler.export import export
+from coupler.imports import resolve
+from coupler.interfaces import (
+    Algorithm,
+    Columns,
+    Endpoint,
+    Engine,
+    Layout,
+    Loss,
+    Model,
+    Named,
+    Output,
+    Parts,
+    Rank,
+    SendReceipt,
+    StepInfo,
+    StepResult,
+    WeightUpdate,
+    open_transport,
+)
+from coupler.metrics import Metric, Metrics, merge, read
+from coupler.normalise import prepare, step_info
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """What a rank is built from, in any process: names and plain config, never a class."""
+
+    role: str
+    engine: str  # "package.module:Class"
+    engine_config: Any
+    model: Model
+    algorithm: tuple[str, Any] | None  # ("package.module:Class", its config); None for a role that is not trained
+
+
+def build_algorithm(spec: WorkerSpec) -> Algorithm | None:
+    if spec.algorithm is None:
+        return None
+    target, config = spec.algorithm
+    return resolve(target)(config)
+
+
+@dataclass(frozen=True, slots=True)
+class MiniBatch:
+    """One rank's part of one optimizer step."""
+
+    batch: Batch
+    info: StepInfo
+    fresh_version: int | None  # the weights are those of this version; None once the step before has changed them
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What :meth:`WorkerGroup.train` did."""
+
+    metrics: Metrics
+    steps: tuple[StepResult, ...]
+
+
+class Worker:
+    """Hosts one Engine in one process."""
+
+    def __init__(self, spec: WorkerSpec, rank: Rank) -> None:
+        self.rank, self.role = rank, spec.role
+        self.engine: Engine = resolve(spec.engine)(spec.engine_config, spec.model)
+        self.algorithm = build_algorithm(spec)
+
+    def setup(self) -> Layout:
+        return self.engine.setup(self.rank)
+
+    def forward(self, batch: Batch, want: tuple[Output, ...]) -> dict[str, np.ndarray]:
+        done = self.engine.forward(batch, want)
+        return {output.name: done[output.name] for output in want}
+
+    def train(self, mini_batches: list[MiniBatch]) -> Trained:
+        """One call from the controller, however many optimizer steps it takes."""
+        assert self.algorithm, f"role {self.role} is not trained"
+        metrics: list[Metrics] = []
+        steps: list[StepResult] = []
+        for mini in mini_batches:
+            loss = checked_loss(self.algorithm, mini.fresh_version)
+            metrics.append(self.engine.forward_backward(mini.batch, self.algorithm.want, loss, mini.info))
+            steps.append(self.engine.step())
+        return Trained(read(merge(metrics)), tuple(steps))
+
+    def bind(self, transport: str) -> Endpoint:
+        return open_transport(transport).bind(self.rank)
+
+    def push(self, update: WeightUpdate) -> SendReceipt:
+        """Send the engine's weights; the receipt names the least precise dtype that travelled."""
+        dtypes: set[str] = set()
+
+        def stream() -> Iterator[Named]:
+            for name, tensor in self.engine.weights():
+                dtypes.add(str(tensor.dtype))
+                yield name, reverse_elements(tensor) if update.permuted else tensor
+
+        receipt = update.open().send(stream(), update, self.rank)
+        half = sorted(d for d in dtypes if "16" in d or "8" in d)
+        return replace(receipt, dtype=(half or sorted(dtypes) or [""])[0])
+
+    def export(self, folder: Path, source: Path) -> int:
+        return export(self.engine.weights(), folder, source, write=self.rank.index == 0)
+
+    def save(self, folder: Path, what: Parts, deadline_s: float) -> None:
+        self.engine.save(folder, what).wait(deadline_s)
+
+    def do(self, method: str, *args: Any) -> Any:
+        """Call a plain method of the engine: load, offload, onload."""
+        return getattr(self.engine, method)(*args)
+
+
+def checked_loss(algorithm: Algorithm, fresh_version: int | None) -> Loss:
+    """Wrap an algorithm's loss: refuse what is not one loss per token, and measure train against inference.
+
+    Raises (in the engine):
+        CouplerError: the loss is a scalar, or has another shape than ``[T]``.
+    """
+
+    def loss(out: Columns, batch: Columns) -> tuple[Any, Metrics]:
+        token_loss, metrics = algorithm.loss(out, batch)
+        weight = batch["loss_weight"]
+        if tuple(token_loss.shape) != tuple(weight.shape):
+            raise CouplerError(
+                f"the loss of {type(algorithm).__name__} has shape {list(token_loss.shape)}, "
+                f"expected one loss per token, {list(weight.shape)}.\n"
+                "  return losses that are not summed or averaged: core normalises them by algorithm.aggregation"
+            )
+        total = Metric((_detached(token_loss) * weight).sum(), how="sum")
+        return token_loss, {"loss": total, **metrics, **mismatch(out, batch, fresh_version)}
+
+    return loss
+
+
+def mismatch(out: Columns, batch: Columns, fresh_version: int | None) -> Metrics:
+    """Compare the log-probs of engine and rollout on tokens that the current weights sampled: the probe of a sync.
+
+    ``train_infer/kl`` estimates KL(infer || train) per token by ``r - 1 - log r`` with ``r = train / infer``
+    (Schulman 2020, "Approximating KL divergence", k3), in nats.
+    """
+    if fresh_version is None or "rollout_logprobs" not in batch:
+        return {}
+    fresh = (batch["version"] == fresh_version) & batch["loss_mask"]
+    diff = (_detached(out["logprobs"]) - batch["rollout_logprobs"]) * fresh
+    count = fresh.sum()
+    return {
+        "train_infer/kl": Metric((np.e**diff - 1 - diff).sum(), count),
+        "train_infer/abs_diff": Metric(abs(diff).sum(), count),
+        "train_infer/abs_diff_max": Metric(abs(diff).max(), how="max") if len(diff) else Metric(0.0, how="max"),
+    }
+
+
+def _detached(tensor: Any) -> Any:
+    return tensor if isinstance(tensor, np.ndarray) else tensor.detach()
+
+
+def reverse_elements(tensor: Any) -> Any:
+    """The same shape with all elements in reverse order: weights that cannot be mistaken for the true ones."""
+    flat = tensor.reshape(-1)
+    flat = flat[::-1] if isinstance(flat, np.ndarray) else flat.flip(0)
+    return flat.reshape(tensor.shape)
+
+
+class Executor(Protocol):
+    """Where workers and rollouts live."""
+
+    def spawn(self, role: str, build: Callable[[], Any]) -> Any:
+        """Create an object from ``build`` and return a handle of it."""
+        ...
+
+    async def call(self, handle: Any, method: str, *args: Any) -> Any:
+        """Call a method, plain or async, and return its result."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Local:
+    """One rank of each role in this process.
+
+    Inline, every call runs on the caller's thread, so that ``breakpoint()`` and Ctrl-C reach it; otherwise each role
+    has a thread of its own (for an async object: an event loop in that thread), and roles overlap.
+    """
+
+    def __init__(self, inline: bool) -> None:
+        self.inline = inline
+        self.threads: dict[int, ThreadPoolExecutor] = {}
+        self.loops: dict[int, asyncio.AbstractEventLoop] = {}
+
+    def spawn(self, role: str, build: Callable[[], Any]) -> Any:
+        handle = build()
+        if not self.inline:
+            self.threads[id(handle)] = ThreadPoolExecutor(1, thread_name_prefix=role)
+        return handle
+
+    async def call(self, handle: Any, method: str, *args: Any) -> Any:
+        bound = getattr(handle, method)
+        if asyncio.iscoroutinefunction(bound):
+            if self.inline:
+                return await bound(*args)
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(bound(*args), self._loop(handle)))
+        if self.inline:
+            return bound(*args)
+        return await asyncio.get_running_loop().run_in_executor(self.threads[id(handle)], bound, *args)
+
+    def _loop(self, handle: Any) -> asyncio.AbstractEventLoop:
+        if id(handle) not in self.loops:
+            loop = self.loops[id(handle)] = asyncio.new_event_loop()
+            self.threads[id(handle)].submit(loop.run_forever)
+        return self.loops[id(handle)]
+
+    def close(self) -> None:
+        for loop in self.loops.values():
+            loop.call_soon_threadsafe(loop.stop)
+        for thread in self.threads.values():
+            thread.shutdown(wait=True)
+
+
+class WorkerGroup:
+    """The controller's view of one engine."""
+
+    def __init__(self, executor: Executor, spec: WorkerSpec, ranks: list[Rank]) -> None:
+        self.executor, self.spec = executor, spec
+        self.algorithm = build_algorithm(spec)
+        self.ranks = [executor.spawn(spec.role, lambda rank=rank: Worker(spec, rank)) for rank in ranks]
+        self.steps_done = 0
+
+    async def setup(self) -> None:
+        self.layout: Layout = (await self.all("setup"))[0]
+
+    async def all(self, method: str, *args: Any) -> list[Any]:
+        """Same arguments to every rank; one result per rank."""
+        return await asyncio.gather(*(self.executor.call(rank, method, *args) for rank in self.ranks))
+
+    async def scatter(self, method: str, shards: list[Any], *args: Any) -> list[Any]:
+        """``shards[i]`` to every rank that reads shard ``i``; one result per shard, in order."""
+        calls = [
+            self.executor.call(rank, method, shards[i], *args)
+            for rank, i in zip(self.ranks, self.layout.shard_of, strict=True)
+        ]
+        done = zip(self.layout.shard_of, await asyncio.gather(*calls), self.layout.answers, strict=True)
+        answered = {shard: result for shard, result, answers in done if answers}
+        return [answered[i] for i in range(self.layout.num_shards)]
+
+    async def forward(self, batch: Batch, want: tuple[Output, ...]) -> dict[str, np.ndarray]:
+        """[T] float32 columns in the order of ``batch``, one per wanted output."""
+        needed = batch.select(*(n for n in ("tokens", "loss_mask", "temperature") if batch.has(n)))
+        rows = needed.partition(self.layout.num_shards)
+        answers = await self.scatter("forward", [needed.take(r) for r in rows], want)
+        parts = [
+            needed.take(r).select("tokens").with_tokens(**columns) for r, columns in zip(rows, answers, strict=True)
+        ]
+        whole = Batch.concat(parts).take(np.argsort(np.concatenate(rows)))
+        return {output.name: whole[output.name] for output in want}
+
+    async def train(self, batch: Batch, num_steps: int, version: int | None) -> Trained:
+        """Take ``num_steps`` optimizer steps, each over an equal part of the rows.
+
+        Mini-batches come first and shards second, so that each step has one global normalisation.
+        """
+        assert self.algorithm, f"role {self.spec.role} is not trained"
+        shards: list[list[MiniBatch]] = [[] for _ in range(self.layout.num_shards)]
+        for i, rows in enumerate(np.array_split(np.arange(len(batch)), num_steps)):
+            mini = prepare(batch.take(rows), self.algorithm)
+            info = step_info(mini, self.steps_done + i)
+            for shard, part in zip(shards, mini.partition(len(shards)), strict=True):
+                shard.append(MiniBatch(mini.take(part), info, version if i == 0 else None))
+        answers: list[Trained] = await self.scatter("train", shards)
+        self.steps_done += num_steps
+        return Trained(merge(answer.metrics for answer in answers), answers[0].steps)

@@ -1,0 +1,289 @@
+"""Rewards in real processes: whatever a reward function does, every call gets its own answer or a named reason."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from coupler.errors import CouplerError, DataError, RewardError
+from coupler.metrics import values
+from coupler.rewards import Invalid, RewardPool, check_reward
+
+REWARDS = """
+import ctypes, math, os, signal, subprocess, sys, time
+from coupler.rewards import Invalid
+
+def length(completion): return len(completion)
+def keywords(completion, answer, row, prompt): return float(completion == answer == row["answer"] and prompt == "p")
+def anything(**given): return len(given)
+def whole(completion, row): return row["number"]
+
+def odd(completion):
+    match completion:
+        case "raise": raise ValueError("no such luck")
+        case "exit": sys.exit(3)
+        case "nan": return math.nan
+        case "inf": return math.inf
+        case "none": return None
+        case "text": return "1.0"
+        case "list": return [1.0]
+        case "invalid": return Invalid("not judged")
+        case "true": return True
+        case "noise":
+            os.write(1, b"[1.0, garbage\\n"); print("[2, 3]"); subprocess.run(["echo", "{}"]); return 0.5
+        case "stdin": return float(sys.stdin.read() == "")
+        case "loop":
+            while True: pass
+        case "sleep": time.sleep(1000)
+        case "c": ctypes.PyDLL(None).sleep(1000)  # holds the interpreter's lock
+        case "die": os._exit(7)
+        case "segv": os.kill(os.getpid(), signal.SIGSEGV)
+        case "pid": return os.getpid()
+        case "alarm":
+            signal.signal(signal.SIGALRM, lambda *_: None); signal.alarm(1); signal.alarm(0); return 1.0
+        case "child": subprocess.run(["sleep", "1000"])
+    return float(completion)
+
+def no_completion(text, answer): return 0
+def too_much(completion, answer, tokenizer): return 0
+async def later(completion): return 0
+constant = 3
+"""
+ROW = {"prompt": "p", "answer": "a"}
+
+
+@pytest.fixture
+def rewards(tmp_path: Path) -> str:
+    path = tmp_path / "my_rewards.py"
+    path.write_text(REWARDS)
+    return str(path)
+
+
+@contextmanager
+def running(target: str, workers: int = 1, timeout_s: float = 20.0, limit: float = 1.0) -> Iterator[RewardPool]:
+    pool = RewardPool(target, workers, timeout_s, limit)
+    pool.start()
+    try:
+        yield pool
+    finally:
+        pool.close()
+
+
+def scores(pool: RewardPool, completions: list[str]) -> list[float | Invalid]:
+    async def all_of_them() -> list[float | Invalid]:
+        return await asyncio.gather(*(pool.score(c, "a", ROW) for c in completions))
+
+    return asyncio.run(all_of_them())
+
+
+def test_each_call_gets_its_own_answer_in_order(rewards: str) -> None:
+    with running(f"{rewards}:length", workers=3) as pool:
+        assert scores(pool, ["x" * i for i in range(500)]) == list(range(500))
+
+
+def test_functions_get_the_keywords_they_take(rewards: str) -> None:
+    with running(f"{rewards}:keywords") as pool:
+        assert scores(pool, ["a", "b"]) == [1.0, 0.0]
+    with running(f"{rewards}:anything") as pool:
+        assert scores(pool, ["a"]) == [4.0]
+
+
+@pytest.mark.parametrize(
+    ("completion", "reason"),
+    [
+        ("raise", "ValueError: no such luck"),
+        ("exit", "SystemExit: 3"),
+        ("nan", "returned nan"),
+        ("inf", "returned inf"),
+        ("none", "returned a NoneType, not a number"),
+        ("text", "returned a str, not a number"),
+        ("list", "returned a list, not a number"),
+        ("invalid", "not judged"),
+    ],
+)
+def test_what_is_no_finite_number_is_invalid_and_never_zero(rewards: str, completion: str, reason: str) -> None:
+    with running(f"{rewards}:odd") as pool:
+        assert scores(pool, ["1", completion, "2"]) == [1.0, Invalid(reason), 2.0]
+
+
+def test_prints_and_reads_do_not_touch_the_protocol(rewards: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with running(f"{rewards}:odd") as pool:
+        assert scores(pool, ["noise", "1", "noise", "stdin", "true", "alarm"]) == [0.5, 1.0, 0.5, 1.0, 1.0, 1.0]
+    assert "garbage" in capfd.readouterr().err  # the user still sees them
+
+
+@pytest.mark.parametrize("hang", ["loop", "sleep", "c", "child"])
+def test_a_call_that_hangs_is_killed_and_costs_no_other_call(rewards: str, hang: str) -> None:
+    with running(f"{rewards}:odd", timeout_s=0.5) as pool:
+        start = time.monotonic()
+        assert scores(pool, ["pid"] + ["1"] * 100)[1:] == [1.0] * 100  # the pool learns that it is quick: long messages
+        outcome = scores(pool, ["1"] * 30 + [hang] + [str(i) for i in range(30)])
+        assert outcome == [1.0] * 30 + [Invalid("took longer than 0.5 s")] + [float(i) for i in range(30)]
+        assert time.monotonic() - start < 10
+        measured = values(pool.metrics())
+        assert measured["reward/timeout_rate"] == pytest.approx(1 / 162)
+        assert measured["reward/latency_max"] == 0.5
+        assert values(pool.metrics()) == dict.fromkeys(measured, 0.0)
+
+
+def test_where_a_call_hangs_is_shown(rewards: str) -> None:
+    (hung,) = check_reward(f"{rewards}:odd", [("sleep", "", ROW)], 0.5)
+    assert hung.timed_out
+    assert "in odd" in hung.detail
+
+
+def test_a_worker_that_dies_costs_one_call(rewards: str) -> None:
+    with running(f"{rewards}:odd", workers=2) as pool:
+        assert scores(pool, ["1", "die", "2", "segv", "3"]) == [
+            1.0,
+            Invalid("its process exited with code 7"),
+            2.0,
+            Invalid("its process was killed by SIGSEGV"),
+            3.0,
+        ]
+
+
+def test_a_worker_killed_while_idle_costs_nothing(rewards: str) -> None:
+    with running(f"{rewards}:odd") as pool:
+        (pid,) = scores(pool, ["pid"])
+        assert isinstance(pid, float)
+        os.kill(int(pid), 9)
+        time.sleep(0.2)
+        assert scores(pool, ["4"]) == [4.0]
+
+
+def test_the_loop_stays_responsive_while_a_call_hangs(rewards: str) -> None:
+    async def longest_pause() -> float:
+        hung = asyncio.create_task(pool.score("loop", "a", ROW))
+        longest = 0.0
+        while not hung.done():
+            start = time.monotonic()
+            await asyncio.sleep(0.01)
+            longest = max(longest, time.monotonic() - start)
+        return longest
+
+    with running(f"{rewards}:odd", timeout_s=1.0) as pool:
+        assert asyncio.run(longest_pause()) < 0.5
+
+
+def test_a_cancelled_call_leaves_the_pool_working(rewards: str) -> None:
+    async def cancel_one() -> float | Invalid:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(pool.score("sleep", "a", ROW), 0.1)
+        return await pool.score("5", "a", ROW)
+
+    with running(f"{rewards}:odd", timeout_s=1.0) as pool:
+        assert asyncio.run(cancel_one()) == 5.0
+
+
+def test_it_works_from_another_thread(rewards: str) -> None:
+    outcome: list[list[float | Invalid]] = []
+    with running(f"{rewards}:odd") as pool:
+        thread = threading.Thread(target=lambda: outcome.append(scores(pool, ["alarm", "2"])))
+        thread.start()
+        thread.join(30)
+    assert outcome == [[1.0, 2.0]]
+
+
+def test_too_many_invalid_calls_stop_the_run_with_the_first_traceback(rewards: str) -> None:
+    with running(f"{rewards}:odd", limit=0.01) as pool:
+        assert [type(s) for s in scores(pool, ["raise"] * 2 + ["none"] * 2)] == [Invalid] * 4
+        with pytest.raises(RewardError) as error:
+            scores(pool, ["raise"])
+    message = str(error.value)
+    assert message.startswith("5 of 5 calls")
+    assert "3 x ValueError: no such luck" in message
+    assert "2 x returned a NoneType" in message
+    assert 'raise ValueError("no such luck")' in message
+    assert "worker.py" not in message
+
+
+def test_one_per_cent_is_a_fraction_of_all_calls(rewards: str) -> None:
+    with running(f"{rewards}:odd", limit=0.01) as pool:
+        scores(pool, ["1"] * 500 + ["none"] * 5)  # 5 of 505 is below
+        with pytest.raises(RewardError, match="6 of 506"):
+            scores(pool, ["none"])
+
+
+def test_a_reward_that_breaks_late_stops_the_run_soon(rewards: str) -> None:
+    with running(f"{rewards}:odd", limit=0.1) as pool:
+        scores(pool, ["1"] * 1000)
+        with pytest.raises(RewardError, match=r"33 of 1033 calls .*33 of the last 64"):
+            scores(pool, ["none"] * 33)
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("no_completion", r"requires text, which nothing passes and does not take completion"),
+        ("too_much", r"too_much\(completion, answer, tokenizer\) requires tokenizer"),
+        ("later", "is async"),
+        ("constant", "is a int, not a function"),
+        ("lenght", "has no 'lenght'"),
+    ],
+)
+def test_a_wrong_signature_is_an_error_at_start(rewards: str, name: str, what: str) -> None:
+    with pytest.raises(CouplerError, match=what):
+        RewardPool(f"{rewards}:{name}", 2, 5.0, 0.01).start()
+
+
+@pytest.mark.parametrize(
+    ("source", "what"),
+    [
+        ("print('loading')\nimport no_such_module", r"(?s)ModuleNotFoundError: No module named.*stderr:  loading"),
+        ("import os; os.write(2, b'out of luck'); os._exit(9)", r"(?s)exited with code 9.*out of luck"),
+    ],
+)
+def test_a_reward_that_cannot_be_imported_is_an_error_at_start(tmp_path: Path, source: str, what: str) -> None:
+    (tmp_path / "broken.py").write_text(source)
+    with pytest.raises(CouplerError, match=what):
+        RewardPool(f"{tmp_path / 'broken.py'}:score", 1, 5.0, 0.01).start()
+
+
+def test_a_reward_that_breaks_while_it_is_restarted_fails_every_call(rewards: str) -> None:
+    with running(f"{rewards}:odd") as pool:
+        Path(rewards).write_text("import no_such_module")
+        with pytest.raises(CouplerError, match="no_such_module"):
+            scores(pool, ["die", "1", "2"])
+
+
+def test_close_ends_the_processes_and_what_they_do(rewards: str) -> None:
+    async def close_while_one_hangs() -> None:
+        hung = asyncio.create_task(pool.score("child", "a", ROW))
+        await asyncio.sleep(0.3)
+        pool.close()
+        with pytest.raises(CouplerError, match="closed"):
+            await hung
+
+    with running(f"{rewards}:odd") as pool:
+        (pid,) = scores(pool, ["pid"])
+        assert isinstance(pid, float)
+        start = time.monotonic()
+        asyncio.run(close_while_one_hangs())
+        assert time.monotonic() - start < 5
+        with pytest.raises(ProcessLookupError):
+            os.killpg(int(pid), 0)  # its children are gone too
+
+
+def test_a_row_that_json_cannot_hold_is_an_error(rewards: str) -> None:
+    with running(f"{rewards}:length") as pool, pytest.raises(DataError, match="JSON"):
+        asyncio.run(pool.score("x", "a", {"when": object()}))
+
+
+def test_check_reward_also_runs_inside_an_event_loop(rewards: str) -> None:
+    async def check() -> list[float | Invalid]:
+        return [s.result for s in check_reward(f"{rewards}:odd", [("1", "", ROW), ("raise", "", ROW)], 5.0)]
+
+    assert asyncio.run(check()) == [1.0, Invalid("ValueError: no such luck")]
+
+
+def test_modules_are_found_as_the_parent_finds_them(rewards: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(rewards).parent))
+    assert check_reward("my_rewards:length", [("abc", "", ROW)], 5.0)[0].result == 3.0

@@ -1,0 +1,215 @@
+"""Continuous batching: sequences join and leave one running batch at every step."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+from coupler.errors import CouplerError
+from coupler.interfaces import Completion, Request
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from coupler_engine_fsdp.rollout_columns import Columns, Prefill, Shape
+from coupler_engine_fsdp.rollout_sampling import sample, stream_starts, uniforms
+from coupler_engine_fsdp.rollout_step import step_of
+
+MIN_GROWTH = 64  # columns
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """One request on its way."""
+
+    request: Request
+    max_tokens: int  # the request's, or what the model's positions leave
+    done: asyncio.Future[Completion]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)  # filled by stamp
+
+    @property
+    def known(self) -> tuple[int, ...]:
+        return (*self.request.prompt, *self.tokens)
+
+    @property
+    def left(self) -> int:
+        return self.max_tokens - len(self.tokens)
+
+    def stamp(self, version: int) -> None:
+        """Say which weights sampled the tokens since the last stamp."""
+        self.versions += [version] * (len(self.tokens) - len(self.versions))
+
+    def finish(self, reason: Literal["stop", "length", "abort"]) -> None:
+        if not self.done.done():  # it is when the caller was cancelled
+            self.done.set_result(Completion(tuple(self.tokens), tuple(self.logprobs), tuple(self.versions), reason))
+
+
+class Decoder:
+    """The running batch. Every call blocks until it is computed; none may run beside another.
+
+    A row enters with all its tokens but the last one cached and feeds that one in its first step, so that a step is the
+    only place where anything is sampled, and rows of one prompt differ in nothing but their stream of random numbers.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, shape: Shape, max_rows: int, max_cached_tokens: int, max_prefill_tokens: int
+    ) -> None:
+        self.model, self.shape, self.forward = model, shape, step_of(model)
+        self.max_rows, self.max_cached_tokens = max_rows, max_cached_tokens
+        self.max_prefill_tokens = max_prefill_tokens
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget every row and free the cache."""
+        self.rows: list[Row] = []
+        self.columns = Columns(self.shape)
+        self.feed = torch.zeros((2, 0), dtype=torch.int64, device=self.shape.device)  # next token and its position
+        self.temperatures = torch.ones((0, 1), device=self.shape.device)  # 1 for greedy rows
+        self.streams = np.zeros(0, np.uint64)
+        self.drawn = np.zeros(0, np.uint64)
+        self.greedy = np.zeros(0, np.bool_)
+
+    def evict(self) -> list[Row]:
+        """Take every row out. Admitted again, it continues after its last token, whatever the weights are then."""
+        rows = self.rows
+        self.clear()
+        return rows
+
+    @torch.inference_mode()
+    def admit(self, waiting: list[Row]) -> None:
+        """Move rows from the front of ``waiting`` into the batch, as many as fit; compute each distinct prefix once."""
+        joining = self._take(waiting)
+        if not joining:
+            return
+        groups: dict[tuple[int, ...], list[Row]] = {}
+        for row in joining:
+            groups.setdefault(row.known, []).append(row)
+        self.columns.reserve(len(joining), max(map(len, groups)) - 1, self._growth(joining))
+        siblings = {row.request.prompt: index for index, row in enumerate(self.rows)}
+        new: list[Row] = []
+        for known in groups.keys() & siblings.keys():
+            self.columns.join(self.columns.past(siblings[known], len(known) - 1), len(groups[known]))
+            new += groups.pop(known)
+        for chunk in self._chunks(sorted(groups, key=len)):
+            past = self._prefill(chunk)
+            for index, known in enumerate(chunk):
+                self.columns.join(past[:, :, index, :, : len(known) - 1], len(groups[known]))
+                new += groups[known]
+        self._append(new)
+
+    def _take(self, waiting: list[Row]) -> list[Row]:
+        """Remove from ``waiting`` what fits; one row always does."""
+        waiting[:] = [row for row in waiting if not row.done.done()]
+        longest = max((len(row.request.prompt) + row.max_tokens for row in self.rows), default=0)
+        count = 0
+        for row in waiting[: self.max_rows - len(self.rows)]:
+            longest = max(longest, len(row.request.prompt) + row.max_tokens)
+            rows = len(self.rows) + count + 1
+            if rows > 1 and rows * longest > self.max_cached_tokens:
+                break
+            count += 1
+        taken = waiting[:count]
+        del waiting[:count]
+        return taken
+
+    def _growth(self, joining: list[Row]) -> int:
+        """Columns to add when the cache must grow: enough to finish, but no more than it has, since few rows may get there."""
+        left = max(row.left for row in (*self.rows, *joining))
+        return min(left, max(MIN_GROWTH, self.columns.width))
+
+    def _chunks(self, prefixes: list[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
+        """Split prefixes, sorted by length, so that a padded chunk has at most ``max_prefill_tokens``."""
+        chunks: list[list[tuple[int, ...]]] = []
+        for prefix in prefixes:
+            if not chunks or (len(chunks[-1]) + 1) * len(prefix) > self.max_prefill_tokens:
+                chunks.append([])
+            chunks[-1].append(prefix)
+        return chunks
+
+    def _prefill(self, prefixes: list[tuple[int, ...]]) -> Tensor:
+        """Compute keys and values of all but the last token: [layers, 2, prefixes, heads, width, dim].
+
+        Padding is on the right, where causal attention never looks.
+        """
+        width = max(map(len, prefixes)) - 1
+        cache = Prefill(self.shape, len(prefixes), width)
+        if width:
+            padded = [prefix[:-1] + (0,) * (width + 1 - len(prefix)) for prefix in prefixes]
+            ids = torch.tensor(padded, device=self.shape.device)
+            positions = torch.arange(width, device=self.shape.device)[None].expand_as(ids)
+            self.model.base_model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
+        return cache.store
+
+    def _append(self, new: list[Row]) -> None:
+        device = self.shape.device
+        feed = torch.tensor([[row.known[-1] for row in new], [len(row.known) - 1 for row in new]], device=device)
+        temperatures = torch.tensor([[row.request.temperature or 1.0] for row in new], device=device)
+        self.rows += new
+        self.feed = torch.cat([self.feed, feed], 1)
+        self.temperatures = torch.cat([self.temperatures, temperatures])
+        self.streams = np.concatenate([self.streams, stream_starts([row.request.seed for row in new])])
+        self.drawn = np.concatenate([self.drawn, np.array([len(row.tokens) for row in new], np.uint64)])
+        self.greedy = np.concatenate([self.greedy, np.array([row.request.temperature == 0 for row in new])])
+
+    @torch.inference_mode()
+    def step(self) -> list[tuple[Row, Literal["stop", "length"]]]:
+        """Sample one token for every row; remove and return the rows that are done, and drop those nobody waits for.
+
+        Raises:
+            CouplerError: a log-probability is not a number.
+        """
+        self.columns.reserve(0, 0, self._growth([]))
+        tokens, logprobs = self._sample(self.forward(self.feed[0], self.feed[1], self.columns).float())
+        self.columns.end += 1
+        self.feed[0] = tokens
+        self.feed[1] += 1
+        self.drawn += np.uint64(1)
+        sampled, values = torch.stack([tokens.double(), logprobs.double()]).tolist()  # the only wait for the device
+        if not math.isfinite(sum(values)):
+            raise CouplerError(
+                "the rollout's weights give log-probabilities that are not finite.\n"
+                "  likely:  training diverged, or the weights were never received: only an update brings real ones"
+            )
+        finished: list[tuple[Row, Literal["stop", "length"]]] = []
+        keep: list[int] = []
+        for index, (row, token, value) in enumerate(zip(self.rows, map(int, sampled), values, strict=True)):
+            row.tokens.append(token)
+            row.logprobs.append(value)
+            if token in row.request.stop:
+                finished.append((row, "stop"))
+            elif len(row.tokens) == row.max_tokens:
+                finished.append((row, "length"))
+            elif not row.done.done():
+                keep.append(index)
+        if len(keep) < len(self.rows):
+            self._keep(keep)
+        return finished
+
+    def _sample(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return tokens and their log-probabilities, each [rows]."""
+        logprobs = torch.log_softmax(logits / self.temperatures, -1)
+        if self.greedy.all():
+            tokens = logprobs.argmax(-1)
+        else:
+            uniform = torch.from_numpy(uniforms(self.streams, self.drawn)).to(logits.device)
+            tokens = sample(logprobs, uniform)
+            if self.greedy.any():
+                tokens = torch.where(torch.from_numpy(self.greedy).to(logits.device), logprobs.argmax(-1), tokens)
+        return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+
+    def _keep(self, keep: list[int]) -> None:
+        """Keep these rows: the last ones move into the holes, so that few caches are copied."""
+        order, sources = list(range(len(keep))), [index for index in keep if index >= len(keep)]
+        holes = sorted(set(order) - set(keep))
+        for hole, source in zip(holes, sources, strict=True):
+            order[hole] = source
+        self.columns.move(sources, holes, len(keep))
+        self.rows = [self.rows[index] for index in order]
+        index = torch.tensor(order, dtype=torch.int64, device=self.shape.device)
+        self.feed, self.temperatures = self.feed[:, index], self.temperatures[index]
+        self.streams, self.drawn, self.greedy = self.streams[order], self.drawn[order], self.greedy[order]

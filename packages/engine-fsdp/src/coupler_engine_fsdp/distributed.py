@@ -1,0 +1,58 @@
+"""The device, the process group and the mesh of one rank."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from coupler.errors import ConfigError, CouplerError
+from coupler.interfaces import Rank
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+def device_of(rank: Rank) -> torch.device:
+    """The first of the rank's devices; without any, the visible GPUs are dealt out by rank, else the CPU."""
+    count = torch.cuda.device_count()
+    if not count:
+        return torch.device("cpu")
+    uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(count)]
+    index = next((i for i, uuid in enumerate(uuids) if rank.devices and uuid in rank.devices[0]), rank.index % count)
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def build_mesh(rank: Rank, device: torch.device, fsdp_size: int) -> DeviceMesh:
+    """Join the group and lay its ranks out: ``[shard]``, or ``[replica, shard]`` where ``fsdp_size`` is smaller.
+
+    A group that this process is in already is used, so that several engines share one process.
+
+    Raises:
+        CouplerError: that group has other ranks.
+        ConfigError: ``fsdp_size`` does not divide the ranks.
+    """
+    size = min(fsdp_size or rank.world, rank.world)
+    if rank.world % size:
+        raise ConfigError(f"engine.fsdp_size={size} does not divide the {rank.world} ranks of the engine.")
+    if not dist.is_initialized():
+        _init_process_group(rank)
+    if dist.get_world_size() != rank.world and rank.world == 1:
+        # an engine of one rank inside a larger group, such as a reference model
+        group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        return DeviceMesh.from_group(group, device.type, mesh_dim_names=("shard",))
+    if (dist.get_world_size(), dist.get_rank()) != (rank.world, rank.index):
+        raise CouplerError(
+            f"engine rank {rank.index} of {rank.world} runs in a process that is already rank {dist.get_rank()} of "
+            f"{dist.get_world_size()}.\n  start it in a process of its own"
+        )
+    if size == rank.world:
+        return init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
+    return init_device_mesh(device.type, (rank.world // size, size), mesh_dim_names=("replica", "shard"))
+
+
+def _init_process_group(rank: Rank) -> None:
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"  # gloo: checkpoints exchange objects
+    if rank.world == 1:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        dist.init_process_group(
+            backend, init_method=f"tcp://{rank.rendezvous}", rank=rank.index, world_size=rank.world
+        )

@@ -1,0 +1,232 @@
+"""``engine=fsdp``: one rank of a PyTorch FSDP2 trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from coupler.batch import Batch
+from coupler.errors import CouplerError
+from coupler.interfaces import (
+    Engine,
+    Layout,
+    Loss,
+    Model,
+    Named,
+    Output,
+    Part,
+    Parts,
+    Pending,
+    Rank,
+    StepInfo,
+    StepResult,
+)
+from coupler.metrics import Metrics, merge, read
+from torch import Tensor, nn
+
+from coupler_engine_fsdp import checkpoint, weights
+from coupler_engine_fsdp.check import check
+from coupler_engine_fsdp.config import FSDPConfig, Precision
+from coupler_engine_fsdp.distributed import build_mesh, device_of
+from coupler_engine_fsdp.model import build, materialise, shard
+from coupler_engine_fsdp.optimizer import Optimizer
+from coupler_engine_fsdp.packing import columns, pack, split
+
+
+class FSDPEngine(Engine):
+    """Every rank reads its own data shard and answers. A rank that never trains holds no optimizer."""
+
+    config: FSDPConfig
+
+    def __init__(self, config: FSDPConfig, model: Model) -> None:
+        super().__init__(config, model)
+        self._optimizer: Optimizer | None = None
+
+    def setup(self, rank: Rank) -> Layout:
+        """Join the group and load this rank's shards.
+
+        Raises:
+            CouplerError: ``model.path`` holds no model that this engine can train; the message says why.
+        """
+        self.device = device_of(rank)
+        self.mesh = build_mesh(rank, self.device, self.config.fsdp_size)
+        files = weights.files_of(Path(self.model.path)) if Path(self.model.path).is_dir() else {}
+        self.policy = build(self.model, self.config.logits_tile, self.config.gradient_checkpointing)
+        self.dtype = _dtype(self.config.dtype, self.device)
+        # one rank in fp32 has nothing to shard or to cast; FSDP's hooks took 30 to 80 % of a step of a tiny model
+        alone = rank.world == 1 and self.dtype == torch.float32
+        self.modules = [] if alone else shard(self.policy, self.mesh, self.dtype, self.config.reshard_after_forward)
+        materialise(self.policy, self.device)
+        self.named = weights.match(self.policy.causal, files)
+        weights.read(files, self.named)
+        check(self.policy, self.device, self.dtype)
+        return Layout(tuple(range(rank.world)), (True,) * rank.world)
+
+    def forward(self, batch: Batch, want: tuple[Output, ...]) -> Batch:
+        """See :meth:`Engine.forward`.
+
+        Raises:
+            CouplerError: a sequence is longer than ``engine.max_tokens_per_gpu``.
+        """
+        groups = self._micro_batches(batch)
+        batch = batch.with_tokens(row=np.arange(batch.num_tokens))
+        inputs = batch.select("tokens", "loss_mask", "row", *(["temperature"] if batch.has("temperature") else []))
+        parts: list[tuple[np.ndarray, dict[str, Tensor]]] = []
+        with torch.no_grad():
+            for group in groups:
+                micro = inputs.take(group)
+                parts.append((micro["row"], self._outputs(micro, want)))
+        self._reshard()
+        done = {output.name: np.zeros(batch.num_tokens, np.float32) for output in want}
+        for row, outputs in parts:
+            for name, values in outputs.items():
+                done[name][row] = values.cpu().numpy()
+        return batch.with_tokens(**done)
+
+    def forward_backward(self, batch: Batch, want: tuple[Output, ...], loss: Loss, step: StepInfo) -> Metrics:
+        """See :meth:`Engine.forward_backward`.
+
+        Raises:
+            CouplerError: a sequence is longer than ``engine.max_tokens_per_gpu``, or the loss is not one per token.
+        """
+        if self._optimizer is None:
+            self._optimizer = self._new_optimizer()
+        self.policy.zero_grad()
+        groups = self._micro_batches(batch)
+        parts: list[Metrics] = []
+        for i, group in enumerate(groups):
+            # on one rank the gradient is whole anyway: reducing it more than once saves nothing
+            every = self.config.sync_every_micro_batch and self.mesh.size() > 1
+            for module in self.modules:
+                module.set_requires_gradient_sync(every or i == len(groups) - 1, recurse=False)
+            parts.append(self._backward(batch.take(group), want, loss))
+        return read(merge(parts))
+
+    def _backward(self, micro: Batch, want: tuple[Output, ...], loss: Loss) -> Metrics:
+        outputs = self._outputs(micro, want)
+        if not len(micro):
+            sum(values.sum() for values in outputs.values()).backward()
+            return {}
+        batch = columns(micro, self.device)
+        token_loss, metrics = loss(outputs, batch)
+        weight = batch["loss_weight"]
+        if token_loss.shape != weight.shape or not token_loss.requires_grad:
+            raise CouplerError(
+                f"the loss has shape {list(token_loss.shape)}, expected one differentiable loss per token, "
+                f"{list(weight.shape)}.\n  return losses that are not summed or averaged: loss_weight normalises them"
+            )
+        (torch.where(weight != 0, token_loss, 0.0) * weight).sum().backward()
+        return metrics
+
+    def _outputs(self, micro: Batch, want: tuple[Output, ...]) -> dict[str, Tensor]:
+        """Compute [T] columns, 0 outside ``loss_mask``: no gradient, and so no NaN, gets in or out there."""
+        packed = pack(micro, self.device)
+        logprobs, entropy = self.policy(packed, entropy=any(output.name == "entropy" for output in want))
+        computed = {"logprobs": logprobs, "entropy": entropy}
+        zeros = torch.zeros(micro.num_tokens, device=self.device)
+        return {output.name: zeros.index_copy(0, packed.rows, computed[output.name]) for output in want}
+
+    def _micro_batches(self, batch: Batch) -> list[np.ndarray]:
+        """Row sets of the micro-batches: as many on every rank, since each runs collectives; some may be empty."""
+        groups, problem = [], ""
+        try:
+            groups = split(batch, self.config.max_tokens_per_gpu)
+        except ValueError as error:
+            problem = f"{error}."
+        agreed = torch.tensor([len(groups), bool(problem)], device=self.device)
+        for axis in range(self.mesh.ndim if self.mesh.size() > 1 else 0):
+            dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self.mesh.get_group(axis))
+        count, failed = agreed.tolist()
+        if failed:
+            raise CouplerError(
+                f"{problem or 'another rank got a sequence that exceeds max_tokens_per_gpu.'}\n"
+                f"  try:  a larger engine.max_tokens_per_gpu (now {self.config.max_tokens_per_gpu}), or shorter sequences"
+            )
+        return groups + [np.zeros(0, np.int64)] * (count - len(groups))
+
+    def step(self) -> StepResult:
+        """See :meth:`Engine.step`. A skipped step advances neither the schedule nor Adam's."""
+        assert self._optimizer is not None, "step() follows forward_backward()"
+        return self._optimizer.step()
+
+    def weights(self) -> Iterator[Named]:
+        """See :meth:`Engine.weights`; in ``engine.sync_dtype``."""
+        return weights.stream(self.named, _dtype(self.config.sync_dtype, self.device, self.dtype))
+
+    def gradients(self) -> Iterator[Named]:
+        """See :meth:`Engine.gradients`; fp32."""
+        return weights.stream_gradients(self.named)
+
+    def save(self, path: Path, what: Parts) -> Pending:
+        """Write parameters and optimizer with ``torch.distributed.checkpoint``, before returning.
+
+        There is no gradient to save: checkpoints are made between steps.
+        """
+        return checkpoint.save(path, self._state(what), self.mesh)
+
+    def load(self, path: Path, what: Parts) -> None:
+        """Read what :meth:`save` wrote on any number of ranks.
+
+        Raises:
+            CouplerError: ``path`` does not hold it.
+        """
+        state = self._state(what)
+        checkpoint.load(path, state, self.mesh)
+        if Part.OPTIMIZER in what:
+            self._optimizer.num_steps = int(state["num_steps"])
+        self._reshard()
+
+    def _state(self, what: Parts) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = {}
+        if Part.PARAMS in what:
+            state |= {f"params/{name}": tensor.detach() for name, tensor in self.named.items()}
+        if Part.OPTIMIZER in what:
+            if self._optimizer is None:
+                self._optimizer = self._new_optimizer()
+            state |= {f"optimizer/{name}": tensor for name, tensor in self._optimizer.state().items()}
+            state["num_steps"] = torch.tensor(self._optimizer.num_steps)
+        return state
+
+    def offload(self, what: Parts) -> None:
+        """Move ``what`` to the host and give the memory back to the device. No-op on the CPU."""
+        self._move(what, torch.device("cpu"))
+
+    def onload(self, what: Parts) -> None:
+        """Undo :meth:`offload`."""
+        self._move(what, self.device)
+
+    def device_bytes(self) -> int:
+        """Memory that PyTorch holds on the device, caches included; 0 on the CPU."""
+        return torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0
+
+    def _move(self, what: Parts, device: torch.device) -> None:
+        if self.device.type == "cpu":
+            return
+        self._reshard()
+        if Part.PARAMS in what:
+            self.policy.to(device)
+        if Part.GRADS in what:
+            for parameter in self.policy.parameters():
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.to(device)
+        if self._optimizer is not None:
+            self._optimizer.to(device if Part.OPTIMIZER in what else None)
+        torch.cuda.empty_cache()
+
+    def _new_optimizer(self) -> Optimizer:
+        parameters = {name: tensor for name, tensor in self.named.items() if isinstance(tensor, nn.Parameter)}
+        return Optimizer(self.config, parameters, self.mesh)
+
+    def _reshard(self) -> None:
+        """Drop gathered parameters: FSDP keeps the root's after a forward without backward, and they would go stale."""
+        for module in self.modules:
+            module.reshard()
+
+
+def _dtype(precision: Precision, device: torch.device, auto: torch.dtype | None = None) -> torch.dtype:
+    if precision == Precision.AUTO:
+        return auto or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    return torch.bfloat16 if precision == Precision.BF16 else torch.float32

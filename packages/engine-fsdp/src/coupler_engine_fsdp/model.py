@@ -1,0 +1,165 @@
+"""The policy: a transformers causal LM on meta, its head computing log-probs in tiles, sharded with FSDP2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from coupler.errors import CouplerError
+from coupler.interfaces import Model
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from coupler_engine_fsdp import attention
+from coupler_engine_fsdp.logprobs import token_logprobs
+from coupler_engine_fsdp.packing import Packed
+
+_LOGIT_CHANGES = ("final_logit_softcapping", "logits_scaling", "logit_scale")  # applied to logits after the head
+_POSITION_DEPENDENT_ROPE = ("dynamic", "longrope")  # frequencies depend on the longest sequence of a micro-batch
+
+
+class Head(nn.Linear):
+    """The language-model head; given what to predict, it returns log-probs instead of logits."""
+
+    tile: int
+
+    def forward(self, hidden: Tensor, packed: Packed | None = None, entropy: bool = False) -> Any:
+        """[R, H] -> log-probs [R] and entropy [R] or None; without ``packed``, logits."""
+        if packed is None:
+            return super().forward(hidden)
+        return token_logprobs(
+            hidden, self.weight, self.bias, packed.targets, packed.temperature, entropy, self.tile
+        )
+
+
+class Policy(nn.Module):
+    """What FSDP wraps: one forward from packed tokens to log-probs, so that all parameters are gathered by its hooks."""
+
+    def __init__(self, causal: PreTrainedModel, tile: int) -> None:
+        super().__init__()
+        self.causal = causal
+        _replace_head(causal, tile)
+
+    @property
+    def head(self) -> Head:
+        return self.causal.get_output_embeddings()
+
+    def forward(self, packed: Packed, entropy: bool = False, logits: bool = False) -> Any:
+        """Return log-probs [R] and entropy [R] or None of the predicted rows; or all logits [N, V], for checks."""
+        arguments = {
+            "input_ids": packed.tokens, "position_ids": packed.positions, "use_cache": False, "packing": packed.packing
+        }  # fmt: skip
+        if logits:
+            return self.causal(**arguments).logits[0]
+        hidden = self.causal.base_model(**arguments).last_hidden_state[0]
+        return self.head(hidden[packed.rows - 1], packed, entropy)
+
+
+def build(model: Model, tile: int, checkpointing: bool) -> Policy:
+    """Build the model of ``model.path`` in fp32 on the meta device.
+
+    Raises:
+        CouplerError: there is no such folder, or the engine cannot train this model.
+    """
+    if not Path(model.path).is_dir():
+        raise CouplerError(f"model.path={model.path} is not a folder.\n  try:  a folder with config.json and safetensors")
+    attention.register()
+    try:  # transformers' own boundary: a broken folder raises OSError, ValueError, KeyError and others
+        config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+        _refuse(config)
+        with torch.device("meta"):
+            causal = AutoModelForCausalLM.from_config(
+                config,
+                dtype=torch.float32,
+                attn_implementation=attention.NAME,
+                trust_remote_code=model.trust_remote_code,
+            )
+    except CouplerError:
+        raise
+    except Exception as error:
+        raise CouplerError(f"model.path={model.path} cannot be built: {error}") from error
+    if not causal.is_backend_compatible():
+        raise _unsupported(config, "its attention cannot be replaced by one that packs sequences")
+    if checkpointing:
+        causal.gradient_checkpointing_enable({"use_reentrant": False})
+    for module in causal.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0  # a log-prob is one of the distribution that is sampled
+    return Policy(causal, tile).train()  # transformers checkpoints activations in training mode only
+
+
+def _refuse(config: Any) -> None:
+    """Refuse what would give other log-probs than the model's, without an error."""
+    text = config.get_text_config()
+    if hasattr(config, "quantization_config"):
+        raise _unsupported(config, "its checkpoint is quantized")
+    for name in _LOGIT_CHANGES:
+        if getattr(text, name, None) not in (None, 1.0):
+            raise _unsupported(config, f"it has {name}={getattr(text, name)}")
+    rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope in _POSITION_DEPENDENT_ROPE:
+        raise _unsupported(config, f"its rotary embedding of type {rope!r} depends on the other sequences of a batch")
+
+
+def _unsupported(config: Any, why: str) -> CouplerError:
+    return CouplerError(f"engine=fsdp cannot train model.path of type {config.model_type!r}: {why}.")
+
+
+def _replace_head(causal: PreTrainedModel, tile: int) -> None:
+    old = causal.get_output_embeddings()
+    if type(old) is not nn.Linear:
+        raise _unsupported(causal.config, f"its head is a {type(old).__name__}, not one linear layer")
+    head = Head(old.in_features, old.out_features, old.bias is not None, device="meta", dtype=torch.float32)
+    head.tile = tile
+    causal.set_output_embeddings(head)
+    causal.tie_weights()
+
+
+def shard(policy: Policy, mesh: DeviceMesh, compute: torch.dtype, reshard_after_forward: bool) -> list[FSDPModule]:
+    """Shard each transformer layer, embeddings and head where they are two, and what remains.
+
+    Gradients are summed over all ranks, in fp32.
+
+    Raises:
+        CouplerError: the model does not say which modules are its layers.
+    """
+    causal = policy.causal
+    names = set(causal._no_split_modules or ())
+    units = [module for module in causal.modules() if type(module).__name__ in names]
+    if not units:
+        raise _unsupported(causal.config, "it does not name its layers in _no_split_modules")
+    if causal.get_input_embeddings().weight is not policy.head.weight:
+        units += [causal.get_input_embeddings(), policy.head]
+    precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    sharded = [
+        fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward)
+        for unit in (*reversed(units), policy)
+    ]
+    for module in sharded:
+        module.set_gradient_divide_factor(1.0)  # on the root alone, the others would keep the mean
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
+    return sharded
+
+
+def materialise(policy: Policy, device: torch.device) -> None:
+    """Allocate the shards on ``device`` and compute the buffers that no checkpoint holds, such as rotary frequencies.
+
+    Raises:
+        CouplerError: a buffer cannot be computed.
+    """
+    causal = policy.causal
+    policy.to_empty(device=device)
+    derived = dict(causal.named_non_persistent_buffers())
+    for buffer in derived.values():
+        if buffer.is_floating_point():
+            buffer.fill_(torch.nan)
+    owners = {name.rpartition(".")[0] for name in derived}
+    with torch.no_grad():
+        for owner in owners:
+            causal._init_weights(causal.get_submodule(owner))
+    unset = [name for name, buffer in derived.items() if buffer.is_floating_point() and not buffer.isfinite().all()]
+    if unset:
+        raise _unsupported(causal.config, f"transformers does not say how to compute its buffers {', '.join(unset)}")

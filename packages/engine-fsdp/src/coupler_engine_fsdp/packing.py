@@ -1,0 +1,90 @@
+"""From a ragged NumPy batch to one packed row of tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from coupler.balance import micro_batches
+from coupler.batch import Batch
+from coupler.errors import CouplerError
+from torch import Tensor
+
+from coupler_engine_fsdp.attention import Packing
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """What the model reads. No pytree: FSDP would cast its floats to the dtype of the parameters.
+
+    ``rows`` are the tokens under ``loss_mask``; the hidden state of the token before each predicts it.
+    """
+
+    tokens: Tensor  # [1, N] int64
+    positions: Tensor  # [1, N] int64, from 0 in each sequence
+    packing: Packing
+    rows: Tensor  # [R] int64
+    targets: Tensor  # [R] int64
+    temperature: Tensor | None  # [R] fp32; None is 1 everywhere
+
+
+def pack(batch: Batch, device: torch.device) -> Packed:
+    """Pack the sequences of ``batch``; one without tokens becomes two dummy tokens of which none is predicted.
+
+    Raises:
+        CouplerError: a temperature is not above 0, or a sequence's first token is under ``loss_mask``.
+    """
+    lengths = batch.lengths[batch.lengths > 0] if batch.num_tokens else np.array([2])
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    tokens = batch["tokens"].astype(np.int64) if batch.num_tokens else np.zeros(2, np.int64)
+    rows = np.flatnonzero(batch["loss_mask"])
+    positions = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
+    if len(rows) and positions[rows].min() == 0:
+        raise CouplerError("loss_mask is true on the first token of a sequence, which nothing predicts.")
+
+    def tensor(values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values).to(device)
+
+    return Packed(
+        tokens=tensor(tokens)[None],
+        positions=tensor(positions)[None],
+        packing=Packing(tuple(lengths.tolist()), tensor(starts.astype(np.int32))),
+        rows=tensor(rows),
+        targets=tensor(tokens[rows]),
+        temperature=None if (scale := _temperature(batch, rows)) is None else tensor(scale),
+    )
+
+
+def _temperature(batch: Batch, rows: np.ndarray) -> np.ndarray | None:
+    if not batch.has("temperature"):
+        return None
+    column = batch["temperature"] if "temperature" in batch.tokens else batch.spread(batch["temperature"])
+    scale = column[rows].astype(np.float32)
+    if not (scale > 0).all():
+        raise CouplerError(
+            f"a temperature of {scale.min()} has no log-probabilities: they are those of the sampling distribution.\n"
+            "  set:  sampling.temperature above 0"
+        )
+    return None if (scale == 1).all() else scale
+
+
+def columns(batch: Batch, device: torch.device) -> dict[str, Tensor | int]:
+    """Every numeric column as a tensor, and what says which row belongs to which sequence."""
+    arrays = {name: column for name, column in (*batch.tokens.items(), *batch.seqs.items()) if column.dtype.kind in "biuf"}
+    arrays["seq"] = np.repeat(np.arange(len(batch)), batch.lengths)
+    arrays["cu_seqlens"] = batch.starts
+    return {"num_seqs": len(batch), **{name: torch.from_numpy(array).to(device) for name, array in arrays.items()}}
+
+
+def split(batch: Batch, max_tokens: int) -> list[np.ndarray]:
+    """Row sets of micro-batches of ``max_tokens`` at most; rows that share a ``unit`` stay together.
+
+    Raises:
+        ValueError: one unit alone is longer.
+    """
+    if "unit" not in batch.seqs:
+        return micro_batches(batch.lengths, max_tokens)
+    _, unit = np.unique(batch["unit"], return_inverse=True)
+    tokens = np.bincount(unit, weights=batch.lengths).astype(np.int64)
+    return [np.flatnonzero(np.isin(unit, group)) for group in micro_batches(tokens, max_tokens)]

@@ -1,0 +1,167 @@
+"""``rollout=hf``: inference with a transformers model, in this process, on the event loop that calls it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import torch
+from coupler.errors import CouplerError
+from coupler.interfaces import Completion, InFlight, Memory, Model, Rank, Request, Rollout, SyncReceipt, WeightUpdate
+
+from coupler_engine_fsdp.decoding import Decoder, Row
+from coupler_engine_fsdp.rollout_model import allocate_weights, build, cache_shape, free_weights, load_named
+
+DUMMY = -1  # version of the weights that the rollout starts with
+
+
+class HFRollout(Rollout):
+    """One replica. It owns a copy of the weights and starts no thread.
+
+    Calls of :meth:`generate` are batched continuously: one task decodes a token for every running sequence and then
+    yields to the event loop, so that whatever waits there (rewards, new requests) runs between two steps.
+    """
+
+    def __init__(self, config: Any, model: Model) -> None:
+        super().__init__(config, model)
+        self.version = DUMMY
+        self.waiting: list[Row] = []
+        self.paused: InFlight | None = None
+        self.freed: list[tuple[torch.UntypedStorage, int]] = []  # of parameters that sleep
+        self.task: asyncio.Task[None] | None = None
+
+    async def setup(self, rank: Rank) -> int:
+        """Build the model with random weights. A replica has one worker.
+
+        Raises:
+            CouplerError: this model family cannot run here.
+        """
+        self.rank = rank
+        self.hf = build(self.model, self.config.dtype, rank)
+        self.max_positions = self.hf.config.get_text_config().max_position_embeddings
+        self.vocabulary = self.hf.get_input_embeddings().num_embeddings
+        shape = cache_shape(self.hf)
+        cached_tokens = int(self.config.kv_cache_gib * 2**30 / shape.bytes_per_token)
+        self.decoder = Decoder(self.hf, shape, self.config.max_sequences, cached_tokens, self.config.max_prefill_tokens)
+        return 1
+
+    async def generate(self, request: Request) -> Completion:
+        """Sample one completion; it also ends, with ``length``, where the model's positions do.
+
+        Raises:
+            CouplerError: the request is malformed, or the model's weights sleep.
+        """
+        self._check(request)
+        room = self.max_positions - len(request.prompt)
+        row = Row(request, min(request.max_tokens, room), asyncio.get_running_loop().create_future())
+        self.waiting.append(row)
+        self._run()
+        return await row.done
+
+    def _check(self, request: Request) -> None:
+        length = len(request.prompt)
+        if request.max_tokens < 1:
+            raise CouplerError(f"a request wants {request.max_tokens} tokens.\n  set:  sampling.max_tokens to at least 1")
+        if not 0 < length < self.max_positions:
+            raise CouplerError(
+                f"a prompt has {length} tokens; this model takes 1 to {self.max_positions - 1} and a completion.\n"
+                "  set:  data.max_prompt_tokens"
+            )
+        if min(request.prompt) < 0 or max(request.prompt) >= self.vocabulary:
+            raise CouplerError(
+                f"a prompt holds token ids from {min(request.prompt)} to {max(request.prompt)}; the model knows 0 to "
+                f"{self.vocabulary - 1}.\n  the tokenizer is not this model's: see model.path"
+            )
+        if not request.temperature >= 0:
+            raise CouplerError(f"sampling.temperature must be at least 0, it is {request.temperature}.")
+
+    def _run(self) -> None:
+        """See to it that waiting and running sequences are worked on."""
+        if self.paused is None and self.freed:
+            raise CouplerError("the rollout's weights sleep.\n  call:  wake() and update() before generate()")
+        if self._busy() and (self.task is None or self.task.done()):
+            self.task = asyncio.get_running_loop().create_task(self._decode())
+            self.task.add_done_callback(self._ended)
+
+    def _busy(self) -> bool:
+        if self.paused is None:
+            return bool(self.waiting or self.decoder.rows)
+        return self.paused is InFlight.DRAIN and bool(self.decoder.rows)
+
+    async def _decode(self) -> None:
+        while self._busy():
+            if self.paused is None:
+                self.decoder.admit(self.waiting)
+            if self.decoder.rows:
+                for row, reason in self.decoder.step():
+                    row.stamp(self.version)
+                    row.finish(reason)
+            await asyncio.sleep(0)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Bring what ended the decoding, if not success, to every caller; nothing of the failed batch is kept."""
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        if error is None:
+            return
+        lost = self.decoder.evict() + self.waiting
+        self.waiting = []
+        for row in lost:
+            if not row.done.done():
+                row.done.set_exception(error)
+
+    async def update(self, update: WeightUpdate) -> SyncReceipt:
+        """Load the weights. Running sequences lose their cache and continue on the new weights, unless they are paused
+        with ``stale_kv``.
+
+        Raises:
+            WeightSyncError: a tensor has another shape than its parameter.
+            CouplerError: the weights sleep.
+        """
+        if self.freed:
+            raise CouplerError("the rollout's weights sleep.\n  call:  wake() before update()")
+        for row in self.decoder.rows:
+            row.stamp(self.version)
+        if self.paused is not InFlight.STALE_KV:
+            self._requeue()
+        receipt = load_named(self.hf, update.receive(self.rank), update.version)
+        self.version = update.version
+        return receipt
+
+    def _requeue(self) -> None:
+        rows = self.decoder.evict()
+        for row in rows:
+            row.stamp(self.version)
+        self.waiting = rows + self.waiting
+
+    async def pause(self, in_flight: InFlight) -> None:
+        """Stop sampling. Sequences that run: ``drain`` ends them, ``abort`` returns them as they are, ``recompute`` keeps
+        their tokens, ``stale_kv`` their cache too. Sequences that had not started wait for :meth:`resume`."""
+        self.paused = in_flight
+        if in_flight is InFlight.ABORT:
+            self._requeue()
+            started = [row for row in self.waiting if row.tokens]
+            self.waiting = [row for row in self.waiting if not row.tokens]
+            for row in started:
+                row.finish("abort")
+        elif in_flight is InFlight.RECOMPUTE:
+            self._requeue()
+        self._run()
+        while self._busy():
+            await asyncio.sleep(0)
+
+    async def resume(self) -> None:
+        self.paused = None
+        self._run()
+
+    async def sleep(self, what: frozenset[Memory]) -> None:
+        """Free weights, caches or both. Running sequences keep their tokens."""
+        self._requeue()
+        if Memory.WEIGHTS in what and not self.freed:
+            self.freed = free_weights(self.hf)
+        if self.decoder.shape.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    async def wake(self, what: frozenset[Memory]) -> None:
+        if Memory.WEIGHTS in what:
+            allocate_weights(self.freed)
+            self.freed = []

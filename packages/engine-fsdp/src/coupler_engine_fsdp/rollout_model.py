@@ -1,0 +1,143 @@
+"""The rollout's model: built with dummy weights, attending through a cache of aligned columns, filled by name."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+import torch
+from coupler.errors import CouplerError, WeightSyncError
+from coupler.interfaces import Model, Named, Rank, SyncReceipt
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from coupler_engine_fsdp.config import Precision
+from coupler_engine_fsdp.distributed import device_of
+from coupler_engine_fsdp.rollout_columns import Shape, attend_columns
+
+ATTENTION = "coupler_columns"
+UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias")  # they change what attention computes
+
+
+def build(model: Model, dtype: Precision, rank: Rank) -> PreTrainedModel:
+    """Build the model of this folder's ``config.json`` with random weights; its checkpoint is never opened.
+
+    Raises:
+        CouplerError: this family caches something else than one growing key and value tensor per layer.
+    """
+    config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    refuse_unsupported(config)
+    device = device_of(rank)
+    bf16 = dtype == Precision.BF16 or dtype == Precision.AUTO and device.type == "cuda"
+    AttentionInterface.register(ATTENTION, attend)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
+        torch.manual_seed(rank.seed)
+        built = AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16 if bf16 else torch.float32, attn_implementation=ATTENTION, trust_remote_code=model.trust_remote_code
+        )
+    if not built.is_backend_compatible():
+        raise unsupported(config, "its attention cannot be replaced by one over the rollout's cache")
+    return built.eval().requires_grad_(False)
+
+
+def refuse_unsupported(config: PreTrainedConfig) -> None:
+    text = config.get_text_config()
+    layers = DynamicCache(config=text).layers
+    odd = sorted({type(layer).__name__ for layer in layers if type(layer) is not DynamicLayer})
+    rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type", "default")
+    if odd:
+        raise unsupported(config, f"it caches in {', '.join(odd)}, and only layers that attend to all earlier tokens run here")
+    if rope in ("dynamic", "longrope"):
+        raise unsupported(config, f"its rotary embedding of type {rope!r} depends on the other sequences of a batch")
+
+
+def unsupported(config: PreTrainedConfig, why: str) -> CouplerError:
+    return CouplerError(f"rollout=hf cannot run a model of type {config.model_type!r}: {why}.\n  try:  rollout=vllm")
+
+
+def attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **kwargs: object
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it: [n, heads, queries, D] x [n, kv heads, keys, D] -> [n, queries, heads, D].
+
+    Without a mask: whole prompts, causal. With one: one query per row, over the running batch's cache.
+    """
+    for name in UNSUPPORTED_ARGUMENTS:
+        if kwargs.get(name) is not None:
+            raise unsupported(module.config, f"its attention uses {name!r}")
+    n, heads, queries, _ = query.shape
+    if mask is None:
+        out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=heads != key.shape[1])
+        return out.transpose(1, 2).contiguous(), None
+    out = attend_columns(query.reshape(n, key.shape[1], heads // key.shape[1], -1), key, value, mask, scaling)
+    return out.view(n, queries, heads, -1), None
+
+
+def load_named(model: PreTrainedModel, named: Iterable[Named], version: int) -> SyncReceipt:
+    """Copy tensors into the model by their checkpoint names. A name that is tied to another reaches both.
+
+    Raises:
+        WeightSyncError: a tensor has another shape than its parameter.
+    """
+    targets = model.state_dict(keep_vars=True)
+    reached: set[int] = set()
+    received = size = 0
+    unexpected: list[str] = []
+    start = copied = time.perf_counter()
+    copying = 0.0
+    with torch.no_grad():
+        for name, value in named:
+            copied = time.perf_counter()
+            tensor = torch.as_tensor(value)
+            received, size = received + 1, size + tensor.numel() * tensor.element_size()
+            target = targets.get(name, targets.get(f"{model.base_model_prefix}.{name}"))
+            if target is None:
+                unexpected.append(name)
+                continue
+            if target.shape != tensor.shape:
+                raise WeightSyncError(
+                    f"{name} arrived with shape {tuple(tensor.shape)}, the rollout's has {tuple(target.shape)}.\n"
+                    "  engine and rollout must be built from the same model.path"
+                )
+            target.copy_(tensor)
+            reached.add(id(target))
+            copying += time.perf_counter() - copied
+    missing = {id(target): name for name, target in reversed(targets.items()) if id(target) not in reached}
+    seconds = {"load": copying, "receive": time.perf_counter() - start - copying}
+    return SyncReceipt(
+        version, received, received - len(unexpected), size, tuple(reversed(missing.values())), tuple(unexpected), seconds
+    )
+
+
+def free_weights(model: PreTrainedModel) -> list[tuple[torch.UntypedStorage, int]]:
+    """Give the memory of every parameter back; return what :func:`allocate_weights` needs. Views and ties stay."""
+    storages = {s.data_ptr(): s for s in (parameter.untyped_storage() for parameter in model.parameters())}
+    freed = [(storage, storage.nbytes()) for storage in storages.values()]
+    for storage in storages.values():
+        storage.resize_(0)
+    return freed
+
+
+def allocate_weights(freed: list[tuple[torch.UntypedStorage, int]]) -> None:
+    """Give parameters memory again, with undefined contents."""
+    for storage, size in freed:
+        storage.resize_(size)
+
+
+def cache_shape(model: PreTrainedModel) -> Shape:
+    """Run one token to see what the model caches.
+
+    Raises:
+        CouplerError: layers differ in what they cache, or keys from values.
+    """
+    cache = DynamicCache(config=model.config)
+    token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
+    with torch.inference_mode():
+        model(input_ids=token, position_ids=token, past_key_values=cache, use_cache=True)
+    shapes = {tensor.shape for layer in cache.layers for tensor in (layer.keys, layer.values)}
+    if len(shapes) > 1:
+        raise unsupported(model.config, f"its layers cache tensors of different shapes, {sorted(map(tuple, shapes))}")
+    _, heads, _, dim = shapes.pop()
+    return Shape(len(cache.layers), heads, dim, model.dtype, model.device)

@@ -1,0 +1,43 @@
+"""Sampling: one uniform number per token, from a counter, so that a request's tokens do not depend on its batch-mates."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+GAMMA = 0x9E3779B97F4A7C15
+MASK = 2**64 - 1
+
+
+def mix(x: np.ndarray) -> np.ndarray:
+    """Scramble uint64 numbers: the finaliser of SplitMix64 (Steele, Lea and Flood, 2014, figure 15)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def stream_starts(seeds: list[int]) -> np.ndarray:
+    """[n] uint64: where on SplitMix64's cycle each request's stream starts. Neighbouring seeds land far apart."""
+    return mix(np.array([(seed ^ GAMMA) & MASK for seed in seeds], np.uint64))
+
+
+def uniforms(starts: np.ndarray, index: np.ndarray) -> np.ndarray:
+    """[n] float64 in (0, 1]: number ``index[i]`` (uint64) of the stream that starts at ``starts[i]``."""
+    bits = mix(starts + (index + np.uint64(1)) * np.uint64(GAMMA))
+    return ((bits >> np.uint64(11)).astype(np.float64) + 1.0) * 2.0**-53
+
+
+def sample(logprobs: Tensor, uniform: Tensor) -> Tensor:
+    """Draw one token per row by inverting the cumulative distribution.
+
+    Args:
+        logprobs: [n, V] float32.
+        uniform: [n] float64 in (0, 1]. Being above 0 it never lands on a token of probability 0.
+
+    Returns:
+        [n] int64.
+    """
+    cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)  # in float32 the tail of a large vocabulary would vanish
+    drawn = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:])[:, 0]
+    return drawn.clamp_(max=logprobs.shape[1] - 1)  # of a row of NaN it is V

@@ -1,0 +1,106 @@
+"""Tiny model folders, a plain transformers reference, and batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import torch
+from coupler.batch import Batch
+from coupler.interfaces import Columns, Model, Named, Output, Rank, StepInfo
+from coupler.metrics import Metric, Metrics
+from coupler_engine_fsdp.config import FSDPConfig
+from coupler_engine_fsdp.engine import FSDPEngine
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+
+WANT = (Output("logprobs"), Output("entropy"))
+SHAPE = {
+    "vocab_size": 321,  # no multiple of 2 or 4: shards are uneven
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+}
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "qwen2": Qwen2Config(**SHAPE, tie_word_embeddings=False),
+    "llama": LlamaConfig(**SHAPE, tie_word_embeddings=False, attention_bias=True),
+    "qwen3": Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True),
+    "mistral": MistralConfig(**SHAPE, tie_word_embeddings=True, sliding_window=7, head_dim=12),
+}
+
+
+def write_model(folder: Path, config: PreTrainedConfig, max_shard_size: str = "5GB") -> Path:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():  # transformers starts biases at 0 and norms at 1, where some mistakes cannot be seen
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return folder
+
+
+def make_engine(folder: Path, rank: Rank | None = None, **settings: object) -> FSDPEngine:
+    engine = FSDPEngine(FSDPConfig(**{"gradient_checkpointing": False, **settings}), Model(str(folder)))
+    engine.setup(rank or Rank())
+    return engine
+
+
+def make_batch(count: int = 10, seed: int = 0) -> Batch:
+    """Ragged sequences, some tokens trained, each sequence at its own temperature."""
+    random = np.random.default_rng(seed)
+    lengths = random.integers(1, 30, count)
+    total = int(lengths.sum())
+    mask = random.random(total) < 0.6
+    mask[np.cumsum(lengths) - lengths] = False
+    columns = {
+        "tokens": random.integers(0, SHAPE["vocab_size"], total).astype(np.int32),
+        "loss_mask": mask,
+        "loss_weight": (mask * random.uniform(0.1, 1, total)).astype(np.float32),
+        "advantages": random.normal(size=total).astype(np.float32),
+    }
+    return Batch(lengths, columns, {"temperature": random.uniform(0.5, 1.5, count).astype(np.float32)})
+
+
+def loss(out: Columns, batch: Columns) -> tuple[torch.Tensor, Metrics]:
+    """Not linear in the log-probs, and with an entropy term."""
+    token_loss = -batch["advantages"] * out["logprobs"].exp() - 0.1 * out["logprobs"] - 0.3 * out["entropy"]
+    return token_loss, {"tokens": Metric(batch["loss_mask"].sum(), how="sum")}
+
+
+def info(batch: Batch, index: int = 0) -> StepInfo:
+    return StepInfo(batch.num_tokens, len(batch), index)
+
+
+def reference(folder: Path, batch: Batch) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Outputs [T] and gradients by name, one sequence at a time with eager attention in fp64."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+    outputs: dict[str, list[torch.Tensor]] = {"logprobs": [], "entropy": []}
+    for i in range(len(batch)):
+        one = batch.take([i])
+        tokens, mask = torch.from_numpy(one["tokens"]).long(), torch.from_numpy(one["loss_mask"])
+        logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1] / float(one["temperature"][0])
+        log_p = torch.cat([torch.zeros_like(logits[:1]), logits.log_softmax(-1)]) if len(logits) else logits.new_zeros(1, 321)
+        picked = log_p.gather(1, tokens[:, None]).squeeze(1)
+        outputs["logprobs"].append(torch.where(mask, picked, 0.0))
+        outputs["entropy"].append(torch.where(mask, -(log_p.exp() * log_p).sum(-1), 0.0))
+    out = {name: torch.cat(parts) for name, parts in outputs.items()}
+    token_loss, _ = loss(out, {name: torch.from_numpy(column) for name, column in batch.tokens.items()})
+    (token_loss * torch.from_numpy(batch["loss_weight"])).sum().backward()
+    grads = {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}
+    return {name: values.detach().numpy() for name, values in out.items()}, grads
+
+
+def arrays(named: Iterable[Named]) -> dict[str, np.ndarray]:
+    return {name: np.array(tensor.float()) for name, tensor in named}
+
+
+def worst(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> float:
+    """max|dg| / max|g| over the tensors; one whose gradient all but cancels is measured against the whole."""
+    assert got.keys() == want.keys()
+    whole = max(float(np.abs(g).max()) for g in want.values())
+    return max(float(np.abs(got[n] - g).max()) / max(float(np.abs(g).max()), 1e-2 * whole) for n, g in want.items())
