@@ -8,20 +8,16 @@ import pytest
 
 from coupler.config.schema import DataConfig
 from coupler.data import Row, fingerprint, load_rows
+from coupler.data.reasoning_gym import literal
 from coupler.errors import DataError
-from coupler.rewards import Scored, check_reward
-from coupler.rewards.reasoning_gym import exact, score
+from coupler.rewards import check_reward
+from coupler.rewards.reasoning_gym import Exact, Score
 
 SOURCE = "coupler.data.reasoning_gym:rows"
 
 
 def rows(task: str, size: int = 3, seed: int = 1, **config: object) -> list[Row]:
     return load_rows(DataConfig(source=SOURCE, args={"task": task, "size": size, "seed": seed, **config}))
-
-
-def score_there(name: str, pairs: list[tuple[str, Row]]) -> list[Scored]:
-    samples = [(text, row.answer, json.loads(json.dumps(row.extra))) for text, row in pairs]
-    return check_reward(f"coupler.rewards.reasoning_gym:{name}", samples, 60.0)
 
 
 def test_rows_follow_the_seed_and_the_task_config() -> None:
@@ -31,17 +27,18 @@ def test_rows_follow_the_seed_and_the_task_config() -> None:
     assert all(str(row.prompt).count("+") + str(row.prompt).count("-") <= 2 for row in rows("chain_sum", **few))
 
 
-# word_ladder generates other entries per process; knights_knaves holds NumPy strings; arc_1d holds tuples; the answers
-# of all are full marks
-@pytest.mark.parametrize("task", ["chain_sum", "word_ladder", "knights_knaves", "arc_1d", "rearc"])
-def test_the_verifier_in_another_process_knows_the_entry(task: str) -> None:
-    found = rows(task)
-    assert [s.result for s in score_there("exact", [(row.answer, row) for row in found])] == [1.0] * 3
-    assert [s.result for s in score_there("exact", [("no idea", row) for row in found])] == [0.0] * 3
+def test_the_verifier_in_another_process_knows_the_entry() -> None:
+    """word_ladder generates other entries in each process, knights_knaves holds NumPy strings, rearc tuples."""
+    found = [row for task in ("chain_sum", "word_ladder", "knights_knaves", "rearc") for row in rows(task, size=2)]
+    plain = [(row, json.loads(json.dumps(row.extra))) for row in found]
+    samples = [(text, "", extra) for row, extra in plain for text in (row.answer, "no idea")]
+    scored = check_reward("coupler.rewards.reasoning_gym:Exact", samples, 60.0)
+    assert [s.result for s in scored] == [1.0, 0.0] * len(found)
 
 
 def test_partial_credit_is_only_in_score() -> None:
     (row,) = rows("chain_sum", size=1)
+    score, exact = Score(), Exact()
     sentence = f"it could be {row.answer}"
     assert 0 < score(sentence, row.extra) < 1
     assert exact(sentence, row.extra) == 0
@@ -63,6 +60,7 @@ def test_wrong_arguments_are_named(args: dict[str, object], what: str) -> None:
         load_rows(DataConfig(source=SOURCE, args=args))
 
 
-def test_an_entry_that_cannot_be_written_down_is_refused() -> None:
-    with pytest.raises(DataError, match="codeio cannot be written down"):
-        rows("codeio")
+@pytest.mark.parametrize("value", [object(), float("nan"), complex])
+def test_an_entry_that_cannot_be_written_down_is_refused(value: object) -> None:
+    with pytest.raises(DataError, match="entry 3 of the reasoning-gym task codeio cannot be written down"):
+        literal({"question": "x", "metadata": value}, "codeio", 3)

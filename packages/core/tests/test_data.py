@@ -194,7 +194,7 @@ def test_a_restored_stream_goes_on_exactly(drawn: int) -> None:
 
 def test_a_stream_refuses_other_data() -> None:
     state = PromptStream(range(10), seed=3, shuffle=True).state()
-    with pytest.raises(DataError, match="10 rows, data.source has 11"):
+    with pytest.raises(DataError, match=r"10 rows, data\.source has 11"):
         PromptStream(range(11), seed=3, shuffle=True).restore(state)
     with pytest.raises(DataError, match="no rows"):
         PromptStream([], seed=0, shuffle=True)

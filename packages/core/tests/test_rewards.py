@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from coupler.errors import CouplerError, DataError, RewardError
+from coupler.errors import ConfigError, CouplerError, DataError, RewardError
 from coupler.metrics import values
 from coupler.rewards import Invalid, RewardPool, check_reward
 
@@ -81,6 +81,12 @@ def scores(pool: RewardPool, completions: list[str]) -> list[float | Invalid]:
         return await asyncio.gather(*(pool.score(c, "a", ROW) for c in completions))
 
     return asyncio.run(all_of_them())
+
+
+def running_in_group(group: int) -> list[str]:
+    """States of the processes of a group that are no zombies."""
+    fields = (path.read_text().rpartition(") ")[2].split() for path in Path("/proc").glob("[0-9]*/stat"))
+    return [f[0] for f in fields if int(f[2]) == group and f[0] != "Z"]
 
 
 def test_each_call_gets_its_own_answer_in_order(rewards: str) -> None:
@@ -258,6 +264,7 @@ def test_close_ends_the_processes_and_what_they_do(rewards: str) -> None:
     async def close_while_one_hangs() -> None:
         hung = asyncio.create_task(pool.score("child", "a", ROW))
         await asyncio.sleep(0.3)
+        assert len(running_in_group(int(pid))) == 2
         pool.close()
         with pytest.raises(CouplerError, match="closed"):
             await hung
@@ -268,8 +275,13 @@ def test_close_ends_the_processes_and_what_they_do(rewards: str) -> None:
         start = time.monotonic()
         asyncio.run(close_while_one_hangs())
         assert time.monotonic() - start < 5
-        with pytest.raises(ProcessLookupError):
-            os.killpg(int(pid), 0)  # its children are gone too
+        assert not running_in_group(int(pid))
+
+
+@pytest.mark.parametrize(("workers", "timeout_s"), [(0, 1.0), (1, 0.0)])
+def test_no_workers_and_no_time_are_errors(workers: int, timeout_s: float) -> None:
+    with pytest.raises(ConfigError, match=r"reward\.num_workers"):
+        RewardPool("rewards:score", workers, timeout_s, 0.01)
 
 
 def test_a_row_that_json_cannot_hold_is_an_error(rewards: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -76,8 +77,10 @@ def info(batch: Batch, index: int = 0) -> StepInfo:
     return StepInfo(batch.num_tokens, len(batch), index)
 
 
-def reference(folder: Path, batch: Batch) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Outputs [T] and gradients by name, one sequence at a time with eager attention in fp64."""
+@cache
+def reference(folder: Path, seed: int = 0) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Outputs [T] of ``make_batch`` and gradients by name, one sequence at a time with eager attention in fp64."""
+    batch = make_batch(seed=seed)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
     outputs: dict[str, list[torch.Tensor]] = {"logprobs": [], "entropy": []}
     for i in range(len(batch)):

@@ -1,20 +1,19 @@
-"""Small random models, and weight updates that need no transport, for the tests of the rollout."""
+"""Small random models, and weight updates, for the tests of the rollout."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from coupler.interfaces import Completion, Model, Named, Rank, Request
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Olmo2Config, PreTrainedModel, Qwen2Config, Qwen3Config
 
+from coupler.interfaces import Completion, Endpoint, Model, Rank, Request, WeightUpdate
 from coupler_engine_fsdp.config import HFConfig
 from coupler_engine_fsdp.rollout import HFRollout
 
-FAMILIES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+FAMILIES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "olmo2": Olmo2Config}
 
 
 def make_model(folder: Path, family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
@@ -28,7 +27,7 @@ def make_model(folder: Path, family: str, seed: int = 0, **changes: Any) -> PreT
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config).eval()
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
+            for parameter in model.parameters():
                 if parameter.ndim == 1:
                     parameter.add_(0.2 * torch.randn(parameter.shape))
     config.save_pretrained(folder)
@@ -39,26 +38,24 @@ def named_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-@dataclass
-class Update:
-    """What a rollout reads of a :class:`coupler.interfaces.WeightUpdate`, with tensors in hand."""
-
-    version: int
-    weights: Mapping[str, torch.Tensor]
-
-    def receive(self, worker: Rank) -> Iterator[Named]:
-        yield from self.weights.items()
+def publish(version: int, weights: Mapping[str, torch.Tensor]) -> WeightUpdate:
+    """Send weights through the in-process transport; return what a rollout receives them with."""
+    update = WeightUpdate(version, "full", "coupler.transports.inproc:InprocTransport", (Endpoint("inproc"),), 1, 5.0)
+    update.open().send(weights.items(), update, Rank())
+    return update
 
 
 async def start(folder: Path, model: PreTrainedModel | None, version: int = 0, **config: Any) -> HFRollout:
     rollout = HFRollout(HFConfig(**config), Model(str(folder)))
     await rollout.setup(Rank(seed=5))
     if model is not None:
-        await rollout.update(Update(version, named_weights(model)))  # type: ignore[arg-type]
+        await rollout.update(publish(version, named_weights(model)))
     return rollout
 
 
-def full_logprobs(model: PreTrainedModel, prompt: tuple[int, ...], done: Completion, temperature: float) -> torch.Tensor:
+def full_logprobs(
+    model: PreTrainedModel, prompt: tuple[int, ...], done: Completion, temperature: float
+) -> torch.Tensor:
     """[len(done.tokens)] of one forward over everything."""
     ids = torch.tensor([[*prompt, *done.tokens]])
     with torch.no_grad():

@@ -5,6 +5,13 @@ import torch
 from coupler_engine_fsdp.logprobs import token_logprobs
 
 R, H, V = 29, 16, 1003
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def on_device():
+    with torch.device(DEVICE):
+        yield
 
 
 def naive(hidden, weight, bias, targets, temperature, entropy):
@@ -20,7 +27,7 @@ def inputs(with_bias: bool):
     return hidden, weight.requires_grad_(), bias, torch.randint(0, V, (R,))
 
 
-@pytest.mark.parametrize("chunk", [1, 5 * R * 64, 2**21])  # the narrowest tiles; five and a rest; one
+@pytest.mark.parametrize("chunk", [1, 3 * R * 128, 2**21])  # the narrowest tiles; wider; one
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -81,4 +88,4 @@ def test_bf16_is_computed_in_fp32() -> None:
     got, entropy = token_logprobs(hidden, weight, None, targets, None, True)
     want, _ = naive(hidden.double(), weight.double(), None, targets, None, False)
     assert got.dtype == entropy.dtype == torch.float32
-    assert (got - want).abs().max() < 0.05  # products are rounded to bf16 on a CPU
+    assert (got - want).abs().max() < (0.05 if DEVICE == "cpu" else 1e-4)  # a CPU rounds products to bf16

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from rollout_cases import difference, full_logprobs, make_model, named_weights, publish, random_prompt, start
+
 from coupler.errors import CouplerError, WeightSyncError
 from coupler.interfaces import InFlight, Memory, Request
-from rollout_cases import Update, difference, full_logprobs, make_model, named_weights, random_prompt, start
-
 from coupler_engine_fsdp.rollout import HFRollout
 
 REQUESTS = [Request(random_prompt(4 + i, i), 20, seed=i) for i in range(6)]
@@ -28,7 +28,7 @@ def test_a_receipt_counts_what_arrived(tmp_path: Path, tied: bool) -> None:
 
     async def run() -> None:
         rollout = await start(tmp_path, None)
-        receipt = await rollout.update(Update(3, weights))
+        receipt = await rollout.update(publish(3, weights))
         assert (receipt.version, receipt.num_received, receipt.num_loaded) == (3, len(weights), len(weights))
         assert receipt.num_bytes == sum(weight.nbytes for weight in weights.values())
         assert receipt.missing == receipt.unexpected == ()
@@ -37,7 +37,7 @@ def test_a_receipt_counts_what_arrived(tmp_path: Path, tied: bool) -> None:
             assert torch.equal(weight, weights[name])
 
         fewer = {name: weight for name, weight in weights.items() if name != "model.layers.1.mlp.up_proj.weight"}
-        receipt = await rollout.update(Update(4, fewer | {"extra": torch.zeros(2)}))
+        receipt = await rollout.update(publish(4, fewer | {"extra": torch.zeros(2)}))
         assert receipt.missing == ("model.layers.1.mlp.up_proj.weight",)
         assert receipt.unexpected == ("extra",)
         assert (receipt.num_received, receipt.num_loaded) == (len(weights), len(weights) - 1)
@@ -52,10 +52,10 @@ def test_tied_names_are_one_tensor(tmp_path: Path) -> None:
 
     async def run() -> None:
         rollout = await start(tmp_path, None)
-        assert (await rollout.update(Update(0, weights))).missing == ("model.embed_tokens.weight",)
-        receipt = await rollout.update(Update(0, weights | {"lm_head.weight": head}))
+        assert (await rollout.update(publish(0, weights))).missing == ("model.embed_tokens.weight",)
+        receipt = await rollout.update(publish(0, weights | {"lm_head.weight": head}))
         assert receipt.missing == receipt.unexpected == ()
-        assert torch.equal(rollout.hf.get_input_embeddings().weight, head)
+        assert torch.equal(rollout.hf.get_parameter("model.embed_tokens.weight"), head)
 
     asyncio.run(run())
 
@@ -66,7 +66,7 @@ def test_a_wrong_shape_is_an_error(tmp_path: Path) -> None:
     async def run() -> None:
         rollout = await start(tmp_path, None)
         with pytest.raises(WeightSyncError, match=r"model.norm.weight arrived with shape \(1,\)"):
-            await rollout.update(Update(0, weights | {"model.norm.weight": torch.ones(1)}))
+            await rollout.update(publish(0, weights | {"model.norm.weight": torch.ones(1)}))
 
     asyncio.run(run())
 
@@ -83,9 +83,9 @@ def test_updates_take_effect_again_and_again_with_sleep_between(tmp_path: Path) 
             assert sum(parameter.untyped_storage().nbytes() for parameter in rollout.hf.parameters()) == 0
             assert rollout.decoder.columns.store.numel() == 0
             with pytest.raises(CouplerError, match="sleep"):
-                await rollout.update(Update(version, named_weights(model)))
+                await rollout.update(publish(version, named_weights(model)))
             await rollout.wake(everything)
-            assert (await rollout.update(Update(version, named_weights(model)))).missing == ()
+            assert (await rollout.update(publish(version, named_weights(model)))).missing == ()
             await rollout.resume()
             for request in REQUESTS[:2]:
                 done = await rollout.generate(request)
@@ -156,7 +156,7 @@ def test_recompute_continues_on_new_weights(tmp_path: Path) -> None:
         running = [asyncio.create_task(rollout.generate(request)) for request in REQUESTS]
         await after(8)
         await rollout.pause(InFlight.RECOMPUTE)
-        await rollout.update(Update(8, named_weights(new)))
+        await rollout.update(publish(8, named_weights(new)))
         await after(5)
         assert not any(task.done() for task in running)
         await rollout.resume()
@@ -198,7 +198,7 @@ def test_stale_kv_continues_on_the_old_cache(tmp_path: Path) -> None:
         await rollout.pause(InFlight.STALE_KV)
         await after(5)
         cut = len(rollout.decoder.rows[0].tokens)
-        await rollout.update(Update(8, named_weights(new)))
+        await rollout.update(publish(8, named_weights(new)))
         await rollout.resume()
         for request, done in zip(REQUESTS, await asyncio.gather(*running), strict=True):
             assert done.versions == (7,) * cut + (8,) * (20 - cut)
@@ -215,10 +215,10 @@ def test_an_error_while_decoding_reaches_every_caller(tmp_path: Path) -> None:
 
     async def run() -> None:
         rollout = await start(tmp_path, None, max_sequences=2)
-        await rollout.update(Update(0, broken))
+        await rollout.update(publish(0, broken))
         outcomes = await asyncio.gather(*map(rollout.generate, REQUESTS), return_exceptions=True)
         assert all(isinstance(o, CouplerError) and "not finite" in str(o) for o in outcomes)
-        await rollout.update(Update(1, named_weights(model)))
+        await rollout.update(publish(1, named_weights(model)))
         assert difference(model, REQUESTS[0], await rollout.generate(REQUESTS[0])) < 1e-4
 
     asyncio.run(run())

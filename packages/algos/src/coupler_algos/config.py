@@ -51,6 +51,13 @@ class GroupConfig:
     overlong_max_tokens: int = 0  # the length at which it is 1: ${sampling.max_tokens}
     dynamic_sampling: bool = False  # ask for another group where all rewards of one are equal
 
+    @property
+    def needs(self) -> frozenset[str]:
+        """The columns that core adds under this configuration: ``Algorithm.needs``."""
+        reference = {"ref_logprobs"} if self.kl is not KL.NONE else set()
+        old = {"old_logprobs"} if self.behaviour is Behaviour.RECOMPUTED else set()
+        return frozenset(reference | old)
+
 
 @dataclass
 class GRPOConfig(GroupConfig):

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from coupler.plugins import Backend, Kind, hookimpl
-from coupler_algos.config import GRPOConfig, RLOOConfig, SFTConfig
+from coupler_algos.config import GroupConfig, GRPOConfig, RLOOConfig, SFTConfig
 from coupler_algos.validate import problems
 
 if TYPE_CHECKING:
@@ -20,18 +20,21 @@ def coupler_backends() -> Iterable[Backend]:
         name="grpo",
         target="coupler_algos.grpo:GRPO",
         config=GRPOConfig,
+        capabilities=_capabilities,
     )
     yield Backend(
         kind=Kind.ALGORITHM,
         name="rloo",
         target="coupler_algos.rloo:RLOO",
         config=RLOOConfig,
+        capabilities=_capabilities,
     )
     yield Backend(
         kind=Kind.ALGORITHM,
         name="sft",
         target="coupler_algos.sft:SFT",
         config=SFTConfig,
+        capabilities=frozenset({"job:sft"}),
     )
 
 
@@ -43,3 +46,7 @@ def coupler_config_paths() -> Iterable[str]:
 @hookimpl
 def coupler_validate(config: RunConfig) -> Iterable[str]:
     return list(problems(config))
+
+
+def _capabilities(config: GroupConfig) -> frozenset[str]:
+    return frozenset({"job:train", *(f"needs:{column}" for column in config.needs)})

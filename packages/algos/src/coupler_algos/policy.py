@@ -10,7 +10,7 @@ import numpy as np
 from coupler.batch import Batch
 from coupler.interfaces import Algorithm, Columns, Output
 from coupler.metrics import Metrics
-from coupler_algos.config import KL, Behaviour, GroupConfig
+from coupler_algos.config import GroupConfig
 from coupler_algos.groups import Groups, trajectories
 from coupler_algos.shaping import scores
 
@@ -23,9 +23,7 @@ class GroupPolicy(Algorithm):
     def __init__(self, config: GroupConfig) -> None:
         super().__init__(config)
         self.aggregation, self.constant = config.aggregation, config.aggregation_constant
-        reference = {"ref_logprobs"} if config.kl is not KL.NONE else set()
-        old = {"old_logprobs"} if config.behaviour is Behaviour.RECOMPUTED else set()
-        self.needs = frozenset(reference | old)
+        self.needs = config.needs
         entropy = (Output("entropy"),) if config.log_entropy or config.entropy_coef else ()
         self.want = (Output("logprobs"), *entropy)
 

@@ -78,26 +78,27 @@ def coupler_backends() -> Iterable[Backend]:
 def coupler_weight_path(
     engine: Backend, rollout: Backend, transports: Mapping[str, Backend], config: RunConfig
 ) -> tuple[str, str]:
-    """Choose a format that engine, rollout and transport share; a format of a plugin's own goes before whole tensors."""
-    offered, taken = _formats(engine, config.engine), _formats(rollout, config.rollout)
-    wanted = {n: t for n, t in transports.items() if config.sync.transport in ("", n)}
-    for fmt in sorted(offered & taken, key=lambda fmt: (fmt == "full", fmt)):
-        for name, transport in wanted.items():
-            if fmt in _formats(transport, transport.config()):
-                return fmt, name
+    """Choose a format that all three share and a transport that reaches the rollout; whole tensors come last."""
+    offered, taken = engine.capabilities_of(config.engine), rollout.capabilities_of(config.rollout)
+    reach = "place:host" if "workers:remote" in taken else "place:process"
+    carried = {
+        name: transport.capabilities_of(transport.config())
+        for name, transport in transports.items()
+        if config.sync.transport in ("", name)
+    }
+    formats = sorted(c for c in offered & taken if c.startswith("weights:"))
+    for fmt in sorted(formats, key="weights:full".__eq__):
+        for name, able in carried.items():
+            if {fmt, reach} <= able:
+                return fmt.removeprefix("weights:"), name
     lines = [
-        f"no way to move weights from engine={engine.name} to rollout={rollout.name}.",
+        f"no way to move weights from engine={engine.name} to rollout={rollout.name}; it needs {reach}.",
         f"  engine offers:  {_listing(offered)}",
         f"  rollout takes:  {_listing(taken)}",
-        *(f"  transport {n}:  {_listing(_formats(t, t.config()))}" for n, t in wanted.items()),
+        *(f"  transport {name} carries:  {_listing(able)}" for name, able in carried.items()),
     ]
     raise PluginError("\n".join(lines))
 
 
-def _formats(backend: Backend, config: object) -> frozenset[str]:
-    capabilities = backend.capabilities_of(config)
-    return frozenset(c.removeprefix("weights:") for c in capabilities if c.startswith("weights:"))
-
-
-def _listing(formats: frozenset[str]) -> str:
-    return ", ".join(sorted(formats)) or "nothing"
+def _listing(capabilities: frozenset[str]) -> str:
+    return ", ".join(sorted(c for c in capabilities if c.startswith(("weights:", "place:")))) or "nothing"

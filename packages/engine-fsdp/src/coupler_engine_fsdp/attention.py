@@ -5,9 +5,12 @@ N tokens of B sequences stand in one row; each kernel gets where the sequences b
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from inspect import signature
+from itertools import groupby
 
 import torch
 from coupler.errors import CouplerError
@@ -25,6 +28,11 @@ class Packing:
 
     lengths: tuple[int, ...]  # host copy: sizes of what is launched must not wait for the device
     cu_seqlens: Tensor  # [B + 1] int32 on the device
+
+    @property
+    def runs(self) -> list[tuple[int, int]]:
+        """(length, count) of neighbours that are equally long."""
+        return [(length, len(list(same))) for length, same in groupby(self.lengths)]
 
 
 def register() -> None:
@@ -57,7 +65,7 @@ def packed_attention(
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         out = _fused(query, key, value, packing, scaling, sliding_window)
     else:
-        out = _by_sequence(query, key, value, packing, scaling, sliding_window)
+        out = _by_length(query, key, value, packing, scaling, sliding_window)
     return out, None
 
 
@@ -76,11 +84,16 @@ def _fused(
     else:
         from torch.nn.attention.varlen import varlen_attn
 
-        gqa = query.shape[1] != key.shape[1]
         out = varlen_attn(
-            query, key, value, ends, ends, longest, longest, scale=scaling, window_size=reach, enable_gqa=gqa
+            query, key, value, ends, ends, longest, longest, scale=scaling, window_size=reach, **_grouped(varlen_attn)
         )
     return out[None]
+
+
+@cache
+def _grouped(varlen_attn: Callable[..., Tensor]) -> dict[str, bool]:
+    """torch 2.11 takes grouped heads as they are; later versions want to be told."""
+    return {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 
 @cache
@@ -88,18 +101,19 @@ def _has_flash_attn() -> bool:
     return find_spec("flash_attn") is not None
 
 
-def _by_sequence(
+def _by_length(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, window: int | None
 ) -> Tensor:
-    """One call per sequence: on a CPU 2 to 6 times as fast as padding to the longest, and no kernel for fp32 exists."""
+    """One call per run of equally long sequences: no padding, and few calls where sequences are many and short."""
     gqa = query.shape[1] != key.shape[1]
-    lengths = list(packing.lengths)
+    sizes = [length * count for length, count in packing.runs]
+    parts = (x.split(sizes, 2) for x in (query, key, value))
     outs = []
-    for q, k, v in zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True):
-        n = q.shape[2]
+    for (length, count), *qkv in zip(packing.runs, *parts, strict=True):
+        q, k, v = (x[0].unflatten(1, (count, length)).transpose(0, 1) for x in qkv)  # [count, heads, length, D]
         band = None
-        if window is not None and n > window:
-            band = torch.ones(n, n, dtype=torch.bool, device=q.device).tril().triu(1 - window)
+        if window is not None and length > window:
+            band = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().triu(1 - window)
         out = scaled_dot_product_attention(q, k, v, band, is_causal=band is None, scale=scaling, enable_gqa=gqa)
-        outs.append(out.transpose(1, 2))
-    return torch.cat(outs, 1)
+        outs.append(out.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outs)[None]

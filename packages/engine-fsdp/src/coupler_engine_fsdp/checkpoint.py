@@ -9,7 +9,6 @@ import torch.distributed as dist
 from coupler.errors import CouplerError
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -31,12 +30,19 @@ def load(path: Path, state: dict[str, Tensor], mesh: DeviceMesh) -> None:
     """Fill the tensors of ``state`` in place; collective.
 
     Raises:
-        CouplerError: the checkpoint lacks one of them, or does not exist.
+        CouplerError: the checkpoint does not exist, or lacks a tensor, or has it in another shape.
     """
     try:
-        dcp.load(state, checkpoint_id=path, process_group=_group(mesh))
-    except (CheckpointException, RuntimeError, OSError) as error:
-        raise CouplerError(f"the checkpoint {path} cannot be read into this engine: {error}") from error
+        stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    except OSError as error:
+        raise CouplerError(f"{path} holds no checkpoint of engine=fsdp: {error}") from error
+    odd = [name for name, tensor in state.items() if name not in stored or stored[name].size != tensor.shape]
+    if odd:
+        raise CouplerError(
+            f"the checkpoint {path} does not fit this engine: {len(odd)} tensors are absent or of another shape, "
+            f"the first is {odd[0]}.\n  try:  the model.path and the parts that it was saved with"
+        )
+    dcp.load(state, checkpoint_id=path, process_group=_group(mesh))
 
 
 def _group(mesh: DeviceMesh) -> dist.ProcessGroup | None:

@@ -49,7 +49,7 @@ class FSDPConfig:
     reshard_after_forward: bool = True  # gather weights again for the backward pass: less memory, more traffic
     sync_every_micro_batch: bool = True  # False reduces gradients once a step and holds them whole meanwhile
     gradient_checkpointing: bool = True  # recompute activations of each layer in the backward pass
-    logits_tile: int = 2**21  # elements of the logits that exist at a time, in fp32
+    logits_tile: int = 2**22  # elements of the logits that exist at a time, in fp32
     lr: float = 1e-6
     beta1: float = 0.9
     beta2: float = 0.999

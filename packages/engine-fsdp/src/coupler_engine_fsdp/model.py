@@ -152,6 +152,7 @@ def materialise(policy: Policy, device: torch.device) -> None:
     """
     causal = policy.causal
     policy.to_empty(device=device)
+    causal.tie_weights()  # to_empty makes two of a plain parameter that has two names
     derived = dict(causal.named_non_persistent_buffers())
     for buffer in derived.values():
         if buffer.is_floating_point():

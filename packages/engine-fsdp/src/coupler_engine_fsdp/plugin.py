@@ -23,5 +23,7 @@ def coupler_backends() -> Iterable[Backend]:
         name="hf",
         target="coupler_engine_fsdp.rollout:HFRollout",
         config=HFConfig,
-        capabilities=frozenset({"weights:full", "memory:sleep", "in_flight:abort", "in_flight:recompute"}),
+        capabilities=frozenset(
+            {"weights:full", "memory:sleep", "in_flight:abort", "in_flight:recompute", "in_flight:stale_kv"}
+        ),
     )

@@ -6,9 +6,9 @@ import asyncio
 from typing import Any
 
 import torch
+
 from coupler.errors import CouplerError
 from coupler.interfaces import Completion, InFlight, Memory, Model, Rank, Request, Rollout, SyncReceipt, WeightUpdate
-
 from coupler_engine_fsdp.decoding import Decoder, Row
 from coupler_engine_fsdp.rollout_model import allocate_weights, build, cache_shape, free_weights, load_named
 
@@ -38,8 +38,8 @@ class HFRollout(Rollout):
         """
         self.rank = rank
         self.hf = build(self.model, self.config.dtype, rank)
-        self.max_positions = self.hf.config.get_text_config().max_position_embeddings
-        self.vocabulary = self.hf.get_input_embeddings().num_embeddings
+        self.max_positions: int = self.hf.config.get_text_config().max_position_embeddings
+        self.vocabulary: int = self.hf.config.get_text_config().vocab_size
         shape = cache_shape(self.hf)
         cached_tokens = int(self.config.kv_cache_gib * 2**30 / shape.bytes_per_token)
         self.decoder = Decoder(self.hf, shape, self.config.max_sequences, cached_tokens, self.config.max_prefill_tokens)
@@ -61,7 +61,9 @@ class HFRollout(Rollout):
     def _check(self, request: Request) -> None:
         length = len(request.prompt)
         if request.max_tokens < 1:
-            raise CouplerError(f"a request wants {request.max_tokens} tokens.\n  set:  sampling.max_tokens to at least 1")
+            raise CouplerError(
+                f"a request wants {request.max_tokens} tokens.\n  set:  sampling.max_tokens to at least 1"
+            )
         if not 0 < length < self.max_positions:
             raise CouplerError(
                 f"a prompt has {length} tokens; this model takes 1 to {self.max_positions - 1} and a completion.\n"
@@ -90,13 +92,13 @@ class HFRollout(Rollout):
 
     async def _decode(self) -> None:
         while self._busy():
+            await asyncio.sleep(0)  # first, so that calls made together start together
             if self.paused is None:
                 self.decoder.admit(self.waiting)
-            if self.decoder.rows:
+            if self._busy() and self.decoder.rows:
                 for row, reason in self.decoder.step():
                     row.stamp(self.version)
                     row.finish(reason)
-            await asyncio.sleep(0)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         """Bring what ended the decoding, if not success, to every caller; nothing of the failed batch is kept."""
@@ -134,8 +136,11 @@ class HFRollout(Rollout):
         self.waiting = rows + self.waiting
 
     async def pause(self, in_flight: InFlight) -> None:
-        """Stop sampling. Sequences that run: ``drain`` ends them, ``abort`` returns them as they are, ``recompute`` keeps
-        their tokens, ``stale_kv`` their cache too. Sequences that had not started wait for :meth:`resume`."""
+        """Stop sampling.
+
+        Of sequences that run, ``drain`` waits for the end, ``abort`` returns what there is, ``recompute`` keeps the
+        tokens and ``stale_kv`` the cache too. Sequences that had not started wait for :meth:`resume`.
+        """
         self.paused = in_flight
         if in_flight is InFlight.ABORT:
             self._requeue()

@@ -61,6 +61,10 @@ class Columns:
         self.mask = torch.zeros((rows, 1, 1, columns), dtype=shape.dtype, device=shape.device)
 
     @property
+    def capacity(self) -> int:
+        return self.store.shape[4]
+
+    @property
     def used_mask(self) -> Tensor:
         """[num_rows, 1, 1, width + 1], for the step that writes column ``end``."""
         return self.mask[: self.num_rows, ..., self.first : self.end + 1]
@@ -70,11 +74,11 @@ class Columns:
         return self.end - self.first
 
     def reserve(self, rows: int, past: int, future: int) -> None:
-        """Make room for ``rows`` more rows with up to ``past`` tokens each, and for ``future`` columns if it must grow."""
+        """Make room for ``rows`` more rows of up to ``past`` tokens; if it must grow, for ``future`` columns more."""
         rows += self.num_rows
         if not self.num_rows:
             self.first = self.end = past
-        if rows <= self.store.shape[2] and past <= self.end < self.store.shape[4]:
+        if rows <= self.store.shape[2] and past <= self.end < self.capacity:
             return
         end, old, old_mask = max(past, self.width), self.store, self.mask
         kept, moved = slice(self.first, self.end), slice(end - self.width, end)

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from typing import cast
 
 import torch
-from coupler.errors import CouplerError, WeightSyncError
-from coupler.interfaces import Model, Named, Rank, SyncReceipt
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    DynamicCache,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.cache_utils import DynamicLayer
 
+from coupler.errors import CouplerError, WeightSyncError
+from coupler.interfaces import Model, Named, Rank, SyncReceipt
 from coupler_engine_fsdp.config import Precision
 from coupler_engine_fsdp.distributed import device_of
 from coupler_engine_fsdp.rollout_columns import Shape, attend_columns
@@ -30,12 +38,15 @@ def build(model: Model, dtype: Precision, rank: Rank) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     refuse_unsupported(config)
     device = device_of(rank)
-    bf16 = dtype == Precision.BF16 or dtype == Precision.AUTO and device.type == "cuda"
+    bf16 = dtype == Precision.BF16 or (dtype == Precision.AUTO and device.type == "cuda")
     AttentionInterface.register(ATTENTION, attend)
     with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
         torch.manual_seed(rank.seed)
         built = AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16 if bf16 else torch.float32, attn_implementation=ATTENTION, trust_remote_code=model.trust_remote_code
+            config,
+            dtype=torch.bfloat16 if bf16 else torch.float32,
+            attn_implementation=ATTENTION,
+            trust_remote_code=model.trust_remote_code,
         )
     if not built.is_backend_compatible():
         raise unsupported(config, "its attention cannot be replaced by one over the rollout's cache")
@@ -48,7 +59,9 @@ def refuse_unsupported(config: PreTrainedConfig) -> None:
     odd = sorted({type(layer).__name__ for layer in layers if type(layer) is not DynamicLayer})
     rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type", "default")
     if odd:
-        raise unsupported(config, f"it caches in {', '.join(odd)}, and only layers that attend to all earlier tokens run here")
+        raise unsupported(
+            config, f"it caches in {', '.join(odd)}, and only layers that attend to all earlier tokens run here"
+        )
     if rope in ("dynamic", "longrope"):
         raise unsupported(config, f"its rotary embedding of type {rope!r} depends on the other sequences of a batch")
 
@@ -66,10 +79,12 @@ def attend(
     """
     for name in UNSUPPORTED_ARGUMENTS:
         if kwargs.get(name) is not None:
-            raise unsupported(module.config, f"its attention uses {name!r}")
+            raise unsupported(cast(PreTrainedConfig, module.config), f"its attention uses {name!r}")
     n, heads, queries, _ = query.shape
     if mask is None:
-        out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=heads != key.shape[1])
+        out = scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=heads != key.shape[1]
+        )
         return out.transpose(1, 2).contiguous(), None
     out = attend_columns(query.reshape(n, key.shape[1], heads // key.shape[1], -1), key, value, mask, scaling)
     return out.view(n, queries, heads, -1), None
@@ -107,7 +122,13 @@ def load_named(model: PreTrainedModel, named: Iterable[Named], version: int) -> 
     missing = {id(target): name for name, target in reversed(targets.items()) if id(target) not in reached}
     seconds = {"load": copying, "receive": time.perf_counter() - start - copying}
     return SyncReceipt(
-        version, received, received - len(unexpected), size, tuple(reversed(missing.values())), tuple(unexpected), seconds
+        version,
+        received,
+        received - len(unexpected),
+        size,
+        tuple(reversed(missing.values())),
+        tuple(unexpected),
+        seconds,
     )
 
 
@@ -136,7 +157,8 @@ def cache_shape(model: PreTrainedModel) -> Shape:
     token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
     with torch.inference_mode():
         model(input_ids=token, position_ids=token, past_key_values=cache, use_cache=True)
-    shapes = {tensor.shape for layer in cache.layers for tensor in (layer.keys, layer.values)}
+    layers = cast(list[DynamicLayer], cache.layers)
+    shapes = {cast(Tensor, tensor).shape for layer in layers for tensor in (layer.keys, layer.values)}
     if len(shapes) > 1:
         raise unsupported(model.config, f"its layers cache tensors of different shapes, {sorted(map(tuple, shapes))}")
     _, heads, _, dim = shapes.pop()

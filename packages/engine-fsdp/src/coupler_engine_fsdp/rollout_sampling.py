@@ -1,4 +1,4 @@
-"""Sampling: one uniform number per token, from a counter, so that a request's tokens do not depend on its batch-mates."""
+"""Sampling: one uniform number per token, from a counter, so that what a request draws is its own affair."""
 
 from __future__ import annotations
 
@@ -38,6 +38,8 @@ def sample(logprobs: Tensor, uniform: Tensor) -> Tensor:
     Returns:
         [n] int64.
     """
-    cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)  # in float32 the tail of a large vocabulary would vanish
+    cumulative = logprobs.exp().cumsum(
+        -1, dtype=torch.float64
+    )  # in float32 the tail of a large vocabulary would vanish
     drawn = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:])[:, 0]
     return drawn.clamp_(max=logprobs.shape[1] - 1)  # of a row of NaN it is V

@@ -10,9 +10,10 @@ Hydra composes presets. What comes out is merged once more onto the pristine dat
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from enum import Enum
+from functools import reduce
 from importlib.resources import files
 from typing import Any, TypeVar
 
@@ -30,6 +31,7 @@ from coupler.config.options import SECTIONS, Options, flatten, wrong_value
 from coupler.config.overrides import merge, nest, parse_overrides, read_file
 from coupler.config.schema import JOBS, Job, RunConfig, problems
 from coupler.errors import ConfigError, PluginError
+from coupler.interfaces import InFlight
 from coupler.plugins.backend import Kind
 from coupler.plugins.manager import Plugins, Source
 
@@ -51,8 +53,18 @@ class Composed:
         return [key for key, origin in self.origin.items() if not origin.startswith("preset ")]
 
 
-def compose(plugins: Plugins, overrides: list[str], config_file: str | None = None, job: Job = Job.TRAIN) -> Composed:
+def compose(
+    plugins: Plugins,
+    overrides: list[str],
+    config_file: str | None = None,
+    job: Job = Job.TRAIN,
+    *,
+    complete: bool = True,
+) -> Composed:
     """Compose and check the configuration of a job.
+
+    Args:
+        complete: False to look at a configuration that cannot run yet: sections may be missing and values out of range.
 
     Raises:
         ConfigError: a key is unknown, of the wrong type or out of range, or a required one is empty.
@@ -66,14 +78,15 @@ def compose(plugins: Plugins, overrides: list[str], config_file: str | None = No
         name = _choose(kind, typed, written, config_file or "", notes)
         if name:
             choices[kind] = name
-        elif kind in JOBS[job] or kind in typed or kind in written:
+        elif (complete and kind in JOBS[job]) or kind in typed or kind in written:
             names = ", ".join(sorted([*plugins.of(kind), *_presets(plugins, kind)])) or "none"
             raise ConfigError(f"{kind} is not chosen.\n  try:  {kind}=NAME\n  installed:  {names}")
     base = _base(plugins, choices)
     backends = {kind: plugins.get(kind, _backend_name(base, kind, name)) for kind, name in choices.items()}
     options = Options({kind: backend.config for kind, backend in backends.items()})
     config = _build(options, merge(merge(base, written), typed))
-    _check(plugins, config, job)
+    if complete:
+        _check(plugins, config, job)
     for kind in choices:
         extra = options.table.get(f"{kind}.extra_args")
         given = getattr(config, kind).extra_args if extra else {}
@@ -186,7 +199,7 @@ def _preset_origin(base: Mapping[str, Any], choices: Mapping[str, str], options:
 
 
 def _build(options: Options, values: Mapping[str, Any]) -> RunConfig:
-    """Merge onto the pristine schema, resolve interpolations, and make dataclass instances."""
+    """Merge onto the pristine schema and make dataclass instances; reading a node resolves its interpolation."""
     try:
         tree = OmegaConf.structured(RunConfig)
         for kind, config in options.sections.items():
@@ -195,13 +208,11 @@ def _build(options: Options, values: Mapping[str, Any]) -> RunConfig:
         raise PluginError(f"a plugin's config class is none for OmegaConf: {str(exc).splitlines()[0]}") from None
     values = options.conform(values)
     try:
-        tree = OmegaConf.merge(tree, values)
-        OmegaConf.resolve(tree)
-        return _instance(tree, RunConfig, "")
+        return _instance(OmegaConf.merge(tree, values), RunConfig, "")
     except MissingMandatoryValue as exc:
         raise ConfigError(f"{exc.full_key} must be set.") from None
     except OmegaConfBaseException as exc:
-        raise ConfigError(_in_one_sentence(exc, options, flatten(values))) from None
+        raise ConfigError(_in_one_sentence(exc, options, values)) from None
 
 
 def _instance(node: Any, owner: type[T], path: str) -> T:
@@ -225,28 +236,50 @@ def _instance(node: Any, owner: type[T], path: str) -> T:
 
 def _in_one_sentence(exc: OmegaConfBaseException, options: Options, values: Mapping[str, Any]) -> str:
     text = str(exc).splitlines()[0]
-    if exc.full_key and exc.full_key in values and "${" not in str(values[exc.full_key]):
-        return wrong_value(options.find(exc.full_key), values[exc.full_key])
+    option = options.table.get(exc.full_key or "")
+    if option is not None and "${" not in str(value := _at(values, option.key)):
+        return wrong_value(option, value)
+    values = flatten(values)
     suspects = [f"{k}={v}" for k, v in values.items() if "${" in str(v) and exc.full_key in (None, "", k)]
     return f"{', '.join(suspects) or exc.full_key} cannot be resolved: {text}."
 
 
+def _at(values: Mapping[str, Any], key: str) -> Any:
+    return reduce(lambda inner, name: inner[name], key.split("."), values)
+
+
 def _check(plugins: Plugins, config: RunConfig, job: Job) -> None:
-    for tracker in config.trackers:
-        plugins.get(Kind.TRACKER, tracker)
-    used = [(Kind.TRACKER, tracker) for tracker in config.trackers]
-    if config.sync.transport:
-        plugins.get(Kind.TRANSPORT, config.sync.transport)
-        used.append((Kind.TRANSPORT, config.sync.transport))
+    used = [*((Kind.TRACKER, name) for name in config.trackers), (Kind.SHARDING, config.sync.manager)]
+    used += [(Kind.TRANSPORT, config.sync.transport)] if config.sync.transport else []
     used += [(Kind(kind), section.name) for kind in SECTIONS if (section := getattr(config, kind)) is not None]
+    for kind, name in used:
+        plugins.get(kind, name)
     owners = {plugins.owner[key] for key in used}
-    found = list(problems(config, job))
+    found = [*problems(config, job), *_incapable(plugins, config, job)]
     for texts in plugins.selected_hook("coupler_validate", owners)(config=config):
         found += texts or ()
     if len(found) == 1:
         raise ConfigError(found[0])
     if found:
         raise ConfigError("\n".join([f"the configuration has {len(found)} problems:", *(f"  - {p}" for p in found)]))
+
+
+def _incapable(plugins: Plugins, config: RunConfig, job: Job) -> Iterator[str]:
+    """Yield what is asked of a backend that does not declare it."""
+
+    def declared(kind: Kind) -> frozenset[str]:
+        section = getattr(config, kind)
+        return plugins.get(kind, section.name).capabilities_of(section) if section is not None else frozenset()
+
+    jobs = sorted(c.removeprefix("job:") for c in declared(Kind.ALGORITHM) if c.startswith("job:"))
+    if jobs and job is not Job.EVAL and job not in jobs:
+        yield f"algorithm={config.algorithm.name} is for coupler {' and '.join(jobs)}, not for coupler {job}."
+    if job is not Job.TRAIN:
+        return
+    if config.sync.in_flight is not InFlight.DRAIN and f"in_flight:{config.sync.in_flight}" not in declared(
+        Kind.ROLLOUT
+    ):
+        yield f"sync.in_flight={config.sync.in_flight}: rollout={config.rollout.name} cannot do that; every rollout can drain."
 
 
 def _plain(value: Any) -> Any:

@@ -81,6 +81,9 @@ class Options:
         raise ConfigError(wrong_value(option, value))
 
     def _unknown(self, key: str) -> str:
+        kind = key.split(".")[0]
+        if kind in SECTIONS and kind not in self.sections:
+            return f"the options of {kind} are known once one is chosen.\n  try:  {kind}=NAME"
         section = key
         while section and not self.members(section):
             section = section.rpartition(".")[0]

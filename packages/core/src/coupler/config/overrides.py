@@ -44,14 +44,15 @@ def read_file(path: str) -> dict[str, Any]:
 
 
 def nest(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return nested mappings for dotted keys; the last value of a key wins, and ``engine=x`` means ``engine.name=x``."""
+    """Return nested mappings for dotted keys. The last value of a key wins; ``engine=x`` means ``engine.name=x``."""
     tree: dict[str, Any] = {}
     for key, value in pairs:
         if key in SECTIONS and isinstance(value, str):
             key = f"{key}.name"
-        for name in reversed(key.split(".")):
+        first, *inner = key.split(".")
+        for name in reversed(inner):
             value = {name: value}
-        tree = merge(tree, value)
+        tree = merge(tree, {first: value})
     return tree
 
 

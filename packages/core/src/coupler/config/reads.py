@@ -4,37 +4,29 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass
+from types import FrameType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Reads:
     """The full keys of the options that were read so far."""
 
     keys: set[str] = field(default_factory=set)
-    paused: int = 0
 
     def unread(self, set_keys: Iterable[str]) -> list[str]:
         """Return those of ``set_keys`` that were not read. An entry of a mapping is read when the mapping is."""
         return [key for key in set_keys if not any(prefix in self.keys for prefix in _prefixes(key))]
 
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        self.paused += 1
-        try:
-            yield
-        finally:
-            self.paused -= 1
-
 
 def track(config: T) -> tuple[T, Reads]:
     """Return a copy of a dataclass instance that records which options are read, and the record.
 
-    The copy and its sections are instances of their classes still, ``dataclasses.replace`` gives copies that record
+    The copy and its sections still are instances of their classes; ``dataclasses.replace`` gives copies that record
     too, and ``asdict`` and pickling read everything. Comparing, printing and ``__post_init__`` read nothing.
     Setting an attribute raises: nothing changes a configuration.
     """
@@ -43,21 +35,25 @@ def track(config: T) -> tuple[T, Reads]:
 
 
 def original(config: T) -> T:
-    """Return what :func:`track` was given, or ``config`` itself: reading that is not recorded."""
-    return object.__getattribute__(config, "__dict__").get(_ORIGINAL, config)
+    """Return what :func:`track` was given, or ``config`` itself if it is not tracked: reading that leaves no record."""
+    return object.__getattribute__(config, _ORIGINAL) if hasattr(type(config), _TRACKED) else config
 
 
-_ORIGINAL = "_coupler_original"
+_ORIGINAL, _TRACKED = "_coupler_original", "_coupler_tracked"
 
 
 def _tracked(config: Any, reads: Reads, start: str) -> Any:
-    cls = type(config)
-    copy = object.__new__(_tracked_class(cls, reads, start))
-    for name, value in vars(config).items():
+    made = object.__new__(_tracked_class(type(config), reads, start))
+    _fill(made, config, reads, start)
+    return made
+
+
+def _fill(made: Any, config: Any, reads: Reads, start: str) -> None:
+    for name in {f.name for f in fields(config)} | getattr(config, "__dict__", {}).keys():
+        value = getattr(config, name)
         inner = _tracked(value, reads, f"{start}{name}.") if is_dataclass(value) else value
-        object.__setattr__(copy, name, inner)
-    object.__setattr__(copy, _ORIGINAL, config)
-    return copy
+        object.__setattr__(made, name, inner)
+    object.__setattr__(made, _ORIGINAL, config)
 
 
 def _tracked_class(cls: type, reads: Reads, start: str) -> type:
@@ -65,43 +61,37 @@ def _tracked_class(cls: type, reads: Reads, start: str) -> type:
 
     def read(self: Any, name: str) -> Any:
         value = object.__getattribute__(self, name)
-        if name in names and not reads.paused and not is_dataclass(value) and not _is_replace(sys._getframe(1)):
+        if name in names and not is_dataclass(value) and not _is_replace(sys._getframe(1)):
             reads.keys.add(start + name)
         return value
 
-    def write(self: Any, name: str, value: Any) -> None:
-        if _ORIGINAL in self.__dict__:
-            raise AttributeError(f"{start}{name} cannot be set: nothing changes the configuration of a run")
-        object.__setattr__(self, name, value)
+    def write(_self: Any, name: str, _value: Any) -> None:
+        raise AttributeError(f"{start}{name} cannot be set: nothing changes the configuration of a run")
 
-    def equal(self: Any, other: Any) -> bool:
-        return original(self) == original(other)
+    def construct(self: Any, *args: Any, **kwargs: Any) -> None:  # called by dataclasses.replace
+        _fill(self, cls(*map(original, args), **{k: original(v) for k, v in kwargs.items()}), reads, start)
 
-    def reduce(self: Any, protocol: Any) -> Any:
+    def reduce(self: Any, _protocol: Any) -> Any:  # called by pickle and copy: what is done with that cannot be seen
         reads.keys.update(start + name for name in names)
-        return original(self).__reduce_ex__(protocol)
-
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # what dataclasses.replace calls
-        with reads.pause():
-            cls.__init__(self, *args, **kwargs)
-            object.__setattr__(self, _ORIGINAL, cls(*args, **kwargs))
+        return copy, (original(self),)
 
     body: dict[str, Any] = {
         "__getattribute__": read,
         "__setattr__": write,
-        "__eq__": equal,
+        "__init__": construct,
+        "__reduce_ex__": reduce,
+        "__eq__": lambda self, other: original(self) == original(other),
         "__hash__": cls.__hash__,
         "__repr__": lambda self: repr(original(self)),
-        "__reduce_ex__": reduce,
-        "__init__": __init__,
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
+        _TRACKED: True,
     }
     return type(cls.__name__, (cls,), body)
 
 
-def _is_replace(frame: Any) -> bool:
+def _is_replace(frame: FrameType) -> bool:
     """Whether a field is read by ``dataclasses.replace``, which only copies it."""
     return frame.f_globals.get("__name__") == "dataclasses" and frame.f_code.co_name in ("replace", "_replace")
 

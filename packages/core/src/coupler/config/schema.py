@@ -29,13 +29,13 @@ JOBS = {  # the sections that each job needs
 
 @dataclass
 class ModelConfig:
-    path: str = ""  # folder in Hugging Face layout: config, safetensors, tokenizer
+    path: str = ""  # folder in Hugging Face layout, or "pkg.mod:function" or "file.py:function" that returns one
     trust_remote_code: bool = False
 
 
 @dataclass
 class DataConfig:
-    """Rows to train on or to evaluate. ``source`` is a file (.jsonl, .parquet), or ``pkg.mod:function`` that yields rows."""
+    """Rows to train on or to evaluate. ``source`` is a .jsonl or .parquet file, or ``pkg.mod:function``."""
 
     source: str = ""
     args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of a function source
@@ -61,7 +61,7 @@ class SamplingConfig:
     max_tokens: int = 256
     temperature: float = 1.0
     top_p: float = 1.0  # below 1 the log-probs change meaning: refused in training
-    stop: list[str] = field(default_factory=list)  # each must be one token of the tokenizer; end-of-turn is always there
+    stop: list[str] = field(default_factory=list)  # each one token of the tokenizer; end-of-turn is always there
 
 
 @dataclass
@@ -136,6 +136,7 @@ LIMITS: dict[str, tuple[float, float]] = {  # lowest and highest value, both all
     "eval.temperature": (0, inf),
     "eval.max_tokens": (0, inf),
     "checkpoint.every_steps": (0, inf),
+    "checkpoint.deadline_s": (0.001, inf),
     "sync.deadline_s": (0.001, inf),
     "sync.max_mean_logprob_diff": (0, inf),
     "steps": (1, inf),
@@ -152,18 +153,18 @@ LIMITS: dict[str, tuple[float, float]] = {  # lowest and highest value, both all
 def problems(config: RunConfig, job: Job) -> Iterator[str]:
     """Yield what is out of range, or empty although the job needs it: one sentence each, with the key."""
     for key, (low, high) in LIMITS.items():
-        value = reduce(getattr, key.split("."), config)
+        value: Any = reduce(getattr, key.split("."), config)
         if not low <= value <= high:
             yield f"{key} must be {_range(low, high)}, got {value}."
     if not config.model.path:
         yield "model.path is empty: set it to a folder with config.json, *.safetensors and a tokenizer."
     if not config.run_dir:
         yield "run_dir is empty: set it to a folder for logs and checkpoints."
-    evaluates = job is Job.EVAL or config.eval.every_steps > 0 or config.eval.at_start
-    if not config.data.source and (job is not Job.EVAL or not config.eval.data.source):
+    evaluates = job is Job.EVAL or (job is Job.TRAIN and (config.eval.every_steps > 0 or config.eval.at_start))
+    if not config.data.source and job is not Job.EVAL:
         yield "data.source is empty: set it to a .jsonl or .parquet file, or to pkg.mod:function."
-    elif evaluates and job is not Job.EVAL and not config.eval.data.source:
-        yield "eval.data.source is empty: set it to the rows to evaluate on, or set eval.every_steps=0 and eval.at_start=false."
+    if not config.eval.data.source and evaluates:
+        yield "eval.data.source is empty: set it to the rows to evaluate on, a file or pkg.mod:function."
     if not config.reward.target and job is not Job.SFT:
         yield "reward.target is empty: set it to pkg.mod:function or file.py:function."
     if job is Job.TRAIN:
@@ -173,8 +174,8 @@ def problems(config: RunConfig, job: Job) -> Iterator[str]:
 def _training_problems(config: RunConfig) -> Iterator[str]:
     if 0 < config.sampling.top_p < 1:
         yield (
-            f"sampling.top_p must be 1 in training, got {config.sampling.top_p}: with part of the vocabulary cut off, the "
-            "rollout's log-probs are of another distribution than the engine's, and their ratio would be wrong."
+            f"sampling.top_p must be 1 in training, got {config.sampling.top_p}: with part of the vocabulary cut off, "
+            "the rollout's log-probs are of another distribution than the engine's, and their ratio would be wrong."
         )
     if config.sampling.temperature == 0:
         yield "sampling.temperature must be above 0 in training: greedy samples of one prompt are all the same."
@@ -185,8 +186,8 @@ def _training_problems(config: RunConfig) -> Iterator[str]:
         )
     if config.max_staleness == 0 and config.sync.in_flight is not InFlight.DRAIN:
         yield (
-            f"sync.in_flight={config.sync.in_flight} needs max_staleness above 0: a synchronous run has nothing in flight "
-            "during a sync."
+            f"sync.in_flight={config.sync.in_flight} needs max_staleness above 0: a synchronous run has nothing in "
+            "flight during a sync."
         )
 
 

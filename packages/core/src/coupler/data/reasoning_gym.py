@@ -34,19 +34,25 @@ def rows(task: str, size: int, seed: int, **task_config: Any) -> Iterator[dict[s
             "data_source": "reasoning_gym",
             "task": task,
             "task_config": task_config,
-            "entry": _literal(entry, task, index),
+            "entry": literal(entry, task, index),
         }
+
+
+def library() -> Any:
+    """Import reasoning-gym, which takes seconds."""
+    try:
+        import reasoning_gym
+    except ImportError as error:
+        raise DataError(f"reasoning-gym: {error}.\n  try:  pip install 'coupler-core[reasoning-gym]'") from None
+    return reasoning_gym
 
 
 def create(task: str, config: dict[str, Any]) -> Any:
     """Create the reasoning-gym dataset of ``task``."""
-    try:
-        import reasoning_gym
-        from reasoning_gym.factory import DATASETS
-    except ImportError as error:
-        raise DataError(f"reasoning-gym: {error}.\n  try:  pip install 'coupler-core[reasoning-gym]'") from None
-    if task not in DATASETS:
-        close = get_close_matches(task, DATASETS, n=1)
+    reasoning_gym = library()
+    tasks = reasoning_gym.factory.DATASETS
+    if task not in tasks:
+        close = get_close_matches(task, tasks, n=1)
         raise DataError(f"reasoning-gym has no task {task!r}{f' - did you mean {close[0]!r}?' if close else '.'}")
     try:
         return reasoning_gym.create_dataset(task, **config)
@@ -54,11 +60,12 @@ def create(task: str, config: dict[str, Any]) -> Any:
         raise DataError(f"the reasoning-gym task {task} refuses data.args {config}: {error}") from error
 
 
-def _literal(entry: dict[str, Any], task: str, index: int) -> str:
+def literal(entry: dict[str, Any], task: str, index: int) -> str:
+    """Write ``entry`` so that ``ast.literal_eval`` gives it back; raise DataError where it would not."""
     text = repr(entry)
     try:
         same = ast.literal_eval(text) == entry
-    except ValueError:
+    except (ValueError, SyntaxError):
         same = False
     if not same:
         raise DataError(

@@ -14,6 +14,7 @@ from coupler.config.schema import DataConfig
 from coupler.data import Codec, Prompt, encode_prompts, load_rows
 from coupler.errors import ConfigError
 from coupler.evaluation import Evaluator
+from coupler.imports import resolve
 from coupler.interfaces import EVERYTHING, Algorithm, Model, Part, Rank
 from coupler.journal import Journal
 from coupler.plugins.manager import Plugins
@@ -31,7 +32,7 @@ class Parts:
     def __init__(self, composed: Composed, plugins: Plugins) -> None:
         self.composed, self.plugins = composed, plugins
         self.config, self.reads = track(composed.config)
-        self.model = Model(self.config.model.path, self.config.model.trust_remote_code)
+        self.model = Model(model_folder(self.config.model.path), self.config.model.trust_remote_code)
         self.executor = Local(inline=self.config.max_staleness == 0)
         self.codec = Codec(self.model)
 
@@ -90,7 +91,8 @@ class Parts:
         Raises:
             ConfigError: there are some, and ``strict`` is set.
         """
-        unread = self.reads.unread(self.composed.set_keys)
+        later = ("checkpoint.",)  # read when the first one is written
+        unread = [k for k in self.reads.unread(self.composed.set_keys) if not k.startswith(later)]
         if not unread:
             return
         sentence = f"you set {', '.join(unread)}, and nothing read {'it' if len(unread) == 1 else 'them'}."
@@ -140,9 +142,14 @@ class Parts:
         """Write the checkpoint and the export of the last step."""
         await self.checkpoint(policy, journal, step)
         if self.config.checkpoint.export:
-            await policy.all("export", journal.run_dir / "export", Path(self.config.model.path))
+            await policy.all("export", journal.run_dir / "export", Path(self.model.path))
 
     async def checkpoint(self, policy: WorkerGroup, journal: Journal, step: int) -> None:
         what = EVERYTHING - {Part.GRADS} if self.config.checkpoint.optimizer else frozenset({Part.PARAMS})
         folder = journal.run_dir / "checkpoints" / f"step_{step}"
         await checkpoint.save(policy, folder, step, what, self.config.checkpoint.deadline_s)
+
+
+def model_folder(path: str) -> str:
+    """The folder that ``model.path`` names: itself, or what the function ``pkg.mod:name`` returns."""
+    return path if ":" not in path or Path(path).exists() else str(resolve(path)())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from coupler.config.compose import Composed
+from coupler.config.schema import Job
 from coupler.data import load_rows, supervised
 from coupler.jobs.parts import Parts
 from coupler.metrics import Metrics
@@ -23,7 +24,7 @@ async def _supervise(parts: Parts) -> dict[str, float]:
     examples, dropped = supervised(load_rows(config.data), parts.codec, config.data)
     if dropped:
         print(f"data: dropped {dropped} prompts of more than {config.data.max_prompt_tokens} tokens")
-    print(make_plan(config, len(examples), parts.plugins, algorithm.needs).render())
+    print(make_plan(config, len(examples), parts.plugins, algorithm.needs, Job.SFT).render())
     with parts.recording() as journal:
         policy = parts.engine("policy", trains=True)
         await policy.setup()

@@ -32,6 +32,10 @@ VOCABULARY = frozenset(
         "in_flight:stale_kv",
         "model:toy",  # works in NumPy, on the toy model folder of coupler.testing, not on transformers' folders
         "workers:remote",  # rollout: its model workers are other processes, which place:process does not reach
+        "needs:ref_logprobs",  # algorithm: a column that core adds, as in Algorithm.needs, known before it is imported
+        "needs:old_logprobs",
+        "job:train",  # algorithm: what it is for; both where it names neither
+        "job:sft",
         "world:1",  # engine: one rank only
     }
 )

@@ -85,21 +85,23 @@ class Plugins:
         owner: who declares a (kind, name); the first one, where several do.
         broken: why a plugin did not load.
         disabled: what COUPLER_DISABLE_PLUGINS left out.
+        stale: a sentence for each second installation of a plugin, which Python does not use.
     """
 
     def __init__(self) -> None:
         self.manager = _manager()
+        self.core = Source("coupler", CORE, version(CORE))
         self.owner: dict[tuple[str, str], Source] = {}
-        self.broken: dict[Source, Exception] = {}
+        self.broken: dict[Source, BaseException] = {}
         self.disabled: list[Source] = []
         self._declared: dict[tuple[str, str], list[tuple[Backend, Source]]] = {}
-        self._stale: list[str] = []
+        self.stale: list[str] = []
 
     @classmethod
     def load(cls) -> Plugins:
         """Import the plugin module of every installed distribution. Imports no backend, and never raises for one."""
         self = cls()
-        self._add(Source("coupler", CORE, version(CORE)), lambda: import_module("coupler.builtin"))
+        self._register(self.core, *_checked(import_module("coupler.builtin")))
         blocked = set(_names_in("COUPLER_DISABLE_PLUGINS"))
         for source, entry in self._entry_points():
             if blocked & {source.name, source.distribution}:
@@ -160,7 +162,7 @@ class Plugins:
         lines.append(f"  installed:  {', '.join(sorted(installed)) or 'none'}")
         lines += [f"  failed to load: {source}: {_cause(exc)}" for source, exc in self.broken.items()]
         lines += [f"  disabled by COUPLER_DISABLE_PLUGINS: {source}" for source in self.disabled]
-        lines += [f"  {text}" for text in self._stale]
+        lines += [f"  {text}" for text in self.stale]
         return "\n".join(lines)
 
     def warnings(self) -> list[str]:
@@ -170,7 +172,7 @@ class Plugins:
             if row.state in ("duplicate", "incompatible"):
                 line = f"{row.kind}={row.name} is {row.state}: {row.detail}"
                 lines += [line] if line not in lines else []
-        return lines + self._stale
+        return lines + self.stale
 
     def rows(self) -> list[Row]:
         """What is installed, and in which state, for ``coupler plugins``."""
@@ -190,7 +192,7 @@ class Plugins:
 
     def selected_hook(self, name: str, owners: set[Source]) -> Any:
         """The hook ``name`` of these owners and of core only."""
-        keep = {str(source) for source in owners} | {str(self.owner["sharding", "stream"])}
+        keep = {str(source) for source in (*owners, self.core)}
         others = [module for key, module in self.manager.list_name_plugin() if key not in keep]
         return self.manager.subset_hook_caller(name, others)
 
@@ -201,7 +203,7 @@ class Plugins:
         return [(p, sources.get(i.plugin_name, Source(i.plugin_name))) for i in impls for p in i.function()]
 
     def _entry_points(self) -> Iterator[tuple[Source, EntryPoint]]:
-        """Every entry point of the group, once per distribution; a second installation of one is remembered as stale."""
+        """Every entry point of the group; of a distribution that is installed twice, those that Python uses."""
         first: dict[str, Distribution] = {}
         for dist in distributions():
             entries = [e for e in dist.entry_points if e.group == GROUP]
@@ -212,7 +214,7 @@ class Plugins:
             if used is dist:
                 yield from ((Source(e.name, name, dist.version), e) for e in entries)
             elif (where, dist.version) != (str(used.locate_file("")), used.version):
-                self._stale.append(
+                self.stale.append(
                     f"{name} is installed twice: {used.version} in {used.locate_file('')} is used, "
                     f"{dist.version} in {where} is not"
                 )
@@ -220,11 +222,13 @@ class Plugins:
     def _add(self, source: Source, load: Callable[[], ModuleType]) -> None:
         """Register one plugin, or remember why it could not be."""
         try:
-            module = load()
-            backends = _declared_by(module)
-        except Exception as exc:  # third-party code may raise anything; it is shown in the listing and when selected
+            module, backends = _checked(load())
+        except (Exception, SystemExit) as exc:  # third-party code may do anything; it is shown
             self.broken[source] = exc
-            return
+        else:
+            self._register(source, module, backends)
+
+    def _register(self, source: Source, module: ModuleType, backends: list[Backend]) -> None:
         if all(accepts(b.api) for b in backends):  # hooks of another generation are never called
             self.manager.register(module, str(source))
         for backend in backends:
@@ -244,8 +248,8 @@ def _manager() -> pluggy.PluginManager:
     return manager
 
 
-def _declared_by(module: ModuleType) -> list[Backend]:
-    """Check a plugin module on its own, so that a mistake in it is nobody else's, and return its backends."""
+def _checked(module: ModuleType) -> tuple[ModuleType, list[Backend]]:
+    """Check a plugin module on its own, so that a mistake in it is nobody else's, and return it with its backends."""
     alone = _manager()
     alone.register(module)
     alone.check_pending()  # a misspelt hook
@@ -257,18 +261,18 @@ def _declared_by(module: ModuleType) -> list[Backend]:
     for package in (p for found in alone.hook.coupler_config_paths() for p in found):
         if find_spec(package) is None:
             raise PluginError(f"there is no package {package}, which coupler_config_paths names")
-    return backends
+    return module, backends
 
 
 def _check(backend: Backend) -> None:
     who = f"{backend.kind}={backend.name}"
     if backend.kind not in set(Kind):
         raise PluginError(f"{who}: there is no kind {backend.kind!r}, only {', '.join(Kind)}")
-    if not is_dataclass(backend.config) or "name" not in {f.name for f in fields(backend.config)}:
+    default: Any = backend.config()
+    if not is_dataclass(default) or "name" not in {f.name for f in fields(default)}:
         raise PluginError(f"{who}: its config is not a dataclass with a field 'name'")
-    default = backend.config()
-    if default.name != backend.name:
-        raise PluginError(f"{who}: {backend.config.__name__}.name is {default.name!r}")
+    if default.name != backend.name:  # type: ignore[attr-defined]
+        raise PluginError(f"{who}: {backend.config.__name__}.name is {default.name!r}")  # type: ignore[attr-defined]
     backend.capabilities_of(default)
 
 
@@ -276,7 +280,7 @@ def _names_in(variable: str) -> list[str]:
     return [name.strip() for name in os.environ.get(variable, "").split(",") if name.strip()]
 
 
-def _cause(exc: Exception) -> str:
+def _cause(exc: BaseException) -> str:
     return f"{type(exc).__name__}: {exc}".splitlines()[0]
 
 

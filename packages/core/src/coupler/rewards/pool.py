@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from textwrap import indent
 from typing import Any
 
-from coupler.errors import CouplerError, DataError, RewardError
+from coupler.errors import ConfigError, CouplerError, DataError, RewardError
 from coupler.metrics import Metric, Metrics
 from coupler.rewards.process import START_S, WorkerDied, WorkerProcess
 from coupler.rewards.result import Invalid, Scored
@@ -50,6 +50,8 @@ class RewardPool:
     """
 
     def __init__(self, target: str, num_workers: int, timeout_s: float, max_invalid_fraction: float) -> None:
+        if num_workers < 1 or timeout_s <= 0:
+            raise ConfigError(f"reward.num_workers={num_workers} and reward.timeout_s={timeout_s} must be positive.")
         self.target, self.num_workers, self.timeout_s = target, num_workers, timeout_s
         self.max_invalid_fraction = max_invalid_fraction
         self.reasons: Counter[str] = Counter()
@@ -212,6 +214,7 @@ class RewardPool:
                 _settle(done)
                 slowest = max(slowest, *(scored.seconds for _, scored in done))
         except TimeoutError:
+            slowest = self.timeout_s
             process.kill(dump_stacks=True)
             self._blame(unanswered.popleft(), process, f"took longer than {self.timeout_s:g} s", timed_out=True)
         except WorkerDied as died:

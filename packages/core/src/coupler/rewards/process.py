@@ -111,17 +111,23 @@ class WorkerProcess:
 
     def kill(self, *, dump_stacks: bool = False) -> None:
         """End the process and its children; ``tail`` then holds its last lines on stderr. May be called twice."""
+        assert self.process.stdin and self.process.stdout
+        if self.process.stdin.closed:
+            return
         if dump_stacks:
             self._dump_stacks()
-        self.terminate()
+        self._kill_group()
         self.process.wait(10)
         self.reader.join(1)
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe
-            pipe.close()
+        self.process.stdin.close()
+        self.process.stdout.close()
 
     def terminate(self) -> None:
         """End the process and its children; safe from any thread, since pipes stay open for the owner to close."""
+        if self.process.returncode is None:  # else its number may be another's by now
+            self._kill_group()
+
+    def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 

@@ -9,25 +9,32 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from coupler.data.reasoning_gym import create
+from coupler.data.reasoning_gym import create, library
 
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
-def score(completion: str, row: Mapping[str, Any]) -> float:
-    """Return the task's own score of the text in the last ``<answer>`` tags, or of all of it where there are none.
+class Score:
+    """The task's own score of the text in the last ``<answer>`` tags, or of all of it where there are none.
 
     Most tasks give partial credit, in part for no merit: chain_sum scores a wrong sentence by the share that the right
     number has in it, countdown gives 0.01 for a wrong answer. Read the task's verifier before you train on this.
     """
-    tagged = ANSWER.findall(completion)
-    text = (tagged[-1] if tagged else completion).strip()
-    return float(_verifier(row["task"], json.dumps(row["task_config"])).score_answer(text, _entry(row["entry"])))
+
+    def __init__(self) -> None:
+        library()  # at the start of a worker: the first call must not pay for the import
+
+    def __call__(self, completion: str, row: Mapping[str, Any]) -> float:
+        tagged = ANSWER.findall(completion)
+        text = (tagged[-1] if tagged else completion).strip()
+        return float(_verifier(row["task"], json.dumps(row["task_config"])).score_answer(text, _entry(row["entry"])))
 
 
-def exact(completion: str, row: Mapping[str, Any]) -> float:
-    """Return 1 for a full score, else 0."""
-    return float(score(completion, row) == 1.0)
+class Exact(Score):
+    """1 for a full score, else 0."""
+
+    def __call__(self, completion: str, row: Mapping[str, Any]) -> float:
+        return float(super().__call__(completion, row) == 1.0)
 
 
 @lru_cache(8)

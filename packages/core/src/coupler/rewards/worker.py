@@ -3,6 +3,7 @@
 Reads a line of JSON ``[[completion, answer, row], ...]`` from stdin, and writes for each call one line
 ``[number or null, reason, seconds, traceback]`` to stdout, in order, as soon as it is known. The first line is
 ``{"ready": true}`` or ``{"failed": why}``. The function sees neither pipe: its stdin is empty, its stdout is stderr.
+A class is created once, before the first call, and its ``__call__`` is the function: what loads slowly belongs there.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ def main(target: str) -> None:
 
     try:
         function = resolve(target)
+        if isinstance(function, type):
+            function = function()
         keywords = accepted_keywords(function, target)
     except CouplerError as error:
         return send({"failed": str(error)})

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from coupler.plugins.manager import Plugins
     from coupler.testing.subject import Subject
 
 KINDS = ("engine", "rollout", "algorithm", "transport")
@@ -57,28 +58,45 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(names, rows, ids=ids, scope="module")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Look up what was selected before anything is collected.
+
+    Raises:
+        pytest.UsageError: a selection is malformed, or its backend cannot be used.
+    """
+    if not (config.getoption("--coupler") or config.getoption("--coupler-set")):
+        return
+    from coupler.errors import CouplerError
+
+    try:
+        for kind in KINDS:
+            for subject in subjects(config, kind):
+                subject.config()
+    except CouplerError as exc:
+        raise pytest.UsageError(str(exc)) from None
+
+
 def subjects(config: pytest.Config, kind: str) -> list[Subject]:
     """The backends of one kind to check: the selected ones, or every installed one where none of any kind is selected.
 
     Raises:
-        pytest.UsageError: a selection is malformed, or its backend cannot be used.
+        CouplerError: a selection is malformed, or its backend cannot be used.
     """
     from coupler.errors import CouplerError
     from coupler.plugins.manager import Plugins
     from coupler.testing.subject import Subject, parse_settings
 
-    plugins = config.stash.setdefault(_PLUGINS, Plugins.load())
-    chosen = [text.partition("=") for text in config.getoption("--coupler")]
-    try:
-        settings = parse_settings(config.getoption("--coupler-set")).get(kind, {})
-        for wanted, _, name in chosen:
-            if wanted not in KINDS or not name:
-                raise CouplerError(f"--coupler takes KIND=NAME with KIND one of {', '.join(KINDS)}.")
-        if chosen:
-            return [Subject(plugins.get(kind, name), settings, True) for wanted, _, name in chosen if wanted == kind]
-        return [Subject(backend, settings) for backend in plugins.of(kind).values()]
-    except CouplerError as exc:
-        raise pytest.UsageError(str(exc)) from None
+    if _PLUGINS not in config.stash:
+        config.stash[_PLUGINS] = Plugins.load()
+    plugins = config.stash[_PLUGINS]
+    settings = parse_settings(config.getoption("--coupler-set")).get(kind, {})
+    chosen = [text.partition("=")[::2] for text in config.getoption("--coupler")]
+    for wanted, name in chosen:
+        if wanted not in KINDS or not name:
+            raise CouplerError(f"--coupler takes KIND=NAME, where KIND is one of {', '.join(KINDS)}.")
+    if chosen:
+        return [Subject(plugins.get(kind, name), settings, True) for wanted, name in chosen if wanted == kind]
+    return [Subject(backend, settings) for backend in plugins.of(kind).values()]
 
 
-_PLUGINS: pytest.StashKey = pytest.StashKey()
+_PLUGINS: pytest.StashKey[Plugins] = pytest.StashKey()

@@ -1,0 +1,1 @@
+"""``rollout=minimal``: see the README."""

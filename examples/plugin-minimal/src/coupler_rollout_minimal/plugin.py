@@ -1,0 +1,21 @@
+"""What Coupler reads when it lists plugins; imports the standard library and coupler only."""
+
+from dataclasses import dataclass
+
+from coupler import Backend, hookimpl
+
+
+@dataclass
+class MinimalConfig:
+    name: str = "minimal"
+
+
+@hookimpl
+def coupler_backends():
+    yield Backend(
+        kind="rollout",
+        name="minimal",
+        target="coupler_rollout_minimal.rollout:MinimalRollout",
+        config=MinimalConfig,
+        capabilities=frozenset({"weights:full"}),
+    )

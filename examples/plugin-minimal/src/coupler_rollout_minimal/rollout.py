@@ -1,0 +1,54 @@
+"""``rollout=minimal``: a transformers model, one request at a time."""
+
+import asyncio
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from coupler import Completion, Rollout, SyncReceipt
+
+
+class MinimalRollout(Rollout):
+    async def setup(self, rank):
+        shape = AutoConfig.from_pretrained(self.model.path, trust_remote_code=self.model.trust_remote_code)
+        self.hf = AutoModelForCausalLM.from_config(shape, dtype=torch.float32).eval().requires_grad_(False)  # no weights
+        self.rank, self.version, self.turn = rank, -1, asyncio.Lock()  # first come, first served
+        return 1
+
+    async def generate(self, request):
+        async with self.turn:
+            return await asyncio.to_thread(self._sample, request)
+
+    def _sample(self, request):
+        random = torch.Generator().manual_seed(request.seed)
+        ids, cache, tokens, logprobs = torch.tensor([request.prompt]), None, [], []
+        while len(tokens) < request.max_tokens and not (tokens and tokens[-1] in request.stop):
+            out = self.hf(input_ids=ids, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            log_p = (out.logits[0, -1] / (request.temperature or 1.0)).log_softmax(-1)
+            greedy = request.temperature == 0
+            ids = (log_p.argmax() if greedy else torch.multinomial(log_p.exp(), 1, generator=random)).view(1, 1)
+            tokens.append(int(ids))
+            logprobs.append(float(log_p[ids]))
+        finish = "stop" if tokens[-1] in request.stop else "length"
+        return Completion(tuple(tokens), tuple(logprobs), (self.version,) * len(tokens), finish)
+
+    async def update(self, update):
+        params = self.hf.state_dict(keep_vars=True)  # two names of a tied parameter are one object
+        reached, unexpected, num_received, num_bytes = set(), [], 0, 0
+        for name, tensor in update.receive(self.rank):
+            num_received, num_bytes = num_received + 1, num_bytes + tensor.nbytes
+            if name in params:
+                params[name].copy_(tensor)
+                reached.add(id(params[name]))
+            else:
+                unexpected.append(name)
+        missing = tuple(name for name, param in params.items() if id(param) not in reached)
+        self.version, loaded = update.version, num_received - len(unexpected)
+        return SyncReceipt(update.version, num_received, loaded, num_bytes, missing, tuple(unexpected))
+
+    async def pause(self, in_flight):
+        await self.turn.acquire()  # behind the requests that run or wait: drain, the only kind this rollout declares
+
+    async def resume(self):
+        self.turn.release()

@@ -1,0 +1,155 @@
+"""The command line. Every command imports what it needs and no more: listing plugins imports no Hydra."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from coupler.errors import CouplerError
+from coupler.plugins.manager import CORE, Plugins, Row
+
+if TYPE_CHECKING:
+    from coupler.config.compose import Composed
+
+USER_ERROR, INTERRUPTED = 2, 130
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command and return the exit code: 2 for what the user can fix, which is printed without a traceback."""
+    try:
+        arguments = _parse(sys.argv[1:] if argv is None else argv)
+        arguments.command(arguments)
+    except CouplerError as exc:
+        print(f"coupler: {exc}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        print("coupler: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    return 0
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="coupler", description="Post-train language models.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"coupler {version(CORE)}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_job(commands, "train", _train, "reinforcement learning")
+    _add_job(commands, "sft", _sft, "supervised fine-tuning")
+    _add_job(commands, "eval", _eval, "sample held-out prompts and score them")
+    plan = _add_job(commands, "plan", _plan, "print what a configuration amounts to; takes no device")
+    plugins = commands.add_parser("plugins", help="list what is installed, and what does not load")
+    plugins.add_argument("--json", action="store_true", help="for programs")
+    plugins.set_defaults(command=_plugins, overrides=[])
+    config = _add_job(
+        commands, "config", _config, "print the resolved configuration; 'config explain KEY' explains one"
+    )
+    config.add_argument("--diff-default", action="store_true", help="only what is not the default")
+    plan.add_argument("--job", choices=("train", "sft"), default="train", help="that it is for")
+    arguments, rest = parser.parse_known_args(argv)  # overrides may stand on both sides of --config
+    for text in rest:
+        if text.startswith("-"):
+            hint = f"\n  write it as:  {text.lstrip('-')}" if "=" in text else ""
+            raise CouplerError(f"unknown argument {text}.{hint}")
+    arguments.overrides += rest
+    return arguments
+
+
+def _add_job(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    command: Callable[[argparse.Namespace], None],
+    text: str,
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+    parser.add_argument("--config", metavar="FILE", help="YAML file of options")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="options; they win over the file's")
+    parser.set_defaults(command=command)
+    return parser
+
+
+def _train(arguments: argparse.Namespace) -> None:
+    composed, plugins = _composed(arguments, "train")
+    from coupler.jobs import train
+
+    train(composed, plugins)
+
+
+def _sft(arguments: argparse.Namespace) -> None:
+    composed, plugins = _composed(arguments, "sft")
+    from coupler.jobs import supervise
+
+    supervise(composed, plugins)
+
+
+def _eval(arguments: argparse.Namespace) -> None:
+    composed, plugins = _composed(arguments, "eval")
+    from coupler.jobs import evaluate
+
+    evaluate(composed, plugins)
+
+
+def _plan(arguments: argparse.Namespace) -> None:
+    from coupler.config.schema import Job
+    from coupler.data import load_rows
+    from coupler.plan import make_plan
+
+    composed, plugins = _composed(arguments, arguments.job)
+    data = composed.config.data
+    num_rows = len(load_rows(data)) if Path(data.source).is_file() else None
+    print(make_plan(composed.config, num_rows, plugins, job=Job(arguments.job)).render())
+
+
+def _config(arguments: argparse.Namespace) -> None:
+    from coupler.config.compose import dump_yaml
+    from coupler.config.explain import differences, explain
+
+    asked = arguments.overrides[:1] == ["explain"]
+    keys = [text for text in arguments.overrides[1:] if "=" not in text] if asked else []
+    arguments.overrides = [text for text in arguments.overrides[asked:] if text not in keys]
+    composed, _ = _composed(arguments, "train", complete=False)
+    if asked:
+        print("\n\n".join(explain(composed, key) for key in keys or [""]))
+    else:
+        print(differences(composed) if arguments.diff_default else dump_yaml(composed.config).rstrip())
+
+
+def _composed(arguments: argparse.Namespace, job: str, *, complete: bool = True) -> tuple[Composed, Plugins]:
+    from coupler.config.compose import compose
+    from coupler.config.schema import Job
+
+    plugins = Plugins.load()
+    composed = compose(plugins, arguments.overrides, arguments.config, Job(job), complete=complete)
+    for text in (*plugins.warnings(), *composed.notes):
+        print(f"coupler: warning: {text}", file=sys.stderr)
+    return composed, plugins
+
+
+def _plugins(arguments: argparse.Namespace) -> None:
+    plugins = Plugins.load()
+    rows = plugins.rows()
+    if arguments.json:
+        print(json.dumps({"core": version(CORE), "plugins": [asdict(row) for row in rows]}, indent=2))
+    else:
+        print(_table(rows))
+        for text in plugins.stale:
+            print(f"coupler: warning: {text}", file=sys.stderr)
+
+
+def _table(rows: list[Row]) -> str:
+    head = ("kind", "name", "state", "distribution", "version", "capabilities")
+    body = [
+        (r.kind or "-", r.name, r.state, r.distribution or "-", r.version or "-", r.detail or " ".join(r.capabilities))
+        for r in rows
+    ]
+    widths = [max(len(line[i]) for line in (head, *body)) for i in range(len(head) - 1)]
+    lines = ["  ".join([*map(str.ljust, line, widths), line[-1]]).rstrip() for line in (head, *body)]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

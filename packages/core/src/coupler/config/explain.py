@@ -1,0 +1,82 @@
+"""Explain options: what they mean, where they are declared, and who set them."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import io
+import textwrap
+import tokenize
+from typing import Any
+
+from coupler.config.compose import Composed, plain
+from coupler.config.options import Option
+
+
+def explain(composed: Composed, key: str) -> str:
+    """Describe one option, or list the options of a section.
+
+    Raises:
+        ConfigError: there is no such key; says which may be meant.
+    """
+    members = composed.options.members(key)
+    if members:
+        start = f"{key}." if key else ""
+        inner = [o for o in composed.options.table.values() if o.key.startswith(start)]
+        width = max(len(o.key) for o in inner)
+        return "\n".join(f"{o.key:{width}}  {description(o)}".rstrip() for o in inner)
+    option = composed.options.find(key)
+    value = value_of(composed, key)
+    lines = [
+        key,
+        f"  {description(option)}",
+        f"  takes:     {option.takes}",
+        f"  default:   {_shown(option.default)}",
+        f"  value:     {_shown(value)}  ({composed.origin.get(key, 'default')})",
+        f"  declared:  {option.owner.__module__}:{option.owner.__qualname__}",
+    ]
+    return "\n".join(line for line in lines if line.strip())
+
+
+def differences(composed: Composed) -> str:
+    """List the options whose values are not the defaults, with who set them."""
+    lines = []
+    for key, option in composed.options.table.items():
+        value, default = value_of(composed, key), _shown(option.default)
+        if _shown(value) != default:
+            entries = [o for k, o in composed.origin.items() if k == key or k.startswith(f"{key}.")]
+            lines.append(f"{key}: {_shown(value)}  # default {default}; {entries[0] if entries else 'plugin'}")
+    return "\n".join(lines)
+
+
+def description(option: Option) -> str:
+    """The comment on the field's line, or the text under it, from the source of its dataclass."""
+    for owner in option.owner.__mro__:
+        name = option.key.rpartition(".")[2]
+        if name in inspect.get_annotations(owner):
+            return _described(textwrap.dedent(inspect.getsource(owner)), name)
+    return ""
+
+
+def value_of(composed: Composed, key: str) -> Any:
+    """The plain value of an option; None where an entry of a mapping is not set."""
+    values = plain(composed.config)
+    for name in key.split("."):
+        values = values.get(name) if isinstance(values, dict) else None
+    return values
+
+
+def _described(source: str, name: str) -> str:
+    body = ast.parse(source).body[0].body  # type: ignore[attr-defined]
+    at = next(i for i, n in enumerate(body) if isinstance(n, ast.AnnAssign) and n.target.id == name)  # type: ignore
+    under = body[at + 1] if at + 1 < len(body) else None
+    if isinstance(under, ast.Expr) and isinstance(under.value, ast.Constant):
+        return " ".join(str(under.value.value).split())
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT and token.start[0] == body[at].end_lineno:
+            return token.string.lstrip("# ")
+    return ""
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value) or "''"

@@ -1,0 +1,223 @@
+"""What a configuration amounts to, before a device is taken: how many sequences, steps, tokens, and which roles.
+
+Two options of an engine's own are read by their names, where its config has them: ``max_tokens_per_gpu`` (of one
+micro-batch) and ``warmup_steps`` (optimizer steps of learning-rate warm-up).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from coupler.config.reads import original
+from coupler.config.schema import Job, RunConfig
+from coupler.errors import ConfigError
+from coupler.plugins.manager import Plugins
+
+NEEDS = "needs:"  # capability of an algorithm: a column that core adds, for example needs:ref_logprobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The numbers of a run. A sequence is one prompt with one completion."""
+
+    job: Job
+    steps: int
+    prompts_per_step: int
+    samples_per_prompt: int  # 1 in supervised training
+    optimizer_steps_per_batch: int
+    max_prompt_tokens: int
+    max_completion_tokens: int  # 0 in supervised training, where a row is as long as its text
+    max_tokens_per_gpu: int  # 0: the engine has no such option
+    warmup_steps: int  # optimizer steps
+    max_staleness: int
+    num_rows: int | None  # None: not known without loading the data
+    num_shards: int  # data shards of the engine; one for the local executor
+    roles: tuple[str, ...]  # "policy (engine fsdp)", ...
+    weights: str  # how they get from engine to rollout; empty in supervised training
+    trackers: tuple[str, ...]
+    run_dir: str
+
+    @property
+    def sequences_per_step(self) -> int:
+        return self.prompts_per_step * self.samples_per_prompt
+
+    @property
+    def sequences_per_optimizer_step(self) -> int:
+        return self.sequences_per_step // self.optimizer_steps_per_batch
+
+    @property
+    def optimizer_steps(self) -> int:
+        return self.steps * self.optimizer_steps_per_batch
+
+    @property
+    def max_tokens_per_sequence(self) -> int:
+        """Of the longest sequence; 0 where nothing bounds it."""
+        return self.max_prompt_tokens + self.max_completion_tokens if self.max_completion_tokens else 0
+
+    @property
+    def max_micro_batches(self) -> int:
+        """Per shard and optimizer step if every sequence is as long as it can be; 0 where nothing says."""
+        if not self.max_tokens_per_gpu or not self.max_tokens_per_sequence:
+            return 0
+        per_micro_batch = self.max_tokens_per_gpu // self.max_tokens_per_sequence
+        return _ceil(_ceil(self.sequences_per_optimizer_step, self.num_shards), per_micro_batch)
+
+    @property
+    def steps_per_epoch(self) -> float | None:
+        return None if self.num_rows is None else self.num_rows / self.prompts_per_step
+
+    def render(self) -> str:
+        """One line per fact, for the console and the log."""
+        width = max(len(label) for label, _ in self._lines())
+        return "\n".join(f"{label:{width}}  {text}" for label, text in self._lines())
+
+    def _lines(self) -> list[tuple[str, str]]:
+        lines = [("step", self._step()), ("optimizer", self._optimizer())]
+        if self.max_tokens_per_sequence:
+            most = self.sequences_per_step * self.max_tokens_per_sequence
+            prompt, completion = self.max_prompt_tokens, self.max_completion_tokens
+            text = f"at most {prompt} + {completion} = {self.max_tokens_per_sequence} per sequence, {most} per step"
+            lines.append(("tokens", text))
+        if self.max_tokens_per_gpu:
+            count = f"at most {self.max_micro_batches}" if self.max_micro_batches else "as many as it takes"
+            lines.append(("micro-batches", f"{count} per optimizer step, of at most {self.max_tokens_per_gpu} tokens"))
+        lines.append(("run", self._run()))
+        if self.job is Job.TRAIN:
+            behind = f"rollouts run at most {_count(self.max_staleness, 'version')} behind"
+            lines.append(("staleness", behind if self.max_staleness else "0: sampling and training take turns"))
+        lines.append(("layout", f"{_count(self.num_shards, 'data shard')}; {', '.join(self.roles)}"))
+        if self.weights:
+            lines.append(("weights", self.weights))
+        return [*lines, ("trackers", ", ".join(self.trackers) or "none"), ("folder", self.run_dir)]
+
+    def _step(self) -> str:
+        if self.job is Job.SFT:
+            return _count(self.prompts_per_step, "row")
+        prompts, samples = _count(self.prompts_per_step, "prompt"), _count(self.samples_per_prompt, "sample")
+        return f"{prompts} x {samples} = {_count(self.sequences_per_step, 'sequence')}"
+
+    def _optimizer(self) -> str:
+        number = self.optimizer_steps_per_batch
+        each = _count(self.sequences_per_optimizer_step, "sequence")
+        text = f"{_count(number, 'optimizer step')} of {each} per step"
+        if number == 1 or self.job is Job.SFT:
+            return text
+        return f"{text} ({'step 2 is' if number == 2 else f'steps 2-{number} are'} off-policy)"
+
+    def _run(self) -> str:
+        text = f"{_count(self.steps, 'step')} = {_count(self.optimizer_steps, 'optimizer step')}"
+        if self.warmup_steps:
+            text += f", learning-rate warm-up over the first {self.warmup_steps}"
+        if self.steps_per_epoch is not None:
+            text += f"; {self.steps_per_epoch:.3g} steps per epoch, {self.steps / self.steps_per_epoch:.3g} epochs"
+        return text
+
+
+def make_plan(
+    config: RunConfig,
+    num_rows: int | None,
+    plugins: Plugins,
+    needs: frozenset[str] | None = None,
+    job: Job = Job.TRAIN,
+) -> Plan:
+    """Work out what ``config`` amounts to. Imports no backend; reading options here does not count as using them.
+
+    Args:
+        num_rows: prompts, or rows of supervised training; None where they are not loaded.
+        needs: the algorithm's, where it exists already; otherwise what its backend declares.
+
+    Raises:
+        ConfigError: options contradict each other; says which values nearby do not.
+        PluginError: no transport moves weights from this engine to this rollout.
+    """
+    config = original(config)
+    trains = job is Job.TRAIN
+    plan = Plan(
+        job=job,
+        steps=config.steps,
+        prompts_per_step=config.prompts_per_step,
+        samples_per_prompt=config.samples_per_prompt if trains else 1,
+        optimizer_steps_per_batch=config.optimizer_steps_per_batch,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_completion_tokens=config.sampling.max_tokens if trains else 0,
+        max_tokens_per_gpu=_engine_option(config.engine, "max_tokens_per_gpu"),
+        warmup_steps=_engine_option(config.engine, "warmup_steps"),
+        max_staleness=config.max_staleness,
+        num_rows=num_rows,
+        num_shards=1,
+        roles=tuple(_roles(config, plugins, needs, trains)),
+        weights=_weights(config, plugins) if trains else "",
+        trackers=tuple(config.trackers),
+        run_dir=config.run_dir,
+    )
+    _check(plan, config, plugins)
+    return plan
+
+
+def _roles(config: RunConfig, plugins: Plugins, needs: frozenset[str] | None, trains: bool) -> list[str]:
+    if needs is None:
+        declared = plugins.get("algorithm", config.algorithm.name).capabilities_of(config.algorithm)
+        needs = frozenset(c.removeprefix(NEEDS) for c in declared if c.startswith(NEEDS))
+    roles = [f"policy (engine {config.engine.name})"]
+    roles += [f"reference (engine {config.engine.name})"] if "ref_logprobs" in needs else []
+    return [*roles, f"rollout ({config.rollout.name})"] if trains else roles
+
+
+def _weights(config: RunConfig, plugins: Plugins) -> str:
+    engine, rollout = plugins.get("engine", config.engine.name), plugins.get("rollout", config.rollout.name)
+    fmt, transport = plugins.hook.coupler_weight_path(
+        engine=engine, rollout=rollout, transports=plugins.of("transport"), config=config
+    )
+    return f"{engine.name} -> {transport} ({fmt}) -> {rollout.name}"
+
+
+def _check(plan: Plan, config: RunConfig, plugins: Plugins) -> None:
+    sequences, number = plan.sequences_per_step, plan.optimizer_steps_per_batch
+    if sequences % number:
+        divisors = [d for d in range(1, sequences + 1) if sequences % d == 0]
+        near = sorted(sorted(divisors, key=lambda d: abs(d - number))[:2])
+        prompts = sorted(_nearest_multiples(plan.prompts_per_step, _step_of(number, plan.samples_per_prompt)))
+        raise ConfigError(
+            f"optimizer_steps_per_batch={number} does not divide the {sequences} sequences of a step.\n"
+            f"  try:  optimizer_steps_per_batch={_either(near)}, or prompts_per_step={_either(prompts)}"
+        )
+    longest, room = plan.max_tokens_per_sequence, plan.max_tokens_per_gpu
+    if room and longest > room:
+        raise ConfigError(
+            f"engine.max_tokens_per_gpu={room} is less than one sequence can have: data.max_prompt_tokens + "
+            f"sampling.max_tokens = {longest}.\n  try:  engine.max_tokens_per_gpu={longest}"
+        )
+    if config.offload and plan.job is Job.TRAIN:
+        for kind, wanted in (("engine", "memory:offload"), ("rollout", "memory:sleep")):
+            section: Any = getattr(config, kind)
+            if wanted not in plugins.get(kind, section.name).capabilities_of(section):
+                raise ConfigError(
+                    f"offload=true needs {kind}={section.name} to free device memory, which it cannot ({wanted}).\n"
+                    f"  try:  offload=false, or another {kind}"
+                )
+
+
+def _engine_option(engine: Any, name: str) -> int:
+    return getattr(engine, name) if name in {f.name for f in fields(engine)} else 0
+
+
+def _step_of(number: int, samples: int) -> int:
+    """The smallest number of prompts whose samples ``number`` divides."""
+    return next(p for p in range(1, number + 1) if p * samples % number == 0)
+
+
+def _nearest_multiples(value: int, step: int) -> set[int]:
+    return {max(value // step, 1) * step, _ceil(value, step) * step}
+
+
+def _either(values: list[int]) -> str:
+    return " or ".join(map(str, values))
+
+
+def _ceil(value: int, by: int) -> int:
+    return -(-value // by)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

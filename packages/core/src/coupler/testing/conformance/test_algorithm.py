@@ -1,0 +1,210 @@
+"""What every algorithm must do. Losses are per token, of one unit, blind to what is masked and to the micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from coupler.batch import Batch
+from coupler.interfaces import Aggregation, Algorithm
+from coupler.metrics import Metrics, merge, read, values
+from coupler.normalise import prepare
+from coupler.testing import toy
+from coupler.testing.cases import RAGGED, make_batch, poisoned
+from coupler.testing.reference import Reference, torch_columns
+from coupler.testing.subject import Subject
+from coupler.workers import checked_loss
+
+COLUMNS = {"ref_logprobs": 0.2, "old_logprobs": 0.1}  # what core can add, and how far it is from the rollout's
+ALWAYS = ("tokens", "loss_mask", "version", "rollout_logprobs", "temperature", "reward", "group", "trajectory", "unit")
+
+
+@pytest.fixture
+def algorithm(algorithm_subject: Subject) -> Algorithm:
+    return algorithm_subject.backend.load()(algorithm_subject.config())
+
+
+@pytest.fixture(scope="module")
+def plain(reference_of: Callable[[str], Reference]) -> Batch:
+    """Two groups of four as the sampler writes them, with every column that core can add."""
+    batch = make_batch(reference_of("toy"), RAGGED)
+    random, mask = np.random.default_rng(1), batch["loss_mask"]
+    near = {n: batch["rollout_logprobs"] + random.normal(0, d, batch.num_tokens) for n, d in COLUMNS.items()}
+    return batch.with_tokens(**{n: np.where(mask, c, 0).astype(np.float32) for n, c in near.items()}).with_seqs(
+        reward=np.array([0, 1, 1, 0.5, 2, 0, 0, 1], np.float32)
+    )
+
+
+def ready(algorithm: Algorithm, plain: Batch) -> Batch:
+    """The batch as an engine gets it: only declared columns, advantages, weights."""
+    return prepare(algorithm.advantages(plain.select(*ALWAYS, *algorithm.needs)), algorithm)
+
+
+class Evaluated:
+    """A loss with its gradient by every wanted output, at some log-probs. All [T], float64."""
+
+    def __init__(self, subject: Subject, algorithm: Algorithm, batch: Batch, filler: float = 0.0) -> None:
+        mask = batch["loss_mask"]
+        noise = np.sin(batch["tokens"].astype(np.float64))  # follows its token when rows move
+        near = {"logprobs": batch["rollout_logprobs"] + 0.3 * noise, "entropy": 2 + noise}
+        inputs = {o.name: np.where(mask, near[o.name], filler) for o in algorithm.want}
+        loss = checked_loss(algorithm, None)
+        evaluate = self._in_numpy if subject.toy else self._in_torch
+        token_loss, metrics = evaluate(loss, inputs, batch)
+        self.loss: np.ndarray = np.where(mask, token_loss, 0)
+        self.metrics: Metrics = read(metrics)
+
+    def _in_numpy(self, loss: Any, inputs: dict[str, np.ndarray], batch: Batch) -> tuple[np.ndarray, Metrics]:
+        columns = toy.columns_of(batch)
+        self.grads = toy.slopes(loss, inputs, columns)
+        return loss(inputs, columns)
+
+    def _in_torch(self, loss: Any, inputs: dict[str, np.ndarray], batch: Batch) -> tuple[np.ndarray, Metrics]:
+        import torch
+
+        out = {name: torch.from_numpy(np.array(value)).requires_grad_() for name, value in inputs.items()}
+        columns = torch_columns(batch)
+        token_loss, metrics = loss(out, columns)
+        torch.where(columns["loss_mask"], token_loss * columns["loss_weight"], 0.0).sum().backward()
+        self.grads = {n: np.zeros(v.shape) if v.grad is None else v.grad.numpy() for n, v in out.items()}
+        return token_loss.detach().numpy(), metrics
+
+
+def same(got: Evaluated, want: Evaluated, rows: np.ndarray | slice = slice(None)) -> None:
+    np.testing.assert_allclose(got.loss, want.loss[rows], rtol=1e-9, atol=1e-12)
+    for name, grad in want.grads.items():
+        np.testing.assert_allclose(got.grads[name], grad[rows], rtol=1e-6, atol=1e-9, err_msg=name)
+
+
+def token_rows(batch: Batch, rows: list[int]) -> np.ndarray:
+    return np.concatenate([np.arange(batch.starts[i], batch.starts[i + 1]) for i in rows]).astype(int)
+
+
+def test_it_declares_what_core_knows(algorithm: Algorithm) -> None:
+    assert algorithm.needs <= COLUMNS.keys()
+    assert algorithm.aggregation in list(Aggregation)
+    assert algorithm.constant >= 1
+    assert any(output.name == "logprobs" for output in algorithm.want)
+
+
+def test_the_loss_is_per_token_and_finite(algorithm_subject: Subject, algorithm: Algorithm, plain: Batch) -> None:
+    """With the columns it declares and no others; some token has a gradient, and none outside the mask."""
+    batch = ready(algorithm, plain)
+    found = Evaluated(algorithm_subject, algorithm, batch)
+    assert found.loss.shape == (batch.num_tokens,)
+    assert np.isfinite(found.loss).all()
+    assert all(np.isfinite(value) for value in values(found.metrics).values()), values(found.metrics)
+    assert all(np.isfinite(grad).all() for grad in found.grads.values())
+    assert found.grads["logprobs"].any()
+    assert not any(grad[~batch["loss_mask"]].any() for grad in found.grads.values())
+
+
+def test_old_logprobs_may_be_left_out(algorithm_subject: Subject, algorithm: Algorithm, plain: Batch) -> None:
+    """Core omits them where there is one optimizer step per batch: they are the loss's own log-probs then."""
+    if "old_logprobs" not in algorithm.needs:
+        pytest.skip("it does not need them")
+    batch = prepare(algorithm.advantages(plain.select(*ALWAYS, *(algorithm.needs - {"old_logprobs"}))), algorithm)
+    found = Evaluated(algorithm_subject, algorithm, batch)
+    assert np.isfinite(found.loss).all()
+    assert found.grads["logprobs"].any()
+
+
+def test_values_under_the_mask_change_nothing(algorithm_subject: Subject, algorithm: Algorithm, plain: Batch) -> None:
+    """NaN there leaves advantages, loss, metrics and gradient bit-identical, and all of the gradient finite."""
+    want = Evaluated(algorithm_subject, algorithm, ready(algorithm, plain))
+    mask = plain["loss_mask"]
+    dirty = algorithm.advantages(poisoned(plain.select(*ALWAYS, *algorithm.needs)))
+    batch = ready(algorithm, plain)
+    for name, column in algorithm.advantages(plain.select(*ALWAYS, *algorithm.needs)).tokens.items():
+        np.testing.assert_array_equal(dirty[name][mask], column[mask], err_msg=name)
+    for filler in (0.0, float("nan")):
+        got = Evaluated(algorithm_subject, algorithm, poisoned(batch), filler)
+        np.testing.assert_array_equal(got.loss, want.loss)
+        for name, grad in want.grads.items():
+            np.testing.assert_array_equal(got.grads[name], grad, err_msg=name)
+        assert values(got.metrics) == values(want.metrics)
+
+
+def test_order_changes_nothing(algorithm_subject: Subject, algorithm: Algorithm, plain: Batch) -> None:
+    """Neither advantages, which are of groups and not of positions, nor losses."""
+    order = [6, 1, 4, 0, 7, 3, 2, 5]
+    rows = token_rows(plain, order)
+    want, got = ready(algorithm, plain), ready(algorithm, plain.take(order))
+    for name, column in want.tokens.items():
+        if column.dtype.kind == "f":
+            np.testing.assert_allclose(got[name], column[rows], rtol=1e-6, atol=1e-7, err_msg=name)
+    same(
+        Evaluated(algorithm_subject, algorithm, want.take(order)),
+        Evaluated(algorithm_subject, algorithm, want),
+        rows,
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_micro_batches_change_nothing(
+    algorithm_subject: Subject, algorithm: Algorithm, plain: Batch, size: int
+) -> None:
+    """A part's losses are those of the whole, and metrics merge to its metrics."""
+    batch = ready(algorithm, plain)
+    whole = Evaluated(algorithm_subject, algorithm, batch)
+    parts = []
+    for start in range(0, len(batch), size):
+        rows = list(range(start, start + size))
+        parts.append(Evaluated(algorithm_subject, algorithm, batch.take(rows)))
+        same(parts[-1], whole, token_rows(batch, rows))
+    assert values(merge(p.metrics for p in parts)) == pytest.approx(values(whole.metrics), rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("case", ["no-sequence", "no-valid-token"])
+def test_an_empty_micro_batch_passes(
+    algorithm_subject: Subject, algorithm: Algorithm, plain: Batch, case: str
+) -> None:
+    """Ranks run as many micro-batches as the others, with nothing in them if need be; metrics stay those of the rest."""
+    batch = ready(algorithm, plain)
+    if case == "no-sequence":
+        empty = batch.take([])
+    else:
+        nothing = np.zeros(batch.num_tokens, bool)
+        empty = batch.with_tokens(loss_mask=nothing, loss_weight=np.zeros(batch.num_tokens, np.float32))
+    found = Evaluated(algorithm_subject, algorithm, empty)
+    assert not found.loss.any()
+    assert not any(grad.any() for grad in found.grads.values())
+    whole = Evaluated(algorithm_subject, algorithm, batch).metrics
+    assert values(merge([whole, found.metrics])) == pytest.approx(values(whole), nan_ok=False)
+    assert values(merge([found.metrics, whole])) == pytest.approx(values(whole), nan_ok=False)
+
+
+def test_groups_come_from_their_column(algorithm: Algorithm, plain: Batch) -> None:
+    """Two groups of the same prompt stay two, and a renamed group is the same group."""
+    one_prompt = plain.with_tokens(tokens=np.full(plain.num_tokens, 7, np.int32))
+    renamed = plain.with_seqs(group=1000 - 7 * plain["group"])
+    want = ready(algorithm, plain)
+    for other in (one_prompt, renamed):
+        got = ready(algorithm, other)
+        for name in got.tokens.keys() - {"tokens"}:
+            np.testing.assert_array_equal(got[name], want[name], err_msg=name)
+
+
+def test_degenerate_rewards_are_finite(algorithm_subject: Subject, algorithm: Algorithm, plain: Batch) -> None:
+    """All rewards of a group are equal; one sequence has no valid token."""
+    for rewards in (np.zeros(8), np.ones(8), np.full(8, -1e4)):
+        batch = ready(algorithm, plain.with_seqs(reward=rewards.astype(np.float32)))
+        assert all(np.isfinite(c).all() for c in batch.tokens.values() if c.dtype.kind == "f")
+        found = Evaluated(algorithm_subject, algorithm, batch)
+        assert np.isfinite(found.loss).all()
+        assert all(np.isfinite(grad).all() for grad in found.grads.values())
+
+
+def test_keep_judges_one_group(algorithm: Algorithm, plain: Batch) -> None:
+    assert isinstance(algorithm.keep(plain.take([0, 1, 2, 3])), bool)
+
+
+def test_the_input_is_left_alone(algorithm_subject: Subject, algorithm: Algorithm, plain: Batch) -> None:
+    """Columns are shared between batches and processes: nothing writes into them."""
+    before = {name: plain[name].copy() for name in (*plain.tokens, *plain.seqs)}
+    Evaluated(algorithm_subject, algorithm, ready(algorithm, plain))
+    for name, column in before.items():
+        np.testing.assert_array_equal(plain[name], column, err_msg=name)

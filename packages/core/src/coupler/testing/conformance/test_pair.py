@@ -1,0 +1,91 @@
+"""What an engine and a rollout must do together: one test for every pair, since both meet at checkpoint names."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from coupler.batch import Batch
+from coupler.interfaces import Engine, Output, Rank, Request, StepInfo
+from coupler.plugins.manager import Plugins
+from coupler.testing import losses
+from coupler.testing.cases import make_batch, weighted
+from coupler.testing.edge import Served
+from coupler.testing.reference import Reference, as_batch
+from coupler.testing.subject import Subject
+
+LIMIT = {"float32": 1e-3, "bfloat16": 0.15, "float16": 0.05}  # mean |log-prob difference| in nats, by what travels
+WANT = (Output("logprobs"), Output("entropy"))
+
+
+@pytest.fixture
+def pair(
+    engine_subject: Subject, rollout_subject: Subject, reference: Reference
+) -> Iterator[tuple[Engine, Served]]:
+    engine = engine_subject.create(reference.folder, lr=3e-2)
+    engine.setup(Rank(seed=1))
+    served = Served(rollout_subject.create(reference.folder), Plugins.load().get("transport", "disk"))
+    yield engine, served
+    served.close()
+
+
+def limit(engine: Engine) -> float:
+    """By the least precise dtype that the engine sends."""
+    dtypes = {str(tensor.dtype).removeprefix("torch.") for _, tensor in engine.weights()}
+    return max(LIMIT[dtype] for dtype in dtypes)
+
+
+def sample(served: Served, version: int) -> list[Batch]:
+    """Completions at two temperatures, each with the log-probs that the rollout reports."""
+    requests = [Request((7, 8 + i, 9), 10, t, seed=i) for i, t in enumerate((1.0, 0.7, 1.0, 1.3))]
+
+    async def together() -> Any:
+        return await asyncio.gather(*(served.rollout.generate(r) for r in requests))
+
+    batches = []
+    for request, done in zip(requests, served.run(together), strict=True):
+        assert set(done.versions) == {version}
+        batch = as_batch(request.prompt, done.tokens, request.temperature)
+        reported = np.array([0.0] * len(request.prompt) + list(done.logprobs), np.float32)
+        batches.append(batch.with_tokens(rollout_logprobs=reported))
+    return batches
+
+
+def difference(engine: Engine, samples: list[Batch]) -> float:
+    """Mean |log-prob difference| of engine and rollout on the same ids."""
+    batch = Batch.concat(samples)
+    ours = engine.forward(batch, (Output("logprobs"),))["logprobs"]
+    return float(np.abs(ours - batch["rollout_logprobs"])[batch["loss_mask"]].mean())
+
+
+def test_the_rollout_runs_the_weights_just_trained(
+    pair: tuple[Engine, Served], reference: Reference, every_model: None
+) -> None:
+    """After each of three steps: equal log-probs on the same ids, the new version on every token, and visibly moved."""
+    engine, served = pair
+    bound, before = limit(engine), None
+    for step in range(4):
+        sent, receipt = served.push(engine.weights())
+        assert receipt.num_loaded == sent.num_tensors
+        assert (receipt.missing, receipt.unexpected) == ((), ())
+        samples = sample(served, version=step)
+        assert difference(engine, samples) < bound
+        if before is not None:
+            assert difference(engine, before) > 3 * bound, "the step changed too little for this test to see"
+        before = samples
+        batch = weighted(make_batch(reference, seed=step))
+        engine.forward_backward(batch, WANT, losses.surrogate, StepInfo(batch.num_tokens, len(batch), step))
+        assert engine.step().applied
+    assert difference(engine, before) > 3 * bound, "without a sync the rollout cannot follow"
+
+
+def test_the_first_version_is_the_checkpoint(pair: tuple[Engine, Served], reference: Reference) -> None:
+    engine, served = pair
+    served.push(engine.weights())
+    for one in sample(served, version=0):
+        want = reference.outputs(one)["logprobs"]
+        assert np.abs(want - one["rollout_logprobs"])[one["loss_mask"]].mean() < limit(engine)

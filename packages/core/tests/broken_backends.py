@@ -1,0 +1,242 @@
+"""Toy backends with one fault each, of the kind that users of other frameworks reported. The kit must see them all.
+
+Each name says the fault; ``CAUGHT_BY`` says which test of the kit must fail on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import field, make_dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from coupler import Backend, hookimpl
+from coupler.balance import micro_batches
+from coupler.interfaces import StepResult
+from coupler.testing import toy
+from coupler.testing.models import read_tensors
+from coupler.testing.toy_config import BACKENDS
+
+CAUGHT_BY: dict[tuple[str, str], str] = {}
+
+
+def fault(test: str):
+    """Declare a backend: kind and name come from the class, the target from this module."""
+
+    def declare(cls: type) -> type:
+        kind = cls.__mro__[1].__name__.removeprefix("Toy").lower()
+        CAUGHT_BY[kind, cls.__name__] = test
+        return cls
+
+    return declare
+
+
+@hookimpl
+def coupler_backends() -> Iterable[Backend]:
+    like = {backend.kind: backend for backend in BACKENDS}
+    for kind, name in CAUGHT_BY:
+        named = [("name", str, field(default=name))]
+        config = make_dataclass(f"{name}Config", named, bases=(like[kind].config,))
+        config.__module__ = __name__
+        globals()[config.__name__] = config  # processes find it by its name
+        yield replace(like[kind], name=name, target=f"{__name__}:{name}", config=config)
+
+
+@fault("test_gradient_over_micro_batches")
+class AveragesMicroBatches(toy.ToyEngine):
+    def forward_backward(self, batch, want, loss, step):
+        metrics = super().forward_backward(batch, want, loss, step)
+        count = len(micro_batches(batch.lengths, self.config.max_tokens_per_gpu))
+        self.grads = {name: grad / count for name, grad in self.grads.items()}
+        return metrics
+
+
+@fault("test_gradient_of_ragged_sequences")
+class NormalisesAgain(toy.ToyEngine):
+    def forward_backward(self, batch, want, loss, step):
+        metrics = super().forward_backward(batch, want, loss, step)
+        self.grads = {name: grad / batch["loss_mask"].mean() for name, grad in self.grads.items()}
+        return metrics
+
+
+@fault("test_logprobs_and_entropy_equal_the_reference")
+class IgnoresTheTemperature(toy.ToyEngine):
+    def forward(self, batch, want):
+        done = super().forward(batch.with_seqs(temperature=np.ones(len(batch))), want)
+        return batch.with_tokens(**{output.name: done[output.name] for output in want})
+
+
+@fault("test_logprobs_and_entropy_equal_the_reference")
+class ForwardReordersRows(toy.ToyEngine):
+    def forward(self, batch, want):
+        return super().forward(batch.take(np.argsort(batch.lengths)), want)
+
+
+@fault("test_values_under_the_mask_change_nothing")
+class MultipliesByTheMask(toy.ToyEngine):
+    def forward_backward(self, batch, want, loss, step):
+        touched = batch["advantages"].sum() * 0
+        return super().forward_backward(batch.with_tokens(loss_weight=batch["loss_weight"] + touched), want, loss, step)
+
+
+@fault("test_a_gradient_that_is_not_finite_is_not_applied")
+class CountsSkippedSteps(toy.ToyEngine):
+    def step(self) -> StepResult:
+        result = super().step()
+        self.steps += not result.applied
+        return result
+
+
+@fault("test_a_gradient_does_not_reach_the_next_step")
+class KeepsTheGradient(toy.ToyEngine):
+    def forward_backward(self, batch, want, loss, step):
+        before = self.grads
+        metrics = super().forward_backward(batch, want, loss, step)
+        self.grads = {name: grad + before[name] for name, grad in self.grads.items()}
+        return metrics
+
+    def step(self) -> StepResult:
+        before = self.grads
+        result = super().step()
+        self.grads = before
+        return result
+
+
+@fault("test_steps_equal_plain_adamw")
+class DoesNotClip(toy.ToyEngine):
+    def step(self) -> StepResult:
+        self.config = replace(self.config, max_grad_norm=1e9)
+        return super().step()
+
+
+@fault("test_weights_are_the_checkpoint")
+class ForgetsABias(toy.ToyEngine):
+    def weights(self):
+        return ((name, tensor) for name, tensor in super().weights() if name != "head.bias")
+
+
+@fault("test_a_saved_engine_continues_as_if_nothing_had_happened")
+class ResetsTheMoments(toy.ToyEngine):
+    def load(self, path, what):
+        super().load(path, what)
+        self.second = {name: np.zeros_like(moment) for name, moment in self.second.items()}
+
+
+@fault("test_it_starts_with_dummy_weights")
+class ReadsTheCheckpoint(toy.ToyRollout):
+    async def setup(self, rank):
+        workers = await super().setup(rank)
+        self.weights = {k: v.astype(np.float64) for k, v in read_tensors(Path(self.model.path)).items()}
+        return workers
+
+
+@fault("test_an_update_brings_every_weight")
+class LoadsOnlyOnce(toy.ToyRollout):
+    async def update(self, update):
+        before = self.weights
+        first = self.version < 0
+        receipt = await super().update(update)
+        if not first:
+            self.weights = before
+        return receipt
+
+
+@fault("test_every_single_tensor_arrives")
+class SkipsTheBias(toy.ToyRollout):
+    async def update(self, update):
+        before = self.weights["head.bias"]
+        receipt = await super().update(update)
+        self.weights["head.bias"] = before
+        return receipt
+
+
+@fault("test_a_missing_tensor_is_named")
+class HidesWhatIsMissing(toy.ToyRollout):
+    async def update(self, update):
+        return replace(await super().update(update), missing=())
+
+
+@fault("test_logprobs_are_of_the_sampling_distribution")
+class ReportsRawLogprobs(toy.ToyRollout):
+    async def generate(self, request):
+        done = await super().generate(request)
+        previous = np.array((*request.prompt, *done.tokens)[len(request.prompt) - 1 : -1])
+        raw = toy.log_softmax(self.weights, previous, 1.0)
+        return replace(done, logprobs=tuple(raw[np.arange(len(previous)), done.tokens].tolist()))
+
+
+@fault("test_samples_follow_the_distribution_they_report")
+class SamplesTheLikelyHalf(toy.ToyRollout):
+    async def generate(self, request):
+        one = await super().generate(request)
+        other = await super().generate(replace(request, seed=request.seed + 1000))
+        return max(one, other, key=lambda done: sum(done.logprobs))
+
+
+@fault("test_a_stop_token_ends_the_completion_and_belongs_to_it")
+class DropsTheStopToken(toy.ToyRollout):
+    async def generate(self, request):
+        done = await super().generate(request)
+        if done.finish != "stop" or len(done.tokens) == 1:
+            return done
+        return replace(done, tokens=done.tokens[:-1], logprobs=done.logprobs[:-1], versions=done.versions[:-1])
+
+
+@fault("test_the_seed_decides")
+class IgnoresTheSeed(toy.ToyRollout):
+    async def generate(self, request):
+        return await super().generate(replace(request, seed=int(np.random.default_rng().integers(1 << 30))))
+
+
+@fault("test_drain_waits_for_what_runs")
+class AbortsInsteadOfDraining(toy.ToyRollout):
+    async def pause(self, in_flight):
+        await super().pause("abort")
+
+
+@fault("test_requests_in_flight_continue_on_new_weights")
+class StampsTheLastVersion(toy.ToyRollout):
+    async def generate(self, request):
+        done = await super().generate(request)
+        return replace(done, versions=(self.version,) * len(done.tokens))
+
+
+@fault("test_the_loss_is_per_token_and_finite")
+class ReturnsAScalar(toy.ToyAlgorithm):
+    def loss(self, out, batch):
+        losses, metrics = super().loss(out, batch)
+        return losses.mean(), metrics
+
+
+@fault("test_micro_batches_change_nothing")
+class DividesByTheTokens(toy.ToyAlgorithm):
+    def loss(self, out, batch):
+        losses, metrics = super().loss(out, batch)
+        return losses / max(batch["loss_mask"].sum(), 1), metrics
+
+
+@fault("test_values_under_the_mask_change_nothing")
+class LeaksUnderTheMask(toy.ToyAlgorithm):
+    def loss(self, out, batch):
+        losses, metrics = super().loss(out, batch)
+        return losses + 0 * batch["advantages"].sum(), metrics
+
+
+@fault("test_groups_come_from_their_column")
+class GroupsByPrompt(toy.ToyAlgorithm):
+    def advantages(self, batch):
+        return super().advantages(batch.with_seqs(group=batch["tokens"][batch.starts[:-1]]))
+
+
+@fault("test_order_changes_nothing")
+class GroupsByPosition(toy.ToyAlgorithm):
+    def advantages(self, batch):
+        return super().advantages(batch.with_seqs(group=np.arange(len(batch)) // 4))
+
+
+@fault("test_an_empty_micro_batch_passes")
+class ReducesAnEmptyBatch(toy.ToyAlgorithm):
+    def loss(self, out, batch):
+        losses, metrics = super().loss(out, batch)
+        return losses - 0 * out["logprobs"].max(), metrics

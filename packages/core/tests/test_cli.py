@@ -1,0 +1,116 @@
+"""What the commands print, and that mistakes of the user end with code 2 and no traceback."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from coupler.cli import main
+from coupler.config.compose import compose
+from coupler.plugins.manager import Plugins
+
+NEEDED = [
+    "engine=toy", "rollout=toy", "algorithm=toy", "model.path=/m", "data.source=x.jsonl", "reward.target=a:b",
+]  # fmt: skip
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"coupler {version('coupler-core')}\n"
+
+
+def test_plugins_table_and_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plugins"]) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert table[0].split() == ["kind", "name", "state", "distribution", "version", "capabilities"]
+    assert any(line.split()[:4] == ["engine", "toy", "available", "coupler-core"] for line in table)
+    assert main(["plugins", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["plugins"]
+    assert len(rows) == len(table) - 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["train", *NEEDED, "engine.lrr=1"], "coupler: unknown option engine.lrr."),
+        (["train", *NEEDED, "+engine.lrr=1"], "coupler: unknown option engine.lrr."),
+        (["train", *NEEDED, "engine.lr=abc"], "coupler: engine.lr takes a number, got 'abc'."),
+        (["train", *NEEDED, "steps"], "coupler: 'steps' is no override."),
+        (["train", *NEEDED, "engine=nope"], "coupler: no engine named 'nope' is installed."),
+        (["train", *NEEDED, "sampling.top_p=0.5"], "coupler: sampling.top_p must be 1 in training"),
+        (["train"], "coupler: engine is not chosen."),
+        (["train", "--config", "/none.yaml"], "coupler: there is no configuration file /none.yaml."),
+        (["train", "--steps=3", *NEEDED], "coupler: unknown argument --steps=3."),
+        (["sft", *NEEDED, "model.path=''"], "coupler: model.path is empty"),
+        (["eval", *NEEDED], "coupler: eval.data.source is empty"),
+        (["plan", *NEEDED, "optimizer_steps_per_batch=3"], "coupler: optimizer_steps_per_batch=3 does not divide"),
+        (["config", "explain", "engine.lrr", *NEEDED], "coupler: unknown option engine.lrr."),
+        (["config", "explain", "engine.lr"], "coupler: the options of engine are known once one is chosen."),
+    ],
+)
+def test_mistakes(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    shown = capsys.readouterr()
+    lines = [line for line in shown.err.splitlines() if not line.startswith("coupler: warning:")]
+    assert lines[0].startswith(sentence)
+    assert all(line.startswith("  ") for line in lines[1:])
+    assert shown.out == ""
+
+
+def test_interrupt_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted() -> Plugins:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Plugins, "load", interrupted)
+    assert main(["plugins"]) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_resolved_config_composes_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", *NEEDED, "engine.lr=0.25"]) == 0
+    (tmp_path / "run.yaml").write_text(capsys.readouterr().out)
+    plugins = Plugins.load()
+    again = compose(plugins, [], str(tmp_path / "run.yaml")).config
+    assert again == compose(plugins, [*NEEDED, "engine.lr=0.25"]).config
+
+
+def test_config_of_an_unfinished_run_can_be_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "--diff-default", "steps=5"]) == 0
+    assert capsys.readouterr().out == "steps: 5  # default 100; command line\n"
+
+
+def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "explain", "engine.lr", *NEEDED]) == 0
+    assert "coupler.testing.toy_config:ToyEngineConfig" in capsys.readouterr().out
+
+
+def test_overrides_may_stand_on_both_sides_of_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.yaml").write_text("steps: 3\nseed: 4\n")
+    assert main(["config", "--diff-default", "seed=5", "--config", str(tmp_path / "run.yaml"), "max_staleness=1"]) == 0
+    shown = capsys.readouterr().out
+    assert "steps: 3  #" in shown
+    assert "seed: 5  #" in shown
+    assert "max_staleness: 1  #" in shown
+
+
+def test_plan_counts_the_rows_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "a", "answer": "b"}\n' * 40)
+    small = ["data.max_prompt_tokens=100", "sampling.max_tokens=28"]
+    assert main(["plan", *NEEDED, *small, f"data.source={file}", "prompts_per_step=4"]) == 0
+    assert "10 steps per epoch, 10 epochs" in capsys.readouterr().out
+
+
+def test_plan_imports_no_backend() -> None:
+    probe = (
+        f"import sys; from coupler.cli import main; code = main(['plan', 'data.max_prompt_tokens=9', *{NEEDED}]); "
+        "sys.exit(code or bool({'torch', 'transformers', 'coupler.testing.toy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

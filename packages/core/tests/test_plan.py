@@ -1,0 +1,126 @@
+"""The plan is arithmetic on the configuration, and contradictions name values that work."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from coupler.config.compose import compose
+from coupler.config.reads import track
+from coupler.config.schema import Job
+from coupler.errors import ConfigError, PluginError
+from coupler.plan import Plan, make_plan
+from coupler.plugins.manager import Plugins
+
+NEEDED = [
+    "engine=toy", "rollout=toy", "algorithm=toy", "model.path=/m", "data.source=x.jsonl", "reward.target=a:b",
+    "data.max_prompt_tokens=100", "sampling.max_tokens=28",
+]  # fmt: skip
+
+
+def planned(*overrides: str, num_rows: int | None = None, job: Job = Job.TRAIN, **known: frozenset[str]) -> Plan:
+    plugins = Plugins.load()
+    return make_plan(compose(plugins, [*NEEDED, *overrides], job=job).config, num_rows, plugins, job=job, **known)
+
+
+def test_arithmetic() -> None:
+    plan = planned(
+        "prompts_per_step=64", "samples_per_prompt=8", "optimizer_steps_per_batch=4", "steps=117",
+        "engine.max_tokens_per_gpu=1024", num_rows=7488,
+    )  # fmt: skip
+    assert plan.sequences_per_step == 512
+    assert plan.sequences_per_optimizer_step == 128
+    assert plan.optimizer_steps == 468
+    assert plan.max_tokens_per_sequence == 128
+    assert plan.max_micro_batches == 16  # 8 sequences of 128 tokens fit into 1024
+    assert plan.steps_per_epoch == 117
+    text = plan.render()
+    assert "64 prompts x 8 samples = 512 sequences" in text
+    assert "4 optimizer steps of 128 sequences per step (steps 2-4 are off-policy)" in text
+    assert "117 steps = 468 optimizer steps; 117 steps per epoch, 1 epochs" in text
+    assert "toy -> inproc (full) -> toy" in text
+
+
+def test_what_is_not_known_is_not_printed() -> None:
+    assert "epoch" not in planned().render()
+    assert "off-policy" not in planned().render()
+
+
+def test_supervised() -> None:
+    plan = planned("prompts_per_step=32", "optimizer_steps_per_batch=2", job=Job.SFT)
+    assert plan.sequences_per_step == 32
+    assert plan.roles == ("policy (engine toy)",)
+    assert plan.weights == ""
+    assert "off-policy" not in plan.render()
+
+
+def test_reference_is_a_role_when_the_algorithm_needs_it() -> None:
+    assert planned().roles == ("policy (engine toy)", "rollout (toy)")
+    roles = planned(needs=frozenset({"ref_logprobs"})).roles
+    assert roles == ("policy (engine toy)", "reference (engine toy)", "rollout (toy)")
+
+
+def test_staleness() -> None:
+    assert "take turns" in planned().render()
+    assert "at most 2 versions behind" in planned("max_staleness=2").render()
+
+
+def test_indivisible_batch_names_the_nearest_values() -> None:
+    with pytest.raises(ConfigError) as error:
+        planned("prompts_per_step=8", "samples_per_prompt=8", "optimizer_steps_per_batch=3")
+    assert "optimizer_steps_per_batch=3 does not divide the 64 sequences" in str(error.value)
+    assert "optimizer_steps_per_batch=2 or 4, or prompts_per_step=6 or 9" in str(error.value)
+    for fix in ("optimizer_steps_per_batch=2", "optimizer_steps_per_batch=4"):
+        planned("prompts_per_step=8", "samples_per_prompt=8", fix)
+    for fix in ("prompts_per_step=6", "prompts_per_step=9"):
+        planned("samples_per_prompt=8", "optimizer_steps_per_batch=3", fix)
+
+
+def test_sequence_that_fits_no_micro_batch() -> None:
+    with pytest.raises(ConfigError, match=r"engine.max_tokens_per_gpu=127 .* = 128\.\n  try:  .*=128"):
+        planned("engine.max_tokens_per_gpu=127")
+    assert planned("engine.max_tokens_per_gpu=128").max_micro_batches == 64
+
+
+def test_offload_needs_backends_that_can() -> None:
+    with pytest.raises(ConfigError, match="offload=true needs engine=toy to free device memory"):
+        planned("offload=true")
+
+
+def test_weight_path() -> None:
+    assert planned("sync.transport=disk").weights == "toy -> disk (full) -> toy"
+
+
+def test_no_weight_path_lists_what_each_side_offers() -> None:
+    plugins = Plugins.load()
+    config = compose(plugins, NEEDED).config
+    engine, rollout = plugins.get("engine", "toy"), plugins.get("rollout", "toy")
+    ask = plugins.hook.coupler_weight_path
+    with pytest.raises(PluginError) as error:
+        ask(engine=plugins.get("algorithm", "toy"), rollout=rollout, transports=plugins.of("transport"), config=config)
+    assert "engine offers:  nothing" in str(error.value)
+    assert "rollout takes:  weights:full" in str(error.value)
+    assert "transport disk carries:" in str(error.value)
+    found = ask(engine=engine, rollout=rollout, transports=plugins.of("transport"), config=config)
+    assert found == ("full", "inproc")
+
+
+def test_remote_workers_are_not_reached_through_the_process() -> None:
+    plugins = Plugins.load()
+    rollout = plugins.get("rollout", "toy")
+    remote = dataclasses.replace(rollout, capabilities=frozenset({"weights:full", "workers:remote"}))
+    found = plugins.hook.coupler_weight_path(
+        engine=plugins.get("engine", "toy"),
+        rollout=remote,
+        transports=plugins.of("transport"),
+        config=compose(plugins, NEEDED).config,
+    )
+    assert found == ("full", "disk")
+
+
+def test_planning_reads_no_option() -> None:
+    plugins = Plugins.load()
+    config, reads = track(compose(plugins, NEEDED).config)
+    make_plan(config, 10, plugins)
+    assert not reads.keys

@@ -1,0 +1,188 @@
+"""Plugins are found without a backend being imported, and a bad one harms only those who select it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fake_plugins import install, plugin, run
+
+from coupler.errors import PluginError
+from coupler.plugins.manager import Plugins, accepts
+
+NEEDED = ("model.path=/m", "data.source=x.jsonl", "reward.target=a:b", "rollout=toy", "algorithm=toy")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder on the path for fake distributions, whose modules are forgotten after the test."""
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if name.startswith(("acme", "coupler_acme", "coupler_engine")):
+            del sys.modules[name]
+
+
+def states(*folders: Path, **variables: str) -> dict[tuple[str, str], dict]:
+    done = run("plugins", "--json", folders=folders, **variables)
+    assert done.returncode == 0, done.stderr
+    return {(row["kind"], row["name"]): row for row in json.loads(done.stdout)["plugins"]}
+
+
+def test_listing_names_core_and_installed_backends(tmp_path: Path) -> None:
+    install(tmp_path, "coupler-engine-acme", plugin("engine", "acme"), version="2.1")
+    found = states(tmp_path)
+    assert found["engine", "acme"] == {
+        "kind": "engine", "name": "acme", "state": "available", "distribution": "coupler-engine-acme",
+        "version": "2.1", "capabilities": ["weights:full"], "detail": "",
+    }  # fmt: skip
+    for key in (("transport", "inproc"), ("transport", "disk"), ("tracker", "jsonl"), ("engine", "toy")):
+        assert found[key]["state"] == "available"
+        assert found[key]["distribution"] == "coupler-core"
+
+
+def test_listing_imports_nothing_heavy() -> None:
+    heavy = ("torch", "ray", "transformers", "vllm", "sglang", "megatron", "hydra", "omegaconf", "rich", "pyarrow")
+    probe = f"import sys; from coupler.cli import main; main(['plugins']); assert not set({heavy}) & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_backend_that_core_declares_exists() -> None:
+    plugins = Plugins.load()
+    for key, source in plugins.owner.items():
+        if source.distribution == "coupler-core" and key != ("tracker", "tensorboard"):
+            assert plugins.get(*key).load().__name__
+
+
+def test_broken_plugin_is_a_warning_for_others_and_an_error_when_selected(tmp_path: Path) -> None:
+    install(tmp_path, "coupler-engine-acme", "import acme_kernels")
+    assert states(tmp_path)["", "acme"]["state"] == "broken"
+    other = run("config", *NEEDED, "engine=toy", folders=(tmp_path,))
+    assert other.returncode == 0
+    warnings = [line for line in other.stderr.splitlines() if "acme" in line]
+    assert warnings == [
+        "coupler: warning: plugin acme (coupler-engine-acme 0.1.0) failed to load: "
+        "ModuleNotFoundError: No module named 'acme_kernels'"
+    ]
+    selected = run("config", *NEEDED, "engine=acme", folders=(tmp_path,))
+    assert selected.returncode == 2
+    assert "engine=acme cannot be used: the plugin acme (coupler-engine-acme 0.1.0) failed to load" in selected.stderr
+    assert "pip install --upgrade coupler-engine-acme" in selected.stderr
+    assert "No module named 'acme_kernels'" in selected.stderr
+    assert "Traceback" not in selected.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        (("coupler_backends()", "coupler_backend()"), "PluginValidationError"),
+        (("coupler_backends()", "coupler_backends(typo)"), "PluginValidationError"),
+        (("@hookimpl", ""), "implements no hook"),
+        (('kind="engine"', 'kind="motor"'), "there is no kind 'motor'"),
+        (('name: str = "acme"', 'name: str = "other"'), "Config.name is 'other'"),
+        (("return [Backend", "raise SystemExit('no'); return [Backend"), "SystemExit: no"),
+    ],
+)
+def test_mistake_in_a_plugin_breaks_that_plugin_alone(folder: Path, change: tuple[str, str], cause: str) -> None:
+    install(folder, "coupler-engine-acme", plugin("engine", "acme").replace(*change))
+    install(folder, "coupler-engine-acmegood", plugin("engine", "acmegood"))
+    plugins = Plugins.load()
+    assert plugins.get("engine", "acmegood").name == "acmegood"
+    (row,) = [row for row in plugins.rows() if row.distribution == "coupler-engine-acme"]
+    assert row.state == "broken"
+    assert cause in row.detail
+
+
+def test_missing_conf_package_breaks_the_plugin(folder: Path) -> None:
+    paths = "\n@hookimpl\ndef coupler_config_paths():\n    return ['acme_conf']\n"
+    install(folder, "coupler-engine-acme", plugin("engine", "acme") + paths)
+    with pytest.raises(PluginError, match="there is no package acme_conf"):
+        Plugins.load().get("engine", "acme")
+
+
+def test_duplicate_is_an_error_when_selected_and_names_both(folder: Path) -> None:
+    install(folder, "coupler-acme-one", plugin("engine", "acme"), version="1.0")
+    install(folder, "coupler-acme-two", plugin("engine", "acme"), version="2.0")
+    plugins = Plugins.load()
+    assert plugins.get("engine", "toy")
+    assert "acme" not in plugins.of("engine")
+    assert len([line for line in plugins.warnings() if "engine=acme is duplicate" in line]) == 1
+    with pytest.raises(PluginError) as error:
+        plugins.get("engine", "acme")
+    assert "coupler-acme-one 1.0" in str(error.value)
+    assert "coupler-acme-two 2.0" in str(error.value)
+
+
+def test_api_generations() -> None:
+    assert [accepts(api, current=3) for api in (1, 2, 3, 4)] == [False, True, True, False]
+    assert [accepts(api, current=1) for api in (0, 1, 2)] == [False, True, False]
+
+
+def test_other_generation_is_listed_refused_and_its_hooks_stay_unused(folder: Path) -> None:
+    hook = "\n@hookimpl\ndef coupler_step_end(step, values):\n    return 'called'\n"
+    install(folder, "coupler-engine-acme", plugin("engine", "acme", api=7) + hook)
+    plugins = Plugins.load()
+    (row,) = [row for row in plugins.rows() if row.name == "acme"]
+    assert row.state == "incompatible"
+    assert "acme" not in plugins.of("engine")
+    assert plugins.hook.coupler_step_end(step=1, values={}) == []
+    with pytest.raises(PluginError, match=r"API generation 7.*\n.*pip install --upgrade coupler-core"):
+        plugins.get("engine", "acme")
+
+
+def test_missing_text(folder: Path) -> None:
+    install(folder, "coupler-rollout-acme", "import acme_kernels")
+    lines = Plugins.load().missing("engine", "megatron").splitlines()
+    assert lines[0] == "no engine named 'megatron' is installed."
+    assert lines[1] == "  try:        pip install coupler-engine-megatron"
+    assert lines[2].startswith("  installed:  ")
+    assert "toy" in lines[2]
+    cause = "ModuleNotFoundError: No module named 'acme_kernels'"
+    assert f"  failed to load: acme (coupler-rollout-acme 0.1.0): {cause}" in lines
+
+
+def test_missing_never_guesses_what_to_install() -> None:
+    text = Plugins.load().missing("engine", "tooy")
+    assert "did you mean: engine=toy" in text
+    assert "pip install" not in text
+
+
+def test_disabled_and_ad_hoc_plugins(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(folder, "coupler-engine-acme", plugin("engine", "acme"))
+    (folder / "acme_research.py").write_text(plugin("algorithm", "mine"))
+    monkeypatch.setenv("COUPLER_DISABLE_PLUGINS", "coupler-engine-acme")
+    monkeypatch.setenv("COUPLER_PLUGINS", "acme_research")
+    plugins = Plugins.load()
+    assert plugins.get("algorithm", "mine").name == "mine"
+    assert [r.state for r in plugins.rows() if r.distribution == "coupler-engine-acme"] == ["disabled"]
+    with pytest.raises(PluginError, match="disabled by COUPLER_DISABLE_PLUGINS: acme"):
+        plugins.get("engine", "acme")
+
+
+def test_second_installation_of_a_plugin_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for place, version in (("used", "2.0"), ("stale", "1.0")):
+        (folder / place).mkdir()
+        install(folder / place, "coupler-engine-acme", plugin("engine", "acme"), version=version)
+    monkeypatch.syspath_prepend(folder / "stale")
+    monkeypatch.syspath_prepend(folder / "used")
+    plugins = Plugins.load()
+    assert plugins.owner["engine", "acme"].version == "2.0"
+    (text,) = plugins.stale
+    assert "2.0" in text
+    assert "1.0" in text
+
+
+def test_only_selected_plugins_validate(folder: Path) -> None:
+    from coupler.config.compose import compose
+
+    hook = "\n@hookimpl\ndef coupler_validate(config):\n    yield 'acme never agrees'\n    yield 'and says so twice'\n"
+    install(folder, "coupler-engine-acme", plugin("engine", "acme") + hook)
+    plugins = Plugins.load()
+    assert compose(plugins, [*NEEDED, "engine=toy"]).config.engine.name == "toy"
+    with pytest.raises(Exception, match="2 problems:\n  - acme never agrees\n  - and says so twice"):
+        compose(plugins, [*NEEDED, "engine=acme"])

@@ -1,0 +1,147 @@
+"""The conformance kit: the toy backends pass it, and each of many faults is caught by the test that is about it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from broken_backends import CAUGHT_BY
+
+from coupler.errors import ConfigError, WaitTimeout
+from coupler.testing import losses
+from coupler.testing.cases import make_batch, weighted
+from coupler.testing.models import write_toy
+from coupler.testing.ranks import RankFailed, World
+from coupler.testing.reference import ToyReference
+from coupler.testing.subject import configured, parse_settings
+from coupler.testing.toy import columns_of
+from coupler.testing.toy_config import ToyEngineConfig
+
+HERE = Path(__file__).parent
+
+
+def kit(folder: Path, *arguments: str) -> tuple[int, dict[str, set[str]], str]:
+    """Run the kit; return its exit code, the tests that failed per id of a backend, and what it printed."""
+    report = folder / "report.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", f"--junitxml={report}"]
+    environment = {**os.environ, "COUPLER_PLUGINS": "broken_backends", "PYTHONPATH": str(HERE)}
+    done = subprocess.run(
+        [*command, "--pyargs", "coupler.testing.conformance", *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    failed: dict[str, set[str]] = {}
+    if report.exists():
+        for case in ElementTree.parse(report).iter("testcase"):
+            if case.find("failure") is not None or case.find("error") is not None:
+                name, _, parameters = case.attrib["name"].partition("[")
+                for part in parameters.rstrip("]").split("-"):
+                    failed.setdefault(part, set()).add(name)
+    return done.returncode, failed, done.stdout + done.stderr
+
+
+def test_the_toy_backends_conform(tmp_path: Path) -> None:
+    chosen = [f"--coupler={kind}=toy" for kind in ("engine", "rollout", "algorithm")]
+    code, failed, printed = kit(tmp_path, *chosen, "--coupler=transport=disk")
+    assert (code, failed) == (0, {}), printed
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
+    chosen = [f"--coupler={kind}={name}" for kind, name in CAUGHT_BY]
+    tests = " or ".join(sorted(set(CAUGHT_BY.values())))
+    return kit(tmp_path_factory.mktemp("faults"), *chosen, "-k", tests)[1]
+
+
+@pytest.mark.parametrize(("kind", "name"), CAUGHT_BY)
+def test_a_fault_is_caught(faults: dict[str, set[str]], kind: str, name: str) -> None:
+    assert CAUGHT_BY[kind, name] in faults.get(f"{kind}={name}", set())
+
+
+def test_selecting_what_is_not_installed_says_what_is(tmp_path: Path) -> None:
+    code, _, printed = kit(tmp_path, "--coupler=engine=tow")
+    assert code == 4
+    assert "no engine named 'tow' is installed" in printed
+    assert "toy" in printed
+
+
+def test_only_the_selected_kinds_run(tmp_path: Path) -> None:
+    _, _, printed = kit(tmp_path, "--coupler=transport=disk", "--collect-only")
+    assert "test_transport.py" in printed
+    assert not any(f"test_{other}.py" in printed for other in ("engine", "rollout", "algorithm", "pair"))
+
+
+def test_settings_reach_the_configuration() -> None:
+    settings = parse_settings(["engine.lr=1e-3", "engine.max_tokens_per_gpu=64", "rollout.name=toy"])
+    assert settings["rollout"] == {"name": "toy"}
+    config = configured(ToyEngineConfig, settings["engine"])
+    assert (config.lr, config.max_tokens_per_gpu) == (1e-3, 64)
+    with pytest.raises(ConfigError, match="no key 'learning_rate'"):
+        configured(ToyEngineConfig, {"learning_rate": 1.0})
+    with pytest.raises(ConfigError, match="write it as"):
+        parse_settings(["lr=1"])
+
+
+def test_the_toy_gradient_equals_finite_differences(tmp_path: Path) -> None:
+    """The one closed form that everything in NumPy is compared with, against differences of the loss itself."""
+    reference = ToyReference(write_toy(tmp_path))
+    batch = weighted(make_batch(reference))
+    grads = reference.gradient(batch, losses.surrogate).grads
+
+    def total() -> float:
+        token_loss, _ = losses.surrogate(reference.outputs(batch), columns)
+        return float((token_loss * batch["loss_weight"])[batch["loss_mask"]].sum())
+
+    columns = columns_of(batch)
+    random = np.random.default_rng(0)
+    for name, weight in reference.weights.items():
+        direction = random.normal(size=weight.shape)
+        weight += 1e-6 * direction
+        up = total()
+        weight -= 2e-6 * direction
+        down = total()
+        weight += 1e-6 * direction
+        assert (up - down) / 2e-6 == pytest.approx(float((grads[name] * direction).sum()), rel=1e-5), name
+
+
+def test_a_rank_that_fails_is_shown_and_the_others_end(tmp_path: Path) -> None:
+    recipe = {
+        "target": "coupler.testing.toy:ToyEngine",
+        "config": "coupler.testing.toy_config:ToyEngineConfig",
+        "settings": {},
+        "model": str(write_toy(tmp_path / "toy")),
+    }
+    with pytest.raises(RankFailed, match="engine=toy runs on one rank"):
+        World(recipe, 2, tmp_path)
+
+
+def test_a_rank_that_says_nothing_is_named(tmp_path: Path) -> None:
+    sleeper = tmp_path / "sleeper.py"
+    sleeper.write_text("import time\nclass Engine:\n    def __init__(self, config, model): time.sleep(60)\n")
+    recipe = {
+        "target": f"{sleeper}:Engine",
+        "config": "coupler.testing.toy_config:ToyEngineConfig",
+        "settings": {},
+        "model": "",
+    }
+    with pytest.raises(WaitTimeout, match=r"ranks \[0, 1\] of 2"):
+        World(recipe, 2, tmp_path, deadline_s=3)
+
+
+def test_listing_backends_imports_none_of_them() -> None:
+    code = (
+        "import sys; from coupler.plugins.manager import Plugins; Plugins.load().rows();"
+        "print(sorted({'torch', 'transformers', 'ray', 'coupler.testing.toy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,109 @@
+"""The elementwise part of :mod:`coupler_engine_fsdp.logprobs` as two Triton kernels: each reads a tile once.
+
+Arguments are those of :mod:`coupler_engine_fsdp.logprobs_torch`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 1024  # columns that a program holds at a time
+
+
+def reduce_tile(
+    logits: Tensor,
+    bias: Tensor | None,
+    temperature: Tensor | None,
+    targets: Tensor,
+    log_z: Tensor,
+    mean: Tensor,
+    picked: Tensor,
+    want_mean: bool,
+) -> None:
+    """Add a tile to the running log-sum-exp and mean [R] (fp64), and copy what it holds of the targets' logits."""
+    rows, width = logits.shape
+    if rows:
+        _reduce[(rows,)](logits, bias, temperature, targets, log_z, mean, picked, width, want_mean, _BLOCK)
+
+
+def grad_tile(
+    logits: Tensor,
+    bias: Tensor | None,
+    temperature: Tensor | None,
+    targets: Tensor,
+    log_z: Tensor,
+    entropy: Tensor | None,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Gradient of the unscaled logits [R, v] in ``dtype``."""
+    rows, width = logits.shape
+    grad = torch.empty_like(logits, dtype=dtype)
+    if rows:
+        grid = (rows, triton.cdiv(width, _BLOCK))
+        _grad[grid](
+            logits, bias, temperature, targets, log_z, entropy, grad_logprobs, grad_entropy, grad, width, _BLOCK
+        )
+    return grad
+
+
+@triton.jit
+def _reduce(logits, bias, temperature, targets, log_z, mean, picked, width, want_mean: tl.constexpr, block: tl.constexpr):
+    row = tl.program_id(0)
+    logits += row.to(tl.int64) * width
+    scale = 1.0 if temperature is None else 1.0 / tl.load(temperature + row)
+    highest = -float("inf")
+    total = 0.0  # of exp(z - highest)
+    weighted = 0.0  # of exp(z - highest) * z
+    for start in range(0, width, block):
+        column = start + tl.arange(0, block)
+        z = tl.load(logits + column, mask=column < width, other=-float("inf"))
+        if bias is not None:
+            z += tl.load(bias + column, mask=column < width, other=0.0)
+        z *= scale
+        higher = tl.maximum(highest, tl.max(z, 0))
+        shrink = tl.exp(highest - higher)
+        e = tl.exp(z - higher)
+        total = total * shrink + tl.sum(e, 0)
+        if want_mean:
+            weighted = weighted * shrink + tl.sum(tl.where(e > 0, e * z, 0.0), 0)
+        highest = higher
+    tile_log_z = (highest + tl.log(total)).to(tl.float64)
+    before = tl.load(log_z + row)
+    top = tl.maximum(before, tile_log_z)
+    after = top + tl.log(tl.exp(before - top) + tl.exp(tile_log_z - top))
+    tl.store(log_z + row, after)
+    if want_mean:
+        old = tl.load(mean + row)
+        tl.store(mean + row, old + ((weighted / total).to(tl.float64) - old) * tl.exp(tile_log_z - after))
+    target = tl.load(targets + row)
+    if (target >= 0) & (target < width):
+        z = tl.load(logits + target)
+        if bias is not None:
+            z += tl.load(bias + target)
+        tl.store(picked + row, z * scale)
+
+
+@triton.jit
+def _grad(
+    logits, bias, temperature, targets, log_z, entropy, grad_logprobs, grad_entropy, grad, width, block: tl.constexpr
+):
+    row = tl.program_id(0)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    inside = column < width
+    here = row.to(tl.int64) * width + column
+    scale = 1.0 if temperature is None else 1.0 / tl.load(temperature + row)
+    z = tl.load(logits + here, mask=inside, other=-float("inf"))
+    if bias is not None:
+        z += tl.load(bias + column, mask=inside, other=0.0)
+    log_p = z * scale - tl.load(log_z + row)
+    slope = tl.load(grad_logprobs + row)
+    factor = slope + tl.zeros_like(z)
+    if grad_entropy is not None:
+        factor += tl.load(grad_entropy + row) * (log_p + tl.load(entropy + row))
+    out = tl.where(column == tl.load(targets + row), slope, 0.0) - factor * tl.exp(log_p)
+    tl.store(grad + here, out * scale, mask=inside)

@@ -1,0 +1,106 @@
+"""The ranks of test_ranks.py: forked from one process that has imported everything, since that takes longest."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import multiprocessing.connection
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from coupler.batch import Batch
+from coupler.errors import CouplerError
+from coupler.interfaces import EVERYTHING, Rank
+from coupler_engine_fsdp.engine import FSDPEngine
+from helpers import WANT, arrays, info, loss, make_batch, make_engine
+from test_ranks import SETTINGS, STEPS
+
+
+def main(job: dict, index: int) -> None:
+    """Run every case in one process group and write what this rank saw."""
+    rank = Rank(index=index, world=len(job["outs"]), rendezvous=job["rendezvous"])
+    out = Path(job["outs"][index])
+    out.mkdir()
+    for name, (folder, settings) in job["cases"].items():
+        engine = make_engine(Path(folder), rank, **SETTINGS, **settings)
+        report = {"steps": [train(engine, rank, out / f"{name}-grads.npz" if i == 0 else None, i) for i in range(STEPS)]}
+        np.savez(out / f"{name}-weights.npz", **arrays(engine.weights()))
+        report["steps"].append(hurt(engine, rank))
+        report["too_long"] = too_long(engine, rank)
+        (out / f"{name}.json").write_text(json.dumps(report))
+    folder = Path(job["cases"]["sharded"][0])
+    engine = make_engine(folder, rank, **SETTINGS)
+    done = engine.forward(shard(make_batch(), rank), WANT)
+    np.savez(out / "sharded-outputs.npz", logprobs=done["logprobs"])
+    continued(engine, rank, job)
+    np.savez(out / "continued-weights.npz", **arrays(engine.weights()))
+    torch.distributed.destroy_process_group()
+
+
+def shard(batch: Batch, rank: Rank) -> Batch:
+    """Nothing for rank 0, the rest over the others."""
+    rows = [np.zeros(0, np.int64), *batch.partition(rank.world - 1)]
+    return batch.take(rows[rank.index])
+
+
+def train(engine: FSDPEngine, rank: Rank, grads: Path | None, index: int, seed: int | None = None) -> list:
+    batch = make_batch(seed=index if seed is None else seed)
+    engine.forward(shard(batch, rank), WANT)  # leaves nothing gathered behind that the step would not change
+    engine.forward_backward(shard(batch, rank), WANT, loss, info(batch, index))
+    if grads:
+        np.savez(grads, **arrays(engine.gradients()))
+    result = engine.step()
+    return [result.applied, result.grad_norm]
+
+
+def hurt(engine: FSDPEngine, rank: Rank) -> list:
+    """A NaN on the last rank only."""
+    batch = make_batch()
+    before = arrays(engine.weights())
+
+    def bad(out, columns):
+        token_loss, metrics = loss(out, columns)
+        return token_loss * (float("nan") if rank.index == rank.world - 1 else 1.0), metrics
+
+    engine.forward_backward(shard(batch, rank), WANT, bad, info(batch))
+    result = engine.step()
+    assert all(np.array_equal(before[name], tensor) for name, tensor in arrays(engine.weights()).items())
+    return [result.applied, str(result.grad_norm)]
+
+
+def too_long(engine: FSDPEngine, rank: Rank) -> str:
+    """A sequence that exceeds the limit on rank 1 only."""
+    length = 41 if rank.index == 1 else 5
+    columns = {"tokens": np.zeros(length, np.int32), "loss_mask": np.zeros(length, bool)}
+    try:
+        engine.forward(Batch(np.array([length]), columns), WANT)
+    except CouplerError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def continued(engine: FSDPEngine, rank: Rank, job: dict) -> None:
+    """Save after one step, or load; then take one more."""
+    if "save" in job:
+        train(engine, rank, None, 0)
+        Path(job["save"]).mkdir(exist_ok=True)
+        engine.save(Path(job["save"]), EVERYTHING).wait(1)
+    if "load" in job:
+        engine.load(Path(job["load"]), EVERYTHING)
+    train(engine, rank, None, 1, seed=7)
+
+
+if __name__ == "__main__":
+    fork = multiprocessing.get_context("fork")
+    for job in json.loads(sys.argv[1]):
+        ranks = [fork.Process(target=main, args=(job, i)) for i in range(len(job["outs"]))]
+        for process in ranks:
+            process.start()
+        while any(process.is_alive() for process in ranks):
+            multiprocessing.connection.wait([process.sentinel for process in ranks if process.is_alive()])
+            if any(process.exitcode for process in ranks):  # the others would wait for it
+                for process in ranks:
+                    process.kill()
+                sys.exit(1)

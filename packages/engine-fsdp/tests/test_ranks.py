@@ -1,0 +1,118 @@
+"""Several ranks over gloo: sharded sums, hybrid sharding, checkpoints at another world size."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import arrays, info, loss, make_batch, make_engine, reference, worst, WANT
+from coupler.interfaces import EVERYTHING
+
+Folder = Callable[[str], Path]
+CASES = {
+    "sharded": ("qwen2", {}),
+    "tied": ("qwen3", {"gradient_checkpointing": True}),
+    "kept-gathered": ("llama", {"reshard_after_forward": False, "sync_every_micro_batch": False}),
+    "hybrid": ("qwen2", {"fsdp_size": 2}),
+}
+SETTINGS = {"lr": 1e-2, "max_tokens_per_gpu": 40}
+STEPS = 2
+
+
+def spawn(tmp_path: Path, cases: dict[str, tuple[str, dict]]) -> dict[int, list[Path]]:
+    """Run every case on 4 and then on 2 ranks (see ranks_main.py); return the folder that each rank wrote."""
+    runs = {world: [tmp_path / f"world-{world}-rank-{i}" for i in range(world)] for world in (4, 2)}
+    jobs = []
+    for world, outs in runs.items():
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            rendezvous = f"127.0.0.1:{probe.getsockname()[1]}"
+        saved = {"save" if world == 4 else "load": str(tmp_path / "checkpoint")}
+        jobs.append({"rendezvous": rendezvous, "outs": [str(out) for out in outs], "cases": cases, **saved})
+    launcher = Path(__file__).with_name("ranks_main.py")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(launcher), json.dumps(jobs)], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    return runs
+
+
+def loaded(path: Path) -> dict[str, np.ndarray]:
+    with np.load(path) as file:
+        return dict(file)
+
+
+@pytest.fixture(scope="module")
+def runs(folder_of: Folder, tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Path]]:
+    """What 2 and 4 ranks wrote; 4 ranks saved a checkpoint that 2 ranks loaded."""
+    cases = {name: (str(folder_of(model)), settings) for name, (model, settings) in CASES.items()}
+    return spawn(tmp_path_factory.mktemp("ranks"), cases)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_sum_to_the_gradient_of_plain_transformers(runs, folder_of: Folder, world: int, case: str) -> None:
+    """Rank 0 has no sequence at all; the others differ in micro-batches."""
+    want = reference(folder_of(CASES[case][0]))[1]
+    for rank, out in enumerate(runs[world]):
+        assert worst(loaded(out / f"{case}-grads.npz"), want) < 1e-5, f"rank {rank}"
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_step_as_one(runs, folder_of: Folder, world: int, case: str) -> None:
+    """Norms, clipping and AdamW on shards; a non-finite gradient on one rank is applied on none."""
+    model, settings = CASES[case]
+    one = make_engine(folder_of(model), **{**SETTINGS, **settings, "fsdp_size": 0})
+    want = []
+    for index in range(STEPS):
+        batch = make_batch(seed=index)
+        one.forward_backward(batch, WANT, loss, info(batch, index))
+        want.append(one.step())
+    weights = arrays(one.weights())
+    for out in runs[world]:
+        steps = json.loads((out / f"{case}.json").read_text())["steps"]
+        assert [s[0] for s in steps] == [True, True, False]
+        assert [s[1] for s in steps[:2]] == pytest.approx([s.grad_norm for s in want], rel=1e-4)
+        got = loaded(out / f"{case}-weights.npz")
+        assert list(got) == list(weights)
+        for name, tensor in weights.items():
+            np.testing.assert_allclose(got[name], tensor, atol=2e-4, err_msg=name)
+
+
+def test_every_rank_refuses_a_sequence_that_is_too_long_for_one(runs) -> None:
+    for outs in runs.values():
+        for out in outs:
+            assert "engine.max_tokens_per_gpu" in json.loads((out / "sharded.json").read_text())["too_long"]
+
+
+def test_forward_on_ranks_equals_plain_transformers(runs, folder_of: Folder) -> None:
+    want = reference(folder_of("qwen2"))[0]["logprobs"]
+    for world, outs in runs.items():
+        parts = make_batch().with_tokens(want=want)
+        shards = [parts.take(rows) for rows in ([], *parts.partition(world - 1))]
+        for out, shard in zip(outs, shards, strict=True):
+            np.testing.assert_allclose(loaded(out / "sharded-outputs.npz")["logprobs"], shard["want"], atol=2e-5)
+
+
+def test_a_checkpoint_continues_on_fewer_ranks_and_on_one(runs, folder_of: Folder) -> None:
+    saved = runs[4][0].parent / "checkpoint"
+    want = loaded(runs[4][0] / "continued-weights.npz")
+    for out in runs[2]:
+        for name, tensor in loaded(out / "continued-weights.npz").items():
+            np.testing.assert_allclose(tensor, want[name], atol=2e-4, err_msg=name)
+    alone = make_engine(folder_of("qwen2"), **SETTINGS)
+    alone.load(saved, EVERYTHING)
+    batch = make_batch(seed=7)
+    alone.forward_backward(batch, WANT, loss, info(batch))
+    alone.step()
+    for name, tensor in arrays(alone.weights()).items():
+        np.testing.assert_allclose(tensor, want[name], atol=2e-4, err_msg=name)
