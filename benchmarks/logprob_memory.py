@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from coupler_engine_fsdp.logprobs import TILE, token_logprobs
+from coupler_engine_fsdp.logprobs import token_logprobs
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--vocabulary", type=int, default=151936)
-    parser.add_argument("--tile", type=int, nargs="*", default=[TILE])
+    parser.add_argument("--tile", type=int, nargs="*", default=[0], help="elements; 0 is the default choice")
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
     device, dtype = torch.device(arguments.device), getattr(torch, arguments.dtype)
@@ -104,7 +104,7 @@ def main() -> None:
         want = [g.float() for g in step(token_exact, [e.requires_grad_() for e in exact], *data)]
         methods = {"full logits": full_logits}
         for tile in arguments.tile:
-            methods[f"tile {tile}"] = lambda *a, tile=tile: token_logprobs(a[0], a[1], None, *a[2:], tile)
+            methods[f"tile {tile or 'default'}"] = lambda *a, tile=tile: token_logprobs(a[0], a[1], None, *a[2:], tile)
         base = 0.0
         for name, function in methods.items():
             run = lambda function=function: step(function, leaves, *data)  # noqa: E731

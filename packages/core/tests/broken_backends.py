@@ -13,7 +13,7 @@ import numpy as np
 
 from coupler import Backend, hookimpl
 from coupler.balance import micro_batches
-from coupler.interfaces import StepResult
+from coupler.interfaces import InFlight, StepResult
 from coupler.testing import toy
 from coupler.testing.models import read_tensors
 from coupler.testing.toy_config import BACKENDS
@@ -97,7 +97,7 @@ class KeepsTheGradient(toy.ToyEngine):
         return metrics
 
     def step(self) -> StepResult:
-        before = self.grads
+        before = dict(self.grads)
         result = super().step()
         self.grads = before
         return result
@@ -134,7 +134,7 @@ class ReadsTheCheckpoint(toy.ToyRollout):
 @fault("test_an_update_brings_every_weight")
 class LoadsOnlyOnce(toy.ToyRollout):
     async def update(self, update):
-        before = self.weights
+        before = dict(self.weights)
         first = self.version < 0
         receipt = await super().update(update)
         if not first:
@@ -192,7 +192,7 @@ class IgnoresTheSeed(toy.ToyRollout):
 @fault("test_drain_waits_for_what_runs")
 class AbortsInsteadOfDraining(toy.ToyRollout):
     async def pause(self, in_flight):
-        await super().pause("abort")
+        await super().pause(InFlight.ABORT)
 
 
 @fault("test_requests_in_flight_continue_on_new_weights")

@@ -19,7 +19,7 @@ from coupler_engine_fsdp.plugin import coupler_backends
         ("weight_decay", -0.1),
         ("beta2", 1.0),
         ("min_lr_ratio", 1.5),
-        ("logits_tile", 0),
+        ("logits_tile", -1),
     ],
 )
 def test_a_value_out_of_range_is_named_in_full(key: str, value: float) -> None:

@@ -26,7 +26,7 @@ def test_fp32_equals_plain_transformers(folder_of: Folder, name: str) -> None:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("name", ["qwen3", "mistral"])  # of both, heads are a multiple of 8 wide or padded by the kernel
+@pytest.mark.parametrize("name", ["qwen3", "mistral"])  # by the fused kernel; its heads are too narrow for it
 def test_bf16_through_fused_attention_is_near_fp32(folder_of: Folder, name: str, checkpointing: bool) -> None:
     batch = make_batch()
     outputs, grads = reference(folder_of(name))
@@ -44,12 +44,13 @@ def test_offload_frees_the_device_and_changes_nothing(folder_of: Folder) -> None
     results = []
     for moves in (False, True):
         engine = make_engine(folder_of("qwen3"), lr=1e-2)
+        size = sum(4 * p.numel() for p in engine.policy.parameters())
         for index in range(3):
             if moves:
                 held = torch.cuda.memory_allocated()
                 engine.offload(EVERYTHING)
                 assert {p.device.type for p in engine.policy.parameters()} == {"cpu"}
-                assert torch.cuda.memory_allocated() < held / 2
+                assert held - torch.cuda.memory_allocated() >= size * (3 if index else 1)
                 engine.onload(EVERYTHING)
             engine.forward_backward(batch, WANT, loss, info(batch, index))
             if moves:
@@ -57,7 +58,6 @@ def test_offload_frees_the_device_and_changes_nothing(folder_of: Folder) -> None
                 engine.onload(frozenset({Part.OPTIMIZER}))
             engine.step()
         results.append(arrays((n, w.cpu()) for n, w in engine.weights()))
-        del engine
     assert worst(results[1], results[0]) < 1e-2  # the fused kernel's backward is not deterministic
 
 

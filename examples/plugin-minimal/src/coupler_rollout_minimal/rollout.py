@@ -1,4 +1,4 @@
-"""``rollout=minimal``: a transformers model, one request at a time."""
+"""``rollout=minimal``: a transformers model, with random weights until an update, one request at a time."""
 
 import asyncio
 
@@ -11,7 +11,9 @@ from coupler import Completion, Rollout, SyncReceipt
 class MinimalRollout(Rollout):
     async def setup(self, rank):
         shape = AutoConfig.from_pretrained(self.model.path, trust_remote_code=self.model.trust_remote_code)
-        self.hf = AutoModelForCausalLM.from_config(shape, dtype=torch.float32).eval().requires_grad_(False)  # no weights
+        self.hf = (
+            AutoModelForCausalLM.from_config(shape, dtype=torch.float32).eval().requires_grad_(False)
+        )  # no weights
         self.rank, self.version, self.turn = rank, -1, asyncio.Lock()  # first come, first served
         return 1
 

@@ -62,7 +62,7 @@ def packed_attention(
     if packing is None or attention_mask is not None or odd or not getattr(module, "is_causal", True):
         what = f"uses {', '.join(odd)}" if odd else "is not causal self-attention over the packed row"
         raise CouplerError(f"engine=fsdp cannot run this model: the attention of {type(module).__name__} {what}.")
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+    if query.is_cuda and query.dtype == torch.bfloat16 and query.shape[-1] % 8 == 0:
         out = _fused(query, key, value, packing, scaling, sliding_window)
     else:
         out = _by_length(query, key, value, packing, scaling, sliding_window)

@@ -49,7 +49,7 @@ class FSDPConfig:
     reshard_after_forward: bool = True  # gather weights again for the backward pass: less memory, more traffic
     sync_every_micro_batch: bool = True  # False reduces gradients once a step and holds them whole meanwhile
     gradient_checkpointing: bool = True  # recompute activations of each layer in the backward pass
-    logits_tile: int = 2**22  # elements of the logits that exist at a time, in fp32
+    logits_tile: int = 0  # elements of the fp32 logits that exist at a time; 0 chooses by device and rows
     lr: float = 1e-6
     beta1: float = 0.9
     beta2: float = 0.999
@@ -63,9 +63,11 @@ class FSDPConfig:
     min_lr_ratio: float = 0.0  # of lr, at the end of the schedule
 
     def __post_init__(self) -> None:
-        for key in ("max_tokens_per_gpu", "logits_tile", "lr", "eps"):
+        for key in ("max_tokens_per_gpu", "lr", "eps"):
             _require(getattr(self, key) > 0, key, "must be above 0", getattr(self, key))
-        for key in ("fsdp_size", "weight_decay", "max_grad_norm", "warmup_steps", "total_steps", "decay_steps"):
+        for key in (
+            "fsdp_size", "logits_tile", "weight_decay", "max_grad_norm", "warmup_steps", "total_steps", "decay_steps"
+        ):  # fmt: skip
             _require(getattr(self, key) >= 0, key, "must not be negative", getattr(self, key))
         for key in ("beta1", "beta2"):
             _require(0 <= getattr(self, key) < 1, key, "must be in [0, 1)", getattr(self, key))

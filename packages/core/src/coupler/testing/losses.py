@@ -1,4 +1,4 @@
-"""Losses of the kit: the same formula on NumPy arrays and torch tensors, so that engines need no algorithm to be tested."""
+"""Losses of the kit, on NumPy arrays and torch tensors alike: engines are tested without an algorithm."""
 
 from __future__ import annotations
 

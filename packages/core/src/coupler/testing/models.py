@@ -59,7 +59,7 @@ def write_qwen2(folder: Path, *, tied: bool, seed: int = 0) -> Path:
         bos_token_id=0,
         pad_token_id=3,
     )
-    model = Qwen2ForCausalLM(config).to(torch.float32)
+    model = Qwen2ForCausalLM(config).float()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, param in model.named_parameters():

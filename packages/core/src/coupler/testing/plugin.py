@@ -64,7 +64,7 @@ def pytest_configure(config: pytest.Config) -> None:
     Raises:
         pytest.UsageError: a selection is malformed, or its backend cannot be used.
     """
-    if not (config.getoption("--coupler") or config.getoption("--coupler-set")):
+    if not (selected(config) or config.getoption("--coupler-set")):
         return
     from coupler.errors import CouplerError
 
@@ -74,6 +74,11 @@ def pytest_configure(config: pytest.Config) -> None:
                 subject.config()
     except CouplerError as exc:
         raise pytest.UsageError(str(exc)) from None
+
+
+def selected(config: pytest.Config) -> list[str]:
+    """What ``--coupler`` said, each KIND=NAME."""
+    return config.getoption("--coupler") or []
 
 
 def subjects(config: pytest.Config, kind: str) -> list[Subject]:
@@ -89,8 +94,8 @@ def subjects(config: pytest.Config, kind: str) -> list[Subject]:
     if _PLUGINS not in config.stash:
         config.stash[_PLUGINS] = Plugins.load()
     plugins = config.stash[_PLUGINS]
-    settings = parse_settings(config.getoption("--coupler-set")).get(kind, {})
-    chosen = [text.partition("=")[::2] for text in config.getoption("--coupler")]
+    settings = parse_settings(config.getoption("--coupler-set") or []).get(kind, {})
+    chosen = [text.partition("=")[::2] for text in selected(config)]
     for wanted, name in chosen:
         if wanted not in KINDS or not name:
             raise CouplerError(f"--coupler takes KIND=NAME, where KIND is one of {', '.join(KINDS)}.")

@@ -52,9 +52,7 @@ class Host:
 
     def gradient(self, batch: str, want: list[str], loss: str, info: Mapping[str, Any], out: str) -> dict[str, Any]:
         """One forward_backward and step; rank 0 writes the gradient between them."""
-        metrics = self.engine.forward_backward(
-            Batch.load(Path(batch)), _outputs(want), resolve(loss), StepInfo(**info)
-        )
+        metrics = self.engine.forward_backward(Batch.load(Path(batch)), _outputs(want), resolve(loss), StepInfo(**info))
         self._write(self.engine.gradients(), out)
         step = self.engine.step()
         plain = {name: [m.total, m.weight, m.how] for name, m in read(metrics).items()}

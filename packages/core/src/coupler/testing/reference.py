@@ -127,7 +127,7 @@ class TransformersReference(Reference):
         from transformers import AutoModelForCausalLM
 
         super().__init__(folder)
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
 
     def _logits(self, tokens: Any, temperature: float) -> Any:
         """[t] ids -> [t, V]; row t predicts token t; row 0, which nothing predicts, is all zeros."""
@@ -153,7 +153,6 @@ class TransformersReference(Reference):
         return {name: torch.cat([part[name] for part in parts]).numpy() for name in ("logprobs", "entropy")}
 
     def gradient(self, batch: Batch, loss: Loss) -> Gradient:
-        import torch
 
         self.model.zero_grad()
         metrics = []

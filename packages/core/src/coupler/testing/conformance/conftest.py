@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from coupler.testing.models import write_qwen2, write_toy
-from coupler.testing.plugin import KINDS
+from coupler.testing.plugin import KINDS, selected
 from coupler.testing.ranks import World
 from coupler.testing.reference import Reference, ToyReference, TransformersReference
 from coupler.testing.subject import Subject
@@ -20,7 +20,7 @@ NEEDS = {"pair": ("engine", "rollout")}  # kinds that a file needs, where its na
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out the files of kinds that were not selected."""
-    chosen = {text.partition("=")[0] for text in config.getoption("--coupler")}
+    chosen = {text.partition("=")[0] for text in selected(config)}
     topic = collection_path.stem.removeprefix("test_")
     needed = NEEDS.get(topic, (topic,) if topic in KINDS else ())
     return True if chosen and not set(needed) <= chosen else None
@@ -29,8 +29,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip an installed backend whose dependency is not installed, unless it was asked for."""
-    parameters = item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
-    for subject in parameters:
+    assert isinstance(item, pytest.Function)
+    for subject in item.callspec.params.values():
         if isinstance(subject, Subject) and not subject.selected:
             try:
                 subject.backend.load()

@@ -159,10 +159,8 @@ def test_micro_batches_change_nothing(
 
 
 @pytest.mark.parametrize("case", ["no-sequence", "no-valid-token"])
-def test_an_empty_micro_batch_passes(
-    algorithm_subject: Subject, algorithm: Algorithm, plain: Batch, case: str
-) -> None:
-    """Ranks run as many micro-batches as the others, with nothing in them if need be; metrics stay those of the rest."""
+def test_an_empty_micro_batch_passes(algorithm_subject: Subject, algorithm: Algorithm, plain: Batch, case: str) -> None:
+    """Ranks run as many micro-batches as the others, if need be empty ones; metrics stay those of the rest."""
     batch = ready(algorithm, plain)
     if case == "no-sequence":
         empty = batch.take([])

@@ -23,9 +23,7 @@ WANT = (Output("logprobs"), Output("entropy"))
 
 
 @pytest.fixture
-def pair(
-    engine_subject: Subject, rollout_subject: Subject, reference: Reference
-) -> Iterator[tuple[Engine, Served]]:
+def pair(engine_subject: Subject, rollout_subject: Subject, reference: Reference) -> Iterator[tuple[Engine, Served]]:
     engine = engine_subject.create(reference.folder, lr=3e-2)
     engine.setup(Rank(seed=1))
     served = Served(rollout_subject.create(reference.folder), Plugins.load().get("transport", "disk"))
@@ -67,14 +65,15 @@ def test_the_rollout_runs_the_weights_just_trained(
 ) -> None:
     """After each of three steps: equal log-probs on the same ids, the new version on every token, and visibly moved."""
     engine, served = pair
-    bound, before = limit(engine), None
+    bound = limit(engine)
+    before: list[Batch] = []
     for step in range(4):
         sent, receipt = served.push(engine.weights())
         assert receipt.num_loaded == sent.num_tensors
         assert (receipt.missing, receipt.unexpected) == ((), ())
         samples = sample(served, version=step)
         assert difference(engine, samples) < bound
-        if before is not None:
+        if before:
             assert difference(engine, before) > 3 * bound, "the step changed too little for this test to see"
         before = samples
         batch = weighted(make_batch(reference, seed=step))

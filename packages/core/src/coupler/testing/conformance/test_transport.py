@@ -24,7 +24,9 @@ DTYPES = ("float32", "float64", "float16", "int64", "int8", "uint8")
 class Link:
     """Senders and receivers of one transport, in threads of this process."""
 
-    def __init__(self, subject: Subject, num_senders: int = 1, num_receivers: int = 1, deadline_s: float = 30.0) -> None:
+    def __init__(
+        self, subject: Subject, num_senders: int = 1, num_receivers: int = 1, deadline_s: float = 30.0
+    ) -> None:
         self.subject, self.deadline_s = subject, deadline_s
         self.transport: Transport = subject.backend.load()()
         self.senders = [Rank(index=i, world=num_senders) for i in range(num_senders)]
@@ -43,7 +45,7 @@ class Link:
         )
 
     def carry(self, version: int, weights: list[Named], permuted: bool = False) -> tuple[list[Any], list[list[Named]]]:
-        """Send on every rank at once and receive in every worker; a tensor counts only until the next one is asked for."""
+        """Send on every rank and receive in every worker, at once."""
         update = self.update(version, permuted)
         with ThreadPoolExecutor(len(self.senders) + len(self.receivers)) as pool:
             sending = [pool.submit(self.transport.send, stream(weights, permuted), update, r) for r in self.senders]
@@ -96,7 +98,7 @@ def weights(request: pytest.FixtureRequest) -> list[Named]:
 
 
 def test_tensors_arrive_whole_and_in_order(transport_subject: Subject, weights: list[Named]) -> None:
-    """Every shape and dtype, non-contiguous ones too. What was sent may be overwritten once the next one is asked for."""
+    """Every shape and dtype, also not contiguous. A tensor may be overwritten once the next one is asked for."""
     sent, received = Link(transport_subject).carry(0, weights)
     assert_same(received[0], weights)
     assert isinstance(sent[0], SendReceipt)

@@ -1,0 +1,111 @@
+"""What a run leaves behind: checkpoint, export, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from coupler import checkpoint
+from coupler.builtin import InprocConfig
+from coupler.errors import WaitTimeout, WeightSyncError
+from coupler.export import export
+from coupler.interfaces import EVERYTHING, Endpoint, Model, Part, Rank, SendReceipt, SyncReceipt, WeightUpdate
+from coupler.sharding import verify
+from coupler.testing.models import read_tensors, write_toy
+from coupler.testing.toy_config import ToyAlgorithmConfig, ToyEngineConfig
+from coupler.tracking.jsonl import JsonlTracker
+from coupler.transports.disk import DiskTransport
+from coupler.transports.inproc import InprocTransport
+from coupler.workers import Local, WorkerGroup, WorkerSpec, reverse_elements
+
+
+def policy(tmp_path: Path) -> WorkerGroup:
+    model = Model(str(write_toy(tmp_path / "model")))
+    algorithm = ("coupler.testing.toy:ToyAlgorithm", ToyAlgorithmConfig())
+    spec = WorkerSpec("policy", "coupler.testing.toy:ToyEngine", ToyEngineConfig(), model, algorithm)
+    group = WorkerGroup(Local(inline=True), spec, [Rank()])
+    asyncio.run(group.setup())
+    return group
+
+
+def test_a_checkpoint_is_complete_and_says_what_it_is(tmp_path: Path) -> None:
+    group = policy(tmp_path)
+    folder = tmp_path / "checkpoints" / "step_3"
+    folder.mkdir(parents=True)
+    (folder / "old").touch()
+    asyncio.run(checkpoint.save(group, folder, 3, EVERYTHING - {Part.GRADS}, 60.0))
+    manifest = json.loads((folder / checkpoint.MANIFEST).read_text())
+    assert manifest["step"] == 3 and manifest["parts"] == ["optimizer", "params"] and manifest["files"]
+    for name, entry in manifest["files"].items():
+        content = (folder / name).read_bytes()
+        assert entry == {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    assert sorted(p.name for p in folder.parent.iterdir()) == ["step_3"]
+    assert not (folder / "old").exists()
+
+
+def test_export_holds_what_the_engine_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coupler.export.MAX_SHARD_BYTES", 11_000)  # two shards
+    group = policy(tmp_path)
+    asyncio.run(group.all("export", tmp_path / "out", tmp_path / "model"))
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    source, written = read_tensors(tmp_path / "model"), read_tensors(tmp_path / "out")
+    assert index["weight_map"].keys() == source.keys() == written.keys()
+    assert all(np.array_equal(source[name], written[name]) for name in source)
+    assert (tmp_path / "out" / "config.json").exists()
+
+
+def test_a_rank_that_does_not_write_still_iterates(tmp_path: Path) -> None:
+    seen = []
+    stream = (seen.append(i) or (str(i), np.zeros(1)) for i in range(3))
+    assert export(stream, tmp_path / "out", tmp_path, write=False) == 3  # type: ignore[arg-type]
+    assert len(seen) == 3 and not (tmp_path / "out").exists()
+
+
+def test_jsonl_has_one_object_a_step_and_no_nan(tmp_path: Path) -> None:
+    tracker = JsonlTracker(InprocConfig(), tmp_path)
+    tracker.log(1, {"a": 1.5, "b": float("nan")})
+    tracker.log(2, {"a": 2.0})
+    tracker.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [{"step": 1, "a": 1.5, "b": None}, {"step": 2, "a": 2.0}]
+
+
+@pytest.mark.parametrize("transport", [InprocTransport(), DiskTransport()])
+def test_a_transport_does_not_wait_for_ever(transport: InprocTransport | DiskTransport) -> None:
+    endpoint = transport.bind(Rank())
+    update = WeightUpdate(9, "full", "", (endpoint,), 1, deadline_s=0.05)
+    with pytest.raises(WaitTimeout, match="weights of version 9"):
+        next(transport.receive(update, Rank()))
+    assert transport.bind(Rank(index=1, world=2)) == Endpoint()
+
+
+def test_reversed_elements_keep_shape_and_values() -> None:
+    array = np.arange(6.0).reshape(2, 3)
+    assert reverse_elements(array).tolist() == [[5, 4, 3], [2, 1, 0]]
+
+
+SENT = SendReceipt(version=4, num_tensors=3, num_bytes=12, seconds=0.0)
+
+
+@pytest.mark.parametrize(
+    ("receipt", "what"),
+    [
+        (SyncReceipt(3, 3, 3, 12), "reports version 3, sent was 4"),
+        (SyncReceipt(4, 2, 2, 12), "2 of 3 tensors arrived"),
+        (
+            SyncReceipt(4, 3, 3, 12, missing=("lm_head.weight",)),
+            "1 of its parameters got nothing, first: lm_head.weight",
+        ),
+        (SyncReceipt(4, 3, 2, 12, unexpected=("x",)), "1 tensors match no parameter, first: x"),
+        (SyncReceipt(4, 3, 2, 12), "2 of 3 received tensors were loaded"),
+    ],
+)
+def test_a_receipt_that_does_not_add_up(receipt: SyncReceipt, what: str) -> None:
+    with pytest.raises(WeightSyncError, match=what):
+        verify(SENT, receipt, 0)
+    verify(SENT, SyncReceipt(4, 3, 3, 12), 0)

@@ -1,0 +1,175 @@
+"""The loop on the toy backends: it learns, it is deterministic, and it finds what would be wrong silently."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from toy_run import ToyRun
+
+from coupler.config.schema import RunConfig, SamplingConfig
+from coupler.errors import CouplerError, RewardError, WeightSyncError
+from coupler.interfaces import InFlight
+from coupler.testing.toy import ToyAlgorithm, ToyRollout
+
+
+def small(**changes: object) -> RunConfig:
+    settings = {"steps": 6, "prompts_per_step": 4, "samples_per_prompt": 4, "sampling": SamplingConfig(max_tokens=8)}
+    return RunConfig(**{**settings, **changes})  # type: ignore[arg-type]
+
+
+def numbers(log: list[dict[str, float]]) -> list[dict[str, float]]:
+    """What may not differ between two runs."""
+    changing = ("time/", "memory/", "reward/latency")
+    return [{k: v for k, v in step.items() if not k.startswith(changing)} for step in log]
+
+
+def test_reward_rises(tmp_path: Path) -> None:
+    log = ToyRun(tmp_path, small(steps=25)).run()
+    assert log[-1]["reward/mean"] > log[1]["reward/mean"] + 0.2
+    assert all(step["train_infer/abs_diff"] < 1e-5 for step in log[1:])
+    assert log[0]["sync/probe"] < 1e-5 < 1e-2 < log[0]["sync/probe_permuted"]
+
+
+def test_two_runs_are_equal(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    first, second = (numbers(ToyRun(tmp_path / name, small()).run()) for name in "ab")
+    assert first == second
+
+
+def test_seeds_differ(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    first, second = (numbers(ToyRun(tmp_path / str(n), small(seed=i)).run()) for i, n in enumerate("ab"))
+    assert first != second
+
+
+def test_disk_transport_gives_the_same_numbers(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    inproc = ToyRun(tmp_path / "a", small()).run()
+    disk = ToyRun(tmp_path / "b", small(), transport="coupler.transports.disk:DiskTransport").run()
+    assert [s.get("reward/mean") for s in inproc] == [s.get("reward/mean") for s in disk]
+
+
+@pytest.mark.parametrize("in_flight", [InFlight.DRAIN, InFlight.RECOMPUTE])
+def test_staleness_is_bounded(tmp_path: Path, in_flight: InFlight) -> None:
+    config = small(steps=12, max_staleness=2)
+    config.sync.in_flight = in_flight
+    log = ToyRun(tmp_path, config).run()
+    assert len(log) == 13
+    assert max(step["staleness/max"] for step in log[1:]) <= 2
+    assert sum(step["staleness/violations"] for step in log[1:]) == 0
+    assert all(step["batch/sequences"] == 16 for step in log[1:])
+
+
+def test_several_optimizer_steps(tmp_path: Path) -> None:
+    run = ToyRun(tmp_path, small(optimizer_steps_per_batch=4))
+    run.run()
+    assert run.policy.steps_done == 24
+
+
+class Picky(ToyAlgorithm):
+    """Keeps every second group."""
+
+    def keep(self, group) -> bool:  # type: ignore[no-untyped-def]
+        return int(group["group"][0]) % 2 == 0
+
+
+class Never(ToyAlgorithm):
+    def keep(self, group) -> bool:  # type: ignore[no-untyped-def]
+        return False
+
+
+class Scalar(ToyAlgorithm):
+    def loss(self, out, batch):  # type: ignore[no-untyped-def]
+        loss, metrics = super().loss(out, batch)
+        return loss.sum(), metrics
+
+
+class NotFinite(ToyAlgorithm):
+    def advantages(self, batch):  # type: ignore[no-untyped-def]
+        batch = super().advantages(batch)
+        return batch.with_tokens(advantages=np.full_like(batch["advantages"], np.inf))
+
+
+def test_dynamic_sampling_asks_for_more(tmp_path: Path) -> None:
+    log = ToyRun(tmp_path, small(), algorithm="test_trainer:Picky").run()
+    assert all(step["batch/sequences"] == 16 for step in log[1:])
+    assert sum(step["sampled/rejected_groups"] for step in log[1:]) >= 4 * 5
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "what"),
+    [
+        ("test_trainer:Never", "prompt groups in a row of one step were rejected"),
+        ("test_trainer:Scalar", "expected one loss per token"),
+        ("test_trainer:NotFinite", "the gradient was not finite in 4 optimizer steps"),
+    ],
+)
+def test_an_algorithm_that_cannot_train_stops_the_run(tmp_path: Path, algorithm: str, what: str) -> None:
+    with pytest.raises(CouplerError, match=what):
+        ToyRun(tmp_path, small(steps=8), algorithm=algorithm).run()
+
+
+def test_a_reward_that_raises_stops_the_run_with_its_traceback(tmp_path: Path) -> None:
+    with pytest.raises(RewardError, match=r"(?s)ValueError: no such thing"):
+        ToyRun(tmp_path, small(), reward="def score(completion):\n    raise ValueError('no such thing')\n").run()
+
+
+class Deaf(ToyRollout):
+    """Acknowledges every update and keeps its dummy weights."""
+
+    async def update(self, update):  # type: ignore[no-untyped-def]
+        weights = {name: tensor.copy() for name, tensor in self.weights.items()}
+        receipt = await super().update(update)
+        self.weights = weights
+        return receipt
+
+
+class FirstOnly(ToyRollout):
+    """Loads the start-up pushes and ignores every later one."""
+
+    async def update(self, update):  # type: ignore[no-untyped-def]
+        weights = {name: tensor.copy() for name, tensor in self.weights.items()}
+        receipt = await super().update(update)
+        if update.version > 0:
+            self.weights = weights
+        return receipt
+
+
+class FromDisk(ToyRollout):
+    """Reads the checkpoint instead of what it is sent: clean at first, stale ever after."""
+
+    async def update(self, update):  # type: ignore[no-untyped-def]
+        from coupler.testing.models import read_tensors
+
+        receipt = await super().update(update)
+        self.weights = read_tensors(Path(self.model.path))
+        return receipt
+
+
+class Partial(ToyRollout):
+    """Never loads one of its tensors, and says so."""
+
+    async def update(self, update):  # type: ignore[no-untyped-def]
+        from dataclasses import replace
+
+        receipt = await super().update(update)
+        return replace(receipt, num_loaded=receipt.num_loaded - 1, missing=("head.bias",))
+
+
+@pytest.mark.parametrize(
+    ("rollout", "what"),
+    [
+        ("test_trainer:Deaf", "differ from the engine's by"),
+        ("test_trainer:FirstOnly", "at version 1, limit"),
+        ("test_trainer:FromDisk", "a push of permuted weights left the rollout's log-probs"),
+        ("test_trainer:Partial", "1 of its parameters got nothing, first: head.bias"),
+    ],
+)
+def test_a_rollout_that_does_not_run_the_new_weights_is_found(tmp_path: Path, rollout: str, what: str) -> None:
+    with pytest.raises(WeightSyncError, match=what):
+        ToyRun(tmp_path, small(), rollout=rollout).run()

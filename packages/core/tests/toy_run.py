@@ -1,0 +1,121 @@
+"""A whole reinforcement-learning run on the toy backends: everything of core but the command line and the tokenizer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from coupler.buffer import Buffer
+from coupler.config.schema import RunConfig
+from coupler.data import Prompt, PromptStream, Row
+from coupler.interfaces import Algorithm, Model, Rank
+from coupler.metrics import Metrics
+from coupler.residency import Residency
+from coupler.rewards import RewardPool
+from coupler.rollouts import RolloutGroup
+from coupler.sampling import Sampler, Scorer
+from coupler.sharding import StreamShardingManager
+from coupler.testing.models import write_toy
+from coupler.testing.toy_config import ToyAlgorithmConfig, ToyEngineConfig, ToyRolloutConfig
+from coupler.trainer import Trainer
+from coupler.workers import Local, WorkerGroup, WorkerSpec
+
+REWARD = "def score(completion):\n    return sum(int(t) >= 160 for t in completion.split()) / len(completion.split())\n"
+
+
+class Numbers:
+    """A codec whose text is the ids."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+class ToyRun:
+    """Builds the parts; ``log`` collects what every step reported. Sampled ids of 160 and more are rewarded."""
+
+    def __init__(
+        self,
+        folder: Path,
+        config: RunConfig,
+        *,
+        algorithm: str = "coupler.testing.toy:ToyAlgorithm",
+        rollout: str = "coupler.testing.toy:ToyRollout",
+        transport: str = "coupler.transports.inproc:InprocTransport",
+        reward: str = REWARD,
+    ) -> None:
+        self.config, self.folder = config, folder
+        self.model = Model(str(write_toy(folder / "model")))
+        self.executor = Local(inline=config.max_staleness == 0)
+        spec = WorkerSpec(
+            "policy",
+            "coupler.testing.toy:ToyEngine",
+            ToyEngineConfig(lr=0.3),
+            self.model,
+            (algorithm, ToyAlgorithmConfig()),
+        )
+        self.policy = WorkerGroup(self.executor, spec, [Rank()])
+        self.rollouts = RolloutGroup(self.executor, rollout, ToyRolloutConfig(), self.model, [Rank()])
+        self.weights = StreamShardingManager(
+            config.sync,
+            engine=self.policy,
+            rollouts=self.rollouts,
+            weight_format="full",
+            transport=transport,
+            probe_prompt=(5, 6, 7),
+            temperature=config.sampling.temperature,
+        )
+        (folder / "reward.py").write_text(reward)
+        self.pool = RewardPool(f"{folder / 'reward.py'}:score", 1, 10.0, 0.01)
+        self.log: list[dict[str, float]] = []
+
+    async def _after(self, step: int, metrics: Metrics) -> None:
+        self.log.append({name: metric.value for name, metric in metrics.items()})
+
+    def build(self, algorithm: Algorithm) -> Trainer:
+        config = self.config
+        prompts = [Prompt(Row(prompt=str(i), answer="", index=i, extra={}), (10 + i, 20 + i)) for i in range(16)]
+        self.buffer = Buffer(config.prompts_per_step, config.max_staleness, 10 * config.prompts_per_step)
+        codec: Any = Numbers()
+        self.sampler = Sampler(
+            config.sampling,
+            config.samples_per_prompt,
+            config.seed,
+            prompts=PromptStream(prompts, config.seed, shuffle=True),
+            scorer=Scorer(self.rollouts, self.pool, codec, ()),
+            algorithm=algorithm,
+            buffer=self.buffer,
+        )
+
+        async def device_bytes() -> int:
+            return 0
+
+        return Trainer(
+            config,
+            policy=self.policy,
+            weights=self.weights,
+            algorithm=algorithm,
+            sampler=self.sampler,
+            buffer=self.buffer,
+            providers={},
+            residency=Residency({}, shared=False, device_bytes=device_bytes),
+            on_step=self._after,
+        )
+
+    def run(self) -> list[dict[str, float]]:
+        """Train; return the values of every step, the start first."""
+
+        async def go() -> None:
+            await self.policy.setup()
+            await self.weights.setup()
+            assert self.policy.algorithm
+            await self.build(self.policy.algorithm).fit()
+
+        self.pool.start()
+        try:
+            asyncio.run(go())
+        finally:
+            self.pool.close()
+            self.executor.close()
+        return self.log
