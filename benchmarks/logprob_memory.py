@@ -15,16 +15,20 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
-from coupler_engine_fsdp.logprobs import token_logprobs
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+
+from coupler_engine_fsdp.logprobs import token_logprobs
 
 Run = Callable[[], tuple[Tensor, ...]]
 
 
-def full_logits(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, entropy: bool) -> tuple[Tensor, ...]:
+def full_logits(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, entropy: bool
+) -> tuple[Tensor, ...]:
     """What frameworks compute: logits, fp32, log_softmax, gather."""
     log_p = ((hidden @ weight.t()).float() / temperature[:, None]).log_softmax(-1)
     return log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1) if entropy else None
@@ -32,7 +36,7 @@ def full_logits(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Te
 
 def step(function: Callable, leaves: list[Tensor], targets: Tensor, temperature: Tensor, entropy: bool) -> list[Tensor]:
     """Forward and backward with an upstream gradient that differs from token to token."""
-    logprobs, values = function(*leaves, targets, temperature.to(leaves[0].dtype).float(), entropy)
+    logprobs, values = function(*leaves, targets, temperature, entropy)
     slope = torch.linspace(-1, 1, len(logprobs), device=logprobs.device, dtype=logprobs.dtype)
     total = (logprobs * slope).sum() + ((values * slope.flip(0)).sum() if entropy else 0)
     return list(torch.autograd.grad(total, leaves))
@@ -96,7 +100,8 @@ def main() -> None:
     temperature = torch.rand(arguments.tokens, device=device) + 0.5
     logits_bytes = 4 * arguments.tokens * arguments.vocabulary
     del hidden, weight
-    print(f"{device} {torch.get_num_threads()} threads, {dtype}, T={arguments.tokens} H={arguments.hidden} V={arguments.vocabulary}")
+    shape = f"T={arguments.tokens} H={arguments.hidden} V={arguments.vocabulary}"
+    print(f"{device} {torch.get_num_threads()} threads, {dtype}, {shape}")
     print(f"{'method':>22} {'entropy':>8} {'extra %':>8} {'ms':>9} {'time':>6} {'error':>9}")
     for entropy in (False, True):
         data = (targets, temperature, entropy)
@@ -107,15 +112,20 @@ def main() -> None:
             methods[f"tile {tile or 'default'}"] = lambda *a, tile=tile: token_logprobs(a[0], a[1], None, *a[2:], tile)
         base = 0.0
         for name, function in methods.items():
-            run = lambda function=function: step(function, leaves, *data)  # noqa: E731
+            run = partial(step, function, leaves, *data)
             wrong = error(run(), want)
             extra = 100 * peak_bytes(run, device) / logits_bytes
             taken = seconds(run, device, arguments.repeats)
             base = base or taken
-            print(f"{name:>22} {entropy!s:>8} {extra:>8.2f} {1e3 * taken:>9.1f} {taken / base:>6.2f} {wrong:>9.1e}", flush=True)
+            print(
+                f"{name:>22} {entropy!s:>8} {extra:>8.2f} {1e3 * taken:>9.1f} {taken / base:>6.2f} {wrong:>9.1e}",
+                flush=True,
+            )
 
 
-def token_exact(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, entropy: bool) -> tuple[Tensor, ...]:
+def token_exact(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, entropy: bool
+) -> tuple[Tensor, ...]:
     """The full logits in blocks of rows, each differentiated by itself: fp64 would not fit otherwise."""
     outs = [
         torch.utils.checkpoint.checkpoint(_exact_rows, *rows, weight, entropy, use_reentrant=False)
@@ -124,10 +134,11 @@ def token_exact(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Te
     return torch.cat([o[0] for o in outs]), torch.cat([o[1] for o in outs]) if entropy else None
 
 
-def _exact_rows(hidden: Tensor, targets: Tensor, temperature: Tensor, weight: Tensor, entropy: bool) -> tuple[Tensor, ...]:
+def _exact_rows(
+    hidden: Tensor, targets: Tensor, temperature: Tensor, weight: Tensor, entropy: bool
+) -> tuple[Tensor, ...]:
     log_p = ((hidden @ weight.t()) / temperature[:, None]).log_softmax(-1)
     return log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1) if entropy else None
-
 
 
 if __name__ == "__main__":

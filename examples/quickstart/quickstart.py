@@ -41,12 +41,12 @@ def run(folder: Path, seed: int, overrides: list[str]) -> dict[str, float]:
     from coupler.config.schema import Job
     from coupler.plugins.manager import Plugins
     from model import build
-    from task import train
+    from task import problems
 
     plugins = Plugins.load()
-    problems = [f"{row['prompt']}{row['answer']}" for row in train(size=20_000, seed=0)]
-    size = build(folder / "model", problems, seed)
-    print(f"model: Llama, {size:,} random parameters; task: {len(problems)} distinct sums of three digits\n")
+    texts = [f"{row['prompt']}{row['answer']}" for row in problems(size=20_000, seed=0)]
+    size = build(folder / "model", texts, seed)
+    print(f"model: Llama, {size:,} random parameters; task: {len(texts)} distinct sums of three digits\n")
 
     def do(job: Job, stage: str, model: str, *more: str) -> dict[str, float]:
         print(f"--- {stage}", flush=True)

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+
 from coupler.batch import Batch
 from coupler.interfaces import Columns, Model, Named, Output, Rank, StepInfo
 from coupler.metrics import Metric, Metrics
 from coupler_engine_fsdp.config import FSDPConfig
 from coupler_engine_fsdp.engine import FSDPEngine
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 WANT = (Output("logprobs"), Output("entropy"))
 SHAPE = {
@@ -87,7 +88,11 @@ def reference(folder: Path, seed: int = 0) -> tuple[dict[str, np.ndarray], dict[
         one = batch.take([i])
         tokens, mask = torch.from_numpy(one["tokens"]).long(), torch.from_numpy(one["loss_mask"])
         logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1] / float(one["temperature"][0])
-        log_p = torch.cat([torch.zeros_like(logits[:1]), logits.log_softmax(-1)]) if len(logits) else logits.new_zeros(1, 321)
+        log_p = (
+            torch.cat([torch.zeros_like(logits[:1]), logits.log_softmax(-1)])
+            if len(logits)
+            else logits.new_zeros(1, 321)
+        )
         picked = log_p.gather(1, tokens[:, None]).squeeze(1)
         outputs["logprobs"].append(torch.where(mask, picked, 0.0))
         outputs["entropy"].append(torch.where(mask, -(log_p.exp() * log_p).sum(-1), 0.0))
@@ -99,7 +104,7 @@ def reference(folder: Path, seed: int = 0) -> tuple[dict[str, np.ndarray], dict[
 
 
 def arrays(named: Iterable[Named]) -> dict[str, np.ndarray]:
-    return {name: np.array(tensor.float()) for name, tensor in named}
+    return {name: np.array(tensor.float().cpu()) for name, tensor in named}
 
 
 def worst(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> float:

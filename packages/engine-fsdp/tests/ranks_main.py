@@ -10,12 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from helpers import WANT, arrays, info, loss, make_batch, make_engine
+from test_ranks import SETTINGS, STEPS
+
 from coupler.batch import Batch
 from coupler.errors import CouplerError
 from coupler.interfaces import EVERYTHING, Rank
 from coupler_engine_fsdp.engine import FSDPEngine
-from helpers import WANT, arrays, info, loss, make_batch, make_engine
-from test_ranks import SETTINGS, STEPS
 
 
 def main(job: dict, index: int) -> None:
@@ -25,7 +26,9 @@ def main(job: dict, index: int) -> None:
     out.mkdir()
     for name, (folder, settings) in job["cases"].items():
         engine = make_engine(Path(folder), rank, **SETTINGS, **settings)
-        report = {"steps": [train(engine, rank, out / f"{name}-grads.npz" if i == 0 else None, i) for i in range(STEPS)]}
+        report = {
+            "steps": [train(engine, rank, out / f"{name}-grads.npz" if i == 0 else None, i) for i in range(STEPS)]
+        }
         np.savez(out / f"{name}-weights.npz", **arrays(engine.weights()))
         report["steps"].append(hurt(engine, rank))
         report["too_long"] = too_long(engine, rank)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+
 from coupler_engine_fsdp.config import FSDPConfig, Schedule
 from coupler_engine_fsdp.plugin import coupler_backends
 
@@ -36,6 +37,11 @@ def test_a_schedule_that_ends_needs_its_length() -> None:
 
 
 def test_backends_are_listed_without_importing_torch() -> None:
-    assert {(b.kind, b.name, b.config().name) for b in coupler_backends()} == {("engine", "fsdp", "fsdp"), ("rollout", "hf", "hf")}
-    script = "import sys, coupler_engine_fsdp.plugin; sys.exit(any(m in sys.modules for m in ('torch', 'transformers')))"
+    assert {(b.kind, b.name, b.config().name) for b in coupler_backends()} == {
+        ("engine", "fsdp", "fsdp"),
+        ("rollout", "hf", "hf"),
+    }
+    script = (
+        "import sys, coupler_engine_fsdp.plugin; sys.exit(any(m in sys.modules for m in ('torch', 'transformers')))"
+    )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

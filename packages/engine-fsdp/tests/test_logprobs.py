@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from coupler_engine_fsdp.logprobs import token_logprobs
 
 R, H, V = 29, 16, 1003

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import arrays, info, loss, make_batch, make_engine, reference, worst, WANT
+from helpers import WANT, arrays, info, loss, make_batch, make_engine, reference, worst
+
 from coupler.interfaces import EVERYTHING
 
 Folder = Callable[[str], Path]
@@ -37,7 +38,7 @@ def spawn(tmp_path: Path, cases: dict[str, tuple[str, dict]]) -> dict[int, list[
         saved = {"save" if world == 4 else "load": str(tmp_path / "checkpoint")}
         jobs.append({"rendezvous": rendezvous, "outs": [str(out) for out in outs], "cases": cases, **saved})
     launcher = Path(__file__).with_name("ranks_main.py")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [sys.executable, str(launcher), json.dumps(jobs)], env=environment, capture_output=True, text=True, timeout=300
     )

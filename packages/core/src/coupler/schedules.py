@@ -26,7 +26,7 @@ def cosine(step: int, *, total: int, warmup: int = 0, floor: float = 0.0) -> flo
 
 
 def wsd(step: int, *, total: int, decay: int, warmup: int = 0, floor: float = 0.0) -> float:
-    """Stay at 1 until the last ``decay`` steps, then fall in a straight line: MiniCPM (arXiv 2404.06395) section 4.2."""
+    """Stay at 1, then fall in a straight line over the last ``decay`` steps: MiniCPM (arXiv 2404.06395) section 4.2."""
     return constant(step, warmup=warmup) * (1 - (1 - floor) * _progress(step, total - decay, total))
 
 

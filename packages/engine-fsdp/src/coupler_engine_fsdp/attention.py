@@ -11,12 +11,14 @@ from functools import cache
 from importlib.util import find_spec
 from inspect import signature
 from itertools import groupby
+from typing import Any
 
 import torch
-from coupler.errors import CouplerError
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
+
+from coupler.errors import CouplerError
 
 NAME = "coupler_varlen"  # transformers builds no mask for a name that it does not know
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")  # arguments that change what attention computes
@@ -76,7 +78,7 @@ def _fused(
     ends, longest = packing.cu_seqlens, max(packing.lengths)
     reach = (-1 if window is None else window - 1, 0)  # a window of w tokens holds the token itself
     if _has_flash_attn():
-        from flash_attn import flash_attn_varlen_func
+        from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
         out = flash_attn_varlen_func(
             query, key, value, ends, ends, longest, longest, softmax_scale=scaling, causal=True, window_size=reach
@@ -84,14 +86,15 @@ def _fused(
     else:
         from torch.nn.attention.varlen import varlen_attn
 
-        out = varlen_attn(
-            query, key, value, ends, ends, longest, longest, scale=scaling, window_size=reach, **_grouped(varlen_attn)
+        grouped = _grouped(varlen_attn)
+        out: Any = varlen_attn(
+            query, key, value, ends, ends, longest, longest, scale=scaling, window_size=reach, **grouped
         )
     return out[None]
 
 
 @cache
-def _grouped(varlen_attn: Callable[..., Tensor]) -> dict[str, bool]:
+def _grouped(varlen_attn: Callable[..., Any]) -> dict[str, Any]:
     """torch 2.11 takes grouped heads as they are; later versions want to be told."""
     return {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 

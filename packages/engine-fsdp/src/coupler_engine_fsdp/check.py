@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+
 from coupler.batch import Batch
 from coupler.errors import CouplerError
-
 from coupler_engine_fsdp.model import Policy
 from coupler_engine_fsdp.packing import pack
 

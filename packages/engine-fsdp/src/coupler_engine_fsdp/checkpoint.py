@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
-from coupler.errors import CouplerError
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
+
+from coupler.errors import CouplerError
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,8 @@ def load(path: Path, state: dict[str, Tensor], mesh: DeviceMesh) -> None:
         stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     except OSError as error:
         raise CouplerError(f"{path} holds no checkpoint of engine=fsdp: {error}") from error
-    odd = [name for name, tensor in state.items() if name not in stored or stored[name].size != tensor.shape]
+    shapes = {name: entry.size for name, entry in stored.items() if isinstance(entry, TensorStorageMetadata)}
+    odd = [name for name, tensor in state.items() if shapes.get(name) != tensor.shape]
     if odd:
         raise CouplerError(
             f"the checkpoint {path} does not fit this engine: {len(odd)} tensors are absent or of another shape, "

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
 from coupler.errors import ConfigError, CouplerError
 from coupler.interfaces import Rank
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
 def device_of(rank: Rank) -> torch.device:
@@ -53,6 +54,4 @@ def _init_process_group(rank: Rank) -> None:
     if rank.world == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     else:
-        dist.init_process_group(
-            backend, init_method=f"tcp://{rank.rendezvous}", rank=rank.index, world_size=rank.world
-        )
+        dist.init_process_group(backend, init_method=f"tcp://{rank.rendezvous}", rank=rank.index, world_size=rank.world)

@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+
 from coupler.batch import Batch
 from coupler.errors import CouplerError
 from coupler.interfaces import (
@@ -25,8 +27,6 @@ from coupler.interfaces import (
     StepResult,
 )
 from coupler.metrics import Metrics, merge, read
-from torch import Tensor, nn
-
 from coupler_engine_fsdp import checkpoint, weights
 from coupler_engine_fsdp.check import check
 from coupler_engine_fsdp.config import FSDPConfig, Precision
@@ -108,7 +108,7 @@ class FSDPEngine(Engine):
     def _backward(self, micro: Batch, want: tuple[Output, ...], loss: Loss) -> Metrics:
         outputs = self._outputs(micro, want)
         if not len(micro):
-            sum(values.sum() for values in outputs.values()).backward()
+            torch.cat([*outputs.values()]).sum().backward()
             return {}
         batch = columns(micro, self.device)
         token_loss, metrics = loss(outputs, batch)
@@ -143,7 +143,7 @@ class FSDPEngine(Engine):
         if failed:
             raise CouplerError(
                 f"{problem or 'another rank got a sequence that exceeds max_tokens_per_gpu.'}\n"
-                f"  try:  a larger engine.max_tokens_per_gpu (now {self.config.max_tokens_per_gpu}), or shorter sequences"
+                f"  try:  engine.max_tokens_per_gpu above {self.config.max_tokens_per_gpu}, or shorter sequences"
             )
         # equally long sequences stand together, so that attention on the CPU takes them in one call
         ordered = [group[np.argsort(batch.lengths[group], kind="stable")] for group in groups]
@@ -177,7 +177,7 @@ class FSDPEngine(Engine):
         """
         state = self._state(what)
         checkpoint.load(path, state, self.mesh)
-        if Part.OPTIMIZER in what:
+        if self._optimizer is not None and Part.OPTIMIZER in what:
             self._optimizer.num_steps = int(state["num_steps"])
         self._reshard()
 

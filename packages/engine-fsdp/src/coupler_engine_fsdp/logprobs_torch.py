@@ -48,7 +48,7 @@ def grad_tile(
     With z the scaled logits: dz = g (onehot - p) for log-probs, and -g p (log p + entropy) for the entropy.
     """
     log_p = _scale(logits, bias, temperature).sub_(log_z[:, None])
-    if grad_entropy is None:
+    if grad_entropy is None or entropy is None:
         grad = log_p.exp_().mul_(-grad_logprobs[:, None])
     else:
         p = log_p.exp()

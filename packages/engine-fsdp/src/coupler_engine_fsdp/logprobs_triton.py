@@ -3,6 +3,8 @@
 Arguments are those of :mod:`coupler_engine_fsdp.logprobs_torch`.
 """
 
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import torch
@@ -52,7 +54,9 @@ def grad_tile(
 
 
 @triton.jit
-def _reduce(logits, bias, temperature, targets, log_z, mean, picked, width, want_mean: tl.constexpr, block: tl.constexpr):
+def _reduce(
+    logits, bias, temperature, targets, log_z, mean, picked, width, want_mean: tl.constexpr, block: tl.constexpr
+):
     row = tl.program_id(0)
     logits += row.to(tl.int64) * width
     scale = 1.0 if temperature is None else 1.0 / tl.load(temperature + row)

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from coupler.errors import CouplerError
-from coupler.interfaces import Model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from coupler.errors import CouplerError
+from coupler.interfaces import Model
 from coupler_engine_fsdp import attention
 from coupler_engine_fsdp.logprobs import token_logprobs
 from coupler_engine_fsdp.packing import Packed
@@ -26,17 +26,15 @@ class Head(nn.Linear):
 
     tile: int
 
-    def forward(self, hidden: Tensor, packed: Packed | None = None, entropy: bool = False) -> Any:
-        """[R, H] -> log-probs [R] and entropy [R] or None; without ``packed``, logits."""
+    def forward(self, input: Tensor, packed: Packed | None = None, entropy: bool = False) -> Any:
+        """[R, H] hidden states -> log-probs [R] and entropy [R] or None; without ``packed``, logits."""
         if packed is None:
-            return super().forward(hidden)
-        return token_logprobs(
-            hidden, self.weight, self.bias, packed.targets, packed.temperature, entropy, self.tile
-        )
+            return super().forward(input)
+        return token_logprobs(input, self.weight, self.bias, packed.targets, packed.temperature, entropy, self.tile)
 
 
 class Policy(nn.Module):
-    """What FSDP wraps: one forward from packed tokens to log-probs, so that all parameters are gathered by its hooks."""
+    """What FSDP wraps: one forward from tokens to log-probs, so that its hooks gather every parameter."""
 
     def __init__(self, causal: PreTrainedModel, tile: int) -> None:
         super().__init__()
@@ -45,7 +43,9 @@ class Policy(nn.Module):
 
     @property
     def head(self) -> Head:
-        return self.causal.get_output_embeddings()
+        head = self.causal.get_output_embeddings()
+        assert isinstance(head, Head)
+        return head
 
     def forward(self, packed: Packed, entropy: bool = False, logits: bool = False) -> Any:
         """Return log-probs [R] and entropy [R] or None of the predicted rows; or all logits [N, V], for checks."""
@@ -65,7 +65,9 @@ def build(model: Model, tile: int, checkpointing: bool) -> Policy:
         CouplerError: there is no such folder, or the engine cannot train this model.
     """
     if not Path(model.path).is_dir():
-        raise CouplerError(f"model.path={model.path} is not a folder.\n  try:  a folder with config.json and safetensors")
+        raise CouplerError(
+            f"model.path={model.path} is not a folder.\n  try:  a folder with config.json and safetensors"
+        )
     attention.register()
     try:  # transformers' own boundary: a broken folder raises OSError, ValueError, KeyError and others
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)

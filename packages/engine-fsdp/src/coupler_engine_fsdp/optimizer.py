@@ -7,12 +7,12 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from coupler import schedules
-from coupler.interfaces import StepResult
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from coupler import schedules
+from coupler.interfaces import StepResult
 from coupler_engine_fsdp.config import FSDPConfig, Schedule
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+
 from coupler.balance import micro_batches
 from coupler.batch import Batch
 from coupler.errors import CouplerError
-from torch import Tensor
-
 from coupler_engine_fsdp.attention import Packing
 
 
@@ -69,9 +70,11 @@ def _temperature(batch: Batch, rows: np.ndarray) -> np.ndarray | None:
     return None if (scale == 1).all() else scale
 
 
-def columns(batch: Batch, device: torch.device) -> dict[str, Tensor | int]:
+def columns(batch: Batch, device: torch.device) -> dict[str, Any]:
     """Every numeric column as a tensor, and what says which row belongs to which sequence."""
-    arrays = {name: column for name, column in (*batch.tokens.items(), *batch.seqs.items()) if column.dtype.kind in "biuf"}
+    arrays = {
+        name: column for name, column in (*batch.tokens.items(), *batch.seqs.items()) if column.dtype.kind in "biuf"
+    }
     arrays["seq"] = np.repeat(np.arange(len(batch)), batch.lengths)
     arrays["cu_seqlens"] = batch.starts
     return {"num_seqs": len(batch), **{name: torch.from_numpy(array).to(device) for name, array in arrays.items()}}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from coupler.plugins import Backend, Kind, hookimpl
-
 from coupler_engine_fsdp.config import FSDPConfig, HFConfig
 
 

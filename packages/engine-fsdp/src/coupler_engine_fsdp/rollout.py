@@ -52,6 +52,8 @@ class HFRollout(Rollout):
             CouplerError: the request is malformed, or the model's weights sleep.
         """
         self._check(request)
+        if self.paused is None:
+            self._check_awake("generate()")
         room = self.max_positions - len(request.prompt)
         row = Row(request, min(request.max_tokens, room), asyncio.get_running_loop().create_future())
         self.waiting.append(row)
@@ -77,10 +79,12 @@ class HFRollout(Rollout):
         if not request.temperature >= 0:
             raise CouplerError(f"sampling.temperature must be at least 0, it is {request.temperature}.")
 
+    def _check_awake(self, call: str) -> None:
+        if self.freed:
+            raise CouplerError(f"the rollout's weights sleep.\n  call:  wake() before {call}")
+
     def _run(self) -> None:
         """See to it that waiting and running sequences are worked on."""
-        if self.paused is None and self.freed:
-            raise CouplerError("the rollout's weights sleep.\n  call:  wake() and update() before generate()")
         if self._busy() and (self.task is None or self.task.done()):
             self.task = asyncio.get_running_loop().create_task(self._decode())
             self.task.add_done_callback(self._ended)
@@ -112,15 +116,13 @@ class HFRollout(Rollout):
                 row.done.set_exception(error)
 
     async def update(self, update: WeightUpdate) -> SyncReceipt:
-        """Load the weights. Running sequences lose their cache and continue on the new weights, unless they are paused
-        with ``stale_kv``.
+        """Load the weights; what runs continues on them after its cache is recomputed, or with it under ``stale_kv``.
 
         Raises:
             WeightSyncError: a tensor has another shape than its parameter.
             CouplerError: the weights sleep.
         """
-        if self.freed:
-            raise CouplerError("the rollout's weights sleep.\n  call:  wake() before update()")
+        self._check_awake("update()")
         for row in self.decoder.rows:
             row.stamp(self.version)
         if self.paused is not InFlight.STALE_KV:
@@ -155,6 +157,7 @@ class HFRollout(Rollout):
             await asyncio.sleep(0)
 
     async def resume(self) -> None:
+        self._check_awake("resume()")
         self.paused = None
         self._run()
 

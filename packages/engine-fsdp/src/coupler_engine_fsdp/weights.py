@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from coupler.errors import CouplerError
-from coupler.interfaces import Named
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
+
+from coupler.errors import CouplerError
+from coupler.interfaces import Named
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -30,21 +31,21 @@ def files_of(folder: Path) -> dict[str, Path]:
         return {name: folder / file for name, file in json.loads((folder / _INDEX).read_text())["weight_map"].items()}
     if (folder / _SINGLE).is_file():
         with safe_open(folder / _SINGLE, "pt") as file:
-            return {name: folder / _SINGLE for name in file.keys()}  # noqa: SIM118
+            return dict.fromkeys(file.keys(), folder / _SINGLE)
     raise CouplerError(
         f"model.path={folder} holds neither {_INDEX} nor {_SINGLE}.\n"
         "  try:  save the model with save_pretrained; other formats are not read"
     )
 
 
-def match(model: PreTrainedModel, names: Iterator[str] | Mapping[str, Any]) -> dict[str, Tensor]:
+def match(model: PreTrainedModel, names: Mapping[str, Any]) -> dict[str, Tensor]:
     """Map checkpoint names to the model's parameters and buffers, tied ones once.
 
     Raises:
         CouplerError: a name has no tensor, or a tensor has no name.
     """
     state = model.state_dict(keep_vars=True)
-    tied = model.all_tied_weights_keys  # {name: the name it shares its tensor with}
+    tied: dict[str, str] = model.all_tied_weights_keys  # {name: the name it shares its tensor with}
     ignored = [r"rotary_emb\.inv_freq$", *(model._keys_to_ignore_on_load_unexpected or ())]
     matched: dict[str, Tensor] = {}
     unexpected = []

@@ -83,10 +83,14 @@ def token_rows(batch: Batch, rows: list[int]) -> np.ndarray:
     return np.concatenate([np.arange(batch.starts[i], batch.starts[i + 1]) for i in rows]).astype(int)
 
 
-def test_it_declares_what_core_knows(algorithm: Algorithm) -> None:
+def test_it_declares_what_core_knows(algorithm_subject: Subject, algorithm: Algorithm) -> None:
+    """What it needs is known before it is imported: the capabilities ``needs:<column>`` say the same."""
     assert algorithm.needs <= COLUMNS.keys()
+    assert {f"needs:{column}" for column in algorithm.needs} == {
+        c for c in algorithm_subject.backend.capabilities_of(algorithm_subject.config()) if c.startswith("needs:")
+    }
     assert algorithm.aggregation in list(Aggregation)
-    assert algorithm.constant >= 1
+    assert algorithm.constant >= 1 or algorithm.aggregation is not Aggregation.CONSTANT
     assert any(output.name == "logprobs" for output in algorithm.want)
 
 

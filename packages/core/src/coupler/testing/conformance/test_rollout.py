@@ -178,8 +178,8 @@ def test_samples_follow_the_distribution_they_report(served: Served, reference: 
 
 
 def test_a_stop_token_ends_the_completion_and_belongs_to_it(served: Served) -> None:
-    stop = tuple(range(0, VOCAB, 3))
-    done = generate(served, [Request(p, 6, 2.0, stop, seed=i) for i, p in enumerate(PROMPTS * 6)])
+    stop = tuple(range(0, VOCAB, 8))
+    done = generate(served, [Request(p, 6, 50.0, stop, seed=i) for i, p in enumerate(PROMPTS * 6)])
     for each in done:
         assert not set(each.tokens[:-1]) & set(stop), "sampled on after a stop token"
         ended = each.tokens[-1] in stop
