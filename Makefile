@@ -37,8 +37,14 @@ $(UV):
 	UV_PROJECT_ENVIRONMENT=$(CURDIR)/.envs/$* $(UV) sync --frozen --package coupler-$* --group test --quiet
 	touch $@
 
+KIT := --pyargs coupler.testing.conformance
+KIT_core := --coupler engine=toy --coupler rollout=toy --coupler algorithm=toy --coupler transport=inproc --coupler transport=disk
+KIT_engine-fsdp := --coupler engine=fsdp --coupler rollout=hf
+KIT_algos := --coupler algorithm=grpo --coupler algorithm=rloo --coupler algorithm=sft
+
 test-%: .envs/%/.synced
 	.envs/$*/bin/python -m pytest packages/$*/tests
+	.envs/$*/bin/python -m pytest $(KIT) $(KIT_$*)
 
 test-workspace: .venv/.synced
 	.venv/bin/python -m pytest tests

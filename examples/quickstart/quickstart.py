@@ -1,6 +1,6 @@
 """Warm-start a small language model, train it with GRPO, and score it on held-out problems: ``make quickstart``.
 
-Everything it does is a job of the command line too; the run folder's ``sft/config.yaml`` and ``grpo/config.yaml`` say which.
+Everything it does is a job of the command line too: ``sft/config.yaml`` and ``grpo/config.yaml`` of the run folder say which.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ def main() -> None:
 
 def run(folder: Path, seed: int, overrides: list[str]) -> dict[str, float]:
     """Run all stages; return the held-out accuracy after each."""
+    from model import build
+    from task import problems
+
     from coupler import jobs
     from coupler.config.compose import compose
     from coupler.config.schema import Job
     from coupler.plugins.manager import Plugins
-    from model import build
-    from task import problems
 
     plugins = Plugins.load()
     texts = [f"{row['prompt']}{row['answer']}" for row in problems(size=20_000, seed=0)]

@@ -1,4 +1,4 @@
-"""The quickstart's problems: sums of three digits from reasoning-gym, split so that no held-out problem is trained on."""
+"""The quickstart's problems: sums of three digits from reasoning-gym, with no held-out problem among the others."""
 
 from __future__ import annotations
 

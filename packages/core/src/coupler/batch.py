@@ -44,7 +44,9 @@ class Batch:
                 raise ValueError(f"sequence column {name!r} has {len(column)} rows, expected B={rows}")
         for name, column in (*self.tokens.items(), *self.seqs.items()):
             if column.dtype == object:
-                raise ValueError(f"column {name!r} holds Python objects; a column is numbers, booleans or fixed-width text")
+                raise ValueError(
+                    f"column {name!r} holds Python objects; a column is numbers, booleans or fixed-width text"
+                )
         if both := self.tokens.keys() & self.seqs.keys():
             raise ValueError(f"{sorted(both)} are token and sequence columns at once")
 

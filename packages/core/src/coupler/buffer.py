@@ -50,7 +50,8 @@ class Buffer:
             self.rejected_in_step += 1
             if self.rejected_in_step > self.max_rejected:
                 self.failure = CouplerError(
-                    f"{self.rejected_in_step} prompt groups in a row of one step were rejected, the last because {why}.\n"
+                    f"{self.rejected_in_step} prompt groups in a row of one step were rejected, "
+                    f"the last because {why}.\n"
                     "  try:  data of another difficulty, algorithm.dynamic_sampling=false, "
                     "or a larger max_rejected_factor"
                 )

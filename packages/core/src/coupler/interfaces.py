@@ -20,8 +20,12 @@ from coupler.metrics import Metrics
 API = 1  # generation of these interfaces; core accepts plugins of this one and the one before
 
 Named = tuple[str, Any]  # (name in the checkpoint's safetensors index, whole tensor)
-Columns = Mapping[str, Any]  # packed [T] tensors on the engine's device, plus seq [T], cu_seqlens [B + 1], num_seqs (host int)
-Loss = Callable[[Columns, Columns], tuple[Any, Metrics]]  # (model outputs, batch columns) -> (per-token loss [T], metrics)
+Columns = Mapping[
+    str, Any
+]  # packed [T] tensors on the engine's device, plus seq [T], cu_seqlens [B + 1], num_seqs (host int)
+Loss = Callable[
+    [Columns, Columns], tuple[Any, Metrics]
+]  # (model outputs, batch columns) -> (per-token loss [T], metrics)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +135,7 @@ class Engine(ABC):
 
     @abstractmethod
     def forward_backward(self, batch: Batch, want: tuple[Output, ...], loss: Loss, step: StepInfo) -> Metrics:
-        """Compute the gradient of ``sum(token_loss * loss_weight)`` summed over all ranks; called once per :meth:`step`.
+        """Compute the gradient of ``sum(token_loss * loss_weight)`` over all ranks; called once per :meth:`step`.
 
         Micro-batches are inside; ranks agree on their number. ``loss`` is called once per micro-batch with the wanted
         outputs and every column of it as tensors, and returns losses per token ``[T]``.
@@ -163,10 +167,10 @@ class Engine(ABC):
     def load(self, path: Path, what: Parts) -> None:
         """Read what :meth:`save` wrote."""
 
-    def offload(self, what: Parts) -> None:  # noqa: B027
+    def offload(self, what: Parts) -> None:
         """Move ``what`` from the device to the host. Capability ``memory:offload``."""
 
-    def onload(self, what: Parts) -> None:  # noqa: B027
+    def onload(self, what: Parts) -> None:
         """Undo :meth:`offload`."""
 
     def device_bytes(self) -> int:
@@ -249,10 +253,10 @@ class Rollout(ABC):
     async def resume(self) -> None:
         """Undo :meth:`pause`."""
 
-    async def sleep(self, what: frozenset[Memory]) -> None:  # noqa: B027
+    async def sleep(self, what: frozenset[Memory]) -> None:
         """Free this device memory. Capability ``memory:sleep``."""
 
-    async def wake(self, what: frozenset[Memory]) -> None:  # noqa: B027
+    async def wake(self, what: frozenset[Memory]) -> None:
         """Undo :meth:`sleep`. Weights come back with undefined contents: an update follows."""
 
 
@@ -387,5 +391,5 @@ class Tracker(ABC):
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Record the values of one step; must not block for long."""
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """Flush."""

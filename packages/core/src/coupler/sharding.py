@@ -62,7 +62,8 @@ class StreamShardingManager(ShardingManager):
         true = await self._probe()
         if true > self.limit:
             raise WeightSyncError(
-                f"after a full weight push the log-probs of the rollout differ from the engine's by {true:.4f} on average, "
+                f"after a full weight push the log-probs of the rollout differ from the engine's by {true:.4f} "
+                "on average, "
                 f"limit {self.limit:.4f}.\n"
                 "  look at:  temperature, dtype, tied or fused weights of the rollout; "
                 "the limit is sync.max_mean_logprob_diff"

@@ -279,7 +279,7 @@ def _incapable(plugins: Plugins, config: RunConfig, job: Job) -> Iterator[str]:
     if config.sync.in_flight is not InFlight.DRAIN and f"in_flight:{config.sync.in_flight}" not in declared(
         Kind.ROLLOUT
     ):
-        yield f"sync.in_flight={config.sync.in_flight}: rollout={config.rollout.name} cannot do that; every rollout can drain."
+        yield f"sync.in_flight={config.sync.in_flight}: rollout={config.rollout.name} cannot; every one can drain."
 
 
 def _plain(value: Any) -> Any:

@@ -25,8 +25,8 @@ class TensorboardTracker(Tracker):
         self.writer = EventFileWriter(str(run_dir / "tensorboard"))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue] - generated code
+        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
         summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
         self.writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))

@@ -69,7 +69,7 @@ def _folder(update: WeightUpdate) -> Path:
 def _write(path: Path, name: str, tensor: Any) -> str:
     """Write one tensor; return the framework that reads it back with its dtype."""
     if isinstance(tensor, np.ndarray):
-        save_file({name: np.ascontiguousarray(tensor)}, path)
+        save_file({name: np.array(tensor, order="C")}, path)
         return "np"
     from safetensors.torch import save_file as save_torch
 

@@ -1,19 +1,23 @@
-"""Sender and receiver share a process: tensors travel as references."""
+"""Sender and receiver share a process."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
 
 from coupler.interfaces import Endpoint, Named, Rank, SendReceipt, Transport, WeightUpdate
 from coupler.transports.waiting import num_bytes, wait_until
 
 
 class InprocTransport(Transport):
-    """Keeps the tensors of the last update until the next one. Receivers copy what they load."""
+    """Keeps a copy of every tensor until all receivers have read them."""
 
     def __init__(self) -> None:
         self.mailbox: dict[tuple[int, bool], list[Named]] = {}
+        self.unread = 0  # receivers that have not read the last update
 
     def bind(self, rank: Rank) -> Endpoint:
         return Endpoint("inproc" if rank.index == 0 else "")
@@ -21,7 +25,8 @@ class InprocTransport(Transport):
     def send(self, weights: Iterable[Named], update: WeightUpdate, rank: Rank) -> SendReceipt:
         start = time.perf_counter()
         self.mailbox.clear()
-        named = list(weights)
+        named = [(name, _copy(tensor)) for name, tensor in weights]  # a tensor is valid until the next one is asked for
+        self.unread = update.num_receivers
         self.mailbox[update.version, update.permuted] = named
         size = sum(num_bytes(tensor) for _, tensor in named)
         return SendReceipt(update.version, len(named), size, time.perf_counter() - start)
@@ -30,3 +35,10 @@ class InprocTransport(Transport):
         key = update.version, update.permuted
         wait_until(lambda: key in self.mailbox, f"weights of version {update.version}", update.deadline_s)
         yield from self.mailbox[key]
+        self.unread -= 1
+        if self.unread == 0:
+            del self.mailbox[key]
+
+
+def _copy(tensor: Any) -> Any:
+    return tensor.copy() if isinstance(tensor, np.ndarray) else tensor.detach().clone()
