@@ -115,6 +115,8 @@ def main() -> None:
         for seed in range(arguments.seeds):
             for side, (interpreter, script) in sides.items():
                 results[side].append(run(interpreter, script, settings | {"seed": seed}))
+                median = statistics.median(results[side][-1]["seconds"][WARM_UP:])
+                print(f"seed {seed}  {side:10}{median:9.3f} s/step", flush=True)
     report(results)
 
 

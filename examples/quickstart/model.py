@@ -37,9 +37,9 @@ def build(folder: Path, texts: Iterable[str], seed: int) -> int:
 
 
 def _tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Byte-pair encoding that never merges a digit with anything: what stands between two digits becomes one token."""
+    """Byte-pair encoding in which every letter of the last word is a token, and the instruction before it one token."""
     tokenizer = Tokenizer(BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\d"), behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[A-Za-z](?=[A-Za-z]*$)"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     trainer = trainers.BpeTrainer(vocab_size=256, special_tokens=[END], show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)

@@ -1,6 +1,6 @@
 """Warm-start a small language model, train it with GRPO, and score it on held-out problems: ``make quickstart``.
 
-Everything it does is a job of the command line too: ``sft/config.yaml`` and ``grpo/config.yaml`` of the run folder say which.
+Everything it does is a job of the command line too; ``config.yaml`` in each stage of the run folder says which.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def run(folder: Path, seed: int, overrides: list[str]) -> dict[str, float]:
     from coupler.plugins.manager import Plugins
 
     plugins = Plugins.load()
-    texts = [f"{row['prompt']}{row['answer']}" for row in problems(size=20_000, seed=0)]
+    texts = [row["prompt"] for row in problems(size=20_000, seed=0)]
     size = build(folder / "model", texts, seed)
-    print(f"model: Llama, {size:,} random parameters; task: {len(texts)} distinct sums of three digits\n")
+    print(f"model: Llama, {size:,} random parameters; task: {len(texts)} words to spell backward\n")
 
     def do(job: Job, stage: str, model: str, *more: str) -> dict[str, float]:
         print(f"--- {stage}", flush=True)

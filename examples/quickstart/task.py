@@ -1,17 +1,14 @@
-"""The quickstart's problems: sums of three digits from reasoning-gym, with no held-out problem among the others."""
+"""The quickstart's problems: words of reasoning-gym to spell backward, with no held-out word among those to train on."""
 
 from __future__ import annotations
 
-import random
 import zlib
 from collections.abc import Iterator
 from typing import Any
 
 from coupler.data.reasoning_gym import rows
 
-TASK = {"task": "chain_sum", "min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}
-HELD_OUT_SHARE = 0.1  # of all problems, chosen by a hash of the problem's text
-WRONG_SHARE = 0.4  # of the demonstrations: what imitation cannot get rid of, and a verifier can
+HELD_OUT_SHARE = 0.03  # of all words, chosen by a hash of the problem's text
 
 
 def problems(size: int, seed: int) -> Iterator[dict[str, Any]]:
@@ -20,22 +17,13 @@ def problems(size: int, seed: int) -> Iterator[dict[str, Any]]:
 
 
 def held_out(size: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Distinct problems that the others never yield, out of ``size`` generated ones."""
+    """Distinct problems that :func:`problems` never yields, out of ``size`` generated ones."""
     return (row for row in _distinct(size, seed) if _held_out(row))
-
-
-def demonstrations(size: int, seed: int, copies: int = 4) -> Iterator[dict[str, Any]]:
-    """Every problem ``copies`` times with an answer to imitate; a share of the answers is off by a few, at random."""
-    chance = random.Random(seed)
-    for row in problems(size, seed):
-        for _ in range(copies):
-            off = chance.choice((-3, -2, -1, 1, 2, 3)) if chance.random() < WRONG_SHARE else 0
-            yield {**row, "answer": str(int(row["answer"]) + off)}
 
 
 def _distinct(size: int, seed: int) -> Iterator[dict[str, Any]]:
     seen: set[str] = set()
-    for row in rows(size=size, seed=seed, **TASK):
+    for row in rows("spell_backward", size, seed, min_word_len=4, max_word_len=7):
         if row["prompt"] not in seen:
             seen.add(row["prompt"])
             yield row

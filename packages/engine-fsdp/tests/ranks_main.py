@@ -37,6 +37,8 @@ def main(job: dict, index: int) -> None:
     engine = make_engine(folder, rank, **SETTINGS)
     done = engine.forward(shard(make_batch(), rank), WANT)
     np.savez(out / "sharded-outputs.npz", logprobs=done["logprobs"])
+    alone = make_engine(folder, **SETTINGS)  # a reference model of one rank inside the policy's group
+    np.savez(out / "alone-outputs.npz", logprobs=alone.forward(make_batch(), WANT)["logprobs"])
     continued(engine, rank, job)
     np.savez(out / "continued-weights.npz", **arrays(engine.weights()))
     torch.distributed.destroy_process_group()
@@ -101,8 +103,8 @@ if __name__ == "__main__":
         ranks = [fork.Process(target=main, args=(job, i)) for i in range(len(job["outs"]))]
         for process in ranks:
             process.start()
-        while any(process.is_alive() for process in ranks):
-            multiprocessing.connection.wait([process.sentinel for process in ranks if process.is_alive()])
+        while running := [process.sentinel for process in ranks if process.is_alive()]:
+            multiprocessing.connection.wait(running)
             if any(process.exitcode for process in ranks):  # the others would wait for it
                 for process in ranks:
                     process.kill()

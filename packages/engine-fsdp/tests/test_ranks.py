@@ -104,6 +104,13 @@ def test_forward_on_ranks_equals_plain_transformers(runs, folder_of: Folder) -> 
             np.testing.assert_allclose(loaded(out / "sharded-outputs.npz")["logprobs"], shard["want"], atol=2e-5)
 
 
+def test_an_engine_of_one_rank_lives_inside_a_larger_group(runs, folder_of: Folder) -> None:
+    want = reference(folder_of("qwen2"))[0]["logprobs"]
+    for outs in runs.values():
+        for out in outs:
+            np.testing.assert_allclose(loaded(out / "alone-outputs.npz")["logprobs"], want, atol=2e-5)
+
+
 def test_a_checkpoint_continues_on_fewer_ranks_and_on_one(runs, folder_of: Folder) -> None:
     saved = runs[4][0].parent / "checkpoint"
     want = loaded(runs[4][0] / "continued-weights.npz")

@@ -38,6 +38,7 @@ def build_mesh(rank: Rank, device: torch.device, fsdp_size: int) -> DeviceMesh:
     if dist.get_world_size() != rank.world and rank.world == 1:
         # an engine of one rank inside a larger group, such as a reference model
         group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
         return DeviceMesh.from_group(group, device.type, mesh_dim_names=("shard",))
     if (dist.get_world_size(), dist.get_rank()) != (rank.world, rank.index):
         raise CouplerError(

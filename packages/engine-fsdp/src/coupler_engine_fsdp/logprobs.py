@@ -78,8 +78,9 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        grad_logprobs, grad_entropy = grad_outputs
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, temperature, log_z, entropy = ctx.saved_tensors
         slopes = torch.zeros_like(log_z) if grad_logprobs is None else grad_logprobs.contiguous()
         if grad_entropy is not None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from coupler.config.schema import DataConfig
-from coupler.data.sources import read
+from coupler.data.sources import EXAMPLE, read
 from coupler.errors import DataError
 
 Messages = tuple[dict[str, Any], ...]  # {role, content} and what else the chat template reads, in order
@@ -35,8 +35,10 @@ class Row:
     extra: Mapping[str, Any]  # every other column; nulls are left out
 
 
-def load_rows(config: DataConfig) -> list[Row]:
+def load_rows(config: DataConfig, key: str = "data") -> list[Row]:
     """Load and check the rows of ``config.source``, the first ``config.limit`` if that is positive.
+
+    ``key`` is the section of the configuration that ``config`` is, for messages.
 
     The answer is column ``answer_key``, or ``reward_model.ground_truth`` where a row has no such column;
     ``answer_key=""`` says that the reward needs none.
@@ -44,10 +46,10 @@ def load_rows(config: DataConfig) -> list[Row]:
     Raises:
         DataError: the source is missing, empty or malformed, or a row lacks a column or has one of a wrong type.
     """
-    records = islice(read(config.source, config.args), config.limit or None)
-    rows = [_row(record, index, place, config) for index, (place, record) in enumerate(records)]
+    records = islice(read(config.source, config.args, key), config.limit or None)
+    rows = [_row(record, index, place, config, key) for index, (place, record) in enumerate(records)]
     if not rows:
-        raise DataError(f"data.source: {config.source} has no rows.")
+        raise DataError(f"{key}.source: {config.source} has no rows.\n{EXAMPLE}")
     return rows
 
 
@@ -59,16 +61,16 @@ def fingerprint(rows: Iterable[Row]) -> str:
     return digest.hexdigest()
 
 
-def _row(record: Any, index: int, place: str, config: DataConfig) -> Row:
+def _row(record: Any, index: int, place: str, config: DataConfig, key: str) -> Row:
     if not isinstance(record, Mapping):
         raise DataError(f"{place} is a {type(record).__name__}, not a mapping of columns.")
     plain = _plain(record, place)
     if config.prompt_key not in plain:
         raise DataError(
-            f"{place} has no {config.prompt_key!r}{_did_you_mean(config.prompt_key, plain, 'data.prompt_key')}"
+            f"{place} has no {config.prompt_key!r}{_did_you_mean(config.prompt_key, plain, f'{key}.prompt_key')}"
         )
     extra = {k: v for k, v in plain.items() if k not in (config.prompt_key, config.answer_key)}
-    return Row(_prompt(plain[config.prompt_key], place, config), _answer(plain, place, config), index, extra)
+    return Row(_prompt(plain[config.prompt_key], place, config), _answer(plain, place, config, key), index, extra)
 
 
 def _prompt(value: Any, place: str, config: DataConfig) -> str | Messages:
@@ -90,7 +92,7 @@ def _prompt(value: Any, place: str, config: DataConfig) -> str | Messages:
     return tuple(value)
 
 
-def _answer(record: dict[str, Any], place: str, config: DataConfig) -> str:
+def _answer(record: dict[str, Any], place: str, config: DataConfig, key: str) -> str:
     if not config.answer_key:
         return ""
     if config.answer_key in record:
@@ -98,15 +100,15 @@ def _answer(record: dict[str, Any], place: str, config: DataConfig) -> str:
     else:
         graded = record.get("reward_model")
         if not isinstance(graded, dict) or "ground_truth" not in graded:
-            hint = _did_you_mean(config.answer_key, record, "data.answer_key")
-            raise DataError(f"{place} has no {config.answer_key!r}{hint}\n  none needed:  data.answer_key=''")
+            hint = _did_you_mean(config.answer_key, record, f"{key}.answer_key")
+            raise DataError(f"{place} has no {config.answer_key!r}{hint}\n  none needed:  {key}.answer_key=''")
         answer = graded["ground_truth"]
     return answer if isinstance(answer, str) else json.dumps(answer)
 
 
 def _did_you_mean(key: str, record: Mapping[str, Any], option: str) -> str:
     close = get_close_matches(key, record, n=1, cutoff=0.5)
-    guess = f" - did you mean {option}={close[0]}?" if close else "."
+    guess = f" - did you mean {option}={close[0]}?" if close else f".\n  try:  {option}=COLUMN"
     return f"{guess}\n  it has:  {', '.join(record)}"
 
 

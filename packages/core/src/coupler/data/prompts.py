@@ -20,7 +20,9 @@ class Prompt:
     ids: tuple[int, ...]
 
 
-def encode_prompts(rows: Iterable[Row], codec: Codec, config: DataConfig) -> tuple[list[Prompt], int]:
+def encode_prompts(
+    rows: Iterable[Row], codec: Codec, config: DataConfig, key: str = "data"
+) -> tuple[list[Prompt], int]:
     """Encode every row's prompt; return those within ``config.max_prompt_tokens`` and how many were dropped.
 
     Raises:
@@ -33,12 +35,12 @@ def encode_prompts(rows: Iterable[Row], codec: Codec, config: DataConfig) -> tup
         return prompts, 0
     first, longest = overlong[0], max(len(p.ids) for p in overlong)
     found = (
-        f"{len(overlong)} of {len(prompts)} prompts are longer than data.max_prompt_tokens={limit}; "
+        f"{len(overlong)} of {len(prompts)} prompts are longer than {key}.max_prompt_tokens={limit}; "
         f"the first is row {first.row.index} (from 0) of {config.source} with {len(first.ids)} tokens."
     )
     if len(overlong) == len(prompts) or not config.drop_overlong:
-        drop = "" if config.drop_overlong else ", or data.drop_overlong=true"
-        raise DataError(f"{found}\n  try:  data.max_prompt_tokens={longest}{drop}")
+        drop = "" if config.drop_overlong else f", or {key}.drop_overlong=true"
+        raise DataError(f"{found}\n  try:  {key}.max_prompt_tokens={longest}{drop}")
     return [p for p in prompts if len(p.ids) <= limit], len(overlong)
 
 

@@ -6,39 +6,41 @@ import inspect
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
-from coupler.errors import DataError
+from coupler.errors import CouplerError, DataError
 from coupler.imports import resolve
 
 Records = Iterator[tuple[str, Any]]  # (place, record)
+EXAMPLE = '  a row is one line of JSON:  {"prompt": "1 + 2 = ?", "answer": "3"}'
 
 
-def read(source: str, args: Mapping[str, Any]) -> Records:
+def read(source: str, args: Mapping[str, Any], key: str = "data") -> Records:
     """Read ``source``: .jsonl, .json (a list), .parquet, a saved ``datasets`` folder, or ``module:function``.
 
     Raises:
         DataError: it is missing, empty or malformed, or the function cannot be found or does not take ``args``.
     """
     if not source:
-        raise DataError("data.source is not set.\n  try:  data.source=train.jsonl")
+        raise DataError(f"{key}.source is not set.\n  try:  {key}.source=train.jsonl")
     path = Path(source)
     readers = {".jsonl": _jsonl, ".json": _json, ".parquet": _parquet}
     if path.suffix not in readers and ":" in source:
-        return _function(source, args)
+        return _function(source, args, key)
     if args:
-        raise DataError(f"data.args has {', '.join(args)}, but data.source={source} is no function.")
+        raise DataError(f"{key}.args has {', '.join(args)}, but {key}.source={source} is no function.")
     if path.is_dir():
-        return _saved(path)
+        return _saved(path, key)
     if path.suffix not in readers:
         raise DataError(
-            f"data.source={source} is nothing that can be read.\n"
+            f"{key}.source={source} is nothing that can be read.\n"
             "  it may be:  FILE.jsonl, FILE.json, FILE.parquet, a folder of datasets' save_to_disk, module:function"
         )
     if not path.is_file():
-        raise DataError(f"data.source: there is no file {path}.\n  it is looked up from:  {Path.cwd()}")
+        raise DataError(f"{key}.source: there is no file {path}.\n  it is looked up from:  {Path.cwd()}")
     if path.stat().st_size == 0:
-        raise DataError(f"data.source: {path} is empty.")
+        raise DataError(f"{key}.source: {path} is empty.\n{EXAMPLE}")
     return readers[path.suffix](path)
 
 
@@ -63,7 +65,7 @@ def _parse(text: bytes, place: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:  # also of text that is not UTF-8
-        raise DataError(f"{place} is not JSON: {error}.") from None
+        raise DataError(f"{place} is not JSON: {error}.\n{EXAMPLE}") from None
 
 
 def _parquet(path: Path) -> Records:
@@ -77,36 +79,47 @@ def _parquet(path: Path) -> Records:
     return _numbered(path, (row for batch in file.iter_batches(1024) for row in batch.to_pylist()))
 
 
-def _saved(path: Path) -> Records:
+def _saved(path: Path, key: str) -> Records:
     try:
         from datasets import Dataset, load_from_disk  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise DataError(
-            f"data.source: {path} is a folder, which the package datasets reads.\n  try:  pip install datasets"
+            f"{key}.source: {path} is a folder, which the package datasets reads.\n  try:  pip install datasets"
         ) from None
     saved = load_from_disk(str(path))
     if not isinstance(saved, Dataset):
         raise DataError(
-            f"data.source: {path} holds several splits.\n  try:  one of {', '.join(str(path / s) for s in saved)}"
+            f"{key}.source: {path} holds several splits.\n  try:  one of {', '.join(str(path / s) for s in saved)}"
         )
     return _numbered(path, iter(saved))
 
 
-def _function(source: str, args: Mapping[str, Any]) -> Records:
+def _function(source: str, args: Mapping[str, Any], key: str) -> Records:
     try:
         function = resolve(source)
-    except ImportError as error:
-        raise DataError(f"data.source={source} cannot be imported: {error}.") from error
+    except (CouplerError, ImportError, SyntaxError) as error:
+        raise DataError(f"{key}.source={source} cannot be imported: {error}") from error
     if not callable(function):
-        raise DataError(f"data.source={source} is a {type(function).__name__}, not a function.")
+        raise DataError(f"{key}.source={source} is a {type(function).__name__}, not a function.")
     try:
         inspect.signature(function).bind(**args)
     except TypeError as error:
         raise DataError(
-            f"data.args does not fit data.source={source}: {error}.\n  it takes:  {inspect.signature(function)}"
+            f"{key}.args does not fit {key}.source={source}: {error}.\n  it takes:  {inspect.signature(function)}"
         ) from None
-    records: Any = function(**args)
-    return _numbered(source, iter(records))
+    return _called(function, args, f"{key}.source={source}")
+
+
+def _called(function: Any, args: Mapping[str, Any], who: str) -> Records:
+    try:
+        yield from _numbered(who.partition("=")[2], iter(function(**args)))
+    except CouplerError:
+        raise
+    except Exception as error:  # the user's code
+        frame = extract_tb(error.__traceback__)[-1]
+        raise DataError(
+            f"{who} raised {type(error).__name__}: {error}.\n  at:  {frame.filename}, line {frame.lineno}"
+        ) from error
 
 
 def _numbered(source: str | Path, records: Iterator[Any]) -> Records:

@@ -12,7 +12,7 @@ from coupler.config.compose import Composed, dump_yaml
 from coupler.config.reads import track
 from coupler.config.schema import DataConfig
 from coupler.data import Codec, Prompt, encode_prompts, load_rows
-from coupler.errors import ConfigError
+from coupler.errors import ConfigError, CouplerError
 from coupler.evaluation import Evaluator
 from coupler.imports import resolve
 from coupler.interfaces import EVERYTHING, Algorithm, Model, Part, Rank
@@ -62,7 +62,7 @@ class Parts:
     def prompts(self, data: DataConfig, key: str) -> list[Prompt]:
         if not data.source:
             raise ConfigError(f"{key}.source is not set.\n  set it to:  a .jsonl or .parquet file, or pkg.mod:function")
-        prompts, dropped = encode_prompts(load_rows(data), self.codec, data)
+        prompts, dropped = encode_prompts(load_rows(data, key), self.codec, data, key)
         if dropped:
             print(f"{key}: dropped {dropped} prompts of more than {data.max_prompt_tokens} tokens")
         return prompts
@@ -91,12 +91,13 @@ class Parts:
         Raises:
             ConfigError: there are some, and ``strict`` is set.
         """
+        strict = self.config.strict  # first, since this is what reads it
         later = ("checkpoint.",)  # read when the first one is written
         unread = [k for k in self.reads.unread(self.composed.set_keys) if not k.startswith(later)]
         if not unread:
             return
         sentence = f"you set {', '.join(unread)}, and nothing read {'it' if len(unread) == 1 else 'them'}."
-        if self.config.strict:
+        if strict:
             raise ConfigError(
                 f"{sentence}\n  try:  leave them out; what you wanted has another name or another backend"
             )
@@ -119,7 +120,12 @@ class Parts:
     @contextmanager
     def recording(self) -> Iterator[Journal]:
         """The run's folder and trackers, for as long as the job runs; at its end every role's thread stops."""
-        journal = Journal(self.config, dump_yaml(self.composed.config), self.plugins)
+        try:
+            journal = Journal(self.config, dump_yaml(self.composed.config), self.plugins)
+        except OSError as error:
+            raise ConfigError(
+                f"run_dir={self.config.run_dir} cannot be written: {error.strerror}.\n  try:  another run_dir"
+            ) from None
         try:
             yield journal
         finally:
@@ -151,5 +157,15 @@ class Parts:
 
 
 def model_folder(path: str) -> str:
-    """The folder that ``model.path`` names: itself, or what the function ``pkg.mod:name`` returns."""
-    return path if ":" not in path or Path(path).exists() else str(resolve(path)())
+    """The folder that ``model.path`` names: itself, or what the function ``pkg.mod:name`` returns.
+
+    Raises:
+        ConfigError: there is no such function.
+    """
+    if ":" not in path or Path(path).exists():
+        return path
+    try:
+        function = resolve(path)
+    except (CouplerError, ImportError) as error:
+        raise ConfigError(f"model.path={path} is no folder, and no function either: {error}") from None
+    return str(function())
