@@ -7,6 +7,8 @@ import heapq
 import numpy as np
 
 _FEW_PARTS = 32
+_TOLERANCE = 5e-4  # max / mean - 1 above which items are swapped once
+_MAX_PAIRS = 1 << 20  # of items that are compared for one swap
 _EXACT_TAIL = 4096  # items placed one by one; what was dealt before them is evened out by these, the lightest
 
 
@@ -46,7 +48,26 @@ def balance(weights: np.ndarray, num_parts: int) -> list[np.ndarray]:
         owner[item] = part
         heapq.heapreplace(heap, (total + float(weights[item]), part))
     by_owner = np.argsort(owner, kind="stable")
-    return np.split(by_owner, np.cumsum(np.bincount(owner, minlength=num_parts))[:-1])
+    parts = np.split(by_owner, np.cumsum(np.bincount(owner, minlength=num_parts))[:-1])
+    load = np.bincount(owner, weights=weights, minlength=num_parts)
+    if len(weights) and load.max() > (1 + _TOLERANCE) * load.mean():
+        _swap(parts, weights, load)
+    return parts
+
+
+def _swap(parts: list[np.ndarray], weights: np.ndarray, load: np.ndarray) -> None:
+    """Swap one item of the heaviest part with one of the lightest, of the second heaviest with ..., to meet halfway."""
+    order = np.argsort(load, kind="stable")
+    for light, heavy in zip(order[: len(order) // 2], order[::-1], strict=False):
+        if not 0 < len(parts[light]) * len(parts[heavy]) <= _MAX_PAIRS:
+            continue
+        gain = np.subtract.outer(weights[parts[heavy]], weights[parts[light]])
+        half = (load[heavy] - load[light]) / 2
+        give, take = np.unravel_index(np.abs(gain - half).argmin(), gain.shape)
+        if abs(gain[give, take] - half) < half:
+            parts[heavy][give], parts[light][take] = parts[light][take], parts[heavy][give]
+            parts[heavy].sort()
+            parts[light].sort()
 
 
 def micro_batches(lengths: np.ndarray, max_tokens: int, at_least: int = 1) -> list[np.ndarray]:

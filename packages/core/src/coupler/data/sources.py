@@ -107,18 +107,19 @@ def _function(source: str, args: Mapping[str, Any], key: str) -> Records:
         raise DataError(
             f"{key}.args does not fit {key}.source={source}: {error}.\n  it takes:  {inspect.signature(function)}"
         ) from None
-    return _called(function, args, f"{key}.source={source}")
+    return _called(function, args, source, key)
 
 
-def _called(function: Any, args: Mapping[str, Any], who: str) -> Records:
+def _called(function: Any, args: Mapping[str, Any], source: str, key: str) -> Records:
     try:
-        yield from _numbered(who.partition("=")[2], iter(function(**args)))
+        yield from _numbered(source, iter(function(**args)))
     except CouplerError:
         raise
     except Exception as error:  # the user's code
         frame = extract_tb(error.__traceback__)[-1]
         raise DataError(
-            f"{who} raised {type(error).__name__}: {error}.\n  at:  {frame.filename}, line {frame.lineno}"
+            f"{key}.source={source} raised {type(error).__name__}: {error}.\n"
+            f"  at:  {frame.filename}, line {frame.lineno}"
         ) from error
 
 

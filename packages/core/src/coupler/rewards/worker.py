@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, BinaryIO, SupportsFloat
 
+from coupler import imports
 from coupler.errors import CouplerError
 from coupler.imports import resolve
 from coupler.rewards.result import Invalid
@@ -43,9 +44,10 @@ def main(target: str) -> None:
             function = function()
         keywords = accepted_keywords(function, target)
     except CouplerError as error:
-        return send({"failed": str(error)})
+        return send({"failed": f"reward.target={target} cannot be used: {error}"})
     except BaseException as error:  # the user's module: whatever its import raises is the answer
-        return send({"failed": f"the reward {target} cannot be imported.\n{_trace(error)}"})
+        what = f"reward.target={target} cannot be imported: {type(error).__name__}: {error}."
+        return send({"failed": "\n".join([what, *_frames(error)])})
     send({"ready": True})
     for line in requests:
         for completion, answer, row in json.loads(line):
@@ -113,6 +115,13 @@ def _number(value: Any) -> tuple[float | None, str]:
         return None, f"returned a {type(value).__name__}, not a number"
     number = float(value)
     return (number, "") if math.isfinite(number) else (None, f"returned {number}")
+
+
+def _frames(error: BaseException) -> list[str]:
+    """Where the user's module was when ``error`` came: the frames but the import machinery's, indented."""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [f for f in frames if "importlib" not in f.filename and f.filename not in (__file__, imports.__file__)]
+    return [f"  at:  {f.filename}, line {f.lineno}, in {f.name}" for f in theirs]
 
 
 def _trace(error: BaseException) -> str:

@@ -1,0 +1,136 @@
+"""What users install: every file is in the wheel, every import is declared, and core works alone."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+from email import message_from_bytes
+from importlib.metadata import packages_distributions
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = {"coupler-core": "core", "coupler-engine-fsdp": "engine-fsdp", "coupler-algos": "algos"}
+WITHOUT_DECLARATION = {  # imports of distributions that a package does not ask for, and why it works
+    "coupler-core": {
+        "yaml": "comes with omegaconf, whose load() raises its errors",
+        "torch": "in functions that an engine or a rollout calls with its own tensors",
+        "transformers": "in functions, for tokenizers; engines bring it",
+        "tokenizers": "in functions, comes with transformers",
+        "jinja2": "in functions, comes with transformers",
+        "datasets": "in a function, for folders of save_to_disk; the error says what to install",
+    },
+    "coupler-engine-fsdp": {
+        "numpy": "comes with coupler-core, whose batches it is",
+        "triton": "comes with torch where there is a GPU; its module is imported there only",
+    },
+    "coupler-algos": {"numpy": "comes with coupler-core, whose batches it is"},
+}
+PROBE = """
+import importlib, pkgutil, coupler
+for found in pkgutil.walk_packages(coupler.__path__, "coupler."):
+    try:
+        importlib.import_module(found.name)
+    except ModuleNotFoundError as error:
+        print(found.name, error.name)
+"""
+LISTING = "import sys; from coupler.cli import main; sys.exit(main(['plugins']))"
+
+
+@pytest.fixture(scope="module")
+def uv() -> str:
+    found = ROOT / ".tools" / "bin" / "uv"
+    path = str(found) if found.exists() else shutil.which("uv")
+    if path is None:
+        pytest.skip("there is no uv: neither .tools/bin/uv (make setup) nor on the PATH")
+    return path
+
+
+@pytest.fixture(scope="module")
+def wheels(uv: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, ZipFile]:
+    """The wheel of every package."""
+    folder = tmp_path_factory.mktemp("wheels")
+    for name in FOLDERS:
+        call(uv, "build", "--quiet", "--wheel", "--package", name, "--out-dir", str(folder))
+    return {name: ZipFile(next(folder.glob(f"{name.replace('-', '_')}-*.whl"))) for name in FOLDERS}
+
+
+def call(*command: str) -> str:
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def source(name: str) -> Path:
+    return ROOT / "packages" / FOLDERS[name] / "src"
+
+
+def canonical(requirement: str) -> str:
+    return re.split(r"[ <>=!~;\[]", requirement)[0].lower().replace("_", "-")
+
+
+def requirements(wheel: ZipFile) -> list[str]:
+    (path,) = [n for n in wheel.namelist() if n.endswith(".dist-info/METADATA")]
+    return message_from_bytes(wheel.read(path)).get_all("Requires-Dist", [])
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_the_wheel_holds_every_file(name: str, wheels: dict[str, ZipFile]) -> None:
+    files = {p.relative_to(source(name)) for p in source(name).rglob("*") if p.is_file()}
+    expected = {str(p) for p in files if "__pycache__" not in p.parts}
+    packed = {n for n in wheels[name].namelist() if ".dist-info/" not in n}
+    assert packed == expected
+    assert f"{name.replace('-', '_').replace('coupler_core', 'coupler')}/__init__.py" in packed
+
+
+@pytest.mark.parametrize(("name", "entry"), [("coupler-engine-fsdp", "fsdp"), ("coupler-algos", "algos")])
+def test_a_plugin_is_found_and_core_offers_it(name: str, entry: str, wheels: dict[str, ZipFile]) -> None:
+    (points,) = [n for n in wheels[name].namelist() if n.endswith("entry_points.txt")]
+    module = f"{name.replace('-', '_')}.plugin"
+    assert f"[coupler]\n{entry} = {module}" in wheels[name].read(points).decode()
+    assert f"{module.replace('.', '/')}.py" in wheels[name].namelist()
+    assert f"{name}; extra == '{entry}'" in requirements(wheels["coupler-core"])
+    assert "coupler-core" in map(canonical, requirements(wheels[name]))
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_every_import_is_declared(name: str, wheels: dict[str, ZipFile]) -> None:
+    declared, allowed = set(map(canonical, requirements(wheels[name]))), WITHOUT_DECLARATION[name]
+    distributions = {**packages_distributions(), "coupler": ["coupler-core"]}  # an editable install names no module
+    undeclared: dict[str, str] = {}
+    for path in source(name).rglob("*.py"):
+        for module in imported(path) - set(sys.stdlib_module_names) - {name.replace("-", "_")}:
+            names = {canonical(d) for d in distributions.get(module, [module])}
+            if not names & {*declared, name}:
+                undeclared[module] = str(path.relative_to(ROOT))
+    assert {m: p for m, p in undeclared.items() if m not in allowed} == {}
+    assert undeclared.keys() == allowed.keys()  # and no exception outlives its import
+
+
+def imported(path: Path) -> set[str]:
+    """The first part of every module that the file imports, in functions too."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module.partition(".")[0])
+    return names
+
+
+def test_core_works_alone(uv: str, wheels: dict[str, ZipFile], tmp_path: Path) -> None:
+    python = str(tmp_path / "bin" / "python")
+    call(uv, "venv", "--quiet", "--python", sys.executable, str(tmp_path))
+    call(uv, "pip", "install", "--quiet", "--python", python, str(wheels["coupler-core"].filename))
+    call(python, "-c", "import importlib.util as u, sys; sys.exit(bool(u.find_spec('torch') or u.find_spec('pytest')))")
+    failed = dict(line.split() for line in call(python, "-c", PROBE).splitlines())
+    kit = ("coupler.testing.plugin", "coupler.testing.conformance.")
+    assert {m: missing for m, missing in failed.items() if not m.startswith(kit)} == {}
+    assert set(failed.values()) <= {"pytest"}  # the extra "testing"
+    listed = {tuple(line.split()[:3]) for line in call(python, "-c", LISTING).splitlines()}
+    assert {("engine", "toy", "available"), ("transport", "inproc", "available")} <= listed
