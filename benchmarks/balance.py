@@ -1,6 +1,6 @@
 """Balance sequences over shards by tokens: time and imbalance on lognormal lengths.
 
-    python benchmarks/balance.py
+python benchmarks/balance.py
 """
 
 from __future__ import annotations

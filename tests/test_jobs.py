@@ -1,4 +1,4 @@
-"""The three jobs from their command line: engine=fsdp and rollout=hf on a small Qwen2, and the run folders they leave."""
+"""The three jobs from their command line: engine=fsdp and rollout=hf on a small Qwen2, and the folders they leave."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_several_optimizer_steps_evaluations_and_checkpoints(model: Path, tmp_pa
 def test_staleness_is_bounded(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     asynchronous = ("max_staleness=1", "algorithm.behaviour=rollout", "steps=4")
     _, *steps = metrics(run("train", model, tmp_path / "run", *asynchronous))
-    assert [line["staleness/max"] for line in steps][0] == 0
+    assert steps[0]["staleness/max"] == 0
     assert max(line["staleness/max"] for line in steps) == 1
     assert sum(line["staleness/violations"] for line in steps) == 0
     shown = capfd.readouterr().err

@@ -18,7 +18,6 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = {"coupler-core": "core", "coupler-engine-fsdp": "engine-fsdp", "coupler-algos": "algos"}
 WITHOUT_DECLARATION = {  # imports of distributions that a package does not ask for, and why it works
     "coupler-core": {
-        "yaml": "comes with omegaconf, whose load() raises its errors",
         "torch": "in functions that an engine or a rollout calls with its own tensors",
         "transformers": "in functions, for tokenizers; engines bring it",
         "tokenizers": "in functions, comes with transformers",

@@ -1,4 +1,4 @@
-"""The quickstart's problems: words of reasoning-gym to spell backward, with no held-out word among those to train on."""
+"""The quickstart's problems: words of reasoning-gym to spell backward; no held-out word is among those to train on."""
 
 from __future__ import annotations
 

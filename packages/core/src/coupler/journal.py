@@ -30,7 +30,7 @@ class Journal:
                 "  try:  another run_dir, or move that folder away"
             )
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        (self.run_dir / "config.yaml").write_text(resolved)
+        self.resolved = resolved
         self.plugins = plugins
         self.total_steps = config.steps
         self.trackers: list[Tracker] = []
@@ -40,6 +40,9 @@ class Journal:
 
     def log(self, step: int, metrics: Metrics) -> dict[str, float]:
         numbers = values(metrics)
+        if self.resolved:  # a run that fails before its first numbers leaves nothing that would refuse the next try
+            (self.run_dir / "config.yaml").write_text(self.resolved)
+            self.resolved = ""
         for tracker in self.trackers:
             tracker.log(step, {**numbers, "run/steps": float(self.total_steps)})
         self.plugins.hook.coupler_step_end(step=step, values=numbers)

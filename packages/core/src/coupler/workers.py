@@ -282,4 +282,6 @@ class WorkerGroup:
                 shard.append(MiniBatch(mini.take(part), info, version if i == 0 else None))
         answers: list[Trained] = await self.scatter("train", shards)
         self.steps_done += num_steps
-        return Trained(merge(answer.metrics for answer in answers), answers[0].steps)
+        metrics = merge(answer.metrics for answer in answers)
+        metrics["loss"] = Metric(metrics["loss"].total / num_steps, how="sum")  # a sum over ranks, a mean over steps
+        return Trained(metrics, answers[0].steps)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
@@ -30,12 +30,21 @@ def files_of(folder: Path) -> dict[str, Path]:
     if (folder / _INDEX).is_file():
         return {name: folder / file for name, file in json.loads((folder / _INDEX).read_text())["weight_map"].items()}
     if (folder / _SINGLE).is_file():
-        with safe_open(folder / _SINGLE, "pt") as file:
+        with _open(folder / _SINGLE) as file:
             return dict.fromkeys(file.keys(), folder / _SINGLE)
     raise CouplerError(
         f"model.path={folder} holds neither {_INDEX} nor {_SINGLE}.\n"
         "  try:  save the model with save_pretrained; other formats are not read"
     )
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, "pt")
+    except (SafetensorError, FileNotFoundError) as error:
+        raise CouplerError(
+            f"model.path: {path} is no whole safetensors file: {error}.\n  try:  copy it again"
+        ) from None
 
 
 def match(model: PreTrainedModel, names: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -82,7 +91,7 @@ def read(files: Mapping[str, Path], matched: Mapping[str, Tensor]) -> None:
     for name in matched:
         by_file[files[name]].append(name)
     for path, names in by_file.items():
-        with safe_open(path, "pt") as file:
+        with _open(path) as file:
             for name in names:
                 stored, target = file.get_slice(name), matched[name]
                 if tuple(stored.get_shape()) != tuple(target.shape):
