@@ -12,7 +12,7 @@ from helpers import CONFIGS, WANT, arrays, info, loss, make_batch, make_engine, 
 
 from coupler.interfaces import EVERYTHING, Part
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 Folder = Callable[[str], Path]
 
 
