@@ -5,6 +5,7 @@ UV := .tools/bin/uv
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+export UV_COMPILE_BYTECODE ?= 1
 export UV_LINK_MODE ?= copy
 ifneq ($(wildcard $(HOME)/.cache/uv),)
 export UV_LINK_MODE = hardlink

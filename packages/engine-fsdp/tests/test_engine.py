@@ -283,3 +283,11 @@ def test_an_empty_batch_is_a_gradient_of_zero(folder_of: Folder) -> None:
     assert engine.forward(empty, WANT)["logprobs"].shape == (0,)
     assert engine.forward_backward(empty, WANT, loss, info(Batch(empty.lengths))) == {}
     assert not any(grad.any() for _, grad in engine.gradients())
+
+
+def test_a_truncated_checkpoint_is_one_sentence(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, CONFIGS["qwen3"])
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CouplerError, match="model.safetensors is no whole safetensors file"):
+        make_engine(folder)
