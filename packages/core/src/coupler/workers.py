@@ -159,7 +159,7 @@ def mismatch(out: Columns, batch: Columns, fresh_version: int | None) -> Metrics
     diff = (_detached(out["logprobs"]) - batch["rollout_logprobs"]) * fresh
     count = fresh.sum()
     return {
-        "train_infer/kl": Metric((np.e**diff - 1 - diff).sum(), count),
+        "train_infer/kl": Metric(abs(np.e**diff - 1 - diff).sum(), count),  # k3 >= 0 but for rounding
         "train_infer/abs_diff": Metric(abs(diff).sum(), count),
         "train_infer/abs_diff_max": Metric(abs(diff).max(), how="max") if len(diff) else Metric(0.0, how="max"),
     }
