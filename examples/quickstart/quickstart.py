@@ -79,7 +79,7 @@ def show(results: dict[str, float], folder: Path) -> None:
 
 def _curve(path: Path) -> list[float]:
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [line["reward/mean"] for line in lines if "reward/mean" in line]
+    return [line["sampled/reward"] for line in lines if "sampled/reward" in line]
 
 
 def _plot(rewards: list[float], path: Path) -> None:
@@ -90,7 +90,7 @@ def _plot(rewards: list[float], path: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(7, 4))
     axes.plot(range(1, len(rewards) + 1), rewards)
-    axes.set(xlabel="GRPO step", ylabel="mean reward of the step's samples", ylim=(0, 1))
+    axes.set(xlabel="GRPO step", ylabel="mean reward of all samples, rejected groups included", ylim=(0, 1))
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120, bbox_inches="tight")
 
