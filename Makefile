@@ -12,6 +12,7 @@ export UV_LINK_MODE = hardlink
 endif
 
 .PHONY: quickstart test lint wheels setup clean
+.PRECIOUS: .envs/%/.synced
 
 quickstart: .venv/.synced
 	.venv/bin/python examples/quickstart/quickstart.py $(ARGS)
