@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 
 import numpy as np
 
@@ -68,6 +69,23 @@ def _swap(parts: list[np.ndarray], weights: np.ndarray, load: np.ndarray) -> Non
             parts[heavy][give], parts[light][take] = parts[light][take], parts[heavy][give]
             parts[heavy].sort()
             parts[light].sort()
+
+
+def whole_units(
+    lengths: np.ndarray, unit: np.ndarray, split: Callable[[np.ndarray], list[np.ndarray]]
+) -> list[np.ndarray]:
+    """Split rows by ``split`` of their units' total lengths: rows that share a ``unit`` stay together.
+
+    Returns:
+        One sorted set of rows per part, for the parts that ``split`` made of the units.
+    """
+    _, index = np.unique(unit, return_inverse=True)
+    parts = split(np.bincount(index, weights=lengths).astype(np.int64))
+    owner = np.empty(index.max(initial=-1) + 1, np.int64)
+    for i, part in enumerate(parts):
+        owner[part] = i
+    of_row = owner[index]
+    return np.split(np.argsort(of_row, kind="stable"), np.cumsum(np.bincount(of_row, minlength=len(parts)))[:-1])
 
 
 def micro_batches(lengths: np.ndarray, max_tokens: int, at_least: int = 1) -> list[np.ndarray]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from coupler.balance import balance
+from coupler.balance import balance, whole_units
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +123,7 @@ class Batch:
         """
         if "unit" not in self.seqs:
             return balance(self.lengths, num_shards)
-        _, unit = np.unique(self.seqs["unit"], return_inverse=True)
-        shards = balance(np.bincount(unit, weights=self.lengths).astype(np.int64), num_shards)
-        return [np.flatnonzero(np.isin(unit, shard)) for shard in shards]
+        return whole_units(self.lengths, self.seqs["unit"], lambda sizes: balance(sizes, num_shards))
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:

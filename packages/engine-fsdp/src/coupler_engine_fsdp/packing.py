@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coupler.balance import micro_batches
+from coupler.balance import micro_batches, whole_units
 from coupler.batch import Batch
 from coupler.errors import CouplerError
 from coupler_engine_fsdp.attention import Packing
@@ -88,6 +88,4 @@ def split(batch: Batch, max_tokens: int) -> list[np.ndarray]:
     """
     if "unit" not in batch.seqs:
         return micro_batches(batch.lengths, max_tokens)
-    _, unit = np.unique(batch["unit"], return_inverse=True)
-    tokens = np.bincount(unit, weights=batch.lengths).astype(np.int64)
-    return [np.flatnonzero(np.isin(unit, group)) for group in micro_batches(tokens, max_tokens)]
+    return whole_units(batch.lengths, batch["unit"], lambda sizes: micro_batches(sizes, max_tokens))
