@@ -31,8 +31,9 @@ WITHOUT_DECLARATION = {  # imports of distributions that a package does not ask 
     "coupler-algos": {"numpy": "comes with coupler-core, whose batches it is"},
 }
 PROBE = """
-import importlib, pkgutil, coupler
-for found in pkgutil.walk_packages(coupler.__path__, "coupler."):
+import importlib, pkgutil, sys
+package = importlib.import_module(sys.argv[1])
+for found in pkgutil.walk_packages(package.__path__, sys.argv[1] + "."):
     try:
         importlib.import_module(found.name)
     except ModuleNotFoundError as error:
@@ -84,6 +85,9 @@ def test_the_wheel_holds_every_file(name: str, wheels: dict[str, ZipFile]) -> No
     expected = {str(p) for p in files if "__pycache__" not in p.parts}
     packed = {n for n in wheels[name].namelist() if ".dist-info/" not in n}
     assert packed == expected
+    assert any(n.endswith("/py.typed") for n in packed)
+    (licence,) = [n for n in wheels[name].namelist() if n.endswith("/licenses/LICENSE")]
+    assert wheels[name].read(licence) == (ROOT / "LICENSE").read_bytes()
     assert f"{name.replace('-', '_').replace('coupler_core', 'coupler')}/__init__.py" in packed
 
 
@@ -123,13 +127,27 @@ def imported(path: Path) -> set[str]:
 
 
 def test_core_works_alone(uv: str, wheels: dict[str, ZipFile], tmp_path: Path) -> None:
-    python = str(tmp_path / "bin" / "python")
-    call(uv, "venv", "--quiet", "--python", sys.executable, str(tmp_path))
-    call(uv, "pip", "install", "--quiet", "--python", python, str(wheels["coupler-core"].filename))
+    python = installed_alone(uv, "coupler-core", wheels, tmp_path)
     call(python, "-c", "import importlib.util as u, sys; sys.exit(bool(u.find_spec('torch') or u.find_spec('pytest')))")
-    failed = dict(line.split() for line in call(python, "-c", PROBE).splitlines())
+    failed = dict(line.split() for line in call(python, "-c", PROBE, "coupler").splitlines())
     kit = ("coupler.testing.plugin", "coupler.testing.conformance.")
     assert {m: missing for m, missing in failed.items() if not m.startswith(kit)} == {}
     assert set(failed.values()) <= {"pytest"}  # the extra "testing"
     listed = {tuple(line.split()[:3]) for line in call(python, "-c", LISTING).splitlines()}
     assert {("engine", "toy", "available"), ("transport", "inproc", "available")} <= listed
+
+
+@pytest.mark.parametrize("name", [name for name in FOLDERS if name != "coupler-core"])
+def test_a_plugin_works_alone(name: str, uv: str, wheels: dict[str, ZipFile], tmp_path: Path) -> None:
+    python = installed_alone(uv, name, wheels, tmp_path)
+    assert call(python, "-c", PROBE, name.replace("-", "_")) == ""
+    kinds = {line.split()[0] for line in call(python, "-c", LISTING).splitlines() if f" {name} " in line}
+    assert kinds & {"engine", "algorithm"}
+
+
+def installed_alone(uv: str, name: str, wheels: dict[str, ZipFile], folder: Path) -> str:
+    """The interpreter of an empty environment that the wheel and what it asks for went into."""
+    python, wheel = str(folder / "bin" / "python"), Path(str(wheels[name].filename))
+    call(uv, "venv", "--quiet", "--python", sys.executable, str(folder))
+    call(uv, "pip", "install", "--quiet", "--python", python, "--find-links", str(wheel.parent), str(wheel))
+    return python
