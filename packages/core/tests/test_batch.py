@@ -84,6 +84,18 @@ def test_partition_covers_every_row_once_and_keeps_units_together() -> None:
     assert max(loads) - min(loads) <= 2 * lengths.max()
 
 
+@pytest.mark.parametrize("spread", [3, 300])
+def test_prompt_groups_are_split_only_where_shards_would_differ(spread: int) -> None:
+    random = np.random.default_rng(0)
+    lengths = random.integers(300, 300 + spread, 40)
+    columns = {"group": np.repeat(np.arange(8), 5), "unit": np.arange(40)}
+    shards = Batch(lengths, {"tokens": np.zeros(lengths.sum(), np.int32)}, columns).partition(4)
+    loads = [lengths[shard].sum() for shard in shards]
+    assert max(loads) <= 1.02 * np.mean(loads)
+    groups = [set(columns["group"][shard].tolist()) for shard in shards]
+    assert (sum(map(len, groups)) == 8) == (spread == 3)
+
+
 @pytest.mark.parametrize(("n", "k"), [(0, 3), (1, 1), (2, 5), (100, 7), (9000, 2), (9000, 40)])
 def test_balance(n: int, k: int) -> None:
     weights = np.random.default_rng(n).lognormal(6, 1, n).astype(np.int64) + 1

@@ -17,6 +17,7 @@ from coupler_engine_fsdp.config import FSDPConfig
 from coupler_engine_fsdp.engine import FSDPEngine
 
 WANT = (Output("logprobs"), Output("entropy"))
+PROMPT = 9  # tokens; more than mistral's window below
 SHAPE = {
     "vocab_size": 321,  # no multiple of 2 or 4: shards are uneven
     "hidden_size": 48,
@@ -53,14 +54,19 @@ def make_engine(folder: Path, rank: Rank | None = None, **settings: object) -> F
 
 
 def make_batch(count: int = 10, seed: int = 0) -> Batch:
-    """Ragged sequences, some tokens trained, each sequence at its own temperature."""
+    """Ragged sequences, some tokens trained, each at its own temperature; the first three have one prompt."""
     random = np.random.default_rng(seed)
-    lengths = random.integers(1, 30, count)
+    lengths = np.concatenate([random.integers(PROMPT + 1, 30, 3), random.integers(1, 30, count - 3)])
     total = int(lengths.sum())
     mask = random.random(total) < 0.6
-    mask[np.cumsum(lengths) - lengths] = False
+    starts = np.cumsum(lengths) - lengths
+    mask[starts] = False
+    tokens = random.integers(0, SHAPE["vocab_size"], total).astype(np.int32)
+    for start in starts[:3]:
+        mask[start : start + PROMPT] = False
+        tokens[start : start + PROMPT] = tokens[:PROMPT]
     columns = {
-        "tokens": random.integers(0, SHAPE["vocab_size"], total).astype(np.int32),
+        "tokens": tokens,
         "loss_mask": mask,
         "loss_weight": (mask * random.uniform(0.1, 1, total)).astype(np.float32),
         "advantages": random.normal(size=total).astype(np.float32),

@@ -258,7 +258,7 @@ def test_layers_that_mix_packed_sequences_are_found(folder_of: Folder, monkeypat
     from coupler_engine_fsdp import attention
 
     def mixed(query, key, value, packing, scaling, window):
-        one = attention.Packing((query.shape[2],), packing.cu_seqlens)
+        one = attention.Packing(((query.shape[2], key.shape[2]),), packing.cu_queries, packing.cu_keys, packing.keys)
         return isolated(query, key, value, one, scaling, window)
 
     isolated = attention._by_length

@@ -15,6 +15,8 @@ import numpy as np
 
 from coupler.balance import balance, whole_units
 
+GROUP_SLACK = 0.02  # max / mean - 1 of the tokens of shards, up to which prompt groups are not split
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -119,11 +121,19 @@ class Batch:
     def partition(self, num_shards: int) -> list[np.ndarray]:
         """Split rows into ``num_shards`` sorted index sets of near-equal token count; some may be empty.
 
-        Rows that share a ``unit`` (a preference pair, say) stay together; without that column each row is a unit.
+        Rows that share a ``unit`` (a preference pair, say) stay together; without that column each row is a unit. So do
+        those of a prompt ``group``, whose prompt an engine computes once, where shards stay within ``GROUP_SLACK``.
         """
-        if "unit" not in self.seqs:
-            return balance(self.lengths, num_shards)
-        return whole_units(self.lengths, self.seqs["unit"], lambda sizes: balance(sizes, num_shards))
+
+        def together(column: str) -> list[np.ndarray]:
+            return whole_units(self.lengths, self.seqs[column], lambda sizes: balance(sizes, num_shards))
+
+        if "group" in self.seqs:
+            shards = together("group")
+            heaviest = max(int(self.lengths[rows].sum()) for rows in shards)
+            if heaviest * num_shards <= (1 + GROUP_SLACK) * self.num_tokens:
+                return shards
+        return together("unit") if "unit" in self.seqs else balance(self.lengths, num_shards)
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:

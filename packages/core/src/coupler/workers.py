@@ -259,7 +259,7 @@ class WorkerGroup:
 
     async def forward(self, batch: Batch, want: tuple[Output, ...]) -> dict[str, np.ndarray]:
         """[T] float32 columns in the order of ``batch``, one per wanted output."""
-        needed = batch.select(*(n for n in ("tokens", "loss_mask", "temperature") if batch.has(n)))
+        needed = batch.select(*(n for n in ("tokens", "loss_mask", "temperature", "group") if batch.has(n)))
         rows = needed.partition(self.layout.num_shards)
         answers = await self.scatter("forward", [needed.take(r) for r in rows], want)
         parts = [

@@ -10,12 +10,13 @@ from coupler.errors import CouplerError
 from coupler_engine_fsdp.model import Policy
 from coupler_engine_fsdp.packing import pack
 
+PROMPT = 3  # tokens
 _TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.5}  # nats; a leak or another distribution is off by more
 
 
 @torch.no_grad()
 def check(policy: Policy, device: torch.device, compute: torch.dtype) -> None:
-    """Compare two packed sequences with each one's prefix on its own, through transformers' own logits.
+    """Compare packed sequences, two of one prompt, with each one on its own, through transformers' own logits.
 
     Finds layers that mix packed sequences (linear attention, convolutions, positions of their own), attention that is
     not causal, logits that are changed after the head, and weights that are not finite.
@@ -23,12 +24,13 @@ def check(policy: Policy, device: torch.device, compute: torch.dtype) -> None:
     Raises:
         CouplerError: they differ.
     """
-    sequences = torch.arange(8).reshape(2, 4).add(10) % policy.head.out_features
+    sequences = torch.arange(3 * 6).reshape(3, 6).add(10) % policy.head.out_features
+    sequences[1, :PROMPT] = sequences[0, :PROMPT]
     together, _ = policy(pack(_batch(sequences), device))
     alone = []
     for sequence in sequences:
-        logits = policy(pack(_batch(sequence[None, :-1]), device), logits=True).float()
-        alone.append(logits.log_softmax(-1).gather(1, sequence[1:, None].to(device)).squeeze(1))
+        logits = policy(pack(_batch(sequence[None, :-1]), device), logits=True).float()[PROMPT - 1 :]
+        alone.append(logits.log_softmax(-1).gather(1, sequence[PROMPT:, None].to(device)).squeeze(1))
     worst = float((together - torch.cat(alone)).abs().max())
     if not worst <= _TOLERANCE[compute]:
         raise CouplerError(
@@ -40,5 +42,5 @@ def check(policy: Policy, device: torch.device, compute: torch.dtype) -> None:
 def _batch(sequences: torch.Tensor) -> Batch:
     tokens = sequences.to(torch.int32).numpy()
     count, length = tokens.shape
-    mask = np.tile(np.arange(length) > 0, count)
+    mask = np.tile(np.arange(length) >= PROMPT, count)
     return Batch(np.full(count, length), {"tokens": tokens.ravel(), "loss_mask": mask})

@@ -145,9 +145,7 @@ class FSDPEngine(Engine):
                 f"{problem or 'another rank got a sequence that exceeds max_tokens_per_gpu.'}\n"
                 f"  try:  engine.max_tokens_per_gpu above {self.config.max_tokens_per_gpu}, or shorter sequences"
             )
-        # equally long sequences stand together, so that attention on the CPU takes them in one call
-        ordered = [group[np.argsort(batch.lengths[group], kind="stable")] for group in groups]
-        return ordered + [np.zeros(0, np.int64)] * (count - len(groups))
+        return groups + [np.zeros(0, np.int64)] * (count - len(groups))
 
     def step(self) -> StepResult:
         """See :meth:`Engine.step`. A skipped step advances neither the schedule nor Adam's."""

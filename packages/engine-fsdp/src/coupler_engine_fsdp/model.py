@@ -55,7 +55,7 @@ class Policy(nn.Module):
         if logits:
             return self.causal(**arguments).logits[0]
         hidden = self.causal.base_model(**arguments).last_hidden_state[0]
-        return self.head(hidden[packed.rows - 1], packed, entropy)
+        return self.head(hidden[packed.sources], packed, entropy)
 
 
 def build(model: Model, tile: int, checkpointing: bool) -> Policy:

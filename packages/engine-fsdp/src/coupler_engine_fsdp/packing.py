@@ -14,18 +14,21 @@ from coupler.batch import Batch
 from coupler.errors import CouplerError
 from coupler_engine_fsdp.attention import Packing
 
+SHARE_FROM = 0.1  # of the tokens: where fewer stand in prompts that repeat, gathering keys costs more than it saves
+
 
 @dataclass(frozen=True, slots=True)
 class Packed:
     """What the model reads. No pytree: FSDP would cast its floats to the dtype of the parameters.
 
-    ``rows`` are the tokens under ``loss_mask``; the hidden state of the token before each predicts it.
+    A prompt that several sequences begin with stands there once; N is smaller than the tokens of the batch then.
     """
 
     tokens: Tensor  # [1, N] int64
     positions: Tensor  # [1, N] int64, from 0 in each sequence
     packing: Packing
-    rows: Tensor  # [R] int64
+    rows: Tensor  # [R] int64: the tokens of the batch under ``loss_mask``, which are predicted
+    sources: Tensor  # [R] int64: where in N the token before each stands, whose hidden state predicts it
     targets: Tensor  # [R] int64
     temperature: Tensor | None  # [R] fp32; None is 1 everywhere
 
@@ -36,25 +39,102 @@ def pack(batch: Batch, device: torch.device) -> Packed:
     Raises:
         CouplerError: a temperature is not above 0, or a sequence's first token is under ``loss_mask``.
     """
-    lengths = batch.lengths[batch.lengths > 0] if batch.num_tokens else np.array([2])
-    starts = np.concatenate([[0], np.cumsum(lengths)])
     tokens = batch["tokens"].astype(np.int64) if batch.num_tokens else np.zeros(2, np.int64)
+    starts = (
+        np.concatenate([[0], np.cumsum(batch.lengths[batch.lengths > 0])]) if batch.num_tokens else np.array([0, 2])
+    )
     rows = np.flatnonzero(batch["loss_mask"])
-    positions = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
-    if len(rows) and positions[rows].min() == 0:
+    if np.isin(rows, starts).any():
         raise CouplerError("loss_mask is true on the first token of a sequence, which nothing predicts.")
+    prompts = _prompts(starts, rows)
+    owners = _owners(tokens, starts, prompts)
+    pieces = _pieces(starts, prompts, owners)
+    taken = _ranges(pieces.begin, pieces.end)
+    place = np.empty(len(tokens), np.int64)
+    place[taken] = np.arange(len(taken))
+    again = owners != np.arange(len(owners))  # sequences whose prompt stands with another one
+    place[_ranges(starts[:-1][again], starts[:-1][again] + prompts[again])] = place[
+        _ranges(starts[owners[again]], starts[owners[again]] + prompts[again])
+    ]
+    positions = (np.arange(len(tokens)) - np.repeat(starts[:-1], np.diff(starts)))[taken]
 
     def tensor(values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(device)
 
+    def ends(lengths: np.ndarray) -> Tensor:
+        return tensor(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+
+    queries, keys = pieces.end - pieces.begin, pieces.end - pieces.start
+    cu_queries = ends(queries)
+    packing = Packing(
+        tuple(zip(queries.tolist(), keys.tolist(), strict=True)),
+        cu_queries,
+        ends(keys) if again.any() else cu_queries,
+        tensor(place[_ranges(pieces.start, pieces.end)]) if again.any() else None,
+    )
     return Packed(
-        tokens=tensor(tokens)[None],
+        tokens=tensor(tokens[taken])[None],
         positions=tensor(positions)[None],
-        packing=Packing(tuple(lengths.tolist()), tensor(starts.astype(np.int32))),
+        packing=packing,
         rows=tensor(rows),
+        sources=tensor(place[rows - 1]),
         targets=tensor(tokens[rows]),
         temperature=None if (scale := _temperature(batch, rows)) is None else tensor(scale),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """What is computed: tokens ``begin`` to ``end`` of the batch, which attend to those from ``start`` on; each [P]."""
+
+    start: np.ndarray
+    begin: np.ndarray
+    end: np.ndarray
+
+
+def _prompts(starts: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Tokens of each sequence before its first predicted one: all of them where none is predicted."""
+    first = np.append(rows, starts[-1])[np.searchsorted(rows, starts[:-1])]
+    return np.minimum(first, starts[1:]) - starts[:-1]
+
+
+def _owners(tokens: np.ndarray, starts: np.ndarray, prompts: np.ndarray) -> np.ndarray:
+    """For each sequence the first one with the same prompt; itself where sharing would save too little."""
+    first: dict[bytes, int] = {}
+    owners = np.array(
+        [
+            first.setdefault(tokens[start : start + size].tobytes(), index)
+            for index, (start, size) in enumerate(zip(starts, prompts, strict=False))
+        ]
+    )
+    alone = np.arange(len(owners))
+    return owners if prompts[owners != alone].sum() > SHARE_FROM * len(tokens) else alone
+
+
+def _pieces(starts: np.ndarray, prompts: np.ndarray, owners: np.ndarray) -> _Pieces:
+    """Whole sequences; of those that share a prompt, the prompt once and each completion.
+
+    Equally long pieces stand together, so that attention on the CPU takes them in one call.
+    """
+    start, end, split = starts[:-1], starts[1:], starts[:-1] + prompts
+    shared = np.bincount(owners, minlength=len(owners))[owners] > 1
+    prompt, completion = shared & (owners == np.arange(len(owners))), shared & (split < end)
+    pieces = np.concatenate(
+        [
+            np.stack([start, start, end])[:, ~shared],
+            np.stack([start, start, split])[:, prompt],
+            np.stack([start, split, end])[:, completion],
+        ],
+        axis=1,
+    )
+    start, begin, end = pieces
+    return _Pieces(*pieces[:, np.lexsort((end - start, end - begin))])
+
+
+def _ranges(begin: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """Indices from each ``begin`` to its ``end``, one range after the other."""
+    sizes = end - begin
+    return np.arange(sizes.sum()) + np.repeat(begin - (np.cumsum(sizes) - sizes), sizes)
 
 
 def _temperature(batch: Batch, rows: np.ndarray) -> np.ndarray | None:
@@ -83,9 +163,19 @@ def columns(batch: Batch, device: torch.device) -> dict[str, Any]:
 def split(batch: Batch, max_tokens: int) -> list[np.ndarray]:
     """Row sets of micro-batches of ``max_tokens`` at most; rows that share a ``unit`` stay together.
 
+    So do those of a prompt ``group``, where that makes one micro-batch more at most: their prompt is computed once.
+
     Raises:
         ValueError: one unit alone is longer.
     """
-    if "unit" not in batch.seqs:
-        return micro_batches(batch.lengths, max_tokens)
-    return whole_units(batch.lengths, batch["unit"], lambda sizes: micro_batches(sizes, max_tokens))
+
+    def together(column: str) -> list[np.ndarray]:
+        return whole_units(batch.lengths, batch[column], lambda sizes: micro_batches(sizes, max_tokens))
+
+    parts = together("unit") if "unit" in batch.seqs else micro_batches(batch.lengths, max_tokens)
+    if len(parts) > 1 and "group" in batch.seqs:
+        groups = np.unique(batch["group"], return_inverse=True)[1]
+        if np.bincount(groups, weights=batch.lengths).max() <= max_tokens:
+            whole = together("group")
+            parts = whole if len(whole) <= len(parts) + 1 else parts
+    return parts

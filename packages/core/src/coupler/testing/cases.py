@@ -15,7 +15,7 @@ RAGGED = (1, 2, 14, 3, 1, 9, 7, 2)
 
 
 def make_batch(reference: Reference, lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> Batch:
-    """Two prompt groups of completions with rewards, and log-probs of a policy close to the reference.
+    """Two groups of completions of one prompt each with rewards, and log-probs of a policy close to the reference.
 
     Args:
         lengths: [B], an even number; a sequence of length 1 has nothing to train on.
@@ -25,17 +25,21 @@ def make_batch(reference: Reference, lengths: tuple[int, ...] = LENGTHS, seed: i
     within = np.concatenate([np.arange(n) for n in lengths])
     prompt = np.repeat([max(1, min(3, n // 3)) for n in lengths], lengths)
     mask = (within >= prompt) & (within != 7)  # row 7 stands for what a tool returned
+    group = np.repeat([0, 1], rows // 2)
+    tokens = random.integers(NUM_SPECIAL, VOCAB, total).astype(np.int32)
+    prompts = random.integers(NUM_SPECIAL, VOCAB, (2, max(lengths))).astype(np.int32)
+    tokens = np.where(within < prompt, prompts[np.repeat(group, lengths), within], tokens)
     batch = Batch(
         np.array(lengths, np.int64),
         {
-            "tokens": random.integers(NUM_SPECIAL, VOCAB, total).astype(np.int32),
+            "tokens": tokens,
             "loss_mask": mask,
             "version": np.where(mask, 3, -1).astype(np.int32),
         },
         {
             "temperature": np.resize([1.0, 0.7, 1.3], rows).astype(np.float32),
             "reward": random.integers(0, 3, rows).astype(np.float32),
-            "group": np.repeat([0, 1], rows // 2),
+            "group": group,
             "trajectory": np.arange(rows),
             "unit": np.arange(rows),
         },
