@@ -258,11 +258,11 @@ def test_layers_that_mix_packed_sequences_are_found(folder_of: Folder, monkeypat
     from coupler_engine_fsdp import attention
 
     def mixed(query, key, value, packing, scaling, window):
-        one = attention.Packing(((query.shape[2], key.shape[2]),), packing.cu_queries, packing.cu_keys, packing.keys)
+        one = attention.Packing.of([attention.Piece(0, query.shape[2], 0, 0)], query.device)
         return isolated(query, key, value, one, scaling, window)
 
-    isolated = attention._by_length
-    monkeypatch.setattr(attention, "_by_length", mixed)
+    isolated = attention._by_block
+    monkeypatch.setattr(attention, "_by_block", mixed)
     with pytest.raises(CouplerError, match="packed sequences differ"):
         make_engine(folder_of("qwen2"))
 

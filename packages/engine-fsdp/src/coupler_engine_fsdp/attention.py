@@ -5,14 +5,14 @@ N tokens of B sequences stand in one row; each kernel gets where the sequences b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from importlib.util import find_spec
 from inspect import signature
-from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
@@ -24,22 +24,95 @@ NAME = "coupler_varlen"  # transformers builds no mask for a name that it does n
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")  # arguments that change what attention computes
 
 
-@dataclass(frozen=True, slots=True)
+class Piece(NamedTuple):
+    """Tokens of a packed row that attend to those of a prompt, maybe none, and causally to themselves."""
+
+    begin: int
+    end: int
+    prompt_begin: int
+    prompt_end: int
+
+
+@dataclass(frozen=True)
 class Packing:
-    """Which pieces a packed row consists of; travels to every layer as the keyword ``packing``.
+    """Which pieces a packed row consists of; travels to every layer as the keyword ``packing``."""
 
-    The queries of a piece are the last of its keys: all of them, or what follows a prompt that other pieces share.
-    """
-
-    lengths: tuple[tuple[int, int], ...]  # (queries, keys) of each; on the host: launching must not wait for the device
-    cu_queries: Tensor  # [P + 1] int32 on the device: where the queries of each begin
+    pieces: tuple[Piece, ...]  # on the host: what is launched must not wait for the device
+    cu_queries: Tensor  # [P + 1] int32 on the device: where the queries of each piece begin
     cu_keys: Tensor  # [P + 1] int32
-    keys: Tensor | None  # [K] int64: which token of the packed row each key is; None where keys are the queries
+    keys: Tensor | None  # [K] int64: the token that each key is of; None where every token is one key
+    longest: tuple[int, int]  # queries and keys of a piece
 
-    @property
-    def runs(self) -> list[tuple[tuple[int, int], int]]:
-        """((queries, keys), count) of neighbours that are equally long."""
-        return [(lengths, len(list(same))) for lengths, same in groupby(self.lengths)]
+    @classmethod
+    def of(cls, pieces: Sequence[Piece], device: torch.device) -> Packing:
+        """Lay out ``pieces``, which stand in the order of the row."""
+        queries = np.array([piece.end - piece.begin for piece in pieces])
+        keys = queries + [piece.prompt_end - piece.prompt_begin for piece in pieces]
+        cu_queries, cu_keys = (
+            torch.from_numpy(np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)).to(device)
+            for sizes in (queries, keys)
+        )
+        index = None
+        if (keys > queries).any():
+            ranges = [(p.prompt_begin, p.prompt_end, p.begin, p.end) for p in pieces]
+            index = torch.from_numpy(np.concatenate([np.r_[a:b, c:d] for a, b, c, d in ranges])).to(device)
+        return cls(tuple(pieces), cu_queries, cu_keys, index, (int(queries.max()), int(keys.max())))
+
+    @cached_property
+    def blocks(self) -> list[Block]:
+        """The row cut into calls of dense attention, in order."""
+        device, blocks, families = self.cu_queries.device, [], _families(self.pieces)
+        while families:
+            family = families.pop(0)
+            if len(family) > 1 and family[-1].end - family[0].begin > FAMILY:
+                blocks += [Block(piece.begin, piece.end, _reach([piece], device), *piece[2:]) for piece in family]
+                continue
+            while families and families[0][-1].end - family[0].begin <= BLOCK:
+                family += families.pop(0)
+            blocks.append(Block(family[0].begin, family[-1].end, _reach(family, device)))
+        return blocks
+
+
+BLOCK = 128  # tokens; shorter sequences share a call, whose masked products cost less than further calls
+FAMILY = 512  # tokens of a prompt and all that follows it, up to which they are one call
+
+
+class Block(NamedTuple):
+    """Queries ``begin`` to ``end``, their own keys, and before these the ones of a prompt."""
+
+    begin: int
+    end: int
+    reach: Tensor | None  # [queries, keys]: how many tokens back each key is, -1 where unseen; None: plainly causal
+    prompt_begin: int = 0
+    prompt_end: int = 0
+
+
+def _families(pieces: Sequence[Piece]) -> list[list[Piece]]:
+    """Each prompt with the pieces behind it that attend to it."""
+    families: list[list[Piece]] = []
+    for piece in pieces:
+        if piece.prompt_begin == piece.prompt_end:
+            families.append([])
+        families[-1].append(piece)
+    return families
+
+
+def _reach(pieces: list[Piece], device: torch.device) -> Tensor | None:
+    """What pieces see of their block; a piece of its own block has its prompt before it."""
+    if len(pieces) == 1 and pieces[0].prompt_begin == pieces[0].prompt_end:
+        return None
+    begin, end = pieces[0].begin, pieces[-1].end
+    outside = pieces[0].prompt_end - pieces[0].prompt_begin
+    size = end - begin
+    seen = np.full((size, outside + size), -1)
+    for piece in pieces:
+        rows = slice(piece.begin - begin, piece.end - begin)
+        length, prompt = piece.end - piece.begin, piece.prompt_end - piece.prompt_begin
+        back = np.arange(prompt, prompt + length)[:, None] - np.arange(prompt + length)
+        first = 0 if outside else piece.prompt_begin - begin
+        seen[rows, first : first + prompt] = back[:, :prompt]
+        seen[rows, outside + rows.start : outside + rows.stop] = np.maximum(back[:, prompt:], -1)
+    return torch.from_numpy(seen).to(device)
 
 
 def register() -> None:
@@ -69,20 +142,20 @@ def packed_attention(
     if packing is None or attention_mask is not None or odd or not getattr(module, "is_causal", True):
         what = f"uses {', '.join(odd)}" if odd else "is not causal self-attention over the packed row"
         raise CouplerError(f"engine=fsdp cannot run this model: the attention of {type(module).__name__} {what}.")
-    if packing.keys is not None:
-        key, value = (x.index_select(2, packing.keys) for x in (key, value))
     if query.is_cuda and query.dtype == torch.bfloat16 and query.shape[-1] % 8 == 0:
         out = _fused(query, key, value, packing, scaling, sliding_window)
     else:
-        out = _by_length(query, key, value, packing, scaling, sliding_window)
+        out = _by_block(query, key, value, packing, scaling, sliding_window)
     return out, None
 
 
 def _fused(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, window: int | None
 ) -> Tensor:
+    if packing.keys is not None:
+        key, value = (x.index_select(2, packing.keys) for x in (key, value))
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, heads, D]
-    ends, longest = (packing.cu_queries, packing.cu_keys), [max(sizes) for sizes in zip(*packing.lengths, strict=True)]
+    ends, longest = (packing.cu_queries, packing.cu_keys), packing.longest
     reach = (-1 if window is None else window - 1, 0)  # a window of w tokens holds the token itself
     if _has_flash_attn():
         from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
@@ -109,21 +182,22 @@ def _has_flash_attn() -> bool:
     return find_spec("flash_attn") is not None
 
 
-def _by_length(
+def _by_block(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, window: int | None
 ) -> Tensor:
-    """One call per run of equally long pieces: no padding, and few calls where pieces are many and short."""
+    """One call per block: no padding, and few calls where sequences are many and short."""
     gqa = query.shape[1] != key.shape[1]
-    queries = query.split([length * count for (length, _), count in packing.runs], 2)
-    keys, values = (x.split([length * count for (_, length), count in packing.runs], 2) for x in (key, value))
     outs = []
-    for ((last, length), count), q, k, v in zip(packing.runs, queries, keys, values, strict=True):
-        q = q[0].unflatten(1, (count, last)).transpose(0, 1)  # [count, heads, last, D]
-        k, v = (x[0].unflatten(1, (count, length)).transpose(0, 1) for x in (k, v))  # [count, heads, length, D]
-        band = None
-        if last < length or (window is not None and length > window):
-            ones = torch.ones(last, length, dtype=torch.bool, device=q.device)
-            band = ones.tril(length - last).triu(length - last + 1 - (window or length))
-        out = scaled_dot_product_attention(q, k, v, band, is_causal=band is None, scale=scaling, enable_gqa=gqa)
-        outs.append(out.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outs)[None]
+    for block in packing.blocks:
+        q, k, v = (x[:, :, block.begin : block.end] for x in (query, key, value))
+        if block.prompt_end:
+            prompt = slice(block.prompt_begin, block.prompt_end)
+            k, v = torch.cat([key[:, :, prompt], k], 2), torch.cat([value[:, :, prompt], v], 2)
+        mask, length = None, block.end - block.begin
+        if block.reach is not None:
+            mask = (block.reach >= 0) & (block.reach < (window or key.shape[2]))
+        elif window is not None and length > window:
+            mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().triu(1 - window)
+        out = scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scaling, enable_gqa=gqa)
+        outs.append(out.transpose(1, 2))
+    return torch.cat(outs, 1)

@@ -12,7 +12,7 @@ from torch import Tensor
 from coupler.balance import micro_batches, whole_units
 from coupler.batch import Batch
 from coupler.errors import CouplerError
-from coupler_engine_fsdp.attention import Packing
+from coupler_engine_fsdp.attention import Packing, Piece
 
 SHARE_FROM = 0.1  # of the tokens: where fewer stand in prompts that repeat, gathering keys costs more than it saves
 
@@ -48,48 +48,30 @@ def pack(batch: Batch, device: torch.device) -> Packed:
         raise CouplerError("loss_mask is true on the first token of a sequence, which nothing predicts.")
     prompts = _prompts(starts, rows)
     owners = _owners(tokens, starts, prompts)
-    pieces = _pieces(starts, prompts, owners)
-    taken = _ranges(pieces.begin, pieces.end)
-    place = np.empty(len(tokens), np.int64)
+    begin, end, sequences = _pieces(starts, prompts, owners)
+    taken = _ranges(begin, end)
+    place = np.empty(len(tokens), np.int64)  # where each token stands in the row
     place[taken] = np.arange(len(taken))
-    again = owners != np.arange(len(owners))  # sequences whose prompt stands with another one
-    place[_ranges(starts[:-1][again], starts[:-1][again] + prompts[again])] = place[
-        _ranges(starts[owners[again]], starts[owners[again]] + prompts[again])
-    ]
+    again = np.flatnonzero(owners != np.arange(len(owners)))  # sequences whose prompt stands with another one
+    copies, originals = (_ranges(starts[i], starts[i] + prompts[again]) for i in (again, owners[again]))
+    place[copies] = place[originals]
     positions = (np.arange(len(tokens)) - np.repeat(starts[:-1], np.diff(starts)))[taken]
 
     def tensor(values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(device)
 
-    def ends(lengths: np.ndarray) -> Tensor:
-        return tensor(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
-
-    queries, keys = pieces.end - pieces.begin, pieces.end - pieces.start
-    cu_queries = ends(queries)
-    packing = Packing(
-        tuple(zip(queries.tolist(), keys.tolist(), strict=True)),
-        cu_queries,
-        ends(keys) if again.any() else cu_queries,
-        tensor(place[_ranges(pieces.start, pieces.end)]) if again.any() else None,
-    )
+    edges = np.concatenate([[0], np.cumsum(end - begin)])
+    prompt = place[starts[sequences]]
+    pieces = np.stack([edges[:-1], edges[1:], prompt, prompt + begin - starts[sequences]], axis=1)
     return Packed(
         tokens=tensor(tokens[taken])[None],
         positions=tensor(positions)[None],
-        packing=packing,
+        packing=Packing.of([Piece(*piece) for piece in pieces.tolist()], device),
         rows=tensor(rows),
         sources=tensor(place[rows - 1]),
         targets=tensor(tokens[rows]),
         temperature=None if (scale := _temperature(batch, rows)) is None else tensor(scale),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Pieces:
-    """What is computed: tokens ``begin`` to ``end`` of the batch, which attend to those from ``start`` on; each [P]."""
-
-    start: np.ndarray
-    begin: np.ndarray
-    end: np.ndarray
 
 
 def _prompts(starts: np.ndarray, rows: np.ndarray) -> np.ndarray:
@@ -111,24 +93,21 @@ def _owners(tokens: np.ndarray, starts: np.ndarray, prompts: np.ndarray) -> np.n
     return owners if prompts[owners != alone].sum() > SHARE_FROM * len(tokens) else alone
 
 
-def _pieces(starts: np.ndarray, prompts: np.ndarray, owners: np.ndarray) -> _Pieces:
-    """Whole sequences; of those that share a prompt, the prompt once and each completion.
-
-    Equally long pieces stand together, so that attention on the CPU takes them in one call.
-    """
+def _pieces(starts: np.ndarray, prompts: np.ndarray, owners: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Begin, end and sequence of each piece: a whole sequence, or a prompt and then what follows it."""
+    index = np.arange(len(owners))
     start, end, split = starts[:-1], starts[1:], starts[:-1] + prompts
     shared = np.bincount(owners, minlength=len(owners))[owners] > 1
-    prompt, completion = shared & (owners == np.arange(len(owners))), shared & (split < end)
-    pieces = np.concatenate(
+    begin, end, sequence = np.concatenate(
         [
-            np.stack([start, start, end])[:, ~shared],
-            np.stack([start, start, split])[:, prompt],
-            np.stack([start, split, end])[:, completion],
+            np.stack([start, end, index])[:, ~shared],
+            np.stack([start, split, index])[:, shared & (owners == index)],
+            np.stack([split, end, index])[:, shared & (split < end)],
         ],
         axis=1,
     )
-    start, begin, end = pieces
-    return _Pieces(*pieces[:, np.lexsort((end - start, end - begin))])
+    order = np.lexsort((begin > starts[sequence], owners[sequence]))  # each prompt just before what follows it
+    return begin[order], end[order], sequence[order]
 
 
 def _ranges(begin: np.ndarray, end: np.ndarray) -> np.ndarray:
