@@ -163,7 +163,7 @@ class FSDPEngine(Engine):
         return weights.stream_gradients(self.named)
 
     def save(self, path: Path, what: Parts) -> Pending:
-        """Write parameters and optimizer with ``torch.distributed.checkpoint``, before returning.
+        """Copy parameters and optimizer to the host and write them while training goes on; see :mod:`checkpoint`.
 
         There is no gradient to save: checkpoints are made between steps.
         """
@@ -176,7 +176,7 @@ class FSDPEngine(Engine):
             CouplerError: ``path`` does not hold it.
         """
         state = self._state(what)
-        checkpoint.load(path, state, self.mesh)
+        checkpoint.load(path, state)
         if self._optimizer is not None and Part.OPTIMIZER in what:
             self._optimizer.num_steps = int(state["num_steps"])
         self._reshard()
