@@ -45,7 +45,7 @@ def test_every_dtype_and_shape_comes_back(tmp_path: Path, engine: FSDPEngine) ->
     made = {
         str(dtype): torch.arange(6).reshape(3, 2).to(dtype) for dtype in checkpoint.DTYPES
     } | {"scalar": torch.tensor(7), "empty": torch.zeros(0, 3), "odd": torch.ones(3, dtype=torch.int8)}  # fmt: skip
-    checkpoint.save(tmp_path, made, engine.mesh).wait(60)
+    checkpoint.save(tmp_path, made, engine.mesh, {}).wait(60)
     read = {name: torch.zeros_like(tensor) for name, tensor in made.items()}
     checkpoint.load(tmp_path, read)
     assert all(torch.equal(read[name], tensor) for name, tensor in made.items())
@@ -55,12 +55,28 @@ def test_every_dtype_and_shape_comes_back(tmp_path: Path, engine: FSDPEngine) ->
 
 def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path, engine: FSDPEngine) -> None:
     tensor = torch.ones(1 << 20)
-    pending = checkpoint.save(tmp_path, {"x": tensor}, engine.mesh)
+    pending = checkpoint.save(tmp_path, {"x": tensor}, engine.mesh, {})
     tensor.zero_()
     pending.wait(60)
     read = torch.zeros_like(tensor)
     checkpoint.load(tmp_path, {"x": read})
     assert torch.equal(read, torch.ones_like(tensor))
+
+
+def test_saves_that_overlap_do_not_mix(tmp_path: Path, engine: FSDPEngine) -> None:
+    tensor, host, pending = torch.zeros(1 << 20), {}, []
+    for step in range(6):
+        (tmp_path / str(step)).mkdir()
+        tensor.fill_(step)
+        pending.append(checkpoint.save(tmp_path / str(step), {"x": tensor}, engine.mesh, host))
+        if step == 3:
+            pending[0].wait(60)  # later ones may reuse its memory
+    for step, save in enumerate(pending):
+        save.wait(60)
+        read = torch.zeros_like(tensor)
+        checkpoint.load(tmp_path / str(step), {"x": read})
+        assert bool((read == step).all())
+    assert list(host) == ["x"]
 
 
 def damage(path: Path, how: str) -> None:
@@ -87,7 +103,7 @@ def test_a_damaged_file_is_named(engine: FSDPEngine, saved: Path, how: str, name
 
 
 def test_another_dtype_does_not_fit(tmp_path: Path, engine: FSDPEngine) -> None:
-    checkpoint.save(tmp_path, {"x": torch.ones(2)}, engine.mesh).wait(60)
+    checkpoint.save(tmp_path, {"x": torch.ones(2)}, engine.mesh, {}).wait(60)
     with pytest.raises(CouplerError, match="does not fit"):
         checkpoint.load(tmp_path, {"x": torch.ones(2, dtype=torch.bfloat16)})
 

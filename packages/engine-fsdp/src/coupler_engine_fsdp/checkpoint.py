@@ -30,17 +30,23 @@ INDEX = "index.json"
 
 
 class Save:
-    """A save under way: the caller's thread copies ``tensors`` to the host, another writes each once it is copied."""
+    """A save under way: the caller's thread copies ``tensors`` to the host, another writes each once it is copied.
 
-    def __init__(self, path: Path, tensors: Mapping[str, Tensor], index: Mapping[str, Any] | None) -> None:
-        self._path = path
+    Copies go into ``host`` memory of an earlier save, which returns there: memory seen for the first time costs more
+    than the copy.
+    """
+
+    def __init__(
+        self, path: Path, tensors: Mapping[str, Tensor], index: Mapping[str, Any] | None, host: dict[str, Tensor]
+    ) -> None:
+        self._path, self._host = path, host
         self._done: Future[None] = Future()
-        self._copied: SimpleQueue[tuple[Tensor, torch.cuda.Event | None] | None] = SimpleQueue()  # None: no more
+        self._copied: SimpleQueue[_Copy | None] = SimpleQueue()  # None: no more
         arguments = tensorfile.header(tensors) if tensors else b"", index
         threading.Thread(target=self._run, args=arguments, name=f"save {path.name}", daemon=True).start()
         try:
-            for tensor in tensors.values():
-                self._copied.put(_copy(tensor))
+            for name, tensor in tensors.items():
+                self._copied.put(_Copy(name, tensor, host.pop(name, None)))
         finally:  # also where copying failed, since the thread waits for it
             self._copied.put(None)
 
@@ -71,15 +77,36 @@ class Save:
             self._done.set_exception(error)
 
     def _arriving(self) -> Iterator[Tensor]:
-        while item := self._copied.get():
-            tensor, event = item
-            if event:
-                event.synchronize()
-            yield tensor
+        copies = list[_Copy]()
+        while copy := self._copied.get():
+            copies.append(copy)
+            yield copy.arrived()
+        self._host.update({copy.name: copy.host for copy in copies})
 
 
-def save(path: Path, state: Mapping[str, Tensor], mesh: DeviceMesh) -> Save:
-    """Copy ``state`` to the host and start to write it into the folder ``path``; training may go on at once."""
+class _Copy:
+    """A tensor on its way to the host, in its device's stream: no later update of it can overtake the copy."""
+
+    def __init__(self, name: str, tensor: Tensor, host: Tensor | None) -> None:
+        self.name, self.event = name, None
+        on_gpu = tensor.device.type == "cuda"
+        self.host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu) if host is None else host
+        self.host.copy_(tensor, non_blocking=True)
+        if on_gpu:
+            self.event = torch.cuda.Event()
+            self.event.record(torch.cuda.current_stream(tensor.device))
+
+    def arrived(self) -> Tensor:
+        if self.event:
+            self.event.synchronize()
+        return self.host
+
+
+def save(path: Path, state: Mapping[str, Tensor], mesh: DeviceMesh, host: dict[str, Tensor]) -> Save:
+    """Copy ``state`` to the host and start to write it into the folder ``path``; training may go on at once.
+
+    ``host`` keeps the memory of the copies for the next save; empty at first.
+    """
     shards, shard = mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1)
     first = mesh.ndim == 1 or mesh.get_local_rank(0) == 0  # other replicas hold the same rows
     held: dict[str, Tensor] = {}
@@ -90,7 +117,7 @@ def save(path: Path, state: Mapping[str, Tensor], mesh: DeviceMesh) -> Save:
         elif first and shard == 0:
             held[name] = tensor
     index = {"shards": shards, "tensors": {name: _entry(tensor) for name, tensor in state.items()}}
-    return Save(path / _file(shard, shards), held, index if first and shard == 0 else None)
+    return Save(path / _file(shard, shards), held, index if first and shard == 0 else None, host)
 
 
 def load(path: Path, state: Mapping[str, Tensor]) -> None:
@@ -127,17 +154,6 @@ def _pieces(tensor: Tensor, shards: int) -> Iterator[tuple[int, int, Tensor]]:
         there = shard_rows(len(tensor), shards, shard)
         first, last = max(there.start, mine.start), min(there.stop, mine.stop)
         yield shard, (first - there.start) * local[:1].nbytes, local[first - mine.start : last - mine.start]
-
-
-def _copy(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """Copy to the host; from a device in its stream, so that a later update of ``tensor`` cannot overtake the copy."""
-    if tensor.device.type == "cpu":
-        return tensor.clone(), None
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    copy.copy_(tensor, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(tensor.device))
-    return copy, event
 
 
 def _file(shard: int, shards: int) -> str:

@@ -44,6 +44,7 @@ class FSDPEngine(Engine):
     def __init__(self, config: FSDPConfig, model: Model) -> None:
         super().__init__(config, model)
         self._optimizer: Optimizer | None = None
+        self._host: dict[str, Tensor] = {}  # memory of the last checkpoint's copies
 
     def setup(self, rank: Rank) -> Layout:
         """Join the group and load this rank's shards.
@@ -167,7 +168,7 @@ class FSDPEngine(Engine):
 
         There is no gradient to save: checkpoints are made between steps.
         """
-        return checkpoint.save(path, self._state(what), self.mesh)
+        return checkpoint.save(path, self._state(what), self.mesh, self._host)
 
     def load(self, path: Path, what: Parts) -> None:
         """Read what :meth:`save` wrote on any number of ranks.
