@@ -15,7 +15,7 @@ from test_ranks import SETTINGS, STEPS
 
 from coupler.batch import Batch
 from coupler.errors import CouplerError
-from coupler.interfaces import EVERYTHING, Rank
+from coupler.interfaces import EVERYTHING, Part, Rank
 from coupler_engine_fsdp.engine import FSDPEngine
 
 
@@ -30,6 +30,8 @@ def main(job: dict, index: int) -> None:
             "steps": [train(engine, rank, out / f"{name}-grads.npz" if i == 0 else None, i) for i in range(STEPS)]
         }
         np.savez(out / f"{name}-weights.npz", **arrays(engine.weights()))
+        if "save" in job:
+            engine.save(made(Path(f"{job['save']}-{name}")), frozenset({Part.PARAMS})).wait(60)
         report["steps"].append(hurt(engine, rank))
         report["too_long"] = too_long(engine, rank)
         (out / f"{name}.json").write_text(json.dumps(report))
@@ -90,11 +92,18 @@ def continued(engine: FSDPEngine, rank: Rank, job: dict) -> None:
     """Save after one step, or load; then take one more."""
     if "save" in job:
         train(engine, rank, None, 0)
-        Path(job["save"]).mkdir(exist_ok=True)
-        engine.save(Path(job["save"]), EVERYTHING).wait(1)
+        pending = engine.save(made(Path(job["save"])), EVERYTHING)
+        train(engine, rank, None, 1, seed=7)  # what is saved is the state at the call
+        pending.wait(60)
+        return
     if "load" in job:
         engine.load(Path(job["load"]), EVERYTHING)
     train(engine, rank, None, 1, seed=7)
+
+
+def made(folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 if __name__ == "__main__":

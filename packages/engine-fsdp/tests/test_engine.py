@@ -135,7 +135,7 @@ def test_a_resumed_run_continues_with_schedule_and_moments(folder_of: Folder, tm
     want = run(straight, 4)
     half = make_engine(folder_of("llama"), **settings)
     run(half, 2)
-    half.save(tmp_path, EVERYTHING).wait(1)
+    half.save(tmp_path, EVERYTHING).wait(60)
     resumed = make_engine(folder_of("llama"), **settings)
     resumed.load(tmp_path, EVERYTHING)
     assert run(resumed, 2) == want[2:]
@@ -145,7 +145,7 @@ def test_a_resumed_run_continues_with_schedule_and_moments(folder_of: Folder, tm
 
 def test_parameters_alone_can_be_saved_and_a_missing_optimizer_is_named(folder_of: Folder, tmp_path: Path) -> None:
     engine = make_engine(folder_of("qwen3"))
-    engine.save(tmp_path, frozenset({Part.PARAMS}))
+    engine.save(tmp_path, frozenset({Part.PARAMS})).wait(60)
     engine.load(tmp_path, frozenset({Part.PARAMS}))
     with pytest.raises(CouplerError, match="optimizer"):
         engine.load(tmp_path, EVERYTHING)

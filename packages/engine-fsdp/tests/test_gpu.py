@@ -67,7 +67,7 @@ def test_a_checkpoint_continues(folder_of: Folder, tmp_path: Path) -> None:
     engine = make_engine(folder_of("qwen2"), lr=1e-2)
     engine.forward_backward(batch, WANT, loss, info(batch))
     engine.step()
-    engine.save(tmp_path, EVERYTHING)
+    engine.save(tmp_path, EVERYTHING).wait(60)
     resumed = make_engine(folder_of("qwen2"), lr=1e-2)
     resumed.load(tmp_path, EVERYTHING)
     np.testing.assert_array_equal(resumed.forward(batch, WANT)["logprobs"], engine.forward(batch, WANT)["logprobs"])

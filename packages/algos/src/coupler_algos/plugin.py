@@ -12,6 +12,8 @@ from coupler_algos.validate import problems
 if TYPE_CHECKING:
     from coupler.config.schema import RunConfig
 
+TESTED = {"torch": ">=2.11,<2.14"}
+
 
 @hookimpl
 def coupler_backends() -> Iterable[Backend]:
@@ -21,6 +23,7 @@ def coupler_backends() -> Iterable[Backend]:
         target="coupler_algos.grpo:GRPO",
         config=GRPOConfig,
         capabilities=_capabilities,
+        tested=TESTED,
     )
     yield Backend(
         kind=Kind.ALGORITHM,
@@ -28,6 +31,7 @@ def coupler_backends() -> Iterable[Backend]:
         target="coupler_algos.rloo:RLOO",
         config=RLOOConfig,
         capabilities=_capabilities,
+        tested=TESTED,
     )
     yield Backend(
         kind=Kind.ALGORITHM,
@@ -35,6 +39,7 @@ def coupler_backends() -> Iterable[Backend]:
         target="coupler_algos.sft:SFT",
         config=SFTConfig,
         capabilities=frozenset({"job:sft"}),
+        tested=TESTED,
     )
 
 

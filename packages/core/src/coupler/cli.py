@@ -21,17 +21,19 @@ USER_ERROR, INTERRUPTED = 2, 130
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command and return the exit code: 2 for what the user can fix, which is printed without a traceback."""
+    """Run one command and return the exit code: 2 for what the user can fix, which is printed without a traceback.
+
+    ``doctor`` returns 1 where it found a problem.
+    """
     try:
         arguments = _parse(sys.argv[1:] if argv is None else argv)
-        arguments.command(arguments)
+        return arguments.command(arguments) or 0
     except CouplerError as exc:
         print(f"coupler: {exc}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
         print("coupler: interrupted", file=sys.stderr)
         return INTERRUPTED
-    return 0
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -42,6 +44,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     _add_job(commands, "sft", _sft, "supervised fine-tuning")
     _add_job(commands, "eval", _eval, "sample held-out prompts and score them")
     plan = _add_job(commands, "plan", _plan, "print what a configuration amounts to; takes no device")
+    doctor = _add_job(commands, "doctor", _doctor, "check this machine, what is installed, and a configuration")
+    doctor.add_argument("--json", action="store_true", help="for programs")
     plugins = commands.add_parser("plugins", help="list what is installed, and what does not load")
     plugins.add_argument("--json", action="store_true", help="for programs")
     plugins.set_defaults(command=_plugins, overrides=[])
@@ -62,7 +66,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 def _add_job(
     commands: argparse._SubParsersAction[argparse.ArgumentParser],
     name: str,
-    command: Callable[[argparse.Namespace], None],
+    command: Callable[[argparse.Namespace], int | None],
     text: str,
 ) -> argparse.ArgumentParser:
     parser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
@@ -102,6 +106,23 @@ def _plan(arguments: argparse.Namespace) -> None:
     data = composed.config.data
     num_rows = len(load_rows(data)) if Path(data.source).is_file() else None
     print(make_plan(composed.config, num_rows, plugins, job=Job(arguments.job)).render())
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from coupler.config.compose import compose
+    from coupler.doctor import Verdict, diagnose, render
+
+    plugins = Plugins.load()
+    given = arguments.config or arguments.overrides
+    config = compose(plugins, arguments.overrides, arguments.config, complete=False).config if given else None
+    findings = []
+    for finding in diagnose(plugins, config):
+        findings.append(finding)
+        if not arguments.json:
+            print(render(finding), flush=True)
+    if arguments.json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+    return int(any(finding.verdict is Verdict.PROBLEM for finding in findings))
 
 
 def _config(arguments: argparse.Namespace) -> None:

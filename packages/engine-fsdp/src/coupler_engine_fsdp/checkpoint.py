@@ -1,53 +1,185 @@
-"""Sharded checkpoints: ``torch.distributed.checkpoint`` files that any number of ranks can read."""
+"""Sharded checkpoints that any number of ranks can read: safetensors, and JSON that says how they are cut.
+
+``shard-00002-of-00004.safetensors`` holds the rows of shard 2; shard 0 also holds what is not sharded, and
+``index.json`` has the shapes. Ranks do not talk to each other, neither to save nor to load.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import ExitStack, closing
 from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
 
-import torch.distributed as dist
+import torch
 from torch import Tensor
-from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from coupler.errors import CouplerError
+from coupler.errors import CouplerError, WaitTimeout
+from coupler_engine_fsdp import tensorfile
+from coupler_engine_fsdp.tensorfile import DTYPES, TensorFile
+from coupler_engine_fsdp.weights import rows_of, shard_rows
+
+INDEX = "index.json"
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
-    """A save that has finished."""
+class Save:
+    """A save under way: the caller's thread copies ``tensors`` to the host, another writes each once it is copied.
+
+    Copies go into ``host`` memory of an earlier save, which returns there: memory seen for the first time costs more
+    than the copy.
+    """
+
+    def __init__(
+        self, path: Path, tensors: Mapping[str, Tensor], index: Mapping[str, Any] | None, host: dict[str, Tensor]
+    ) -> None:
+        self._path, self._host = path, host
+        self._done: Future[None] = Future()
+        self._copied: SimpleQueue[_Copy | None] = SimpleQueue()  # None: no more
+        arguments = tensorfile.header(tensors) if tensors else b"", index
+        threading.Thread(target=self._run, args=arguments, name=f"save {path.name}", daemon=True).start()
+        try:
+            for name, tensor in tensors.items():
+                self._copied.put(_Copy(name, tensor, host.pop(name, None)))
+        finally:  # also where copying failed, since the thread waits for it
+            self._copied.put(None)
 
     def wait(self, seconds: float) -> None:
-        """Return at once."""
+        """See :meth:`coupler.interfaces.Pending.wait`.
+
+        Raises:
+            CouplerError: the disk is full, or refuses for another reason.
+        """
+        try:
+            self._done.result(seconds)
+        except TimeoutError:
+            raise WaitTimeout(
+                f"{self._path} was not on disk after {seconds:.0f} s.\n  look at:  the disk, checkpoint.deadline_s"
+            ) from None
+
+    def _run(self, header: bytes, index: Mapping[str, Any] | None) -> None:
+        """Consumes copies until None, in the order of the header; unblocks :meth:`wait`."""
+        try:
+            if index:
+                _write_index(self._path.parent / INDEX, index)
+            if header:
+                tensorfile.write(self._path, header, self._arriving())
+            self._done.set_result(None)
+        except OSError as error:
+            self._done.set_exception(CouplerError(f"the checkpoint cannot be written: {error}."))
+        except Exception as error:  # this thread's boundary: wait() raises it
+            self._done.set_exception(error)
+
+    def _arriving(self) -> Iterator[Tensor]:
+        copies = list[_Copy]()
+        while copy := self._copied.get():
+            copies.append(copy)
+            yield copy.arrived()
+        self._host.update({copy.name: copy.host for copy in copies})
 
 
-def save(path: Path, state: dict[str, Tensor], mesh: DeviceMesh) -> Done:
-    """Write ``state``; collective."""
-    dcp.save(state, checkpoint_id=path, process_group=_group(mesh))
-    return Done()
+class _Copy:
+    """A tensor on its way to the host, in its device's stream: no later update of it can overtake the copy."""
+
+    def __init__(self, name: str, tensor: Tensor, host: Tensor | None) -> None:
+        self.name, self.event = name, None
+        on_gpu = tensor.device.type == "cuda"
+        self.host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu) if host is None else host
+        self.host.copy_(tensor, non_blocking=True)
+        if on_gpu:
+            self.event = torch.cuda.Event()
+            self.event.record(torch.cuda.current_stream(tensor.device))
+
+    def arrived(self) -> Tensor:
+        if self.event:
+            self.event.synchronize()
+        return self.host
 
 
-def load(path: Path, state: dict[str, Tensor], mesh: DeviceMesh) -> None:
-    """Fill the tensors of ``state`` in place; collective.
+def save(path: Path, state: Mapping[str, Tensor], mesh: DeviceMesh, host: dict[str, Tensor]) -> Save:
+    """Copy ``state`` to the host and start to write it into the folder ``path``; training may go on at once.
+
+    ``host`` keeps the memory of the copies for the next save; empty at first.
+    """
+    shards, shard = mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1)
+    first = mesh.ndim == 1 or mesh.get_local_rank(0) == 0  # other replicas hold the same rows
+    held: dict[str, Tensor] = {}
+    for name, tensor in sorted(state.items(), key=lambda item: -item[1].itemsize):  # aligned, without gaps
+        if isinstance(tensor, DTensor):
+            if first and rows_of(tensor):
+                held[name] = tensor.to_local().detach()
+        elif first and shard == 0:
+            held[name] = tensor
+    index = {"shards": shards, "tensors": {name: _entry(tensor) for name, tensor in state.items()}}
+    return Save(path / _file(shard, shards), held, index if first and shard == 0 else None, host)
+
+
+def load(path: Path, state: Mapping[str, Tensor]) -> None:
+    """Fill the tensors of ``state`` in place, reading only this rank's rows.
 
     Raises:
-        CouplerError: the checkpoint does not exist, or lacks a tensor, or has it in another shape.
+        CouplerError: the checkpoint does not exist, is damaged, or lacks a tensor, or has it in another shape.
     """
-    try:
-        stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    except OSError as error:
-        raise CouplerError(f"{path} holds no checkpoint of engine=fsdp: {error}") from error
-    shapes = {name: entry.size for name, entry in stored.items() if isinstance(entry, TensorStorageMetadata)}
-    odd = [name for name, tensor in state.items() if shapes.get(name) != tensor.shape]
+    shards, stored = _read_index(path / INDEX)
+    odd = [name for name, tensor in state.items() if not _fits(stored.get(name), tensor)]
     if odd:
         raise CouplerError(
             f"the checkpoint {path} does not fit this engine: {len(odd)} tensors are absent or of another shape, "
             f"the first is {odd[0]}.\n  try:  the model.path and the parts that it was saved with"
         )
-    dcp.load(state, checkpoint_id=path, process_group=_group(mesh))
+    files: dict[int, TensorFile] = {}
+    with ExitStack() as stack:
+        for name, tensor in state.items():
+            for shard, offset, target in _pieces(tensor, shards if stored[name]["sharded"] else 1):
+                if shard not in files:
+                    files[shard] = stack.enter_context(closing(TensorFile(path / _file(shard, shards))))
+                files[shard].read(name, offset, target)
 
 
-def _group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """The engine's ranks: the default group, unless the engine is one rank inside a larger one."""
-    return None if mesh.size() == dist.get_world_size() else mesh.get_group()
+def _pieces(tensor: Tensor, shards: int) -> Iterator[tuple[int, int, Tensor]]:
+    """Where this rank's part of ``tensor`` is, cut into ``shards``: (shard, byte offset there, what it fills)."""
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    if shards == 1 and not isinstance(tensor, DTensor):
+        yield 0, 0, local
+        return
+    mine = rows_of(tensor) if isinstance(tensor, DTensor) else range(len(tensor))
+    size = len(shard_rows(len(tensor), shards, 0))
+    for shard in range(mine.start // size, -(-mine.stop // size)) if mine else ():
+        there = shard_rows(len(tensor), shards, shard)
+        first, last = max(there.start, mine.start), min(there.stop, mine.stop)
+        yield shard, (first - there.start) * local[:1].nbytes, local[first - mine.start : last - mine.start]
+
+
+def _file(shard: int, shards: int) -> str:
+    return f"shard-{shard:05d}-of-{shards:05d}.safetensors"
+
+
+def _entry(tensor: Tensor) -> dict[str, Any]:
+    return {"shape": list(tensor.shape), "dtype": DTYPES[tensor.dtype], "sharded": isinstance(tensor, DTensor)}
+
+
+def _fits(stored: Mapping[str, Any] | None, tensor: Tensor) -> bool:
+    return stored is not None and (stored["shape"], stored["dtype"]) == (list(tensor.shape), DTYPES[tensor.dtype])
+
+
+def _write_index(path: Path, index: Mapping[str, Any]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(index, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _read_index(path: Path) -> tuple[int, dict[str, Any]]:
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+        return index["shards"], index["tensors"]
+    except OSError as error:
+        raise CouplerError(f"{path.parent} holds no checkpoint of engine=fsdp: {error}") from None
+    except (ValueError, KeyError) as error:
+        raise CouplerError(f"{path} is damaged: {error!r}.\n  try:  an earlier checkpoint") from None

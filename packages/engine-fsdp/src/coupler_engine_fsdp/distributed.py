@@ -51,7 +51,7 @@ def build_mesh(rank: Rank, device: torch.device, fsdp_size: int) -> DeviceMesh:
 
 
 def _init_process_group(rank: Rank) -> None:
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"  # gloo: checkpoints exchange objects
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"  # gloo: shards offloaded to the host
     if rank.world == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     else:

@@ -44,6 +44,7 @@ class FSDPEngine(Engine):
     def __init__(self, config: FSDPConfig, model: Model) -> None:
         super().__init__(config, model)
         self._optimizer: Optimizer | None = None
+        self._host: dict[str, Tensor] = {}  # memory of the last checkpoint's copies
 
     def setup(self, rank: Rank) -> Layout:
         """Join the group and load this rank's shards.
@@ -161,11 +162,11 @@ class FSDPEngine(Engine):
         return weights.stream_gradients(self.named)
 
     def save(self, path: Path, what: Parts) -> Pending:
-        """Write parameters and optimizer with ``torch.distributed.checkpoint``, before returning.
+        """Copy parameters and optimizer to the host and write them while training goes on; see :mod:`checkpoint`.
 
         There is no gradient to save: checkpoints are made between steps.
         """
-        return checkpoint.save(path, self._state(what), self.mesh)
+        return checkpoint.save(path, self._state(what), self.mesh, self._host)
 
     def load(self, path: Path, what: Parts) -> None:
         """Read what :meth:`save` wrote on any number of ranks.
@@ -174,7 +175,7 @@ class FSDPEngine(Engine):
             CouplerError: ``path`` does not hold it.
         """
         state = self._state(what)
-        checkpoint.load(path, state, self.mesh)
+        checkpoint.load(path, state)
         if self._optimizer is not None and Part.OPTIMIZER in what:
             self._optimizer.num_steps = int(state["num_steps"])
         self._reshard()

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from coupler.plugins import Backend, Kind, hookimpl
 from coupler_engine_fsdp.config import FSDPConfig, HFConfig
+
+if TYPE_CHECKING:
+    from coupler.doctor import Finding
+
+TESTED = {"torch": ">=2.11,<2.14", "transformers": ">=5.12,<5.18"}
 
 
 @hookimpl
@@ -16,6 +22,7 @@ def coupler_backends() -> Iterable[Backend]:
         target="coupler_engine_fsdp.engine:FSDPEngine",
         config=FSDPConfig,
         capabilities=frozenset({"weights:full", "memory:offload"}),
+        tested=TESTED,
     )
     yield Backend(
         kind=Kind.ROLLOUT,
@@ -25,4 +32,12 @@ def coupler_backends() -> Iterable[Backend]:
         capabilities=frozenset(
             {"weights:full", "memory:sleep", "in_flight:abort", "in_flight:recompute", "in_flight:stale_kv"}
         ),
+        tested=TESTED,
     )
+
+
+@hookimpl
+def coupler_doctor() -> Iterable[Finding]:
+    from coupler_engine_fsdp.doctor import kernels
+
+    return kernels()

@@ -101,17 +101,20 @@ def read(files: Mapping[str, Path], matched: Mapping[str, Tensor]) -> None:
                     )
                 if not isinstance(target, DTensor):
                     target.copy_(file.get_tensor(name))
-                elif len(rows := _rows(target)):
+                elif len(rows := rows_of(target)):
                     target.to_local().copy_(stored[rows.start : rows.stop])
 
 
-def _rows(tensor: DTensor) -> range:
-    """Rows of the whole tensor that this rank holds. FSDP2 cuts the first dimension as ``torch.chunk`` does."""
+def rows_of(tensor: DTensor) -> range:
+    """Rows of the whole tensor that this rank holds."""
     axis = len(tensor.placements) - 1
-    total = tensor.shape[0]
-    size = -(-total // tensor.device_mesh.size(axis))
-    start = min(tensor.device_mesh.get_local_rank(axis) * size, total)
-    return range(start, min(start + size, total))
+    return shard_rows(tensor.shape[0], tensor.device_mesh.size(axis), tensor.device_mesh.get_local_rank(axis))
+
+
+def shard_rows(total: int, shards: int, shard: int) -> range:
+    """Rows of one shard. FSDP2 cuts the first dimension as ``torch.chunk`` does: the last shards may be empty."""
+    size = -(-total // shards)
+    return range(min(shard * size, total), min((shard + 1) * size, total))
 
 
 def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -56,6 +56,7 @@ class Backend:
     config: type  # dataclass with a field ``name`` that defaults to ``name``; its module imports nothing heavy
     api: int = API
     capabilities: frozenset[str] | Callable[[Any], frozenset[str]] = frozenset()
+    tested: Mapping[str, str] = field(default_factory=dict)  # distribution -> versions, such as {"torch": ">=2.11,<3"}
 
     def capabilities_of(self, config: Any) -> frozenset[str]:
         """The capabilities under this configuration."""

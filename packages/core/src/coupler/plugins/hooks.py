@@ -11,6 +11,7 @@ from coupler.plugins.backend import Backend
 
 if TYPE_CHECKING:
     from coupler.config.schema import RunConfig
+    from coupler.finding import Finding
 
 hookspec = pluggy.HookspecMarker("coupler")
 hookimpl = pluggy.HookimplMarker("coupler")
@@ -41,3 +42,8 @@ def coupler_weight_path(
 @hookspec
 def coupler_step_end(step: int, values: Mapping[str, float]) -> Any:
     """Observe a finished step. Must not block."""
+
+
+@hookspec
+def coupler_doctor(config: RunConfig | None) -> Iterable[Finding]:  # type: ignore[empty-body]
+    """Check what this plugin needs beyond its requirements; ``config`` is None where the user gave none."""

@@ -1,0 +1,74 @@
+"""Checks of what is installed: plugins, their requirements, and the ranges that they were tested with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, requires, version
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from coupler.finding import Finding, first_line, ok, problem, warning
+from coupler.plugins.backend import Kind
+from coupler.plugins.manager import Plugins, Source
+
+
+def plugins_load(plugins: Plugins) -> Iterator[Finding]:
+    """Plugins that did not load, that nobody can select, or that are installed twice."""
+    for source, error in plugins.broken.items():
+        yield problem("plugin", f"{source} failed to load: {first_line(error)}", source.fix)
+    rows = plugins.rows()
+    for row in rows:
+        if row.state == "duplicate":
+            fix = f"pip uninstall {row.distribution}, or COUPLER_DISABLE_PLUGINS={row.distribution}"
+            yield problem("plugin", f"{row.kind}={row.name} of {row.distribution}: {row.detail}", fix)
+        elif row.state == "incompatible":
+            fix = f"pip install --upgrade coupler-core {row.distribution}"
+            yield problem("plugin", f"{row.kind}={row.name} of {row.distribution}: {row.detail}", fix)
+    yield from (warning("plugin", text) for text in plugins.stale)
+    names = [f"{row.kind}={row.name}" for row in rows if row.state == "available" and row.kind in ("engine", "rollout")]
+    yield ok("plugins", ", ".join(names))
+
+
+def requirements(plugins: Plugins) -> Iterator[Finding]:
+    """What each plugin and torch asks pip for, against what is installed."""
+    names = sorted({source.distribution for source in plugins.owner.values() if source.distribution})
+    problems = [finding for name in (*names, "torch") for finding in _unmet(name)]
+    yield from problems or [ok("requirements", f"of {', '.join(names)} are met")]
+
+
+def tested_ranges(plugins: Plugins) -> Iterator[Finding]:
+    """Versions outside the range that a plugin was tested with; what is not installed is :func:`requirements`'s."""
+    declared: dict[tuple[str, str], Source] = {}
+    for kind in Kind:
+        for name, backend in plugins.of(kind).items():
+            for dist, tested in backend.tested.items():
+                declared.setdefault((dist, tested), plugins.owner[kind, name])
+    for (dist, tested), source in declared.items():
+        try:
+            found = version(dist)
+        except PackageNotFoundError:
+            continue
+        if SpecifierSet(tested).contains(found, prereleases=True):
+            yield ok(dist, f"{found}, within {tested} of {source}")
+        else:
+            fix = f"pip install '{dist}{tested}'  or  pip install --upgrade {source.distribution or source.name}"
+            yield problem(dist, f"{found} is outside the range {tested} that {source} was tested with", fix)
+
+
+def _unmet(dist: str) -> Iterator[Finding]:
+    try:
+        wanted = [Requirement(text) for text in requires(dist) or ()]
+    except PackageNotFoundError:
+        return
+    for requirement in wanted:
+        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        fix = f"pip install '{requirement.name}{requirement.specifier}'"
+        try:
+            found = version(requirement.name)
+        except PackageNotFoundError:
+            yield problem(dist, f"needs {requirement.name}, which is not installed", fix)
+            continue
+        if not requirement.specifier.contains(found, prereleases=True):
+            yield problem(dist, f"needs {requirement.name}{requirement.specifier}, {found} is installed", fix)

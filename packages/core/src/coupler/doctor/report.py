@@ -1,0 +1,41 @@
+"""Runs every check and prints what they found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from coupler.config.schema import RunConfig
+from coupler.doctor import devices, host, packages, run
+from coupler.finding import Finding, Verdict, first_line, problem
+from coupler.plugins.manager import Plugins
+
+
+def diagnose(plugins: Plugins, config: RunConfig | None) -> Iterator[Finding]:
+    """Yield what each check finds, as it finds it; without ``config``, only what every run needs."""
+    yield from host.interpreter()
+    yield from host.hostname()
+    yield from host.ports()
+    yield from host.shared_memory()
+    yield from devices.devices()
+    yield from packages.plugins_load(plugins)
+    yield from packages.requirements(plugins)
+    yield from packages.tested_ranges(plugins)
+    yield from _of_plugins(plugins, config)
+    yield from run.configured(config) if config else host.disk(Path())
+
+
+def render(finding: Finding) -> str:
+    """One line; for a problem a second one with its fix."""
+    line = f"{finding.verdict:8} {finding.name:14} {finding.text}"
+    return f"{line}\n{'':8} fix:           {finding.fix}" if finding.verdict is Verdict.PROBLEM else line
+
+
+def _of_plugins(plugins: Plugins, config: RunConfig | None) -> Iterator[Finding]:
+    for implementation in plugins.hook.coupler_doctor.get_hookimpls():
+        arguments = {"config": config} if "config" in implementation.argnames else {}
+        try:
+            yield from implementation.function(**arguments)
+        except Exception as error:  # a plugin's boundary
+            name = implementation.plugin_name
+            yield problem("plugin", f"the checks of {name} failed: {first_line(error)}", f"report it to {name}")

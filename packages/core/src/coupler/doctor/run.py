@@ -1,0 +1,141 @@
+"""Checks of one run's configuration: model folder, tokenizer, chat template, data, reward; each where it is set."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from textwrap import shorten
+
+from safetensors import SafetensorError, safe_open
+
+from coupler.config.schema import DataConfig, RewardConfig, RunConfig
+from coupler.data import Codec, encode_prompts, load_rows
+from coupler.finding import Finding, first_line, from_error, ok, problem, warning
+from coupler.doctor.host import DISK_MIN_BYTES, disk
+from coupler.errors import CouplerError
+from coupler.interfaces import Model
+from coupler.jobs.parts import model_folder
+from coupler.rewards import Invalid, check_reward
+from coupler.sampling import as_mapping
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+NUM_SAMPLES, MAX_ENCODED = 2, 1000
+BYTES_OF_MODEL = 8  # a checkpoint and an export, times the model's own files: fp32 weights and moments, from bf16
+
+
+def configured(config: RunConfig) -> Iterator[Finding]:
+    """Everything that ``config`` names."""
+    try:
+        model = Model(model_folder(config.model.path), config.model.trust_remote_code)
+    except CouplerError as error:
+        yield from_error("model", error, "correct model.path")
+        return
+    yield from disk(Path(config.run_dir), needed_bytes(Path(model.path)))
+    if config.model.trust_remote_code:
+        yield warning("model", "model.trust_remote_code=true: Python files of the model's folder run with your rights")
+    if model.path:
+        yield from model_files(Path(model.path))
+        yield from tokenizer(model)
+    for key, source in (("data", config.data), ("eval.data", config.eval.data)):
+        if source.source and model.path:
+            yield from data(source, key, model)
+    source = config.data if config.data.source else config.eval.data
+    if config.reward.target and source.source:
+        yield from reward(config.reward, source)
+
+
+def model_files(folder: Path) -> Iterator[Finding]:
+    """config.json and every tensor that the index names."""
+    again = f"hf download ORG/NAME --local-dir {folder}"
+    if not folder.is_dir():
+        yield problem("model", f"model.path={folder} is no folder", again)
+        return
+    try:
+        kind = json.loads((folder / "config.json").read_text())["model_type"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        yield problem("model", f"{folder / 'config.json'} cannot be used: {first_line(error)}", again)
+        return
+    yield ok("model", f"{folder}, of type {kind}")
+    try:
+        index = json.loads((folder / INDEX).read_text())["weight_map"] if (folder / INDEX).exists() else {}
+    except (ValueError, KeyError, TypeError) as error:
+        yield problem("weights", f"{folder / INDEX} is damaged: {first_line(error)}", again)
+        return
+    held: dict[str, set[str]] = {}
+    for file in sorted({*index.values()} or {SINGLE}):
+        try:
+            with safe_open(folder / file, framework="np") as tensors:
+                held[file] = set(tensors.keys())
+        except (OSError, SafetensorError) as error:
+            yield problem("weights", f"{folder / file} is missing or damaged: {first_line(error)}", again)
+            return
+    lost = [name for name, file in index.items() if name not in held[file]]
+    if lost:
+        yield problem("weights", f"{index[lost[0]]} lacks {lost[0]}, and {len(lost) - 1} more are not there", again)
+    else:
+        yield ok("weights", f"{sum(map(len, held.values()))} tensors in {len(held)} files")
+
+
+def tokenizer(model: Model) -> Iterator[Finding]:
+    """The tokenizer, its end of turn, and whether its chat template renders, and never rewrites earlier turns."""
+    fix = f"copy tokenizer.json and tokenizer_config.json of the model into {model.path} again"
+    try:
+        codec = Codec(model)
+        end = codec.tokenizer.convert_ids_to_tokens(codec.end_of_turn)
+        codec.prompt_ids("hi", "")
+        rewritten = codec.probe_prefix_preserving()
+    except CouplerError as error:
+        yield from_error("tokenizer", error, fix)
+        return
+    except ImportError as error:
+        yield problem("tokenizer", f"cannot be loaded: {first_line(error)}", "pip install transformers")
+        return
+    except Exception as error:  # transformers' own boundary: a broken file raises anything, Exception itself too
+        yield problem("tokenizer", f"of {model.path} cannot be loaded: {first_line(error)}", fix)
+        return
+    yield ok("tokenizer", f"a turn ends with {end}")
+    if not codec.tokenizer.chat_template:
+        yield warning("chat template", "there is none: prompts are encoded as they stand")
+    elif rewritten:
+        yield warning("chat template", shorten(f"{rewritten}; only single-turn runs are right with it", 300))
+    else:
+        yield ok("chat template", "renders, and never rewrites earlier turns")
+
+
+def data(config: DataConfig, key: str, model: Model) -> Iterator[Finding]:
+    """Whether rows can be read, and their prompts encoded."""
+    try:
+        rows = load_rows(config, key)
+        prompts, dropped = encode_prompts(rows[:MAX_ENCODED], Codec(model), config, key)
+    except CouplerError as error:
+        yield from_error(key, error, f"look at {key}.source={config.source}")
+        return
+    longest = max(len(prompt.ids) for prompt in prompts)
+    drops = f", {dropped} dropped" if dropped else ""
+    yield ok(key, f"{len(rows)} rows of {config.source}; of the first {len(prompts)}, at most {longest} tokens{drops}")
+
+
+def reward(config: RewardConfig, source: DataConfig) -> Iterator[Finding]:
+    """The reward on the first rows of ``source``: with the right answer, and with nothing."""
+    fix = f"correct {config.target}"
+    try:
+        rows = load_rows(source)[:NUM_SAMPLES]
+        samples = [(row.answer, row.answer, as_mapping(row)) for row in rows]
+        samples += [("", row.answer, as_mapping(row)) for row in rows]
+        scored = check_reward(config.target, samples, config.timeout_s)
+    except CouplerError as error:
+        yield from_error("reward", error, fix)
+        return
+    bad = next((s.result.reason for s in scored if isinstance(s.result, Invalid)), None)
+    if bad is not None:
+        yield problem("reward", f"{config.target} gave no number: {bad}", f"{fix}: a finite number for any completion")
+    else:
+        given = [s.result for s in scored]
+        right, nothing = given[: len(rows)], given[len(rows) :]
+        yield ok("reward", f"{config.target} gives {right} for the answers of {len(rows)} rows, {nothing} for nothing")
+
+
+def needed_bytes(folder: Path) -> int:
+    """Disk that one checkpoint and the export take, roughly."""
+    return max(DISK_MIN_BYTES, BYTES_OF_MODEL * sum(path.stat().st_size for path in folder.glob("*.safetensors")))
