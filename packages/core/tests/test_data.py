@@ -192,14 +192,6 @@ def test_a_restored_stream_goes_on_exactly(drawn: int) -> None:
     assert take(resumed, 25) == take(whole, 25)
 
 
-def test_a_stream_refuses_other_data() -> None:
-    state = PromptStream(range(10), seed=3, shuffle=True).state()
-    with pytest.raises(DataError, match=r"10 rows, data\.source has 11"):
-        PromptStream(range(11), seed=3, shuffle=True).restore(state)
-    with pytest.raises(DataError, match="no rows"):
-        PromptStream([], seed=0, shuffle=True)
-
-
 def test_a_model_without_a_tokenizer_is_named(tmp_path: Path) -> None:
     for path, what in (("", "is no folder"), (str(tmp_path / "no"), "is no folder"), (str(tmp_path), "no tokenizer")):
         with pytest.raises(CouplerError, match=rf"model\.path=.*{what}"):

@@ -12,6 +12,7 @@ from coupler.config.schema import RunConfig
 from coupler.data import Prompt, PromptStream, Row
 from coupler.interfaces import Algorithm, Model, Rank
 from coupler.metrics import Metrics
+from coupler.record import Recorder
 from coupler.residency import Residency
 from coupler.rewards import RewardPool
 from coupler.rollouts import RolloutGroup
@@ -100,7 +101,7 @@ class ToyRun:
             buffer=self.buffer,
             providers={},
             residency=Residency({}, shared=False, device_bytes=device_bytes),
-            on_step=self._after,
+            recorder=Recorder(self.folder / "record", config.record.every_steps),
         )
 
     def run(self) -> list[dict[str, float]]:
@@ -110,7 +111,7 @@ class ToyRun:
             await self.policy.setup()
             await self.weights.setup()
             assert self.policy.algorithm
-            await self.build(self.policy.algorithm).fit()
+            await self.build(self.policy.algorithm).fit(self._after)
 
         self.pool.start()
         try:

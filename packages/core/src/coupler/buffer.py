@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 
 from coupler.batch import Batch
 from coupler.errors import CouplerError
@@ -30,11 +31,12 @@ class Buffer:
     async def admit(self) -> int:
         """Wait until one more prompt may be started; return its admission number."""
         async with self.changed:
-            await self.changed.wait_for(self._has_room)
+            await self.changed.wait_for(self.has_room)
             self.submitted += 1
             return self.submitted - 1
 
-    def _has_room(self) -> bool:
+    def has_room(self) -> bool:
+        """Whether :meth:`admit` would return at once."""
         limit = (self.version + 1 + self.max_staleness) * self.prompts_per_step
         return self.submitted - self.rejected < limit
 
@@ -72,6 +74,16 @@ class Buffer:
             self.rejected_in_step = 0
             first = sorted(self.ready)[: self.prompts_per_step]
             return [self.ready.pop(number) for number in first]
+
+    def state(self) -> dict[str, int]:
+        """What it counted, as plain JSON; ``ready`` is apart."""
+        return {key: getattr(self, key) for key in ("version", "submitted", "rejected", "rejected_in_step")}
+
+    def restore(self, state: Mapping[str, int], ready: Mapping[int, Batch]) -> None:
+        """Go on from ``state``, with these groups finished."""
+        self.version, self.submitted = state["version"], state["submitted"]
+        self.rejected, self.rejected_in_step = state["rejected"], state["rejected_in_step"]
+        self.ready = dict(ready)
 
     async def advance(self, version: int) -> None:
         """The rollouts hold ``version`` now."""

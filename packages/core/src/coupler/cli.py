@@ -53,6 +53,18 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         commands, "config", _config, "print the resolved configuration; 'config explain KEY' explains one"
     )
     config.add_argument("--diff-default", action="store_true", help="only what is not the default")
+    replay = commands.add_parser("replay", help="run one stage of a recorded step again, in this process")
+    replay.add_argument("--step", type=int, required=True, help="recorded by record.every_steps")
+    replay.add_argument("--stage", choices=("advantages", "logprobs", "train"), default="train")
+    export = commands.add_parser("export", help="write a checkpoint's model in Hugging Face layout")
+    export.add_argument("--out", type=Path, required=True, metavar="DIR")
+    export.add_argument("--step", type=int, help="default: the last whole checkpoint")
+    for parser_of_run, run in ((replay, _replay), (export, _export)):
+        parser_of_run.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
+        parser_of_run.add_argument(
+            "overrides", nargs="*", metavar="key=value", help="options that differ from the run's"
+        )
+        parser_of_run.set_defaults(command=run)
     plan.add_argument("--job", choices=("train", "sft"), default="train", help="that it is for")
     arguments, rest = parser.parse_known_args(argv)  # overrides may stand on both sides of --config
     for text in rest:
@@ -123,6 +135,31 @@ def _doctor(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
     return int(any(finding.verdict is Verdict.PROBLEM for finding in findings))
+
+
+def _replay(arguments: argparse.Namespace) -> None:
+    from coupler.jobs import Stage, replay
+
+    composed, plugins = _composed_of_run(arguments)
+    for name, (then, now) in replay(composed, plugins, arguments.run, arguments.step, Stage(arguments.stage)).items():
+        print(f"{name:28} recorded {then:<14.7g} now {now:<14.7g} difference {now - then:.2g}")
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    from coupler.jobs import export_run
+
+    composed, plugins = _composed_of_run(arguments)
+    step = export_run(composed, plugins, arguments.run, arguments.step, arguments.out)
+    print(f"{arguments.out}: the policy after step {step}")
+
+
+def _composed_of_run(arguments: argparse.Namespace) -> tuple[Composed, Plugins]:
+    """The configuration that a run folder holds, to look into it with one process."""
+    path = arguments.run / "config.yaml"
+    if not path.is_file():
+        raise CouplerError(f"{arguments.run} is no run folder: it has no config.yaml.")
+    arguments.config = str(path)
+    return _composed(arguments, "train", complete=False)
 
 
 def _config(arguments: argparse.Namespace) -> None:

@@ -38,6 +38,7 @@ class Rank:
     node: str = ""
     devices: tuple[str, ...] = ()  # UUIDs; empty: the CPU, or whatever the process sees
     seed: int = 0  # already derived for this role and rank
+    deterministic: bool = False  # equal inputs must give equal bits, whatever it costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,6 +391,9 @@ class Tracker(ABC):
     @abstractmethod
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Record the values of one step; must not block for long."""
+
+    def rewind(self, step: int) -> None:
+        """The run goes on after ``step``: forget what was recorded of later ones; called before :meth:`log`."""
 
     def close(self) -> None:
         """Flush."""

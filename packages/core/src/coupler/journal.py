@@ -7,28 +7,19 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from coupler.config.schema import RunConfig
-from coupler.errors import ConfigError
 from coupler.interfaces import Tracker
+from coupler.manifest import describe_run
 from coupler.metrics import Metrics, values
 from coupler.plugins.manager import Plugins
 from coupler.sampling import Scored
 
 
 class Journal:
-    """Owns the run folder: ``config.yaml``, what the trackers write, ``samples.jsonl``, checkpoints, export."""
+    """Owns the run folder: ``config.yaml``, ``run.json``, what the trackers write, samples, checkpoints, export."""
 
-    def __init__(self, config: RunConfig, resolved: str, plugins: Plugins) -> None:
-        """Create the folder.
-
-        Raises:
-            ConfigError: it holds another run already.
-        """
+    def __init__(self, config: RunConfig, resolved: str, plugins: Plugins, done: int = 0) -> None:
+        """Create the folder, or go on in it after step ``done``."""
         self.run_dir = Path(config.run_dir)
-        if (self.run_dir / "config.yaml").exists():
-            raise ConfigError(
-                f"run_dir={config.run_dir} holds a run already; nothing in it was touched.\n"
-                "  try:  another run_dir, or move that folder away"
-            )
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.resolved = resolved
         self.plugins = plugins
@@ -37,16 +28,25 @@ class Journal:
         for name in config.trackers:
             backend = plugins.get("tracker", name)
             self.trackers.append(backend.load()(backend.config(), self.run_dir))
+            if (self.run_dir / "config.yaml").exists():
+                self.trackers[-1].rewind(done or -1)
 
     def log(self, step: int, metrics: Metrics) -> dict[str, float]:
         numbers = values(metrics)
         if self.resolved:  # a run that fails before its first numbers leaves nothing that would refuse the next try
             (self.run_dir / "config.yaml").write_text(self.resolved)
+            self._write_manifest()
             self.resolved = ""
         for tracker in self.trackers:
             tracker.log(step, {**numbers, "run/steps": float(self.total_steps)})
         self.plugins.hook.coupler_step_end(step=step, values=numbers)
         return numbers
+
+    def _write_manifest(self) -> None:
+        """Add this start to ``run.json``: one object per start of the run."""
+        path = self.run_dir / "run.json"
+        starts = json.loads(path.read_text()) if path.exists() else []
+        path.write_text(json.dumps([*starts, describe_run()], indent=2))
 
     def write_samples(self, name: str, scored: Iterable[Scored], decode: Callable[[Sequence[int]], str]) -> None:
         """Write every scored completion as one JSON object a line."""

@@ -63,7 +63,8 @@ class Sampler:
     """Keeps the Buffer full.
 
     Consumes prompts, waits for the Buffer's admission, produces scored groups there; rejected groups (dynamic sampling)
-    only make it ask for more. A failure of any group ends the run through :meth:`Buffer.fail`.
+    only make it ask for more. ``in_waves`` it does so when all that run are scored: then no prompt's company in the
+    rollout depends on how long a reward took. A failure of any group ends the run through :meth:`Buffer.fail`.
     """
 
     def __init__(
@@ -76,20 +77,32 @@ class Sampler:
         scorer: Scorer,
         algorithm: Algorithm,
         buffer: Buffer,
+        in_waves: bool = False,
     ) -> None:
+        self.in_waves = in_waves
         self.config, self.samples_per_prompt, self.seed = config, samples_per_prompt, seed
         self.prompts, self.scorer, self.algorithm, self.buffer = prompts, scorer, algorithm, buffer
         self.seen: list[Metrics] = []
+        self.unfinished: dict[int, int] = {}  # admission number -> row of prompts
 
     async def run(self) -> None:
         """Sample until cancelled."""
         groups: set[asyncio.Task[None]] = set()
+
+        def start(number: int) -> None:
+            task = asyncio.create_task(self._group(number, self.prompts.rows[self.unfinished[number]]))
+            groups.add(task)
+            task.add_done_callback(groups.discard)
+
         try:
+            for number in sorted(self.unfinished):  # of a run that this one continues
+                start(number)
             while True:
+                if self.in_waves and not self.buffer.has_room():
+                    await asyncio.gather(*groups)
                 number = await self.buffer.admit()
-                task = asyncio.create_task(self._group(number, self.prompts.next()))
-                groups.add(task)
-                task.add_done_callback(groups.discard)
+                self.unfinished[number] = self.prompts.next()
+                start(number)
         except Exception as error:
             await self.buffer.fail(error)
         finally:
@@ -102,16 +115,35 @@ class Sampler:
             scored = await self.scorer.sample(prompt, seeds, self.config.max_tokens, self.config.temperature)
             if len(scored) < min(2, self.samples_per_prompt):
                 await self.buffer.reject(number, "its rewards are invalid")
-                return
-            group = pack(scored, number, self.samples_per_prompt, self.config.temperature)
-            kept = self.algorithm.keep(group)
-            self.seen.append(_describe(scored, group, kept))
-            if kept:
-                await self.buffer.put(number, group)
             else:
-                await self.buffer.reject(number, "the algorithm does not keep groups like it (equal rewards, say)")
+                await self._offer(number, scored)
+            del self.unfinished[number]  # nothing ran since the buffer took it: no checkpoint sees it in both places
         except Exception as error:  # a background task: whatever it raises must reach the trainer, not the void
             await self.buffer.fail(error)
+
+    async def _offer(self, number: int, scored: list[Scored]) -> None:
+        group = pack(scored, number, self.samples_per_prompt, self.config.temperature)
+        kept = self.algorithm.keep(group)
+        self.seen.append(_describe(scored, group, kept))
+        if kept:
+            await self.buffer.put(number, group)
+        else:
+            await self.buffer.reject(number, "the algorithm does not keep groups like it (equal rewards, say)")
+
+    def state(self) -> dict[str, Any]:
+        """Where the prompts stand and which of them are unfinished, as plain JSON."""
+        return {"prompts": self.prompts.state(), "unfinished": sorted(self.unfinished.items())}
+
+    def restore(self, state: Mapping[str, Any], *, reset_data: bool = False) -> None:
+        """Go on from ``state``: unfinished prompts start again, from the same random streams.
+
+        With ``reset_data`` prompts come from the start of the data, in place of the unfinished ones too.
+        """
+        if reset_data:
+            self.unfinished = {number: self.prompts.next() for number, _ in state["unfinished"]}
+        else:
+            self.prompts.restore(state["prompts"])
+            self.unfinished = dict(state["unfinished"])
 
     def metrics(self) -> Metrics:
         """What was sampled since the last call, rejected groups included."""

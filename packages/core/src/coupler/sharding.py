@@ -48,17 +48,17 @@ class StreamShardingManager(ShardingManager):
         self.num_receivers = await self.rollouts.setup()
         self.endpoints = tuple(await self.engine.all("bind", self.transport))
 
-    async def prove(self) -> Metrics:
-        """Push permuted weights, then the true ones of version 0, and compare log-probs after each.
+    async def prove(self, version: int = 0) -> Metrics:
+        """Push permuted weights, then the true ones as ``version``, and compare log-probs after each.
 
         Raises:
             WeightSyncError: the true weights are not what a rollout runs, or the permuted ones changed nothing.
         """
         if not self.config.self_test:
-            return await self.sync(0)
-        await self._push(self._update(0, permuted=True))
+            return await self.sync(version)
+        await self._push(self._update(version, permuted=True))
         permuted = await self._probe()
-        metrics = await self.sync(0)
+        metrics = await self.sync(version)
         true = await self._probe()
         if true > self.limit:
             raise WeightSyncError(

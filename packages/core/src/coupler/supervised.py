@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from coupler.batch import Batch
+from coupler.checkpoint import State
 from coupler.config.schema import RunConfig
+from coupler.data import PromptStream
 from coupler.interfaces import Algorithm
-from coupler.seeding import stream
 from coupler.trainer import Clock, OnStep, SkippedSteps, of_steps
 from coupler.trajectory import Trajectory
 from coupler.workers import WorkerGroup
-
-BatchSource = Callable[[], Batch]
 
 
 class SupervisedTrainer:
@@ -27,31 +26,31 @@ class SupervisedTrainer:
         policy: WorkerGroup,
         algorithm: Algorithm,
         examples: Sequence[Trajectory],
-        on_step: OnStep,
     ) -> None:
-        self.config, self.policy, self.algorithm, self.on_step = config, policy, algorithm, on_step
-        self.examples = examples
+        self.config, self.policy, self.algorithm = config, policy, algorithm
+        self.order = PromptStream(examples, config.seed, config.data.shuffle)
         self.skips = SkippedSteps(config.max_skipped_steps)
 
-    async def fit(self) -> None:
-        order = self._order()
-        for step in range(1, self.config.steps + 1):
+    async def fit(self, on_step: OnStep, done: int = 0) -> None:
+        """Train the steps after ``done``; ``on_step`` gets the metrics of each."""
+        for step in range(done + 1, self.config.steps + 1):
             clock = Clock()
-            rows = [self.examples[next(order)] for _ in range(self.config.prompts_per_step)]
+            rows = [self.order.rows[self.order.next()] for _ in range(self.config.prompts_per_step)]
             batch = self.algorithm.advantages(pack(rows))
             async with clock("time/train"):
                 trained = await self.policy.train(batch, self.config.optimizer_steps_per_batch, None)
             self.skips.count(trained.steps)
-            await self.on_step(step, {**trained.metrics, **of_steps(trained.steps), **clock.metrics(batch)})
+            await on_step(step, {**trained.metrics, **of_steps(trained.steps), **clock.metrics(batch)})
 
-    def _order(self):  # type: ignore[no-untyped-def]
-        epoch = 0
-        while True:
-            indices = np.arange(len(self.examples))
-            if self.config.data.shuffle:
-                indices = stream(self.config.seed, "supervised", epoch).permutation(indices)
-            yield from indices.tolist()
-            epoch += 1
+    def state(self) -> State:
+        """Where the run stands; between two steps."""
+        return State({"order": self.order.state(), "skipped": self.skips.in_a_row})
+
+    def restore(self, state: State, *, reset_data: bool = False) -> None:
+        """Go on from ``state``; ``reset_data`` starts with the first row of other data."""
+        if not reset_data:
+            self.order.restore(state.plain["order"])
+        self.skips.in_a_row = state.plain["skipped"]
 
 
 def pack(examples: Sequence[Trajectory]) -> Batch:

@@ -11,10 +11,12 @@ import numpy as np
 
 from coupler.batch import Batch
 from coupler.buffer import Buffer
+from coupler.checkpoint import State
 from coupler.config.schema import RunConfig
 from coupler.errors import CouplerError
 from coupler.interfaces import Algorithm, StepResult
 from coupler.metrics import Metric, Metrics
+from coupler.record import Recorder
 from coupler.residency import Held, Residency
 from coupler.sampling import Sampler
 from coupler.sharding import StreamShardingManager
@@ -46,22 +48,26 @@ class Trainer:
         buffer: Buffer,
         providers: Mapping[str, Provider],
         residency: Residency,
-        on_step: OnStep,
+        recorder: Recorder,
     ) -> None:
         self.config, self.policy, self.weights, self.algorithm = config, policy, weights, algorithm
         self.sampler, self.buffer, self.providers = sampler, buffer, providers
-        self.residency, self.on_step = residency, on_step
+        self.residency, self.recorder = residency, recorder
         self.skips = SkippedSteps(config.max_skipped_steps)
 
-    async def fit(self) -> None:
-        """Train. Raises what ended the run early, after everything in flight was cancelled."""
+    async def fit(self, on_step: OnStep, done: int = 0) -> None:
+        """Train the steps after ``done``; ``on_step`` gets the metrics of each, with nothing in flight at staleness 0.
+
+        Raises what ended the run early, after everything in flight was cancelled.
+        """
         async with self.residency("prove", PROVING):
-            metrics = await self.weights.prove()
-        await self.on_step(0, metrics)
+            metrics = await self.weights.prove(done)
+        if not done:
+            await on_step(0, metrics)
         sampling = asyncio.create_task(self.sampler.run())
         try:
-            for step in range(1, self.config.steps + 1):
-                await self.on_step(step, await self.step(step))
+            for step in range(done + 1, self.config.steps + 1):
+                await on_step(step, await self.step(step))
         finally:
             sampling.cancel()
             await asyncio.gather(sampling, return_exceptions=True)
@@ -69,16 +75,18 @@ class Trainer:
     async def step(self, step: int) -> Metrics:
         clock = Clock()
         async with clock("time/sample"), self.residency("sample", GENERATING):
+            await self.buffer.advance(step - 1)  # here, so that nothing is under way while a checkpoint is made
             batch = Batch.concat(await self.buffer.take())
         async with clock("time/complete"):
             batch = self.algorithm.advantages(await self.complete(batch))
         async with clock("time/train"), self.residency("train", TRAINING):
             trained = await self.policy.train(batch, self.config.optimizer_steps_per_batch, self.weights.version)
+        self.recorder.write(step, batch, {**trained.metrics, **of_steps(trained.steps)})
         self.weights.check(trained.metrics)
         self.skips.count(trained.steps)
         async with self.residency("sync", SYNCING):
             synced = await self.weights.sync(step)
-        metrics = {
+        return {
             **self.sampler.metrics(),
             **describe(batch, step - 1, self.config.max_staleness),
             **trained.metrics,
@@ -86,8 +94,17 @@ class Trainer:
             **synced,
             **clock.metrics(batch),
         }
-        await self.buffer.advance(step)
-        return metrics
+
+    def state(self) -> State:
+        """Where the run stands; between two steps."""
+        counters = {"buffer": self.buffer.state(), "sampler": self.sampler.state(), "skipped": self.skips.in_a_row}
+        return State(counters, dict(self.buffer.ready))
+
+    def restore(self, state: State, *, reset_data: bool = False) -> None:
+        """Go on from ``state``; ``reset_data`` draws prompts from the start of other data."""
+        self.buffer.restore(state.plain["buffer"], state.groups)
+        self.sampler.restore(state.plain["sampler"], reset_data=reset_data)
+        self.skips.in_a_row = state.plain["skipped"]
 
     async def complete(self, batch: Batch) -> Batch:
         """Add every column that the algorithm needs."""

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from coupler.batch import Batch
-from coupler.errors import CouplerError
+from coupler.errors import CouplerError, WaitTimeout
 from coupler.export import export
 from coupler.imports import resolve
 from coupler.interfaces import (
@@ -117,8 +117,17 @@ class Worker:
     def export(self, folder: Path, source: Path) -> int:
         return export(self.engine.weights(), folder, source, write=self.rank.index == 0)
 
-    def save(self, folder: Path, what: Parts, deadline_s: float) -> None:
-        self.engine.save(folder, what).wait(deadline_s)
+    def save(self, folder: Path, what: Parts) -> None:
+        """Start a save; :meth:`saved` says when it is done."""
+        self.saving = self.engine.save(folder, what)
+
+    def saved(self) -> bool:
+        """Whether the last save is done; raises what made it fail. Does not wait."""
+        try:
+            self.saving.wait(0)
+        except WaitTimeout:
+            return False
+        return True
 
     def do(self, method: str, *args: Any) -> Any:
         """Call a plain method of the engine: load, offload, onload."""

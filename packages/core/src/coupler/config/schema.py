@@ -77,9 +77,20 @@ class EvalConfig:
 @dataclass
 class CheckpointConfig:
     every_steps: int = 0  # 0: only at the end
+    resume: str = "auto"  # go on from the last whole checkpoint of run_dir; disable: never; or the folder of one
+    reset_data: bool = False  # a resumed run starts its data from the beginning: needed where the data changed
+    asynchronous: bool = True  # training goes on while a checkpoint is written
+    keep_last: int = 2  # 0 keeps all
+    keep_best: int = 0  # so many more, by best_metric; where both end, the last step with a finite gradient stays
+    best_metric: str = "eval/reward"  # higher is better
     export: bool = True  # write a folder that AutoModelForCausalLM.from_pretrained loads
     optimizer: bool = True
     deadline_s: float = 1800.0
+
+
+@dataclass
+class RecordConfig:
+    every_steps: int = 0  # keep the batch of every so many steps in record/, for coupler replay; 0: none
 
 
 @dataclass
@@ -106,6 +117,7 @@ class RunConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    record: RecordConfig = field(default_factory=RecordConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
     run_dir: str = "runs/default"
     steps: int = 100
@@ -117,6 +129,7 @@ class RunConfig:
     max_rejected_factor: int = 10  # dynamic sampling gives up after so many times prompts_per_step rejected groups
     offload: bool = False  # engine and rollout share a device and take turns on its memory
     seed: int = 0
+    deterministic: bool = False  # two runs give equal numbers; slower, and needs max_staleness=0
     strict: bool = False  # an option that you set and nothing reads is an error, not a warning
 
 
@@ -136,7 +149,10 @@ LIMITS: dict[str, tuple[float, float]] = {  # lowest and highest value, both all
     "eval.temperature": (0, inf),
     "eval.max_tokens": (0, inf),
     "checkpoint.every_steps": (0, inf),
+    "checkpoint.keep_last": (0, inf),
+    "checkpoint.keep_best": (0, inf),
     "checkpoint.deadline_s": (0.001, inf),
+    "record.every_steps": (0, inf),
     "sync.deadline_s": (0.001, inf),
     "sync.max_mean_logprob_diff": (0, inf),
     "steps": (1, inf),
@@ -179,6 +195,11 @@ def _training_problems(config: RunConfig) -> Iterator[str]:
         )
     if config.sampling.temperature == 0:
         yield "sampling.temperature must be above 0 in training: greedy samples of one prompt are all the same."
+    if config.deterministic and config.max_staleness > 0:
+        yield (
+            f"deterministic=true needs max_staleness=0, got {config.max_staleness}: which weights sample a token would "
+            "depend on timing."
+        )
     if config.max_staleness > 0 and config.offload:
         yield (
             "offload=true needs max_staleness=0, got "

@@ -27,23 +27,17 @@ class PromptStream(Generic[T]):
         size = len(self.rows)
         self.order = stream(self.seed, "data", epoch).permutation(size) if self.shuffle else np.arange(size)
 
-    def next(self) -> T:
-        """The next row."""
+    def next(self) -> int:
+        """The index of the next row in ``rows``."""
         if self.position == len(self.rows):
             self._start(self.epoch + 1)
         self.position += 1
-        return self.rows[self.order[self.position - 1]]
+        return int(self.order[self.position - 1])
 
     def state(self) -> dict[str, Any]:
         """Where it stands, as plain JSON."""
-        return {"epoch": self.epoch, "position": self.position, "num_rows": len(self.rows)}
+        return {"epoch": self.epoch, "position": self.position}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from ``state``.
-
-        Raises:
-            DataError: it is of other data.
-        """
-        if state["num_rows"] != len(self.rows):
-            raise DataError(f"the checkpoint's data had {state['num_rows']} rows, data.source has {len(self.rows)}.")
+        """Go on from ``state``, of the same rows."""
         self._start(state["epoch"], state["position"])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 from coupler.config.compose import Composed
+from coupler.errors import ConfigError
 from coupler.jobs.parts import Parts
 from coupler.plugins.manager import Plugins
 
@@ -16,6 +18,10 @@ def evaluate(composed: Composed, plugins: Plugins) -> dict[str, float]:
 
 async def _evaluate(parts: Parts) -> dict[str, float]:
     prompts = parts.prompts(parts.config.eval.data, "eval.data")
+    if (Path(parts.config.run_dir) / "config.yaml").exists():
+        raise ConfigError(
+            f"run_dir={parts.config.run_dir} holds a run already; nothing in it was touched.\n  try:  another run_dir"
+        )
     with parts.running() as (journal, rewards):
         engine, rollouts = parts.engine("policy", trains=False), parts.rollouts()
         weights = parts.edge(engine, rollouts, prompts[0])

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from coupler import checkpoint
+from coupler import resume
+from coupler.checkpoint import Checkpoint, Checkpoints
 from coupler.config.compose import Composed, dump_yaml
 from coupler.config.reads import track
 from coupler.config.schema import DataConfig
 from coupler.data import Codec, Prompt, encode_prompts, load_rows
-from coupler.errors import ConfigError, CouplerError
+from coupler.errors import ConfigError, CouplerError, DataError
 from coupler.evaluation import Evaluator
 from coupler.imports import resolve
-from coupler.interfaces import EVERYTHING, Algorithm, Model, Part, Rank
+from coupler.interfaces import Algorithm, Model, Rank
+from coupler.jobs.saving import Resumable
 from coupler.journal import Journal
+from coupler.manifest import describe_run
 from coupler.plugins.manager import Plugins
 from coupler.rewards import RewardPool
 from coupler.rollouts import RolloutGroup
@@ -37,7 +42,7 @@ class Parts:
         self.codec = Codec(self.model)
 
     def rank(self, role: str) -> Rank:
-        return Rank(seed=derive(self.config.seed, role, 0))
+        return Rank(seed=derive(self.config.seed, role, 0), deterministic=self.config.deterministic)
 
     def algorithm(self) -> Algorithm:
         return self.plugins.get("algorithm", self.config.algorithm.name).load()(self.config.algorithm)
@@ -117,11 +122,32 @@ class Parts:
             self.config.seed,
         )
 
+    def previous(self) -> Checkpoint | None:
+        """The checkpoint that this run goes on from.
+
+        Raises:
+            ConfigError: ``run_dir`` holds another run, or nothing whole.
+        """
+        return resume.find(self.config, dump_yaml(self.composed.config))
+
+    def is_complete(self, done: int) -> bool:
+        """Whether ``done`` steps are all that was asked for, with their export written."""
+        exported = not self.config.checkpoint.export or self.export_folder.exists()
+        if complete := done >= self.config.steps and exported:
+            print(f"coupler: {self.config.run_dir} is complete at step {done}; there is nothing to train")
+        return complete
+
+    @property
+    def export_folder(self) -> Path:
+        return Path(self.config.run_dir) / "export"
+
     @contextmanager
-    def recording(self) -> Iterator[Journal]:
+    def recording(self, found: Checkpoint | None = None) -> Iterator[Journal]:
         """The run's folder and trackers, for as long as the job runs; at its end every role's thread stops."""
         try:
-            journal = Journal(self.config, dump_yaml(self.composed.config), self.plugins)
+            journal = Journal(
+                self.config, dump_yaml(self.composed.config), self.plugins, done=found.step if found else 0
+            )
         except OSError as error:
             raise ConfigError(
                 f"run_dir={self.config.run_dir} cannot be written: {error.strerror}.\n  try:  another run_dir"
@@ -133,27 +159,53 @@ class Parts:
             self.executor.close()
 
     @contextmanager
-    def running(self) -> Iterator[tuple[Journal, RewardPool]]:
+    def running(self, found: Checkpoint | None = None) -> Iterator[tuple[Journal, RewardPool]]:
         """:meth:`recording`, with the reward processes."""
         reward = self.config.reward
         pool = RewardPool(reward.target, reward.num_workers, reward.timeout_s, reward.max_invalid_fraction)
         try:
             pool.start()
-            with self.recording() as journal:
+            with self.recording(found) as journal:
                 yield journal, pool
         finally:
             pool.close()
 
-    async def finish(self, policy: WorkerGroup, journal: Journal, step: int) -> None:
-        """Write the checkpoint and the export of the last step."""
-        await self.checkpoint(policy, journal, step)
-        if self.config.checkpoint.export:
-            await policy.all("export", journal.run_dir / "export", Path(self.model.path))
+    def checkpoints(self, data: str) -> Checkpoints:
+        """Those of this run, whose rows have the fingerprint ``data``."""
+        facts = {
+            "data": data,
+            "config": resume.config_hash(dump_yaml(self.composed.config)),
+            "packages": describe_run()["packages"],
+        }
+        return Checkpoints(Path(self.config.run_dir) / "checkpoints", self.config.checkpoint, facts)
 
-    async def checkpoint(self, policy: WorkerGroup, journal: Journal, step: int) -> None:
-        what = EVERYTHING - {Part.GRADS} if self.config.checkpoint.optimizer else frozenset({Part.PARAMS})
-        folder = journal.run_dir / "checkpoints" / f"step_{step}"
-        await checkpoint.save(policy, folder, step, what, self.config.checkpoint.deadline_s)
+    async def restore(self, found: Checkpoint, roles: Mapping[str, WorkerGroup], trainer: Resumable, data: str) -> None:
+        """Bring engines and trainer to where ``found`` was made.
+
+        Raises:
+            DataError: the rows are other ones than then.
+        """
+        reset = self.config.checkpoint.reset_data
+        if found.manifest["data"] != data and not reset:
+            raise DataError(
+                f"the data is not what {found.folder} was made with.\n"
+                "  try:  the same data, or checkpoint.reset_data=true to start it from the beginning"
+            )
+        await asyncio.gather(*(found.restore(role, group) for role, group in roles.items()))
+        trainer.restore(found.state, reset_data=reset)
+
+    async def export(self, policy: WorkerGroup) -> None:
+        """Write the policy in Hugging Face layout; the folder appears when it is complete."""
+        await export_whole(policy, self.export_folder, Path(self.model.path))
+
+
+async def export_whole(policy: WorkerGroup, folder: Path, source: Path) -> None:
+    """Export beside ``folder`` and rename."""
+    part = folder.with_name(f"{folder.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    await policy.all("export", part, source)
+    shutil.rmtree(folder, ignore_errors=True)
+    part.rename(folder)
 
 
 def model_folder(path: str) -> str:

@@ -6,8 +6,9 @@ import asyncio
 
 from coupler.config.compose import Composed
 from coupler.config.schema import Job
-from coupler.data import load_rows, supervised
+from coupler.data import fingerprint, load_rows, supervised
 from coupler.jobs.parts import Parts
+from coupler.jobs.saving import Saving
 from coupler.metrics import Metrics
 from coupler.plan import make_plan
 from coupler.plugins.manager import Plugins
@@ -21,20 +22,33 @@ def supervise(composed: Composed, plugins: Plugins) -> dict[str, float]:
 
 async def _supervise(parts: Parts) -> dict[str, float]:
     config, algorithm = parts.config, parts.algorithm()
-    examples, dropped = supervised(load_rows(config.data), parts.codec, config.data)
+    found = parts.previous()
+    done = found.step if found else 0
+    if parts.is_complete(done):
+        return {}
+    rows = load_rows(config.data)
+    data = fingerprint(rows)
+    examples, dropped = supervised(rows, parts.codec, config.data)
     if dropped:
         print(f"data: dropped {dropped} prompts of more than {config.data.max_prompt_tokens} tokens")
     print(make_plan(config, len(examples), parts.plugins, algorithm.needs, Job.SFT).render())
-    with parts.recording() as journal:
+    with parts.recording(found) as journal:
         policy = parts.engine("policy", trains=True)
         await policy.setup()
         last: dict[str, float] = {}
 
-        async def on_step(step: int, metrics: Metrics) -> None:
+        async def log(step: int, metrics: Metrics) -> dict[str, float]:
             last.update(journal.log(step, metrics))
             if step == 1:
                 parts.report_unread()
+            return last
 
-        await SupervisedTrainer(config, policy=policy, algorithm=algorithm, examples=examples, on_step=on_step).fit()
-        await parts.finish(policy, journal, config.steps)
+        trained = {"policy": policy}
+        async with parts.checkpoints(data) as checkpoints:
+            trainer = SupervisedTrainer(config, policy=policy, algorithm=algorithm, examples=examples)
+            if found:
+                await parts.restore(found, trained, trainer, data)
+            await trainer.fit(Saving(config, checkpoints, trained, trainer, log).after, done)
+        if config.checkpoint.export:
+            await parts.export(policy)
         return last

@@ -11,14 +11,16 @@ from coupler.batch import Batch
 from coupler.buffer import Buffer
 from coupler.config.compose import Composed
 from coupler.config.schema import RunConfig
-from coupler.data import PromptStream
+from coupler.data import PromptStream, fingerprint
 from coupler.evaluation import Evaluator
 from coupler.interfaces import Memory, Output, Part
 from coupler.jobs.parts import Parts
+from coupler.jobs.saving import Saving, due
 from coupler.journal import Journal
 from coupler.metrics import Metrics, merge
 from coupler.plan import make_plan
 from coupler.plugins.manager import Plugins
+from coupler.record import Recorder
 from coupler.residency import Held, Holder, Residency
 from coupler.rewards import RewardPool
 from coupler.rollouts import RolloutGroup
@@ -37,11 +39,16 @@ def train(composed: Composed, plugins: Plugins) -> dict[str, float]:
 
 async def _train(parts: Parts) -> dict[str, float]:
     config, algorithm = parts.config, parts.algorithm()
+    found = parts.previous()
+    done = found.step if found else 0
+    if parts.is_complete(done):
+        return {}
     prompts = parts.prompts(config.data, "data")
+    data = fingerprint(prompt.row for prompt in prompts)
     evaluates = config.eval.every_steps or config.eval.at_start
     held_out = parts.prompts(config.eval.data, "eval.data") if evaluates else []
     print(make_plan(config, len(prompts), parts.plugins, algorithm.needs).render())
-    with parts.running() as (journal, rewards):
+    with parts.running(found) as (journal, rewards):
         policy, rollouts = parts.engine("policy", trains=True), parts.rollouts()
         reference = parts.engine("reference", trains=False) if REFERENCE in algorithm.needs else None
         residency = share_devices(config, policy, rollouts, reference)
@@ -60,40 +67,45 @@ async def _train(parts: Parts) -> dict[str, float]:
             scorer=scorer,
             algorithm=algorithm,
             buffer=buffer,
+            in_waves=config.deterministic,
         )
-        steps = _Steps(parts, journal, policy, parts.evaluator(scorer, held_out), rewards, residency)
-        trainer = Trainer(
-            config,
-            policy=policy,
-            weights=weights,
-            algorithm=algorithm,
-            sampler=sampler,
-            buffer=buffer,
-            providers=_providers(config, policy, reference, residency),
-            residency=residency,
-            on_step=steps.after,
-        )
-        await trainer.fit()
-        await parts.finish(policy, journal, config.steps)
+        trained = {"policy": policy}
+        async with parts.checkpoints(data) as checkpoints:
+            steps = _Steps(parts, journal, parts.evaluator(scorer, held_out), rewards, residency)
+            trainer = Trainer(
+                config,
+                policy=policy,
+                weights=weights,
+                algorithm=algorithm,
+                sampler=sampler,
+                buffer=buffer,
+                providers=_providers(config, policy, reference, residency),
+                residency=residency,
+                recorder=Recorder(journal.run_dir / "record", config.record.every_steps),
+            )
+            if found:
+                await parts.restore(found, trained, trainer, data)
+            await trainer.fit(Saving(config, checkpoints, trained, trainer, steps.after).after, done)
+        if config.checkpoint.export:
+            await parts.export(policy)
         return steps.last
 
 
 @dataclass
 class _Steps:
-    """What happens after each step: evaluation, tracking, checkpoints, and the look for keys that nobody read."""
+    """What happens after each step: evaluation, tracking, and the look for keys that nobody read."""
 
     parts: Parts
     journal: Journal
-    policy: WorkerGroup
     evaluator: Evaluator
     rewards: RewardPool
     residency: Residency
     last: dict[str, float] = field(default_factory=dict)
 
-    async def after(self, step: int, metrics: Metrics) -> None:
+    async def after(self, step: int, metrics: Metrics) -> dict[str, float]:
         config = self.parts.config
         metrics = merge([metrics, self.rewards.metrics(), self.residency.metrics()])
-        if config.eval.at_start if step == 0 else _due(config.eval.every_steps, step):
+        if config.eval.at_start if step == 0 else due(config.eval.every_steps, step):
             async with self.residency("eval", GENERATING):
                 evaluated, scored = await self.evaluator.run()
             self.journal.write_samples(f"eval_{step}.jsonl", scored, self.parts.codec.decode)
@@ -101,12 +113,7 @@ class _Steps:
         self.last = self.journal.log(step, metrics)
         if step == 1:
             self.parts.report_unread()
-        if 0 < step < config.steps and _due(config.checkpoint.every_steps, step):
-            await self.parts.checkpoint(self.policy, self.journal, step)
-
-
-def _due(every: int, step: int) -> bool:
-    return bool(every) and step % every == 0
+        return self.last
 
 
 def _providers(

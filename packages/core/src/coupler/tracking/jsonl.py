@@ -23,5 +23,22 @@ class JsonlTracker(Tracker):
         self.file.write(json.dumps(line, allow_nan=False) + "\n")
         self.file.flush()
 
+    def rewind(self, step: int) -> None:
+        """Keep the lines of steps up to ``step``; one that a killed run left unfinished goes too."""
+        self.file.close()
+        path = Path(self.file.name)
+        kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
+        part = path.with_suffix(".part")
+        part.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        part.replace(path)
+        self.file = path.open("a", encoding="utf-8")
+
     def close(self) -> None:
         self.file.close()
+
+
+def _step_of(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except ValueError:
+        return math.inf

@@ -31,5 +31,12 @@ class TensorboardTracker(Tracker):
         summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
         self.writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
 
+    def rewind(self, step: int) -> None:
+        """TensorBoard drops what it has of later steps when it reads this."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+
+        start = SessionLog(status=SessionLog.START)
+        self.writer.add_event(Event(wall_time=time.time(), step=step + 1, session_log=start))
+
     def close(self) -> None:
         self.writer.close()

@@ -1,0 +1,48 @@
+"""What a job does with checkpoints: one after the steps that are due, and after the last."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from coupler.checkpoint import Checkpoints, State
+from coupler.config.schema import RunConfig
+from coupler.metrics import Metrics
+from coupler.trainer import SkippedSteps
+from coupler.workers import WorkerGroup
+
+
+class Resumable(Protocol):
+    """A trainer, as checkpoints see it."""
+
+    skips: SkippedSteps
+
+    def state(self) -> State: ...
+
+    def restore(self, state: State, *, reset_data: bool = False) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """Called after each step: logs it, then saves the trained ``roles`` and the trainer if a checkpoint is due."""
+
+    config: RunConfig
+    checkpoints: Checkpoints
+    roles: Mapping[str, WorkerGroup]
+    trainer: Resumable
+    log: Callable[[int, Metrics], Awaitable[Mapping[str, float]]]
+
+    async def after(self, step: int, metrics: Metrics) -> None:
+        """Raise what made the last save fail, at the first step after it."""
+        values = await self.log(step, metrics)
+        if self.checkpoints.ended:
+            await self.checkpoints.settle()
+        if step and (step == self.config.steps or due(self.config.checkpoint.every_steps, step)):
+            healthy = self.trainer.skips.in_a_row == 0
+            await self.checkpoints.save(step, self.roles, self.trainer.state(), values=values, healthy=healthy)
+
+
+def due(every: int, step: int) -> bool:
+    """Whether something that happens ``every`` so many steps does after ``step``; 0 is never."""
+    return bool(every) and step % every == 0

@@ -1,0 +1,89 @@
+"""Which checkpoint a run goes on from, and whether it is the same run."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from coupler import checkpoint
+from coupler.checkpoint import Checkpoint
+from coupler.config.options import flatten
+from coupler.config.schema import RunConfig
+from coupler.errors import ConfigError
+
+AUTO, DISABLE = "auto", "disable"
+FREE = (  # what may change when a run goes on: how long it is, what is written, how fast it is, where it gives up
+    "run_dir", "steps", "trackers", "strict", "checkpoint", "record", "eval", "max_skipped_steps",
+    "max_rejected_factor", "reward.num_workers", "reward.timeout_s", "reward.max_invalid_fraction", "sync.deadline_s",
+)  # fmt: skip
+
+
+def find(config: RunConfig, resolved: str) -> Checkpoint | None:
+    """The checkpoint that ``checkpoint.resume`` means; None to start anew. Says what it found and what it skipped.
+
+    Args:
+        resolved: this run's configuration as YAML.
+
+    Raises:
+        ConfigError: there is none where one was named, all are damaged, or ``run_dir`` holds another run.
+    """
+    run_dir, wanted = Path(config.run_dir), config.checkpoint.resume
+    if wanted not in (AUTO, DISABLE):
+        return _named(Path(wanted))
+    if not (run_dir / "config.yaml").exists():
+        return None
+    if wanted == DISABLE:
+        raise ConfigError(
+            f"run_dir={config.run_dir} holds a run already; nothing in it was touched.\n"
+            "  try:  another run_dir, or checkpoint.resume=auto to go on with it"
+        )
+    changed = _changes(yaml.safe_load((run_dir / "config.yaml").read_text()), yaml.safe_load(resolved))
+    if changed:
+        raise ConfigError(
+            f"run_dir={config.run_dir} holds a run of another configuration; nothing in it was touched.\n"
+            + "".join(f"  differs:  {line}\n" for line in changed[:8])
+            + "  try:  another run_dir; checkpoint.resume=FOLDER starts there from a checkpoint of this one"
+        )
+    return _newest(run_dir / "checkpoints")
+
+
+def config_hash(resolved: str) -> str:
+    """Hash what must not change when a run goes on."""
+    text = yaml.safe_dump({k: v for k, v in sorted(flatten(yaml.safe_load(resolved)).items()) if not _free(k)})
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _named(folder: Path) -> Checkpoint:
+    problem = checkpoint.check(folder)
+    if problem:
+        raise ConfigError(
+            f"checkpoint.resume={folder} is no whole checkpoint: {problem}.\n"
+            "  try:  checkpoint.resume=auto, disable, or the folder of one"
+        )
+    return checkpoint.read(folder)
+
+
+def _newest(folder: Path) -> Checkpoint | None:
+    found, skipped = checkpoint.newest(folder)
+    for line in skipped:
+        print(f"coupler: checkpoint skipped: {line}")
+    if skipped and not found:
+        raise ConfigError(
+            f"no checkpoint in {folder} is whole; nothing was touched.\n"
+            "  try:  another run_dir to start anew, or move the damaged folders away"
+        )
+    print(f"coupler: going on from {found.folder}" if found else "coupler: no checkpoint yet, starting from step 0")
+    return found
+
+
+def _changes(old: Any, new: Any) -> list[str]:
+    before, now = flatten(old), flatten(new)
+    keys = sorted(key for key in before.keys() | now.keys() if not _free(key))
+    return [f"{key} was {before.get(key)}, is {now.get(key)}" for key in keys if before.get(key) != now.get(key)]
+
+
+def _free(key: str) -> bool:
+    return any(key == free or key.startswith(f"{free}.") for free in FREE)

@@ -1,0 +1,248 @@
+"""A run that ends at any instant goes on, with the same command, as if it had not ended."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from forking import Forks
+from job_run import arguments, metrics, reproducible, run, write_inputs
+from safetensors.numpy import load_file
+
+from coupler.batch import Batch
+from coupler.cli import main
+
+KILLS = 4
+MORE = (
+    "steps=6",
+    "checkpoint.every_steps=2",
+    "eval.every_steps=3",
+    "eval.data.source=rows.jsonl",
+    "record.every_steps=1",
+)
+
+
+def command(job: str, model: Path, run_dir: Path, *overrides: str, inputs: Path | None = None) -> list[str]:
+    inputs = inputs or run_dir.parent
+    more = [text.replace("=rows", f"={inputs}/rows") for text in MORE]
+    more = more if job == "train" else ["steps=6", "checkpoint.every_steps=2"]
+    return [*arguments(job, model, inputs, run_dir), *more, *overrides]
+
+
+def often_equal(folder: Path) -> tuple[str, ...]:
+    """Dynamic sampling on a reward that most groups have in common."""
+    (folder / "odd.py").write_text("def score(completion):\n    return float(len(completion) % 2)\n")
+    return ("algorithm.dynamic_sampling=true", f"reward.target={folder}/odd.py:score", "samples_per_prompt=2")
+
+
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    server = Forks(tmp_path_factory.mktemp("forks") / "log")
+    yield server
+    server.close()
+
+
+def weights(run_dir: Path) -> dict[str, np.ndarray]:
+    return load_file(run_dir / "export" / "model.safetensors")
+
+
+def same(one: Path, other: Path) -> None:
+    assert reproducible(one) == reproducible(other)
+    first, second = weights(one), weights(other)
+    assert first.keys() == second.keys()
+    assert all(np.array_equal(first[name], second[name]) for name in first)
+
+
+@pytest.fixture(scope="module")
+def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Runs that nothing interrupted."""
+    folders = {}
+    for job in ("train", "sft"):
+        folder = tmp_path_factory.mktemp(job)
+        write_inputs(folder)
+        assert main(command(job, model, folder / "run")) == 0
+        folders[job] = folder / "run"
+    return folders
+
+
+@pytest.mark.parametrize("job", ["train", "sft"])
+def test_kills_at_random_instants_change_nothing(
+    job: str, model: Path, whole: dict[str, Path], forks: Forks, tmp_path: Path
+) -> None:
+    """At max_staleness=0 and in fp32 on the CPU, bit by bit."""
+    write_inputs(tmp_path)
+    given = command(job, model, tmp_path / "run")
+    instants, kills = random.Random(1), 0
+    process = forks.start(given)
+    while kills < KILLS and forks.wait(process, instants.uniform(0.3, 2.0)) is None:
+        forks.kill(process)
+        kills += 1
+        process = forks.start(given)
+    assert forks.wait(process, 60) == 0, forks.log.read_text()[-3000:]
+    assert kills
+    same(tmp_path / "run", whole[job])
+
+
+def test_more_steps_later_are_the_same_as_at_once(model: Path, whole: dict[str, Path], tmp_path: Path) -> None:
+    write_inputs(tmp_path)
+    assert main(command("train", model, tmp_path / "run", "steps=4")) == 0
+    assert main(command("train", model, tmp_path / "run")) == 0
+    steps = [{k: v for k, v in line.items() if k != "run/steps"} for line in reproducible(tmp_path / "run")]
+    assert steps == [{k: v for k, v in line.items() if k != "run/steps"} for line in reproducible(whole["train"])]
+    assert len(json.loads((tmp_path / "run" / "run.json").read_text())) == 2
+
+
+def test_a_complete_run_is_left_alone(model: Path, whole: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    before = (whole["train"] / "metrics.jsonl").read_bytes()
+    assert main(command("train", model, whole["train"])) == 0
+    assert "complete at step 6" in capsys.readouterr().out
+    assert (whole["train"] / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("damage", ["altered", "truncated", "missing", "without manifest"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
+    damage: str, model: Path, whole: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(whole["train"], run_dir)
+    shutil.rmtree(run_dir / "export")
+    (victim,) = (run_dir / "checkpoints" / "step_6" / "policy").glob("*.safetensors")
+    content = victim.read_bytes()
+    if damage == "without manifest":
+        (run_dir / "checkpoints" / "step_6" / "MANIFEST.json").unlink()
+    elif damage == "missing":
+        victim.unlink()
+    else:
+        victim.write_bytes(content[:-8] + (b"12345678" if damage == "altered" else b""))
+    assert main(command("train", model, run_dir, inputs=whole["train"].parent)) == 0
+    said = capsys.readouterr().out
+    assert "step_6: " in said
+    assert ("MANIFEST.json" if damage == "without manifest" else victim.name) in said
+    assert "going on from" in said and "step_4" in said
+    same(run_dir, whole["train"])
+
+
+def test_where_no_checkpoint_is_whole_nothing_is_touched(
+    model: Path, whole: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(whole["train"], run_dir)
+    for manifest in run_dir.glob("checkpoints/*/MANIFEST.json"):
+        manifest.unlink()
+    files = sorted(run_dir.rglob("*"))
+    assert main(command("train", model, run_dir, inputs=whole["train"].parent)) == 2
+    assert "is whole" in capsys.readouterr().err
+    assert sorted(run_dir.rglob("*")) == files
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (("engine.lr=3e-2",), "engine.lr was 0.01, is 0.03"),
+        (("checkpoint.resume=disable",), "holds a run already"),
+        (("checkpoint.resume=nowhere",), "checkpoint.resume=nowhere is no whole checkpoint"),
+    ],
+)
+def test_another_run_is_refused(
+    overrides: tuple[str, ...], says: str, model: Path, whole: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (whole["train"] / "metrics.jsonl").read_bytes()
+    assert main(command("train", model, whole["train"], "steps=8", *overrides)) == 2
+    assert says in capsys.readouterr().err
+    assert (whole["train"] / "metrics.jsonl").read_bytes() == before
+
+
+def test_other_data_is_refused_unless_it_starts_anew(
+    model: Path, whole: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_inputs(tmp_path)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(rows.read_text() + json.dumps({"prompt": "and 9 + 2 ?", "answer": "11", "difficulty": 0}) + "\n")
+    resume = f"checkpoint.resume={whole['train'] / 'checkpoints' / 'step_4'}"
+    assert main(command("train", model, tmp_path / "run", resume)) == 2
+    assert "checkpoint.reset_data=true" in capsys.readouterr().err
+    assert main(command("train", model, tmp_path / "run", resume, "checkpoint.reset_data=true")) == 0
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [5, 6]
+
+
+def test_old_checkpoints_go_the_best_stays(model: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    keep = ("checkpoint.every_steps=1", "checkpoint.keep_best=1", "checkpoint.best_metric=reward/mean")
+    write_inputs(tmp_path)
+    assert main(command("train", model, run_dir, *keep)) == 0
+    rewards = {line["step"]: line["reward/mean"] for line in metrics(run_dir) if line["step"]}
+    best = max(rewards, key=lambda step: (rewards[step], step))
+    kept = {int(p.name.removeprefix("step_")) for p in (run_dir / "checkpoints").iterdir()}
+    assert kept == {5, 6, best}
+
+
+@pytest.mark.parametrize("rejecting", [False, True])
+def test_an_asynchronous_run_uses_nothing_twice(rejecting: bool, model: Path, forks: Forks, tmp_path: Path) -> None:
+    write_inputs(tmp_path)
+    more = (
+        "max_staleness=2",
+        "algorithm.correction_cap=2",
+        "steps=8",
+        "checkpoint.every_steps=1",
+        "checkpoint.asynchronous=false",
+        "eval.every_steps=0",
+    )
+    dynamic = often_equal(tmp_path) if rejecting else ()
+    given = command("train", model, tmp_path / "run", *more, *dynamic)
+    process = forks.start(given)
+    seen = tmp_path / "run" / "checkpoints"
+    while not list(seen.glob("step_[3-9]")) and forks.wait(process, 0) is None:
+        time.sleep(0.01)
+    forks.kill(process)
+    assert main(given) == 0
+    batches = [Batch.load(tmp_path / "run" / "record" / f"step_{step}" / "batch.npz") for step in range(1, 9)]
+    used = np.concatenate([np.unique(batch["group"]) for batch in batches])
+    assert len(used) == len(set(used.tolist())) == 8 * 2
+    assert all(line["staleness/violations"] == 0 for line in metrics(tmp_path / "run")[1:])
+    if not rejecting:
+        assert sorted(used.tolist()) == list(range(16))  # none is lost either
+
+
+def test_a_save_that_fails_ends_the_run_with_its_reason(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_inputs(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("a file where a folder must be")
+    assert main(command("train", model, tmp_path / "run")) == 2
+    assert "checkpoints" in capsys.readouterr().err
+
+
+def test_replaying_a_stage_gives_what_the_run_had(
+    model: Path, whole: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for stage in ("train", "logprobs", "advantages"):
+        assert main(["replay", str(whole["train"]), "--step", "5", "--stage", stage]) == 0
+        lines = [line for line in capsys.readouterr().out.splitlines() if " recorded " in line]
+        worst = max(abs(float(line.split()[-1])) for line in lines)
+        assert worst <= (1e-4 if stage == "logprobs" else 0), stage
+    assert main(["replay", str(whole["train"]), "--step", "3"]) == 2
+    assert "step_2" in capsys.readouterr().err  # it was pruned
+    assert main(["replay", str(whole["train"]), "--step", "99"]) == 2
+    assert "it has:  1, 2, 3, 4, 5, 6" in capsys.readouterr().err
+
+
+def test_exporting_a_checkpoint(model: Path, whole: dict[str, Path], tmp_path: Path) -> None:
+    assert main(["export", str(whole["train"]), "--out", str(tmp_path / "out")]) == 0
+    exported, trained = load_file(tmp_path / "out" / "model.safetensors"), weights(whole["train"])
+    assert all(np.array_equal(exported[name], trained[name]) for name in trained)
+    assert main(["export", str(whole["train"]), "--out", str(tmp_path / "out")]) == 2
+    assert main(["export", str(tmp_path), "--out", str(tmp_path / "new")]) == 2
+
+
+def test_two_deterministic_runs_are_equal_with_dynamic_sampling(model: Path, tmp_path: Path) -> None:
+    more = ("deterministic=true", "reward.num_workers=2", *often_equal(tmp_path))
+    one, two = (run("train", model, tmp_path / name / "run", *more) for name in "ab")
+    assert reproducible(one) == reproducible(two)
+    assert any(line.get("sampled/rejected_groups") for line in metrics(one))
