@@ -3,7 +3,7 @@
 A plugin adds checks with the hook ``coupler_doctor``.
 """
 
-from coupler.finding import Finding, Verdict, ok, problem, warning
 from coupler.doctor.report import diagnose, render
+from coupler.finding import Finding, Verdict, ok, problem, warning
 
 __all__ = ["Finding", "Verdict", "diagnose", "ok", "problem", "render", "warning"]

@@ -11,9 +11,9 @@ from safetensors import SafetensorError, safe_open
 
 from coupler.config.schema import DataConfig, RewardConfig, RunConfig
 from coupler.data import Codec, encode_prompts, load_rows
-from coupler.finding import Finding, first_line, from_error, ok, problem, warning
 from coupler.doctor.host import DISK_MIN_BYTES, disk
 from coupler.errors import CouplerError
+from coupler.finding import Finding, first_line, from_error, ok, problem, warning
 from coupler.interfaces import Model
 from coupler.jobs.parts import model_folder
 from coupler.rewards import Invalid, check_reward
