@@ -26,6 +26,8 @@ ALLOWED: dict[tuple[str, str], str] = {}  # (file, what is found there) -> why i
 PICKLES = {"pickle", "_pickle", "cPickle", "marshal", "dill", "cloudpickle", "shelve", "joblib", "jsonpickle"}
 EVALUATES = {"eval", "exec", "compile", "__import__"}
 EVERYWHERE = {"", "0.0.0.0", "::", "*"}
+OBJECTS = {"send_pyobj", "recv_pyobj", "read_pickle", "to_pickle", "all_gather_object", "gather_object",
+           "broadcast_object_list", "scatter_object_list", "send_object_list", "recv_object_list"}  # fmt: skip
 LOADS = re.compile(r"Auto\w+\.from_(pretrained|config)")
 DCP = "torch.distributed.checkpoint"
 
@@ -68,7 +70,7 @@ def _called(node: ast.AST) -> Iterator[str]:
         yield "np.load without allow_pickle=False"
     if name in ("np.save", "numpy.save") and not _is(given.get("allow_pickle"), False):
         yield "np.save without allow_pickle=False"
-    if last in ("send_obj", "recv_obj", "send_pyobj", "recv_pyobj", "object_to_bytes", "read_pickle", "to_pickle"):
+    if last in OBJECTS:
         yield name
     if name in ("os.system", "os.popen") or not _is(given.get("shell", ast.Constant(False)), False):
         yield f"{name} through a shell"
@@ -145,6 +147,8 @@ def test_no_source_does_what_is_refused() -> None:
         "subprocess.run(text, shell=True)",
         "subprocess.run(text, shell=flag)",
         "os.system(text)",
+        "dist.all_gather_object(out, thing)",
+        "pandas.read_pickle(path)",
         "AutoConfig.from_pretrained(path)",
         "AutoConfig.from_pretrained(path, trust_remote_code=True)",
         "trust_remote_code: bool = True",
