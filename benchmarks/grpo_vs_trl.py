@@ -50,7 +50,7 @@ def write_model(folder: Path) -> None:
         eos_token_id=EOS, bos_token_id=None,
     )  # fmt: skip
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config, trust_remote_code=False).save_pretrained(folder)
 
 
 def run_ours(settings: dict[str, Any]) -> None:

@@ -35,6 +35,7 @@ def main(job: dict, index: int) -> None:
         report["steps"].append(hurt(engine, rank))
         report["too_long"] = too_long(engine, rank)
         (out / f"{name}.json").write_text(json.dumps(report))
+    (out / "port.json").write_text(json.dumps(listening(int(job["rendezvous"].rpartition(":")[2]))))
     folder = Path(job["cases"]["sharded"][0])
     engine = make_engine(folder, rank, **SETTINGS)
     done = engine.forward(shard(make_batch(), rank), WANT)
@@ -44,6 +45,15 @@ def main(job: dict, index: int) -> None:
     continued(engine, rank, job)
     np.savez(out / "continued-weights.npz", **arrays(engine.weights()))
     torch.distributed.destroy_process_group()
+
+
+def listening(port: int) -> list[str]:
+    """Local addresses, in hexadecimal, on which ``port`` is open, to IPv4 and IPv6."""
+    lines = [
+        line.split() for kind in ("tcp", "tcp6") for line in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]
+    ]
+    found = [local for _, local, _, state, *_ in lines if state == "0A"]
+    return [address for address, _, number in (local.partition(":") for local in found) if int(number, 16) == port]
 
 
 def shard(batch: Batch, rank: Rank) -> Batch:

@@ -135,6 +135,11 @@ def test_one_rank_reads_exactly_what_four_wrote(runs, folder_of: Folder, case: s
         np.testing.assert_array_equal(tensor, want[name], err_msg=name)
 
 
+def test_the_rendezvous_listens_on_loopback_alone(runs) -> None:
+    for outs in runs.values():
+        assert json.loads((outs[0] / "port.json").read_text()) == ["0100007F"]
+
+
 def test_replicas_write_one_copy(runs) -> None:
     names = sorted(path.name for path in (runs[4][0].parent / "checkpoint-hybrid").iterdir())
     assert names == ["index.json", "shard-00000-of-00002.safetensors", "shard-00001-of-00002.safetensors"]

@@ -10,10 +10,10 @@ from coupler import Completion, Rollout, SyncReceipt
 
 class MinimalRollout(Rollout):
     async def setup(self, rank):
-        shape = AutoConfig.from_pretrained(self.model.path, trust_remote_code=self.model.trust_remote_code)
-        self.hf = (
-            AutoModelForCausalLM.from_config(shape, dtype=torch.float32).eval().requires_grad_(False)
-        )  # no weights
+        trust = self.model.trust_remote_code
+        shape = AutoConfig.from_pretrained(self.model.path, trust_remote_code=trust)
+        hf = AutoModelForCausalLM.from_config(shape, dtype=torch.float32, trust_remote_code=trust)
+        self.hf = hf.eval().requires_grad_(False)  # no weights
         self.rank, self.version, self.turn = rank, -1, asyncio.Lock()  # first come, first served
         return 1
 

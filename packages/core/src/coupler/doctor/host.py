@@ -21,7 +21,7 @@ GIB = 1 << 30
 SHM_MIN_BYTES, SHM_BYTES = GIB // 4, GIB  # below the first NCCL and Ray fail, below the second they are slow
 DISK_MIN_BYTES = GIB
 NUM_PORTS = 32  # that a run may hold at a time: rendezvous, collectives, Ray
-RESOLVE_S = 5.0
+ANSWER_S = 5.0
 
 
 def interpreter() -> Iterator[Finding]:
@@ -58,13 +58,16 @@ def shared_memory(folder: Path = Path("/dev/shm")) -> Iterator[Finding]:  # noqa
 
 
 def ports() -> Iterator[Finding]:
-    """Whether a run can open the ports that it needs on loopback."""
+    """Whether a run can open the ports that it needs on loopback, and be reached there."""
     try:
         with ExitStack() as stack:
-            for _ in range(NUM_PORTS):
-                stack.enter_context(socket.socket()).bind(("127.0.0.1", 0))
+            bound = [stack.enter_context(socket.socket()) for _ in range(NUM_PORTS)]
+            for port in bound:
+                port.bind(("127.0.0.1", 0))
+            bound[0].listen()
+            socket.create_connection(bound[0].getsockname(), timeout=ANSWER_S).close()
     except OSError as error:
-        text = f"{NUM_PORTS} ports on 127.0.0.1 cannot be had: {error.strerror}"
+        text = f"{NUM_PORTS} ports on 127.0.0.1 cannot be had: {error}"
         yield problem(
             "ports", text, "ip link set lo up; sysctl net.ipv4.ip_local_port_range='32768 60999'; ulimit -n 4096"
         )
@@ -84,8 +87,8 @@ def hostname() -> Iterator[Finding]:
 
     thread = Thread(target=resolve, daemon=True)  # a resolver that is not there answers after minutes
     thread.start()
-    thread.join(RESOLVE_S)
-    answer = found[0] if found else f"! no answer within {RESOLVE_S:.0f} s"
+    thread.join(ANSWER_S)
+    answer = found[0] if found else f"! no answer within {ANSWER_S:.0f} s"
     if answer.startswith("! "):
         fix = f"echo '127.0.0.1 {name}' >> /etc/hosts"
         yield problem("host name", f"{name} has no address: {answer[2:]}", fix)

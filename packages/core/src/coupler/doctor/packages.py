@@ -32,7 +32,7 @@ def plugins_load(plugins: Plugins) -> Iterator[Finding]:
 
 def requirements(plugins: Plugins) -> Iterator[Finding]:
     """What each plugin and torch asks pip for, against what is installed."""
-    names = sorted({source.distribution for source in plugins.owner.values() if source.distribution})
+    names = sorted({row.distribution for row in plugins.rows() if row.distribution})
     problems = [finding for name in (*names, "torch") for finding in _unmet(name)]
     yield from problems or [ok("requirements", f"of {', '.join(names)} are met")]
 

@@ -127,7 +127,9 @@ class TransformersReference(Reference):
         from transformers import AutoModelForCausalLM
 
         super().__init__(folder)
-        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+        self.model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float64, attn_implementation="eager", trust_remote_code=False
+        )
 
     def _logits(self, tokens: Any, temperature: float) -> Any:
         """[t] ids -> [t, V]; row t predicts token t; row 0, which nothing predicts, is all zeros."""
