@@ -116,7 +116,7 @@ def test_remote_workers_are_not_reached_through_the_process() -> None:
         transports=plugins.of("transport"),
         config=compose(plugins, NEEDED).config,
     )
-    assert found == ("full", "disk")
+    assert found == ("full", "tcp")
 
 
 def test_planning_reads_no_option() -> None:

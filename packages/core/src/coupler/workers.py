@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from coupler.batch import Batch
+from coupler.config.plain import Section
 from coupler.errors import CouplerError
+from coupler.executors import Executor
 from coupler.export import export
 from coupler.imports import resolve
 from coupler.interfaces import (
@@ -47,6 +47,21 @@ class WorkerSpec:
     model: Model
     algorithm: tuple[str, Any] | None  # ("package.module:Class", its config); None for a role that is not trained
 
+    def __reduce__(self) -> Any:
+        """Cross to another process without the plugins' configuration classes."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values["engine_config"] = Section.of(self.engine_config)
+        if self.algorithm is not None:
+            values["algorithm"] = (self.algorithm[0], Section.of(self.algorithm[1]))
+        return _received, (values,)
+
+
+def _received(values: dict[str, Any]) -> WorkerSpec:
+    values["engine_config"] = values["engine_config"].open()
+    if values["algorithm"] is not None:
+        values["algorithm"] = (values["algorithm"][0], values["algorithm"][1].open())
+    return WorkerSpec(**values)
+
 
 def build_algorithm(spec: WorkerSpec) -> Algorithm | None:
     if spec.algorithm is None:
@@ -75,13 +90,14 @@ class Trained:
 class Worker:
     """Hosts one Engine in one process."""
 
-    def __init__(self, spec: WorkerSpec, rank: Rank) -> None:
-        self.rank, self.role = rank, spec.role
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.role = spec.role
         self.engine: Engine = resolve(spec.engine)(spec.engine_config, spec.model)
         self.algorithm = build_algorithm(spec)
 
-    def setup(self) -> Layout:
-        return self.engine.setup(self.rank)
+    def setup(self, rank: Rank) -> Layout:
+        self.rank = rank
+        return self.engine.setup(rank)
 
     def forward(self, batch: Batch, want: tuple[Output, ...]) -> dict[str, np.ndarray]:
         done = self.engine.forward(batch, want)
@@ -176,84 +192,31 @@ def reverse_elements(tensor: Any) -> Any:
     return flat.reshape(tensor.shape)
 
 
-class Executor(Protocol):
-    """Where workers and rollouts live."""
-
-    def spawn(self, role: str, build: Callable[[], Any]) -> Any:
-        """Create an object from ``build`` and return a handle of it."""
-        ...
-
-    async def call(self, handle: Any, method: str, *args: Any) -> Any:
-        """Call a method, plain or async, and return its result."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class Local:
-    """One rank of each role in this process.
-
-    Inline, every call runs on the caller's thread, so that ``breakpoint()`` and Ctrl-C reach it; otherwise each role
-    has a thread of its own (for an async object: an event loop in that thread), and roles overlap.
-    """
-
-    def __init__(self, inline: bool) -> None:
-        self.inline = inline
-        self.threads: dict[int, ThreadPoolExecutor] = {}
-        self.loops: dict[int, asyncio.AbstractEventLoop] = {}
-
-    def spawn(self, role: str, build: Callable[[], Any]) -> Any:
-        handle = build()
-        if not self.inline:
-            self.threads[id(handle)] = ThreadPoolExecutor(1, thread_name_prefix=role)
-        return handle
-
-    async def call(self, handle: Any, method: str, *args: Any) -> Any:
-        bound = getattr(handle, method)
-        if asyncio.iscoroutinefunction(bound):
-            if self.inline:
-                return await bound(*args)
-            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(bound(*args), self._loop(handle)))
-        if self.inline:
-            return bound(*args)
-        return await asyncio.get_running_loop().run_in_executor(self.threads[id(handle)], bound, *args)
-
-    def _loop(self, handle: Any) -> asyncio.AbstractEventLoop:
-        if id(handle) not in self.loops:
-            loop = self.loops[id(handle)] = asyncio.new_event_loop()
-            self.threads[id(handle)].submit(loop.run_forever)
-        return self.loops[id(handle)]
-
-    def close(self) -> None:
-        for loop in self.loops.values():
-            loop.call_soon_threadsafe(loop.stop)
-        for thread in self.threads.values():
-            thread.shutdown(wait=True)
-
-
 class WorkerGroup:
     """The controller's view of one engine."""
 
     def __init__(self, executor: Executor, spec: WorkerSpec, ranks: list[Rank]) -> None:
         self.executor, self.spec = executor, spec
         self.algorithm = build_algorithm(spec)
-        self.ranks = [executor.spawn(spec.role, lambda rank=rank: Worker(spec, rank)) for rank in ranks]
+        python = spec.engine_config.python
+        self.placed = ranks
+        self.ranks = [executor.spawn(spec.role, r.index, "coupler.workers:Worker", spec, python) for r in ranks]
         self.steps_done = 0
 
     async def setup(self) -> None:
-        self.layout: Layout = (await self.all("setup"))[0]
+        self.placed = await self.executor.locate(self.ranks, self.placed)
+        layouts = await self.executor.each(self.ranks, "setup", [(rank,) for rank in self.placed])
+        self.layout: Layout = layouts[0]
 
     async def all(self, method: str, *args: Any) -> list[Any]:
         """Same arguments to every rank; one result per rank."""
-        return await asyncio.gather(*(self.executor.call(rank, method, *args) for rank in self.ranks))
+        return await self.executor.each(self.ranks, method, [args] * len(self.ranks))
 
     async def scatter(self, method: str, shards: list[Any], *args: Any) -> list[Any]:
         """``shards[i]`` to every rank that reads shard ``i``; one result per shard, in order."""
-        calls = [
-            self.executor.call(rank, method, shards[i], *args)
-            for rank, i in zip(self.ranks, self.layout.shard_of, strict=True)
-        ]
-        done = zip(self.layout.shard_of, await asyncio.gather(*calls), self.layout.answers, strict=True)
+        sent = [self.executor.put(shard) for shard in shards]
+        answers = await self.executor.each(self.ranks, method, [(sent[i], *args) for i in self.layout.shard_of])
+        done = zip(self.layout.shard_of, answers, self.layout.answers, strict=True)
         answered = {shard: result for shard, result, answers in done if answers}
         return [answered[i] for i in range(self.layout.num_shards)]
 

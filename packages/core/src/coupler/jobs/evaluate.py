@@ -6,6 +6,7 @@ import asyncio
 
 from coupler.config.compose import Composed
 from coupler.jobs.parts import Parts
+from coupler.plan import make_workers
 from coupler.plugins.manager import Plugins
 
 
@@ -17,6 +18,7 @@ def evaluate(composed: Composed, plugins: Plugins) -> dict[str, float]:
 async def _evaluate(parts: Parts) -> dict[str, float]:
     prompts = parts.prompts(parts.config.eval.data, "eval.data")
     with parts.running() as (journal, rewards):
+        await parts.place(make_workers(parts.config, frozenset(), rollouts=True))
         engine, rollouts = parts.engine("policy", trains=False), parts.rollouts()
         weights = parts.edge(engine, rollouts, prompts[0])
         await engine.setup()
@@ -24,5 +26,5 @@ async def _evaluate(parts: Parts) -> dict[str, float]:
         await weights.prove()
         metrics, scored = await parts.evaluator(parts.scorer(rollouts, rewards), prompts).run()
         journal.write_samples("eval.jsonl", scored, parts.codec.decode)
-        parts.report_unread()
+        await parts.report_unread()
         return journal.log(0, {**metrics, **rewards.metrics()})

@@ -24,8 +24,10 @@ async def _supervise(parts: Parts) -> dict[str, float]:
     examples, dropped = supervised(load_rows(config.data), parts.codec, config.data)
     if dropped:
         print(f"data: dropped {dropped} prompts of more than {config.data.max_prompt_tokens} tokens")
-    print(make_plan(config, len(examples), parts.plugins, algorithm.needs, Job.SFT).render())
+    plan = make_plan(config, len(examples), parts.plugins, algorithm.needs, Job.SFT)
+    print(plan.render())
     with parts.recording() as journal:
+        await parts.place(plan.workers)
         policy = parts.engine("policy", trains=True)
         await policy.setup()
         last: dict[str, float] = {}
@@ -33,7 +35,7 @@ async def _supervise(parts: Parts) -> dict[str, float]:
         async def on_step(step: int, metrics: Metrics) -> None:
             last.update(journal.log(step, metrics))
             if step == 1:
-                parts.report_unread()
+                await parts.report_unread()
 
         await SupervisedTrainer(config, policy=policy, algorithm=algorithm, examples=examples, on_step=on_step).fit()
         await parts.finish(policy, journal, config.steps)
