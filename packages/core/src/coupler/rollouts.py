@@ -81,6 +81,6 @@ class RolloutGroup:
         cost = len(request.prompt) + request.max_tokens
         self.outstanding[index] += cost
         try:
-            return (await self.executor.each([self.replicas[index]], "generate", [(request,)]))[0]
+            return await self.executor.call(self.replicas[index], "generate", request)
         finally:
             self.outstanding[index] -= cost

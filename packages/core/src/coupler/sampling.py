@@ -79,7 +79,7 @@ class Sampler:
     ) -> None:
         self.config, self.samples_per_prompt, self.seed = config, samples_per_prompt, seed
         self.prompts, self.scorer, self.algorithm, self.buffer = prompts, scorer, algorithm, buffer
-        self.seen: list[Metrics] = []
+        self.seen: dict[int, Metrics] = {}  # by admission number
 
     async def run(self) -> None:
         """Sample until cancelled."""
@@ -105,7 +105,7 @@ class Sampler:
                 return
             group = pack(scored, number, self.samples_per_prompt, self.config.temperature)
             kept = self.algorithm.keep(group)
-            self.seen.append(_describe(scored, group, kept))
+            self.seen[number] = _describe(scored, group, kept)
             if kept:
                 await self.buffer.put(number, group)
             else:
@@ -115,8 +115,8 @@ class Sampler:
 
     def metrics(self) -> Metrics:
         """What was sampled since the last call, rejected groups included."""
-        merged = merge(self.seen)
-        self.seen = []
+        merged = merge(self.seen[number] for number in sorted(self.seen))  # sums do not depend on who was faster
+        self.seen = {}
         return merged
 
 

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,7 +61,7 @@ class Waits:
         role: str,
         method: str,
         indices: Sequence[int],
-        calls: Sequence[Coroutine[Any, Any, Any]],
+        calls: Sequence[Awaitable[Any]],
         death: asyncio.Future[Any],
     ) -> list[Any]:
         """Wait for all calls; one result per call, in order.
@@ -120,7 +120,7 @@ class Waits:
         self.stop.set()
 
 
-def _note(done: asyncio.Task[Any], index: int, wait: Wait, failed: list[BaseException]) -> None:
+def _note(done: asyncio.Future[Any], index: int, wait: Wait, failed: list[BaseException]) -> None:
     wait.outstanding.discard(index)
     if not done.cancelled() and (error := done.exception()) is not None:
         failed.append(error)

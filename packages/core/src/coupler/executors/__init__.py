@@ -44,6 +44,10 @@ class Executor(Protocol):
         """Call a method of several workers of one role, each with its own arguments; one result per worker."""
         ...
 
+    async def call(self, handle: Handle, method: str, *args: Any) -> Any:
+        """Call a method of one worker. Calls that are made together start together, in that order."""
+        ...
+
     async def reads(self) -> set[str]:
         """Full keys of options that workers in other processes have read."""
         ...

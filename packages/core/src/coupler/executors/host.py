@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 import traceback
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,6 +95,14 @@ class Host:
             return await self._in_thread(bound, *args)
         except (Exception, SystemExit) as error:  # as above; SystemExit would end the process without a word
             return self._failure(error)
+
+    async def stream(self, calls: list[tuple[str, tuple[Any, ...]]]) -> AsyncIterator[tuple[int, Any]]:
+        """Start all calls together; yield the number and the answer of each as it ends."""
+        for done in asyncio.as_completed([self._numbered(i, *call) for i, call in enumerate(calls)]):
+            yield await done
+
+    async def _numbered(self, number: int, method: str, args: tuple[Any, ...]) -> tuple[int, Any]:
+        return number, await self.call(method, *args)
 
     async def reads(self) -> set[str]:
         """Full keys of the options that were read here."""

@@ -50,6 +50,9 @@ class Local:
                 *(self._call(handle, bound, args) for (handle, bound), args in zip(calls, arguments, strict=True))
             )
 
+    async def call(self, handle: Handle, method: str, *args: Any) -> Any:
+        return (await self.each([handle], method, [args]))[0]
+
     async def _call(self, handle: Handle, bound: Any, args: tuple[Any, ...]) -> Any:
         if not asyncio.iscoroutinefunction(bound):
             return await asyncio.get_running_loop().run_in_executor(self.threads[handle], bound, *args)

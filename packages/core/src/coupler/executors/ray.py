@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from coupler.config.schema import Devices, RayConfig
-from coupler.errors import PlacementError, WaitTimeout, WorkerDied, WorkerFailed
+from coupler.errors import CouplerError, PlacementError, WaitTimeout, WorkerDied, WorkerFailed
 from coupler.executors import cluster
 from coupler.executors.environment import forwarded, of_ray
 from coupler.executors.handle import Handle
@@ -28,6 +28,15 @@ CLOSE_S = 3.0
 TAIL = 30  # log lines in an error
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """One of the calls that travel together."""
+
+    method: str
+    args: tuple[Any, ...]
+    answer: asyncio.Future[Any]
+
+
 class OnRay:
     """Every worker in an actor; roles overlap."""
 
@@ -40,7 +49,9 @@ class OnRay:
         self.starting: dict[Handle, Any] = {}
         self.places: dict[Handle, Place] = {}
         self.watches: list[asyncio.Task[None]] = []
-        self.shown: set[str] = set()
+        self.shown: dict[str, list[str]] = {}
+        self.unsent: dict[Handle, list[Call]] = {}  # made in this turn of the event loop
+        self.streams: set[asyncio.Task[None]] = set()
 
     async def place(self, roles: Sequence[Role]) -> None:
         """Start or join the cluster, check that it has room, and take it.
@@ -70,8 +81,9 @@ class OnRay:
         slot = self.slots[role][index]
         environment = forwarded(os.environ, bool(python), slot.devices)
         if role not in self.shown:
-            self.shown.add(role)
-            print(f"{role}: {python or 'same interpreter'}, environment: {' '.join(sorted(environment))}")
+            same = [f"that of {known}" for known, names in self.shown.items() if names == sorted(environment)]
+            self.shown[role] = sorted(environment)
+            print(f"{role}: {python or 'our interpreter'}, environment: {(same or [' '.join(sorted(environment))])[0]}")
         interpreter = {"py_executable": python} if python else {}
         runtime_env = {"env_vars": environment, **interpreter}
         host = cluster.create(Host, self.group, slot, self.config.num_cpus_per_worker, runtime_env)
@@ -99,11 +111,47 @@ class OnRay:
         refs = [handle.of.call.remote(method, *args) for handle, args in zip(handles, arguments, strict=True)]
         return await self._gather(handles, method, refs)
 
+    async def call(self, handle: Handle, method: str, *args: Any) -> Any:
+        """See :meth:`Executor.call`. Calls of one turn of the event loop travel as one message."""
+        if handle not in self.unsent:
+            self.unsent[handle] = []
+            asyncio.get_running_loop().call_soon(self._send, handle)
+        call = Call(method, args, asyncio.get_running_loop().create_future())
+        self.unsent[handle].append(call)
+        return (await self._wait([handle], method, [call.answer]))[0]
+
+    def _send(self, handle: Handle) -> None:
+        calls = self.unsent.pop(handle)
+        answers = handle.of.stream.options(num_returns="streaming").remote([(call.method, call.args) for call in calls])
+        task = asyncio.create_task(self._distribute(handle, calls, answers))
+        self.streams.add(task)
+        task.add_done_callback(self.streams.discard)
+
+    async def _distribute(self, handle: Handle, calls: list[Call], answers: Any) -> None:
+        try:
+            async for ref in answers:
+                number, answer = await ref
+                call = calls[number]
+                if call.answer.done():  # its caller was cancelled
+                    continue
+                if isinstance(answer, Failure):
+                    call.answer.set_exception(self._failed(handle, call.method, answer))
+                else:
+                    call.answer.set_result(answer)
+        except RayError as error:
+            for call in calls:
+                if not call.answer.done():
+                    call.answer.set_exception(self._lost(handle, call.method, error))
+
     async def reads(self) -> set[str]:
         return set().union(*await self._gather(self.handles, "reads", [h.of.reads.remote() for h in self.handles]))
 
     async def _gather(self, handles: Sequence[Handle], method: str, refs: Sequence[Any]) -> list[Any]:
-        calls = [self._answer(handle, method, ref) for handle, ref in zip(handles, refs, strict=True)]
+        return await self._wait(
+            handles, method, [self._answer(h, method, r) for h, r in zip(handles, refs, strict=True)]
+        )
+
+    async def _wait(self, handles: Sequence[Handle], method: str, calls: Sequence[Awaitable[Any]]) -> list[Any]:
         role, indices = handles[0].role, [handle.index for handle in handles]
         try:
             return await self.waits.gather(role, method, indices, calls, self.death)
@@ -116,14 +164,20 @@ class OnRay:
     async def _answer(self, handle: Handle, method: str, ref: Any) -> Any:
         try:
             answer = await ref
-        except RayActorError as error:
-            raise self._died(handle, method, error) from None
         except RayError as error:
-            raise WorkerFailed(f"{self._who(handle)} cannot be asked for {method}: {error}") from None
+            raise self._lost(handle, method, error) from None
         if isinstance(answer, Failure):
-            log = self._log(handle.role, handle.index)
-            raise answer.error(self._who(handle), method, log, _tail(log))
+            raise self._failed(handle, method, answer)
         return answer
+
+    def _failed(self, handle: Handle, method: str, failure: Failure) -> CouplerError:
+        log = self._log(handle.role, handle.index)
+        return failure.error(self._who(handle), method, log, _tail(log))
+
+    def _lost(self, handle: Handle, method: str, error: RayError) -> WorkerFailed:
+        if isinstance(error, RayActorError):
+            return self._died(handle, method, error)
+        return WorkerFailed(f"{self._who(handle)} cannot be asked for {method}: {error}")
 
     async def _watch(self, handle: Handle) -> None:
         """Make every wait of the run end when this actor dies."""
@@ -154,8 +208,8 @@ class OnRay:
     def close(self) -> None:
         """End every actor, and give the resources back."""
         self.waits.close()
-        for watch in self.watches:
-            watch.cancel()
+        for task in (*self.watches, *self.streams):
+            task.cancel()
         closing = [handle.of.close.remote() for handle in self.handles]
         if closing:
             ray.wait(closing, num_returns=len(closing), timeout=CLOSE_S)
