@@ -73,14 +73,15 @@ def _describe(shares: Sequence[Share], num_cpus_per_worker: int, gpus: bool, nod
         names = ["/".join(role.name for role in share.roles) for share in shares]
         who = " + ".join(f"{name} {amount:g}" for name, amount in zip(names, amounts, strict=True))
         free = sum(node.free.get(kind, 0) for node in nodes)
+        total = sum(node.total.get(kind, 0) for node in nodes)
         listed = ", ".join(f"node {n.name} {n.free.get(kind, 0):g}/{n.total.get(kind, 0):g} free" for n in nodes)
-        text = f"needs {sum(amounts):g} {kind}s ({who}), the cluster has {free:g}: {listed}"
-        lines.insert(0 if sum(amounts) > free else len(lines), text)
-    first, *rest = lines
+        text = f"needs {sum(amounts):g} {kind}s ({who}), the cluster has {total:g}: {listed}"
+        lines.append((sum(amounts) <= free, text))
+    (_, first), *rest = sorted(lines, key=lambda line: line[0])  # what is short comes first, GPUs before CPUs
     return "\n".join(
         [
             f"the run {first}.",
-            *(f"  it also {text}" for text in rest),
+            *(f"  it also {text}" for _, text in rest),
             "  a bundle takes its share of one node",
             "  try:  fewer engine.ranks or rollout.replicas, ray.placement=colocated, or a larger cluster",
         ]

@@ -14,7 +14,7 @@ from typing import Any
 
 from coupler.errors import WaitTimeout, WorkerDied
 
-GRACE_S = 2.0  # after a worker failed: its peer may have died, and then the death is the cause
+GRACE_S = 1.0  # after a worker failed: its peer may have died, and then the death is the cause
 
 
 @dataclass(slots=True, eq=False)

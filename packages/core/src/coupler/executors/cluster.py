@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 from ray._private.state import available_resources_per_node  # the public functions add all nodes up
-from ray.exceptions import AuthenticationError, RayError
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -43,19 +43,15 @@ def connect(config: RayConfig, num_cpus: int) -> bool:
         return False
     common: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
     if not config.address:
-        ray.init(num_cpus=num_cpus, include_dashboard=False, _node_ip_address="127.0.0.1", **common)
+        ray.init("local", num_cpus=num_cpus, include_dashboard=False, _node_ip_address="127.0.0.1", **common)
         return True
     try:
         ray.init(address=config.address, **common)
-    except AuthenticationError:
-        raise PlacementError(
-            f"the cluster at ray.address={config.address} did not accept our token.\n"
-            "  set:  RAY_AUTH_TOKEN_PATH to the file with the cluster's token (RAY_AUTH_MODE=disabled if it has none)"
-        ) from None
     except (ConnectionError, RuntimeError, RayError, ValueError) as error:
         raise PlacementError(
             f"ray.address={config.address} cannot be joined: {str(error).splitlines()[0]}\n"
-            "  try:  ray status, or leave ray.address empty to start Ray here"
+            "  if it runs:  set RAY_AUTH_TOKEN_PATH to the file with its token; RAY_AUTH_MODE=disabled if it has none\n"
+            "  if not:      leave ray.address empty to start Ray here"
         ) from None
     return False
 
