@@ -76,6 +76,7 @@ class Host:
             os.chdir(folder)
         self.node = node
         self.thread = ThreadPoolExecutor(1, thread_name_prefix=log.stem)
+        print(f"pid {os.getpid()} on node {node}, {sys.executable}")
         self.object: Any = None
 
     async def start(self, build: str, spec: Any) -> Place | Failure:
