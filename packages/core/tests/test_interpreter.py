@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -27,9 +28,11 @@ def interpreter(folder: Path, change: Callable[[dict[str, Any]], None]) -> str:
     return str(program)
 
 
-def test_our_own_interpreter_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(Path(__file__).parent)
-    check_interpreter("rollout", "toy", sys.executable, Plugins.load())
+def test_our_own_interpreter_fits(tmp_path: Path) -> None:
+    program = tmp_path / "python"
+    program.write_text(f'#!/bin/sh\nPYTHONPATH={os.pathsep.join(sys.path)} exec {sys.executable} "$@"\n')
+    program.chmod(0o755)
+    check_interpreter("rollout", "toy", str(program), Plugins.load())
 
 
 def without_toy(said: dict[str, Any]) -> None:
