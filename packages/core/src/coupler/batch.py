@@ -106,15 +106,46 @@ class Batch:
     def take(self, index: Sequence[int] | np.ndarray) -> Batch:
         """Rows ``index`` in that order; an index may repeat."""
         index = np.asarray(index, dtype=np.int64)
-        lengths = self.lengths[index]
-        within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        pick = np.repeat(self.starts[index], lengths) + within
-        return replace(
-            self,
-            lengths=lengths,
-            tokens={k: v[pick] for k, v in self.tokens.items()},
-            seqs={k: v[index] for k, v in self.seqs.items()},
-        )
+        lengths, starts = self.lengths[index], self.starts[index]
+        if _are_long(lengths):
+            spans = _spans(starts, lengths)
+            tokens = {k: np.concatenate([v[span] for span in spans]) for k, v in self.tokens.items()}
+        else:
+            pick = _positions(starts, lengths)
+            tokens = {k: v[pick] for k, v in self.tokens.items()}
+        return replace(self, lengths=lengths, tokens=tokens, seqs={k: v[index] for k, v in self.seqs.items()})
+
+    def split(self, rows: Sequence[np.ndarray]) -> list[Batch]:
+        """``[self.take(r) for r in rows]``, in one pass; the parts are views of one copy."""
+        whole = self.take(np.concatenate(rows))
+        ends = np.cumsum([len(r) for r in rows])
+        offsets = whole.starts[np.concatenate([[0], ends])].tolist()
+        parts = []
+        for end, size, a, b in zip(ends.tolist(), map(len, rows), offsets, offsets[1:], strict=False):
+            start = end - size
+            tokens = {k: v[a:b] for k, v in whole.tokens.items()}
+            seqs = {k: v[start:end] for k, v in whole.seqs.items()}
+            parts.append(Batch(whole.lengths[start:end], tokens, seqs, self.meta))
+        return parts
+
+    def join(self, rows: Sequence[np.ndarray], parts: Sequence[np.ndarray]) -> np.ndarray:
+        """[T]: a token column in the order of this batch, from that of each part of :meth:`split`."""
+        index = np.concatenate(rows)
+        lengths, starts = self.lengths[index], self.starts[index]
+        if not _are_long(lengths):
+            flat = np.concatenate(parts)
+            column = np.empty_like(flat)
+            column[_positions(starts, lengths)] = flat
+            return column
+        column = np.empty(self.num_tokens, parts[0].dtype)
+        spans = iter(_spans(starts, lengths))
+        for part_rows, part in zip(rows, parts, strict=True):
+            start = 0
+            for span in (next(spans) for _ in part_rows):
+                end = start + span.stop - span.start
+                column[span] = part[start:end]
+                start = end
+        return column
 
     def partition(self, num_shards: int) -> list[np.ndarray]:
         """Split rows into ``num_shards`` sorted index sets of near-equal token count; some may be empty.
@@ -159,3 +190,18 @@ class Batch:
             tokens = {k.removeprefix("tokens/"): file[k] for k in file if k.startswith("tokens/")}
             seqs = {k.removeprefix("seqs/"): file[k] for k in file if k.startswith("seqs/")}
             return Batch(file["lengths"], tokens, seqs)
+
+
+def _are_long(lengths: np.ndarray) -> bool:
+    """Whether copying sequence by sequence is faster than token by token."""
+    return len(lengths) > 0 and int(lengths.sum()) >= 64 * len(lengths)
+
+
+def _spans(starts: np.ndarray, lengths: np.ndarray) -> list[slice]:
+    return list(map(slice, starts.tolist(), (starts + lengths).tolist()))
+
+
+def _positions(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Of every token, sequence by sequence."""
+    within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    return np.repeat(starts, lengths) + within

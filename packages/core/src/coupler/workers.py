@@ -224,12 +224,8 @@ class WorkerGroup:
         """[T] float32 columns in the order of ``batch``, one per wanted output."""
         needed = batch.select(*(n for n in ("tokens", "loss_mask", "temperature") if batch.has(n)))
         rows = needed.partition(self.layout.num_shards)
-        answers = await self.scatter("forward", [needed.take(r) for r in rows], want)
-        parts = [
-            needed.take(r).select("tokens").with_tokens(**columns) for r, columns in zip(rows, answers, strict=True)
-        ]
-        whole = Batch.concat(parts).take(np.argsort(np.concatenate(rows)))
-        return {output.name: whole[output.name] for output in want}
+        answers = await self.scatter("forward", needed.split(rows), want)
+        return {o.name: needed.join(rows, [answer[o.name] for answer in answers]) for o in want}
 
     async def train(self, batch: Batch, num_steps: int, version: int | None) -> Trained:
         """Take ``num_steps`` optimizer steps, each over an equal part of the rows.
@@ -241,8 +237,8 @@ class WorkerGroup:
         for i, rows in enumerate(np.array_split(np.arange(len(batch)), num_steps)):
             mini = prepare(batch.take(rows), self.algorithm)
             info = step_info(mini, self.steps_done + i)
-            for shard, part in zip(shards, mini.partition(len(shards)), strict=True):
-                shard.append(MiniBatch(mini.take(part), info, version if i == 0 else None))
+            for shard, part in zip(shards, mini.split(mini.partition(len(shards))), strict=True):
+                shard.append(MiniBatch(part, info, version if i == 0 else None))
         answers: list[Trained] = await self.scatter("train", shards)
         self.steps_done += num_steps
         metrics = merge(answer.metrics for answer in answers)
