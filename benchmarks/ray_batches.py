@@ -54,8 +54,7 @@ def make_batch(sequences: int, tokens: int) -> Batch:
 
 async def ours(executor: Any, handles: list[Any], batch: Batch) -> None:
     rows = batch.partition(NUM_WORKERS)
-    sent = [executor.put(part) for part in batch.split(rows)]
-    answers = await executor.each(handles, "columns", [(shard,) for shard in sent])
+    answers = await executor.each(handles, "columns", ((executor.put(part),) for part in batch.split(rows)))
     whole = {name: batch.join(rows, [answer[name] for answer in answers]) for name in batch.tokens}
     assert whole["column7"][-1] == batch["column7"][-1]
 

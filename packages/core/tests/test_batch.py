@@ -169,7 +169,7 @@ def test_split_is_take_and_join_undoes_it(longest: int) -> None:
     column = random.random(int(lengths.sum()), np.float32)
     batch = Batch(lengths, {"x": column, "ids": np.arange(len(column))}, {"r": np.arange(17)})
     rows = [np.array([3, 1, 16]), np.array([], np.int64), np.setdiff1d(np.arange(17), [3, 1, 16])]
-    parts = batch.split(rows)
+    parts = list(batch.split(rows))
     for part, index in zip(parts, rows, strict=True):
         taken = batch.take(index)
         assert (part.lengths == taken.lengths).all() and (part["r"] == index).all()

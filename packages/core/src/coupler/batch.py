@@ -6,7 +6,7 @@ processes with different torch versions and the controller never imports torch. 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,7 @@ class Batch:
         return all(name in self.tokens or name in self.seqs for name in names)
 
     def with_tokens(self, **columns: np.ndarray) -> Batch:
-        return replace(self, tokens={**self.tokens, **columns})
+        return Batch(self.lengths, {**self.tokens, **columns}, self.seqs, self.meta)
 
     def with_seqs(self, **columns: np.ndarray) -> Batch:
         return replace(self, seqs={**self.seqs, **columns})
@@ -115,18 +115,19 @@ class Batch:
             tokens = {k: v[pick] for k, v in self.tokens.items()}
         return replace(self, lengths=lengths, tokens=tokens, seqs={k: v[index] for k, v in self.seqs.items()})
 
-    def split(self, rows: Sequence[np.ndarray]) -> list[Batch]:
-        """``[self.take(r) for r in rows]``, in one pass; the parts are views of one copy."""
+    def split(self, rows: Sequence[np.ndarray]) -> Iterator[Batch]:
+        """Yield ``self.take(r)`` for each ``r`` in ``rows``; short sequences are copied in one pass over all parts."""
+        if _are_long(self.lengths):
+            yield from map(self.take, rows)
+            return
         whole = self.take(np.concatenate(rows))
         ends = np.cumsum([len(r) for r in rows])
         offsets = whole.starts[np.concatenate([[0], ends])].tolist()
-        parts = []
         for end, size, a, b in zip(ends.tolist(), map(len, rows), offsets, offsets[1:], strict=False):
             start = end - size
             tokens = {k: v[a:b] for k, v in whole.tokens.items()}
             seqs = {k: v[start:end] for k, v in whole.seqs.items()}
-            parts.append(Batch(whole.lengths[start:end], tokens, seqs, self.meta))
-        return parts
+            yield Batch(whole.lengths[start:end], tokens, seqs, self.meta)
 
     def join(self, rows: Sequence[np.ndarray], parts: Sequence[np.ndarray]) -> np.ndarray:
         """[T]: a token column in the order of this batch, from that of each part of :meth:`split`."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -212,10 +213,20 @@ class WorkerGroup:
         """Same arguments to every rank; one result per rank."""
         return await self.executor.each(self.ranks, method, [args] * len(self.ranks))
 
-    async def scatter(self, method: str, shards: list[Any], *args: Any) -> list[Any]:
-        """``shards[i]`` to every rank that reads shard ``i``; one result per shard, in order."""
-        sent = [self.executor.put(shard) for shard in shards]
-        answers = await self.executor.each(self.ranks, method, [(sent[i], *args) for i in self.layout.shard_of])
+    async def scatter(self, method: str, shards: Iterable[Any], *args: Any) -> list[Any]:
+        """Shard ``i`` to every rank that reads it; one result per shard, in order.
+
+        A rank is called as soon as its shard is made, while the next one is.
+        """
+        sent: list[Any] = []
+        made = map(self.executor.put, shards)
+
+        def shard(index: int) -> Any:
+            sent.extend(islice(made, max(index + 1 - len(sent), 0)))
+            return sent[index]
+
+        arguments = ((shard(i), *args) for i in self.layout.shard_of)
+        answers = await self.executor.each(self.ranks, method, arguments)
         done = zip(self.layout.shard_of, answers, self.layout.answers, strict=True)
         answered = {shard: result for shard, result, answers in done if answers}
         return [answered[i] for i in range(self.layout.num_shards)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -40,7 +40,7 @@ class Executor(Protocol):
         """Return what stands for ``value`` as an argument of several calls: it travels once."""
         ...
 
-    async def each(self, handles: Sequence[Handle], method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    async def each(self, handles: Sequence[Handle], method: str, arguments: Iterable[tuple[Any, ...]]) -> list[Any]:
         """Call a method of several workers of one role, each with its own arguments; one result per worker."""
         ...
 

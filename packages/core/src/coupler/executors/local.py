@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -41,7 +41,7 @@ class Local:
     def put(self, value: Any) -> Any:
         return value
 
-    async def each(self, handles: Sequence[Handle], method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    async def each(self, handles: Sequence[Handle], method: str, arguments: Iterable[tuple[Any, ...]]) -> list[Any]:
         with self.waits.named(handles[0].role, method, [handle.index for handle in handles]):
             calls = [(handle, getattr(handle.of, method)) for handle in handles]
             if self.inline and not asyncio.iscoroutinefunction(calls[0][1]):

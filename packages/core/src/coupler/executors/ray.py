@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -107,7 +107,7 @@ class OnRay:
     def put(self, value: Any) -> Any:
         return ray.put(value)
 
-    async def each(self, handles: Sequence[Handle], method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    async def each(self, handles: Sequence[Handle], method: str, arguments: Iterable[tuple[Any, ...]]) -> list[Any]:
         refs = [handle.of.call.remote(method, *args) for handle, args in zip(handles, arguments, strict=True)]
         return await self._gather(handles, method, refs)
 
