@@ -55,7 +55,7 @@ def kit(folder: Path, *arguments: str) -> tuple[int, dict[str, set[str]], str]:
 
 def test_the_toy_backends_conform(tmp_path: Path) -> None:
     chosen = [f"--coupler={kind}=toy" for kind in ("engine", "rollout", "algorithm")]
-    code, failed, printed = kit(tmp_path, *chosen, "--coupler=transport=disk")
+    code, failed, printed = kit(tmp_path, *chosen, "--coupler=transport=disk", "--coupler=transport=tcp")
     assert (code, failed) == (0, {}), printed
 
 

@@ -161,4 +161,7 @@ def _unpacked(header: dict[str, Any], data: np.ndarray) -> Any:
         return data.view(np.dtype(header["dtype"])).reshape(header["shape"])
     import torch
 
-    return torch.from_numpy(data).view(getattr(torch, header["dtype"])).reshape(header["shape"])
+    dtype = getattr(torch, header["dtype"])
+    if not len(data):  # torch views no empty tensor as a wider type
+        return torch.empty(header["shape"], dtype=dtype)
+    return torch.from_numpy(data).view(dtype).reshape(header["shape"])
