@@ -16,10 +16,10 @@ from coupler.cli import main
 Refused = Callable[..., list[str]]
 PLUGIN = """
 from dataclasses import dataclass
-from coupler import Backend, hookimpl
+from coupler import Backend, EngineConfig, hookimpl
 
 @dataclass
-class Config:
+class Config(EngineConfig):
     name: str = "acme"
 
 @hookimpl

@@ -22,7 +22,7 @@ def test_the_guide_shows_the_code(file: str) -> None:
 def test_the_minimal_plugin_conforms(tmp_path: Path) -> None:
     environment = {
         **os.environ,
-        "PYTHONPATH": str(PLUGIN / "src"),
+        "PYTHONPATH": f"{PLUGIN / 'src'}:{os.environ.get('PYTHONPATH', '')}",
         "COUPLER_PLUGINS": "coupler_rollout_minimal.plugin",
         "OMP_NUM_THREADS": "1",
     }

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 from dataclasses import field
+import coupler
 from coupler.plugins import Backend, hookimpl
 
 class Shape(StrEnum):
@@ -29,7 +30,7 @@ class Inner:
             raise ValueError("width must be at least 1")
 
 @dataclass
-class Config:
+class Config({base}):
     name: str = "{name}"
     lr: float = 1e-3  # learning rate
     shape: Shape = Shape.ROUND
@@ -43,8 +44,11 @@ def coupler_backends():
 """
 
 
+BASE = {"engine": "coupler.EngineConfig", "rollout": "coupler.RolloutConfig"}
+
+
 def plugin(kind: str, name: str, api: int = 1) -> str:
-    return PLUGIN.format(kind=kind, name=name, api=api)
+    return PLUGIN.format(kind=kind, name=name, api=api, base=BASE.get(kind, "object"))
 
 
 def install(folder: Path, dist: str, source: str, version: str = "0.1.0", entry: str = "") -> str:
@@ -61,6 +65,6 @@ def install(folder: Path, dist: str, source: str, version: str = "0.1.0", entry:
 def run(*arguments: str, folders: tuple[Path, ...] = (), **variables: str) -> subprocess.CompletedProcess[str]:
     """Run ``coupler`` in a fresh interpreter that has these folders on its path."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("COUPLER_")}
-    environment |= {"PYTHONPATH": os.pathsep.join(map(str, folders)), **variables}
+    environment |= {"PYTHONPATH": os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")]), **variables}
     command = [sys.executable, "-m", "coupler.cli", *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)

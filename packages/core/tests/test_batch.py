@@ -172,3 +172,18 @@ def test_masks_are_derived_from_origins() -> None:
 def test_streams_are_named() -> None:
     assert derive(0, "a", 1) == derive(0, "a", 1) != derive(0, "a", 2)
     assert stream(0, "x").random() != stream(0, "y").random()
+
+
+@pytest.mark.parametrize("longest", [5, 300])
+def test_split_is_take_and_join_undoes_it(longest: int) -> None:
+    random = np.random.default_rng(0)
+    lengths = random.integers(longest // 2, longest, 17)
+    column = random.random(int(lengths.sum()), np.float32)
+    batch = Batch(lengths, {"x": column, "ids": np.arange(len(column))}, {"r": np.arange(17)})
+    rows = [np.array([3, 1, 16]), np.array([], np.int64), np.setdiff1d(np.arange(17), [3, 1, 16])]
+    parts = list(batch.split(rows))
+    for part, index in zip(parts, rows, strict=True):
+        taken = batch.take(index)
+        assert (part.lengths == taken.lengths).all() and (part["r"] == index).all()
+        assert (part["x"] == taken["x"]).all() and (part["ids"] == taken["ids"]).all()
+    assert (batch.join(rows, [part["x"] for part in parts]) == column).all()

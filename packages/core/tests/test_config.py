@@ -110,7 +110,7 @@ def test_saved_form_composes_to_the_same(plugins: Plugins, tmp_path: Path, overr
 BAD = [
     ("engine.lrr=1", "unknown option engine.lrr.", "did you mean:  engine.lr"),
     ("+engine.lrr=1", "unknown option engine.lrr.", "engine.extra_args.lrr"),
-    ("++engine.lrr=1", "unknown option engine.lrr.", "options of engine:  name, lr, shape"),
+    ("++engine.lrr=1", "unknown option engine.lrr.", "options of engine:  name, ranks, python, lr, shape"),
     ("engine.inner.widht=1", "unknown option engine.inner.widht.", "engine.inner.width"),
     ("lr=1", "unknown option lr.", "did you mean:  engine.lr"),
     ("sampling.max_token=1", "unknown option sampling.max_token.", "sampling.max_tokens"),

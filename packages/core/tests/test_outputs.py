@@ -13,6 +13,7 @@ import pytest
 from coupler import checkpoint
 from coupler.builtin import InprocConfig
 from coupler.errors import WaitTimeout, WeightSyncError
+from coupler.executors import Local
 from coupler.export import export
 from coupler.interfaces import EVERYTHING, Endpoint, Model, Part, Rank, SendReceipt, SyncReceipt, WeightUpdate
 from coupler.sharding import verify
@@ -21,14 +22,15 @@ from coupler.testing.toy_config import ToyAlgorithmConfig, ToyEngineConfig
 from coupler.tracking.jsonl import JsonlTracker
 from coupler.transports.disk import DiskTransport
 from coupler.transports.inproc import InprocTransport
-from coupler.workers import Local, WorkerGroup, WorkerSpec, reverse_elements
+from coupler.waiting import Waits
+from coupler.workers import WorkerGroup, WorkerSpec, reverse_elements
 
 
 def policy(tmp_path: Path) -> WorkerGroup:
     model = Model(str(write_toy(tmp_path / "model")))
     algorithm = ("coupler.testing.toy:ToyAlgorithm", ToyAlgorithmConfig())
     spec = WorkerSpec("policy", "coupler.testing.toy:ToyEngine", ToyEngineConfig(), model, algorithm)
-    group = WorkerGroup(Local(inline=True), spec, [Rank()])
+    group = WorkerGroup(Local(inline=True, waits=Waits(60.0, 60.0)), spec, [Rank()])
     asyncio.run(group.setup())
     return group
 

@@ -116,7 +116,7 @@ def test_remote_workers_are_not_reached_through_the_process() -> None:
         transports=plugins.of("transport"),
         config=compose(plugins, NEEDED).config,
     )
-    assert found == ("full", "disk")
+    assert found == ("full", "tcp")
 
 
 def test_planning_reads_no_option() -> None:
@@ -124,3 +124,30 @@ def test_planning_reads_no_option() -> None:
     config, reads = track(compose(plugins, NEEDED).config)
     make_plan(config, 10, plugins)
     assert not reads.keys
+
+
+def test_processes_and_bundles() -> None:
+    plugins = Plugins.load()
+    base = compose(plugins, [*NEEDED, "executor=ray", "rollout.replicas=3", "ray.placement=disjoint"]).config
+    text = make_plan(base, None, plugins, frozenset({"ref_logprobs"})).render()
+    assert "ray: 5 processes, disjoint: policy and reference on 1 bundle; rollout on 3 bundles" in text
+    assert "rollout (toy) x 3" in text
+    assert "toy -> tcp (full) -> toy" in text
+    assert "local: one process" in planned().render()
+
+
+def test_an_engine_of_one_rank_is_not_given_two() -> None:
+    with pytest.raises(ConfigError, match=r"engine=toy runs on one rank\.\n  try:  engine\.ranks=1"):
+        planned("executor=ray", "engine.ranks=2")
+
+
+@pytest.mark.parametrize("option", ["engine.ranks=2", "rollout.replicas=2", "rollout.python=/x", "engine.python=/x"])
+def test_one_process_has_one_worker_per_role(option: str) -> None:
+    with pytest.raises(ConfigError, match=f"{option} needs .*set executor=ray"):
+        planned(option)
+
+
+def test_inproc_does_not_reach_other_processes() -> None:
+    assert planned("executor=ray", "sync.transport=disk").weights == "toy -> disk (full) -> toy"
+    with pytest.raises(PluginError, match="it needs place:host"):
+        planned("executor=ray", "sync.transport=inproc")

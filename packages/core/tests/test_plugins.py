@@ -186,3 +186,10 @@ def test_only_selected_plugins_validate(folder: Path) -> None:
     assert compose(plugins, [*NEEDED, "engine=toy"]).config.engine.name == "toy"
     with pytest.raises(Exception, match="2 problems:\n  - acme never agrees\n  - and says so twice"):
         compose(plugins, [*NEEDED, "engine=acme"])
+
+
+def test_a_config_that_extends_nothing_is_refused_with_one_sentence(tmp_path: Path) -> None:
+    source = plugin("engine", "acme").replace("coupler.EngineConfig", "object")
+    install(tmp_path, "coupler-engine-acme", source)
+    detail = states(tmp_path)["", "acme"]["detail"]
+    assert detail == "PluginError: engine=acme: its config class Config does not extend coupler.EngineConfig"

@@ -29,7 +29,11 @@ def kit(folder: Path, *arguments: str) -> tuple[int, dict[str, set[str]], str]:
     """Run the kit; return its exit code, the tests that failed per id of a backend, and what it printed."""
     report = folder / "report.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", f"--junitxml={report}"]
-    environment = {**os.environ, "COUPLER_PLUGINS": "broken_backends", "PYTHONPATH": str(HERE)}
+    environment = {
+        **os.environ,
+        "COUPLER_PLUGINS": "broken_backends",
+        "PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}",
+    }
     done = subprocess.run(
         [*command, "--pyargs", "coupler.testing.conformance", *arguments],
         cwd=folder,
@@ -51,7 +55,7 @@ def kit(folder: Path, *arguments: str) -> tuple[int, dict[str, set[str]], str]:
 
 def test_the_toy_backends_conform(tmp_path: Path) -> None:
     chosen = [f"--coupler={kind}=toy" for kind in ("engine", "rollout", "algorithm")]
-    code, failed, printed = kit(tmp_path, *chosen, "--coupler=transport=disk")
+    code, failed, printed = kit(tmp_path, *chosen, "--coupler=transport=disk", "--coupler=transport=tcp")
     assert (code, failed) == (0, {}), printed
 
 

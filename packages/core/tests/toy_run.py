@@ -10,6 +10,7 @@ from typing import Any
 from coupler.buffer import Buffer
 from coupler.config.schema import RunConfig
 from coupler.data import Prompt, PromptStream, Row
+from coupler.executors import Local
 from coupler.interfaces import Algorithm, Model, Rank
 from coupler.metrics import Metrics
 from coupler.record import Recorder
@@ -21,7 +22,8 @@ from coupler.sharding import StreamShardingManager
 from coupler.testing.models import write_toy
 from coupler.testing.toy_config import ToyAlgorithmConfig, ToyEngineConfig, ToyRolloutConfig
 from coupler.trainer import Trainer
-from coupler.workers import Local, WorkerGroup, WorkerSpec
+from coupler.waiting import Waits
+from coupler.workers import WorkerGroup, WorkerSpec
 
 REWARD = "def score(completion):\n    return sum(int(t) >= 160 for t in completion.split()) / len(completion.split())\n"
 
@@ -48,7 +50,7 @@ class ToyRun:
     ) -> None:
         self.config, self.folder = config, folder
         self.model = Model(str(write_toy(folder / "model")))
-        self.executor = Local(inline=config.max_staleness == 0)
+        self.executor = Local(inline=config.max_staleness == 0, waits=Waits(60.0, 60.0))
         spec = WorkerSpec(
             "policy",
             "coupler.testing.toy:ToyEngine",

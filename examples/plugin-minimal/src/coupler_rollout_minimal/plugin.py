@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from coupler import Backend, hookimpl
+from coupler import Backend, RolloutConfig, hookimpl
 
 
 @dataclass
-class MinimalConfig:
+class MinimalConfig(RolloutConfig):
     name: str = "minimal"
 
 

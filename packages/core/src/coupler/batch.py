@@ -6,7 +6,7 @@ processes with different torch versions and the controller never imports torch. 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,7 @@ class Batch:
         return all(name in self.tokens or name in self.seqs for name in names)
 
     def with_tokens(self, **columns: np.ndarray) -> Batch:
-        return replace(self, tokens={**self.tokens, **columns})
+        return Batch(self.lengths, {**self.tokens, **columns}, self.seqs, self.meta)
 
     def with_seqs(self, **columns: np.ndarray) -> Batch:
         return replace(self, seqs={**self.seqs, **columns})
@@ -108,15 +108,47 @@ class Batch:
     def take(self, index: Sequence[int] | np.ndarray) -> Batch:
         """Rows ``index`` in that order; an index may repeat."""
         index = np.asarray(index, dtype=np.int64)
-        lengths = self.lengths[index]
-        within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        pick = np.repeat(self.starts[index], lengths) + within
-        return replace(
-            self,
-            lengths=lengths,
-            tokens={k: v[pick] for k, v in self.tokens.items()},
-            seqs={k: v[index] for k, v in self.seqs.items()},
-        )
+        lengths, starts = self.lengths[index], self.starts[index]
+        if _are_long(lengths):
+            spans = _spans(starts, lengths)
+            tokens = {k: np.concatenate([v[span] for span in spans]) for k, v in self.tokens.items()}
+        else:
+            pick = _positions(starts, lengths)
+            tokens = {k: v[pick] for k, v in self.tokens.items()}
+        return replace(self, lengths=lengths, tokens=tokens, seqs={k: v[index] for k, v in self.seqs.items()})
+
+    def split(self, rows: Sequence[np.ndarray]) -> Iterator[Batch]:
+        """Yield ``self.take(r)`` for each ``r`` in ``rows``; short sequences are copied in one pass over all parts."""
+        if _are_long(self.lengths):
+            yield from map(self.take, rows)
+            return
+        whole = self.take(np.concatenate(rows))
+        ends = np.cumsum([len(r) for r in rows])
+        offsets = whole.starts[np.concatenate([[0], ends])].tolist()
+        for end, size, a, b in zip(ends.tolist(), map(len, rows), offsets, offsets[1:], strict=False):
+            start = end - size
+            tokens = {k: v[a:b] for k, v in whole.tokens.items()}
+            seqs = {k: v[start:end] for k, v in whole.seqs.items()}
+            yield Batch(whole.lengths[start:end], tokens, seqs, self.meta)
+
+    def join(self, rows: Sequence[np.ndarray], parts: Sequence[np.ndarray]) -> np.ndarray:
+        """[T]: a token column in the order of this batch, from that of each part of :meth:`split`."""
+        index = np.concatenate(rows)
+        lengths, starts = self.lengths[index], self.starts[index]
+        if not _are_long(lengths):
+            flat = np.concatenate(parts)
+            column = np.empty_like(flat)
+            column[_positions(starts, lengths)] = flat
+            return column
+        column = np.empty(self.num_tokens, parts[0].dtype)
+        spans = iter(_spans(starts, lengths))
+        for part_rows, part in zip(rows, parts, strict=True):
+            start = 0
+            for span in (next(spans) for _ in part_rows):
+                end = start + span.stop - span.start
+                column[span] = part[start:end]
+                start = end
+        return column
 
     def partition(self, num_shards: int) -> list[np.ndarray]:
         """Split rows into ``num_shards`` sorted index sets of near-equal token count; some may be empty.
@@ -169,3 +201,18 @@ class Batch:
             tokens = {k.removeprefix("tokens/"): file[k] for k in file if k.startswith("tokens/")}
             seqs = {k.removeprefix("seqs/"): file[k] for k in file if k.startswith("seqs/")}
             return Batch(file["lengths"], tokens, seqs)
+
+
+def _are_long(lengths: np.ndarray) -> bool:
+    """Whether copying sequence by sequence is faster than token by token."""
+    return len(lengths) > 0 and int(lengths.sum()) >= 64 * len(lengths)
+
+
+def _spans(starts: np.ndarray, lengths: np.ndarray) -> list[slice]:
+    return list(map(slice, starts.tolist(), (starts + lengths).tolist()))
+
+
+def _positions(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Of every token, sequence by sequence."""
+    within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    return np.repeat(starts, lengths) + within

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from coupler.config.schema import RunConfig
+from coupler.config.schema import ExecutorName, RunConfig
 from coupler.errors import PluginError
 from coupler.plugins.backend import Backend, Kind
 from coupler.plugins.hooks import hookimpl
@@ -20,6 +20,11 @@ class InprocConfig:
 @dataclass
 class DiskConfig:
     name: str = "disk"
+
+
+@dataclass
+class TcpConfig:
+    name: str = "tcp"
 
 
 @dataclass
@@ -53,6 +58,13 @@ def coupler_backends() -> Iterable[Backend]:
     )
     yield Backend(
         kind=Kind.TRANSPORT,
+        name="tcp",
+        target="coupler.transports.tcp:TcpTransport",
+        config=TcpConfig,
+        capabilities=frozenset({"weights:full", "place:host", "place:cluster"}),
+    )
+    yield Backend(
+        kind=Kind.TRANSPORT,
         name="disk",
         target="coupler.transports.disk:DiskTransport",
         config=DiskConfig,
@@ -81,6 +93,8 @@ def coupler_weight_path(
     """Choose a format that all three share and a transport that reaches the rollout; whole tensors come last."""
     offered, taken = engine.capabilities_of(config.engine), rollout.capabilities_of(config.rollout)
     reach = "place:host" if "workers:remote" in taken else "place:process"
+    if config.executor is ExecutorName.RAY:  # which nodes they get is not known yet; who names a transport knows it
+        reach = "place:host" if config.sync.transport else "place:cluster"
     carried = {
         name: transport.capabilities_of(transport.config())
         for name, transport in transports.items()

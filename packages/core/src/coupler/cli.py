@@ -159,6 +159,7 @@ def _composed_of_run(arguments: argparse.Namespace) -> tuple[Composed, Plugins]:
     if not path.is_file():
         raise CouplerError(f"{arguments.run} is no run folder: it has no config.yaml.")
     arguments.config = str(path)
+    arguments.overrides = ["executor=local", "engine.ranks=1", *arguments.overrides]
     return _composed(arguments, "train", complete=False)
 
 

@@ -25,5 +25,17 @@ class WeightSyncError(CouplerError):
     """A rollout does not hold the weights that the engine published; nothing sampled from it was used."""
 
 
+class PlacementError(CouplerError):
+    """The cluster does not have what the plan needs."""
+
+
+class WorkerFailed(CouplerError, RuntimeError):
+    """A worker's own exception, from its process; the message holds its traceback and where it happened."""
+
+
+class WorkerDied(WorkerFailed):
+    """The process of a worker ended; the message holds how, and its last log lines."""
+
+
 class WaitTimeout(CouplerError):
     """A named wait passed its deadline."""

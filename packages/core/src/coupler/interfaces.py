@@ -113,6 +113,24 @@ class Pending(Protocol):
         ...
 
 
+@dataclass
+class EngineConfig:
+    """What every engine can be told; the config class of an engine extends it and gives ``name`` its default."""
+
+    name: str = ""
+    ranks: int = 1  # processes that share one copy of the model or more; above 1 under executor=ray
+    python: str = ""  # interpreter of these ranks, under executor=ray; empty: the one that runs the job
+
+
+@dataclass
+class RolloutConfig:
+    """What every rollout can be told; the config class of a rollout extends it and gives ``name`` its default."""
+
+    name: str = ""
+    replicas: int = 1  # independent copies that share the requests; above 1 under executor=ray
+    python: str = ""  # interpreter of these replicas, under executor=ray; empty: the one that runs the job
+
+
 class Engine(ABC):
     """One rank of a training backend: a plain class that cannot tell Ray from a thread.
 

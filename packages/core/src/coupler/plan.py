@@ -10,8 +10,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from coupler.config.reads import original
-from coupler.config.schema import Job, RunConfig
+from coupler.config.schema import ExecutorName, Job, Placement, RunConfig
 from coupler.errors import ConfigError
+from coupler.placement import ROLLOUT, Role, make_shares
 from coupler.plugins.manager import Plugins
 
 NEEDS = "needs:"  # capability of an algorithm: a column that core adds, for example needs:ref_logprobs
@@ -32,8 +33,11 @@ class Plan:
     warmup_steps: int  # optimizer steps
     max_staleness: int
     num_rows: int | None  # None: not known without loading the data
-    num_shards: int  # data shards of the engine; one for the local executor
-    roles: tuple[str, ...]  # "policy (engine fsdp)", ...
+    num_shards: int  # data shards of the engine, as if every rank read its own; tensor parallelism makes it fewer
+    executor: ExecutorName
+    placement: Placement | None  # None: everything in one process
+    workers: tuple[Role, ...]
+    roles: tuple[str, ...]  # "policy (engine fsdp)", "rollout (hf) x 2", ...
     weights: str  # how they get from engine to rollout; empty in supervised training
     trackers: tuple[str, ...]
     run_dir: str
@@ -87,9 +91,19 @@ class Plan:
             behind = f"rollouts run at most {_count(self.max_staleness, 'version')} behind"
             lines.append(("staleness", behind if self.max_staleness else "0: sampling and training take turns"))
         lines.append(("layout", f"{_count(self.num_shards, 'data shard')}; {', '.join(self.roles)}"))
+        lines.append(("executor", self._executor()))
         if self.weights:
             lines.append(("weights", self.weights))
         return [*lines, ("trackers", ", ".join(self.trackers) or "none"), ("folder", self.run_dir)]
+
+    def _executor(self) -> str:
+        if self.placement is None:
+            return f"{self.executor}: one process"
+        shares = make_shares(self.workers, self.placement)
+        each = "; ".join(
+            f"{' and '.join(r.name for r in s.roles)} on {_count(s.num_bundles, 'bundle')}" for s in shares
+        )
+        return f"{self.executor}: {_count(sum(r.count for r in self.workers), 'process')}, {self.placement}: {each}"
 
     def _step(self) -> str:
         if self.job is Job.SFT:
@@ -133,6 +147,10 @@ def make_plan(
     """
     config = original(config)
     trains = job is Job.TRAIN
+    if needs is None:
+        declared = plugins.get("algorithm", config.algorithm.name).capabilities_of(config.algorithm)
+        needs = frozenset(c.removeprefix(NEEDS) for c in declared if c.startswith(NEEDS))
+    workers = make_workers(config, needs, rollouts=trains)
     plan = Plan(
         job=job,
         steps=config.steps,
@@ -145,8 +163,11 @@ def make_plan(
         warmup_steps=_engine_option(config.engine, "warmup_steps"),
         max_staleness=config.max_staleness,
         num_rows=num_rows,
-        num_shards=1,
-        roles=tuple(_roles(config, plugins, needs, trains)),
+        num_shards=config.engine.ranks,
+        executor=config.executor,
+        placement=config.ray.placement if config.executor is ExecutorName.RAY else None,
+        workers=workers,
+        roles=tuple(_described(role, config) for role in workers),
         weights=_weights(config, plugins) if trains else "",
         trackers=tuple(config.trackers),
         run_dir=config.run_dir,
@@ -155,13 +176,16 @@ def make_plan(
     return plan
 
 
-def _roles(config: RunConfig, plugins: Plugins, needs: frozenset[str] | None, trains: bool) -> list[str]:
-    if needs is None:
-        declared = plugins.get("algorithm", config.algorithm.name).capabilities_of(config.algorithm)
-        needs = frozenset(c.removeprefix(NEEDS) for c in declared if c.startswith(NEEDS))
-    roles = [f"policy (engine {config.engine.name})"]
-    roles += [f"reference (engine {config.engine.name})"] if "ref_logprobs" in needs else []
-    return [*roles, f"rollout ({config.rollout.name})"] if trains else roles
+def make_workers(config: RunConfig, needs: frozenset[str], *, rollouts: bool) -> tuple[Role, ...]:
+    """Every role of a run, with its number of workers."""
+    roles = [Role("policy", config.engine.ranks)]
+    roles += [Role("reference", config.engine.ranks)] if "ref_logprobs" in needs else []
+    return (*roles, Role(ROLLOUT, config.rollout.replicas)) if rollouts else tuple(roles)
+
+
+def _described(role: Role, config: RunConfig) -> str:
+    backend = config.rollout.name if role.name == ROLLOUT else f"engine {config.engine.name}"
+    return f"{role.name} ({backend})" + (f" x {role.count}" if role.count > 1 else "")
 
 
 def _weights(config: RunConfig, plugins: Plugins) -> str:
@@ -188,6 +212,8 @@ def _check(plan: Plan, config: RunConfig, plugins: Plugins) -> None:
             f"engine.max_tokens_per_gpu={room} is less than one sequence can have: data.max_prompt_tokens + "
             f"sampling.max_tokens = {longest}.\n  try:  engine.max_tokens_per_gpu={longest}"
         )
+    if plan.num_shards > 1 and "world:1" in plugins.get("engine", config.engine.name).capabilities_of(config.engine):
+        raise ConfigError(f"engine={config.engine.name} runs on one rank.\n  try:  engine.ranks=1, or another engine")
     if config.offload and plan.job is Job.TRAIN:
         for kind, wanted in (("engine", "memory:offload"), ("rollout", "memory:sleep")):
             section: Any = getattr(config, kind)
@@ -220,4 +246,4 @@ def _ceil(value: int, by: int) -> int:
 
 
 def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('s') else 's'}"

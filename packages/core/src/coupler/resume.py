@@ -15,8 +15,9 @@ from coupler.config.schema import RunConfig
 from coupler.errors import ConfigError
 
 AUTO, DISABLE = "auto", "disable"
-FREE = (  # what may change when a run goes on: how long it is, what is written, how fast it is, where it gives up
+FREE = (  # what may change when a run goes on: how long it is, what is written, where it runs, when it gives up
     "run_dir", "steps", "trackers", "strict", "checkpoint", "record", "eval", "max_skipped_steps",
+    "executor", "ray", "waits", "engine.ranks", "engine.python", "rollout.replicas", "rollout.python",
     "max_rejected_factor", "reward.num_workers", "reward.timeout_s", "reward.max_invalid_fraction", "sync.deadline_s",
 )  # fmt: skip
 

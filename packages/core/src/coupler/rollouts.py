@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
-import asyncio
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from coupler.config.plain import Section
 from coupler.errors import CouplerError
+from coupler.executors import Executor
 from coupler.imports import resolve
-from coupler.interfaces import Completion, Model, Rank, Request
-from coupler.workers import Executor
+from coupler.interfaces import Completion, Model, Rank, Request, Rollout
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSpec:
+    """What a replica is built from, in any process: names and plain config, never a class."""
+
+    rollout: str  # "package.module:Class"
+    config: Any
+    model: Model
+
+    def __reduce__(self) -> Any:
+        """Cross to another process without the plugin's configuration class."""
+        return _received, (self.rollout, Section.of(self.config), self.model)
+
+
+def _received(rollout: str, section: Section, model: Model) -> RolloutSpec:
+    return RolloutSpec(rollout, section.open(), model)
+
+
+def build(spec: RolloutSpec) -> Rollout:
+    """Make one replica, in the process where it lives."""
+    return resolve(spec.rollout)(spec.config, spec.model)
 
 
 class RolloutGroup:
@@ -17,19 +39,24 @@ class RolloutGroup:
 
     def __init__(self, executor: Executor, target: str, config: Any, model: Model, ranks: list[Rank]) -> None:
         self.executor, self.ranks = executor, ranks
-        self.replicas = [executor.spawn("rollout", lambda: resolve(target)(config, model)) for _ in ranks]
+        spec = RolloutSpec(target, config, model)
+        self.replicas = [
+            executor.spawn("rollout", rank.index, "coupler.rollouts:build", spec, config.python) for rank in ranks
+        ]
         self.outstanding = [0] * len(ranks)
         self.sessions: dict[str, int] = {}
 
     async def setup(self) -> int:
-        """Start every replica; return the number of model workers over all of them."""
-        calls = [
-            self.executor.call(replica, "setup", rank) for replica, rank in zip(self.replicas, self.ranks, strict=True)
-        ]
-        return sum(await asyncio.gather(*calls))
+        """Start every replica; return the number of model workers over all of them.
+
+        A replica is a world of its own: what it gets is its place, with rank 0 of 1.
+        """
+        self.ranks = await self.executor.locate(self.replicas, self.ranks)
+        alone = [(replace(rank, index=0, world=1, rendezvous=""),) for rank in self.ranks]
+        return sum(await self.executor.each(self.replicas, "setup", alone))
 
     async def all(self, method: str, *args: Any) -> list[Any]:
-        return await asyncio.gather(*(self.executor.call(replica, method, *args) for replica in self.replicas))
+        return await self.executor.each(self.replicas, method, [args] * len(self.replicas))
 
     async def generate(self, request: Request) -> Completion:
         """Sample one completion; what an abort cut off is continued once from where it stopped.

@@ -82,7 +82,7 @@ class Sampler:
         self.in_waves = in_waves
         self.config, self.samples_per_prompt, self.seed = config, samples_per_prompt, seed
         self.prompts, self.scorer, self.algorithm, self.buffer = prompts, scorer, algorithm, buffer
-        self.seen: list[Metrics] = []
+        self.seen: dict[int, Metrics] = {}  # by admission number
         self.unfinished: dict[int, int] = {}  # admission number -> row of prompts
 
     async def run(self) -> None:
@@ -124,7 +124,7 @@ class Sampler:
     async def _offer(self, number: int, scored: list[Scored]) -> None:
         group = pack(scored, number, self.samples_per_prompt, self.config.temperature)
         kept = self.algorithm.keep(group)
-        self.seen.append(_describe(scored, group, kept))
+        self.seen[number] = _describe(scored, group, kept)
         if kept:
             await self.buffer.put(number, group)
         else:
@@ -147,8 +147,8 @@ class Sampler:
 
     def metrics(self) -> Metrics:
         """What was sampled since the last call, rejected groups included."""
-        merged = merge(self.seen)
-        self.seen = []
+        merged = merge(self.seen[number] for number in sorted(self.seen))  # sums do not depend on who was faster
+        self.seen = {}
         return merged
 
 

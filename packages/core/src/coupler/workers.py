@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, replace
+from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from coupler.batch import Batch
+from coupler.config.plain import Section
 from coupler.errors import CouplerError, WaitTimeout
+from coupler.executors import Executor
 from coupler.export import export
 from coupler.imports import resolve
 from coupler.interfaces import (
@@ -47,6 +48,21 @@ class WorkerSpec:
     model: Model
     algorithm: tuple[str, Any] | None  # ("package.module:Class", its config); None for a role that is not trained
 
+    def __reduce__(self) -> Any:
+        """Cross to another process without the plugins' configuration classes."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values["engine_config"] = Section.of(self.engine_config)
+        if self.algorithm is not None:
+            values["algorithm"] = (self.algorithm[0], Section.of(self.algorithm[1]))
+        return _received, (values,)
+
+
+def _received(values: dict[str, Any]) -> WorkerSpec:
+    values["engine_config"] = values["engine_config"].open()
+    if values["algorithm"] is not None:
+        values["algorithm"] = (values["algorithm"][0], values["algorithm"][1].open())
+    return WorkerSpec(**values)
+
 
 def build_algorithm(spec: WorkerSpec) -> Algorithm | None:
     if spec.algorithm is None:
@@ -75,13 +91,14 @@ class Trained:
 class Worker:
     """Hosts one Engine in one process."""
 
-    def __init__(self, spec: WorkerSpec, rank: Rank) -> None:
-        self.rank, self.role = rank, spec.role
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.role = spec.role
         self.engine: Engine = resolve(spec.engine)(spec.engine_config, spec.model)
         self.algorithm = build_algorithm(spec)
 
-    def setup(self) -> Layout:
-        return self.engine.setup(self.rank)
+    def setup(self, rank: Rank) -> Layout:
+        self.rank = rank
+        return self.engine.setup(rank)
 
     def forward(self, batch: Batch, want: tuple[Output, ...]) -> dict[str, np.ndarray]:
         done = self.engine.forward(batch, want)
@@ -185,84 +202,41 @@ def reverse_elements(tensor: Any) -> Any:
     return flat.reshape(tensor.shape)
 
 
-class Executor(Protocol):
-    """Where workers and rollouts live."""
-
-    def spawn(self, role: str, build: Callable[[], Any]) -> Any:
-        """Create an object from ``build`` and return a handle of it."""
-        ...
-
-    async def call(self, handle: Any, method: str, *args: Any) -> Any:
-        """Call a method, plain or async, and return its result."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class Local:
-    """One rank of each role in this process.
-
-    Inline, every call runs on the caller's thread, so that ``breakpoint()`` and Ctrl-C reach it; otherwise each role
-    has a thread of its own (for an async object: an event loop in that thread), and roles overlap.
-    """
-
-    def __init__(self, inline: bool) -> None:
-        self.inline = inline
-        self.threads: dict[int, ThreadPoolExecutor] = {}
-        self.loops: dict[int, asyncio.AbstractEventLoop] = {}
-
-    def spawn(self, role: str, build: Callable[[], Any]) -> Any:
-        handle = build()
-        if not self.inline:
-            self.threads[id(handle)] = ThreadPoolExecutor(1, thread_name_prefix=role)
-        return handle
-
-    async def call(self, handle: Any, method: str, *args: Any) -> Any:
-        bound = getattr(handle, method)
-        if asyncio.iscoroutinefunction(bound):
-            if self.inline:
-                return await bound(*args)
-            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(bound(*args), self._loop(handle)))
-        if self.inline:
-            return bound(*args)
-        return await asyncio.get_running_loop().run_in_executor(self.threads[id(handle)], bound, *args)
-
-    def _loop(self, handle: Any) -> asyncio.AbstractEventLoop:
-        if id(handle) not in self.loops:
-            loop = self.loops[id(handle)] = asyncio.new_event_loop()
-            self.threads[id(handle)].submit(loop.run_forever)
-        return self.loops[id(handle)]
-
-    def close(self) -> None:
-        for loop in self.loops.values():
-            loop.call_soon_threadsafe(loop.stop)
-        for thread in self.threads.values():
-            thread.shutdown(wait=True)
-
-
 class WorkerGroup:
     """The controller's view of one engine."""
 
     def __init__(self, executor: Executor, spec: WorkerSpec, ranks: list[Rank]) -> None:
         self.executor, self.spec = executor, spec
         self.algorithm = build_algorithm(spec)
-        self.ranks = [executor.spawn(spec.role, lambda rank=rank: Worker(spec, rank)) for rank in ranks]
+        python = spec.engine_config.python
+        self.placed = ranks
+        self.ranks = [executor.spawn(spec.role, r.index, "coupler.workers:Worker", spec, python) for r in ranks]
         self.steps_done = 0
 
     async def setup(self) -> None:
-        self.layout: Layout = (await self.all("setup"))[0]
+        self.placed = await self.executor.locate(self.ranks, self.placed)
+        layouts = await self.executor.each(self.ranks, "setup", [(rank,) for rank in self.placed])
+        self.layout: Layout = layouts[0]
 
     async def all(self, method: str, *args: Any) -> list[Any]:
         """Same arguments to every rank; one result per rank."""
-        return await asyncio.gather(*(self.executor.call(rank, method, *args) for rank in self.ranks))
+        return await self.executor.each(self.ranks, method, [args] * len(self.ranks))
 
-    async def scatter(self, method: str, shards: list[Any], *args: Any) -> list[Any]:
-        """``shards[i]`` to every rank that reads shard ``i``; one result per shard, in order."""
-        calls = [
-            self.executor.call(rank, method, shards[i], *args)
-            for rank, i in zip(self.ranks, self.layout.shard_of, strict=True)
-        ]
-        done = zip(self.layout.shard_of, await asyncio.gather(*calls), self.layout.answers, strict=True)
+    async def scatter(self, method: str, shards: Iterable[Any], *args: Any) -> list[Any]:
+        """Shard ``i`` to every rank that reads it; one result per shard, in order.
+
+        A rank is called as soon as its shard is made, while the next one is.
+        """
+        sent: list[Any] = []
+        made = map(self.executor.put, shards)
+
+        def shard(index: int) -> Any:
+            sent.extend(islice(made, max(index + 1 - len(sent), 0)))
+            return sent[index]
+
+        arguments = ((shard(i), *args) for i in self.layout.shard_of)
+        answers = await self.executor.each(self.ranks, method, arguments)
+        done = zip(self.layout.shard_of, answers, self.layout.answers, strict=True)
         answered = {shard: result for shard, result, answers in done if answers}
         return [answered[i] for i in range(self.layout.num_shards)]
 
@@ -270,12 +244,8 @@ class WorkerGroup:
         """[T] float32 columns in the order of ``batch``, one per wanted output."""
         needed = batch.select(*(n for n in ("tokens", "loss_mask", "temperature", "group") if batch.has(n)))
         rows = needed.partition(self.layout.num_shards)
-        answers = await self.scatter("forward", [needed.take(r) for r in rows], want)
-        parts = [
-            needed.take(r).select("tokens").with_tokens(**columns) for r, columns in zip(rows, answers, strict=True)
-        ]
-        whole = Batch.concat(parts).take(np.argsort(np.concatenate(rows)))
-        return {output.name: whole[output.name] for output in want}
+        answers = await self.scatter("forward", needed.split(rows), want)
+        return {o.name: needed.join(rows, [answer[o.name] for answer in answers]) for o in want}
 
     async def train(self, batch: Batch, num_steps: int, version: int | None) -> Trained:
         """Take ``num_steps`` optimizer steps, each over an equal part of the rows.
@@ -287,8 +257,8 @@ class WorkerGroup:
         for i, rows in enumerate(np.array_split(np.arange(len(batch)), num_steps)):
             mini = prepare(batch.take(rows), self.algorithm)
             info = step_info(mini, self.steps_done + i)
-            for shard, part in zip(shards, mini.partition(len(shards)), strict=True):
-                shard.append(MiniBatch(mini.take(part), info, version if i == 0 else None))
+            for shard, part in zip(shards, mini.split(mini.partition(len(shards))), strict=True):
+                shard.append(MiniBatch(part, info, version if i == 0 else None))
         answers: list[Trained] = await self.scatter("train", shards)
         self.steps_done += num_steps
         metrics = merge(answer.metrics for answer in answers)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from coupler import EngineConfig, RolloutConfig
+
 
 class Precision(StrEnum):
     AUTO = "auto"  # bf16 on a GPU, fp32 on the CPU
@@ -13,7 +15,7 @@ class Precision(StrEnum):
 
 
 @dataclass
-class HFConfig:
+class HFConfig(RolloutConfig):
     """``rollout=hf``."""
 
     name: str = "hf"
@@ -38,7 +40,7 @@ class Schedule(StrEnum):
 
 
 @dataclass
-class FSDPConfig:
+class FSDPConfig(EngineConfig):
     """PyTorch FSDP2 with AdamW. Master weights, optimizer state and gradient reduction are fp32."""
 
     name: str = "fsdp"

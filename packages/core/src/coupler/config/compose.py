@@ -11,8 +11,7 @@ Hydra composes presets. What comes out is merged once more onto the pristine dat
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
-from enum import Enum
+from dataclasses import dataclass, fields, is_dataclass
 from functools import reduce
 from importlib.resources import files
 from typing import Any, TypeVar
@@ -29,6 +28,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from coupler.config.options import SECTIONS, Options, flatten, wrong_value
 from coupler.config.overrides import merge, nest, parse_overrides, read_file
+from coupler.config.plain import to_plain
 from coupler.config.schema import JOBS, Job, RunConfig, problems
 from coupler.errors import ConfigError, PluginError
 from coupler.interfaces import InFlight
@@ -98,7 +98,7 @@ def compose(
 
 def plain(config: RunConfig) -> dict[str, Any]:
     """Return the configuration as plain data: no dataclasses, no enums."""
-    return _plain(asdict(config))
+    return to_plain(config)
 
 
 def dump_yaml(config: RunConfig) -> str:
@@ -147,7 +147,7 @@ def _base(plugins: Plugins, choices: Mapping[str, str]) -> dict[str, Any]:
     for kind, name in choices.items():
         _locate(plugins, kind, name)
         for backend in plugins.of(kind).values():
-            store.store(group=kind, name=backend.name, node=_plain(asdict(backend.config())), provider=backend.target)
+            store.store(group=kind, name=backend.name, node=to_plain(backend.config()), provider=backend.target)
     _PresetPackages.packages = tuple(package for package, _ in plugins.config_packages())
     HydraPlugins.instance().register(_PresetPackages)
     try:
@@ -193,7 +193,7 @@ def _backend_name(base: Mapping[str, Any], kind: str, choice: str) -> str:
 
 
 def _preset_origin(base: Mapping[str, Any], choices: Mapping[str, str], options: Options) -> dict[str, str]:
-    defaults = {key: _plain(option.default) for key, option in options.table.items()}
+    defaults = {key: to_plain(option.default) for key, option in options.table.items()}
     changed = [k for k, v in flatten(base).items() if k in defaults and defaults[k] != v]
     return {key: f"preset {choices.get(key.split('.')[0], ', '.join(choices.values()))}" for key in changed}
 
@@ -280,14 +280,6 @@ def _incapable(plugins: Plugins, config: RunConfig, job: Job) -> Iterator[str]:
         Kind.ROLLOUT
     ):
         yield f"sync.in_flight={config.sync.in_flight}: rollout={config.rollout.name} cannot; every one can drain."
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    return value.value if isinstance(value, Enum) else value
 
 
 def _escaped(value: Any) -> Any:

@@ -31,7 +31,7 @@ def track(config: T) -> tuple[T, Reads]:
     Setting an attribute raises: nothing changes a configuration.
     """
     reads = Reads()
-    return _tracked(config, reads, ""), reads
+    return tracked(config, reads, ""), reads
 
 
 def original(config: T) -> T:
@@ -39,10 +39,16 @@ def original(config: T) -> T:
     return object.__getattribute__(config, _ORIGINAL) if hasattr(type(config), _TRACKED) else config
 
 
+def path_of(config: Any) -> str:
+    """Where a tracked section stands in the whole, for example ``"engine."``; empty for one that is not tracked."""
+    return getattr(type(config), _TRACKED) if hasattr(type(config), _TRACKED) else ""
+
+
 _ORIGINAL, _TRACKED = "_coupler_original", "_coupler_tracked"
 
 
-def _tracked(config: Any, reads: Reads, start: str) -> Any:
+def tracked(config: T, reads: Reads, start: str) -> T:
+    """Like :func:`track`, into an existing record, for a section whose keys begin with ``start``."""
     made = object.__new__(_tracked_class(type(config), reads, start))
     _fill(made, config, reads, start)
     return made
@@ -51,7 +57,7 @@ def _tracked(config: Any, reads: Reads, start: str) -> Any:
 def _fill(made: Any, config: Any, reads: Reads, start: str) -> None:
     for name in {f.name for f in fields(config)} | getattr(config, "__dict__", {}).keys():
         value = getattr(config, name)
-        inner = _tracked(value, reads, f"{start}{name}.") if is_dataclass(value) else value
+        inner = tracked(value, reads, f"{start}{name}.") if is_dataclass(value) else value
         object.__setattr__(made, name, inner)
     object.__setattr__(made, _ORIGINAL, config)
 
@@ -86,7 +92,7 @@ def _tracked_class(cls: type, reads: Reads, start: str) -> type:
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
-        _TRACKED: True,
+        _TRACKED: start,
     }
     return type(cls.__name__, (cls,), body)
 

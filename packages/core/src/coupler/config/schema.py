@@ -103,6 +103,42 @@ class SyncConfig:
     max_mean_logprob_diff: float = 0.0  # limit of the probe of every sync; 0: by dtype of the model
 
 
+class ExecutorName(StrEnum):
+    """Where workers live."""
+
+    LOCAL = "local"  # one rank of each role in the process that runs the job
+    RAY = "ray"  # one Ray actor per engine rank and per rollout replica
+
+
+class Placement(StrEnum):
+    COLOCATED = "colocated"  # rank i of every engine and replica i of the rollout share the devices of bundle i
+    DISJOINT = "disjoint"  # rollouts have bundles of their own; engines share theirs
+
+
+class Devices(StrEnum):
+    AUTO = "auto"  # one GPU per bundle where the cluster has any, else the CPU
+    GPU = "gpu"
+    CPU = "cpu"
+
+
+@dataclass
+class RayConfig:
+    """Read under ``executor=ray``."""
+
+    address: str = ""  # of a cluster to join, host:port or auto; empty starts Ray on loopback for this run
+    placement: Placement = Placement.COLOCATED
+    devices: Devices = Devices.AUTO
+    num_cpus_per_worker: int = 1  # logical CPUs that an engine rank or a rollout replica reserves
+
+
+@dataclass
+class WaitsConfig:
+    """Waits for workers: every one has a name, and none is without end."""
+
+    deadline_s: float = 7200.0  # of one call; above the longest step; executor=local has no way to end a call
+    heartbeat_s: float = 60.0  # what has been outstanding for longer is named on the console, so often
+
+
 @dataclass
 class RunConfig:
     """Everything a run is. ``engine``, ``rollout``, ``algorithm`` and ``trackers`` come from plugins."""
@@ -119,6 +155,9 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     record: RecordConfig = field(default_factory=RecordConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
+    executor: ExecutorName = ExecutorName.LOCAL
+    ray: RayConfig = field(default_factory=RayConfig)
+    waits: WaitsConfig = field(default_factory=WaitsConfig)
     run_dir: str = "runs/default"
     steps: int = 100
     prompts_per_step: int = 8  # supervised training: rows per step
@@ -155,6 +194,9 @@ LIMITS: dict[str, tuple[float, float]] = {  # lowest and highest value, both all
     "record.every_steps": (0, inf),
     "sync.deadline_s": (0.001, inf),
     "sync.max_mean_logprob_diff": (0, inf),
+    "ray.num_cpus_per_worker": (1, inf),
+    "waits.deadline_s": (0.001, inf),
+    "waits.heartbeat_s": (0.001, inf),
     "steps": (1, inf),
     "prompts_per_step": (1, inf),
     "samples_per_prompt": (1, inf),
@@ -183,8 +225,26 @@ def problems(config: RunConfig, job: Job) -> Iterator[str]:
         yield "eval.data.source is empty: set it to the rows to evaluate on, a file or pkg.mod:function."
     if not config.reward.target and job is not Job.SFT:
         yield "reward.target is empty: set it to pkg.mod:function or file.py:function."
+    yield from _worker_problems(config)
     if job is Job.TRAIN:
         yield from _training_problems(config)
+
+
+def _worker_problems(config: RunConfig) -> Iterator[str]:
+    counts = {"engine.ranks": config.engine and config.engine.ranks}
+    counts["rollout.replicas"] = config.rollout and config.rollout.replicas
+    pythons = {"engine.python": config.engine and config.engine.python}
+    pythons["rollout.python"] = config.rollout and config.rollout.python
+    for key, count in counts.items():
+        if count is not None and count < 1:
+            yield f"{key} must be at least 1, got {count}."
+        elif count and count > 1 and config.executor is ExecutorName.LOCAL:
+            yield f"{key}={count} needs more than one process: set executor=ray, or {key}=1."
+    for key, path in pythons.items():
+        if path and config.executor is ExecutorName.LOCAL:
+            yield f"{key}={path} needs processes of its own: set executor=ray."
+    if config.offload and config.executor is ExecutorName.RAY and config.ray.placement is Placement.DISJOINT:
+        yield "offload=true needs ray.placement=colocated: with devices of their own, roles take no turns."
 
 
 def _training_problems(config: RunConfig) -> Iterator[str]:

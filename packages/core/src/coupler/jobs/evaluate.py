@@ -8,6 +8,7 @@ from pathlib import Path
 from coupler.config.compose import Composed
 from coupler.errors import ConfigError
 from coupler.jobs.parts import Parts
+from coupler.plan import make_workers
 from coupler.plugins.manager import Plugins
 
 
@@ -23,6 +24,7 @@ async def _evaluate(parts: Parts) -> dict[str, float]:
             f"run_dir={parts.config.run_dir} holds a run already; nothing in it was touched.\n  try:  another run_dir"
         )
     with parts.running() as (journal, rewards):
+        await parts.place(make_workers(parts.config, frozenset(), rollouts=True))
         engine, rollouts = parts.engine("policy", trains=False), parts.rollouts()
         weights = parts.edge(engine, rollouts, prompts[0])
         await engine.setup()
@@ -30,5 +32,5 @@ async def _evaluate(parts: Parts) -> dict[str, float]:
         await weights.prove()
         metrics, scored = await parts.evaluator(parts.scorer(rollouts, rewards), prompts).run()
         journal.write_samples("eval.jsonl", scored, parts.codec.decode)
-        parts.report_unread()
+        await parts.report_unread()
         return journal.log(0, {**metrics, **rewards.metrics()})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,18 +17,21 @@ from coupler.config.schema import DataConfig
 from coupler.data import Codec, Prompt, encode_prompts, load_rows
 from coupler.errors import ConfigError, CouplerError, DataError
 from coupler.evaluation import Evaluator
+from coupler.executors import open_executor
+from coupler.executors.interpreter import check_interpreter
 from coupler.imports import resolve
 from coupler.interfaces import Algorithm, Model, Rank
 from coupler.jobs.saving import Resumable
 from coupler.journal import Journal
 from coupler.manifest import describe_run
+from coupler.placement import Role
 from coupler.plugins.manager import Plugins
 from coupler.rewards import RewardPool
 from coupler.rollouts import RolloutGroup
 from coupler.sampling import Scorer
 from coupler.seeding import derive
 from coupler.sharding import StreamShardingManager
-from coupler.workers import Local, WorkerGroup, WorkerSpec
+from coupler.workers import WorkerGroup, WorkerSpec
 
 
 class Parts:
@@ -38,11 +41,22 @@ class Parts:
         self.composed, self.plugins = composed, plugins
         self.config, self.reads = track(composed.config)
         self.model = Model(model_folder(self.config.model.path), self.config.model.trust_remote_code)
-        self.executor = Local(inline=self.config.max_staleness == 0)
+        self.executor = open_executor(self.config)
         self.codec = Codec(self.model)
 
-    def rank(self, role: str) -> Rank:
-        return Rank(seed=derive(self.config.seed, role, 0), deterministic=self.config.deterministic)
+    async def place(self, roles: Sequence[Role]) -> None:
+        """Check the interpreters of roles that have their own, and take what all workers need."""
+        for kind in ("engine", "rollout"):
+            section = getattr(self.config, kind)
+            if section is not None and section.python:
+                check_interpreter(kind, section.name, section.python, self.plugins)
+        await self.executor.place(roles)
+
+    def ranks(self, role: str, count: int) -> list[Rank]:
+        seeds, deterministic = self.config.seed, self.config.deterministic
+        return [
+            Rank(index=i, world=count, seed=derive(seeds, role, i), deterministic=deterministic) for i in range(count)
+        ]
 
     def algorithm(self) -> Algorithm:
         return self.plugins.get("algorithm", self.config.algorithm.name).load()(self.config.algorithm)
@@ -58,11 +72,12 @@ class Parts:
             if trains
             else None,
         )
-        return WorkerGroup(self.executor, spec, [self.rank(role)])
+        return WorkerGroup(self.executor, spec, self.ranks(role, config.engine.ranks))
 
     def rollouts(self) -> RolloutGroup:
-        backend = self.plugins.get("rollout", self.config.rollout.name)
-        return RolloutGroup(self.executor, backend.target, self.config.rollout, self.model, [self.rank("rollout")])
+        config = self.config.rollout
+        target = self.plugins.get("rollout", config.name).target
+        return RolloutGroup(self.executor, target, config, self.model, self.ranks("rollout", config.replicas))
 
     def prompts(self, data: DataConfig, key: str) -> list[Prompt]:
         if not data.source:
@@ -90,13 +105,14 @@ class Parts:
             temperature=config.sampling.temperature,
         )
 
-    def report_unread(self) -> None:
+    async def report_unread(self) -> None:
         """Name the keys that were set and that nothing has read.
 
         Raises:
             ConfigError: there are some, and ``strict`` is set.
         """
         strict = self.config.strict  # first, since this is what reads it
+        self.reads.keys.update(await self.executor.reads())
         later = ("checkpoint.",)  # read when the first one is written
         unread = [k for k in self.reads.unread(self.composed.set_keys) if not k.startswith(later)]
         if not unread:

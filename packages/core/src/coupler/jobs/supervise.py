@@ -31,8 +31,10 @@ async def _supervise(parts: Parts) -> dict[str, float]:
     examples, dropped = supervised(rows, parts.codec, config.data)
     if dropped:
         print(f"data: dropped {dropped} prompts of more than {config.data.max_prompt_tokens} tokens")
-    print(make_plan(config, len(examples), parts.plugins, algorithm.needs, Job.SFT).render())
+    plan = make_plan(config, len(examples), parts.plugins, algorithm.needs, Job.SFT)
+    print(plan.render())
     with parts.recording(found) as journal:
+        await parts.place(plan.workers)
         policy = parts.engine("policy", trains=True)
         await policy.setup()
         last: dict[str, float] = {}
@@ -40,7 +42,7 @@ async def _supervise(parts: Parts) -> dict[str, float]:
         async def log(step: int, metrics: Metrics) -> dict[str, float]:
             last.update(journal.log(step, metrics))
             if step == 1:
-                parts.report_unread()
+                await parts.report_unread()
             return last
 
         trained = {"policy": policy}

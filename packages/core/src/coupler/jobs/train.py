@@ -47,8 +47,10 @@ async def _train(parts: Parts) -> dict[str, float]:
     data = fingerprint(prompt.row for prompt in prompts)
     evaluates = config.eval.every_steps or config.eval.at_start
     held_out = parts.prompts(config.eval.data, "eval.data") if evaluates else []
-    print(make_plan(config, len(prompts), parts.plugins, algorithm.needs).render())
+    plan = make_plan(config, len(prompts), parts.plugins, algorithm.needs)
+    print(plan.render())
     with parts.running(found) as (journal, rewards):
+        await parts.place(plan.workers)
         policy, rollouts = parts.engine("policy", trains=True), parts.rollouts()
         reference = parts.engine("reference", trains=False) if REFERENCE in algorithm.needs else None
         residency = share_devices(config, policy, rollouts, reference)
@@ -112,7 +114,7 @@ class _Steps:
             metrics |= evaluated
         self.last = self.journal.log(step, metrics)
         if step == 1:
-            self.parts.report_unread()
+            await self.parts.report_unread()
         return self.last
 
 

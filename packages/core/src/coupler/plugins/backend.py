@@ -25,6 +25,7 @@ VOCABULARY = frozenset(
         "weights:full",  # (checkpoint name, whole tensor): every engine yields it, every rollout loads it
         "place:process",  # transport: sender and receiver share one process
         "place:host",  # transport: processes of one host
+        "place:cluster",  # transport: processes of hosts that reach each other's ports
         "memory:offload",  # engine: offload and onload free device memory
         "memory:sleep",  # rollout: sleep and wake free device memory
         "in_flight:abort",

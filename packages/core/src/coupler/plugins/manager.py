@@ -20,7 +20,7 @@ from typing import Any
 import pluggy
 
 from coupler.errors import PluginError
-from coupler.interfaces import API
+from coupler.interfaces import API, EngineConfig, RolloutConfig
 from coupler.plugins import hooks
 from coupler.plugins.backend import Backend, Kind
 
@@ -273,6 +273,9 @@ def _check(backend: Backend) -> None:
         raise PluginError(f"{who}: its config is not a dataclass with a field 'name'")
     if default.name != backend.name:  # type: ignore[attr-defined]
         raise PluginError(f"{who}: {backend.config.__name__}.name is {default.name!r}")  # type: ignore[attr-defined]
+    base = {Kind.ENGINE: EngineConfig, Kind.ROLLOUT: RolloutConfig}.get(Kind(backend.kind), object)
+    if not isinstance(default, base):
+        raise PluginError(f"{who}: its config class {backend.config.__name__} does not extend coupler.{base.__name__}")
     backend.capabilities_of(default)
 
 

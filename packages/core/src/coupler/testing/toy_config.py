@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from coupler.interfaces import EngineConfig, RolloutConfig
 from coupler.plugins.backend import Backend
 
 
 @dataclass
-class ToyEngineConfig:
+class ToyEngineConfig(EngineConfig):
     name: str = "toy"
     max_tokens_per_gpu: int = 1024
     lr: float = 0.05
@@ -20,7 +21,7 @@ class ToyEngineConfig:
 
 
 @dataclass
-class ToyRolloutConfig:
+class ToyRolloutConfig(RolloutConfig):
     name: str = "toy"
 
 

@@ -1,0 +1,64 @@
+"""The environment of workers, and of Ray itself: what is forwarded, and what never is."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+
+DENIED = frozenset(
+    {  # of this process, this terminal, or this machine
+        "_", "COLUMNS", "DISPLAY", "HOME", "HOSTNAME", "LINES", "LOGNAME", "LS_COLORS", "MAIL", "OLDPWD", "PATH", "PWD",
+        "SHELL", "SHLVL", "TERM", "TMPDIR", "USER", "VIRTUAL_ENV", "PYTHONHOME", "PYTHONSTARTUP", "PYTHONBREAKPOINT",
+        "LD_PRELOAD", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR",
+        "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES",
+    }
+)  # fmt: skip
+DENIED_STARTS = ("RAY_", "SSH_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "TORCHELASTIC_", "CONDA_", "XDG_", "DBUS_")
+
+
+def forwarded(environment: Mapping[str, str], own_interpreter: bool, devices: tuple[str, ...]) -> dict[str, str]:
+    """The environment of one worker: the controller's without what is denied, and the devices that it may see.
+
+    Args:
+        own_interpreter: its packages are its own, so nothing that points Python at ours is forwarded.
+        devices: UUIDs; empty hides every GPU.
+    """
+    kept = {k: v for k, v in environment.items() if k not in DENIED and not k.startswith(DENIED_STARTS)}
+    if own_interpreter:
+        kept |= {"PYTHONPATH": "", "PYTHONNOUSERSITE": "1"}
+    # Ray would hide every GPU from an actor that reserves none: the bundle has reserved it
+    pinned = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", "CUDA_VISIBLE_DEVICES": ",".join(devices)}
+    return kept | pinned
+
+
+@cache
+def token() -> str:
+    """The secret of the clusters that this process starts; Ray reads one per process."""
+    return secrets.token_hex(32)
+
+
+@contextmanager
+def of_ray(starts: bool) -> Iterator[None]:
+    """Set what Ray reads from the environment while it is imported and started.
+
+    A cluster of our own listens on loopback only and asks for a random token. The token is taken back afterwards, so
+    that child processes of the controller do not inherit it. To join a cluster, Ray finds the user's token itself.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    before = os.environ.get("RAY_AUTH_TOKEN")
+    if starts:
+        os.environ["RAY_AUTH_MODE"] = "token"
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # Ray's name for: take 127.0.0.1 as this node's address
+        os.environ["RAY_AUTH_TOKEN"] = token()
+    else:
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+    try:
+        yield
+    finally:
+        if starts and before is None:
+            del os.environ["RAY_AUTH_TOKEN"]
+        elif starts and before is not None:
+            os.environ["RAY_AUTH_TOKEN"] = before

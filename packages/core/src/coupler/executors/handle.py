@@ -1,0 +1,15 @@
+"""Handle: one worker, as the controller sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Handle:
+    """One worker, as the controller sees it."""
+
+    role: str
+    index: int
+    of: Any  # the object itself, or the actor that holds it

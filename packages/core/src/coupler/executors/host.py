@@ -1,0 +1,141 @@
+"""Host: one worker in a process of its own. Runs in whatever interpreter the role has; imports no Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import os
+import socket
+import sys
+import traceback
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coupler import errors
+from coupler.config.plain import RECEIVED
+from coupler.errors import CouplerError, WorkerFailed
+from coupler.imports import resolve
+from coupler.interfaces import open_transport
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a host runs."""
+
+    node: str  # its address
+    pid: int
+    port: int  # that nobody listened at
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An exception as text, since its class may not exist in the process that reads it."""
+
+    kind: str
+    text: str
+    trace: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        return cls(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
+
+    def error(self, who: str, method: str, log: Path, tail: list[str]) -> CouplerError:
+        """The exception to raise on the controller: the same class if it is core's, with its text first.
+
+        Args:
+            tail: last lines of the log, which end with the traceback; empty where it cannot be read.
+        """
+        where = f"  raised by:  {who} in {method}; log: {log}"
+        kind = vars(errors).get(self.kind)
+        if isinstance(kind, type) and issubclass(kind, CouplerError):
+            return kind(f"{self.text}\n{where}")
+        oom = "out of memory: " if self.kind == "MemoryError" else ""
+        lines = tail or [f"  | {line}" for line in self.trace.rstrip().splitlines()]
+        return WorkerFailed("\n".join([f"{oom}{self.kind}: {self.text}", where, *lines]))
+
+
+class Host:
+    """Holds one object; plain methods run on its one thread, async ones on the event loop that serves calls.
+
+    So a host answers while its worker computes: that it lives, and where it is stuck.
+    """
+
+    def __init__(self, log: Path, folder: Path, node: str) -> None:
+        """Send everything that this process prints, C++ included, to ``log``."""
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self.log = log.open("a", buffering=1)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os.dup2(self.log.fileno(), 1)
+        os.dup2(self.log.fileno(), 2)
+        sys.stdout = sys.stderr = self.log
+        if folder.is_dir():  # relative paths of the configuration are the controller's
+            os.chdir(folder)
+        self.node = node
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix=log.stem)
+        print(f"pid {os.getpid()} on node {node}, {sys.executable}")
+        self.object: Any = None
+
+    async def start(self, build: str, spec: Any) -> Place | Failure:
+        """Create ``build(spec)``."""
+        try:
+            self.object = await self._in_thread(_build, build, spec)
+        except (Exception, SystemExit) as error:  # third-party code; the controller raises it
+            return self._failure(error)
+        return Place(self.node, os.getpid(), _free_port(self.node))
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """Call a method of the object; return its result, or a :class:`Failure`."""
+        bound = getattr(self.object, method)
+        try:
+            if asyncio.iscoroutinefunction(bound):
+                return await bound(*args)
+            return await self._in_thread(bound, *args)
+        except (Exception, SystemExit) as error:  # as above; SystemExit would end the process without a word
+            return self._failure(error)
+
+    async def stream(self, calls: list[tuple[str, tuple[Any, ...]]]) -> AsyncIterator[tuple[int, Any]]:
+        """Start all calls together; yield the number and the answer of each as it ends."""
+        for done in asyncio.as_completed([self._numbered(i, *call) for i, call in enumerate(calls)]):
+            yield await done
+
+    async def _numbered(self, number: int, method: str, args: tuple[Any, ...]) -> tuple[int, Any]:
+        return number, await self.call(method, *args)
+
+    async def reads(self) -> set[str]:
+        """Full keys of the options that were read here."""
+        return set(RECEIVED.keys)
+
+    async def alive(self, seconds: float) -> None:
+        """Answer after ``seconds``; the process's end shows earlier."""
+        await asyncio.sleep(seconds)
+
+    async def dump(self) -> None:
+        """Write the stacks of all threads to the log."""
+        faulthandler.dump_traceback(self.log)
+
+    async def close(self) -> None:
+        """Let go of what would outlive the process, such as a transport's folder."""
+        self.object = None
+        open_transport.cache_clear()
+
+    async def _in_thread(self, function: Any, *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self.thread, function, *args)
+
+    def _failure(self, error: BaseException) -> Failure:
+        failure = Failure.of(error)
+        print(failure.trace, file=self.log)
+        return failure
+
+
+def _build(build: str, spec: Any) -> Any:
+    return resolve(build)(spec)
+
+
+def _free_port(node: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((node, 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,78 @@
+"""Local: one worker of each role in the controller's process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from coupler.executors.handle import Handle
+from coupler.imports import resolve
+from coupler.interfaces import Rank
+from coupler.placement import Role
+from coupler.waiting import Waits
+
+
+class Local:
+    """Every worker in this process.
+
+    Inline, every call runs on the caller's thread, so that ``breakpoint()`` and Ctrl-C reach it; otherwise each worker
+    has a thread of its own (for an async object: an event loop in that thread), and roles overlap.
+    """
+
+    def __init__(self, inline: bool, waits: Waits) -> None:
+        self.inline, self.waits = inline, waits
+        self.threads: dict[Handle, ThreadPoolExecutor] = {}
+        self.loops: dict[Handle, asyncio.AbstractEventLoop] = {}
+
+    async def place(self, roles: Sequence[Role]) -> None:
+        """Take nothing: whatever this process has is there."""
+
+    def spawn(self, role: str, index: int, build: str, spec: Any, python: str = "") -> Handle:
+        handle = Handle(role, index, resolve(build)(spec))
+        if not self.inline:
+            self.threads[handle] = ThreadPoolExecutor(1, thread_name_prefix=f"{role}-{index}")
+        return handle
+
+    async def locate(self, handles: Sequence[Handle], ranks: Sequence[Rank]) -> list[Rank]:
+        return list(ranks)
+
+    def put(self, value: Any) -> Any:
+        return value
+
+    async def each(self, handles: Sequence[Handle], method: str, arguments: Iterable[tuple[Any, ...]]) -> list[Any]:
+        with self.waits.named(handles[0].role, method, [handle.index for handle in handles]):
+            calls = [(handle, getattr(handle.of, method)) for handle in handles]
+            if self.inline and not asyncio.iscoroutinefunction(calls[0][1]):
+                return [bound(*args) for (_, bound), args in zip(calls, arguments, strict=True)]
+            return await asyncio.gather(
+                *(self._call(handle, bound, args) for (handle, bound), args in zip(calls, arguments, strict=True))
+            )
+
+    async def call(self, handle: Handle, method: str, *args: Any) -> Any:
+        return (await self.each([handle], method, [args]))[0]
+
+    async def _call(self, handle: Handle, bound: Any, args: tuple[Any, ...]) -> Any:
+        if not asyncio.iscoroutinefunction(bound):
+            return await asyncio.get_running_loop().run_in_executor(self.threads[handle], bound, *args)
+        if self.inline:
+            return await bound(*args)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(bound(*args), self._loop(handle)))
+
+    def _loop(self, handle: Handle) -> asyncio.AbstractEventLoop:
+        if handle not in self.loops:
+            loop = self.loops[handle] = asyncio.new_event_loop()
+            self.threads[handle].submit(loop.run_forever)
+        return self.loops[handle]
+
+    async def reads(self) -> set[str]:
+        """None: what is read in this process is recorded there."""
+        return set()
+
+    def close(self) -> None:
+        self.waits.close()
+        for loop in self.loops.values():
+            loop.call_soon_threadsafe(loop.stop)
+        for thread in self.threads.values():
+            thread.shutdown(wait=True)

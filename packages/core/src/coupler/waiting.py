@@ -1,0 +1,126 @@
+"""Waits for workers: each has a name and a deadline, is announced while it lasts, and ends with the root cause."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from coupler.errors import WaitTimeout, WorkerDied
+
+GRACE_S = 1.0  # after a worker failed: its peer may have died, and then the death is the cause
+
+
+@dataclass(slots=True, eq=False)
+class Wait:
+    """A call under way."""
+
+    role: str
+    method: str
+    outstanding: set[int]  # indices of workers that have not answered
+    start: float = field(default_factory=time.monotonic)
+
+    def __str__(self) -> str:
+        return f"{self.method} of {self.role} {sorted(self.outstanding)}"
+
+
+class Waits:
+    """Every call under way in this process. A side thread says on stderr what lasts, even while the caller blocks.
+
+    Example:
+        ``coupler: waiting 60 s for train of policy [1, 3]``
+    """
+
+    def __init__(self, deadline_s: float, heartbeat_s: float) -> None:
+        self.deadline_s, self.heartbeat_s = deadline_s, heartbeat_s
+        self.current: dict[int, Wait] = {}
+        self.stop = threading.Event()
+        self.thread: threading.Thread | None = None
+
+    @contextmanager
+    def named(self, role: str, method: str, indices: Sequence[int]) -> Iterator[Wait]:
+        """Announce a call for as long as the block lasts."""
+        if self.thread is None:
+            self.thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+            self.thread.start()
+        wait = Wait(role, method, set(indices))
+        self.current[id(wait)] = wait
+        try:
+            yield wait
+        finally:
+            del self.current[id(wait)]
+
+    async def gather(
+        self,
+        role: str,
+        method: str,
+        indices: Sequence[int],
+        calls: Sequence[Awaitable[Any]],
+        death: asyncio.Future[Any],
+    ) -> list[Any]:
+        """Wait for all calls; one result per call, in order.
+
+        Args:
+            death: fails with :class:`WorkerDied` when a worker of any role dies, which ends this wait too.
+
+        Raises:
+            WorkerDied: a worker died, of this call or another.
+            WaitTimeout: ``deadline_s`` passed.
+            BaseException: what the first call raised, unless a death explains it. The other calls are cancelled.
+        """
+        tasks = [asyncio.ensure_future(call) for call in calls]
+        failed: list[BaseException] = []
+        with self.named(role, method, indices) as wait:
+            for index, task in zip(indices, tasks, strict=True):
+                task.add_done_callback(lambda done, index=index: _note(done, index, wait, failed))
+            everything = asyncio.ensure_future(asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION))
+            try:
+                await asyncio.wait({everything, death}, timeout=self.deadline_s, return_when=asyncio.FIRST_COMPLETED)
+                if failed:
+                    await asyncio.wait({death}, timeout=GRACE_S)
+                if death.done():
+                    await death
+                if failed:
+                    raise next((e for e in failed if isinstance(e, WorkerDied)), failed[0])
+                if not everything.done():
+                    raise WaitTimeout(
+                        f"waited {self.deadline_s:g} s for {wait}.\n"
+                        "  look at:  the log of that worker; the limit is waits.deadline_s"
+                    )
+                return [task.result() for task in tasks]
+            finally:
+                for task in (everything, *tasks):
+                    task.cancel()
+
+    def _beat(self) -> None:
+        while not self.stop.wait(self.heartbeat_s):
+            for line in self.overdue():
+                print(f"coupler: {line}", file=sys.stderr, flush=True)
+
+    def overdue(self) -> list[str]:
+        """One line for each (method, role) that has been outstanding for ``heartbeat_s``."""
+        now, found = time.monotonic(), defaultdict(list)
+        for wait in list(self.current.values()):
+            if now - wait.start >= self.heartbeat_s:
+                found[wait.method, wait.role].append(wait)
+        lines = []
+        for (method, role), waits in found.items():
+            indices = sorted({index for wait in waits for index in wait.outstanding.copy()})
+            calls = f" ({len(waits)} calls)" if len(waits) > 1 else ""
+            lines.append(f"waiting {now - min(w.start for w in waits):.0f} s for {method} of {role} {indices}{calls}")
+        return lines
+
+    def close(self) -> None:
+        self.stop.set()
+
+
+def _note(done: asyncio.Future[Any], index: int, wait: Wait, failed: list[BaseException]) -> None:
+    wait.outstanding.discard(index)
+    if not done.cancelled() and (error := done.exception()) is not None:
+        failed.append(error)

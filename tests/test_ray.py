@@ -1,0 +1,227 @@
+"""executor=ray, on two Ray nodes of this machine: the same numbers as executor=local, and the root cause first."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from job_run import arguments, metrics, reproducible, run, write_inputs
+
+from coupler.cli import main
+from coupler.config.schema import Devices, Placement, RayConfig
+from coupler.errors import ConfigError, PlacementError, WaitTimeout, WorkerDied, WorkerFailed
+from coupler.executors.environment import of_ray, token
+from coupler.interfaces import Rank
+from coupler.placement import Role
+from coupler.testing.models import write_tokenizer, write_toy
+from coupler.waiting import Waits
+
+PROBE = f"{Path(__file__).with_name('ray_worker.py')}:Probe"
+TOY = ("engine=toy", "rollout=toy", "algorithm=toy", "steps=3", "prompts_per_step=2", "samples_per_prompt=4",
+       "sampling.max_tokens=8", "data.max_prompt_tokens=64")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    """The address of a cluster of two nodes, which this process has joined."""
+    with of_ray(starts=True):
+        import ray
+        from ray.cluster_utils import Cluster
+
+        nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "include_dashboard": False})
+        nodes.add_node(num_cpus=3)
+        ray.init(address=nodes.address, log_to_driver=False, configure_logging=False)
+    yield nodes.address
+    ray.shutdown()
+    nodes.shutdown()
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> list[str]:
+    """The command line of a job on the toy backends, without its run_dir."""
+    write_inputs(tmp_path)
+    write_toy(tmp_path / "toy")
+    write_tokenizer(tmp_path / "toy")
+    inputs = (f"data.source={tmp_path / 'rows.jsonl'}", f"reward.target={tmp_path / 'reward.py'}:score")
+    return ["train", *TOY, *inputs, f"model.path={tmp_path / 'toy'}"]
+
+
+def probes(
+    logs: Path, use: Callable[[Any, list[Any], list[Rank]], Awaitable[None]], spec: str = "", waits: Waits | None = None
+) -> None:
+    """Two probes as ranks of a policy, each on another node; ``use`` gets executor, handles and ranks."""
+    from coupler.executors.ray import OnRay
+
+    executor = OnRay(RayConfig(num_cpus_per_worker=2), waits or Waits(60.0, 60.0), logs)
+
+    async def go() -> None:
+        await executor.place([Role("policy", 2)])
+        handles = [executor.spawn("policy", i, PROBE, spec) for i in range(2)]
+        await use(executor, handles, await executor.locate(handles, [Rank(index=i, world=2) for i in range(2)]))
+
+    try:
+        asyncio.run(go())
+    finally:
+        executor.close()
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_the_toy_backends_give_the_same_numbers(cluster: str, toy: list[str], tmp_path: Path, staleness: int) -> None:
+    folders = [tmp_path / name for name in ("local", "ray")]
+    for folder in folders:
+        given = [f"executor={folder.name}", f"run_dir={folder}", f"max_staleness={staleness}", "strict=true"]
+        assert main([*toy, *given, "engine.lr=0.1"]) == 0
+    local, ray = map(reproducible, folders)
+    assert (folders[1] / "logs" / "policy-0.log").is_file()
+    if staleness == 0:
+        assert ray == local
+    else:
+        assert [line["step"] for line in ray] == [0, 1, 2, 3]
+        assert all(line["staleness/violations"] == 0 and line["staleness/max"] <= 1 for line in ray[1:])
+
+
+def test_an_option_that_nothing_reads_is_found_in_other_processes(
+    cluster: str, toy: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    given = ["executor=ray", f"run_dir={tmp_path / 'run'}", "strict=true", "engine.lr=0.1", "eval.data.limit=3"]
+    assert main([*toy, *given]) == 2
+    assert "coupler: you set eval.data.limit, and nothing read it." in capfd.readouterr().err
+
+
+def test_a_transformer_gives_the_same_numbers(cluster: str, model: Path, tmp_path: Path) -> None:
+    options = ("algorithm.kl=none", "steps=2")
+    local = run("train", model, tmp_path / "local" / "run", *options)
+    ray = run("train", model, tmp_path / "ray" / "run", *options, "executor=ray")
+    assert reproducible(ray) == reproducible(local)
+
+
+def test_two_ranks_and_two_replicas_over_two_nodes(cluster: str, model: Path, tmp_path: Path) -> None:
+    options = ("algorithm.kl=none", "steps=2", "checkpoint.export=false")
+    one = metrics(run("train", model, tmp_path / "one" / "run", *options))
+    many = ("executor=ray", "engine.ranks=2", "rollout.replicas=2", "ray.placement=disjoint")
+    two = metrics(run("train", model, tmp_path / "two" / "run", *options, *many))
+    for a, b in zip(one[1:], two[1:], strict=True):
+        for name in ("reward/mean", "loss", "train/grad_norm", "entropy", "batch/tokens"):
+            assert b[name] == pytest.approx(a[name], rel=1e-4, abs=1e-6), name
+
+
+def test_arguments_arrive_without_a_copy_and_workers_know_their_place(
+    cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def use(executor: Any, handles: list[Any], ranks: list[Rank]) -> None:
+        column = executor.put(np.ones(1 << 20))
+        for writeable, owns, total in await executor.each(handles, "look", [(column,), (column,)]):
+            assert (writeable, owns, total) == (False, False, 1 << 20)
+        assert ranks[0].rendezvous == ranks[1].rendezvous and ranks[0].rendezvous.startswith(f"{ranks[0].node}:")
+        assert len({executor.slots["policy"][i].bundle for i in range(2)}) == 2
+        for found in await executor.each(handles, "environment", [(), ()]):
+            assert found["COUPLER_TEST"] == "1" and "RANK" not in found and found["CUDA_VISIBLE_DEVICES"] == ""
+
+    monkeypatch.setenv("COUPLER_TEST", "1")
+    monkeypatch.setenv("RANK", "7")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    probes(tmp_path, use)
+
+
+def test_what_a_worker_raises_is_raised(cluster: str, tmp_path: Path) -> None:
+    async def use(executor: Any, handles: list[Any], ranks: list[Rank]) -> None:
+        with pytest.raises(ConfigError) as refused:
+            await executor.each(handles, "refuse", [(), ()])
+        assert str(refused.value).startswith("engine.lr is odd.\n  try:  engine.lr=1\n  raised by:  policy rank ")
+        with pytest.raises(ConfigError):
+            await executor.call(handles[0], "refuse")
+        with pytest.raises(WorkerFailed, match="SystemExit: 3"):
+            await executor.call(handles[0], "stop")
+        start = time.monotonic()
+        with pytest.raises(WorkerFailed) as failed:
+            await executor.each(handles, "fail", [(0,), (1,)])
+        assert time.monotonic() - start < 10  # rank 0 is not waited for
+        text = str(failed.value)
+        assert text.startswith("Unknown: boom\n  raised by:  policy rank 1 (pid ")
+        assert "node 127.0.0.1) in fail; log: " in text and "| one line before the end" in text
+        assert 'raise Unknown("boom")' in text
+
+    probes(tmp_path, use)
+    with pytest.raises(ConfigError, match="is odd"):
+        probes(tmp_path, use, "broken")
+
+
+def test_a_killed_worker_is_the_cause(cluster: str, tmp_path: Path) -> None:
+    async def use(executor: Any, handles: list[Any], ranks: list[Rank]) -> None:
+        start = time.monotonic()
+        with pytest.raises(WorkerDied) as died:
+            await executor.each(handles, "die", [(0,), (1,)])
+        assert time.monotonic() - start < 5
+        text = str(died.value)
+        assert text.startswith("policy rank 1 (pid ") and ") died in die: " in text and "| dying soon" in text
+        with pytest.raises(WorkerDied):  # whatever else is waited for
+            await executor.call(handles[0], "sleep", 60)
+
+    probes(tmp_path, use)
+
+
+def test_a_wait_is_announced_and_ends(cluster: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    waits = Waits(deadline_s=6.0, heartbeat_s=0.5)
+
+    async def use(executor: Any, handles: list[Any], ranks: list[Rank]) -> None:
+        waits.deadline_s = 2.0
+        with pytest.raises(WaitTimeout, match=r"waited 2 s for sleep of policy \[1\]"):
+            await executor.each(handles, "sleep", [(0,), (60,)])
+
+    waits.deadline_s = 60.0
+    probes(tmp_path, use, waits=waits)
+    assert "coupler: waiting 1 s for sleep of policy [1]" in capfd.readouterr().err
+    assert "in sleep" in (tmp_path / "policy-1.log").read_text()  # its stack
+
+
+@pytest.mark.parametrize("devices", [Devices.CPU, Devices.GPU])
+def test_a_cluster_that_is_too_small_is_refused(cluster: str, tmp_path: Path, devices: Devices) -> None:
+    from coupler.executors.ray import OnRay
+
+    executor = OnRay(RayConfig(placement=Placement.DISJOINT, devices=devices), Waits(60.0, 60.0), tmp_path)
+    roles = [Role("policy", 4), Role("rollout", 4)]
+    with pytest.raises(PlacementError) as refused:
+        asyncio.run(executor.place(roles))
+    kind = f"{devices.value.upper()}s (policy 4 + rollout 4)"
+    assert str(refused.value).startswith(
+        f"the run needs 8 {kind}, the cluster has {6 if devices == 'cpu' else 0}: node "
+    )
+    executor.close()
+
+
+def test_another_token_is_refused(cluster: str, toy: list[str], tmp_path: Path) -> None:
+    environment = {**os.environ, "RAY_AUTH_TOKEN": token()[::-1], "RAY_NUM_REDIS_GET_RETRIES": "1"}
+    command = [sys.executable, "-m", "coupler.cli", *toy, "executor=ray", f"ray.address={cluster}"]
+    done = subprocess.run([*command, f"run_dir={tmp_path / 'run'}"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert f"coupler: ray.address={cluster} cannot be joined: " in done.stderr
+
+
+def test_ray_of_its_own_listens_on_loopback(toy: list[str], tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "coupler.cli",
+        *toy,
+        "executor=ray",
+        "ray.devices=gpu",
+        f"run_dir={tmp_path / 'r'}",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert "coupler: the run needs 1 GPUs (policy/rollout 1), the cluster has 0: node 127.0.0.1 (" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_one_process_has_one_rank(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write_inputs(tmp_path)
+    assert main([*arguments("train", model, tmp_path, tmp_path / "run"), "engine.ranks=2"]) == 2
+    assert "coupler: engine.ranks=2 needs more than one process: set executor=ray" in capfd.readouterr().err
