@@ -9,11 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+from coupler.config.options import SECTIONS, section
 from coupler.config.reads import original
 from coupler.config.schema import Job, RunConfig
 from coupler.errors import ConfigError
 from coupler.plugins.manager import Plugins
 
+FREES_MEMORY = {"engine": "memory:offload", "rollout": "memory:sleep"}
 NEEDS = "needs:"  # capability of an algorithm: a column that core adds, for example needs:ref_logprobs
 
 
@@ -161,6 +163,7 @@ def _roles(config: RunConfig, plugins: Plugins, needs: frozenset[str] | None, tr
         needs = frozenset(c.removeprefix(NEEDS) for c in declared if c.startswith(NEEDS))
     roles = [f"policy (engine {config.engine.name})"]
     roles += [f"reference (engine {config.engine.name})"] if "ref_logprobs" in needs else []
+    roles += [f"critic (engine {config.critic.engine.name})"] if "values" in needs else []
     return [*roles, f"rollout ({config.rollout.name})"] if trains else roles
 
 
@@ -174,6 +177,12 @@ def _weights(config: RunConfig, plugins: Plugins) -> str:
 
 def _check(plan: Plan, config: RunConfig, plugins: Plugins) -> None:
     sequences, number = plan.sequences_per_step, plan.optimizer_steps_per_batch
+    critic = config.critic.optimizer_steps_per_batch
+    if critic and sequences % critic:
+        raise ConfigError(
+            f"critic.optimizer_steps_per_batch={critic} does not divide the {sequences} sequences of a step.\n"
+            f"  try:  critic.optimizer_steps_per_batch=0, which is as many as the policy's {number}"
+        )
     if sequences % number:
         divisors = [d for d in range(1, sequences + 1) if sequences % d == 0]
         near = sorted(sorted(divisors, key=lambda d: abs(d - number))[:2])
@@ -182,19 +191,21 @@ def _check(plan: Plan, config: RunConfig, plugins: Plugins) -> None:
             f"optimizer_steps_per_batch={number} does not divide the {sequences} sequences of a step.\n"
             f"  try:  optimizer_steps_per_batch={_either(near)}, or prompts_per_step={_either(prompts)}"
         )
-    longest, room = plan.max_tokens_per_sequence, plan.max_tokens_per_gpu
-    if room and longest > room:
-        raise ConfigError(
-            f"engine.max_tokens_per_gpu={room} is less than one sequence can have: data.max_prompt_tokens + "
-            f"sampling.max_tokens = {longest}.\n  try:  engine.max_tokens_per_gpu={longest}"
-        )
+    longest = plan.max_tokens_per_sequence
+    for path in (path for path, kind in SECTIONS.items() if kind == "engine" and section(config, path)):
+        room = _engine_option(section(config, path), "max_tokens_per_gpu")
+        if room and longest > room:
+            raise ConfigError(
+                f"{path}.max_tokens_per_gpu={room} is less than one sequence can have: data.max_prompt_tokens + "
+                f"sampling.max_tokens = {longest}.\n  try:  {path}.max_tokens_per_gpu={longest}"
+            )
     if config.offload and plan.job is Job.TRAIN:
-        for kind, wanted in (("engine", "memory:offload"), ("rollout", "memory:sleep")):
-            section: Any = getattr(config, kind)
-            if wanted not in plugins.get(kind, section.name).capabilities_of(section):
+        for path, kind in SECTIONS.items():
+            wanted, inner = FREES_MEMORY.get(kind), section(config, path)
+            if wanted and inner and wanted not in plugins.get(kind, inner.name).capabilities_of(inner):
                 raise ConfigError(
-                    f"offload=true needs {kind}={section.name} to free device memory, which it cannot ({wanted}).\n"
-                    f"  try:  offload=false, or another {kind}"
+                    f"offload=true needs {path}={inner.name} to free device memory, which it cannot ({wanted}).\n"
+                    f"  try:  offload=false, or another {path}"
                 )
 
 

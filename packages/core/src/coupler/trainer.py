@@ -14,7 +14,7 @@ from coupler.buffer import Buffer
 from coupler.config.schema import RunConfig
 from coupler.errors import CouplerError
 from coupler.interfaces import Algorithm, StepResult
-from coupler.metrics import Metric, Metrics
+from coupler.metrics import Metric, Metrics, merge
 from coupler.residency import Held, Residency
 from coupler.sampling import Sampler
 from coupler.sharding import StreamShardingManager
@@ -24,7 +24,7 @@ Provider = Callable[[Batch], Awaitable[np.ndarray]]  # computes one [T] float32 
 OnStep = Callable[[int, Metrics], Awaitable[None]]
 
 GENERATING = {"rollout": frozenset({Held.WEIGHTS, Held.KV_CACHE})}
-TRAINING = {"policy": frozenset({Held.PARAMS, Held.GRADS, Held.OPTIMIZER})}
+TRAINED = frozenset({Held.PARAMS, Held.GRADS, Held.OPTIMIZER})
 SYNCING = {"policy": frozenset({Held.PARAMS}), "rollout": frozenset({Held.WEIGHTS})}
 PROVING = {"policy": frozenset({Held.PARAMS}), "rollout": frozenset({Held.WEIGHTS, Held.KV_CACHE})}
 
@@ -40,6 +40,7 @@ class Trainer:
         config: RunConfig,
         *,
         policy: WorkerGroup,
+        critic: WorkerGroup | None = None,
         weights: StreamShardingManager,
         algorithm: Algorithm,
         sampler: Sampler,
@@ -51,7 +52,9 @@ class Trainer:
         self.config, self.policy, self.weights, self.algorithm = config, policy, weights, algorithm
         self.sampler, self.buffer, self.providers = sampler, buffer, providers
         self.residency, self.on_step = residency, on_step
-        self.skips = SkippedSteps(config.max_skipped_steps)
+        self.trained = {"policy": policy} | ({"critic": critic} if critic else {})
+        self.skips = {role: SkippedSteps(config.max_skipped_steps, role) for role in self.trained}
+        self.controller = algorithm.controller()
 
     async def fit(self) -> None:
         """Train. Raises what ended the run early, after everything in flight was cancelled."""
@@ -71,18 +74,17 @@ class Trainer:
         async with clock("time/sample"), self.residency("sample", GENERATING):
             batch = Batch.concat(await self.buffer.take())
         async with clock("time/complete"):
-            batch = self.algorithm.advantages(await self.complete(batch))
-        async with clock("time/train"), self.residency("train", TRAINING):
-            trained = await self.policy.train(batch, self.config.optimizer_steps_per_batch, self.weights.version)
-        self.weights.check(trained.metrics)
-        self.skips.count(trained.steps)
+            batch, controlled = self.control(await self.complete(batch))
+        async with clock("time/train"):
+            trained = await self.train(batch, step)
+        self.weights.check(trained)
         async with self.residency("sync", SYNCING):
             synced = await self.weights.sync(step)
         metrics = {
             **self.sampler.metrics(),
             **describe(batch, step - 1, self.config.max_staleness),
-            **trained.metrics,
-            **of_steps(trained.steps),
+            **controlled,
+            **trained,
             **synced,
             **clock.metrics(batch),
         }
@@ -90,10 +92,40 @@ class Trainer:
         return metrics
 
     async def complete(self, batch: Batch) -> Batch:
-        """Add every column that the algorithm needs."""
-        for column in sorted(self.algorithm.needs & self.providers.keys()):
-            batch = batch.with_tokens(**{column: await self.providers[column](batch)})
-        return batch
+        """Add every column that the algorithm needs; roles compute theirs side by side where memory allows."""
+        names = sorted(self.algorithm.needs & self.providers.keys())
+        columns = await asyncio.gather(*(self.providers[name](batch) for name in names))
+        return batch.with_tokens(**dict(zip(names, columns, strict=True)))
+
+    def control(self, batch: Batch) -> tuple[Batch, Metrics]:
+        """Add advantages, under the controller's coefficient of this step; it then learns the next one's."""
+        if self.controller is None:
+            return self.algorithm.advantages(batch), {}
+        batch = self.controller.apply(batch)
+        return self.algorithm.advantages(batch), self.controller.update(batch)
+
+    async def train(self, batch: Batch, step: int) -> Metrics:
+        """Train every role whose turn it is, side by side where memory allows; the critic's metrics are ``critic/...``.
+
+        Raises:
+            CouplerError: too many optimizer steps in a row had a non-finite gradient.
+        """
+        config = self.config
+        number = {"policy": config.optimizer_steps_per_batch}
+        number["critic"] = config.critic.optimizer_steps_per_batch or number["policy"]
+        version = {"policy": self.weights.version}  # the critic has none: nothing samples from it
+        warms_up = "critic" in self.trained and step <= config.critic.warmup_steps
+
+        async def one(role: str) -> Metrics:
+            async with self.residency("train" if role == "policy" else f"train_{role}", {role: TRAINED}):
+                done = await self.trained[role].train(batch, number[role], version.get(role))
+            self.skips[role].count(done.steps)
+            metrics = {**done.metrics, **of_steps(done.steps)}
+            return (
+                metrics if role == "policy" else {f"{role}/{n.removeprefix('train/')}": m for n, m in metrics.items()}
+            )
+
+        return merge(await asyncio.gather(*(one(role) for role in self.trained if role != "policy" or not warms_up)))
 
 
 class Clock:
@@ -121,8 +153,8 @@ class Clock:
 class SkippedSteps:
     """Stops a run whose gradient stays non-finite."""
 
-    def __init__(self, limit: int) -> None:
-        self.limit, self.in_a_row = limit, 0
+    def __init__(self, limit: int, role: str = "policy") -> None:
+        self.limit, self.role, self.in_a_row = limit, role, 0
 
     def count(self, steps: tuple[StepResult, ...]) -> None:
         """Count skipped steps.
@@ -133,9 +165,11 @@ class SkippedSteps:
         for step in steps:
             self.in_a_row = 0 if step.applied else self.in_a_row + 1
         if self.in_a_row > self.limit:
+            engine = "engine" if self.role == "policy" else f"{self.role}.engine"
             raise CouplerError(
-                f"the gradient was not finite in {self.in_a_row} optimizer steps in a row; none of them was applied.\n"
-                "  try:  a smaller engine.lr, engine.dtype=fp32, or look for a NaN in the rewards; "
+                f"the {self.role}'s gradient was not finite in {self.in_a_row} optimizer steps in a row; "
+                "none of them was applied.\n"
+                f"  try:  a smaller {engine}.lr, {engine}.dtype=fp32, or look for a NaN in the rewards; "
                 "the limit is max_skipped_steps"
             )
 
@@ -153,6 +187,7 @@ def of_steps(steps: tuple[StepResult, ...]) -> Metrics:
 def describe(batch: Batch, version: int, max_staleness: int) -> Metrics:
     """What a step trains on. ``staleness`` is in weight versions, per sampled token."""
     mask = batch["loss_mask"]
+    judged = describe_values(batch["values"][mask], batch["returns"][mask]) if batch.has("values", "returns") else {}
     age = (version - batch["version"])[mask]
     reward, valid = batch["reward"].astype(np.float64), batch.sum_by_sequence(mask)
     return {
@@ -166,4 +201,20 @@ def describe(batch: Batch, version: int, max_staleness: int) -> Metrics:
         "staleness/mean": Metric(float(age.sum()), max(len(age), 1)),
         "staleness/max": Metric(float(age.max(initial=0)), how="max"),
         "staleness/violations": Metric(float((age > max_staleness).sum()), how="sum"),
+        **judged,
+    }
+
+
+def describe_values(values: np.ndarray, returns: np.ndarray) -> Metrics:
+    """How good the critic was before it trained: [n] its values and the returns that came, on valid tokens.
+
+    ``critic/explained_variance`` is ``1 - var(returns - values) / var(returns)``: 1 is perfect, 0 as good as the mean.
+    """
+    values, returns = values.astype(np.float64), returns.astype(np.float64)
+    spread = float(returns.var()) if len(returns) else 0.0
+    explained = 1 - float((returns - values).var()) / spread if spread else 0.0
+    return {
+        "critic/values": Metric(float(values.sum()), len(values)),
+        "critic/returns": Metric(float(returns.sum()), len(returns)),
+        "critic/explained_variance": Metric(explained),
     }

@@ -9,13 +9,17 @@ from coupler.batch import Batch
 from coupler.errors import CouplerError
 from coupler_engine_fsdp.model import Policy
 from coupler_engine_fsdp.packing import pack
+from coupler_engine_fsdp.value import ValueModel
 
 _TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.5}  # nats; a leak or another distribution is off by more
+_STATES = {torch.float32: 1e-3, torch.bfloat16: 0.15}  # of the largest element; a leak is off by about that
 
 
 @torch.no_grad()
-def check(policy: Policy, device: torch.device, compute: torch.dtype) -> None:
-    """Compare two packed sequences with each one's prefix on its own, through transformers' own logits.
+def check(policy: Policy | ValueModel, device: torch.device, compute: torch.dtype) -> None:
+    """Compare two packed sequences with each one's prefix on its own.
+
+    A policy's through transformers' own logits; of a critic, whose values may still be 0, the hidden states.
 
     Finds layers that mix packed sequences (linear attention, convolutions, positions of their own), attention that is
     not causal, logits that are changed after the head, and weights that are not finite.
@@ -23,8 +27,10 @@ def check(policy: Policy, device: torch.device, compute: torch.dtype) -> None:
     Raises:
         CouplerError: they differ.
     """
-    sequences = torch.arange(8).reshape(2, 4).add(10) % policy.head.out_features
-    together, _ = policy(pack(_batch(sequences), device))
+    sequences = torch.arange(8).reshape(2, 4).add(10) % policy.causal.config.get_text_config().vocab_size
+    if isinstance(policy, ValueModel):
+        return _check_states(policy, sequences, device, _STATES[compute])
+    together = policy(pack(_batch(sequences), device))["logprobs"]
     alone = []
     for sequence in sequences:
         logits = policy(pack(_batch(sequence[None, :-1]), device), logits=True).float()
@@ -34,6 +40,17 @@ def check(policy: Policy, device: torch.device, compute: torch.dtype) -> None:
         raise CouplerError(
             f"engine=fsdp cannot train model.path of type {policy.causal.config.model_type!r}: the log-probs of packed "
             f"sequences differ from those of each on its own by {worst:.3g} nats."
+        )
+
+
+def _check_states(policy: ValueModel, sequences: torch.Tensor, device: torch.device, tolerance: float) -> None:
+    together = policy(pack(_batch(sequences), device), states=True).float().reshape(*sequences.shape, -1)[:, :-1]
+    alone = torch.stack([policy(pack(_batch(s[None, :-1]), device), states=True).float() for s in sequences])
+    worst = float((together - alone).abs().max() / alone.abs().max())
+    if not worst <= tolerance:
+        raise CouplerError(
+            f"engine=fsdp cannot train a critic on a model of type {policy.causal.config.model_type!r}: the hidden "
+            f"states of packed sequences differ from those of each on its own by {worst:.3g} of the largest."
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from coupler import checkpoint
@@ -15,7 +16,7 @@ from coupler.data import Codec, Prompt, encode_prompts, load_rows
 from coupler.errors import ConfigError, CouplerError
 from coupler.evaluation import Evaluator
 from coupler.imports import resolve
-from coupler.interfaces import EVERYTHING, Algorithm, Model, Part, Rank
+from coupler.interfaces import EVERYTHING, Algorithm, Head, Model, Part, Rank
 from coupler.journal import Journal
 from coupler.plugins.manager import Plugins
 from coupler.rewards import RewardPool
@@ -54,6 +55,19 @@ class Parts:
             else None,
         )
         return WorkerGroup(self.executor, spec, [self.rank(role)])
+
+    def critic(self, loss: str) -> WorkerGroup:
+        """The engine of ``critic.engine`` on the backbone of ``critic.model``, trained with the algorithm ``loss``."""
+        config, path = self.config.critic, self.config.critic.model.path
+        model = replace(self.model, path=model_folder(path, "critic.model") if path else self.model.path)
+        spec = WorkerSpec(
+            role="critic",
+            engine=self.plugins.get("engine", config.engine.name).target,
+            engine_config=config.engine,
+            model=replace(model, head=Head.VALUE),
+            algorithm=(loss, self.config.algorithm),
+        )
+        return WorkerGroup(self.executor, spec, [self.rank("critic")])
 
     def rollouts(self) -> RolloutGroup:
         backend = self.plugins.get("rollout", self.config.rollout.name)
@@ -144,20 +158,23 @@ class Parts:
         finally:
             pool.close()
 
-    async def finish(self, policy: WorkerGroup, journal: Journal, step: int) -> None:
-        """Write the checkpoint and the export of the last step."""
-        await self.checkpoint(policy, journal, step)
+    async def finish(self, group: WorkerGroup, journal: Journal, step: int) -> None:
+        """Write the checkpoint and the export of the last step: ``export``, and ``export_critic`` of a critic."""
+        await self.checkpoint(group, journal, step)
         if self.config.checkpoint.export:
-            await policy.all("export", journal.run_dir / "export", Path(self.model.path))
+            folder = "export" if group.spec.role == "policy" else f"export_{group.spec.role}"
+            await group.all("export", journal.run_dir / folder, Path(group.spec.model.path))
 
-    async def checkpoint(self, policy: WorkerGroup, journal: Journal, step: int) -> None:
+    async def checkpoint(self, group: WorkerGroup, journal: Journal, step: int) -> None:
+        """Write ``checkpoints/step_N`` of the policy, or the folder ``critic`` in it."""
         what = EVERYTHING - {Part.GRADS} if self.config.checkpoint.optimizer else frozenset({Part.PARAMS})
         folder = journal.run_dir / "checkpoints" / f"step_{step}"
-        await checkpoint.save(policy, folder, step, what, self.config.checkpoint.deadline_s)
+        folder = folder if group.spec.role == "policy" else folder / group.spec.role
+        await checkpoint.save(group, folder, step, what, self.config.checkpoint.deadline_s)
 
 
-def model_folder(path: str) -> str:
-    """The folder that ``model.path`` names: itself, or what the function ``pkg.mod:name`` returns.
+def model_folder(path: str, key: str = "model") -> str:
+    """The folder that ``KEY.path`` names: itself, or what the function ``pkg.mod:name`` returns.
 
     Raises:
         ConfigError: there is no such function.
@@ -167,5 +184,5 @@ def model_folder(path: str) -> str:
     try:
         function = resolve(path)
     except (CouplerError, ImportError) as error:
-        raise ConfigError(f"model.path={path} is no folder, and no function either: {error}") from None
+        raise ConfigError(f"{key}.path={path} is no folder, and no function either: {error}") from None
     return str(function())

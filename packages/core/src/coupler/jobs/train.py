@@ -26,8 +26,8 @@ from coupler.sampling import Sampler
 from coupler.trainer import GENERATING, Provider, Trainer
 from coupler.workers import WorkerGroup
 
-REFERENCE, OLD = "ref_logprobs", "old_logprobs"
-LOGPROBS = (Output("logprobs"),)
+REFERENCE, OLD, VALUES = "ref_logprobs", "old_logprobs", "values"
+LOGPROBS = Output("logprobs")
 
 
 def train(composed: Composed, plugins: Plugins) -> dict[str, float]:
@@ -44,10 +44,11 @@ async def _train(parts: Parts) -> dict[str, float]:
     with parts.running() as (journal, rewards):
         policy, rollouts = parts.engine("policy", trains=True), parts.rollouts()
         reference = parts.engine("reference", trains=False) if REFERENCE in algorithm.needs else None
-        residency = share_devices(config, policy, rollouts, reference)
+        critic = parts.critic(algorithm.critic) if VALUES in algorithm.needs else None
+        residency = share_devices(config, policy, rollouts, reference, critic)
         scorer = parts.scorer(rollouts, rewards)
         weights = parts.edge(policy, rollouts, prompts[0])
-        for group in filter(None, (policy, reference)):
+        for group in filter(None, (policy, reference, critic)):
             await group.setup()
         await weights.setup()
         max_rejected = config.max_rejected_factor * config.prompts_per_step
@@ -61,20 +62,24 @@ async def _train(parts: Parts) -> dict[str, float]:
             algorithm=algorithm,
             buffer=buffer,
         )
-        steps = _Steps(parts, journal, policy, parts.evaluator(scorer, held_out), rewards, residency)
+        trained = [group for group in (policy, critic) if group]
+        steps = _Steps(parts, journal, trained, parts.evaluator(scorer, held_out), rewards, residency)
         trainer = Trainer(
             config,
             policy=policy,
+            critic=critic,
             weights=weights,
             algorithm=algorithm,
             sampler=sampler,
             buffer=buffer,
-            providers=_providers(config, policy, reference, residency),
+            providers=_providers(config, policy, reference, critic, residency),
             residency=residency,
             on_step=steps.after,
         )
         await trainer.fit()
-        await parts.finish(policy, journal, config.steps)
+        for group in trained:
+            async with residency("save", saving(group)):
+                await parts.finish(group, journal, config.steps)
         return steps.last
 
 
@@ -84,7 +89,7 @@ class _Steps:
 
     parts: Parts
     journal: Journal
-    policy: WorkerGroup
+    trained: list[WorkerGroup]
     evaluator: Evaluator
     rewards: RewardPool
     residency: Residency
@@ -102,7 +107,14 @@ class _Steps:
         if step == 1:
             self.parts.report_unread()
         if 0 < step < config.steps and _due(config.checkpoint.every_steps, step):
-            await self.parts.checkpoint(self.policy, self.journal, step)
+            for group in self.trained:
+                async with self.residency("save", saving(group)):
+                    await self.parts.checkpoint(group, self.journal, step)
+
+
+def saving(group: WorkerGroup) -> dict[str, frozenset[Held]]:
+    """What is held while a group writes its state. The rollout's weights stay: nothing would bring them back."""
+    return {group.spec.role: frozenset({Held.PARAMS, Held.OPTIMIZER}), "rollout": frozenset({Held.WEIGHTS})}
 
 
 def _due(every: int, step: int) -> bool:
@@ -110,14 +122,18 @@ def _due(every: int, step: int) -> bool:
 
 
 def _providers(
-    config: RunConfig, policy: WorkerGroup, reference: WorkerGroup | None, residency: Residency
+    config: RunConfig,
+    policy: WorkerGroup,
+    reference: WorkerGroup | None,
+    critic: WorkerGroup | None,
+    residency: Residency,
 ) -> dict[str, Provider]:
     """Who computes which column. One optimizer step per batch needs no old log-probs: they equal the current ones."""
 
-    def forward_of(role: str, group: WorkerGroup) -> Provider:
+    def forward_of(role: str, group: WorkerGroup, output: Output = LOGPROBS) -> Provider:
         async def provide(batch: Batch) -> np.ndarray:
             async with residency(role, {role: frozenset({Held.PARAMS})}):
-                return (await group.forward(batch, LOGPROBS))["logprobs"]
+                return (await group.forward(batch, (output,)))[output.name]
 
         return provide
 
@@ -126,11 +142,17 @@ def _providers(
         providers[OLD] = forward_of("policy", policy)
     if reference:
         providers[REFERENCE] = forward_of("reference", reference)
+    if critic:
+        providers[VALUES] = forward_of("critic", critic, Output("values"))
     return providers
 
 
 def share_devices(
-    config: RunConfig, policy: WorkerGroup, rollouts: RolloutGroup, reference: WorkerGroup | None
+    config: RunConfig,
+    policy: WorkerGroup,
+    rollouts: RolloutGroup,
+    reference: WorkerGroup | None,
+    critic: WorkerGroup | None,
 ) -> Residency:
     """The Residency of a run whose roles live on the same devices, if ``offload`` says that they take turns."""
 
@@ -140,6 +162,8 @@ def share_devices(
     holders = {"policy": _engine_holder(policy), "rollout": _rollout_holder(rollouts)}
     if reference:
         holders["reference"] = _engine_holder(reference, frozenset({Held.PARAMS}))
+    if critic:
+        holders["critic"] = _engine_holder(critic)
     return Residency(holders, shared=config.offload, device_bytes=device_bytes)
 
 
