@@ -52,8 +52,8 @@ class Trainer:
         self.config, self.policy, self.weights, self.algorithm = config, policy, weights, algorithm
         self.sampler, self.buffer, self.providers = sampler, buffer, providers
         self.residency, self.on_step = residency, on_step
-        self.trained = {"policy": policy} | ({"critic": critic} if critic else {})
-        self.skips = {role: SkippedSteps(config.max_skipped_steps, role) for role in self.trained}
+        self.critic = critic
+        self.skips = {role: SkippedSteps(config.max_skipped_steps, role) for role in ("policy", "critic")}
         self.controller = algorithm.controller()
 
     async def fit(self) -> None:
@@ -110,22 +110,28 @@ class Trainer:
         Raises:
             CouplerError: too many optimizer steps in a row had a non-finite gradient.
         """
-        config = self.config
-        number = {"policy": config.optimizer_steps_per_batch}
-        number["critic"] = config.critic.optimizer_steps_per_batch or number["policy"]
-        version = {"policy": self.weights.version}  # the critic has none: nothing samples from it
-        warms_up = "critic" in self.trained and step <= config.critic.warmup_steps
+        number, turns = self.config.optimizer_steps_per_batch, []
+        if step > warmup_steps(self.config, self.critic):
+            turns.append(self.train_role(self.policy, batch, number, self.weights.version))
+        if self.critic:  # it has no version: nothing samples from it
+            own = self.config.critic.optimizer_steps_per_batch
+            turns.append(self.train_role(self.critic, batch, own or number, None))
+        return merge(await asyncio.gather(*turns))
 
-        async def one(role: str) -> Metrics:
-            async with self.residency("train" if role == "policy" else f"train_{role}", {role: TRAINED}):
-                done = await self.trained[role].train(batch, number[role], version.get(role))
-            self.skips[role].count(done.steps)
-            metrics = {**done.metrics, **of_steps(done.steps)}
-            return (
-                metrics if role == "policy" else {f"{role}/{n.removeprefix('train/')}": m for n, m in metrics.items()}
-            )
+    async def train_role(self, group: WorkerGroup, batch: Batch, num_steps: int, version: int | None) -> Metrics:
+        role = group.spec.role
+        async with self.residency("train" if role == "policy" else f"train_{role}", {role: TRAINED}):
+            trained = await group.train(batch, num_steps, version)
+        self.skips[role].count(trained.steps)
+        metrics = {**trained.metrics, **of_steps(trained.steps)}
+        if role == "policy":
+            return metrics
+        return {f"{role}/{name.removeprefix('train/')}": metric for name, metric in metrics.items()}
 
-        return merge(await asyncio.gather(*(one(role) for role in self.trained if role != "policy" or not warms_up)))
+
+def warmup_steps(config: RunConfig, critic: WorkerGroup | None) -> int:
+    """How many first steps train the critic only."""
+    return config.critic.warmup_steps if critic else 0
 
 
 class Clock:

@@ -23,7 +23,7 @@ from coupler.residency import Held, Holder, Residency
 from coupler.rewards import RewardPool
 from coupler.rollouts import RolloutGroup
 from coupler.sampling import Sampler
-from coupler.trainer import GENERATING, Provider, Trainer
+from coupler.trainer import GENERATING, Provider, Trainer, warmup_steps
 from coupler.workers import WorkerGroup
 
 REFERENCE, OLD, VALUES = "ref_logprobs", "old_logprobs", "values"
@@ -62,8 +62,7 @@ async def _train(parts: Parts) -> dict[str, float]:
             algorithm=algorithm,
             buffer=buffer,
         )
-        trained = [group for group in (policy, critic) if group]
-        steps = _Steps(parts, journal, trained, parts.evaluator(scorer, held_out), rewards, residency)
+        steps = _Steps(parts, journal, policy, critic, parts.evaluator(scorer, held_out), rewards, residency)
         trainer = Trainer(
             config,
             policy=policy,
@@ -77,7 +76,7 @@ async def _train(parts: Parts) -> dict[str, float]:
             on_step=steps.after,
         )
         await trainer.fit()
-        for group in trained:
+        for group in filter(None, (policy, critic)):
             async with residency("save", saving(group)):
                 await parts.finish(group, journal, config.steps)
         return steps.last
@@ -89,7 +88,8 @@ class _Steps:
 
     parts: Parts
     journal: Journal
-    trained: list[WorkerGroup]
+    policy: WorkerGroup
+    critic: WorkerGroup | None
     evaluator: Evaluator
     rewards: RewardPool
     residency: Residency
@@ -104,10 +104,10 @@ class _Steps:
             self.journal.write_samples(f"eval_{step}.jsonl", scored, self.parts.codec.decode)
             metrics |= evaluated
         self.last = self.journal.log(step, metrics)
-        if step == 1:
+        if step == min(1 + warmup_steps(config, self.critic), config.steps):  # by then every role has trained
             self.parts.report_unread()
         if 0 < step < config.steps and _due(config.checkpoint.every_steps, step):
-            for group in self.trained:
+            for group in filter(None, (self.policy, self.critic)):
                 async with self.residency("save", saving(group)):
                     await self.parts.checkpoint(group, self.journal, step)
 
