@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from coupler.buffer import Buffer
 from coupler.config.schema import RunConfig
 from coupler.data import Prompt, PromptStream, Row
-from coupler.interfaces import Algorithm, Model, Rank
+from coupler.interfaces import Algorithm, Head, Model, Rank
+from coupler.jobs.train import _providers
 from coupler.metrics import Metrics
 from coupler.residency import Residency
 from coupler.rewards import RewardPool
@@ -56,6 +58,16 @@ class ToyRun:
             (algorithm, ToyAlgorithmConfig()),
         )
         self.policy = WorkerGroup(self.executor, spec, [Rank()])
+        self.critic: WorkerGroup | None = None
+        if self.policy.algorithm and self.policy.algorithm.critic:
+            values = replace(
+                spec,
+                role="critic",
+                engine_config=ToyEngineConfig(lr=0.1),
+                model=replace(self.model, head=Head.VALUE),
+                algorithm=(self.policy.algorithm.critic, ToyAlgorithmConfig()),
+            )
+            self.critic = WorkerGroup(self.executor, values, [Rank()])
         self.rollouts = RolloutGroup(self.executor, rollout, ToyRolloutConfig(), self.model, [Rank()])
         self.weights = StreamShardingManager(
             config.sync,
@@ -91,23 +103,28 @@ class ToyRun:
         async def device_bytes() -> int:
             return 0
 
-        return Trainer(
+        residency = Residency({}, shared=False, device_bytes=device_bytes)
+        self.trainer = Trainer(
             config,
             policy=self.policy,
+            critic=self.critic,
             weights=self.weights,
             algorithm=algorithm,
             sampler=self.sampler,
             buffer=self.buffer,
-            providers={},
-            residency=Residency({}, shared=False, device_bytes=device_bytes),
+            providers=_providers(config, self.policy, None, self.critic, residency),
+            residency=residency,
             on_step=self._after,
         )
+        return self.trainer
 
     def run(self) -> list[dict[str, float]]:
         """Train; return the values of every step, the start first."""
 
         async def go() -> None:
             await self.policy.setup()
+            if self.critic:
+                await self.critic.setup()
             await self.weights.setup()
             assert self.policy.algorithm
             await self.build(self.policy.algorithm).fit()
