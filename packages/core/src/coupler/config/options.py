@@ -94,6 +94,8 @@ class Options:
         while section and not self.members(section):
             section = section.rpartition(".")[0]
         start, names = (f"{section}." if section else ""), self.members(section)
+        names += [path[len(start) :] for path in SECTIONS if path.rpartition(".")[0] == section]
+        names = list(dict.fromkeys(names))
         wanted = key[len(start) :].split(".")[0]
         close = [start + name for name in get_close_matches(wanted, names, n=2)]
         close = close or [k for k in self.table if k.rpartition(".")[2] == key.rpartition(".")[2]][:3]

@@ -56,16 +56,29 @@ class Parts:
         )
         return WorkerGroup(self.executor, spec, [self.rank(role)])
 
-    def critic(self, loss: str) -> WorkerGroup:
-        """The engine of ``critic.engine`` on the backbone of ``critic.model``, trained with the algorithm ``loss``."""
-        config, path = self.config.critic, self.config.critic.model.path
-        model = replace(self.model, path=model_folder(path, "critic.model") if path else self.model.path)
+    def critic_model(self) -> Model:
+        """The model of ``critic.model``, or the policy's, with a value head.
+
+        Raises:
+            ConfigError: ``critic.model.path`` is no folder.
+        """
+        path = self.config.critic.model.path
+        folder = model_folder(path, "critic.model") if path else self.model.path
+        if not Path(folder).is_dir():
+            raise ConfigError(
+                f"critic.model.path={folder} is no folder.\n  try:  leaving it out: model.path then serves"
+            )
+        return replace(self.model, path=folder, head=Head.VALUE)
+
+    def critic(self, model: Model, loss: str) -> WorkerGroup:
+        """The engine of ``critic.engine``, trained with the algorithm ``loss``."""
+        config = self.config
         spec = WorkerSpec(
             role="critic",
-            engine=self.plugins.get("engine", config.engine.name).target,
-            engine_config=config.engine,
-            model=replace(model, head=Head.VALUE),
-            algorithm=(loss, self.config.algorithm),
+            engine=self.plugins.get("engine", config.critic.engine.name).target,
+            engine_config=config.critic.engine,
+            model=model,
+            algorithm=(loss, config.algorithm),
         )
         return WorkerGroup(self.executor, spec, [self.rank("critic")])
 

@@ -40,11 +40,12 @@ async def _train(parts: Parts) -> dict[str, float]:
     prompts = parts.prompts(config.data, "data")
     evaluates = config.eval.every_steps or config.eval.at_start
     held_out = parts.prompts(config.eval.data, "eval.data") if evaluates else []
+    judge = parts.critic_model() if VALUES in algorithm.needs else None
     print(make_plan(config, len(prompts), parts.plugins, algorithm.needs).render())
     with parts.running() as (journal, rewards):
         policy, rollouts = parts.engine("policy", trains=True), parts.rollouts()
         reference = parts.engine("reference", trains=False) if REFERENCE in algorithm.needs else None
-        critic = parts.critic(algorithm.critic) if VALUES in algorithm.needs else None
+        critic = parts.critic(judge, algorithm.critic) if judge else None
         residency = share_devices(config, policy, rollouts, reference, critic)
         scorer = parts.scorer(rollouts, rewards)
         weights = parts.edge(policy, rollouts, prompts[0])
