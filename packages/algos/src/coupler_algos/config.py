@@ -93,7 +93,7 @@ class RLOOConfig(GroupConfig):
 
 @dataclass
 class PPOConfig(PolicyConfig):
-    """Clip ranges, discount and KL coefficient of arXiv 2203.02155 (appendix C.4), lam of arXiv 1909.08593."""
+    """Ratio clip, discount and KL coefficient of arXiv 2203.02155, lam and value clip of the code of 1909.08593."""
 
     name: str = "ppo"
     clip_low: float = 0.2
