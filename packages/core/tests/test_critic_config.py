@@ -154,6 +154,8 @@ def test_an_engine_that_is_not_installed(plugins: Plugins) -> None:
 def test_the_plan_knows_the_critic(plugins: Plugins) -> None:
     plan = make_plan(good(plugins).config, None, plugins)
     assert plan.roles == ("policy (engine acme)", "critic (engine acme)", "rollout (toy)")
+    warm = make_plan(good(plugins, "critic.warmup_steps=5").config, None, plugins).roles
+    assert "critic (engine acme, alone for the first 5 steps)" in warm
     with pytest.raises(ConfigError, match=r"critic\.optimizer_steps_per_batch=3 does not divide the 8 sequences"):
         make_plan(good(plugins, "critic.optimizer_steps_per_batch=3").config, None, plugins)
     with pytest.raises(ConfigError, match="offload=true needs engine=acme to free device memory"):

@@ -163,7 +163,10 @@ def _roles(config: RunConfig, plugins: Plugins, needs: frozenset[str] | None, tr
         needs = frozenset(c.removeprefix(NEEDS) for c in declared if c.startswith(NEEDS))
     roles = [f"policy (engine {config.engine.name})"]
     roles += [f"reference (engine {config.engine.name})"] if "ref_logprobs" in needs else []
-    roles += [f"critic (engine {config.critic.engine.name})"] if "values" in needs else []
+    if "values" in needs:
+        alone = config.critic.warmup_steps
+        first = f", alone for the first {_count(alone, 'step')}" if alone else ""
+        roles.append(f"critic (engine {config.critic.engine.name}{first})")
     return [*roles, f"rollout ({config.rollout.name})"] if trains else roles
 
 

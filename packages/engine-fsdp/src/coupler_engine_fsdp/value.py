@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from coupler_engine_fsdp.packing import Packed
@@ -19,7 +18,7 @@ class ValueHead(nn.Linear):
     """[R, H] hidden states -> [R] values, in fp32 whatever the dtype of the backbone."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return linear(input.float(), self.weight.float(), self.bias.float()).squeeze(-1)
+        return torch.mv(input.float(), self.weight.float()[0]) + self.bias.float()  # no view: FSDP hooks the output
 
 
 class ValueModel(nn.Module):
