@@ -12,7 +12,7 @@ from coupler.buffer import Buffer
 from coupler.config.schema import RunConfig
 from coupler.data import Prompt, PromptStream, Row
 from coupler.interfaces import Algorithm, Head, Model, Rank
-from coupler.jobs.train import _providers
+from coupler.jobs.train import column_providers
 from coupler.metrics import Metrics
 from coupler.residency import Residency
 from coupler.rewards import RewardPool
@@ -112,7 +112,7 @@ class ToyRun:
             algorithm=algorithm,
             sampler=self.sampler,
             buffer=self.buffer,
-            providers=_providers(config, self.policy, None, self.critic, residency),
+            providers=column_providers(config, self.policy, None, self.critic, residency),
             residency=residency,
             on_step=self._after,
         )

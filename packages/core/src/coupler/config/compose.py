@@ -126,12 +126,12 @@ def _choose(path: str, typed: dict[str, Any], written: dict[str, Any], file: str
 
 
 def _take_name(path: str, layer: dict[str, Any]) -> str:
-    section = _at(layer, path)
-    if isinstance(section, Mapping):
-        name = section.get("name")
-        _replace(layer, path, {key: value for key, value in section.items() if key != "name"})
+    inner = _at(layer, path)
+    if isinstance(inner, Mapping):
+        name = inner.get("name")
+        _replace(layer, path, {key: value for key, value in inner.items() if key != "name"})
     else:
-        name = section
+        name = inner
         _replace(layer, path, None)
     if name is not None and not isinstance(name, str):
         raise ConfigError(f"{path} takes the name of a plugin's backend or preset, got {name!r}.")
@@ -145,17 +145,17 @@ def _at(values: Any, path: str) -> Any:
     return values
 
 
-def _replace(layer: dict[str, Any], path: str, section: Mapping[str, Any] | None) -> None:
-    """Put another section there; where it is empty, nothing, so that no empty section is left to look set."""
-    first, _, inner = path.partition(".")
-    if inner and isinstance(layer.get(first), dict):
-        _replace(layer[first], inner, section)
-        section = layer[first]
-    elif inner:
+def _replace(layer: dict[str, Any], path: str, values: Mapping[str, Any] | None) -> None:
+    """Put other values under a full key; where there are none, take it out, so that no empty section looks set."""
+    first, _, rest = path.partition(".")
+    if rest and isinstance(layer.get(first), dict):
+        _replace(layer[first], rest, values)
+        values = layer[first]
+    elif rest:
         return
     layer.pop(first, None)
-    if section:
-        layer[first] = section
+    if values:
+        layer[first] = values
 
 
 def _needs_values(plugins: Plugins, base: Mapping[str, Any]) -> bool:

@@ -72,7 +72,7 @@ async def _train(parts: Parts) -> dict[str, float]:
             algorithm=algorithm,
             sampler=sampler,
             buffer=buffer,
-            providers=_providers(config, policy, reference, critic, residency),
+            providers=column_providers(config, policy, reference, critic, residency),
             residency=residency,
             on_step=steps.after,
         )
@@ -122,7 +122,7 @@ def _due(every: int, step: int) -> bool:
     return bool(every) and step % every == 0
 
 
-def _providers(
+def column_providers(
     config: RunConfig,
     policy: WorkerGroup,
     reference: WorkerGroup | None,
