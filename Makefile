@@ -43,7 +43,7 @@ KIT := --pyargs coupler.testing.conformance
 KIT_core := --coupler engine=toy --coupler rollout=toy --coupler algorithm=toy --coupler transport=inproc \
   --coupler transport=disk --coupler transport=tcp
 KIT_engine-fsdp := --coupler engine=fsdp --coupler rollout=hf
-KIT_algos := --coupler algorithm=grpo --coupler algorithm=rloo --coupler algorithm=sft
+KIT_algos := --coupler algorithm=grpo --coupler algorithm=rloo --coupler algorithm=ppo --coupler algorithm=sft
 
 test-%: .envs/%/.synced
 	.envs/$*/bin/python -m pytest packages/$*/tests

@@ -87,6 +87,8 @@ def no_traceback(lines: list[str]) -> str:
             "try:  engine.max_tokens_per_gpu=72",
         ),
         ("algorithm=sft", "algorithm=sft is for coupler sft, not for coupler train.", ""),
+        ("critic.engin.lr=1", "unknown option critic.engin.", "did you mean:  critic.engine"),
+        ("critic.warmup_steps=-1", "critic.warmup_steps must be at least 0, got -1.", ""),
     ],
 )
 def test_options(override: str, first: str, fix: str, refused: Refused, tmp_path: Path) -> None:
@@ -95,6 +97,36 @@ def test_options(override: str, first: str, fix: str, refused: Refused, tmp_path
     assert lines[0].startswith(first)
     assert fix in no_traceback(lines[1:])
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "first", "fix"),
+    [
+        (["critic.engine.lr=-1"], "critic.engine.lr must be above 0, got -1.0.", ""),
+        (["critic.engine.lrr=1"], "unknown option critic.engine.lrr.", "did you mean:  critic.engine.lr"),
+        (["engine@critic.engine=fdsp"], "no engine named 'fdsp' is installed.", "did you mean: engine=fsdp"),
+        (["critic.optimizer_steps_per_batch=3"], "critic.optimizer_steps_per_batch=3 does not divide the 8", "try:  "),
+        (["critic.model.path=/not/there"], "critic.model.path=/not/there is no folder.", "try:  leaving it out"),
+        (["algorithm.lam=2"], "algorithm.lam=2.0 must be between 0 and 1.", ""),
+        (["algorithm.kl_target=1", "algorithm.kl=none"], "algorithm.kl_target=1.0 adapts a coefficient that ", ""),
+        (["algorithm.dynamic_sampling=true"], "unknown option algorithm.dynamic_sampling.", "options of algorithm:  "),
+    ],
+)
+def test_a_critic(overrides: list[str], first: str, fix: str, refused: Refused, tmp_path: Path) -> None:
+    lines = refused("train", "algorithm=ppo", *overrides)
+    assert lines[0].startswith(first)
+    assert fix in no_traceback(lines[1:])
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_engine_that_computes_no_values(refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "acme_blind.py").write_text(PLUGIN.format(api=1))
+    monkeypatch.delitem(sys.modules, "acme_blind", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("COUPLER_PLUGINS", "acme_blind")
+    (line,) = refused("train", "algorithm=ppo", "engine@critic.engine=acme")
+    assert line.startswith("algorithm=ppo trains a critic, and critic.engine=acme does not compute values (output:val")
+    assert "set engine@critic.engine to one of fsdp" in line
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Warm-start a small language model, train it with GRPO, and score it on held-out problems: ``make quickstart``.
 
+``make quickstart ARGS="--algorithm ppo"`` trains it with PPO and a critic instead.
+
 Everything it does is a job of the command line too; ``config.yaml`` in each stage of the run folder says which.
 """
 
@@ -16,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 HERE = Path(__file__).parent
-STAGES = ("before", "sft", "grpo")
+TRAIN = {"grpo": "train.yaml", "ppo": "ppo.yaml"}
 
 
 def main() -> None:
@@ -24,18 +26,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--run-dir", type=Path, default=Path("runs") / time.strftime("quickstart-%Y%m%d-%H%M%S"))
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="options of the GRPO run")
+    parser.add_argument("--algorithm", choices=TRAIN, default="grpo")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="options of the reinforcement-learning run")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore", category=SyntaxWarning)  # of a dependency of reasoning-gym
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    results = run(arguments.run_dir, arguments.seed, arguments.overrides)
+    results = run(arguments.run_dir, arguments.seed, arguments.algorithm, arguments.overrides)
     show(results, arguments.run_dir)
-    scores = " ".join(f"{stage}={results[stage]:.2f}" for stage in STAGES)
+    scores = " ".join(f"{stage}={accuracy:.2f}" for stage, accuracy in results.items())
     print(f"quickstart: {scores} seconds={time.perf_counter() - start:.0f}")
 
 
-def run(folder: Path, seed: int, overrides: list[str]) -> dict[str, float]:
-    """Run all stages; return the held-out accuracy after each."""
+def run(folder: Path, seed: int, algorithm: str, overrides: list[str]) -> dict[str, float]:
+    """Run all stages; return the held-out accuracy before, after ``sft``, and after the algorithm, by these names."""
     from model import build
     from task import problems
 
@@ -52,29 +55,32 @@ def run(folder: Path, seed: int, overrides: list[str]) -> dict[str, float]:
     def do(job: Job, stage: str, model: str, *more: str) -> dict[str, float]:
         print(f"--- {stage}", flush=True)
         given = [f"model.path={folder / model}", f"run_dir={folder / stage}", f"seed={seed}", *more]
-        composed = compose(plugins, given, str(HERE / f"{job}.yaml"), job)
+        file = TRAIN[algorithm] if job is Job.TRAIN else f"{job}.yaml"
+        composed = compose(plugins, given, str(HERE / file), job)
         return {Job.SFT: jobs.supervise, Job.TRAIN: jobs.train, Job.EVAL: jobs.evaluate}[job](composed, plugins)
 
     results = {"before": do(Job.EVAL, "eval_before", "model")["eval/reward"]}
     do(Job.SFT, "sft", "model")
     results["sft"] = do(Job.EVAL, "eval_sft", "sft/export")["eval/reward"]
-    do(Job.TRAIN, "grpo", "sft/export", *overrides)
-    results["grpo"] = do(Job.EVAL, "eval_grpo", "grpo/export")["eval/reward"]
+    do(Job.TRAIN, algorithm, "sft/export", *overrides)
+    results[algorithm] = do(Job.EVAL, f"eval_{algorithm}", f"{algorithm}/export")["eval/reward"]
     return results
 
 
 def show(results: dict[str, float], folder: Path) -> None:
     """Print the table and draw the reward curve."""
-    rewards = _curve(folder / "grpo" / "metrics.jsonl")
-    _plot(rewards, folder / "reward.png")
+    algorithm = list(results)[-1]
+    rewards = _curve(folder / algorithm / "metrics.jsonl")
+    _plot(rewards, folder / "reward.png", algorithm.upper())
     table = Table(title="accuracy on held-out problems, sampled at temperature 1")
-    for heading in ("before", "after the warm start", "after GRPO"):
+    for heading in ("before", "after the warm start", f"after {algorithm.upper()}"):
         table.add_column(heading, justify="right")
-    table.add_row(*(f"{results[stage]:.3f}" for stage in STAGES))
+    table.add_row(*(f"{accuracy:.3f}" for accuracy in results.values()))
     console = Console()
     console.print(table)
-    for name in ("reward.png", "grpo/config.yaml", "grpo/metrics.jsonl", "grpo/checkpoints", "grpo/export"):
-        console.print(f"  {folder / name}", soft_wrap=True)
+    console.print(f"  {folder / 'reward.png'}", soft_wrap=True)
+    for name in ("config.yaml", "metrics.jsonl", "checkpoints", "export"):
+        console.print(f"  {folder / algorithm / name}", soft_wrap=True)
 
 
 def _curve(path: Path) -> list[float]:
@@ -82,7 +88,7 @@ def _curve(path: Path) -> list[float]:
     return [line["sampled/reward"] for line in lines if "sampled/reward" in line]
 
 
-def _plot(rewards: list[float], path: Path) -> None:
+def _plot(rewards: list[float], path: Path, algorithm: str) -> None:
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -90,7 +96,7 @@ def _plot(rewards: list[float], path: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(7, 4))
     axes.plot(range(1, len(rewards) + 1), rewards)
-    axes.set(xlabel="GRPO step", ylabel="mean reward of all samples, rejected groups included", ylim=(0, 1))
+    axes.set(xlabel=f"{algorithm} step", ylabel="mean reward of all samples, rejected groups included", ylim=(0, 1))
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120, bbox_inches="tight")
 

@@ -45,7 +45,8 @@ def columns() -> Callable[[Batch], dict]:
     """Batch -> what an engine hands to a loss."""
 
     def build(batch: Batch) -> dict:
-        tensors = {name: torch.from_numpy(np.array(column)) for name, column in batch.tokens.items()}
+        everything = {**batch.tokens, **batch.seqs}
+        tensors = {name: torch.from_numpy(np.array(column)) for name, column in everything.items()}
         seq = torch.from_numpy(np.repeat(np.arange(len(batch)), batch.lengths))
         return {**tensors, "seq": seq, "cu_seqlens": torch.from_numpy(batch.starts).int(), "num_seqs": len(batch)}
 

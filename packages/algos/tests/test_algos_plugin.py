@@ -10,7 +10,7 @@ import pytest
 from coupler.config.schema import RunConfig, SamplingConfig
 from coupler.interfaces import Aggregation, Algorithm
 from coupler_algos import plugin
-from coupler_algos.config import KL, Behaviour, GRPOConfig, KLEstimator, RLOOConfig, SFTConfig
+from coupler_algos.config import KL, Behaviour, GRPOConfig, KLEstimator, PPOConfig, RLOOConfig, SFTConfig
 
 
 def problems(algorithm, **changes) -> list[str]:
@@ -25,7 +25,7 @@ def test_every_backend_loads_and_is_built_from_its_defaults(backend):
     assert isinstance(algorithm, Algorithm) and algorithm.aggregation is config.aggregation
 
 
-@pytest.mark.parametrize("algorithm", [GRPOConfig(), RLOOConfig(), SFTConfig()])
+@pytest.mark.parametrize("algorithm", [GRPOConfig(), RLOOConfig(), PPOConfig(), SFTConfig()])
 def test_defaults_have_no_problem(algorithm):
     assert problems(algorithm) == []
 
@@ -33,6 +33,10 @@ def test_defaults_have_no_problem(algorithm):
 def test_other_plugins_algorithms_are_none_of_our_business():
     assert problems(object(), samples_per_prompt=1) == []
     assert problems(SFTConfig(), samples_per_prompt=1) == []
+
+
+def test_ppo_needs_no_second_sample():
+    assert problems(PPOConfig(), samples_per_prompt=1) == []
 
 
 @pytest.mark.parametrize(
@@ -55,6 +59,13 @@ def test_other_plugins_algorithms_are_none_of_our_business():
         (GRPOConfig(clip_high=-0.1), {}, ["algorithm.clip_high=-0.1", "negative"]),
         (GRPOConfig(dual_clip=0.5), {}, ["algorithm.dual_clip=0.5", "above 1"]),
         (GRPOConfig(correction_cap=-1.0), {}, ["algorithm.correction_cap=-1.0", "negative"]),
+        (PPOConfig(gamma=1.5), {}, ["algorithm.gamma=1.5", "between 0 and 1"]),
+        (PPOConfig(lam=-0.1), {}, ["algorithm.lam=-0.1", "between 0 and 1"]),
+        (PPOConfig(value_clip=-1.0), {}, ["algorithm.value_clip=-1.0", "0 switches it off"]),
+        (PPOConfig(kl_target=-1.0), {}, ["algorithm.kl_target=-1.0", "algorithm.kl_coef"]),
+        (PPOConfig(kl_horizon=0), {}, ["algorithm.kl_horizon=0", "at least 1"]),
+        (GRPOConfig(kl=KL.NONE, kl_target=6.0), {}, ["algorithm.kl_target=6.0", "algorithm.kl=in_reward"]),
+        (PPOConfig(), {"max_staleness": 2}, ["max_staleness=2", "behaviour=rollout"]),
         (GRPOConfig(correction_cap=2.0, behaviour=Behaviour.ROLLOUT), {}, ["correction_cap", "does nothing"]),
     ],
 )
@@ -79,7 +90,8 @@ import numpy as np
 from coupler.batch import Batch
 from coupler_algos import plugin
 batch = Batch(np.array([2, 2]), {"loss_mask": np.array([False, True] * 2), "rollout_logprobs": np.zeros(4),
-              "ref_logprobs": np.zeros(4)}, {"reward": np.array([1.0, 0.0]), "group": np.zeros(2, int)})
+              "ref_logprobs": np.zeros(4), "values": np.zeros(4)},
+              {"reward": np.array([1.0, 0.0]), "group": np.zeros(2, int)})
 for backend in plugin.coupler_backends():
     algorithm = backend.load()(backend.config())
     assert algorithm.keep(batch)

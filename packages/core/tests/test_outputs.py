@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from coupler import checkpoint
 from coupler.builtin import InprocConfig
+from coupler.checkpoint import MANIFEST, Checkpoints, State, check, read
+from coupler.config.schema import CheckpointConfig
 from coupler.errors import WaitTimeout, WeightSyncError
 from coupler.executors import Local
 from coupler.export import export
-from coupler.interfaces import EVERYTHING, Endpoint, Model, Part, Rank, SendReceipt, SyncReceipt, WeightUpdate
+from coupler.interfaces import Endpoint, Model, Rank, SendReceipt, SyncReceipt, WeightUpdate
 from coupler.sharding import verify
 from coupler.testing.models import read_tensors, write_toy
 from coupler.testing.toy_config import ToyAlgorithmConfig, ToyEngineConfig
@@ -40,14 +42,23 @@ def test_a_checkpoint_is_complete_and_says_what_it_is(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints" / "step_3"
     folder.mkdir(parents=True)
     (folder / "old").touch()
-    asyncio.run(checkpoint.save(group, folder, 3, EVERYTHING - {Part.GRADS}, 60.0))
-    manifest = json.loads((folder / checkpoint.MANIFEST).read_text())
-    assert manifest["step"] == 3 and manifest["parts"] == ["optimizer", "params"] and manifest["files"]
+    checkpoints = Checkpoints(folder.parent, CheckpointConfig(), {"data": "d"})
+    hold = lambda role: nullcontext()  # noqa: E731
+
+    async def save() -> None:
+        async with checkpoints:
+            await checkpoints.save(3, {"policy": group}, State({"at": 1}), hold=hold, values={}, healthy=True)
+
+    asyncio.run(save())
+    manifest = json.loads((folder / MANIFEST).read_text())
+    assert manifest["step"] == 3 and manifest["parts"] == ["optimizer", "params"] and manifest["data"] == "d"
+    written = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
+    assert written == {MANIFEST, *manifest["files"]} and any(name.startswith("policy/") for name in written)
     for name, entry in manifest["files"].items():
         content = (folder / name).read_bytes()
         assert entry == {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     assert sorted(p.name for p in folder.parent.iterdir()) == ["step_3"]
-    assert not (folder / "old").exists()
+    assert check(folder) == "" and read(folder).state == State({"at": 1})
 
 
 def test_export_holds_what_the_engine_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

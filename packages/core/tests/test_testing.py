@@ -122,6 +122,7 @@ def test_a_rank_that_fails_is_shown_and_the_others_end(tmp_path: Path) -> None:
         "target": "coupler.testing.toy:ToyEngine",
         "config": "coupler.testing.toy_config:ToyEngineConfig",
         "settings": {},
+        "head": "lm",
         "model": str(write_toy(tmp_path / "toy")),
     }
     with pytest.raises(RankFailed, match="engine=toy runs on one rank"):
@@ -135,6 +136,7 @@ def test_a_rank_that_says_nothing_is_named(tmp_path: Path) -> None:
         "target": f"{sleeper}:Engine",
         "config": "coupler.testing.toy_config:ToyEngineConfig",
         "settings": {},
+        "head": "lm",
         "model": "",
     }
     with pytest.raises(WaitTimeout, match=r"ranks \[0, 1\] of 2"):

@@ -106,7 +106,7 @@ def test_dynamic_sampling_asks_for_more(tmp_path: Path) -> None:
     [
         ("test_trainer:Never", "prompt groups in a row of one step were rejected"),
         ("test_trainer:Scalar", "expected one loss per token"),
-        ("test_trainer:NotFinite", "the gradient was not finite in 4 optimizer steps"),
+        ("test_trainer:NotFinite", "the policy's gradient was not finite in 4 optimizer steps"),
     ],
 )
 def test_an_algorithm_that_cannot_train_stops_the_run(tmp_path: Path, algorithm: str, what: str) -> None:

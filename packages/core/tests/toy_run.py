@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from coupler.buffer import Buffer
 from coupler.config.schema import RunConfig
 from coupler.data import Prompt, PromptStream, Row
 from coupler.executors import Local
-from coupler.interfaces import Algorithm, Model, Rank
+from coupler.interfaces import Algorithm, Head, Model, Rank
+from coupler.jobs.train import column_providers
 from coupler.metrics import Metrics
 from coupler.record import Recorder
 from coupler.residency import Residency
@@ -59,6 +61,16 @@ class ToyRun:
             (algorithm, ToyAlgorithmConfig()),
         )
         self.policy = WorkerGroup(self.executor, spec, [Rank()])
+        self.critic: WorkerGroup | None = None
+        if self.policy.algorithm and self.policy.algorithm.critic:
+            values = replace(
+                spec,
+                role="critic",
+                engine_config=ToyEngineConfig(lr=0.1),
+                model=replace(self.model, head=Head.VALUE),
+                algorithm=(self.policy.algorithm.critic, ToyAlgorithmConfig()),
+            )
+            self.critic = WorkerGroup(self.executor, values, [Rank()])
         self.rollouts = RolloutGroup(self.executor, rollout, ToyRolloutConfig(), self.model, [Rank()])
         self.weights = StreamShardingManager(
             config.sync,
@@ -94,23 +106,28 @@ class ToyRun:
         async def device_bytes() -> int:
             return 0
 
-        return Trainer(
+        residency = Residency({}, shared=False, device_bytes=device_bytes)
+        self.trainer = Trainer(
             config,
             policy=self.policy,
+            critic=self.critic,
             weights=self.weights,
             algorithm=algorithm,
             sampler=self.sampler,
             buffer=self.buffer,
-            providers={},
-            residency=Residency({}, shared=False, device_bytes=device_bytes),
+            providers=column_providers(config, self.policy, None, self.critic, residency),
+            residency=residency,
             recorder=Recorder(self.folder / "record", config.record.every_steps),
         )
+        return self.trainer
 
     def run(self) -> list[dict[str, float]]:
         """Train; return the values of every step, the start first."""
 
         async def go() -> None:
             await self.policy.setup()
+            if self.critic:
+                await self.critic.setup()
             await self.weights.setup()
             assert self.policy.algorithm
             await self.build(self.policy.algorithm).fit(self._after)

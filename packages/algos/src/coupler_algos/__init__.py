@@ -1,1 +1,1 @@
-"""Algorithms for Coupler: GRPO with its variants, RLOO, and supervised fine-tuning."""
+"""Algorithms for Coupler: GRPO with its variants, RLOO, PPO, and supervised fine-tuning."""

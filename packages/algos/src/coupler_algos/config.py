@@ -32,8 +32,8 @@ class Behaviour(StrEnum):
 
 
 @dataclass
-class GroupConfig:
-    """What GRPO and RLOO share. In every number, 0 switches the part off."""
+class PolicyConfig:
+    """What GRPO, RLOO and PPO share. In every number, 0 switches the part off."""
 
     aggregation: Aggregation = Aggregation.TOKEN_MEAN
     aggregation_constant: int = 0  # tokens; the divisor per sequence under aggregation=constant
@@ -44,12 +44,13 @@ class GroupConfig:
     correction_cap: float = 0.0  # weighs the loss with min(recomputed / rollout probability, cap)
     kl: KL = KL.NONE
     kl_coef: float = 0.0
+    kl_target: float = 0.0  # nats per trajectory; above 0 kl_coef is where the coefficient starts that follows it
+    kl_horizon: int = 10_000  # trajectories over which the coefficient follows; larger is slower
     kl_estimator: KLEstimator = KLEstimator.K3
     entropy_coef: float = 0.0  # bonus
     log_entropy: bool = True  # compute the entropy for the log, without gradient, where there is no bonus
     overlong_buffer_tokens: int = 0  # completions lose up to 1 reward over the last so many tokens
     overlong_max_tokens: int = 0  # the length at which it is 1: ${sampling.max_tokens}
-    dynamic_sampling: bool = False  # ask for another group where all rewards of one are equal
 
     @property
     def needs(self) -> frozenset[str]:
@@ -57,6 +58,13 @@ class GroupConfig:
         reference = {"ref_logprobs"} if self.kl is not KL.NONE else set()
         old = {"old_logprobs"} if self.behaviour is Behaviour.RECOMPUTED else set()
         return frozenset(reference | old)
+
+
+@dataclass
+class GroupConfig(PolicyConfig):
+    """What GRPO and RLOO share: they compare the samples of one prompt."""
+
+    dynamic_sampling: bool = False  # ask for another group where all rewards of one are equal
 
 
 @dataclass
@@ -81,6 +89,27 @@ class RLOOConfig(GroupConfig):
     kl: KL = KL.IN_REWARD
     kl_coef: float = 0.05
     kl_estimator: KLEstimator = KLEstimator.K1
+
+
+@dataclass
+class PPOConfig(PolicyConfig):
+    """Ratio clip, discount and KL coefficient of arXiv 2203.02155, lam and value clip of the code of 1909.08593."""
+
+    name: str = "ppo"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    kl: KL = KL.IN_REWARD
+    kl_coef: float = 0.02
+    kl_estimator: KLEstimator = KLEstimator.K1
+    gamma: float = 1.0  # discount per sampled token
+    lam: float = 0.95  # 1: returns minus values, unbiased; 0: one step, the least variance
+    whiten: bool = True  # advantages of the batch to mean 0 and standard deviation 1
+    value_clip: float = 0.2  # values may move so far from the old ones before their loss stops pulling
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What every policy needs, and values."""
+        return super().needs | {"values"}
 
 
 @dataclass

@@ -23,6 +23,7 @@ from typing import Any
 
 from coupler_algos.config import KLEstimator
 
+KL_COEF = "kl_coef"  # [B] float32: the coefficient that a controller has put in force; read by the reward or the loss
 MAX_LOG_RATIO = 20.0  # exp(20) is 5e8: larger ratios of probabilities mean nothing and would end in infinities
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from coupler.interfaces import Columns
 from coupler.metrics import Metric, Metrics
 from coupler_algos import kl
-from coupler_algos.config import KL, Behaviour, GroupConfig, KLEstimator
-from coupler_algos.kl import MAX_LOG_RATIO
+from coupler_algos.config import KL, Behaviour, KLEstimator, PolicyConfig, PPOConfig
+from coupler_algos.kl import KL_COEF, MAX_LOG_RATIO
 
 
 def nll_loss(out: Columns, batch: Columns) -> tuple[Tensor, Metrics]:
@@ -25,7 +25,7 @@ def nll_loss(out: Columns, batch: Columns) -> tuple[Tensor, Metrics]:
     return loss, {"nll": Metric(loss.detach().sum(), mask.sum())}
 
 
-def policy_loss(config: GroupConfig, out: Columns, batch: Columns, sequence_ratio: bool) -> tuple[Tensor, Metrics]:
+def policy_loss(config: PolicyConfig, out: Columns, batch: Columns, sequence_ratio: bool) -> tuple[Tensor, Metrics]:
     """Return the clipped surrogate, plus ``kl_coef * KL`` and minus ``entropy_coef * entropy``, per token [T].
 
     The log of the ratio is limited to +-20 (its gradient is zero beyond). With ``correction_cap`` the surrogate is
@@ -60,13 +60,31 @@ def policy_loss(config: GroupConfig, out: Columns, batch: Columns, sequence_rati
         reference = valid(batch["ref_logprobs"])
         metrics["kl_ref"] = _mean(kl.estimate(KLEstimator.K3, logprobs.detach(), reference, torch), mask)
         if config.kl is KL.IN_LOSS:
-            loss = loss + config.kl_coef * kl.estimate(config.kl_estimator, logprobs, reference, torch)
+            coefficient = batch[KL_COEF][batch["seq"]] if KL_COEF in batch else config.kl_coef
+            loss = loss + coefficient * kl.estimate(config.kl_estimator, logprobs, reference, torch)
     if "entropy" in out:
         entropy = valid(out["entropy"])
         metrics["entropy"] = _mean(entropy, mask)
         if config.entropy_coef:
             loss = loss - config.entropy_coef * entropy
     return loss, metrics
+
+
+def value_loss(config: PPOConfig, out: Columns, batch: Columns) -> tuple[Tensor, Metrics]:
+    """Return ``max((v - G)^2, (clip(v, old - c, old + c) - G)^2) / 2`` [T] with returns G; without a limit c the first.
+
+    Squared-error loss of PPO (arXiv 1707.06347) eq. 9, clipped as in the code that was published with it.
+    """
+    mask = batch["loss_mask"]
+    values, old, returns = (torch.where(mask, c, 0.0) for c in (out["values"], batch["values"], batch["returns"]))
+    loss = (values - returns) ** 2 / 2
+    metrics = {}
+    if config.value_clip:
+        near = old + (values - old).clamp(-config.value_clip, config.value_clip)
+        clipped = (near - returns) ** 2 / 2
+        metrics["clip_fraction"] = _mean(clipped > loss, mask)
+        loss = torch.maximum(loss, clipped)
+    return loss, {**metrics, "value_loss": _mean(loss, mask)}
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float) -> Tensor:
@@ -89,7 +107,7 @@ def sum_over_sequence(per_token: Tensor, cu_seqlens: Tensor, seq: Tensor) -> Ten
     return total[seq] + (per_token - per_token.detach())
 
 
-def _ratio_metrics(config: GroupConfig, ratio: Tensor, advantages: Tensor, mask: Tensor) -> Metrics:
+def _ratio_metrics(config: PolicyConfig, ratio: Tensor, advantages: Tensor, mask: Tensor) -> Metrics:
     valid_ratio = torch.where(mask, ratio, 0.0)
     metrics = {
         "ratio_mean": _mean(ratio, mask),

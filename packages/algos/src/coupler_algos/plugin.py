@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from coupler.plugins import Backend, Kind, hookimpl
-from coupler_algos.config import GroupConfig, GRPOConfig, RLOOConfig, SFTConfig
+from coupler_algos.config import GRPOConfig, PolicyConfig, PPOConfig, RLOOConfig, SFTConfig
 from coupler_algos.validate import problems
 
 if TYPE_CHECKING:
@@ -35,6 +35,13 @@ def coupler_backends() -> Iterable[Backend]:
     )
     yield Backend(
         kind=Kind.ALGORITHM,
+        name="ppo",
+        target="coupler_algos.ppo:PPO",
+        config=PPOConfig,
+        capabilities=_capabilities,
+    )
+    yield Backend(
+        kind=Kind.ALGORITHM,
         name="sft",
         target="coupler_algos.sft:SFT",
         config=SFTConfig,
@@ -53,5 +60,5 @@ def coupler_validate(config: RunConfig) -> Iterable[str]:
     return list(problems(config))
 
 
-def _capabilities(config: GroupConfig) -> frozenset[str]:
+def _capabilities(config: PolicyConfig) -> frozenset[str]:
     return frozenset({"job:train", *(f"needs:{column}" for column in config.needs)})

@@ -1,4 +1,4 @@
-"""What algorithms share that compare the samples of one prompt: columns, dynamic sampling, and the loss."""
+"""What algorithms share: columns, the policy's loss, and how GRPO and RLOO compare the samples of one prompt."""
 
 from __future__ import annotations
 
@@ -8,24 +8,39 @@ from typing import Any
 import numpy as np
 
 from coupler.batch import Batch
-from coupler.interfaces import Algorithm, Columns, Output
+from coupler.interfaces import Algorithm, Columns, Controller, Output
 from coupler.metrics import Metrics
-from coupler_algos.config import GroupConfig
+from coupler_algos.adaptive import AdaptiveKL
+from coupler_algos.config import PolicyConfig
 from coupler_algos.groups import Groups, trajectories
 from coupler_algos.shaping import scores
 
 
-class GroupPolicy(Algorithm):
-    """Base of GRPO and RLOO. One advantage per trajectory, the same for all its tokens."""
+class Policy(Algorithm):
+    """Base of every algorithm with a ratio of probabilities."""
 
     sequence_ratio = False  # True: one probability ratio per sequence, not per token
 
-    def __init__(self, config: GroupConfig) -> None:
+    def __init__(self, config: PolicyConfig) -> None:
         super().__init__(config)
         self.aggregation, self.constant = config.aggregation, config.aggregation_constant
         self.needs = config.needs
         entropy = (Output("entropy"),) if config.log_entropy or config.entropy_coef else ()
         self.want = (Output("logprobs"), *entropy)
+
+    def loss(self, out: Columns, batch: Columns) -> tuple[Any, Metrics]:
+        """See :func:`coupler_algos.losses.policy_loss`."""
+        from coupler_algos import losses
+
+        return losses.policy_loss(self.config, out, batch, self.sequence_ratio)
+
+    def controller(self) -> Controller | None:
+        """With ``kl_target``, return an :class:`~coupler_algos.adaptive.AdaptiveKL`."""
+        return AdaptiveKL(self.config) if self.config.kl_target else None
+
+
+class GroupPolicy(Policy):
+    """Base of GRPO and RLOO. One advantage per trajectory, the same for all its tokens."""
 
     @abstractmethod
     def compare(self, scores: np.ndarray, groups: Groups) -> np.ndarray:
@@ -41,12 +56,6 @@ class GroupPolicy(Algorithm):
         per_trajectory = self.compare(scores(self.config, batch), Groups(batch["group"][first]))
         per_token = batch.spread(per_trajectory[of_row])
         return batch.with_tokens(advantages=np.where(batch["loss_mask"], per_token, 0).astype(np.float32))
-
-    def loss(self, out: Columns, batch: Columns) -> tuple[Any, Metrics]:
-        """See :func:`coupler_algos.losses.policy_loss`."""
-        from coupler_algos import losses
-
-        return losses.policy_loss(self.config, out, batch, self.sequence_ratio)
 
     def keep(self, group: Batch) -> bool:
         """With ``dynamic_sampling``, reject a group whose rewards, before shaping, are all equal.

@@ -6,8 +6,9 @@ import numpy as np
 
 from coupler.batch import Batch
 from coupler_algos import kl
-from coupler_algos.config import KL, GroupConfig
+from coupler_algos.config import KL, PolicyConfig
 from coupler_algos.groups import trajectories
+from coupler_algos.kl import KL_COEF
 
 
 def overlong_penalty(num_tokens: np.ndarray, max_tokens: int, buffer_tokens: int) -> np.ndarray:
@@ -18,7 +19,7 @@ def overlong_penalty(num_tokens: np.ndarray, max_tokens: int, buffer_tokens: int
     return np.clip((max_tokens - buffer_tokens - num_tokens) / buffer_tokens, -1, 0)
 
 
-def kl_per_token(config: GroupConfig, batch: Batch) -> np.ndarray:
+def kl_per_token(config: PolicyConfig, batch: Batch) -> np.ndarray:
     """[T] estimated divergence of the policy that sampled from the reference; 0 outside ``loss_mask``."""
     mask = batch["loss_mask"]
     policy = batch["old_logprobs" if batch.has("old_logprobs") else "rollout_logprobs"]
@@ -26,7 +27,12 @@ def kl_per_token(config: GroupConfig, batch: Batch) -> np.ndarray:
     return kl.estimate(config.kl_estimator, policy, reference, np)
 
 
-def scores(config: GroupConfig, batch: Batch) -> np.ndarray:
+def kl_coefficient(config: PolicyConfig, batch: Batch) -> np.ndarray:
+    """[B] the coefficient in force: the controller's, where there is one."""
+    return batch[KL_COEF].astype(np.float64) if batch.has(KL_COEF) else np.full(len(batch), config.kl_coef)
+
+
+def scores(config: PolicyConfig, batch: Batch) -> np.ndarray:
     """[N] reward per trajectory, in order of :func:`~coupler_algos.groups.trajectories`, plus what the switches add."""
     first, of_row = trajectories(batch)
 
@@ -38,5 +44,5 @@ def scores(config: GroupConfig, batch: Batch) -> np.ndarray:
         length = total(batch["loss_mask"])
         score = score + overlong_penalty(length, config.overlong_max_tokens, config.overlong_buffer_tokens)
     if config.kl is KL.IN_REWARD:
-        score = score - config.kl_coef * total(kl_per_token(config, batch))
+        score = score - total(batch.spread(kl_coefficient(config, batch)) * kl_per_token(config, batch))
     return score

@@ -6,29 +6,31 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from coupler.interfaces import Aggregation
-from coupler_algos.config import KL, Behaviour, GroupConfig, KLEstimator
+from coupler_algos.config import KL, Behaviour, GroupConfig, KLEstimator, PolicyConfig, PPOConfig
 
 if TYPE_CHECKING:
     from coupler.config.schema import RunConfig
 
 
 def problems(config: RunConfig) -> Iterator[str]:
-    """Yield one sentence per problem, with key and fix; nothing if the algorithm is not one with groups."""
+    """Yield one sentence per problem, with key and fix; nothing if the algorithm is not one of ours with a policy."""
     algorithm = config.algorithm
-    if not isinstance(algorithm, GroupConfig):
+    if not isinstance(algorithm, PolicyConfig):
         return
-    yield from _sampling(config, algorithm)
-    yield from _ratio(algorithm)
-    yield from _kl(algorithm)
-    yield from _overlong(config, algorithm)
-
-
-def _sampling(config: RunConfig, a: GroupConfig) -> Iterator[str]:
-    if config.samples_per_prompt < 2:
+    if isinstance(algorithm, GroupConfig) and config.samples_per_prompt < 2:
         yield (
             f"samples_per_prompt={config.samples_per_prompt} leaves nothing to compare a sample with: "
             "set samples_per_prompt=2 or more."
         )
+    yield from _sampling(config, algorithm)
+    yield from _ratio(algorithm)
+    yield from _kl(algorithm)
+    yield from _overlong(config, algorithm)
+    if isinstance(algorithm, PPOConfig):
+        yield from _returns(algorithm)
+
+
+def _sampling(config: RunConfig, a: PolicyConfig) -> Iterator[str]:
     if config.max_staleness > 0 and a.behaviour is Behaviour.RECOMPUTED and not a.correction_cap:
         yield (
             f"max_staleness={config.max_staleness} trains on tokens that older weights sampled, but "
@@ -42,7 +44,7 @@ def _sampling(config: RunConfig, a: GroupConfig) -> Iterator[str]:
         )
 
 
-def _ratio(a: GroupConfig) -> Iterator[str]:
+def _ratio(a: PolicyConfig) -> Iterator[str]:
     if not 0 <= a.clip_low < 1:
         yield f"algorithm.clip_low={a.clip_low} must be at least 0 (off) and below 1, since a ratio is positive."
     if a.clip_high < 0:
@@ -58,12 +60,21 @@ def _ratio(a: GroupConfig) -> Iterator[str]:
         )
 
 
-def _kl(a: GroupConfig) -> Iterator[str]:
+def _kl(a: PolicyConfig) -> Iterator[str]:
     if a.kl is not KL.NONE and a.kl_coef <= 0:
         yield (
             f"algorithm.kl={a.kl} with algorithm.kl_coef={a.kl_coef} computes reference log-probs for nothing: "
             "set algorithm.kl_coef above 0, or algorithm.kl=none."
         )
+    if a.kl_target < 0:
+        yield f"algorithm.kl_target={a.kl_target} must not be negative: 0 keeps algorithm.kl_coef as it is."
+    if a.kl_target > 0 and a.kl is KL.NONE:
+        yield (
+            f"algorithm.kl_target={a.kl_target} adapts a coefficient that algorithm.kl=none does not use: "
+            "set algorithm.kl=in_reward or in_loss."
+        )
+    if a.kl_horizon < 1:
+        yield f"algorithm.kl_horizon={a.kl_horizon} must be at least 1 trajectory; 10000 is usual."
     if a.kl is KL.IN_LOSS and a.kl_estimator is KLEstimator.K1:
         yield (
             "algorithm.kl_estimator=k1 has a gradient of zero expectation in the loss: "
@@ -71,7 +82,7 @@ def _kl(a: GroupConfig) -> Iterator[str]:
         )
 
 
-def _overlong(config: RunConfig, a: GroupConfig) -> Iterator[str]:
+def _overlong(config: RunConfig, a: PolicyConfig) -> Iterator[str]:
     buffer, longest = a.overlong_buffer_tokens, config.sampling.max_tokens
     if buffer < 0:
         yield f"algorithm.overlong_buffer_tokens={buffer} must not be negative: 0 switches it off."
@@ -85,3 +96,11 @@ def _overlong(config: RunConfig, a: GroupConfig) -> Iterator[str]:
             f"algorithm.overlong_buffer_tokens={buffer} punishes every completion of at most "
             f"sampling.max_tokens={longest}: set it to a fifth, {longest // 5}."
         )
+
+
+def _returns(a: PPOConfig) -> Iterator[str]:
+    for key in ("gamma", "lam"):
+        if not 0 <= getattr(a, key) <= 1:
+            yield f"algorithm.{key}={getattr(a, key)} must be between 0 and 1."
+    if a.value_clip < 0:
+        yield f"algorithm.value_clip={a.value_clip} must not be negative: 0 switches it off."

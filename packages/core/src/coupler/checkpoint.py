@@ -12,9 +12,9 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,14 @@ class Checkpoints:
         self.under_way: asyncio.Task[None] | None = None
 
     async def save(
-        self, step: int, roles: Mapping[str, WorkerGroup], state: State, *, values: Mapping[str, float], healthy: bool
+        self,
+        step: int,
+        roles: Mapping[str, WorkerGroup],
+        state: State,
+        *,
+        hold: Callable[[str], AbstractAsyncContextManager[Any]],
+        values: Mapping[str, float],
+        healthy: bool,
     ) -> None:
         """Write ``step_<step>``: to a folder beside it, which is renamed when it is complete and on disk.
 
@@ -85,7 +92,9 @@ class Checkpoints:
         with _written(part):
             _start(part, roles, state)
         what = EVERYTHING - {Part.GRADS} if self.settings.optimizer else frozenset({Part.PARAMS})
-        await asyncio.gather(*(group.all("save", part / role, what) for role, group in roles.items()))
+        for role, group in roles.items():
+            async with hold(role):
+                await group.all("save", part / role, what)
         manifest = self._manifest(step, roles, what, values, healthy)
         self.under_way = asyncio.create_task(self._finish(part, list(roles.values()), manifest))
         if not self.settings.asynchronous:

@@ -11,17 +11,18 @@ from typing import Any
 import numpy as np
 
 from coupler.errors import CouplerError
-from coupler.interfaces import Named
+from coupler.interfaces import Head, Named
 
 MAX_SHARD_BYTES = 4 << 30
 COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")  # config, generation config, tokenizer
 
 
-def export(weights: Iterable[Named], folder: Path, source: Path, *, write: bool) -> int:
+def export(weights: Iterable[Named], folder: Path, source: Path, head: Head = Head.LM, *, write: bool) -> int:
     """Stream ``weights`` into safetensors shards in ``folder``, beside the configuration files of ``source``.
 
     Every rank iterates, since producing a tensor is collective; the one with ``write`` writes. At most one shard is
     held in host memory. The result is checked: its names and shapes are read back and compared with what was streamed.
+    With ``Head.VALUE`` the folder is one for ``AutoModelForTokenClassification``.
 
     Returns:
         The number of tensors.
@@ -38,6 +39,8 @@ def export(weights: Iterable[Named], folder: Path, source: Path, *, write: bool)
     if writer:
         writer.close()
         _copy_configuration(source, folder)
+        if head is Head.VALUE:
+            _declare_value_head(folder / "config.json")
     return count
 
 
@@ -101,3 +104,11 @@ def _copy_configuration(source: Path, folder: Path) -> None:
         for path in source.glob(pattern):
             if not path.name.endswith(".safetensors.index.json"):
                 shutil.copy(path, folder / path.name)
+
+
+def _declare_value_head(path: Path) -> None:
+    """Say in a config.json that the model has one label a token: transformers then builds ``score`` with one row."""
+    config = json.loads(path.read_text())
+    names = [name.replace("ForCausalLM", "ForTokenClassification") for name in config.get("architectures", [])]
+    labels = {"architectures": names, "id2label": {"0": "value"}, "label2id": {"value": 0}}
+    path.write_text(json.dumps({**config, **labels}, indent=2))

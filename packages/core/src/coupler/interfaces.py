@@ -62,19 +62,38 @@ class Layout:
         return max(self.shard_of) + 1
 
 
+class Head(StrEnum):
+    """What stands on a model's backbone."""
+
+    LM = "lm"  # predicts the next token
+    VALUE = (
+        "value"  # one number per token, by score.weight [1, H] and score.bias [1] of AutoModelForTokenClassification
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The model of one role: a folder in Hugging Face layout (config, safetensors, tokenizer)."""
+    """The model of one role: a folder in Hugging Face layout (config, safetensors, tokenizer).
+
+    With ``head=VALUE``, a language-model head in the folder is left out, and a ``score`` that is not there is zeros:
+    every value is 0 until the first step, whatever the seed or the number of ranks.
+    """
 
     path: str
     trust_remote_code: bool = False
+    head: Head = Head.LM
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One thing a model computes per token: ``logprobs`` or ``entropy``, both of the sampling distribution, in nats."""
+    """One thing a model computes per token.
 
-    name: Literal["logprobs", "entropy"]
+    ``logprobs`` and ``entropy`` are of the sampling distribution, in nats, from a model with ``Head.LM``. ``values``
+    are from one with ``Head.VALUE``, by an engine of capability ``output:values``: row t is the value of the state
+    before token t, which is read from the hidden state of token t - 1. No temperature touches it.
+    """
+
+    name: Literal["logprobs", "entropy", "values"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,18 +390,21 @@ class Algorithm(ABC):
     """What to optimise: data in, columns and a loss out. Owns no process and keeps no state between steps.
 
     Attributes:
-        needs: columns that core adds before :meth:`advantages`: ``ref_logprobs``, ``old_logprobs``. Core leaves
-            ``old_logprobs`` out where they equal the current ones (one optimizer step per batch): a loss then uses
-            its own log-probs without gradient.
+        needs: columns that core adds before :meth:`advantages`: ``ref_logprobs``, ``old_logprobs``, ``values``. Core
+            leaves ``old_logprobs`` out where they equal the current ones (one optimizer step per batch): a loss then
+            uses its own log-probs without gradient.
         want: model outputs the loss reads.
         aggregation: how token losses add up.
         constant: divisor per sequence under ``Aggregation.CONSTANT``.
+        critic: where ``values`` is needed, the loss that the critic trains with: ``package.module:Class`` of an
+            Algorithm that wants ``Output("values")``. It gets the same config, and reads what :meth:`advantages` added.
     """
 
     needs: frozenset[str] = frozenset()
     want: tuple[Output, ...] = (Output("logprobs"),)
     aggregation: Aggregation = Aggregation.TOKEN_MEAN
     constant: int = 1
+    critic: str = ""
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -398,6 +420,30 @@ class Algorithm(ABC):
     def keep(self, group: Batch) -> bool:
         """Return False to reject a scored prompt group (dynamic sampling): core then asks for another."""
         return True
+
+    def controller(self) -> Controller | None:
+        """Return a new controller of what this algorithm adapts from step to step, if there is anything."""
+        return None
+
+
+class Controller(ABC):
+    """A coefficient that follows a measurement from step to step. The trainer owns it, and a checkpoint holds it."""
+
+    @abstractmethod
+    def apply(self, batch: Batch) -> Batch:
+        """Add the sequence columns that hold what is in force, for the algorithm's ``advantages`` and ``loss``."""
+
+    @abstractmethod
+    def update(self, batch: Batch) -> Metrics:
+        """Learn from a batch with every needed column, and say what was measured and in force."""
+
+    @abstractmethod
+    def state(self) -> dict[str, float]:
+        """Everything that :meth:`restore` needs; plain JSON."""
+
+    @abstractmethod
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Continue from what :meth:`state` returned."""
 
 
 class Tracker(ABC):

@@ -9,12 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+from coupler.config.options import SECTIONS, section
 from coupler.config.reads import original
 from coupler.config.schema import ExecutorName, Job, Placement, RunConfig
 from coupler.errors import ConfigError
 from coupler.placement import ROLLOUT, Role, make_shares
 from coupler.plugins.manager import Plugins
 
+FREES_MEMORY = {"engine": "memory:offload", "rollout": "memory:sleep"}
 NEEDS = "needs:"  # capability of an algorithm: a column that core adds, for example needs:ref_logprobs
 
 
@@ -180,11 +182,18 @@ def make_workers(config: RunConfig, needs: frozenset[str], *, rollouts: bool) ->
     """Every role of a run, with its number of workers."""
     roles = [Role("policy", config.engine.ranks)]
     roles += [Role("reference", config.engine.ranks)] if "ref_logprobs" in needs else []
+    roles += [Role("critic", config.critic.engine.ranks)] if "values" in needs else []
     return (*roles, Role(ROLLOUT, config.rollout.replicas)) if rollouts else tuple(roles)
 
 
 def _described(role: Role, config: RunConfig) -> str:
-    backend = config.rollout.name if role.name == ROLLOUT else f"engine {config.engine.name}"
+    backend = f"engine {config.engine.name}"
+    if role.name == ROLLOUT:
+        backend = config.rollout.name
+    elif role.name == "critic":
+        alone = config.critic.warmup_steps
+        backend = f"engine {config.critic.engine.name}"
+        backend += f", alone for the first {_count(alone, 'step')}" if alone else ""
     return f"{role.name} ({backend})" + (f" x {role.count}" if role.count > 1 else "")
 
 
@@ -198,6 +207,12 @@ def _weights(config: RunConfig, plugins: Plugins) -> str:
 
 def _check(plan: Plan, config: RunConfig, plugins: Plugins) -> None:
     sequences, number = plan.sequences_per_step, plan.optimizer_steps_per_batch
+    critic = config.critic.optimizer_steps_per_batch
+    if critic and sequences % critic:
+        raise ConfigError(
+            f"critic.optimizer_steps_per_batch={critic} does not divide the {sequences} sequences of a step.\n"
+            f"  try:  critic.optimizer_steps_per_batch=0, which is as many as the policy's {number}"
+        )
     if sequences % number:
         divisors = [d for d in range(1, sequences + 1) if sequences % d == 0]
         near = sorted(sorted(divisors, key=lambda d: abs(d - number))[:2])
@@ -206,21 +221,24 @@ def _check(plan: Plan, config: RunConfig, plugins: Plugins) -> None:
             f"optimizer_steps_per_batch={number} does not divide the {sequences} sequences of a step.\n"
             f"  try:  optimizer_steps_per_batch={_either(near)}, or prompts_per_step={_either(prompts)}"
         )
-    longest, room = plan.max_tokens_per_sequence, plan.max_tokens_per_gpu
-    if room and longest > room:
-        raise ConfigError(
-            f"engine.max_tokens_per_gpu={room} is less than one sequence can have: data.max_prompt_tokens + "
-            f"sampling.max_tokens = {longest}.\n  try:  engine.max_tokens_per_gpu={longest}"
-        )
-    if plan.num_shards > 1 and "world:1" in plugins.get("engine", config.engine.name).capabilities_of(config.engine):
-        raise ConfigError(f"engine={config.engine.name} runs on one rank.\n  try:  engine.ranks=1, or another engine")
+    longest = plan.max_tokens_per_sequence
+    for path in (path for path, kind in SECTIONS.items() if kind == "engine" and section(config, path)):
+        engine = section(config, path)
+        room = _engine_option(engine, "max_tokens_per_gpu")
+        if room and longest > room:
+            raise ConfigError(
+                f"{path}.max_tokens_per_gpu={room} is less than one sequence can have: data.max_prompt_tokens + "
+                f"sampling.max_tokens = {longest}.\n  try:  {path}.max_tokens_per_gpu={longest}"
+            )
+        if engine.ranks > 1 and "world:1" in plugins.get("engine", engine.name).capabilities_of(engine):
+            raise ConfigError(f"{path}={engine.name} runs on one rank.\n  try:  {path}.ranks=1, or another engine")
     if config.offload and plan.job is Job.TRAIN:
-        for kind, wanted in (("engine", "memory:offload"), ("rollout", "memory:sleep")):
-            section: Any = getattr(config, kind)
-            if wanted not in plugins.get(kind, section.name).capabilities_of(section):
+        for path, kind in SECTIONS.items():
+            wanted, inner = FREES_MEMORY.get(kind), section(config, path)
+            if wanted and inner and wanted not in plugins.get(kind, inner.name).capabilities_of(inner):
                 raise ConfigError(
-                    f"offload=true needs {kind}={section.name} to free device memory, which it cannot ({wanted}).\n"
-                    f"  try:  offload=false, or another {kind}"
+                    f"offload=true needs {path}={inner.name} to free device memory, which it cannot ({wanted}).\n"
+                    f"  try:  offload=false, or another {path}"
                 )
 
 

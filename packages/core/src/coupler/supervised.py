@@ -52,6 +52,11 @@ class SupervisedTrainer:
             self.order.restore(state.plain["order"])
         self.skips.in_a_row = state.plain["skipped"]
 
+    @property
+    def healthy(self) -> bool:
+        """Whether the last gradient was finite."""
+        return not self.skips.in_a_row
+
 
 def pack(examples: Sequence[Trajectory]) -> Batch:
     """One Batch of supervised examples; every row is its own group and unit."""

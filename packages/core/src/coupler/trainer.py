@@ -15,7 +15,7 @@ from coupler.checkpoint import State
 from coupler.config.schema import RunConfig
 from coupler.errors import CouplerError
 from coupler.interfaces import Algorithm, StepResult
-from coupler.metrics import Metric, Metrics
+from coupler.metrics import Metric, Metrics, merge
 from coupler.record import Recorder
 from coupler.residency import Held, Residency
 from coupler.sampling import Sampler
@@ -26,7 +26,7 @@ Provider = Callable[[Batch], Awaitable[np.ndarray]]  # computes one [T] float32 
 OnStep = Callable[[int, Metrics], Awaitable[None]]
 
 GENERATING = {"rollout": frozenset({Held.WEIGHTS, Held.KV_CACHE})}
-TRAINING = {"policy": frozenset({Held.PARAMS, Held.GRADS, Held.OPTIMIZER})}
+TRAINED = frozenset({Held.PARAMS, Held.GRADS, Held.OPTIMIZER})
 SYNCING = {"policy": frozenset({Held.PARAMS}), "rollout": frozenset({Held.WEIGHTS})}
 PROVING = {"policy": frozenset({Held.PARAMS}), "rollout": frozenset({Held.WEIGHTS, Held.KV_CACHE})}
 
@@ -42,6 +42,7 @@ class Trainer:
         config: RunConfig,
         *,
         policy: WorkerGroup,
+        critic: WorkerGroup | None = None,
         weights: StreamShardingManager,
         algorithm: Algorithm,
         sampler: Sampler,
@@ -53,7 +54,9 @@ class Trainer:
         self.config, self.policy, self.weights, self.algorithm = config, policy, weights, algorithm
         self.sampler, self.buffer, self.providers = sampler, buffer, providers
         self.residency, self.recorder = residency, recorder
-        self.skips = SkippedSteps(config.max_skipped_steps)
+        self.critic = critic
+        self.skips = {role: SkippedSteps(config.max_skipped_steps, role) for role in ("policy", "critic")}
+        self.controller = algorithm.controller()
 
     async def fit(self, on_step: OnStep, done: int = 0) -> None:
         """Train the steps after ``done``; ``on_step`` gets the metrics of each, with nothing in flight at staleness 0.
@@ -78,39 +81,87 @@ class Trainer:
             await self.buffer.advance(step - 1)  # here, so that nothing is under way while a checkpoint is made
             batch = Batch.concat(await self.buffer.take())
         async with clock("time/complete"):
-            batch = self.algorithm.advantages(await self.complete(batch))
-        async with clock("time/train"), self.residency("train", TRAINING):
-            trained = await self.policy.train(batch, self.config.optimizer_steps_per_batch, self.weights.version)
-        self.recorder.write(step, batch, {**trained.metrics, **of_steps(trained.steps)})
-        self.weights.check(trained.metrics)
-        self.skips.count(trained.steps)
+            batch, controlled = self.control(await self.complete(batch))
+        async with clock("time/train"):
+            trained = await self.train(batch, step)
+        self.recorder.write(step, batch, trained)
+        self.weights.check(trained)
         async with self.residency("sync", SYNCING):
             synced = await self.weights.sync(step)
         return {
             **self.sampler.metrics(),
             **describe(batch, step - 1, self.config.max_staleness),
-            **trained.metrics,
-            **of_steps(trained.steps),
+            **controlled,
+            **trained,
             **synced,
             **clock.metrics(batch),
         }
 
     def state(self) -> State:
         """Where the run stands; between two steps."""
-        counters = {"buffer": self.buffer.state(), "sampler": self.sampler.state(), "skipped": self.skips.in_a_row}
-        return State(counters, dict(self.buffer.ready))
+        plain = {
+            "buffer": self.buffer.state(),
+            "sampler": self.sampler.state(),
+            "skipped": {role: skips.in_a_row for role, skips in self.skips.items()},
+            "controller": self.controller.state() if self.controller else None,
+        }
+        return State(plain, dict(self.buffer.ready))
 
     def restore(self, state: State, *, reset_data: bool = False) -> None:
         """Go on from ``state``; ``reset_data`` draws prompts from the start of other data."""
         self.buffer.restore(state.plain["buffer"], state.groups)
         self.sampler.restore(state.plain["sampler"], reset_data=reset_data)
-        self.skips.in_a_row = state.plain["skipped"]
+        for role, skips in self.skips.items():
+            skips.in_a_row = state.plain["skipped"][role]
+        if self.controller:
+            self.controller.restore(state.plain["controller"])
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the last gradient of every role was finite."""
+        return not any(skips.in_a_row for skips in self.skips.values())
 
     async def complete(self, batch: Batch) -> Batch:
-        """Add every column that the algorithm needs."""
-        for column in sorted(self.algorithm.needs & self.providers.keys()):
-            batch = batch.with_tokens(**{column: await self.providers[column](batch)})
-        return batch
+        """Add every column that the algorithm needs; roles compute theirs side by side where memory allows."""
+        names = sorted(self.algorithm.needs & self.providers.keys())
+        columns = await asyncio.gather(*(self.providers[name](batch) for name in names))
+        return batch.with_tokens(**dict(zip(names, columns, strict=True)))
+
+    def control(self, batch: Batch) -> tuple[Batch, Metrics]:
+        """Add advantages, under the controller's coefficient of this step; it then learns the next one's."""
+        if self.controller is None:
+            return self.algorithm.advantages(batch), {}
+        batch = self.controller.apply(batch)
+        return self.algorithm.advantages(batch), self.controller.update(batch)
+
+    async def train(self, batch: Batch, step: int) -> Metrics:
+        """Train every role whose turn it is, side by side where memory allows; the critic's metrics are ``critic/...``.
+
+        Raises:
+            CouplerError: too many optimizer steps in a row had a non-finite gradient.
+        """
+        number, turns = self.config.optimizer_steps_per_batch, []
+        if step > warmup_steps(self.config, self.critic):
+            turns.append(self.train_role(self.policy, batch, number, self.weights.version))
+        if self.critic:  # it has no version: nothing samples from it
+            own = self.config.critic.optimizer_steps_per_batch
+            turns.append(self.train_role(self.critic, batch, own or number, None))
+        return merge(await asyncio.gather(*turns))
+
+    async def train_role(self, group: WorkerGroup, batch: Batch, num_steps: int, version: int | None) -> Metrics:
+        role = group.spec.role
+        async with self.residency("train" if role == "policy" else f"train_{role}", {role: TRAINED}):
+            trained = await group.train(batch, num_steps, version)
+        self.skips[role].count(trained.steps)
+        metrics = {**trained.metrics, **of_steps(trained.steps)}
+        if role == "policy":
+            return metrics
+        return {f"{role}/{name.removeprefix('train/')}": metric for name, metric in metrics.items()}
+
+
+def warmup_steps(config: RunConfig, critic: WorkerGroup | None) -> int:
+    """How many first steps train the critic only."""
+    return config.critic.warmup_steps if critic else 0
 
 
 class Clock:
@@ -138,8 +189,8 @@ class Clock:
 class SkippedSteps:
     """Stops a run whose gradient stays non-finite."""
 
-    def __init__(self, limit: int) -> None:
-        self.limit, self.in_a_row = limit, 0
+    def __init__(self, limit: int, role: str = "policy") -> None:
+        self.limit, self.role, self.in_a_row = limit, role, 0
 
     def count(self, steps: tuple[StepResult, ...]) -> None:
         """Count skipped steps.
@@ -150,9 +201,11 @@ class SkippedSteps:
         for step in steps:
             self.in_a_row = 0 if step.applied else self.in_a_row + 1
         if self.in_a_row > self.limit:
+            engine = "engine" if self.role == "policy" else f"{self.role}.engine"
             raise CouplerError(
-                f"the gradient was not finite in {self.in_a_row} optimizer steps in a row; none of them was applied.\n"
-                "  try:  a smaller engine.lr, engine.dtype=fp32, or look for a NaN in the rewards; "
+                f"the {self.role}'s gradient was not finite in {self.in_a_row} optimizer steps in a row; "
+                "none of them was applied.\n"
+                f"  try:  a smaller {engine}.lr, {engine}.dtype=fp32, or look for a NaN in the rewards; "
                 "the limit is max_skipped_steps"
             )
 
@@ -170,6 +223,7 @@ def of_steps(steps: tuple[StepResult, ...]) -> Metrics:
 def describe(batch: Batch, version: int, max_staleness: int) -> Metrics:
     """What a step trains on. ``staleness`` is in weight versions, per sampled token."""
     mask = batch["loss_mask"]
+    judged = describe_values(batch["values"][mask], batch["returns"][mask]) if batch.has("values", "returns") else {}
     age = (version - batch["version"])[mask]
     reward, valid = batch["reward"].astype(np.float64), batch.sum_by_sequence(mask)
     return {
@@ -183,4 +237,20 @@ def describe(batch: Batch, version: int, max_staleness: int) -> Metrics:
         "staleness/mean": Metric(float(age.sum()), max(len(age), 1)),
         "staleness/max": Metric(float(age.max(initial=0)), how="max"),
         "staleness/violations": Metric(float((age > max_staleness).sum()), how="sum"),
+        **judged,
+    }
+
+
+def describe_values(values: np.ndarray, returns: np.ndarray) -> Metrics:
+    """How good the critic was before it trained: [n] its values and the returns that came, on valid tokens.
+
+    ``critic/explained_variance`` is ``1 - var(returns - values) / var(returns)``: 1 is perfect, 0 as good as the mean.
+    """
+    values, returns = values.astype(np.float64), returns.astype(np.float64)
+    spread = float(returns.var()) if len(returns) else 0.0
+    explained = 1 - float((returns - values).var()) / spread if spread else 0.0
+    return {
+        "critic/values": Metric(float(values.sum()), len(values)),
+        "critic/returns": Metric(float(returns.sum()), len(returns)),
+        "critic/explained_variance": Metric(explained),
     }

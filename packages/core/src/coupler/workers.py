@@ -132,7 +132,7 @@ class Worker:
         return replace(receipt, dtype=(half or sorted(dtypes) or [""])[0])
 
     def export(self, folder: Path, source: Path) -> int:
-        return export(self.engine.weights(), folder, source, write=self.rank.index == 0)
+        return export(self.engine.weights(), folder, source, self.engine.model.head, write=self.rank.index == 0)
 
     def save(self, folder: Path, what: Parts) -> None:
         """Start a save; :meth:`saved` says when it is done."""

@@ -9,14 +9,18 @@ from coupler.batch import Batch
 from coupler.errors import CouplerError
 from coupler_engine_fsdp.model import Policy
 from coupler_engine_fsdp.packing import pack
+from coupler_engine_fsdp.value import ValueModel
 
 PROMPT = 3  # tokens
 _TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.5}  # nats; a leak or another distribution is off by more
+_STATES = {torch.float32: 1e-3, torch.bfloat16: 0.15}  # of the largest element; a leak is off by about that
 
 
 @torch.no_grad()
-def check(policy: Policy, device: torch.device, compute: torch.dtype) -> None:
-    """Compare packed sequences, two of one prompt, with each one on its own, through transformers' own logits.
+def check(policy: Policy | ValueModel, device: torch.device, compute: torch.dtype) -> None:
+    """Compare packed sequences, two of one prompt, with each one on its own.
+
+    A policy's through transformers' own logits; of a critic, whose values may still be 0, the hidden states.
 
     Finds layers that mix packed sequences (linear attention, convolutions, positions of their own), attention that is
     not causal, logits that are changed after the head, and weights that are not finite.
@@ -24,9 +28,11 @@ def check(policy: Policy, device: torch.device, compute: torch.dtype) -> None:
     Raises:
         CouplerError: they differ.
     """
-    sequences = torch.arange(3 * 6).reshape(3, 6).add(10) % policy.head.out_features
+    sequences = torch.arange(3 * 6).reshape(3, 6).add(10) % policy.causal.config.get_text_config().vocab_size
     sequences[1, :PROMPT] = sequences[0, :PROMPT]
-    together, _ = policy(pack(_batch(sequences), device))
+    if isinstance(policy, ValueModel):
+        return _check_states(policy, sequences, device, _STATES[compute])
+    together = policy(pack(_batch(sequences), device))["logprobs"]
     alone = []
     for sequence in sequences:
         logits = policy(pack(_batch(sequence[None, :-1]), device), logits=True).float()[PROMPT - 1 :]
@@ -36,6 +42,19 @@ def check(policy: Policy, device: torch.device, compute: torch.dtype) -> None:
         raise CouplerError(
             f"engine=fsdp cannot train model.path of type {policy.causal.config.model_type!r}: the log-probs of packed "
             f"sequences differ from those of each on its own by {worst:.3g} nats."
+        )
+
+
+def _check_states(policy: ValueModel, sequences: torch.Tensor, device: torch.device, tolerance: float) -> None:
+    packed = pack(_batch(sequences), device)
+    together = policy(packed, states=True).float()[packed.sources]
+    each = [policy(pack(_batch(s[None, :-1]), device), states=True).float()[PROMPT - 1 :] for s in sequences]
+    alone = torch.cat(each)
+    worst = float((together - alone).abs().max() / alone.abs().max())
+    if not worst <= tolerance:
+        raise CouplerError(
+            f"engine=fsdp cannot train a critic on a model of type {policy.causal.config.model_type!r}: the hidden "
+            f"states of packed sequences differ from those of each on its own by {worst:.3g} of the largest."
         )
 
 

@@ -34,6 +34,7 @@ from coupler_engine_fsdp.distributed import build_mesh, device_of
 from coupler_engine_fsdp.model import build, materialise, shard
 from coupler_engine_fsdp.optimizer import Optimizer
 from coupler_engine_fsdp.packing import columns, pack, split
+from coupler_engine_fsdp.value import zero_absent
 
 
 class FSDPEngine(Engine):
@@ -61,8 +62,9 @@ class FSDPEngine(Engine):
         alone = rank.world == 1 and self.dtype == torch.float32
         self.modules = [] if alone else shard(self.policy, self.mesh, self.dtype, self.config.reshard_after_forward)
         materialise(self.policy, self.device)
-        self.named = weights.match(self.policy.causal, files)
-        weights.read(files, self.named)
+        self.named = weights.match(self.policy.causal, self.policy.names(files))
+        weights.read(files, {name: tensor for name, tensor in self.named.items() if name in files})
+        zero_absent(self.named, files)
         check(self.policy, self.device, self.dtype)
         return Layout(tuple(range(rank.world)), (True,) * rank.world)
 
@@ -125,8 +127,7 @@ class FSDPEngine(Engine):
     def _outputs(self, micro: Batch, want: tuple[Output, ...]) -> dict[str, Tensor]:
         """Compute [T] columns, 0 outside ``loss_mask``: no gradient, and so no NaN, gets in or out there."""
         packed = pack(micro, self.device)
-        logprobs, entropy = self.policy(packed, entropy=any(output.name == "entropy" for output in want))
-        computed = {"logprobs": logprobs, "entropy": entropy}
+        computed = self.policy(packed, frozenset(output.name for output in want))
         zeros = torch.zeros(micro.num_tokens, device=self.device)
         return {output.name: zeros.index_copy(0, packed.rows, computed[output.name]) for output in want}
 

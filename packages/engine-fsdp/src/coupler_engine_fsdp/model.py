@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from coupler.errors import CouplerError
+from coupler.interfaces import Head as HeadKind
 from coupler.interfaces import Model
 from coupler_engine_fsdp import attention
 from coupler_engine_fsdp.logprobs import token_logprobs
 from coupler_engine_fsdp.packing import Packed
+from coupler_engine_fsdp.value import ValueHead, ValueModel
 
 _LOGIT_CHANGES = ("final_logit_softcapping", "logits_scaling", "logit_scale")  # applied to logits after the head
 _POSITION_DEPENDENT_ROPE = ("dynamic", "longrope")  # frequencies depend on the longest sequence of a micro-batch
@@ -47,18 +50,23 @@ class Policy(nn.Module):
         assert isinstance(head, Head)
         return head
 
-    def forward(self, packed: Packed, entropy: bool = False, logits: bool = False) -> Any:
-        """Return log-probs [R] and entropy [R] or None of the predicted rows; or all logits [N, V], for checks."""
+    def forward(self, packed: Packed, want: frozenset[str] = frozenset(), logits: bool = False) -> Any:
+        """Return log-probs [R] and, if wanted, entropy [R] of the predicted rows by name; or all logits [N, V]."""
         arguments = {
             "input_ids": packed.tokens, "position_ids": packed.positions, "use_cache": False, "packing": packed.packing
         }  # fmt: skip
         if logits:
             return self.causal(**arguments).logits[0]
         hidden = self.causal.base_model(**arguments).last_hidden_state[0]
-        return self.head(hidden[packed.sources], packed, entropy)
+        logprobs, entropy = self.head(hidden[packed.sources], packed, "entropy" in want)
+        return {"logprobs": logprobs, "entropy": entropy}
+
+    def names(self, files: Mapping[str, Any]) -> list[str]:
+        """The names of its tensors in a checkpoint."""
+        return list(files)
 
 
-def build(model: Model, tile: int, checkpointing: bool) -> Policy:
+def build(model: Model, tile: int, checkpointing: bool) -> Policy | ValueModel:
     """Build the model of ``model.path`` in fp32 on the meta device.
 
     Raises:
@@ -72,6 +80,8 @@ def build(model: Model, tile: int, checkpointing: bool) -> Policy:
     try:  # transformers' own boundary: a broken folder raises OSError, ValueError, KeyError and others
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
         _refuse(config)
+        if model.head is HeadKind.VALUE:
+            config.get_text_config().tie_word_embeddings = config.tie_word_embeddings = False  # there is no head to tie
         with torch.device("meta"):
             causal = AutoModelForCausalLM.from_config(
                 config,
@@ -90,7 +100,8 @@ def build(model: Model, tile: int, checkpointing: bool) -> Policy:
     for module in causal.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # a log-prob is one of the distribution that is sampled
-    return Policy(causal, tile).train()  # transformers checkpoints activations in training mode only
+    built = ValueModel(causal) if model.head is HeadKind.VALUE else Policy(causal, tile)
+    return built.train()  # transformers checkpoints activations in training mode only
 
 
 def _refuse(config: Any) -> None:
@@ -120,7 +131,9 @@ def _replace_head(causal: PreTrainedModel, tile: int) -> None:
     causal.tie_weights()
 
 
-def shard(policy: Policy, mesh: DeviceMesh, compute: torch.dtype, reshard_after_forward: bool) -> list[FSDPModule]:
+def shard(
+    policy: Policy | ValueModel, mesh: DeviceMesh, compute: torch.dtype, reshard_after_forward: bool
+) -> list[FSDPModule]:
     """Shard each transformer layer, embeddings and head where they are two, and what remains.
 
     Gradients are summed over all ranks, in fp32.
@@ -135,9 +148,13 @@ def shard(policy: Policy, mesh: DeviceMesh, compute: torch.dtype, reshard_after_
         raise _unsupported(causal.config, "it does not name its layers in _no_split_modules")
     if causal.get_input_embeddings().weight is not policy.head.weight:
         units += [causal.get_input_embeddings(), policy.head]
-    precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+
+    def precision(unit: nn.Module) -> MixedPrecisionPolicy:
+        dtype = torch.float32 if isinstance(unit, ValueHead) else compute
+        return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+
     sharded = [
-        fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward)
+        fully_shard(unit, mesh=mesh, mp_policy=precision(unit), reshard_after_forward=reshard_after_forward)
         for unit in (*reversed(units), policy)
     ]
     for module in sharded:
@@ -146,7 +163,7 @@ def shard(policy: Policy, mesh: DeviceMesh, compute: torch.dtype, reshard_after_
     return sharded
 
 
-def materialise(policy: Policy, device: torch.device) -> None:
+def materialise(policy: Policy | ValueModel, device: torch.device) -> None:
     """Allocate the shards on ``device`` and compute the buffers that no checkpoint holds, such as rotary frequencies.
 
     Raises:

@@ -21,7 +21,7 @@ def coupler_backends() -> Iterable[Backend]:
         name="fsdp",
         target="coupler_engine_fsdp.engine:FSDPEngine",
         config=FSDPConfig,
-        capabilities=frozenset({"weights:full", "memory:offload"}),
+        capabilities=frozenset({"weights:full", "memory:offload", "output:values"}),
         tested=TESTED,
     )
     yield Backend(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ def _open(path: Path) -> Any:
         ) from None
 
 
-def match(model: PreTrainedModel, names: Mapping[str, Any]) -> dict[str, Tensor]:
+def match(model: PreTrainedModel, names: Collection[str]) -> dict[str, Tensor]:
     """Map checkpoint names to the model's parameters and buffers, tied ones once.
 
     Raises:

@@ -3,6 +3,8 @@
 ``engine``, ``rollout`` and ``algorithm`` are chosen by name (``engine=fsdp`` on the command line; ``engine: fsdp`` or
 ``engine: {name: fsdp, lr: 1e-6}`` in YAML). A name is a backend's, or a YAML preset's that a plugin ships. Where the
 command line chooses another name than the file, the file's section was written for something else and is not used.
+``engine@critic.engine=fsdp`` chooses the critic's engine, the policy's if left out; of the same choice, options that
+``critic.engine`` does not set are those of ``engine``.
 
 Hydra composes presets. What comes out is merged once more onto the pristine dataclasses, because Hydra accepts
 ``+unknown=1`` even under a schema and OmegaConf then drops it silently.
@@ -12,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from functools import reduce
 from importlib.resources import files
 from typing import Any, TypeVar
 
@@ -26,7 +27,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from coupler.config.options import SECTIONS, Options, flatten, wrong_value
+from coupler.config.options import SECTIONS, Options, flatten, section, wrong_value
 from coupler.config.overrides import merge, nest, parse_overrides, read_file
 from coupler.config.plain import to_plain
 from coupler.config.schema import JOBS, Job, RunConfig, problems
@@ -36,6 +37,9 @@ from coupler.plugins.backend import Kind
 from coupler.plugins.manager import Plugins, Source
 
 T = TypeVar("T")
+CRITIC = "critic.engine"
+NEEDS_VALUES, GIVES_VALUES = "needs:values", "output:values"  # capabilities of an algorithm, and of an engine
+AS_ENGINE = "as in engine"  # origin of what the critic's engine has from the policy's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,14 +47,14 @@ class Composed:
     """A checked configuration, and where its values come from."""
 
     config: RunConfig  # its engine, rollout and algorithm are instances of the plugins' dataclasses, or None
-    origin: Mapping[str, str]  # full key -> "command line", the file's path, or "preset <name>"; defaults are not in it
+    origin: Mapping[str, str]  # full key -> "command line", the file's path, "preset <name>" or AS_ENGINE; no defaults
     notes: tuple[str, ...] = ()  # what a user should know before the run starts
     options: Options
 
     @property
     def set_keys(self) -> list[str]:
         """Keys that the user set, on the command line or in the file."""
-        return [key for key, origin in self.origin.items() if not origin.startswith("preset ")]
+        return [key for key, origin in self.origin.items() if origin != AS_ENGINE and not origin.startswith("preset ")]
 
 
 def compose(
@@ -73,25 +77,30 @@ def compose(
     typed = nest(parse_overrides(overrides))
     written = read_file(config_file) if config_file else {}
     notes: list[str] = []
-    choices = {}
-    for kind in SECTIONS:
-        name = _choose(kind, typed, written, config_file or "", notes)
+    choices: dict[str, str] = {}
+    for path in SECTIONS:
+        name = _choose(path, typed, written, config_file or "", notes)
+        if not name and path == CRITIC:
+            wanted = _at(typed, path) or _at(written, path) or _needs_values(plugins, _base(plugins, choices))
+            name = choices.get("engine", "") if wanted else ""
         if name:
-            choices[kind] = name
-        elif (complete and kind in JOBS[job]) or kind in typed or kind in written:
+            choices[path] = name
+        elif (complete and path in JOBS[job]) or _at(typed, path) or _at(written, path):
+            kind = SECTIONS[path]
             names = ", ".join(sorted([*plugins.of(kind), *_presets(plugins, kind)])) or "none"
-            raise ConfigError(f"{kind} is not chosen.\n  try:  {kind}=NAME\n  installed:  {names}")
+            raise ConfigError(f"{path} is not chosen.\n  try:  {path}=NAME\n  installed:  {names}")
     base = _base(plugins, choices)
-    backends = {kind: plugins.get(kind, _backend_name(base, kind, name)) for kind, name in choices.items()}
-    options = Options({kind: backend.config for kind, backend in backends.items()})
-    config = _build(options, merge(merge(base, written), typed))
+    inherited = _inherited(choices, written, typed)
+    backends = {path: plugins.get(SECTIONS[path], _backend_name(base, path, name)) for path, name in choices.items()}
+    options = Options({path: backend.config for path, backend in backends.items()})
+    config = _build(options, merge(merge(merge(base, inherited), written), typed))
     if complete:
         _check(plugins, config, job)
-    for kind in choices:
-        extra = options.table.get(f"{kind}.extra_args")
-        given = getattr(config, kind).extra_args if extra else {}
-        notes += [f"{kind}.extra_args is passed through unchecked: {', '.join(given)}"] if given else []
-    origin = _preset_origin(base, choices, options)
+    for path in choices:
+        extra = options.table.get(f"{path}.extra_args")
+        given = section(config, path).extra_args if extra else {}
+        notes += [f"{path}.extra_args is passed through unchecked: {', '.join(given)}"] if given else []
+    origin = _preset_origin(base, choices, options) | dict.fromkeys(flatten(inherited), AS_ENGINE)
     origin |= dict.fromkeys(flatten(written), config_file or "") | dict.fromkeys(flatten(typed), "command line")
     return Composed(config=config, origin=origin, notes=tuple(notes), options=options)
 
@@ -103,31 +112,67 @@ def plain(config: RunConfig) -> dict[str, Any]:
 
 def dump_yaml(config: RunConfig) -> str:
     """Write the configuration as YAML that composes to the same one again, with ``--config``."""
-    values = {k: v for k, v in plain(config).items() if v is not None or k not in SECTIONS}
+    values = {key: value for key, value in plain(config).items() if value is not None}
     return OmegaConf.to_yaml(OmegaConf.create(_escaped(values)))
 
 
-def _choose(kind: str, typed: dict[str, Any], written: dict[str, Any], file: str, notes: list[str]) -> str:
-    """Take the choice of ``kind`` out of both layers, and a section of the file that is for another choice with it."""
-    typed_name, written_name = _take_name(kind, typed), _take_name(kind, written)
-    if typed_name and written_name and typed_name != written_name and kind in written:
-        del written[kind]
-        notes.append(f"{file}: section {kind} is for {written_name} and not used, {kind}={typed_name} was chosen")
+def _choose(path: str, typed: dict[str, Any], written: dict[str, Any], file: str, notes: list[str]) -> str:
+    """Take the choice of a section out of both layers, and a section of the file that is for another choice with it."""
+    typed_name, written_name = _take_name(path, typed), _take_name(path, written)
+    if typed_name and written_name and typed_name != written_name and _at(written, path):
+        _replace(written, path, None)
+        notes.append(f"{file}: section {path} is for {written_name} and not used, {path}={typed_name} was chosen")
     return typed_name or written_name
 
 
-def _take_name(kind: str, layer: dict[str, Any]) -> str:
-    section = layer.pop(kind, None)
-    if isinstance(section, Mapping):
-        name = section.get("name")
-        rest = {key: value for key, value in section.items() if key != "name"}
-        if rest:
-            layer[kind] = rest
+def _take_name(path: str, layer: dict[str, Any]) -> str:
+    inner = _at(layer, path)
+    if isinstance(inner, Mapping):
+        name = inner.get("name")
+        _replace(layer, path, {key: value for key, value in inner.items() if key != "name"})
     else:
-        name = section
+        name = inner
+        _replace(layer, path, None)
     if name is not None and not isinstance(name, str):
-        raise ConfigError(f"{kind} takes the name of a plugin's backend or preset, got {name!r}.")
+        raise ConfigError(f"{path} takes the name of a plugin's backend or preset, got {name!r}.")
     return name or ""
+
+
+def _at(values: Any, path: str) -> Any:
+    """What stands under a full key in nested mappings; None where nothing does."""
+    for name in path.split("."):
+        values = values.get(name) if isinstance(values, Mapping) else None
+    return values
+
+
+def _replace(layer: dict[str, Any], path: str, values: Mapping[str, Any] | None) -> None:
+    """Put other values under a full key; where there are none, take it out, so that no empty section looks set."""
+    first, _, rest = path.partition(".")
+    if rest and isinstance(layer.get(first), dict):
+        _replace(layer[first], rest, values)
+        values = layer[first]
+    elif rest:
+        return
+    layer.pop(first, None)
+    if values:
+        layer[first] = values
+
+
+def _needs_values(plugins: Plugins, base: Mapping[str, Any]) -> bool:
+    """Whether the chosen algorithm trains a critic, whose engine then is a section of the run."""
+    name = _at(base, "algorithm.name")
+    if name is None:
+        return False
+    backend = plugins.get("algorithm", name)
+    return NEEDS_VALUES in backend.capabilities_of(backend.config())
+
+
+def _inherited(choices: Mapping[str, str], written: Mapping[str, Any], typed: Mapping[str, Any]) -> dict[str, Any]:
+    """What the user set in ``engine``, for a critic whose engine is the same choice."""
+    if CRITIC not in choices or choices[CRITIC] != choices.get("engine"):
+        return {}
+    said = merge(written.get("engine", {}), typed.get("engine", {}))
+    return nest([(CRITIC, said)]) if said else {}
 
 
 class _PresetPackages(SearchPathPlugin):
@@ -143,8 +188,10 @@ class _PresetPackages(SearchPathPlugin):
 def _base(plugins: Plugins, choices: Mapping[str, str]) -> dict[str, Any]:
     """Let Hydra compose the chosen backends' defaults and presets."""
     store = ConfigStore.instance()
-    store.store(name="coupler", node={"defaults": ["_self_", *({kind: None} for kind in choices)]})
-    for kind, name in choices.items():
+    groups = {path: kind if path == kind else f"{kind}@{path}" for path, kind in SECTIONS.items()}
+    store.store(name="coupler", node={"defaults": ["_self_", *({groups[path]: None} for path in choices)]})
+    for path, name in choices.items():
+        kind = SECTIONS[path]
         _locate(plugins, kind, name)
         for backend in plugins.of(kind).values():
             store.store(group=kind, name=backend.name, node=to_plain(backend.config()), provider=backend.target)
@@ -152,10 +199,10 @@ def _base(plugins: Plugins, choices: Mapping[str, str]) -> dict[str, Any]:
     HydraPlugins.instance().register(_PresetPackages)
     try:
         with initialize(config_path=None, version_base="1.3"):
-            composed = hydra_compose("coupler", overrides=[f"{kind}={name}" for kind, name in choices.items()])
+            composed = hydra_compose("coupler", overrides=[f"{groups[path]}={name}" for path, name in choices.items()])
         return OmegaConf.to_container(composed)  # type: ignore[return-value]
     except (HydraException, OmegaConfBaseException) as exc:
-        chosen = ", ".join(f"{kind}={name}" for kind, name in choices.items())
+        chosen = ", ".join(f"{path}={name}" for path, name in choices.items())
         raise PluginError(f"a preset among {chosen} cannot be composed: {str(exc).splitlines()[0]}") from None
 
 
@@ -185,25 +232,26 @@ def _locate(plugins: Plugins, kind: str, name: str) -> None:
         )
 
 
-def _backend_name(base: Mapping[str, Any], kind: str, choice: str) -> str:
-    name = (base[kind] or {}).get("name")
+def _backend_name(base: Mapping[str, Any], path: str, choice: str) -> str:
+    name = _at(base, f"{path}.name")
     if not name:
-        raise PluginError(f"the preset {kind}={choice} does not say which backend it is for; it needs a 'name'.")
+        raise PluginError(f"the preset {path}={choice} does not say which backend it is for; it needs a 'name'.")
     return name
 
 
 def _preset_origin(base: Mapping[str, Any], choices: Mapping[str, str], options: Options) -> dict[str, str]:
     defaults = {key: to_plain(option.default) for key, option in options.table.items()}
     changed = [k for k, v in flatten(base).items() if k in defaults and defaults[k] != v]
-    return {key: f"preset {choices.get(key.split('.')[0], ', '.join(choices.values()))}" for key in changed}
+    by_section = {key: [name for path, name in choices.items() if key.startswith(f"{path}.")] for key in changed}
+    return {key: f"preset {', '.join(names or choices.values())}" for key, names in by_section.items()}
 
 
 def _build(options: Options, values: Mapping[str, Any]) -> RunConfig:
     """Merge onto the pristine schema and make dataclass instances; reading a node resolves its interpolation."""
     try:
         tree = OmegaConf.structured(RunConfig)
-        for kind, config in options.sections.items():
-            tree[kind] = OmegaConf.structured(config)
+        for path, config in options.sections.items():
+            OmegaConf.update(tree, path, OmegaConf.structured(config), merge=False)
     except OmegaConfBaseException as exc:
         raise PluginError(f"a plugin's config class is none for OmegaConf: {str(exc).splitlines()[0]}") from None
     values = options.conform(values)
@@ -229,6 +277,9 @@ def _instance(node: Any, owner: type[T], path: str) -> T:
         return owner(**values)
     except ValueError as exc:
         text = str(exc)
+        outer, _, own = path[:-1].rpartition(".")
+        if outer and text.startswith(f"{own}."):  # a backend's config says engine.lr, wherever its section is
+            text = f"{outer}.{text}"
         if path and not text.startswith(path):
             text = path + text if text.split(" ")[0].rstrip(":=") in values else f"{path[:-1]}: {text}"
         raise ConfigError(text) from None
@@ -244,14 +295,11 @@ def _in_one_sentence(exc: OmegaConfBaseException, options: Options, values: Mapp
     return f"{', '.join(suspects) or exc.full_key} cannot be resolved: {text}."
 
 
-def _at(values: Mapping[str, Any], key: str) -> Any:
-    return reduce(lambda inner, name: inner[name], key.split("."), values)
-
-
 def _check(plugins: Plugins, config: RunConfig, job: Job) -> None:
     used = [*((Kind.TRACKER, name) for name in config.trackers), (Kind.SHARDING, config.sync.manager)]
     used += [(Kind.TRANSPORT, config.sync.transport)] if config.sync.transport else []
-    used += [(Kind(kind), section.name) for kind in SECTIONS if (section := getattr(config, kind)) is not None]
+    chosen = {path: section(config, path) for path in SECTIONS}
+    used += [(Kind(SECTIONS[path]), inner.name) for path, inner in chosen.items() if inner is not None]
     for kind, name in used:
         plugins.get(kind, name)
     owners = {plugins.owner[key] for key in used}
@@ -267,15 +315,21 @@ def _check(plugins: Plugins, config: RunConfig, job: Job) -> None:
 def _incapable(plugins: Plugins, config: RunConfig, job: Job) -> Iterator[str]:
     """Yield what is asked of a backend that does not declare it."""
 
-    def declared(kind: Kind) -> frozenset[str]:
-        section = getattr(config, kind)
-        return plugins.get(kind, section.name).capabilities_of(section) if section is not None else frozenset()
+    def declared(path: str) -> frozenset[str]:
+        inner = section(config, path)
+        return plugins.get(SECTIONS[path], inner.name).capabilities_of(inner) if inner is not None else frozenset()
 
     jobs = sorted(c.removeprefix("job:") for c in declared(Kind.ALGORITHM) if c.startswith("job:"))
     if jobs and job is not Job.EVAL and job not in jobs:
         yield f"algorithm={config.algorithm.name} is for coupler {' and '.join(jobs)}, not for coupler {job}."
     if job is not Job.TRAIN:
         return
+    if NEEDS_VALUES in declared(Kind.ALGORITHM) and GIVES_VALUES not in declared(CRITIC):
+        able = [b.name for b in plugins.of(Kind.ENGINE).values() if GIVES_VALUES in b.capabilities_of(b.config())]
+        yield (
+            f"algorithm={config.algorithm.name} trains a critic, and critic.engine={config.critic.engine.name} does "
+            f"not compute values ({GIVES_VALUES}): set engine@critic.engine to one of {', '.join(sorted(able))}."
+        )
     if config.sync.in_flight is not InFlight.DRAIN and f"in_flight:{config.sync.in_flight}" not in declared(
         Kind.ROLLOUT
     ):

@@ -6,12 +6,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from enum import Enum
+from functools import reduce
 from typing import Any, get_args, get_origin, get_type_hints
 
 from coupler.config.schema import RunConfig
 from coupler.errors import ConfigError
 
-SECTIONS = ("engine", "rollout", "algorithm")  # their options come from the selected plugin
+SECTIONS = {  # sections whose options come from the selected plugin, and its kind
+    "engine": "engine",
+    "rollout": "rollout",
+    "algorithm": "algorithm",
+    "critic.engine": "engine",
+}
 TYPE_NAMES = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "text"}
 
 
@@ -31,7 +37,7 @@ class Option:
 
 
 class Options:
-    """Every option of a run whose sections ``engine``, ``rollout`` and ``algorithm`` have these config classes."""
+    """Every option of a run whose :data:`SECTIONS` have these config classes."""
 
     def __init__(self, sections: Mapping[str, type]) -> None:
         self.sections = dict(sections)
@@ -81,13 +87,15 @@ class Options:
         raise ConfigError(wrong_value(option, value))
 
     def _unknown(self, key: str) -> str:
-        kind = key.split(".")[0]
-        if kind in SECTIONS and kind not in self.sections:
-            return f"the options of {kind} are known once one is chosen.\n  try:  {kind}=NAME"
+        for path in SECTIONS.keys() - self.sections.keys():
+            if f"{key}.".startswith(f"{path}."):
+                return f"the options of {path} are known once one is chosen.\n  try:  {path}=NAME"
         section = key
         while section and not self.members(section):
             section = section.rpartition(".")[0]
         start, names = (f"{section}." if section else ""), self.members(section)
+        names += [path[len(start) :] for path in SECTIONS if path.rpartition(".")[0] == section]
+        names = list(dict.fromkeys(names))
         wanted = key[len(start) :].split(".")[0]
         close = [start + name for name in get_close_matches(wanted, names, n=2)]
         close = close or [k for k in self.table if k.rpartition(".")[2] == key.rpartition(".")[2]][:3]
@@ -102,11 +110,16 @@ class Options:
         hints = get_type_hints(owner)
         for field in fields(owner):
             key = start + field.name
-            inner = self.sections.get(key) if not start and field.name in SECTIONS else hints[field.name]
+            inner = self.sections.get(key) if key in SECTIONS else hints[field.name]
             if is_dataclass(inner):
                 yield from self._walk(inner, f"{key}.")  # type: ignore[arg-type]
             elif inner is not None:
                 yield Option(key, inner, default_of(field), owner)
+
+
+def section(config: RunConfig, path: str) -> Any:
+    """The section of a plugin, such as ``critic.engine``; None where nothing is chosen."""
+    return reduce(getattr, path.split("."), config)
 
 
 def default_of(field: Field[Any]) -> Any:

@@ -79,11 +79,15 @@ def _parse(parser: OverridesParser, text: str) -> tuple[str, Any]:
         raise ConfigError(
             f"the value of {key} cannot be read: {value}\n  quote it for us and for the shell:  \"{key}='{shown}'\""
         ) from None
-    if override.package is not None:
-        raise ConfigError(f"{text!r}: keys have no '@'; sections are engine, rollout and algorithm.")
     if override.is_sweep_override():
         raise ConfigError(
             f"{key} is given several values, and a run takes one.\n  for a list:  {key}=[{value}]\n"
             f"  for text with a comma:  \"{key}='{value}'\""
         )
+    if override.package is not None:
+        key = override.package
+        if SECTIONS.get(key) != override.key_or_group or key == override.key_or_group:
+            known = ", ".join(f"{kind}@{path}" for path, kind in SECTIONS.items() if kind != path)
+            raise ConfigError(f"{text!r}: a key with '@' chooses the backend of another role: {known}.")
+        return key, override.value()
     return override.key_or_group, override.value()

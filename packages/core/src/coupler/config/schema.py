@@ -34,6 +34,21 @@ class ModelConfig:
 
 
 @dataclass
+class CriticModelConfig:
+    path: str = ""  # as model.path, which it is where this is empty; a value head in the folder is loaded
+
+
+@dataclass
+class CriticConfig:
+    """The critic of an algorithm that needs ``values``. What ``critic.engine`` does not set is as in ``engine``."""
+
+    engine: Any = None  # a backend of kind engine; the policy's where none is chosen
+    model: CriticModelConfig = field(default_factory=CriticModelConfig)
+    warmup_steps: int = 0  # so many first steps train the critic only
+    optimizer_steps_per_batch: int = 0  # 0: as many as the policy takes
+
+
+@dataclass
 class DataConfig:
     """Rows to train on or to evaluate. ``source`` is a .jsonl or .parquet file, or ``pkg.mod:function``."""
 
@@ -148,6 +163,7 @@ class RunConfig:
     algorithm: Any = None
     trackers: list[str] = field(default_factory=lambda: ["console", "jsonl"])
     model: ModelConfig = field(default_factory=ModelConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -173,6 +189,8 @@ class RunConfig:
 
 
 LIMITS: dict[str, tuple[float, float]] = {  # lowest and highest value, both allowed
+    "critic.warmup_steps": (0, inf),
+    "critic.optimizer_steps_per_batch": (0, inf),
     "data.max_prompt_tokens": (1, inf),
     "data.limit": (0, inf),
     "reward.num_workers": (1, inf),

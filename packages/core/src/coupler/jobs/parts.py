@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from coupler import resume
 from coupler.checkpoint import Checkpoint, Checkpoints
 from coupler.config.compose import Composed, dump_yaml
+from coupler.config.options import SECTIONS, section
 from coupler.config.reads import track
 from coupler.config.schema import DataConfig
 from coupler.data import Codec, Prompt, encode_prompts, load_rows
@@ -20,7 +21,7 @@ from coupler.evaluation import Evaluator
 from coupler.executors import open_executor
 from coupler.executors.interpreter import check_interpreter
 from coupler.imports import resolve
-from coupler.interfaces import Algorithm, Model, Rank
+from coupler.interfaces import Algorithm, Head, Model, Rank
 from coupler.jobs.saving import Resumable
 from coupler.journal import Journal
 from coupler.manifest import describe_run
@@ -46,10 +47,10 @@ class Parts:
 
     async def place(self, roles: Sequence[Role]) -> None:
         """Check the interpreters of roles that have their own, and take what all workers need."""
-        for kind in ("engine", "rollout"):
-            section = getattr(self.config, kind)
-            if section is not None and section.python:
-                check_interpreter(kind, section.name, section.python, self.plugins)
+        for path, kind in SECTIONS.items():
+            inner = section(self.config, path)
+            if inner and kind != "algorithm" and inner.python:
+                check_interpreter(kind, inner.name, inner.python, self.plugins)
         await self.executor.place(roles)
 
     def ranks(self, role: str, count: int) -> list[Rank]:
@@ -73,6 +74,32 @@ class Parts:
             else None,
         )
         return WorkerGroup(self.executor, spec, self.ranks(role, config.engine.ranks))
+
+    def critic_model(self) -> Model:
+        """The model of ``critic.model``, or the policy's, with a value head.
+
+        Raises:
+            ConfigError: ``critic.model.path`` is no folder.
+        """
+        path = self.config.critic.model.path
+        folder = model_folder(path, "critic.model") if path else self.model.path
+        if not Path(folder).is_dir():
+            raise ConfigError(
+                f"critic.model.path={folder} is no folder.\n  try:  leaving it out: model.path then serves"
+            )
+        return replace(self.model, path=folder, head=Head.VALUE)
+
+    def critic(self, model: Model, loss: str) -> WorkerGroup:
+        """The engine of ``critic.engine``, trained with the algorithm ``loss``."""
+        config = self.config
+        spec = WorkerSpec(
+            role="critic",
+            engine=self.plugins.get("engine", config.critic.engine.name).target,
+            engine_config=config.critic.engine,
+            model=model,
+            algorithm=(loss, config.algorithm),
+        )
+        return WorkerGroup(self.executor, spec, self.ranks("critic", config.critic.engine.ranks))
 
     def rollouts(self) -> RolloutGroup:
         config = self.config.rollout
@@ -207,25 +234,29 @@ class Parts:
                 f"the data is not what {found.folder} was made with.\n"
                 "  try:  the same data, or checkpoint.reset_data=true to start it from the beginning"
             )
-        await asyncio.gather(*(found.restore(role, group) for role, group in roles.items()))
+        for role, group in roles.items():
+            await found.restore(role, group)
         trainer.restore(found.state, reset_data=reset)
 
-    async def export(self, policy: WorkerGroup) -> None:
-        """Write the policy in Hugging Face layout; the folder appears when it is complete."""
-        await export_whole(policy, self.export_folder, Path(self.model.path))
+    async def export(self, group: WorkerGroup) -> None:
+        """Write the model in Hugging Face layout, to ``export`` or ``export_critic``; it appears when it is whole."""
+        folder = self.export_folder
+        if group.spec.role != "policy":
+            folder = folder.with_name(f"export_{group.spec.role}")
+        await export_whole(group, folder, Path(group.spec.model.path))
 
 
-async def export_whole(policy: WorkerGroup, folder: Path, source: Path) -> None:
+async def export_whole(group: WorkerGroup, folder: Path, source: Path) -> None:
     """Export beside ``folder`` and rename."""
     part = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
-    await policy.all("export", part, source)
+    await group.all("export", part, source)
     shutil.rmtree(folder, ignore_errors=True)
     part.rename(folder)
 
 
-def model_folder(path: str) -> str:
-    """The folder that ``model.path`` names: itself, or what the function ``pkg.mod:name`` returns.
+def model_folder(path: str, key: str = "model") -> str:
+    """The folder that ``KEY.path`` names: itself, or what the function ``pkg.mod:name`` returns.
 
     Raises:
         ConfigError: there is no such function.
@@ -235,5 +266,5 @@ def model_folder(path: str) -> str:
     try:
         function = resolve(path)
     except (CouplerError, ImportError) as error:
-        raise ConfigError(f"model.path={path} is no folder, and no function either: {error}") from None
+        raise ConfigError(f"{key}.path={path} is no folder, and no function either: {error}") from None
     return str(function())

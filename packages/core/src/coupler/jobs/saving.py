@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from coupler.checkpoint import Checkpoints, State
 from coupler.config.schema import RunConfig
 from coupler.metrics import Metrics
-from coupler.trainer import SkippedSteps
 from coupler.workers import WorkerGroup
 
 
 class Resumable(Protocol):
     """A trainer, as checkpoints see it."""
 
-    skips: SkippedSteps
+    @property
+    def healthy(self) -> bool: ...
 
     def state(self) -> State: ...
 
@@ -32,6 +33,7 @@ class Saving:
     roles: Mapping[str, WorkerGroup]
     trainer: Resumable
     log: Callable[[int, Metrics], Awaitable[Mapping[str, float]]]
+    hold: Callable[[str], AbstractAsyncContextManager[Any]]  # a role's state is on its device within it
 
     async def after(self, step: int, metrics: Metrics) -> None:
         """Raise what made the last save fail, at the first step after it."""
@@ -39,8 +41,8 @@ class Saving:
         if self.checkpoints.ended:
             await self.checkpoints.settle()
         if step and (step == self.config.steps or due(self.config.checkpoint.every_steps, step)):
-            healthy = self.trainer.skips.in_a_row == 0
-            await self.checkpoints.save(step, self.roles, self.trainer.state(), values=values, healthy=healthy)
+            healthy, state = self.trainer.healthy, self.trainer.state()
+            await self.checkpoints.save(step, self.roles, state, hold=self.hold, values=values, healthy=healthy)
 
 
 def due(every: int, step: int) -> bool:

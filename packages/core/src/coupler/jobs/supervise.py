@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 
 from coupler.config.compose import Composed
 from coupler.config.schema import Job
@@ -50,7 +51,7 @@ async def _supervise(parts: Parts) -> dict[str, float]:
             trainer = SupervisedTrainer(config, policy=policy, algorithm=algorithm, examples=examples)
             if found:
                 await parts.restore(found, trained, trainer, data)
-            await trainer.fit(Saving(config, checkpoints, trained, trainer, log).after, done)
+            await trainer.fit(Saving(config, checkpoints, trained, trainer, log, lambda _: nullcontext()).after, done)
         if config.checkpoint.export:
             await parts.export(policy)
         return last

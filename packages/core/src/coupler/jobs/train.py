@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -25,11 +27,11 @@ from coupler.residency import Held, Holder, Residency
 from coupler.rewards import RewardPool
 from coupler.rollouts import RolloutGroup
 from coupler.sampling import Sampler
-from coupler.trainer import GENERATING, Provider, Trainer
+from coupler.trainer import GENERATING, Provider, Trainer, warmup_steps
 from coupler.workers import WorkerGroup
 
-REFERENCE, OLD = "ref_logprobs", "old_logprobs"
-LOGPROBS = (Output("logprobs"),)
+REFERENCE, OLD, VALUES = "ref_logprobs", "old_logprobs", "values"
+LOGPROBS = Output("logprobs")
 
 
 def train(composed: Composed, plugins: Plugins) -> dict[str, float]:
@@ -47,16 +49,18 @@ async def _train(parts: Parts) -> dict[str, float]:
     data = fingerprint(prompt.row for prompt in prompts)
     evaluates = config.eval.every_steps or config.eval.at_start
     held_out = parts.prompts(config.eval.data, "eval.data") if evaluates else []
+    judge = parts.critic_model() if VALUES in algorithm.needs else None
     plan = make_plan(config, len(prompts), parts.plugins, algorithm.needs)
     print(plan.render())
     with parts.running(found) as (journal, rewards):
         await parts.place(plan.workers)
         policy, rollouts = parts.engine("policy", trains=True), parts.rollouts()
         reference = parts.engine("reference", trains=False) if REFERENCE in algorithm.needs else None
-        residency = share_devices(config, policy, rollouts, reference)
+        critic = parts.critic(judge, algorithm.critic) if judge else None
+        residency = share_devices(config, policy, rollouts, reference, critic)
         scorer = parts.scorer(rollouts, rewards)
         weights = parts.edge(policy, rollouts, prompts[0])
-        for group in filter(None, (policy, reference)):
+        for group in filter(None, (policy, reference, critic)):
             await group.setup()
         await weights.setup()
         max_rejected = config.max_rejected_factor * config.prompts_per_step
@@ -71,25 +75,28 @@ async def _train(parts: Parts) -> dict[str, float]:
             buffer=buffer,
             in_waves=config.deterministic,
         )
-        trained = {"policy": policy}
+        trained = {group.spec.role: group for group in (policy, critic) if group}
         async with parts.checkpoints(data) as checkpoints:
-            steps = _Steps(parts, journal, parts.evaluator(scorer, held_out), rewards, residency)
+            steps = _Steps(parts, journal, critic, parts.evaluator(scorer, held_out), rewards, residency)
             trainer = Trainer(
                 config,
                 policy=policy,
+                critic=critic,
                 weights=weights,
                 algorithm=algorithm,
                 sampler=sampler,
                 buffer=buffer,
-                providers=_providers(config, policy, reference, residency),
+                providers=column_providers(config, policy, reference, critic, residency),
                 residency=residency,
                 recorder=Recorder(journal.run_dir / "record", config.record.every_steps),
             )
             if found:
                 await parts.restore(found, trained, trainer, data)
-            await trainer.fit(Saving(config, checkpoints, trained, trainer, steps.after).after, done)
-        if config.checkpoint.export:
-            await parts.export(policy)
+            saving = Saving(config, checkpoints, trained, trainer, steps.after, partial(hold_state, residency))
+            await trainer.fit(saving.after, done)
+        for role, group in trained.items() if config.checkpoint.export else ():
+            async with hold_state(residency, role):
+                await parts.export(group)
         return steps.last
 
 
@@ -99,6 +106,7 @@ class _Steps:
 
     parts: Parts
     journal: Journal
+    critic: WorkerGroup | None
     evaluator: Evaluator
     rewards: RewardPool
     residency: Residency
@@ -113,20 +121,29 @@ class _Steps:
             self.journal.write_samples(f"eval_{step}.jsonl", scored, self.parts.codec.decode)
             metrics |= evaluated
         self.last = self.journal.log(step, metrics)
-        if step == 1:
+        if step == min(1 + warmup_steps(config, self.critic), config.steps):  # by then every role has trained
             await self.parts.report_unread()
         return self.last
 
 
-def _providers(
-    config: RunConfig, policy: WorkerGroup, reference: WorkerGroup | None, residency: Residency
+def hold_state(residency: Residency, role: str) -> AbstractAsyncContextManager[None]:
+    """A role's state on its device, to be written. The rollout's weights stay: nothing would bring them back."""
+    return residency("save", {role: frozenset({Held.PARAMS, Held.OPTIMIZER}), "rollout": frozenset({Held.WEIGHTS})})
+
+
+def column_providers(
+    config: RunConfig,
+    policy: WorkerGroup,
+    reference: WorkerGroup | None,
+    critic: WorkerGroup | None,
+    residency: Residency,
 ) -> dict[str, Provider]:
     """Who computes which column. One optimizer step per batch needs no old log-probs: they equal the current ones."""
 
-    def forward_of(role: str, group: WorkerGroup) -> Provider:
+    def forward_of(role: str, group: WorkerGroup, output: Output = LOGPROBS) -> Provider:
         async def provide(batch: Batch) -> np.ndarray:
             async with residency(role, {role: frozenset({Held.PARAMS})}):
-                return (await group.forward(batch, LOGPROBS))["logprobs"]
+                return (await group.forward(batch, (output,)))[output.name]
 
         return provide
 
@@ -135,11 +152,17 @@ def _providers(
         providers[OLD] = forward_of("policy", policy)
     if reference:
         providers[REFERENCE] = forward_of("reference", reference)
+    if critic:
+        providers[VALUES] = forward_of("critic", critic, Output("values"))
     return providers
 
 
 def share_devices(
-    config: RunConfig, policy: WorkerGroup, rollouts: RolloutGroup, reference: WorkerGroup | None
+    config: RunConfig,
+    policy: WorkerGroup,
+    rollouts: RolloutGroup,
+    reference: WorkerGroup | None,
+    critic: WorkerGroup | None,
 ) -> Residency:
     """The Residency of a run whose roles live on the same devices, if ``offload`` says that they take turns."""
 
@@ -149,6 +172,8 @@ def share_devices(
     holders = {"policy": _engine_holder(policy), "rollout": _rollout_holder(rollouts)}
     if reference:
         holders["reference"] = _engine_holder(reference, frozenset({Held.PARAMS}))
+    if critic:
+        holders["critic"] = _engine_holder(critic)
     return Residency(holders, shared=config.offload, device_bytes=device_bytes)
 
 

@@ -35,6 +35,8 @@ VOCABULARY = frozenset(
         "workers:remote",  # rollout: its model workers are other processes, which place:process does not reach
         "needs:ref_logprobs",  # algorithm: a column that core adds, as in Algorithm.needs, known before it is imported
         "needs:old_logprobs",
+        "needs:values",  # trains a critic: its engine declares output:values
+        "output:values",  # engine: models with Head.VALUE, Output("values")
         "job:train",  # algorithm: what it is for; both where it names neither
         "job:sft",
         "world:1",  # engine: one rank only

@@ -34,6 +34,7 @@ KNOWN = {  # where a name comes from, for the hint only; nothing is installed fr
     ("rollout", "sglang"): "coupler-rollout-sglang",
     ("algorithm", "grpo"): "coupler-algos",
     ("algorithm", "rloo"): "coupler-algos",
+    ("algorithm", "ppo"): "coupler-algos",
     ("algorithm", "sft"): "coupler-algos",
 }
 

@@ -51,6 +51,12 @@ def make_batch(reference: Reference, lengths: tuple[int, ...] = LENGTHS, seed: i
     )
 
 
+def with_returns(batch: Batch, seed: int = 0) -> Batch:
+    """Add ``returns`` for a critic to meet."""
+    drawn = np.random.default_rng(seed).normal(0, 2, batch.num_tokens)
+    return batch.with_tokens(returns=np.where(batch["loss_mask"], drawn, 0).astype(np.float32))
+
+
 def weighted(batch: Batch, aggregation: Aggregation = Aggregation.TOKEN_MEAN) -> Batch:
     """Add ``loss_weight`` over this batch, the whole mini-batch."""
     return batch.with_tokens(loss_weight=loss_weight(batch, aggregation))

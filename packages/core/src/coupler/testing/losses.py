@@ -30,6 +30,16 @@ def surrogate(out: Columns, batch: Columns) -> tuple[Any, Metrics]:
     return -(gain + 0.01 * entropy) * factor, metrics
 
 
+def value_error(out: Columns, batch: Columns) -> tuple[Any, Metrics]:
+    """Half the squared distance of each value from the column ``returns``, with a factor per sequence."""
+    xp = _library(out["values"])
+    mask = batch["loss_mask"]
+    values, returns = (xp.where(mask, c, xp.zeros_like(c)) for c in (out["values"], batch["returns"]))
+    factor = 1 + 0.5 * batch["reward"][batch["seq"]]
+    error = (values - returns) ** 2 / 2
+    return error * factor, {"value_error": Metric(_detached(error).sum(), mask.sum())}
+
+
 def nll(out: Columns, batch: Columns) -> tuple[Any, Metrics]:
     """The negative log-prob of each token."""
     return -out["logprobs"], {}

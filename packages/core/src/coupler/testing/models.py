@@ -98,6 +98,16 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def write_value_head(source: Path, folder: Path, hidden: int, seed: int = 0) -> Path:
+    """Write the model of ``source`` with ``score.weight`` and ``score.bias`` beside what it has."""
+    random = np.random.default_rng(seed)
+    score = {
+        "score.weight": random.normal(0, hidden**-0.5, (1, hidden)).astype(np.float32),
+        "score.bias": random.normal(0, 1, 1).astype(np.float32),
+    }
+    return rewrite(source, folder, {**read_tensors(source), **score})
+
+
 def rewrite(source: Path, folder: Path, tensors: Mapping[str, np.ndarray]) -> Path:
     """Write the model of ``source`` with other ``tensors`` into ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)

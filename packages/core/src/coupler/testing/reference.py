@@ -138,7 +138,7 @@ class TransformersReference(Reference):
         logits = self.model(input_ids=tokens[None].long(), use_cache=False).logits[0] / temperature
         return torch.cat([torch.zeros_like(logits[:1]), logits[:-1]])
 
-    def _out(self, one: Batch) -> Any:
+    def _out(self, one: Batch) -> dict[str, Any]:
         import torch
 
         tokens, mask = torch.from_numpy(one["tokens"]), torch.from_numpy(one["loss_mask"])
@@ -152,7 +152,7 @@ class TransformersReference(Reference):
 
         with torch.no_grad():
             parts = [self._out(batch.take([i])) for i in range(len(batch))]
-        return {name: torch.cat([part[name] for part in parts]).numpy() for name in ("logprobs", "entropy")}
+        return {name: torch.cat([part[name] for part in parts]).numpy() for name in parts[0]}
 
     def gradient(self, batch: Batch, loss: Loss) -> Gradient:
 
@@ -192,6 +192,48 @@ class TransformersReference(Reference):
         import torch
 
         return torch.from_numpy(tensor.copy())
+
+
+class ToyValueReference(ToyReference):
+    """One number per token from the one before it."""
+
+    def outputs(self, batch: Batch) -> Arrays:
+        values = np.zeros(batch.num_tokens)
+        for t in np.flatnonzero(batch["loss_mask"]):
+            hidden = self.weights["embed.weight"][batch["tokens"][t - 1]]
+            values[t] = self.weights["score.weight"][0] @ hidden + self.weights["score.bias"][0]
+        return {"values": values}
+
+    def gradient(self, batch: Batch, loss: Loss) -> Gradient:
+        out, columns = self.outputs(batch), toy.columns_of(batch)
+        slopes = toy.slopes(loss, out, columns)["values"]
+        grads = {k: np.zeros_like(v) for k, v in self.weights.items() if not k.startswith("head.")}
+        for t in np.flatnonzero(batch["loss_mask"]):
+            previous = batch["tokens"][t - 1]
+            grads["score.weight"][0] += slopes[t] * self.weights["embed.weight"][previous]
+            grads["score.bias"][0] += slopes[t]
+            grads["embed.weight"][previous] += slopes[t] * self.weights["score.weight"][0]
+        return Gradient(grads, read(loss(out, columns)[1]))
+
+
+class TransformersValueReference(TransformersReference):
+    """``AutoModelForTokenClassification`` with one label and eager attention, one sequence per call."""
+
+    def __init__(self, folder: Path) -> None:
+        import torch
+        from transformers import AutoModelForTokenClassification
+
+        Reference.__init__(self, folder)
+        self.model: Any = AutoModelForTokenClassification.from_pretrained(
+            folder, num_labels=1, dtype=torch.float64, attn_implementation="eager"
+        ).eval()
+
+    def _out(self, one: Batch) -> dict[str, Any]:
+        import torch
+
+        values = self.model(input_ids=torch.from_numpy(one["tokens"])[None].long(), use_cache=False).logits[0, :, 0]
+        before = torch.cat([torch.zeros_like(values[:1]), values[:-1]])
+        return {"values": before * torch.from_numpy(one["loss_mask"])}
 
 
 def torch_columns(batch: Batch) -> Mapping[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from coupler.errors import ConfigError
 from coupler.imports import resolve
-from coupler.interfaces import Model
+from coupler.interfaces import Head, Model
 from coupler.plugins.backend import Backend
 
 
@@ -41,11 +41,11 @@ class Subject:
         """The backend's configuration: its defaults, then what the kit needs, then what the user set."""
         return configured(self.backend.config, {**more, **self.settings})
 
-    def create(self, folder: Path, **more: Any) -> Any:
+    def create(self, folder: Path, head: Head = Head.LM, **more: Any) -> Any:
         """Construct the engine or rollout on a model folder."""
-        return self.backend.load()(self.config(**more), Model(str(folder)))
+        return self.backend.load()(self.config(**more), Model(str(folder), head=head))
 
-    def recipe(self, folder: Path, **more: Any) -> dict[str, Any]:
+    def recipe(self, folder: Path, head: Head = Head.LM, **more: Any) -> dict[str, Any]:
         """What another process builds it from: names and plain values."""
         config = self.backend.config
         return {
@@ -53,13 +53,14 @@ class Subject:
             "config": f"{config.__module__}:{config.__qualname__}",
             "settings": {**more, **self.settings},
             "model": str(folder),
+            "head": str(head),
         }
 
 
 def build(recipe: Mapping[str, Any]) -> Any:
     """Construct what :meth:`Subject.recipe` describes."""
     config = configured(resolve(recipe["config"]), recipe["settings"])
-    return resolve(recipe["target"])(config, Model(recipe["model"]))
+    return resolve(recipe["target"])(config, Model(recipe["model"], head=Head(recipe["head"])))
 
 
 def configured(config: type, settings: Mapping[str, Any]) -> Any:

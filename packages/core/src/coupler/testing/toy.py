@@ -22,6 +22,7 @@ from coupler.interfaces import (
     Columns,
     Completion,
     Engine,
+    Head,
     InFlight,
     Layout,
     Loss,
@@ -99,6 +100,25 @@ def backward(weights: Weights, batch: Batch, done: Pass, d_out: dict[str, np.nda
     return {"embed.weight": d_embed, "head.weight": d_logits.T @ hidden, "head.bias": d_logits.sum(0)}
 
 
+def value_outputs(weights: Weights, batch: Batch) -> dict[str, np.ndarray]:
+    """[T] float64 values ``embed[tokens[t - 1]] @ score + bias``; 0 outside ``loss_mask``."""
+    rows = np.flatnonzero(batch["loss_mask"])
+    values = np.zeros(batch.num_tokens)
+    hidden = weights["embed.weight"][batch["tokens"][rows - 1]]
+    values[rows] = (hidden @ weights["score.weight"].T + weights["score.bias"])[:, 0]
+    return {"values": values}
+
+
+def value_backward(weights: Weights, batch: Batch, d_out: dict[str, np.ndarray]) -> Weights:
+    """The gradient of a loss whose derivative by ``values`` is ``d_out``, [T]."""
+    rows = np.flatnonzero(batch["loss_mask"])
+    previous, slope = batch["tokens"][rows - 1], d_out["values"][rows, None]
+    d_embed = np.zeros_like(weights["embed.weight"])
+    np.add.at(d_embed, previous, slope * weights["score.weight"])
+    hidden = weights["embed.weight"][previous]
+    return {"embed.weight": d_embed, "score.weight": slope.T @ hidden, "score.bias": slope.sum(0)}
+
+
 def slopes(loss: Loss, out: Columns, columns: Columns) -> dict[str, np.ndarray]:
     """[T] derivative of each weighted token loss by each output of that token, by central differences.
 
@@ -132,6 +152,10 @@ class ToyEngine(Engine):
         if rank.world != 1:
             raise CouplerError("engine=toy runs on one rank.\n  try:  engine=fsdp")
         self.params = {k: v.astype(np.float64) for k, v in read_tensors(Path(self.model.path)).items()}
+        if self.model.head is Head.VALUE:
+            width = self.params["embed.weight"].shape[1]
+            score = {"score.weight": np.zeros((1, width)), "score.bias": np.zeros(1), **self.params}
+            self.params = {k: v for k, v in score.items() if not k.startswith("head.")}
         self.first = {k: np.zeros_like(v) for k, v in self.params.items()}
         self.second = {k: np.zeros_like(v) for k, v in self.params.items()}
         self.grads = {k: np.zeros_like(v) for k, v in self.params.items()}
@@ -139,7 +163,7 @@ class ToyEngine(Engine):
         return Layout((0,), (True,))
 
     def forward(self, batch: Batch, want: tuple[Output, ...]) -> Batch:
-        out = outputs(batch, run(self.params, batch))
+        out = self._outputs(batch)
         return batch.with_tokens(**{o.name: out[o.name].astype(np.float32) for o in want})
 
     def forward_backward(self, batch: Batch, want: tuple[Output, ...], loss: Loss, step: StepInfo) -> Metrics:
@@ -147,15 +171,24 @@ class ToyEngine(Engine):
         metrics = []
         for rows in micro_batches(batch.lengths, self.config.max_tokens_per_gpu):
             part = batch.take(rows)
-            done = run(self.params, part)
-            everything = outputs(part, done)
+            everything = self._outputs(part)
             out = {o.name: everything[o.name] for o in want}
             columns = columns_of(part)
             _, found = loss(out, columns)
             metrics.append(found)
-            for name, grad in backward(self.params, part, done, slopes(loss, out, columns)).items():
+            for name, grad in self._backward(part, slopes(loss, out, columns)).items():
                 self.grads[name] += grad
         return merge(metrics)
+
+    def _outputs(self, batch: Batch) -> dict[str, np.ndarray]:
+        if self.model.head is Head.VALUE:
+            return value_outputs(self.params, batch)
+        return outputs(batch, run(self.params, batch))
+
+    def _backward(self, batch: Batch, d_out: dict[str, np.ndarray]) -> Weights:
+        if self.model.head is Head.VALUE:
+            return value_backward(self.params, batch, d_out)
+        return backward(self.params, batch, run(self.params, batch), d_out)
 
     def step(self) -> StepResult:
         c = self.config

@@ -36,7 +36,7 @@ BACKENDS = (
         name="toy",
         target="coupler.testing.toy:ToyEngine",
         config=ToyEngineConfig,
-        capabilities=frozenset({"weights:full", "model:toy", "world:1"}),
+        capabilities=frozenset({"weights:full", "model:toy", "world:1", "output:values"}),
     ),
     Backend(
         kind="rollout",

@@ -8,14 +8,23 @@ from pathlib import Path
 
 import pytest
 
-from coupler.testing.models import write_qwen2, write_toy
+from coupler.testing.models import write_qwen2, write_toy, write_value_head
 from coupler.testing.plugin import KINDS, selected
 from coupler.testing.ranks import World
-from coupler.testing.reference import Reference, ToyReference, TransformersReference
+from coupler.testing.reference import (
+    Reference,
+    ToyReference,
+    ToyValueReference,
+    TransformersReference,
+    TransformersValueReference,
+)
 from coupler.testing.subject import Subject
 
 FROZEN = 1e-30  # learning rate of engines that serve many tests: a step is taken and changes nothing
-NEEDS = {"pair": ("engine", "rollout")}  # kinds that a file needs, where its name does not say it
+NEEDS = {
+    "pair": ("engine", "rollout"),
+    "values": ("engine",),
+}  # kinds that a file needs, where its name does not say it
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -48,6 +57,24 @@ def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Re
         if name == "toy":
             return ToyReference(write_toy(folder))
         return TransformersReference(write_qwen2(folder, tied=name == "tied"))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def value_reference_of(
+    tmp_path_factory: pytest.TempPathFactory, reference_of: Callable[[str], Reference]
+) -> Callable[[str], Reference]:
+    """The same models with a value head, once."""
+
+    @cache
+    def make(name: str) -> Reference:
+        folder = tmp_path_factory.mktemp("critics") / name
+        plain = reference_of(name)
+        if name == "toy":
+            return ToyValueReference(write_value_head(plain.folder, folder, plain.tensors["embed.weight"].shape[1]))
+        width = plain.tensors["model.embed_tokens.weight"].shape[1]
+        return TransformersValueReference(write_value_head(plain.folder, folder, width))
 
     return make
 

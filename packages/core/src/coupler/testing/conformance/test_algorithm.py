@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from coupler.batch import Batch
-from coupler.interfaces import Aggregation, Algorithm
+from coupler.imports import resolve
+from coupler.interfaces import Aggregation, Algorithm, Columns
 from coupler.metrics import Metrics, merge, read, values
 from coupler.normalise import prepare
 from coupler.testing import toy
@@ -18,13 +19,42 @@ from coupler.testing.reference import Reference, torch_columns
 from coupler.testing.subject import Subject
 from coupler.workers import checked_loss
 
-COLUMNS = {"ref_logprobs": 0.2, "old_logprobs": 0.1}  # what core can add, and how far it is from the rollout's
+COLUMNS = {
+    "ref_logprobs": 0.2,
+    "old_logprobs": 0.1,
+    "values": 0.3,
+}  # what core can add, and how far it is from the rollout's
 ALWAYS = ("tokens", "loss_mask", "version", "rollout_logprobs", "temperature", "reward", "group", "trajectory", "unit")
 
 
-@pytest.fixture
-def algorithm(algorithm_subject: Subject) -> Algorithm:
-    return algorithm_subject.backend.load()(algorithm_subject.config())
+class CriticOf(Algorithm):
+    """The loss of an algorithm's critic on what the policy's side adds to a batch, as the trainer feeds it."""
+
+    def __init__(self, policy: Algorithm) -> None:
+        super().__init__(policy.config)
+        self.policy: Algorithm = policy
+        self.value_loss: Algorithm = resolve(policy.critic)(policy.config)
+        self.needs, self.critic, self.want = policy.needs, policy.critic, self.value_loss.want
+        self.aggregation, self.constant = self.value_loss.aggregation, self.value_loss.constant
+
+    def advantages(self, batch: Batch) -> Batch:
+        return self.policy.advantages(batch)
+
+    def loss(self, out: Columns, batch: Columns) -> tuple[Any, Metrics]:
+        return self.value_loss.loss(out, batch)
+
+    def keep(self, group: Batch) -> bool:
+        return self.policy.keep(group)
+
+
+@pytest.fixture(params=["policy", "critic"])
+def algorithm(request: pytest.FixtureRequest, algorithm_subject: Subject) -> Algorithm:
+    policy = algorithm_subject.backend.load()(algorithm_subject.config())
+    if request.param == "policy":
+        return policy
+    if not policy.critic:
+        pytest.skip(f"{algorithm_subject} has no critic")
+    return CriticOf(policy)
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +68,11 @@ def plain(reference_of: Callable[[str], Reference]) -> Batch:
     )
 
 
+def main_output(algorithm: Algorithm) -> str:
+    """What the loss must have a gradient by."""
+    return "values" if isinstance(algorithm, CriticOf) else "logprobs"
+
+
 def ready(algorithm: Algorithm, plain: Batch) -> Batch:
     """The batch as an engine gets it: only declared columns, advantages, weights."""
     return prepare(algorithm.advantages(plain.select(*ALWAYS, *algorithm.needs)), algorithm)
@@ -49,7 +84,7 @@ class Evaluated:
     def __init__(self, subject: Subject, algorithm: Algorithm, batch: Batch, filler: float = 0.0) -> None:
         mask = batch["loss_mask"]
         noise = np.sin(batch["tokens"].astype(np.float64))  # follows its token when rows move
-        near = {"logprobs": batch["rollout_logprobs"] + 0.3 * noise, "entropy": 2 + noise}
+        near = {"logprobs": batch["rollout_logprobs"] + 0.3 * noise, "entropy": 2 + noise, "values": noise}
         inputs = {o.name: np.where(mask, near[o.name], filler) for o in algorithm.want}
         loss = checked_loss(algorithm, None)
         evaluate = self._in_numpy if subject.toy else self._in_torch
@@ -91,7 +126,8 @@ def test_it_declares_what_core_knows(algorithm_subject: Subject, algorithm: Algo
     }
     assert algorithm.aggregation in list(Aggregation)
     assert algorithm.constant >= 1 or algorithm.aggregation is not Aggregation.CONSTANT
-    assert any(output.name == "logprobs" for output in algorithm.want)
+    assert ("values" in algorithm.needs) == bool(algorithm.critic)
+    assert any(output.name == main_output(algorithm) for output in algorithm.want)
 
 
 def test_the_loss_is_per_token_and_finite(algorithm_subject: Subject, algorithm: Algorithm, plain: Batch) -> None:
@@ -102,7 +138,7 @@ def test_the_loss_is_per_token_and_finite(algorithm_subject: Subject, algorithm:
     assert np.isfinite(found.loss).all()
     assert all(np.isfinite(value) for value in values(found.metrics).values()), values(found.metrics)
     assert all(np.isfinite(grad).all() for grad in found.grads.values())
-    assert found.grads["logprobs"].any()
+    assert found.grads[main_output(algorithm)].any()
     assert not any(grad[~batch["loss_mask"]].any() for grad in found.grads.values())
 
 
@@ -113,7 +149,7 @@ def test_old_logprobs_may_be_left_out(algorithm_subject: Subject, algorithm: Alg
     batch = prepare(algorithm.advantages(plain.select(*ALWAYS, *(algorithm.needs - {"old_logprobs"}))), algorithm)
     found = Evaluated(algorithm_subject, algorithm, batch)
     assert np.isfinite(found.loss).all()
-    assert found.grads["logprobs"].any()
+    assert found.grads[main_output(algorithm)].any()
 
 
 def test_values_under_the_mask_change_nothing(algorithm_subject: Subject, algorithm: Algorithm, plain: Batch) -> None:

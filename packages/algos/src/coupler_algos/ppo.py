@@ -1,0 +1,81 @@
+"""Proximal Policy Optimization (Schulman et al., arXiv 1707.06347) with a critic, one token as one action.
+
+The reward stands at a sequence's last sampled token, minus ``kl_coef * KL`` at every token; advantages come from
+:mod:`coupler_algos.gae`, the policy's loss is eq. 7 and the critic's the squared error of eq. 9.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from coupler.batch import Batch
+from coupler.interfaces import Algorithm, Columns, Output
+from coupler.metrics import Metrics
+from coupler_algos import gae
+from coupler_algos.config import KL, PPOConfig
+from coupler_algos.policy import Policy
+from coupler_algos.shaping import kl_coefficient, kl_per_token, overlong_penalty
+
+
+class PPO(Policy):
+    """``algorithm=ppo``, configured by :class:`~coupler_algos.config.PPOConfig`."""
+
+    config: PPOConfig
+    critic = "coupler_algos.ppo:ValueLoss"
+
+    def advantages(self, batch: Batch) -> Batch:
+        """Add ``advantages`` and ``returns`` [T] float32; 0 outside ``loss_mask``."""
+        config, mask = self.config, batch["loss_mask"]
+        values = np.where(mask, batch["values"], 0).astype(np.float64)
+        estimated = gae.estimate(batch, token_rewards(config, batch), values, config.gamma, config.lam)
+        returns = estimated + values
+        if config.whiten:
+            estimated = gae.whiten(estimated, mask)
+        return batch.with_tokens(advantages=estimated.astype(np.float32), returns=returns.astype(np.float32))
+
+
+class ValueLoss(Algorithm):
+    """What PPO's critic minimises: the error of its values against the returns."""
+
+    config: PPOConfig
+    want = (Output("values"),)
+
+    def __init__(self, config: PPOConfig) -> None:
+        super().__init__(config)
+        self.aggregation, self.constant = config.aggregation, config.aggregation_constant
+        self.needs = frozenset({"values"})
+
+    def advantages(self, batch: Batch) -> Batch:
+        """Return the batch as it is: PPO added ``returns``."""
+        return batch
+
+    def loss(self, out: Columns, batch: Columns) -> tuple[Any, Metrics]:
+        """See :func:`coupler_algos.losses.value_loss`."""
+        from coupler_algos import losses
+
+        return losses.value_loss(self.config, out, batch)
+
+
+def token_rewards(config: PPOConfig, batch: Batch) -> np.ndarray:
+    """[T] float64 rewards of tokens; 0 outside ``loss_mask``.
+
+    They are ``token_reward`` where the batch has that column, which then stands for ``reward`` too; otherwise
+    ``reward`` at each sequence's last token under ``loss_mask``.
+    """
+    mask = batch["loss_mask"]
+    valid = batch.sum_by_sequence(mask)
+    rows = np.flatnonzero(mask)
+    last = rows[np.cumsum(valid[valid > 0]).astype(np.int64) - 1]  # of each sequence that has a valid token
+    rewards = np.zeros(batch.num_tokens)
+    if batch.has("token_reward"):
+        rewards[rows] = batch["token_reward"][rows]
+    else:
+        rewards[last] = batch["reward"][valid > 0]
+    if config.overlong_buffer_tokens:
+        penalty = overlong_penalty(valid, config.overlong_max_tokens, config.overlong_buffer_tokens)
+        rewards[last] += penalty[valid > 0]
+    if config.kl is KL.IN_REWARD:
+        rewards -= np.where(mask, batch.spread(kl_coefficient(config, batch)) * kl_per_token(config, batch), 0)
+    return rewards

@@ -1,0 +1,187 @@
+"""What every engine must do that declares ``output:values``: one number per state, and its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from coupler.batch import Batch
+from coupler.interfaces import Head, Output, Part, Rank, StepInfo
+from coupler.testing import losses
+from coupler.testing.cases import LENGTHS, RAGGED, make_batch, poisoned, weighted, with_returns
+from coupler.testing.conformance.conftest import FROZEN
+from coupler.testing.conformance.test_engine import LONGEST, TOLERANCE, assert_gradient, assert_metrics, split
+from coupler.testing.ranks import World, as_array
+from coupler.testing.reference import Reference, TransformersValueReference
+from coupler.testing.subject import Subject
+
+VALUES = ("values",)
+WANT = (Output("values"),)
+ERROR = "coupler.testing.losses:value_error"
+
+Worlds = Callable[..., World]
+
+
+@pytest.fixture(scope="module")
+def critic(engine_subject: Subject, model_name: str, value_reference_of: Callable[[str], Reference]) -> Reference:
+    if not engine_subject.has("output:values"):
+        pytest.skip(f"{engine_subject} does not declare output:values")
+    return value_reference_of(model_name)
+
+
+@pytest.fixture(scope="module")
+def batches(reference: Reference) -> Callable[..., Batch]:
+    """Batches of the kit with returns, at several temperatures, which no value depends on."""
+    return lambda *args: with_returns(make_batch(reference, *args))
+
+
+@pytest.fixture(scope="module")
+def critics(tmp_path_factory: pytest.TempPathFactory, engine_subject: Subject, critic: Reference) -> Iterator[Worlds]:
+    """As ``worlds``, with a value head."""
+    made: dict[tuple[object, ...], World] = {}
+
+    def make(num_ranks: int = 1, **settings: object) -> World:
+        key = (num_ranks, *sorted(settings.items()))
+        if key not in made:
+            if num_ranks > 1 and engine_subject.has("world:1"):
+                pytest.skip(f"{engine_subject} declares world:1")
+            recipe = engine_subject.recipe(critic.folder, Head.VALUE, **{"lr": FROZEN, **settings})
+            made[key] = World(recipe, num_ranks, tmp_path_factory.mktemp("critic"))
+        return made[key]
+
+    yield make
+    for world in made.values():
+        world.close()
+
+
+def expected(critic: Reference) -> dict[str, np.ndarray]:
+    """The tensors of a critic: the checkpoint's without the head of the language model."""
+    return {name: w for name, w in critic.tensors.items() if not name.startswith(("lm_head.", "head."))}
+
+
+def test_values_equal_the_reference(
+    critics: Worlds, critic: Reference, batches: Callable[..., Batch], every_model: None
+) -> None:
+    """Row t is the value before token t is sampled: from the token before it. Zero where nothing is trained."""
+    for lengths in (LENGTHS, RAGGED):
+        batch = batches(lengths)
+        got = critics(1, max_tokens_per_gpu=2 * LONGEST).forward([batch], VALUES)[0]["values"]
+        assert got.dtype == np.float32
+        np.testing.assert_allclose(got, critic.outputs(batch)["values"], atol=1e-4, rtol=1e-4)
+        assert not got[~batch["loss_mask"]].any(), "values are not 0 under the mask"
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_values_on_several_ranks(
+    critics: Worlds, critic: Reference, batches: Callable[..., Batch], num_ranks: int
+) -> None:
+    world = critics(num_ranks, max_tokens_per_gpu=LONGEST)
+    shards = split(batches(RAGGED), world, first=[])
+    for shard, done in zip(shards, world.forward(shards, VALUES), strict=True):
+        want = critic.outputs(shard)["values"] if len(shard) else []
+        np.testing.assert_allclose(done["values"], want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("sequences", [1, 4, 8])
+def test_gradient_over_micro_batches(
+    critics: Worlds, critic: Reference, batches: Callable[..., Batch], every_model: None, sequences: int
+) -> None:
+    batch = weighted(batches())
+    grads, metrics, steps = critics(1, max_tokens_per_gpu=sequences * LONGEST).gradient([batch], ERROR, VALUES)
+    want = critic.gradient(batch, losses.value_error)
+    assert_gradient(grads, want)
+    assert_metrics(metrics, want.metrics)
+    assert steps[0][1] == pytest.approx(want.norm, rel=1e-4)
+
+
+@pytest.mark.parametrize("first", [None, []], ids=["even", "empty-rank"])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_gradient_over_ranks(
+    critics: Worlds, critic: Reference, batches: Callable[..., Batch], num_ranks: int, first: list[int] | None
+) -> None:
+    world = critics(num_ranks, max_tokens_per_gpu=LONGEST)
+    batch = weighted(batches())
+    grads, metrics, steps = world.gradient(split(batch, world, first), ERROR, VALUES)
+    want = critic.gradient(batch, losses.value_error)
+    assert_gradient(grads, want)
+    assert_metrics(metrics, want.metrics)
+    assert all(step == steps[0] for step in steps), "ranks disagree about the step"
+
+
+def test_gradient_of_the_score_equals_its_formula(
+    critics: Worlds, critic: Reference, batches: Callable[..., Batch]
+) -> None:
+    """For ``f (v - G)^2 / 2``: dW = sum_t w_t f (v_t - G_t) h_t and db without h. No automatic differentiation."""
+    if not isinstance(critic, TransformersValueReference):
+        pytest.skip("the toy reference is such a formula throughout")
+    batch = weighted(batches())
+    d_weight, d_bias = np.zeros(critic.tensors["score.weight"].shape), 0.0
+    for i in range(len(batch)):
+        one = batch.take([i])
+        hidden = critic.hidden(one)
+        values = hidden @ critic.tensors["score.weight"][0] + critic.tensors["score.bias"][0]
+        slope = one["loss_weight"] * (1 + 0.5 * one["reward"][0]) * (values - one["returns"])
+        d_weight[0] += slope @ hidden
+        d_bias += slope.sum()
+    grads, _, _ = critics(1).gradient([batch], ERROR, VALUES)
+    assert np.abs(grads["score.weight"] - d_weight).max() <= TOLERANCE * np.abs(d_weight).max()
+    assert grads["score.bias"][0] == pytest.approx(d_bias, rel=1e-4)
+
+
+def test_what_stands_under_the_mask_changes_nothing(critics: Worlds, batches: Callable[..., Batch]) -> None:
+    batch = weighted(batches())
+    world = critics(1, max_tokens_per_gpu=2 * LONGEST)
+    clean, _, _ = world.gradient([batch], ERROR, VALUES)
+    dirty, _, steps = world.gradient([poisoned(batch)], ERROR, VALUES)
+    assert steps[0][0], "NaN under the mask made the step non-finite"
+    for name, grad in clean.items():
+        np.testing.assert_array_equal(dirty[name], grad, err_msg=name)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_weights_are_the_checkpoint_with_the_score(critics: Worlds, critic: Reference, num_ranks: int) -> None:
+    """What an export writes: every tensor of the backbone, and the score; no head of a language model."""
+    got, want = critics(num_ranks, max_tokens_per_gpu=LONGEST).weights(), expected(critic)
+    assert {n: w.shape for n, w in got.items()} == {n: w.shape for n, w in want.items()}
+    for name, tensor in want.items():
+        np.testing.assert_array_equal(got[name], tensor, err_msg=name)
+
+
+def test_without_a_score_in_the_checkpoint_values_start_at_zero(
+    engine_subject: Subject, critic: Reference, reference: Reference, batches: Callable[..., Batch], every_model: None
+) -> None:
+    """The score is there from the start, and the first step moves it."""
+    engine = engine_subject.create(reference.folder, Head.VALUE, lr=1e-2)
+    engine.setup(Rank(seed=7))
+    batch = weighted(batches())
+    assert not engine.forward(batch, WANT)["values"].any()
+    before = {name: as_array(w) for name, w in engine.weights()}
+    assert before.keys() == expected(critic).keys()
+    assert not before["score.weight"].any() and not before["score.bias"].any()
+    engine.forward_backward(batch, WANT, losses.value_error, StepInfo(batch.num_tokens, len(batch), 0))
+    engine.step()
+    assert engine.forward(batch, WANT)["values"].any()
+
+
+def test_a_saved_critic_continues_as_if_nothing_had_happened(
+    engine_subject: Subject, critic: Reference, batches: Callable[..., Batch], tmp_path: Path
+) -> None:
+    parts = frozenset({Part.PARAMS, Part.OPTIMIZER})
+    batch = weighted(batches())
+    results = []
+    for resumes in (False, True):
+        engine = engine_subject.create(critic.folder, Head.VALUE, lr=1e-2)
+        engine.setup(Rank())
+        for index in range(resumes, 2):
+            if resumes:
+                engine.load(tmp_path, parts)
+            engine.forward_backward(batch, WANT, losses.value_error, StepInfo(batch.num_tokens, len(batch), index))
+            engine.step()
+            if index == 0:
+                engine.save(tmp_path, parts).wait(60)
+        results.append({name: as_array(w) for name, w in engine.weights()})
+    for name, w in results[0].items():
+        np.testing.assert_array_equal(results[1][name], w, err_msg=name)

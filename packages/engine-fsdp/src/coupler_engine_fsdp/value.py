@@ -1,0 +1,58 @@
+"""The critic: the backbone of a causal LM under a head of one number per token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from coupler_engine_fsdp.packing import Packed
+
+SCORE = ("score.weight", "score.bias")  # as AutoModelForTokenClassification calls them
+
+
+class ValueHead(nn.Linear):
+    """[R, H] hidden states -> [R] values, in fp32 whatever the dtype of the backbone."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return torch.mv(input.float(), self.weight.float()[0]) + self.bias.float()  # no view: FSDP hooks the output
+
+
+class ValueModel(nn.Module):
+    """What FSDP wraps of a critic: one forward from tokens to values."""
+
+    def __init__(self, causal: PreTrainedModel) -> None:
+        super().__init__()
+        self.causal: Any = causal
+        old = causal.get_output_embeddings()
+        self.dropped = next(name for name, module in causal.named_modules() if module is old)
+        delattr(causal.get_submodule(self.dropped.rpartition(".")[0]), self.dropped.rpartition(".")[2])
+        width = causal.config.get_text_config().hidden_size
+        self.causal.score = ValueHead(width, 1, device="meta", dtype=torch.float32)
+
+    @property
+    def head(self) -> ValueHead:
+        return self.causal.score
+
+    def forward(self, packed: Packed, want: frozenset[str] = frozenset(), states: bool = False) -> Any:
+        """Return the values [R] of the predicted rows by name; or all hidden states [N, H], for checks."""
+        hidden = self.causal.base_model(
+            input_ids=packed.tokens, position_ids=packed.positions, use_cache=False, packing=packed.packing
+        ).last_hidden_state[0]
+        return hidden if states else {"values": self.head(hidden[packed.sources])}
+
+    def names(self, files: Mapping[str, Any]) -> list[str]:
+        """The names of its tensors, given those of a checkpoint: without the language-model head, with the score."""
+        kept = [name for name in files if not name.startswith((f"{self.dropped}.", *SCORE))]
+        return [*kept, *SCORE]
+
+
+@torch.no_grad()
+def zero_absent(named: Mapping[str, Tensor], files: Mapping[str, Any]) -> None:
+    """Start the part of the score that no checkpoint holds at zero: on any number of ranks the same."""
+    for name in SCORE:
+        if name in named and name not in files:
+            named[name].zero_()

@@ -1,0 +1,92 @@
+"""``algorithm=ppo`` from its command line: a policy and a critic on engine=fsdp, and the folders they leave."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from job_run import metrics, reproducible, run
+from transformers import AutoModelForTokenClassification
+
+from coupler.batch import Batch
+from coupler.interfaces import Head, Model, Output, Part, Rank
+from coupler_engine_fsdp.config import FSDPConfig
+from coupler_engine_fsdp.engine import FSDPEngine
+
+PPO = (
+    "algorithm=ppo", "critic.engine.lr=3e-3", "critic.warmup_steps=1", "optimizer_steps_per_batch=2",
+    "algorithm.kl_target=1.0", "algorithm.dual_clip=3.0", "strict=true",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of three steps, the first of which warms the critic up."""
+    return run("train", model, tmp_path_factory.mktemp("ppo") / "run", *PPO)
+
+
+def values_of(model: Model, checkpoint: Path | None) -> np.ndarray:
+    """The values of some tokens, by an engine of the job's own."""
+    engine = FSDPEngine(FSDPConfig(), model)
+    engine.setup(Rank())
+    if checkpoint:
+        engine.load(checkpoint, frozenset({Part.PARAMS}))
+    tokens = np.arange(10, 22, dtype=np.int32)
+    batch = Batch(np.array([12]), {"tokens": tokens, "loss_mask": np.arange(12) > 0})
+    return engine.forward(batch, (Output("values"),))["values"][1:]
+
+
+def test_every_role_reports(trained: Path) -> None:
+    log = metrics(trained)
+    assert [("loss" in line, "critic/loss" in line) for line in log] == [
+        (False, False),
+        (False, True),
+        *[(True, True)] * 2,
+    ]
+    last = log[-1]
+    assert last["train/lr"] == 1e-2 and last["critic/lr"] == pytest.approx(3e-3)
+    assert log[1]["critic/values"] == 0.0 != last["critic/values"]
+    assert {"critic/clip_fraction", "critic/explained_variance", "clip_low", "clip_high", "clip_dual"} <= last.keys()
+    assert log[1]["kl/coef"] == 0.02 and log[1]["kl/trajectory"] == pytest.approx(0.0, abs=1e-4)
+
+
+def test_checkpoint_and_export_of_the_critic_hold_the_same_values(trained: Path, model: Path) -> None:
+    """Transformers loads the export by itself; a critic that starts from it has its values."""
+    saved = values_of(Model(str(model), head=Head.VALUE), trained / "checkpoints" / "step_3" / "critic")
+    again = values_of(Model(str(trained / "export_critic"), head=Head.VALUE), None)
+    plain = AutoModelForTokenClassification.from_pretrained(trained / "export_critic").float().eval()
+    with torch.no_grad():
+        logits = plain(torch.arange(10, 22)[None]).logits[0, :-1, 0].numpy()
+    assert np.abs(saved).max() > 1e-2
+    np.testing.assert_array_equal(again, saved)
+    np.testing.assert_allclose(logits, saved, atol=1e-5)
+    manifest = json.loads((trained / "checkpoints" / "step_3" / "critic" / "MANIFEST.json").read_text())
+    assert manifest["step"] == 3
+
+
+def test_the_policy_of_a_warm_up_is_the_model(model: Path, tmp_path: Path) -> None:
+    """Two of two steps train the critic only: what is exported is what was there, tensor by tensor."""
+    folder = run("train", model, tmp_path / "run", *PPO[:2], "critic.warmup_steps=2", "steps=2")
+    from coupler.testing.models import read_tensors
+
+    before, after = read_tensors(model), read_tensors(folder / "export")
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        np.testing.assert_array_equal(after[name], tensor, err_msg=name)
+
+
+def test_two_runs_are_equal_and_a_critic_can_start_elsewhere(trained: Path, model: Path, tmp_path: Path) -> None:
+    again = run("train", model, tmp_path / "again" / "run", *PPO)
+    assert reproducible(again) == reproducible(trained)
+    elsewhere = f"critic.model.path={trained / 'export_critic'}"
+    other = metrics(run("train", model, tmp_path / "other" / "run", *PPO, elsewhere))
+    assert other[1]["critic/values"] != 0.0
+
+
+def test_rollouts_may_run_ahead(model: Path, tmp_path: Path) -> None:
+    """Policy and critic train in threads side by side while the rollout samples."""
+    folder = run("train", model, tmp_path / "run", *PPO, "max_staleness=1", "algorithm.behaviour=rollout")
+    assert metrics(folder)[-1]["critic/value_loss"] > 0
