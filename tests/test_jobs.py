@@ -22,7 +22,7 @@ from coupler.seeding import stream
 from coupler_engine_fsdp.config import FSDPConfig
 from coupler_engine_fsdp.engine import FSDPEngine
 
-EVERY_FILE = {"config.yaml", "metrics.jsonl", "tensorboard", "checkpoints", "export"}
+EVERY_FILE = {"config.yaml", "run.json", "metrics.jsonl", "tensorboard", "checkpoints", "export"}
 NUM_TOKENS = 24
 
 
@@ -65,7 +65,8 @@ def test_the_checkpoint_holds_what_its_manifest_says(trained: Path) -> None:
     (folder,) = (trained / "checkpoints").iterdir()
     manifest = json.loads((folder / "MANIFEST.json").read_text())
     assert (folder.name, manifest["step"], manifest["parts"]) == ("step_3", 3, ["optimizer", "params"])
-    assert manifest["files"].keys() == {p.name for p in folder.iterdir()} - {"MANIFEST.json"}
+    written = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
+    assert manifest["files"].keys() == written - {"MANIFEST.json"}
     for name, entry in manifest["files"].items():
         assert entry["sha256"] == hashlib.sha256((folder / name).read_bytes()).hexdigest()
 
@@ -82,7 +83,7 @@ def test_tensorboard_shows_the_same_numbers(trained: Path) -> None:
 
 def test_the_export_is_the_trained_model(trained: Path, model: Path) -> None:
     exported = logprobs(trained / "export")
-    assert (exported - engine_logprobs(model, trained / "checkpoints" / "step_3")).abs().max() < 1e-4
+    assert (exported - engine_logprobs(model, trained / "checkpoints" / "step_3" / "policy")).abs().max() < 1e-4
     assert (exported - logprobs(model)).abs().mean() > 0.1
     text = "what is 1 + 2 ?"
     here, there = (AutoTokenizer.from_pretrained(folder) for folder in (trained / "export", model))
@@ -157,7 +158,7 @@ def test_supervised_training_lowers_the_loss(model: Path, tmp_path: Path) -> Non
     assert len(losses) == 3 and losses[0] > losses[1] > losses[2]
     assert {path.name for path in folder.iterdir()} == EVERY_FILE
     exported = logprobs(folder / "export")
-    assert (exported - engine_logprobs(model, folder / "checkpoints" / "step_3")).abs().max() < 1e-4
+    assert (exported - engine_logprobs(model, folder / "checkpoints" / "step_3" / "policy")).abs().max() < 1e-4
     assert (exported - logprobs(model)).abs().mean() > 0.1
     assert reproducible(run("sft", model, tmp_path / "again" / "run", *options)) == reproducible(folder)
 
@@ -185,7 +186,8 @@ def test_a_folder_that_holds_a_run_is_refused(
     assert main(arguments(job, model, tmp_path, trained)) == 2
     assert contents(trained) == before
     shown = capfd.readouterr().err
-    assert f"coupler: run_dir={trained} holds a run already; nothing in it was touched.\n  try:  " in shown
+    assert f"coupler: run_dir={trained} holds a run " in shown and "; nothing in it was touched" in shown
+    assert "\n  try:  another run_dir" in shown
     assert "Traceback" not in shown
 
 

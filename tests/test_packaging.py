@@ -30,6 +30,10 @@ WITHOUT_DECLARATION = {  # imports of distributions that a package does not ask 
     },
     "coupler-algos": {"numpy": "comes with coupler-core, whose batches it is"},
 }
+OF_EXTRAS = {  # what only an extra of core needs, and where
+    "pytest": ("coupler.testing.plugin", "coupler.testing.conformance."),
+    "ray": ("coupler.executors.ray", "coupler.executors.cluster"),
+}
 PROBE = """
 import importlib, pkgutil, sys
 package = importlib.import_module(sys.argv[1])
@@ -130,9 +134,9 @@ def test_core_works_alone(uv: str, wheels: dict[str, ZipFile], tmp_path: Path) -
     python = installed_alone(uv, "coupler-core", wheels, tmp_path)
     call(python, "-c", "import importlib.util as u, sys; sys.exit(bool(u.find_spec('torch') or u.find_spec('pytest')))")
     failed = dict(line.split() for line in call(python, "-c", PROBE, "coupler").splitlines())
-    kit = ("coupler.testing.plugin", "coupler.testing.conformance.")
-    assert {m: missing for m, missing in failed.items() if not m.startswith(kit)} == {}
-    assert set(failed.values()) <= {"pytest"}  # the extra "testing"
+    assert set(failed.values()) == {"pytest", "ray"}
+    for module, missing in failed.items():
+        assert module.startswith(OF_EXTRAS[missing]), f"{module} needs {missing}"
     listed = {tuple(line.split()[:3]) for line in call(python, "-c", LISTING).splitlines()}
     assert {("engine", "toy", "available"), ("transport", "inproc", "available")} <= listed
 

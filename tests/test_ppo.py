@@ -63,8 +63,8 @@ def test_checkpoint_and_export_of_the_critic_hold_the_same_values(trained: Path,
     assert np.abs(saved).max() > 1e-2
     np.testing.assert_array_equal(again, saved)
     np.testing.assert_allclose(logits, saved, atol=1e-5)
-    manifest = json.loads((trained / "checkpoints" / "step_3" / "critic" / "MANIFEST.json").read_text())
-    assert manifest["step"] == 3
+    manifest = json.loads((trained / "checkpoints" / "step_3" / "MANIFEST.json").read_text())
+    assert manifest["step"] == 3 and manifest["roles"].keys() == {"policy", "critic"}
 
 
 def test_the_policy_of_a_warm_up_is_the_model(model: Path, tmp_path: Path) -> None:

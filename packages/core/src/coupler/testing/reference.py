@@ -225,7 +225,7 @@ class TransformersValueReference(TransformersReference):
 
         Reference.__init__(self, folder)
         self.model: Any = AutoModelForTokenClassification.from_pretrained(
-            folder, num_labels=1, dtype=torch.float64, attn_implementation="eager"
+            folder, num_labels=1, dtype=torch.float64, attn_implementation="eager", trust_remote_code=False
         ).eval()
 
     def _out(self, one: Batch) -> dict[str, Any]:
