@@ -107,6 +107,13 @@ def arrays(named: Iterable[Named]) -> dict[str, np.ndarray]:
     return {name: np.array(tensor.float().cpu()) for name, tensor in named}
 
 
+def closeness(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> float:
+    """Cosine of the angle between two whole gradients, times the ratio of their lengths, at most 1."""
+    a, b = (np.concatenate([g[n].ravel() for n in want]).astype(np.float64) for g in (got, want))
+    lengths = sorted((np.linalg.norm(a), np.linalg.norm(b)))
+    return float(a @ b / (lengths[0] * lengths[1]) * lengths[0] / lengths[1])
+
+
 def worst(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> float:
     """max|dg| / max|g| over the tensors; one whose gradient all but cancels is measured against the whole."""
     assert got.keys() == want.keys()

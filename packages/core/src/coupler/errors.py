@@ -25,5 +25,9 @@ class WeightSyncError(CouplerError):
     """A rollout does not hold the weights that the engine published; nothing sampled from it was used."""
 
 
+class TooFewDevices(CouplerError):
+    """An engine has more ranks than this machine has devices for them; the message says how many it needs."""
+
+
 class WaitTimeout(CouplerError):
     """A named wait passed its deadline."""

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from coupler.errors import ConfigError, CouplerError
+from coupler.errors import ConfigError, CouplerError, TooFewDevices
 from coupler.interfaces import Rank
 
 
@@ -29,12 +29,14 @@ def build_mesh(rank: Rank, device: torch.device, fsdp_size: int) -> DeviceMesh:
     Raises:
         CouplerError: that group has other ranks.
         ConfigError: ``fsdp_size`` does not divide the ranks.
+        TooFewDevices: two ranks share a GPU.
     """
     size = min(fsdp_size or rank.world, rank.world)
     if rank.world % size:
         raise ConfigError(f"engine.fsdp_size={size} does not divide the {rank.world} ranks of the engine.")
     if not dist.is_initialized():
         _init_process_group(rank)
+        _refuse_shared(rank, device)
     if dist.get_world_size() != rank.world and rank.world == 1:
         # an engine of one rank inside a larger group, such as a reference model
         group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
@@ -56,3 +58,18 @@ def _init_process_group(rank: Rank) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     else:
         dist.init_process_group(backend, init_method=f"tcp://{rank.rendezvous}", rank=rank.index, world_size=rank.world)
+
+
+def _refuse_shared(rank: Rank, device: torch.device) -> None:
+    """NCCL wants a GPU of its own for each rank, and says so late and unclearly."""
+    if device.type == "cpu" or rank.world == 1:
+        return
+    mine = torch.tensor(list(str(torch.cuda.get_device_properties(device).uuid).encode()))
+    uuids = [torch.empty_like(mine) for _ in range(rank.world)]
+    dist.all_gather(uuids, mine)
+    found = len({tuple(uuid.tolist()) for uuid in uuids})
+    if found < rank.world:
+        raise TooFewDevices(
+            f"an engine of {rank.world} ranks needs {rank.world} GPUs, one for each; it has {found}.\n"
+            f"  try:  fewer ranks, or more GPUs in CUDA_VISIBLE_DEVICES"
+        )
