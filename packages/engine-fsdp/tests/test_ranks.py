@@ -65,7 +65,10 @@ def loaded(path: Path) -> dict[str, np.ndarray]:
 
 @pytest.fixture(
     scope="module",
-    params=["gloo", pytest.param("nccl", marks=[pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS < 2, reason="no 2 GPUs")])],
+    params=[
+        "gloo",
+        pytest.param("nccl", marks=[pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS < 2, reason="no 2 GPUs")]),
+    ],
 )
 def runs(
     request: pytest.FixtureRequest, folder_of: Folder, tmp_path_factory: pytest.TempPathFactory

@@ -5,9 +5,7 @@ N tokens of B sequences stand in one row; each kernel gets where the sequences b
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from importlib.util import find_spec
 from inspect import signature
 from itertools import groupby
@@ -15,20 +13,28 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from coupler.errors import CouplerError
 
 NAME = "coupler_varlen"  # transformers builds no mask for a name that it does not know
+_FLASH_ATTN = find_spec("flash_attn") is not None
+# torch 2.11 takes grouped heads as they are; later versions want to be told
+_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")  # arguments that change what attention computes
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Where the sequences of a packed row are; travels to every layer as the keyword ``packing``."""
+    """Where the sequences of a packed row are; travels to every layer as the keyword ``packing``.
+
+    A compiled layer reads ``longest`` and ``cu_seqlens`` only: what it reads of ``lengths`` it would be compiled for.
+    """
 
     lengths: tuple[int, ...]  # host copy: sizes of what is launched must not wait for the device
+    longest: int
     cu_seqlens: Tensor  # [B + 1] int32 on the device
 
     @property
@@ -75,35 +81,22 @@ def _fused(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, window: int | None
 ) -> Tensor:
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, heads, D]
-    ends, longest = packing.cu_seqlens, max(packing.lengths)
+    ends, longest = packing.cu_seqlens, packing.longest
     reach = (-1 if window is None else window - 1, 0)  # a window of w tokens holds the token itself
-    if _has_flash_attn():
+    if _FLASH_ATTN:
         from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
         out = flash_attn_varlen_func(
             query, key, value, ends, ends, longest, longest, softmax_scale=scaling, causal=True, window_size=reach
         )
     else:
-        from torch.nn.attention.varlen import varlen_attn
-
-        grouped = _grouped(varlen_attn)
         out: Any = varlen_attn(
-            query, key, value, ends, ends, longest, longest, scale=scaling, window_size=reach, **grouped
+            query, key, value, ends, ends, longest, longest, scale=scaling, window_size=reach, **_GROUPED
         )
     return out[None]
 
 
-@cache
-def _grouped(varlen_attn: Callable[..., Any]) -> dict[str, Any]:
-    """torch 2.11 takes grouped heads as they are; later versions want to be told."""
-    return {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
-
-
-@cache
-def _has_flash_attn() -> bool:
-    return find_spec("flash_attn") is not None
-
-
+@torch.compiler.disable()  # it is written for these lengths
 def _by_length(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, window: int | None
 ) -> Tensor:

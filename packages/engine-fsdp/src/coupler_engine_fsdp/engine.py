@@ -27,11 +27,11 @@ from coupler.interfaces import (
     StepResult,
 )
 from coupler.metrics import Metrics, merge, read
-from coupler_engine_fsdp import checkpoint, weights
+from coupler_engine_fsdp import checkpoint, masters, weights
 from coupler_engine_fsdp.check import check
 from coupler_engine_fsdp.config import FSDPConfig, Precision
 from coupler_engine_fsdp.distributed import build_mesh, device_of
-from coupler_engine_fsdp.model import build, materialise, shard
+from coupler_engine_fsdp.model import build, compile_layers, materialise, shard
 from coupler_engine_fsdp.optimizer import Optimizer
 from coupler_engine_fsdp.packing import columns, pack, split
 
@@ -44,6 +44,7 @@ class FSDPEngine(Engine):
     def __init__(self, config: FSDPConfig, model: Model) -> None:
         super().__init__(config, model)
         self._optimizer: Optimizer | None = None
+        self._parked: dict[str, Tensor] = {}  # gradients that are off the device, by name
 
     def setup(self, rank: Rank) -> Layout:
         """Join the group and load this rank's shards.
@@ -56,12 +57,15 @@ class FSDPEngine(Engine):
         files = weights.files_of(Path(self.model.path)) if Path(self.model.path).is_dir() else {}
         self.policy = build(self.model, self.config.logits_tile, self.config.gradient_checkpointing)
         self.dtype = _dtype(self.config.dtype, self.device)
-        # one rank in fp32 has nothing to shard or to cast; FSDP's hooks took 30 to 80 % of a step of a tiny model
-        alone = rank.world == 1 and self.dtype == torch.float32
+        if self.config.compile:
+            compile_layers(self.policy)
+        # one rank has nothing to shard; FSDP's hooks took 30 to 80 % of a step of a tiny model
+        alone = rank.world == 1
         self.modules = [] if alone else shard(self.policy, self.mesh, self.dtype, self.config.reshard_after_forward)
         materialise(self.policy, self.device)
         self.named = weights.match(self.policy.causal, files)
         weights.read(files, self.named)
+        self.pairs = masters.split(self.policy, self.dtype) if alone and self.dtype != torch.float32 else []
         check(self.policy, self.device, self.dtype)
         return Layout(tuple(range(rank.world)), (True,) * rank.world)
 
@@ -94,7 +98,8 @@ class FSDPEngine(Engine):
         """
         if self._optimizer is None:
             self._optimizer = self._new_optimizer()
-        self.policy.zero_grad()
+        for tensor in self.named.values():
+            tensor.grad = None
         groups = self._micro_batches(batch)
         parts: list[Metrics] = []
         for i, group in enumerate(groups):
@@ -152,7 +157,9 @@ class FSDPEngine(Engine):
     def step(self) -> StepResult:
         """See :meth:`Engine.step`. A skipped step advances neither the schedule nor Adam's."""
         assert self._optimizer is not None, "step() follows forward_backward()"
-        return self._optimizer.step()
+        result = self._optimizer.step()
+        masters.refresh(self.pairs)
+        return result
 
     def weights(self) -> Iterator[Named]:
         """See :meth:`Engine.weights`; in ``engine.sync_dtype``."""
@@ -179,6 +186,7 @@ class FSDPEngine(Engine):
         checkpoint.load(path, state, self.mesh)
         if self._optimizer is not None and Part.OPTIMIZER in what:
             self._optimizer.num_steps = int(state["num_steps"])
+        masters.refresh(self.pairs)
         self._reshard()
 
     def _state(self, what: Parts) -> dict[str, Tensor]:
@@ -208,12 +216,17 @@ class FSDPEngine(Engine):
         if self.device.type == "cpu":
             return
         self._reshard()
+        if Part.GRADS in what and device.type == "cpu":  # a gradient may not live elsewhere than its parameter
+            for name, tensor in self.named.items():
+                if tensor.grad is not None:
+                    self._parked[name], tensor.grad = tensor.grad.to(device), None
         if Part.PARAMS in what:
+            masters.move(self.pairs, device)
             self.policy.to(device)
-        if Part.GRADS in what:
-            for parameter in self.policy.parameters():
-                if parameter.grad is not None:
-                    parameter.grad = parameter.grad.to(device)
+        if Part.GRADS in what and device.type != "cpu":
+            for name, grad in self._parked.items():
+                self.named[name].grad = grad.to(device)
+            self._parked = {}
         if self._optimizer is not None:
             self._optimizer.to(device if Part.OPTIMIZER in what else None)
         torch.cuda.empty_cache()

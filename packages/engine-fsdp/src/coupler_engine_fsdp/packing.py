@@ -50,7 +50,7 @@ def pack(batch: Batch, device: torch.device) -> Packed:
     return Packed(
         tokens=tensor(tokens)[None],
         positions=tensor(positions)[None],
-        packing=Packing(tuple(lengths.tolist()), tensor(starts.astype(np.int32))),
+        packing=Packing(tuple(lengths.tolist()), int(lengths.max()), tensor(starts.astype(np.int32))),
         rows=tensor(rows),
         targets=tensor(tokens[rows]),
         temperature=None if (scale := _temperature(batch, rows)) is None else tensor(scale),
