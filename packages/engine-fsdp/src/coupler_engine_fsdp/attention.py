@@ -6,7 +6,7 @@ N tokens of B sequences stand in one row; each kernel gets where the sequences b
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from inspect import signature
 from itertools import groupby
 from typing import Any
@@ -20,10 +20,22 @@ from transformers import AttentionInterface
 from coupler.errors import CouplerError
 
 NAME = "coupler_varlen"  # transformers builds no mask for a name that it does not know
-_FLASH_ATTN = find_spec("flash_attn") is not None
+_FLASH_4_HEAD_DIMS = (64, 96, 128)  # what its kernels are tuned for
 # torch 2.11 takes grouped heads as they are; later versions want to be told
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")  # arguments that change what attention computes
+
+
+def _installed(distribution: str) -> bool:
+    try:
+        version(distribution)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+FLASH_2 = _installed("flash-attn")
+FLASH_4 = _installed("flash-attn-4") and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +93,11 @@ def _fused(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, window: int | None
 ) -> Tensor:
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, heads, D]
+    if FLASH_4 and query.shape[-1] in _FLASH_4_HEAD_DIMS:
+        return _flash_4(query, key, value, packing, scaling, window)[None]
     ends, longest = packing.cu_seqlens, packing.longest
     reach = (-1 if window is None else window - 1, 0)  # a window of w tokens holds the token itself
-    if _FLASH_ATTN:
+    if FLASH_2:
         from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
         out = flash_attn_varlen_func(
@@ -94,6 +108,29 @@ def _fused(
             query, key, value, ends, ends, longest, longest, scale=scaling, window_size=reach, **_GROUPED
         )
     return out[None]
+
+
+@torch.compiler.disable()  # its kernels have a compiler of their own
+def _flash_4(
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, window: int | None
+) -> Tensor:
+    """[N, heads, D] -> [N, heads, D]"""
+    from flash_attn.cute import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
+
+    ends, longest = packing.cu_seqlens, packing.longest
+    out, _ = flash_attn_varlen_func(
+        query,
+        key,
+        value,
+        cu_seqlens_q=ends,
+        cu_seqlens_k=ends,
+        max_seqlen_q=longest,
+        max_seqlen_k=longest,
+        softmax_scale=scaling,
+        causal=True,
+        window_size=(None if window is None else window - 1, None),
+    )
+    return out
 
 
 @torch.compiler.disable()  # it is written for these lengths

@@ -108,6 +108,7 @@ class FSDPEngine(Engine):
             for module in self.modules:
                 module.set_requires_gradient_sync(every or i == len(groups) - 1, recurse=False)
             parts.append(self._backward(batch.take(group), want, loss))
+        self._norm = self._optimizer.norm()  # queued here, so that one wait for the device serves both
         return read(merge(parts))
 
     def _backward(self, micro: Batch, want: tuple[Output, ...], loss: Loss) -> Metrics:
@@ -141,10 +142,12 @@ class FSDPEngine(Engine):
             groups = split(batch, self.config.max_tokens_per_gpu)
         except ValueError as error:
             problem = f"{error}."
-        agreed = torch.tensor([len(groups), bool(problem)], device=self.device)
-        for axis in range(self.mesh.ndim if self.mesh.size() > 1 else 0):
-            dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self.mesh.get_group(axis))
-        count, failed = agreed.tolist()
+        count, failed = len(groups), bool(problem)
+        if self.mesh.size() > 1:
+            agreed = torch.tensor([count, failed], device=self.device)
+            for axis in range(self.mesh.ndim):
+                dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self.mesh.get_group(axis))
+            count, failed = agreed.tolist()
         if failed:
             raise CouplerError(
                 f"{problem or 'another rank got a sequence that exceeds max_tokens_per_gpu.'}\n"
@@ -157,7 +160,7 @@ class FSDPEngine(Engine):
     def step(self) -> StepResult:
         """See :meth:`Engine.step`. A skipped step advances neither the schedule nor Adam's."""
         assert self._optimizer is not None, "step() follows forward_backward()"
-        result = self._optimizer.step()
+        result = self._optimizer.step(float(self._norm))
         masters.refresh(self.pairs)
         return result
 

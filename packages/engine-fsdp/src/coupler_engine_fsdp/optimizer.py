@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import partial
 
@@ -26,7 +27,7 @@ class Optimizer:
         self.config, self.parameters, self.mesh = config, parameters, mesh
         self.multiplier = _multiplier(config)
         self.num_steps = 0  # applied
-        self.shards = {name: nn.Parameter(_local(parameter)) for name, parameter in parameters.items()}
+        self.shards = {name: _shard(parameter) for name, parameter in parameters.items()}
         groups = [
             {"params": [p for p in self.shards.values() if p.ndim > 1], "weight_decay": config.weight_decay},
             {"params": [p for p in self.shards.values() if p.ndim < 2], "weight_decay": 0.0},  # biases and norms
@@ -45,17 +46,14 @@ class Optimizer:
                 "exp_avg_sq": torch.zeros_like(shard, requires_grad=False),
             }
 
-    def step(self) -> StepResult:
-        """Clip, apply and clear the gradient. A non-finite one changes nothing, on all ranks alike."""
-        for name, shard in self.shards.items():
-            grad = self.parameters[name].grad
-            shard.grad = None if grad is None else _local(grad)
-        grads = [shard.grad for shard in self.shards.values() if shard.grad is not None]
-        norm = self._norm(grads)
+    def step(self, norm: float) -> StepResult:
+        """Clip, apply and clear the gradient, of this norm. A non-finite one changes nothing, on all ranks alike."""
+        self._take_gradients()
         lr = self.config.lr * self.multiplier(self.num_steps)
-        applied = bool(torch.isfinite(torch.tensor(norm)))
+        applied = math.isfinite(norm)
         if applied:
             if 0 < self.config.max_grad_norm < norm:
+                grads = [shard.grad for shard in self.shards.values() if shard.grad is not None]
                 torch._foreach_mul_(grads, self.config.max_grad_norm / norm)
             for group in self.adamw.param_groups:
                 group["lr"] = lr
@@ -65,13 +63,21 @@ class Optimizer:
             shard.grad = self.parameters[name].grad = None
         return StepResult(applied, norm, lr)
 
-    def _norm(self, grads: list[Tensor]) -> float:
-        """L2 norm of the whole gradient: each shard counts once, however many replicas hold it."""
-        squares = [norm.square() for norm in torch._foreach_norm(grads)]
-        total = torch.stack(squares).sum() if squares else torch.zeros((), device=self.mesh.device_type)
-        for axis in range(self.mesh.ndim):
+    def norm(self) -> Tensor:
+        """L2 norm of the whole gradient, on the device: each shard counts once, however many replicas hold it."""
+        self._take_gradients()
+        grads = [shard.grad for shard in self.shards.values() if shard.grad is not None]
+        norms = torch.stack(torch._foreach_norm(grads)) if grads else torch.zeros(1, device=self.mesh.device_type)
+        total = torch.linalg.vector_norm(norms).square()
+        for axis in range(self.mesh.ndim if self.mesh.size() > 1 else 0):
             dist.all_reduce(total, group=self.mesh.get_group(axis))
-        return float((total * (self.mesh.size(-1) / self.mesh.size())).sqrt())
+        return (total * (self.mesh.size(-1) / self.mesh.size())).sqrt()
+
+    def _take_gradients(self) -> None:
+        for name, shard in self.shards.items():
+            parameter = self.parameters[name]
+            if shard is not parameter:
+                shard.grad = None if parameter.grad is None else _local(parameter.grad)
 
     def state(self) -> dict[str, Tensor]:
         """Adam's tensors by parameter name, shaped and sharded like the parameters."""
@@ -86,9 +92,14 @@ class Optimizer:
     def to(self, device: torch.device | None) -> None:
         """Follow the parameters, and move Adam's tensors where a device is given."""
         for name, shard in self.shards.items():
-            shard.data = _local(self.parameters[name])
+            if shard is not self.parameters[name]:
+                shard.data = _local(self.parameters[name])
             if device is not None:
                 self.adamw.state[shard] = {key: value.to(device) for key, value in self.adamw.state[shard].items()}
+
+
+def _shard(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(_local(parameter)) if isinstance(parameter, DTensor) else parameter
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -44,17 +44,21 @@ def pack(batch: Batch, device: torch.device) -> Packed:
     if len(rows) and positions[rows].min() == 0:
         raise CouplerError("loss_mask is true on the first token of a sequence, which nothing predicts.")
 
-    def tensor(values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values).to(device)
-
+    scale = _temperature(batch, rows)
     return Packed(
-        tokens=tensor(tokens)[None],
-        positions=tensor(positions)[None],
-        packing=Packing(tuple(lengths.tolist()), int(lengths.max()), tensor(starts.astype(np.int32))),
-        rows=tensor(rows),
-        targets=tensor(tokens[rows]),
-        temperature=None if (scale := _temperature(batch, rows)) is None else tensor(scale),
+        tokens=_tensor(tokens, device)[None],
+        positions=_tensor(positions, device)[None],
+        packing=Packing(tuple(lengths.tolist()), int(lengths.max()), _tensor(starts.astype(np.int32), device)),
+        rows=_tensor(rows, device),
+        targets=_tensor(tokens[rows], device),
+        temperature=None if scale is None else _tensor(scale, device),
     )
+
+
+def _tensor(values: np.ndarray, device: torch.device) -> Tensor:
+    """Copy to the device; what it still computes is not waited for, which pageable memory would."""
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def _temperature(batch: Batch, rows: np.ndarray) -> np.ndarray | None:
@@ -77,7 +81,7 @@ def columns(batch: Batch, device: torch.device) -> dict[str, Any]:
     }
     arrays["seq"] = np.repeat(np.arange(len(batch)), batch.lengths)
     arrays["cu_seqlens"] = batch.starts
-    return {"num_seqs": len(batch), **{name: torch.from_numpy(array).to(device) for name, array in arrays.items()}}
+    return {"num_seqs": len(batch), **{name: _tensor(array, device) for name, array in arrays.items()}}
 
 
 def split(batch: Batch, max_tokens: int) -> list[np.ndarray]:
