@@ -32,6 +32,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SHAPE, tie_word_embeddings=False, attention_bias=True),
     "qwen3": Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True),
     "mistral": MistralConfig(**SHAPE, tie_word_embeddings=True, sliding_window=7, head_dim=12),
+    "wide": Qwen3Config(**SHAPE, head_dim=64, tie_word_embeddings=False),  # as flash-attn-4 takes them
 }
 
 

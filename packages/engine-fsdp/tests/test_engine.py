@@ -76,7 +76,7 @@ def test_bf16_is_near_fp32_with_fp32_master_weights(folder_of: Folder) -> None:
     assert {p.dtype for p in engine.policy.parameters()} == {torch.bfloat16}
     assert {tensor.dtype for tensor in engine.named.values()} == {torch.float32}
     engine.step()
-    assert all(torch.equal(pair.copy, pair.master.bfloat16()) for pair in engine.pairs)
+    assert all(torch.equal(pair.copy, pair.master.bfloat16()) for pair in engine.masters.pairs.values())
 
 
 def test_bf16_gradients_add_up_in_fp32(folder_of: Folder) -> None:

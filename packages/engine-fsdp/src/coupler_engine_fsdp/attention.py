@@ -18,9 +18,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from coupler.errors import CouplerError
+from coupler_engine_fsdp.attention_flash4 import HEAD_DIMS, flash_4
 
 NAME = "coupler_varlen"  # transformers builds no mask for a name that it does not know
-_FLASH_4_HEAD_DIMS = (64, 96, 128)  # what its kernels are tuned for
 # torch 2.11 takes grouped heads as they are; later versions want to be told
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")  # arguments that change what attention computes
@@ -93,9 +93,10 @@ def _fused(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, window: int | None
 ) -> Tensor:
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, heads, D]
-    if FLASH_4 and query.shape[-1] in _FLASH_4_HEAD_DIMS:
-        return _flash_4(query, key, value, packing, scaling, window)[None]
     ends, longest = packing.cu_seqlens, packing.longest
+    if FLASH_4 and query.shape[-1] in HEAD_DIMS:
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return flash_4(query, key, value, ends, longest, scaling, window or 0)[0][None]
     reach = (-1 if window is None else window - 1, 0)  # a window of w tokens holds the token itself
     if FLASH_2:
         from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
@@ -108,29 +109,6 @@ def _fused(
             query, key, value, ends, ends, longest, longest, scale=scaling, window_size=reach, **_GROUPED
         )
     return out[None]
-
-
-@torch.compiler.disable()  # its kernels have a compiler of their own
-def _flash_4(
-    query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, window: int | None
-) -> Tensor:
-    """[N, heads, D] -> [N, heads, D]"""
-    from flash_attn.cute import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
-
-    ends, longest = packing.cu_seqlens, packing.longest
-    out, _ = flash_attn_varlen_func(
-        query,
-        key,
-        value,
-        cu_seqlens_q=ends,
-        cu_seqlens_k=ends,
-        max_seqlen_q=longest,
-        max_seqlen_k=longest,
-        softmax_scale=scaling,
-        causal=True,
-        window_size=(None if window is None else window - 1, None),
-    )
-    return out
 
 
 @torch.compiler.disable()  # it is written for these lengths

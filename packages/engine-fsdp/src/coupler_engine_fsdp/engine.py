@@ -27,10 +27,11 @@ from coupler.interfaces import (
     StepResult,
 )
 from coupler.metrics import Metrics, merge, read
-from coupler_engine_fsdp import checkpoint, masters, weights
+from coupler_engine_fsdp import checkpoint, weights
 from coupler_engine_fsdp.check import check
 from coupler_engine_fsdp.config import FSDPConfig, Precision
 from coupler_engine_fsdp.distributed import build_mesh, device_of
+from coupler_engine_fsdp.masters import Masters
 from coupler_engine_fsdp.model import build, compile_layers, materialise, shard
 from coupler_engine_fsdp.optimizer import Optimizer
 from coupler_engine_fsdp.packing import columns, pack, split
@@ -65,7 +66,9 @@ class FSDPEngine(Engine):
         materialise(self.policy, self.device)
         self.named = weights.match(self.policy.causal, files)
         weights.read(files, self.named)
-        self.pairs = masters.split(self.policy, self.dtype) if alone and self.dtype != torch.float32 else []
+        self.masters = Masters()
+        if alone and self.dtype != torch.float32:
+            self.masters.split(self.policy, self.dtype)
         check(self.policy, self.device, self.dtype)
         return Layout(tuple(range(rank.world)), (True,) * rank.world)
 
@@ -98,9 +101,9 @@ class FSDPEngine(Engine):
         """
         if self._optimizer is None:
             self._optimizer = self._new_optimizer()
-        for tensor in self.named.values():
-            tensor.grad = None
+        self._clear_gradients()
         groups = self._micro_batches(batch)
+        self.masters.adding = len(groups) > 1
         parts: list[Metrics] = []
         for i, group in enumerate(groups):
             # on one rank the gradient is whole anyway: reducing it more than once saves nothing
@@ -160,9 +163,7 @@ class FSDPEngine(Engine):
     def step(self) -> StepResult:
         """See :meth:`Engine.step`. A skipped step advances neither the schedule nor Adam's."""
         assert self._optimizer is not None, "step() follows forward_backward()"
-        result = self._optimizer.step(float(self._norm))
-        masters.refresh(self.pairs)
-        return result
+        return self._optimizer.step(float(self._norm))
 
     def weights(self) -> Iterator[Named]:
         """See :meth:`Engine.weights`; in ``engine.sync_dtype``."""
@@ -170,6 +171,7 @@ class FSDPEngine(Engine):
 
     def gradients(self) -> Iterator[Named]:
         """See :meth:`Engine.gradients`; fp32."""
+        self.masters.settle()
         return weights.stream_gradients(self.named)
 
     def save(self, path: Path, what: Parts) -> Pending:
@@ -189,7 +191,7 @@ class FSDPEngine(Engine):
         checkpoint.load(path, state, self.mesh)
         if self._optimizer is not None and Part.OPTIMIZER in what:
             self._optimizer.num_steps = int(state["num_steps"])
-        masters.refresh(self.pairs)
+        self.masters.refresh()
         self._reshard()
 
     def _state(self, what: Parts) -> dict[str, Tensor]:
@@ -219,12 +221,13 @@ class FSDPEngine(Engine):
         if self.device.type == "cpu":
             return
         self._reshard()
+        self.masters.settle()
         if Part.GRADS in what and device.type == "cpu":  # a gradient may not live elsewhere than its parameter
             for name, tensor in self.named.items():
                 if tensor.grad is not None:
                     self._parked[name], tensor.grad = tensor.grad.to(device), None
         if Part.PARAMS in what:
-            masters.move(self.pairs, device)
+            self.masters.move(device)
             self.policy.to(device)
         if Part.GRADS in what and device.type != "cpu":
             for name, grad in self._parked.items():
@@ -236,7 +239,12 @@ class FSDPEngine(Engine):
 
     def _new_optimizer(self) -> Optimizer:
         parameters = {name: tensor for name, tensor in self.named.items() if isinstance(tensor, nn.Parameter)}
-        return Optimizer(self.config, parameters, self.mesh)
+        return Optimizer(self.config, parameters, self.masters, self.mesh)
+
+    def _clear_gradients(self) -> None:
+        self.masters.clear()
+        for tensor in self.named.values():
+            tensor.grad = None
 
     def _reshard(self) -> None:
         """Drop gathered parameters: FSDP keeps the root's after a forward without backward, and they would go stale."""
