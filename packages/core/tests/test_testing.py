@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from broken_backends import CAUGHT_BY
 
-from coupler.errors import ConfigError, WaitTimeout
+from coupler.errors import ConfigError, TooFewDevices, WaitTimeout
 from coupler.testing import losses
 from coupler.testing.cases import make_batch, weighted
 from coupler.testing.models import write_toy
@@ -126,6 +126,24 @@ def test_a_rank_that_fails_is_shown_and_the_others_end(tmp_path: Path) -> None:
         "model": str(write_toy(tmp_path / "toy")),
     }
     with pytest.raises(RankFailed, match="engine=toy runs on one rank"):
+        World(recipe, 2, tmp_path)
+
+
+def test_an_engine_that_lacks_devices_is_told_apart_from_one_that_fails(tmp_path: Path) -> None:
+    """The kit skips its tests on several ranks then; the message says how many devices they need."""
+    lacking = tmp_path / "lacking.py"
+    lacking.write_text(
+        "from coupler.errors import TooFewDevices\n"
+        "class Engine:\n    def __init__(self, config, model): raise TooFewDevices('needs 2 GPUs')\n"
+    )
+    recipe = {
+        "target": f"{lacking}:Engine",
+        "config": "coupler.testing.toy_config:ToyEngineConfig",
+        "settings": {},
+        "model": "",
+        "head": "lm",
+    }
+    with pytest.raises(TooFewDevices, match="needs 2 GPUs"):
         World(recipe, 2, tmp_path)
 
 

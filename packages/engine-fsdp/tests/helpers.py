@@ -33,6 +33,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SHAPE, tie_word_embeddings=False, attention_bias=True),
     "qwen3": Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True),
     "mistral": MistralConfig(**SHAPE, tie_word_embeddings=True, sliding_window=7, head_dim=12),
+    "wide": Qwen3Config(**SHAPE, head_dim=64, tie_word_embeddings=False),  # as flash-attn-4 takes them
 }
 
 
@@ -85,10 +86,12 @@ def info(batch: Batch, index: int = 0) -> StepInfo:
 
 
 @cache
-def reference(folder: Path, seed: int = 0) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Outputs [T] of ``make_batch`` and gradients by name, one sequence at a time with eager attention in fp64."""
+def reference(
+    folder: Path, seed: int = 0, dtype: torch.dtype = torch.float64
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Outputs [T] of ``make_batch`` and gradients by name, one sequence at a time with eager attention."""
     batch = make_batch(seed=seed)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     outputs: dict[str, list[torch.Tensor]] = {"logprobs": [], "entropy": []}
     for i in range(len(batch)):
         one = batch.take([i])
@@ -105,12 +108,20 @@ def reference(folder: Path, seed: int = 0) -> tuple[dict[str, np.ndarray], dict[
     out = {name: torch.cat(parts) for name, parts in outputs.items()}
     token_loss, _ = loss(out, {name: torch.from_numpy(column) for name, column in batch.tokens.items()})
     (token_loss * torch.from_numpy(batch["loss_weight"])).sum().backward()
-    grads = {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}
-    return {name: values.detach().numpy() for name, values in out.items()}, grads
+    grads = arrays((name, parameter.grad) for name, parameter in model.named_parameters())
+    return arrays((name, values.detach()) for name, values in out.items()), grads
 
 
 def arrays(named: Iterable[Named]) -> dict[str, np.ndarray]:
-    return {name: np.array(tensor.float().cpu()) for name, tensor in named}
+    """NumPy has no bf16."""
+    return {name: np.array((t.float() if t.dtype == torch.bfloat16 else t).cpu()) for name, t in named}
+
+
+def closeness(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> float:
+    """Cosine of the angle between two whole gradients, times the ratio of their lengths, at most 1."""
+    a, b = (np.concatenate([g[n].ravel() for n in want]).astype(np.float64) for g in (got, want))
+    lengths = sorted((np.linalg.norm(a), np.linalg.norm(b)))
+    return float(a @ b / (lengths[0] * lengths[1]) * lengths[0] / lengths[1])
 
 
 def worst(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> float:

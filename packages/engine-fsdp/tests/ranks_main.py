@@ -25,7 +25,7 @@ def main(job: dict, index: int) -> None:
     out = Path(job["outs"][index])
     out.mkdir()
     for name, (folder, settings) in job["cases"].items():
-        engine = make_engine(Path(folder), rank, **SETTINGS, **settings)
+        engine = make_engine(Path(folder), rank, **{**SETTINGS, **settings})
         report = {
             "steps": [train(engine, rank, out / f"{name}-grads.npz" if i == 0 else None, i) for i in range(STEPS)]
         }
@@ -42,6 +42,8 @@ def main(job: dict, index: int) -> None:
     np.savez(out / "sharded-outputs.npz", logprobs=done["logprobs"])
     alone = make_engine(folder, **SETTINGS)  # a reference model of one rank inside the policy's group
     np.savez(out / "alone-outputs.npz", logprobs=alone.forward(make_batch(), WANT)["logprobs"])
+    for name in ("still", "moved"):
+        np.savez(out / f"{name}-weights.npz", **moved(folder, rank, moves=name == "moved"))
     continued(engine, rank, job)
     np.savez(out / "continued-weights.npz", **arrays(engine.weights()))
     torch.distributed.destroy_process_group()
@@ -70,6 +72,26 @@ def train(engine: FSDPEngine, rank: Rank, grads: Path | None, index: int, seed: 
         np.savez(grads, **arrays(engine.gradients()))
     result = engine.step()
     return [result.applied, result.grad_norm]
+
+
+def moved(folder: Path, rank: Rank, moves: bool) -> dict[str, np.ndarray]:
+    """The weights after steps between whose phases everything leaves the device and comes back."""
+    engine = make_engine(folder, rank, **SETTINGS)
+
+    def move() -> None:
+        if moves:
+            engine.offload(EVERYTHING)
+            here = {tensor.device.type for tensor in engine.named.values()}
+            assert here == {"cpu"}, here
+            engine.onload(EVERYTHING)
+
+    for index in range(STEPS):
+        batch = shard(make_batch(seed=index), rank)
+        move()
+        engine.forward_backward(batch, WANT, loss, info(make_batch(seed=index), index))
+        move()
+        engine.step()
+    return arrays(engine.weights())
 
 
 def hurt(engine: FSDPEngine, rank: Rank) -> list:

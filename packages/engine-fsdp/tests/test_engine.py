@@ -10,7 +10,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import CONFIGS, SHAPE, WANT, arrays, info, loss, make_batch, make_engine, reference, worst, write_model
+from helpers import (
+    CONFIGS,
+    SHAPE,
+    WANT,
+    arrays,
+    closeness,
+    info,
+    loss,
+    make_batch,
+    make_engine,
+    reference,
+    worst,
+    write_model,
+)
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, Gemma2Config, Qwen3MoeConfig
 
@@ -49,7 +62,7 @@ def test_checkpointing_changes_no_gradient(folder_of: Folder) -> None:
 
 
 def test_bf16_is_near_fp32_with_fp32_master_weights(folder_of: Folder) -> None:
-    """On one rank this is also what runs through FSDP's hooks."""
+    """One rank computes with bf16 copies: gradients, checkpoints and steps know the fp32 masters only."""
     batch = make_batch()
     outputs, grads = reference(folder_of("qwen2"))
     engine = make_engine(folder_of("qwen2"), dtype="bf16", max_tokens_per_gpu=64)
@@ -60,7 +73,25 @@ def test_bf16_is_near_fp32_with_fp32_master_weights(folder_of: Folder) -> None:
     whole, true = (np.concatenate([g[n].ravel() for n in grads]) for g in (got, grads))
     assert whole @ true / (np.linalg.norm(whole) * np.linalg.norm(true)) > 0.99
     assert {tensor.dtype for _, tensor in engine.weights()} == {torch.bfloat16}
-    assert {p.dtype for p in engine.policy.parameters()} == {torch.float32}
+    assert {p.dtype for p in engine.policy.parameters()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in engine.named.values()} == {torch.float32}
+    engine.step()
+    assert all(torch.equal(pair.copy, pair.master.bfloat16()) for pair in engine.masters.pairs.values())
+
+
+def test_bf16_gradients_add_up_in_fp32(folder_of: Folder) -> None:
+    """Over micro-batches of one sequence each, a sum in bf16 would lose the small ones."""
+    batch = make_batch()
+    engine = make_engine(folder_of("qwen3"), dtype="bf16", max_tokens_per_gpu=30)
+    engine.forward_backward(batch, WANT, loss, info(batch))
+    got = arrays(engine.gradients())
+    total: dict[str, np.ndarray] = {}
+    for row in range(len(batch)):
+        one = batch.take([row])
+        engine.forward_backward(one, WANT, loss, info(one))
+        total = {name: total.get(name, 0) + grad for name, grad in arrays(engine.gradients()).items()}
+    assert len(engine._micro_batches(batch)) > 3
+    assert closeness(got, total) > 0.999
 
 
 def test_sync_dtype_is_apart_from_the_dtype(folder_of: Folder) -> None:

@@ -1,4 +1,4 @@
-"""Several ranks over gloo: sharded sums, hybrid sharding, checkpoints at another world size."""
+"""Several ranks over gloo and over NCCL: sharded sums, hybrid sharding, checkpoints at another world size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import WANT, arrays, info, loss, make_batch, make_engine, reference, worst
+import torch
+from helpers import WANT, arrays, closeness, info, loss, make_batch, make_engine, reference, worst
 
 from coupler.interfaces import EVERYTHING, Part
 
@@ -22,23 +23,34 @@ CASES = {
     "tied": ("qwen3", {"gradient_checkpointing": True}),
     "kept-gathered": ("llama", {"reshard_after_forward": False, "sync_every_micro_batch": False}),
     "hybrid": ("qwen2", {"fsdp_size": 2}),
+    "replicated": ("qwen3", {"fsdp_size": 1}),
 }
-SETTINGS = {"lr": 1e-2, "max_tokens_per_gpu": 40}
+BF16 = {
+    "bf16": ("qwen3", {"dtype": "bf16", "gradient_checkpointing": True}),  # attention by the fused kernel on a GPU
+    "bf16-hybrid": ("mistral", {"dtype": "bf16", "fsdp_size": 2, "reshard_after_forward": False}),
+}
+SETTINGS = {"lr": 1e-2, "max_tokens_per_gpu": 40, "dtype": "fp32"}
 STEPS = 2
+NUM_GPUS = torch.cuda.device_count()
 
 
-def spawn(tmp_path: Path, cases: dict[str, tuple[str, dict]]) -> dict[int, list[Path]]:
-    """Run every case on 4 and then on 2 ranks (see ranks_main.py); return the folder that each rank wrote."""
-    runs = {world: [tmp_path / f"world-{world}-rank-{i}" for i in range(world)] for world in (4, 2)}
+def spawn(
+    tmp_path: Path, cases: dict[str, tuple[str, dict]], worlds: list[int], visible: dict[str, str]
+) -> dict[int, list[Path]]:
+    """Run every case on each number of ranks (see ranks_main.py); return the folder that each rank wrote.
+
+    The first, largest world saves a checkpoint, the others load it.
+    """
+    runs = {world: [tmp_path / f"world-{world}-rank-{i}" for i in range(world)] for world in worlds}
     jobs = []
     for world, outs in runs.items():
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             rendezvous = f"127.0.0.1:{probe.getsockname()[1]}"
-        saved = {"save" if world == 4 else "load": str(tmp_path / "checkpoint")}
+        saved = {"save" if world == worlds[0] else "load": str(tmp_path / "checkpoint")}
         jobs.append({"rendezvous": rendezvous, "outs": [str(out) for out in outs], "cases": cases, **saved})
     launcher = Path(__file__).with_name("ranks_main.py")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **visible}
     done = subprocess.run(
         [sys.executable, str(launcher), json.dumps(jobs)], env=environment, capture_output=True, text=True, timeout=300
     )
@@ -51,11 +63,27 @@ def loaded(path: Path) -> dict[str, np.ndarray]:
         return dict(file)
 
 
-@pytest.fixture(scope="module")
-def runs(folder_of: Folder, tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Path]]:
-    """What 2 and 4 ranks wrote; 4 ranks saved a checkpoint that 2 ranks loaded."""
-    cases = {name: (str(folder_of(model)), settings) for name, (model, settings) in CASES.items()}
-    return spawn(tmp_path_factory.mktemp("ranks"), cases)
+@pytest.fixture(
+    scope="module",
+    params=[
+        "gloo",
+        pytest.param("nccl", marks=[pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS < 2, reason="no 2 GPUs")]),
+    ],
+)
+def runs(
+    request: pytest.FixtureRequest, folder_of: Folder, tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, list[Path]]:
+    """What 4 and 2 ranks wrote; 4 ranks saved a checkpoint that 2 ranks loaded. On 2 GPUs, 2 ranks saved it."""
+    cases = {name: (str(folder_of(model)), settings) for name, (model, settings) in (CASES | BF16).items()}
+    on_gpus = request.param == "nccl"
+    worlds = [world for world in (4, 2) if not on_gpus or world <= NUM_GPUS]
+    return spawn(tmp_path_factory.mktemp("ranks"), cases, worlds, {} if on_gpus else {"CUDA_VISIBLE_DEVICES": ""})
+
+
+def of_world(runs: dict[int, list[Path]], world: int) -> list[Path]:
+    if world not in runs:
+        pytest.skip(f"{world} ranks need {world} GPUs, this machine has {NUM_GPUS}")
+    return runs[world]
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -63,8 +91,20 @@ def runs(folder_of: Folder, tmp_path_factory: pytest.TempPathFactory) -> dict[in
 def test_ranks_sum_to_the_gradient_of_plain_transformers(runs, folder_of: Folder, world: int, case: str) -> None:
     """Rank 0 has no sequence at all; the others differ in micro-batches."""
     want = reference(folder_of(CASES[case][0]))[1]
-    for rank, out in enumerate(runs[world]):
+    for rank, out in enumerate(of_world(runs, world)):
         assert worst(loaded(out / f"{case}-grads.npz"), want) < 1e-5, f"rank {rank}"
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("case", BF16)
+def test_ranks_in_bf16_are_near_plain_transformers(runs, folder_of: Folder, world: int, case: str) -> None:
+    """Shards are reduced in fp32, so that ranks are no further off than transformers' own bf16 is."""
+    folder = folder_of(BF16[case][0])
+    want, plain = reference(folder)[1], reference(folder, dtype=torch.bfloat16)[1]
+    first, *others = [loaded(out / f"{case}-grads.npz") for out in of_world(runs, world)]
+    assert closeness(first, want) > closeness(plain, want) > 0.95
+    for other in others:
+        assert worst(other, first) == 0
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -79,7 +119,7 @@ def test_ranks_step_as_one(runs, folder_of: Folder, world: int, case: str) -> No
         one.forward_backward(batch, WANT, loss, info(batch, index))
         want.append(one.step())
     weights = arrays(one.weights())
-    for out in runs[world]:
+    for out in of_world(runs, world):
         steps = json.loads((out / f"{case}.json").read_text())["steps"]
         assert [s[0] for s in steps] == [True, True, False]
         assert [s[1] for s in steps[:2]] == pytest.approx([s.grad_norm for s in want], rel=1e-4)
@@ -111,9 +151,17 @@ def test_an_engine_of_one_rank_lives_inside_a_larger_group(runs, folder_of: Fold
             np.testing.assert_allclose(loaded(out / "alone-outputs.npz")["logprobs"], want, atol=2e-5)
 
 
+def test_memory_that_moves_off_the_device_and_back_changes_nothing(runs) -> None:
+    """Parameters, gradients and optimizer, between all phases of a step. On the CPU there is nowhere to go."""
+    for outs in runs.values():
+        for out in outs:
+            still, moved = loaded(out / "still-weights.npz"), loaded(out / "moved-weights.npz")
+            assert worst(moved, still) < 1e-5
+
+
 def test_a_checkpoint_continues_on_fewer_ranks_and_on_one(runs, folder_of: Folder) -> None:
-    saved = runs[4][0].parent / "checkpoint"
-    want = loaded(runs[4][0] / "continued-weights.npz")
+    saved = runs[max(runs)][0].parent / "checkpoint"
+    want = loaded(runs[max(runs)][0] / "continued-weights.npz")
     for out in runs[2]:
         for name, tensor in loaded(out / "continued-weights.npz").items():
             np.testing.assert_allclose(tensor, want[name], atol=2e-4, err_msg=name)

@@ -37,5 +37,9 @@ class WorkerDied(WorkerFailed):
     """The process of a worker ended; the message holds how, and its last log lines."""
 
 
+class TooFewDevices(CouplerError):
+    """An engine has more ranks than this machine has devices for them; the message says how many it needs."""
+
+
 class WaitTimeout(CouplerError):
     """A named wait passed its deadline."""

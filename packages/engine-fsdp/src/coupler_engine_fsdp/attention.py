@@ -5,23 +5,40 @@ N tokens of B sequences stand in one row; each kernel gets where the sequences b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
-from importlib.util import find_spec
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
 from inspect import signature
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from coupler.errors import CouplerError
+from coupler_engine_fsdp.attention_flash4 import HEAD_DIMS, flash_4
+from coupler_engine_fsdp.distributed import to_device
 
 NAME = "coupler_varlen"  # transformers builds no mask for a name that it does not know
+# torch 2.11 takes grouped heads as they are; later versions want to be told
+_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")  # arguments that change what attention computes
+
+
+def _installed(distribution: str) -> bool:
+    try:
+        version(distribution)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+FLASH_2 = _installed("flash-attn")
+FLASH_4 = _installed("flash-attn-4") and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
 
 
 class Piece(NamedTuple):
@@ -35,7 +52,10 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Packing:
-    """Which pieces a packed row consists of; travels to every layer as the keyword ``packing``."""
+    """Which pieces a packed row consists of; travels to every layer as the keyword ``packing``.
+
+    A compiled layer reads tensors and ``longest`` only: what it reads of ``pieces`` it would be compiled for.
+    """
 
     pieces: tuple[Piece, ...]  # on the host: what is launched must not wait for the device
     cu_queries: Tensor  # [P + 1] int32 on the device: where the queries of each piece begin
@@ -49,13 +69,12 @@ class Packing:
         queries = np.array([piece.end - piece.begin for piece in pieces])
         keys = queries + [piece.prompt_end - piece.prompt_begin for piece in pieces]
         cu_queries, cu_keys = (
-            torch.from_numpy(np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)).to(device)
-            for sizes in (queries, keys)
+            to_device(np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32), device) for sizes in (queries, keys)
         )
         index = None
         if (keys > queries).any():
             ranges = [(p.prompt_begin, p.prompt_end, p.begin, p.end) for p in pieces]
-            index = torch.from_numpy(np.concatenate([np.r_[a:b, c:d] for a, b, c, d in ranges])).to(device)
+            index = to_device(np.concatenate([np.r_[a:b, c:d] for a, b, c, d in ranges]), device)
         return cls(tuple(pieces), cu_queries, cu_keys, index, (int(queries.max()), int(keys.max())))
 
     @cached_property
@@ -112,7 +131,7 @@ def _reach(pieces: list[Piece], device: torch.device) -> Tensor | None:
         first = 0 if outside else piece.prompt_begin - begin
         seen[rows, first : first + prompt] = back[:, :prompt]
         seen[rows, outside + rows.start : outside + rows.stop] = np.maximum(back[:, prompt:], -1)
-    return torch.from_numpy(seen).to(device)
+    return to_device(seen, device)
 
 
 def register() -> None:
@@ -156,32 +175,22 @@ def _fused(
         key, value = (x.index_select(2, packing.keys) for x in (key, value))
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, heads, D]
     ends, longest = (packing.cu_queries, packing.cu_keys), packing.longest
+    if FLASH_4 and query.shape[-1] in HEAD_DIMS:
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return flash_4(query, key, value, *ends, *longest, scaling, window or 0)[0][None]
     reach = (-1 if window is None else window - 1, 0)  # a window of w tokens holds the token itself
-    if _has_flash_attn():
+    if FLASH_2:
         from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
         out = flash_attn_varlen_func(
             query, key, value, *ends, *longest, softmax_scale=scaling, causal=True, window_size=reach
         )
     else:
-        from torch.nn.attention.varlen import varlen_attn
-
-        grouped = _grouped(varlen_attn)
-        out: Any = varlen_attn(query, key, value, *ends, *longest, scale=scaling, window_size=reach, **grouped)
+        out: Any = varlen_attn(query, key, value, *ends, *longest, scale=scaling, window_size=reach, **_GROUPED)
     return out[None]
 
 
-@cache
-def _grouped(varlen_attn: Callable[..., Any]) -> dict[str, Any]:
-    """torch 2.11 takes grouped heads as they are; later versions want to be told."""
-    return {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
-
-
-@cache
-def _has_flash_attn() -> bool:
-    return find_spec("flash_attn") is not None
-
-
+@torch.compiler.disable()  # it is written for these lengths
 def _by_block(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, window: int | None
 ) -> Tensor:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import socket
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from coupler.errors import ConfigError, CouplerError
+from coupler.errors import ConfigError, CouplerError, TooFewDevices
 from coupler.interfaces import Rank
 
 MEET = timedelta(minutes=30)  # torch's own limit for ranks to find each other; a slow disk may keep one from it
@@ -26,6 +28,12 @@ def device_of(rank: Rank) -> torch.device:
     return torch.device("cuda", index)
 
 
+def to_device(values: np.ndarray, device: torch.device) -> Tensor:
+    """Copy to the device; what it still computes is not waited for, which pageable memory would."""
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
 def build_mesh(rank: Rank, device: torch.device, fsdp_size: int) -> DeviceMesh:
     """Join the group and lay its ranks out: ``[shard]``, or ``[replica, shard]`` where ``fsdp_size`` is smaller.
 
@@ -34,12 +42,14 @@ def build_mesh(rank: Rank, device: torch.device, fsdp_size: int) -> DeviceMesh:
     Raises:
         CouplerError: that group has other ranks.
         ConfigError: ``fsdp_size`` does not divide the ranks.
+        TooFewDevices: two ranks share a GPU.
     """
     size = min(fsdp_size or rank.world, rank.world)
     if rank.world % size:
         raise ConfigError(f"engine.fsdp_size={size} does not divide the {rank.world} ranks of the engine.")
     if not dist.is_initialized():
         _init_process_group(rank)
+        _refuse_shared(rank, device)
     if dist.get_world_size() != rank.world and rank.world == 1:
         # an engine of one rank inside a larger group, such as a reference model
         group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
@@ -68,3 +78,18 @@ def _store(rank: Rank) -> dist.Store:
         return dist.TCPStore(host, int(port), rank.world, timeout=MEET)
     listener = socket.create_server((host, int(port)), backlog=rank.world)
     return dist.TCPStore(host, int(port), rank.world, is_master=True, timeout=MEET, master_listen_fd=listener.detach())
+
+
+def _refuse_shared(rank: Rank, device: torch.device) -> None:
+    """NCCL wants a GPU of its own for each rank, and says so late and unclearly."""
+    if device.type == "cpu" or rank.world == 1:
+        return
+    mine = torch.tensor(list(str(torch.cuda.get_device_properties(device).uuid).encode()))
+    uuids = [torch.empty_like(mine) for _ in range(rank.world)]
+    dist.all_gather(uuids, mine)
+    found = len({tuple(uuid.tolist()) for uuid in uuids})
+    if found < rank.world:
+        raise TooFewDevices(
+            f"an engine of {rank.world} ranks needs {rank.world} GPUs, one for each; it has {found}.\n"
+            f"  try:  fewer ranks, or more GPUs in CUDA_VISIBLE_DEVICES"
+        )

@@ -31,7 +31,8 @@ from coupler_engine_fsdp import checkpoint, weights
 from coupler_engine_fsdp.check import check
 from coupler_engine_fsdp.config import FSDPConfig, Precision
 from coupler_engine_fsdp.distributed import build_mesh, device_of
-from coupler_engine_fsdp.model import build, materialise, shard
+from coupler_engine_fsdp.masters import Masters
+from coupler_engine_fsdp.model import build, compile_layers, materialise, shard
 from coupler_engine_fsdp.optimizer import Optimizer
 from coupler_engine_fsdp.packing import columns, pack, split
 from coupler_engine_fsdp.value import zero_absent
@@ -46,6 +47,7 @@ class FSDPEngine(Engine):
         super().__init__(config, model)
         self._optimizer: Optimizer | None = None
         self._host: dict[str, Tensor] = {}  # memory of the last checkpoint's copies
+        self._parked: dict[str, Tensor] = {}  # gradients that are off the device, by name
 
     def setup(self, rank: Rank) -> Layout:
         """Join the group and load this rank's shards.
@@ -58,13 +60,18 @@ class FSDPEngine(Engine):
         files = weights.files_of(Path(self.model.path)) if Path(self.model.path).is_dir() else {}
         self.policy = build(self.model, self.config.logits_tile, self.config.gradient_checkpointing)
         self.dtype = _dtype(self.config.dtype, self.device)
-        # one rank in fp32 has nothing to shard or to cast; FSDP's hooks took 30 to 80 % of a step of a tiny model
-        alone = rank.world == 1 and self.dtype == torch.float32
+        if self.config.compile:
+            compile_layers(self.policy)
+        # one rank has nothing to shard; FSDP's hooks took 30 to 80 % of a step of a tiny model
+        alone = rank.world == 1
         self.modules = [] if alone else shard(self.policy, self.mesh, self.dtype, self.config.reshard_after_forward)
         materialise(self.policy, self.device)
         self.named = weights.match(self.policy.causal, self.policy.names(files))
         weights.read(files, {name: tensor for name, tensor in self.named.items() if name in files})
         zero_absent(self.named, files)
+        self.masters = Masters()
+        if alone and self.dtype != torch.float32:
+            self.masters.split(self.policy, self.dtype)
         check(self.policy, self.device, self.dtype)
         return Layout(tuple(range(rank.world)), (True,) * rank.world)
 
@@ -97,8 +104,9 @@ class FSDPEngine(Engine):
         """
         if self._optimizer is None:
             self._optimizer = self._new_optimizer()
-        self.policy.zero_grad()
+        self._clear_gradients()
         groups = self._micro_batches(batch)
+        self.masters.adding = len(groups) > 1
         parts: list[Metrics] = []
         for i, group in enumerate(groups):
             # on one rank the gradient is whole anyway: reducing it more than once saves nothing
@@ -106,6 +114,7 @@ class FSDPEngine(Engine):
             for module in self.modules:
                 module.set_requires_gradient_sync(every or i == len(groups) - 1, recurse=False)
             parts.append(self._backward(batch.take(group), want, loss))
+        self._norm = self._optimizer.norm()  # queued here, so that one wait for the device serves both
         return read(merge(parts))
 
     def _backward(self, micro: Batch, want: tuple[Output, ...], loss: Loss) -> Metrics:
@@ -138,10 +147,12 @@ class FSDPEngine(Engine):
             groups = split(batch, self.config.max_tokens_per_gpu)
         except ValueError as error:
             problem = f"{error}."
-        agreed = torch.tensor([len(groups), bool(problem)], device=self.device)
-        for axis in range(self.mesh.ndim if self.mesh.size() > 1 else 0):
-            dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self.mesh.get_group(axis))
-        count, failed = agreed.tolist()
+        count, failed = len(groups), bool(problem)
+        if self.mesh.size() > 1:
+            agreed = torch.tensor([count, failed], device=self.device)
+            for axis in range(self.mesh.ndim):
+                dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self.mesh.get_group(axis))
+            count, failed = agreed.tolist()
         if failed:
             raise CouplerError(
                 f"{problem or 'another rank got a sequence that exceeds max_tokens_per_gpu.'}\n"
@@ -152,7 +163,7 @@ class FSDPEngine(Engine):
     def step(self) -> StepResult:
         """See :meth:`Engine.step`. A skipped step advances neither the schedule nor Adam's."""
         assert self._optimizer is not None, "step() follows forward_backward()"
-        return self._optimizer.step()
+        return self._optimizer.step(float(self._norm))
 
     def weights(self) -> Iterator[Named]:
         """See :meth:`Engine.weights`; in ``engine.sync_dtype``."""
@@ -160,6 +171,7 @@ class FSDPEngine(Engine):
 
     def gradients(self) -> Iterator[Named]:
         """See :meth:`Engine.gradients`; fp32."""
+        self.masters.settle()
         return weights.stream_gradients(self.named)
 
     def save(self, path: Path, what: Parts) -> Pending:
@@ -179,6 +191,7 @@ class FSDPEngine(Engine):
         checkpoint.load(path, state)
         if self._optimizer is not None and Part.OPTIMIZER in what:
             self._optimizer.num_steps = int(state["num_steps"])
+        self.masters.refresh()
         self._reshard()
 
     def _state(self, what: Parts) -> dict[str, Tensor]:
@@ -208,19 +221,30 @@ class FSDPEngine(Engine):
         if self.device.type == "cpu":
             return
         self._reshard()
+        self.masters.settle()
+        if Part.GRADS in what and device.type == "cpu":  # a gradient may not live elsewhere than its parameter
+            for name, tensor in self.named.items():
+                if tensor.grad is not None:
+                    self._parked[name], tensor.grad = tensor.grad.to(device), None
         if Part.PARAMS in what:
+            self.masters.move(device)
             self.policy.to(device)
-        if Part.GRADS in what:
-            for parameter in self.policy.parameters():
-                if parameter.grad is not None:
-                    parameter.grad = parameter.grad.to(device)
+        if Part.GRADS in what and device.type != "cpu":
+            for name, grad in self._parked.items():
+                self.named[name].grad = grad.to(device)
+            self._parked = {}
         if self._optimizer is not None:
             self._optimizer.to(device if Part.OPTIMIZER in what else None)
         torch.cuda.empty_cache()
 
     def _new_optimizer(self) -> Optimizer:
         parameters = {name: tensor for name, tensor in self.named.items() if isinstance(tensor, nn.Parameter)}
-        return Optimizer(self.config, parameters, self.mesh)
+        return Optimizer(self.config, parameters, self.masters, self.mesh)
+
+    def _clear_gradients(self) -> None:
+        self.masters.clear()
+        for tensor in self.named.values():
+            tensor.grad = None
 
     def _reshard(self) -> None:
         """Drop gathered parameters: FSDP keeps the root's after a forward without backward, and they would go stale."""

@@ -109,8 +109,9 @@ def _operations(on_gpu: bool) -> ModuleType:
 
 
 def _default_chunk(hidden: Tensor) -> int:
-    """On a GPU the least that is not bound by launches: at T=4096 1.3 % of the logits of a vocabulary of 151,936."""
-    return max(2**23, 1024 * len(hidden)) if hidden.is_cuda else 2**21
+    """On a GPU the least that is not bound by launches and by adding tiles up: 32 MiB, 256 MiB from 16,384 rows on."""
+    rows = len(hidden)
+    return max(2**23, min(rows * rows // 4, 2**26), 1024 * rows) if hidden.is_cuda else 2**21
 
 
 def _tiles(vocabulary: int, rows: int, chunk: int) -> list[slice]:

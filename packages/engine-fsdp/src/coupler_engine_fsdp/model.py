@@ -131,21 +131,34 @@ def _replace_head(causal: PreTrainedModel, tile: int) -> None:
     causal.tie_weights()
 
 
+def layers_of(policy: Policy | ValueModel) -> list[nn.Module]:
+    """The transformer layers: what is compiled, sharded and recomputed as one.
+
+    Raises:
+        CouplerError: the model does not say which modules are its layers.
+    """
+    names = set(policy.causal._no_split_modules or ())
+    layers = [module for module in policy.causal.modules() if type(module).__name__ in names]
+    if not layers:
+        raise _unsupported(policy.causal.config, "it does not name its layers in _no_split_modules")
+    return layers
+
+
+def compile_layers(policy: Policy | ValueModel) -> None:
+    """Compile the layers, once for all lengths; hooks of FSDP and recomputation stay outside."""
+    for layer in layers_of(policy):
+        layer.forward = torch.compile(layer.forward, dynamic=True)
+
+
 def shard(
     policy: Policy | ValueModel, mesh: DeviceMesh, compute: torch.dtype, reshard_after_forward: bool
 ) -> list[FSDPModule]:
     """Shard each transformer layer, embeddings and head where they are two, and what remains.
 
     Gradients are summed over all ranks, in fp32.
-
-    Raises:
-        CouplerError: the model does not say which modules are its layers.
     """
     causal = policy.causal
-    names = set(causal._no_split_modules or ())
-    units = [module for module in causal.modules() if type(module).__name__ in names]
-    if not units:
-        raise _unsupported(causal.config, "it does not name its layers in _no_split_modules")
+    units = layers_of(policy)
     if causal.get_input_embeddings().weight is not policy.head.weight:
         units += [causal.get_input_embeddings(), policy.head]
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import partial
+from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from coupler import schedules
 from coupler.interfaces import StepResult
 from coupler_engine_fsdp.config import FSDPConfig, Schedule
+from coupler_engine_fsdp.masters import Masters
 
 
 class Optimizer:
@@ -22,11 +25,13 @@ class Optimizer:
     It works on plain tensors: AdamW is elementwise, and a DTensor costs more to dispatch than a small update.
     """
 
-    def __init__(self, config: FSDPConfig, parameters: Mapping[str, nn.Parameter], mesh: DeviceMesh) -> None:
-        self.config, self.parameters, self.mesh = config, parameters, mesh
+    def __init__(
+        self, config: FSDPConfig, parameters: Mapping[str, nn.Parameter], masters: Masters, mesh: DeviceMesh
+    ) -> None:
+        self.config, self.parameters, self.masters, self.mesh = config, parameters, masters, mesh
         self.multiplier = _multiplier(config)
         self.num_steps = 0  # applied
-        self.shards = {name: nn.Parameter(_local(parameter)) for name, parameter in parameters.items()}
+        self.shards = {name: _shard(parameter) for name, parameter in parameters.items()}
         groups = [
             {"params": [p for p in self.shards.values() if p.ndim > 1], "weight_decay": config.weight_decay},
             {"params": [p for p in self.shards.values() if p.ndim < 2], "weight_decay": 0.0},  # biases and norms
@@ -45,33 +50,71 @@ class Optimizer:
                 "exp_avg_sq": torch.zeros_like(shard, requires_grad=False),
             }
 
-    def step(self) -> StepResult:
-        """Clip, apply and clear the gradient. A non-finite one changes nothing, on all ranks alike."""
-        for name, shard in self.shards.items():
-            grad = self.parameters[name].grad
-            shard.grad = None if grad is None else _local(grad)
-        grads = [shard.grad for shard in self.shards.values() if shard.grad is not None]
-        norm = self._norm(grads)
+    def step(self, norm: float) -> StepResult:
+        """Clip, apply and clear the gradient, of this norm. A non-finite one changes nothing, on all ranks alike."""
         lr = self.config.lr * self.multiplier(self.num_steps)
-        applied = bool(torch.isfinite(torch.tensor(norm)))
+        applied = math.isfinite(norm)
         if applied:
-            if 0 < self.config.max_grad_norm < norm:
-                torch._foreach_mul_(grads, self.config.max_grad_norm / norm)
-            for group in self.adamw.param_groups:
-                group["lr"] = lr
-            self.adamw.step()
+            scale = self.config.max_grad_norm / norm if 0 < self.config.max_grad_norm < norm else 1.0
+            if self.masters.pairs and self.mesh.device_type == "cuda" and find_spec("triton"):
+                self._update_in_one_pass(lr, scale)
+            else:
+                self._update(lr, scale)
             self.num_steps += 1
+        self.masters.clear()
         for name, shard in self.shards.items():
             shard.grad = self.parameters[name].grad = None
         return StepResult(applied, norm, lr)
 
-    def _norm(self, grads: list[Tensor]) -> float:
-        """L2 norm of the whole gradient: each shard counts once, however many replicas hold it."""
-        squares = [norm.square() for norm in torch._foreach_norm(grads)]
-        total = torch.stack(squares).sum() if squares else torch.zeros((), device=self.mesh.device_type)
-        for axis in range(self.mesh.ndim):
+    def _update(self, lr: float, scale: float) -> None:
+        self.masters.settle()
+        self._take_gradients()
+        if scale != 1:
+            torch._foreach_mul_([shard.grad for shard in self.shards.values() if shard.grad is not None], scale)
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
+        self.adamw.step()
+        self.masters.refresh()
+
+    def _update_in_one_pass(self, lr: float, scale: float) -> None:
+        """The same, where memory is read and written once for clipping, AdamW and the copies together."""
+        from coupler_engine_fsdp.adamw_triton import adamw
+
+        beta1, beta2, eps = self.config.beta1, self.config.beta2, self.config.eps
+        for shard in self.shards.values():
+            grad, state = self.masters.gradient_of(shard), self.adamw.state[shard]
+            if grad is not None:
+                adamw(
+                    shard.detach(),
+                    grad,
+                    state["exp_avg"],
+                    state["exp_avg_sq"],
+                    self.masters.copy_of(shard).detach(),
+                    step=self.num_steps + 1,
+                    lr=lr,
+                    beta1=beta1,
+                    beta2=beta2,
+                    eps=eps,
+                    decay=self.config.weight_decay if shard.ndim > 1 else 0.0,
+                    scale=scale,
+                )
+        torch._foreach_add_([self.adamw.state[shard]["step"] for shard in self.shards.values()], 1)
+
+    def norm(self) -> Tensor:
+        """L2 norm of the whole gradient, on the device: each shard counts once, however many replicas hold it."""
+        self._take_gradients()
+        grads = [grad for shard in self.shards.values() if (grad := self.masters.gradient_of(shard)) is not None]
+        norms = torch._foreach_norm(grads, dtype=torch.float32) or [torch.zeros((), device=self.mesh.device_type)]
+        total = torch.linalg.vector_norm(torch.stack(norms)).square()
+        for axis in range(self.mesh.ndim if self.mesh.size() > 1 else 0):
             dist.all_reduce(total, group=self.mesh.get_group(axis))
-        return float((total * (self.mesh.size(-1) / self.mesh.size())).sqrt())
+        return (total * (self.mesh.size(-1) / self.mesh.size())).sqrt()
+
+    def _take_gradients(self) -> None:
+        for name, shard in self.shards.items():
+            parameter = self.parameters[name]
+            if shard is not parameter:
+                shard.grad = None if parameter.grad is None else _local(parameter.grad)
 
     def state(self) -> dict[str, Tensor]:
         """Adam's tensors by parameter name, shaped and sharded like the parameters."""
@@ -86,9 +129,14 @@ class Optimizer:
     def to(self, device: torch.device | None) -> None:
         """Follow the parameters, and move Adam's tensors where a device is given."""
         for name, shard in self.shards.items():
-            shard.data = _local(self.parameters[name])
+            if shard is not self.parameters[name]:
+                shard.data = _local(self.parameters[name])
             if device is not None:
                 self.adamw.state[shard] = {key: value.to(device) for key, value in self.adamw.state[shard].items()}
+
+
+def _shard(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(_local(parameter)) if isinstance(parameter, DTensor) else parameter
 
 
 def _local(tensor: Tensor) -> Tensor:

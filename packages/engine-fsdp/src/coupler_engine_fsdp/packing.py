@@ -13,6 +13,7 @@ from coupler.balance import micro_batches, whole_units
 from coupler.batch import Batch
 from coupler.errors import CouplerError
 from coupler_engine_fsdp.attention import Packing, Piece
+from coupler_engine_fsdp.distributed import to_device
 
 SHARE_FROM = 0.1  # of the tokens: where fewer stand in prompts that repeat, gathering keys costs more than it saves
 
@@ -58,7 +59,7 @@ def pack(batch: Batch, device: torch.device) -> Packed:
     positions = (np.arange(len(tokens)) - np.repeat(starts[:-1], np.diff(starts)))[taken]
 
     def tensor(values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values).to(device)
+        return to_device(values, device)
 
     edges = np.concatenate([[0], np.cumsum(end - begin)])
     prompt = place[starts[sequences]]
@@ -136,7 +137,7 @@ def columns(batch: Batch, device: torch.device) -> dict[str, Any]:
     }
     arrays["seq"] = np.repeat(np.arange(len(batch)), batch.lengths)
     arrays["cu_seqlens"] = batch.starts
-    return {"num_seqs": len(batch), **{name: torch.from_numpy(array).to(device) for name, array in arrays.items()}}
+    return {"num_seqs": len(batch), **{name: to_device(array, device) for name, array in arrays.items()}}
 
 
 def split(batch: Batch, max_tokens: int) -> list[np.ndarray]:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from coupler.batch import Batch
-from coupler.errors import CouplerError, WaitTimeout
+from coupler.errors import CouplerError, TooFewDevices, WaitTimeout
 from coupler.imports import resolve
 from coupler.interfaces import Engine, Layout, Output, Rank, StepInfo
 from coupler.metrics import Metric, Metrics, merge, read
@@ -106,6 +106,7 @@ class World:
 
         Raises:
             RankFailed: a rank raised or died; the others are ended, since they may wait for it forever.
+            TooFewDevices: the engine needs more devices than this machine has.
             WaitTimeout: no answer within the deadline.
         """
         if self.num_ranks == 1:
@@ -219,6 +220,8 @@ def _gather(processes: list[_Process], method: str, end: float) -> list[Any]:
         for process in processes:
             if process.index not in answers and (answer := process.poll()) is not None:
                 answers[process.index] = answer
+                if "too_few_devices" in answer:
+                    raise TooFewDevices(answer["too_few_devices"])
                 if "error" in answer:
                     raise RankFailed(f"rank {process.index} of {len(processes)} failed in {method}:\n{answer['error']}")
         if time.monotonic() > end:
@@ -250,6 +253,8 @@ def main() -> None:
         try:
             host = host or Host(first["recipe"], first["rank"])
             answer = {"result": getattr(host, message["method"])(**message["arguments"])}
+        except TooFewDevices as error:
+            answer = {"too_few_devices": str(error)}
         except Exception:  # the test shows it; nothing here knows what an engine may raise
             answer = {"error": traceback.format_exc()}
         answers.write(json.dumps(answer) + "\n")

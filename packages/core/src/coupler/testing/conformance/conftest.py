@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from coupler.errors import TooFewDevices
 from coupler.testing.models import write_qwen2, write_toy, write_value_head
 from coupler.testing.plugin import KINDS, selected
 from coupler.testing.ranks import World
@@ -94,7 +96,7 @@ def worlds(
     tmp_path_factory: pytest.TempPathFactory, engine_subject: Subject, reference: Reference
 ) -> Iterator[Callable[..., World]]:
     """Start the engine on so many ranks, once per configuration; weights stay, since the learning rate is next to 0."""
-    made: dict[tuple[object, ...], World] = {}
+    made: dict[tuple[object, ...], World | TooFewDevices] = {}
 
     def make(num_ranks: int = 1, **settings: object) -> World:
         key = (num_ranks, *sorted(settings.items()))
@@ -102,9 +104,20 @@ def worlds(
             if num_ranks > 1 and engine_subject.has("world:1"):
                 pytest.skip(f"{engine_subject} declares world:1")
             recipe = engine_subject.recipe(reference.folder, **{"lr": FROZEN, **settings})
-            made[key] = World(recipe, num_ranks, tmp_path_factory.mktemp("world"))
-        return made[key]
+            made[key] = _start(recipe, num_ranks, tmp_path_factory.mktemp("world"))
+        world = made[key]
+        if isinstance(world, TooFewDevices):
+            pytest.skip(str(world).splitlines()[0])
+        return world
 
     yield make
     for world in made.values():
-        world.close()
+        if isinstance(world, World):
+            world.close()
+
+
+def _start(recipe: dict[str, Any], num_ranks: int, folder: Path) -> World | TooFewDevices:
+    try:
+        return World(recipe, num_ranks, folder)
+    except TooFewDevices as error:
+        return error
