@@ -44,9 +44,7 @@ class FSDPConfig(EngineConfig):
     """PyTorch FSDP2 with AdamW. Master weights, optimizer state and gradient reduction are fp32."""
 
     name: str = "fsdp"
-    dtype: Precision = (
-        Precision.AUTO
-    )  # of activations and of the weights they meet; auto: bf16 on a GPU, fp32 on the CPU
+    dtype: Precision = Precision.AUTO  # of activations and the weights they meet; auto: bf16 on a GPU, else fp32
     sync_dtype: Precision = Precision.AUTO  # of the weights that a rollout gets; auto: as dtype
     max_tokens_per_gpu: int = 16384  # of one micro-batch; performance only, no result depends on it
     fsdp_size: int = 0  # ranks that share one copy of the model; 0 is all; fewer is hybrid sharding (HSDP)
