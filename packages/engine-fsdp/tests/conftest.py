@@ -22,4 +22,3 @@ def deterministic() -> Iterator[Rank]:
     """A rank that must give equal bits; this process goes back to other kernels after the test."""
     yield Rank(deterministic=True)
     torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory = True

@@ -52,6 +52,8 @@ class FSDPConfig(EngineConfig):
     sync_every_micro_batch: bool = True  # False reduces gradients once a step and holds them whole meanwhile
     gradient_checkpointing: bool = True  # recompute activations of each layer in the backward pass
     compile: bool = False  # torch.compile of each layer: a third less time a step on a GPU, a minute at the start
+    lora_rank: int = 0  # of the updates of the layers' linear maps (LoRA); 0 trains the weights themselves
+    lora_alpha: float = 16.0  # the updates are scaled by lora_alpha / lora_rank
     logits_tile: int = 0  # elements of the fp32 logits that exist at a time; 0 chooses by device and rows
     lr: float = 1e-6
     beta1: float = 0.9

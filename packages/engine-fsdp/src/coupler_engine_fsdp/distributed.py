@@ -26,7 +26,6 @@ def device_of(rank: Rank) -> torch.device:
     if rank.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads what it has not written
     count = torch.cuda.device_count()
     if not count:
         return torch.device("cpu")
