@@ -12,6 +12,7 @@ peak is a bf16 product of 8,192 x 8,192 x 8,192, measured before each run.
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import tempfile
 import time
@@ -208,6 +209,7 @@ def main() -> None:
         del model
         settings = parse_settings(args.settings).get("engine", {})
         run_engine(Path(folder), settings, args.steps, args.micro_batches, args.profile)
+        gc.collect()  # hooks of parameters refer to themselves
         torch.cuda.empty_cache()
         for mode in ("eager", "compiled", "recomputed") if args.plain else ():
             run_plain(Path(folder), mode, args.steps)

@@ -43,7 +43,7 @@ def test_bf16_through_fused_attention_is_near_fp32(
 
 
 def test_layers_compile_once_for_all_lengths(folder_of: Folder) -> None:
-    """Every batch has another number of tokens, of sequences and another longest one."""
+    """Every batch has another number of tokens and sequences, another longest one. One of two graphs shares prompts."""
     torch._dynamo.reset()
     engine = make_engine(folder_of("qwen3"), compile=True)
     graphs: list[int] = []
@@ -53,7 +53,7 @@ def test_layers_compile_once_for_all_lengths(folder_of: Folder) -> None:
         engine.forward_backward(batch, WANT, loss, info(batch))
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert graphs[0] > 0
-    assert len(set(graphs)) == 1
+    assert len(set(graphs[1:])) == 1
 
 
 def test_bf16_steps_equal_adamw(folder_of: Folder) -> None:
