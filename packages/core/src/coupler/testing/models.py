@@ -48,7 +48,7 @@ def write_qwen2(folder: Path, *, tied: bool, seed: int = 0) -> Path:
 
     config = Qwen2Config(
         vocab_size=VOCAB,
-        hidden_size=64,
+        hidden_size=128,
         intermediate_size=96,
         num_hidden_layers=2,
         num_attention_heads=4,
