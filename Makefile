@@ -47,6 +47,10 @@ KIT_algos := --coupler algorithm=grpo --coupler algorithm=rloo --coupler algorit
 
 KIT_rollout-vllm := --coupler engine=fsdp --coupler rollout=vllm
 SYNC_rollout-vllm := --extra cpu
+# vLLM on the CPU: no warm-up, no pinned cores, the model worker in the scheduler's process
+test-rollout-vllm: export VLLM_CPU_CI_ENV = 1
+test-rollout-vllm: export VLLM_CPU_OMP_THREADS_BIND = nobind
+test-rollout-vllm: export VLLM_ENABLE_V1_MULTIPROCESSING = 0
 
 test-%: .envs/%/.synced
 	.envs/$*/bin/python -m pytest packages/$*/tests

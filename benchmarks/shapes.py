@@ -21,7 +21,9 @@ def write_shape(folder: Path, name: str) -> Path:
     """Write the configuration of a shape; every backend makes random weights from it."""
     from transformers import Qwen2Config
 
-    Qwen2Config(max_position_embeddings=8192, architectures=["Qwen2ForCausalLM"], **SHAPES[name]).save_pretrained(folder)
+    Qwen2Config(max_position_embeddings=8192, architectures=["Qwen2ForCausalLM"], **SHAPES[name]).save_pretrained(
+        folder
+    )
     return folder
 
 

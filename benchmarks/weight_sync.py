@@ -101,8 +101,9 @@ async def measure(folder: Path, transport: str, settings: dict[str, object], rou
     sync = statistics.median(found)
     print("| transport | GB | sync, ms (median; all) | first, ms | copy, ms | sync / copy | GB/s | extra, MiB |")
     print("|---|---|---|---|---|---|---|---|")
+    every = ", ".join(f"{1e3 * seconds:.0f}" for seconds in found)
     print(
-        f"| {transport} | {weights.num_bytes / 1e9:.2f} | {1e3 * sync:.1f} ({', '.join(f'{1e3 * t:.0f}' for t in found)}) "
+        f"| {transport} | {weights.num_bytes / 1e9:.2f} | {1e3 * sync:.1f} ({every}) "
         f"| {1e3 * times[0]:.0f} | {1e3 * copied:.1f} | {sync / copied:.2f} | {weights.num_bytes / sync / 1e9:.1f} "
         f"| {extra / 2**20:.0f} |"
     )

@@ -26,7 +26,8 @@ def test_values_out_of_range_name_the_key(key: str) -> None:
 def test_every_key_reaches_the_engine() -> None:
     found = arguments(
         dtype=Precision.FP16, tensor_parallel=2, max_sequences=7, max_batched_tokens=99, max_model_len=50,
-        kv_cache_gib=0.5, prefix_caching=False, chunked_prefill=False, enforce_eager=True, extra_args={"block_size": 32},
+        kv_cache_gib=0.5, prefix_caching=False, chunked_prefill=False, enforce_eager=True,
+        extra_args={"block_size": 32},
     )  # fmt: skip
     expected = {
         "dtype": "float16", "tensor_parallel_size": 2, "max_num_seqs": 7, "max_num_batched_tokens": 99,

@@ -275,7 +275,7 @@ class Rollout(ABC):
     async def setup(self, rank: Rank) -> int:
         """Start serving; return how many model workers this replica has.
 
-        Called again after a method raised :class:`~coupler.errors.ReplicaDied`: it then starts anew, with dummy weights.
+        Called again after a method raised :class:`~coupler.errors.ReplicaDied`: it starts anew, with dummy weights.
         """
 
     @abstractmethod

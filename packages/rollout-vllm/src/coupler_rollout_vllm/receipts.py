@@ -15,7 +15,7 @@ def join(version: int, answers: Sequence[dict[str, Any]]) -> SyncReceipt:
     missing wherever it is.
 
     Args:
-        answers: of each worker: ``num_received``, ``num_bytes``, ``unused`` and ``missing`` names, ``seconds`` by phase.
+        answers: of each worker: ``num_received``, ``num_bytes``, ``unused`` and ``missing`` names, ``seconds``.
     """
     unexpected = set.intersection(*(set(answer["unused"]) for answer in answers))
     num_received = min(answer["num_received"] for answer in answers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import count
 from typing import Any
@@ -17,7 +18,9 @@ from coupler_rollout_vllm.arguments import engine_arguments
 from coupler_rollout_vllm.receipts import join
 
 DUMMY = -1  # version of the weights that the rollout starts with
-ALIVE_S = 5.0  # an engine is asked so often, during a control call, whether it lives
+LOWEST, HIGHEST = 0.01, 2.0  # temperatures: vLLM silently raises smaller ones, and refuses larger ones
+AGAIN_S = 0.05  # requests are cut off again so often, until none is left
+ALIVE_S = 1.0  # an engine is asked so often, during a control call, whether it lives
 
 
 @dataclass(slots=True)
@@ -65,10 +68,10 @@ class VLLMRollout(Rollout):
         self.close()
         self.rank, self.version, self.asleep = rank, DUMMY, frozenset()
         self.engine = compat.start(engine_arguments(self.config, self.model, rank))
-        facts = await self._workers("coupler_facts")
+        self.workers: list[dict[str, Any]] = await self._workers("coupler_facts")
         self.max_tokens: int = self.engine.model_config.max_model_len
         self.vocabulary: int = self.engine.model_config.get_vocab_size()
-        return len(facts)
+        return len(self.workers)
 
     async def generate(self, request: Request) -> Completion:
         """Sample one completion; it also ends, with ``length``, where the model's positions do.
@@ -98,17 +101,14 @@ class VLLMRollout(Rollout):
         prompt = {"prompt_token_ids": [*request.prompt, *done.tokens], "cache_salt": str(self.updates)}
         self.running[name] = running
         self.idle.clear()
-        last = None
         try:
-            async for last in self.engine.generate(prompt, params, name):
-                pass
+            (last,) = [output async for output in self.engine.generate(prompt, params, name)]  # the final one only
         except compat.EngineDead as error:
             raise self._died() from error
         finally:
             del self.running[name]
             if not self.running:
                 self.idle.set()
-        assert last is not None
         return _add(last.outputs[0], running, done)
 
     def _check(self, request: Request) -> None:
@@ -127,8 +127,11 @@ class VLLMRollout(Rollout):
                 f"a prompt holds token ids from {min(request.prompt)} to {max(request.prompt)}; the model knows 0 to "
                 f"{self.vocabulary - 1}.\n  the tokenizer is not this model's: see model.path"
             )
-        if not request.temperature >= 0:
-            raise CouplerError(f"sampling.temperature must be at least 0, it is {request.temperature}.")
+        if request.temperature != 0 and not LOWEST <= request.temperature <= HIGHEST:
+            raise CouplerError(
+                f"sampling.temperature must be 0, or between {LOWEST} and {HIGHEST:g}, for rollout=vllm; "
+                f"it is {request.temperature}."
+            )
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
@@ -157,14 +160,21 @@ class VLLMRollout(Rollout):
     # --- pausing ------------------------------------------------------------------------------------------------------
 
     async def pause(self, in_flight: InFlight) -> None:
+        """See :meth:`coupler.interfaces.Rollout.pause`.
+
+        Raises:
+            ReplicaDied: the engine's process ended, perhaps while it was idle.
+        """
         self.gate.clear()
         self.paused = in_flight
+        await self._alive(self.engine.check_health())
         if in_flight is InFlight.STALE_KV:
             await self._alive(compat.freeze(self.engine))
-        elif in_flight is not InFlight.DRAIN:
-            await self._alive(self.engine.abort(list(self.running)))
-        if in_flight is not InFlight.STALE_KV:
-            await self.idle.wait()
+        while self.running and in_flight is not InFlight.STALE_KV:
+            if in_flight is not InFlight.DRAIN:
+                await self._alive(self.engine.abort(list(self.running)))
+            with suppress(TimeoutError):  # a request that is on its way in is not known to the engine yet
+                await asyncio.wait_for(self.idle.wait(), AGAIN_S)
 
     async def resume(self) -> None:
         if self.paused is InFlight.STALE_KV:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterable
 from functools import wraps
@@ -34,7 +35,7 @@ class WorkerExtension:
 
     def coupler_facts(self) -> dict[str, Any]:
         """Where this worker is."""
-        return {"rank": compat.rank_of(self)[0], "device": _device()}
+        return {"rank": compat.rank_of(self)[0], "device": _device(), "pid": os.getpid()}
 
     @_answering
     def coupler_update(self, text: str) -> dict[str, Any]:
@@ -62,7 +63,7 @@ class WorkerExtension:
 
 
 def fingerprint(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """The number of elements other than 0, and sum and sum of squares of their bits: equal however they are arranged."""
+    """Number of elements other than 0, sum and sum of squares of their bits: equal however they are arranged."""
     found = [0, 0, 0]
     for tensor in tensors:
         bits = tensor.detach().reshape(-1).view({2: torch.int16, 4: torch.int32}[tensor.element_size()]).long()

@@ -19,7 +19,7 @@ import torch
 from coupler.errors import CouplerError, WeightSyncError
 from coupler.interfaces import Endpoint, Named, Rank, SendReceipt, Transport, WeightUpdate
 from coupler.transports.connection import Listener, connected, header, send
-from coupler.transports.packing import Entry, Packer, entry_of, tensor_of
+from coupler.transports.packing import Entry, Packer, tensor_of
 
 BUFFER_BYTES = 128 << 20
 
@@ -144,7 +144,7 @@ def _shared(sender: socket.socket) -> Iterator[Named]:
 
 def _export(memory: torch.Tensor) -> dict[str, Any]:
     """What another process opens ``memory`` with: uint8, [n]."""
-    device, handle, size, offset, counter, counter_offset, event, wait = memory.untyped_storage()._share_cuda_()
+    _, handle, size, offset, counter, counter_offset, event, wait = memory.untyped_storage()._share_cuda_()
     return {
         "handle": handle.hex(),
         "size": size,

@@ -1,7 +1,7 @@
-"""Weights through a collective, from engine rank 0 to rollout workers on devices of their own: NCCL, or gloo on the CPU.
+"""Weights through a collective, from engine rank 0 to workers on devices of their own: NCCL, or gloo on the CPU.
 
-Names, dtypes and shapes of each bucket travel over :mod:`coupler.transports.connection`, and every receiver answers with
-what it understood before the collective starts. The group is made anew when its members change.
+Names, dtypes and shapes of each bucket travel over :mod:`coupler.transports.connection`, and every receiver answers
+with what it understood before the collective starts. The group is made anew when its members change.
 """
 
 from __future__ import annotations

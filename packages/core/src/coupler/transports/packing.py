@@ -67,7 +67,14 @@ def entry_of(name: str, tensor: Any) -> Entry:
     dtype = tensor.dtype.str if numpy else str(tensor.dtype).removeprefix("torch.")
     size = int(tensor.nbytes)
     framework = "np" if numpy else "pt"
-    return {"name": name, "dtype": dtype, "shape": list(tensor.shape), "framework": framework, "offset": 0, "nbytes": size}
+    return {
+        "name": name,
+        "dtype": dtype,
+        "shape": list(tensor.shape),
+        "framework": framework,
+        "offset": 0,
+        "nbytes": size,
+    }
 
 
 def as_bytes(tensor: Any) -> torch.Tensor:
