@@ -35,7 +35,12 @@ def run(folder: Path, reference: TransformersReference, *overrides: str) -> list
     "overrides",
     [
         ("sync.transport=disk",),
-        ("max_staleness=1", "sync.in_flight=recompute", "sync.transport=nccl"),  # gloo, on the CPU
+        (
+            "max_staleness=1",
+            "algorithm.correction_cap=2",
+            "sync.in_flight=recompute",
+            "sync.transport=nccl",
+        ),  # gloo, on the CPU
     ],
     ids=["synchronous", "asynchronous"],
 )

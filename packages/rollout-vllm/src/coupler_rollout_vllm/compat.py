@@ -92,6 +92,12 @@ def start(arguments: dict[str, Any]) -> Any:
         ) from error
 
 
+def stop(engine: Any) -> None:
+    """End the engine's processes."""
+    engine.shutdown()
+    engine.shutdown = lambda: None  # its destructor calls it again, maybe when the interpreter's modules are gone
+
+
 def sampling_params(request: Request, done: int, room: int, seeded: bool) -> Any:
     """The request, from its token ``done`` on; a stream of random numbers of its own for each continuation."""
     seed = derive(request.seed, "continued", done) if done else request.seed

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import count
 from typing import Any
+from weakref import finalize
 
 from coupler import errors
 from coupler.errors import CouplerError, ReplicaDied, WeightSyncError
@@ -58,6 +59,7 @@ class VLLMRollout(Rollout):
         self.gate.set()
         self.idle.set()
         self.engine: Any = None
+        self.end: Callable[[], object] | None = None
 
     async def setup(self, rank: Rank) -> int:
         """Start the engine, or start it again after it died; its weights are random then.
@@ -68,6 +70,7 @@ class VLLMRollout(Rollout):
         self.close()
         self.rank, self.version, self.asleep = rank, DUMMY, frozenset()
         self.engine = compat.start(engine_arguments(self.config, self.model, rank))
+        self.end = finalize(self, compat.stop, self.engine)  # with the process, at the latest
         self.workers: list[dict[str, Any]] = await self._workers("coupler_facts")
         self.max_tokens: int = self.engine.model_config.max_model_len
         self.vocabulary: int = self.engine.model_config.get_vocab_size()
@@ -233,9 +236,8 @@ class VLLMRollout(Rollout):
 
     def close(self) -> None:
         """End the engine's processes."""
-        if self.engine is not None:
-            self.engine.shutdown()
-            self.engine = None
+        if self.end is not None:
+            self.end()
 
 
 def _add(output: Any, running: Running, done: Sampled) -> Any:

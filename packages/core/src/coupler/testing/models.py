@@ -70,7 +70,7 @@ def write_qwen2(folder: Path, *, tied: bool, seed: int = 0) -> Path:
                 param.copy_(0.2 * noise)
             else:
                 wide = "embed" in name or "lm_head" in name
-                param.copy_(noise * (0.35 if wide else param.shape[1] ** -0.5))
+                param.copy_(noise * (0.25 if wide else param.shape[1] ** -0.5))
     model.save_pretrained(folder)
     write_tokenizer(folder)
     return folder
