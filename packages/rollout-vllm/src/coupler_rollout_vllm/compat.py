@@ -1,4 +1,6 @@
 """Everything of vLLM that is no documented interface, for every release of the tested range."""
+# pyright: reportMissingImports=false
+# The environment that is type-checked has no vLLM: its torch may be another.
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ class Ledger(TorchDispatchMode):
         self.used.add(self.current)
         start, shape, strides = _region(source)
         if source.untyped_storage()._cdata == self.tensor.untyped_storage()._cdata:
-            self.pieces[self.current].append(Piece(into, (start - self.tensor.storage_offset(), shape, strides)))
+            self.pieces[self.current].append(Piece(into, (start - int(self.tensor.storage_offset()), shape, strides)))
         else:  # of something that was computed: only the loader knows how
             self.plannable = False
 
@@ -176,7 +176,7 @@ class Ledger(TorchDispatchMode):
 
 
 def _region(tensor: torch.Tensor) -> Region:
-    return tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride())
+    return int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride())
 
 
 def checkpoint_names(folder: Path) -> set[str]:

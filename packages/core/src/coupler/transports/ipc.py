@@ -128,11 +128,10 @@ def _shared(sender: socket.socket) -> Iterator[Named]:
     """Open what the sender shares, piece by piece, and say when each was read."""
     buffers: dict[int, torch.Tensor] = {}
     while "memory" in (said := header(sender)):
-        memory = buffers.get(said.get("buffer"))
-        if memory is None:
-            memory = _open(said["memory"])
-        if "buffer" in said:
-            buffers[said["buffer"]] = memory
+        turn = said.get("buffer", -1)  # -1: lent for this once
+        memory = buffers[turn] if turn in buffers else _open(said["memory"])
+        if turn >= 0:
+            buffers[turn] = memory
         for entry in said["entries"]:
             yield entry["name"], tensor_of(memory, entry)
         torch.cuda.current_stream().synchronize()
