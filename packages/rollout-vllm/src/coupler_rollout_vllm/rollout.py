@@ -28,7 +28,9 @@ ALIVE_S = 1.0  # an engine is asked so often, during a control call, whether it 
 class Running:
     """One request in the engine, and where the weights changed under it."""
 
+    task: asyncio.Task[Any]  # that waits for it
     versions: list[tuple[int, int]]  # (tokens sampled before, version from there on)
+    lost: bool = False  # the engine died, and its task was cancelled for it
 
 
 @dataclass(slots=True)
@@ -60,6 +62,7 @@ class VLLMRollout(Rollout):
         self.idle.set()
         self.engine: Any = None
         self.end: Callable[[], object] | None = None
+        self.watch: asyncio.Task[None] | None = None
 
     async def setup(self, rank: Rank) -> int:
         """Start the engine, or start it again after it died; its weights are random then.
@@ -99,15 +102,23 @@ class VLLMRollout(Rollout):
             raise CouplerError(
                 f"the rollout's {' and '.join(sorted(self.asleep))} sleep.\n  call:  wake() before generate()"
             )
-        name, running = f"coupler-{next(self.names)}", Running([(0, self.version)])
+        task = asyncio.current_task()
+        assert task is not None
+        name, running = f"coupler-{next(self.names)}", Running(task, [(0, self.version)])
         params = compat.sampling_params(request, len(done.tokens), room, self.config.per_request_seeds)
         prompt = {"prompt_token_ids": [*request.prompt, *done.tokens], "cache_salt": str(self.updates)}
         self.running[name] = running
         self.idle.clear()
+        if self.watch is None:
+            self.watch = asyncio.create_task(self._watch())
         try:
             (last,) = [output async for output in self.engine.generate(prompt, params, name)]  # the final one only
         except compat.EngineDead as error:
             raise self._died() from error
+        except asyncio.CancelledError:
+            if running.lost and not task.uncancel():
+                raise self._died() from None
+            raise
         finally:
             del self.running[name]
             if not self.running:
@@ -227,6 +238,19 @@ class VLLMRollout(Rollout):
             raise self._died() from error
         finally:
             task.cancel()
+
+    async def _watch(self) -> None:
+        """End what waits for a dead engine: vLLM forgets requests that were on their way in when it died."""
+        while self.running:
+            await asyncio.sleep(ALIVE_S)
+            try:
+                await self.engine.check_health()
+            except compat.EngineDead:
+                for running in self.running.values():
+                    running.lost = True
+                    running.task.cancel()
+                break
+        self.watch = None
 
     def _died(self) -> ReplicaDied:
         return ReplicaDied(
