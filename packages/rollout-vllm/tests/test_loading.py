@@ -80,7 +80,9 @@ def test_the_plan_takes_what_is_not_contiguous(model: Any, reference: Transforme
     assert_equal(state(model), wanted)
 
 
-@pytest.mark.parametrize("part", ["q_proj.bias", "k_proj.weight", "up_proj.weight", "embed_tokens.weight", "norm.weight"])
+@pytest.mark.parametrize(
+    "part", ["q_proj.bias", "k_proj.weight", "up_proj.weight", "embed_tokens.weight", "norm.weight"]
+)
 def test_what_is_left_out_is_missing_with_and_without_a_plan(
     model: Any, reference: TransformersReference, part: str
 ) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from coupler.errors import ConfigError
 from coupler.interfaces import Model, Rank
+from coupler_rollout_vllm import compat
 from coupler_rollout_vllm.config import Precision, VLLMConfig
 
 GIB = 1 << 30
@@ -71,11 +72,10 @@ def _memory(config: VLLMConfig, gpu: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if config.kv_cache_gib:
         found["kv_cache_memory_bytes"] = int(config.kv_cache_gib * GIB)
-    if config.gpu_memory_gib:
-        total = torch.cuda.get_device_properties(0).total_memory
-        if config.gpu_memory_gib * GIB > total:
-            raise ConfigError(
-                f"rollout.gpu_memory_gib={config.gpu_memory_gib:g} is more than the device has, {total / GIB:.1f}."
-            )
-        found["gpu_memory_utilization"] = config.gpu_memory_gib * GIB / total
+    if wanted := config.gpu_memory_gib or config.kv_cache_gib:  # so much must be free, says vLLM, before it starts
+        total = compat.device_bytes() / GIB
+        if wanted > total:
+            key = "gpu_memory_gib" if config.gpu_memory_gib else "kv_cache_gib"
+            raise ConfigError(f"rollout.{key}={wanted:g} is more than the device has, {total:.1f}.")
+        found["gpu_memory_utilization"] = wanted / total
     return found

@@ -68,6 +68,7 @@ from vllm.model_executor.model_loader.reload import (  # noqa: E402
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
+from vllm.platforms import current_platform  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from vllm.v1.engine.async_llm import AsyncLLM  # noqa: E402
 from vllm.v1.engine.exceptions import EngineDeadError  # noqa: E402
@@ -90,8 +91,13 @@ def start(arguments: dict[str, Any]) -> Any:
     except (TypeError, ValueError, RuntimeError) as error:
         raise CouplerError(
             f"vLLM {installed()[1]} did not start: {str(error).splitlines()[0]}\n"
-            "  look at:  its own lines above; out of memory, and an argument in rollout.extra_args, are usual"
+            "  look at:  its own lines above; too little free memory (rollout.gpu_memory_gib) is usual"
         ) from error
+
+
+def device_bytes() -> int:
+    """Memory of the first visible GPU; asking makes no CUDA context in this process."""
+    return int(current_platform.get_device_total_memory(0))
 
 
 def stop(engine: Any) -> None:

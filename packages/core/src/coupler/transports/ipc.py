@@ -61,7 +61,7 @@ class IpcTransport(Transport):
             if sender is None:
                 raise WeightSyncError(
                     f"rollout worker {worker.index} is on {mine}, where no engine rank is.\n"
-                    "  set:  sync.transport=nccl for rollouts on devices of their own"
+                    "  set:  sync.transport=nccl for rollouts on devices of their own, or tcp"
                 )
             yield from _shared(sender)
 
