@@ -23,11 +23,15 @@ class MortalRollout(ToyRollout):
 
     dead = False
     starts = 0
+    closed = False
 
     async def setup(self, rank: Rank) -> int:
         self.dead = False
         self.starts += 1
         return await super().setup(rank)
+
+    def close(self) -> None:
+        self.closed = True
 
     async def generate(self, request: Request) -> Completion:
         self.check()
@@ -135,6 +139,14 @@ def test_a_replica_that_keeps_dying_stops_the_run(tmp_path: Path) -> None:
             await group.pause(InFlight.DRAIN)
 
     asyncio.run(story())
+
+
+def test_a_run_that_ends_closes_its_rollouts(tmp_path: Path) -> None:
+    """What they started, an engine's processes say, does not outlive it."""
+    group = make_group(tmp_path, 2)
+    assert [replica(group, i).closed for i in range(2)] == [False, False]
+    group.executor.close()
+    assert [replica(group, i).closed for i in range(2)] == [True, True]
 
 
 def test_requests_go_to_the_fewest_outstanding_tokens(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def run(folder: Path, reference: TransformersReference, *overrides: str) -> list
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("sync.transport=disk",),
+        ("sync.transport=disk", "offload=true"),
         (
             "max_staleness=1",
             "algorithm.correction_cap=2",
@@ -42,7 +42,7 @@ def run(folder: Path, reference: TransformersReference, *overrides: str) -> list
             "sync.transport=nccl",
         ),  # gloo, on the CPU
     ],
-    ids=["synchronous", "asynchronous"],
+    ids=["taking turns", "asynchronous"],
 )
 def test_it_trains(tmp_path: Path, reference: TransformersReference, overrides: tuple[str, ...]) -> None:
     log = run(tmp_path, reference, *overrides)

@@ -10,7 +10,7 @@ from typing import Any
 
 from coupler.executors.handle import Handle
 from coupler.imports import resolve
-from coupler.interfaces import Rank
+from coupler.interfaces import Rank, Rollout
 from coupler.placement import Role
 from coupler.waiting import Waits
 
@@ -41,12 +41,15 @@ class Local:
         self.inline, self.waits = inline, waits
         self.threads: dict[Handle, ThreadPoolExecutor] = {}
         self.loops: dict[Handle, asyncio.AbstractEventLoop] = {}
+        self.rollouts: list[Rollout] = []
 
     async def place(self, roles: Sequence[Role]) -> None:
         """Take nothing: whatever this process has is there."""
 
     def spawn(self, role: str, index: int, build: str, spec: Any, python: str = "") -> Handle:
         handle = Handle(role, index, resolve(build)(spec))
+        if isinstance(handle.of, Rollout):
+            self.rollouts.append(handle.of)
         if not self.inline:
             self.threads[handle] = ThreadPoolExecutor(1, thread_name_prefix=f"{role}-{index}")
         return handle
@@ -94,6 +97,8 @@ class Local:
 
     def close(self) -> None:
         self.waits.close()
+        for rollout in self.rollouts:
+            rollout.close()
         for loop in self.loops.values():
             loop.call_soon_threadsafe(loop.stop)
         for thread in self.threads.values():
