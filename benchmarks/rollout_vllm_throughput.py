@@ -63,7 +63,7 @@ def through_vllm(folder: Path, config: VLLMConfig, requests: list[Request]) -> d
     from coupler_rollout_vllm.arguments import engine_arguments
 
     llm = LLM(**engine_arguments(config, Model(str(folder)), Rank(seed=1)))
-    prompts: list[Any] = [{"prompt_token_ids": list(r.prompt)} for r in requests]
+    prompts: list[Any] = [compat.tokens_input(list(r.prompt)) for r in requests]
     params = [compat.sampling_params(r, 0, r.max_tokens, config.per_request_seeds) for r in requests]
     llm.generate(prompts[:WARM], params[:WARM], use_tqdm=False)
     start, cpu = time.perf_counter(), time.process_time()

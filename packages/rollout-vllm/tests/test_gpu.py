@@ -68,7 +68,7 @@ def test_shared_memory_brings_every_bit(served: Served, reference: TransformersR
     check(served, reference)
 
 
-def test_a_tensor_larger_than_a_buffer_is_lent(
+def test_tensors_larger_than_a_buffer_arrive(
     served: Served, reference: TransformersReference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("coupler.transports.ipc.BUFFER_BYTES", 30_000)

@@ -61,6 +61,7 @@ for _name, _value in FRESH.items():  # vLLM reads them when it is imported, and 
 import torch  # noqa: E402
 from vllm import AsyncEngineArgs, SamplingParams  # noqa: E402
 from vllm.config import set_current_vllm_config  # noqa: E402
+from vllm.inputs import tokens_input as tokens_input  # noqa: E402
 from vllm.model_executor.layers.attention import Attention  # noqa: E402
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod  # noqa: E402
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod  # noqa: E402

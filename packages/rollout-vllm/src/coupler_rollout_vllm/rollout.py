@@ -106,7 +106,7 @@ class VLLMRollout(Rollout):
         assert task is not None
         name, running = f"coupler-{next(self.names)}", Running(task, [(0, self.version)])
         params = compat.sampling_params(request, len(done.tokens), room, self.config.per_request_seeds)
-        prompt = {"prompt_token_ids": [*request.prompt, *done.tokens], "cache_salt": str(self.updates)}
+        prompt = compat.tokens_input([*request.prompt, *done.tokens], cache_salt=str(self.updates))
         self.running[name] = running
         self.idle.clear()
         if self.watch is None:

@@ -1,7 +1,8 @@
 """Weights through memory that two processes of one GPU share (CUDA IPC): no host copy, no second network.
 
-Every engine rank serves the rollout workers of its own device. Two buffers take turns: one is filled while the other is
-read. A tensor larger than a buffer is lent as it is. Handles are hex in JSON over :mod:`coupler.transports.connection`.
+Every engine rank serves the rollout workers of its own device. Two buffers take turns: one is filled while the other
+is read. A tensor larger than a buffer travels in a copy. Handles are hex in JSON, over
+:mod:`coupler.transports.connection`.
 """
 
 from __future__ import annotations
@@ -71,18 +72,18 @@ class _Sharing:
 
     def __init__(self, receivers: list[socket.socket]) -> None:
         self.receivers = receivers
-        self.buffers: list[torch.Tensor] = []
-        self.exported: list[dict[str, Any]] = []
+        self.buffers: dict[int, torch.Tensor] = {}
+        self.exported: dict[int, dict[str, Any]] = {}
         self.unread: deque[int] = deque()  # buffers that were sent and not yet answered, oldest first
         self.turn = 1
-        self.packer = Packer(self._next, self._ship, self._lend)
+        self.packer = Packer(self._next, self._ship, self._lend, BUFFER_BYTES)
 
     def _next(self) -> torch.Tensor:
         """The buffer that was not filled last, once everybody has read it."""
         self.turn = 1 - self.turn
-        if len(self.buffers) <= self.turn:
-            self.buffers.append(torch.empty(BUFFER_BYTES, dtype=torch.uint8, device="cuda"))
-            self.exported.append(_export(self.buffers[-1]))
+        if self.turn not in self.buffers:
+            self.buffers[self.turn] = torch.empty(BUFFER_BYTES, dtype=torch.uint8, device="cuda")
+            self.exported[self.turn] = _export(self.buffers[self.turn])
         if self.turn in self.unread:
             self._answered()
         return self.buffers[self.turn]
@@ -93,10 +94,22 @@ class _Sharing:
         self.unread.append(self.turn)
 
     def _lend(self, flat: torch.Tensor, entry: Entry) -> None:
-        self.drain()
+        """Share a copy. The engine's own memory is not shared: each time, torch would count one more owner of it."""
+        self._forget()
+        copy = flat.clone()
         torch.cuda.current_stream().synchronize()
-        self._send({"memory": _export(flat), "entries": [entry]})
+        self._send({"memory": _export(copy), "entries": [entry]})
         self._wait()
+
+    def _forget(self) -> None:
+        """Give the buffers back once nobody has them open: they and a large copy are not there at once."""
+        self.drain()
+        if self.buffers:
+            self._send({"forget": True})
+            self._wait()
+            self.buffers.clear()
+            self.exported.clear()
+            torch.cuda.ipc_collect()
 
     def drain(self) -> None:
         """Wait until everything that was sent has been read."""
@@ -104,11 +117,10 @@ class _Sharing:
             self._answered()
 
     def close(self) -> None:
-        """End the stream, and give the buffers back once nobody has them open."""
-        self.drain()
+        """End the stream."""
+        self._forget()
         self._send({})
-        self._wait()
-        self.buffers.clear()
+        self._wait()  # what was lent is closed too
         torch.cuda.ipc_collect()
 
     def _answered(self) -> None:
@@ -127,7 +139,11 @@ class _Sharing:
 def _shared(sender: socket.socket) -> Iterator[Named]:
     """Open what the sender shares, piece by piece, and say when each was read."""
     buffers: dict[int, torch.Tensor] = {}
-    while "memory" in (said := header(sender)):
+    while said := header(sender):
+        if "forget" in said:
+            buffers.clear()
+            send(sender, {})
+            continue
         turn = said.get("buffer", -1)  # -1: lent for this once
         memory = buffers[turn] if turn in buffers else _open(said["memory"])
         if turn >= 0:
@@ -137,7 +153,6 @@ def _shared(sender: socket.socket) -> Iterator[Named]:
         torch.cuda.current_stream().synchronize()
         del memory
         send(sender, {})
-    buffers.clear()
     send(sender, {})
 
 

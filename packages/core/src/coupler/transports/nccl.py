@@ -58,7 +58,7 @@ class NcclTransport(Transport):
     def _gathered(self, address: str, receivers: list[tuple[socket.socket, dict[str, Any]]], update: Any) -> Group:
         """The group of these receivers: the one of the last update if all of them are in it, or a new one."""
         held = self.groups.pop((address, -1), None)
-        if held and [said["group"] for _, said in receivers] == held.members[1:]:
+        if held and sorted(said["group"] for _, said in receivers) == sorted(held.members):
             for connection, _ in receivers:
                 send(connection, {})
             group = held
@@ -95,7 +95,7 @@ class Group:
     def __init__(self, store: Any, rank: int, world: int, update: WeightUpdate) -> None:
         self.rank, self.world = rank, world
         self.name = f"{store.port}-{rank}"
-        self.members = [f"{store.port}-{i}" for i in range(world)]
+        self.members = [f"{store.port}-{i}" for i in range(1, world)]  # the receivers
         self.store = store  # its server lives as long as this
         self.device = torch.device("cuda" if _cuda() else "cpu")
         prefixed = dist.PrefixStore("coupler-weights", store)
@@ -140,7 +140,7 @@ class _Broadcast:
         self.buffers: list[torch.Tensor] = []
         self.works: list[Any] = [None, None]
         self.turn = 1
-        self.packer = Packer(self._next, self._ship, lambda flat, entry: self._announced(flat, [entry]))
+        self.packer = Packer(self._next, self._ship, lambda flat, entry: self._announced(flat, [entry]), BUFFER_BYTES)
 
     def _next(self) -> torch.Tensor:
         self.turn = 1 - self.turn

@@ -21,7 +21,8 @@ class Packer:
     Args:
         buffer: called for the buffer to fill next, uint8.
         ship: called with the filled buffer's bytes and what they are.
-        lend: called with a tensor that is larger than a buffer, as bytes; it may be read until the call returns.
+        lend: called with a tensor that is larger than ``capacity``, as bytes; it may be read until the call returns.
+        capacity: bytes of a buffer.
     """
 
     def __init__(
@@ -29,8 +30,9 @@ class Packer:
         buffer: Callable[[], torch.Tensor],
         ship: Callable[[torch.Tensor, list[Entry]], None],
         lend: Callable[[torch.Tensor, Entry], None],
+        capacity: int,
     ) -> None:
-        self.buffer, self.ship, self.lend = buffer, ship, lend
+        self.buffer, self.ship, self.lend, self.capacity = buffer, ship, lend, capacity
         self.current: torch.Tensor | None = None
         self.entries: list[Entry] = []
         self.used = self.num_tensors = self.num_bytes = 0
@@ -41,14 +43,13 @@ class Packer:
             flat, entry = as_bytes(tensor), entry_of(name, tensor)
             self.num_tensors += 1
             self.num_bytes += len(flat)
-            if self.current is None:
-                self.current = self.buffer()
-            if len(flat) > len(self.current):
+            if len(flat) > self.capacity:
                 self.flush()
                 self.lend(flat, entry)
                 continue
-            if self.used + len(flat) > len(self.current):
+            if self.used + len(flat) > self.capacity:
                 self.flush()
+            if self.current is None:
                 self.current = self.buffer()
             self.current[self.used : self.used + len(flat)].copy_(flat)
             self.entries.append({**entry, "offset": self.used})
