@@ -1,6 +1,6 @@
 # Two commands on a bare machine with Python 3.11+: `make quickstart` and `make test`. Everything stays in this folder.
 PYTHON ?= python3
-PACKAGES := core engine-fsdp algos
+PACKAGES := core engine-fsdp algos rollout-vllm
 UV := .tools/bin/uv
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
@@ -36,14 +36,21 @@ $(UV):
 
 .envs/%/.synced: uv.lock packages/%/pyproject.toml | $(UV)
 	$(UV) venv --quiet --allow-existing --python $(PYTHON) .envs/$*
-	UV_PROJECT_ENVIRONMENT=$(CURDIR)/.envs/$* $(UV) sync --frozen --package coupler-$* --group test --quiet
+	UV_PROJECT_ENVIRONMENT=$(CURDIR)/.envs/$* $(UV) sync --frozen --package coupler-$* --group test $(SYNC_$*) --quiet
 	touch $@
 
 KIT := --pyargs coupler.testing.conformance
 KIT_core := --coupler engine=toy --coupler rollout=toy --coupler algorithm=toy --coupler transport=inproc \
   --coupler transport=disk --coupler transport=tcp
-KIT_engine-fsdp := --coupler engine=fsdp --coupler rollout=hf
+KIT_engine-fsdp := --coupler engine=fsdp --coupler rollout=hf --coupler transport=nccl
 KIT_algos := --coupler algorithm=grpo --coupler algorithm=rloo --coupler algorithm=ppo --coupler algorithm=sft
+
+KIT_rollout-vllm := --coupler engine=fsdp --coupler rollout=vllm -k 'test_rollout or test_pair'
+SYNC_rollout-vllm := --extra cpu
+# vLLM on the CPU: no warm-up, no pinned cores, the model worker in the scheduler's process
+test-rollout-vllm: export VLLM_CPU_CI_ENV = 1
+test-rollout-vllm: export VLLM_CPU_OMP_THREADS_BIND = nobind
+test-rollout-vllm: export VLLM_ENABLE_V1_MULTIPROCESSING = 0
 
 test-%: .envs/%/.synced
 	.envs/$*/bin/python -m pytest packages/$*/tests

@@ -106,7 +106,24 @@ def test_no_weight_path_lists_what_each_side_offers() -> None:
     assert found == ("full", "inproc")
 
 
-def test_remote_workers_are_not_reached_through_the_process() -> None:
+@pytest.mark.parametrize(
+    ("gpu", "options", "expected"),
+    [
+        (False, [], "tcp"),
+        (False, ["sync.transport=disk"], "disk"),
+        (True, [], "ipc"),
+        (True, ["sync.transport=nccl"], "nccl"),
+        (True, ["executor=ray"], "ipc"),
+        (True, ["executor=ray", "ray.placement=disjoint"], "nccl"),
+        (True, ["executor=ray", "ray.devices=cpu"], "tcp"),
+        (False, ["executor=ray", "ray.devices=gpu"], "ipc"),
+    ],
+)
+def test_remote_workers_are_reached_from_device_to_device(
+    monkeypatch: pytest.MonkeyPatch, gpu: bool, options: list[str], expected: str
+) -> None:
+    """Not through the process, and not through the host's memory where there are GPUs."""
+    monkeypatch.setattr("coupler.builtin.gpu_is_visible", lambda: gpu)
     plugins = Plugins.load()
     rollout = plugins.get("rollout", "toy")
     remote = dataclasses.replace(rollout, capabilities=frozenset({"weights:full", "workers:remote"}))
@@ -114,9 +131,9 @@ def test_remote_workers_are_not_reached_through_the_process() -> None:
         engine=plugins.get("engine", "toy"),
         rollout=remote,
         transports=plugins.of("transport"),
-        config=compose(plugins, NEEDED).config,
+        config=compose(plugins, [*NEEDED, *options]).config,
     )
-    assert found == ("full", "tcp")
+    assert found == ("full", expected)
 
 
 def test_planning_reads_no_option() -> None:

@@ -13,7 +13,8 @@ import pytest
 
 from coupler.errors import WaitTimeout, WeightSyncError
 from coupler.interfaces import Endpoint, Named, Rank, WeightUpdate
-from coupler.transports.tcp import LENGTH, TcpTransport
+from coupler.transports.connection import LENGTH
+from coupler.transports.tcp import TcpTransport
 
 
 def update_of(transport: TcpTransport, deadline_s: float = 5.0) -> WeightUpdate:
@@ -22,18 +23,19 @@ def update_of(transport: TcpTransport, deadline_s: float = 5.0) -> WeightUpdate:
 
 
 def with_token(update: WeightUpdate, token: str) -> WeightUpdate:
-    host, port, _ = json.loads(update.endpoints[0].address)
-    return replace(update, endpoints=(Endpoint(json.dumps([host, port, token])),))
+    address = {**json.loads(update.endpoints[0].address), "token": token}
+    return replace(update, endpoints=(Endpoint(json.dumps(address)),))
 
 
 def test_it_listens_on_loopback_for_who_knows_the_token() -> None:
     transport = TcpTransport()
     update = update_of(transport)
-    assert json.loads(update.endpoints[0].address)[0] == "127.0.0.1"
+    address = json.loads(update.endpoints[0].address)
+    assert address["host"] == "127.0.0.1"
     weights = [("w", np.arange(6.0).reshape(2, 3))]
     with ThreadPoolExecutor(1) as pool:
         sending = pool.submit(transport.send, iter(weights), update, Rank())
-        with socket.create_connection(json.loads(update.endpoints[0].address)[:2]) as rude:
+        with socket.create_connection((address["host"], address["port"])) as rude:
             rude.sendall(LENGTH.pack(1 << 40))  # neither a header nor short
             with pytest.raises(WeightSyncError, match="went away"):
                 list(TcpTransport().receive(with_token(update, "guessed"), Rank()))

@@ -37,6 +37,10 @@ class WorkerDied(WorkerFailed):
     """The process of a worker ended; the message holds how, and its last log lines."""
 
 
+class ReplicaDied(CouplerError):
+    """The inference engine behind one rollout replica ended; what it was sampling is lost, and nothing else."""
+
+
 class TooFewDevices(CouplerError):
     """An engine has more ranks than this machine has devices for them; the message says how many it needs."""
 

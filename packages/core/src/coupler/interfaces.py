@@ -275,7 +275,10 @@ class Rollout(ABC):
 
     @abstractmethod
     async def setup(self, rank: Rank) -> int:
-        """Start serving; return how many model workers this replica has."""
+        """Start serving; return how many model workers this replica has.
+
+        Called again after a method raised :class:`~coupler.errors.ReplicaDied`: it starts anew, with dummy weights.
+        """
 
     @abstractmethod
     async def generate(self, request: Request) -> Completion:
@@ -298,6 +301,9 @@ class Rollout(ABC):
 
     async def wake(self, what: frozenset[Memory]) -> None:
         """Undo :meth:`sleep`. Weights come back with undefined contents: an update follows."""
+
+    def close(self) -> None:
+        """End processes that this replica started. :meth:`setup` may follow."""
 
 
 @dataclass(frozen=True, slots=True)

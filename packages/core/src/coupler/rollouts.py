@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, replace
 from typing import Any
 
 from coupler.config.plain import Section
-from coupler.errors import CouplerError
+from coupler.errors import CouplerError, ReplicaDied
 from coupler.executors import Executor
 from coupler.imports import resolve
-from coupler.interfaces import Completion, Model, Rank, Request, Rollout
+from coupler.interfaces import Completion, InFlight, Model, Rank, Request, Rollout
+
+MAX_RESTARTS = 3  # of one replica in a run: one that dies again and again has a cause that a restart does not mend
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,11 @@ def build(spec: RolloutSpec) -> Rollout:
 
 
 class RolloutGroup:
-    """Routes requests to the replica with the fewest outstanding tokens; a session keeps the replica it got."""
+    """Routes requests to the replica with the fewest outstanding tokens; a session keeps the replica it got.
+
+    What a dead replica was sampling goes to another one; it is started again at the next pause, in time for the
+    weights that follow.
+    """
 
     def __init__(self, executor: Executor, target: str, config: Any, model: Model, ranks: list[Rank]) -> None:
         self.executor, self.ranks = executor, ranks
@@ -43,26 +50,67 @@ class RolloutGroup:
         self.replicas = [
             executor.spawn("rollout", rank.index, "coupler.rollouts:build", spec, config.python) for rank in ranks
         ]
+        self.num_workers = [0] * len(ranks)
         self.outstanding = [0] * len(ranks)
+        self.restarts = [0] * len(ranks)
+        self.dead: set[int] = set()
         self.sessions: dict[str, int] = {}
 
-    async def setup(self) -> int:
-        """Start every replica; return the number of model workers over all of them.
+    @property
+    def num_receivers(self) -> int:
+        """Model workers over all living replicas."""
+        return sum(self.num_workers[i] for i in self._living())
+
+    def _living(self) -> list[int]:
+        return [i for i in range(len(self.replicas)) if i not in self.dead]
+
+    async def setup(self) -> None:
+        """Start every replica.
 
         A replica is a world of its own: what it gets is its place, with rank 0 of 1.
         """
         self.ranks = await self.executor.locate(self.replicas, self.ranks)
-        alone = [(replace(rank, index=0, world=1, rendezvous=""),) for rank in self.ranks]
-        return sum(await self.executor.each(self.replicas, "setup", alone))
+        alone = [(self._alone(i),) for i in range(len(self.ranks))]
+        self.num_workers = await self.executor.each(self.replicas, "setup", alone)
+
+    def _alone(self, index: int) -> Rank:
+        return replace(self.ranks[index], index=0, world=1, rendezvous="")
 
     async def all(self, method: str, *args: Any) -> list[Any]:
-        return await self.executor.each(self.replicas, method, [args] * len(self.replicas))
+        """Call a method of every living replica; one result each."""
+        living = [self.replicas[i] for i in self._living()]
+        return await self.executor.each(living, method, [args] * len(living))
+
+    async def pause(self, in_flight: InFlight) -> None:
+        """Pause every replica; one that died is started again, and waits for weights like the others.
+
+        Raises:
+            ReplicaDied: a replica was started ``MAX_RESTARTS`` times already.
+        """
+        await asyncio.gather(*(self._pause(i, in_flight) for i in self._living()))
+        for index in sorted(self.dead):
+            self.restarts[index] += 1
+            if self.restarts[index] > MAX_RESTARTS:
+                raise ReplicaDied(
+                    f"rollout replica {index} died {self.restarts[index]} times.\n  look at:  the log of this replica"
+                )
+            print(f"coupler: rollout replica {index} died; starting it again")
+            self.num_workers[index] = await self.executor.call(self.replicas[index], "setup", self._alone(index))
+            await self.executor.call(self.replicas[index], "pause", in_flight)
+            self.dead.discard(index)
+
+    async def _pause(self, index: int, in_flight: InFlight) -> None:
+        try:
+            await self.executor.call(self.replicas[index], "pause", in_flight)
+        except ReplicaDied:
+            self.dead.add(index)
 
     async def generate(self, request: Request) -> Completion:
         """Sample one completion; what an abort cut off is continued once from where it stopped.
 
         Raises:
             CouplerError: it was cut off twice.
+            ReplicaDied: no replica lives.
         """
         done = await self._generate(request)
         if done.finish != "abort":
@@ -76,11 +124,25 @@ class RolloutGroup:
         )
 
     async def _generate(self, request: Request) -> Completion:
-        lightest = min(range(len(self.replicas)), key=self.outstanding.__getitem__)
-        index = self.sessions.setdefault(request.session, lightest) if request.session else lightest
-        cost = len(request.prompt) + request.max_tokens
-        self.outstanding[index] += cost
-        try:
-            return await self.executor.call(self.replicas[index], "generate", request)
-        finally:
-            self.outstanding[index] -= cost
+        """Sample on one replica, and on another if that one dies: nothing of a dead one's is used."""
+        while True:
+            index = self._route(request)
+            cost = len(request.prompt) + request.max_tokens
+            self.outstanding[index] += cost
+            try:
+                return await self.executor.call(self.replicas[index], "generate", request)
+            except ReplicaDied:
+                self.dead.add(index)
+                if not self._living():
+                    raise
+            finally:
+                self.outstanding[index] -= cost
+
+    def _route(self, request: Request) -> int:
+        kept = self.sessions.get(request.session) if request.session else None
+        if kept is not None and kept not in self.dead:
+            return kept
+        lightest = min(self._living(), key=self.outstanding.__getitem__)
+        if request.session:
+            self.sessions[request.session] = lightest
+        return lightest

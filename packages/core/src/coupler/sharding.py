@@ -45,7 +45,7 @@ class StreamShardingManager(ShardingManager):
         self.limit = config.max_mean_logprob_diff
 
     async def setup(self) -> None:
-        self.num_receivers = await self.rollouts.setup()
+        await self.rollouts.setup()
         self.endpoints = tuple(await self.engine.all("bind", self.transport))
 
     async def prove(self, version: int = 0) -> Metrics:
@@ -56,7 +56,7 @@ class StreamShardingManager(ShardingManager):
         """
         if not self.config.self_test:
             return await self.sync(version)
-        await self._push(self._update(version, permuted=True))
+        await self._push(version, permuted=True)
         permuted = await self._probe()
         metrics = await self.sync(version)
         true = await self._probe()
@@ -78,7 +78,7 @@ class StreamShardingManager(ShardingManager):
 
     async def sync(self, version: int) -> Metrics:
         start = time.perf_counter()
-        sent, receipts = await self._push(self._update(version, permuted=False))
+        sent, receipts = await self._push(version, permuted=False)
         self.version = version
         if not self.limit:
             self.limit = LIMIT["half" if "16" in sent.dtype else "full"]
@@ -111,16 +111,17 @@ class StreamShardingManager(ShardingManager):
             format=self.weight_format,
             transport=self.transport,
             endpoints=self.endpoints,
-            num_receivers=self.num_receivers,
+            num_receivers=self.rollouts.num_receivers,
             deadline_s=self.config.deadline_s,
             permuted=permuted,
         )
 
-    async def _push(self, update: WeightUpdate) -> tuple[SendReceipt, list[SyncReceipt]]:
-        await self.rollouts.all("pause", self.config.in_flight)
+    async def _push(self, version: int, *, permuted: bool) -> tuple[SendReceipt, list[SyncReceipt]]:
+        await self.rollouts.pause(self.config.in_flight)
+        update = self._update(version, permuted=permuted)
         async with asyncio.timeout(self.config.deadline_s):
             sent, receipts = await asyncio.gather(
-                self.engine.all("push", update),
+                self.engine.push(update),
                 self.rollouts.all("update", update),
             )
         for replica, receipt in enumerate(receipts):

@@ -222,6 +222,10 @@ class WorkerGroup:
         """Same arguments to every rank; one result per rank."""
         return await self.executor.each(self.ranks, method, [args] * len(self.ranks))
 
+    async def push(self, update: WeightUpdate) -> list[SendReceipt]:
+        """Send the weights from every rank, while the caller's thread serves those who receive them."""
+        return await self.executor.each(self.ranks, "push", [(update,)] * len(self.ranks), aside=True)
+
     async def scatter(self, method: str, shards: Iterable[Any], *args: Any) -> list[Any]:
         """Shard ``i`` to every rank that reads it; one result per shard, in order.
 

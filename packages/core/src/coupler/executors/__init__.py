@@ -40,8 +40,14 @@ class Executor(Protocol):
         """Return what stands for ``value`` as an argument of several calls: it travels once."""
         ...
 
-    async def each(self, handles: Sequence[Handle], method: str, arguments: Iterable[tuple[Any, ...]]) -> list[Any]:
-        """Call a method of several workers of one role, each with its own arguments; one result per worker."""
+    async def each(
+        self, handles: Sequence[Handle], method: str, arguments: Iterable[tuple[Any, ...]], *, aside: bool = False
+    ) -> list[Any]:
+        """Call a method of several workers of one role, each with its own arguments; one result per worker.
+
+        Args:
+            aside: the call waits for something that the caller's own thread goes on to do.
+        """
         ...
 
     async def call(self, handle: Handle, method: str, *args: Any) -> Any:

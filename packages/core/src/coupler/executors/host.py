@@ -18,7 +18,7 @@ from coupler import errors
 from coupler.config.plain import RECEIVED
 from coupler.errors import CouplerError, WorkerFailed
 from coupler.imports import resolve
-from coupler.interfaces import open_transport
+from coupler.interfaces import Rollout, open_transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,9 @@ class Host:
         faulthandler.dump_traceback(self.log)
 
     async def close(self) -> None:
-        """Let go of what would outlive the process, such as a transport's folder."""
+        """Let go of what would outlive the process: a rollout's own processes, a transport's folder."""
+        if isinstance(self.object, Rollout):
+            await self._in_thread(self.object.close)
         self.object = None
         open_transport.cache_clear()
 

@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from coupler.executors.handle import Handle
 from coupler.imports import resolve
-from coupler.interfaces import Rank
+from coupler.interfaces import Rank, Rollout
 from coupler.placement import Role
 from coupler.waiting import Waits
+
+
+def _in_daemon(function: Any, args: tuple[Any, ...]) -> asyncio.Future[Any]:
+    """Call it in a thread that does not keep the process alive: what it waits for may have died."""
+    done: Future[Any] = Future()
+    done.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            done.set_result(function(*args))
+        except BaseException as error:  # the caller raises it
+            done.set_exception(error)
+
+    threading.Thread(target=run, name=function.__name__, daemon=True).start()
+    return asyncio.wrap_future(done)
 
 
 class Local:
@@ -25,12 +41,15 @@ class Local:
         self.inline, self.waits = inline, waits
         self.threads: dict[Handle, ThreadPoolExecutor] = {}
         self.loops: dict[Handle, asyncio.AbstractEventLoop] = {}
+        self.rollouts: list[Rollout] = []
 
     async def place(self, roles: Sequence[Role]) -> None:
         """Take nothing: whatever this process has is there."""
 
     def spawn(self, role: str, index: int, build: str, spec: Any, python: str = "") -> Handle:
         handle = Handle(role, index, resolve(build)(spec))
+        if isinstance(handle.of, Rollout):
+            self.rollouts.append(handle.of)
         if not self.inline:
             self.threads[handle] = ThreadPoolExecutor(1, thread_name_prefix=f"{role}-{index}")
         return handle
@@ -41,9 +60,15 @@ class Local:
     def put(self, value: Any) -> Any:
         return value
 
-    async def each(self, handles: Sequence[Handle], method: str, arguments: Iterable[tuple[Any, ...]]) -> list[Any]:
+    async def each(
+        self, handles: Sequence[Handle], method: str, arguments: Iterable[tuple[Any, ...]], *, aside: bool = False
+    ) -> list[Any]:
         with self.waits.named(handles[0].role, method, [handle.index for handle in handles]):
             calls = [(handle, getattr(handle.of, method)) for handle in handles]
+            if self.inline and aside:
+                return await asyncio.gather(
+                    *(_in_daemon(bound, args) for (_, bound), args in zip(calls, arguments, strict=True))
+                )
             if self.inline and not asyncio.iscoroutinefunction(calls[0][1]):
                 return [bound(*args) for (_, bound), args in zip(calls, arguments, strict=True)]
             return await asyncio.gather(
@@ -72,6 +97,8 @@ class Local:
 
     def close(self) -> None:
         self.waits.close()
+        for rollout in self.rollouts:
+            rollout.close()
         for loop in self.loops.values():
             loop.call_soon_threadsafe(loop.stop)
         for thread in self.threads.values():

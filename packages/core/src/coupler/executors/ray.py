@@ -107,7 +107,9 @@ class OnRay:
     def put(self, value: Any) -> Any:
         return ray.put(value)
 
-    async def each(self, handles: Sequence[Handle], method: str, arguments: Iterable[tuple[Any, ...]]) -> list[Any]:
+    async def each(
+        self, handles: Sequence[Handle], method: str, arguments: Iterable[tuple[Any, ...]], *, aside: bool = False
+    ) -> list[Any]:
         refs = [handle.of.call.remote(method, *args) for handle, args in zip(handles, arguments, strict=True)]
         return await self._gather(handles, method, refs)
 

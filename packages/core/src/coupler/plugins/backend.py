@@ -26,6 +26,8 @@ VOCABULARY = frozenset(
         "place:process",  # transport: sender and receiver share one process
         "place:host",  # transport: processes of one host
         "place:cluster",  # transport: processes of hosts that reach each other's ports
+        "device:shared",  # transport: from GPU to GPU, where both sides use the same one
+        "device:apart",  # transport: from GPU to GPU, where each side has its own
         "memory:offload",  # engine: offload and onload free device memory
         "memory:sleep",  # rollout: sleep and wake free device memory
         "in_flight:abort",

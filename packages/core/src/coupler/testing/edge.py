@@ -70,4 +70,5 @@ class Served:
         return self.run(lambda: self.edge.push(weights, permuted=permuted))
 
     def close(self) -> None:
+        self.rollout.close()
         self.runner.close()

@@ -48,7 +48,7 @@ def write_qwen2(folder: Path, *, tied: bool, seed: int = 0) -> Path:
 
     config = Qwen2Config(
         vocab_size=VOCAB,
-        hidden_size=64,
+        hidden_size=128,
         intermediate_size=96,
         num_hidden_layers=2,
         num_attention_heads=4,
@@ -70,7 +70,7 @@ def write_qwen2(folder: Path, *, tied: bool, seed: int = 0) -> Path:
                 param.copy_(0.2 * noise)
             else:
                 wide = "embed" in name or "lm_head" in name
-                param.copy_(noise * (0.35 if wide else param.shape[1] ** -0.5))
+                param.copy_(noise * (0.25 if wide else param.shape[1] ** -0.5))
     model.save_pretrained(folder)
     write_tokenizer(folder)
     return folder

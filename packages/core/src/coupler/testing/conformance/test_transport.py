@@ -27,6 +27,8 @@ class Link:
     def __init__(
         self, subject: Subject, num_senders: int = 1, num_receivers: int = 1, deadline_s: float = 30.0
     ) -> None:
+        if subject.has("device:shared"):
+            pytest.skip(f"{subject} declares device:shared: that needs two processes and a GPU")
         self.subject, self.deadline_s = subject, deadline_s
         self.transport: Transport = subject.backend.load()()
         self.senders = [Rank(index=i, world=num_senders) for i in range(num_senders)]

@@ -1,0 +1,138 @@
+"""Connections of receivers to a sender: who does not know the sender's random token is hung up on.
+
+On the wire, each way: messages of a length (8 bytes, big endian), a JSON header, and as many bytes as it announces.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from coupler.errors import WaitTimeout, WeightSyncError
+from coupler.interfaces import Rank, WeightUpdate
+
+LENGTH = struct.Struct(">Q")
+MAX_HEADER = 1 << 24
+GREETING_S = 10.0
+MAX_GREETING = 1 << 16
+
+
+class Listener:
+    """Listens on a rank's node, or on loopback where it has none."""
+
+    def __init__(self, rank: Rank, **facts: Any) -> None:
+        self.socket = socket.create_server((rank.node or "127.0.0.1", 0))
+        host, port = self.socket.getsockname()
+        self.host, self.token = host, secrets.token_hex(32)
+        self.address = json.dumps({"host": host, "port": port, "token": self.token, **facts})
+
+    @contextmanager
+    def accepted(self, update: WeightUpdate) -> Iterator[list[tuple[socket.socket, dict[str, Any]]]]:
+        """Wait for every receiver of this update; each comes with what it said of itself.
+
+        Raises:
+            WaitTimeout: they did not all come in time, or one took nothing for so long.
+            WeightSyncError: one went away.
+        """
+        receivers: list[tuple[socket.socket, dict[str, Any]]] = []
+        try:
+            self._accept(update, receivers)
+            yield receivers
+        except TimeoutError:
+            raise WaitTimeout(
+                f"a receiver took no weights of version {update.version} for {update.deadline_s:.0f} s.\n"
+                "  look at:  the rollout's log, sync.deadline_s"
+            ) from None
+        except OSError as error:
+            raise WeightSyncError(f"a receiver of weights version {update.version} went away: {error}.") from None
+        finally:
+            for receiver, _ in receivers:
+                receiver.close()
+
+    def _accept(self, update: WeightUpdate, receivers: list[tuple[socket.socket, dict[str, Any]]]) -> None:
+        end = time.monotonic() + update.deadline_s
+        while len(receivers) < update.num_receivers:
+            self.socket.settimeout(max(end - time.monotonic(), 0.001))
+            try:
+                receiver, _ = self.socket.accept()
+            except TimeoutError:
+                raise WaitTimeout(
+                    f"waited {update.deadline_s:.0f} s for {update.num_receivers} receivers of weights version "
+                    f"{update.version}; {len(receivers)} came.\n  look at:  the rollout's log, sync.deadline_s"
+                ) from None
+            receiver.settimeout(GREETING_S)
+            said = _greeting(receiver)
+            if hmac.compare_digest(str(said.get("token")), self.token) and said.get("key") == key_of(update):
+                receiver.settimeout(update.deadline_s)
+                receiver.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                receivers.append((receiver, said))
+            else:
+                receiver.close()
+
+
+@contextmanager
+def connected(address: str, update: WeightUpdate, **facts: Any) -> Iterator[socket.socket]:
+    """Connect to the :class:`Listener` at ``address`` and say who we are.
+
+    Raises:
+        WaitTimeout: nothing came from it within the update's deadline.
+        WeightSyncError: it went away.
+    """
+    at = json.loads(address)
+    try:
+        with socket.create_connection((at["host"], at["port"]), timeout=update.deadline_s) as sender:
+            sender.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            send(sender, {"token": at["token"], "key": key_of(update), **facts})
+            yield sender
+    except TimeoutError:
+        raise WaitTimeout(
+            f"waited {update.deadline_s:.0f} s for weights of version {update.version} from "
+            f"{at['host']}:{at['port']}.\n  look at:  the sender's log, sync.deadline_s"
+        ) from None
+    except OSError as error:
+        raise WeightSyncError(f"the sender of weights version {update.version} went away: {error}.") from None
+
+
+def key_of(update: WeightUpdate) -> list[Any]:
+    return [update.version, update.permuted]
+
+
+def send(to: socket.socket, header: dict[str, Any], data: Any = b"") -> None:
+    text = json.dumps(header).encode()
+    to.sendall(LENGTH.pack(len(text)) + text)
+    to.sendall(data)
+
+
+def header(sender: socket.socket, limit: int = MAX_HEADER) -> dict[str, Any]:
+    (length,) = LENGTH.unpack(read(sender, LENGTH.size).tobytes())
+    if length > limit:
+        raise ValueError(f"a header of {length} bytes")
+    return json.loads(read(sender, length).tobytes())
+
+
+def read(sender: socket.socket, count: int) -> np.ndarray:
+    """[count] uint8."""
+    data = np.empty(count, np.uint8)
+    rest = memoryview(data.data)
+    while rest:
+        got = sender.recv_into(rest)
+        if not got:
+            raise ConnectionError("it closed the connection")
+        rest = rest[got:]
+    return data
+
+
+def _greeting(receiver: socket.socket) -> dict[str, Any]:
+    try:
+        return header(receiver, MAX_GREETING)
+    except (OSError, ValueError):
+        return {}

@@ -1,0 +1,238 @@
+"""Weights through a collective, from engine rank 0 to workers on devices of their own: NCCL, or gloo on the CPU.
+
+Names, dtypes and shapes of each bucket travel over :mod:`coupler.transports.connection`, and every receiver answers
+with what it understood before the collective starts. The group is made anew when its members change.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from coupler.errors import WaitTimeout, WeightSyncError
+from coupler.interfaces import Endpoint, Named, Rank, SendReceipt, Transport, WeightUpdate
+from coupler.transports.connection import Listener, connected, header, send
+from coupler.transports.packing import Entry, Packer, tensor_of
+
+BUFFER_BYTES = 128 << 20
+POLL_S = 0.0005
+
+
+class NcclTransport(Transport):
+    """Rank 0 of the engine is rank 0 of the group; workers follow in the order in which they came."""
+
+    def __init__(self) -> None:
+        self.listeners: dict[str, Listener] = {}
+        self.groups: dict[tuple[str, int], Group] = {}  # (address of the sender, worker; -1: the sender itself)
+
+    def bind(self, rank: Rank) -> Endpoint:
+        if rank.index:
+            return Endpoint()
+        listener = Listener(rank)
+        self.listeners[listener.address] = listener
+        return Endpoint(listener.address)
+
+    def send(self, weights: Iterable[Named], update: WeightUpdate, rank: Rank) -> SendReceipt:
+        start = time.perf_counter()
+        if rank.index:
+            sizes = [int(tensor.nbytes) for _, tensor in weights]
+            return SendReceipt(update.version, len(sizes), sum(sizes), time.perf_counter() - start)
+        address = update.endpoints[0].address
+        with self.listeners[address].accepted(update) as receivers:
+            group = self._gathered(address, receivers, update)
+            broadcast = _Broadcast(group, [connection for connection, _ in receivers], update)
+            broadcast.packer.pack(weights)
+            broadcast.close()
+        packer = broadcast.packer
+        return SendReceipt(update.version, packer.num_tensors, packer.num_bytes, time.perf_counter() - start)
+
+    def _gathered(self, address: str, receivers: list[tuple[socket.socket, dict[str, Any]]], update: Any) -> Group:
+        """The group of these receivers: the one of the last update if all of them are in it, or a new one."""
+        held = self.groups.pop((address, -1), None)
+        if held and sorted(said["group"] for _, said in receivers) == sorted(held.members):
+            for connection, _ in receivers:
+                send(connection, {})
+            group = held
+        else:
+            if held:
+                held.process_group.abort()
+            host = self.listeners[address].host
+            store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=_limit(update))
+            world = 1 + len(receivers)
+            for i, (connection, _) in enumerate(receivers):
+                send(connection, {"host": host, "port": store.port, "rank": 1 + i, "world": world, "cuda": _cuda()})
+            group = Group(store, 0, world, update)
+        self.groups[address, -1] = group
+        return group
+
+    def receive(self, update: WeightUpdate, worker: Rank) -> Iterator[Named]:
+        address = update.endpoints[0].address
+        held = self.groups.pop((address, worker.index), None)
+        with connected(address, update, group=held.name if held else "") as sender:
+            said = header(sender)
+            if "port" in said:
+                if said["cuda"] != _cuda():
+                    raise WeightSyncError("sync.transport=nccl needs a GPU on both sides, or on neither.")
+                store = dist.TCPStore(said["host"], said["port"], is_master=False, timeout=_limit(update))
+                held = Group(store, said["rank"], said["world"], update)
+            assert held is not None
+            yield from _received(held, sender, update)
+            self.groups[address, worker.index] = held
+
+
+class Group:
+    """A process group that nothing else in this process knows of."""
+
+    def __init__(self, store: Any, rank: int, world: int, update: WeightUpdate) -> None:
+        self.rank, self.world = rank, world
+        self.name = f"{store.port}-{rank}"
+        self.members = [f"{store.port}-{i}" for i in range(1, world)]  # the receivers
+        self.store = store  # its server lives as long as this
+        self.device = torch.device("cuda" if _cuda() else "cpu")
+        prefixed = dist.PrefixStore("coupler-weights", store)
+        limit = _limit(update)
+        if _cuda():
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = limit
+            self.process_group: Any = dist.ProcessGroupNCCL(prefixed, rank, world, options)
+        else:
+            self.process_group = dist.ProcessGroupGloo(prefixed, rank, world, limit)
+
+    def broadcast(self, data: torch.Tensor, update: WeightUpdate) -> Any:
+        """Start to send ``data`` from rank 0 to all; starting waits for nobody beyond the deadline."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.rootTensor = 0
+        return _bounded(lambda: self.process_group.broadcast([data], options), "collective of weights", update)
+
+    def settle(self, work: Any, update: WeightUpdate) -> None:
+        """Return when ``work`` is done.
+
+        Raises:
+            WaitTimeout: it is not within the deadline; the group is given up.
+        """
+        end = time.monotonic() + update.deadline_s
+        while not work.is_completed():
+            if time.monotonic() > end:
+                self.process_group.abort()
+                raise WaitTimeout(
+                    f"a collective of weights version {update.version} did not end in {update.deadline_s:.0f} s.\n"
+                    "  look at:  the logs of the rollout's workers, sync.deadline_s"
+                )
+            time.sleep(POLL_S)
+        work.wait()  # on a GPU: later kernels see what arrived; and what failed is raised
+
+
+class _Broadcast:
+    """The sender's side of one update. Two buffers take turns, so that one is filled while the other travels."""
+
+    def __init__(self, group: Group, receivers: list[socket.socket], update: WeightUpdate) -> None:
+        self.group, self.receivers, self.update = group, receivers, update
+        self.buffers: list[torch.Tensor] = []
+        self.works: list[Any] = [None, None]
+        self.turn = 1
+        self.packer = Packer(self._next, self._ship, lambda flat, entry: self._announced(flat, [entry]), BUFFER_BYTES)
+
+    def _next(self) -> torch.Tensor:
+        self.turn = 1 - self.turn
+        if len(self.buffers) <= self.turn:
+            self.buffers.append(torch.empty(BUFFER_BYTES, dtype=torch.uint8, device=self.group.device))
+        self._settle(self.turn)
+        return self.buffers[self.turn]
+
+    def _ship(self, data: torch.Tensor, entries: list[Entry]) -> None:
+        self.works[self.turn] = self._start(data, entries)
+
+    def _announced(self, flat: torch.Tensor, entries: list[Entry]) -> None:
+        self.group.settle(self._start(flat.to(self.group.device), entries), self.update)  # larger than a buffer
+
+    def _start(self, data: torch.Tensor, entries: list[Entry]) -> Any:
+        for receiver in self.receivers:
+            send(receiver, {"entries": entries, "nbytes": len(data)})
+        for receiver in self.receivers:
+            understood = header(receiver).get("digest")
+            if understood != _digest(entries, len(data)):
+                raise WeightSyncError(
+                    f"a rollout worker expects other tensors than {entries[0]['name']} and what follows it."
+                )
+        return self.group.broadcast(data, self.update) if len(data) else None
+
+    def _settle(self, turn: int) -> None:
+        if self.works[turn] is not None:
+            self.group.settle(self.works[turn], self.update)
+            self.works[turn] = None
+
+    def close(self) -> None:
+        for turn in (1 - self.turn, self.turn):
+            self._settle(turn)
+        for receiver in self.receivers:
+            send(receiver, {})
+
+
+def _received(group: Group, sender: socket.socket, update: WeightUpdate) -> Iterator[Named]:
+    while "entries" in (said := header(sender)):
+        entries, size = said["entries"], said["nbytes"]
+        send(sender, {"digest": _digest(entries, size)})
+        data = torch.empty(size, dtype=torch.uint8, device=group.device)
+        if size:
+            group.settle(group.broadcast(data, update), update)
+        for entry in entries:
+            yield entry["name"], tensor_of(data, entry)
+
+
+def _digest(entries: list[Entry], size: int) -> str:
+    """Of what a collective carries; a size that does not follow from the entries has none."""
+    end = entries[-1]["offset"] + entries[-1]["nbytes"]
+    if end > size:
+        return ""
+    return hashlib.sha256(json.dumps([entries, size], sort_keys=True).encode()).hexdigest()
+
+
+def _bounded(call: Callable[[], Any], what: str, update: WeightUpdate) -> Any:
+    """The result of a call that has no deadline of its own.
+
+    Raises:
+        WaitTimeout: there was none in time; the thread that waits for it is left behind.
+    """
+    results: list[Any] = []
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            if torch.cuda.is_available():
+                torch.cuda.set_device(device)
+            with stream:
+                results.append(call())
+        except BaseException as error:  # raised below
+            failures.append(error)
+
+    device = torch.cuda.current_device() if _cuda() else 0
+    stream = torch.cuda.stream(torch.cuda.current_stream() if _cuda() else None)
+    thread = threading.Thread(target=run, name=what, daemon=True)
+    thread.start()
+    thread.join(update.deadline_s)
+    if failures:
+        raise failures[0]
+    if not results:
+        raise WaitTimeout(
+            f"waited {update.deadline_s:.0f} s for the {what}, version {update.version}.\n"
+            "  look at:  the logs of the rollout's workers, sync.deadline_s"
+        )
+    return results[0]
+
+
+def _limit(update: WeightUpdate) -> timedelta:
+    return timedelta(seconds=update.deadline_s)
+
+
+def _cuda() -> bool:
+    return torch.cuda.is_available()

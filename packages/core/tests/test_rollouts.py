@@ -1,0 +1,163 @@
+"""RolloutGroup: replicas that share the requests, and one of them dying."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coupler.errors import ReplicaDied
+from coupler.executors import Local
+from coupler.interfaces import Completion, InFlight, Model, Rank, Request
+from coupler.rollouts import MAX_RESTARTS, RolloutGroup
+from coupler.testing.models import write_toy
+from coupler.testing.toy import ToyRollout
+from coupler.testing.toy_config import ToyRolloutConfig
+from coupler.waiting import Waits
+
+
+class MortalRollout(ToyRollout):
+    """Dies when told to, with everything it is sampling; ``setup`` brings it back."""
+
+    dead = False
+    starts = 0
+    closed = False
+
+    async def setup(self, rank: Rank) -> int:
+        self.dead = False
+        self.starts += 1
+        return await super().setup(rank)
+
+    def close(self) -> None:
+        self.closed = True
+
+    async def generate(self, request: Request) -> Completion:
+        self.check()
+        done = await super().generate(request)
+        self.check()
+        return done
+
+    async def pause(self, in_flight: InFlight) -> None:
+        self.check()
+        await super().pause(in_flight)
+
+    def check(self) -> None:
+        if self.dead:
+            raise ReplicaDied("it died.")
+
+
+def make_group(folder: Path, count: int) -> RolloutGroup:
+    executor = Local(inline=True, waits=Waits(60.0, 60.0))
+    ranks = [Rank(index=i, world=count) for i in range(count)]
+    model = Model(str(write_toy(folder / "model")))
+    return RolloutGroup(executor, "test_rollouts:MortalRollout", ToyRolloutConfig(), model, ranks)
+
+
+def replica(group: RolloutGroup, index: int) -> Any:
+    return group.replicas[index].of
+
+
+def requests(count: int, **more: Any) -> list[Request]:
+    return [Request((5, 6 + i), 20, seed=i, **more) for i in range(count)]
+
+
+def test_requests_of_a_dead_replica_go_elsewhere(tmp_path: Path) -> None:
+    """Each request gives one completion, the one that an undisturbed group gives."""
+
+    async def story(kill: bool) -> list[Completion]:
+        group = make_group(tmp_path / str(kill), 2)
+        await group.setup()
+        running = [asyncio.ensure_future(group.generate(r)) for r in requests(8)]
+        await asyncio.sleep(0.001)
+        assert all(n > 0 for n in group.outstanding)
+        replica(group, 0).dead = kill
+        done = await asyncio.gather(*running)
+        assert group.outstanding == [0, 0]
+        assert group.dead == ({0} if kill else set())
+        assert group.num_receivers == (1 if kill else 2)
+        return done
+
+    assert asyncio.run(story(True)) == asyncio.run(story(False))
+
+
+def test_a_dead_replica_is_started_at_the_next_pause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async def story() -> None:
+        group = make_group(tmp_path, 2)
+        await group.setup()
+        replica(group, 1).dead = True  # while idle: the pause notices
+        await group.pause(InFlight.DRAIN)
+        assert (group.num_receivers, group.dead, replica(group, 1).starts) == (2, set(), 2)
+        waiting = asyncio.ensure_future(replica(group, 1).generate(requests(1)[0]))
+        await asyncio.sleep(0.01)
+        assert not waiting.done(), "what was started again waits for weights too"
+        await group.all("resume")
+        assert len((await waiting).tokens) == 20
+
+    asyncio.run(story())
+    assert "rollout replica 1 died; starting it again" in capsys.readouterr().out
+
+
+def test_a_session_moves_when_its_replica_dies(tmp_path: Path) -> None:
+    async def story() -> None:
+        group = make_group(tmp_path, 2)
+        await group.setup()
+        await group.generate(requests(1, session="talk")[0])
+        first = group.sessions["talk"]
+        for request in requests(3, session="talk"):
+            await group.generate(request)
+            assert group.sessions["talk"] == first
+        replica(group, first).dead = True
+        await group.generate(requests(1, session="talk")[0])
+        assert group.sessions["talk"] == 1 - first
+
+    asyncio.run(story())
+
+
+def test_the_last_replica_s_death_is_an_error(tmp_path: Path) -> None:
+    async def story() -> None:
+        group = make_group(tmp_path, 1)
+        await group.setup()
+        replica(group, 0).dead = True
+        with pytest.raises(ReplicaDied, match="it died"):
+            await group.generate(requests(1)[0])
+
+    asyncio.run(story())
+
+
+def test_a_replica_that_keeps_dying_stops_the_run(tmp_path: Path) -> None:
+    async def story() -> None:
+        group = make_group(tmp_path, 2)
+        await group.setup()
+        for _ in range(MAX_RESTARTS):
+            replica(group, 0).dead = True
+            await group.pause(InFlight.DRAIN)
+            await group.all("resume")
+        replica(group, 0).dead = True
+        with pytest.raises(ReplicaDied, match="replica 0 died 4 times"):
+            await group.pause(InFlight.DRAIN)
+
+    asyncio.run(story())
+
+
+def test_a_run_that_ends_closes_its_rollouts(tmp_path: Path) -> None:
+    """What they started, an engine's processes say, does not outlive it."""
+    group = make_group(tmp_path, 2)
+    assert [replica(group, i).closed for i in range(2)] == [False, False]
+    group.executor.close()
+    assert [replica(group, i).closed for i in range(2)] == [True, True]
+
+
+def test_requests_go_to_the_fewest_outstanding_tokens(tmp_path: Path) -> None:
+    async def story() -> None:
+        group = make_group(tmp_path, 2)
+        await group.setup()
+        long = asyncio.ensure_future(group.generate(Request((5,), 300)))
+        await asyncio.sleep(0)
+        short = [asyncio.ensure_future(group.generate(r)) for r in requests(10)]
+        await asyncio.sleep(0)
+        assert group.outstanding == [301, 220]
+        await asyncio.gather(long, *short)
+
+    asyncio.run(story())

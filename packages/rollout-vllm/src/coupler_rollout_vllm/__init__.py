@@ -1,0 +1,1 @@
+"""Coupler plugin: vLLM as inference engine, in a process of its own."""

@@ -1,0 +1,81 @@
+"""From our configuration to vLLM's engine arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from coupler.errors import ConfigError
+from coupler.interfaces import Model, Rank
+from coupler_rollout_vllm import compat
+from coupler_rollout_vllm.config import Precision, VLLMConfig
+
+GIB = 1 << 30
+CPU_CACHE_GIB = 0.25
+DTYPES = {Precision.BF16: "bfloat16", Precision.FP16: "float16", Precision.FP32: "float32"}
+WORKER = "coupler_rollout_vllm.worker.WorkerExtension"
+OURS = {  # what decides the meaning of tokens, log-probs and versions, and the key of ours where there is one
+    "model": "model.path", "trust_remote_code": "model.trust_remote_code", "dtype": "rollout.dtype",
+    "tensor_parallel_size": "rollout.tensor_parallel", "max_num_seqs": "rollout.max_sequences",
+    "max_num_batched_tokens": "rollout.max_batched_tokens", "max_model_len": "rollout.max_model_len",
+    "gpu_memory_utilization": "rollout.gpu_memory_gib", "kv_cache_memory_bytes": "rollout.kv_cache_gib",
+    "enable_prefix_caching": "rollout.prefix_caching", "enable_chunked_prefill": "rollout.chunked_prefill",
+    "enforce_eager": "rollout.enforce_eager", "enable_sleep_mode": "rollout.sleep_mode", "seed": "seed",
+    "load_format": "", "logprobs_mode": "", "worker_extension_cls": "", "generation_config": "",
+    "skip_tokenizer_init": "",
+}  # fmt: skip
+
+
+def engine_arguments(config: VLLMConfig, model: Model, rank: Rank) -> dict[str, Any]:
+    """Keyword arguments of ``AsyncEngineArgs``: dummy weights, token ids in and out, log-probs after the temperature.
+
+    Raises:
+        ConfigError: ``rollout.extra_args`` holds an argument that another key decides.
+    """
+    if taken := sorted(OURS.keys() & config.extra_args.keys()):
+        key = OURS[taken[0]]
+        hint = f"set {key}" if key else "leave it out: log-probs and weight updates depend on it"
+        raise ConfigError(f"rollout.extra_args.{taken[0]} is not yours to set.\n  try:  {hint}")
+    gpu = torch.cuda.is_available()
+    dtype = config.dtype if config.dtype is not Precision.AUTO else (Precision.BF16 if gpu else Precision.FP32)
+    arguments: dict[str, Any] = {
+        "model": model.path,
+        "trust_remote_code": model.trust_remote_code,
+        "dtype": DTYPES[dtype],
+        "load_format": "dummy",  # only an update brings weights
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",  # no sampling defaults and no stop tokens of the model's folder
+        "logprobs_mode": "processed_logprobs",
+        "max_logprobs": 1,
+        "seed": rank.seed % 2**32,
+        "tensor_parallel_size": config.tensor_parallel,
+        "distributed_executor_backend": "uni" if config.tensor_parallel == 1 else "mp",
+        "max_num_seqs": config.max_sequences,
+        "enable_prefix_caching": config.prefix_caching,
+        "enable_chunked_prefill": config.chunked_prefill,
+        "enforce_eager": config.enforce_eager or not gpu,
+        "enable_sleep_mode": config.sleep_mode and gpu,
+        "worker_extension_cls": WORKER,
+        "disable_log_stats": True,
+    }
+    if config.max_batched_tokens:
+        arguments["max_num_batched_tokens"] = config.max_batched_tokens
+    if config.max_model_len:
+        arguments["max_model_len"] = config.max_model_len
+    return arguments | _memory(config, gpu) | config.extra_args
+
+
+def _memory(config: VLLMConfig, gpu: bool) -> dict[str, Any]:
+    if not gpu:
+        return {"kv_cache_memory_bytes": int((config.kv_cache_gib or CPU_CACHE_GIB) * GIB)}
+    found: dict[str, Any] = {}
+    if config.kv_cache_gib:
+        found["kv_cache_memory_bytes"] = int(config.kv_cache_gib * GIB)
+    if wanted := config.gpu_memory_gib or config.kv_cache_gib:  # so much must be free, says vLLM, before it starts
+        total = compat.device_bytes() / GIB
+        if wanted > total:
+            key = "gpu_memory_gib" if config.gpu_memory_gib else "kv_cache_gib"
+            raise ConfigError(f"rollout.{key}={wanted:g} is more than the device has, {total:.1f}.")
+        found["gpu_memory_utilization"] = wanted / total
+    return found

@@ -1,0 +1,45 @@
+"""What users can set for ``rollout=vllm``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from coupler import RolloutConfig
+
+
+class Precision(StrEnum):
+    AUTO = "auto"  # bf16 on a GPU, fp32 on the CPU
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP32 = "fp32"
+
+
+@dataclass
+class VLLMConfig(RolloutConfig):
+    """``rollout=vllm``. Memory is of one device, in GiB."""
+
+    name: str = "vllm"
+    dtype: Precision = Precision.AUTO
+    tensor_parallel: int = 1  # devices of one replica
+    max_sequences: int = 256  # decoded together; further requests wait
+    max_batched_tokens: int = 0  # of one step, prompts in chunks included; 0: vLLM chooses
+    max_model_len: int = 0  # tokens of a prompt and its completion; 0: as many as the model has positions
+    gpu_memory_gib: float = 0.0  # weights, activations and cache together; 0: nine tenths of the device
+    kv_cache_gib: float = 0.0  # 0: what gpu_memory_gib leaves; on the CPU a quarter
+    prefix_caching: bool = True  # samples of one prompt compute it once
+    chunked_prefill: bool = True  # long prompts in pieces, between the tokens of others
+    enforce_eager: bool = False  # no CUDA graphs and no compilation: a quick start, slower tokens
+    per_request_seeds: bool = True  # equal requests give equal tokens; false is faster on a GPU
+    sleep_mode: bool = True  # memory can be given back while others need it (offload=true); no cost while awake
+    extra_args: dict[str, Any] = field(default_factory=dict)  # further engine arguments, under vLLM's own names
+
+    def __post_init__(self) -> None:
+        for key, least in (
+            ("tensor_parallel", 1), ("max_sequences", 1), ("max_batched_tokens", 0), ("max_model_len", 0),
+            ("gpu_memory_gib", 0), ("kv_cache_gib", 0),
+        ):  # fmt: skip
+            value = getattr(self, key)
+            if value < least:
+                raise ValueError(f"rollout.{key} must be at least {least}, got {value}.")

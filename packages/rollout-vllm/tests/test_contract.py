@@ -1,0 +1,174 @@
+"""What inference engines do differently from each other, and a rollout may not: one behaviour for each case."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from coupler.errors import CouplerError, WeightSyncError
+from coupler.interfaces import Completion, InFlight, Memory, Request
+from coupler.testing.edge import Served
+from coupler.testing.reference import TransformersReference
+from coupler_rollout_vllm import compat
+
+POSITIONS = 256  # of the model
+
+
+def generate(served: Served, *requests: Request) -> list[Completion]:
+    async def together() -> list[Completion]:
+        return await asyncio.gather(*map(served.rollout.generate, requests))
+
+    return served.run(together)
+
+
+def push(served: Served, reference: TransformersReference, **changed: np.ndarray) -> Any:
+    tensors = {**reference.tensors, **changed}
+    return served.push((name, torch.from_numpy(tensor)) for name, tensor in tensors.items())
+
+
+def error(reference: TransformersReference, request: Request, done: Completion) -> float:
+    want = reference.logprobs_of(request.prompt, done.tokens, request.temperature)
+    return float(np.abs(want - done.logprobs).max())
+
+
+def test_one_free_position_gives_one_token(served: Served) -> None:
+    (done,) = generate(served, Request(tuple(range(4, 4 + POSITIONS - 1)), 50))
+    assert (len(done.tokens), done.finish) == (1, "length")
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (Request((7,) * POSITIONS, 1), "a prompt has 256 tokens; this rollout takes 1 to 255"),
+        (Request((), 1), "a prompt has 0 tokens"),
+        (Request((7,), 0), "wants 0 tokens"),
+        (Request((7, 320), 1), "the model knows 0 to 319"),
+        (Request((7,), 1, temperature=-1.0), "sampling.temperature must be 0, or between 0.01 and 2"),
+        (Request((7,), 1, temperature=0.001), "sampling.temperature must be 0"),  # vLLM would take 0.01 for it
+        (Request((7,), 1, temperature=2.5), "sampling.temperature must be 0"),
+    ],
+)
+def test_malformed_requests_are_refused_before_the_engine(served: Served, request_: Request, message: str) -> None:
+    with pytest.raises(CouplerError, match=message):
+        generate(served, request_)
+
+
+def test_stop_and_length_are_told_apart(served: Served) -> None:
+    request = Request((9, 8, 7), 6, 1.0, seed=3)
+    (full,) = generate(served, request)
+    assert full.finish == "length"
+    (cut,) = generate(served, Request((9, 8, 7), 6, 1.0, (full.tokens[2],), seed=3))
+    first = full.tokens.index(full.tokens[2])
+    assert (cut.finish, cut.tokens) == ("stop", full.tokens[: first + 1])
+
+
+def test_sampling_defaults_of_the_folder_are_ignored(served: Served, reference: TransformersReference) -> None:
+    """Its generation_config.json has a temperature, a top-k, a penalty and stop tokens."""
+    request = Request((5, 5, 5, 6), 40, 1.3, seed=2)
+    (done,) = generate(served, request)
+    assert len(done.tokens) == 40
+    assert error(reference, request, done) < 1e-3
+
+
+def test_a_request_has_no_arguments_of_one_engine() -> None:
+    """Audio, processor arguments or priorities: not accepted by one engine and dropped by another."""
+    with pytest.raises(TypeError, match="priority"):
+        Request((1,), 1, priority=3)  # type: ignore[call-arg]
+
+
+def test_logprobs_that_do_not_match_the_tokens_are_an_error() -> None:
+    """Not an empty completion, and not an index error three calls later."""
+    output = SimpleNamespace(token_ids=[1, 2], logprobs=SimpleNamespace(logprobs=[-0.5]))
+    with pytest.raises(CouplerError, match="1 log-probs of 2 tokens"):
+        compat.logprobs_of(output)
+
+
+def test_requests_during_a_pause_wait(served: Served) -> None:
+    async def story() -> None:
+        for how in InFlight:
+            await served.rollout.pause(how)
+            late = asyncio.ensure_future(served.rollout.generate(Request((5,), 2)))
+            await asyncio.sleep(0.05)
+            assert not late.done(), how
+            await served.rollout.resume()
+            assert len((await late).tokens) == 2
+
+    served.run(story)
+
+
+def test_memory_comes_and_goes_by_part(served: Served, reference: TransformersReference) -> None:
+    """Who sleeps is asked for nothing; a cache that slept is empty, weights that slept need an update."""
+    rollout, request = served.rollout, Request((5, 6, 7), 8, seed=1)
+    (before,) = generate(served, request)
+
+    async def refused(text: str, kind: type[Exception] = CouplerError) -> None:
+        with pytest.raises(kind, match=text):
+            await rollout.generate(request)
+
+    async def story() -> None:
+        await rollout.pause(InFlight.DRAIN)
+        await rollout.sleep(frozenset({Memory.KV_CACHE}))
+        await rollout.resume()
+        await refused("the rollout's kv_cache sleep")
+        await rollout.wake(frozenset({Memory.KV_CACHE}))
+        assert (await rollout.generate(request)).tokens == before.tokens
+        await rollout.sleep(frozenset(Memory))
+        await refused("the rollout's kv_cache and weights sleep")
+        with pytest.raises(WeightSyncError, match="the rollout's weights sleep"):
+            await rollout.update(None)  # type: ignore[arg-type]
+        await rollout.wake(frozenset({Memory.WEIGHTS}))
+        await served.edge.push((name, torch.from_numpy(tensor)) for name, tensor in reference.tensors.items())
+        await refused("the rollout's kv_cache sleep")
+        await rollout.wake(frozenset({Memory.KV_CACHE}))
+        assert (await rollout.generate(request)).tokens == before.tokens
+
+    served.run(story)
+
+
+def test_nothing_happens_under_running_requests(served: Served, reference: TransformersReference) -> None:
+    async def story() -> None:
+        running = asyncio.ensure_future(served.rollout.generate(Request((5, 6), 200)))
+        while not served.rollout.running:
+            await asyncio.sleep(0.001)
+        with pytest.raises(CouplerError, match=r"(?s)1 requests are being sampled.*pause\(\) before sleep"):
+            await served.rollout.sleep(frozenset(Memory))
+        with pytest.raises(WeightSyncError, match=r"(?s)1 requests are being sampled.*pause\(\) before update"):
+            await served.rollout.update(None)  # type: ignore[arg-type]
+        await running
+
+    served.run(story)
+
+
+def test_a_prefix_of_older_weights_is_never_read(served: Served, reference: TransformersReference) -> None:
+    """A prompt of many blocks is sampled, weights change, and the same prompt is sampled again."""
+    request = Request(tuple(range(10, 74)), 6, seed=4)
+    generate(served, request)
+    changed = {name: 1.5 * tensor for name, tensor in reference.tensors.items() if "k_proj" in name or "v_proj" in name}
+    push(served, reference, **changed)
+    assert error(reference, request, generate(served, request)[0]) > 1e-2
+    push(served, reference)
+    assert error(reference, request, generate(served, request)[0]) < 1e-3
+
+
+def test_a_tensor_of_another_shape_is_an_error_that_names_it(served: Served, reference: TransformersReference) -> None:
+    name = "model.layers.1.mlp.down_proj.weight"
+    with pytest.raises(WeightSyncError, match=rf"{name} does not fit the rollout's model"):
+        push(served, reference, **{name: reference.tensors[name][:, :-8].copy()})
+    push(served, reference)
+    request = Request((5, 6, 7), 8, seed=1)
+    assert error(reference, request, generate(served, request)[0]) < 1e-3
+
+
+def test_a_part_of_a_fused_parameter_is_missed_by_name(served: Served, reference: TransformersReference) -> None:
+    """q, k and v are one parameter in the engine: loaded, as far as it knows, with one of them."""
+    name = "model.layers.0.self_attn.k_proj.weight"
+    tensors = {n: torch.from_numpy(t) for n, t in reference.tensors.items() if n != name}
+    _, receipt = served.push(tensors.items())
+    assert receipt.missing == (name,)
+    assert receipt.num_loaded == receipt.num_received == len(tensors)
+    push(served, reference)

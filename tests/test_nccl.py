@@ -1,0 +1,107 @@
+"""transport=nccl, over gloo on the CPU: its group outlives an update and follows its members; its waits end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from coupler.errors import WaitTimeout, WeightSyncError
+from coupler.interfaces import Endpoint, Named, Rank, WeightUpdate
+from coupler.transports import nccl
+from coupler.transports.connection import connected, header, send
+from coupler.transports.nccl import NcclTransport
+
+TARGET = "coupler.transports.nccl:NcclTransport"
+
+
+def weights() -> list[Named]:
+    return [(f"w{i}", torch.randn(11, 1 + 7 * i)) for i in range(6)]
+
+
+def update_of(endpoint: Endpoint, version: int, count: int, deadline_s: float = 20.0) -> WeightUpdate:
+    return WeightUpdate(version, "full", TARGET, (endpoint,), count, deadline_s)
+
+
+def carry(sender: NcclTransport, receivers: dict[int, NcclTransport], update: WeightUpdate, delay_s: float = 0) -> None:
+    """Send to all of them; the later one waits before it comes."""
+    sent = weights()
+
+    def receive(index: int, transport: NcclTransport) -> list[Named]:
+        time.sleep(delay_s * index)
+        return [(name, tensor.clone()) for name, tensor in transport.receive(update, Rank(index=index))]
+
+    with ThreadPoolExecutor(1 + len(receivers)) as pool:
+        sending = pool.submit(sender.send, iter(sent), update, Rank())
+        for received in [pool.submit(receive, i, transport) for i, transport in receivers.items()]:
+            for (name, want), (got_name, got) in zip(sent, received.result(20), strict=True):
+                assert name == got_name and torch.equal(want, got)
+        assert sending.result(20).num_tensors == len(sent)
+
+
+def test_the_group_stays_while_its_members_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl, "BUFFER_BYTES", 1000)  # several buckets, and tensors larger than one
+    sender = NcclTransport()
+    endpoint = sender.bind(Rank())
+    receivers = {i: NcclTransport() for i in range(2)}
+    carry(sender, receivers, update_of(endpoint, 0, 2), delay_s=0.1)
+    (first,) = sender.groups.values()
+    carry(sender, receivers, update_of(endpoint, 1, 2))
+    carry(sender, dict(reversed(receivers.items())), update_of(endpoint, 2, 2), delay_s=0.1)
+    assert list(sender.groups.values()) == [first]
+
+
+def test_a_member_that_was_started_again_makes_a_new_group() -> None:
+    sender = NcclTransport()
+    endpoint = sender.bind(Rank())
+    receivers = {i: NcclTransport() for i in range(2)}
+    carry(sender, receivers, update_of(endpoint, 0, 2))
+    (first,) = sender.groups.values()
+    carry(sender, {**receivers, 1: NcclTransport()}, update_of(endpoint, 1, 2))
+    (second,) = sender.groups.values()
+    assert second is not first
+    carry(sender, {0: receivers[0]}, update_of(endpoint, 2, 1))
+
+
+def test_a_collective_that_a_worker_never_joins_ends_at_the_deadline() -> None:
+    sender = NcclTransport()
+    update = update_of(sender.bind(Rank()), 0, 1, deadline_s=1.5)
+
+    def absent() -> None:
+        """Understand everything, and take part in nothing."""
+        with connected(update.endpoints[0].address, update, group="") as connection:
+            header(connection)
+            said = header(connection)
+            send(connection, {"digest": nccl._digest(said["entries"], said["nbytes"])})
+            time.sleep(5)
+
+    start = time.monotonic()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(absent)
+        with pytest.raises((WaitTimeout, RuntimeError)):
+            sender.send(iter(weights()), update, Rank())
+        assert time.monotonic() - start < 4
+
+
+def test_other_names_are_refused_before_the_collective() -> None:
+    sender = NcclTransport()
+    update = update_of(sender.bind(Rank()), 0, 1, deadline_s=3.0)
+
+    def confused() -> Iterator[None]:
+        with connected(update.endpoints[0].address, update, group="") as connection:
+            said = header(connection)
+            store = torch.distributed.TCPStore(said["host"], said["port"], is_master=False)
+            group = nccl.Group(store, said["rank"], said["world"], update)
+            said = header(connection)
+            said["entries"][0]["shape"] = [1]
+            send(connection, {"digest": nccl._digest(said["entries"], said["nbytes"])})
+            time.sleep(0.5)
+            del group
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(confused)
+        with pytest.raises(WeightSyncError, match="expects other tensors than w0"):
+            sender.send(iter(weights()), update, Rank())
