@@ -25,7 +25,7 @@ import numpy as np
 from coupler.batch import Batch
 from coupler.errors import CouplerError, TooFewDevices, WaitTimeout
 from coupler.imports import resolve
-from coupler.interfaces import Engine, Layout, Output, Rank, StepInfo
+from coupler.interfaces import EVERYTHING, Engine, Layout, Output, Part, Rank, StepInfo
 from coupler.metrics import Metric, Metrics, merge, read
 from coupler.testing.subject import build
 
@@ -60,6 +60,17 @@ class Host:
 
     def weights(self, out: str) -> list[str]:
         return self._write(self.engine.weights(), out)
+
+    def save(self, path: str, what: list[str]) -> None:
+        self.engine.save(Path(path), frozenset(map(Part, what))).wait(60)
+
+    def load(self, path: str, what: list[str]) -> None:
+        self.engine.load(Path(path), frozenset(map(Part, what)))
+
+    def move(self) -> None:
+        """Everything off the device and back."""
+        self.engine.offload(EVERYTHING)
+        self.engine.onload(EVERYTHING)
 
     def _write(self, named: Any, out: str) -> list[str]:
         kept, names = {}, []
@@ -146,6 +157,16 @@ class World:
         assert all(n == names[0] for n in names), "weights() yields other names on another rank"
         assert len(set(names[0])) == len(names[0]), "weights() yields a name twice"
         return _read(out)
+
+    def save(self, path: Path, *what: Part) -> None:
+        self.call("save", [{"path": str(path), "what": what}] * self.num_ranks)
+
+    def load(self, path: Path, *what: Part) -> None:
+        self.call("load", [{"path": str(path), "what": what}] * self.num_ranks)
+
+    def move(self) -> None:
+        """Everything off the devices and back."""
+        self.call("move", [{}] * self.num_ranks)
 
     def close(self) -> None:
         for process in self.processes:

@@ -34,6 +34,11 @@ class Subject:
         """The kit's models that this backend is tested with; the first is the usual one."""
         return ("toy",) if self.toy else ("untied", "tied")
 
+    @property
+    def ranks_per_shard(self) -> int:
+        """Of an engine, under what the user set: how many ranks one data shard takes."""
+        return self.config().ranks_per_shard
+
     def has(self, capability: str) -> bool:
         return capability in self.backend.capabilities_of(self.config())
 
