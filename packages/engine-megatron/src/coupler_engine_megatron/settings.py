@@ -34,7 +34,6 @@ def transformer_settings(config: MegatronConfig, rank: Rank, fused: bool) -> dic
         "sequence_parallel": config.sequence_parallel and config.tensor_parallel > 1,
         "attention_dropout": 0.0,  # a log-prob is one of the distribution that is sampled
         "hidden_dropout": 0.0,
-        "perform_initialization": False,  # every weight is read
         "use_cpu_initialization": False,
         "attention_softmax_in_fp32": True,
         "masked_softmax_fusion": False,
