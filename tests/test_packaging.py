@@ -15,7 +15,12 @@ from zipfile import ZipFile
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = {"coupler-core": "core", "coupler-engine-fsdp": "engine-fsdp", "coupler-algos": "algos"}
+FOLDERS = {
+    "coupler-core": "core",
+    "coupler-engine-fsdp": "engine-fsdp",
+    "coupler-engine-megatron": "engine-megatron",
+    "coupler-algos": "algos",
+}
 WITHOUT_DECLARATION = {  # imports of distributions that a package does not ask for, and why it works
     "coupler-core": {
         "torch": "in functions that an engine or a rollout calls with its own tensors",
@@ -28,6 +33,7 @@ WITHOUT_DECLARATION = {  # imports of distributions that a package does not ask 
         "numpy": "comes with coupler-core, whose batches it is",
         "triton": "comes with torch where there is a GPU; its module is imported there only",
     },
+    "coupler-engine-megatron": {"numpy": "comes with coupler-core, whose batches it is"},
     "coupler-algos": {"numpy": "comes with coupler-core, whose batches it is"},
 }
 OF_EXTRAS = {  # what only an extra of core needs, and where
@@ -95,7 +101,10 @@ def test_the_wheel_holds_every_file(name: str, wheels: dict[str, ZipFile]) -> No
     assert f"{name.replace('-', '_').replace('coupler_core', 'coupler')}/__init__.py" in packed
 
 
-@pytest.mark.parametrize(("name", "entry"), [("coupler-engine-fsdp", "fsdp"), ("coupler-algos", "algos")])
+@pytest.mark.parametrize(
+    ("name", "entry"),
+    [("coupler-engine-fsdp", "fsdp"), ("coupler-engine-megatron", "megatron"), ("coupler-algos", "algos")],
+)
 def test_a_plugin_is_found_and_core_offers_it(name: str, entry: str, wheels: dict[str, ZipFile]) -> None:
     (points,) = [n for n in wheels[name].namelist() if n.endswith("entry_points.txt")]
     module = f"{name.replace('-', '_')}.plugin"
