@@ -79,7 +79,7 @@ class MegatronEngine(Engine):
         check_layout(self.config, shape, rank)
         join(rank, self.device)
         self.dtype = _dtype(self.config.dtype, self.device)
-        settings = transformer_settings(self.config, rank, fused=on_gpu and self.dtype == torch.bfloat16)
+        settings = transformer_settings(self.config, shape, rank, fused=on_gpu and self.dtype == torch.bfloat16)
         with self._platform():
             layout = split_world(self.config, rank)
             tensor = self.config.tensor_parallel

@@ -61,7 +61,8 @@ def _of_ranks(config: MegatronConfig, ranks: int, path: str) -> Iterator[Problem
 
 
 def _of_model(config: MegatronConfig, shape: Mapping[str, Any], path: str) -> Iterator[Problem]:
-    heads, layers, experts = shape["num_attention_heads"], shape["num_hidden_layers"], shape.get("num_experts") or 0
+    heads, layers = shape["num_attention_heads"], shape["num_hidden_layers"]
+    experts = experts_of(shape)
     groups = shape.get("num_key_value_heads") or heads
     tensor, expert = config.tensor_parallel, config.expert_parallel
     split = {"attention heads": heads, "key-value heads": groups, "intermediate columns": shape["intermediate_size"]}
@@ -90,6 +91,11 @@ def _of_model(config: MegatronConfig, shape: Mapping[str, Any], path: str) -> It
             f"{path}.expert_parallel={expert} does not divide the model's {experts} experts",
             f"{path}.expert_parallel={_nearest(expert, _divisors(experts))}",
         )
+
+
+def experts_of(shape: Mapping[str, Any]) -> int:
+    """Experts of each layer; 0 where there are none."""
+    return shape.get("num_local_experts") or shape.get("num_experts") or 0
 
 
 def _divisors(number: int) -> list[int]:

@@ -21,7 +21,7 @@ def coupler_backends() -> Iterable[Backend]:
         name="megatron",
         target="coupler_engine_megatron.engine:MegatronEngine",
         config=MegatronConfig,
-        capabilities=frozenset({"weights:full", "memory:offload", "output:values"}),
+        capabilities=frozenset({"weights:full", "memory:offload", "output:values", "model:moe"}),
         tested={"megatron-core": ">=0.16.1,<0.17", "mbridge": ">=0.15.1,<0.16", "torch": ">=2.11,<2.14"},
     )
 

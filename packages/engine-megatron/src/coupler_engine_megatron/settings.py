@@ -10,7 +10,7 @@ import torch
 from coupler.errors import ConfigError
 from coupler.interfaces import Rank
 from coupler_engine_megatron.config import MegatronConfig, Recompute
-from coupler_engine_megatron.layout import problems
+from coupler_engine_megatron.layout import experts_of, problems
 
 
 def check_layout(config: MegatronConfig, shape: Any, rank: Rank) -> None:
@@ -23,10 +23,11 @@ def check_layout(config: MegatronConfig, shape: Any, rank: Rank) -> None:
         raise ConfigError(f"{what}.\n  try:  {fix}")
 
 
-def transformer_settings(config: MegatronConfig, rank: Rank, fused: bool) -> dict[str, Any]:
+def transformer_settings(config: MegatronConfig, shape: Any, rank: Rank, fused: bool) -> dict[str, Any]:
     """Settings for :func:`coupler_engine_megatron.bridge.make_bridge`.
 
     Args:
+        shape: the model's configuration.
         fused: use the kernels of Transformer Engine and Megatron; they exist for half precision on a GPU.
     """
     settings: dict[str, Any] = {
@@ -44,6 +45,13 @@ def transformer_settings(config: MegatronConfig, rank: Rank, fused: bool) -> dic
         "bias_dropout_fusion": fused,
         "deterministic_mode": rank.deterministic,
     }
+    if experts_of(shape.to_dict()):
+        settings |= {
+            "moe_grouped_gemm": fused,
+            "moe_permute_fusion": fused,
+            "moe_router_dtype": "fp32",
+            "moe_router_pre_softmax": not shape.norm_topk_prob,  # over all experts, or over those that were chosen
+        }
     if config.gradient_checkpointing is Recompute.FULL:
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     elif config.gradient_checkpointing is Recompute.SELECTIVE:

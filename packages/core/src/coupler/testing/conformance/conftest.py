@@ -11,7 +11,7 @@ import pytest
 
 from coupler.errors import TooFewDevices
 from coupler.interfaces import Head
-from coupler.testing.models import write_qwen2, write_toy, write_value_head
+from coupler.testing.models import write_qwen2, write_qwen3_moe, write_toy, write_value_head
 from coupler.testing.plugin import KINDS, selected
 from coupler.testing.ranks import World
 from coupler.testing.reference import (
@@ -60,6 +60,8 @@ def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Re
         folder = tmp_path_factory.mktemp("models") / name
         if name == "toy":
             return ToyReference(write_toy(folder))
+        if name == "moe":
+            return TransformersReference(write_qwen3_moe(folder))
         return TransformersReference(write_qwen2(folder, tied=name == "tied"))
 
     return make
