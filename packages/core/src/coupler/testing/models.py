@@ -60,7 +60,7 @@ def write_qwen2(folder: Path, *, tied: bool, seed: int = 0) -> Path:
     """Write a float32 Qwen2 with two layers, grouped heads and random biases, and its tokenizer."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    return _write(Qwen2ForCausalLM(Qwen2Config(**_SMALL, tie_word_embeddings=tied)), folder, seed)
+    return write_random(Qwen2ForCausalLM(Qwen2Config(**_SMALL, tie_word_embeddings=tied)), folder, seed)
 
 
 def write_qwen3_moe(folder: Path, seed: int = 0) -> Path:
@@ -69,10 +69,10 @@ def write_qwen3_moe(folder: Path, seed: int = 0) -> Path:
 
     experts = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
     config = Qwen3MoeConfig(**_SMALL, **experts, head_dim=16, tie_word_embeddings=False)
-    return _write(Qwen3MoeForCausalLM(config), folder, seed)
+    return write_random(Qwen3MoeForCausalLM(config), folder, seed)
 
 
-def _write(model: Any, folder: Path, seed: int) -> Path:
+def write_random(model: Any, folder: Path, seed: int) -> Path:
     """Give the model random weights that are far from flat, and save it."""
     import torch
 
