@@ -69,6 +69,7 @@ LAYOUTS = {  # (model, ranks, settings)
     "experts-over-data-4": ("moe", 4, {"expert_parallel": 4}),
     "experts-over-context": ("moe", 2, {"expert_parallel": 2, "context_parallel": 2}),
     "experts-virtual-pipeline": ("moe", 4, {"expert_parallel": 2, "pipeline_parallel": 2, "virtual_pipeline": 2}),
+    "experts-whole-on-tensor-ranks": ("moe", 2, {"tensor_parallel": 2}),
     "no-sequence-parallel": ("qwen3", 2, {"tensor_parallel": 2, "sequence_parallel": False}),
     "padded-vocabulary": ("odd-vocabulary", 2, {"tensor_parallel": 2}),
     "context-tensor": ("qwen3", 4, {"tensor_parallel": 2, "context_parallel": 2}),

@@ -143,8 +143,12 @@ def build(bridge: Any, head: Head, tile: int, device: torch.device) -> list[Mega
         chunk.vp_stage = stage
         if last:
             _set_head(chunk, head, bridge, tile, device)
-        for parameter in chunk.parameters():
+        for name, parameter in chunk.named_parameters():
             set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+            if ".mlp.experts." in name:
+                # an expert's gradient is summed over the ranks that have it; Megatron marks it so only where experts
+                # are split, and forgets the tensor-parallel ranks that each have a part of the tokens otherwise
+                parameter.allreduce = False
         chunks.append(chunk.to(device))
     return [Float16Module(bridge.config, chunk) if bridge.config.bf16 else chunk for chunk in chunks]
 

@@ -102,7 +102,7 @@ def _outputs(names: list[str]) -> tuple[Output, ...]:
 class World:
     """All ranks of one engine."""
 
-    def __init__(self, recipe: Mapping[str, Any], num_ranks: int, folder: Path, deadline_s: float = 120.0) -> None:
+    def __init__(self, recipe: Mapping[str, Any], num_ranks: int, folder: Path, deadline_s: float = 240.0) -> None:
         self.num_ranks, self.folder, self.deadline_s = num_ranks, folder, deadline_s
         self.count = 0
         self.processes: list[_Process] = []
@@ -265,8 +265,8 @@ def _gather(processes: list[_Process], method: str, end: float) -> list[Any]:
                     raise TooFewDevices(answer["too_few_devices"])
                 if "error" in answer:
                     raise RankFailed(f"rank {process.index} of {len(processes)} failed in {method}:\n{answer['error']}")
-        if time.monotonic() > end:
-            silent = [p.index for p in processes if p.index not in answers]
+        silent = [p.index for p in processes if p.index not in answers]
+        if silent and time.monotonic() > end:
             raise WaitTimeout(f"ranks {silent} of {len(processes)} gave no answer to {method}.")
         time.sleep(0.002)
     return [answers[process.index]["result"] for process in processes]
