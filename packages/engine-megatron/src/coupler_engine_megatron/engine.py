@@ -257,16 +257,18 @@ class MegatronEngine(Engine):
             self._optimizer.put(parameter, state, piece)
 
     def offload(self, what: Parts) -> None:
-        """Move ``what`` to the host and give its memory back to the device."""
-        for part in what:
-            self._parked.offload(part, self._tensors(part))
-        self._give_back()
+        """Move ``what`` to the host and give its memory back to the device. No-op on the CPU."""
+        if self.device.type == "cuda":
+            for part in what:
+                self._parked.offload(part, self._tensors(part))
+            self._give_back()
 
     def onload(self, what: Parts) -> None:
         """Undo :meth:`offload`."""
-        for part in what:
-            self._parked.onload(part)
-        self._give_back()
+        if self.device.type == "cuda":
+            for part in what:
+                self._parked.onload(part)
+            self._give_back()
 
     def _tensors(self, part: Part) -> Iterator[Tensor]:
         if part is Part.PARAMS:
@@ -276,9 +278,8 @@ class MegatronEngine(Engine):
 
     def _give_back(self) -> None:
         """Copies to and from the host are done, and what they need no more belongs to others."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            torch.cuda.empty_cache()
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
 
     def device_bytes(self) -> int:
         """Memory that PyTorch holds on the device, caches included; 0 on the CPU."""

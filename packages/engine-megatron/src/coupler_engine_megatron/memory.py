@@ -37,10 +37,6 @@ class Parked:
             tensor.untyped_storage().resize_(len(copy))
             _bytes_of(tensor).copy_(copy)
 
-    @property
-    def held(self) -> frozenset[str]:
-        return frozenset(self._host)
-
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     """All of the storage that a tensor is a view of."""
