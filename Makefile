@@ -1,6 +1,6 @@
 # Two commands on a bare machine with Python 3.11+: `make quickstart` and `make test`. Everything stays in this folder.
 PYTHON ?= python3
-PACKAGES := core engine-fsdp algos rollout-vllm
+PACKAGES := core engine-fsdp engine-megatron rollout-vllm algos
 UV := .tools/bin/uv
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
@@ -43,6 +43,7 @@ KIT := --pyargs coupler.testing.conformance
 KIT_core := --coupler engine=toy --coupler rollout=toy --coupler algorithm=toy --coupler transport=inproc \
   --coupler transport=disk --coupler transport=tcp
 KIT_engine-fsdp := --coupler engine=fsdp --coupler rollout=hf --coupler transport=nccl
+KIT_engine-megatron := --coupler engine=megatron
 KIT_algos := --coupler algorithm=grpo --coupler algorithm=rloo --coupler algorithm=ppo --coupler algorithm=sft
 
 KIT_rollout-vllm := --coupler engine=fsdp --coupler rollout=vllm -k 'test_rollout or test_pair'

@@ -60,11 +60,6 @@ def no_traceback(lines: list[str]) -> str:
         ("engine=fdsp", "no engine named 'fdsp' is installed.", "did you mean: engine=fsdp"),
         ("rollout=hff", "no rollout named 'hff' is installed.", "did you mean: rollout=hf"),
         ("algorithm=gpro", "no algorithm named 'gpro' is installed.", "did you mean: algorithm=grpo"),
-        (
-            "engine=megatron",
-            "no engine named 'megatron' is installed.",
-            "try:        pip install coupler-engine-megatron",
-        ),
         ("rollout=vllm", "no rollout named 'vllm' is installed.", "try:        pip install coupler-rollout-vllm"),
         ("trackers=[wandb]", "no tracker named 'wandb' is installed.", "installed:  console, jsonl, tensorboard"),
         ("engine.lr=fast", "engine.lr takes a number, got 'fast'.", ""),

@@ -18,8 +18,9 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = {
     "coupler-core": "core",
     "coupler-engine-fsdp": "engine-fsdp",
-    "coupler-algos": "algos",
+    "coupler-engine-megatron": "engine-megatron",
     "coupler-rollout-vllm": "rollout-vllm",
+    "coupler-algos": "algos",
 }
 WITHOUT_DECLARATION = {  # imports of distributions that a package does not ask for, and why it works
     "coupler-core": {
@@ -33,6 +34,7 @@ WITHOUT_DECLARATION = {  # imports of distributions that a package does not ask 
         "numpy": "comes with coupler-core, whose batches it is",
         "triton": "comes with torch where there is a GPU; its module is imported there only",
     },
+    "coupler-engine-megatron": {"numpy": "comes with coupler-core, whose batches it is"},
     "coupler-algos": {"numpy": "comes with coupler-core, whose batches it is"},
     "coupler-rollout-vllm": {},
 }
@@ -109,6 +111,7 @@ def test_the_wheel_holds_every_file(name: str, wheels: dict[str, ZipFile]) -> No
     ("name", "entry", "offered"),
     [
         ("coupler-engine-fsdp", "fsdp", "coupler-engine-fsdp"),
+        ("coupler-engine-megatron", "megatron", "coupler-engine-megatron"),
         ("coupler-algos", "algos", "coupler-algos"),
         ("coupler-rollout-vllm", "vllm", "coupler-rollout-vllm[cuda]"),
     ],

@@ -141,6 +141,16 @@ class EngineConfig:
     ranks: int = 1  # processes that share one copy of the model or more; above 1 under executor=ray
     python: str = ""  # interpreter of these ranks, under executor=ray; empty: the one that runs the job
 
+    @property
+    def ranks_per_shard(self) -> int:
+        """Ranks that read the same data shard: above 1 where they split the model or each sequence."""
+        return 1
+
+    @property
+    def ranks_per_sequence(self) -> int:
+        """Ranks that hold a part of each sequence; ``max_tokens_per_gpu`` counts for each of them."""
+        return 1
+
 
 @dataclass
 class RolloutConfig:

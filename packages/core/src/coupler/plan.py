@@ -31,11 +31,11 @@ class Plan:
     optimizer_steps_per_batch: int
     max_prompt_tokens: int
     max_completion_tokens: int  # 0 in supervised training, where a row is as long as its text
-    max_tokens_per_gpu: int  # 0: the engine has no such option
+    max_tokens_per_micro_batch: int  # 0: the engine has no such option
     warmup_steps: int  # optimizer steps
     max_staleness: int
     num_rows: int | None  # None: not known without loading the data
-    num_shards: int  # data shards of the engine, as if every rank read its own; tensor parallelism makes it fewer
+    num_shards: int  # data shards of the engine
     executor: ExecutorName
     placement: Placement | None  # None: everything in one process
     workers: tuple[Role, ...]
@@ -64,9 +64,9 @@ class Plan:
     @property
     def max_micro_batches(self) -> int:
         """Per shard and optimizer step if every sequence is as long as it can be; 0 where nothing says."""
-        if not self.max_tokens_per_gpu or not self.max_tokens_per_sequence:
+        if not self.max_tokens_per_micro_batch or not self.max_tokens_per_sequence:
             return 0
-        per_micro_batch = self.max_tokens_per_gpu // self.max_tokens_per_sequence
+        per_micro_batch = self.max_tokens_per_micro_batch // self.max_tokens_per_sequence
         return _ceil(_ceil(self.sequences_per_optimizer_step, self.num_shards), per_micro_batch)
 
     @property
@@ -85,9 +85,11 @@ class Plan:
             prompt, completion = self.max_prompt_tokens, self.max_completion_tokens
             text = f"at most {prompt} + {completion} = {self.max_tokens_per_sequence} per sequence, {most} per step"
             lines.append(("tokens", text))
-        if self.max_tokens_per_gpu:
+        if self.max_tokens_per_micro_batch:
             count = f"at most {self.max_micro_batches}" if self.max_micro_batches else "as many as it takes"
-            lines.append(("micro-batches", f"{count} per optimizer step, of at most {self.max_tokens_per_gpu} tokens"))
+            lines.append(
+                ("micro-batches", f"{count} per optimizer step, of at most {self.max_tokens_per_micro_batch} tokens")
+            )
         lines.append(("run", self._run()))
         if self.job is Job.TRAIN:
             behind = f"rollouts run at most {_count(self.max_staleness, 'version')} behind"
@@ -161,11 +163,11 @@ def make_plan(
         optimizer_steps_per_batch=config.optimizer_steps_per_batch,
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_completion_tokens=config.sampling.max_tokens if trains else 0,
-        max_tokens_per_gpu=_engine_option(config.engine, "max_tokens_per_gpu"),
+        max_tokens_per_micro_batch=_micro_batch_tokens(config.engine),
         warmup_steps=_engine_option(config.engine, "warmup_steps"),
         max_staleness=config.max_staleness,
         num_rows=num_rows,
-        num_shards=config.engine.ranks,
+        num_shards=max(config.engine.ranks // config.engine.ranks_per_shard, 1),
         executor=config.executor,
         placement=config.ray.placement if config.executor is ExecutorName.RAY else None,
         workers=workers,
@@ -230,11 +232,13 @@ def _check(plan: Plan, config: RunConfig, plugins: Plugins) -> None:
     longest = plan.max_tokens_per_sequence
     for path in (path for path, kind in SECTIONS.items() if kind == "engine" and section(config, path)):
         engine = section(config, path)
-        room = _engine_option(engine, "max_tokens_per_gpu")
+        room, ranks = _micro_batch_tokens(engine), engine.ranks_per_sequence
         if room and longest > room:
+            each = f" on each of {ranks} ranks" if ranks > 1 else ""
             raise ConfigError(
-                f"{path}.max_tokens_per_gpu={room} is less than one sequence can have: data.max_prompt_tokens + "
-                f"sampling.max_tokens = {longest}.\n  try:  {path}.max_tokens_per_gpu={longest}"
+                f"{path}.max_tokens_per_gpu={room // ranks}{each} is less than one sequence can have: "
+                f"data.max_prompt_tokens + sampling.max_tokens = {longest}.\n"
+                f"  try:  {path}.max_tokens_per_gpu={_ceil(longest, ranks)}"
             )
         if engine.ranks > 1 and "world:1" in plugins.get("engine", engine.name).capabilities_of(engine):
             raise ConfigError(f"{path}={engine.name} runs on one rank.\n  try:  {path}.ranks=1, or another engine")
@@ -246,6 +250,11 @@ def _check(plan: Plan, config: RunConfig, plugins: Plugins) -> None:
                     f"offload=true needs {path}={inner.name} to free device memory, which it cannot ({wanted}).\n"
                     f"  try:  offload=false, or another {path}"
                 )
+
+
+def _micro_batch_tokens(engine: Any) -> int:
+    """Of the ranks that share each sequence together."""
+    return _engine_option(engine, "max_tokens_per_gpu") * engine.ranks_per_sequence
 
 
 def _engine_option(engine: Any, name: str) -> int:

@@ -34,6 +34,7 @@ VOCABULARY = frozenset(
         "in_flight:recompute",
         "in_flight:stale_kv",
         "model:toy",  # works in NumPy, on the toy model folder of coupler.testing, not on transformers' folders
+        "model:moe",  # engine, rollout: mixtures of experts too, with one tensor per expert in the checkpoint
         "workers:remote",  # rollout: its model workers are other processes, which place:process does not reach
         "needs:ref_logprobs",  # algorithm: a column that core adds, as in Algorithm.needs, known before it is imported
         "needs:old_logprobs",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
@@ -41,25 +42,41 @@ def write_toy(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
+_SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 128,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "eos_token_id": EOS,
+    "bos_token_id": 0,
+    "pad_token_id": 3,
+}
+
+
 def write_qwen2(folder: Path, *, tied: bool, seed: int = 0) -> Path:
     """Write a float32 Qwen2 with two layers, grouped heads and random biases, and its tokenizer."""
-    import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    config = Qwen2Config(
-        vocab_size=VOCAB,
-        hidden_size=128,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=tied,
-        eos_token_id=EOS,
-        bos_token_id=0,
-        pad_token_id=3,
-    )
-    model = Qwen2ForCausalLM(config).float()
+    return write_random(Qwen2ForCausalLM(Qwen2Config(**_SMALL, tie_word_embeddings=tied)), folder, seed)
+
+
+def write_qwen3_moe(folder: Path, seed: int = 0) -> Path:
+    """Write a float32 Qwen3-MoE with two layers of four experts, of which each token takes two."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    experts = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    config = Qwen3MoeConfig(**_SMALL, **experts, head_dim=16, tie_word_embeddings=False)
+    return write_random(Qwen3MoeForCausalLM(config), folder, seed)
+
+
+def write_random(model: Any, folder: Path, seed: int) -> Path:
+    """Give the model random weights that are far from flat, and save it."""
+    import torch
+
+    model = model.float()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, param in model.named_parameters():
@@ -70,7 +87,7 @@ def write_qwen2(folder: Path, *, tied: bool, seed: int = 0) -> Path:
                 param.copy_(0.2 * noise)
             else:
                 wide = "embed" in name or "lm_head" in name
-                param.copy_(noise * (0.25 if wide else param.shape[1] ** -0.5))
+                param.copy_(noise * (0.25 if wide else param.shape[-1] ** -0.5))
     model.save_pretrained(folder)
     write_tokenizer(folder)
     return folder

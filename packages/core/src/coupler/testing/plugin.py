@@ -32,6 +32,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="KIND.KEY=VALUE",
         help="configuration of the backends to check, for example engine.tensor_parallel=2",
     )
+    group.addoption(
+        "--coupler-model",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="model of the kit to test with, repeatable: untied, tied, moe. Default: all that the backends declare",
+    )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -50,7 +57,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     ids = ["-".join(map(str, row)) for row in rows]
     if "model_name" in metafunc.fixturenames:
         every = "every_model" in metafunc.fixturenames
-        models = [row[0].models if every else row[0].models[:1] for row in rows]
+        common = [[m for m in row[0].models if all(m in other.models for other in row)] for row in rows]
+        models = [found if every else found[:1] for found in common]
         ids = [f"{i}-{m}" for i, found in zip(ids, models, strict=True) for m in found]
         values = [(*row, m) for row, found in zip(rows, models, strict=True) for m in found]
         metafunc.parametrize([*names, "model_name"], values, ids=ids, scope="module")
@@ -95,13 +103,14 @@ def subjects(config: pytest.Config, kind: str) -> list[Subject]:
         config.stash[_PLUGINS] = Plugins.load()
     plugins = config.stash[_PLUGINS]
     settings = parse_settings(config.getoption("--coupler-set") or []).get(kind, {})
+    only = tuple(config.getoption("--coupler-model") or ())
     chosen = [text.partition("=")[::2] for text in selected(config)]
     for wanted, name in chosen:
         if wanted not in KINDS or not name:
             raise CouplerError(f"--coupler takes KIND=NAME, where KIND is one of {', '.join(KINDS)}.")
     if chosen:
-        return [Subject(plugins.get(kind, name), settings, True) for wanted, name in chosen if wanted == kind]
-    return [Subject(backend, settings) for backend in plugins.of(kind).values()]
+        return [Subject(plugins.get(kind, name), settings, only, True) for wanted, name in chosen if wanted == kind]
+    return [Subject(backend, settings, only) for backend in plugins.of(kind).values()]
 
 
 _PLUGINS: pytest.StashKey[Plugins] = pytest.StashKey()

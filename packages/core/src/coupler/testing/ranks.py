@@ -5,10 +5,12 @@ A world of one rank runs in the test's own process, so that ``breakpoint()`` wor
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
 import queue
+import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +19,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,7 @@ import numpy as np
 from coupler.batch import Batch
 from coupler.errors import CouplerError, TooFewDevices, WaitTimeout
 from coupler.imports import resolve
-from coupler.interfaces import Engine, Layout, Output, Rank, StepInfo
+from coupler.interfaces import EVERYTHING, Engine, Layout, Output, Part, Rank, StepInfo
 from coupler.metrics import Metric, Metrics, merge, read
 from coupler.testing.subject import build
 
@@ -61,6 +64,17 @@ class Host:
     def weights(self, out: str) -> list[str]:
         return self._write(self.engine.weights(), out)
 
+    def save(self, path: str, what: list[str]) -> None:
+        self.engine.save(Path(path), frozenset(map(Part, what))).wait(60)
+
+    def load(self, path: str, what: list[str]) -> None:
+        self.engine.load(Path(path), frozenset(map(Part, what)))
+
+    def move(self) -> None:
+        """Everything off the device and back."""
+        self.engine.offload(EVERYTHING)
+        self.engine.onload(EVERYTHING)
+
     def _write(self, named: Any, out: str) -> list[str]:
         kept, names = {}, []
         for name, tensor in named:
@@ -88,7 +102,7 @@ def _outputs(names: list[str]) -> tuple[Output, ...]:
 class World:
     """All ranks of one engine."""
 
-    def __init__(self, recipe: Mapping[str, Any], num_ranks: int, folder: Path, deadline_s: float = 120.0) -> None:
+    def __init__(self, recipe: Mapping[str, Any], num_ranks: int, folder: Path, deadline_s: float = 240.0) -> None:
         self.num_ranks, self.folder, self.deadline_s = num_ranks, folder, deadline_s
         self.count = 0
         self.processes: list[_Process] = []
@@ -147,6 +161,16 @@ class World:
         assert len(set(names[0])) == len(names[0]), "weights() yields a name twice"
         return _read(out)
 
+    def save(self, path: Path, *what: Part) -> None:
+        self.call("save", [{"path": str(path), "what": what}] * self.num_ranks)
+
+    def load(self, path: Path, *what: Part) -> None:
+        self.call("load", [{"path": str(path), "what": what}] * self.num_ranks)
+
+    def move(self) -> None:
+        """Everything off the devices and back."""
+        self.call("move", [{}] * self.num_ranks)
+
     def close(self) -> None:
         for process in self.processes:
             process.close()
@@ -163,35 +187,54 @@ class World:
         return self.folder / f"{self.count}-{name}.npz"
 
 
+class _Template:
+    """A process that has imported an engine's class, and forks a rank whenever it is asked: imports take longest."""
+
+    def __init__(self, target: str) -> None:
+        self.socket, other = socket.socketpair()
+        with other:
+            self.popen = subprocess.Popen(
+                [sys.executable, "-m", "coupler.testing.ranks", str(other.fileno()), target],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                pass_fds=[other.fileno()],
+            )
+        atexit.register(self.popen.kill)
+
+    def start(self, log: Path) -> socket.socket:
+        """Fork a rank that answers on the returned socket and logs to ``log``."""
+        ours, other = socket.socketpair()
+        with other, log.open("wb") as stderr:
+            socket.send_fds(self.socket, [b"rank"], [other.fileno(), stderr.fileno()])
+        return ours
+
+
+_template = cache(_Template)  # one for each engine
+
+
 class _Process:
     """The parent's view of one rank."""
 
     def __init__(self, recipe: Mapping[str, Any], rank: Mapping[str, Any], log: Path) -> None:
         self.log, self.index = log, rank["index"]
-        with log.open("wb") as stderr:
-            self.popen = subprocess.Popen(
-                [sys.executable, "-m", "coupler.testing.ranks"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                text=True,
-            )
+        self.socket = _template(recipe["target"]).start(log)
+        self.lines = self.socket.makefile("rw", encoding="utf-8")
+        self.pid = 0  # its first line says it
         self.answers: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._listen, daemon=True).start()
         self.send({"recipe": recipe, "rank": rank})
 
     def _listen(self) -> None:
-        assert self.popen.stdout is not None
-        for line in self.popen.stdout:
-            self.answers.put(line)
+        with contextlib.suppress(ConnectionResetError, ValueError):  # it was killed, or closed while it spoke
+            self.pid = int(self.lines.readline() or 0)
+            for line in self.lines:
+                self.answers.put(line)
         self.answers.put("")
 
     def send(self, message: Mapping[str, Any]) -> None:
-        assert self.popen.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it died: the empty answer says so, with its log
-            self.popen.stdin.write(json.dumps(message) + "\n")
-            self.popen.stdin.flush()
+            self.lines.write(json.dumps(message) + "\n")
+            self.lines.flush()
 
     def poll(self) -> dict[str, Any] | None:
         """The next answer, if there is one."""
@@ -205,12 +248,10 @@ class _Process:
         return {"error": "\n".join(["the process ended; its last lines:", *tail])}
 
     def close(self) -> None:
-        self.popen.kill()
-        self.popen.wait()
-        for pipe in (self.popen.stdin, self.popen.stdout):
-            if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
+        if self.pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+        self.socket.shutdown(socket.SHUT_RDWR)
 
 
 def _gather(processes: list[_Process], method: str, end: float) -> list[Any]:
@@ -224,8 +265,8 @@ def _gather(processes: list[_Process], method: str, end: float) -> list[Any]:
                     raise TooFewDevices(answer["too_few_devices"])
                 if "error" in answer:
                     raise RankFailed(f"rank {process.index} of {len(processes)} failed in {method}:\n{answer['error']}")
-        if time.monotonic() > end:
-            silent = [p.index for p in processes if p.index not in answers]
+        silent = [p.index for p in processes if p.index not in answers]
+        if silent and time.monotonic() > end:
             raise WaitTimeout(f"ranks {silent} of {len(processes)} gave no answer to {method}.")
         time.sleep(0.002)
     return [answers[process.index]["result"] for process in processes]
@@ -242,24 +283,48 @@ def _read(path: str) -> Arrays:
         return dict(file)
 
 
-def main() -> None:
-    """Serve one rank: lines of JSON in, one line out for each; whatever else is printed goes to stderr."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    first = json.loads(sys.stdin.readline())
+def main(number: int, target: str) -> None:
+    """Fork a rank for each message on the socket of this number; end when its other end is closed."""
+    if not Path("/dev/nvidiactl").exists():  # what has touched a GPU cannot be forked
+        with contextlib.suppress(Exception):  # the rank says what is wrong with it
+            resolve(target)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the ranks
+    with socket.socket(fileno=number) as control:
+        while True:
+            message, files, _, _ = socket.recv_fds(control, 16, 2)
+            if not message:
+                return
+            if os.fork() == 0:
+                control.close()
+                serve(*files)
+                os._exit(0)
+            for file in files:
+                os.close(file)
+
+
+def serve(connection: int, log: int) -> None:
+    """Serve one rank: lines of JSON in, one line out for each; whatever is printed goes to ``log``."""
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    lines = socket.socket(fileno=connection).makefile("rw", encoding="utf-8")
+
+    def answer(value: Any) -> None:
+        lines.write(json.dumps(value) + "\n")
+        lines.flush()
+
+    answer(os.getpid())
+    first = json.loads(lines.readline())
     host: Host | None = None
-    for line in sys.stdin:
+    for line in lines:
         message = json.loads(line)
         try:
             host = host or Host(first["recipe"], first["rank"])
-            answer = {"result": getattr(host, message["method"])(**message["arguments"])}
+            answer({"result": getattr(host, message["method"])(**message["arguments"])})
         except TooFewDevices as error:
-            answer = {"too_few_devices": str(error)}
+            answer({"too_few_devices": str(error)})
         except Exception:  # the test shows it; nothing here knows what an engine may raise
-            answer = {"error": traceback.format_exc()}
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+            answer({"error": traceback.format_exc()})
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]), sys.argv[2])

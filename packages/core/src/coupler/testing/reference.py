@@ -17,6 +17,7 @@ from coupler.testing import toy
 from coupler.testing.models import read_tensors
 
 Arrays = dict[str, np.ndarray]
+_PLAIN = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +129,7 @@ class TransformersReference(Reference):
 
         super().__init__(folder)
         self.model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float64, attn_implementation="eager", trust_remote_code=False
+            folder, dtype=torch.float64, trust_remote_code=False, **_PLAIN
         )
 
     def _logits(self, tokens: Any, temperature: float) -> Any:
@@ -166,10 +167,9 @@ class TransformersReference(Reference):
             if valid.any():
                 (token_loss * columns["loss_weight"])[valid].sum().backward()
             metrics.append(found)
-        grads = {
-            name: np.zeros(tuple(p.shape)) if p.grad is None else p.grad.numpy().copy()
-            for name, p in self.model.named_parameters()
-        }
+        grads: Arrays = {}
+        for name, p in self.model.named_parameters():
+            grads |= _as_saved(name, np.zeros(tuple(p.shape)) if p.grad is None else p.grad.numpy().copy())
         return Gradient(grads, read(merge(metrics)))
 
     def hidden(self, one: Batch) -> np.ndarray:
@@ -192,6 +192,18 @@ class TransformersReference(Reference):
         import torch
 
         return torch.from_numpy(tensor.copy())
+
+
+def _as_saved(name: str, tensor: np.ndarray) -> Arrays:
+    """A parameter under the names of the checkpoint: transformers joins the experts of a layer when it loads them."""
+    stem, joined, what = name.partition(".experts.")
+    if not joined:
+        return {name: tensor}
+    parts = ("gate_proj", "up_proj") if what == "gate_up_proj" else (what,)
+    each = [np.split(expert, len(parts)) for expert in tensor]
+    return {
+        f"{stem}.experts.{e}.{part}.weight": x for e, xs in enumerate(each) for part, x in zip(parts, xs, strict=True)
+    }
 
 
 class ToyValueReference(ToyReference):
@@ -225,7 +237,7 @@ class TransformersValueReference(TransformersReference):
 
         Reference.__init__(self, folder)
         self.model: Any = AutoModelForTokenClassification.from_pretrained(
-            folder, num_labels=1, dtype=torch.float64, attn_implementation="eager", trust_remote_code=False
+            folder, num_labels=1, dtype=torch.float64, trust_remote_code=False, **_PLAIN
         ).eval()
 
     def _out(self, one: Batch) -> dict[str, Any]:

@@ -20,6 +20,7 @@ class Subject:
 
     backend: Backend
     settings: Mapping[str, Any] = field(default_factory=dict)  # from --coupler-set
+    only: tuple[str, ...] = ()  # models, from --coupler-model; empty: all
     selected: bool = False  # by --coupler: a backend whose dependency is missing then fails instead of being skipped
 
     def __str__(self) -> str:
@@ -32,7 +33,13 @@ class Subject:
     @property
     def models(self) -> tuple[str, ...]:
         """The kit's models that this backend is tested with; the first is the usual one."""
-        return ("toy",) if self.toy else ("untied", "tied")
+        every = ("toy",) if self.toy else ("untied", "tied", *(["moe"] if self.has("model:moe") else []))
+        return tuple(name for name in every if not self.only or name in self.only)
+
+    @property
+    def ranks_per_shard(self) -> int:
+        """Of an engine, under what the user set: how many ranks one data shard takes."""
+        return self.config().ranks_per_shard
 
     def has(self, capability: str) -> bool:
         return capability in self.backend.capabilities_of(self.config())

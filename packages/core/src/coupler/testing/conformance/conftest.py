@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from coupler.errors import TooFewDevices
-from coupler.testing.models import write_qwen2, write_toy, write_value_head
+from coupler.interfaces import Head
+from coupler.testing.models import write_qwen2, write_qwen3_moe, write_toy, write_value_head
 from coupler.testing.plugin import KINDS, selected
 from coupler.testing.ranks import World
 from coupler.testing.reference import (
@@ -24,6 +25,7 @@ from coupler.testing.reference import (
 from coupler.testing.subject import Subject
 
 FROZEN = 1e-30  # learning rate of engines that serve many tests: a step is taken and changes nothing
+MOST_RANKS = 4  # of one engine; a test on more is left out
 NEEDS = {
     "pair": ("engine", "rollout"),
     "values": ("engine",),
@@ -59,6 +61,8 @@ def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Re
         folder = tmp_path_factory.mktemp("models") / name
         if name == "toy":
             return ToyReference(write_toy(folder))
+        if name == "moe":
+            return TransformersReference(write_qwen3_moe(folder))
         return TransformersReference(write_qwen2(folder, tied=name == "tied"))
 
     return make
@@ -96,7 +100,10 @@ def every_model() -> None:
 def worlds(
     tmp_path_factory: pytest.TempPathFactory, engine_subject: Subject, reference: Reference
 ) -> Iterator[Callable[..., World]]:
-    """Start the engine on so many ranks, once per configuration; weights stay, since the learning rate is next to 0."""
+    """Start the engine on so many data shards, once per configuration.
+
+    Its weights stay, since the learning rate is next to 0.
+    """
     with running(engine_subject, partial(engine_subject.recipe, reference.folder), tmp_path_factory) as make:
         yield make
 
@@ -108,12 +115,11 @@ def running(
     """Starts worlds of ``recipe`` with further settings; skips where the engine or the machine has too few ranks."""
     made: dict[tuple[object, ...], World | TooFewDevices] = {}
 
-    def make(num_ranks: int = 1, **settings: object) -> World:
-        key = (num_ranks, *sorted(settings.items()))
+    def make(num_shards: int = 1, **settings: object) -> World:
+        key = (num_shards, *sorted(settings.items()))
         if key not in made:
-            if num_ranks > 1 and subject.has("world:1"):
-                pytest.skip(f"{subject} declares world:1")
-            made[key] = _start(recipe(**{"lr": FROZEN, **settings}), num_ranks, tmp_path_factory.mktemp("world"))
+            ranks = ranks_for(subject, num_shards)
+            made[key] = _start(recipe(**{"lr": FROZEN, **settings}), ranks, tmp_path_factory.mktemp("world"))
         world = made[key]
         if isinstance(world, TooFewDevices):
             pytest.skip(str(world).splitlines()[0])
@@ -123,6 +129,36 @@ def running(
     for world in made.values():
         if isinstance(world, World):
             world.close()
+
+
+@pytest.fixture
+def fresh(engine_subject: Subject, tmp_path: Path) -> Iterator[Callable[..., World]]:
+    """Start an engine of its own for the test, on a model folder, with a learning rate that moves."""
+    made: list[World] = []
+
+    def make(folder: Path, num_shards: int = 1, head: Head = Head.LM, **settings: object) -> World:
+        place = tmp_path / f"world-{len(made)}"
+        place.mkdir()
+        recipe = engine_subject.recipe(folder, head, **{"lr": 1e-2, **settings})
+        try:
+            made.append(World(recipe, ranks_for(engine_subject, num_shards), place))
+        except TooFewDevices as error:
+            pytest.skip(str(error).splitlines()[0])
+        return made[-1]
+
+    yield make
+    for world in made:
+        world.close()
+
+
+def ranks_for(subject: Subject, num_shards: int) -> int:
+    """The ranks of an engine with so many data shards; skips the test where these are too many for it."""
+    ranks = num_shards * subject.ranks_per_shard
+    if ranks > 1 and subject.has("world:1"):
+        pytest.skip(f"{subject} declares world:1")
+    if ranks > MOST_RANKS:
+        pytest.skip(f"{num_shards} data shards of {subject} take {ranks} ranks, the kit starts {MOST_RANKS} at most")
+    return ranks
 
 
 def _start(recipe: dict[str, Any], num_ranks: int, folder: Path) -> World | TooFewDevices:

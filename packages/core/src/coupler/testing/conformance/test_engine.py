@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from coupler.batch import Batch
-from coupler.interfaces import EVERYTHING, Aggregation, Engine, Output, Part, Rank, StepInfo
+from coupler.interfaces import Aggregation, Part
 from coupler.metrics import Metrics
 from coupler.testing import losses
 from coupler.testing.cases import LENGTHS, RAGGED, make_batch, poisoned, weighted
 from coupler.testing.conformance.conftest import FROZEN
-from coupler.testing.ranks import Arrays, World, as_array
+from coupler.testing.ranks import Arrays, World
 from coupler.testing.reference import Gradient, Reference, TransformersReference
 from coupler.testing.subject import Subject
 
@@ -23,7 +23,6 @@ FLOOR = 0.05  # of the largest gradient of all: a key's bias nearly cancels, and
 LOGPROBS = 5e-5  # nats, in float32
 LONGEST = max(LENGTHS)
 SURROGATE = "coupler.testing.losses:surrogate"
-WANT = (Output("logprobs"), Output("entropy"))
 
 Worlds = Callable[..., World]
 
@@ -96,10 +95,10 @@ def test_an_empty_batch_has_no_logprobs(worlds: Worlds, reference: Reference) ->
     assert worlds(1).forward([make_batch(reference).take([])], ("logprobs",))[0]["logprobs"].shape == (0,)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_logprobs_on_several_ranks(worlds: Worlds, reference: Reference, num_ranks: int) -> None:
+@pytest.mark.parametrize("num_shards", [2, 4])
+def test_logprobs_on_several_shards(worlds: Worlds, reference: Reference, num_shards: int) -> None:
     """The first shard is empty, the others have different numbers of micro-batches."""
-    world = worlds(num_ranks, max_tokens_per_gpu=LONGEST)
+    world = worlds(num_shards, max_tokens_per_gpu=LONGEST)
     shards = split(make_batch(reference, RAGGED), world, first=[])
     for shard, done in zip(shards, world.forward(shards, ("logprobs",)), strict=True):
         want = reference.outputs(shard)["logprobs"] if len(shard) else []
@@ -140,10 +139,10 @@ def test_gradient_over_order(worlds: Worlds, reference: Reference) -> None:
 
 
 @pytest.mark.parametrize("case", ["even", "rank-without-valid-tokens", "empty-rank"])
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_gradient_over_ranks(worlds: Worlds, reference: Reference, num_ranks: int, case: str) -> None:
+@pytest.mark.parametrize("num_shards", [1, 2, 4])
+def test_gradient_over_shards(worlds: Worlds, reference: Reference, num_shards: int, case: str) -> None:
     """Ranks sum; each has another number of tokens and of micro-batches, or none."""
-    world = worlds(num_ranks, max_tokens_per_gpu=LONGEST)
+    world = worlds(num_shards, max_tokens_per_gpu=LONGEST)
     batch = make_batch(reference)
     first = {"even": None, "rank-without-valid-tokens": [0, 1], "empty-rank": []}[case]
     batch = weighted(first_rows_masked(batch) if first else batch)
@@ -205,20 +204,8 @@ def test_weights_are_the_checkpoint(worlds: Worlds, reference: Reference, every_
     assert_checkpoint(worlds(1).weights(), reference)
 
 
-def test_weights_are_whole_on_several_ranks(worlds: Worlds, reference: Reference) -> None:
+def test_weights_are_whole_on_several_shards(worlds: Worlds, reference: Reference) -> None:
     assert_checkpoint(worlds(2, max_tokens_per_gpu=LONGEST).weights(), reference)
-
-
-@pytest.fixture
-def fresh(engine_subject: Subject, reference: Reference, tmp_path: Path) -> Callable[..., World]:
-    """An engine of its own for the test, with a learning rate that moves."""
-
-    def make(num_ranks: int = 1, **settings: object) -> World:
-        folder = tmp_path / f"world-{len(list(tmp_path.iterdir()))}"
-        folder.mkdir()
-        return World(engine_subject.recipe(reference.folder, **{"lr": 1e-2, **settings}), num_ranks, folder)
-
-    return make
 
 
 def test_steps_equal_plain_adamw(fresh: Callable[..., World], reference: Reference, every_model: None) -> None:
@@ -228,7 +215,7 @@ def test_steps_equal_plain_adamw(fresh: Callable[..., World], reference: Referen
     """
     beta1, beta2, eps, decay, clip = 0.8, 0.95, 1e-6, 0.1, 0.5
     settings = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": decay, "max_grad_norm": clip}
-    world = fresh(**settings)
+    world = fresh(reference.folder, **settings)
     want = {name: w.astype(np.float64) for name, w in reference.tensors.items()}
     first, second = ({name: np.zeros_like(w) for name, w in want.items()} for _ in range(2))
     for t in (1, 2):
@@ -250,7 +237,7 @@ def test_steps_equal_plain_adamw(fresh: Callable[..., World], reference: Referen
 
 
 def test_a_gradient_does_not_reach_the_next_step(fresh: Callable[..., World], reference: Reference) -> None:
-    world = fresh(lr=FROZEN)
+    world = fresh(reference.folder, lr=FROZEN)
     batch = weighted(make_batch(reference))
     again = [world.gradient([batch], SURROGATE)[0] for _ in range(2)]
     for name, grad in again[0].items():
@@ -260,7 +247,7 @@ def test_a_gradient_does_not_reach_the_next_step(fresh: Callable[..., World], re
 def test_a_gradient_that_is_not_finite_is_not_applied(fresh: Callable[..., World], reference: Reference) -> None:
     """The step is reported as skipped, changes neither weights nor optimizer, and leaves no trace in the next."""
     batch = weighted(make_batch(reference))
-    plain, hurt = fresh(), fresh()
+    plain, hurt = fresh(reference.folder), fresh(reference.folder)
     _, _, steps = hurt.gradient([batch], "coupler.testing.losses:not_finite")
     applied, norm, _ = steps[0]
     assert not applied
@@ -274,46 +261,55 @@ def test_a_gradient_that_is_not_finite_is_not_applied(fresh: Callable[..., World
 
 
 def test_a_saved_engine_continues_as_if_nothing_had_happened(
-    engine_subject: Subject, reference: Reference, tmp_path: Path, every_model: None
+    fresh: Callable[..., World], reference: Reference, tmp_path: Path, every_model: None
 ) -> None:
-    first, second = weighted(make_batch(reference, seed=1)), weighted(make_batch(reference, seed=2))
-    info = StepInfo(first.num_tokens, len(first), 0)
-
-    def start() -> Engine:
-        engine = engine_subject.create(reference.folder, lr=1e-2)
-        engine.setup(Rank())
-        return engine
-
-    def step(engine: Engine, batch: Batch) -> Arrays:
-        engine.forward_backward(batch, WANT, losses.surrogate, info)
-        engine.step()
-        return {name: as_array(w) for name, w in engine.weights()}
-
-    engine = start()
-    step(engine, first)
-    engine.save(tmp_path, frozenset({Part.PARAMS, Part.OPTIMIZER})).wait(60)
-    want = step(engine, second)
-    resumed = start()
-    resumed.load(tmp_path, frozenset({Part.PARAMS, Part.OPTIMIZER}))
-    got = step(resumed, second)
+    first, second = (weighted(make_batch(reference, seed=seed)) for seed in (1, 2))
+    world = fresh(reference.folder)
+    world.gradient([first], SURROGATE)
+    world.save(tmp_path, Part.PARAMS, Part.OPTIMIZER)
+    world.gradient([second], SURROGATE, index=1)
+    resumed = fresh(reference.folder)
+    resumed.load(tmp_path, Part.PARAMS, Part.OPTIMIZER)
+    resumed.gradient([second], SURROGATE, index=1)
+    want, got = world.weights(), resumed.weights()
     for name, w in want.items():
         np.testing.assert_array_equal(got[name], w, err_msg=name)
 
 
-def test_offload_and_onload_change_nothing(engine_subject: Subject, reference: Reference) -> None:
+def test_a_checkpoint_is_read_on_another_number_of_shards(
+    fresh: Callable[..., World], reference: Reference, tmp_path: Path
+) -> None:
+    """The weights are the same to the bit, and so is what the optimizer remembers, as far as another sum can tell."""
+    first, second = (weighted(make_batch(reference, seed=seed)) for seed in (1, 2))
+    two = fresh(reference.folder, 2)
+    two.gradient(split(first, two), SURROGATE)
+    two.save(tmp_path, Part.PARAMS, Part.OPTIMIZER)
+    one = fresh(reference.folder, 1)
+    one.load(tmp_path, Part.PARAMS, Part.OPTIMIZER)
+    want, got = two.weights(), one.weights()
+    for name, w in want.items():
+        np.testing.assert_array_equal(got[name], w, err_msg=name)
+    two.gradient(split(second, two), SURROGATE, index=1)
+    one.gradient([second], SURROGATE, index=1)
+    before, want, got = want, two.weights(), one.weights()
+    for name, w in want.items():
+        moved = np.abs(w - before[name]).max()
+        assert np.abs(got[name] - w).max() <= 1e-2 * moved, name
+
+
+def test_offload_and_onload_change_nothing(
+    engine_subject: Subject, fresh: Callable[..., World], reference: Reference
+) -> None:
     if not engine_subject.has("memory:offload"):
         pytest.skip(f"{engine_subject} does not declare memory:offload")
     batch = weighted(make_batch(reference))
     results = []
     for moves in (False, True):
-        engine = engine_subject.create(reference.folder, lr=1e-2)
-        engine.setup(Rank())
+        world = fresh(reference.folder)
         for index in range(2):
             if moves:
-                engine.offload(EVERYTHING)
-                engine.onload(EVERYTHING)
-            engine.forward_backward(batch, WANT, losses.surrogate, StepInfo(batch.num_tokens, len(batch), index))
-            engine.step()
-        results.append({name: as_array(w) for name, w in engine.weights()})
+                world.move()
+            world.gradient([batch], SURROGATE, index=index)
+        results.append(world.weights())
     for name, w in results[0].items():
         np.testing.assert_array_equal(results[1][name], w, err_msg=name)

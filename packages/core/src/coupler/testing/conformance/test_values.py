@@ -10,17 +10,16 @@ import numpy as np
 import pytest
 
 from coupler.batch import Batch
-from coupler.interfaces import Head, Output, Part, Rank, StepInfo
+from coupler.interfaces import Head, Part
 from coupler.testing import losses
 from coupler.testing.cases import LENGTHS, RAGGED, make_batch, poisoned, weighted, with_returns
 from coupler.testing.conformance.conftest import running
 from coupler.testing.conformance.test_engine import LONGEST, TOLERANCE, assert_gradient, assert_metrics, split
-from coupler.testing.ranks import World, as_array
+from coupler.testing.ranks import World
 from coupler.testing.reference import Reference, TransformersValueReference
 from coupler.testing.subject import Subject
 
 VALUES = ("values",)
-WANT = (Output("values"),)
 ERROR = "coupler.testing.losses:value_error"
 
 Worlds = Callable[..., World]
@@ -64,11 +63,11 @@ def test_values_equal_the_reference(
         assert not got[~batch["loss_mask"]].any(), "values are not 0 under the mask"
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_values_on_several_ranks(
-    critics: Worlds, critic: Reference, batches: Callable[..., Batch], num_ranks: int
+@pytest.mark.parametrize("num_shards", [2, 4])
+def test_values_on_several_shards(
+    critics: Worlds, critic: Reference, batches: Callable[..., Batch], num_shards: int
 ) -> None:
-    world = critics(num_ranks, max_tokens_per_gpu=LONGEST)
+    world = critics(num_shards, max_tokens_per_gpu=LONGEST)
     shards = split(batches(RAGGED), world, first=[])
     for shard, done in zip(shards, world.forward(shards, VALUES), strict=True):
         want = critic.outputs(shard)["values"] if len(shard) else []
@@ -88,11 +87,11 @@ def test_gradient_over_micro_batches(
 
 
 @pytest.mark.parametrize("first", [None, []], ids=["even", "empty-rank"])
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_gradient_over_ranks(
-    critics: Worlds, critic: Reference, batches: Callable[..., Batch], num_ranks: int, first: list[int] | None
+@pytest.mark.parametrize("num_shards", [2, 4])
+def test_gradient_over_shards(
+    critics: Worlds, critic: Reference, batches: Callable[..., Batch], num_shards: int, first: list[int] | None
 ) -> None:
-    world = critics(num_ranks, max_tokens_per_gpu=LONGEST)
+    world = critics(num_shards, max_tokens_per_gpu=LONGEST)
     batch = weighted(batches())
     grads, metrics, steps = world.gradient(split(batch, world, first), ERROR, VALUES)
     want = critic.gradient(batch, losses.value_error)
@@ -131,47 +130,43 @@ def test_what_stands_under_the_mask_changes_nothing(critics: Worlds, batches: Ca
         np.testing.assert_array_equal(dirty[name], grad, err_msg=name)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_weights_are_the_checkpoint_with_the_score(critics: Worlds, critic: Reference, num_ranks: int) -> None:
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_weights_are_the_checkpoint_with_the_score(critics: Worlds, critic: Reference, num_shards: int) -> None:
     """What an export writes: every tensor of the backbone, and the score; no head of a language model."""
-    got, want = critics(num_ranks, max_tokens_per_gpu=LONGEST).weights(), expected(critic)
+    got, want = critics(num_shards, max_tokens_per_gpu=LONGEST).weights(), expected(critic)
     assert {n: w.shape for n, w in got.items()} == {n: w.shape for n, w in want.items()}
     for name, tensor in want.items():
         np.testing.assert_array_equal(got[name], tensor, err_msg=name)
 
 
 def test_without_a_score_in_the_checkpoint_values_start_at_zero(
-    engine_subject: Subject, critic: Reference, reference: Reference, batches: Callable[..., Batch], every_model: None
+    fresh: Callable[..., World],
+    critic: Reference,
+    reference: Reference,
+    batches: Callable[..., Batch],
+    every_model: None,
 ) -> None:
     """The score is there from the start, and the first step moves it."""
-    engine = engine_subject.create(reference.folder, Head.VALUE, lr=1e-2)
-    engine.setup(Rank(seed=7))
+    world = fresh(reference.folder, head=Head.VALUE)
     batch = weighted(batches())
-    assert not engine.forward(batch, WANT)["values"].any()
-    before = {name: as_array(w) for name, w in engine.weights()}
+    assert not world.forward([batch], VALUES)[0]["values"].any()
+    before = world.weights()
     assert before.keys() == expected(critic).keys()
     assert not before["score.weight"].any() and not before["score.bias"].any()
-    engine.forward_backward(batch, WANT, losses.value_error, StepInfo(batch.num_tokens, len(batch), 0))
-    engine.step()
-    assert engine.forward(batch, WANT)["values"].any()
+    world.gradient([batch], ERROR, VALUES)
+    assert world.forward([batch], VALUES)[0]["values"].any()
 
 
 def test_a_saved_critic_continues_as_if_nothing_had_happened(
-    engine_subject: Subject, critic: Reference, batches: Callable[..., Batch], tmp_path: Path
+    fresh: Callable[..., World], critic: Reference, batches: Callable[..., Batch], tmp_path: Path
 ) -> None:
-    parts = frozenset({Part.PARAMS, Part.OPTIMIZER})
     batch = weighted(batches())
-    results = []
-    for resumes in (False, True):
-        engine = engine_subject.create(critic.folder, Head.VALUE, lr=1e-2)
-        engine.setup(Rank())
-        for index in range(resumes, 2):
-            if resumes:
-                engine.load(tmp_path, parts)
-            engine.forward_backward(batch, WANT, losses.value_error, StepInfo(batch.num_tokens, len(batch), index))
-            engine.step()
-            if index == 0:
-                engine.save(tmp_path, parts).wait(60)
-        results.append({name: as_array(w) for name, w in engine.weights()})
-    for name, w in results[0].items():
-        np.testing.assert_array_equal(results[1][name], w, err_msg=name)
+    world, resumed = (fresh(critic.folder, head=Head.VALUE) for _ in range(2))
+    world.gradient([batch], ERROR, VALUES)
+    world.save(tmp_path, Part.PARAMS, Part.OPTIMIZER)
+    resumed.load(tmp_path, Part.PARAMS, Part.OPTIMIZER)
+    for each in (world, resumed):
+        each.gradient([batch], ERROR, VALUES, index=1)
+    want, got = world.weights(), resumed.weights()
+    for name, w in want.items():
+        np.testing.assert_array_equal(got[name], w, err_msg=name)

@@ -1,0 +1,1 @@
+"""Coupler plugin: the Megatron-Core engine."""

@@ -1,0 +1,199 @@
+"""mbridge behind a few functions: the only module that knows it, so that its successor can take its place.
+
+It gives the model of a Hugging Face folder in Megatron-Core's layers, and says how Megatron-Core's parameters are made
+of a checkpoint's tensors. Names here are those that the layers of Transformer Engine give their parameters, with the
+numbers of layers and experts of the whole model; :mod:`coupler_engine_megatron.weights` translates others.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from mbridge.core.bridge import _MODEL_REGISTRY, Bridge
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
+from megatron.core.transformer.module import Float16Module, MegatronModule
+from transformers import AutoConfig
+
+from coupler.errors import CouplerError
+from coupler.interfaces import Head, Model
+from coupler_engine_megatron.attention import PackedAttention
+from coupler_engine_megatron.head import LogprobHead, ValueHead
+from coupler_engine_megatron.norm import RMSNorm
+
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")  # model types whose log-probs and weights are tested
+SCORE = {"output_layer.weight": "score.weight", "output_layer.bias": "score.bias"}
+_ROPE = {"default", "linear", "llama3"}
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def read_config(model: Model) -> Any:
+    """Read the folder's configuration, and refuse what would give other log-probs than the model's, without an error.
+
+    Raises:
+        CouplerError: there is no such folder, or the engine cannot train this model; the message says why.
+    """
+    if not Path(model.path).is_dir():
+        raise CouplerError(
+            f"model.path={model.path} is not a folder.\n  try:  a folder with config.json and safetensors"
+        )
+    try:  # transformers' own boundary: a broken folder raises OSError, ValueError, KeyError and others
+        config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    except Exception as error:
+        raise CouplerError(f"model.path={model.path} cannot be read: {error}") from error
+    kind = config.model_type
+    if kind not in FAMILIES:
+        raise CouplerError(
+            f"engine=megatron cannot train model.path of type {kind!r}.\n  it trains:  {', '.join(FAMILIES)}"
+        )
+    rope = config.rope_parameters
+    problems = {
+        "its checkpoint is quantized": hasattr(config, "quantization_config"),
+        f"its activation is {config.hidden_act!r}": config.hidden_act != "silu",
+        "it has sliding-window attention": bool(getattr(config, "use_sliding_window", False)),
+        f"its rotary embedding is of type {rope['rope_type']!r}": rope["rope_type"] not in _ROPE,
+        "its llama3 rotary embedding has other factors than Llama 3's": rope["rope_type"] == "llama3"
+        and any(rope[key] != value for key, value in _LLAMA3.items()),
+    }
+    for why, holds in problems.items():
+        if holds:
+            raise CouplerError(f"engine=megatron cannot train model.path of type {kind!r}: {why}.")
+    config.rope_theta = rope["rope_theta"]  # where mbridge looks for it
+    if model.head is Head.VALUE:
+        config.tie_word_embeddings = False  # there is no head to tie
+    return config
+
+
+def make_bridge(
+    config: Any, head: Head, dtype: torch.dtype, engine: bool, tensor_parallel: int, **settings: Any
+) -> Any:
+    """Return mbridge's object for this model, with ``settings`` of Megatron's ``TransformerConfig``.
+
+    Args:
+        engine: build the layers of Transformer Engine; else those of Megatron-Core and this package.
+        tensor_parallel: the vocabulary is filled up to a multiple of it.
+    """
+    base: type[Bridge] = _MODEL_REGISTRY[config.model_type]
+    direct = dict(base._DIRECT_MAPPING)  # mbridge changes the class's own for a tied model, and so every later one's
+    if config.tie_word_embeddings:
+        direct["output_layer.weight"] = direct["embedding.word_embeddings.weight"]
+    if head is Head.VALUE:
+        direct |= SCORE
+
+    class Adapted(base):
+        _DIRECT_MAPPING = direct
+
+        def _get_transformer_layer_spec(self, vp_stage: int | None = None) -> Any:
+            self.has_vp_stage = True
+            return _layers(self.config, engine, vp_stage)
+
+        def _get_gptmodel_args(self) -> dict[str, Any]:
+            return {
+                "vocab_size": config.vocab_size,
+                "max_sequence_length": config.max_position_embeddings,
+                "position_embedding_type": "rope",
+                "rotary_base": config.rope_theta,
+                **_scaling(config.rope_parameters),
+            }
+
+    padding = tensor_parallel if config.vocab_size % tensor_parallel else None
+    bridge = Adapted(config, dtype=dtype, make_vocab_size_divisible_by=padding)
+    bridge.set_extra_args(**settings)
+    bridge.dtype = None  # weights keep theirs on the way
+    return bridge
+
+
+def _scaling(rope: dict[str, Any]) -> dict[str, Any]:
+    if rope["rope_type"] == "linear":
+        return {"seq_len_interpolation_factor": rope["factor"]}
+    if rope["rope_type"] == "llama3":
+        return {"rope_scaling": True, "rope_scaling_factor": rope["factor"]}
+    return {}
+
+
+def _layers(config: Any, engine: bool, stage: int | None) -> Any:
+    """The specification of this rank's layers: Transformer Engine's, or Megatron's with attention over packed rows."""
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=engine, normalization="RMSNorm", vp_stage=stage)
+    for layer in block.layer_specs:
+        attention = layer.submodules.self_attention.submodules
+        if not engine:
+            layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+            if config.qk_layernorm:
+                attention.q_layernorm = attention.k_layernorm = RMSNorm
+        if not engine or config.params_dtype == torch.float32:  # no fused kernel takes packed rows in fp32
+            attention.core_attention = PackedAttention
+    if not engine:
+        block.layer_norm = RMSNorm
+    return block
+
+
+def build(bridge: Any, head: Head, tile: int, device: torch.device) -> list[MegatronModule]:
+    """Build this rank's parts of the model, with weights that mean nothing, and :mod:`head` on the last one."""
+    virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    provide = bridge._model_provider([])
+    chunks = []
+    for stage in range(virtual) if virtual else [None]:
+        place = {"ignore_virtual": stage is None, "vp_stage": stage}
+        last = parallel_state.is_pipeline_last_stage(**place)
+        chunk = provide(parallel_state.is_pipeline_first_stage(**place), last, vp_stage=stage)
+        chunk.vp_stage = stage
+        if last:
+            _set_head(chunk, head, bridge, tile, device)
+        for name, parameter in chunk.named_parameters():
+            set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+            if ".mlp.experts." in name:
+                # an expert's gradient is summed over the ranks that have it; Megatron marks it so only where experts
+                # are split, and forgets the tensor-parallel ranks that each have a part of the tokens otherwise
+                parameter.allreduce = False
+        chunks.append(chunk.to(device))
+    return [Float16Module(bridge.config, chunk) if bridge.config.bf16 else chunk for chunk in chunks]
+
+
+def _set_head(chunk: GPTModel, head: Head, bridge: Any, tile: int, device: torch.device) -> None:
+    config = bridge.config
+    if head is Head.VALUE:
+        chunk.output_layer = ValueHead(config.hidden_size, config.params_dtype, device, config.sequence_parallel)
+    else:
+        chunk.output_layer.forward = LogprobHead(chunk.output_layer, bridge.vocab_size, tile)
+
+
+def head_of(chunk: GPTModel) -> LogprobHead | ValueHead:
+    """What computes outputs on the last part of the model."""
+    layer = chunk.output_layer
+    return layer if isinstance(layer, ValueHead) else layer.forward
+
+
+def hf_names(bridge: Any, name: str) -> list[str]:
+    """The checkpoint's tensors that a parameter is made of."""
+    return bridge._weight_name_mapping_mcore_to_hf(name)
+
+
+def to_megatron(bridge: Any, name: str, tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Join the checkpoint's tensors of one parameter: the whole one of all tensor-parallel ranks."""
+    return tensors[0] if _is_score(tensors[0]) else bridge._weight_to_mcore_format(name, tensors)
+
+
+def to_hf(bridge: Any, name: str, whole: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """Undo :func:`to_megatron`."""
+    if _is_score(whole):
+        return [(hf_names(bridge, name)[0], whole)]
+    return list(zip(*bridge._weight_to_hf_format(name, whole), strict=True))
+
+
+def _is_score(whole: torch.Tensor) -> bool:
+    """Whether it is the value head's, whose one row mbridge takes for an output layer's without its padding."""
+    return whole.shape[0] == 1
+
+
+def split_tensor(bridge: Any, name: str, whole: torch.Tensor, part: torch.Tensor, size: int) -> list[torch.Tensor]:
+    """Cut a whole parameter into those of ``size`` tensor-parallel ranks; ``part`` has the shape of one."""
+    return list(bridge._weight_split_across_tp(name, whole, part, size))
+
+
+def join_tensor(bridge: Any, name: str, parts: list[torch.Tensor], part: Any) -> torch.Tensor:
+    """Undo :func:`split_tensor`; ``part`` says along which dimension in ``partition_dim``."""
+    return bridge._weight_merge_across_tp(name, parts, part)

@@ -1,0 +1,111 @@
+"""Checkpoints that any layout of ranks can read: whole tensors under checkpoint names, as safetensors and JSON.
+
+Every rank writes its share of the tensors, ``shard-00002-of-00004.safetensors``; ``index.json`` says where each is. A
+name is that of a Hugging Face checkpoint behind the state it is: ``params/``, ``exp_avg/``, ``exp_avg_sq/``. A reader
+takes what its ranks need, however they split the model.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterable
+from concurrent.futures import Future
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from coupler.errors import CouplerError, WaitTimeout
+from coupler.interfaces import Named
+
+INDEX = "index.json"
+
+
+class Save:
+    """A save under way: the caller's thread gathers the tensors and copies this rank's share to the host."""
+
+    def __init__(self, path: Path, tensors: Iterable[Named], facts: dict[str, Any]) -> None:
+        self._path, self._done = path, Future[None]()
+        rank, world = dist.get_rank(), dist.get_world_size()
+        files, share = {}, {}
+        for position, (name, tensor) in enumerate(tensors):
+            files[name] = _file(position % world, world)
+            if position % world == rank:
+                share[name] = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+        index = {"tensors": files, **facts} if rank == 0 else None
+        arguments = share, path / _file(rank, world), index
+        threading.Thread(target=self._run, args=arguments, name=f"save {path.name}", daemon=True).start()
+
+    def wait(self, seconds: float) -> None:
+        """See :meth:`coupler.interfaces.Pending.wait`.
+
+        Raises:
+            CouplerError: the disk is full, or refuses for another reason.
+        """
+        try:
+            self._done.result(seconds)
+        except TimeoutError:
+            raise WaitTimeout(
+                f"{self._path} was not on disk after {seconds:.0f} s.\n  look at:  the disk, checkpoint.deadline_s"
+            ) from None
+
+    def _run(self, share: dict[str, Tensor], file: Path, index: dict[str, Any] | None) -> None:
+        """Unblocks :meth:`wait`."""
+        try:
+            if share:
+                save_file(share, file)
+            if index:
+                (file.parent / INDEX).write_text(json.dumps(index))
+            self._done.set_result(None)
+        except OSError as error:
+            self._done.set_exception(CouplerError(f"the checkpoint cannot be written: {error}."))
+        except Exception as error:  # this thread's boundary: wait() raises it
+            self._done.set_exception(error)
+
+
+class Saved:
+    """A checkpoint, read one tensor at a time; use it in a ``with`` statement."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the index.
+
+        Raises:
+            CouplerError: there is none.
+        """
+        if not (path / INDEX).is_file():
+            raise CouplerError(f"{path} holds no checkpoint of engine=megatron: there is no {INDEX}.")
+        self.path, self.facts = path, json.loads((path / INDEX).read_text())
+        self.files: dict[str, Any] = {}
+        self.stack = ExitStack()
+
+    def __enter__(self) -> Saved:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stack.close()
+
+    def read(self, name: str) -> Tensor:
+        """Return the whole tensor.
+
+        Raises:
+            CouplerError: the checkpoint has no such tensor.
+        """
+        file = self.facts["tensors"].get(name)
+        if file is None:
+            raise CouplerError(
+                f"the checkpoint {self.path} does not fit this engine: it has no {name}.\n"
+                "  try:  the model.path and the parts that it was saved with"
+            )
+        if file not in self.files:
+            self.files[file] = self.stack.enter_context(safe_open(self.path / file, "pt"))
+        return self.files[file].get_tensor(name)
+
+
+def _file(rank: int, world: int) -> str:
+    return f"shard-{rank:05d}-of-{world:05d}.safetensors"

@@ -1,0 +1,325 @@
+"""``engine=megatron``: one rank of a Megatron-Core trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor, nn
+
+from coupler.batch import Batch
+from coupler.errors import CouplerError
+from coupler.interfaces import (
+    Engine,
+    Head,
+    Layout,
+    Loss,
+    Model,
+    Named,
+    Output,
+    Part,
+    Parts,
+    Pending,
+    Rank,
+    StepInfo,
+    StepResult,
+)
+from coupler.metrics import Metrics, merge, read
+from coupler_engine_megatron import bridge, checkpoint, cpu
+from coupler_engine_megatron.config import MegatronConfig, Precision
+from coupler_engine_megatron.distributed import device_of, join, split_world
+from coupler_engine_megatron.memory import Parked
+from coupler_engine_megatron.optimizer import Optimizer, wrap
+from coupler_engine_megatron.packing import Alignment, Packed, columns, pack, split
+from coupler_engine_megatron.settings import be_deterministic, check_layout, transformer_settings
+from coupler_engine_megatron.weights import Catalogue, Folder
+
+SAVED = {  # what of each parameter is in a checkpoint, and where
+    Part.PARAMS: {"param": "params"},
+    Part.OPTIMIZER: {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"},
+}
+
+
+class MegatronEngine(Engine):
+    """Ranks that split a model read the same data shard; the first of those with its last layer answers.
+
+    A rank that never trains holds neither gradients nor an optimizer.
+    """
+
+    config: MegatronConfig
+
+    def __init__(self, config: MegatronConfig, model: Model) -> None:
+        super().__init__(config, model)
+        self._optimizer: Optimizer | None = None
+        self._parked = Parked()
+
+    def setup(self, rank: Rank) -> Layout:
+        """Join the groups and load this rank's part of the model.
+
+        Raises:
+            CouplerError: ``model.path`` holds no model that this engine can train; the message says why.
+            ConfigError: the parallel sizes do not fit the model or the ranks.
+        """
+        self.device = device_of(rank)
+        on_gpu = self.device.type == "cuda"
+        if not on_gpu:
+            cpu.check_version()
+        if rank.deterministic:
+            be_deterministic()
+        shape = bridge.read_config(self.model)
+        check_layout(self.config, shape, rank)
+        join(rank, self.device)
+        self.dtype = _dtype(self.config.dtype, self.device)
+        settings = transformer_settings(self.config, shape, rank, fused=on_gpu and self.dtype == torch.bfloat16)
+        with self._platform():
+            layout = split_world(self.config, rank)
+            tensor = self.config.tensor_parallel
+            self.bridge = bridge.make_bridge(shape, self.model.head, self.dtype, on_gpu, tensor, **settings)
+            self.transformer = self.bridge.config
+            self.chunks: list[Any] = bridge.build(self.bridge, self.model.head, self.config.logits_tile, self.device)
+        self.transformer.finalize_model_grads_func = _finalize
+        self.align = Alignment.of(self.config.context_parallel, tensor if self.transformer.sequence_parallel else 1)
+        self.catalogue = Catalogue(self.bridge, self.chunks)
+        self._read_weights(tied=shape.tie_word_embeddings)
+        return layout
+
+    def forward(self, batch: Batch, want: tuple[Output, ...]) -> Batch:
+        """See :meth:`Engine.forward`.
+
+        Raises:
+            CouplerError: a sequence is longer than ``engine.max_tokens_per_gpu``.
+        """
+        names = tuple(output.name for output in want)
+        rows = np.arange(batch.num_tokens)
+        inputs = batch.with_tokens(row=rows)
+        inputs = inputs.select("tokens", "loss_mask", "row", *(["temperature"] if batch.has("temperature") else []))
+        done = {name: np.zeros(batch.num_tokens, np.float32) for name in names}
+
+        def keep(packed: Packed, outputs: Tensor) -> tuple[Tensor, Metrics]:
+            for name, values in zip(names, outputs.unbind(1), strict=True):
+                done[name][packed.batch["row"][packed.rows.cpu().numpy()]] = values.float().cpu().numpy()
+            return outputs.sum(), {}
+
+        with torch.no_grad():
+            self._run(inputs, names, keep, forward_only=True)
+        return batch.with_tokens(**done)
+
+    def forward_backward(self, batch: Batch, want: tuple[Output, ...], loss: Loss, step: StepInfo) -> Metrics:
+        """See :meth:`Engine.forward_backward`.
+
+        Raises:
+            CouplerError: a sequence is longer than ``engine.max_tokens_per_gpu``, or the loss is not one per token.
+        """
+        optimizer = self._trained()
+        names = tuple(output.name for output in want)
+        with self._platform():
+            optimizer.clear()
+        parts = self._run(batch, names, partial(self._loss, names, loss), forward_only=False)
+        with self._platform():
+            self._norm = optimizer.norm()
+        return read(merge(parts))
+
+    def _loss(self, names: tuple[str, ...], loss: Loss, packed: Packed, outputs: Tensor) -> tuple[Tensor, Metrics]:
+        """The loss of one micro-batch, summed; outside ``loss_mask`` neither a gradient nor a NaN gets in or out."""
+        if not len(packed.batch):
+            return outputs.sum(), {}
+        zeros = torch.zeros(packed.batch.num_tokens, device=self.device)
+        spread = {
+            name: zeros.index_copy(0, packed.rows, values)
+            for name, values in zip(names, outputs.unbind(1), strict=True)
+        }
+        batch = columns(packed.batch, self.device)
+        token_loss, metrics = loss(spread, batch)
+        weight = batch["loss_weight"]
+        if token_loss.shape != weight.shape or not token_loss.requires_grad:
+            raise CouplerError(
+                f"the loss has shape {list(token_loss.shape)}, expected one differentiable loss per token, "
+                f"{list(weight.shape)}.\n  return losses that are not summed or averaged: loss_weight normalises them"
+            )
+        return (torch.where(weight != 0, token_loss, 0.0) * weight).sum(), metrics
+
+    def _run(self, batch: Batch, want: tuple[str, ...], finish: Any, *, forward_only: bool) -> list[Metrics]:
+        """Send the micro-batches through all pipeline stages; ``finish`` ends each one on the last stage."""
+        micros = [batch.take(rows) for rows in self._micro_batches(batch)]
+        chunks = self.chunks
+
+        def step(batches: Iterator[Batch], chunk: nn.Module) -> tuple[Tensor, Any]:
+            packed = self._pack(next(batches))
+            model = _unwrapped(chunk)
+            if model.post_process:
+                head = bridge.head_of(model)
+                head.packed, head.want = packed, want
+            output = chunk(packed.tokens, packed.positions, None, packed_seq_params=packed.params)
+            return output, partial(end, packed)
+
+        def end(packed: Packed, outputs: Tensor) -> tuple[Tensor, Tensor, Metrics]:
+            total, metrics = finish(packed, outputs)
+            return total, torch.zeros((), dtype=torch.int, device=self.device), metrics
+
+        with self._platform():
+            return get_forward_backward_func()(
+                forward_step_func=step,
+                data_iterator=[iter(micros) for _ in chunks] if len(chunks) > 1 else iter(micros),
+                model=chunks if len(chunks) > 1 else chunks[0],
+                num_microbatches=len(micros),
+                seq_length=self.align.total,  # unused: stages tell each other the shapes
+                micro_batch_size=1,
+                forward_only=forward_only,
+            )
+
+    def _pack(self, batch: Batch) -> Packed:
+        group = parallel_state.get_context_parallel_group()
+        return pack(batch, self.device, self.align, group.size(), group.rank())
+
+    def _micro_batches(self, batch: Batch) -> list[np.ndarray]:
+        """Row sets of the micro-batches: as many on every rank, since each runs collectives; some may be empty."""
+        groups, problem = [], ""
+        room = self.config.max_tokens_per_gpu * self.config.context_parallel
+        try:
+            groups = split(batch, room)
+        except ValueError as error:
+            problem = f"{error}."
+        agreed = torch.tensor([len(groups), bool(problem)], device=self.device)
+        dist.all_reduce(agreed, dist.ReduceOp.MAX)
+        count, failed = agreed.tolist()
+        if failed:
+            raise CouplerError(
+                f"{problem or 'another rank got a sequence that exceeds max_tokens_per_gpu.'}\n"
+                f"  try:  engine.max_tokens_per_gpu above {self.config.max_tokens_per_gpu}, or shorter sequences"
+            )
+        if len(self.chunks) > 1:  # parts of the model take turns over as many micro-batches as there are stages
+            stages = self.config.pipeline_parallel
+            count = -(-count // stages) * stages
+        return groups + [np.zeros(0, np.int64)] * (max(count, 1) - len(groups))
+
+    def step(self) -> StepResult:
+        """See :meth:`Engine.step`. A skipped step advances neither the schedule nor Adam's."""
+        assert self._optimizer is not None, "step() follows forward_backward()"
+        with self._platform():
+            return self._optimizer.step(self._norm)
+
+    def weights(self) -> Iterator[Named]:
+        """See :meth:`Engine.weights`; in ``engine.sync_dtype``."""
+        dtype = _dtype(self.config.sync_dtype, self.device, self.dtype)
+        return self.catalogue.stream(lambda parameter: parameter, dtype, self.device)
+
+    def gradients(self) -> Iterator[Named]:
+        """See :meth:`Engine.gradients`; fp32."""
+        source = partial(self._trained().whole, state="grad")
+        return self.catalogue.stream(source, torch.float32, self.device)
+
+    def save(self, path: Path, what: Parts) -> Pending:
+        """Copy parameters and optimizer to the host and write them while training goes on; see :mod:`checkpoint`.
+
+        There is no gradient to save: checkpoints are made between steps.
+        """
+        facts = {"num_steps": self._trained().num_steps} if Part.OPTIMIZER in what else {}
+        return checkpoint.Save(path, self._states(what), facts)
+
+    def _states(self, what: Parts) -> Iterator[Named]:
+        for part in sorted(what & SAVED.keys()):
+            for state, folder in SAVED[part].items():
+                for name, tensor in self.catalogue.stream(partial(self._state, state), torch.float32, self.device):
+                    yield f"{folder}/{name}", tensor
+
+    def _state(self, state: str, parameter: nn.Parameter) -> Tensor:
+        return parameter if self._optimizer is None else self._optimizer.whole(parameter, state)
+
+    def load(self, path: Path, what: Parts) -> None:
+        """Read what :meth:`save` wrote on ranks that split the model in any way.
+
+        Raises:
+            CouplerError: ``path`` does not hold it.
+        """
+        if Part.OPTIMIZER in what:
+            self._trained()
+        with checkpoint.Saved(path) as saved:
+            for part in sorted(what & SAVED.keys()):
+                for state, folder in SAVED[part].items():
+                    self.catalogue.fill(partial(_read, saved, folder), partial(self._put, state))
+            if self._optimizer is not None:
+                with self._platform():
+                    self._optimizer.resume(saved.facts.get("num_steps", self._optimizer.num_steps))
+
+    def _put(self, state: str, parameter: nn.Parameter, piece: Tensor) -> None:
+        if self._optimizer is None:
+            parameter.copy_(piece)
+        else:
+            self._optimizer.put(parameter, state, piece)
+
+    def offload(self, what: Parts) -> None:
+        """Move ``what`` to the host and give its memory back to the device. No-op on the CPU."""
+        if self.device.type == "cuda":
+            for part in what:
+                self._parked.offload(part, self._tensors(part))
+            self._give_back()
+
+    def onload(self, what: Parts) -> None:
+        """Undo :meth:`offload`."""
+        if self.device.type == "cuda":
+            for part in what:
+                self._parked.onload(part)
+            self._give_back()
+
+    def _tensors(self, part: Part) -> Iterator[Tensor]:
+        if part is Part.PARAMS:
+            yield from self.catalogue.parameters.values()
+        elif self._optimizer is not None:
+            yield from self._optimizer.gradients() if part is Part.GRADS else self._optimizer.states()
+
+    def _give_back(self) -> None:
+        """Copies to and from the host are done, and what they need no more belongs to others."""
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+
+    def device_bytes(self) -> int:
+        """Memory that PyTorch holds on the device, caches included; 0 on the CPU."""
+        return torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0
+
+    def _trained(self) -> Optimizer:
+        """The optimizer; where there is none yet, the model's parts get gradient buffers and one."""
+        if self._optimizer is None:
+            with self._platform():
+                self.chunks = wrap(self.chunks, self.transformer)
+                self._optimizer = Optimizer(self.config, self.chunks, self.dtype)
+        return self._optimizer
+
+    def _read_weights(self, *, tied: bool) -> None:
+        folder, value = Folder(Path(self.model.path)), self.model.head is Head.VALUE
+        score = [*bridge.SCORE.values()] if value else []
+        folder.check(self.catalogue.names(), score, dropped="lm_head." if value or tied else "")
+        self.catalogue.fill(folder.read, lambda parameter, piece: parameter.copy_(piece))
+
+    def _platform(self) -> AbstractContextManager[None]:
+        """What Megatron-Core runs in: nothing on a GPU."""
+        return cpu.cuda_as_cpu() if self.device.type == "cpu" else nullcontext()
+
+
+def _finalize(chunks: Sequence[nn.Module], _num_tokens: Tensor | None = None, **options: Any) -> None:
+    """Reduce gradients over all ranks; they are sums already, which no number of tokens divides."""
+    finalize_model_grads(list(chunks), None, **options)
+
+
+def _read(saved: checkpoint.Saved, folder: str, name: str) -> Tensor:
+    return saved.read(f"{folder}/{name}")
+
+
+def _unwrapped(chunk: Any) -> Any:
+    while not hasattr(chunk, "decoder"):
+        chunk = chunk.module
+    return chunk
+
+
+def _dtype(precision: Precision, device: torch.device, auto: torch.dtype | None = None) -> torch.dtype:
+    if precision == Precision.AUTO:
+        return auto or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    return torch.bfloat16 if precision == Precision.BF16 else torch.float32

@@ -1,0 +1,100 @@
+"""What stands in the place of Megatron's output layer: from hidden states to one number per predicted token.
+
+Shapes: t local tokens, R predicted tokens of the micro-batch, L of them on this context-parallel rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from torch import Tensor, nn
+
+from coupler_engine_megatron.packing import Packed
+from coupler_engine_megatron.vocab_parallel import token_logprobs
+
+
+class LogprobHead:
+    """The output layer's ``forward``: it computes what is wanted of the tokens to predict instead of logits.
+
+    ``packed`` and ``want`` are set before each pass.
+    """
+
+    packed: Packed
+    want: tuple[str, ...]
+
+    def __init__(self, layer: ColumnParallelLinear, vocabulary: int, tile: int) -> None:
+        self.layer, self.tile = layer, tile
+        width = layer.output_size_per_partition
+        self.first = parallel_state.get_tensor_model_parallel_rank() * width
+        self.width = min(max(vocabulary - self.first, 0), width)  # without the rows that fill up the last rank's part
+
+    def __call__(self, hidden: Tensor, weight: Tensor | None = None, **unused: Any) -> tuple[Tensor, None]:
+        """[t / tp, 1, H] -> [wanted, R], as Megatron's model transposes it."""
+        if self.layer.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+        else:
+            hidden = copy_to_tensor_model_parallel_region(hidden)
+        weight = self.layer.weight if weight is None else weight
+        packed = self.packed
+        logprobs, entropy = token_logprobs(
+            hidden[:, 0][packed.sources],
+            weight[: self.width],
+            packed.targets,
+            self.first,
+            parallel_state.get_tensor_model_parallel_group(),
+            packed.temperature,
+            "entropy" in self.want,
+            self.tile,
+        )
+        found = {"logprobs": logprobs, "entropy": entropy}
+        return _whole(torch.stack([found[name] for name in self.want]), packed), None
+
+
+class ValueHead(nn.Module):
+    """One value per token, in fp32 whatever the dtype of the backbone; every tensor-parallel rank has all of it."""
+
+    packed: Packed
+    want: tuple[str, ...]
+
+    def __init__(self, hidden_size: int, dtype: torch.dtype, device: torch.device, sequence_parallel: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, hidden_size, dtype=dtype, device=device))
+        self.bias = nn.Parameter(torch.zeros(1, dtype=dtype, device=device))
+        self.sequence_parallel = sequence_parallel
+
+    def forward(self, hidden: Tensor, **unused: Any) -> tuple[Tensor, None]:
+        """[t / tp, 1, H] -> [1, R]."""
+        if self.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        states = hidden[:, 0][self.packed.sources].float()
+        values = torch.mv(states, self.weight[0].float()) + self.bias.float()
+        return _whole(values[None], self.packed), None
+
+
+def _whole(local: Tensor, packed: Packed) -> Tensor:
+    """[n, L] -> [n, R]: the outputs of all context-parallel ranks on each; a gradient goes to where it came from."""
+    group = parallel_state.get_context_parallel_group()
+    if group.size() == 1:
+        return local
+    spread = local.new_zeros(len(local), packed.num_rows).index_copy(1, packed.places, local)
+    return _SumOver.apply(spread, group)
+
+
+class _SumOver(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        whole = part.clone()
+        dist.all_reduce(whole, group=group)
+        return whole
+
+    @staticmethod
+    def backward(_ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad, None

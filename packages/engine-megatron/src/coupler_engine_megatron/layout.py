@@ -1,0 +1,110 @@
+"""Which parallel sizes fit a model and a number of ranks. A plan asks before a device is taken."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from coupler_engine_megatron.config import MegatronConfig
+
+Problem = tuple[str, str]  # (what does not fit, the nearest settings that do)
+
+
+def read_shape(folder: Path) -> Mapping[str, Any] | None:
+    """The ``config.json`` of a model folder; None where there is none."""
+    path = folder / "config.json"
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+def problems(
+    config: MegatronConfig, ranks: int, shape: Mapping[str, Any] | None, path: str = "engine"
+) -> Iterator[Problem]:
+    """Yield every size that does not fit.
+
+    Args:
+        shape: the model's ``config.json``; None where it is not known yet.
+        path: of ``config`` in the run's configuration.
+    """
+    yield from _of_ranks(config, ranks, path)
+    if config.virtual_pipeline > 1 and config.pipeline_parallel == 1:
+        yield (
+            f"{path}.virtual_pipeline={config.virtual_pipeline} needs {path}.pipeline_parallel above 1",
+            f"{path}.virtual_pipeline=1, or {path}.pipeline_parallel=2",
+        )
+    if config.expert_tensor_parallel not in (1, config.tensor_parallel):
+        yield (
+            f"{path}.expert_tensor_parallel={config.expert_tensor_parallel} is neither 1 nor {path}.tensor_parallel",
+            f"{path}.expert_tensor_parallel={_either({1, config.tensor_parallel})}",
+        )
+    if shape is not None:
+        yield from _of_model(config, shape, path)
+
+
+def _of_ranks(config: MegatronConfig, ranks: int, path: str) -> Iterator[Problem]:
+    shard = config.ranks_per_shard
+    if ranks % shard:
+        sizes = f"{config.tensor_parallel} x {config.pipeline_parallel} x {config.context_parallel} = {shard}"
+        yield (
+            f"{path}.ranks={ranks} is no multiple of tensor_parallel x pipeline_parallel x context_parallel = {sizes}",
+            f"{path}.ranks={_either({max(ranks // shard, 1) * shard, -(-ranks // shard) * shard})}",
+        )
+        return
+    room = ranks // (config.pipeline_parallel * config.expert_tensor_parallel)
+    if room % config.expert_parallel:
+        yield (
+            f"{path}.expert_parallel={config.expert_parallel} does not divide the {room} ranks that a pipeline stage "
+            "has for different experts",
+            f"{path}.expert_parallel={_nearest(config.expert_parallel, _divisors(room))}",
+        )
+
+
+def _of_model(config: MegatronConfig, shape: Mapping[str, Any], path: str) -> Iterator[Problem]:
+    heads, layers = shape["num_attention_heads"], shape["num_hidden_layers"]
+    experts = experts_of(shape)
+    groups = shape.get("num_key_value_heads") or heads
+    tensor, expert = config.tensor_parallel, config.expert_parallel
+    split = {"attention heads": heads, "key-value heads": groups, "intermediate columns": shape["intermediate_size"]}
+    if bad := [f"{number} {what}" for what, number in split.items() if number % tensor]:
+        good = [d for d in _divisors(groups) if not any(number % d for number in split.values())]
+        yield (
+            f"{path}.tensor_parallel={tensor} does not divide the model's {bad[0]}",
+            f"{path}.tensor_parallel={_nearest(tensor, good)}",
+        )
+    stages, turns = config.pipeline_parallel, config.virtual_pipeline
+    if layers % (stages * turns):
+        good = [d for d in _divisors(layers) if layers % (d * turns) == 0]
+        more = "" if good else " and virtual_pipeline=1"
+        yield (
+            f"{path}.pipeline_parallel x virtual_pipeline = {stages} x {turns} does not divide the {layers} layers",
+            f"{path}.pipeline_parallel={_nearest(stages, good or _divisors(layers))}{more}",
+        )
+    if not experts and max(expert, config.expert_tensor_parallel) > 1:
+        yield (
+            f"{path}.expert_parallel={expert} and expert_tensor_parallel={config.expert_tensor_parallel} need experts, "
+            f"which a model of type {shape['model_type']!r} has none of",
+            f"{path}.expert_parallel=1 and {path}.expert_tensor_parallel=1",
+        )
+    elif experts and experts % expert:
+        yield (
+            f"{path}.expert_parallel={expert} does not divide the model's {experts} experts",
+            f"{path}.expert_parallel={_nearest(expert, _divisors(experts))}",
+        )
+
+
+def experts_of(shape: Mapping[str, Any]) -> int:
+    """Experts of each layer; 0 where there are none."""
+    return shape.get("num_local_experts") or shape.get("num_experts") or 0
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def _nearest(value: int, good: list[int]) -> str:
+    return _either(sorted(good, key=lambda d: abs(d - value))[:2])
+
+
+def _either(values: Iterable[int]) -> str:
+    return " or ".join(map(str, sorted(values)))

@@ -1,0 +1,167 @@
+"""Megatron's distributed AdamW, with global clipping and the learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor, nn
+
+from coupler import schedules
+from coupler.interfaces import StepResult
+from coupler_engine_megatron.config import MegatronConfig, Schedule
+
+
+def wrap(chunks: Sequence[nn.Module], transformer: Any) -> list[DistributedDataParallel]:
+    """Give the model's parts contiguous buffers of parameters and of fp32 gradients, which are summed over ranks."""
+    config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+    return [
+        DistributedDataParallel(config=transformer, ddp_config=config, module=chunk, disable_bucketing=i > 0)
+        for i, chunk in enumerate(chunks)
+    ]
+
+
+class Optimizer:
+    """AdamW (arXiv 1711.05101); each data-parallel rank has the state of its part of every gradient buffer."""
+
+    def __init__(self, config: MegatronConfig, chunks: list[DistributedDataParallel], dtype: torch.dtype) -> None:
+        self.config, self.chunks = config, chunks
+        self.multiplier = _multiplier(config)
+        self.num_steps = 0  # applied
+        self.adamw = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=config.lr,
+                weight_decay=config.weight_decay,
+                adam_beta1=config.beta1,
+                adam_beta2=config.beta2,
+                adam_eps=config.eps,
+                clip_grad=config.max_grad_norm,
+                bf16=dtype == torch.bfloat16,
+                params_dtype=dtype,
+                use_distributed_optimizer=True,
+            ),
+            chunks,  # type: ignore[arg-type]
+            use_gloo_process_groups=False,
+        )
+        self.parts: list[DistributedOptimizer] = [
+            part for part in self.adamw.chained_optimizers if not part.is_stub_optimizer
+        ]
+        self.owner = {parameter: part for part in self.parts for parameter in part.model_param_group_index_map}
+        for part in self.parts:  # allocated now, so that a checkpoint can be read into a fresh optimizer
+            _allocate(part.optimizer)
+
+    def norm(self) -> float:
+        """L2 norm of the whole gradient over all ranks."""
+        self.adamw.prepare_grads()
+        return float(self.adamw.get_grad_norm())
+
+    def step(self, norm: float) -> StepResult:
+        """Clip, apply and clear the gradient, of this norm. A non-finite one changes nothing, on all ranks alike."""
+        lr = self.config.lr * self.multiplier(self.num_steps)
+        applied = math.isfinite(norm)
+        if applied:
+            for part in self.parts:
+                for group in part.optimizer.param_groups:
+                    group["lr"], group["weight_decay"] = lr, self.config.weight_decay * group["wd_mult"]
+                if self.config.max_grad_norm:
+                    clip_grad_by_total_norm_fp32(part.get_parameters(), self.config.max_grad_norm, norm)
+            self.adamw.step_with_ready_grads()
+            self.num_steps += 1
+        self.clear()
+        return StepResult(applied, norm, lr)
+
+    def clear(self) -> None:
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.adamw.zero_grad()
+
+    def whole(self, parameter: nn.Parameter, state: str) -> Tensor:
+        """A parameter's "param", "exp_avg", "exp_avg_sq" or "grad" in its shape and fp32; collective over its ranks."""
+        start, end, local = self._shard(parameter, state)
+        whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
+        if local is not None:
+            whole[start:end] = local
+        expert = not getattr(parameter, "allreduce", True)  # as Megatron marks what its expert-parallel ranks split
+        group = (
+            parallel_state.get_expert_data_parallel_group()
+            if expert
+            else parallel_state.get_data_parallel_group(with_context_parallel=True)
+        )
+        if group.size() > 1:
+            dist.all_reduce(whole.view(torch.int32), group=group)  # every other rank adds zeros: not a bit changes
+        return whole.view(parameter.shape)
+
+    def put(self, parameter: nn.Parameter, state: str, whole: Tensor) -> None:
+        """Undo :meth:`whole` on one rank."""
+        start, end, local = self._shard(parameter, state)
+        if local is not None:
+            local.copy_(whole.reshape(-1)[start:end])
+
+    def _shard(self, parameter: nn.Parameter, state: str) -> tuple[int, int, Tensor | None]:
+        """This rank's range of the flat parameter, and what it has of it."""
+        part = self.owner.get(parameter)
+        if part is None:
+            return 0, 0, None
+        where = part._get_model_param_range_map(parameter)["param"]
+        if state == "grad":
+            return where.start, where.end, parameter.main_grad.reshape(-1)[where.start : where.end]  # type: ignore[attr-defined]
+        return where.start, where.end, part._get_main_param_and_optimizer_states(parameter)[state].detach()
+
+    def gradients(self) -> Iterator[Tensor]:
+        """The buffers of all gradients."""
+        for chunk in self.chunks:
+            yield from (buffer.grad_data for buffer in chunk.buffers + chunk.expert_parallel_buffers)
+
+    def states(self) -> Iterator[Tensor]:
+        """What AdamW remembers, and the fp32 copies of parameters that are not."""
+        for part in self.parts:
+            for group in part.shard_fp32_from_float16_groups:
+                yield from group
+            for state in part.optimizer.state.values():
+                yield from (state["exp_avg"], state["exp_avg_sq"])
+
+    def resume(self, num_steps: int) -> None:
+        """Continue after so many steps; the states are in place already."""
+        self.num_steps = num_steps
+        for part in self.parts:
+            for group in part.optimizer.param_groups:
+                if "step" in group:  # Transformer Engine's
+                    group["step"] = num_steps
+                for parameter in group["params"]:
+                    if "step" in part.optimizer.state[parameter]:  # PyTorch's
+                        part.optimizer.state[parameter]["step"].fill_(num_steps)
+            part._copy_main_params_to_model_params()
+        for chunk in self.chunks:
+            chunk.start_param_sync(force_sync=True)
+
+
+def _allocate(adamw: torch.optim.Optimizer) -> None:
+    for group in adamw.param_groups:
+        for parameter in group["params"]:
+            state = adamw.state[parameter]
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+            if isinstance(adamw, torch.optim.AdamW):
+                state["step"] = torch.zeros((), dtype=torch.float32)
+
+
+def _multiplier(config: MegatronConfig) -> partial[float]:
+    warmup, tail = {"warmup": config.warmup_steps}, {"total": config.total_steps, "floor": config.min_lr_ratio}
+    match config.schedule:
+        case Schedule.CONSTANT:
+            return partial(schedules.constant, **warmup)
+        case Schedule.LINEAR:
+            return partial(schedules.linear, **warmup, **tail)
+        case Schedule.COSINE:
+            return partial(schedules.cosine, **warmup, **tail)
+        case Schedule.WSD:
+            return partial(schedules.wsd, **warmup, **tail, decay=config.decay_steps)

@@ -1,0 +1,150 @@
+"""From a ragged NumPy batch to one packed row of tensors, as Megatron-Core's ``thd`` layout wants it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from coupler.balance import micro_batches, whole_units
+from coupler.batch import Batch
+from coupler.errors import CouplerError
+from coupler_engine_megatron.attention import positions
+
+
+@dataclass(frozen=True, slots=True)
+class Alignment:
+    """What lengths must be multiples of. Filling up costs time and changes no result: nothing reads these tokens."""
+
+    sequence: int  # two chunks for each context-parallel rank
+    total: int  # and as many tokens on each tensor-parallel rank, where these split the tokens
+
+    @staticmethod
+    def of(context_parallel: int, split_tokens: int) -> Alignment:
+        sequence = 2 * context_parallel if context_parallel > 1 else 1
+        return Alignment(sequence, sequence * split_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """One micro-batch on one rank: N tokens of the packed row, of which this context-parallel rank holds N / cp."""
+
+    batch: Batch
+    tokens: Tensor  # [1, N / cp] int64
+    positions: Tensor  # [1, N / cp] int64, from 0 in each sequence
+    params: PackedSeqParams
+    rows: Tensor  # [R] int64: the tokens of the batch under ``loss_mask``, which are predicted
+    sources: Tensor  # [L] int64: where in N / cp the token before each stands; those that this rank holds
+    places: Tensor  # [L] int64: where in R these are
+    targets: Tensor  # [L] int64
+    temperature: Tensor | None  # [L] fp32; None is 1 everywhere
+    filler: Tensor  # [1, N / cp] bool: tokens that stand there for the alignment only
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.rows)
+
+
+def pack(batch: Batch, device: torch.device, align: Alignment, size: int, rank: int) -> Packed:
+    """Pack the sequences of ``batch`` for one of ``size`` context-parallel ranks.
+
+    Raises:
+        CouplerError: a temperature is not above 0, or a sequence's first token is under ``loss_mask``.
+    """
+    lengths = batch.lengths[batch.lengths > 0]
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    rows = np.flatnonzero(batch["loss_mask"])
+    if np.isin(rows, starts).any():
+        raise CouplerError("loss_mask is true on the first token of a sequence, which nothing predicts.")
+    edges = _edges(lengths, align)
+    place = np.arange(len(batch["tokens"])) + np.repeat(edges[: len(lengths)] - starts[:-1], lengths)
+    tokens, within = np.zeros(edges[-1], np.int64), np.arange(edges[-1]) - np.repeat(edges[:-1], np.diff(edges))
+    filler = np.ones(edges[-1], bool)
+    tokens[place], filler[place] = batch["tokens"], False
+    held = np.arange(edges[-1]) if size == 1 else _held(edges, size, rank)
+    local = np.full(edges[-1], -1)
+    local[held] = np.arange(len(held))
+    sources = local[place[rows - 1]]
+    mine = np.flatnonzero(sources >= 0)
+
+    def tensor(values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values).to(device)
+
+    scale = _temperature(batch, rows)
+    return Packed(
+        batch=batch,
+        tokens=tensor(tokens[held])[None],
+        positions=tensor(within[held])[None],
+        params=_params(edges, device),
+        rows=tensor(rows),
+        sources=tensor(sources[mine]),
+        places=tensor(mine),
+        targets=tensor(batch["tokens"][rows[mine]].astype(np.int64)),
+        temperature=None if scale is None else tensor(scale[mine]),
+        filler=tensor(filler[held])[None],
+    )
+
+
+def _edges(lengths: np.ndarray, align: Alignment) -> np.ndarray:
+    """Where each sequence begins in the row, and its end; a last piece fills the row up, and an empty batch's row."""
+    sizes = -(-lengths // align.sequence) * align.sequence
+    rest = -int(sizes.sum()) % align.total if len(sizes) else max(align.total, 2)
+    return np.concatenate([[0], np.cumsum([*sizes, *([rest] if rest else [])])]).astype(np.int64)
+
+
+def _held(edges: np.ndarray, size: int, rank: int) -> np.ndarray:
+    """Which tokens of the row a context-parallel rank holds, in its order."""
+    pieces = [start + positions(int(end - start), size, rank).numpy() for start, end in pairwise(edges)]
+    return np.concatenate(pieces)
+
+
+def _params(edges: np.ndarray, device: torch.device) -> PackedSeqParams:
+    cumulative = torch.from_numpy(edges.astype(np.int32)).to(device)
+    longest = int(np.diff(edges).max())
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cumulative,
+        cu_seqlens_kv=cumulative,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+
+
+def _temperature(batch: Batch, rows: np.ndarray) -> np.ndarray | None:
+    if not batch.has("temperature"):
+        return None
+    column = batch["temperature"] if "temperature" in batch.tokens else batch.spread(batch["temperature"])
+    scale = column[rows].astype(np.float32)
+    if not (scale > 0).all():
+        raise CouplerError(
+            f"a temperature of {scale.min()} has no log-probabilities: they are those of the sampling distribution.\n"
+            "  set:  sampling.temperature above 0"
+        )
+    return None if (scale == 1).all() else scale
+
+
+def columns(batch: Batch, device: torch.device) -> dict[str, Any]:
+    """Every numeric column as a tensor, and what says which row belongs to which sequence."""
+    arrays = {
+        name: column for name, column in (*batch.tokens.items(), *batch.seqs.items()) if column.dtype.kind in "biuf"
+    }
+    arrays["seq"] = np.repeat(np.arange(len(batch)), batch.lengths)
+    arrays["cu_seqlens"] = batch.starts
+    tensors = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+    return {"num_seqs": len(batch), **tensors}
+
+
+def split(batch: Batch, max_tokens: int) -> list[np.ndarray]:
+    """Row sets of micro-batches of ``max_tokens`` at most; rows that share a ``unit`` stay together.
+
+    Raises:
+        ValueError: one unit alone is longer.
+    """
+    if "unit" not in batch.seqs:
+        return micro_batches(batch.lengths, max_tokens)
+    return whole_units(batch.lengths, batch["unit"], lambda sizes: micro_batches(sizes, max_tokens))

@@ -1,0 +1,39 @@
+"""Entry point: ``engine=megatron``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from coupler.plugins import Backend, Kind, hookimpl
+from coupler_engine_megatron.config import MegatronConfig
+from coupler_engine_megatron.layout import problems, read_shape
+
+if TYPE_CHECKING:
+    from coupler.config.schema import RunConfig
+
+
+@hookimpl
+def coupler_backends() -> Iterable[Backend]:
+    yield Backend(
+        kind=Kind.ENGINE,
+        name="megatron",
+        target="coupler_engine_megatron.engine:MegatronEngine",
+        config=MegatronConfig,
+        capabilities=frozenset({"weights:full", "memory:offload", "output:values", "model:moe"}),
+        tested={"megatron-core": ">=0.16.1,<0.17", "mbridge": ">=0.15.1,<0.16", "torch": ">=2.11,<2.14"},
+    )
+
+
+@hookimpl
+def coupler_validate(config: RunConfig) -> Iterable[str]:
+    """Parallel sizes that do not fit the ranks, or the model where its folder is there already."""
+    critic = config.critic.model.path or config.model.path
+    for path, engine, folder in (
+        ("engine", config.engine, config.model.path),
+        ("critic.engine", config.critic.engine, critic),
+    ):
+        if isinstance(engine, MegatronConfig):
+            for what, fix in problems(engine, engine.ranks, read_shape(Path(folder)), path):
+                yield f"{what}: set {fix}."

@@ -1,0 +1,164 @@
+"""Log-probabilities and entropy of tokens over a vocabulary that ranks share, without the logits.
+
+Each rank has the rows of the head's weight for its part of the vocabulary, and computes its logits in tiles of it: of
+every tile only the log-sum-exp, the mean logit and the targets' logits remain, and these are combined over ranks. The
+backward pass computes each tile again. Everything about a logit is fp32, and gradients add up in fp32.
+
+Shapes: R rows, H hidden size, V vocabulary, v this rank's part of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_ALIGNED = 128  # columns; matrix products of other widths are slower on a GPU
+
+
+def token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    first: int,
+    group: dist.ProcessGroup,
+    temperature: Tensor | None = None,
+    want_entropy: bool = False,
+    tile: int = 0,
+) -> tuple[Tensor, Tensor | None]:
+    """Return log p(target) and, if wanted, the entropy of p = softmax(hidden @ weight.T / temperature).
+
+    Collective over ``group``; its ranks get the same results. The gradient of ``hidden`` is this rank's share, and
+    their sum is the whole one: Megatron's mapping before the head adds them up.
+
+    Args:
+        hidden: [R, H], the same on every rank.
+        weight: [v, H] of this rank.
+        targets: [R] int64 in [0, V).
+        first: the token that row 0 of ``weight`` stands for.
+        temperature: [R] fp32 above 0; None is 1 everywhere.
+        want_entropy: also return the entropy; it is differentiable too.
+        tile: elements of the logits that exist at a time; performance only. 0 chooses.
+
+    Returns:
+        [R] fp32 log-probs and [R] fp32 entropy or None, both in nats.
+    """
+    return _TokenLogprobs.apply(hidden, weight, targets - first, group, temperature, want_entropy, tile)
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        group: dist.ProcessGroup,
+        temperature: Tensor | None,
+        want_entropy: bool,
+        tile: int,
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.tiles = _tiles(len(weight), len(hidden), tile or _default_tile(hidden))
+        picked = hidden.new_zeros(len(hidden), dtype=torch.float32)
+        sums, means = [], []
+        for part in ctx.tiles:
+            logits = _logits(hidden, weight[part], temperature)
+            index, inside = _locate(targets - part.start, logits.shape[1])
+            picked += torch.where(inside, logits.gather(1, index).squeeze(1), 0.0)
+            log_z = logits.logsumexp(1)
+            sums.append(log_z.double())
+            if want_entropy:
+                means.append(torch.linalg.vecdot(logits.sub(log_z[:, None]).exp_(), logits).double())
+        log_z, mean, picked = _combine(sums, means, picked, group)
+        entropy = (log_z - mean).float() if want_entropy else None
+        log_z = log_z.float()
+        ctx.save_for_backward(hidden, weight, targets, temperature, log_z, entropy)
+        ctx.set_materialize_grads(False)
+        return picked - log_z, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, temperature, log_z, entropy = ctx.saved_tensors
+        slopes = torch.zeros_like(log_z) if grad_logprobs is None else grad_logprobs
+        grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
+        grad_weight = torch.empty_like(weight)
+        for part in ctx.tiles:
+            log_p = _logits(hidden, weight[part], temperature).sub_(log_z[:, None])
+            grad = _slopes(log_p, targets - part.start, slopes, grad_entropy, entropy)
+            if temperature is not None:
+                grad.div_(temperature[:, None])
+            grad = grad.to(hidden.dtype)
+            _add_matmul(grad_hidden, grad, weight[part])
+            torch.mm(grad.t(), hidden, out=grad_weight[part])
+        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None, None
+
+
+def _combine(
+    sums: list[Tensor], means: list[Tensor], picked: Tensor, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-sum-exp, mean logit and the targets' logits over all tiles of all ranks, the first two in fp64."""
+    each = torch.stack(sums)  # [tiles, R]
+    top = each.amax(0)
+    dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
+    weights = (each - top).exp()
+    mean = (weights * torch.stack(means)).sum(0) if means else torch.zeros_like(top)
+    total = torch.stack([weights.sum(0), mean, picked.double()])
+    dist.all_reduce(total, group=group)
+    return top + total[0].log(), total[1] / total[0], total[2].float()
+
+
+def _slopes(
+    log_p: Tensor, targets: Tensor, grad_logprobs: Tensor, grad_entropy: Tensor | None, entropy: Tensor | None
+) -> Tensor:
+    """Gradient [R, tile] of the scaled logits z; overwrites ``log_p``.
+
+    dz = g (onehot - p) for log-probs, and -g p (log p + entropy) for the entropy.
+    """
+    if grad_entropy is None or entropy is None:
+        grad = log_p.exp_().mul_(-grad_logprobs[:, None])
+    else:
+        p = log_p.exp()
+        grad = log_p.add_(entropy[:, None]).mul_(-grad_entropy[:, None]).sub_(grad_logprobs[:, None]).mul_(p)
+    index, inside = _locate(targets, grad.shape[1])
+    return grad.scatter_add_(1, index, torch.where(inside, grad_logprobs, 0.0)[:, None])
+
+
+def _logits(hidden: Tensor, weight: Tensor, temperature: Tensor | None) -> Tensor:
+    """[R, tile] fp32, scaled; a GPU does not round products of bf16 to bf16 on the way."""
+    if hidden.is_cuda and hidden.dtype != torch.float32:
+        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    else:
+        logits = torch.mm(hidden, weight.t()).float()
+    return logits if temperature is None else logits.div_(temperature[:, None])
+
+
+def _add_matmul(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add a product to ``total``, which is fp32."""
+    if left.dtype == torch.float32:
+        total.addmm_(left, right)
+    elif left.is_cuda:
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    else:
+        total.add_(torch.mm(left, right))
+
+
+def _locate(targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """[R, 1] column of each target, clamped into the tile, and [R] whether it is inside."""
+    return targets.clamp(0, width - 1)[:, None], (targets >= 0) & (targets < width)
+
+
+def _default_tile(hidden: Tensor) -> int:
+    """Elements; on a GPU few enough launches that they do not bound the time."""
+    return 2**26 if hidden.is_cuda else 2**21
+
+
+def _tiles(vocabulary: int, rows: int, elements: int) -> list[slice]:
+    """Cut the vocabulary into tiles of so many elements at most, but at least one aligned width."""
+    width = max(elements // max(rows, 1) // _ALIGNED, 1) * _ALIGNED
+    return [slice(start, min(start + width, vocabulary)) for start in range(0, vocabulary, width)]

@@ -1,0 +1,242 @@
+"""Checkpoint tensors and Megatron's parameters: read each rank's parts, and stream whole tensors out.
+
+No rank ever holds more than one whole tensor of the model (of experts: one of each expert-parallel rank). What is
+streamed need not be weights: gradients and optimizer states have the same shapes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from coupler.errors import CouplerError
+from coupler.interfaces import Named
+from coupler_engine_megatron import bridge as hf
+from coupler_engine_megatron.distributed import exchange
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_DERIVED = re.compile(r"rotary_emb\.inv_freq$")  # in some old checkpoints; nothing to train
+_LOCAL_EXPERT = re.compile(r"\.local_experts\.(\d+)\.(linear_fc[12])\.weight$")
+_GROUPED_EXPERT = re.compile(r"\.mlp\.experts\.linear_fc[12]\.weight(\d+)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One parameter on one pipeline stage, as every rank knows it."""
+
+    chunk: int  # of the stage's parts of the model
+    index: int  # in the order of the chunk's parameters
+    name: str  # of the whole model; an expert's has its number on the first expert-parallel rank
+    shape: tuple[int, ...]  # on one rank
+    tensor_model_parallel: bool
+    partition_dim: int
+    expert: bool
+
+
+class Catalogue:
+    """Which parameters there are, on which pipeline stage, and how they are made of the checkpoint's tensors."""
+
+    def __init__(self, bridge: Any, chunks: Sequence[nn.Module]) -> None:
+        """Collective over all ranks."""
+        self.bridge = bridge
+        self.stage = parallel_state.get_pipeline_model_parallel_rank()
+        self.parameters: dict[tuple[int, int], nn.Parameter] = {}
+        self.copies: list[tuple[Part, nn.Parameter]] = []  # of tied embeddings, on the last stage
+        own = []
+        for number, chunk in enumerate(chunks):
+            for index, (name, parameter) in enumerate(chunk.named_parameters()):
+                self.parameters[number, index] = parameter
+                part = _part(number, index, _global_name(chunk, name), parameter)
+                if getattr(parameter, "shared_embedding", False) and self.stage > 0:
+                    self.copies.append((part, parameter))
+                else:
+                    own.append(part)
+        found = exchange([self.stage, [asdict(part) for part in own]])
+        stages = {stage: [Part(**{**p, "shape": tuple(p["shape"])}) for p in parts] for stage, parts in found}
+        self.parts = [(stage, part) for stage in sorted(stages) for part in stages[stage]]
+
+    def own(self) -> Iterator[tuple[Part, nn.Parameter]]:
+        """This rank's parameters."""
+        for stage, part in self.parts:
+            if stage == self.stage:
+                yield part, self.parameters[part.chunk, part.index]
+        yield from self.copies
+
+    def names(self) -> list[str]:
+        """All checkpoint names, in the order of :meth:`stream`."""
+        return [name for _, part in self.parts for each in _experts_of(self.bridge, part) for name in self._hf(each)]
+
+    def _hf(self, name: str) -> list[str]:
+        return hf.hf_names(self.bridge, name)
+
+    @torch.no_grad()
+    def fill(self, read: Callable[[str], Tensor | None], put: Callable[[nn.Parameter, Tensor], None]) -> None:
+        """Give ``put`` each parameter of this rank and its part of what ``read`` returns for checkpoint names.
+
+        A parameter stays as it is where ``read`` returns None.
+
+        Raises:
+            CouplerError: a tensor has another shape than the model.
+        """
+        for part, parameter in self.own():
+            name = _on_this_rank(self.bridge, part)
+            tensors = [tensor for each in self._hf(name) if (tensor := read(each)) is not None]
+            if not tensors:
+                continue
+            whole = hf.to_megatron(self.bridge, name, tensors)
+            _, size, rank = _tensor_group(part)
+            piece = hf.split_tensor(self.bridge, name, whole, parameter, size)[rank]
+            if piece.shape != parameter.shape:
+                raise CouplerError(
+                    f"{', '.join(self._hf(name))}: another shape than that of the model which config.json describes."
+                )
+            put(parameter, piece)
+
+    @torch.no_grad()
+    def stream(
+        self, source: Callable[[nn.Parameter], Tensor], dtype: torch.dtype, device: torch.device
+    ) -> Iterator[Named]:
+        """Yield every tensor whole on every rank, under checkpoint names; collective over all ranks.
+
+        ``source`` gives what to send of a parameter, in its shape; it is asked on the ranks that have it.
+        """
+        pipeline = parallel_state.get_pipeline_model_parallel_group()
+        for stage, part in self.parts:
+            if stage == self.stage:
+                local = source(self.parameters[part.chunk, part.index]).detach().to(dtype).contiguous()
+            else:
+                local = torch.empty(part.shape, dtype=dtype, device=device)
+            if pipeline.size() > 1:
+                dist.broadcast(local, dist.get_global_rank(pipeline, stage), group=pipeline)
+            group, size, _ = _tensor_group(part)
+            split = part.tensor_model_parallel or part.expert
+            pieces = _gather(local, group) if split and size > 1 else [local]
+            whole = hf.join_tensor(self.bridge, part.name, pieces, part) if split and size > 1 else local
+            group = parallel_state.get_expert_model_parallel_group()
+            wholes = _gather(whole, group) if part.expert and group.size() > 1 else [whole]
+            for name, tensor in zip(_experts_of(self.bridge, part), wholes, strict=True):
+                yield from hf.to_hf(self.bridge, name, tensor)
+
+
+def _part(chunk: int, index: int, name: str, parameter: nn.Parameter) -> Part:
+    split, dim = parameter.tensor_model_parallel, parameter.partition_dim  # type: ignore[attr-defined]
+    return Part(chunk, index, name, tuple(parameter.shape), split, dim, bool(_GROUPED_EXPERT.search(name)))
+
+
+def _global_name(chunk: nn.Module, name: str) -> str:
+    """Translate a parameter's name into the one that Transformer Engine's layers have in the whole model."""
+    name = name.removeprefix("module.")
+    chunk = getattr(chunk, "module", chunk)
+    if not name.startswith("decoder.layers."):
+        return name
+    _, _, number, inner = name.split(".", 3)
+    layer = chunk.decoder.layers[int(number)]
+    inner = inner.replace("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight")
+    if not isinstance(layer.mlp, MoELayer):
+        inner = inner.replace("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
+    inner = _LOCAL_EXPERT.sub(r".\2.weight\1", inner)
+    return f"decoder.layers.{layer.layer_number - 1}.{inner}"
+
+
+def _tensor_group(part: Part) -> tuple[dist.ProcessGroup, int, int]:
+    """The ranks that split a parameter's matrix, their number and this one's index."""
+    if part.expert:
+        group = parallel_state.get_expert_tensor_parallel_group()
+    else:
+        group = parallel_state.get_tensor_model_parallel_group()
+    return group, group.size(), group.rank()
+
+
+def _experts_of(bridge: Any, part: Part) -> list[str]:
+    """The parameter's names on each expert-parallel rank; one for what is no expert."""
+    if not part.expert:
+        return [part.name]
+    ranks = parallel_state.get_expert_model_parallel_world_size()
+    each = bridge.config.num_moe_experts // ranks
+    stem, _, number = part.name.rpartition("weight")
+    return [f"{stem}weight{int(number) + rank * each}" for rank in range(ranks)]
+
+
+def _on_this_rank(bridge: Any, part: Part) -> str:
+    names = _experts_of(bridge, part)
+    return names[parallel_state.get_expert_model_parallel_rank()] if part.expert else names[0]
+
+
+def _gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    found = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(found, tensor, group=group)
+    return found
+
+
+class Folder:
+    """The safetensors of a Hugging Face folder, read one tensor at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read the index.
+
+        Raises:
+            CouplerError: the folder holds no safetensors.
+        """
+        self.files: dict[str, Any] = {}
+        if (folder / _INDEX).is_file():
+            index = json.loads((folder / _INDEX).read_text())["weight_map"]
+            self.where = {name: folder / file for name, file in index.items()}
+        elif (folder / _SINGLE).is_file():
+            self.where = dict.fromkeys(self._open(folder / _SINGLE).keys(), folder / _SINGLE)
+        else:
+            raise CouplerError(
+                f"model.path={folder} holds neither {_INDEX} nor {_SINGLE}.\n"
+                "  try:  save the model with save_pretrained; other formats are not read"
+            )
+
+    def check(self, names: Sequence[str], absent: Sequence[str], dropped: str) -> None:
+        """Hold the checkpoint's names against the model's.
+
+        Args:
+            absent: names that may be missing.
+            dropped: names that begin so may be there without a parameter; empty: none.
+
+        Raises:
+            CouplerError: a parameter has no tensor, or a tensor no parameter.
+        """
+        missing = [name for name in names if name not in self.where and name not in absent]
+        known = {*names, *absent}
+        unexpected = [
+            name
+            for name in self.where
+            if name not in known and not _DERIVED.search(name) and not (dropped and name.startswith(dropped))
+        ]
+        if missing or unexpected:
+            raise CouplerError(
+                "the checkpoint of model.path does not fit the model that engine=megatron builds of its config.json.\n"
+                f"  missing:     {_listed(missing)}\n  unexpected:  {_listed(unexpected)}"
+            )
+
+    def read(self, name: str) -> Tensor | None:
+        """The whole tensor; None where the folder has none of this name."""
+        return self._open(self.where[name]).get_tensor(name) if name in self.where else None
+
+    def _open(self, path: Path) -> Any:
+        if path not in self.files:
+            try:
+                self.files[path] = safe_open(path, "pt")
+            except (SafetensorError, FileNotFoundError) as error:
+                raise CouplerError(
+                    f"model.path: {path} is no whole safetensors file: {error}.\n  try:  copy it again"
+                ) from None
+        return self.files[path]
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") or "none"

@@ -1,0 +1,117 @@
+"""Configuration, and parallel sizes that do not fit: the nearest ones are named before a device is taken."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from coupler_engine_megatron.config import MegatronConfig, Schedule
+from coupler_engine_megatron.layout import problems
+from coupler_engine_megatron.plugin import coupler_backends, coupler_validate
+
+DENSE = {
+    "model_type": "qwen2",
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 24,
+    "intermediate_size": 96,
+}
+MOE = {**DENSE, "model_type": "qwen3_moe", "num_experts": 8}
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "shape", "what", "fix"),
+    [
+        ({"tensor_parallel": 2}, 3, None, "engine.ranks=3 is no multiple of", "engine.ranks=2 or 4"),
+        (
+            {"tensor_parallel": 3},
+            3,
+            DENSE,
+            "engine.tensor_parallel=3 does not divide the model's 4 key-value heads",
+            "engine.tensor_parallel=2 or 4",
+        ),
+        ({"pipeline_parallel": 5}, 5, DENSE, "does not divide the 24 layers", "engine.pipeline_parallel=4 or 6"),
+        (
+            {"pipeline_parallel": 4, "virtual_pipeline": 4},
+            4,
+            DENSE,
+            "pipeline_parallel x virtual_pipeline = 4 x 4 does not divide the 24 layers",
+            "engine.pipeline_parallel=2 or 3",
+        ),
+        ({"virtual_pipeline": 2}, 1, None, "needs engine.pipeline_parallel above 1", "engine.pipeline_parallel=2"),
+        ({"expert_parallel": 2}, 2, DENSE, "need experts", "engine.expert_parallel=1"),
+        ({"expert_parallel": 3}, 3, MOE, "does not divide the model's 8 experts", "engine.expert_parallel=2 or 4"),
+        ({"expert_parallel": 4}, 2, MOE, "does not divide the 2 ranks", "engine.expert_parallel=1 or 2"),
+        (
+            {"tensor_parallel": 4, "expert_tensor_parallel": 2},
+            4,
+            MOE,
+            "is neither 1 nor engine.tensor_parallel",
+            "engine.expert_tensor_parallel=1 or 4",
+        ),
+    ],
+)
+def test_a_size_that_does_not_fit_names_the_nearest_that_do(
+    settings: dict[str, int], ranks: int, shape: dict[str, int] | None, what: str, fix: str
+) -> None:
+    found = list(problems(MegatronConfig(**settings), ranks, shape))
+    assert any(what in first and fix in second for first, second in found), found
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "shape"),
+    [
+        ({"tensor_parallel": 4, "pipeline_parallel": 2, "context_parallel": 2}, 32, DENSE),
+        ({"pipeline_parallel": 4, "virtual_pipeline": 3}, 4, DENSE),
+        ({"tensor_parallel": 2, "expert_parallel": 8, "pipeline_parallel": 2}, 16, MOE),
+        ({"tensor_parallel": 4, "expert_tensor_parallel": 4, "expert_parallel": 2}, 8, MOE),
+    ],
+)
+def test_sizes_that_fit_are_no_problem(settings: dict[str, int], ranks: int, shape: dict[str, int]) -> None:
+    assert list(problems(MegatronConfig(**settings), ranks, shape)) == []
+
+
+def test_a_plan_names_the_engine_of_the_role(tmp_path: Path) -> None:
+    """The policy's and the critic's, each with its own model where there is one."""
+    (tmp_path / "config.json").write_text(json.dumps(DENSE))
+    none = SimpleNamespace(path="")
+    config = SimpleNamespace(
+        engine=MegatronConfig(ranks=3, tensor_parallel=3),
+        model=SimpleNamespace(path=str(tmp_path)),
+        critic=SimpleNamespace(engine=MegatronConfig(ranks=3, pipeline_parallel=2), model=none),
+    )
+    lines = list(coupler_validate(config))
+    assert any(
+        line.startswith("engine.tensor_parallel=3 does not") and "set engine.tensor_parallel=" in line for line in lines
+    )
+    assert any(line.startswith("critic.engine.ranks=3 is no multiple") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("tensor_parallel", 0), ("lr", 0.0), ("weight_decay", -0.1), ("beta2", 1.0), ("min_lr_ratio", 2.0), ("eps", 0.0)],
+)
+def test_a_value_out_of_range_is_named_in_full(key: str, value: float) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"engine.{key} must")):
+        MegatronConfig(**{key: value})
+
+
+def test_a_schedule_that_ends_needs_its_length() -> None:
+    with pytest.raises(ValueError, match=r"engine\.total_steps must be at least 11"):
+        MegatronConfig(schedule=Schedule.COSINE, warmup_steps=10)
+
+
+def test_the_plugin_is_listed_without_importing_megatron() -> None:
+    (backend,) = coupler_backends()
+    assert (backend.kind, backend.name, backend.config().name) == ("engine", "megatron", "megatron")
+    code = (
+        "import sys, coupler_engine_megatron.plugin;"
+        "sys.exit(any(m in sys.modules for m in ('torch', 'megatron', 'mbridge', 'transformers')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

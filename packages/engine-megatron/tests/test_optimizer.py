@@ -1,0 +1,110 @@
+"""Every option of the optimizer and its schedule has an effect; what it remembers can leave the device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from coupler.interfaces import Model, Output, Part, Rank, StepInfo
+from coupler.testing import losses
+from coupler.testing.cases import make_batch, weighted
+from coupler.testing.models import write_qwen2
+from coupler.testing.ranks import as_array
+from coupler.testing.reference import TransformersReference
+from coupler_engine_megatron.config import MegatronConfig
+from coupler_engine_megatron.engine import MegatronEngine
+from coupler_engine_megatron.memory import Parked
+
+WANT = (Output("logprobs"), Output("entropy"))
+PLAIN = {"lr": 1e-2, "max_grad_norm": 0.0}
+OPTIONS = {
+    "lr": 2e-2,
+    "beta1": 0.5,
+    "beta2": 0.9,
+    "eps": 1e-2,
+    "weight_decay": 0.1,
+    "max_grad_norm": 1e-4,
+    "warmup_steps": 10,
+}
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> TransformersReference:
+    return TransformersReference(write_qwen2(tmp_path_factory.mktemp("model"), tied=False))
+
+
+def engine(reference: TransformersReference, **settings: object) -> MegatronEngine:
+    made = MegatronEngine(MegatronConfig(**{**PLAIN, **settings}), Model(str(reference.folder)))
+    made.setup(Rank())
+    return made
+
+
+def train(made: MegatronEngine, reference: TransformersReference, steps: int = 2) -> list[float]:
+    """Learning rates of the steps."""
+    rates = []
+    for index in range(steps):
+        batch = weighted(make_batch(reference, seed=index))
+        made.forward_backward(batch, WANT, losses.surrogate, StepInfo(batch.num_tokens, len(batch), index))
+        rates.append(made.step().lr)
+    return rates
+
+
+def weights(made: MegatronEngine) -> dict[str, np.ndarray]:
+    return {name: as_array(tensor) for name, tensor in made.weights()}
+
+
+@pytest.mark.parametrize("key", OPTIONS)
+def test_an_option_changes_what_two_steps_do(key: str, reference: TransformersReference) -> None:
+    plain, other = engine(reference), engine(reference, **{key: OPTIONS[key]})
+    for each in (plain, other):
+        train(each, reference)
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert np.abs(weights(plain)[name] - weights(other)[name]).max() > 1e-5
+
+
+@pytest.mark.parametrize(
+    ("settings", "want"),
+    [
+        ({"schedule": "linear", "total_steps": 4}, [1, 0.75, 0.5]),
+        ({"schedule": "cosine", "total_steps": 2, "min_lr_ratio": 0.5}, [1, 0.75, 0.5]),
+        ({"schedule": "wsd", "total_steps": 3, "decay_steps": 2}, [1, 1, 0.5]),
+        ({"warmup_steps": 4}, [0.25, 0.5, 0.75]),
+    ],
+    ids=["linear", "cosine", "wsd", "warm-up"],
+)
+def test_the_learning_rate_follows_its_schedule(
+    settings: dict[str, object], want: list[float], reference: TransformersReference
+) -> None:
+    assert train(engine(reference, **settings), reference, 3) == pytest.approx([1e-2 * x for x in want])
+
+
+def test_parked_storages_come_back_behind_every_view() -> None:
+    buffer = torch.arange(12.0)
+    views = [buffer[:4].view(2, 2), buffer[4:]]
+    alone = torch.ones(3, dtype=torch.bfloat16)
+    parked = Parked()
+    for _ in range(2):  # what is parked already stays as it is
+        parked.offload("params", [*views, alone])
+    assert {tensor.untyped_storage().nbytes() for tensor in (buffer, *views, alone)} == {0}
+    parked.onload("params")
+    parked.onload("params")
+    assert torch.equal(buffer, torch.arange(12.0))
+    assert torch.equal(views[1], torch.arange(4.0, 12.0))
+    assert torch.equal(alone, torch.ones(3, dtype=torch.bfloat16))
+
+
+def test_a_saved_state_is_that_of_the_call(reference: TransformersReference, tmp_path: Path) -> None:
+    """Training goes on while a save is under way."""
+    made = engine(reference)
+    train(made, reference, 1)
+    want = weights(made)
+    pending = made.save(tmp_path, frozenset({Part.PARAMS, Part.OPTIMIZER}))
+    train(made, reference, 2)
+    pending.wait(60)
+    read = engine(reference)
+    read.load(tmp_path, frozenset({Part.PARAMS, Part.OPTIMIZER}))
+    for name, value in weights(read).items():
+        np.testing.assert_array_equal(value, want[name], err_msg=name)

@@ -1,0 +1,100 @@
+"""Log-probs and entropy over a shared vocabulary, against the formula in float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Arrays, on_ranks
+
+from coupler.interfaces import Rank
+from coupler_engine_megatron.distributed import join
+from coupler_engine_megatron.vocab_parallel import token_logprobs
+
+ROWS, HIDDEN, VOCAB = 37, 24, 300
+
+
+def inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+    """Hidden states, weight, targets, temperatures, and slopes of log-probs and entropy."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    targets = torch.randint(0, VOCAB, (ROWS,), generator=generator)
+    temperature = torch.rand(ROWS, generator=generator) + 0.5
+    hidden, weight = normal(ROWS, HIDDEN).to(dtype), (normal(VOCAB, HIDDEN) * 0.5).to(dtype)
+    return hidden, weight, targets, temperature, normal(ROWS), normal(ROWS)
+
+
+def expected() -> Arrays:
+    hidden, weight, targets, temperature, slope_l, slope_e = inputs()
+    hidden, weight = (x.double().requires_grad_() for x in (hidden, weight))
+    log_p = (hidden @ weight.T / temperature.double()[:, None]).log_softmax(-1)
+    logprobs = log_p.gather(1, targets[:, None])[:, 0]
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    (logprobs @ slope_l.double() + entropy @ slope_e.double()).backward()
+    found = {"logprobs": logprobs, "entropy": entropy, "hidden": hidden.grad, "weight": weight.grad}
+    return {name: tensor.detach().numpy() for name, tensor in found.items() if tensor is not None}
+
+
+def computed(rank: Rank, tile: int = 0, width: int = VOCAB) -> Arrays:
+    """What one rank gets, with ``width`` rows of the weight each; the gradient of ``hidden`` is summed over ranks."""
+    join(rank, torch.device("cpu"))
+    hidden, weight, targets, temperature, slope_l, slope_e = inputs()
+    first = rank.index * width
+    hidden, part = hidden.requires_grad_(), weight[first : first + width].clone().requires_grad_()
+    group = dist.group.WORLD
+    assert group is not None
+    logprobs, entropy = token_logprobs(hidden, part, targets, first, group, temperature, True, tile)
+    assert entropy is not None
+    (logprobs @ slope_l + entropy @ slope_e).backward()
+    assert hidden.grad is not None and part.grad is not None
+    dist.all_reduce(hidden.grad)
+    found = {"logprobs": logprobs, "entropy": entropy, "hidden": hidden.grad, "weight": part.grad}
+    return {name: tensor.detach().numpy() for name, tensor in found.items()}
+
+
+def assert_close(got: Arrays, want: Arrays) -> None:
+    for name, true in want.items():
+        assert np.abs(got[name] - true).max() <= 5e-6 * np.abs(true).max(), name
+
+
+@pytest.mark.parametrize("tile", [0, ROWS * 128, ROWS * 256], ids=["whole", "three-tiles", "two-tiles"])
+def test_one_rank_equals_the_formula(tile: int) -> None:
+    assert_close(computed(Rank(), tile), expected())
+
+
+@pytest.mark.parametrize("width", [150, 200], ids=["even", "uneven"])
+def test_two_ranks_equal_the_formula(tmp_path: Path, width: int) -> None:
+    """Each has a part of the vocabulary; results are the same on both, and the weight's gradient is in its parts."""
+    one, two = on_ranks("test_vocab_parallel:computed", 2, tmp_path, tile=ROWS * 128, width=width)
+    for name in ("logprobs", "entropy", "hidden"):
+        np.testing.assert_array_equal(one[name], two[name])
+    assert_close({**one, "weight": np.concatenate([one["weight"], two["weight"]])}, expected())
+
+
+def test_only_what_is_asked_for() -> None:
+    join(Rank(), torch.device("cpu"))
+    hidden, weight, targets, *_ = inputs()
+    group = dist.group.WORLD
+    assert group is not None
+    logprobs, entropy = token_logprobs(hidden, weight, targets, 0, group)
+    assert entropy is None
+    want = (hidden.double() @ weight.double().T).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    np.testing.assert_allclose(logprobs.numpy(), want.numpy(), rtol=1e-5)
+
+
+def test_no_rows_have_no_gradient() -> None:
+    join(Rank(), torch.device("cpu"))
+    hidden, weight, targets, *_ = inputs()
+    weight = weight.requires_grad_()
+    group = dist.group.WORLD
+    assert group is not None
+    logprobs, _ = token_logprobs(hidden[:0], weight, targets[:0], 0, group)
+    logprobs.sum().backward()
+    assert logprobs.shape == (0,)
+    assert weight.grad is not None and not weight.grad.any()
