@@ -73,7 +73,7 @@ class ForwardReordersRows(toy.ToyEngine):
         return super().forward(batch.take(np.argsort(batch.lengths)), want)
 
 
-@fault("test_a_batch_is_only_read")
+@fault("test_gradient_over_micro_batches")
 class WritesIntoTheBatch(toy.ToyEngine):
     def forward_backward(self, batch, want, loss, step):
         metrics = super().forward_backward(batch, want, loss, step)

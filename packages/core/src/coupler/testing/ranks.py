@@ -40,7 +40,7 @@ class RankFailed(CouplerError):
 
 
 class Host:
-    """One engine in one process. What goes in and out is JSON and paths."""
+    """One engine in one process. What goes in and out is JSON and paths; an engine that writes to a batch fails."""
 
     def __init__(self, recipe: Mapping[str, Any], rank: Mapping[str, Any]) -> None:
         self.rank = Rank(**rank)
@@ -51,11 +51,11 @@ class Host:
         return {"shard_of": layout.shard_of, "answers": layout.answers}
 
     def forward(self, batch: str, want: list[str], out: str) -> None:
-        self.engine.forward(Batch.load(Path(batch)), _outputs(want)).save(Path(out))
+        self.engine.forward(_read_only(batch), _outputs(want)).save(Path(out))
 
     def gradient(self, batch: str, want: list[str], loss: str, info: Mapping[str, Any], out: str) -> dict[str, Any]:
         """One forward_backward and step; rank 0 writes the gradient between them."""
-        metrics = self.engine.forward_backward(Batch.load(Path(batch)), _outputs(want), resolve(loss), StepInfo(**info))
+        metrics = self.engine.forward_backward(_read_only(batch), _outputs(want), resolve(loss), StepInfo(**info))
         self._write(self.engine.gradients(), out)
         step = self.engine.step()
         plain = {name: [m.total, m.weight, m.how] for name, m in read(metrics).items()}
@@ -85,6 +85,13 @@ class Host:
             with Path(out).open("wb") as file:
                 np.savez(file, allow_pickle=False, **kept)
         return names
+
+
+def _read_only(path: str) -> Batch:
+    batch = Batch.load(Path(path))
+    for column in (batch.lengths, *batch.tokens.values(), *batch.seqs.values()):
+        column.flags.writeable = False
+    return batch
 
 
 def as_array(tensor: Any) -> np.ndarray:
