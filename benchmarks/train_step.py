@@ -141,9 +141,10 @@ def run_plain(folder: Path, mode: str, steps: int) -> None:
     """Time transformers' own model with SDPA and AdamW in bf16: ``eager``, ``compiled`` or ``recomputed`` layers."""
     torch._dynamo.reset()
     peak = peak_flops()
-    model = (
-        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa").cuda().train()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, attn_implementation="sdpa", trust_remote_code=False
     )
+    model.cuda().train()
     if mode == "recomputed":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if mode != "eager":
@@ -204,7 +205,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         with torch.device("cuda"):
-            model = AutoModelForCausalLM.from_config(Qwen2Config(**SHAPE), dtype=torch.bfloat16)
+            model = AutoModelForCausalLM.from_config(
+                Qwen2Config(**SHAPE), dtype=torch.bfloat16, trust_remote_code=False
+            )
         model.cpu().save_pretrained(folder)
         del model
         settings = parse_settings(args.settings).get("engine", {})
