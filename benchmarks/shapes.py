@@ -33,5 +33,7 @@ def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(folder, trust_remote_code=False), trust_remote_code=False
+        )
     return {name: tuple(param.shape) for name, param in model.named_parameters()}  # a tied tensor once

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from toy_run import ToyRun
 
 from coupler.config.schema import RunConfig, SamplingConfig
 from coupler.errors import CouplerError, RewardError, WeightSyncError
-from coupler.interfaces import InFlight
+from coupler.interfaces import InFlight, Rank, SyncReceipt, WeightUpdate
 from coupler.testing.toy import ToyAlgorithm, ToyRollout
 
 
@@ -52,6 +53,29 @@ def test_disk_transport_gives_the_same_numbers(tmp_path: Path) -> None:
     inproc = ToyRun(tmp_path / "a", small()).run()
     disk = ToyRun(tmp_path / "b", small(), transport="coupler.transports.disk:DiskTransport").run()
     assert [s.get("reward/mean") for s in inproc] == [s.get("reward/mean") for s in disk]
+
+
+class RefusesRollout(ToyRollout):
+    """Takes the first tensor, and no other."""
+
+    async def update(self, update: WeightUpdate) -> SyncReceipt:
+        def read() -> None:
+            next(update.receive(Rank()))
+            raise WeightSyncError("the second tensor does not fit.")
+
+        await asyncio.to_thread(read)
+        raise AssertionError("unreachable")
+
+
+def test_the_side_that_failed_is_heard_not_the_one_that_noticed(tmp_path: Path) -> None:
+    run = ToyRun(
+        tmp_path,
+        small(max_staleness=1),
+        rollout="test_trainer:RefusesRollout",
+        transport="coupler.transports.tcp:TcpTransport",
+    )
+    with pytest.raises(WeightSyncError, match="the second tensor does not fit"):
+        run.run()
 
 
 @pytest.mark.parametrize("in_flight", [InFlight.DRAIN, InFlight.RECOMPUTE])

@@ -25,6 +25,10 @@ class WeightSyncError(CouplerError):
     """A rollout does not hold the weights that the engine published; nothing sampled from it was used."""
 
 
+class PeerLost(WeightSyncError):
+    """The other side of a weight transfer went away; why it did is for that side to say."""
+
+
 class PlacementError(CouplerError):
     """The cluster does not have what the plan needs."""
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from coupler.errors import WaitTimeout, WeightSyncError
+from coupler.errors import PeerLost, WaitTimeout
 from coupler.interfaces import Rank, WeightUpdate
 
 LENGTH = struct.Struct(">Q")
@@ -41,7 +41,7 @@ class Listener:
 
         Raises:
             WaitTimeout: they did not all come in time, or one took nothing for so long.
-            WeightSyncError: one went away.
+            PeerLost: one went away.
         """
         receivers: list[tuple[socket.socket, dict[str, Any]]] = []
         try:
@@ -53,7 +53,7 @@ class Listener:
                 "  look at:  the rollout's log, sync.deadline_s"
             ) from None
         except OSError as error:
-            raise WeightSyncError(f"a receiver of weights version {update.version} went away: {error}.") from None
+            raise PeerLost(f"a receiver of weights version {update.version} went away: {error}.") from None
         finally:
             for receiver, _ in receivers:
                 receiver.close()
@@ -85,7 +85,7 @@ def connected(address: str, update: WeightUpdate, **facts: Any) -> Iterator[sock
 
     Raises:
         WaitTimeout: nothing came from it within the update's deadline.
-        WeightSyncError: it went away.
+        PeerLost: it went away.
     """
     at = json.loads(address)
     try:
@@ -99,7 +99,7 @@ def connected(address: str, update: WeightUpdate, **facts: Any) -> Iterator[sock
             f"{at['host']}:{at['port']}.\n  look at:  the sender's log, sync.deadline_s"
         ) from None
     except OSError as error:
-        raise WeightSyncError(f"the sender of weights version {update.version} went away: {error}.") from None
+        raise PeerLost(f"the sender of weights version {update.version} went away: {error}.") from None
 
 
 def key_of(update: WeightUpdate) -> list[Any]:

@@ -46,7 +46,7 @@ class IpcTransport(Transport):
         with self.listeners[update.endpoints[rank.index].address].accepted(update) as receivers:
             mine = [connection for connection, said in receivers if said["device"] == _device()]
             sharing = _Sharing(mine)
-            packer = sharing.packer
+            packer = sharing.packer  # without workers here it packs all the same: to produce a tensor is collective
             packer.pack(weights)
             sharing.close()
         return SendReceipt(update.version, packer.num_tensors, packer.num_bytes, time.perf_counter() - start)
