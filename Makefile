@@ -46,9 +46,19 @@ KIT_engine-fsdp := --coupler engine=fsdp --coupler rollout=hf
 KIT_engine-megatron := --coupler engine=megatron
 KIT_algos := --coupler algorithm=grpo --coupler algorithm=rloo --coupler algorithm=ppo --coupler algorithm=sft
 
+# An engine's kit once more for each of these, settings with commas between them.
+LAYOUTS_engine-megatron := engine.tensor_parallel=2 engine.pipeline_parallel=2 engine.context_parallel=2 \
+  engine.tensor_parallel=2,engine.pipeline_parallel=2
+comma := ,
+define kit
+	.envs/$*/bin/python -m pytest $(KIT) $(KIT_$*) $(addprefix --coupler-set ,$(subst $(comma), ,$(1)))
+
+endef
+
 test-%: .envs/%/.synced
 	.envs/$*/bin/python -m pytest packages/$*/tests
-	.envs/$*/bin/python -m pytest $(KIT) $(KIT_$*)
+	$(call kit)
+	$(foreach layout,$(LAYOUTS_$*),$(call kit,$(layout)))
 
 test-workspace: .venv/.synced
 	.venv/bin/python -m pytest tests

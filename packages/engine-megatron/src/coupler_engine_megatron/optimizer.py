@@ -132,11 +132,11 @@ class Optimizer:
         self.num_steps = num_steps
         for part in self.parts:
             for group in part.optimizer.param_groups:
-                if "step" in group:  # Transformer Engine's
+                if not isinstance(part.optimizer, torch.optim.AdamW):  # Transformer Engine's counts once for a group
                     group["step"] = num_steps
+                    continue
                 for parameter in group["params"]:
-                    if "step" in part.optimizer.state[parameter]:  # PyTorch's
-                        part.optimizer.state[parameter]["step"].fill_(num_steps)
+                    part.optimizer.state[parameter]["step"].fill_(num_steps)
             part._copy_main_params_to_model_params()
         for chunk in self.chunks:
             chunk.start_param_sync(force_sync=True)
