@@ -45,7 +45,6 @@ KIT_core := --coupler engine=toy --coupler rollout=toy --coupler algorithm=toy -
 KIT_engine-fsdp := --coupler engine=fsdp --coupler rollout=hf --coupler transport=nccl
 KIT_engine-megatron := --coupler engine=megatron
 KIT_algos := --coupler algorithm=grpo --coupler algorithm=rloo --coupler algorithm=ppo --coupler algorithm=sft
-
 KIT_rollout-vllm := --coupler engine=fsdp --coupler rollout=vllm -k 'test_rollout or test_pair'
 SYNC_rollout-vllm := --extra cpu
 # vLLM on the CPU: no warm-up, no pinned cores, the model worker in the scheduler's process
@@ -53,9 +52,19 @@ test-rollout-vllm: export VLLM_CPU_CI_ENV = 1
 test-rollout-vllm: export VLLM_CPU_OMP_THREADS_BIND = nobind
 test-rollout-vllm: export VLLM_ENABLE_V1_MULTIPROCESSING = 0
 
+# An engine's kit once more for each of these, settings with commas between them.
+LAYOUTS_engine-megatron := engine.tensor_parallel=2 engine.pipeline_parallel=2 engine.context_parallel=2 \
+  engine.tensor_parallel=2,engine.pipeline_parallel=2
+comma := ,
+define kit
+	.envs/$*/bin/python -m pytest $(KIT) $(KIT_$*) $(addprefix --coupler-set ,$(subst $(comma), ,$(1)))
+
+endef
+
 test-%: .envs/%/.synced
 	.envs/$*/bin/python -m pytest packages/$*/tests
-	.envs/$*/bin/python -m pytest $(KIT) $(KIT_$*)
+	$(call kit)
+	$(foreach layout,$(LAYOUTS_$*),$(call kit,$(layout)))
 
 test-workspace: .venv/.synced
 	.venv/bin/python -m pytest tests

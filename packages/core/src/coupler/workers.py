@@ -36,6 +36,7 @@ from coupler.interfaces import (
 )
 from coupler.metrics import Metric, Metrics, merge, read
 from coupler.normalise import prepare, step_info
+from coupler.profiling import NOTHING, Profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class WorkerSpec:
     engine_config: Any
     model: Model
     algorithm: tuple[str, Any] | None  # ("package.module:Class", its config); None for a role that is not trained
+    profile: Profile = NOTHING
 
     def __reduce__(self) -> Any:
         """Cross to another process without the plugins' configuration classes."""
@@ -92,7 +94,7 @@ class Worker:
     """Hosts one Engine in one process."""
 
     def __init__(self, spec: WorkerSpec) -> None:
-        self.role = spec.role
+        self.role, self.profile = spec.role, spec.profile
         self.engine: Engine = resolve(spec.engine)(spec.engine_config, spec.model)
         self.algorithm = build_algorithm(spec)
 
@@ -111,8 +113,9 @@ class Worker:
         steps: list[StepResult] = []
         for mini in mini_batches:
             loss = checked_loss(self.algorithm, mini.fresh_version)
-            metrics.append(self.engine.forward_backward(mini.batch, self.algorithm.want, loss, mini.info))
-            steps.append(self.engine.step())
+            with self.profile.of(self.role, self.rank.index, mini.info.index):
+                metrics.append(self.engine.forward_backward(mini.batch, self.algorithm.want, loss, mini.info))
+                steps.append(self.engine.step())
         return Trained(read(merge(metrics)), tuple(steps))
 
     def bind(self, transport: str) -> Endpoint:

@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+from coupler_engine_megatron import groups
 
 
 class PackedAttention(MegatronModule):
@@ -39,7 +40,7 @@ class PackedAttention(MegatronModule):
     ) -> Tensor:
         """[t, h, d], [t, g, d], [t, g, d'] -> [t, h * d']."""
         assert packed_seq_params is not None, "the engine packs every batch"
-        group = parallel_state.get_context_parallel_group()
+        group = groups.context()
         size, rank = group.size(), group.rank()
         edges = packed_seq_params.cu_seqlens_q.tolist()  # of whole sequences
         if size > 1:

@@ -14,7 +14,6 @@ import torch
 from mbridge.core.bridge import _MODEL_REGISTRY, Bridge
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from transformers import AutoConfig
@@ -84,7 +83,7 @@ def make_bridge(
     if head is Head.VALUE:
         direct |= SCORE
 
-    class Adapted(base):
+    class Adapted(base):  # pyright: ignore[reportGeneralTypeIssues]
         _DIRECT_MAPPING = direct
 
         def _get_transformer_layer_spec(self, vp_stage: int | None = None) -> Any:
@@ -117,7 +116,9 @@ def _scaling(rope: dict[str, Any]) -> dict[str, Any]:
 
 def _layers(config: Any, engine: bool, stage: int | None) -> Any:
     """The specification of this rank's layers: Transformer Engine's, or Megatron's with attention over packed rows."""
-    block = get_gpt_decoder_block_spec(config, use_transformer_engine=engine, normalization="RMSNorm", vp_stage=stage)
+    block: Any = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=engine, normalization="RMSNorm", vp_stage=stage
+    )
     for layer in block.layer_specs:
         attention = layer.submodules.self_attention.submodules
         if not engine:
@@ -153,7 +154,7 @@ def build(bridge: Any, head: Head, tile: int, device: torch.device) -> list[Mega
     return [Float16Module(bridge.config, chunk) if bridge.config.bf16 else chunk for chunk in chunks]
 
 
-def _set_head(chunk: GPTModel, head: Head, bridge: Any, tile: int, device: torch.device) -> None:
+def _set_head(chunk: Any, head: Head, bridge: Any, tile: int, device: torch.device) -> None:
     config = bridge.config
     if head is Head.VALUE:
         chunk.output_layer = ValueHead(config.hidden_size, config.params_dtype, device, config.sequence_parallel)
@@ -161,7 +162,7 @@ def _set_head(chunk: GPTModel, head: Head, bridge: Any, tile: int, device: torch
         chunk.output_layer.forward = LogprobHead(chunk.output_layer, bridge.vocab_size, tile)
 
 
-def head_of(chunk: GPTModel) -> LogprobHead | ValueHead:
+def head_of(chunk: Any) -> LogprobHead | ValueHead:
     """What computes outputs on the last part of the model."""
     layer = chunk.output_layer
     return layer if isinstance(layer, ValueHead) else layer.forward

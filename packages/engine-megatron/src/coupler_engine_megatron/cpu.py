@@ -7,6 +7,7 @@ that this module changes is in :func:`_replacements`; it changes nothing where t
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -169,6 +170,7 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
         yield owner, "initial_seed", generator.initial_seed
         yield owner, "get_rng_state", lambda *_, **__: torch.get_rng_state()
         yield owner, "set_rng_state", lambda state, *_, **__: torch.set_rng_state(state)
+    yield logging.getLogger("megatron.core.tensor_parallel.random"), "disabled", True  # both devices share one state
     for name in ("range_push", "range_pop", "mark"):
         yield cuda.nvtx, name, _returning()
     for name in ("FloatTensor", "HalfTensor", "BFloat16Tensor", "IntTensor", "LongTensor", "ByteTensor"):

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
@@ -34,7 +33,7 @@ from coupler.interfaces import (
     StepResult,
 )
 from coupler.metrics import Metrics, merge, read
-from coupler_engine_megatron import bridge, checkpoint, cpu
+from coupler_engine_megatron import bridge, checkpoint, cpu, groups
 from coupler_engine_megatron.config import MegatronConfig, Precision
 from coupler_engine_megatron.distributed import device_of, join, split_world
 from coupler_engine_megatron.memory import Parked
@@ -177,7 +176,7 @@ class MegatronEngine(Engine):
             )
 
     def _pack(self, batch: Batch) -> Packed:
-        group = parallel_state.get_context_parallel_group()
+        group = groups.context()
         return pack(batch, self.device, self.align, group.size(), group.rank())
 
     def _micro_batches(self, batch: Batch) -> list[np.ndarray]:
@@ -297,7 +296,7 @@ class MegatronEngine(Engine):
         folder, value = Folder(Path(self.model.path)), self.model.head is Head.VALUE
         score = [*bridge.SCORE.values()] if value else []
         folder.check(self.catalogue.names(), score, dropped="lm_head." if value or tied else "")
-        self.catalogue.fill(folder.read, lambda parameter, piece: parameter.copy_(piece))
+        self.catalogue.fill(folder.read, partial(self._put, "param"))
 
     def _platform(self) -> AbstractContextManager[None]:
         """What Megatron-Core runs in: nothing on a GPU."""

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -17,6 +16,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor, nn
 
+from coupler_engine_megatron import groups
 from coupler_engine_megatron.packing import Packed
 from coupler_engine_megatron.vocab_parallel import token_logprobs
 
@@ -33,7 +33,7 @@ class LogprobHead:
     def __init__(self, layer: ColumnParallelLinear, vocabulary: int, tile: int) -> None:
         self.layer, self.tile = layer, tile
         width = layer.output_size_per_partition
-        self.first = parallel_state.get_tensor_model_parallel_rank() * width
+        self.first = groups.tensor().rank() * width
         self.width = min(max(vocabulary - self.first, 0), width)  # without the rows that fill up the last rank's part
 
     def __call__(self, hidden: Tensor, weight: Tensor | None = None, **unused: Any) -> tuple[Tensor, None]:
@@ -42,14 +42,16 @@ class LogprobHead:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden)
-        weight = self.layer.weight if weight is None else weight
+        if weight is None:  # embeddings that are tied come as an argument
+            weight = self.layer.weight
+            assert weight is not None
         packed = self.packed
         logprobs, entropy = token_logprobs(
             hidden[:, 0][packed.sources],
             weight[: self.width],
             packed.targets,
             self.first,
-            parallel_state.get_tensor_model_parallel_group(),
+            groups.tensor(),
             packed.temperature,
             "entropy" in self.want,
             self.tile,
@@ -81,7 +83,7 @@ class ValueHead(nn.Module):
 
 def _whole(local: Tensor, packed: Packed) -> Tensor:
     """[n, L] -> [n, R]: the outputs of all context-parallel ranks on each; a gradient goes to where it came from."""
-    group = parallel_state.get_context_parallel_group()
+    group = groups.context()
     if group.size() == 1:
         return local
     spread = local.new_zeros(len(local), packed.num_rows).index_copy(1, packed.places, local)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from coupler import schedules
 from coupler.interfaces import StepResult
+from coupler_engine_megatron import groups
 from coupler_engine_megatron.config import MegatronConfig, Schedule
 
 
@@ -37,7 +37,7 @@ class Optimizer:
         self.config, self.chunks = config, chunks
         self.multiplier = _multiplier(config)
         self.num_steps = 0  # applied
-        self.adamw = get_megatron_optimizer(
+        self.adamw: Any = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
                 lr=config.lr,
@@ -74,7 +74,7 @@ class Optimizer:
                 for group in part.optimizer.param_groups:
                     group["lr"], group["weight_decay"] = lr, self.config.weight_decay * group["wd_mult"]
                 if self.config.max_grad_norm:
-                    clip_grad_by_total_norm_fp32(part.get_parameters(), self.config.max_grad_norm, norm)
+                    clip_grad_by_total_norm_fp32([*part.get_parameters()], self.config.max_grad_norm, norm)
             self.adamw.step_with_ready_grads()
             self.num_steps += 1
         self.clear()
@@ -92,11 +92,7 @@ class Optimizer:
         if local is not None:
             whole[start:end] = local
         expert = not getattr(parameter, "allreduce", True)  # as Megatron marks what its expert-parallel ranks split
-        group = (
-            parallel_state.get_expert_data_parallel_group()
-            if expert
-            else parallel_state.get_data_parallel_group(with_context_parallel=True)
-        )
+        group = groups.expert_data() if expert else groups.data()
         if group.size() > 1:
             dist.all_reduce(whole.view(torch.int32), group=group)  # every other rank adds zeros: not a bit changes
         return whole.view(parameter.shape)
@@ -120,7 +116,8 @@ class Optimizer:
     def gradients(self) -> Iterator[Tensor]:
         """The buffers of all gradients."""
         for chunk in self.chunks:
-            yield from (buffer.grad_data for buffer in chunk.buffers + chunk.expert_parallel_buffers)
+            every: list[Any] = [*chunk.buffers, *chunk.expert_parallel_buffers]  # type: ignore[misc]  # no method here
+            yield from (buffer.grad_data for buffer in every)
 
     def states(self) -> Iterator[Tensor]:
         """What AdamW remembers, and the fp32 copies of parameters that are not."""
@@ -135,11 +132,11 @@ class Optimizer:
         self.num_steps = num_steps
         for part in self.parts:
             for group in part.optimizer.param_groups:
-                if "step" in group:  # Transformer Engine's
+                if not isinstance(part.optimizer, torch.optim.AdamW):  # Transformer Engine's counts once for a group
                     group["step"] = num_steps
+                    continue
                 for parameter in group["params"]:
-                    if "step" in part.optimizer.state[parameter]:  # PyTorch's
-                        part.optimizer.state[parameter]["step"].fill_(num_steps)
+                    part.optimizer.state[parameter]["step"].fill_(num_steps)
             part._copy_main_params_to_model_params()
         for chunk in self.chunks:
             chunk.start_param_sync(force_sync=True)

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from coupler.errors import CouplerError
 from coupler.interfaces import Named
 from coupler_engine_megatron import bridge as hf
+from coupler_engine_megatron import groups
 from coupler_engine_megatron.distributed import exchange
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -50,7 +50,7 @@ class Catalogue:
     def __init__(self, bridge: Any, chunks: Sequence[nn.Module]) -> None:
         """Collective over all ranks."""
         self.bridge = bridge
-        self.stage = parallel_state.get_pipeline_model_parallel_rank()
+        self.stage = groups.pipeline().rank()
         self.parameters: dict[tuple[int, int], nn.Parameter] = {}
         self.copies: list[tuple[Part, nn.Parameter]] = []  # of tied embeddings, on the last stage
         own = []
@@ -111,7 +111,7 @@ class Catalogue:
 
         ``source`` gives what to send of a parameter, in its shape; it is asked on the ranks that have it.
         """
-        pipeline = parallel_state.get_pipeline_model_parallel_group()
+        pipeline = groups.pipeline()
         for stage, part in self.parts:
             if stage == self.stage:
                 local = source(self.parameters[part.chunk, part.index]).detach().to(dtype).contiguous()
@@ -123,7 +123,7 @@ class Catalogue:
             split = part.tensor_model_parallel or part.expert
             pieces = _gather(local, group) if split and size > 1 else [local]
             whole = hf.join_tensor(self.bridge, part.name, pieces, part) if split and size > 1 else local
-            group = parallel_state.get_expert_model_parallel_group()
+            group = groups.expert()
             wholes = _gather(whole, group) if part.expert and group.size() > 1 else [whole]
             for name, tensor in zip(_experts_of(self.bridge, part), wholes, strict=True):
                 yield from hf.to_hf(self.bridge, name, tensor)
@@ -134,7 +134,7 @@ def _part(chunk: int, index: int, name: str, parameter: nn.Parameter) -> Part:
     return Part(chunk, index, name, tuple(parameter.shape), split, dim, bool(_GROUPED_EXPERT.search(name)))
 
 
-def _global_name(chunk: nn.Module, name: str) -> str:
+def _global_name(chunk: Any, name: str) -> str:
     """Translate a parameter's name into the one that Transformer Engine's layers have in the whole model."""
     name = name.removeprefix("module.")
     chunk = getattr(chunk, "module", chunk)
@@ -151,10 +151,7 @@ def _global_name(chunk: nn.Module, name: str) -> str:
 
 def _tensor_group(part: Part) -> tuple[dist.ProcessGroup, int, int]:
     """The ranks that split a parameter's matrix, their number and this one's index."""
-    if part.expert:
-        group = parallel_state.get_expert_tensor_parallel_group()
-    else:
-        group = parallel_state.get_tensor_model_parallel_group()
+    group = groups.expert_tensor() if part.expert else groups.tensor()
     return group, group.size(), group.rank()
 
 
@@ -162,7 +159,7 @@ def _experts_of(bridge: Any, part: Part) -> list[str]:
     """The parameter's names on each expert-parallel rank; one for what is no expert."""
     if not part.expert:
         return [part.name]
-    ranks = parallel_state.get_expert_model_parallel_world_size()
+    ranks = groups.expert().size()
     each = bridge.config.num_moe_experts // ranks
     stem, _, number = part.name.rpartition("weight")
     return [f"{stem}weight{int(number) + rank * each}" for rank in range(ranks)]
@@ -170,7 +167,7 @@ def _experts_of(bridge: Any, part: Part) -> list[str]:
 
 def _on_this_rank(bridge: Any, part: Part) -> str:
     names = _experts_of(bridge, part)
-    return names[parallel_state.get_expert_model_parallel_rank()] if part.expert else names[0]
+    return names[groups.expert().rank()] if part.expert else names[0]
 
 
 def _gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
@@ -188,7 +185,7 @@ class Folder:
         Raises:
             CouplerError: the folder holds no safetensors.
         """
-        self.files: dict[str, Any] = {}
+        self.files: dict[Path, Any] = {}
         if (folder / _INDEX).is_file():
             index = json.loads((folder / _INDEX).read_text())["weight_map"]
             self.where = {name: folder / file for name, file in index.items()}

@@ -109,6 +109,15 @@ class RecordConfig:
 
 
 @dataclass
+class ProfileConfig:
+    """Traces of torch.profiler, and on a GPU snapshots of its memory, of what engines do in some steps."""
+
+    steps: list[int] = field(default_factory=list)  # optimizer steps of each trained role, from 0; none: no traces
+    ranks: list[int] = field(default_factory=lambda: [0])
+    path: str = ""  # folder of the traces; empty: profile/ in run_dir
+
+
+@dataclass
 class SyncConfig:
     manager: str = "stream"  # a backend of kind sharding
     transport: str = ""  # empty: the best that engine and rollout share
@@ -170,6 +179,7 @@ class RunConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     record: RecordConfig = field(default_factory=RecordConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
     executor: ExecutorName = ExecutorName.LOCAL
     ray: RayConfig = field(default_factory=RayConfig)
@@ -232,6 +242,9 @@ def problems(config: RunConfig, job: Job) -> Iterator[str]:
         value: Any = reduce(getattr, key.split("."), config)
         if not low <= value <= high:
             yield f"{key} must be {_range(low, high)}, got {value}."
+    for key, values in (("profile.steps", config.profile.steps), ("profile.ranks", config.profile.ranks)):
+        if any(value < 0 for value in values):
+            yield f"{key} counts from 0, got {min(values)}."
     if not config.model.path:
         yield "model.path is empty: set it to a folder with config.json, *.safetensors and a tokenizer."
     if not config.run_dir:

@@ -27,6 +27,7 @@ from coupler.journal import Journal
 from coupler.manifest import describe_run
 from coupler.placement import Role
 from coupler.plugins.manager import Plugins
+from coupler.profiling import NOTHING, Profile
 from coupler.rewards import RewardPool
 from coupler.rollouts import RolloutGroup
 from coupler.sampling import Scorer
@@ -72,8 +73,17 @@ class Parts:
             algorithm=(self.plugins.get("algorithm", config.algorithm.name).target, config.algorithm)
             if trains
             else None,
+            profile=self.profile(),
         )
         return WorkerGroup(self.executor, spec, self.ranks(role, config.engine.ranks))
+
+    def profile(self) -> Profile:
+        """What ``profile`` asks for; nothing where it names no step."""
+        config = self.config.profile
+        if not config.steps:
+            return NOTHING
+        folder = Path(config.path) if config.path else Path(self.config.run_dir) / "profile"
+        return Profile(tuple(config.ranks), tuple(config.steps), str(folder.absolute()))
 
     def critic_model(self) -> Model:
         """The model of ``critic.model``, or the policy's, with a value head.
@@ -98,6 +108,7 @@ class Parts:
             engine_config=config.critic.engine,
             model=model,
             algorithm=(loss, config.algorithm),
+            profile=self.profile(),
         )
         return WorkerGroup(self.executor, spec, self.ranks("critic", config.critic.engine.ranks))
 

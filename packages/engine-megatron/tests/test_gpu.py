@@ -1,0 +1,189 @@
+"""On GPUs, with Transformer Engine: bf16 against transformers in float64, for every layout that they have ranks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+
+from coupler.batch import Batch
+from coupler.interfaces import EVERYTHING, Model, Output, Part, Rank, StepInfo
+from coupler.testing import losses
+from coupler.testing.cases import make_batch, weighted
+from coupler.testing.models import VOCAB, write_random
+from coupler.testing.ranks import World, as_array
+from coupler.testing.reference import TransformersReference
+from coupler_engine_megatron.config import MegatronConfig
+from coupler_engine_megatron.engine import MegatronEngine
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
+    pytest.mark.skipif(find_spec("transformer_engine") is None, reason="there is no Transformer Engine"),
+]
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 256,
+}
+EXPERTS = {"moe_intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**SHAPE, tie_word_embeddings=False),
+    "qwen2": Qwen2Config(**{k: v for k, v in SHAPE.items() if k != "head_dim"}, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**SHAPE, tie_word_embeddings=True),
+    "moe": Qwen3MoeConfig(**SHAPE, **EXPERTS, tie_word_embeddings=False),
+}
+LAYOUTS = {  # (model, GPUs, settings)
+    "tp2": ("qwen3", 2, {"tensor_parallel": 2}),
+    "pp2": ("qwen2", 2, {"pipeline_parallel": 2}),
+    "pp2-vpp2": ("llama", 2, {"pipeline_parallel": 2, "virtual_pipeline": 2}),
+    "cp2": ("llama", 2, {"context_parallel": 2}),
+    "dp2": ("qwen3", 2, {}),
+    "ep2": ("moe", 2, {"expert_parallel": 2}),
+    "tp2-etp2": ("moe", 2, {"tensor_parallel": 2, "expert_tensor_parallel": 2}),
+    "tp2-whole-experts": ("moe", 2, {"tensor_parallel": 2}),
+    "tp2-pp2": ("qwen3", 4, {"tensor_parallel": 2, "pipeline_parallel": 2}),
+    "tp2-cp2": ("llama", 4, {"tensor_parallel": 2, "context_parallel": 2}),
+    "tp2-ep2-pp2": ("moe", 4, {"tensor_parallel": 2, "expert_parallel": 2, "pipeline_parallel": 2}),
+}
+SURROGATE = "coupler.testing.losses:surrogate"
+WANT = (Output("logprobs"), Output("entropy"))
+
+
+@pytest.fixture(scope="module")
+def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TransformersReference]:
+    @cache
+    def make(name: str) -> TransformersReference:
+        folder = tmp_path_factory.mktemp(name)
+        return TransformersReference(write_random(AutoModelForCausalLM.from_config(CONFIGS[name]), folder, 0))
+
+    return make
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., World]]:
+    made: list[World] = []
+
+    def make(folder: Path, ranks: int, **settings: object) -> World:
+        if torch.cuda.device_count() < ranks:
+            pytest.skip(f"needs {ranks} GPUs")
+        recipe = {
+            "target": "coupler_engine_megatron.engine:MegatronEngine",
+            "config": "coupler_engine_megatron.config:MegatronConfig",
+            "settings": {"lr": 1e-3, "max_tokens_per_gpu": 64, **settings},
+            "model": str(folder),
+            "head": "lm",
+        }
+        made.append(World(recipe, ranks, tmp_path, deadline_s=300))
+        return made[-1]
+
+    yield make
+    for world in made:
+        world.close()
+
+
+def closeness(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> float:
+    """Cosine of the angle between two whole gradients."""
+    a, b = (np.concatenate([g[n].ravel() for n in want]).astype(np.float64) for g in (got, want))
+    return float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
+
+
+def assert_close(world: World, reference: TransformersReference) -> None:
+    batch = weighted(make_batch(reference))
+    parts = [batch.take(rows) for rows in batch.partition(world.layout.num_shards)]
+    for part, done in zip(parts, world.forward(parts, ("logprobs", "entropy")), strict=True):
+        want, mask = reference.outputs(part), part["loss_mask"]
+        for name in ("logprobs", "entropy"):
+            assert np.abs(done[name] - want[name])[mask].mean() < 0.05, name
+    weights = world.weights()
+    for name, tensor in reference.tensors.items():
+        exact = torch.from_numpy(tensor).bfloat16().float().numpy()
+        np.testing.assert_array_equal(weights[name], exact, err_msg=name)
+    grads, _, steps = world.gradient(parts, SURROGATE)
+    want = reference.gradient(batch, losses.surrogate)
+    assert closeness(grads, want.grads) > 0.99
+    assert steps[0][1] == pytest.approx(want.norm, rel=0.05)
+    assert all(step == steps[0] for step in steps)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_family_on_one_gpu(
+    name: str, reference_of: Callable[[str], TransformersReference], start: Callable[..., World]
+) -> None:
+    assert_close(start(reference_of(name).folder, 1), reference_of(name))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_on_several_gpus(
+    layout: str, reference_of: Callable[[str], TransformersReference], start: Callable[..., World]
+) -> None:
+    name, ranks, settings = LAYOUTS[layout]
+    assert_close(start(reference_of(name).folder, ranks, **settings), reference_of(name))
+
+
+def train(engine: MegatronEngine, reference: TransformersReference, index: int) -> None:
+    batch = weighted(make_batch(reference, seed=index))
+    engine.forward_backward(batch, WANT, losses.surrogate, StepInfo(batch.num_tokens, len(batch), index))
+    engine.step()
+
+
+def started(reference: TransformersReference) -> MegatronEngine:
+    engine = MegatronEngine(MegatronConfig(lr=1e-3), Model(str(reference.folder)))
+    engine.setup(Rank())
+    return engine
+
+
+def test_offloaded_memory_is_free_and_comes_back(reference_of: Callable[[str], TransformersReference]) -> None:
+    reference = reference_of("qwen3")
+    engine, still = started(reference), started(reference)
+    for each in (engine, still):
+        train(each, reference, 0)
+    for part in Part:
+        tensors = list(engine._tensors(part))
+        held = torch.cuda.memory_allocated()
+        engine.offload(frozenset({part}))
+        freed = held - torch.cuda.memory_allocated()
+        unique = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        assert unique == {0} and freed > 0, part
+        engine.onload(frozenset({part}))
+        assert torch.cuda.memory_allocated() == held
+    engine.offload(EVERYTHING)
+    engine.onload(EVERYTHING)
+    for each in (engine, still):
+        train(each, reference, 1)
+    want = {name: as_array(tensor) for name, tensor in still.weights()}
+    for name, tensor in engine.weights():
+        np.testing.assert_array_equal(as_array(tensor), want[name], err_msg=name)
+
+
+def test_a_resumed_engine_goes_on_to_the_bit(
+    reference_of: Callable[[str], TransformersReference], tmp_path: Path
+) -> None:
+    """With fp32 master weights behind weights of bf16."""
+    reference = reference_of("llama")
+    engine, resumed = started(reference), started(reference)
+    train(engine, reference, 0)
+    engine.save(tmp_path, frozenset({Part.PARAMS, Part.OPTIMIZER})).wait(60)
+    resumed.load(tmp_path, frozenset({Part.PARAMS, Part.OPTIMIZER}))
+    for each in (engine, resumed):
+        train(each, reference, 1)
+    want = {name: as_array(tensor) for name, tensor in engine.weights()}
+    for name, tensor in resumed.weights():
+        np.testing.assert_array_equal(as_array(tensor), want[name], err_msg=name)
+
+
+def test_a_batch_is_one_row_without_padding(reference_of: Callable[[str], TransformersReference]) -> None:
+    engine = started(reference_of("llama"))
+    batch: Batch = make_batch(reference_of("llama"))
+    assert engine._pack(batch).tokens.shape == (1, batch.num_tokens)
