@@ -1,6 +1,7 @@
 """Save and load of a sharded checkpoint on 2, 1 and 3 ranks, against the same bytes as one raw file per rank.
 
     python benchmarks/checkpoint.py [--gib 2] [--repeats 5] [--folder DIR]
+    python benchmarks/checkpoint.py --gpu     # one rank, its state on a GPU: how long the training step stalls
 
 The state is a transformer's: parameters and two moments in fp32. Both sides write and fsync, or read with nothing of
 the files in the page cache, in the same processes and by turns; a time is the slowest rank's, and the median counts.
@@ -45,7 +46,7 @@ def state_of(num_bytes: int, mesh: DeviceMesh) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
     for name, shape in shapes(num_bytes).items():
         rows = len(shard_rows(shape[0], mesh.size(), mesh.get_local_rank()))
-        local = torch.randn(rows, *shape[1:])
+        local = torch.randn(rows, *shape[1:], device=mesh.device_type)
         size = torch.Size(shape)
         state[name] = DTensor.from_local(
             local, mesh, [Shard(0)], run_check=False, shape=size, stride=torch.empty(size, device="meta").stride()
@@ -86,8 +87,9 @@ def raw_read(path: Path, into: memoryview) -> None:
 
 def rank_main(index: int, world: int, port: int, arguments: argparse.Namespace, rows: multiprocessing.Queue) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=index, world_size=world)
-    mesh = init_device_mesh("cpu", (world,))
+    backend = "cpu:gloo,cuda:nccl" if arguments.gpu else "gloo"
+    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=index, world_size=world)
+    mesh = init_device_mesh("cuda" if arguments.gpu else "cpu", (world,))
     state = state_of(int(arguments.gib * 2**30), mesh)
     size = sum(tensor.to_local().nbytes for tensor in state.values())
     data = memoryview(torch.randint(0, 256, (size,), dtype=torch.uint8).numpy())
@@ -99,12 +101,14 @@ def rank_main(index: int, world: int, port: int, arguments: argparse.Namespace, 
     def save() -> None:
         start = time.perf_counter()
         pending = checkpoint.save(saved, state, mesh, host)
+        if arguments.gpu:
+            torch.cuda.synchronize()  # until here the next step's kernels wait too
         stalls.append(time.perf_counter() - start)
         pending.wait(600)
 
     for _ in range(arguments.repeats):
         reference = timed(lambda: raw_write(raw / str(index), data))
-        if world == 2:
+        if world == arguments.saving:
             shutil.rmtree(saved, ignore_errors=True) if index == 0 else None
             dist.barrier()
             saved.mkdir(exist_ok=True)
@@ -130,12 +134,14 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=2.0)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=Path("checkpoint-benchmark"), help="made and removed")
+    parser.add_argument("--gpu", action="store_true")
     arguments = parser.parse_args()
+    arguments.saving = 1 if arguments.gpu else 2
     arguments.folder.mkdir()
     spawn = multiprocessing.get_context("spawn")
     print(f"{'':16}  {'GiB':>6}  {'seconds':>8}  {'raw':>8}  {'ratio':>7}")
     try:
-        for world in (2, 1, 3):
+        for world in (1,) if arguments.gpu else (2, 1, 3):
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
                 port = probe.getsockname()[1]
@@ -147,8 +153,9 @@ def main() -> None:
             for process in ranks:
                 process.join(60)
             if saves:
-                print(line("save, 2 ranks", size, saves))
-                print(f"  of that, copy   {'':6}  {statistics.median(stalls):8.3f}   for which the caller waits")
+                print(line(f"save, {world} rank{'s' * (world > 1)}", size, saves))
+                stall = statistics.median(s / save for s, (save, _) in zip(stalls, saves, strict=True))
+                print(f"  the caller waits {'':5}  {statistics.median(stalls):8.3f}  {100 * stall:15.1f} %")
             print(line(f"load, {world} rank{'s' * (world > 1)}", size, loads), flush=True)
     finally:
         shutil.rmtree(arguments.folder)

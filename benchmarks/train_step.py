@@ -12,6 +12,7 @@ peak is a bf16 product of 8,192 x 8,192 x 8,192, measured before each run.
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import tempfile
 import time
@@ -140,9 +141,10 @@ def run_plain(folder: Path, mode: str, steps: int) -> None:
     """Time transformers' own model with SDPA and AdamW in bf16: ``eager``, ``compiled`` or ``recomputed`` layers."""
     torch._dynamo.reset()
     peak = peak_flops()
-    model = (
-        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa").cuda().train()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, attn_implementation="sdpa", trust_remote_code=False
     )
+    model.cuda().train()
     if mode == "recomputed":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if mode != "eager":
@@ -203,11 +205,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         with torch.device("cuda"):
-            model = AutoModelForCausalLM.from_config(Qwen2Config(**SHAPE), dtype=torch.bfloat16)
+            model = AutoModelForCausalLM.from_config(
+                Qwen2Config(**SHAPE), dtype=torch.bfloat16, trust_remote_code=False
+            )
         model.cpu().save_pretrained(folder)
         del model
         settings = parse_settings(args.settings).get("engine", {})
         run_engine(Path(folder), settings, args.steps, args.micro_batches, args.profile)
+        gc.collect()  # hooks of parameters refer to themselves
         torch.cuda.empty_cache()
         for mode in ("eager", "compiled", "recomputed") if args.plain else ():
             run_plain(Path(folder), mode, args.steps)

@@ -124,6 +124,16 @@ def test_kl_in_the_reward(model: Path, tmp_path: Path) -> None:
     assert weak[2]["train/grad_norm"] != strong[2]["train/grad_norm"]
 
 
+def test_with_lora_the_policy_is_its_own_reference(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = run("train", model, tmp_path / "run", "engine.lora_rank=4", "engine.lr=3e-2")
+    assert "reference" not in capsys.readouterr().out
+    assert [line["kl_ref"] > 0 for line in metrics(folder)[1:]] == [False, True, True]
+    assert all(line["train_infer/abs_diff"] < 1e-5 for line in metrics(folder)[1:])
+    assert (logprobs(folder / "export") - logprobs(model)).abs().mean() > 0.1
+
+
 def test_several_optimizer_steps_evaluations_and_checkpoints(model: Path, tmp_path: Path) -> None:
     folder = run(
         "train", model, tmp_path / "run", "algorithm=rloo", "steps=2", "optimizer_steps_per_batch=2", "engine.lr=1e-3",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import time
@@ -18,7 +19,7 @@ from safetensors.numpy import load_file
 from coupler.batch import Batch
 from coupler.cli import main
 
-KILLS = 4
+KILLS = int(os.environ.get("COUPLER_KILLS", "4"))
 MORE = (
     "steps=6",
     "checkpoint.every_steps=2",
@@ -76,17 +77,19 @@ def test_kills_at_random_instants_change_nothing(
     job: str, model: Path, whole: dict[str, Path], forks: Forks, tmp_path: Path
 ) -> None:
     """At max_staleness=0 and in fp32 on the CPU, bit by bit."""
-    write_inputs(tmp_path)
-    given = command(job, model, tmp_path / "run")
-    instants, kills = random.Random(1), 0
-    process = forks.start(given)
-    while kills < KILLS and forks.wait(process, instants.uniform(0.3, 2.0)) is None:
-        forks.kill(process)
-        kills += 1
+    instants, kills = random.Random(KILLS), 0
+    while kills < KILLS:
+        folder = tmp_path / str(kills)
+        folder.mkdir()
+        write_inputs(folder)
+        given = command(job, model, folder / "run")
         process = forks.start(given)
-    assert forks.wait(process, 60) == 0, forks.log.read_text()[-3000:]
-    assert kills
-    same(tmp_path / "run", whole[job])
+        while kills < KILLS and forks.wait(process, instants.uniform(0.3, 2.0)) is None:
+            forks.kill(process)
+            kills += 1
+            process = forks.start(given)
+        assert forks.wait(process, 60) == 0, forks.log.read_text()[-3000:]
+        same(folder / "run", whole[job])
 
 
 def test_more_steps_later_are_the_same_as_at_once(model: Path, whole: dict[str, Path], tmp_path: Path) -> None:

@@ -73,6 +73,14 @@ class ForwardReordersRows(toy.ToyEngine):
         return super().forward(batch.take(np.argsort(batch.lengths)), want)
 
 
+@fault("test_a_batch_is_only_read")
+class WritesIntoTheBatch(toy.ToyEngine):
+    def forward_backward(self, batch, want, loss, step):
+        metrics = super().forward_backward(batch, want, loss, step)
+        batch["advantages"][:] = 0
+        return metrics
+
+
 @fault("test_values_under_the_mask_change_nothing")
 class MultipliesByTheMask(toy.ToyEngine):
     def forward_backward(self, batch, want, loss, step):

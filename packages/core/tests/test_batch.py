@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from coupler.balance import balance, micro_batches
+from coupler.balance import balance, contiguous, micro_batches
 from coupler.batch import Batch
 from coupler.interfaces import Aggregation
 from coupler.metrics import Metric, merge, values
@@ -104,6 +104,39 @@ def test_balance(n: int, k: int) -> None:
     assert sorted(np.concatenate(parts).tolist()) == list(range(n))
     loads = np.array([weights[part].sum() for part in parts])
     assert loads.max() <= max(weights.sum() / k * 1.001, weights.sum() / k + weights.max(initial=0))
+
+
+@pytest.mark.parametrize("slack", [0.0, 1e-3, 0.1, 2.0])
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (1, 3), (5, 5), (100, 7), (2000, 2), (2000, 1000)])
+def test_ranges_are_as_even_as_they_say(n: int, k: int, slack: float) -> None:
+    weights = np.random.default_rng(n).integers(0, 100, n)
+    weights[0] = 1
+    parts = contiguous(weights, k, slack)
+    if not parts:
+        assert slack < 2
+        return
+    assert len(parts) == k
+    assert np.concatenate(parts).tolist() == list(range(n))
+    assert max(weights[part].sum() for part in parts) <= (1 + slack) * weights.sum() / k
+
+
+def test_ranges_of_one_length_are_even() -> None:
+    assert [part.tolist() for part in contiguous(np.full(6, 7), 3, 0.0)] == [[0, 1], [2, 3], [4, 5]]
+    assert contiguous(np.array([1, 9, 1, 9]), 2, 0.0) and not contiguous(np.array([9, 9, 1, 1]), 2, 0.05)
+    assert contiguous(np.zeros(3, np.int64), 2, 0.0) == contiguous(np.zeros(0, np.int64), 2, 0.0) == []
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_shards_that_are_ranges_are_not_copied(equal: bool) -> None:
+    lengths = np.full(64, 100) if equal else np.random.default_rng(0).integers(1, 200, 64)
+    batch = Batch(lengths, {"tokens": np.arange(lengths.sum())}, {"group": np.arange(64) // 4})
+    rows = batch.partition(4)
+    parts = list(batch.split(rows))
+    assert all(np.shares_memory(part["tokens"], batch["tokens"]) == equal for part in parts)
+    for row, part in zip(rows, parts, strict=True):
+        assert part["tokens"].tolist() == batch.take(row)["tokens"].tolist()
+        assert part["group"].tolist() == batch["group"][row].tolist()
+    np.testing.assert_array_equal(batch.join(rows, [part["tokens"] for part in parts]), batch["tokens"])
 
 
 def test_micro_batches_respect_the_limit() -> None:

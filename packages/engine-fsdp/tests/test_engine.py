@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Qwen3MoeConfig
 
 from coupler.batch import Batch
 from coupler.errors import CouplerError
-from coupler.interfaces import EVERYTHING, Part
+from coupler.interfaces import EVERYTHING, Part, Rank
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="compares on the CPU: set CUDA_VISIBLE_DEVICES=")
 Folder = Callable[[str], Path]
@@ -322,3 +322,14 @@ def test_a_truncated_checkpoint_is_one_sentence(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(CouplerError, match="is no whole safetensors file"):
         make_engine(folder)
+
+
+def test_a_deterministic_rank_refuses_kernels_that_are_not(folder_of: Folder, deterministic: Rank) -> None:
+    batch = make_batch()
+    engine = make_engine(folder_of("qwen3"), deterministic)
+    engine.forward_backward(batch, WANT, loss, info(batch))
+    first = arrays(engine.gradients())
+    engine.forward_backward(batch, WANT, loss, info(batch))
+    assert worst(arrays(engine.gradients()), first) == 0
+    with pytest.raises(RuntimeError, match="deterministic"):
+        torch.zeros(2).put_(torch.tensor([0, 0]), torch.ones(2))

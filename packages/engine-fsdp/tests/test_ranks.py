@@ -29,6 +29,7 @@ BF16 = {
     "bf16": ("qwen3", {"dtype": "bf16", "gradient_checkpointing": True}),  # attention by the fused kernel on a GPU
     "bf16-hybrid": ("mistral", {"dtype": "bf16", "fsdp_size": 2, "reshard_after_forward": False}),
 }
+LORA = {"lora": ("llama", {"lora_rank": 6})}  # rows of A that no number of ranks here divides
 SETTINGS = {"lr": 1e-2, "max_tokens_per_gpu": 40, "dtype": "fp32"}
 STEPS = 2
 NUM_GPUS = torch.cuda.device_count()
@@ -74,7 +75,7 @@ def runs(
     request: pytest.FixtureRequest, folder_of: Folder, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[int, list[Path]]:
     """What 4 and 2 ranks wrote; 4 ranks saved a checkpoint that 2 ranks loaded. On 2 GPUs, 2 ranks saved it."""
-    cases = {name: (str(folder_of(model)), settings) for name, (model, settings) in (CASES | BF16).items()}
+    cases = {name: (str(folder_of(model)), settings) for name, (model, settings) in (CASES | BF16 | LORA).items()}
     on_gpus = request.param == "nccl"
     worlds = [world for world in (4, 2) if not on_gpus or world <= NUM_GPUS]
     return spawn(tmp_path_factory.mktemp("ranks"), cases, worlds, {} if on_gpus else {"CUDA_VISIBLE_DEVICES": ""})
@@ -108,10 +109,10 @@ def test_ranks_in_bf16_are_near_plain_transformers(runs, folder_of: Folder, worl
 
 
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", CASES | LORA)
 def test_ranks_step_as_one(runs, folder_of: Folder, world: int, case: str) -> None:
     """Norms, clipping and AdamW on shards; a non-finite gradient on one rank is applied on none."""
-    model, settings = CASES[case]
+    model, settings = (CASES | LORA)[case]
     one = make_engine(folder_of(model), **{**SETTINGS, **settings, "fsdp_size": 0})
     want = []
     for index in range(STEPS):

@@ -56,6 +56,18 @@ def balance(weights: np.ndarray, num_parts: int) -> list[np.ndarray]:
     return parts
 
 
+def contiguous(weights: np.ndarray, num_parts: int, slack: float) -> list[np.ndarray]:
+    """Cut items into ``num_parts`` ranges of near-equal total weight; none if ``max / mean - 1`` exceeds ``slack``."""
+    ends = np.cumsum(weights)
+    if not len(weights) or ends[-1] <= 0:
+        return []
+    goals = ends[-1] * np.arange(1, num_parts) / num_parts
+    after = np.minimum(np.searchsorted(ends, goals), len(ends) - 1)
+    cuts = after + (goals - (ends[after] - weights[after]) > ends[after] - goals)  # the nearer of two boundaries
+    heaviest = np.diff(np.concatenate([[0], ends])[np.concatenate([[0], cuts, [len(ends)]])]).max()
+    return np.split(np.arange(len(weights)), cuts) if heaviest * num_parts <= (1 + slack) * ends[-1] else []
+
+
 def _swap(parts: list[np.ndarray], weights: np.ndarray, load: np.ndarray) -> None:
     """Swap one item of the heaviest part with one of the lightest, of the second heaviest with ..., to meet halfway."""
     order = np.argsort(load, kind="stable")
@@ -77,9 +89,10 @@ def whole_units(
     """Split rows by ``split`` of their units' total lengths: rows that share a ``unit`` stay together.
 
     Returns:
-        One sorted set of rows per part, for the parts that ``split`` made of the units.
+        One sorted set of rows per part, for the parts that ``split`` made of the units, which come in order of rows.
     """
-    _, index = np.unique(unit, return_inverse=True)
+    _, first, index = np.unique(unit, return_index=True, return_inverse=True)
+    index = np.argsort(np.argsort(first))[index]
     parts = split(np.bincount(index, weights=lengths).astype(np.int64))
     owner = np.empty(index.max(initial=-1) + 1, np.int64)
     for i, part in enumerate(parts):

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from coupler.balance import balance, whole_units
+from coupler.balance import balance, contiguous, whole_units
 
+RANGE_SLACK = 1e-3  # max / mean - 1 of the tokens of shards, up to which each is a range of rows: nothing is copied
 GROUP_SLACK = 0.02  # max / mean - 1 of the tokens of shards, up to which prompt groups are not split
 
 
@@ -118,21 +119,32 @@ class Batch:
         return replace(self, lengths=lengths, tokens=tokens, seqs={k: v[index] for k, v in self.seqs.items()})
 
     def split(self, rows: Sequence[np.ndarray]) -> Iterator[Batch]:
-        """Yield ``self.take(r)`` for each ``r`` in ``rows``; short sequences are copied in one pass over all parts."""
+        """Yield ``self.take(r)`` for each ``r`` in ``rows``; where these are ranges, views instead of copies.
+
+        Short sequences are copied in one pass over all parts.
+        """
+        if _are_ranges(rows):
+            yield from self._ranges(rows)
+            return
         if _are_long(self.lengths):
             yield from map(self.take, rows)
             return
-        whole = self.take(np.concatenate(rows))
+        yield from self.take(np.concatenate(rows))._ranges(rows)
+
+    def _ranges(self, rows: Sequence[np.ndarray]) -> Iterator[Batch]:
+        """Yield as many rows as each of ``rows`` has, one range after the other."""
         ends = np.cumsum([len(r) for r in rows])
-        offsets = whole.starts[np.concatenate([[0], ends])].tolist()
+        offsets = self.starts[np.concatenate([[0], ends])].tolist()
         for end, size, a, b in zip(ends.tolist(), map(len, rows), offsets, offsets[1:], strict=False):
             start = end - size
-            tokens = {k: v[a:b] for k, v in whole.tokens.items()}
-            seqs = {k: v[start:end] for k, v in whole.seqs.items()}
-            yield Batch(whole.lengths[start:end], tokens, seqs, self.meta)
+            tokens = {k: v[a:b] for k, v in self.tokens.items()}
+            seqs = {k: v[start:end] for k, v in self.seqs.items()}
+            yield Batch(self.lengths[start:end], tokens, seqs, self.meta)
 
     def join(self, rows: Sequence[np.ndarray], parts: Sequence[np.ndarray]) -> np.ndarray:
         """[T]: a token column in the order of this batch, from that of each part of :meth:`split`."""
+        if _are_ranges(rows):
+            return np.concatenate(parts)
         index = np.concatenate(rows)
         lengths, starts = self.lengths[index], self.starts[index]
         if not _are_long(lengths):
@@ -157,15 +169,18 @@ class Batch:
         those of a prompt ``group``, whose prompt an engine computes once, where shards stay within ``GROUP_SLACK``.
         """
 
+        def even(sizes: np.ndarray) -> list[np.ndarray]:
+            return contiguous(sizes, num_shards, RANGE_SLACK) or balance(sizes, num_shards)
+
         def together(column: str) -> list[np.ndarray]:
-            return whole_units(self.lengths, self.seqs[column], lambda sizes: balance(sizes, num_shards))
+            return whole_units(self.lengths, self.seqs[column], even)
 
         if "group" in self.seqs:
             shards = together("group")
             heaviest = max(int(self.lengths[rows].sum()) for rows in shards)
             if heaviest * num_shards <= (1 + GROUP_SLACK) * self.num_tokens:
                 return shards
-        return together("unit") if "unit" in self.seqs else balance(self.lengths, num_shards)
+        return together("unit") if "unit" in self.seqs else even(self.lengths)
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
@@ -201,6 +216,12 @@ class Batch:
             tokens = {k.removeprefix("tokens/"): file[k] for k in file if k.startswith("tokens/")}
             seqs = {k.removeprefix("seqs/"): file[k] for k in file if k.startswith("seqs/")}
             return Batch(file["lengths"], tokens, seqs)
+
+
+def _are_ranges(rows: Sequence[np.ndarray]) -> bool:
+    """Whether ``rows`` are ranges that follow each other from 0 on."""
+    index = np.concatenate(rows)
+    return bool((index == np.arange(len(index))).all())
 
 
 def _are_long(lengths: np.ndarray) -> bool:

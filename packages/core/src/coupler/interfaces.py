@@ -90,10 +90,11 @@ class Output:
 
     ``logprobs`` and ``entropy`` are of the sampling distribution, in nats, from a model with ``Head.LM``. ``values``
     are from one with ``Head.VALUE``, by an engine of capability ``output:values``: row t is the value of the state
-    before token t, which is read from the hidden state of token t - 1. No temperature touches it.
+    before token t, which is read from the hidden state of token t - 1. No temperature touches it. ``base_logprobs``
+    are the model's before training, by an engine of capability ``output:base_logprobs``: one that trains an adapter.
     """
 
-    name: Literal["logprobs", "entropy", "values"]
+    name: Literal["logprobs", "entropy", "values", "base_logprobs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +154,8 @@ class RolloutConfig:
 class Engine(ABC):
     """One rank of a training backend: a plain class that cannot tell Ray from a thread.
 
-    Core calls every method on every rank, in the same order. Construction is cheap and touches no device.
+    Core calls every method on every rank, in the same order. Construction is cheap and touches no device. A batch is
+    only read: its memory is the controller's.
     """
 
     def __init__(self, config: Any, model: Model) -> None:

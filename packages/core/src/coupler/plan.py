@@ -152,7 +152,7 @@ def make_plan(
     if needs is None:
         declared = plugins.get("algorithm", config.algorithm.name).capabilities_of(config.algorithm)
         needs = frozenset(c.removeprefix(NEEDS) for c in declared if c.startswith(NEEDS))
-    workers = make_workers(config, needs, rollouts=trains)
+    workers = make_workers(config, needs, plugins, rollouts=trains)
     plan = Plan(
         job=job,
         steps=config.steps,
@@ -178,10 +178,16 @@ def make_plan(
     return plan
 
 
-def make_workers(config: RunConfig, needs: frozenset[str], *, rollouts: bool) -> tuple[Role, ...]:
+def is_own_reference(config: RunConfig, plugins: Plugins) -> bool:
+    """Whether the policy can answer as it was before training, so that no other engine has to."""
+    return "output:base_logprobs" in plugins.get("engine", config.engine.name).capabilities_of(config.engine)
+
+
+def make_workers(config: RunConfig, needs: frozenset[str], plugins: Plugins, *, rollouts: bool) -> tuple[Role, ...]:
     """Every role of a run, with its number of workers."""
     roles = [Role("policy", config.engine.ranks)]
-    roles += [Role("reference", config.engine.ranks)] if "ref_logprobs" in needs else []
+    refers = "ref_logprobs" in needs and not is_own_reference(config, plugins)
+    roles += [Role("reference", config.engine.ranks)] if refers else []
     roles += [Role("critic", config.critic.engine.ranks)] if "values" in needs else []
     return (*roles, Role(ROLLOUT, config.rollout.replicas)) if rollouts else tuple(roles)
 

@@ -175,11 +175,12 @@ def _fused(
         key, value = (x.index_select(2, packing.keys) for x in (key, value))
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, heads, D]
     ends, longest = (packing.cu_queries, packing.cu_keys), packing.longest
-    if FLASH_4 and query.shape[-1] in HEAD_DIMS:
+    repeatable = torch.are_deterministic_algorithms_enabled()  # of these kernels, PyTorch's alone heeds it
+    if FLASH_4 and query.shape[-1] in HEAD_DIMS and not repeatable:
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         return flash_4(query, key, value, *ends, *longest, scaling, window or 0)[0][None]
     reach = (-1 if window is None else window - 1, 0)  # a window of w tokens holds the token itself
-    if FLASH_2:
+    if FLASH_2 and not repeatable:
         from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
         out = flash_attn_varlen_func(

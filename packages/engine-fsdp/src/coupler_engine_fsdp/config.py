@@ -44,9 +44,7 @@ class FSDPConfig(EngineConfig):
     """PyTorch FSDP2 with AdamW. Master weights, optimizer state and gradient reduction are fp32."""
 
     name: str = "fsdp"
-    dtype: Precision = (
-        Precision.AUTO
-    )  # of activations and of the weights they meet; auto: bf16 on a GPU, fp32 on the CPU
+    dtype: Precision = Precision.AUTO  # of activations and the weights they meet; auto: bf16 on a GPU, else fp32
     sync_dtype: Precision = Precision.AUTO  # of the weights that a rollout gets; auto: as dtype
     max_tokens_per_gpu: int = 16384  # of one micro-batch; performance only, no result depends on it
     fsdp_size: int = 0  # ranks that share one copy of the model; 0 is all; fewer is hybrid sharding (HSDP)
@@ -54,6 +52,8 @@ class FSDPConfig(EngineConfig):
     sync_every_micro_batch: bool = True  # False reduces gradients once a step and holds them whole meanwhile
     gradient_checkpointing: bool = True  # recompute activations of each layer in the backward pass
     compile: bool = False  # torch.compile of each layer: a third less time a step on a GPU, a minute at the start
+    lora_rank: int = 0  # of the updates of the layers' linear maps (LoRA); 0 trains the weights themselves
+    lora_alpha: float = 16.0  # the updates are scaled by lora_alpha / lora_rank
     logits_tile: int = 0  # elements of the fp32 logits that exist at a time; 0 chooses by device and rows
     lr: float = 1e-6
     beta1: float = 0.9

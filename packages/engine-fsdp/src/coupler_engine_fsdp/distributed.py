@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from datetime import timedelta
 
@@ -18,7 +19,13 @@ MEET = timedelta(minutes=30)  # torch's own limit for ranks to find each other; 
 
 
 def device_of(rank: Rank) -> torch.device:
-    """The first of the rank's devices; without any, the visible GPUs are dealt out by rank, else the CPU."""
+    """The first of the rank's devices; without any, the visible GPUs are dealt out by rank, else the CPU.
+
+    A deterministic rank makes PyTorch use deterministic kernels in this process from here on, or fail by name.
+    """
+    if rank.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
+        torch.use_deterministic_algorithms(True)
     count = torch.cuda.device_count()
     if not count:
         return torch.device("cpu")

@@ -31,11 +31,14 @@ from coupler_engine_fsdp import checkpoint, weights
 from coupler_engine_fsdp.check import check
 from coupler_engine_fsdp.config import FSDPConfig, Precision
 from coupler_engine_fsdp.distributed import build_mesh, device_of
+from coupler_engine_fsdp.lora import Adapter
 from coupler_engine_fsdp.masters import Masters
-from coupler_engine_fsdp.model import build, compile_layers, materialise, shard
+from coupler_engine_fsdp.model import build, compile_layers, layers_of, materialise, shard
 from coupler_engine_fsdp.optimizer import Optimizer
 from coupler_engine_fsdp.packing import columns, pack, split
 from coupler_engine_fsdp.value import zero_absent
+
+BASE = "base_logprobs"
 
 
 class FSDPEngine(Engine):
@@ -60,15 +63,22 @@ class FSDPEngine(Engine):
         files = weights.files_of(Path(self.model.path)) if Path(self.model.path).is_dir() else {}
         self.policy = build(self.model, self.config.logits_tile, self.config.gradient_checkpointing)
         self.dtype = _dtype(self.config.dtype, self.device)
+        self.adapter = Adapter(self.config.lora_rank, self.config.lora_alpha if self.config.lora_rank else 0.0)
+        if self.config.lora_rank:
+            self.adapter.insert(self.policy.causal, layers_of(self.policy))
         if self.config.compile:
             compile_layers(self.policy)
         # one rank has nothing to shard; FSDP's hooks took 30 to 80 % of a step of a tiny model
         alone = rank.world == 1
         self.modules = [] if alone else shard(self.policy, self.mesh, self.dtype, self.config.reshard_after_forward)
         materialise(self.policy, self.device)
-        self.named = weights.match(self.policy.causal, self.policy.names(files))
+        updates = self.adapter.parameters()
+        self.named = weights.match(self.policy.causal, self.policy.names(files), apart=updates)
         weights.read(files, {name: tensor for name, tensor in self.named.items() if name in files})
         zero_absent(self.named, files)
+        self.adapter.bind(self.named)
+        self.adapter.start(rank, self.device)
+        self.tensors = {**self.named, **updates}
         self.masters = Masters()
         if alone and self.dtype != torch.float32:
             self.masters.split(self.policy, self.dtype)
@@ -136,7 +146,11 @@ class FSDPEngine(Engine):
     def _outputs(self, micro: Batch, want: tuple[Output, ...]) -> dict[str, Tensor]:
         """Compute [T] columns, 0 outside ``loss_mask``: no gradient, and so no NaN, gets in or out there."""
         packed = pack(micro, self.device)
-        computed = self.policy(packed, frozenset(output.name for output in want))
+        names = frozenset(output.name for output in want)
+        computed = self.policy(packed, names) if names != {BASE} else {}
+        if BASE in names:
+            with self.adapter.off(), torch.no_grad():
+                computed[BASE] = self.policy(packed)["logprobs"]
         zeros = torch.zeros(micro.num_tokens, device=self.device)
         return {output.name: zeros.index_copy(0, packed.rows, computed[output.name]) for output in want}
 
@@ -167,12 +181,12 @@ class FSDPEngine(Engine):
 
     def weights(self) -> Iterator[Named]:
         """See :meth:`Engine.weights`; in ``engine.sync_dtype``."""
-        return weights.stream(self.named, _dtype(self.config.sync_dtype, self.device, self.dtype))
+        return weights.stream(self.adapter.merge(self.named), _dtype(self.config.sync_dtype, self.device, self.dtype))
 
     def gradients(self) -> Iterator[Named]:
         """See :meth:`Engine.gradients`; fp32."""
         self.masters.settle()
-        return weights.stream_gradients(self.named)
+        return weights.stream_gradients(self.tensors)
 
     def save(self, path: Path, what: Parts) -> Pending:
         """Copy parameters and optimizer to the host and write them while training goes on; see :mod:`checkpoint`.
@@ -197,13 +211,19 @@ class FSDPEngine(Engine):
     def _state(self, what: Parts) -> dict[str, Tensor]:
         state: dict[str, Tensor] = {}
         if Part.PARAMS in what:
-            state |= {f"params/{name}": tensor.detach() for name, tensor in self.named.items()}
+            state |= {f"params/{name}": tensor.detach() for name, tensor in self._kept().items()}
         if Part.OPTIMIZER in what:
             if self._optimizer is None:
                 self._optimizer = self._new_optimizer()
             state |= {f"optimizer/{name}": tensor for name, tensor in self._optimizer.state().items()}
             state["num_steps"] = torch.tensor(self._optimizer.num_steps)
         return state
+
+    def _kept(self) -> dict[str, Tensor]:
+        """What a checkpoint holds of the parameters: with LoRA only what is trained, model.path has the others."""
+        if not self.config.lora_rank:
+            return self.named
+        return {name: tensor for name, tensor in self.tensors.items() if tensor.requires_grad}
 
     def offload(self, what: Parts) -> None:
         """Move ``what`` to the host and give the memory back to the device. No-op on the CPU."""
@@ -223,7 +243,7 @@ class FSDPEngine(Engine):
         self._reshard()
         self.masters.settle()
         if Part.GRADS in what and device.type == "cpu":  # a gradient may not live elsewhere than its parameter
-            for name, tensor in self.named.items():
+            for name, tensor in self.tensors.items():
                 if tensor.grad is not None:
                     self._parked[name], tensor.grad = tensor.grad.to(device), None
         if Part.PARAMS in what:
@@ -231,19 +251,20 @@ class FSDPEngine(Engine):
             self.policy.to(device)
         if Part.GRADS in what and device.type != "cpu":
             for name, grad in self._parked.items():
-                self.named[name].grad = grad.to(device)
+                self.tensors[name].grad = grad.to(device)
             self._parked = {}
         if self._optimizer is not None:
             self._optimizer.to(device if Part.OPTIMIZER in what else None)
         torch.cuda.empty_cache()
 
     def _new_optimizer(self) -> Optimizer:
-        parameters = {name: tensor for name, tensor in self.named.items() if isinstance(tensor, nn.Parameter)}
+        trained = {name: tensor for name, tensor in self.tensors.items() if tensor.requires_grad}
+        parameters = {name: tensor for name, tensor in trained.items() if isinstance(tensor, nn.Parameter)}
         return Optimizer(self.config, parameters, self.masters, self.mesh)
 
     def _clear_gradients(self) -> None:
         self.masters.clear()
-        for tensor in self.named.values():
+        for tensor in self.tensors.values():
             tensor.grad = None
 
     def _reshard(self) -> None:

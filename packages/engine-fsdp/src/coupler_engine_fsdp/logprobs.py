@@ -109,9 +109,9 @@ def _operations(on_gpu: bool) -> ModuleType:
 
 
 def _default_chunk(hidden: Tensor) -> int:
-    """On a GPU the least that is not bound by launches and by adding tiles up: 32 MiB, 256 MiB from 16,384 rows on."""
+    """On a GPU the least that is not bound by launches and by adding tiles up: 32 MiB, 512 MiB from 16,384 rows on."""
     rows = len(hidden)
-    return max(2**23, min(rows * rows // 4, 2**26), 1024 * rows) if hidden.is_cuda else 2**21
+    return max(2**23, min(rows * rows // 2, 2**27), 1024 * rows) if hidden.is_cuda else 2**21
 
 
 def _tiles(vocabulary: int, rows: int, chunk: int) -> list[slice]:

@@ -42,8 +42,9 @@ class Masters:
                 continue
             for name, master in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
                 if id(master) not in self.pairs:
-                    pair = Pair(master, nn.Parameter(master.detach().to(dtype)))
-                    pair.copy.register_post_accumulate_grad_hook(partial(self._came, pair))
+                    pair = Pair(master, nn.Parameter(master.detach().to(dtype), requires_grad=master.requires_grad))
+                    if master.requires_grad:
+                        pair.copy.register_post_accumulate_grad_hook(partial(self._came, pair))
                     self.pairs[id(master)] = pair
                 setattr(owner, name, self.pairs[id(master)].copy)
 

@@ -14,6 +14,11 @@ if TYPE_CHECKING:
 TESTED = {"torch": ">=2.11,<2.14", "transformers": ">=5.12,<5.18"}
 
 
+def _of_engine(config: FSDPConfig) -> frozenset[str]:
+    always = {"weights:full", "memory:offload", "output:values"}
+    return frozenset({*always, "output:base_logprobs"} if config.lora_rank else always)
+
+
 @hookimpl
 def coupler_backends() -> Iterable[Backend]:
     yield Backend(
@@ -21,7 +26,7 @@ def coupler_backends() -> Iterable[Backend]:
         name="fsdp",
         target="coupler_engine_fsdp.engine:FSDPEngine",
         config=FSDPConfig,
-        capabilities=frozenset({"weights:full", "memory:offload", "output:values"}),
+        capabilities=_of_engine,
         tested=TESTED,
     )
     yield Backend(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
@@ -47,13 +47,13 @@ def _open(path: Path) -> Any:
         ) from None
 
 
-def match(model: PreTrainedModel, names: Collection[str]) -> dict[str, Tensor]:
-    """Map checkpoint names to the model's parameters and buffers, tied ones once.
+def match(model: PreTrainedModel, names: Collection[str], apart: Collection[str] = ()) -> dict[str, Tensor]:
+    """Map checkpoint names to the model's parameters and buffers, tied ones once; those in ``apart`` have no such name.
 
     Raises:
         CouplerError: a name has no tensor, or a tensor has no name.
     """
-    state = model.state_dict(keep_vars=True)
+    state = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in apart}
     tied: dict[str, str] = model.all_tied_weights_keys  # {name: the name it shares its tensor with}
     ignored = [r"rotary_emb\.inv_freq$", *(model._keys_to_ignore_on_load_unexpected or ())]
     matched: dict[str, Tensor] = {}
@@ -128,14 +128,14 @@ def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return tensor.redistribute(placements=[Replicate()] * len(tensor.placements)).to_local()
 
 
-def stream(matched: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[Named]:
+def stream(matched: Iterable[Named], dtype: torch.dtype) -> Iterator[Named]:
     """Yield every tensor whole, in ``dtype``."""
-    for name, tensor in matched.items():
+    for name, tensor in matched:
         yield name, whole(tensor, dtype)
 
 
 def stream_gradients(matched: Mapping[str, Tensor]) -> Iterator[Named]:
-    """Yield the whole fp32 gradient of every parameter."""
+    """Yield the whole fp32 gradient of every parameter that is trained."""
     for name, tensor in matched.items():
-        if isinstance(tensor, nn.Parameter):
+        if tensor.requires_grad:
             yield name, torch.zeros(tensor.shape, device=tensor.device) if tensor.grad is None else whole(tensor.grad)

@@ -24,7 +24,7 @@ async def _evaluate(parts: Parts) -> dict[str, float]:
             f"run_dir={parts.config.run_dir} holds a run already; nothing in it was touched.\n  try:  another run_dir"
         )
     with parts.running() as (journal, rewards):
-        await parts.place(make_workers(parts.config, frozenset(), rollouts=True))
+        await parts.place(make_workers(parts.config, frozenset(), parts.plugins, rollouts=True))
         engine, rollouts = parts.engine("policy", trains=False), parts.rollouts()
         weights = parts.edge(engine, rollouts, prompts[0])
         await engine.setup()

@@ -20,7 +20,7 @@ from coupler.jobs.parts import Parts
 from coupler.jobs.saving import Saving, due
 from coupler.journal import Journal
 from coupler.metrics import Metrics, merge
-from coupler.plan import make_plan
+from coupler.plan import is_own_reference, make_plan
 from coupler.plugins.manager import Plugins
 from coupler.record import Recorder
 from coupler.residency import Held, Holder, Residency
@@ -55,7 +55,8 @@ async def _train(parts: Parts) -> dict[str, float]:
     with parts.running(found) as (journal, rewards):
         await parts.place(plan.workers)
         policy, rollouts = parts.engine("policy", trains=True), parts.rollouts()
-        reference = parts.engine("reference", trains=False) if REFERENCE in algorithm.needs else None
+        refers = REFERENCE in algorithm.needs and not is_own_reference(config, parts.plugins)
+        reference = parts.engine("reference", trains=False) if refers else None
         critic = parts.critic(judge, algorithm.critic) if judge else None
         residency = share_devices(config, policy, rollouts, reference, critic)
         scorer = parts.scorer(rollouts, rewards)
@@ -150,8 +151,9 @@ def column_providers(
     providers: dict[str, Provider] = {}
     if config.optimizer_steps_per_batch > 1:
         providers[OLD] = forward_of("policy", policy)
-    if reference:
-        providers[REFERENCE] = forward_of("reference", reference)
+    providers[REFERENCE] = (
+        forward_of("reference", reference) if reference else forward_of("policy", policy, Output("base_logprobs"))
+    )
     if critic:
         providers[VALUES] = forward_of("critic", critic, Output("values"))
     return providers

@@ -39,6 +39,7 @@ VOCABULARY = frozenset(
         "needs:old_logprobs",
         "needs:values",  # trains a critic: its engine declares output:values
         "output:values",  # engine: models with Head.VALUE, Output("values")
+        "output:base_logprobs",  # engine: trains an adapter, whose absence is the reference model
         "job:train",  # algorithm: what it is for; both where it names neither
         "job:sft",
         "world:1",  # engine: one rank only

@@ -11,6 +11,7 @@ from typing import Any
 
 from coupler.data.reasoning_gym import create, library
 
+NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
@@ -35,6 +36,14 @@ class Exact(Score):
 
     def __call__(self, completion: str, row: Mapping[str, Any]) -> float:
         return float(super().__call__(completion, row) == 1.0)
+
+
+class LastNumber(Exact):
+    """1 if the last number that the text names is the answer, else 0: for arithmetic, however it is worded."""
+
+    def __call__(self, completion: str, row: Mapping[str, Any]) -> float:
+        numbers = NUMBER.findall(completion)
+        return super().__call__(numbers[-1], row) if numbers else 0.0
 
 
 @lru_cache(8)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache
+from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -96,15 +97,23 @@ def worlds(
     tmp_path_factory: pytest.TempPathFactory, engine_subject: Subject, reference: Reference
 ) -> Iterator[Callable[..., World]]:
     """Start the engine on so many ranks, once per configuration; weights stay, since the learning rate is next to 0."""
+    with running(engine_subject, partial(engine_subject.recipe, reference.folder), tmp_path_factory) as make:
+        yield make
+
+
+@contextmanager
+def running(
+    subject: Subject, recipe: Callable[..., dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., World]]:
+    """Starts worlds of ``recipe`` with further settings; skips where the engine or the machine has too few ranks."""
     made: dict[tuple[object, ...], World | TooFewDevices] = {}
 
     def make(num_ranks: int = 1, **settings: object) -> World:
         key = (num_ranks, *sorted(settings.items()))
         if key not in made:
-            if num_ranks > 1 and engine_subject.has("world:1"):
-                pytest.skip(f"{engine_subject} declares world:1")
-            recipe = engine_subject.recipe(reference.folder, **{"lr": FROZEN, **settings})
-            made[key] = _start(recipe, num_ranks, tmp_path_factory.mktemp("world"))
+            if num_ranks > 1 and subject.has("world:1"):
+                pytest.skip(f"{subject} declares world:1")
+            made[key] = _start(recipe(**{"lr": FROZEN, **settings}), num_ranks, tmp_path_factory.mktemp("world"))
         world = made[key]
         if isinstance(world, TooFewDevices):
             pytest.skip(str(world).splitlines()[0])

@@ -57,6 +57,19 @@ def first_rows_masked(batch: Batch) -> Batch:
     return batch.with_tokens(loss_mask=batch["loss_mask"] & (batch.spread(np.arange(len(batch))) > 1))
 
 
+def test_a_batch_is_only_read(engine_subject: Subject, reference: Reference) -> None:
+    """It is the controller's memory where they share a process, and the object store's where they do not."""
+    engine = engine_subject.create(reference.folder, lr=FROZEN)
+    engine.setup(Rank())
+    batch = weighted(make_batch(reference))
+    columns = {**batch.tokens, **batch.seqs}
+    before = {name: column.copy() for name, column in columns.items()}
+    engine.forward(batch, WANT)
+    engine.forward_backward(batch, WANT, losses.surrogate, StepInfo(batch.num_tokens, len(batch), 0))
+    for name, column in columns.items():
+        np.testing.assert_array_equal(column, before[name], err_msg=name)
+
+
 # --- log-probs -------------------------------------------------------------------------------------------------------
 
 

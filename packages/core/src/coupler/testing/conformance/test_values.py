@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from coupler.batch import Batch
 from coupler.interfaces import Head, Output, Part, Rank, StepInfo
 from coupler.testing import losses
 from coupler.testing.cases import LENGTHS, RAGGED, make_batch, poisoned, weighted, with_returns
-from coupler.testing.conformance.conftest import FROZEN
+from coupler.testing.conformance.conftest import running
 from coupler.testing.conformance.test_engine import LONGEST, TOLERANCE, assert_gradient, assert_metrics, split
 from coupler.testing.ranks import World, as_array
 from coupler.testing.reference import Reference, TransformersValueReference
@@ -41,20 +42,9 @@ def batches(reference: Reference) -> Callable[..., Batch]:
 @pytest.fixture(scope="module")
 def critics(tmp_path_factory: pytest.TempPathFactory, engine_subject: Subject, critic: Reference) -> Iterator[Worlds]:
     """As ``worlds``, with a value head."""
-    made: dict[tuple[object, ...], World] = {}
-
-    def make(num_ranks: int = 1, **settings: object) -> World:
-        key = (num_ranks, *sorted(settings.items()))
-        if key not in made:
-            if num_ranks > 1 and engine_subject.has("world:1"):
-                pytest.skip(f"{engine_subject} declares world:1")
-            recipe = engine_subject.recipe(critic.folder, Head.VALUE, **{"lr": FROZEN, **settings})
-            made[key] = World(recipe, num_ranks, tmp_path_factory.mktemp("critic"))
-        return made[key]
-
-    yield make
-    for world in made.values():
-        world.close()
+    recipe = partial(engine_subject.recipe, critic.folder, Head.VALUE)
+    with running(engine_subject, recipe, tmp_path_factory) as make:
+        yield make
 
 
 def expected(critic: Reference) -> dict[str, np.ndarray]:

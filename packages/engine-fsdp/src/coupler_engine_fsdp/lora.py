@@ -1,0 +1,110 @@
+"""LoRA (arXiv 2106.09685): low-rank updates of the linear maps in the layers, whose own weights stay as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import linear
+
+from coupler.interfaces import Named, Rank
+from coupler_engine_fsdp.value import ValueHead
+from coupler_engine_fsdp.weights import rows_of, whole
+
+A, B = "lora_A", "lora_B"
+
+
+class LoRALinear(nn.Linear):
+    """``W x + scale * B A x`` (equation 3): A [rank, in] and B [out, rank] are trained, W and its bias are not."""
+
+    def __init__(self, old: nn.Linear, adapter: Adapter) -> None:
+        kind = {"device": "meta", "dtype": torch.float32}
+        super().__init__(old.in_features, old.out_features, old.bias is not None, **kind)
+        self.requires_grad_(False)
+        self.adapter = adapter
+        self.lora_A = nn.Parameter(torch.empty(adapter.rank, self.in_features, **kind))
+        self.lora_B = nn.Parameter(torch.empty(self.out_features, adapter.rank, **kind))
+
+    def forward(self, input: Tensor) -> Tensor:
+        out = super().forward(input)
+        if not self.adapter.on:
+            return out
+        return out + linear(linear(input, self.lora_A), self.lora_B) * self.adapter.scale
+
+    def merged(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """This rank's rows of ``W + scale * B A``; collective where A is sharded."""
+        full = whole(a)
+        if not isinstance(weight, DTensor) or not isinstance(b, DTensor):
+            return weight.detach() + self.adapter.scale * (b.detach() @ full)
+        local = weight.to_local() + self.adapter.scale * (b.to_local() @ full)  # W and B are cut at the same rows
+        return DTensor.from_local(
+            local.detach(), weight.device_mesh, weight.placements, run_check=False, shape=weight.shape,
+            stride=weight.stride(),
+        )  # fmt: skip
+
+
+class Adapter:
+    """The low-rank updates of one model; none at rank 0."""
+
+    def __init__(self, rank: int, alpha: float) -> None:
+        self.rank, self.on = rank, True
+        self.scale = alpha / rank if rank else 0.0
+        self.linears: dict[str, LoRALinear] = {}  # by the module's name
+        self.updates: dict[str, tuple[LoRALinear, nn.Parameter, nn.Parameter]] = {}  # by the checkpoint's name
+
+    def insert(self, model: nn.Module, layers: Iterable[nn.Module]) -> None:
+        """Replace the linear maps in ``layers``, on meta; nothing but their updates, and a value head, is trained."""
+        for module in model.modules():
+            if not isinstance(module, ValueHead):
+                for parameter in module.parameters(recurse=False):
+                    parameter.requires_grad_(False)
+        inside = {id(module) for layer in layers for module in layer.modules()}
+        for name, module in list(model.named_modules()):
+            if id(module) in inside and type(module) is nn.Linear:
+                self.linears[name] = LoRALinear(module, self)
+                model.set_submodule(name, self.linears[name])
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """A and B of every linear map, by name."""
+        return {f"{name}.{key}": getattr(m, key) for name, m in self.linears.items() for key in (A, B)}
+
+    @torch.no_grad()
+    def start(self, rank: Rank, device: torch.device) -> None:
+        """Draw A from U(-1, 1) / sqrt(in) and set B to 0, alike on any number of ranks: the model is as it was."""
+        seed = torch.tensor(rank.seed % 2**62, device=device)
+        if rank.world > 1:
+            dist.broadcast(seed, 0)
+        generator = torch.Generator().manual_seed(int(seed))
+        for module in self.linears.values():
+            drawn = torch.empty(module.lora_A.shape).uniform_(-1, 1, generator=generator) / module.in_features**0.5
+            if isinstance(module.lora_A, DTensor):
+                rows = rows_of(module.lora_A)
+                module.lora_A.to_local().copy_(drawn[rows.start : rows.stop])
+            else:
+                module.lora_A.copy_(drawn)
+            module.lora_B.zero_()
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Within it, the model computes as it did before training."""
+        self.on = False
+        try:
+            yield
+        finally:
+            self.on = True
+
+    def bind(self, named: Mapping[str, Tensor]) -> None:
+        """Find the updates of each tensor of a checkpoint, while modules still hold the tensors themselves."""
+        owners = {id(module.weight): module for module in self.linears.values()}
+        found = ((name, owners.get(id(tensor))) for name, tensor in named.items())
+        self.updates = {name: (m, m.lora_A, m.lora_B) for name, m in found if m is not None}
+
+    def merge(self, named: Mapping[str, Tensor]) -> Iterator[Named]:
+        """Yield the tensors of :meth:`bind` with their updates added, one at a time."""
+        for name, tensor in named.items():
+            module, *parts = self.updates.get(name, (None,))
+            yield name, module.merged(tensor, *parts) if module is not None else tensor

@@ -1,0 +1,94 @@
+"""LoRA: what is trained, what a rollout gets, and the policy without it as the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import WANT, arrays, info, loss, make_batch, make_engine, reference, worst
+
+from coupler.interfaces import EVERYTHING, Output
+from coupler_engine_fsdp.engine import FSDPEngine
+
+Folder = Callable[[str], Path]
+RANK, ALPHA = 4, 8.0
+BASE = (Output("base_logprobs"),)
+
+
+@pytest.fixture
+def engine(folder_of: Folder) -> FSDPEngine:
+    return make_engine(folder_of("qwen2"), lora_rank=RANK, lora_alpha=ALPHA, lr=1e-2)
+
+
+def train(engine: FSDPEngine, steps: int = 3) -> None:
+    for index in range(steps):
+        batch = make_batch(seed=index)
+        engine.forward_backward(batch, WANT, loss, info(batch, index))
+        assert engine.step().applied
+
+
+def test_it_starts_as_the_model(engine: FSDPEngine, folder_of: Folder) -> None:
+    outputs, _ = reference(folder_of("qwen2"))
+    np.testing.assert_allclose(engine.forward(make_batch(), WANT)["logprobs"], outputs["logprobs"], atol=5e-5)
+    plain = arrays(make_engine(folder_of("qwen2")).weights())
+    for name, tensor in arrays(engine.weights()).items():
+        np.testing.assert_array_equal(tensor, plain[name], err_msg=name)
+
+
+def test_gradients_follow_from_those_of_the_weights(engine: FSDPEngine, folder_of: Folder) -> None:
+    """With W + s B A for W: dB = s dW A^T and dA = s B^T dW, where B is 0 at first."""
+    batch = make_batch()
+    engine.forward_backward(batch, WANT, loss, info(batch))
+    got, dense = arrays(engine.gradients()), reference(folder_of("qwen2"))[1]
+    want = {}
+    for name, a in engine.adapter.parameters().items():
+        if name.endswith("lora_A"):
+            stem = name.removesuffix("lora_A")
+            want[name] = np.zeros(a.shape, np.float32)
+            want[stem + "lora_B"] = ALPHA / RANK * dense[stem + "weight"] @ a.detach().numpy().T
+    assert len(want) == 2 * 7 * 2  # seven linear maps in each of two layers
+    assert worst(got, want) < 5e-5
+
+
+def test_a_rollout_gets_the_sum(engine: FSDPEngine, folder_of: Folder, tmp_path: Path) -> None:
+    """A model of the weights that were sent has the engine's log-probs; only linear maps of layers have moved."""
+    train(engine)
+    plain = make_engine(folder_of("qwen2"))
+    before = arrays(plain.weights())
+    with torch.no_grad():
+        for name, tensor in engine.weights():
+            plain.named[name].copy_(tensor)
+    batch = make_batch(seed=9)
+    got, want = (e.forward(batch, WANT)["logprobs"] for e in (engine, plain))
+    np.testing.assert_allclose(got, want, atol=2e-5)
+    moved = {name for name, tensor in arrays(engine.weights()).items() if not np.array_equal(tensor, before[name])}
+    assert moved == {name for name in before if "_proj.weight" in name}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_without_the_adapter_it_is_the_reference(folder_of: Folder, checkpointing: bool) -> None:
+    settings = {"lora_rank": RANK, "lr": 1e-2, "gradient_checkpointing": checkpointing}
+    engine = make_engine(folder_of("qwen3"), **settings)
+    before = engine.forward(make_batch(), WANT)["logprobs"]
+    train(engine)
+    np.testing.assert_array_equal(engine.forward(make_batch(), BASE)["base_logprobs"], before)
+    assert np.abs(engine.forward(make_batch(), WANT)["logprobs"] - before).max() > 1e-2
+
+
+def test_a_checkpoint_holds_the_adapter_alone(engine: FSDPEngine, folder_of: Folder, tmp_path: Path) -> None:
+    train(engine)
+    engine.save(tmp_path, EVERYTHING).wait(60)
+    size, weights = sum(p.stat().st_size for p in tmp_path.iterdir()), sum(w.nbytes for w in engine.named.values())
+    assert size < 0.5 * weights  # with the optimizer, which is twice as large as what is trained
+    resumed = make_engine(folder_of("qwen2"), lora_rank=RANK, lora_alpha=ALPHA, lr=1e-2)
+    resumed.load(tmp_path, EVERYTHING)
+    batch = make_batch(seed=9)
+    results = []
+    for one in (engine, resumed):
+        one.forward_backward(batch, WANT, loss, info(batch, 3))
+        results.append((one.step(), arrays(one.weights())))
+    assert results[0][0] == results[1][0]
+    assert worst(results[1][1], results[0][1]) == 0
