@@ -42,7 +42,7 @@ def write_toy(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-_SMALL = {
+_SMALL: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -67,8 +67,8 @@ def write_qwen3_moe(folder: Path, seed: int = 0) -> Path:
     """Write a float32 Qwen3-MoE with two layers of four experts, of which each token takes two."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    experts = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
-    config = Qwen3MoeConfig(**_SMALL, **experts, head_dim=16, tie_word_embeddings=False)
+    experts: dict[str, Any] = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
+    config = Qwen3MoeConfig(**_SMALL, **experts, norm_topk_prob=True, tie_word_embeddings=False, **{"head_dim": 16})
     return write_random(Qwen3MoeForCausalLM(config), folder, seed)
 
 
