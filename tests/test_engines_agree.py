@@ -13,7 +13,7 @@ from coupler.metrics import Metric, Metrics
 from coupler.plugins.manager import Plugins
 from coupler.testing import losses
 from coupler.testing.cases import make_batch, weighted
-from coupler.testing.models import write_qwen2
+from coupler.testing.models import rewrite, write_qwen2
 from coupler.testing.ranks import World
 from coupler.testing.reference import TransformersReference
 from coupler.testing.subject import Subject
@@ -79,3 +79,28 @@ def test_losses_and_the_first_gradient_are_equal(
     assert np.abs(want - want[0]).max() > 0.05 * np.abs(want).max(), "the losses hardly differ: nothing is compared"
     np.testing.assert_allclose(found, want, rtol=1e-3, atol=1e-3 * np.abs(want).max())
     assert norms[0] == pytest.approx(want_norms[0], rel=1e-3)
+
+
+def test_what_one_engine_exports_the_other_trains_on(
+    reference: TransformersReference, batches: list[Batch], tmp_path: Path
+) -> None:
+    """Two steps on TP2 x PP2, its weights in a Hugging Face folder, and the same log-probs from FSDP."""
+    plugins, worlds = Plugins.load(), []
+
+    def start(engine: str, folder: Path, ranks: int, **more: object) -> World:
+        place = tmp_path / engine
+        place.mkdir()
+        settings = {"lr": 1e-2, "dtype": "fp32", **more}
+        worlds.append(World(Subject(plugins.get("engine", engine)).recipe(folder, **settings), ranks, place))
+        return worlds[-1]
+
+    split = start("megatron", reference.folder, 4, tensor_parallel=2, pipeline_parallel=2)
+    for index, batch in enumerate(batches[:2]):
+        split.gradient([batch], f"{__file__}:surrogate", index=index)
+    folder = rewrite(reference.folder, tmp_path / "export", split.weights())
+    whole = start("fsdp", folder, 1)
+    (want,), (got,) = (world.forward([batches[2]], ("logprobs",)) for world in (split, whole))
+    np.testing.assert_allclose(got["logprobs"], want["logprobs"], atol=5e-5)
+    assert np.abs(want["logprobs"] - reference.outputs(batches[2])["logprobs"]).max() > 1e-2, "nothing was trained"
+    for world in worlds:
+        world.close()

@@ -159,7 +159,7 @@ def test_bad_option(plugins: Plugins, override: str, sentence: str, hint: str) -
     [
         ("engine=acne", "did you mean: engine=acme"),
         ("engine=fasst", "did you mean: engine=fast"),
-        ("engine=megatron", "pip install coupler-engine-megatron"),
+        ("rollout=sglang", "pip install coupler-rollout-sglang"),
         ("trackers=[consol]", "did you mean: tracker=console"),
         ("sync.transport=disc", "did you mean: transport=disk"),
         ("sync.manager=nope", "no sharding named 'nope' is installed"),
