@@ -44,7 +44,7 @@ def write_toy(folder: Path, seed: int = 0) -> Path:
 
 _SMALL: dict[str, Any] = {
     "vocab_size": VOCAB,
-    "hidden_size": 128,
+    "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -67,8 +67,14 @@ def write_qwen3_moe(folder: Path, seed: int = 0) -> Path:
     """Write a float32 Qwen3-MoE with two layers of four experts, of which each token takes two."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    experts: dict[str, Any] = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
-    config = Qwen3MoeConfig(**_SMALL, **experts, norm_topk_prob=True, tie_word_embeddings=False)
+    experts: dict[str, Any] = {
+        "moe_intermediate_size": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "head_dim": 16,
+    }
+    config = Qwen3MoeConfig(**_SMALL, **experts, tie_word_embeddings=False)
     return write_random(Qwen3MoeForCausalLM(config), folder, seed)
 
 
@@ -87,7 +93,7 @@ def write_random(model: Any, folder: Path, seed: int) -> Path:
                 param.copy_(0.2 * noise)
             else:
                 wide = "embed" in name or "lm_head" in name
-                param.copy_(noise * (0.25 if wide else param.shape[-1] ** -0.5))
+                param.copy_(noise * (0.35 if wide else param.shape[-1] ** -0.5))
     model.save_pretrained(folder)
     write_tokenizer(folder)
     return folder
