@@ -44,7 +44,7 @@ def write_toy(folder: Path, seed: int = 0) -> Path:
 
 _SMALL: dict[str, Any] = {
     "vocab_size": VOCAB,
-    "hidden_size": 64,
+    "hidden_size": 128,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -93,7 +93,7 @@ def write_random(model: Any, folder: Path, seed: int) -> Path:
                 param.copy_(0.2 * noise)
             else:
                 wide = "embed" in name or "lm_head" in name
-                param.copy_(noise * (0.35 if wide else param.shape[-1] ** -0.5))
+                param.copy_(noise * (0.25 if wide else param.shape[-1] ** -0.5))
     model.save_pretrained(folder)
     write_tokenizer(folder)
     return folder
