@@ -60,7 +60,7 @@ def no_traceback(lines: list[str]) -> str:
         ("engine=fdsp", "no engine named 'fdsp' is installed.", "did you mean: engine=fsdp"),
         ("rollout=hff", "no rollout named 'hff' is installed.", "did you mean: rollout=hf"),
         ("algorithm=gpro", "no algorithm named 'gpro' is installed.", "did you mean: algorithm=grpo"),
-        ("rollout=vllm", "no rollout named 'vllm' is installed.", "try:        pip install coupler-rollout-vllm"),
+        ("rollout=sglang", "no rollout named 'sglang' is installed.", "try:        pip install coupler-rollout-sglang"),
         ("trackers=[wandb]", "no tracker named 'wandb' is installed.", "installed:  console, jsonl, tensorboard"),
         ("engine.lr=fast", "engine.lr takes a number, got 'fast'.", ""),
         ("steps=2.5", "steps takes an integer, got 2.5.", ""),
