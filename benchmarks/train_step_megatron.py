@@ -61,7 +61,7 @@ def write_model(config: PreTrainedConfig, folder: Path, skewed: bool) -> None:
     """Random weights; skewed, one expert in eight of a layer gets most of the tokens."""
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
     if skewed:
         with torch.no_grad():
             for name, weight in model.named_parameters():
