@@ -8,6 +8,7 @@ import random
 import shutil
 import time
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -77,9 +78,9 @@ def test_kills_at_random_instants_change_nothing(
     job: str, model: Path, whole: dict[str, Path], forks: Forks, tmp_path: Path
 ) -> None:
     """At max_staleness=0 and in fp32 on the CPU, bit by bit."""
-    instants, kills = random.Random(KILLS), 0
+    instants, kills, runs = random.Random(KILLS), 0, count()
     while kills < KILLS:
-        folder = tmp_path / str(kills)
+        folder = tmp_path / str(next(runs))
         folder.mkdir()
         write_inputs(folder)
         given = command(job, model, folder / "run")
