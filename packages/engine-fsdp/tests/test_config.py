@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from coupler_engine_fsdp.config import FSDPConfig, Schedule
+from coupler.adamw import Schedule
+from coupler_engine_fsdp.config import FSDPConfig
 from coupler_engine_fsdp.plugin import coupler_backends
 
 

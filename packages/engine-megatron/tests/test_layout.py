@@ -11,7 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from coupler_engine_megatron.config import MegatronConfig, Schedule
+from coupler.adamw import Schedule
+from coupler_engine_megatron.config import MegatronConfig
 from coupler_engine_megatron.layout import problems
 from coupler_engine_megatron.plugin import coupler_backends, coupler_validate
 

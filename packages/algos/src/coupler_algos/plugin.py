@@ -39,6 +39,7 @@ def coupler_backends() -> Iterable[Backend]:
         target="coupler_algos.ppo:PPO",
         config=PPOConfig,
         capabilities=_capabilities,
+        tested=TESTED,
     )
     yield Backend(
         kind=Kind.ALGORITHM,

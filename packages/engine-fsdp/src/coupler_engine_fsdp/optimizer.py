@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import partial
 from importlib.util import find_spec
 
 import torch
@@ -13,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from coupler import schedules
+from coupler.adamw import multiplier
 from coupler.interfaces import StepResult
-from coupler_engine_fsdp.config import FSDPConfig, Schedule
+from coupler_engine_fsdp.config import FSDPConfig
 from coupler_engine_fsdp.masters import Masters
 
 
@@ -29,7 +28,7 @@ class Optimizer:
         self, config: FSDPConfig, parameters: Mapping[str, nn.Parameter], masters: Masters, mesh: DeviceMesh
     ) -> None:
         self.config, self.parameters, self.masters, self.mesh = config, parameters, masters, mesh
-        self.multiplier = _multiplier(config)
+        self.multiplier = multiplier(config)
         self.num_steps = 0  # applied
         self.shards = {name: _shard(parameter) for name, parameter in parameters.items()}
         groups = [
@@ -155,16 +154,3 @@ def _like(local: Tensor, parameter: Tensor) -> Tensor:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
-
-
-def _multiplier(config: FSDPConfig) -> partial[float]:
-    warmup, tail = {"warmup": config.warmup_steps}, {"total": config.total_steps, "floor": config.min_lr_ratio}
-    match config.schedule:
-        case Schedule.CONSTANT:
-            return partial(schedules.constant, **warmup)
-        case Schedule.LINEAR:
-            return partial(schedules.linear, **warmup, **tail)
-        case Schedule.COSINE:
-            return partial(schedules.cosine, **warmup, **tail)
-        case Schedule.WSD:
-            return partial(schedules.wsd, **warmup, **tail, decay=config.decay_steps)

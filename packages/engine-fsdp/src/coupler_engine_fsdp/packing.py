@@ -11,6 +11,7 @@ from torch import Tensor
 
 from coupler.balance import micro_batches, whole_units
 from coupler.batch import Batch
+from coupler.columns import loss_columns, temperature_of
 from coupler.errors import CouplerError
 from coupler_engine_fsdp.attention import Packing, Piece
 from coupler_engine_fsdp.distributed import to_device
@@ -71,7 +72,7 @@ def pack(batch: Batch, device: torch.device) -> Packed:
         rows=tensor(rows),
         sources=tensor(place[rows - 1]),
         targets=tensor(tokens[rows]),
-        temperature=None if (scale := _temperature(batch, rows)) is None else tensor(scale),
+        temperature=None if (scale := temperature_of(batch, rows)) is None else tensor(scale),
     )
 
 
@@ -117,26 +118,9 @@ def _ranges(begin: np.ndarray, end: np.ndarray) -> np.ndarray:
     return np.arange(sizes.sum()) + np.repeat(begin - (np.cumsum(sizes) - sizes), sizes)
 
 
-def _temperature(batch: Batch, rows: np.ndarray) -> np.ndarray | None:
-    if not batch.has("temperature"):
-        return None
-    column = batch["temperature"] if "temperature" in batch.tokens else batch.spread(batch["temperature"])
-    scale = column[rows].astype(np.float32)
-    if not (scale > 0).all():
-        raise CouplerError(
-            f"a temperature of {scale.min()} has no log-probabilities: they are those of the sampling distribution.\n"
-            "  set:  sampling.temperature above 0"
-        )
-    return None if (scale == 1).all() else scale
-
-
 def columns(batch: Batch, device: torch.device) -> dict[str, Any]:
-    """Every numeric column as a tensor, and what says which row belongs to which sequence."""
-    arrays = {
-        name: column for name, column in (*batch.tokens.items(), *batch.seqs.items()) if column.dtype.kind in "biuf"
-    }
-    arrays["seq"] = np.repeat(np.arange(len(batch)), batch.lengths)
-    arrays["cu_seqlens"] = batch.starts
+    """What a loss reads, on the device."""
+    arrays = loss_columns(batch)
     return {"num_seqs": len(batch), **{name: to_device(array, device) for name, array in arrays.items()}}
 
 

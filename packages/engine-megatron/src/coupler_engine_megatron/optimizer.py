@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +14,10 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
 
-from coupler import schedules
+from coupler.adamw import multiplier
 from coupler.interfaces import StepResult
 from coupler_engine_megatron import groups
-from coupler_engine_megatron.config import MegatronConfig, Schedule
+from coupler_engine_megatron.config import MegatronConfig
 
 
 def wrap(chunks: Sequence[nn.Module], transformer: Any) -> list[DistributedDataParallel]:
@@ -35,7 +34,7 @@ class Optimizer:
 
     def __init__(self, config: MegatronConfig, chunks: list[DistributedDataParallel], dtype: torch.dtype) -> None:
         self.config, self.chunks = config, chunks
-        self.multiplier = _multiplier(config)
+        self.multiplier = multiplier(config)
         self.num_steps = 0  # applied
         self.adamw: Any = get_megatron_optimizer(
             OptimizerConfig(
@@ -149,16 +148,3 @@ def _allocate(adamw: torch.optim.Optimizer) -> None:
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
             if isinstance(adamw, torch.optim.AdamW):
                 state["step"] = torch.zeros((), dtype=torch.float32)
-
-
-def _multiplier(config: MegatronConfig) -> partial[float]:
-    warmup, tail = {"warmup": config.warmup_steps}, {"total": config.total_steps, "floor": config.min_lr_ratio}
-    match config.schedule:
-        case Schedule.CONSTANT:
-            return partial(schedules.constant, **warmup)
-        case Schedule.LINEAR:
-            return partial(schedules.linear, **warmup, **tail)
-        case Schedule.COSINE:
-            return partial(schedules.cosine, **warmup, **tail)
-        case Schedule.WSD:
-            return partial(schedules.wsd, **warmup, **tail, decay=config.decay_steps)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from coupler.balance import micro_batches, whole_units
 from coupler.batch import Batch
+from coupler.columns import loss_columns, temperature_of
 from coupler.errors import CouplerError
 from coupler_engine_megatron.attention import positions
 
@@ -75,7 +76,7 @@ def pack(batch: Batch, device: torch.device, align: Alignment, size: int, rank: 
     def tensor(values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(device)
 
-    scale = _temperature(batch, rows)
+    scale = temperature_of(batch, rows)
     return Packed(
         batch=batch,
         tokens=tensor(tokens[held])[None],
@@ -115,27 +116,9 @@ def _params(edges: np.ndarray, device: torch.device) -> PackedSeqParams:
     )
 
 
-def _temperature(batch: Batch, rows: np.ndarray) -> np.ndarray | None:
-    if not batch.has("temperature"):
-        return None
-    column = batch["temperature"] if "temperature" in batch.tokens else batch.spread(batch["temperature"])
-    scale = column[rows].astype(np.float32)
-    if not (scale > 0).all():
-        raise CouplerError(
-            f"a temperature of {scale.min()} has no log-probabilities: they are those of the sampling distribution.\n"
-            "  set:  sampling.temperature above 0"
-        )
-    return None if (scale == 1).all() else scale
-
-
 def columns(batch: Batch, device: torch.device) -> dict[str, Any]:
-    """Every numeric column as a tensor, and what says which row belongs to which sequence."""
-    arrays = {
-        name: column for name, column in (*batch.tokens.items(), *batch.seqs.items()) if column.dtype.kind in "biuf"
-    }
-    arrays["seq"] = np.repeat(np.arange(len(batch)), batch.lengths)
-    arrays["cu_seqlens"] = batch.starts
-    tensors = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+    """What a loss reads, on the device."""
+    tensors = {name: torch.from_numpy(array).to(device) for name, array in loss_columns(batch).items()}
     return {"num_seqs": len(batch), **tensors}
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from coupler.balance import micro_batches
 from coupler.batch import Batch
+from coupler.columns import loss_columns
 from coupler.errors import CouplerError
 from coupler.interfaces import (
     Algorithm,
@@ -136,8 +137,7 @@ def slopes(loss: Loss, out: Columns, columns: Columns) -> dict[str, np.ndarray]:
 
 def columns_of(batch: Batch) -> dict[str, Any]:
     """What a loss reads: every column, and where the sequences lie."""
-    seq = batch.spread(np.arange(len(batch)))
-    return {**batch.tokens, **batch.seqs, "seq": seq, "cu_seqlens": batch.starts, "num_seqs": len(batch)}
+    return {**loss_columns(batch), "num_seqs": len(batch)}
 
 
 class Done(Pending):

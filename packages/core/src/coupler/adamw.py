@@ -1,0 +1,74 @@
+"""What engines that train with AdamW are told: one set of keys, one meaning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+
+from coupler import schedules
+from coupler.interfaces import EngineConfig
+
+
+class Schedule(StrEnum):
+    """Shapes of the learning rate over the run: see :mod:`coupler.schedules`."""
+
+    CONSTANT = "constant"
+    LINEAR = "linear"
+    COSINE = "cosine"
+    WSD = "wsd"
+
+
+@dataclass
+class AdamWConfig(EngineConfig):
+    """AdamW (arXiv 1711.05101), clipping and the learning rate; an engine's configuration extends it."""
+
+    lr: float = 1e-6
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0  # never on biases and norms
+    max_grad_norm: float = 1.0  # 0: no clipping
+    schedule: Schedule = Schedule.CONSTANT
+    warmup_steps: int = 0  # optimizer steps; the first one already has lr / warmup_steps
+    total_steps: int = 0  # optimizer steps of the whole run; needed unless schedule is constant
+    decay_steps: int = 0  # optimizer steps at the end of the run over which wsd decays
+    min_lr_ratio: float = 0.0  # of lr, at the end of the schedule
+
+    def __post_init__(self) -> None:
+        """Check the keys of this class.
+
+        Raises:
+            ValueError: one is out of range, or does not fit another; names the key.
+        """
+        for key in ("lr", "eps"):
+            self._require(getattr(self, key) > 0, key, "must be above 0")
+        for key in ("weight_decay", "max_grad_norm", "warmup_steps", "total_steps", "decay_steps"):
+            self._require(getattr(self, key) >= 0, key, "must not be negative")
+        for key in ("beta1", "beta2"):
+            self._require(0 <= getattr(self, key) < 1, key, "must be in [0, 1)")
+        self._require(0 <= self.min_lr_ratio <= 1, "min_lr_ratio", "must be in [0, 1]")
+        if self.schedule != Schedule.CONSTANT:
+            least = self.warmup_steps + max(self.decay_steps, 1)
+            why = f"must be at least {least} (warm-up and decay) under engine.schedule={self.schedule}"
+            self._require(self.total_steps >= least, "total_steps", why)
+        if self.schedule == Schedule.WSD:
+            self._require(self.decay_steps > 0, "decay_steps", "must be above 0 under engine.schedule=wsd")
+
+    def _require(self, holds: bool, key: str, what: str) -> None:
+        if not holds:
+            raise ValueError(f"engine.{key} {what}, got {getattr(self, key)}.")
+
+
+def multiplier(config: AdamWConfig) -> partial[float]:
+    """The function from optimizer steps done to the share of ``lr`` that the next one has."""
+    warmup, tail = {"warmup": config.warmup_steps}, {"total": config.total_steps, "floor": config.min_lr_ratio}
+    match config.schedule:
+        case Schedule.CONSTANT:
+            return partial(schedules.constant, **warmup)
+        case Schedule.LINEAR:
+            return partial(schedules.linear, **warmup, **tail)
+        case Schedule.COSINE:
+            return partial(schedules.cosine, **warmup, **tail)
+        case Schedule.WSD:
+            return partial(schedules.wsd, **warmup, **tail, decay=config.decay_steps)
