@@ -96,6 +96,12 @@ def every_model() -> None:
     """Ask for it to run a test with every model of the backend, not with the usual one only."""
 
 
+@pytest.fixture(scope="session")
+def tolerance(pytestconfig: pytest.Config) -> float:
+    """Nats by which log-probs of a rollout may differ from the reference."""
+    return pytestconfig.getoption("--coupler-logprobs")
+
+
 @pytest.fixture(scope="module")
 def worlds(
     tmp_path_factory: pytest.TempPathFactory, engine_subject: Subject, reference: Reference
