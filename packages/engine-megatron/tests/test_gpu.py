@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.util import find_spec
@@ -58,6 +61,7 @@ LAYOUTS = {  # (model, GPUs, settings)
     "tp2-ep2-pp2": ("moe", 4, {"tensor_parallel": 2, "expert_parallel": 2, "pipeline_parallel": 2}),
 }
 SURROGATE = "coupler.testing.losses:surrogate"
+KIT = "logprobs_and_entropy or (gradient_over_shards and even) or weights_are_the_checkpoint or adamw or routing"
 WANT = (Output("logprobs"), Output("entropy"))
 
 
@@ -81,7 +85,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., World]]:
         recipe = {
             "target": "coupler_engine_megatron.engine:MegatronEngine",
             "config": "coupler_engine_megatron.config:MegatronConfig",
-            "settings": {"lr": 1e-3, "max_tokens_per_gpu": 64, **settings},
+            "settings": {"lr": 1e-30, "max_tokens_per_gpu": 64, **settings},
             "model": str(folder),
             "head": "lm",
         }
@@ -99,8 +103,30 @@ def closeness(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> float:
     return float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
 
 
+def assert_routes(world: World, parts: list[Batch]) -> None:
+    """Its own routes give equal bits; disturbed ones other log-probs, and the routers keep a gradient."""
+    both = ("logprobs", "routed_experts")
+    done = world.forward(parts, both)
+    own = [p.with_tokens(routed_experts=d["routed_experts"]) for p, d in zip(parts, done, strict=True)]
+    for first, again in zip(done, world.forward(own, both), strict=True):
+        for name in both:
+            np.testing.assert_array_equal(again[name], first[name], err_msg=name)
+    number = EXPERTS["num_experts"]
+    other = [p.with_tokens(routed_experts=((p["routed_experts"] + 1) % number).astype(np.int16)) for p in own]
+    for first, again in zip(done, world.forward(other, both), strict=True):
+        assert np.abs(again["logprobs"] - first["logprobs"]).max() > 0.01
+    grads, metrics, _ = world.gradient(other, SURROGATE)
+    routers = [name for name in grads if name.endswith("mlp.gate.weight")]
+    assert len(routers) == SHAPE["num_hidden_layers"] and all(grads[name].any() for name in routers)
+    assert metrics["moe/route_disagreement"].value > 0.9
+
+
 def assert_close(world: World, reference: TransformersReference) -> None:
+    """With experts, both sides are sent to the same ones: in bf16 a router may choose another where two are close."""
     batch = weighted(make_batch(reference))
+    if any(".experts." in name for name in reference.tensors):
+        assert_routes(world, [batch.take(rows) for rows in batch.partition(world.layout.num_shards)])
+        batch = batch.with_tokens(routed_experts=reference.routes(batch))
     parts = [batch.take(rows) for rows in batch.partition(world.layout.num_shards)]
     for part, done in zip(parts, world.forward(parts, ("logprobs", "entropy")), strict=True):
         want, mask = reference.outputs(part), part["loss_mask"]
@@ -183,7 +209,56 @@ def test_a_resumed_engine_goes_on_to_the_bit(
         np.testing.assert_array_equal(as_array(tensor), want[name], err_msg=name)
 
 
+@pytest.mark.parametrize("name", ["llama", "moe"])
+def test_a_deterministic_engine_repeats_itself_to_the_bit(
+    name: str, reference_of: Callable[[str], TransformersReference]
+) -> None:
+    reference, found = reference_of(name), []
+    for _ in range(2):
+        engine = MegatronEngine(MegatronConfig(lr=1e-3), Model(str(reference.folder)))
+        engine.setup(Rank(deterministic=True))
+        for index in range(2):
+            train(engine, reference, index)
+        found.append({name: as_array(tensor) for name, tensor in engine.weights()})
+    torch.use_deterministic_algorithms(False)
+    for tensor, want in found[0].items():
+        np.testing.assert_array_equal(found[1][tensor], want, err_msg=tensor)
+
+
 def test_a_batch_is_one_row_without_padding(reference_of: Callable[[str], TransformersReference]) -> None:
     engine = started(reference_of("llama"))
     batch: Batch = make_batch(reference_of("llama"))
     assert engine._pack(batch).tokens.shape == (1, batch.num_tokens)
+
+
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        ("untied", ["tensor_parallel=2"]),
+        ("untied", ["pipeline_parallel=2"]),
+        ("moe", ["expert_parallel=2", "tensor_parallel=2"]),
+    ],
+    ids=["tp2", "pp2", "tp2-ep2"],
+)
+def test_the_kit_in_fp32(model: str, settings: list[str], tmp_path: Path) -> None:
+    """Transformer Engine's layers, with products that are not rounded to TF32, hold to the kit's own tolerances."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "--tb=short",
+        "-p",
+        "no:cacheprovider",
+        f"--basetemp={tmp_path}",
+    ]
+    command += ["--pyargs", "coupler.testing.conformance", "--coupler", "engine=megatron", "--coupler-model", model]
+    command += ["-k", KIT]
+    for setting in ("dtype=fp32", *settings):
+        command += ["--coupler-set", f"engine.{setting}"]
+    quiet = {**os.environ, "NVIDIA_TF32_OVERRIDE": "0", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, env=quiet)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

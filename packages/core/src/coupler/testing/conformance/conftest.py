@@ -29,6 +29,7 @@ MOST_RANKS = 4  # of one engine; a test on more is left out
 NEEDS = {
     "pair": ("engine", "rollout"),
     "values": ("engine",),
+    "routing": ("engine",),
 }  # kinds that a file needs, where its name does not say it
 
 
