@@ -175,12 +175,13 @@ def assert_close(world: World, reference: TransformersReference) -> None:
         assert error.sum() <= 1.5 * limit.sum(), f"{name}: {error.mean():.4f}, of transformers {limit.mean():.4f}"
     weights = world.weights()
     for name, tensor in reference.tensors.items():
-        exact = torch.from_numpy(tensor).bfloat16().float().numpy()
+        rounds = not name.endswith("correction_bias")  # of a router, which is exported in fp32
+        exact = torch.from_numpy(tensor).bfloat16().float().numpy() if rounds else tensor
         np.testing.assert_array_equal(weights[name], exact, err_msg=name)
-    grads, _, steps = world.gradient(parts, SURROGATE)
-    want, other = (each.gradient(batch, losses.surrogate) for each in (reference, rounded))
+    grads, _, steps = world.gradient(parts, "coupler.testing.losses:nll", ("logprobs",))  # smooth: nothing is clipped
+    want, other = (each.gradient(batch, losses.nll) for each in (reference, rounded))
     angle, of_rounded = (1 - closeness(each, want.grads) for each in (grads, other.grads))
-    assert angle <= max(2 * of_rounded, 1e-3), f"1 - cosine: {angle:.5f}, of transformers {of_rounded:.5f}"
+    assert angle <= 1.5 * of_rounded, f"1 - cosine: {angle:.5f}, of transformers {of_rounded:.5f}"
     assert steps[0][1] == pytest.approx(want.norm, rel=0.1)
     assert all(step == steps[0] for step in steps)
 
