@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from job_run import arguments, metrics, reproducible, run
+from job_run import arguments, metrics, reproducible, run, write_inputs
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -25,6 +25,7 @@ from coupler.residency import Residency
 from coupler.testing.cases import make_batch
 from coupler.testing.models import write_qwen3_moe
 from coupler.testing.reference import TransformersReference
+from coupler.testing.subject import configured
 from coupler.waiting import Waits
 from coupler.workers import WorkerGroup, WorkerSpec
 from coupler_engine_megatron.config import MegatronConfig
@@ -61,7 +62,7 @@ def test_recorded_routes_are_replayed(tmp_path: Path) -> None:
     plugins = Plugins.load()
     algorithm = plugins.get("algorithm", "grpo")
     engine = MegatronConfig(lr=1e-2, max_tokens_per_gpu=28)
-    trained = (algorithm.target, algorithm.config())
+    trained = (algorithm.target, configured(algorithm.config, {"kl": "none"}))
     spec = WorkerSpec("policy", plugins.get("engine", "megatron").target, engine, Model(str(reference.folder)), trained)
     policy = WorkerGroup(Local(inline=True, waits=Waits(60.0, 60.0)), spec, [Rank()])
 
@@ -87,12 +88,14 @@ def test_recorded_routes_are_replayed(tmp_path: Path) -> None:
 
 
 def test_routes_need_someone_who_says_them(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for options, what in (
-        (("router_replay=R3",), "router_replay=R3 needs rollout=hf to say which experts tokens go to"),
-        (("router_replay=R2",), "router_replay=R2 records routes in the pass for old log-probs, and there is none"),
-        (("router_replay=R2", "optimizer_steps_per_batch=2"), "router_replay=R2 needs a model with experts"),
+    experts = write_qwen3_moe(tmp_path / "experts")
+    write_inputs(tmp_path)
+    for folder, options, what in (
+        (experts, ["router_replay=R3"], "router_replay=R3 needs rollout=hf to say which experts tokens go to"),
+        (experts, ["router_replay=R2"], "router_replay=R2 records routes in the pass for old log-probs, and there is"),
+        (model, ["router_replay=R2"], "router_replay=R2 needs a model with experts"),
     ):
-        assert main([*arguments("train", model, tmp_path, tmp_path / "run"), "engine=megatron", *options]) == 2
+        assert main([*arguments("train", folder, tmp_path, tmp_path / "run"), "engine=megatron", *options]) == 2
         assert what in capsys.readouterr().err
 
 

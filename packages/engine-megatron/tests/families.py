@@ -66,6 +66,8 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen3": Qwen3Config(**SHAPE, tie_word_embeddings=True, head_dim=16),
     "odd-vocabulary": Qwen2Config(**{**SHAPE, "vocab_size": VOCAB + 1}, tie_word_embeddings=False),
     "moe": Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=16, norm_topk_prob=True, tie_word_embeddings=False),
+    "latent": DeepseekV3Config(**LATENT),
+    "latent-yarn": DeepseekV3Config(**LATENT, rope_parameters=YARN),
     "moe-not-normalised": Qwen3MoeConfig(
         **SHAPE, **EXPERTS, head_dim=16, norm_topk_prob=False, tie_word_embeddings=False
     ),

@@ -125,6 +125,22 @@ def test_routes_and_losses_do_not_depend_on_the_layout(layout: str, reference_of
     assert metrics["moe/route_disagreement"].value > 0.9  # nearly all others than the router's
 
 
+@pytest.mark.parametrize(("ranks", "settings"), [(1, {}), (2, {"expert_parallel": 2, "context_parallel": 2})])
+def test_a_router_of_sigmoids_with_a_bias_replays(
+    ranks: int, settings: dict[str, Any], reference_of: References, start: Start
+) -> None:
+    """DeepSeek-V3's, which looks for experts in some groups of them only; the first layer has none."""
+    reference = reference_of("latent-yarn")
+    world = start(reference.folder, ranks, lr=1e-30, **settings)
+    batch = weighted(make_batch(reference))
+    assert_same_bits(world, shards(batch, world), reference)
+    routes = (reference.routes(batch) + 3) % reference.model.config.num_local_experts
+    other = batch.with_tokens(routed_experts=routes.astype(np.int16))
+    grads, metrics, _ = world.gradient(shards(other, world), SURROGATE)
+    assert_gradient(grads, reference.gradient(other, losses.surrogate))
+    assert metrics["moe/route_disagreement"].value > 0.5
+
+
 def test_the_own_routes_do_not_disagree(reference_of: References, start: Start) -> None:
     reference = reference_of("moe")
     batch = weighted(make_batch(reference))

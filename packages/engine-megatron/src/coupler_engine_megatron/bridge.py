@@ -27,7 +27,7 @@ from coupler_engine_megatron.head import LogprobHead, ValueHead
 from coupler_engine_megatron.norm import RMSNorm
 from coupler_engine_megatron.routing import Router
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")  # model types whose log-probs and weights are tested
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3")  # model types whose log-probs and weights are tested
 SCORE = {"output_layer.weight": "score.weight", "output_layer.bias": "score.bias"}
 LATENT = "deepseek_v3"  # has multi-head latent attention, and routers with a bias
 _ROPE = {"default", "linear", "llama3"}
@@ -69,8 +69,6 @@ def read_config(model: Model) -> Any:
         if holds:
             raise CouplerError(f"engine=megatron cannot train model.path of type {kind!r}: {why}.")
     config.rope_theta = rope["rope_theta"]  # where mbridge looks for it
-    if kind == LATENT:
-        config.rope_scaling = None if rope["rope_type"] == "default" else {**rope, "type": rope["rope_type"]}
     if model.head is Head.VALUE:
         config.tie_word_embeddings = False  # there is no head to tie
     return config
@@ -91,6 +89,8 @@ class _Readable:
     """A configuration as mbridge reads it: with ``in``, and without the layers that predict further tokens."""
 
     def __init__(self, config: Any) -> None:
+        rope = config.rope_parameters
+        self.rope_scaling = None if rope["rope_type"] == "default" else {**rope, "type": rope["rope_type"]}
         self._config = config
 
     def __getattr__(self, name: str) -> Any:

@@ -149,20 +149,25 @@ class TransformersReference(Reference):
         self.outputs(batch.without("routed_experts"))
         for hook in hooks:
             hook.remove()
-        return torch.stack([torch.cat(layer) for layer in found], 1).numpy()
+        return torch.stack([torch.cat(layer) for layer in found], 1).cpu().numpy()
 
     @contextmanager
     def _replaying(self, one: Batch) -> Iterator[None]:
         """Send the tokens of one sequence to the experts of its column ``routed_experts``, where it has that."""
         import torch
 
+        sigmoid = self.model.config.model_type == "deepseek_v3"
+
         def replay(router: Any, target: Any, out: Any) -> Any:
-            scores = out[0].softmax(-1)
-            chosen = torch.where(target[:, :1] >= 0, target, scores.topk(target.shape[1]).indices)
+            scores = out[0].sigmoid() if sigmoid else out[0].softmax(-1)
+            chosen = torch.where(target[:, :1] >= 0, target, out[2])
             weights = scores.gather(1, chosen)
-            return out[0], weights / weights.sum(1, keepdim=True) if router.norm_topk_prob else weights, chosen
+            if router.norm_topk_prob:
+                weights = weights / weights.sum(1, keepdim=True)
+            return out[0], (weights * (router.routed_scaling_factor if sigmoid else 1)).to(out[1].dtype), chosen
 
         column = torch.from_numpy(one["routed_experts"]).long() if one.has("routed_experts") else None
+        column = column if column is None else column.to(self.model.device)
         hooks = [
             router.register_forward_hook(lambda module, _args, out, target=column[:, i]: replay(module, target, out))
             for i, router in enumerate(self._routers)
@@ -211,7 +216,7 @@ class TransformersReference(Reference):
             metrics.append(found)
         grads: Arrays = {}
         for name, p in self.model.named_parameters():
-            grads |= _as_saved(name, np.zeros(tuple(p.shape)) if p.grad is None else p.grad.numpy().copy())
+            grads |= _as_saved(name, np.zeros(tuple(p.shape)) if p.grad is None else _float64(p.grad))
         buffers = {name: np.zeros(tuple(b.shape)) for name, b in self.model.named_buffers()}
         grads |= {name: zeros for name, zeros in buffers.items() if name in self.tensors}
         return Gradient(grads, read(merge(metrics)))
@@ -236,6 +241,10 @@ class TransformersReference(Reference):
         import torch
 
         return torch.from_numpy(tensor.copy())
+
+
+def _float64(tensor: Any) -> np.ndarray:
+    return tensor.cpu().double().numpy().copy()
 
 
 def _as_saved(name: str, tensor: np.ndarray) -> Arrays:
