@@ -103,10 +103,7 @@ class ToyRun:
             buffer=self.buffer,
         )
 
-        async def device_bytes() -> int:
-            return 0
-
-        residency = Residency({}, shared=False, device_bytes=device_bytes)
+        residency = Residency({}, shared=False)
         self.trainer = Trainer(
             config,
             policy=self.policy,

@@ -160,6 +160,11 @@ class RolloutConfig:
     replicas: int = 1  # independent copies that share the requests; above 1 under executor=ray
     python: str = ""  # interpreter of these replicas, under executor=ray; empty: the one that runs the job
 
+    @property
+    def devices_per_replica(self) -> int:
+        """Devices, all of one node, that one copy of the model is split over."""
+        return 1
+
 
 class Engine(ABC):
     """One rank of a training backend: a plain class that cannot tell Ray from a thread.
@@ -238,6 +243,7 @@ class Request:
     stop: tuple[int, ...] = ()  # token ids that end the completion; the stop token is part of it
     seed: int = 0
     session: str = ""  # same session, same replica: its prefix cache is warm
+    routed_experts: bool = False  # say which experts every token went to; capability ``output:routed_experts``
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +254,7 @@ class Completion:
     logprobs: tuple[float, ...]  # natural log, of the sampling distribution (after temperature, full support)
     versions: tuple[int, ...]  # weights version that sampled each token
     finish: Literal["stop", "length", "abort"]
+    routed_experts: Any = None  # if asked for: integers [prompt + tokens, layers, topk] as in Output; -1: never fed
 
 
 class InFlight(StrEnum):
@@ -312,6 +319,10 @@ class Rollout(ABC):
     async def wake(self, what: frozenset[Memory]) -> None:
         """Undo :meth:`sleep`. Weights come back with undefined contents: an update follows."""
 
+    async def device_bytes(self) -> int:
+        """Device memory that the model worker with most of it holds now; 0 on the CPU."""
+        return 0
+
     def close(self) -> None:
         """End processes that this replica started. :meth:`setup` may follow."""
 
@@ -334,6 +345,12 @@ class WeightUpdate:
     num_receivers: int  # model workers over all replicas
     deadline_s: float
     permuted: bool = False  # start-up test: every tensor travels with its elements in reverse order
+    attempt: int = 0  # the same version once more, after a replica died while it got it
+
+    @property
+    def key(self) -> tuple[int, int, bool]:
+        """What tells one transfer from every other one of the edge."""
+        return self.version, self.attempt, self.permuted
 
     def open(self) -> Transport:
         return open_transport(self.transport)
