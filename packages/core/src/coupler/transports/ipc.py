@@ -22,7 +22,7 @@ from coupler.interfaces import Endpoint, Named, Rank, SendReceipt, Transport, We
 from coupler.transports.connection import Listener, connected, header, send
 from coupler.transports.packing import Entry, Packer, tensor_of
 
-BUFFER_BYTES = 256 << 20
+BUFFER_BYTES = 128 << 20
 
 
 class IpcTransport(Transport):
