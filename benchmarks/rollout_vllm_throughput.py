@@ -1,11 +1,11 @@
 """Tokens per second of rollout=vllm against vLLM's own ``LLM.generate`` with the same engine arguments.
 
     python benchmarks/rollout_vllm_throughput.py --shape 0.5b
-    python benchmarks/rollout_vllm_throughput.py --shape 0.5b --no-seeds rollout.kv_cache_gib=20
+    python benchmarks/rollout_vllm_throughput.py --shape tiny --requests 32 --rounds 1      # anywhere
 
-512 requests of 256 prompt tokens; each ends after a stored number of tokens (lognormal, 363 in the mean). Each side
-runs in processes of its own, in turns; a round warms up with 64 requests and then measures all. "Driver" is CPU time of
-the process that asks, per request. Weights are random.
+512 requests of 256 prompt tokens; each ends after a stored number of tokens (lognormal, 363 in the mean). Both sides
+start together in processes of their own and measure in turns, each after 64 requests to warm up. "Driver" is CPU time
+of the process that asks, per request. Weights are random.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import argparse
 import asyncio
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from shapes import SHAPES, write_shape
+from sides import Side, serve
 
 from coupler.interfaces import Model, Rank, Request
 from coupler.testing.subject import configured, parse_settings
@@ -30,6 +30,7 @@ from coupler_rollout_vllm.config import VLLMConfig
 LENGTHS = Path(__file__).with_name("lengths_lognormal.json")
 PROMPT = 256
 WARM = 64
+CACHE_GIB = 16.0  # of each side: both are on the GPU at once
 
 
 def make_requests(count: int, vocabulary: int) -> list[Request]:
@@ -40,23 +41,27 @@ def make_requests(count: int, vocabulary: int) -> list[Request]:
     ]
 
 
-def through_coupler(folder: Path, config: VLLMConfig, requests: list[Request]) -> dict[str, float]:
+def through_coupler(folder: Path, config: VLLMConfig, requests: list[Request]) -> None:
     from coupler_rollout_vllm.rollout import VLLMRollout
 
-    async def story() -> dict[str, float]:
+    async def start() -> VLLMRollout:
         rollout = VLLMRollout(config, Model(str(folder)))
         await rollout.setup(Rank(seed=1))
         await asyncio.gather(*map(rollout.generate, requests[:WARM]))
-        start, cpu = time.perf_counter(), time.process_time()
+        return rollout
+
+    async def generate(rollout: VLLMRollout) -> dict[str, float]:
+        begun, cpu = time.perf_counter(), time.process_time()
         done = await asyncio.gather(*map(rollout.generate, requests))
-        measured = _measured(sum(len(d.tokens) for d in done), start, cpu, len(requests))
+        return _measured(sum(len(d.tokens) for d in done), begun, cpu, len(requests))
+
+    with asyncio.Runner() as runner:
+        rollout = runner.run(start())
+        serve(lambda: runner.run(generate(rollout)))
         rollout.close()
-        return measured
-
-    return asyncio.run(story())
 
 
-def through_vllm(folder: Path, config: VLLMConfig, requests: list[Request]) -> dict[str, float]:
+def through_vllm(folder: Path, config: VLLMConfig, requests: list[Request]) -> None:
     from vllm import LLM
 
     from coupler_rollout_vllm import compat
@@ -65,23 +70,48 @@ def through_vllm(folder: Path, config: VLLMConfig, requests: list[Request]) -> d
     llm = LLM(**engine_arguments(config, Model(str(folder)), Rank(seed=1)))
     prompts: list[Any] = [compat.tokens_input(list(r.prompt)) for r in requests]
     params = [compat.sampling_params(r, 0, r.max_tokens, config.per_request_seeds) for r in requests]
+    for each in params:
+        each.flat_logprobs = True  # the quickest that it returns
     llm.generate(prompts[:WARM], params[:WARM], use_tqdm=False)
-    start, cpu = time.perf_counter(), time.process_time()
-    done = llm.generate(prompts, params, use_tqdm=False)
-    return _measured(sum(len(d.outputs[0].token_ids) for d in done), start, cpu, len(requests))
+
+    def generate() -> dict[str, float]:
+        begun, cpu = time.perf_counter(), time.process_time()
+        done = llm.generate(prompts, params, use_tqdm=False)
+        return _measured(sum(len(d.outputs[0].token_ids) for d in done), begun, cpu, len(requests))
+
+    serve(generate)
 
 
-def _measured(tokens: int, start: float, cpu: float, count: int) -> dict[str, float]:
-    seconds, busy = time.perf_counter() - start, time.process_time() - cpu
+def _measured(tokens: int, begun: float, cpu: float, count: int) -> dict[str, float]:
+    seconds, busy = time.perf_counter() - begun, time.process_time() - cpu
     return {"tokens_per_s": tokens / seconds, "driver_ms": 1e3 * busy / count}
 
 
 SIDES = {"coupler": through_coupler, "vllm": through_vllm}
 
 
-def measure(side: str, arguments: list[str]) -> dict[str, float]:
-    done = subprocess.run([sys.executable, __file__, *arguments, "--side", side], stdout=subprocess.PIPE, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+def compare(args: argparse.Namespace, folder: str) -> None:
+    shared = [f"--shape={args.shape}", f"--requests={args.requests}", f"--folder={folder}", *args.settings]
+    seeds = ["--no-seeds"] if args.no_seeds else []
+    sides = {name: Side(__file__, f"--side={name}", *seeds, *shared) for name in SIDES}
+    for side in sides.values():
+        side.ready()
+    rounds = {name: [] for name in sides}
+    for _ in range(args.rounds):
+        for name, side in sides.items():
+            rounds[name].append(side.measure())
+    for side in sides.values():
+        side.close()
+    median = {}
+    for name, found in rounds.items():
+        rates = [each["tokens_per_s"] for each in found]
+        median[name] = statistics.median(rates)
+        driver = statistics.median(each["driver_ms"] for each in found)
+        print(
+            f"RESULT {name}: {median[name]:,.0f} tokens/s ({', '.join(f'{r:,.0f}' for r in rates)}), "
+            f"driver {driver:.2f} ms a request"
+        )
+    print(f"RESULT throughput {args.shape}, {args.requests} requests: ratio {median['coupler'] / median['vllm']:.3f}")
 
 
 def main() -> None:
@@ -90,28 +120,19 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--no-seeds", action="store_true", help="sample from the engine's own random stream")
-    parser.add_argument("--side", choices=SIDES, help="measure one side, once, and print it as JSON")
+    parser.add_argument("--side", choices=SIDES, help="be one side; the script starts both")
+    parser.add_argument("--folder", type=Path, help="of the model; the script writes one")
     parser.add_argument("settings", nargs="*", help="rollout.KEY=VALUE")
     args = parser.parse_args()
-    settings = {"prefix_caching": False, **parse_settings(args.settings).get("rollout", {})}
-    config = configured(VLLMConfig, {**settings, "per_request_seeds": not args.no_seeds})
-    if args.side:
+    if not args.side:
         with tempfile.TemporaryDirectory() as folder:
-            requests = make_requests(args.requests, SHAPES[args.shape]["vocab_size"])
-            print(json.dumps(SIDES[args.side](write_shape(Path(folder), args.shape), config, requests)))
+            write_shape(Path(folder), args.shape)
+            compare(args, folder)
         return
-    rounds = {side: [] for side in SIDES}
-    for _ in range(args.rounds):
-        for side, found in rounds.items():
-            found.append(measure(side, sys.argv[1:]))
-    print("| side | tokens/s (median; all) | driver, ms a request |\n|---|---|---|")
-    median = {}
-    for side, found in rounds.items():
-        rates = [each["tokens_per_s"] for each in found]
-        median[side] = statistics.median(rates)
-        driver = statistics.median(each["driver_ms"] for each in found)
-        print(f"| {side} | {median[side]:,.0f} ({', '.join(f'{r:,.0f}' for r in rates)}) | {driver:.2f} |")
-    print(f"ratio {median['coupler'] / median['vllm']:.3f}")
+    cache = {"kv_cache_gib": CACHE_GIB} if torch.cuda.is_available() else {}
+    settings = {"prefix_caching": False, **cache, **parse_settings(args.settings).get("rollout", {})}
+    config = configured(VLLMConfig, {**settings, "per_request_seeds": not args.no_seeds})
+    SIDES[args.side](args.folder, config, make_requests(args.requests, SHAPES[args.shape]["vocab_size"]))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Qwen2.5 shapes as model folders without weights, for the benchmarks of rollouts."""
+"""Qwen2.5 shapes (and one as large as SmolLM2) as model folders without weights, for the benchmarks of rollouts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
              "num_key_value_heads": 2, "vocab_size": 1024, "tie_word_embeddings": True},
+    "135m": {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+             "num_key_value_heads": 3, "vocab_size": 49_152, "tie_word_embeddings": True},
     "0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
              "num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True},
     "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,

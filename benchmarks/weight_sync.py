@@ -1,12 +1,14 @@
-"""Time of a weight sync into rollout=vllm, next to a plain copy of the bytes.
+"""Time of a weight sync into rollout=vllm, and of its sleep and wake, next to plain copies of the bytes.
 
     python benchmarks/weight_sync.py --shape 1.5b --transport ipc           # same GPU, two processes
     python benchmarks/weight_sync.py --shape 7b --transport nccl            # engine on GPU 0, vLLM on GPU 1
     python benchmarks/weight_sync.py --shape tiny --transport tcp           # anywhere
 
 The sender holds random weights under the names of the checkpoint, as an engine yields them. A round changes them,
-pushes them, and compares a fingerprint of all elements on both sides. "Copy" is one device-to-device copy of the same
-bytes (with nccl: a peer-to-peer copy to the other GPU), "extra" the most memory the sync took on the sender's side.
+pushes them; the first and the last compare a checksum of every tensor on both sides. "Copy" is one device-to-device
+copy of the same bytes (with nccl: a peer-to-peer copy to the other GPU), "extra" the most memory the sync took on the
+sender's side. Then the rollout sleeps and wakes, next to a copy of the bytes to pinned host memory and back; "residue"
+is what the device misses while it sleeps, measured from before it started.
 """
 
 from __future__ import annotations
@@ -23,13 +25,13 @@ from pathlib import Path
 import torch
 from shapes import SHAPES, checkpoint_shapes, write_shape
 
-from coupler.interfaces import InFlight, Model, Named, Rank
+from coupler.interfaces import InFlight, Memory, Model, Named, Rank
 from coupler.plugins.manager import Plugins
 from coupler.testing.edge import Edge
 from coupler.testing.subject import configured, parse_settings
+from coupler_rollout_vllm.checksums import checksum
 from coupler_rollout_vllm.config import VLLMConfig
 from coupler_rollout_vllm.rollout import VLLMRollout
-from coupler_rollout_vllm.worker import fingerprint
 
 SMALL = {"enforce_eager": True, "kv_cache_gib": 1.0, "max_model_len": 2048}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -50,8 +52,8 @@ class Weights:
         for tensor in self.tensors.values():
             tensor.add_(0.001)
 
-    def fingerprint(self) -> list[int]:
-        return fingerprint(self.tensors.values())
+    def checksums(self) -> dict[str, int]:
+        return {name: checksum(tensor) for name, tensor in self.tensors.items()}
 
 
 def copy_seconds(num_bytes: int, target: str) -> float:
@@ -73,42 +75,94 @@ def synchronize() -> None:
         torch.cuda.synchronize(index)
 
 
-async def measure(folder: Path, transport: str, settings: dict[str, object], rounds: int) -> None:
-    apart = transport == "nccl" and DEVICE == "cuda"
+def pinned_seconds(num_bytes: int) -> float:
+    """Median time of one copy of so many bytes to pinned host memory and back."""
+    source = torch.empty(num_bytes, dtype=torch.uint8, device=DEVICE)
+    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=DEVICE == "cuda")
+    times = []
+    for _ in range(4):
+        synchronize()
+        start = time.perf_counter()
+        host.copy_(source, non_blocking=True)
+        source.copy_(host, non_blocking=True)
+        synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
+
+
+def free_bytes(device: int) -> int:
+    if DEVICE == "cpu":
+        return 0
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
+
+async def measure(folder: Path, args: argparse.Namespace, settings: dict[str, object]) -> None:
+    apart = args.transport == "nccl" and DEVICE == "cuda"
     weights = Weights(checkpoint_shapes(folder))
     copied = copy_seconds(weights.num_bytes, "cuda:1" if apart else DEVICE)
-    torch.cuda.empty_cache()
+    pinned = pinned_seconds(weights.num_bytes)
+    free = free_bytes(int(apart))
     if apart:  # of the engine's processes, which start later
         os.environ["CUDA_VISIBLE_DEVICES"] = "1"
     rollout = VLLMRollout(configured(VLLMConfig, {**SMALL, **settings}), Model(str(folder)))
-    edge = Edge(Plugins.load().get("transport", transport), rollout, await rollout.setup(Rank(seed=1)))
+    edge = Edge(Plugins.load().get("transport", args.transport), rollout, await rollout.setup(Rank(seed=1)))
     await rollout.pause(InFlight.DRAIN)
     times, extra = [], 0
-    for _ in range(rounds + 2):
-        weights.change()
-        synchronize()
-        if DEVICE == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated() if DEVICE == "cuda" else 0
-        start = time.perf_counter()
-        _, receipt = await edge.push(weights.stream())
-        times.append(time.perf_counter() - start)
-        if DEVICE == "cuda":
-            extra = max(extra, torch.cuda.max_memory_allocated() - before)
-        assert not receipt.missing and not receipt.unexpected, receipt
-        if DEVICE == "cuda":  # on the CPU the layers keep their weights packed, out of sight
-            assert (await rollout.fingerprints())[0] == weights.fingerprint(), "what arrived is not what was sent"
-    found = times[2:]
-    sync = statistics.median(found)
-    print("| transport | GB | sync, ms (median; all) | first, ms | copy, ms | sync / copy | GB/s | extra, MiB |")
-    print("|---|---|---|---|---|---|---|---|")
-    every = ", ".join(f"{1e3 * seconds:.0f}" for seconds in found)
-    print(
-        f"| {transport} | {weights.num_bytes / 1e9:.2f} | {1e3 * sync:.1f} ({every}) "
-        f"| {1e3 * times[0]:.0f} | {1e3 * copied:.1f} | {sync / copied:.2f} | {weights.num_bytes / sync / 1e9:.1f} "
-        f"| {extra / 2**20:.0f} |"
-    )
+    for i in range(args.rounds + 2):
+        seconds, more = await push(edge, weights)
+        times.append(seconds)
+        extra = max(extra, more)
+        if DEVICE == "cuda" and i in (0, args.rounds + 1):  # on the CPU the layers keep their weights packed
+            assert await rollout.checksums() == [weights.checksums()], "what arrived is not what was sent"
+    report_sync(args, weights.num_bytes, times, copied, extra)
+    await sleep_and_wake(rollout, free, int(apart), pinned)
     rollout.close()
+
+
+async def push(edge: Edge, weights: Weights) -> tuple[float, int]:
+    """Change the weights and send them; return seconds and the extra memory of this process."""
+    weights.change()
+    synchronize()
+    before = 0
+    if DEVICE == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    start = time.perf_counter()
+    _, receipt = await edge.push(weights.stream())
+    seconds = time.perf_counter() - start
+    assert not receipt.missing and not receipt.unexpected, receipt
+    return seconds, torch.cuda.max_memory_allocated() - before if DEVICE == "cuda" else 0
+
+
+def report_sync(args: argparse.Namespace, num_bytes: int, times: list[float], copied: float, extra: int) -> None:
+    sync = statistics.median(times[2:])
+    every = ", ".join(f"{1e3 * seconds:.0f}" for seconds in times[2:])
+    print(
+        f"RESULT sync {args.shape} {args.transport}: {num_bytes / 1e9:.2f} GB in {1e3 * sync:.1f} ms ({every}; first "
+        f"{1e3 * times[0]:.0f}), copy {1e3 * copied:.1f} ms, {sync / copied:.2f} times the copy "
+        f"({sync / (3 * copied + 0.02):.2f} of 3 copies + 20 ms), {num_bytes / sync / 1e9:.1f} GB/s, "
+        f"{copied / sync:.2f} of the copy's rate, extra {extra / 2**20:.0f} MiB",
+        flush=True,
+    )
+
+
+async def sleep_and_wake(rollout: VLLMRollout, free: int, device: int, pinned: float) -> None:
+    both, times, residue = frozenset(Memory), [], 0
+    for _ in range(6):
+        start = time.perf_counter()
+        await rollout.sleep(both)
+        slept = time.perf_counter()
+        residue = free - free_bytes(device)
+        again = time.perf_counter()
+        await rollout.wake(both)
+        times.append((slept - start, time.perf_counter() - again))
+    sleep, wake = (statistics.median(column) for column in zip(*times[1:], strict=True))
+    print(
+        f"RESULT sleep {1e3 * sleep:.1f} ms + wake {1e3 * wake:.1f} ms: {(sleep + wake) / pinned:.2f} of a copy of the "
+        f"weights to pinned memory and back, {1e3 * pinned:.1f} ms; residue {residue / 2**30:.2f} GiB",
+        flush=True,
+    )
 
 
 def main() -> None:
@@ -120,7 +174,7 @@ def main() -> None:
     args = parser.parse_args()
     settings = parse_settings(args.settings).get("rollout", {})
     with tempfile.TemporaryDirectory() as folder:
-        asyncio.run(measure(write_shape(Path(folder), args.shape), args.transport, settings, args.rounds))
+        asyncio.run(measure(write_shape(Path(folder), args.shape), args, settings))
 
 
 if __name__ == "__main__":

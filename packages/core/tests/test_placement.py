@@ -36,6 +36,14 @@ def test_disjoint_rollouts_have_their_own() -> None:
     assert (rollouts.num_bundles, rollouts.bundle(1, True)) == (2, {"CPU": 1.0, "GPU": 1.0})
 
 
+def test_a_replica_of_two_devices_takes_two_bundles() -> None:
+    """Those of two ranks of the engine, or two of its own."""
+    roles = [Role("policy", 4), Role("rollout", 2, devices=2)]
+    (share,) = make_shares(roles, Placement.COLOCATED)
+    assert share.num_bundles == 4
+    assert [share.num_bundles for share in make_shares(roles, Placement.DISJOINT)] == [4, 4]
+
+
 def test_what_fits_is_not_refused() -> None:
     assert shortage(make_shares(ROLES, Placement.DISJOINT), 1, True, [node("a", 8, 4), node("b", 8, 2)]) == ""
 

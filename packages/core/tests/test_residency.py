@@ -23,13 +23,13 @@ def build(shared: bool) -> tuple[Residency, list[str]]:
         async def admit(part: Held) -> None:
             moves.append(f"+{role}.{part}")
 
-        return Holder(parts, evict, admit)
+        async def device_bytes() -> int:
+            return (1 if role == "policy" else 2) << 30
 
-    async def device_bytes() -> int:
-        return 1 << 30
+        return Holder(parts, evict, admit, device_bytes)
 
     holders = {"policy": holder("policy", ENGINE), "rollout": holder("rollout", ROLLOUT)}
-    return Residency(holders, shared=shared, device_bytes=device_bytes), moves
+    return Residency(holders, shared=shared), moves
 
 
 def test_grads_and_optimizer_leave_before_rollout_weights_wake() -> None:
@@ -56,7 +56,9 @@ def test_grads_and_optimizer_leave_before_rollout_weights_wake() -> None:
         "+rollout.kv_cache",
         "sample",
     ]
-    assert residency.metrics()["memory/sync/device_gib"].value == 1
+    found = {name: metric.value for name, metric in residency.metrics().items() if "sync" in name}
+    assert found.pop("memory/sync/host_gib") > 0
+    assert found == {"memory/sync/policy_gib": 1, "memory/sync/rollout_gib": 2, "memory/sync/device_gib": 3}
 
 
 def test_nothing_moves_where_devices_are_not_shared() -> None:
@@ -68,16 +70,18 @@ def test_nothing_moves_where_devices_are_not_shared() -> None:
 
     asyncio.run(go())
     assert moves == ["both"]
+    assert residency.ledger == {"sample": {"rollout": 2 << 30}, "train": {"policy": 1 << 30}}, "who was asked"
 
 
 def test_out_of_memory_names_the_phase_and_who_holds_what() -> None:
     residency, _ = build(shared=True)
 
     async def go() -> None:
+        async with residency("sample", {"rollout": ROLLOUT}):
+            pass
         async with residency("train", {"policy": ENGINE}):
             raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")
 
-    with pytest.raises(
-        CouplerError, match=r"(?s)out of memory in phase train.*policy: grads, optimizer, params; rollout: nothing"
-    ):
+    who = "out of memory in phase train.*policy: grads, optimizer, params; rollout: nothing"
+    with pytest.raises(CouplerError, match=rf"(?s){who}.*sample policy 1.0 GiB \+ rollout 2.0 GiB"):
         asyncio.run(go())

@@ -8,20 +8,25 @@ from typing import Any
 
 import pytest
 
+from coupler.config.schema import SyncConfig
 from coupler.errors import ReplicaDied
 from coupler.executors import Local
-from coupler.interfaces import Completion, InFlight, Model, Rank, Request
+from coupler.interfaces import Completion, InFlight, Memory, Model, Rank, Request, SyncReceipt, WeightUpdate
+from coupler.plugins.manager import Plugins
 from coupler.rollouts import MAX_RESTARTS, RolloutGroup
+from coupler.sharding import StreamShardingManager
 from coupler.testing.models import write_toy
 from coupler.testing.toy import ToyRollout
-from coupler.testing.toy_config import ToyRolloutConfig
+from coupler.testing.toy_config import ToyEngineConfig, ToyRolloutConfig
 from coupler.waiting import Waits
+from coupler.workers import WorkerGroup, WorkerSpec
 
 
 class MortalRollout(ToyRollout):
     """Dies when told to, with everything it is sampling; ``setup`` brings it back."""
 
     dead = False
+    dies_in = ""  # this method, once
     starts = 0
     closed = False
 
@@ -43,7 +48,22 @@ class MortalRollout(ToyRollout):
         self.check()
         await super().pause(in_flight)
 
-    def check(self) -> None:
+    async def update(self, update: WeightUpdate) -> SyncReceipt:
+        if self.dies_in == "update, half way":  # in a thread of its own: the sender is served meanwhile
+            received = update.receive(Rank())
+            await asyncio.to_thread(next, received)
+            received.close()
+            self.dies_in, self.dead = "", True
+        self.check("update")
+        return await asyncio.to_thread(asyncio.run, super().update(update))  # several receive at once
+
+    async def wake(self, what: frozenset[Memory]) -> None:
+        self.check("wake")
+        await super().wake(what)
+
+    def check(self, method: str = "") -> None:
+        if method and method == self.dies_in:
+            self.dies_in, self.dead = "", True
         if self.dead:
             raise ReplicaDied("it died.")
 
@@ -161,3 +181,62 @@ def test_requests_go_to_the_fewest_outstanding_tokens(tmp_path: Path) -> None:
         await asyncio.gather(long, *short)
 
     asyncio.run(story())
+
+
+def make_edge(group: RolloutGroup, transport: str) -> StreamShardingManager:
+    engine = Plugins.load().get("engine", "toy").target
+    model = Model(str(write_toy(Path(group.replicas[0].of.model.path))))
+    spec = WorkerSpec("policy", engine, ToyEngineConfig(), model, None)
+    return StreamShardingManager(
+        SyncConfig(deadline_s=20.0),
+        engine=WorkerGroup(group.executor, spec, [Rank()]),
+        rollouts=group,
+        weight_format="full",
+        transport=Plugins.load().get("transport", transport).target,
+        probe_prompt=(5, 6),
+        temperature=1.0,
+    )
+
+
+@pytest.mark.parametrize("transport", ["tcp", "disk"])
+@pytest.mark.parametrize("when", ["update", "update, half way"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_replica_that_dies_in_a_sync_gets_the_weights_when_it_is_back(
+    tmp_path: Path, count: int, when: str, transport: str
+) -> None:
+    """Also before it came to the sender, which waits for it; and the others get them once more."""
+
+    async def story() -> None:
+        group = make_group(tmp_path, count)
+        edge = make_edge(group, transport)
+        await edge.engine.setup()
+        await edge.setup()
+        await edge.sync(0)
+        (want,) = {await replica(group, i).generate(requests(1)[0]) for i in range(count)}
+        replica(group, 0).dies_in = when
+        await edge.sync(1)
+        assert (group.dead, replica(group, 0).starts) == (set(), 2)
+        for i in range(count):
+            done = await replica(group, i).generate(requests(1)[0])
+            assert (done.tokens, set(done.versions)) == (want.tokens, {1})
+
+    asyncio.run(asyncio.wait_for(story(), 15.0))
+
+
+def test_a_replica_that_dies_while_it_wakes_is_back_at_the_sync(tmp_path: Path) -> None:
+    async def story() -> None:
+        group = make_group(tmp_path, 1)
+        edge = make_edge(group, "tcp")
+        await edge.engine.setup()
+        await edge.setup()
+        await edge.sync(0)
+        await group.tell("sleep", frozenset(Memory))
+        replica(group, 0).dies_in = "wake"
+        await group.tell("wake", frozenset({Memory.WEIGHTS}))
+        assert group.dead == {0}
+        with pytest.raises(ReplicaDied, match="no rollout replica is left: it died"):
+            await group.generate(requests(1)[0])
+        await edge.sync(1)
+        assert set((await group.generate(requests(1)[0])).versions) == {1}
+
+    asyncio.run(asyncio.wait_for(story(), 15.0))

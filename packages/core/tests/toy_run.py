@@ -105,10 +105,7 @@ class ToyRun:
             routed_experts=config.router_replay is RouterReplay.R3,
         )
 
-        async def device_bytes() -> int:
-            return 0
-
-        residency = Residency({}, shared=False, device_bytes=device_bytes)
+        residency = Residency({}, shared=False)
         self.trainer = Trainer(
             config,
             policy=self.policy,

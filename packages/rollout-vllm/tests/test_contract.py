@@ -83,7 +83,7 @@ def test_a_request_has_no_arguments_of_one_engine() -> None:
 
 def test_logprobs_that_do_not_match_the_tokens_are_an_error() -> None:
     """Not an empty completion, and not an index error three calls later."""
-    output = SimpleNamespace(token_ids=[1, 2], logprobs=SimpleNamespace(logprobs=[-0.5]))
+    output = SimpleNamespace(new_token_ids=[1, 2], new_logprobs=SimpleNamespace(logprobs=np.array([[-0.5]])))
     with pytest.raises(CouplerError, match="1 log-probs of 2 tokens"):
         compat.logprobs_of(output)
 
@@ -128,6 +128,14 @@ def test_memory_comes_and_goes_by_part(served: Served, reference: TransformersRe
         assert (await rollout.generate(request)).tokens == before.tokens
 
     served.run(story)
+
+
+def test_more_prompts_than_fit_into_one_step(served: Served, reference: TransformersReference) -> None:
+    """The last one of a step is cut into pieces, or waits: either way every request gets what its seed says."""
+    requests = [Request((5 + i, *range(4, 204)), 2, seed=i) for i in range(60)]  # 12,060 tokens
+    done = generate(served, *requests)
+    assert max(error(reference, r, d) for r, d in zip(requests, done, strict=True)) < 1e-3
+    assert generate(served, requests[41]) == [done[41]]
 
 
 def test_nothing_happens_under_running_requests(served: Served, reference: TransformersReference) -> None:

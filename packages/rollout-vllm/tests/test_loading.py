@@ -12,6 +12,7 @@ import torch
 from coupler.errors import WeightSyncError
 from coupler.interfaces import Named
 from coupler.testing.reference import TransformersReference
+from coupler_rollout_vllm.checksums import checksum, of_plan
 from coupler_rollout_vllm.loading import copy, plans, record
 
 
@@ -69,6 +70,23 @@ def test_the_plan_gives_the_bits_that_the_loader_gives(model: Any, reference: Tr
         again = copy(plans[model], stream(reference, 3.0))
     assert again == answer
     assert_equal(state(model), wanted)
+
+
+def test_checksums_are_those_of_what_was_sent(model: Any, reference: TransformersReference) -> None:
+    """Read back from fused parameters, under the checkpoint's names; an element that moves or flips its sign shows."""
+    with torch.no_grad():
+        record(model, stream(reference), reference.folder)
+        sent = {name: checksum(tensor) for name, tensor in stream(reference)}
+        assert of_plan(plans[model]) == sent
+        name = "model.layers.0.self_attn.k_proj.weight"
+        (piece,) = plans[model][name]
+        piece.into.copy_(piece.into.flip(0))
+        moved = of_plan(plans[model])
+        piece.into.copy_(piece.into.flip(0))
+        piece.into[3, 5] *= -1
+        flipped = of_plan(plans[model])
+    assert len({sent[name], moved[name], flipped[name]}) == 3
+    assert {**moved, name: 0} == {**flipped, name: 0} == {**sent, name: 0}
 
 
 def test_the_plan_takes_what_is_not_contiguous(model: Any, reference: TransformersReference) -> None:

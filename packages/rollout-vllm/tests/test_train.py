@@ -41,8 +41,9 @@ def run(folder: Path, reference: TransformersReference, *overrides: str) -> list
             "sync.in_flight=recompute",
             "sync.transport=nccl",
         ),  # gloo, on the CPU
+        ("engine.lora_rank=4", "sync.transport=tcp"),
     ],
-    ids=["taking turns", "asynchronous"],
+    ids=["taking turns", "asynchronous", "with the adapter merged"],
 )
 def test_it_trains(tmp_path: Path, reference: TransformersReference, overrides: tuple[str, ...]) -> None:
     log = run(tmp_path, reference, *overrides)

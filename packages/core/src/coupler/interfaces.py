@@ -163,6 +163,11 @@ class RolloutConfig:
     replicas: int = 1  # independent copies that share the requests; above 1 under executor=ray
     python: str = ""  # interpreter of these replicas, under executor=ray; empty: the one that runs the job
 
+    @property
+    def devices_per_replica(self) -> int:
+        """Devices, all of one node, that one copy of the model is split over."""
+        return 1
+
 
 class Engine(ABC):
     """One rank of a training backend: a plain class that cannot tell Ray from a thread.
@@ -322,6 +327,10 @@ class Rollout(ABC):
     async def wake(self, what: frozenset[Memory]) -> None:
         """Undo :meth:`sleep`. Weights come back with undefined contents: an update follows."""
 
+    async def device_bytes(self) -> int:
+        """Device memory that the model worker with most of it holds now; 0 on the CPU."""
+        return 0
+
     def close(self) -> None:
         """End processes that this replica started. :meth:`setup` may follow."""
 
@@ -344,6 +353,12 @@ class WeightUpdate:
     num_receivers: int  # model workers over all replicas
     deadline_s: float
     permuted: bool = False  # start-up test: every tensor travels with its elements in reverse order
+    attempt: int = 0  # the same version once more, after a replica died while it got it
+
+    @property
+    def key(self) -> tuple[int, int, bool]:
+        """What tells one transfer from every other one of the edge."""
+        return self.version, self.attempt, self.permuted
 
     def open(self) -> Transport:
         return open_transport(self.transport)

@@ -16,17 +16,25 @@ class Role:
 
     name: str
     count: int
+    devices: int = 1  # of each worker: a replica's model may be split over several, on one node
+
+    @property
+    def num_bundles(self) -> int:
+        return self.count * self.devices
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Roles whose workers of the same index share a bundle: one GPU or none, and CPUs for each of them."""
+    """Roles whose workers of the same index share a bundle: one GPU or none, and CPUs for each of them.
+
+    A worker of several devices has as many bundles, one after the other.
+    """
 
     roles: tuple[Role, ...]
 
     @property
     def num_bundles(self) -> int:
-        return max(role.count for role in self.roles)
+        return max(role.num_bundles for role in self.roles)
 
     def bundle(self, num_cpus_per_worker: int, gpus: bool) -> dict[str, float]:
         """What one bundle takes, as Ray names it."""

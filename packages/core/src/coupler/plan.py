@@ -193,7 +193,9 @@ def make_workers(config: RunConfig, needs: frozenset[str], plugins: Plugins, *, 
     refers = "ref_logprobs" in needs and not is_own_reference(config, plugins)
     roles += [Role("reference", config.engine.ranks)] if refers else []
     roles += [Role("critic", config.critic.engine.ranks)] if "values" in needs else []
-    return (*roles, Role(ROLLOUT, config.rollout.replicas)) if rollouts else tuple(roles)
+    if rollouts:
+        roles.append(Role(ROLLOUT, config.rollout.replicas, config.rollout.devices_per_replica))
+    return tuple(roles)
 
 
 def _described(role: Role, config: RunConfig) -> str:

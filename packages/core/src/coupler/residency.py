@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
@@ -12,6 +12,8 @@ from resource import getpagesize
 
 from coupler.errors import CouplerError
 from coupler.metrics import Metric, Metrics
+
+GIB = 1 << 30
 
 
 class Held(StrEnum):
@@ -26,11 +28,12 @@ class Held(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """One role on the device set: what it can hold, and how it lets go of it and takes it back."""
+    """One role on the device set: what it can hold, how it lets go of it and takes it back, and how much it has."""
 
     parts: frozenset[Held]
     evict: Callable[[Held], Awaitable[None]]
     admit: Callable[[Held], Awaitable[None]]
+    device_bytes: Callable[[], Awaitable[int]]  # of its process that holds most
 
 
 class Residency:
@@ -43,12 +46,11 @@ class Residency:
         evicts what other roles hold, then brings in what is named.
     """
 
-    def __init__(
-        self, holders: Mapping[str, Holder], *, shared: bool, device_bytes: Callable[[], Awaitable[int]]
-    ) -> None:
-        self.holders, self.shared, self.device_bytes = dict(holders), shared, device_bytes
+    def __init__(self, holders: Mapping[str, Holder], *, shared: bool) -> None:
+        self.holders, self.shared = dict(holders), shared
         self.resident = {role: set(holder.parts) for role, holder in holders.items()}
-        self.ledger: dict[str, tuple[int, int]] = {}  # phase -> most (device bytes, host bytes) seen at its end
+        self.ledger: dict[str, dict[str, int]] = {}  # phase -> most bytes seen at its end, on the device by role
+        self.host: dict[str, int] = {}  # phase -> most bytes of this process seen at its end
         self.lock = asyncio.Lock()
 
     @asynccontextmanager
@@ -69,7 +71,7 @@ class Residency:
                 if "out of memory" not in str(error).lower():
                     raise
                 raise CouplerError(self._describe(phase, error)) from error
-            await self._measure(phase)
+            await self._measure(phase, self.holders if self.shared else needs)
 
     async def _exchange(self, needs: Mapping[str, frozenset[Held]]) -> None:
         for part in Held:
@@ -83,25 +85,36 @@ class Residency:
                     await self.holders[role].admit(part)
                     self.resident[role].add(part)
 
-    async def _measure(self, phase: str) -> None:
-        device, host = await self.device_bytes(), _host_bytes()
-        most = self.ledger.get(phase, (0, 0))
-        self.ledger[phase] = max(most[0], device), max(most[1], host)
+    async def _measure(self, phase: str, roles: Iterable[str]) -> None:
+        """Ask who may have changed: everybody where they take turns, else who the phase was for."""
+        known = [role for role in roles if role in self.holders]
+        found = await asyncio.gather(*(self.holders[role].device_bytes() for role in known))
+        most = self.ledger.setdefault(phase, {})
+        most |= {role: max(most.get(role, 0), size) for role, size in zip(known, found, strict=True)}
+        self.host[phase] = max(self.host.get(phase, 0), _host_bytes())
 
     def _describe(self, phase: str, error: BaseException) -> str:
         held = "; ".join(f"{role}: {', '.join(sorted(parts)) or 'nothing'}" for role, parts in self.resident.items())
+        before = "; ".join(f"{name} {_listed(roles)}" for name, roles in self.ledger.items() if any(roles.values()))
         return (
             f"out of memory in phase {phase}: {str(error).splitlines()[0]}\n"
             f"  held on the device:  {held}\n"
-            "  try:  offload=true, a smaller engine.max_tokens_per_gpu, or a smaller cache of the rollout"
+            + (f"  at the end of phases so far:  {before}\n" if before else "")
+            + "  try:  offload=true, a smaller engine.max_tokens_per_gpu, or a smaller cache of the rollout"
         )
 
     def metrics(self) -> Metrics:
-        """The ledger in GiB, per phase."""
-        gib = 1 << 30
-        device = {f"memory/{p}/device_gib": Metric(d / gib, how="max") for p, (d, _) in self.ledger.items() if d}
-        host = {f"memory/{p}/host_gib": Metric(h / gib, how="max") for p, (_, h) in self.ledger.items()}
-        return device | host
+        """The ledger in GiB, per phase: of each role, of all of them on one device, and of this process."""
+        found: Metrics = {}
+        for phase, roles in self.ledger.items():
+            parts = {**{role: size for role, size in roles.items() if size}, "device": sum(roles.values())}
+            found |= {f"memory/{phase}/{p}_gib": Metric(n / GIB, how="max") for p, n in parts.items() if n}
+            found[f"memory/{phase}/host_gib"] = Metric(self.host[phase] / GIB, how="max")
+        return found
+
+
+def _listed(roles: Mapping[str, int]) -> str:
+    return " + ".join(f"{role} {size / GIB:.1f} GiB" for role, size in roles.items() if size)
 
 
 def _host_bytes() -> int:

@@ -12,7 +12,8 @@ from coupler.config.plain import Section
 from coupler.errors import CouplerError, ReplicaDied
 from coupler.executors import Executor
 from coupler.imports import resolve
-from coupler.interfaces import Completion, InFlight, Model, Rank, Request, Rollout
+from coupler.interfaces import Completion, InFlight, Model, Rank, Request, Rollout, SyncReceipt, WeightUpdate
+from coupler.transports.connection import call_off
 
 MAX_RESTARTS = 3  # of one replica in a run: one that dies again and again has a cause that a restart does not mend
 
@@ -66,6 +67,7 @@ class RolloutGroup:
         self.outstanding = [0] * len(ranks)
         self.restarts = [0] * len(ranks)
         self.dead: set[int] = set()
+        self.cause = ""  # how the last one died
         self.sessions: dict[str, int] = {}
 
     @property
@@ -89,9 +91,52 @@ class RolloutGroup:
         return replace(self.ranks[index], index=0, world=1, rendezvous="")
 
     async def all(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of every living replica; one result each."""
-        living = [self.replicas[i] for i in self._living()]
-        return await self.executor.each(living, method, [args] * len(living))
+        """Call a method of every living replica; one result each. What dies of it is dead from then on.
+
+        Raises:
+            ReplicaDied: none lives any more.
+        """
+        answers = await self.tell(method, *args)
+        if not answers:
+            raise self._extinct()
+        return answers
+
+    async def tell(self, method: str, *args: Any) -> list[Any]:
+        """As :meth:`all`, for what the next pause mends: that all of them are dead is no error yet."""
+        answers = await asyncio.gather(*(self._call(i, method, *args) for i in self._living()))
+        return [answer for answer in answers if not isinstance(answer, ReplicaDied)]
+
+    def _extinct(self) -> ReplicaDied:
+        return ReplicaDied(f"no rollout replica is left: {self.cause}")
+
+    async def _call(self, index: int, method: str, *args: Any) -> Any:
+        """What a replica answers, or how it died."""
+        try:
+            return await self.executor.call(self.replicas[index], method, *args)
+        except ReplicaDied as error:
+            self.dead.add(index)
+            self.cause = str(error)
+            return error
+
+    async def update(self, update: WeightUpdate) -> list[SyncReceipt]:
+        """Bring weights to every living replica.
+
+        Raises:
+            ReplicaDied: one died of it. No replica is being updated any more, and some may hold half of the weights.
+        """
+        running = [asyncio.ensure_future(self._update(i, update)) for i in self._living()]
+        await asyncio.wait(running)
+        failed = [error for task in running if (error := task.exception())]
+        for error in sorted(failed, key=lambda error: not isinstance(error, ReplicaDied)):  # the cause of all others
+            raise error
+        return [task.result() for task in running]
+
+    async def _update(self, index: int, update: WeightUpdate) -> SyncReceipt:
+        answer = await self._call(index, "update", update)
+        if isinstance(answer, ReplicaDied):
+            await asyncio.to_thread(call_off, update)
+            raise answer
+        return answer
 
     async def pause(self, in_flight: InFlight) -> None:
         """Pause every replica; one that died is started again, and waits for weights like the others.
@@ -99,7 +144,7 @@ class RolloutGroup:
         Raises:
             ReplicaDied: a replica was started ``MAX_RESTARTS`` times already.
         """
-        await asyncio.gather(*(self._pause(i, in_flight) for i in self._living()))
+        await asyncio.gather(*(self._call(i, "pause", in_flight) for i in self._living()))
         for index in sorted(self.dead):
             self.restarts[index] += 1
             if self.restarts[index] > MAX_RESTARTS:
@@ -110,12 +155,6 @@ class RolloutGroup:
             self.num_workers[index] = await self.executor.call(self.replicas[index], "setup", self._alone(index))
             await self.executor.call(self.replicas[index], "pause", in_flight)
             self.dead.discard(index)
-
-    async def _pause(self, index: int, in_flight: InFlight) -> None:
-        try:
-            await self.executor.call(self.replicas[index], "pause", in_flight)
-        except ReplicaDied:
-            self.dead.add(index)
 
     async def generate(self, request: Request) -> Completion:
         """Sample one completion; what an abort cut off is continued once from where it stopped.
@@ -159,19 +198,22 @@ class RolloutGroup:
             index = self._route(request)
             cost = len(request.prompt) + request.max_tokens
             self.outstanding[index] += cost
+            answer = None
             try:
-                return await self.executor.call(self.replicas[index], "generate", request)
-            except ReplicaDied:
-                self.dead.add(index)
-                if not self._living():
-                    raise
+                answer = await self._call(index, "generate", request)
             finally:
                 self.outstanding[index] -= cost
+            if not isinstance(answer, ReplicaDied):
+                return answer
+            if not self._living():
+                raise answer
 
     def _route(self, request: Request) -> int:
         kept = self.sessions.get(request.session) if request.session else None
         if kept is not None and kept not in self.dead:
             return kept
+        if not self._living():
+            raise self._extinct()
         lightest = min(self._living(), key=self.outstanding.__getitem__)
         if request.session:
             self.sessions[request.session] = lightest

@@ -5,20 +5,21 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
 from coupler.batch import Batch
 from coupler.config.schema import SyncConfig
-from coupler.errors import PeerLost, WeightSyncError
+from coupler.errors import PeerLost, ReplicaDied, WeightSyncError
 from coupler.interfaces import Output, Request, SendReceipt, ShardingManager, SyncReceipt, WeightUpdate
 from coupler.metrics import Metric, Metrics
-from coupler.rollouts import RolloutGroup
+from coupler.rollouts import MAX_RESTARTS, RolloutGroup
 from coupler.workers import WorkerGroup
 
 PROBE_TOKENS = 16
-GRACE_S = 1.0  # after one side of a transfer failed: the other may be the cause, and about to say so
+GRACE_S = 5.0  # after one side of a transfer failed: the other may be the cause, and about to say so
 LIMIT = {"full": 5e-3, "half": 0.15}  # mean |log-prob difference| in nats; measured: 1e-5 in fp32, 0.01 to 0.04 in bf16
 
 
@@ -108,7 +109,7 @@ class StreamShardingManager(ShardingManager):
                 "  look at:  the last sync's receipt in metrics.jsonl; the limit is sync.max_mean_logprob_diff"
             )
 
-    def _update(self, version: int, *, permuted: bool) -> WeightUpdate:
+    def _update(self, version: int, permuted: bool, attempt: int) -> WeightUpdate:
         return WeightUpdate(
             version=version,
             format=self.weight_format,
@@ -117,17 +118,30 @@ class StreamShardingManager(ShardingManager):
             num_receivers=self.rollouts.num_receivers,
             deadline_s=self.config.deadline_s,
             permuted=permuted,
+            attempt=attempt,
         )
 
     async def _push(self, version: int, *, permuted: bool) -> tuple[SendReceipt, list[SyncReceipt]]:
-        await self.rollouts.pause(self.config.in_flight)
-        update = self._update(version, permuted=permuted)
-        async with asyncio.timeout(self.config.deadline_s):
-            sent, receipts = await _both(self.engine.push(update), self.rollouts.all("update", update))
+        """Push to all replicas; where one dies of it, start it again and push to all of them again.
+
+        Raises:
+            ReplicaDied: one died more often than it is started.
+        """
+        sent, receipts = await self._transfer(version, permuted)
         for replica, receipt in enumerate(receipts):
-            verify(sent[0], receipt, replica)
-        await self.rollouts.all("resume")
-        return sent[0], receipts
+            verify(sent, receipt, replica)
+        await self.rollouts.tell("resume")
+        return sent, receipts
+
+    async def _transfer(self, version: int, permuted: bool) -> tuple[SendReceipt, list[SyncReceipt]]:
+        for attempt in range(1 + MAX_RESTARTS * len(self.rollouts.replicas)):
+            await self.rollouts.pause(self.config.in_flight)
+            update = self._update(version, permuted, attempt)
+            with suppress(ReplicaDied):  # the next pause starts it again
+                async with asyncio.timeout(self.config.deadline_s):
+                    sent, receipts = await _both(self.engine.push(update), self.rollouts.update(update))
+                return sent[0], receipts
+        raise AssertionError("a replica was started more often than pause() allows")
 
     async def _probe(self) -> float:
         """Mean |log-prob difference| between every replica and the engine on tokens that the replica samples now."""
@@ -150,9 +164,10 @@ async def _both(sending: Awaitable[Any], receiving: Awaitable[Any]) -> tuple[Any
     """Wait for both sides of a transfer; of two failures, raise the one that is more than the other's end."""
     tasks = [asyncio.ensure_future(sending), asyncio.ensure_future(receiving)]
     try:
-        _, rest = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        ended, rest = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         if rest:
-            await asyncio.wait(rest, timeout=GRACE_S)
+            died = any(isinstance(task.exception(), ReplicaDied) for task in ended)
+            await asyncio.wait(rest, timeout=None if died else GRACE_S)  # before it is tried again, this has ended
         failed = [error for task in tasks if task.done() and (error := task.exception())]
         if failed:
             raise next((error for error in failed if not isinstance(error, PeerLost)), failed[0])

@@ -15,6 +15,7 @@ GIB = 1 << 30
 CPU_CACHE_GIB = 0.25
 DTYPES = {Precision.BF16: "bfloat16", Precision.FP16: "float16", Precision.FP32: "float32"}
 WORKER = "coupler_rollout_vllm.worker.WorkerExtension"
+SCHEDULER = "coupler_rollout_vllm.gathering.scheduler"
 OURS = {  # what decides the meaning of tokens, log-probs and versions, and the key of ours where there is one
     "model": "model.path", "trust_remote_code": "model.trust_remote_code", "dtype": "rollout.dtype",
     "tensor_parallel_size": "rollout.tensor_parallel", "max_num_seqs": "rollout.max_sequences",
@@ -23,7 +24,7 @@ OURS = {  # what decides the meaning of tokens, log-probs and versions, and the 
     "enable_prefix_caching": "rollout.prefix_caching", "enable_chunked_prefill": "rollout.chunked_prefill",
     "enforce_eager": "rollout.enforce_eager", "enable_sleep_mode": "rollout.sleep_mode", "seed": "seed",
     "load_format": "", "logprobs_mode": "", "worker_extension_cls": "", "generation_config": "",
-    "skip_tokenizer_init": "",
+    "skip_tokenizer_init": "", "scheduler_cls": "", "enable_return_routed_experts": "rollout.routed_experts",
 }  # fmt: skip
 
 
@@ -31,13 +32,15 @@ def engine_arguments(config: VLLMConfig, model: Model, rank: Rank) -> dict[str, 
     """Keyword arguments of ``AsyncEngineArgs``: dummy weights, token ids in and out, log-probs after the temperature.
 
     Raises:
-        ConfigError: ``rollout.extra_args`` holds an argument that another key decides.
+        ConfigError: ``rollout.extra_args`` holds an argument that another key decides, or a key needs a GPU.
     """
     if taken := sorted(OURS.keys() & config.extra_args.keys()):
         key = OURS[taken[0]]
         hint = f"set {key}" if key else "leave it out: log-probs and weight updates depend on it"
         raise ConfigError(f"rollout.extra_args.{taken[0]} is not yours to set.\n  try:  {hint}")
     gpu = torch.cuda.is_available()
+    if config.routed_experts and not gpu:
+        raise ConfigError("rollout.routed_experts=true needs a GPU: vLLM's CPU build records no routes.")
     dtype = config.dtype if config.dtype is not Precision.AUTO else (Precision.BF16 if gpu else Precision.FP32)
     arguments: dict[str, Any] = {
         "model": model.path,
@@ -53,16 +56,20 @@ def engine_arguments(config: VLLMConfig, model: Model, rank: Rank) -> dict[str, 
         "distributed_executor_backend": "uni" if config.tensor_parallel == 1 else "mp",
         "max_num_seqs": config.max_sequences,
         "enable_prefix_caching": config.prefix_caching,
-        "enable_chunked_prefill": config.chunked_prefill,
+        # on the CPU, vLLM cannot take back the random number that it draws at the end of a piece of a prompt
+        "enable_chunked_prefill": config.chunked_prefill and (gpu or not config.per_request_seeds),
         "enforce_eager": config.enforce_eager or not gpu,
         "enable_sleep_mode": config.sleep_mode and gpu,
         "worker_extension_cls": WORKER,
+        "scheduler_cls": SCHEDULER,
         "disable_log_stats": True,
     }
     if config.max_batched_tokens:
         arguments["max_num_batched_tokens"] = config.max_batched_tokens
     if config.max_model_len:
         arguments["max_model_len"] = config.max_model_len
+    if config.routed_experts:
+        arguments["enable_return_routed_experts"] = True
     return arguments | _memory(config, gpu) | config.extra_args
 
 

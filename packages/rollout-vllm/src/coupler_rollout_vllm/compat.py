@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
@@ -58,6 +59,7 @@ installed()
 for _name, _value in FRESH.items():  # vLLM reads them when it is imported, and so do its processes
     os.environ.setdefault(_name, _value)
 
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from vllm import AsyncEngineArgs, SamplingParams  # noqa: E402
 from vllm.config import set_current_vllm_config  # noqa: E402
@@ -71,10 +73,17 @@ from vllm.model_executor.model_loader.reload import (  # noqa: E402
 )
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
+from vllm.usage.usage_lib import UsageContext  # noqa: E402
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # noqa: E402
+from vllm.v1.core.sched.interface import PauseState  # noqa: E402
+from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest  # noqa: E402
 from vllm.v1.engine.async_llm import AsyncLLM  # noqa: E402
 from vllm.v1.engine.exceptions import EngineDeadError  # noqa: E402
+from vllm.v1.outputs import LogprobsLists  # noqa: E402
 
 EngineDead = EngineDeadError
+CLIENT = 0  # index of the only client of a scheduler
 LAYERWISE = "vllm.model_executor.model_loader.reload.layerwise"
 
 
@@ -87,8 +96,11 @@ def start(arguments: dict[str, Any]) -> Any:
     Raises:
         CouplerError: it did not start.
     """
+    if arguments["dtype"] == "float32":  # else Triton's products, attention's among them, round to 10 bits on a GPU
+        os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
     try:
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        context = UsageContext.LLM_CLASS  # defaults of vLLM's offline generate: batches for throughput
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), usage_context=context)
     except (TypeError, ValueError, RuntimeError) as error:
         raise CouplerError(
             f"vLLM {installed()[1]} did not start: {str(error).splitlines()[0]}\n"
@@ -117,49 +129,99 @@ def sampling_params(request: Request, done: int, room: int, seeded: bool) -> Any
         ignore_eos=True,
         seed=seed % 2**63 if seeded else None,
         logprobs=0,  # of the sampled token only
-        flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
 
 def logprobs_of(output: Any) -> list[float]:
-    """[tokens] of one completion.
+    """Of the sampled tokens in what the scheduler sent, [tokens].
 
     Raises:
-        CouplerError: there are more tokens, or fewer.
+        CouplerError: there are more of them, or fewer.
     """
-    found = output.logprobs.logprobs if output.logprobs is not None else []
-    if len(found) != len(output.token_ids):
+    found = output.new_logprobs.logprobs[:, 0].tolist() if output.new_logprobs is not None else []
+    if len(found) != len(output.new_token_ids):
         raise CouplerError(
-            f"vLLM returned {len(found)} log-probs of {len(output.token_ids)} tokens.\n"
+            f"vLLM returned {len(found)} log-probs of {len(output.new_token_ids)} tokens.\n"
             "  look at:  rollout.extra_args; speculative decoding and others change what it returns"
         )
-    return list(found)
+    return found
 
 
 async def freeze(engine: Any) -> None:
     """Stop between two tokens, with every cache kept; return when what was sampled before has arrived."""
     await engine.pause_generation(mode="keep", clear_cache=False)
-    before = None
-    while before != (
-        counts := _counts(engine)
-    ):  # the task that hands outputs out takes a turn of the loop for each part
-        before = counts
-        await asyncio.sleep(0)
+    while engine.engine_core.outputs_queue.qsize():
         await asyncio.sleep(0)
 
 
-def _counts(engine: Any) -> tuple[int, list[int]]:
-    states = engine.output_processor.request_states.values()
-    return engine.engine_core.outputs_queue.qsize(), [state.detokenizer.num_output_tokens() for state in states]
+def hand_over_outputs(engine: Any, task: asyncio.Task[None]) -> None:
+    """Let ``task`` take what comes from the scheduler, in place of vLLM's own."""
+    if engine.output_handler is not None:
+        engine.output_handler.cancel()
+    engine.output_handler = task
 
 
-def num_sampled(engine: Any, name: str) -> int:
-    """Tokens that have arrived of a request that runs."""
-    processor = engine.output_processor
-    states = [processor.request_states[i] for i in processor.external_req_ids.get(name, [])]
-    return sum(state.detokenizer.num_output_tokens() for state in states)
+async def next_outputs(engine: Any) -> list[Any]:
+    """Wait for what the scheduler sends.
+
+    Raises:
+        EngineDead: its process ended.
+    """
+    return (await engine.engine_core.get_output_async()).outputs
+
+
+async def send_request(engine: Any, name: str, tokens: list[int], params: Any, salt: str) -> None:
+    """Give the scheduler a request whose parameters need no further check."""
+    request = EngineCoreRequest(
+        request_id=name,
+        prompt_token_ids=tokens,
+        mm_features=None,
+        sampling_params=params,
+        pooling_params=None,
+        arrival_time=time.time(),
+        lora_request=None,
+        cache_salt=salt,
+        data_parallel_rank=None,
+    )
+    await engine.engine_core.add_request_async(request)
+
+
+async def send_abort(engine: Any, names: list[str]) -> None:
+    """Let the scheduler forget these requests."""
+    await engine.engine_core.abort_requests_async(names)
+
+
+# --- the scheduler ----------------------------------------------------------------------------------------------------
+
+
+def scheduler_class(config: Any) -> type:
+    """vLLM's own for this configuration."""
+    return AsyncScheduler if config.scheduler_config.async_scheduling else Scheduler
+
+
+def is_frozen(scheduler: Any) -> bool:
+    """Whether it is paused with its requests kept."""
+    return scheduler.pause_state is PauseState.PAUSED_ALL
+
+
+def outputs_of(clients: dict[int, Any]) -> list[Any]:
+    """The outputs for our client, the only one there is."""
+    if CLIENT not in clients:
+        clients[CLIENT] = EngineCoreOutputs(outputs=[])
+    return clients[CLIENT].outputs
+
+
+def says_more(sent: Any) -> bool:
+    """Whether a message without outputs carries anything."""
+    return bool(sent.finished_requests or sent.scheduler_stats or sent.utility_output)
+
+
+def join_logprobs(parts: list[Any]) -> Any:
+    """Log-probs of some steps of a request, as those of one."""
+    columns = zip(*((part.logprob_token_ids, part.logprobs, part.sampled_token_ranks) for part in parts), strict=True)
+    return LogprobsLists(*map(np.concatenate, columns), None)
 
 
 # --- a model worker ---------------------------------------------------------------------------------------------------
@@ -176,6 +238,12 @@ def model_of(worker: Any) -> torch.nn.Module:
 
 def folder_of(worker: Any) -> str:
     return worker.model_config.model
+
+
+def routers_of(worker: Any) -> list[int]:
+    """Numbers of the layers that have a router."""
+    modules: list[Any] = list(model_of(worker).modules())
+    return sorted({int(m.layer_id) for m in modules if hasattr(m, "router") and hasattr(m, "layer_id")})
 
 
 @contextmanager
@@ -278,10 +346,31 @@ def discard(tag: str) -> int:
 
 def restore(tag: str) -> int:
     """Undo :func:`discard`; return how many bytes."""
-    from vllm.device_allocator.cumem import CuMemAllocator
+    from vllm.device_allocator.cumem import CuMemAllocator, create_and_map
 
-    allocator = CuMemAllocator.get_instance()
-    asleep = [data for data in allocator.pointer_to_data.values() if data.tag == tag and data.is_asleep]
-    if asleep:
-        allocator.wake_up([tag])
-    return sum(data.handle[1] for data in asleep)
+    taken = 0
+    for data in CuMemAllocator.get_instance().pointer_to_data.values():
+        if data.tag == tag and data.is_asleep:
+            create_and_map(data.handle)
+            data.is_asleep = False
+            taken += data.handle[1]
+    return taken
+
+
+def rebuild_beside_cache(worker: Any) -> None:
+    """Refill what some releases keep in the memory of the cache beside it: their block tables' addresses and sizes."""
+    if hasattr(worker.model_runner, "post_kv_cache_wake_up"):
+        worker.model_runner.post_kv_cache_wake_up()
+
+
+def device_bytes_of(worker: Any) -> int:
+    """What PyTorch holds on the device in this process, without what was discarded."""
+    if not torch.cuda.is_available():
+        return 0
+    asleep = 0
+    if sleeps(worker):
+        from vllm.device_allocator.cumem import CuMemAllocator
+
+        allocated = CuMemAllocator.get_instance().pointer_to_data.values()
+        asleep = sum(data.handle[1] for data in allocated if data.is_asleep)
+    return max(torch.cuda.memory_reserved() - asleep, 0)

@@ -29,11 +29,16 @@ class VLLMConfig(RolloutConfig):
     gpu_memory_gib: float = 0.0  # weights, activations and cache together; 0: nine tenths of the device
     kv_cache_gib: float = 0.0  # 0: what gpu_memory_gib leaves; on the CPU a quarter
     prefix_caching: bool = True  # samples of one prompt compute it once
-    chunked_prefill: bool = True  # long prompts in pieces, between the tokens of others
+    chunked_prefill: bool = True  # long prompts in pieces, between the tokens of others; on the CPU without seeds
     enforce_eager: bool = False  # no CUDA graphs and no compilation: a quick start, slower tokens
     per_request_seeds: bool = True  # equal requests give equal tokens; false is faster on a GPU
     sleep_mode: bool = True  # memory can be given back while others need it (offload=true); no cost while awake
+    routed_experts: bool = False  # say which experts every token went to (router replay); on a GPU
     extra_args: dict[str, Any] = field(default_factory=dict)  # further engine arguments, under vLLM's own names
+
+    @property
+    def devices_per_replica(self) -> int:
+        return self.tensor_parallel
 
     def __post_init__(self) -> None:
         for key, least in (

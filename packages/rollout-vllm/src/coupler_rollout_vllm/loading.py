@@ -88,6 +88,7 @@ def copy(plan: Plan, weights: Iterable[Named]) -> dict[str, Any]:
         num_bytes += int(tensor.nbytes)
         for piece in plan.get(name, ()):
             piece.copy(tensor)
+        del sent, tensor  # shared memory: its owner waits for it to be let go
     unused = [name for name in received if name not in plan]
     return _answer(received, num_bytes, unused, sorted(plan.keys() - received.keys()))
 

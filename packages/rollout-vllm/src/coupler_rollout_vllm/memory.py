@@ -35,7 +35,9 @@ def wake(worker: Any, parts: Iterable[Memory]) -> int:
     taken = 0
     for part in parts:
         taken += compat.restore(part)
-        if part is Memory.WEIGHTS:
+        if part is Memory.KV_CACHE:
+            compat.rebuild_beside_cache(worker)
+        else:
             for name, buffer in compat.model_of(worker).named_buffers():
                 buffer.copy_(_saved[name])
             _saved.clear()

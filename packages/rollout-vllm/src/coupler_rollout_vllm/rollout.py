@@ -5,32 +5,24 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import count
 from typing import Any
 from weakref import finalize
+
+import numpy as np
 
 from coupler import errors
 from coupler.errors import CouplerError, ReplicaDied, WeightSyncError
 from coupler.interfaces import Completion, InFlight, Memory, Model, Rank, Request, Rollout, SyncReceipt, WeightUpdate
 from coupler_rollout_vllm import compat
 from coupler_rollout_vllm.arguments import engine_arguments
+from coupler_rollout_vllm.client import Client, Running
 from coupler_rollout_vllm.receipts import join
 
 DUMMY = -1  # version of the weights that the rollout starts with
 LOWEST, HIGHEST = 0.01, 2.0  # temperatures: vLLM silently raises smaller ones, and refuses larger ones
-AGAIN_S = 0.05  # requests are cut off again so often, until none is left
 ALIVE_S = 1.0  # an engine is asked so often, during a control call, whether it lives
-
-
-@dataclass(slots=True)
-class Running:
-    """One request in the engine, and where the weights changed under it."""
-
-    task: asyncio.Task[Any]  # that waits for it
-    versions: list[tuple[int, int]]  # (tokens sampled before, version from there on)
-    lost: bool = False  # the engine died, and its task was cancelled for it
 
 
 @dataclass(slots=True)
@@ -40,6 +32,27 @@ class Sampled:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    routes: np.ndarray | None = None  # [tokens fed, layers with a router, topk]
+
+    def add(self, stay: Running, routers: list[int]) -> None:
+        """Append one more stay, which was fed all that was there before."""
+        self.tokens += stay.tokens
+        self.logprobs += stay.logprobs
+        self.versions += stay.each_version()
+        if stay.routes:
+            routes = np.concatenate(stay.routes)[:, routers].astype(np.int16)
+            if self.routes is not None:  # those that sampled stay
+                routes[: len(self.routes)] = self.routes
+            self.routes = routes
+
+    def completion(self, request: Request, finish: Any) -> Completion:
+        """All of it; the last token went to no expert, since nothing was sampled after it."""
+        routes = None
+        if request.routed_experts and self.routes is not None:
+            length = len(request.prompt) + len(self.tokens)
+            routes = np.full((length, *self.routes.shape[1:]), -1, np.int16)
+            routes[: len(self.routes)] = self.routes
+        return Completion(tuple(self.tokens), tuple(self.logprobs), tuple(self.versions), finish, routes)
 
 
 class VLLMRollout(Rollout):
@@ -55,11 +68,9 @@ class VLLMRollout(Rollout):
         self.version, self.updates = DUMMY, 0
         self.asleep: frozenset[Memory] = frozenset()
         self.paused: InFlight | None = None
-        self.running: dict[str, Running] = {}
         self.names = count()
-        self.gate, self.idle = asyncio.Event(), asyncio.Event()
+        self.gate = asyncio.Event()
         self.gate.set()
-        self.idle.set()
         self.engine: Any = None
         self.end: Callable[[], object] | None = None
         self.watch: asyncio.Task[None] | None = None
@@ -74,6 +85,7 @@ class VLLMRollout(Rollout):
         self.rank, self.version, self.asleep = rank, DUMMY, frozenset()
         self.engine = compat.start(engine_arguments(self.config, self.model, rank))
         self.end = finalize(self, compat.stop, self.engine)  # with the process, at the latest
+        self.client = Client(self.engine)
         self.workers: list[dict[str, Any]] = await self._workers("coupler_facts")
         self.max_tokens: int = self.engine.model_config.max_model_len
         self.vocabulary: int = self.engine.model_config.get_vocab_size()
@@ -94,7 +106,7 @@ class VLLMRollout(Rollout):
                 await self.gate.wait()
             finish = await self._stay(request, done, room)
             if finish != "abort" or self.paused is not InFlight.RECOMPUTE:
-                return Completion(tuple(done.tokens), tuple(done.logprobs), tuple(done.versions), finish)
+                return done.completion(request, finish)
 
     async def _stay(self, request: Request, done: Sampled, room: int) -> Any:
         """Run a request in the engine until it ends or is cut off; add what was sampled to ``done``."""
@@ -102,28 +114,22 @@ class VLLMRollout(Rollout):
             raise CouplerError(
                 f"the rollout's {' and '.join(sorted(self.asleep))} sleep.\n  call:  wake() before generate()"
             )
-        task = asyncio.current_task()
-        assert task is not None
-        name, running = f"coupler-{next(self.names)}", Running(task, [(0, self.version)])
         params = compat.sampling_params(request, len(done.tokens), room, self.config.per_request_seeds)
-        prompt = compat.tokens_input([*request.prompt, *done.tokens], cache_salt=str(self.updates))
-        self.running[name] = running
-        self.idle.clear()
+        prompt = [*request.prompt, *done.tokens]
         if self.watch is None:
             self.watch = asyncio.create_task(self._watch())
         try:
-            (last,) = [output async for output in self.engine.generate(prompt, params, name)]  # the final one only
+            name = f"coupler-{next(self.names)}"
+            stay, finish = await self.client.run(name, prompt, params, str(self.updates), self.version)
         except compat.EngineDead as error:
             raise self._died() from error
-        except asyncio.CancelledError:
-            if running.lost and not task.uncancel():
-                raise self._died() from None
-            raise
-        finally:
-            del self.running[name]
-            if not self.running:
-                self.idle.set()
-        return _add(last.outputs[0], running, done)
+        done.add(stay, self.workers[0]["routers"])
+        return finish
+
+    @property
+    def running(self) -> dict[str, Running]:
+        """Requests in the engine, by name."""
+        return self.client.running
 
     def _check(self, request: Request) -> None:
         length = len(request.prompt)
@@ -163,13 +169,13 @@ class VLLMRollout(Rollout):
         receipts = await self._workers("coupler_update", json.dumps(asdict(update)))
         self.version = update.version
         self.updates += 1  # part of every key of the prefix cache
-        for name, running in self.running.items():
-            running.versions.append((compat.num_sampled(self.engine, name), self.version))
+        for running in self.running.values():
+            running.versions.append((len(running.tokens), self.version))
         return join(update.version, receipts)
 
-    async def fingerprints(self) -> list[list[int]]:
-        """Of the parameters in each model worker: what :func:`~coupler_rollout_vllm.worker.fingerprint` says."""
-        return await self._workers("coupler_fingerprint")
+    async def checksums(self) -> list[dict[str, int]]:
+        """Of the weights in each model worker, see :func:`~coupler_rollout_vllm.checksums.of_plan`."""
+        return await self._workers("coupler_checksums")
 
     # --- pausing ------------------------------------------------------------------------------------------------------
 
@@ -181,14 +187,13 @@ class VLLMRollout(Rollout):
         """
         self.gate.clear()
         self.paused = in_flight
-        await self._alive(self.engine.check_health())
         if in_flight is InFlight.STALE_KV:
             await self._alive(compat.freeze(self.engine))
-        while self.running and in_flight is not InFlight.STALE_KV:
+        elif self.running:
             if in_flight is not InFlight.DRAIN:
-                await self._alive(self.engine.abort(list(self.running)))
-            with suppress(TimeoutError):  # a request that is on its way in is not known to the engine yet
-                await asyncio.wait_for(self.idle.wait(), AGAIN_S)
+                await self._alive(self.client.cut_off())
+            await self._alive(self.client.idle.wait())
+        await self._alive(self.engine.check_health())
 
     async def resume(self) -> None:
         if self.paused is InFlight.STALE_KV:
@@ -214,6 +219,9 @@ class VLLMRollout(Rollout):
         self.asleep -= what
         self.updates += 1  # what the cache held is gone
 
+    async def device_bytes(self) -> int:
+        return max(await self._workers("coupler_device_bytes"))
+
     # --- the engine's process -----------------------------------------------------------------------------------------
 
     async def _workers(self, method: str, *args: Any) -> list[Any]:
@@ -222,7 +230,7 @@ class VLLMRollout(Rollout):
         for answer in answers:
             if isinstance(answer, dict) and "error" in answer:
                 kind, text = answer["error"]
-                raise vars(errors)[kind](text)
+                raise {**vars(errors), "MemoryError": MemoryError}[kind](text)
         return answers
 
     async def _alive(self, call: Awaitable[Any]) -> Any:
@@ -240,15 +248,13 @@ class VLLMRollout(Rollout):
             task.cancel()
 
     async def _watch(self) -> None:
-        """End what waits for a dead engine: vLLM forgets requests that were on their way in when it died."""
+        """End what waits for a dead engine, should its end show nowhere else."""
         while self.running:
             await asyncio.sleep(ALIVE_S)
             try:
                 await self.engine.check_health()
-            except compat.EngineDead:
-                for running in self.running.values():
-                    running.lost = True
-                    running.task.cancel()
+            except compat.EngineDead as error:
+                self.client.lose(error)
                 break
         self.watch = None
 
@@ -262,14 +268,3 @@ class VLLMRollout(Rollout):
         """End the engine's processes."""
         if self.end is not None:
             self.end()
-
-
-def _add(output: Any, running: Running, done: Sampled) -> Any:
-    """Append one stay's tokens, with the version that sampled each."""
-    tokens = list(output.token_ids)
-    ends = [start for start, _ in running.versions[1:]] + [len(tokens)]
-    for (start, version), end in zip(running.versions, ends, strict=True):
-        done.versions += [version] * (end - start)
-    done.logprobs += compat.logprobs_of(output)
-    done.tokens += tokens
-    return output.finish_reason

@@ -13,8 +13,8 @@ import torch
 
 from coupler.errors import CouplerError
 from coupler.interfaces import Endpoint, Memory, Rank, WeightUpdate
-from coupler_rollout_vllm import compat, memory
-from coupler_rollout_vllm.loading import load
+from coupler_rollout_vllm import checksums, compat, memory
+from coupler_rollout_vllm.loading import load, plans
 
 
 def _answering(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -26,6 +26,10 @@ def _answering(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(*args)
         except CouplerError as error:
             return {"error": [type(error).__name__, str(error)]}
+        except RuntimeError as error:
+            if "out of memory" not in str(error).lower():
+                raise
+            return {"error": ["MemoryError", str(error)]}
 
     return answered
 
@@ -34,8 +38,9 @@ class WorkerExtension:
     """vLLM mixes this class into its worker; ``collective_rpc`` calls its methods by name, with plain arguments."""
 
     def coupler_facts(self) -> dict[str, Any]:
-        """Where this worker is."""
-        return {"rank": compat.rank_of(self)[0], "device": _device(), "pid": os.getpid()}
+        """Where this worker is, and which of its layers have a router."""
+        routers = compat.routers_of(self)
+        return {"rank": compat.rank_of(self)[0], "device": _device(), "pid": os.getpid(), "routers": routers}
 
     @_answering
     def coupler_update(self, text: str) -> dict[str, Any]:
@@ -47,9 +52,9 @@ class WorkerExtension:
         loaded = load(self, update.receive(Rank(index=index, world=world, devices=_device())))
         return {**loaded, "seconds": {"load": time.perf_counter() - start}}
 
-    def coupler_fingerprint(self) -> list[int]:
-        """See :func:`fingerprint`, of the parameters as they lie in memory; layers that pack theirs have none."""
-        return fingerprint(compat.model_of(self).parameters())
+    def coupler_checksums(self) -> dict[str, int]:
+        """See :func:`checksums.of_plan`; layers that pack their weights have none."""
+        return checksums.of_plan(plans.get(compat.model_of(self), {}))
 
     @_answering
     def coupler_sleep(self, what: Iterable[str]) -> int:
@@ -61,14 +66,9 @@ class WorkerExtension:
         """Take the memory back; what it held is undefined."""
         return memory.wake(self, [Memory(part) for part in what])
 
-
-def fingerprint(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Number of elements other than 0, sum and sum of squares of their bits: equal however they are arranged."""
-    found = [0, 0, 0]
-    for tensor in tensors:
-        bits = tensor.detach().reshape(-1).view({2: torch.int16, 4: torch.int32}[tensor.element_size()]).long()
-        found = [int(f + n) for f, n in zip(found, ((bits != 0).sum(), bits.sum(), (bits * bits).sum()), strict=True)]
-    return [n % 2**62 for n in found]
+    def coupler_device_bytes(self) -> int:
+        """Device memory that this process holds now, without what sleeps."""
+        return compat.device_bytes_of(self)
 
 
 def _device() -> tuple[str, ...]:

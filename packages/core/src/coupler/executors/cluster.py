@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from coupler.config.schema import RayConfig
 from coupler.errors import PlacementError
-from coupler.placement import Node, Share
+from coupler.placement import Node, Role, Share
 
 START_S = 120.0  # limit of taking bundles that are free
 MAX_CALLS = 1 << 16  # under way in one actor: all requests that a sampler has out
@@ -23,7 +23,7 @@ MAX_CALLS = 1 << 16  # under way in one actor: all requests that a sampler has o
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One bundle: where it is, and the devices in it."""
+    """What one worker has: its bundle, or the first of them; where that is, and the devices in all of them."""
 
     bundle: int
     node: str  # its address
@@ -82,7 +82,11 @@ def take(shares: Sequence[Share], num_cpus_per_worker: int, gpus: bool) -> Place
 
 
 def slots(group: PlacementGroup, shares: Sequence[Share], gpus: bool, deadline_s: float) -> dict[str, list[Slot]]:
-    """The slot of each worker, by role: neighbours in index are neighbours on a node."""
+    """The slot of each worker, by role: neighbours in index are neighbours on a node.
+
+    Raises:
+        PlacementError: the devices of one worker are on several nodes.
+    """
     address = {n["NodeID"]: n["NodeManagerAddress"] for n in ray.nodes()}
     where: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
     devices: dict[int, tuple[str, ...]] = dict.fromkeys(where, ())
@@ -97,8 +101,19 @@ def slots(group: PlacementGroup, shares: Sequence[Share], gpus: bool, deadline_s
         mine = sorted(range(start, start + share.num_bundles), key=lambda b: (first[where[b]], devices[b]))
         start += share.num_bundles
         here = [Slot(b, address[where[b]], devices[b]) for b in mine]
-        found |= {role.name: here[: role.count] for role in share.roles}
+        found |= {role.name: [_together(role, here, i) for i in range(role.count)] for role in share.roles}
     return found
+
+
+def _together(role: Role, bundles: list[Slot], index: int) -> Slot:
+    mine = bundles[index * role.devices : (index + 1) * role.devices]
+    if len({slot.node for slot in mine}) > 1:
+        raise PlacementError(
+            f"{role.name} {index} takes {role.devices} devices of one node, and the cluster gave it some of "
+            f"{' and '.join(sorted({slot.node for slot in mine}))}.\n"
+            "  try:  as many devices a worker as divide those of every node"
+        )
+    return replace(mine[0], devices=tuple(device for slot in mine for device in slot.devices))
 
 
 def create(host: type, group: PlacementGroup, slot: Slot, num_cpus: int, runtime_env: dict[str, Any]) -> Any:

@@ -13,7 +13,7 @@ from coupler.batch import Batch
 from coupler.buffer import Buffer
 from coupler.columns import ROUTED_EXPERTS
 from coupler.config.compose import Composed
-from coupler.config.schema import RouterReplay, RunConfig
+from coupler.config.schema import ExecutorName, RouterReplay, RunConfig
 from coupler.data import PromptStream, fingerprint
 from coupler.evaluation import Evaluator
 from coupler.interfaces import Memory, Output, Part
@@ -174,19 +174,20 @@ def share_devices(
 ) -> Residency:
     """The Residency of a run whose roles live on the same devices, if ``offload`` says that they take turns."""
 
-    async def device_bytes() -> int:
-        return max(await policy.all("do", "device_bytes"))
-
     holders = {"policy": _engine_holder(policy), "rollout": _rollout_holder(rollouts)}
+    apart = config.executor is ExecutorName.RAY  # else they are in the policy's process, and its number has them
     if reference:
-        holders["reference"] = _engine_holder(reference, frozenset({Held.PARAMS}))
+        holders["reference"] = _engine_holder(reference, frozenset({Held.PARAMS}), measured=apart)
     if critic:
-        holders["critic"] = _engine_holder(critic)
-    return Residency(holders, shared=config.offload, device_bytes=device_bytes)
+        holders["critic"] = _engine_holder(critic, measured=apart)
+    return Residency(holders, shared=config.offload)
 
 
 def _engine_holder(
-    group: WorkerGroup, parts: frozenset[Held] = frozenset({Held.PARAMS, Held.GRADS, Held.OPTIMIZER})
+    group: WorkerGroup,
+    parts: frozenset[Held] = frozenset({Held.PARAMS, Held.GRADS, Held.OPTIMIZER}),
+    *,
+    measured: bool = True,
 ) -> Holder:
     async def evict(part: Held) -> None:
         await group.all("do", "offload", frozenset({Part(part)}))
@@ -194,14 +195,20 @@ def _engine_holder(
     async def admit(part: Held) -> None:
         await group.all("do", "onload", frozenset({Part(part)}))
 
-    return Holder(parts, evict, admit)
+    async def device_bytes() -> int:
+        return max(await group.all("do", "device_bytes")) if measured else 0
+
+    return Holder(parts, evict, admit, device_bytes)
 
 
 def _rollout_holder(rollouts: RolloutGroup) -> Holder:
     async def evict(part: Held) -> None:
-        await rollouts.all("sleep", frozenset({Memory(part)}))
+        await rollouts.tell("sleep", frozenset({Memory(part)}))
 
     async def admit(part: Held) -> None:
-        await rollouts.all("wake", frozenset({Memory(part)}))
+        await rollouts.tell("wake", frozenset({Memory(part)}))
 
-    return Holder(frozenset({Held.WEIGHTS, Held.KV_CACHE}), evict, admit)
+    async def device_bytes() -> int:
+        return max(await rollouts.tell("device_bytes"), default=0)
+
+    return Holder(frozenset({Held.WEIGHTS, Held.KV_CACHE}), evict, admit, device_bytes)

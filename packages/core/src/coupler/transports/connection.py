@@ -12,7 +12,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -71,7 +71,10 @@ class Listener:
                 ) from None
             receiver.settimeout(GREETING_S)
             said = _greeting(receiver)
-            if hmac.compare_digest(str(said.get("token")), self.token) and said.get("key") == key_of(update):
+            if hmac.compare_digest(str(said.get("token")), self.token) and said.get("key") == list(update.key):
+                if said.get("off"):
+                    receiver.close()
+                    raise ConnectionError("it died before it came")
                 receiver.settimeout(update.deadline_s)
                 receiver.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 receivers.append((receiver, said))
@@ -91,7 +94,7 @@ def connected(address: str, update: WeightUpdate, **facts: Any) -> Iterator[sock
     try:
         with socket.create_connection((at["host"], at["port"]), timeout=update.deadline_s) as sender:
             sender.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            send(sender, {"token": at["token"], "key": key_of(update), **facts})
+            send(sender, {"token": at["token"], "key": update.key, **facts})
             yield sender
     except TimeoutError:
         raise WaitTimeout(
@@ -102,8 +105,16 @@ def connected(address: str, update: WeightUpdate, **facts: Any) -> Iterator[sock
         raise PeerLost(f"the sender of weights version {update.version} went away: {error}.") from None
 
 
-def key_of(update: WeightUpdate) -> list[Any]:
-    return [update.version, update.permuted]
+def call_off(update: WeightUpdate) -> None:
+    """Make senders that still wait for receivers of this update give up: one of them died.
+
+    Senders that listen to nobody (files, the same process) wait for nobody.
+    """
+    for endpoint in update.endpoints:
+        if endpoint.address.startswith("{"):
+            at = json.loads(endpoint.address)
+            with suppress(OSError), socket.create_connection((at["host"], at["port"]), timeout=GREETING_S) as sender:
+                send(sender, {"token": at["token"], "key": update.key, "off": True})
 
 
 def send(to: socket.socket, header: dict[str, Any], data: Any = b"") -> None:

@@ -63,7 +63,7 @@ class DiskTransport(Transport):
 
 
 def _folder(update: WeightUpdate) -> Path:
-    return Path(update.endpoints[0].address) / f"{update.version}{'-permuted' if update.permuted else ''}"
+    return Path(update.endpoints[0].address) / "-".join(map(str, update.key))
 
 
 def _write(path: Path, name: str, tensor: Any) -> str:

@@ -16,7 +16,7 @@ class InprocTransport(Transport):
     """Keeps a copy of every tensor until all receivers have read them."""
 
     def __init__(self) -> None:
-        self.mailbox: dict[tuple[int, bool], list[Named]] = {}
+        self.mailbox: dict[tuple[int, int, bool], list[Named]] = {}
         self.unread = 0  # receivers that have not read the last update
 
     def bind(self, rank: Rank) -> Endpoint:
@@ -27,12 +27,12 @@ class InprocTransport(Transport):
         self.mailbox.clear()
         named = [(name, _copy(tensor)) for name, tensor in weights]  # a tensor is valid until the next one is asked for
         self.unread = update.num_receivers
-        self.mailbox[update.version, update.permuted] = named
+        self.mailbox[update.key] = named
         size = sum(num_bytes(tensor) for _, tensor in named)
         return SendReceipt(update.version, len(named), size, time.perf_counter() - start)
 
     def receive(self, update: WeightUpdate, worker: Rank) -> Iterator[Named]:
-        key = update.version, update.permuted
+        key = update.key
         wait_until(lambda: key in self.mailbox, f"weights of version {update.version}", update.deadline_s)
         yield from self.mailbox[key]
         self.unread -= 1

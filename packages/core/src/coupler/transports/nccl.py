@@ -23,8 +23,8 @@ from coupler.interfaces import Endpoint, Named, Rank, SendReceipt, Transport, We
 from coupler.transports.connection import Listener, connected, header, send
 from coupler.transports.packing import Entry, Packer, tensor_of
 
-BUFFER_BYTES = 128 << 20
-POLL_S = 0.0005
+BUFFER_BYTES = 256 << 20
+POLL_S = 0.0001
 
 
 class NcclTransport(Transport):
@@ -179,14 +179,24 @@ class _Broadcast:
 
 
 def _received(group: Group, sender: socket.socket, update: WeightUpdate) -> Iterator[Named]:
-    while "entries" in (said := header(sender)):
-        entries, size = said["entries"], said["nbytes"]
-        send(sender, {"digest": _digest(entries, size)})
-        data = torch.empty(size, dtype=torch.uint8, device=group.device)
-        if size:
-            group.settle(group.broadcast(data, update), update)
-        for entry in entries:
-            yield entry["name"], tensor_of(data, entry)
+    """Yield what comes; the next bucket travels while the last one is read."""
+    before: tuple[list[Entry], torch.Tensor, Any] | None = None
+    more = True
+    while more:
+        said = header(sender)
+        started = None
+        if more := "entries" in said:
+            entries, size = said["entries"], said["nbytes"]
+            send(sender, {"digest": _digest(entries, size)})
+            data = torch.empty(size, dtype=torch.uint8, device=group.device)
+            started = entries, data, group.broadcast(data, update) if size else None
+        if before is not None:
+            entries, data, work = before
+            if work is not None:
+                group.settle(work, update)
+            for entry in entries:
+                yield entry["name"], tensor_of(data, entry)
+        before = started
 
 
 def _digest(entries: list[Entry], size: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -25,6 +26,8 @@ from coupler.testing.reference import (
 from coupler.testing.subject import Subject
 
 FROZEN = 1e-30  # learning rate of engines that serve many tests: a step is taken and changes nothing
+MISLEADING = {"temperature": 0.1, "top_k": 1, "repetition_penalty": 3.0, "eos_token_id": list(range(8))}
+# sampling defaults of a model's folder: a rollout follows the request, and nothing else
 MOST_RANKS = 4  # of one engine; a test on more is left out
 NEEDS = {
     "pair": ("engine", "rollout"),
@@ -62,9 +65,9 @@ def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Re
         folder = tmp_path_factory.mktemp("models") / name
         if name == "toy":
             return ToyReference(write_toy(folder))
-        if name == "moe":
-            return TransformersReference(write_qwen3_moe(folder))
-        return TransformersReference(write_qwen2(folder, tied=name == "tied"))
+        written = write_qwen3_moe(folder) if name == "moe" else write_qwen2(folder, tied=name == "tied")
+        (written / "generation_config.json").write_text(json.dumps(MISLEADING))
+        return TransformersReference(written)
 
     return make
 
@@ -100,7 +103,7 @@ def every_model() -> None:
 @pytest.fixture(scope="session")
 def tolerance(pytestconfig: pytest.Config) -> float:
     """Nats by which log-probs of a rollout may differ from the reference."""
-    return pytestconfig.getoption("--coupler-logprobs")
+    return pytestconfig.option.coupler_logprobs
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from coupler.errors import CouplerError
 from coupler.interfaces import Completion, InFlight, Memory, Named, Request
 from coupler.plugins.manager import Plugins
 from coupler.testing.edge import Served
@@ -19,6 +20,7 @@ from coupler.testing.subject import Subject
 from coupler.workers import reverse_elements
 
 CHANGED = 1e-2  # nats: what another weight changes log-probs by, at least
+POSITIONS = 256  # of the kit's models
 LONG = 200  # tokens of a completion that is still running when something happens
 PROMPTS = tuple(tuple(np.random.default_rng(size).integers(NUM_SPECIAL, VOCAB, size).tolist()) for size in (3, 1, 9, 5))
 
@@ -210,6 +212,34 @@ def test_only_the_stop_tokens_of_the_request_stop(flat: Served) -> None:
     assert {len(each.tokens) for each in done} == {200}
 
 
+def test_one_free_position_gives_one_token(
+    served: Served, reference: Reference, rollout_subject: Subject, tolerance: float
+) -> None:
+    """And none is an error: a completion is never empty."""
+    if rollout_subject.toy:
+        pytest.skip("a bigram has no positions")
+    longest = tuple(range(NUM_SPECIAL, NUM_SPECIAL + POSITIONS))
+    request = Request(longest[:-1], 50, seed=1)
+    (done,) = generate(served, [request])
+    assert (len(done.tokens), done.finish) == (1, "length")
+    assert error(reference, request, done) < tolerance
+    with pytest.raises(CouplerError, match=f"a prompt has {POSITIONS} tokens"):
+        generate(served, [Request(longest, 1)])
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [(Request((), 1), "a prompt has 0 tokens"), (Request((7,), 0), "wants 0 tokens"), (Request((7, VOCAB), 1), "ids")],
+)
+def test_malformed_requests_are_refused(
+    served: Served, rollout_subject: Subject, request_: Request, message: str
+) -> None:
+    if rollout_subject.toy:
+        pytest.skip("nothing but this kit makes requests for it")
+    with pytest.raises(CouplerError, match=message):
+        generate(served, [request_])
+
+
 def test_the_seed_decides(served: Served) -> None:
     """The same request gives the same tokens, alone or among others; another seed gives others."""
     request = Request(PROMPTS[0], 12, 1.5, seed=7)
@@ -323,6 +353,15 @@ def test_memory_comes_back_with_an_update(
     if not rollout_subject.has("memory:sleep"):
         pytest.skip(f"{rollout_subject} does not declare memory:sleep")
     everything = frozenset(Memory)
+
+    async def refused() -> None:
+        await served.rollout.pause(InFlight.DRAIN)
+        await served.rollout.sleep(everything)
+        await served.rollout.resume()
+        with pytest.raises(CouplerError, match=r"(?s)sleep.*wake\(\) before generate"):
+            await served.rollout.generate(Request(PROMPTS[0], 1))
+
+    served.run(refused)
     for _ in range(2):
 
         async def nap() -> None:

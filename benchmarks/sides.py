@@ -1,0 +1,58 @@
+"""Sides of a comparison that start together, each in a process of its own, and are measured in turns.
+
+A start of an inference engine takes a minute, which is not measured: so all start at once, say when they are ready, and
+measure when they are told to, one at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+READY, ANSWER = "SIDE READY", "SIDE ANSWER "
+
+
+class Side:
+    """The caller's end: a process that runs the same script with ``arguments``."""
+
+    def __init__(self, script: str, *arguments: str) -> None:
+        self.name = " ".join(arguments)
+        self.process = subprocess.Popen(
+            [sys.executable, script, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+
+    def ready(self) -> Side:
+        """Wait until it has started."""
+        self._read(READY)
+        return self
+
+    def measure(self) -> dict[str, Any]:
+        """Let it measure once."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
+        return json.loads(self._read(ANSWER))
+
+    def close(self) -> None:
+        """Let it end, and wait for it."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(60)
+
+    def _read(self, start: str) -> str:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith(start):
+                return line.removeprefix(start)
+            sys.stderr.write(f"[{self.name}] {line}")
+        raise SystemExit(f"{self.name} ended with {self.process.wait()} before it answered")
+
+
+def serve(measure: Callable[[], dict[str, Any]]) -> None:
+    """The process's end: measure as often as it is asked."""
+    print(READY, flush=True)
+    for _ in sys.stdin:
+        print(ANSWER + json.dumps(measure()), flush=True)

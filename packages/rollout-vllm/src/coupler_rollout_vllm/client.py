@@ -1,0 +1,93 @@
+"""Requests in one engine, sent to its scheduler and answered from there, past vLLM's front end.
+
+That one handles every token on its own, and clones and checks what we have made and checked ourselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from coupler_rollout_vllm import compat
+
+
+@dataclass(slots=True)
+class Running:
+    """One request in the engine: what has arrived of it, and where the weights changed under it."""
+
+    ended: asyncio.Future[str]  # how
+    versions: list[tuple[int, int]]  # (tokens sampled before, version from there on)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    routes: list[np.ndarray] = field(default_factory=list)  # [fed, every layer, topk] in pieces, where recorded
+
+    def take(self, output: Any) -> None:
+        """Append what the scheduler sent."""
+        self.tokens += output.new_token_ids
+        self.logprobs += compat.logprobs_of(output)
+        if output.routed_experts is not None:
+            self.routes.append(output.routed_experts)
+        if output.finish_reason is not None and not self.ended.done():
+            self.ended.set_result(str(output.finish_reason))
+
+    def each_version(self) -> list[int]:
+        """[tokens] the version that sampled each."""
+        ends = [start for start, _ in self.versions[1:]] + [len(self.tokens)]
+        return [v for (start, v), end in zip(self.versions, ends, strict=True) for _ in range(end - start)]
+
+
+class Client:
+    """Knows what runs in an engine; one event loop's."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.running: dict[str, Running] = {}
+        self.idle = asyncio.Event()
+        self.idle.set()
+        compat.hand_over_outputs(engine, asyncio.create_task(self._receive()))
+
+    async def run(self, name: str, tokens: list[int], params: Any, salt: str, version: int) -> tuple[Running, str]:
+        """Run one request until it ends or is cut off; return it, and how it ended.
+
+        Raises:
+            EngineDead: the engine's process ended.
+        """
+        request = self.running[name] = Running(asyncio.get_running_loop().create_future(), [(0, version)])
+        self.idle.clear()
+        try:
+            await compat.send_request(self.engine, name, tokens, params, salt)
+            return request, await request.ended
+        except asyncio.CancelledError:
+            await compat.send_abort(self.engine, [name])
+            raise
+        finally:
+            del self.running[name]
+            if not self.running:
+                self.idle.set()
+
+    async def cut_off(self) -> None:
+        """End all that runs, with what it has by now."""
+        await compat.freeze(self.engine)
+        await compat.send_abort(self.engine, list(self.running))
+        for request in self.running.values():
+            if not request.ended.done():
+                request.ended.set_result("abort")
+        await self.engine.resume_generation()
+
+    def lose(self, error: BaseException) -> None:
+        """The engine died: nothing that runs will end."""
+        for request in self.running.values():
+            if not request.ended.done():
+                request.ended.set_exception(error)
+
+    async def _receive(self) -> None:
+        try:
+            while True:
+                for output in await compat.next_outputs(self.engine):
+                    if output.request_id in self.running:
+                        self.running[output.request_id].take(output)
+        except compat.EngineDead as error:
+            self.lose(error)

@@ -1,0 +1,70 @@
+"""In the scheduler's process: a request's tokens leave it together, not one message for each of them.
+
+vLLM sends every token of every request as it is sampled, and whoever asks unpacks them one by one: a millisecond or
+more a request. Nobody here reads a completion before its end, or before a pause.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from coupler_rollout_vllm import compat
+
+
+def scheduler(**arguments: Any) -> Any:
+    """vLLM's scheduler of this configuration, with :class:`Gathering` in front; ``scheduler_cls`` names this."""
+    base = compat.scheduler_class(arguments["vllm_config"])
+    return type("GatheringScheduler", (Gathering, base), {})(**arguments)
+
+
+class Gathering:
+    """Mixed into a scheduler. Once it is paused with its requests kept, it gives out all that it holds."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.held: defaultdict[str, list[Any]] = defaultdict(list)  # outputs of requests that run, in order
+
+    def update_from_output(self, scheduled: Any, produced: Any) -> dict[int, Any]:
+        """See vLLM's scheduler: what to send to each client."""
+        clients: dict[int, Any] = super().update_from_output(scheduled, produced)  # type: ignore[misc]
+        for sent in clients.values():
+            sent.outputs = [self._ended(part) for part in sent.outputs if self._hold(part)]
+        if self.held and compat.is_frozen(self):
+            compat.outputs_of(clients).extend(map(joined, self.held.values()))
+            self.held.clear()
+        return {client: sent for client, sent in clients.items() if sent.outputs or compat.says_more(sent)}
+
+    def _hold(self, part: Any) -> bool:
+        """Keep one step's output of a request; say whether it is the last one."""
+        self.held[part.request_id].append(part)
+        return part.finish_reason is not None
+
+    def _ended(self, part: Any) -> Any:
+        return joined(self.held.pop(part.request_id))
+
+    def has_requests(self) -> bool:
+        """Whether the engine has to step: also once more after a pause, to give out what is held."""
+        return super().has_requests() or bool(self.held and compat.is_frozen(self))  # type: ignore[misc]
+
+    def finish_requests(self, *arguments: Any, **named: Any) -> Any:
+        """Forget what was cut off: who cuts off has paused before."""
+        done = super().finish_requests(*arguments, **named)  # type: ignore[misc]
+        for name in self.held.keys() - self.requests.keys():  # type: ignore[attr-defined]
+            del self.held[name]
+        return done
+
+
+def joined(parts: list[Any]) -> Any:
+    """One output of all that a request produced in some steps."""
+    last = parts[-1]
+    if len(parts) > 1:
+        last.new_token_ids = list(chain.from_iterable(part.new_token_ids for part in parts))
+        logprobs = [part.new_logprobs for part in parts if part.new_logprobs is not None]
+        last.new_logprobs = compat.join_logprobs(logprobs) if logprobs else None
+        experts = [part.routed_experts for part in parts if part.routed_experts is not None]
+        last.routed_experts = np.concatenate(experts) if experts else None
+    return last

@@ -1,0 +1,50 @@
+"""Under Ray: replicas in an interpreter of their own, while the training side has another torch; and of two workers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from test_train import run
+
+from coupler.testing.reference import TransformersReference
+
+pytest.importorskip("ray")
+ROOT = Path(__file__).parents[3]
+UV = Path(sys.prefix).parents[1] / ".tools" / "bin" / "uv"
+VERSION = "from importlib.metadata import version; print(version('torch'))"
+
+
+@pytest.fixture(scope="module")
+def training_side(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of an environment without vLLM, with core, engine-fsdp, the same Ray and another torch."""
+    if not UV.is_file():
+        pytest.skip("needs uv in .tools/bin; make puts it there")
+    folder = tmp_path_factory.mktemp("training")
+    python = folder / "venv" / "bin" / "python"
+    subprocess.run([UV, "venv", "--quiet", "--python", sys.executable, folder / "venv"], check=True)
+    older = f"torch<{version('torch').partition('+')[0]}"
+    packages = [ROOT / "packages" / name for name in ("core", "engine-fsdp", "algos")]
+    same = [f"{name}=={version(name)}" for name in ("ray", "transformers")]
+    install = [UV, "pip", "install", "--quiet", "--no-config", "--python", python, older]
+    subprocess.run([*install, *same, *packages], check=True, cwd=folder)  # away from the workspace's constraints
+    return python
+
+
+def test_engine_and_vllm_in_environments_of_their_own(
+    training_side: Path, tmp_path: Path, reference: TransformersReference
+) -> None:
+    there = subprocess.run([training_side, "-c", VERSION], capture_output=True, text=True, check=True).stdout.strip()
+    assert there != version("torch")
+    log = run(
+        tmp_path, reference, "executor=ray", f"engine.python={training_side}", f"rollout.python={sys.executable}",
+        "rollout.tensor_parallel=2",
+    )  # fmt: skip
+    assert log[0]["sync/probe"] < 1e-3 < 1e-2 < log[0]["sync/probe_permuted"]
+    assert all(step["train_infer/abs_diff"] < 1e-3 for step in log[1:])
+    logs = tmp_path / "run" / "logs"
+    assert str(training_side) in (logs / "policy-0.log").read_text()
+    assert sys.executable in (logs / "rollout-0.log").read_text()
