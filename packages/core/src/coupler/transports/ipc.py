@@ -152,7 +152,7 @@ def _shared(sender: socket.socket) -> Iterator[Named]:
             tensor = tensor_of(memory, entry)
             yield entry["name"], tensor
             if isinstance(tensor, torch.Tensor):
-                tensor.data = tensor.new_empty(0)  # whoever keeps the last one would keep the memory open, which the sender gives back
+                tensor.data = tensor.new_empty(0)  # a reader keeps the last one, and would keep the memory open
         torch.cuda.current_stream().synchronize()
         del memory
         send(sender, {})
