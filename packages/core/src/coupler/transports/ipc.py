@@ -20,7 +20,7 @@ import torch
 from coupler.errors import CouplerError, WeightSyncError
 from coupler.interfaces import Endpoint, Named, Rank, SendReceipt, Transport, WeightUpdate
 from coupler.transports.connection import Listener, connected, header, send
-from coupler.transports.packing import Entry, Packer, tensor_of
+from coupler.transports.packing import Entry, Packer, let_go, tensor_of
 
 BUFFER_BYTES = 256 << 20  # two of them are the memory that a sync may take
 
@@ -151,8 +151,7 @@ def _shared(sender: socket.socket) -> Iterator[Named]:
         for entry in said["entries"]:
             tensor = tensor_of(memory, entry)
             yield entry["name"], tensor
-            if isinstance(tensor, torch.Tensor):
-                tensor.data = tensor.new_empty(0)  # a reader keeps the last one, and would keep the memory open
+            let_go(tensor)
         torch.cuda.current_stream().synchronize()
         del memory
         send(sender, {})

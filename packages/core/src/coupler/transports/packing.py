@@ -87,11 +87,18 @@ def as_bytes(tensor: Any) -> torch.Tensor:
 
 
 def tensor_of(buffer: torch.Tensor, entry: Entry) -> Any:
-    """View what :class:`Packer` put into ``buffer``."""
-    data = buffer[entry["offset"] : entry["offset"] + entry["nbytes"]]
+    """What :class:`Packer` put into ``buffer``, in place; no view, so that :func:`let_go` frees the buffer of it."""
     if entry["framework"] == "np":
+        data = buffer[entry["offset"] : entry["offset"] + entry["nbytes"]]
         return data.cpu().numpy().view(np.dtype(entry["dtype"])).reshape(entry["shape"])
-    dtype = getattr(torch, entry["dtype"])
-    if not len(data):  # torch views no empty tensor as a wider type
-        return torch.empty(entry["shape"], dtype=dtype, device=buffer.device)
-    return data.view(dtype).reshape(entry["shape"])
+    tensor = torch.empty(0, dtype=getattr(torch, entry["dtype"]), device=buffer.device)
+    start, rest = divmod(int(buffer.storage_offset()) + entry["offset"], tensor.itemsize)
+    assert not rest, entry
+    shape = torch.Size(entry["shape"])
+    return tensor.set_(buffer.untyped_storage(), start, shape)  # type: ignore[call-overload]
+
+
+def let_go(tensor: Any) -> None:
+    """Empty a tensor whose reader may still hold it: it would keep the buffer's memory in use."""
+    if isinstance(tensor, torch.Tensor):
+        tensor.data = tensor.new_empty(0)
