@@ -7,6 +7,7 @@ numbers of layers and experts of the whole model; :mod:`coupler_engine_megatron.
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,7 @@ def make_bridge(
     bridge = Adapted(_Readable(config), dtype=dtype, make_vocab_size_divisible_by=padding)
     bridge.set_extra_args(**settings)
     bridge.dtype = None  # weights keep theirs on the way
+    bridge._weight_name_mapping_mcore_to_hf = cache(bridge._weight_name_mapping_mcore_to_hf)  # asked for at every sync
     return bridge
 
 
