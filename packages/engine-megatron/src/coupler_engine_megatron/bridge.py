@@ -25,6 +25,7 @@ from coupler.errors import CouplerError
 from coupler.interfaces import Head, Model
 from coupler_engine_megatron.attention import PackedAttention
 from coupler_engine_megatron.head import LogprobHead, ValueHead
+from coupler_engine_megatron.linear import WholeLinear
 from coupler_engine_megatron.norm import RMSNorm
 from coupler_engine_megatron.routing import Router
 
@@ -167,6 +168,7 @@ def _layers(config: Any, engine: bool, stage: int | None) -> Any:
             layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
             if config.multi_latent_attention:
                 attention.q_layernorm = attention.kv_layernorm = RMSNorm
+                attention.linear_q_down_proj = attention.linear_kv_down_proj = WholeLinear
             elif config.qk_layernorm:
                 attention.q_layernorm = attention.k_layernorm = RMSNorm
         experts = layer.submodules.mlp.submodules
