@@ -52,12 +52,13 @@ test-rollout-vllm: export VLLM_CPU_CI_ENV = 1
 test-rollout-vllm: export VLLM_CPU_OMP_THREADS_BIND = nobind
 test-rollout-vllm: export VLLM_ENABLE_V1_MULTIPROCESSING = 0
 
-# An engine's kit once more for each of these, settings with commas between them. LAYOUTS_engine-megatron=engine.tensor_parallel=4
-# on the command line tries another; one split alone is in the package's own suite.
-LAYOUTS_engine-megatron := engine.context_parallel=2 engine.tensor_parallel=2,engine.pipeline_parallel=2
+# An engine's kit once more for each of these: settings, and models of the kit, with commas between them.
+# LAYOUTS_engine-megatron=engine.tensor_parallel=4 on the command line tries another; one split alone is in the package's own suite.
+LAYOUTS_engine-megatron := engine.context_parallel=2 engine.tensor_parallel=2,engine.pipeline_parallel=2 \
+  moe,engine.tensor_parallel=2,engine.expert_parallel=2
 comma := ,
 define kit
-	.envs/$*/bin/python -m pytest $(KIT) $(KIT_$*) $(addprefix --coupler-set ,$(subst $(comma), ,$(1)))
+	.envs/$*/bin/python -m pytest $(KIT) $(KIT_$*) $(foreach each,$(subst $(comma), ,$(1)),--coupler-$(if $(findstring =,$(each)),set,model) $(each))
 
 endef
 

@@ -1,7 +1,7 @@
 """Share of the GPUs' matmul peak that a training step of engine=megatron reaches, and what its export costs.
 
-    python benchmarks/train_step_megatron.py 1.5b
-    python benchmarks/train_step_megatron.py 7b --gpus 4 engine.tensor_parallel=2
+    python benchmarks/train_step_megatron.py 1.5b engine.gradient_checkpointing=none
+    python benchmarks/train_step_megatron.py 7b --gpus 4 engine.tensor_parallel=2 engine.gradient_checkpointing=none
     python benchmarks/train_step_megatron.py moe --gpus 4 --skewed engine.expert_parallel=4
     python benchmarks/train_step_megatron.py 1.5b --engine fsdp
 

@@ -29,6 +29,7 @@ LAYOUTS = {  # (model, ranks, settings)
     "experts-virtual-pipeline": ("moe", 4, {"expert_parallel": 2, "pipeline_parallel": 2, "virtual_pipeline": 2}),
     "experts-whole-on-tensor-ranks": ("moe", 2, {"tensor_parallel": 2}),
     "latent-experts": ("latent-yarn", 2, {"expert_parallel": 2}),
+    "latent-tensor": ("latent-yarn", 2, {"tensor_parallel": 2, "expert_parallel": 2}),
     "latent-context": ("latent-yarn", 2, {"context_parallel": 2}),
     "latent-pipeline": ("latent-yarn", 4, {"pipeline_parallel": 2, "virtual_pipeline": 2}),
     "no-sequence-parallel": ("qwen3", 2, {"tensor_parallel": 2, "sequence_parallel": False}),
@@ -192,11 +193,6 @@ def test_a_checkpoint_with_other_tensors_is_refused(reference_of: References, tm
     text = refusal(rewrite(folder, tmp_path / "model", tensors))
     assert "missing:     model.layers.0.mlp.up_proj.weight" in text
     assert "unexpected:  model.layers.0.extra.weight" in text
-
-
-def test_a_latent_model_is_not_split_on_the_cpu(reference_of: References, start: Start) -> None:
-    with pytest.raises(RankFailed, match="splits a model of type 'deepseek_v3' on GPUs only"):
-        start(reference_of("latent").folder, 2, tensor_parallel=2)
 
 
 def test_a_long_sequence_on_one_rank_stops_all_of_them(reference_of: References, start: Start) -> None:

@@ -252,18 +252,25 @@ def test_a_resumed_engine_goes_on_to_the_bit(
         np.testing.assert_array_equal(as_array(tensor), want[name], err_msg=name)
 
 
+@pytest.fixture
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
+    """A rank that chooses kernels for the whole process, until the end of the test."""
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    yield Rank(deterministic=True)
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("name", ["llama", "moe"])
 def test_a_deterministic_engine_repeats_itself_to_the_bit(
-    name: str, reference_of: Callable[[str], TransformersReference]
+    name: str, reference_of: Callable[[str], TransformersReference], deterministic: Rank
 ) -> None:
     reference, found = reference_of(name), []
     for _ in range(2):
         engine = MegatronEngine(MegatronConfig(lr=1e-3), Model(str(reference.folder)))
-        engine.setup(Rank(deterministic=True))
+        engine.setup(deterministic)
         for index in range(2):
             train(engine, reference, index)
         found.append({name: as_array(tensor) for name, tensor in engine.weights()})
-    torch.use_deterministic_algorithms(False)
     for tensor, want in found[0].items():
         np.testing.assert_array_equal(found[1][tensor], want, err_msg=tensor)
 

@@ -7,6 +7,7 @@ numbers of layers and experts of the whole model; :mod:`coupler_engine_megatron.
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from coupler.errors import CouplerError
 from coupler.interfaces import Head, Model
 from coupler_engine_megatron.attention import PackedAttention
 from coupler_engine_megatron.head import LogprobHead, ValueHead
+from coupler_engine_megatron.linear import WholeLinear
 from coupler_engine_megatron.norm import RMSNorm
 from coupler_engine_megatron.routing import Router
 
@@ -143,6 +145,7 @@ def make_bridge(
     bridge = Adapted(_Readable(config), dtype=dtype, make_vocab_size_divisible_by=padding)
     bridge.set_extra_args(**settings)
     bridge.dtype = None  # weights keep theirs on the way
+    bridge._weight_name_mapping_mcore_to_hf = cache(bridge._weight_name_mapping_mcore_to_hf)  # asked for at every sync
     return bridge
 
 
@@ -165,6 +168,7 @@ def _layers(config: Any, engine: bool, stage: int | None) -> Any:
             layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
             if config.multi_latent_attention:
                 attention.q_layernorm = attention.kv_layernorm = RMSNorm
+                attention.linear_q_down_proj = attention.linear_kv_down_proj = WholeLinear
             elif config.qk_layernorm:
                 attention.q_layernorm = attention.k_layernorm = RMSNorm
         experts = layer.submodules.mlp.submodules

@@ -190,6 +190,8 @@ def _experts() -> Iterator[tuple[Any, str, Any]]:
         return tensor.cpu().numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     yield utils, "te_general_gemm", None
-    yield import_module("megatron.core.transformer.multi_latent_attention"), "HAVE_TE", False
+    latent = import_module("megatron.core.transformer.multi_latent_attention")
+    yield latent, "HAVE_TE", False
+    yield latent, "TELinear", import_module("coupler_engine_megatron.linear").WholeLinear
     for owner in (utils, dispatcher):
         yield owner, "maybe_move_tensor_to_cpu", to_host

@@ -41,7 +41,7 @@ from coupler_engine_megatron.memory import Parked
 from coupler_engine_megatron.optimizer import Optimizer, wrap
 from coupler_engine_megatron.packing import Alignment, Packed, columns, pack, split
 from coupler_engine_megatron.routing import Routers
-from coupler_engine_megatron.settings import be_deterministic, check_layout, check_platform, transformer_settings
+from coupler_engine_megatron.settings import be_deterministic, check_layout, transformer_settings
 from coupler_engine_megatron.weights import Catalogue, Folder
 
 SAVED = {  # what of each parameter is in a checkpoint, and where
@@ -78,7 +78,6 @@ class MegatronEngine(Engine):
             be_deterministic()
         shape = bridge.read_config(self.model)
         check_layout(self.config, shape, rank)
-        check_platform(self.config, shape, on_gpu)
         join(rank, self.device)
         self.dtype = _dtype(self.config.dtype, self.device)
         settings = transformer_settings(self.config, shape, rank, fused=on_gpu and self.dtype == torch.bfloat16)

@@ -26,19 +26,6 @@ def check_layout(config: MegatronConfig, shape: Any, rank: Rank) -> None:
         raise ConfigError(f"{what}.\n  try:  {fix}")
 
 
-def check_platform(config: MegatronConfig, shape: Any, on_gpu: bool) -> None:
-    """Refuse what only Transformer Engine computes right.
-
-    Raises:
-        ConfigError: Megatron-Core's own latent attention loses a part of the gradient where ranks split it.
-    """
-    if shape.model_type == LATENT and config.tensor_parallel > 1 and not on_gpu:
-        raise ConfigError(
-            f"engine.tensor_parallel={config.tensor_parallel} splits a model of type {LATENT!r} on GPUs only.\n"
-            "  try:  engine.tensor_parallel=1, with engine.expert_parallel"
-        )
-
-
 def transformer_settings(config: MegatronConfig, shape: Any, rank: Rank, fused: bool) -> dict[str, Any]:
     """Settings for :func:`coupler_engine_megatron.bridge.make_bridge`.
 

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,6 @@ class Catalogue:
                 )
             put(parameter, piece)
 
-    @torch.no_grad()
     def stream(
         self, source: Callable[[nn.Parameter], Tensor], dtype: torch.dtype, device: torch.device
     ) -> Iterator[Named]:
@@ -120,13 +120,11 @@ class Catalogue:
         for stage, parts in self._buckets(dtype):
             precision = _precision(parts[0], dtype)
             found = self._gathered(stage, parts, source, precision, device)  # [experts, pieces, elements]
-            start = 0
-            for part in parts:
-                end = start + math.prod(part.shape)
-                for name, pieces in zip(_experts_of(self.bridge, part), found[..., start:end], strict=True):
-                    tensors = [piece.view(part.shape) for piece in pieces]
-                    yield from hf.to_hf(self.bridge, name, self._joined(part, tensors))
-                start = end
+            each = found.split([math.prod(part.shape) for part in parts], 2)
+            for part, tensors in zip(parts, each, strict=True):
+                wholes = tensors.unflatten(2, part.shape)
+                for name, pieces in zip(_experts_of(self.bridge, part), wholes.unbind(), strict=True):
+                    yield from hf.to_hf(self.bridge, name, self._joined(part, list(pieces.unbind())))
 
     def _joined(self, part: Part, pieces: list[Tensor]) -> Tensor:
         split = (part.tensor_model_parallel or part.expert) and len(pieces) > 1
@@ -199,6 +197,7 @@ def _tensor_group(part: Part) -> tuple[dist.ProcessGroup, int, int]:
     return group, group.size(), group.rank()
 
 
+@cache
 def _experts_of(bridge: Any, part: Part) -> list[str]:
     """The parameter's names on each expert-parallel rank; one for what is no expert."""
     if not part.expert:
