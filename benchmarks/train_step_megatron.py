@@ -8,18 +8,18 @@
 Random weights; 16,384 tokens a data shard and step, in sequences of 2,048. A step is forward, log-probs, backward,
 clipping and AdamW with fp32 weights. Model FLOPs: 6 x parameters of a token's path x tokens, and causal attention. The
 peak is a bf16 product of 8,192 x 8,192 x 8,192 on each GPU, measured just before. ``export`` is a pass over
-``weights()``, next to an all-gather of as many bytes over the same GPUs.
+``weights()``, next to an all-gather of as many bytes over the same GPUs. The last line is ``RESULT`` and JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import socket
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -49,6 +49,11 @@ SHAPES: dict[str, PreTrainedConfig] = {
         hidden_size=3584, intermediate_size=18_944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
         vocab_size=152_064, tie_word_embeddings=False, **_QWEN,
     ),
+    "tiny-moe": Qwen3MoeConfig(
+        hidden_size=64, intermediate_size=128, moe_intermediate_size=32, num_experts=16, num_experts_per_tok=2,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=512,
+        norm_topk_prob=True, tie_word_embeddings=False, **_QWEN,
+    ),
     "moe": Qwen3MoeConfig(
         hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8,
         num_hidden_layers=8, num_attention_heads=32, num_key_value_heads=4, head_dim=128, vocab_size=151_936,
@@ -57,8 +62,9 @@ SHAPES: dict[str, PreTrainedConfig] = {
 }  # fmt: skip
 
 
-def write_model(config: PreTrainedConfig, folder: Path, skewed: bool) -> None:
-    """Random weights; skewed, one expert in eight of a layer gets most of the tokens."""
+def write_model(_rank: int, shape: str, folder: str, skewed: bool) -> None:
+    """Random weights, in a process whose memory is free again; skewed, one expert in eight gets most of the tokens."""
+    config = SHAPES[shape]
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
@@ -119,7 +125,7 @@ def timed(work: Callable[[], object]) -> float:
 def peak_flops() -> float:
     """FLOP/s of a large bf16 product, after a second in which power has become the limit."""
     if not torch.cuda.is_available():
-        return float("nan")
+        return float("inf")
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     times = [timed(lambda: [a @ b for _ in range(5)]) / 5 for _ in range(200)]
     return 2 * 8192**3 / statistics.median(times[100:])
@@ -142,19 +148,27 @@ def run(index: int, args: argparse.Namespace, folder: str, rendezvous: str) -> N
     peak = peak_flops()
     warm = [timed(lambda b=b: train(b)) for b in batches[:2]]
     seconds = statistics.median(timed(lambda b=b: train(b)) for b in batches[2:])
-    share = step_flops(config, TOKENS * shards) / seconds / args.gpus / peak
-    export, gathered, size = measure_export(engine)
+    found = {
+        "benchmark": "train_step_megatron",
+        "engine": args.engine,
+        "shape": args.shape + " skewed" * args.skewed,
+        "gpus": args.gpus,
+        "settings": " ".join(args.settings),
+        "step_s": round(seconds, 4),
+        "first_step_s": round(warm[0], 2),
+        "tokens_per_s": round(TOKENS * shards / seconds),
+        "peak_tflops": round(peak / 1e12) if torch.cuda.is_available() else 0,
+        "of_peak": round(step_flops(config, TOKENS * shards) / seconds / args.gpus / peak, 4),
+        "most_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if torch.cuda.is_available() else 0.0,
+        **measure_export(engine),
+    }
     if index == 0:
-        held = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
-        print(f"engine={args.engine} {args.shape} {args.gpus} GPUs {' '.join(args.settings)}{' skewed' * args.skewed}")
-        print(f"  step {seconds:.3f} s (first {warm[0]:.1f} s), {TOKENS * shards / seconds:,.0f} tokens/s")
-        print(f"  {share:.1%} of the peak of {peak / 1e12:.0f} TFLOP/s a GPU, {held:.1f} GiB at most")
-        print(f"  export of {size / 1e9:.2f} GB {export:.3f} s, an all-gather of as much {gathered:.3f} s", flush=True)
+        print(f"RESULT {json.dumps(found)}", flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def measure_export(engine: Any) -> tuple[float, float, int]:
+def measure_export(engine: Any) -> dict[str, float]:
     """Seconds of a pass over ``weights()`` and of an all-gather of as many bytes, and the bytes."""
     size = 0
 
@@ -169,7 +183,8 @@ def measure_export(engine: Any) -> tuple[float, float, int]:
     whole = torch.empty(len(part) * world, dtype=torch.bfloat16, device=device)
     timed(lambda: dist.all_gather_into_tensor(whole, part))
     gathered = statistics.median(timed(lambda: dist.all_gather_into_tensor(whole, part)) for _ in range(3))
-    return seconds, gathered, size
+    times = {"export_s": round(seconds, 4), "all_gather_s": round(gathered, 4)}
+    return {"export_gb": round(size / 1e9, 3), **times, "export_over_all_gather": round(seconds / gathered, 2)}
 
 
 def main() -> None:
@@ -182,7 +197,7 @@ def main() -> None:
     parser.add_argument("--skewed", action="store_true", help="most tokens to few experts")
     args = parser.parse_intermixed_args()
     with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
-        write_model(SHAPES[args.shape], Path(folder), args.skewed)
+        mp.spawn(write_model, (args.shape, folder, args.skewed), nprocs=1)
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
         probe.close()

@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from job_run import metrics, reproducible, run
+from job_run import arguments, metrics, reproducible, run, write_inputs
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+
+from coupler.batch import Batch
+from coupler.cli import main
+from coupler.config.schema import RouterReplay, RunConfig
+from coupler.executors import Local
+from coupler.interfaces import Model, Rank
+from coupler.jobs.train import column_providers
+from coupler.metrics import Metrics
+from coupler.plugins.manager import Plugins
+from coupler.residency import Residency
+from coupler.testing.cases import make_batch
+from coupler.testing.models import write_qwen3_moe
+from coupler.testing.reference import TransformersReference
+from coupler.testing.subject import configured
+from coupler.waiting import Waits
+from coupler.workers import WorkerGroup, WorkerSpec
+from coupler_engine_megatron.config import MegatronConfig
 
 ENGINE = ("engine=megatron", "trackers=[jsonl]", "deterministic=true", "profile.steps=[1]")
 
@@ -35,6 +54,49 @@ def test_the_export_is_the_trained_model_in_the_layout_it_came_in(trained: Path,
 
 def test_two_runs_are_equal(trained: Path, model: Path, tmp_path: Path) -> None:
     assert reproducible(run("train", model, tmp_path / "again", *ENGINE)) == reproducible(trained)
+
+
+def test_recorded_routes_are_replayed(tmp_path: Path) -> None:
+    """Two optimizer steps on a mixture of experts, sent where the pass for old log-probs sent the tokens."""
+    reference = TransformersReference(write_qwen3_moe(tmp_path / "model"))
+    plugins = Plugins.load()
+    algorithm = plugins.get("algorithm", "grpo")
+    engine = MegatronConfig(lr=1e-2, max_tokens_per_gpu=28)
+    trained = (algorithm.target, configured(algorithm.config, {"kl": "none"}))
+    spec = WorkerSpec("policy", plugins.get("engine", "megatron").target, engine, Model(str(reference.folder)), trained)
+    policy = WorkerGroup(Local(inline=True, waits=Waits(60.0, 60.0)), spec, [Rank()])
+
+    async def device_bytes() -> int:
+        return 0
+
+    async def go() -> tuple[Batch, Metrics]:
+        await policy.setup()
+        config = RunConfig(optimizer_steps_per_batch=2, router_replay=RouterReplay.R2)
+        residency = Residency({}, shared=False, device_bytes=device_bytes)
+        batch = make_batch(reference)
+        batch = batch.with_tokens(
+            **await column_providers(config, policy, None, None, residency)["old_logprobs"](batch)
+        )
+        return batch, (await policy.train(batch, 2, None)).metrics
+
+    batch, metrics = asyncio.run(go())
+    np.testing.assert_array_equal(np.sort(batch["routed_experts"], 2), np.sort(reference.routes(batch), 2))
+    np.testing.assert_allclose(batch["old_logprobs"], reference.outputs(batch)["logprobs"], atol=1e-4)
+    moved = metrics["moe/route_disagreement"]
+    assert 0 < moved.value < 0.5, "the second step's weights choose others now and then; the first one's do not"
+    assert 1 <= metrics["moe/max_load"].value <= 4
+
+
+def test_routes_need_someone_who_says_them(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    experts = write_qwen3_moe(tmp_path / "experts")
+    write_inputs(tmp_path)
+    for folder, options, what in (
+        (experts, ["router_replay=R3"], "router_replay=R3 needs rollout=hf to say which experts tokens go to"),
+        (experts, ["router_replay=R2"], "router_replay=R2 records routes in the pass for old log-probs, and there is"),
+        (model, ["router_replay=R2"], "router_replay=R2 needs a model with experts"),
+    ):
+        assert main([*arguments("train", folder, tmp_path, tmp_path / "run"), "engine=megatron", *options]) == 2
+        assert what in capsys.readouterr().err
 
 
 def test_the_profiled_step_left_a_trace_and_no_other_did(trained: Path) -> None:

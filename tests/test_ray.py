@@ -103,6 +103,19 @@ def test_a_transformer_gives_the_same_numbers(cluster: str, model: Path, tmp_pat
     assert reproducible(ray) == reproducible(local)
 
 
+def test_megatron_gives_the_same_numbers(cluster: str, model: Path, tmp_path: Path) -> None:
+    """One rank alone, and two that split every matrix, with whole weights for the rollout after each step."""
+    options = ("engine=megatron", "algorithm.kl=none", "steps=2", "checkpoint.export=false")
+    local = run("train", model, tmp_path / "local" / "run", *options)
+    ray = run("train", model, tmp_path / "ray" / "run", *options, "executor=ray")
+    assert reproducible(ray) == reproducible(local)
+    split = ("executor=ray", "engine.ranks=2", "engine.tensor_parallel=2")
+    two = metrics(run("train", model, tmp_path / "two" / "run", *options, *split))
+    for a, b in zip(metrics(local)[1:], two[1:], strict=True):
+        for name in ("reward/mean", "loss", "train/grad_norm", "entropy", "batch/tokens"):
+            assert b[name] == pytest.approx(a[name], rel=1e-3, abs=1e-6), name
+
+
 def test_two_ranks_and_two_replicas_over_two_nodes(cluster: str, model: Path, tmp_path: Path) -> None:
     options = ("algorithm.kl=none", "steps=2", "checkpoint.export=false")
     one = metrics(run("train", model, tmp_path / "one" / "run", *options))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from coupler.buffer import Buffer
-from coupler.config.schema import RunConfig
+from coupler.config.schema import RouterReplay, RunConfig
 from coupler.data import Prompt, PromptStream, Row
 from coupler.executors import Local
 from coupler.interfaces import Algorithm, Head, Model, Rank
@@ -45,6 +45,7 @@ class ToyRun:
         folder: Path,
         config: RunConfig,
         *,
+        engine: str = "coupler.testing.toy:ToyEngine",
         algorithm: str = "coupler.testing.toy:ToyAlgorithm",
         rollout: str = "coupler.testing.toy:ToyRollout",
         transport: str = "coupler.transports.inproc:InprocTransport",
@@ -55,7 +56,7 @@ class ToyRun:
         self.executor = Local(inline=config.max_staleness == 0, waits=Waits(60.0, 60.0))
         spec = WorkerSpec(
             "policy",
-            "coupler.testing.toy:ToyEngine",
+            engine,
             ToyEngineConfig(lr=0.3),
             self.model,
             (algorithm, ToyAlgorithmConfig()),
@@ -101,6 +102,7 @@ class ToyRun:
             scorer=Scorer(self.rollouts, self.pool, codec, ()),
             algorithm=algorithm,
             buffer=self.buffer,
+            routed_experts=config.router_replay is RouterReplay.R3,
         )
 
         residency = Residency({}, shared=False)

@@ -3,64 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    PreTrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from families import CONFIGS, LLAMA3, References, Start, shards
 
-from coupler.batch import Batch
 from coupler.errors import CouplerError
 from coupler.interfaces import Head, Model, Part, Rank
 from coupler.testing import losses
 from coupler.testing.cases import RAGGED, make_batch, weighted
 from coupler.testing.conformance.test_engine import assert_gradient
-from coupler.testing.models import VOCAB, read_tensors, rewrite, write_random
-from coupler.testing.ranks import RankFailed, World
-from coupler.testing.reference import TransformersReference
+from coupler.testing.models import read_tensors, rewrite
+from coupler.testing.ranks import RankFailed
 from coupler_engine_megatron.config import MegatronConfig
 from coupler_engine_megatron.engine import MegatronEngine
 
-SHAPE = {
-    "vocab_size": VOCAB,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 1e4,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-EXPERTS = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
-CONFIGS: dict[str, PreTrainedConfig] = {
-    "llama": LlamaConfig(**SHAPE, tie_word_embeddings=False),
-    "llama3": LlamaConfig(**SHAPE, tie_word_embeddings=True, rope_parameters=LLAMA3, head_dim=16),
-    "linear-rope": LlamaConfig(
-        **SHAPE, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}, tie_word_embeddings=False
-    ),
-    "qwen3": Qwen3Config(**SHAPE, tie_word_embeddings=True, head_dim=16),
-    "odd-vocabulary": Qwen2Config(**{**SHAPE, "vocab_size": VOCAB + 1}, tie_word_embeddings=False),
-    "moe": Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=16, norm_topk_prob=True, tie_word_embeddings=False),
-    "moe-not-normalised": Qwen3MoeConfig(
-        **SHAPE, **EXPERTS, head_dim=16, norm_topk_prob=False, tie_word_embeddings=False
-    ),
-}
 LAYOUTS = {  # (model, ranks, settings)
     "virtual-pipeline": ("llama", 2, {"pipeline_parallel": 2, "virtual_pipeline": 2}),
     "virtual-pipeline-tied": ("qwen3", 4, {"tensor_parallel": 2, "pipeline_parallel": 2, "virtual_pipeline": 2}),
@@ -70,58 +28,29 @@ LAYOUTS = {  # (model, ranks, settings)
     "experts-over-context": ("moe", 2, {"expert_parallel": 2, "context_parallel": 2}),
     "experts-virtual-pipeline": ("moe", 4, {"expert_parallel": 2, "pipeline_parallel": 2, "virtual_pipeline": 2}),
     "experts-whole-on-tensor-ranks": ("moe", 2, {"tensor_parallel": 2}),
+    "latent-experts": ("latent-yarn", 2, {"expert_parallel": 2}),
+    "latent-context": ("latent-yarn", 2, {"context_parallel": 2}),
+    "latent-pipeline": ("latent-yarn", 4, {"pipeline_parallel": 2, "virtual_pipeline": 2}),
     "no-sequence-parallel": ("qwen3", 2, {"tensor_parallel": 2, "sequence_parallel": False}),
     "padded-vocabulary": ("odd-vocabulary", 2, {"tensor_parallel": 2}),
     "context-tensor": ("qwen3", 4, {"tensor_parallel": 2, "context_parallel": 2}),
     "selective": ("llama", 1, {"gradient_checkpointing": "selective"}),
+    "groups-of-layers": ("llama", 1, {"recompute_num_layers": 2}),
+    "first-layers": ("llama", 1, {"recompute_method": "block", "recompute_num_layers": 3}),
+    "overlap": ("llama", 2, {"overlap_grad_reduce": True, "overlap_param_gather": True}),
+    "overlap-experts": ("moe", 2, {"expert_parallel": 2, "overlap_grad_reduce": True, "max_tokens_per_gpu": 14}),
+    "overlap-pipeline": (
+        "qwen3",
+        4,
+        {"pipeline_parallel": 2, "virtual_pipeline": 2, "overlap_grad_reduce": True, "overlap_param_gather": True},
+    ),
     "nothing-again": ("llama", 1, {"gradient_checkpointing": "none"}),
     "small-tiles": ("llama", 1, {"logits_tile": 128}),
 }
-Start = Callable[..., World]
-
-
-@pytest.fixture(scope="session")
-def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TransformersReference]:
-    """Write a small model of this name, once."""
-
-    @cache
-    def make(name: str) -> TransformersReference:
-        folder = tmp_path_factory.mktemp(name)
-        return TransformersReference(write_random(AutoModelForCausalLM.from_config(CONFIGS[name]), folder, 0))
-
-    return make
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    made: list[World] = []
-
-    def make(folder: Path, ranks: int = 1, **settings: object) -> World:
-        recipe = {
-            "target": "coupler_engine_megatron.engine:MegatronEngine",
-            "config": "coupler_engine_megatron.config:MegatronConfig",
-            "settings": {"lr": 1e-3, "max_tokens_per_gpu": 28, **settings},
-            "model": str(folder),
-            "head": "lm",
-        }
-        place = tmp_path / f"world-{len(made)}"
-        place.mkdir()
-        made.append(World(recipe, ranks, place))
-        return made[-1]
-
-    yield make
-    for world in made:
-        world.close()
-
-
-def shards(batch: Batch, world: World) -> list[Batch]:
-    return [batch.take(rows) for rows in batch.partition(world.layout.num_shards)]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_family_equals_transformers(
-    name: str, reference_of: Callable[[str], TransformersReference], start: Start
-) -> None:
+def test_a_family_equals_transformers(name: str, reference_of: References, start: Start) -> None:
     """Log-probs, gradient, and weights to the bit."""
     reference = reference_of(name)
     batch = weighted(make_batch(reference, RAGGED))
@@ -135,9 +64,7 @@ def test_a_family_equals_transformers(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_layout_changes_no_gradient(
-    layout: str, reference_of: Callable[[str], TransformersReference], start: Start
-) -> None:
+def test_a_layout_changes_no_gradient(layout: str, reference_of: References, start: Start) -> None:
     name, ranks, settings = LAYOUTS[layout]
     reference = reference_of(name)
     batch = weighted(make_batch(reference))
@@ -163,7 +90,7 @@ def test_a_checkpoint_is_read_in_another_layout(
     name: str,
     before: tuple[int, dict[str, object]],
     after: tuple[int, dict[str, object]],
-    reference_of: Callable[[str], TransformersReference],
+    reference_of: References,
     start: Start,
     tmp_path: Path,
 ) -> None:
@@ -188,7 +115,7 @@ def test_a_checkpoint_is_read_in_another_layout(
 
 
 def test_weights_alone_are_loaded_before_and_after_training(
-    reference_of: Callable[[str], TransformersReference], start: Start, tmp_path: Path
+    reference_of: References, start: Start, tmp_path: Path
 ) -> None:
     """A reference has no optimizer; one that trains goes on from the loaded weights, not from its master copies."""
     reference = reference_of("llama")
@@ -207,9 +134,7 @@ def test_weights_alone_are_loaded_before_and_after_training(
         assert np.abs(value - want[tensor]).max() <= 3e-3, tensor  # two steps of lr at most
 
 
-def test_the_cpu_is_cuda_only_inside_of_a_call(
-    reference_of: Callable[[str], TransformersReference], start: Start
-) -> None:
+def test_the_cpu_is_cuda_only_inside_of_a_call(reference_of: References, start: Start) -> None:
     """Nothing that stands in for CUDA is left behind where another backend of the process would meet it."""
     import torch
 
@@ -251,7 +176,7 @@ def changed(folder: Path, target: Path, **values: object) -> Path:
     ],
 )
 def test_a_model_that_would_compute_something_else_is_refused(
-    values: dict[str, object], what: str, reference_of: Callable[[str], TransformersReference], tmp_path: Path
+    values: dict[str, object], what: str, reference_of: References, tmp_path: Path
 ) -> None:
     assert what in refusal(changed(reference_of("llama").folder, tmp_path / "model", **values))
 
@@ -260,9 +185,7 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     assert "is not a folder" in refusal(tmp_path / "nothing")
 
 
-def test_a_checkpoint_with_other_tensors_is_refused(
-    reference_of: Callable[[str], TransformersReference], tmp_path: Path
-) -> None:
+def test_a_checkpoint_with_other_tensors_is_refused(reference_of: References, tmp_path: Path) -> None:
     folder = reference_of("llama").folder
     tensors = read_tensors(folder)
     tensors["model.layers.0.extra.weight"] = tensors.pop("model.layers.0.mlp.up_proj.weight")
@@ -271,9 +194,12 @@ def test_a_checkpoint_with_other_tensors_is_refused(
     assert "unexpected:  model.layers.0.extra.weight" in text
 
 
-def test_a_long_sequence_on_one_rank_stops_all_of_them(
-    reference_of: Callable[[str], TransformersReference], start: Start
-) -> None:
+def test_a_latent_model_is_not_split_on_the_cpu(reference_of: References, start: Start) -> None:
+    with pytest.raises(RankFailed, match="splits a model of type 'deepseek_v3' on GPUs only"):
+        start(reference_of("latent").folder, 2, tensor_parallel=2)
+
+
+def test_a_long_sequence_on_one_rank_stops_all_of_them(reference_of: References, start: Start) -> None:
     reference = reference_of("llama")
     world = start(reference.folder, 2)
     batch = make_batch(reference, (29, 4))

@@ -48,6 +48,13 @@ MOE = {**DENSE, "model_type": "qwen3_moe", "num_experts": 8}
         ({"virtual_pipeline": 2}, 1, None, "needs engine.pipeline_parallel above 1", "engine.pipeline_parallel=2"),
         ({"expert_parallel": 2}, 2, DENSE, "need experts", "engine.expert_parallel=1"),
         ({"expert_parallel": 3}, 3, MOE, "does not divide the model's 8 experts", "engine.expert_parallel=2 or 4"),
+        (
+            {"tensor_parallel": 2, "sequence_parallel": False},
+            2,
+            MOE,
+            "would compute every expert's tokens twice",
+            "engine.sequence_parallel=true",
+        ),
         ({"expert_parallel": 4}, 2, MOE, "does not divide the 2 ranks", "engine.expert_parallel=1 or 2"),
         (
             {"tensor_parallel": 4, "expert_tensor_parallel": 2},
@@ -86,12 +93,14 @@ def test_a_plan_names_the_engine_of_the_role(tmp_path: Path) -> None:
         engine=MegatronConfig(ranks=3, tensor_parallel=3),
         model=SimpleNamespace(path=str(tmp_path)),
         critic=SimpleNamespace(engine=MegatronConfig(ranks=3, pipeline_parallel=2), model=none),
+        router_replay="R2",
     )
     lines = list(coupler_validate(config))
     assert any(
         line.startswith("engine.tensor_parallel=3 does not") and "set engine.tensor_parallel=" in line for line in lines
     )
     assert any(line.startswith("critic.engine.ranks=3 is no multiple") for line in lines)
+    assert any(line.startswith("router_replay=R2 needs a model with experts") for line in lines)
 
 
 @pytest.mark.parametrize(

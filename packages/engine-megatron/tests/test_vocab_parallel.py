@@ -1,4 +1,4 @@
-"""Log-probs and entropy over a shared vocabulary, against the formula in float64."""
+"""Log-probs, entropy and sums of squares over a shared vocabulary, against the formula in float64."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROWS, HIDDEN, VOCAB = 37, 24, 300
 
 
 def inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
-    """Hidden states, weight, targets, temperatures, and slopes of log-probs and entropy."""
+    """Hidden states, weight, targets, temperatures, and slopes of log-probs, entropy and sums of squares."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -27,34 +27,35 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
     targets = torch.randint(0, VOCAB, (ROWS,), generator=generator)
     temperature = torch.rand(ROWS, generator=generator) + 0.5
     hidden, weight = normal(ROWS, HIDDEN).to(dtype), (normal(VOCAB, HIDDEN) * 0.5).to(dtype)
-    return hidden, weight, targets, temperature, normal(ROWS), normal(ROWS)
+    return hidden, weight, targets, temperature, normal(ROWS), normal(ROWS), normal(ROWS)
 
 
 def expected() -> Arrays:
-    hidden, weight, targets, temperature, slope_l, slope_e = inputs()
+    hidden, weight, targets, temperature, *slopes = inputs()
     hidden, weight = (x.double().requires_grad_() for x in (hidden, weight))
     log_p = (hidden @ weight.T / temperature.double()[:, None]).log_softmax(-1)
     logprobs = log_p.gather(1, targets[:, None])[:, 0]
     entropy = -(log_p.exp() * log_p).sum(-1)
-    (logprobs @ slope_l.double() + entropy @ slope_e.double()).backward()
-    found = {"logprobs": logprobs, "entropy": entropy, "hidden": hidden.grad, "weight": weight.grad}
+    outputs = {"logprobs": logprobs, "entropy": entropy, "squares": log_p.exp().square().sum(-1)}
+    sum(output @ slope.double() for output, slope in zip(outputs.values(), slopes, strict=True)).backward()
+    found = {**outputs, "hidden": hidden.grad, "weight": weight.grad}
     return {name: tensor.detach().numpy() for name, tensor in found.items() if tensor is not None}
 
 
 def computed(rank: Rank, tile: int = 0, width: int = VOCAB) -> Arrays:
     """What one rank gets, with ``width`` rows of the weight each; the gradient of ``hidden`` is summed over ranks."""
     join(rank, torch.device("cpu"))
-    hidden, weight, targets, temperature, slope_l, slope_e = inputs()
+    hidden, weight, targets, temperature, *slopes = inputs()
     first = rank.index * width
     hidden, part = hidden.requires_grad_(), weight[first : first + width].clone().requires_grad_()
     group = dist.group.WORLD
     assert group is not None
-    logprobs, entropy = token_logprobs(hidden, part, targets, first, group, temperature, True, tile)
-    assert entropy is not None
-    (logprobs @ slope_l + entropy @ slope_e).backward()
+    done = token_logprobs(hidden, part, targets, first, group, temperature, True, True, tile)
+    outputs = dict(zip(("logprobs", "entropy", "squares"), done, strict=True))
+    torch.stack([output @ slope for output, slope in zip(outputs.values(), slopes, strict=True)]).sum().backward()
     assert hidden.grad is not None and part.grad is not None
     dist.all_reduce(hidden.grad)
-    found = {"logprobs": logprobs, "entropy": entropy, "hidden": hidden.grad, "weight": part.grad}
+    found = {**outputs, "hidden": hidden.grad, "weight": part.grad}
     return {name: tensor.detach().numpy() for name, tensor in found.items()}
 
 
@@ -72,7 +73,7 @@ def test_one_rank_equals_the_formula(tile: int) -> None:
 def test_two_ranks_equal_the_formula(tmp_path: Path, width: int) -> None:
     """Each has a part of the vocabulary; results are the same on both, and the weight's gradient is in its parts."""
     one, two = on_ranks("test_vocab_parallel:computed", 2, tmp_path, tile=ROWS * 128, width=width)
-    for name in ("logprobs", "entropy", "hidden"):
+    for name in ("logprobs", "entropy", "squares", "hidden"):
         np.testing.assert_array_equal(one[name], two[name])
     assert_close({**one, "weight": np.concatenate([one["weight"], two["weight"]])}, expected())
 
@@ -82,8 +83,8 @@ def test_only_what_is_asked_for() -> None:
     hidden, weight, targets, *_ = inputs()
     group = dist.group.WORLD
     assert group is not None
-    logprobs, entropy = token_logprobs(hidden, weight, targets, 0, group)
-    assert entropy is None
+    logprobs, entropy, squares = token_logprobs(hidden, weight, targets, 0, group)
+    assert entropy is None and squares is None
     want = (hidden.double() @ weight.double().T).log_softmax(-1).gather(1, targets[:, None])[:, 0]
     np.testing.assert_allclose(logprobs.numpy(), want.numpy(), rtol=1e-5)
 
@@ -94,7 +95,7 @@ def test_no_rows_have_no_gradient() -> None:
     weight = weight.requires_grad_()
     group = dist.group.WORLD
     assert group is not None
-    logprobs, _ = token_logprobs(hidden[:0], weight, targets[:0], 0, group)
+    logprobs, *_ = token_logprobs(hidden[:0], weight, targets[:0], 0, group)
     logprobs.sum().backward()
     assert logprobs.shape == (0,)
     assert weight.grad is not None and not weight.grad.any()

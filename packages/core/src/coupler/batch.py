@@ -97,6 +97,10 @@ class Batch:
             seqs={k: v for k, v in self.seqs.items() if k in names},
         )
 
+    def without(self, *names: str) -> Batch:
+        """Drop these columns, where they are there."""
+        return self.select(*(name for name in (*self.tokens, *self.seqs) if name not in names))
+
     def spread(self, per_sequence: np.ndarray) -> np.ndarray:
         """[B] -> [T]: repeat each sequence's value over its tokens."""
         return np.repeat(per_sequence, self.lengths)
@@ -142,7 +146,7 @@ class Batch:
             yield Batch(self.lengths[start:end], tokens, seqs, self.meta)
 
     def join(self, rows: Sequence[np.ndarray], parts: Sequence[np.ndarray]) -> np.ndarray:
-        """[T]: a token column in the order of this batch, from that of each part of :meth:`split`."""
+        """[T, ...]: a token column in the order of this batch, from that of each part of :meth:`split`."""
         if _are_ranges(rows):
             return np.concatenate(parts)
         index = np.concatenate(rows)
@@ -152,7 +156,7 @@ class Batch:
             column = np.empty_like(flat)
             column[_positions(starts, lengths)] = flat
             return column
-        column = np.empty(self.num_tokens, parts[0].dtype)
+        column = np.empty((self.num_tokens, *parts[0].shape[1:]), parts[0].dtype)
         spans = iter(_spans(starts, lengths))
         for part_rows, part in zip(rows, parts, strict=True):
             start = 0

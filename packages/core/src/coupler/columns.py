@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 
 from coupler.batch import Batch
 from coupler.errors import CouplerError
 
+ROUTED_EXPERTS: Final = "routed_experts"  # the token column [T, layers, topk] that an engine replays
+
 
 def loss_columns(batch: Batch) -> dict[str, np.ndarray]:
-    """Every numeric column, and which sequence each row belongs to: ``seq`` [T] and ``cu_seqlens`` [B + 1]."""
-    columns = (*batch.tokens.items(), *batch.seqs.items())
+    """Every numeric column, and which sequence each row belongs to: ``seq`` [T] and ``cu_seqlens`` [B + 1].
+
+    Without ``routed_experts``, which is for the engine and wider than all others together.
+    """
+    columns = ((n, c) for n, c in (*batch.tokens.items(), *batch.seqs.items()) if n != ROUTED_EXPERTS)
     arrays = {name: column for name, column in columns if column.dtype.kind in "biuf"}
     return {**arrays, "seq": np.repeat(np.arange(len(batch)), batch.lengths), "cu_seqlens": batch.starts}
 

@@ -88,13 +88,16 @@ class Model:
 class Output:
     """One thing a model computes per token.
 
-    ``logprobs`` and ``entropy`` are of the sampling distribution, in nats, from a model with ``Head.LM``. ``values``
+    ``logprobs`` and ``entropy`` are of the sampling distribution, in nats, from a model with ``Head.LM``; so is
+    ``sum_pi_squared``, the sum of its squared probabilities, of capability ``output:sum_pi_squared``. ``values``
     are from one with ``Head.VALUE``, by an engine of capability ``output:values``: row t is the value of the state
     before token t, which is read from the hidden state of token t - 1. No temperature touches it. ``base_logprobs``
     are the model's before training, by an engine of capability ``output:base_logprobs``: one that trains an adapter.
+    ``routed_experts``, of capability ``output:routed_experts``, is an integer column ``[T, layers, topk]``: row t holds
+    the experts that token t itself went to in each layer that has a router, from the first such layer on.
     """
 
-    name: Literal["logprobs", "entropy", "values", "base_logprobs"]
+    name: Literal["logprobs", "entropy", "sum_pi_squared", "values", "base_logprobs", "routed_experts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +188,12 @@ class Engine(ABC):
         """Return ``batch`` with a float32 token column per wanted output. No gradient.
 
         Reads the columns ``tokens``, ``loss_mask`` and ``temperature`` (1 where absent). Outputs are computed where
-        ``loss_mask`` is true and are 0 elsewhere. A rank's batch may be empty.
+        ``loss_mask`` is true and are 0 elsewhere; ``routed_experts``, which is of integers, is there for every token.
+        A rank's batch may be empty.
+
+        With capability ``output:routed_experts`` the column ``routed_experts``, where the batch has it, decides which
+        experts each token goes to, here and in :meth:`forward_backward`; a row of -1 leaves that to the router. Their
+        weights are those of the current scores, so that the router keeps its gradient.
         """
 
     @abstractmethod

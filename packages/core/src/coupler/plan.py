@@ -11,12 +11,13 @@ from typing import Any
 
 from coupler.config.options import SECTIONS, section
 from coupler.config.reads import original
-from coupler.config.schema import ExecutorName, Job, Placement, RunConfig
+from coupler.config.schema import ExecutorName, Job, Placement, RouterReplay, RunConfig
 from coupler.errors import ConfigError
 from coupler.placement import ROLLOUT, Role, make_shares
 from coupler.plugins.manager import Plugins
 
 FREES_MEMORY = {"engine": "memory:offload", "rollout": "memory:sleep"}
+ROUTES = "output:routed_experts"  # capability of an engine, and of a rollout
 NEEDS = "needs:"  # capability of an algorithm: a column that core adds, for example needs:ref_logprobs
 
 
@@ -177,6 +178,7 @@ def make_plan(
         run_dir=config.run_dir,
     )
     _check(plan, config, plugins)
+    _check_routes(config, plugins, needs, job)
     return plan
 
 
@@ -252,6 +254,28 @@ def _check(plan: Plan, config: RunConfig, plugins: Plugins) -> None:
                     f"offload=true needs {path}={inner.name} to free device memory, which it cannot ({wanted}).\n"
                     f"  try:  offload=false, or another {path}"
                 )
+
+
+def _check_routes(config: RunConfig, plugins: Plugins, needs: frozenset[str], job: Job) -> None:
+    """Refuse a replay of routes that nobody records, or that nobody can replay."""
+    mode = config.router_replay
+    if mode is RouterReplay.DISABLED:
+        return
+    for path in ("engine", *(["rollout"] if mode is RouterReplay.R3 and job is Job.TRAIN else [])):
+        inner = section(config, path)
+        if ROUTES not in plugins.get(path, inner.name).capabilities_of(inner):
+            raise ConfigError(
+                f"router_replay={mode} needs {path}={inner.name} to say which experts tokens go to, which it does not "
+                f"({ROUTES}).\n  try:  router_replay=disabled, or another {path}"
+            )
+    if job is not Job.TRAIN:
+        raise ConfigError(f"router_replay={mode} is of training on samples.\n  try:  router_replay=disabled")
+    if mode is RouterReplay.R2 and (config.optimizer_steps_per_batch == 1 or "old_logprobs" not in needs):
+        raise ConfigError(
+            "router_replay=R2 records routes in the pass for old log-probs, and there is none: it takes "
+            "optimizer_steps_per_batch above 1 and an algorithm that needs old_logprobs.\n"
+            "  try:  router_replay=disabled: one step trains with the weights that would be recorded"
+        )
 
 
 def _micro_batch_tokens(engine: Any) -> int:

@@ -6,6 +6,8 @@ import asyncio
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from coupler.config.plain import Section
 from coupler.errors import CouplerError, ReplicaDied
 from coupler.executors import Executor
@@ -14,6 +16,16 @@ from coupler.interfaces import Completion, InFlight, Model, Rank, Request, Rollo
 from coupler.transports.connection import call_off
 
 MAX_RESTARTS = 3  # of one replica in a run: one that dies again and again has a cause that a restart does not mend
+
+
+def _joined(first: Any, rest: Any) -> Any:
+    """Routes of a completion that was cut off: of its first part those that sampled it, the rest from the second."""
+    if first is None:
+        return None
+    fed = first.max(axis=(1, 2), keepdims=True) >= 0
+    whole = rest.copy()
+    whole[: len(first)] = np.where(fed, first, rest[: len(first)])
+    return whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,10 +171,28 @@ class RolloutGroup:
         if more.finish == "abort":
             raise CouplerError("a rollout aborted the same request twice.\n  look at:  the rollout's log")
         return Completion(
-            done.tokens + more.tokens, done.logprobs + more.logprobs, done.versions + more.versions, more.finish
+            done.tokens + more.tokens,
+            done.logprobs + more.logprobs,
+            done.versions + more.versions,
+            more.finish,
+            _joined(done.routed_experts, more.routed_experts),
         )
 
     async def _generate(self, request: Request) -> Completion:
+        """Sample one completion, with the routes of its tokens if these were asked for.
+
+        Raises:
+            CouplerError: there are none.
+        """
+        done = await self._sample(request)
+        if request.routed_experts and done.routed_experts is None:
+            raise CouplerError(
+                "the rollout was asked which experts its tokens went to, and did not say.\n"
+                "  try:  router_replay=R2, which does not ask it"
+            )
+        return done
+
+    async def _sample(self, request: Request) -> Completion:
         """Sample on one replica, and on another if that one dies: nothing of a dead one's is used."""
         while True:
             index = self._route(request)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from coupler.batch import Batch
 from coupler.buffer import Buffer
+from coupler.columns import ROUTED_EXPERTS
 from coupler.config.schema import SamplingConfig
 from coupler.data import Codec, Prompt, PromptStream, Row
+from coupler.errors import CouplerError
 from coupler.interfaces import Algorithm, Completion, Request
 from coupler.metrics import Metric, Metrics, merge
 from coupler.rewards import Invalid, RewardPool
@@ -41,13 +43,15 @@ class Scorer:
     def __init__(self, rollouts: RolloutGroup, rewards: RewardPool, codec: Codec, stop: tuple[int, ...]) -> None:
         self.rollouts, self.rewards, self.codec, self.stop = rollouts, rewards, codec, stop
 
-    async def sample(self, prompt: Prompt, seeds: list[int], max_tokens: int, temperature: float) -> list[Scored]:
+    async def sample(
+        self, prompt: Prompt, seeds: list[int], max_tokens: int, temperature: float, routed_experts: bool = False
+    ) -> list[Scored]:
         """One scored completion per seed; those without a valid reward are left out, and counted by the pool."""
-        calls = (self._one(prompt, seed, max_tokens, temperature) for seed in seeds)
+        first = Request(prompt.ids, max_tokens, temperature, self.stop, routed_experts=routed_experts)
+        calls = (self._one(prompt, replace(first, seed=seed)) for seed in seeds)
         return [scored for scored in await asyncio.gather(*calls) if scored]
 
-    async def _one(self, prompt: Prompt, seed: int, max_tokens: int, temperature: float) -> Scored | None:
-        request = Request(prompt.ids, max_tokens, temperature, self.stop, seed)
+    async def _one(self, prompt: Prompt, request: Request) -> Scored | None:
         completion = await self.rollouts.generate(request)
         row = prompt.row
         reward = await self.rewards.score(self.codec.decode(completion.tokens), row.answer, as_mapping(row))
@@ -78,8 +82,9 @@ class Sampler:
         algorithm: Algorithm,
         buffer: Buffer,
         in_waves: bool = False,
+        routed_experts: bool = False,
     ) -> None:
-        self.in_waves = in_waves
+        self.in_waves, self.routed_experts = in_waves, routed_experts
         self.config, self.samples_per_prompt, self.seed = config, samples_per_prompt, seed
         self.prompts, self.scorer, self.algorithm, self.buffer = prompts, scorer, algorithm, buffer
         self.seen: dict[int, Metrics] = {}  # by admission number
@@ -112,7 +117,8 @@ class Sampler:
     async def _group(self, number: int, prompt: Prompt) -> None:
         try:
             seeds = [derive(self.seed, "sample", number, i) for i in range(self.samples_per_prompt)]
-            scored = await self.scorer.sample(prompt, seeds, self.config.max_tokens, self.config.temperature)
+            length, temperature = self.config.max_tokens, self.config.temperature
+            scored = await self.scorer.sample(prompt, seeds, length, temperature, self.routed_experts)
             if len(scored) < min(2, self.samples_per_prompt):
                 await self.buffer.reject(number, "its rewards are invalid")
             else:
@@ -155,7 +161,7 @@ class Sampler:
 def pack(scored: list[Scored], group: int, samples_per_prompt: int, temperature: float) -> Batch:
     """One Batch of a prompt's completions."""
     trajectories = [s.trajectory() for s in scored]
-    columns = [t.columns() for t in trajectories]
+    columns = [{**t.columns(), **_routes(s, len(t))} for s, t in zip(scored, trajectories, strict=True)]
     size = len(scored)
     return Batch(
         lengths=np.array([len(t) for t in trajectories], np.int64),
@@ -169,6 +175,23 @@ def pack(scored: list[Scored], group: int, samples_per_prompt: int, temperature:
             "truncated": np.array([s.completion.finish == "length" for s in scored]),
         },
     )
+
+
+def _routes(scored: Scored, length: int) -> dict[str, np.ndarray]:
+    """The column ``routed_experts`` of a completion whose rollout was asked for it.
+
+    Raises:
+        CouplerError: there are routes of another number of tokens.
+    """
+    routes = scored.completion.routed_experts
+    if routes is None:
+        return {}
+    if len(routes) != length:
+        raise CouplerError(
+            f"a rollout returned the experts of {len(routes)} tokens for a prompt and completion of {length}.\n"
+            "  look at:  Completion.routed_experts; a token that was never fed has a row of -1"
+        )
+    return {ROUTED_EXPERTS: routes}
 
 
 def _describe(scored: list[Scored], group: Batch, kept: bool) -> Metrics:

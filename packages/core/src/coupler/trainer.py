@@ -12,6 +12,7 @@ import numpy as np
 from coupler.batch import Batch
 from coupler.buffer import Buffer
 from coupler.checkpoint import State
+from coupler.columns import ROUTED_EXPERTS
 from coupler.config.schema import RunConfig
 from coupler.errors import CouplerError
 from coupler.interfaces import Algorithm, StepResult
@@ -22,7 +23,7 @@ from coupler.sampling import Sampler
 from coupler.sharding import StreamShardingManager
 from coupler.workers import WorkerGroup
 
-Provider = Callable[[Batch], Awaitable[np.ndarray]]  # computes one [T] float32 column
+Provider = Callable[[Batch], Awaitable[Mapping[str, np.ndarray]]]  # computes token columns, by their names
 OnStep = Callable[[int, Metrics], Awaitable[None]]
 
 GENERATING = {"rollout": frozenset({Held.WEIGHTS, Held.KV_CACHE})}
@@ -124,8 +125,8 @@ class Trainer:
     async def complete(self, batch: Batch) -> Batch:
         """Add every column that the algorithm needs; roles compute theirs side by side where memory allows."""
         names = sorted(self.algorithm.needs & self.providers.keys())
-        columns = await asyncio.gather(*(self.providers[name](batch) for name in names))
-        return batch.with_tokens(**dict(zip(names, columns, strict=True)))
+        found = await asyncio.gather(*(self.providers[name](batch) for name in names))
+        return batch.with_tokens(**{name: column for columns in found for name, column in columns.items()})
 
     def control(self, batch: Batch) -> tuple[Batch, Metrics]:
         """Add advantages, under the controller's coefficient of this step; it then learns the next one's."""
@@ -145,7 +146,7 @@ class Trainer:
             turns.append(self.train_role(self.policy, batch, number, self.weights.version))
         if self.critic:  # it has no version: nothing samples from it
             own = self.config.critic.optimizer_steps_per_batch
-            turns.append(self.train_role(self.critic, batch, own or number, None))
+            turns.append(self.train_role(self.critic, batch.without(ROUTED_EXPERTS), own or number, None))
         return merge(await asyncio.gather(*turns))
 
     async def train_role(self, group: WorkerGroup, batch: Batch, num_steps: int, version: int | None) -> Metrics:

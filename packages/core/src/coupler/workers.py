@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from coupler.batch import Batch
+from coupler.columns import ROUTED_EXPERTS
 from coupler.config.plain import Section
 from coupler.errors import CouplerError, WaitTimeout
 from coupler.executors import Executor
@@ -248,8 +249,9 @@ class WorkerGroup:
         return [answered[i] for i in range(self.layout.num_shards)]
 
     async def forward(self, batch: Batch, want: tuple[Output, ...]) -> dict[str, np.ndarray]:
-        """[T] float32 columns in the order of ``batch``, one per wanted output."""
-        needed = batch.select(*(n for n in ("tokens", "loss_mask", "temperature", "group") if batch.has(n)))
+        """Columns in the order of ``batch``, one per wanted output."""
+        read = ("tokens", "loss_mask", "temperature", "group", ROUTED_EXPERTS)
+        needed = batch.select(*(name for name in read if batch.has(name)))
         rows = needed.partition(self.layout.num_shards)
         answers = await self.scatter("forward", needed.split(rows), want)
         return {o.name: needed.join(rows, [answer[o.name] for answer in answers]) for o in want}

@@ -198,8 +198,9 @@ def _by_block(
     """One call per block: no padding, and few calls where sequences are many and short."""
     gqa = query.shape[1] != key.shape[1]
     outs = []
-    for block in packing.blocks:
-        q, k, v = (x[:, :, block.begin : block.end] for x in (query, key, value))
+    sizes = [block.end - block.begin for block in packing.blocks]
+    cut = (x.split(sizes, 2) for x in (query, key, value))  # slices would each have a gradient as long as the row
+    for block, q, k, v in zip(packing.blocks, *cut, strict=True):
         if block.prompt_end:
             prompt = slice(block.prompt_begin, block.prompt_end)
             k, v = torch.cat([key[:, :, prompt], k], 2), torch.cat([value[:, :, prompt], v], 2)

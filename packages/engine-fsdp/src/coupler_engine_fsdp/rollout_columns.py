@@ -118,10 +118,19 @@ class Columns:
 
     def update(self, key: Tensor, value: Tensor, layer: int, *_: object) -> tuple[Tensor, Tensor]:
         """Write this step's column; return keys and values [num_rows, heads, width + 1, dim]."""
-        keys, values = self.store[layer, 0, : self.num_rows], self.store[layer, 1, : self.num_rows]
-        keys[:, :, self.end], values[:, :, self.end] = key[:, :, 0], value[:, :, 0]
-        used = slice(self.first, self.end + 1)
-        return keys[:, :, used], values[:, :, used]
+        return self.write(torch.stack([key[:, :, 0], value[:, :, 0]], 1), layer)
+
+    def write(self, pair: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """What :meth:`update` does, given keys and values as one tensor [num_rows, 2, heads, dim]."""
+        rows = self.store[layer, :, : self.num_rows]
+        rows[:, :, :, self.end] = pair.transpose(0, 1)
+        keys, values = rows[:, :, :, self.first : self.end + 1].unbind()
+        return keys, values
+
+
+def mask_per_head(mask: Tensor, kv_heads: int) -> Tensor:
+    """[n, 1, 1, width] -> [n * kv heads, 1, width], as :func:`attend_columns` takes it."""
+    return mask.expand(-1, kv_heads, 1, -1).flatten(0, 1)
 
 
 def attend_columns(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scaling: float) -> Tensor:
@@ -130,5 +139,6 @@ def attend_columns(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, sc
     Two batched products: PyTorch's fused kernel takes 2.5 times as long on a CPU at such shapes, and on a GPU it has no
     grouped heads together with a mask.
     """
-    scores = torch.matmul(query, keys.transpose(2, 3)).mul_(scaling).add_(mask)
-    return torch.matmul(torch.softmax(scores, -1, dtype=torch.float32).to(values.dtype), values)
+    transposed = keys.flatten(0, 1).transpose(1, 2)
+    weights = torch.baddbmm(mask, query.flatten(0, 1), transposed, alpha=scaling).softmax(-1, dtype=torch.float32)
+    return torch.bmm(weights.to(values.dtype), values.flatten(0, 1)).view_as(query)

@@ -23,7 +23,7 @@ from coupler.errors import CouplerError, WeightSyncError
 from coupler.interfaces import Model, Named, Rank, SyncReceipt
 from coupler_engine_fsdp.config import Precision
 from coupler_engine_fsdp.distributed import device_of
-from coupler_engine_fsdp.rollout_columns import Shape, attend_columns
+from coupler_engine_fsdp.rollout_columns import Shape, attend_columns, mask_per_head
 
 ATTENTION = "coupler_columns"
 UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias")  # they change what attention computes
@@ -86,7 +86,9 @@ def attend(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=heads != key.shape[1]
         )
         return out.transpose(1, 2).contiguous(), None
-    out = attend_columns(query.reshape(n, key.shape[1], heads // key.shape[1], -1), key, value, mask, scaling)
+    kv_heads = key.shape[1]
+    grouped = query.reshape(n, kv_heads, heads // kv_heads, -1)
+    out = attend_columns(grouped, key, value, mask_per_head(mask, kv_heads), scaling)
     return out.view(n, queries, heads, -1), None
 
 

@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 from mbridge.core.bridge import _MODEL_REGISTRY, Bridge
+from mbridge.core.llm_bridge import LLMBridge
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import Float16Module, MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from transformers import AutoConfig
 
 from coupler.errors import CouplerError
@@ -23,10 +25,13 @@ from coupler.interfaces import Head, Model
 from coupler_engine_megatron.attention import PackedAttention
 from coupler_engine_megatron.head import LogprobHead, ValueHead
 from coupler_engine_megatron.norm import RMSNorm
+from coupler_engine_megatron.routing import Router
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")  # model types whose log-probs and weights are tested
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3")  # model types whose log-probs and weights are tested
 SCORE = {"output_layer.weight": "score.weight", "output_layer.bias": "score.bias"}
+LATENT = "deepseek_v3"  # has multi-head latent attention, and routers with a bias
 _ROPE = {"default", "linear", "llama3"}
+_LATENT_ROPE = {"default", "yarn"}
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
@@ -54,9 +59,11 @@ def read_config(model: Model) -> Any:
         "its checkpoint is quantized": hasattr(config, "quantization_config"),
         f"its activation is {config.hidden_act!r}": config.hidden_act != "silu",
         "it has sliding-window attention": bool(getattr(config, "use_sliding_window", False)),
-        f"its rotary embedding is of type {rope['rope_type']!r}": rope["rope_type"] not in _ROPE,
+        f"its rotary embedding is of type {rope['rope_type']!r}": rope["rope_type"]
+        not in (_LATENT_ROPE if kind == LATENT else _ROPE),
         "its llama3 rotary embedding has other factors than Llama 3's": rope["rope_type"] == "llama3"
         and any(rope[key] != value for key, value in _LLAMA3.items()),
+        **(_latent_problems(config) if kind == LATENT else {}),
     }
     for why, holds in problems.items():
         if holds:
@@ -65,6 +72,32 @@ def read_config(model: Model) -> Any:
     if model.head is Head.VALUE:
         config.tie_word_embeddings = False  # there is no head to tie
     return config
+
+
+def _latent_problems(config: Any) -> dict[str, bool]:
+    """What mbridge and Megatron-Core would take for something else in a model of DeepSeek-V3's kind."""
+    limited = config.n_group > 1
+    return {
+        "its rotary embedding is not interleaved": not config.rope_interleave,
+        "the weights of its experts are not normalised": not config.norm_topk_prob,
+        "its router does not judge groups of experts by the best two": limited
+        and config.num_experts_per_tok != 2 * config.topk_group,
+    }
+
+
+class _Readable:
+    """A configuration as mbridge reads it: with ``in``, and without the layers that predict further tokens."""
+
+    def __init__(self, config: Any) -> None:
+        rope = config.rope_parameters
+        self.rope_scaling = None if rope["rope_type"] == "default" else {**rope, "type": rope["rope_type"]}
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
+
+    def __contains__(self, name: str) -> bool:
+        return name == "rope_scaling"
 
 
 def make_bridge(
@@ -90,6 +123,13 @@ def make_bridge(
             self.has_vp_stage = True
             return _layers(self.config, engine, vp_stage)
 
+        _model_provider = LLMBridge._model_provider
+
+        def _build_base_config(self, text_config_key: Any = None, **values: Any) -> Any:
+            if "max_position_embeddings" in values:  # its name before Megatron-Core 0.14
+                values["original_max_position_embeddings"] = values.pop("max_position_embeddings")
+            return super()._build_base_config(text_config_key, **values)
+
         def _get_gptmodel_args(self) -> dict[str, Any]:
             return {
                 "vocab_size": config.vocab_size,
@@ -100,7 +140,7 @@ def make_bridge(
             }
 
     padding = tensor_parallel if config.vocab_size % tensor_parallel else None
-    bridge = Adapted(config, dtype=dtype, make_vocab_size_divisible_by=padding)
+    bridge = Adapted(_Readable(config), dtype=dtype, make_vocab_size_divisible_by=padding)
     bridge.set_extra_args(**settings)
     bridge.dtype = None  # weights keep theirs on the way
     return bridge
@@ -123,8 +163,13 @@ def _layers(config: Any, engine: bool, stage: int | None) -> Any:
         attention = layer.submodules.self_attention.submodules
         if not engine:
             layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-            if config.qk_layernorm:
+            if config.multi_latent_attention:
+                attention.q_layernorm = attention.kv_layernorm = RMSNorm
+            elif config.qk_layernorm:
                 attention.q_layernorm = attention.k_layernorm = RMSNorm
+        experts = layer.submodules.mlp.submodules
+        if isinstance(experts, MoESubmodules):
+            experts.router = Router
         if not engine or config.params_dtype == torch.float32:  # no fused kernel takes packed rows in fp32
             attention.core_attention = PackedAttention
     if not engine:
@@ -166,6 +211,12 @@ def head_of(chunk: Any) -> LogprobHead | ValueHead:
     """What computes outputs on the last part of the model."""
     layer = chunk.output_layer
     return layer if isinstance(layer, ValueHead) else layer.forward
+
+
+def untrained(bridge: Any) -> list[str]:
+    """How names begin of tensors that a checkpoint may have, and that are neither trained nor exported."""
+    config = bridge.hf_config
+    return [f"model.layers.{config.num_hidden_layers}."] if config.model_type == LATENT else []
 
 
 def hf_names(bridge: Any, name: str) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from coupler.adamw import AdamWConfig
@@ -18,8 +18,18 @@ class Recompute(StrEnum):
     """Which activations the backward pass computes again."""
 
     NONE = "none"
-    SELECTIVE = "selective"  # of attention
-    FULL = "full"  # of each layer
+    SELECTIVE = "selective"  # of the parts of each layer that recompute_modules names
+    FULL = "full"  # of whole layers
+
+
+class RecomputeMethod(StrEnum):
+    """Which layers are computed again under ``gradient_checkpointing=full``."""
+
+    UNIFORM = "uniform"  # all of them, in groups of recompute_num_layers of which the first input is kept
+    BLOCK = "block"  # the first recompute_num_layers of each rank's part of the model
+
+
+RECOMPUTABLE = ("core_attn", "layernorm", "mlp", "moe_act", "shared_experts")  # Megatron's names, but for what routes
 
 
 @dataclass
@@ -36,8 +46,18 @@ class MegatronConfig(AdamWConfig):
     sequence_parallel: bool = True  # split what lies between the split matrices over the tokens: less memory
     dtype: Precision = Precision.AUTO  # of activations and of the weights they meet
     sync_dtype: Precision = Precision.AUTO  # of the weights that a rollout gets; auto: as dtype
+    sync_bucket_mib: int = 512  # of whole tensors that one collective brings together: memory and speed of a sync
     max_tokens_per_gpu: int = 16384  # of one micro-batch; performance only, no result depends on it
     gradient_checkpointing: Recompute = Recompute.FULL
+    recompute_method: RecomputeMethod = RecomputeMethod.UNIFORM
+    recompute_num_layers: int = 1
+    recompute_modules: list[str] = field(default_factory=lambda: ["core_attn"])
+    overlap_grad_reduce: bool = False  # sum gradients over ranks while the last backward pass goes on
+    overlap_param_gather: bool = False  # bring the weights of a step together while the next forward pass goes on
+    moe_aux_loss_coeff: float = 0.0  # of the loss that balances the experts of each sequence, summed over layers
+    moe_z_loss_coeff: float = 0.0  # of the loss that keeps the routers' logits small, summed over layers
+    freeze_moe_router: bool = False  # what decides where tokens go is not trained
+    lora_rank: int = 0  # must be 0: there are no adapters
     logits_tile: int = 0  # elements of the fp32 logits that exist at a time; 0 chooses
 
     @property
@@ -51,11 +71,33 @@ class MegatronConfig(AdamWConfig):
         return self.context_parallel
 
     def __post_init__(self) -> None:
-        self._require(self.max_tokens_per_gpu > 0, "max_tokens_per_gpu", "must be above 0")
+        for key in ("max_tokens_per_gpu", "sync_bucket_mib"):
+            self._require(getattr(self, key) > 0, key, "must be above 0")
         for key in (
             "tensor_parallel", "pipeline_parallel", "virtual_pipeline", "context_parallel", "expert_parallel",
             "expert_tensor_parallel",
         ):  # fmt: skip
             self._require(getattr(self, key) >= 1, key, "must be at least 1")
-        self._require(self.logits_tile >= 0, "logits_tile", "must not be negative")
+        for key in ("logits_tile", "moe_aux_loss_coeff", "moe_z_loss_coeff"):
+            self._require(getattr(self, key) >= 0, key, "must not be negative")
+        why = "must be 0: megatron-core 0.16 and mbridge 0.15 have no adapters; engine=fsdp trains them"
+        self._require(self.lora_rank == 0, "lora_rank", why)
+        self._require(
+            self.overlap_grad_reduce or not self.overlap_param_gather,
+            "overlap_param_gather",
+            "needs engine.overlap_grad_reduce=true",
+        )
+        self._check_recompute()
         super().__post_init__()
+
+    def _check_recompute(self) -> None:
+        self._require(self.recompute_num_layers >= 1, "recompute_num_layers", "must be at least 1")
+        full = self.gradient_checkpointing == Recompute.FULL
+        for key, default in (("recompute_method", RecomputeMethod.UNIFORM), ("recompute_num_layers", 1)):
+            self._require(full or getattr(self, key) == default, key, "needs engine.gradient_checkpointing=full")
+        modules, selective = list(self.recompute_modules), self.gradient_checkpointing == Recompute.SELECTIVE
+        known = bool(modules) and set(modules) <= set(RECOMPUTABLE)
+        self._require(known, "recompute_modules", f"must name some of {', '.join(RECOMPUTABLE)}")
+        self._require(
+            selective or modules == ["core_attn"], "recompute_modules", "needs engine.gradient_checkpointing=selective"
+        )

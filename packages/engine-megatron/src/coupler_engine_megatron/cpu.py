@@ -190,5 +190,6 @@ def _experts() -> Iterator[tuple[Any, str, Any]]:
         return tensor.cpu().numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     yield utils, "te_general_gemm", None
+    yield import_module("megatron.core.transformer.multi_latent_attention"), "HAVE_TE", False
     for owner in (utils, dispatcher):
         yield owner, "maybe_move_tensor_to_cpu", to_host

@@ -16,6 +16,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
 from coupler.batch import Batch
+from coupler.columns import ROUTED_EXPERTS
 from coupler.errors import CouplerError
 from coupler.interfaces import (
     Engine,
@@ -39,7 +40,8 @@ from coupler_engine_megatron.distributed import device_of, join, split_world
 from coupler_engine_megatron.memory import Parked
 from coupler_engine_megatron.optimizer import Optimizer, wrap
 from coupler_engine_megatron.packing import Alignment, Packed, columns, pack, split
-from coupler_engine_megatron.settings import be_deterministic, check_layout, transformer_settings
+from coupler_engine_megatron.routing import Routers
+from coupler_engine_megatron.settings import be_deterministic, check_layout, check_platform, transformer_settings
 from coupler_engine_megatron.weights import Catalogue, Folder
 
 SAVED = {  # what of each parameter is in a checkpoint, and where
@@ -76,6 +78,7 @@ class MegatronEngine(Engine):
             be_deterministic()
         shape = bridge.read_config(self.model)
         check_layout(self.config, shape, rank)
+        check_platform(self.config, shape, on_gpu)
         join(rank, self.device)
         self.dtype = _dtype(self.config.dtype, self.device)
         settings = transformer_settings(self.config, shape, rank, fused=on_gpu and self.dtype == torch.bfloat16)
@@ -87,7 +90,11 @@ class MegatronEngine(Engine):
             self.chunks: list[Any] = bridge.build(self.bridge, self.model.head, self.config.logits_tile, self.device)
         self.transformer.finalize_model_grads_func = _finalize
         self.align = Alignment.of(self.config.context_parallel, tensor if self.transformer.sequence_parallel else 1)
-        self.catalogue = Catalogue(self.bridge, self.chunks)
+        self.catalogue = Catalogue(self.bridge, self.chunks, self.config.sync_bucket_mib * 2**20)
+        losses = self.config.moe_aux_loss_coeff, self.config.moe_z_loss_coeff
+        self.routers = Routers(self.chunks, self.transformer, *losses, self.device)
+        if self.config.freeze_moe_router:
+            self.routers.freeze()
         self._read_weights(tied=shape.tie_word_embeddings)
         return layout
 
@@ -97,11 +104,12 @@ class MegatronEngine(Engine):
         Raises:
             CouplerError: a sequence is longer than ``engine.max_tokens_per_gpu``.
         """
-        names = tuple(output.name for output in want)
-        rows = np.arange(batch.num_tokens)
-        inputs = batch.with_tokens(row=rows)
-        inputs = inputs.select("tokens", "loss_mask", "row", *(["temperature"] if batch.has("temperature") else []))
+        names = tuple(output.name for output in want if output.name != ROUTED_EXPERTS) or ("logprobs",)
+        inputs = batch.with_tokens(row=np.arange(batch.num_tokens))
+        optional = (name for name in ("temperature", ROUTED_EXPERTS) if batch.has(name))
+        inputs = inputs.select("tokens", "loss_mask", "row", *optional)
         done = {name: np.zeros(batch.num_tokens, np.float32) for name in names}
+        record = self.routers.empty_record(batch.num_tokens) if Output(ROUTED_EXPERTS) in want else None
 
         def keep(packed: Packed, outputs: Tensor) -> tuple[Tensor, Metrics]:
             for name, values in zip(names, outputs.unbind(1), strict=True):
@@ -109,8 +117,10 @@ class MegatronEngine(Engine):
             return outputs.sum(), {}
 
         with torch.no_grad():
-            self._run(inputs, names, keep, forward_only=True)
-        return batch.with_tokens(**done)
+            self._run(inputs, names, keep, record=record)
+        if record is not None:
+            done[ROUTED_EXPERTS] = self.routers.whole_record(record)
+        return batch.with_tokens(**{output.name: done[output.name] for output in want})
 
     def forward_backward(self, batch: Batch, want: tuple[Output, ...], loss: Loss, step: StepInfo) -> Metrics:
         """See :meth:`Engine.forward_backward`.
@@ -122,10 +132,11 @@ class MegatronEngine(Engine):
         names = tuple(output.name for output in want)
         with self._platform():
             optimizer.clear()
-        parts = self._run(batch, names, partial(self._loss, names, loss), forward_only=False)
+        self.routers.clear()
+        parts = self._run(batch, names, partial(self._loss, names, loss), step)
         with self._platform():
             self._norm = optimizer.norm()
-        return read(merge(parts))
+        return read(merge(parts)) | self.routers.metrics()
 
     def _loss(self, names: tuple[str, ...], loss: Loss, packed: Packed, outputs: Tensor) -> tuple[Tensor, Metrics]:
         """The loss of one micro-batch, summed; outside ``loss_mask`` neither a gradient nor a NaN gets in or out."""
@@ -146,13 +157,27 @@ class MegatronEngine(Engine):
             )
         return (torch.where(weight != 0, token_loss, 0.0) * weight).sum(), metrics
 
-    def _run(self, batch: Batch, want: tuple[str, ...], finish: Any, *, forward_only: bool) -> list[Metrics]:
-        """Send the micro-batches through all pipeline stages; ``finish`` ends each one on the last stage."""
+    def _run(
+        self,
+        batch: Batch,
+        want: tuple[str, ...],
+        finish: Any,
+        info: StepInfo | None = None,
+        record: Tensor | None = None,
+    ) -> list[Metrics]:
+        """Send the micro-batches through all pipeline stages; ``finish`` ends each one on the last stage.
+
+        Args:
+            info: of the step whose gradient is wanted; None: none is.
+            record: where the experts of every token are noted, if they are.
+        """
         micros = [batch.take(rows) for rows in self._micro_batches(batch)]
-        chunks = self.chunks
+        chunks, share = self.chunks, 1 / max(info.total_tokens, 1) if info else 0.0
 
         def step(batches: Iterator[Batch], chunk: nn.Module) -> tuple[Tensor, Any]:
-            packed = self._pack(next(batches))
+            micro = next(batches)
+            packed = self._pack(micro.without(ROUTED_EXPERTS))
+            packed.params.routed = self.routers.tokens(micro, packed.held, share, record)
             model = _unwrapped(chunk)
             if model.post_process:
                 head = bridge.head_of(model)
@@ -172,7 +197,7 @@ class MegatronEngine(Engine):
                 num_microbatches=len(micros),
                 seq_length=self.align.total,  # unused: stages tell each other the shapes
                 micro_batch_size=1,
-                forward_only=forward_only,
+                forward_only=info is None,
             )
 
     def _pack(self, batch: Batch) -> Packed:
@@ -187,13 +212,19 @@ class MegatronEngine(Engine):
             groups = split(batch, room)
         except ValueError as error:
             problem = f"{error}."
-        agreed = torch.tensor([len(groups), bool(problem)], device=self.device)
+        routes = self.routers.problem(batch)
+        agreed = torch.tensor([len(groups), bool(problem), bool(routes)], device=self.device)
         dist.all_reduce(agreed, dist.ReduceOp.MAX)
-        count, failed = agreed.tolist()
-        if failed:
+        count, too_long, refused = agreed.tolist()
+        if too_long:
             raise CouplerError(
                 f"{problem or 'another rank got a sequence that exceeds max_tokens_per_gpu.'}\n"
                 f"  try:  engine.max_tokens_per_gpu above {self.config.max_tokens_per_gpu}, or shorter sequences"
+            )
+        if refused:
+            raise CouplerError(
+                f"{routes or 'another rank got routed_experts that it cannot replay'}.\n"
+                "  try:  router_replay=disabled, or look at what the rollout returns"
             )
         if len(self.chunks) > 1:  # parts of the model take turns over as many micro-batches as there are stages
             stages = self.config.pipeline_parallel
@@ -209,6 +240,9 @@ class MegatronEngine(Engine):
     def weights(self) -> Iterator[Named]:
         """See :meth:`Engine.weights`; in ``engine.sync_dtype``."""
         dtype = _dtype(self.config.sync_dtype, self.device, self.dtype)
+        if self._optimizer is not None:
+            with self._platform():
+                self._optimizer.gather()
         return self.catalogue.stream(lambda parameter: parameter, dtype, self.device)
 
     def gradients(self) -> Iterator[Named]:
@@ -288,14 +322,15 @@ class MegatronEngine(Engine):
         """The optimizer; where there is none yet, the model's parts get gradient buffers and one."""
         if self._optimizer is None:
             with self._platform():
-                self.chunks = wrap(self.chunks, self.transformer)
+                self.chunks = wrap(self.config, self.chunks, self.transformer)
                 self._optimizer = Optimizer(self.config, self.chunks, self.dtype)
         return self._optimizer
 
     def _read_weights(self, *, tied: bool) -> None:
         folder, value = Folder(Path(self.model.path)), self.model.head is Head.VALUE
         score = [*bridge.SCORE.values()] if value else []
-        folder.check(self.catalogue.names(), score, dropped="lm_head." if value or tied else "")
+        dropped = ("lm_head.",) if value or tied else ()
+        folder.check(self.catalogue.names(), score, (*dropped, *bridge.untrained(self.bridge)))
         self.catalogue.fill(folder.read, partial(self._put, "param"))
 
     def _platform(self) -> AbstractContextManager[None]:

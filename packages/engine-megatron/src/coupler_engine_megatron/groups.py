@@ -23,6 +23,11 @@ def context() -> ProcessGroup:
     return _known(parallel_state.get_context_parallel_group())
 
 
+def tensor_and_context() -> ProcessGroup:
+    """Ranks that share the tokens of a data shard, on one pipeline stage."""
+    return _known(parallel_state.get_tensor_and_context_parallel_group())
+
+
 def data() -> ProcessGroup:
     """Ranks that have the same part of the model, each its own part of the data."""
     return _known(parallel_state.get_data_parallel_group(with_context_parallel=True))

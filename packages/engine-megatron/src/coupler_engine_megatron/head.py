@@ -46,7 +46,7 @@ class LogprobHead:
             weight = self.layer.weight
             assert weight is not None
         packed = self.packed
-        logprobs, entropy = token_logprobs(
+        found = token_logprobs(
             hidden[:, 0][packed.sources],
             weight[: self.width],
             packed.targets,
@@ -54,10 +54,11 @@ class LogprobHead:
             groups.tensor(),
             packed.temperature,
             "entropy" in self.want,
+            "sum_pi_squared" in self.want,
             self.tile,
         )
-        found = {"logprobs": logprobs, "entropy": entropy}
-        return _whole(torch.stack([found[name] for name in self.want]), packed), None
+        outputs: dict[str, Any] = dict(zip(("logprobs", "entropy", "sum_pi_squared"), found, strict=True))
+        return _whole(torch.stack([outputs[name] for name in self.want]), packed), None
 
 
 class ValueHead(nn.Module):

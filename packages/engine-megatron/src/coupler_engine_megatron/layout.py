@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from coupler_engine_megatron.config import MegatronConfig
+from coupler_engine_megatron.config import MegatronConfig, RecomputeMethod
 
 Problem = tuple[str, str]  # (what does not fit, the nearest settings that do)
 
@@ -80,11 +80,18 @@ def _of_model(config: MegatronConfig, shape: Mapping[str, Any], path: str) -> It
             f"{path}.pipeline_parallel x virtual_pipeline = {stages} x {turns} does not divide the {layers} layers",
             f"{path}.pipeline_parallel={_nearest(stages, good or _divisors(layers))}{more}",
         )
+    else:
+        yield from _of_recompute(config, layers // (stages * turns), path)
     if not experts and max(expert, config.expert_tensor_parallel) > 1:
         yield (
             f"{path}.expert_parallel={expert} and expert_tensor_parallel={config.expert_tensor_parallel} need experts, "
             f"which a model of type {shape['model_type']!r} has none of",
             f"{path}.expert_parallel=1 and {path}.expert_tensor_parallel=1",
+        )
+    elif experts and tensor > 1 and not config.sequence_parallel:
+        yield (
+            f"{path}.sequence_parallel=false with tensor_parallel={tensor} would compute every expert's tokens twice",
+            f"{path}.sequence_parallel=true",
         )
     elif experts and experts % expert:
         yield (
@@ -93,9 +100,24 @@ def _of_model(config: MegatronConfig, shape: Mapping[str, Any], path: str) -> It
         )
 
 
+def _of_recompute(config: MegatronConfig, layers: int, path: str) -> Iterator[Problem]:
+    """Of the layers of one part of the model."""
+    number = config.recompute_num_layers
+    if config.recompute_method == RecomputeMethod.UNIFORM and layers % number:
+        yield (
+            f"{path}.recompute_num_layers={number} does not divide the {layers} layers of each part of the model",
+            f"{path}.recompute_num_layers={_nearest(number, _divisors(layers))}",
+        )
+    if number > layers:
+        yield (
+            f"{path}.recompute_num_layers={number} is more than the {layers} layers of each part of the model",
+            f"{path}.recompute_num_layers={layers}",
+        )
+
+
 def experts_of(shape: Mapping[str, Any]) -> int:
     """Experts of each layer; 0 where there are none."""
-    return shape.get("num_local_experts") or shape.get("num_experts") or 0
+    return shape.get("n_routed_experts") or shape.get("num_local_experts") or shape.get("num_experts") or 0
 
 
 def _divisors(number: int) -> list[int]:

@@ -20,13 +20,22 @@ from coupler_engine_megatron import groups
 from coupler_engine_megatron.config import MegatronConfig
 
 
-def wrap(chunks: Sequence[nn.Module], transformer: Any) -> list[DistributedDataParallel]:
+def wrap(config: MegatronConfig, chunks: Sequence[nn.Module], transformer: Any) -> list[DistributedDataParallel]:
     """Give the model's parts contiguous buffers of parameters and of fp32 gradients, which are summed over ranks."""
-    config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
-    return [
-        DistributedDataParallel(config=transformer, ddp_config=config, module=chunk, disable_bucketing=i > 0)
+    buffers = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=config.overlap_grad_reduce,
+        overlap_param_gather=config.overlap_param_gather,
+    )
+    wrapped = [
+        DistributedDataParallel(config=transformer, ddp_config=buffers, module=chunk, disable_bucketing=i > 0)
         for i, chunk in enumerate(chunks)
     ]
+    if config.overlap_grad_reduce:  # the schedule keeps all micro-batches but the last one from it
+        syncs = [chunk.no_sync for chunk in wrapped]
+        transformer.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
+    return wrapped
 
 
 class Optimizer:
@@ -48,6 +57,7 @@ class Optimizer:
                 bf16=dtype == torch.bfloat16,
                 params_dtype=dtype,
                 use_distributed_optimizer=True,
+                overlap_param_gather=config.overlap_param_gather,
             ),
             chunks,  # type: ignore[arg-type]
             use_gloo_process_groups=False,
@@ -86,6 +96,8 @@ class Optimizer:
 
     def whole(self, parameter: nn.Parameter, state: str) -> Tensor:
         """A parameter's "param", "exp_avg", "exp_avg_sq" or "grad" in its shape and fp32; collective over its ranks."""
+        if not parameter.requires_grad and state == "param":
+            return parameter.float()
         start, end, local = self._shard(parameter, state)
         whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
         if local is not None:
@@ -98,6 +110,8 @@ class Optimizer:
 
     def put(self, parameter: nn.Parameter, state: str, whole: Tensor) -> None:
         """Undo :meth:`whole` on one rank."""
+        if not parameter.requires_grad and state == "param":
+            parameter.data.copy_(whole)
         start, end, local = self._shard(parameter, state)
         if local is not None:
             local.copy_(whole.reshape(-1)[start:end])
@@ -111,6 +125,12 @@ class Optimizer:
         if state == "grad":
             return where.start, where.end, parameter.main_grad.reshape(-1)[where.start : where.end]  # type: ignore[attr-defined]
         return where.start, where.end, part._get_main_param_and_optimizer_states(parameter)[state].detach()
+
+    def gather(self) -> None:
+        """Bring the weights of the last step together now, where this waits for the next pass otherwise."""
+        if self.config.overlap_param_gather:
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
 
     def gradients(self) -> Iterator[Tensor]:
         """The buffers of all gradients."""

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from coupler.balance import micro_batches, whole_units
@@ -16,6 +15,7 @@ from coupler.batch import Batch
 from coupler.columns import loss_columns, temperature_of
 from coupler.errors import CouplerError
 from coupler_engine_megatron.attention import positions
+from coupler_engine_megatron.routing import Params
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +38,13 @@ class Packed:
     batch: Batch
     tokens: Tensor  # [1, N / cp] int64
     positions: Tensor  # [1, N / cp] int64, from 0 in each sequence
-    params: PackedSeqParams
+    params: Params
     rows: Tensor  # [R] int64: the tokens of the batch under ``loss_mask``, which are predicted
     sources: Tensor  # [L] int64: where in N / cp the token before each stands; those that this rank holds
     places: Tensor  # [L] int64: where in R these are
     targets: Tensor  # [L] int64
     temperature: Tensor | None  # [L] fp32; None is 1 everywhere
-    filler: Tensor  # [1, N / cp] bool: tokens that stand there for the alignment only
+    held: np.ndarray  # [N / cp] the token of the batch at each place; -1: there for the alignment only
 
     @property
     def num_rows(self) -> int:
@@ -65,8 +65,8 @@ def pack(batch: Batch, device: torch.device, align: Alignment, size: int, rank: 
     edges = _edges(lengths, align)
     place = np.arange(len(batch["tokens"])) + np.repeat(edges[: len(lengths)] - starts[:-1], lengths)
     tokens, within = np.zeros(edges[-1], np.int64), np.arange(edges[-1]) - np.repeat(edges[:-1], np.diff(edges))
-    filler = np.ones(edges[-1], bool)
-    tokens[place], filler[place] = batch["tokens"], False
+    row = np.full(edges[-1], -1)
+    tokens[place], row[place] = batch["tokens"], np.arange(len(place))
     held = np.arange(edges[-1]) if size == 1 else _held(edges, size, rank)
     local = np.full(edges[-1], -1)
     local[held] = np.arange(len(held))
@@ -87,7 +87,7 @@ def pack(batch: Batch, device: torch.device, align: Alignment, size: int, rank: 
         places=tensor(mine),
         targets=tensor(batch["tokens"][rows[mine]].astype(np.int64)),
         temperature=None if scale is None else tensor(scale[mine]),
-        filler=tensor(filler[held])[None],
+        held=row[held],
     )
 
 
@@ -104,10 +104,10 @@ def _held(edges: np.ndarray, size: int, rank: int) -> np.ndarray:
     return np.concatenate(pieces)
 
 
-def _params(edges: np.ndarray, device: torch.device) -> PackedSeqParams:
+def _params(edges: np.ndarray, device: torch.device) -> Params:
     cumulative = torch.from_numpy(edges.astype(np.int32)).to(device)
     longest = int(np.diff(edges).max())
-    return PackedSeqParams(
+    return Params(
         qkv_format="thd",
         cu_seqlens_q=cumulative,
         cu_seqlens_kv=cumulative,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from coupler.plugins import Backend, Kind, hookimpl
 from coupler_engine_megatron.config import MegatronConfig
-from coupler_engine_megatron.layout import problems, read_shape
+from coupler_engine_megatron.layout import experts_of, problems, read_shape
 
 if TYPE_CHECKING:
     from coupler.config.schema import RunConfig
@@ -21,7 +21,16 @@ def coupler_backends() -> Iterable[Backend]:
         name="megatron",
         target="coupler_engine_megatron.engine:MegatronEngine",
         config=MegatronConfig,
-        capabilities=frozenset({"weights:full", "memory:offload", "output:values", "model:moe"}),
+        capabilities=frozenset(
+            {
+                "weights:full",
+                "memory:offload",
+                "output:values",
+                "output:routed_experts",
+                "output:sum_pi_squared",
+                "model:moe",
+            }
+        ),
         tested={"megatron-core": ">=0.16.1,<0.17", "mbridge": ">=0.15.1,<0.16", "torch": ">=2.11,<2.14"},
     )
 
@@ -37,3 +46,11 @@ def coupler_validate(config: RunConfig) -> Iterable[str]:
         if isinstance(engine, MegatronConfig):
             for what, fix in problems(engine, engine.ranks, read_shape(Path(folder)), path):
                 yield f"{what}: set {fix}."
+    shape = read_shape(Path(config.model.path))
+    if (
+        isinstance(config.engine, MegatronConfig)
+        and config.router_replay != "disabled"
+        and shape is not None
+        and not experts_of(shape)
+    ):
+        yield f"router_replay={config.router_replay} needs a model with experts: set router_replay=disabled."

@@ -1,7 +1,7 @@
-"""Log-probabilities and entropy of tokens over a vocabulary that ranks share, without the logits.
+"""Log-probabilities, entropy and sums of squares over a vocabulary that ranks share, without the logits.
 
 Each rank has the rows of the head's weight for its part of the vocabulary, and computes its logits in tiles of it: of
-every tile only the log-sum-exp, the mean logit and the targets' logits remain, and these are combined over ranks. The
+every tile only log-sum-exps, the mean logit and the targets' logits remain, and these are combined over ranks. The
 backward pass computes each tile again. Everything about a logit is fp32, and gradients add up in fp32.
 
 Shapes: R rows, H hidden size, V vocabulary, v this rank's part of it.
@@ -27,9 +27,10 @@ def token_logprobs(
     group: dist.ProcessGroup,
     temperature: Tensor | None = None,
     want_entropy: bool = False,
+    want_squares: bool = False,
     tile: int = 0,
-) -> tuple[Tensor, Tensor | None]:
-    """Return log p(target) and, if wanted, the entropy of p = softmax(hidden @ weight.T / temperature).
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return log p(target) and, if wanted, entropy and sum of squares of p = softmax(hidden @ weight.T / temperature).
 
     Collective over ``group``; its ranks get the same results. The gradient of ``hidden`` is this rank's share, and
     their sum is the whole one: Megatron's mapping before the head adds them up.
@@ -41,12 +42,13 @@ def token_logprobs(
         first: the token that row 0 of ``weight`` stands for.
         temperature: [R] fp32 above 0; None is 1 everywhere.
         want_entropy: also return the entropy; it is differentiable too.
+        want_squares: also return ``sum_v p_v^2``; so is this.
         tile: elements of the logits that exist at a time; performance only. 0 chooses.
 
     Returns:
-        [R] fp32 log-probs and [R] fp32 entropy or None, both in nats.
+        [R] fp32 log-probs, and [R] fp32 entropy or None, both in nats; [R] fp32 sums of squares or None.
     """
-    return _TokenLogprobs.apply(hidden, weight, targets - first, group, temperature, want_entropy, tile)
+    return _TokenLogprobs.apply(hidden, weight, targets - first, group, temperature, want_entropy, want_squares, tile)
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -59,11 +61,12 @@ class _TokenLogprobs(torch.autograd.Function):
         group: dist.ProcessGroup,
         temperature: Tensor | None,
         want_entropy: bool,
+        want_squares: bool,
         tile: int,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         ctx.tiles = _tiles(len(weight), len(hidden), tile or _default_tile(hidden))
         picked = hidden.new_zeros(len(hidden), dtype=torch.float32)
-        sums, means = [], []
+        sums, means, doubles = [], [], []
         for part in ctx.tiles:
             logits = _logits(hidden, weight[part], temperature)
             index, inside = _locate(targets - part.start, logits.shape[1])
@@ -72,31 +75,34 @@ class _TokenLogprobs(torch.autograd.Function):
             sums.append(log_z.double())
             if want_entropy:
                 means.append(torch.linalg.vecdot(logits.sub(log_z[:, None]).exp_(), logits).double())
+            if want_squares:
+                doubles.append(logits.mul_(2).logsumexp(1).double())
         log_z, mean, picked = _combine(sums, means, picked, group)
         entropy = (log_z - mean).float() if want_entropy else None
+        squares = (_combine(doubles, [], picked, group)[0] - 2 * log_z).exp().float() if want_squares else None
         log_z = log_z.float()
-        ctx.save_for_backward(hidden, weight, targets, temperature, log_z, entropy)
+        ctx.save_for_backward(hidden, weight, targets, temperature, log_z, entropy, squares)
         ctx.set_materialize_grads(False)
-        return picked - log_z, entropy
+        return picked - log_z, entropy, squares
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, grad_squares: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, temperature, log_z, entropy = ctx.saved_tensors
+        hidden, weight, targets, temperature, log_z, entropy, squares = ctx.saved_tensors
         slopes = torch.zeros_like(log_z) if grad_logprobs is None else grad_logprobs
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
         grad_weight = torch.empty_like(weight)
         for part in ctx.tiles:
             log_p = _logits(hidden, weight[part], temperature).sub_(log_z[:, None])
-            grad = _slopes(log_p, targets - part.start, slopes, grad_entropy, entropy)
+            grad = _slopes(log_p, targets - part.start, slopes, (grad_entropy, entropy), (grad_squares, squares))
             if temperature is not None:
                 grad.div_(temperature[:, None])
             grad = grad.to(hidden.dtype)
             _add_matmul(grad_hidden, grad, weight[part])
             torch.mm(grad.t(), hidden, out=grad_weight[part])
-        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None, None
+        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None, None, None
 
 
 def _combine(
@@ -114,17 +120,29 @@ def _combine(
 
 
 def _slopes(
-    log_p: Tensor, targets: Tensor, grad_logprobs: Tensor, grad_entropy: Tensor | None, entropy: Tensor | None
+    log_p: Tensor,
+    targets: Tensor,
+    grad_logprobs: Tensor,
+    of_entropy: tuple[Tensor | None, Tensor | None],
+    of_squares: tuple[Tensor | None, Tensor | None],
 ) -> Tensor:
     """Gradient [R, tile] of the scaled logits z; overwrites ``log_p``.
 
-    dz = g (onehot - p) for log-probs, and -g p (log p + entropy) for the entropy.
+    dz = g (onehot - p) for log-probs, -g p (log p + entropy) for the entropy, and 2 g p (p - s) for the sum s of
+    squares. The last two come as pairs of g and the value.
     """
-    if grad_entropy is None or entropy is None:
+    (grad_entropy, entropy), (grad_squares, squares) = of_entropy, of_squares
+    if grad_entropy is None and grad_squares is None:
         grad = log_p.exp_().mul_(-grad_logprobs[:, None])
     else:
-        p = log_p.exp()
-        grad = log_p.add_(entropy[:, None]).mul_(-grad_entropy[:, None]).sub_(grad_logprobs[:, None]).mul_(p)
+        p, grad = log_p.exp(), log_p
+        if grad_entropy is None or entropy is None:
+            grad.zero_()
+        else:
+            grad.add_(entropy[:, None]).mul_(-grad_entropy[:, None])
+        if grad_squares is not None and squares is not None:
+            grad.add_((p - squares[:, None]).mul_(2 * grad_squares[:, None]))
+        grad.sub_(grad_logprobs[:, None]).mul_(p)
     index, inside = _locate(targets, grad.shape[1])
     return grad.scatter_add_(1, index, torch.where(inside, grad_logprobs, 0.0)[:, None])
 

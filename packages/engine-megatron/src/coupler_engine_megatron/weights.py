@@ -1,12 +1,13 @@
 """Checkpoint tensors and Megatron's parameters: read each rank's parts, and stream whole tensors out.
 
-No rank ever holds more than one whole tensor of the model (of experts: one of each expert-parallel rank). What is
-streamed need not be weights: gradients and optimizer states have the same shapes.
+No rank ever holds more than one bucket of whole tensors, or one tensor that is larger (of experts: one of each
+expert-parallel rank). What is streamed need not be weights: gradients and optimizer states have the same shapes.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -27,6 +28,7 @@ from coupler_engine_megatron.distributed import exchange
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _DERIVED = re.compile(r"rotary_emb\.inv_freq$")  # in some old checkpoints; nothing to train
+_LATENT_NORM = re.compile(r"^self_attention\.(q|kv)_layernorm\.weight$")
 _LOCAL_EXPERT = re.compile(r"\.local_experts\.(\d+)\.(linear_fc[12])\.weight$")
 _GROUPED_EXPERT = re.compile(r"\.mlp\.experts\.linear_fc[12]\.weight(\d+)$")
 
@@ -47,9 +49,13 @@ class Part:
 class Catalogue:
     """Which parameters there are, on which pipeline stage, and how they are made of the checkpoint's tensors."""
 
-    def __init__(self, bridge: Any, chunks: Sequence[nn.Module]) -> None:
-        """Collective over all ranks."""
-        self.bridge = bridge
+    def __init__(self, bridge: Any, chunks: Sequence[nn.Module], bucket_bytes: int) -> None:
+        """Collective over all ranks.
+
+        Args:
+            bucket_bytes: of whole tensors that one collective brings together; the memory that a stream takes.
+        """
+        self.bridge, self.bucket_bytes = bridge, bucket_bytes
         self.stage = groups.pipeline().rank()
         self.parameters: dict[tuple[int, int], nn.Parameter] = {}
         self.copies: list[tuple[Part, nn.Parameter]] = []  # of tied embeddings, on the last stage
@@ -111,22 +117,57 @@ class Catalogue:
 
         ``source`` gives what to send of a parameter, in its shape; it is asked on the ranks that have it.
         """
-        pipeline = groups.pipeline()
+        for stage, parts in self._buckets(dtype):
+            precision = _precision(parts[0], dtype)
+            found = self._gathered(stage, parts, source, precision, device)  # [experts, pieces, elements]
+            start = 0
+            for part in parts:
+                end = start + math.prod(part.shape)
+                for name, pieces in zip(_experts_of(self.bridge, part), found[..., start:end], strict=True):
+                    tensors = [piece.view(part.shape) for piece in pieces]
+                    yield from hf.to_hf(self.bridge, name, self._joined(part, tensors))
+                start = end
+
+    def _joined(self, part: Part, pieces: list[Tensor]) -> Tensor:
+        split = (part.tensor_model_parallel or part.expert) and len(pieces) > 1
+        return hf.join_tensor(self.bridge, part.name, pieces, part) if split else pieces[0]
+
+    def _buckets(self, dtype: torch.dtype) -> Iterator[tuple[int, list[Part]]]:
+        """Yield parts of one pipeline stage and one kind that follow each other; one at a time where none travels."""
+        bucket: list[Part] = []
+        at, size, of = 0, 0, (False, dtype)
         for stage, part in self.parts:
-            if stage == self.stage:
-                local = source(self.parameters[part.chunk, part.index]).detach().to(dtype).contiguous()
-            else:
-                local = torch.empty(part.shape, dtype=dtype, device=device)
-            if pipeline.size() > 1:
-                dist.broadcast(local, dist.get_global_rank(pipeline, stage), group=pipeline)
-            group, size, _ = _tensor_group(part)
-            split = part.tensor_model_parallel or part.expert
-            pieces = _gather(local, group) if split and size > 1 else [local]
-            whole = hf.join_tensor(self.bridge, part.name, pieces, part) if split and size > 1 else local
-            group = groups.expert()
-            wholes = _gather(whole, group) if part.expert and group.size() > 1 else [whole]
-            for name, tensor in zip(_experts_of(self.bridge, part), wholes, strict=True):
-                yield from hf.to_hf(self.bridge, name, tensor)
+            copies = _tensor_group(part)[1] * (groups.expert().size() if part.expert else 1)
+            room = self.bucket_bytes if max(copies, groups.pipeline().size()) > 1 else 0
+            kind = part.expert, _precision(part, dtype)
+            more = math.prod(part.shape) * kind[1].itemsize * copies
+            if bucket and (stage != at or kind != of or size + more > room):
+                yield at, bucket
+                bucket, size = [], 0
+            bucket.append(part)
+            at, of, size = stage, kind, size + more
+        if bucket:
+            yield at, bucket
+
+    def _gathered(
+        self,
+        stage: int,
+        parts: list[Part],
+        source: Callable[[nn.Parameter], Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor:
+        """[expert-parallel ranks, tensor-parallel ranks, elements] of a bucket, on every rank."""
+        if stage == self.stage:
+            mine = [source(self.parameters[p.chunk, p.index]).detach().to(dtype).reshape(-1) for p in parts]
+            local = mine[0] if len(mine) == 1 else torch.cat(mine)
+        else:
+            local = torch.empty(sum(math.prod(p.shape) for p in parts), dtype=dtype, device=device)
+        pipeline = groups.pipeline()
+        if pipeline.size() > 1:
+            dist.broadcast(local, dist.get_global_rank(pipeline, stage), group=pipeline)
+        found = _gather(local, _tensor_group(parts[0])[0])
+        return _gather(found, groups.expert()) if parts[0].expert else found[None]
 
 
 def _part(chunk: int, index: int, name: str, parameter: nn.Parameter) -> Part:
@@ -142,7 +183,10 @@ def _global_name(chunk: Any, name: str) -> str:
         return name
     _, _, number, inner = name.split(".", 3)
     layer = chunk.decoder.layers[int(number)]
-    inner = inner.replace("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight")
+    if chunk.config.multi_latent_attention:
+        inner = _LATENT_NORM.sub(r"self_attention.linear_\1_up_proj.layer_norm_weight", inner)
+    else:
+        inner = inner.replace("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight")
     if not isinstance(layer.mlp, MoELayer):
         inner = inner.replace("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
     inner = _LOCAL_EXPERT.sub(r".\2.weight\1", inner)
@@ -170,10 +214,18 @@ def _on_this_rank(bridge: Any, part: Part) -> str:
     return names[groups.expert().rank()] if part.expert else names[0]
 
 
-def _gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    found = [torch.empty_like(tensor) for _ in range(group.size())]
-    dist.all_gather(found, tensor, group=group)
-    return found
+def _precision(part: Part, dtype: torch.dtype) -> torch.dtype:
+    """A router's bias decides between experts that are close: it is never rounded."""
+    return torch.float32 if part.name.endswith(".expert_bias") else dtype
+
+
+def _gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[...] -> [ranks, ...]."""
+    if group.size() == 1:
+        return tensor[None]
+    found = tensor.new_empty(group.size() * tensor.numel())
+    dist.all_gather_into_tensor(found, tensor.reshape(-1), group=group)
+    return found.view(group.size(), *tensor.shape)
 
 
 class Folder:
@@ -197,12 +249,12 @@ class Folder:
                 "  try:  save the model with save_pretrained; other formats are not read"
             )
 
-    def check(self, names: Sequence[str], absent: Sequence[str], dropped: str) -> None:
+    def check(self, names: Sequence[str], absent: Sequence[str], dropped: tuple[str, ...]) -> None:
         """Hold the checkpoint's names against the model's.
 
         Args:
             absent: names that may be missing.
-            dropped: names that begin so may be there without a parameter; empty: none.
+            dropped: names that begin with one of these may be there without a parameter.
 
         Raises:
             CouplerError: a parameter has no tensor, or a tensor no parameter.
@@ -212,7 +264,7 @@ class Folder:
         unexpected = [
             name
             for name in self.where
-            if name not in known and not _DERIVED.search(name) and not (dropped and name.startswith(dropped))
+            if name not in known and not _DERIVED.search(name) and not name.startswith(dropped)
         ]
         if missing or unexpected:
             raise CouplerError(

@@ -163,6 +163,14 @@ class WaitsConfig:
     heartbeat_s: float = 60.0  # what has been outstanding for longer is named on the console, so often
 
 
+class RouterReplay(StrEnum):
+    """Which experts tokens go to while the policy trains (a mixture of experts whose routers change their mind)."""
+
+    DISABLED = "disabled"  # where the router sends them
+    R2 = "R2"  # where the pass for old log-probs sent them
+    R3 = "R3"  # where the rollout sent them
+
+
 @dataclass
 class RunConfig:
     """Everything a run is. ``engine``, ``rollout``, ``algorithm`` and ``trackers`` come from plugins."""
@@ -192,6 +200,7 @@ class RunConfig:
     max_staleness: int = 0  # 0 is synchronous; n lets rollouts run up to n versions behind
     max_skipped_steps: int = 3  # so many steps in a row with a non-finite gradient stop the run
     max_rejected_factor: int = 10  # dynamic sampling gives up after so many times prompts_per_step rejected groups
+    router_replay: RouterReplay = RouterReplay.DISABLED
     offload: bool = False  # engine and rollout share a device and take turns on its memory
     seed: int = 0
     deterministic: bool = False  # two runs give equal numbers; slower, and needs max_staleness=0

@@ -11,8 +11,9 @@ import numpy as np
 
 from coupler.batch import Batch
 from coupler.buffer import Buffer
+from coupler.columns import ROUTED_EXPERTS
 from coupler.config.compose import Composed
-from coupler.config.schema import ExecutorName, RunConfig
+from coupler.config.schema import ExecutorName, RouterReplay, RunConfig
 from coupler.data import PromptStream, fingerprint
 from coupler.evaluation import Evaluator
 from coupler.interfaces import Memory, Output, Part
@@ -31,7 +32,7 @@ from coupler.trainer import GENERATING, Provider, Trainer, warmup_steps
 from coupler.workers import WorkerGroup
 
 REFERENCE, OLD, VALUES = "ref_logprobs", "old_logprobs", "values"
-LOGPROBS = Output("logprobs")
+LOGPROBS, ROUTES = Output("logprobs"), Output("routed_experts")
 
 
 def train(composed: Composed, plugins: Plugins) -> dict[str, float]:
@@ -75,6 +76,7 @@ async def _train(parts: Parts) -> dict[str, float]:
             algorithm=algorithm,
             buffer=buffer,
             in_waves=config.deterministic,
+            routed_experts=config.router_replay is RouterReplay.R3,
         )
         trained = {group.spec.role: group for group in (policy, critic) if group}
         async with parts.checkpoints(data) as checkpoints:
@@ -141,21 +143,25 @@ def column_providers(
 ) -> dict[str, Provider]:
     """Who computes which column. One optimizer step per batch needs no old log-probs: they equal the current ones."""
 
-    def forward_of(role: str, group: WorkerGroup, output: Output = LOGPROBS) -> Provider:
-        async def provide(batch: Batch) -> np.ndarray:
+    def forward_of(role: str, group: WorkerGroup, replays: bool = False, **columns: Output) -> Provider:
+        async def provide(batch: Batch) -> dict[str, np.ndarray]:
             async with residency(role, {role: frozenset({Held.PARAMS})}):
-                return (await group.forward(batch, (output,)))[output.name]
+                done = await group.forward(batch if replays else batch.without(ROUTED_EXPERTS), (*columns.values(),))
+                return {name: done[output.name] for name, output in columns.items()}
 
         return provide
 
     providers: dict[str, Provider] = {}
     if config.optimizer_steps_per_batch > 1:
-        providers[OLD] = forward_of("policy", policy)
+        recorded = {ROUTED_EXPERTS: ROUTES} if config.router_replay is RouterReplay.R2 else {}
+        providers[OLD] = forward_of("policy", policy, replays=True, old_logprobs=LOGPROBS, **recorded)
     providers[REFERENCE] = (
-        forward_of("reference", reference) if reference else forward_of("policy", policy, Output("base_logprobs"))
+        forward_of("reference", reference, ref_logprobs=LOGPROBS)
+        if reference
+        else forward_of("policy", policy, ref_logprobs=Output("base_logprobs"))
     )
     if critic:
-        providers[VALUES] = forward_of("critic", critic, Output("values"))
+        providers[VALUES] = forward_of("critic", critic, values=Output("values"))
     return providers
 
 

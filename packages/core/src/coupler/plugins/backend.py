@@ -41,6 +41,7 @@ VOCABULARY = frozenset(
         "needs:values",  # trains a critic: its engine declares output:values
         "output:values",  # engine: models with Head.VALUE, Output("values")
         "output:base_logprobs",  # engine: trains an adapter, whose absence is the reference model
+        "output:sum_pi_squared",  # engine: Output("sum_pi_squared")
         "output:routed_experts",  # engine: Output("routed_experts"), and replays that column; rollout: returns it
         "job:train",  # algorithm: what it is for; both where it names neither
         "job:sft",

@@ -40,6 +40,11 @@ def value_error(out: Columns, batch: Columns) -> tuple[Any, Metrics]:
     return error * factor, {"value_error": Metric(_detached(error).sum(), mask.sum())}
 
 
+def squares(out: Columns, batch: Columns) -> tuple[Any, Metrics]:
+    """The sum of squared probabilities, next to log-prob and entropy."""
+    return 3 * out["sum_pi_squared"] - 0.5 * out["logprobs"] + 0.2 * out["entropy"], {}
+
+
 def nll(out: Columns, batch: Columns) -> tuple[Any, Metrics]:
     """The negative log-prob of each token."""
     return -out["logprobs"], {}

@@ -94,6 +94,9 @@ def write_random(model: Any, folder: Path, seed: int) -> Path:
             else:
                 wide = "embed" in name or "lm_head" in name
                 param.copy_(noise * (0.25 if wide else param.shape[-1] ** -0.5))
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):  # of routers
+                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
     model.save_pretrained(folder)
     write_tokenizer(folder)
     return folder

@@ -39,6 +39,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="NAME",
         help="model of the kit to test with, repeatable: untied, tied, moe. Default: all that the backends declare",
     )
+    group.addoption(
+        "--coupler-logprobs",
+        type=float,
+        default=1e-3,
+        metavar="NATS",
+        help="how far log-probs of a rollout may be from the reference; default 1e-3: float32",
+    )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

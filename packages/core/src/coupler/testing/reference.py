@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,50 @@ class TransformersReference(Reference):
             folder, dtype=torch.float64, trust_remote_code=False, **_PLAIN
         )
 
+    @property
+    def _routers(self) -> list[Any]:
+        return [m for name, m in self.model.named_modules() if name.endswith("mlp.gate")]
+
+    def routes(self, batch: Batch) -> np.ndarray:
+        """[T, layers, topk] the experts that every token goes to."""
+        import torch
+
+        found: list[list[Any]] = [[] for _ in self._routers]
+        hooks = [
+            router.register_forward_hook(lambda _module, _args, out, to=to: to.append(out[2]))
+            for router, to in zip(self._routers, found, strict=True)
+        ]
+        self.outputs(batch.without("routed_experts"))
+        for hook in hooks:
+            hook.remove()
+        return torch.stack([torch.cat(layer) for layer in found], 1).cpu().numpy()
+
+    @contextmanager
+    def _replaying(self, one: Batch) -> Iterator[None]:
+        """Send the tokens of one sequence to the experts of its column ``routed_experts``, where it has that."""
+        import torch
+
+        sigmoid = self.model.config.model_type == "deepseek_v3"
+
+        def replay(router: Any, target: Any, out: Any) -> Any:
+            scores = out[0].sigmoid() if sigmoid else out[0].softmax(-1)
+            chosen = torch.where(target[:, :1] >= 0, target, out[2])
+            weights = scores.gather(1, chosen)
+            if router.norm_topk_prob:
+                weights = weights / weights.sum(1, keepdim=True)
+            return out[0], (weights * (router.routed_scaling_factor if sigmoid else 1)).to(out[1].dtype), chosen
+
+        column = torch.from_numpy(one["routed_experts"]).long() if one.has("routed_experts") else None
+        column = column if column is None else column.to(self.model.device)
+        hooks = [
+            router.register_forward_hook(lambda module, _args, out, target=column[:, i]: replay(module, target, out))
+            for i, router in enumerate(self._routers)
+            if column is not None
+        ]
+        yield
+        for hook in hooks:
+            hook.remove()
+
     def _logits(self, tokens: Any, temperature: float) -> Any:
         """[t] ids -> [t, V]; row t predicts token t; row 0, which nothing predicts, is all zeros."""
         import torch
@@ -143,10 +188,12 @@ class TransformersReference(Reference):
         import torch
 
         tokens, mask = torch.from_numpy(one["tokens"]), torch.from_numpy(one["loss_mask"])
-        log_p = self._logits(tokens, float(one["temperature"][0])).log_softmax(-1)
+        with self._replaying(one):
+            log_p = self._logits(tokens, float(one["temperature"][0])).log_softmax(-1)
         logprobs = log_p.gather(-1, tokens[:, None].long())[:, 0]
         entropy = -(log_p.exp() * log_p).sum(-1)
-        return {"logprobs": logprobs * mask, "entropy": entropy * mask}
+        squares = (2 * log_p).exp().sum(-1)
+        return {"logprobs": logprobs * mask, "entropy": entropy * mask, "sum_pi_squared": squares * mask}
 
     def outputs(self, batch: Batch) -> Arrays:
         import torch
@@ -169,7 +216,9 @@ class TransformersReference(Reference):
             metrics.append(found)
         grads: Arrays = {}
         for name, p in self.model.named_parameters():
-            grads |= _as_saved(name, np.zeros(tuple(p.shape)) if p.grad is None else p.grad.numpy().copy())
+            grads |= _as_saved(name, np.zeros(tuple(p.shape)) if p.grad is None else _float64(p.grad))
+        buffers = {name: np.zeros(tuple(b.shape)) for name, b in self.model.named_buffers()}
+        grads |= {name: zeros for name, zeros in buffers.items() if name in self.tensors}
         return Gradient(grads, read(merge(metrics)))
 
     def hidden(self, one: Batch) -> np.ndarray:
@@ -193,6 +242,10 @@ class TransformersReference(Reference):
         import torch
 
         return torch.from_numpy(tensor.copy())
+
+
+def _float64(tensor: Any) -> np.ndarray:
+    return tensor.cpu().double().numpy().copy()
 
 
 def _as_saved(name: str, tensor: np.ndarray) -> Arrays:

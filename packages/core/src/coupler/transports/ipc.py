@@ -22,7 +22,7 @@ from coupler.interfaces import Endpoint, Named, Rank, SendReceipt, Transport, We
 from coupler.transports.connection import Listener, connected, header, send
 from coupler.transports.packing import Entry, Packer, tensor_of
 
-BUFFER_BYTES = 128 << 20
+BUFFER_BYTES = 256 << 20  # two of them are the memory that a sync may take
 
 
 class IpcTransport(Transport):
@@ -149,7 +149,10 @@ def _shared(sender: socket.socket) -> Iterator[Named]:
         if turn >= 0:
             buffers[turn] = memory
         for entry in said["entries"]:
-            yield entry["name"], tensor_of(memory, entry)
+            tensor = tensor_of(memory, entry)
+            yield entry["name"], tensor
+            if isinstance(tensor, torch.Tensor):
+                tensor.set_()  # whoever keeps the last one would keep the memory open, which the sender gives back
         torch.cuda.current_stream().synchronize()
         del memory
         send(sender, {})

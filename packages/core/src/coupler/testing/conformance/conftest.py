@@ -32,6 +32,7 @@ MOST_RANKS = 4  # of one engine; a test on more is left out
 NEEDS = {
     "pair": ("engine", "rollout"),
     "values": ("engine",),
+    "routing": ("engine",),
 }  # kinds that a file needs, where its name does not say it
 
 
@@ -97,6 +98,12 @@ def reference(reference_of: Callable[[str], Reference], model_name: str) -> Refe
 @pytest.fixture
 def every_model() -> None:
     """Ask for it to run a test with every model of the backend, not with the usual one only."""
+
+
+@pytest.fixture(scope="session")
+def tolerance(pytestconfig: pytest.Config) -> float:
+    """Nats by which log-probs of a rollout may differ from the reference."""
+    return pytestconfig.getoption("--coupler-logprobs")
 
 
 @pytest.fixture(scope="module")

@@ -38,7 +38,8 @@ def assert_gradient(got: Arrays, want: Gradient) -> None:
 
 
 def assert_metrics(got: Metrics, want: Metrics) -> None:
-    assert {n: m.value for n, m in got.items()} == pytest.approx({n: m.value for n, m in want.items()}, rel=1e-4)
+    """An engine may add metrics of its own."""
+    assert {n: got[n].value for n in want} == pytest.approx({n: m.value for n, m in want.items()}, rel=1e-4)
 
 
 def split(batch: Batch, world: World, first: list[int] | None = None) -> list[Batch]:
@@ -175,6 +176,21 @@ def test_gradient_of_the_output_layer_equals_its_formula(worlds: Worlds, referen
         want += (error * one["loss_weight"][:, None]).T @ hidden
     grads, _, _ = worlds(1).gradient([batch], "coupler.testing.losses:nll", ("logprobs",))
     assert np.abs(grads["lm_head.weight"] - want).max() <= TOLERANCE * np.abs(want).max()
+
+
+def test_sums_of_squared_probabilities_and_their_gradient(
+    engine_subject: Subject, worlds: Worlds, reference: Reference
+) -> None:
+    if not engine_subject.has("output:sum_pi_squared"):
+        pytest.skip(f"{engine_subject} does not declare output:sum_pi_squared")
+    batch = weighted(make_batch(reference))
+    world, want = worlds(1, max_tokens_per_gpu=2 * LONGEST), ("sum_pi_squared", "logprobs", "entropy")
+    for name, got in world.forward([batch], want)[0].select(*want).tokens.items():
+        np.testing.assert_allclose(got, reference.outputs(batch)[name], atol=LOGPROBS, rtol=1e-4, err_msg=name)
+    alone = world.forward([batch], ("sum_pi_squared",))[0]["sum_pi_squared"]
+    np.testing.assert_allclose(alone, reference.outputs(batch)["sum_pi_squared"], rtol=1e-4)
+    grads, _, _ = world.gradient([batch], "coupler.testing.losses:squares", want)
+    assert_gradient(grads, reference.gradient(batch, losses.squares))
 
 
 # --- weights and the optimizer ---------------------------------------------------------------------------------------

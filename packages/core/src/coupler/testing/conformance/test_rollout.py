@@ -19,8 +19,8 @@ from coupler.testing.reference import Reference, as_batch
 from coupler.testing.subject import Subject
 from coupler.workers import reverse_elements
 
-LOGPROBS = 1e-3  # nats: float32, with other kernels and a cache
 POSITIONS = 256  # of the kit's models
+CHANGED = 1e-2  # nats: what another weight changes log-probs by, at least
 LONG = 200  # tokens of a completion that is still running when something happens
 PROMPTS = tuple(tuple(np.random.default_rng(size).integers(NUM_SPECIAL, VOCAB, size).tolist()) for size in (3, 1, 9, 5))
 
@@ -104,6 +104,7 @@ def test_an_update_brings_every_weight(
     reference: Reference,
     every_model: None,
     transport: str,
+    tolerance: float,
 ) -> None:
     """The receipt accounts for each tensor; a permuted push shows, and the true one after it repairs it all."""
     if transport == "inproc" and rollout_subject.has("workers:remote"):
@@ -117,22 +118,24 @@ def test_an_update_brings_every_weight(
         assert (sent.num_bytes, receipt.num_bytes) == (num_bytes, num_bytes)
         assert (receipt.missing, receipt.unexpected) == ((), ())
         assert receipt.version == served.edge.version
-        assert worst(served, reference) > 0.1 if permuted else worst(served, reference) < LOGPROBS
+        assert worst(served, reference) > 0.1 if permuted else worst(served, reference) < tolerance
 
 
-def test_every_single_tensor_arrives(served: Served, reference: Reference) -> None:
+def test_every_single_tensor_arrives(served: Served, reference: Reference, tolerance: float) -> None:
     """Scramble one tensor at a time: whatever is skipped, or served from a stale copy, gives the same log-probs."""
     request = Request(PROMPTS[2], 4, seed=5)
     random = np.random.default_rng(0)
     for name, tensor in reference.tensors.items():
         scrambled = tensor + random.normal(0, 1, tensor.shape).astype(np.float32)
         served.push(stream(reference, {**reference.tensors, name: scrambled}))
-        assert error(reference, request, generate(served, [request])[0]) > 10 * LOGPROBS, f"{name} changed nothing"
+        assert error(reference, request, generate(served, [request])[0]) > CHANGED, f"{name} changed nothing"
     served.push(stream(reference))
-    assert error(reference, request, generate(served, [request])[0]) < LOGPROBS
+    assert error(reference, request, generate(served, [request])[0]) < tolerance
 
 
-def test_other_weights_give_other_logprobs(served: Served, reference: Reference, tmp_path: Path) -> None:
+def test_other_weights_give_other_logprobs(
+    served: Served, reference: Reference, tmp_path: Path, tolerance: float
+) -> None:
     """Three updates in a row, as training makes them: log-probs follow each, and every token says its version."""
     tensors = reference.tensors
     for i in range(3):
@@ -140,8 +143,8 @@ def test_other_weights_give_other_logprobs(served: Served, reference: Reference,
         tensors = {n: t + random.normal(0, 0.05, t.shape).astype(np.float32) for n, t in tensors.items()}
         moved = type(reference)(rewrite(reference.folder, tmp_path / str(i), tensors))
         served.push(stream(moved))
-        assert worst(served, moved) < LOGPROBS
-        assert worst(served, reference) > 10 * LOGPROBS
+        assert worst(served, moved) < tolerance
+        assert worst(served, reference) > CHANGED
         done = generate(served, [Request(PROMPTS[0], 4)])[0]
         assert set(done.versions) == {served.edge.version}
 
@@ -153,12 +156,12 @@ def test_a_missing_tensor_is_named(served: Served, reference: Reference) -> None
     assert receipt.num_loaded == receipt.num_received == len(reference.tensors) - 1
 
 
-def test_an_unexpected_tensor_is_named(served: Served, reference: Reference) -> None:
+def test_an_unexpected_tensor_is_named(served: Served, reference: Reference, tolerance: float) -> None:
     extra = "model.layers.99.nobody.weight"
     _, receipt = served.push(stream(reference, {**reference.tensors, extra: np.zeros(4, np.float32)}))
     assert receipt.unexpected == (extra,)
     assert (receipt.missing, receipt.num_loaded) == ((), len(reference.tensors))
-    assert worst(served, reference) < LOGPROBS
+    assert worst(served, reference) < tolerance
 
 
 # --- sampling --------------------------------------------------------------------------------------------------------
@@ -171,12 +174,14 @@ def test_greedy_equals_the_reference(served: Served, reference: Reference) -> No
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.5])
-def test_logprobs_are_of_the_sampling_distribution(served: Served, reference: Reference, temperature: float) -> None:
+def test_logprobs_are_of_the_sampling_distribution(
+    served: Served, reference: Reference, temperature: float, tolerance: float
+) -> None:
     """After the temperature, over the full support, for concurrent requests of different lengths."""
     requests = [Request(p, 3 + 4 * i, temperature, seed=i) for i, p in enumerate(PROMPTS)]
     for request, done in zip(requests, generate(served, requests), strict=True):
         assert len(done.tokens) == len(done.logprobs) == len(done.versions) == request.max_tokens
-        assert error(reference, request, done) < LOGPROBS
+        assert error(reference, request, done) < tolerance
 
 
 def test_samples_follow_the_distribution_they_report(served: Served, reference: Reference) -> None:
@@ -207,7 +212,9 @@ def test_only_the_stop_tokens_of_the_request_stop(flat: Served) -> None:
     assert {len(each.tokens) for each in done} == {200}
 
 
-def test_one_free_position_gives_one_token(served: Served, reference: Reference, rollout_subject: Subject) -> None:
+def test_one_free_position_gives_one_token(
+    served: Served, reference: Reference, rollout_subject: Subject, tolerance: float
+) -> None:
     """And none is an error: a completion is never empty."""
     if rollout_subject.toy:
         pytest.skip("a bigram has no positions")
@@ -215,7 +222,7 @@ def test_one_free_position_gives_one_token(served: Served, reference: Reference,
     request = Request(longest[:-1], 50, seed=1)
     (done,) = generate(served, [request])
     assert (len(done.tokens), done.finish) == (1, "length")
-    assert error(reference, request, done) < LOGPROBS
+    assert error(reference, request, done) < tolerance
     with pytest.raises(CouplerError, match=f"a prompt has {POSITIONS} tokens"):
         generate(served, [Request(longest, 1)])
 
@@ -242,11 +249,11 @@ def test_the_seed_decides(served: Served) -> None:
     assert generate(served, [Request(PROMPTS[0], 12, 1.5, seed=8)])[0].tokens != alone
 
 
-def test_samples_of_one_prompt_are_independent(served: Served, reference: Reference) -> None:
+def test_samples_of_one_prompt_are_independent(served: Served, reference: Reference, tolerance: float) -> None:
     requests = [Request(PROMPTS[2], 10, 1.5, seed=i) for i in range(8)]
     done = generate(served, requests)
     assert len({d.tokens for d in done}) == len(done)
-    assert max(error(reference, r, d) for r, d in zip(requests, done, strict=True)) < LOGPROBS
+    assert max(error(reference, r, d) for r, d in zip(requests, done, strict=True)) < tolerance
 
 
 # --- pausing and memory ----------------------------------------------------------------------------------------------
@@ -294,7 +301,9 @@ def test_drain_waits_for_what_runs(served: Served, reference: Reference) -> None
         assert set(late.versions) == {before + 1}
 
 
-def test_abort_returns_what_there_is(served: Served, reference: Reference, rollout_subject: Subject) -> None:
+def test_abort_returns_what_there_is(
+    served: Served, reference: Reference, rollout_subject: Subject, tolerance: float
+) -> None:
     if not rollout_subject.has("in_flight:abort"):
         pytest.skip(f"{rollout_subject} does not declare in_flight:abort")
     running, late = interrupted(
@@ -307,12 +316,12 @@ def test_abort_returns_what_there_is(served: Served, reference: Reference, rollo
     for prompt, done in zip(PROMPTS[:2], running, strict=True):
         assert done.finish == "abort"
         assert len(done.tokens) == len(done.logprobs) == len(done.versions)
-        assert error(reference, Request(prompt, LONG), done) < LOGPROBS
+        assert error(reference, Request(prompt, LONG), done) < tolerance
 
 
 @pytest.mark.parametrize("how", [InFlight.RECOMPUTE, InFlight.STALE_KV])
 def test_requests_in_flight_continue_on_new_weights(
-    served: Served, reference: Reference, rollout_subject: Subject, tmp_path: Path, how: InFlight
+    served: Served, reference: Reference, rollout_subject: Subject, tmp_path: Path, how: InFlight, tolerance: float
 ) -> None:
     """Tokens before the update carry the old version and the old log-probs, tokens after it the new ones."""
     if not rollout_subject.has(f"in_flight:{how}"):
@@ -335,10 +344,12 @@ def test_requests_in_flight_continue_on_new_weights(
             of_version = np.array(done.versions) == version
             if how is InFlight.RECOMPUTE or version == min(done.versions):  # a stale cache is of neither model
                 want = models[version].logprobs_of(prompt, done.tokens, 1.0)
-                assert np.abs(want - done.logprobs)[of_version].max() < LOGPROBS, f"log-probs of version {version}"
+                assert np.abs(want - done.logprobs)[of_version].max() < tolerance, f"log-probs of version {version}"
 
 
-def test_memory_comes_back_with_an_update(served: Served, reference: Reference, rollout_subject: Subject) -> None:
+def test_memory_comes_back_with_an_update(
+    served: Served, reference: Reference, rollout_subject: Subject, tolerance: float
+) -> None:
     if not rollout_subject.has("memory:sleep"):
         pytest.skip(f"{rollout_subject} does not declare memory:sleep")
     everything = frozenset(Memory)
@@ -361,4 +372,4 @@ def test_memory_comes_back_with_an_update(served: Served, reference: Reference, 
             await served.rollout.resume()
 
         served.run(nap)
-        assert worst(served, reference) < LOGPROBS
+        assert worst(served, reference) < tolerance

@@ -29,6 +29,8 @@ class Link:
     ) -> None:
         if subject.has("device:shared"):
             pytest.skip(f"{subject} declares device:shared: that needs two processes and a GPU")
+        if subject.has("device:apart") and pytest.importorskip("torch").cuda.is_available():
+            pytest.skip(f"{subject} declares device:apart: here all threads would be on one GPU")
         self.subject, self.deadline_s = subject, deadline_s
         self.transport: Transport = subject.backend.load()()
         self.senders = [Rank(index=i, world=num_senders) for i in range(num_senders)]

@@ -1,0 +1,167 @@
+"""Router replay: routes get from where they were recorded to every pass that replays them, and to no other."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from toy_run import ToyRun
+
+from coupler.batch import Batch
+from coupler.config.compose import compose
+from coupler.config.schema import Job, RouterReplay, RunConfig, SamplingConfig
+from coupler.data import Prompt, Row
+from coupler.errors import ConfigError, CouplerError
+from coupler.executors import Local
+from coupler.interfaces import Completion, Loss, Model, Output, Rank, Request, StepInfo
+from coupler.metrics import Metrics
+from coupler.plan import make_plan
+from coupler.plugins.manager import Plugins
+from coupler.rollouts import RolloutGroup
+from coupler.sampling import Scored, pack
+from coupler.testing.models import write_toy
+from coupler.testing.toy import ToyAlgorithm, ToyEngine, ToyRollout
+from coupler.testing.toy_config import ToyRolloutConfig
+from coupler.waiting import Waits
+
+LAYERS, TOPK = 3, 2
+SEEN: list[tuple[str, np.ndarray | None]] = []  # what passes of the engine got to replay
+
+
+class RoutedEngine(ToyEngine):
+    """Says that token t of id i went to experts i and i + 1, and notes what it was told."""
+
+    def forward(self, batch: Batch, want: tuple[Output, ...]) -> Batch:
+        SEEN.append(("forward", batch.tokens.get("routed_experts")))
+        done = super().forward(batch, tuple(o for o in want if o.name != "routed_experts"))
+        if Output("routed_experts") not in want:
+            return done
+        routes = batch["tokens"][:, None, None] + np.arange(TOPK) + np.zeros((LAYERS, 1), int)
+        return done.with_tokens(routed_experts=routes.astype(np.int16))
+
+    def forward_backward(self, batch: Batch, want: tuple[Output, ...], loss: Loss, step: StepInfo) -> Metrics:
+        SEEN.append(("train", batch.tokens.get("routed_experts")))
+        return super().forward_backward(batch, want, loss, step)
+
+
+class RoutedRollout(ToyRollout):
+    """Says that every token went to expert 7; the last one was never fed."""
+
+    async def generate(self, request: Request) -> Completion:
+        done = await super().generate(request)
+        if not request.routed_experts:
+            return done
+        routes = np.full((len(request.prompt) + len(done.tokens), LAYERS, TOPK), 7, np.int16)
+        routes[-1] = -1
+        return replace(done, routed_experts=routes)
+
+
+class WantsOld(ToyAlgorithm):
+    needs = frozenset({"old_logprobs"})
+
+
+def run(folder: Path, mode: RouterReplay, steps: int) -> list[tuple[str, np.ndarray | None]]:
+    """What the passes of one step got: the old log-probs', and one for each optimizer step."""
+    SEEN.clear()
+    config = RunConfig(
+        steps=1,
+        prompts_per_step=2,
+        samples_per_prompt=2,
+        optimizer_steps_per_batch=steps,
+        sampling=SamplingConfig(max_tokens=6),
+        router_replay=mode,
+    )
+    here = "test_router_replay:"
+    parts = {"engine": f"{here}RoutedEngine", "rollout": f"{here}RoutedRollout", "algorithm": f"{here}WantsOld"}
+    ToyRun(folder, config, **parts).run()
+    return SEEN[-1 - steps :] if steps > 1 else SEEN[-1:]
+
+
+def test_r2_replays_what_the_pass_for_old_logprobs_recorded(tmp_path: Path) -> None:
+    (name, before), *trained = run(tmp_path, RouterReplay.R2, 2)
+    assert (name, before) == ("forward", None)
+    for name, routes in trained:
+        assert name == "train" and routes is not None and routes.shape[1:] == (LAYERS, TOPK)
+        assert routes.dtype == np.int16 and (routes[..., 1] == routes[..., 0] + 1).all()
+
+
+def test_r3_replays_what_the_rollout_did_in_every_pass_of_the_policy(tmp_path: Path) -> None:
+    passes = run(tmp_path, RouterReplay.R3, 2)
+    assert [name for name, _ in passes] == ["forward", "train", "train"]
+    for _, routes in passes:
+        assert routes is not None and set(np.unique(routes)) == {-1, 7}
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_disabled_replays_nothing(steps: int, tmp_path: Path) -> None:
+    assert all(routes is None for _, routes in run(tmp_path, RouterReplay.DISABLED, steps))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "what"),
+    [
+        (["router_replay=R2", "optimizer_steps_per_batch=2"], "router_replay=R2 needs engine=toy"),
+        (["router_replay=R3"], "router_replay=R3 needs engine=toy"),
+    ],
+)
+def test_a_plan_refuses_what_nobody_can_replay(overrides: list[str], what: str) -> None:
+    plugins = Plugins.load()
+    needed = ["engine=toy", "rollout=toy", "algorithm=toy", "model.path=/m", "data.source=x", "reward.target=a:b"]
+    needed += ["data.max_prompt_tokens=100"]
+    config = compose(plugins, [*needed, *overrides], job=Job.TRAIN).config
+    with pytest.raises(ConfigError, match=what):
+        make_plan(config, None, plugins, frozenset({"old_logprobs"}))
+
+
+def completion(**changes: Any) -> Completion:
+    return replace(Completion((5, 6), (-1.0, -2.0), (0, 0), "stop"), **changes)
+
+
+def test_routes_of_another_number_of_tokens_are_an_error() -> None:
+    prompt = Prompt(Row(prompt="", answer="", index=0, extra={}), (1, 2, 3))
+    routes = np.zeros((4, LAYERS, TOPK), np.int8)
+    with pytest.raises(CouplerError, match="experts of 4 tokens for a prompt and completion of 5"):
+        pack([Scored(prompt, completion(routed_experts=routes), 1.0)], 0, 1, 1.0)
+
+
+class CutOff(RoutedRollout):
+    """Aborts after two tokens; the second part of a completion went elsewhere."""
+
+    calls = 0
+
+    async def generate(self, request: Request) -> Completion:
+        self.calls += 1
+        first = self.calls == 1
+        done = await super().generate(replace(request, max_tokens=2) if first else request)
+        routes = done.routed_experts if first else done.routed_experts + 1
+        routes[-1] = -1
+        return replace(done, finish="abort" if first else "length", routed_experts=routes)
+
+
+class Silent(ToyRollout):
+    """Does not know of routes."""
+
+
+def group_of(folder: Path, rollout: str) -> RolloutGroup:
+    executor = Local(inline=True, waits=Waits(60.0, 60.0))
+    return RolloutGroup(executor, rollout, ToyRolloutConfig(), Model(str(write_toy(folder / "model"))), [Rank()])
+
+
+async def sample(group: RolloutGroup) -> Completion:
+    await group.setup()
+    return await group.generate(Request((5, 6, 7), 6, routed_experts=True))
+
+
+def test_a_completion_that_was_cut_off_keeps_the_routes_that_sampled_it(tmp_path: Path) -> None:
+    done = asyncio.run(sample(group_of(tmp_path, "test_router_replay:CutOff")))
+    assert len(done.tokens) == 6 and done.finish == "length"
+    assert done.routed_experts[:, 0, 0].tolist() == [7] * 4 + [8] * 4 + [-1]  # token 5 was fed in the second part only
+
+
+def test_a_rollout_that_does_not_say_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(CouplerError, match="did not say"):
+        asyncio.run(sample(group_of(tmp_path, "test_router_replay:Silent")))
