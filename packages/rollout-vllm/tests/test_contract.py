@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -128,6 +130,32 @@ def test_memory_comes_and_goes_by_part(served: Served, reference: TransformersRe
         assert (await rollout.generate(request)).tokens == before.tokens
 
     served.run(story)
+
+
+def test_hand_overs_leave_memory_flat(served: Served, reference: TransformersReference) -> None:
+    """30 of them, of this process and the engine's; test_gpu.py counts the device's too."""
+    pids = [os.getpid(), *(worker["pid"] for worker in served.rollout.workers)]
+
+    def held() -> int:
+        fields = [Path(f"/proc/{pid}/statm").read_text().split() for pid in pids]
+        return sum(int(resident) - int(shared) for _, resident, shared, *_ in fields) * os.sysconf("SC_PAGE_SIZE")
+
+    async def cycles(count: int) -> None:
+        rollout = served.rollout
+        for _ in range(count):
+            await rollout.pause(InFlight.DRAIN)
+            await rollout.sleep(frozenset({Memory.KV_CACHE}))
+            await rollout.sleep(frozenset({Memory.WEIGHTS}))
+            await rollout.wake(frozenset({Memory.WEIGHTS}))
+            await served.edge.push((name, torch.from_numpy(tensor)) for name, tensor in reference.tensors.items())
+            await rollout.wake(frozenset({Memory.KV_CACHE}))
+            await rollout.resume()
+            await rollout.generate(Request((5, 6, 7), 8, seed=1))
+
+    served.run(lambda: cycles(10))
+    before = held()
+    served.run(lambda: cycles(30))
+    assert held() - before < 24 << 20
 
 
 def test_more_prompts_than_fit_into_one_step(served: Served, reference: TransformersReference) -> None:

@@ -13,14 +13,19 @@ import numpy as np
 import pytest
 import torch
 
+from coupler.config.schema import SyncConfig
 from coupler.errors import ReplicaDied
 from coupler.executors import Local
-from coupler.interfaces import Completion, InFlight, Model, Named, Rank, Request
+from coupler.interfaces import Completion, InFlight, Memory, Model, Named, Rank, Request
+from coupler.plugins.manager import Plugins
 from coupler.rollouts import RolloutGroup
+from coupler.sharding import StreamShardingManager
 from coupler.testing.edge import Served
 from coupler.testing.reference import TransformersReference
+from coupler.testing.subject import configured
 from coupler.waiting import Waits
-from coupler_rollout_vllm.config import VLLMConfig
+from coupler.workers import WorkerGroup, WorkerSpec
+from coupler_rollout_vllm.config import Precision, VLLMConfig
 
 WITHIN_S = 30.0
 
@@ -75,38 +80,96 @@ def test_killed_while_idle(fresh: Served) -> None:
     died_within(fresh, story)
 
 
-@pytest.mark.parametrize("after_s", [0.0, 0.1])  # with nothing sampled yet; between two tokens
-def test_killed_while_it_samples(fresh: Served, after_s: float) -> None:
+def test_killed_while_it_samples(fresh: Served) -> None:
+    """One request has some tokens by then, and nothing of the other has been sampled."""
+
     async def story() -> Any:
-        running = asyncio.ensure_future(fresh.rollout.generate(Request((5, 6), 240)))
-        while not fresh.rollout.running:
+        first = asyncio.ensure_future(fresh.rollout.generate(Request((5, 6), 240)))
+        await asyncio.sleep(0.1)
+        late = asyncio.ensure_future(fresh.rollout.generate(Request((5, 7), 240)))
+        while len(fresh.rollout.running) < 2:
             await asyncio.sleep(0)
-        await asyncio.sleep(after_s)
-        assert not running.done()
-        return kill(fresh.rollout), running
+        start = kill(fresh.rollout)
+        with pytest.raises(ReplicaDied):
+            await asyncio.wait_for(first, WITHIN_S)
+        return start, late
 
     died_within(fresh, story)
     assert not fresh.rollout.running
 
 
-def test_killed_during_a_sync(fresh: Served, reference: TransformersReference) -> None:
-    async def story() -> Any:
-        await fresh.rollout.pause(InFlight.DRAIN)
-        started = asyncio.Event()
-        loop = asyncio.get_running_loop()
+def one_replica(reference: TransformersReference) -> tuple[RolloutGroup, StreamShardingManager]:
+    """A group of one, and its edge from an engine that has the reference's weights."""
+    plugins, executor = Plugins.load(), Local(inline=True, waits=Waits(300.0, 60.0))
+    model = Model(str(reference.folder))
+    target = "coupler_rollout_vllm.rollout:VLLMRollout"
+    group = RolloutGroup(executor, target, VLLMConfig(dtype=Precision.FP32), model, [Rank(seed=1)])
+    engine = plugins.get("engine", "fsdp")
+    config = configured(engine.config, {"dtype": "fp32", "lr": 1e-3})
+    edge = StreamShardingManager(
+        SyncConfig(deadline_s=60.0),
+        engine=WorkerGroup(executor, WorkerSpec("policy", engine.target, config, model, None), [Rank(seed=1)]),
+        rollouts=group,
+        weight_format="full",
+        transport=plugins.get("transport", "tcp").target,
+        probe_prompt=(5, 6, 7),
+        temperature=1.0,
+    )
+    return group, edge
 
-        def slowly() -> Iterator[Named]:
-            for i, named in enumerate(weights(reference)):
-                if i == 5:
-                    loop.call_soon_threadsafe(started.set)
-                    time.sleep(1.0)
-                yield named
 
-        pushing = asyncio.ensure_future(fresh.edge.push(slowly()))
-        await started.wait()
-        return kill(fresh.rollout), pushing
+def test_killed_in_a_sync_and_while_it_wakes(
+    reference: TransformersReference, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is named within seconds, starts again, gets the weights, and samples what it sampled before."""
+    group, edge = one_replica(reference)
+    rollout, request = group.replicas[0].of, Request((5, 6, 7), 12, seed=3)
 
-    died_within(fresh, story)
+    def slowly(weights: Iterator[Named]) -> Iterator[Named]:
+        for i, named in enumerate(weights):
+            if i == 5:
+                kill(rollout)
+                time.sleep(1.0)
+            yield named
+
+    async def story() -> None:
+        await edge.engine.setup()
+        await edge.setup()
+        await edge.sync(0)
+        before = await group.generate(request)
+        engine = edge.engine.ranks[0].of.engine
+        whole = engine.weights
+        with monkeypatch.context() as patched:
+            starts: list[float] = []
+
+            def weights() -> Iterator[Named]:
+                starts.append(time.monotonic())
+                return whole() if len(starts) > 1 else slowly(whole())
+
+            async def setup(rank: Rank, again: Any = rollout.setup) -> int:
+                assert time.monotonic() - starts[0] < WITHIN_S, "how long it took to see that it died"
+                return await again(rank)
+
+            patched.setattr(engine, "weights", weights)
+            patched.setattr(rollout, "setup", setup)
+            await edge.sync(1)
+        assert len(starts) == 2
+        done = await group.generate(request)
+        assert (done.tokens, set(done.versions)) == (before.tokens, {1})
+        await group.pause(InFlight.DRAIN)
+        await group.tell("sleep", frozenset(Memory))
+        kill(rollout)
+        await asyncio.wait_for(group.tell("wake", frozenset({Memory.WEIGHTS})), WITHIN_S)
+        assert group.dead == {0}
+        await edge.sync(2)
+        done = await group.generate(request)
+        assert (done.tokens, set(done.versions)) == (before.tokens, {2})
+
+    try:
+        asyncio.run(story())
+    finally:
+        rollout.close()
+    assert capsys.readouterr().out.count("rollout replica 0 died; starting it again") == 2
 
 
 def test_unfinished_requests_go_to_the_other_replica(reference: TransformersReference) -> None:
@@ -114,7 +177,6 @@ def test_unfinished_requests_go_to_the_other_replica(reference: TransformersRefe
     requests = [Request((5, 6 + i), 100, seed=i) for i in range(8)]
 
     async def sync(group: RolloutGroup) -> None:
-        from coupler.plugins.manager import Plugins
         from coupler.testing.edge import Edge
 
         for handle in group.replicas:

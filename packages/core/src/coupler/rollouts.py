@@ -125,7 +125,11 @@ class RolloutGroup:
             ReplicaDied: one died of it. No replica is being updated any more, and some may hold half of the weights.
         """
         running = [asyncio.ensure_future(self._update(i, update)) for i in self._living()]
-        await asyncio.wait(running)
+        try:
+            await asyncio.wait(running)
+        finally:
+            for task in running:
+                task.cancel()
         failed = [error for task in running if (error := task.exception())]
         for error in sorted(failed, key=lambda error: not isinstance(error, ReplicaDied)):  # the cause of all others
             raise error

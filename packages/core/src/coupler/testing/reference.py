@@ -232,10 +232,11 @@ class TransformersReference(Reference):
     def greedy(self, prompt: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
         import torch
 
-        done = self.model.generate(
-            torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
-        )
-        return tuple(done[0, len(prompt) :].tolist())
+        ids = list(prompt)
+        with torch.no_grad():
+            for _ in range(num_tokens):  # generate() would follow the folder's sampling defaults
+                ids.append(int(self.model(torch.tensor([ids])).logits[0, -1].argmax()))
+        return tuple(ids[len(prompt) :])
 
     def carried(self, tensor: np.ndarray) -> Any:
         import torch

@@ -354,12 +354,15 @@ def test_memory_comes_back_with_an_update(
         pytest.skip(f"{rollout_subject} does not declare memory:sleep")
     everything = frozenset(Memory)
 
+    async def samples() -> None:
+        await served.rollout.resume()
+        await served.rollout.generate(Request(PROMPTS[0], 1))
+
     async def refused() -> None:
         await served.rollout.pause(InFlight.DRAIN)
         await served.rollout.sleep(everything)
-        await served.rollout.resume()
-        with pytest.raises(CouplerError, match=r"(?s)sleep.*wake\(\) before generate"):
-            await served.rollout.generate(Request(PROMPTS[0], 1))
+        with pytest.raises(CouplerError, match=r"(?s)sleep.*wake\(\) before"):
+            await samples()
 
     served.run(refused)
     for _ in range(2):
