@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from coupler.data import Prompt, Row
 from coupler.errors import ConfigError, CouplerError
 from coupler.executors import Local
 from coupler.interfaces import Completion, Loss, Model, Output, Rank, Request, StepInfo
+from coupler.jobs.train import unreplayed
 from coupler.metrics import Metrics
 from coupler.plan import make_plan
 from coupler.plugins.manager import Plugins
@@ -165,3 +167,20 @@ def test_a_completion_that_was_cut_off_keeps_the_routes_that_sampled_it(tmp_path
 def test_a_rollout_that_does_not_say_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CouplerError, match="did not say"):
         asyncio.run(sample(group_of(tmp_path, "test_router_replay:Silent")))
+
+
+@pytest.mark.parametrize(
+    ("facts", "mode", "warns"),
+    [
+        ({"num_experts": 8}, RouterReplay.DISABLED, True),
+        ({"n_routed_experts": 256, "num_experts": None}, RouterReplay.DISABLED, True),
+        ({"num_experts": 8}, RouterReplay.R3, False),
+        ({"model_type": "llama"}, RouterReplay.DISABLED, False),
+    ],
+)
+def test_a_model_with_experts_and_no_replay_is_warned_of(
+    facts: dict[str, Any], mode: RouterReplay, warns: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(facts))
+    text = unreplayed(RunConfig(router_replay=mode), tmp_path)
+    assert ("router_replay=R3" in text) == warns == bool(text)

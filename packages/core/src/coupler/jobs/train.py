@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import sys
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
@@ -32,6 +35,7 @@ from coupler.trainer import GENERATING, Provider, Trainer, warmup_steps
 from coupler.workers import WorkerGroup
 
 REFERENCE, OLD, VALUES = "ref_logprobs", "old_logprobs", "values"
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # how config.json counts them, by family
 LOGPROBS, ROUTES = Output("logprobs"), Output("routed_experts")
 
 
@@ -53,6 +57,8 @@ async def _train(parts: Parts) -> dict[str, float]:
     judge = parts.critic_model() if VALUES in algorithm.needs else None
     plan = make_plan(config, len(prompts), parts.plugins, algorithm.needs)
     print(plan.render())
+    if warning := unreplayed(config, Path(parts.model.path)):
+        print(f"coupler: warning: {warning}", file=sys.stderr)
     with parts.running(found) as (journal, rewards):
         await parts.place(plan.workers)
         policy, rollouts = parts.engine("policy", trains=True), parts.rollouts()
@@ -132,6 +138,21 @@ class _Steps:
 def hold_state(residency: Residency, role: str) -> AbstractAsyncContextManager[None]:
     """A role's state on its device, to be written. The rollout's weights stay: nothing would bring them back."""
     return residency("save", {role: frozenset({Held.PARAMS, Held.OPTIMIZER}), "rollout": frozenset({Held.WEIGHTS})})
+
+
+def unreplayed(config: RunConfig, folder: Path) -> str:
+    """Why this run should replay routes, where its model has experts and it does not; else nothing."""
+    file = folder / "config.json"
+    if config.router_replay is not RouterReplay.DISABLED or not file.is_file():
+        return ""
+    facts = json.loads(file.read_text())
+    count = max((facts.get(name) or 0 for name in EXPERTS), default=0)
+    if count < 2:
+        return ""
+    return (
+        f"the model has {count} experts a layer, and engine and rollout need not send a token to the same ones.\n"
+        "  try:  router_replay=R3, or R2 with optimizer_steps_per_batch above 1; see train_infer/kl"
+    )
 
 
 def column_providers(
