@@ -66,13 +66,10 @@ def test_recorded_routes_are_replayed(tmp_path: Path) -> None:
     spec = WorkerSpec("policy", plugins.get("engine", "megatron").target, engine, Model(str(reference.folder)), trained)
     policy = WorkerGroup(Local(inline=True, waits=Waits(60.0, 60.0)), spec, [Rank()])
 
-    async def device_bytes() -> int:
-        return 0
-
     async def go() -> tuple[Batch, Metrics]:
         await policy.setup()
         config = RunConfig(optimizer_steps_per_batch=2, router_replay=RouterReplay.R2)
-        residency = Residency({}, shared=False, device_bytes=device_bytes)
+        residency = Residency({}, shared=False)
         batch = make_batch(reference)
         batch = batch.with_tokens(
             **await column_providers(config, policy, None, None, residency)["old_logprobs"](batch)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from dataclasses import dataclass, field
 from enum import StrEnum
+from types import ModuleType
 
 import pytest
 
 from coupler.config.plain import RECEIVED, Section, from_plain, to_plain
 from coupler.config.reads import track
 from coupler.config.schema import Placement, RunConfig
-from coupler.executors.environment import forwarded
+from coupler.errors import PlacementError
+from coupler.executors.environment import forwarded, of_ray
 from coupler.interfaces import Model
 from coupler.placement import Node, Role, make_shares, shortage
 from coupler.testing.toy_config import ToyAlgorithmConfig, ToyEngineConfig
@@ -131,3 +134,12 @@ def test_a_spec_crosses_without_classes_of_plugins_and_reports_what_is_read() ->
     assert there.engine_config.lr == 0.5 and there.algorithm[1].name == "toy"
     assert {"engine.lr", "algorithm.name"} == RECEIVED.keys
     assert isinstance(Section.of(config.engine).values, dict)
+
+
+def test_ray_that_was_imported_without_its_token_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    early = ModuleType("ray")
+    early.is_initialized = lambda: False  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ray", early)
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    with pytest.raises(PlacementError, match="RAY_AUTH_MODE=token"), of_ray(starts=True):
+        pytest.fail("it must not get here")

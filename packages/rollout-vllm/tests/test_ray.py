@@ -8,7 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from test_train import run
+from test_train import arguments, logged
 
 from coupler.testing.reference import TransformersReference
 
@@ -38,10 +38,10 @@ def test_engine_and_vllm_in_environments_of_their_own(
 ) -> None:
     there = subprocess.run([training_side, "-c", VERSION], capture_output=True, text=True, check=True).stdout.strip()
     assert there != version("torch")
-    log = run(
-        tmp_path, reference, "executor=ray", f"engine.python={training_side}", f"rollout.python={sys.executable}",
-        "rollout.tensor_parallel=2", "steps=1",
-    )  # fmt: skip
+    overrides = (f"engine.python={training_side}", f"rollout.python={sys.executable}", "rollout.tensor_parallel=2")
+    train = arguments(tmp_path, reference, "executor=ray", "steps=1", *overrides)
+    subprocess.run([sys.executable, "-m", "coupler.cli", *train], check=True, timeout=400)  # here vLLM imported Ray
+    log = logged(tmp_path)
     assert log[0]["sync/probe"] < 1e-3 < 1e-2 < log[0]["sync/probe_permuted"]
     assert all(step["train_infer/abs_diff"] < 1e-3 for step in log[1:])
     logs = tmp_path / "run" / "logs"

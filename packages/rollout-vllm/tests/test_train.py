@@ -16,19 +16,27 @@ def score(completion, answer):
 """
 
 
-def run(folder: Path, reference: TransformersReference, *overrides: str) -> list[dict[str, float]]:
+def arguments(folder: Path, reference: TransformersReference, *overrides: str) -> list[str]:
+    """Write data and reward into ``folder``; return what ``coupler`` is called with."""
     rows = [{"prompt": f"what is {i} + 2 ?", "answer": str(i + 2)} for i in range(6)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "reward.py").write_text(REWARD)
-    arguments = [
+    return [
         "train", "engine=fsdp", "rollout=vllm", "algorithm=grpo", f"model.path={reference.folder}",
         f"run_dir={folder / 'run'}", f"data.source={folder / 'rows.jsonl'}", "data.max_prompt_tokens=64",
         f"reward.target={folder / 'reward.py'}:score", "engine.dtype=fp32", "engine.lr=1e-2",
         "engine.max_tokens_per_gpu=256", "rollout.dtype=fp32", "sampling.max_tokens=8", "samples_per_prompt=4",
         "prompts_per_step=2", "steps=3", "strict=true", "trackers=[console,jsonl]", *overrides,
     ]  # fmt: skip
-    assert main(arguments) == 0
+
+
+def logged(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def run(folder: Path, reference: TransformersReference, *overrides: str) -> list[dict[str, float]]:
+    assert main(arguments(folder, reference, *overrides)) == 0
+    return logged(folder)
 
 
 @pytest.mark.parametrize(

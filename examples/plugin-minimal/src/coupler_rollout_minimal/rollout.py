@@ -22,9 +22,10 @@ class MinimalRollout(Rollout):
             return await asyncio.to_thread(self._sample, request)
 
     def _sample(self, request):
+        room = request.room(self.hf.config.max_position_embeddings, self.hf.config.vocab_size)
         random = torch.Generator().manual_seed(request.seed)
         ids, cache, tokens, logprobs = torch.tensor([request.prompt]), None, [], []
-        while len(tokens) < request.max_tokens and not (tokens and tokens[-1] in request.stop):
+        while len(tokens) < room and not (tokens and tokens[-1] in request.stop):
             out = self.hf(input_ids=ids, past_key_values=cache, use_cache=True)
             cache = out.past_key_values
             log_p = (out.logits[0, -1] / (request.temperature or 1.0)).log_softmax(-1)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from coupler.batch import Batch
+from coupler.errors import CouplerError
 from coupler.imports import resolve
 from coupler.metrics import Metrics
 
@@ -252,6 +253,29 @@ class Request:
     seed: int = 0
     session: str = ""  # same session, same replica: its prefix cache is warm
     routed_experts: bool = False  # say which experts every token went to; capability ``output:routed_experts``
+
+    def room(self, max_positions: int, vocabulary: int) -> int:
+        """Check the request against a model; return how many tokens may be sampled, ``max_tokens`` at most.
+
+        Raises:
+            CouplerError: the model takes no such prompt, number of tokens or temperature.
+        """
+        length = len(self.prompt)
+        if self.max_tokens < 1:
+            raise CouplerError(f"a request wants {self.max_tokens} tokens.\n  set:  sampling.max_tokens to at least 1")
+        if not 0 < length < max_positions:
+            raise CouplerError(
+                f"a prompt has {length} tokens; this rollout takes 1 to {max_positions - 1} and a completion.\n"
+                "  set:  data.max_prompt_tokens"
+            )
+        if min(self.prompt) < 0 or max(self.prompt) >= vocabulary:
+            raise CouplerError(
+                f"a prompt holds token ids from {min(self.prompt)} to {max(self.prompt)}; the model knows 0 to "
+                f"{vocabulary - 1}.\n  the tokenizer is not this model's: see model.path"
+            )
+        if not self.temperature >= 0:
+            raise CouplerError(f"sampling.temperature must be at least 0, it is {self.temperature}.")
+        return min(self.max_tokens, max_positions - length)
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,33 +51,13 @@ class HFRollout(Rollout):
         Raises:
             CouplerError: the request is malformed, or the model's weights sleep.
         """
-        self._check(request)
+        room = request.room(self.max_positions, self.vocabulary)
         if self.paused is None:
             self._check_awake("generate()")
-        room = self.max_positions - len(request.prompt)
-        row = Row(request, min(request.max_tokens, room), asyncio.get_running_loop().create_future())
+        row = Row(request, room, asyncio.get_running_loop().create_future())
         self.waiting.append(row)
         self._run()
         return await row.done
-
-    def _check(self, request: Request) -> None:
-        length = len(request.prompt)
-        if request.max_tokens < 1:
-            raise CouplerError(
-                f"a request wants {request.max_tokens} tokens.\n  set:  sampling.max_tokens to at least 1"
-            )
-        if not 0 < length < self.max_positions:
-            raise CouplerError(
-                f"a prompt has {length} tokens; this model takes 1 to {self.max_positions - 1} and a completion.\n"
-                "  set:  data.max_prompt_tokens"
-            )
-        if min(request.prompt) < 0 or max(request.prompt) >= self.vocabulary:
-            raise CouplerError(
-                f"a prompt holds token ids from {min(request.prompt)} to {max(request.prompt)}; the model knows 0 to "
-                f"{self.vocabulary - 1}.\n  the tokenizer is not this model's: see model.path"
-            )
-        if not request.temperature >= 0:
-            raise CouplerError(f"sampling.temperature must be at least 0, it is {request.temperature}.")
 
     def _check_awake(self, call: str) -> None:
         if self.freed:

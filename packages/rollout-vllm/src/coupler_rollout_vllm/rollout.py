@@ -98,8 +98,12 @@ class VLLMRollout(Rollout):
             CouplerError: the request is malformed, or the rollout's memory sleeps.
             ReplicaDied: the engine's process ended.
         """
-        self._check(request)
-        room = min(request.max_tokens, self.max_tokens - len(request.prompt))
+        room = request.room(self.max_tokens, self.vocabulary)
+        if request.temperature != 0 and not LOWEST <= request.temperature <= HIGHEST:
+            raise CouplerError(
+                f"sampling.temperature must be 0, or between {LOWEST} and {HIGHEST:g}, for rollout=vllm; "
+                f"it is {request.temperature}."
+            )
         done = Sampled()
         while True:
             while not self.gate.is_set():
@@ -130,28 +134,6 @@ class VLLMRollout(Rollout):
     def running(self) -> dict[str, Running]:
         """Requests in the engine, by name."""
         return self.client.running
-
-    def _check(self, request: Request) -> None:
-        length = len(request.prompt)
-        if request.max_tokens < 1:
-            raise CouplerError(
-                f"a request wants {request.max_tokens} tokens.\n  set:  sampling.max_tokens to at least 1"
-            )
-        if not 0 < length < self.max_tokens:
-            raise CouplerError(
-                f"a prompt has {length} tokens; this rollout takes 1 to {self.max_tokens - 1} and a completion.\n"
-                "  set:  data.max_prompt_tokens, rollout.max_model_len"
-            )
-        if min(request.prompt) < 0 or max(request.prompt) >= self.vocabulary:
-            raise CouplerError(
-                f"a prompt holds token ids from {min(request.prompt)} to {max(request.prompt)}; the model knows 0 to "
-                f"{self.vocabulary - 1}.\n  the tokenizer is not this model's: see model.path"
-            )
-        if request.temperature != 0 and not LOWEST <= request.temperature <= HIGHEST:
-            raise CouplerError(
-                f"sampling.temperature must be 0, or between {LOWEST} and {HIGHEST:g}, for rollout=vllm; "
-                f"it is {request.temperature}."
-            )
 
     # --- weights ------------------------------------------------------------------------------------------------------
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import secrets
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
+
+from coupler.errors import PlacementError
 
 DENIED = frozenset(
     {  # of this process, this terminal, or this machine
@@ -46,7 +49,16 @@ def of_ray(starts: bool) -> Iterator[None]:
 
     A cluster of our own listens on loopback only and asks for a random token. The token is taken back afterwards, so
     that child processes of the controller do not inherit it. To join a cluster, Ray finds the user's token itself.
+
+    Raises:
+        PlacementError: Ray was imported before, and has read that it needs no token.
     """
+    loaded = sys.modules.get("ray")
+    if starts and loaded and not loaded.is_initialized() and os.environ.get("RAY_AUTH_MODE") != "token":
+        raise PlacementError(
+            "executor=ray starts Ray with a token, and something in this process imported Ray before that was said.\n"
+            "  set:  RAY_AUTH_MODE=token before the first import of Ray (vLLM imports it too)"
+        )
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     before = os.environ.get("RAY_AUTH_TOKEN")
     if starts:
