@@ -27,6 +27,7 @@ class MortalRollout(ToyRollout):
 
     dead = False
     dies_in = ""  # this method, once
+    late_s = 0.0  # before it receives
     starts = 0
     closed = False
 
@@ -55,6 +56,7 @@ class MortalRollout(ToyRollout):
             received.close()
             self.dies_in, self.dead = "", True
         self.check("update")
+        await asyncio.sleep(self.late_s)
         return await asyncio.to_thread(asyncio.run, super().update(update))  # several receive at once
 
     async def wake(self, what: frozenset[Memory]) -> None:
@@ -200,11 +202,11 @@ def make_edge(group: RolloutGroup, transport: str) -> StreamShardingManager:
 
 @pytest.mark.parametrize("transport", ["tcp", "disk"])
 @pytest.mark.parametrize("when", ["update", "update, half way"])
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(("count", "late_s"), [(1, 0.0), (2, 0.0), (2, 0.3)])
 def test_a_replica_that_dies_in_a_sync_gets_the_weights_when_it_is_back(
-    tmp_path: Path, count: int, when: str, transport: str
+    tmp_path: Path, count: int, late_s: float, when: str, transport: str
 ) -> None:
-    """Also before it came to the sender, which waits for it; and the others get them once more."""
+    """Also before it came to the sender, which waits for it; the others get them once more, if they come late too."""
 
     async def story() -> None:
         group = make_group(tmp_path, count)
@@ -213,7 +215,7 @@ def test_a_replica_that_dies_in_a_sync_gets_the_weights_when_it_is_back(
         await edge.setup()
         await edge.sync(0)
         (want,) = {await replica(group, i).generate(requests(1)[0]) for i in range(count)}
-        replica(group, 0).dies_in = when
+        replica(group, 0).dies_in, replica(group, count - 1).late_s = when, late_s
         await edge.sync(1)
         assert (group.dead, replica(group, 0).starts) == (set(), 2)
         for i in range(count):

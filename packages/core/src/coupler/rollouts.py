@@ -138,7 +138,7 @@ class RolloutGroup:
     async def _update(self, index: int, update: WeightUpdate) -> SyncReceipt:
         answer = await self._call(index, "update", update)
         if isinstance(answer, ReplicaDied):
-            await asyncio.to_thread(call_off, update)
+            await asyncio.to_thread(call_off, update, self.num_workers[index])
             raise answer
         return answer
 

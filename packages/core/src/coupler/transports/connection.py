@@ -8,6 +8,7 @@ from __future__ import annotations
 import hmac
 import json
 import secrets
+import select
 import socket
 import struct
 import time
@@ -59,8 +60,8 @@ class Listener:
                 receiver.close()
 
     def _accept(self, update: WeightUpdate, receivers: list[tuple[socket.socket, dict[str, Any]]]) -> None:
-        end = time.monotonic() + update.deadline_s
-        while len(receivers) < update.num_receivers:
+        end, lost = time.monotonic() + update.deadline_s, 0
+        while len(receivers) + lost < update.num_receivers:  # after a loss too: who came late would wait for nothing
             self.socket.settimeout(max(end - time.monotonic(), 0.001))
             try:
                 receiver, _ = self.socket.accept()
@@ -74,12 +75,26 @@ class Listener:
             if hmac.compare_digest(str(said.get("token")), self.token) and said.get("key") == list(update.key):
                 if said.get("off"):
                     receiver.close()
-                    raise ConnectionError("it died before it came")
+                    lost += int(said["off"])
+                    receivers[:] = [each for each in receivers if _is_open(each[0])]  # the dead one's may be there
+                    continue
                 receiver.settimeout(update.deadline_s)
                 receiver.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 receivers.append((receiver, said))
             else:
                 receiver.close()
+        if lost:
+            raise ConnectionError("it died before all had come")
+
+
+def _is_open(receiver: socket.socket) -> bool:
+    """Whether the other side still holds this connection; a closed one is closed here too."""
+    said_more, _, _ = select.select([receiver], [], [], 0)
+    with suppress(OSError):
+        if not said_more or receiver.recv(1, socket.MSG_PEEK):
+            return True
+    receiver.close()
+    return False
 
 
 @contextmanager
@@ -105,8 +120,8 @@ def connected(address: str, update: WeightUpdate, **facts: Any) -> Iterator[sock
         raise PeerLost(f"the sender of weights version {update.version} went away: {error}.") from None
 
 
-def call_off(update: WeightUpdate) -> None:
-    """Make senders that still wait for receivers of this update give up: one of them died.
+def call_off(update: WeightUpdate, num_receivers: int) -> None:
+    """Tell senders that still wait that so many receivers of this update died; they give up once the others came.
 
     Senders that listen to nobody (files, the same process) wait for nobody.
     """
@@ -114,7 +129,7 @@ def call_off(update: WeightUpdate) -> None:
         if endpoint.address.startswith("{"):
             at = json.loads(endpoint.address)
             with suppress(OSError), socket.create_connection((at["host"], at["port"]), timeout=GREETING_S) as sender:
-                send(sender, {"token": at["token"], "key": update.key, "off": True})
+                send(sender, {"token": at["token"], "key": update.key, "off": num_receivers})
 
 
 def send(to: socket.socket, header: dict[str, Any], data: Any = b"") -> None:
