@@ -98,12 +98,12 @@ class VLLMRollout(Rollout):
             CouplerError: the request is malformed, or the rollout's memory sleeps.
             ReplicaDied: the engine's process ended.
         """
-        room = request.room(self.max_tokens, self.vocabulary)
         if request.temperature != 0 and not LOWEST <= request.temperature <= HIGHEST:
             raise CouplerError(
                 f"sampling.temperature must be 0, or between {LOWEST} and {HIGHEST:g}, for rollout=vllm; "
                 f"it is {request.temperature}."
             )
+        room = request.room(self.max_tokens, self.vocabulary)
         done = Sampled()
         while True:
             while not self.gate.is_set():
