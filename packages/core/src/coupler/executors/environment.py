@@ -57,7 +57,7 @@ def of_ray(starts: bool) -> Iterator[None]:
     if starts and loaded and not loaded.is_initialized() and os.environ.get("RAY_AUTH_MODE") != "token":
         raise PlacementError(
             "executor=ray starts Ray with a token, and something in this process imported Ray before that was said.\n"
-            "  set:  RAY_AUTH_MODE=token before the first import of Ray (vLLM imports it too)"
+            "  set:  RAY_AUTH_MODE=token before the first import of Ray, which other libraries import too"
         )
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     before = os.environ.get("RAY_AUTH_TOKEN")
