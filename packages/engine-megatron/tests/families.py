@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import cache
 
-from transformers import DeepseekV3Config, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+import pytest
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from coupler.batch import Batch
-from coupler.testing.models import VOCAB
+from coupler.testing.models import VOCAB, write_random
 from coupler.testing.ranks import World
 from coupler.testing.reference import TransformersReference
 
@@ -74,6 +84,17 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 }
 Start = Callable[..., World]
 References = Callable[[str], TransformersReference]
+
+
+def references(configs: Mapping[str, PreTrainedConfig], folders: pytest.TempPathFactory) -> References:
+    """Write a small model of a name, once."""
+
+    @cache
+    def make(name: str) -> TransformersReference:
+        folder = folders.mktemp(name)
+        return TransformersReference(write_random(AutoModelForCausalLM.from_config(configs[name]), folder, 0))
+
+    return make
 
 
 def shards(batch: Batch, world: World) -> list[Batch]:

@@ -6,15 +6,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from families import References, Start, references
 from transformers import (
-    AutoModelForCausalLM,
     DeepseekV3Config,
     LlamaConfig,
     PreTrainedConfig,
@@ -27,7 +26,7 @@ from coupler.batch import Batch
 from coupler.interfaces import EVERYTHING, Model, Output, Part, Rank, StepInfo
 from coupler.testing import losses
 from coupler.testing.cases import make_batch, weighted
-from coupler.testing.models import VOCAB, write_random
+from coupler.testing.models import VOCAB
 from coupler.testing.ranks import World, as_array
 from coupler.testing.reference import TransformersReference
 from coupler_engine_megatron.config import MegatronConfig
@@ -91,35 +90,20 @@ WANT = (Output("logprobs"), Output("entropy"))
 
 
 @pytest.fixture(scope="module")
-def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TransformersReference]:
-    @cache
-    def make(name: str) -> TransformersReference:
-        folder = tmp_path_factory.mktemp(name)
-        return TransformersReference(write_random(AutoModelForCausalLM.from_config(CONFIGS[name]), folder, 0))
-
-    return make
+def reference_of(tmp_path_factory: pytest.TempPathFactory) -> References:
+    return references(CONFIGS, tmp_path_factory)
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., World]]:
-    made: list[World] = []
+def start(start: Start) -> Start:
+    """With as many GPUs as ranks, and weights that stay."""
 
     def make(folder: Path, ranks: int, **settings: object) -> World:
         if torch.cuda.device_count() < ranks:
             pytest.skip(f"needs {ranks} GPUs")
-        recipe = {
-            "target": "coupler_engine_megatron.engine:MegatronEngine",
-            "config": "coupler_engine_megatron.config:MegatronConfig",
-            "settings": {"lr": 1e-30, "max_tokens_per_gpu": 64, **settings},
-            "model": str(folder),
-            "head": "lm",
-        }
-        made.append(World(recipe, ranks, tmp_path, deadline_s=300))
-        return made[-1]
+        return start(folder, ranks, deadline_s=300.0, **{"lr": 1e-30, "max_tokens_per_gpu": 64, **settings})
 
-    yield make
-    for world in made:
-        world.close()
+    return make
 
 
 class Rounded(TransformersReference):
