@@ -29,6 +29,9 @@ def folder() -> str:
         try:
             _dequantise(Path(spec.origin).parent, part)
             part.rename(ready)
+        except OSError:
+            if not ready.exists():  # else another process was first
+                raise
         finally:
             shutil.rmtree(part, ignore_errors=True)
     return str(ready)

@@ -79,10 +79,8 @@ def test_shared_memory_brings_every_bit(served: Served, reference: TransformersR
     check(served, reference)
 
 
-def test_tensors_larger_than_a_buffer_arrive(
-    served: Served, reference: TransformersReference, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("coupler.transports.ipc.BUFFER_BYTES", 30_000)
+def test_tensors_larger_than_the_memory_arrive(served: Served, reference: TransformersReference) -> None:
+    served.edge.transport.largest = 60_000  # type: ignore[attr-defined]
     push(served, tensors(reference, 1.5))
     push(served, tensors(reference))
     check(served, reference)

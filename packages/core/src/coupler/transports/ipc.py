@@ -1,8 +1,8 @@
 """Weights through memory that two processes of one GPU share (CUDA IPC): no host copy, no second network.
 
-Every engine rank serves the rollout workers of its own device. Two buffers take turns: one is filled while the other
-is read. A tensor larger than a buffer travels in a copy. Handles are hex in JSON, over
-:mod:`coupler.transports.connection`.
+Every engine rank serves the rollout workers of its own device. The memory that they share has two halves, of which one
+is filled while the other is read; a tensor larger than a half takes it all, and it grows for one that is larger still.
+Its handle is hex in JSON, over :mod:`coupler.transports.connection`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ import torch
 from coupler.errors import CouplerError, WeightSyncError
 from coupler.interfaces import Endpoint, Named, Rank, SendReceipt, Transport, WeightUpdate
 from coupler.transports.connection import Listener, connected, header, send
-from coupler.transports.packing import Entry, Packer, let_go, tensor_of
+from coupler.transports.packing import ALIGNMENT, Entry, Packer, let_go, tensor_of
 
-BUFFER_BYTES = 256 << 20  # two of them are the memory that a sync may take
+ARENA_BYTES = 512 << 20  # of shared memory, or as much as the largest tensor
+WHOLE = 2  # both halves
 
 
 class IpcTransport(Transport):
@@ -30,6 +31,7 @@ class IpcTransport(Transport):
 
     def __init__(self) -> None:
         self.listeners: dict[str, Listener] = {}
+        self.largest = ARENA_BYTES  # that an update needed: the next one begins with as much
 
     def bind(self, rank: Rank) -> Endpoint:
         """Listen for the workers of this device.
@@ -45,9 +47,10 @@ class IpcTransport(Transport):
         start = time.perf_counter()
         with self.listeners[update.endpoints[rank.index].address].accepted(update) as receivers:
             mine = [connection for connection, said in receivers if said["device"] == _device()]
-            sharing = _Sharing(mine)
+            sharing = _Sharing(mine, self.largest)
             packer = sharing.packer  # without workers here it packs all the same: to produce a tensor is collective
             packer.pack(weights)
+            self.largest = len(sharing.arena)
             sharing.close()
         return SendReceipt(update.version, packer.num_tensors, packer.num_bytes, time.perf_counter() - start)
 
@@ -68,48 +71,52 @@ class IpcTransport(Transport):
 
 
 class _Sharing:
-    """The sender's side of one update."""
+    """The sender's side of one update: one piece of memory, ``arena``, whose halves take turns."""
 
-    def __init__(self, receivers: list[socket.socket]) -> None:
+    def __init__(self, receivers: list[socket.socket], size: int) -> None:
         self.receivers = receivers
-        self.buffers: dict[int, torch.Tensor] = {}
-        self.exported: dict[int, dict[str, Any]] = {}
-        self.unread: deque[int] = deque()  # buffers that were sent and not yet answered, oldest first
+        self.unread: deque[int] = deque()  # halves that were sent and not yet answered, oldest first
         self.turn = 1
-        self.packer = Packer(self._next, self._ship, self._lend, BUFFER_BYTES)
+        self.packer = Packer(self._next, self._ship, self._whole, 0)
+        self._share(size)
 
-    def _next(self) -> torch.Tensor:
-        """The buffer that was not filled last, once everybody has read it."""
-        self.turn = 1 - self.turn
-        if self.turn not in self.buffers:
-            self.buffers[self.turn] = torch.empty(BUFFER_BYTES, dtype=torch.uint8, device="cuda")
-            self.exported[self.turn] = _export(self.buffers[self.turn])
-        if self.turn in self.unread:
-            self._answered()
-        return self.buffers[self.turn]
-
-    def _ship(self, data: torch.Tensor, entries: list[Entry]) -> None:
-        torch.cuda.current_stream().synchronize()
-        self._send({"memory": self.exported[self.turn], "buffer": self.turn, "entries": entries})
-        self.unread.append(self.turn)
-
-    def _lend(self, flat: torch.Tensor, entry: Entry) -> None:
-        """Share a copy. The engine's own memory is not shared: each time, torch would count one more owner of it."""
-        self._forget()
-        copy = flat.clone()
-        torch.cuda.current_stream().synchronize()
-        self._send({"memory": _export(copy), "entries": [entry]})
-        self._wait()
+    def _share(self, size: int) -> None:
+        """Take an arena of ``size`` bytes, and let everybody open it."""
+        self.arena = torch.empty(size, dtype=torch.uint8, device="cuda")
+        self.packer.capacity = size // 2 // ALIGNMENT * ALIGNMENT
+        self._ask({"arena": _export(self.arena)})
 
     def _forget(self) -> None:
-        """Give the buffers back once nobody has them open: they and a large copy are not there at once."""
+        """Give the arena back, once nobody has it open."""
         self.drain()
-        if self.buffers:
-            self._send({"forget": True})
-            self._wait()
-            self.buffers.clear()
-            self.exported.clear()
-            torch.cuda.ipc_collect()
+        self._ask({"forget": True})
+        del self.arena
+        torch.cuda.ipc_collect()
+
+    def _next(self) -> torch.Tensor:
+        """The half that was not filled last, once everybody has read it."""
+        self.turn = 1 - self.turn
+        while self.turn in self.unread or WHOLE in self.unread:
+            self._answered()
+        return self.arena[self.turn * self.packer.capacity :]
+
+    def _ship(self, data: torch.Tensor, entries: list[Entry]) -> None:
+        self._fill(self.turn, entries)
+
+    def _whole(self, flat: torch.Tensor, entry: Entry) -> None:
+        """Send what is larger than a half."""
+        self.drain()
+        if len(self.arena) < len(flat):
+            self._forget()  # the smaller one and the larger one are not there at once
+            self._share(len(flat))
+        self.arena[: len(flat)].copy_(flat)
+        self._fill(WHOLE, [entry])
+
+    def _fill(self, part: int, entries: list[Entry]) -> None:
+        torch.cuda.current_stream().synchronize()
+        start = 0 if part is WHOLE else part * self.packer.capacity
+        self._send({"start": start, "entries": entries})
+        self.unread.append(part)
 
     def drain(self) -> None:
         """Wait until everything that was sent has been read."""
@@ -119,13 +126,16 @@ class _Sharing:
     def close(self) -> None:
         """End the stream."""
         self._forget()
-        self._send({})
-        self._wait()  # what was lent is closed too
-        torch.cuda.ipc_collect()
+        self._ask({})
 
     def _answered(self) -> None:
         self._wait()
         self.unread.popleft()
+
+    def _ask(self, said: dict[str, Any]) -> None:
+        """Say it to everybody, and wait until all have answered."""
+        self._send(said)
+        self._wait()
 
     def _send(self, said: dict[str, Any]) -> None:
         for receiver in self.receivers:
@@ -138,22 +148,19 @@ class _Sharing:
 
 def _shared(sender: socket.socket) -> Iterator[Named]:
     """Open what the sender shares, piece by piece, and say when each was read."""
-    buffers: dict[int, torch.Tensor] = {}
+    arena = None
     while said := header(sender):
         if "forget" in said:
-            buffers.clear()
-            send(sender, {})
-            continue
-        turn = said.get("buffer", -1)  # -1: lent for this once
-        memory = buffers[turn] if turn in buffers else _open(said["memory"])
-        if turn >= 0:
-            buffers[turn] = memory
-        for entry in said["entries"]:
-            tensor = tensor_of(memory, entry)
-            yield entry["name"], tensor
-            let_go(tensor)
-        torch.cuda.current_stream().synchronize()
-        del memory
+            arena = None
+        elif "arena" in said:
+            arena = _open(said["arena"])
+        else:
+            assert arena is not None
+            for entry in said["entries"]:
+                tensor = tensor_of(arena[said["start"] :], entry)
+                yield entry["name"], tensor
+                let_go(tensor)
+            torch.cuda.current_stream().synchronize()
         send(sender, {})
     send(sender, {})
 
