@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from coupler.batch import Batch
+from coupler_engine_fsdp.attention import BLOCK, Packing, Piece, packed_attention
 from coupler_engine_fsdp.packing import Packed, pack, split
 
 CPU = torch.device("cpu")
@@ -56,6 +58,43 @@ def test_every_prediction_sees_its_own_sequence(seed: int) -> None:
     packed = pack(batch_of(*sequences), CPU)
     expected = [prompt + done[:i] for prompt, done in sequences for i in range(len(done))]
     assert [context_of(packed, row) for row in range(len(expected))] == expected
+
+
+@pytest.mark.parametrize("window", [None, 30])
+def test_blocks_of_dense_attention_see_what_each_piece_sees(window: int | None) -> None:
+    """Short sequences in one block, a family cut into several, a prompt and a completion longer than a block."""
+    sizes = [
+        (5, []),
+        (7, [40, 60, 50, 90]),
+        (3, []),
+        (2, [4, 6]),
+        (BLOCK + 20, [9, BLOCK + 5, 60, 70]),
+        (BLOCK * 2, []),
+    ]
+    pieces: list[Piece] = []
+    for prompt, completions in sizes:
+        start = pieces[-1].end if pieces else 0
+        pieces.append(Piece(start, start + prompt, start, start))
+        for size in completions:
+            pieces.append(Piece(pieces[-1].end, pieces[-1].end + size, start, start + prompt))
+    total = pieces[-1].end
+    seen = torch.zeros(total, total, dtype=torch.bool)
+    position = torch.zeros(total, dtype=torch.int64)
+    for piece in pieces:
+        before, own = torch.arange(piece.prompt_begin, piece.prompt_end), torch.arange(piece.begin, piece.end)
+        position[own] = torch.arange(len(own)) + len(before)
+        seen[own[:, None], before] = True
+        seen[own[:, None], own] = own[:, None] >= own
+    if window is not None:
+        seen &= position[:, None] - position < window
+    torch.manual_seed(0)
+    inputs = query, key, value = [torch.randn(1, heads, total, 8, requires_grad=True) for heads in (4, 2, 2)]
+    blocked = packed_attention(torch.nn.Module(), query, key, value, None, None, window, Packing.of(pieces, CPU))[0]
+    dense = scaled_dot_product_attention(query, key, value, seen, enable_gqa=True).transpose(1, 2)
+    torch.testing.assert_close(blocked, dense, rtol=1e-5, atol=1e-5)
+    slope = torch.randn_like(dense)
+    got, want = (torch.autograd.grad(out, inputs, slope) for out in (blocked, dense))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("max_tokens", "together"), [(40, True), (12, False)])

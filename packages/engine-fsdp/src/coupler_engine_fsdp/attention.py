@@ -5,11 +5,13 @@ N tokens of B sequences stand in one row; each kernel gets where the sequences b
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from inspect import signature
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -83,17 +85,14 @@ class Packing:
         device, blocks, families = self.cu_queries.device, [], _families(self.pieces)
         while families:
             family = families.pop(0)
-            if len(family) > 1 and family[-1].end - family[0].begin > FAMILY:
-                blocks += [Block(piece.begin, piece.end, _reach([piece], device), *piece[2:]) for piece in family]
-                continue
             while families and families[0][-1].end - family[0].begin <= BLOCK:
                 family += families.pop(0)
-            blocks.append(Block(family[0].begin, family[-1].end, _reach(family, device)))
+            for part in _parts(family):
+                blocks.append(Block(part[0].begin, part[-1].end, _reach(part, device), *part[0][2:]))
         return blocks
 
 
-BLOCK = 128  # tokens; shorter sequences share a call, whose masked products cost less than further calls
-FAMILY = 512  # tokens of a prompt and all that follows it, up to which they are one call
+BLOCK = 128  # tokens; shorter pieces share a call, whose masked products cost less than further calls
 
 
 class Block(NamedTuple):
@@ -114,6 +113,16 @@ def _families(pieces: Sequence[Piece]) -> list[list[Piece]]:
             families.append([])
         families[-1].append(piece)
     return families
+
+
+def _parts(family: Sequence[Piece]) -> list[list[Piece]]:
+    """Cut so that no part but a single piece has more than ``BLOCK`` tokens."""
+    parts: list[list[Piece]] = []
+    for piece in family:
+        if not parts or piece.end - parts[-1][0].begin > BLOCK:
+            parts.append([])
+        parts[-1].append(piece)
+    return parts
 
 
 def _reach(pieces: list[Piece], device: torch.device) -> Tensor | None:
@@ -191,6 +200,23 @@ def _fused(
     return out[None]
 
 
+class _Cut:
+    """A row [1, heads, N, D] in parts; slices of it would each have a gradient as long as the row."""
+
+    def __init__(self, row: Tensor, cuts: list[int]) -> None:
+        """``cuts`` rise from 0; the last part ends with the row."""
+        self.cuts = [*cuts, row.shape[2]]
+        self.parts = row.split([end - begin for begin, end in pairwise(self.cuts)], 2)
+
+    def ranges(self, *ranges: tuple[int, int]) -> Tensor:
+        """Tokens of each range, one after the other; a range begins and ends at a cut."""
+        found = [p for begin, end in ranges for p in self.parts[self._at(begin) : self._at(end)]]
+        return torch.cat(found, 2) if len(found) > 1 else found[0]
+
+    def _at(self, token: int) -> int:
+        return bisect_left(self.cuts, token)
+
+
 @torch.compiler.disable()  # it is written for these lengths
 def _by_block(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, window: int | None
@@ -198,12 +224,11 @@ def _by_block(
     """One call per block: no padding, and few calls where sequences are many and short."""
     gqa = query.shape[1] != key.shape[1]
     outs = []
-    sizes = [block.end - block.begin for block in packing.blocks]
-    cut = (x.split(sizes, 2) for x in (query, key, value))  # slices would each have a gradient as long as the row
-    for block, q, k, v in zip(packing.blocks, *cut, strict=True):
-        if block.prompt_end:
-            prompt = slice(block.prompt_begin, block.prompt_end)
-            k, v = torch.cat([key[:, :, prompt], k], 2), torch.cat([value[:, :, prompt], v], 2)
+    cuts = sorted({edge for block in packing.blocks for edge in (block.begin, block.prompt_begin, block.prompt_end)})
+    keys, values = _Cut(key, cuts), _Cut(value, cuts)
+    queries = query.split([block.end - block.begin for block in packing.blocks], 2)
+    for block, q in zip(packing.blocks, queries, strict=True):
+        k, v = (x.ranges((block.prompt_begin, block.prompt_end), (block.begin, block.end)) for x in (keys, values))
         mask, length = None, block.end - block.begin
         if block.reach is not None:
             mask = (block.reach >= 0) & (block.reach < (window or key.shape[2]))

@@ -86,7 +86,7 @@ class Decoder:
     @torch.inference_mode()
     def admit(self, waiting: list[Row]) -> None:
         """Move rows from the front of ``waiting`` into the batch, as many as fit; compute each distinct prefix once."""
-        joining = self._take(waiting)
+        joining = self._take(waiting) if waiting else []
         if not joining:
             return
         groups: dict[tuple[int, ...], list[Row]] = {}
