@@ -8,7 +8,8 @@ The sender holds random weights under the names of the checkpoint, as an engine 
 pushes them; the first and the last compare a checksum of every tensor on both sides. "Copy" is one device-to-device
 copy of the same bytes (with nccl: a peer-to-peer copy to the other GPU), "extra" the most memory the sync took on the
 sender's side. Then the rollout sleeps and wakes, next to a copy of the bytes to pinned host memory and back; "residue"
-is what the device misses while it sleeps, measured from before it started.
+is what the device misses while it sleeps, measured from before it started: PyTorch's caches in the model worker, and
+the CUDA context with its libraries.
 """
 
 from __future__ import annotations
@@ -148,19 +149,20 @@ def report_sync(args: argparse.Namespace, num_bytes: int, times: list[float], co
 
 
 async def sleep_and_wake(rollout: VLLMRollout, free: int, device: int, pinned: float) -> None:
-    both, times, residue = frozenset(Memory), [], 0
+    both, times, residue, held = frozenset(Memory), [], 0, 0
     for _ in range(6):
         start = time.perf_counter()
         await rollout.sleep(both)
         slept = time.perf_counter()
-        residue = free - free_bytes(device)
+        residue, held = free - free_bytes(device), await rollout.device_bytes()
         again = time.perf_counter()
         await rollout.wake(both)
         times.append((slept - start, time.perf_counter() - again))
     sleep, wake = (statistics.median(column) for column in zip(*times[1:], strict=True))
     print(
         f"RESULT sleep {1e3 * sleep:.1f} ms + wake {1e3 * wake:.1f} ms: {(sleep + wake) / pinned:.2f} of a copy of the "
-        f"weights to pinned memory and back, {1e3 * pinned:.1f} ms; residue {residue / 2**30:.2f} GiB",
+        f"weights to pinned memory and back, {1e3 * pinned:.1f} ms; residue {residue / 2**30:.2f} GiB, "
+        f"{held / 2**30:.2f} of it PyTorch's in the model worker",
         flush=True,
     )
 
