@@ -114,7 +114,7 @@ class _Sharing:
 
     def _fill(self, part: int, entries: list[Entry]) -> None:
         torch.cuda.current_stream().synchronize()
-        start = 0 if part is WHOLE else part * self.packer.capacity
+        start = 0 if part == WHOLE else part * self.packer.capacity
         self._send({"start": start, "entries": entries})
         self.unread.append(part)
 
