@@ -91,7 +91,7 @@ class VLLMRollout(Rollout):
         self.max_tokens: int = self.engine.model_config.max_model_len
         self.vocabulary: int = self.engine.model_config.get_vocab_size()
         gc.collect()
-        gc.freeze()  # else a collection, amid thousands of requests, walks through all that vLLM imports: 0.3 s
+        gc.freeze()  # else a collection, amid thousands of requests, walks through all that vLLM imports
         return len(self.workers)
 
     async def generate(self, request: Request) -> Completion:
