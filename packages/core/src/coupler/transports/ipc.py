@@ -157,7 +157,7 @@ def _shared(sender: socket.socket) -> Iterator[Named]:
         else:
             assert arena is not None
             for entry in said["entries"]:
-                tensor = tensor_of(arena[said["start"] :], entry)
+                tensor = tensor_of(arena[said["start"] :], entry)  # no name for the half: it would keep the arena open
                 yield entry["name"], tensor
                 let_go(tensor)
             torch.cuda.current_stream().synchronize()
