@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from families import CONFIGS, LLAMA3, References, Start, shards
+from torch import nn
 
 from coupler.errors import CouplerError
 from coupler.interfaces import Head, Model, Part, Rank
@@ -16,6 +17,7 @@ from coupler.testing.cases import RAGGED, make_batch, weighted
 from coupler.testing.conformance.test_engine import assert_gradient
 from coupler.testing.models import read_tensors, rewrite
 from coupler.testing.ranks import RankFailed
+from coupler_engine_megatron.bridge import mark_whole
 from coupler_engine_megatron.config import MegatronConfig
 from coupler_engine_megatron.engine import MegatronEngine
 
@@ -201,3 +203,15 @@ def test_a_long_sequence_on_one_rank_stops_all_of_them(reference_of: References,
     batch = make_batch(reference, (29, 4))
     with pytest.raises(RankFailed, match="max_tokens_per_gpu"):
         world.forward([batch.take([0]), batch.take([1])], ("logprobs",))
+
+
+def test_a_whole_weight_that_is_marked_as_a_part_is_none() -> None:
+    """Transformer Engine's linear maps mark all weights so: whole ones would count once a rank in a gradient's norm."""
+    layer = nn.ModuleDict({"attention": nn.Linear(2, 2), "mlp": nn.Linear(2, 2)})
+    layer["mlp"].add_module("experts", nn.Linear(2, 2))
+    modes = {"attention": None, "mlp": "column", "mlp.experts": None}
+    for path, mode in modes.items():
+        module = layer.get_submodule(path)
+        module.parallel_mode, module.weight.tensor_model_parallel = mode, True
+    mark_whole(nn.ModuleDict({"0": layer}))
+    assert [layer.get_submodule(path).weight.tensor_model_parallel for path in modes] == [False, True, True]

@@ -193,6 +193,7 @@ def build(bridge: Any, head: Head, tile: int, device: torch.device) -> list[Mega
         chunk.vp_stage = stage
         if last:
             _set_head(chunk, head, bridge, tile, device)
+        mark_whole(chunk)
         for name, parameter in chunk.named_parameters():
             set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
             if ".mlp.experts." in name:
@@ -201,6 +202,19 @@ def build(bridge: Any, head: Head, tile: int, device: torch.device) -> list[Mega
                 parameter.allreduce = False
         chunks.append(chunk.to(device))
     return [Float16Module(bridge.config, chunk) if bridge.config.bf16 else chunk for chunk in chunks]
+
+
+def mark_whole(chunk: torch.nn.Module) -> None:
+    """Say of weights that every tensor-parallel rank has whole that they are.
+
+    Transformer Engine's linear maps call every weight a part of one, also those of latent attention that are not split:
+    Megatron counts them once a rank in the norm of the gradient. Experts are left out: their maps are told nothing of
+    how they are split.
+    """
+    for path, module in chunk.named_modules():
+        if getattr(module, "parallel_mode", "none is set") is None and ".mlp.experts" not in path:
+            for parameter in module.parameters(recurse=False):
+                setattr(parameter, "tensor_model_parallel", False)  # noqa: B010  # Megatron looks there
 
 
 def _set_head(chunk: Any, head: Head, bridge: Any, tile: int, device: torch.device) -> None:

@@ -1,7 +1,8 @@
 """Weights through a collective, from engine rank 0 to workers on devices of their own: NCCL, or gloo on the CPU.
 
 Names, dtypes and shapes of each bucket travel over :mod:`coupler.transports.connection`, and every receiver answers
-with what it understood before the collective starts. The group is made anew when its members change.
+with what it understood before the collective starts. The group is made anew when its members change. On GPUs both sides
+only start work, which their streams put in order, and wait for the last collective alone: none waits for a process.
 """
 
 from __future__ import annotations
@@ -100,9 +101,10 @@ class Group:
         self.device = torch.device("cuda" if _cuda() else "cpu")
         prefixed = dist.PrefixStore("coupler-weights", store)
         limit = _limit(update)
+        self.connected = False  # by the first collective, which waits for all members
         if _cuda():
             options = dist.ProcessGroupNCCL.Options()
-            options._timeout = limit
+            options._timeout = 2 * limit  # ends this process, so it comes after the deadlines here
             self.process_group: Any = dist.ProcessGroupNCCL(prefixed, rank, world, options)
         else:
             self.process_group = dist.ProcessGroupGloo(prefixed, rank, world, limit)
@@ -112,7 +114,18 @@ class Group:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
-        return _bounded(lambda: self.process_group.broadcast([data], options), "collective of weights", update)
+        if self.connected:
+            return self.process_group.broadcast([data], options)
+        work = _bounded(lambda: self.process_group.broadcast([data], options), "collective of weights", update)
+        self.connected = True
+        return work
+
+    def order(self, work: Any, update: WeightUpdate) -> None:
+        """Put what follows after ``work``: on a GPU what is launched from now on, on the CPU this thread."""
+        if self.device.type == "cuda":
+            work.wait()
+        else:
+            self.settle(work, update)
 
     def settle(self, work: Any, update: WeightUpdate) -> None:
         """Return when ``work`` is done.
@@ -129,7 +142,7 @@ class Group:
                     "  look at:  the logs of the rollout's workers, sync.deadline_s"
                 )
             time.sleep(POLL_S)
-        work.wait()  # on a GPU: later kernels see what arrived; and what failed is raised
+        work.wait()  # what failed is raised
 
 
 class _Broadcast:
@@ -138,22 +151,23 @@ class _Broadcast:
     def __init__(self, group: Group, receivers: list[socket.socket], update: WeightUpdate) -> None:
         self.group, self.receivers, self.update = group, receivers, update
         self.buffers: list[torch.Tensor] = []
-        self.works: list[Any] = [None, None]
+        self.works: list[Any] = [None, None]  # what reads each buffer
+        self.last: Any = None
         self.turn = 1
-        self.packer = Packer(self._next, self._ship, lambda flat, entry: self._announced(flat, [entry]), BUFFER_BYTES)
+        self.packer = Packer(self._next, self._ship, self._lend, BUFFER_BYTES)
 
     def _next(self) -> torch.Tensor:
         self.turn = 1 - self.turn
         if len(self.buffers) <= self.turn:
             self.buffers.append(torch.empty(BUFFER_BYTES, dtype=torch.uint8, device=self.group.device))
-        self._settle(self.turn)
+        self._order(self.works[self.turn])
         return self.buffers[self.turn]
 
     def _ship(self, data: torch.Tensor, entries: list[Entry]) -> None:
         self.works[self.turn] = self._start(data, entries)
 
-    def _announced(self, flat: torch.Tensor, entries: list[Entry]) -> None:
-        self.group.settle(self._start(flat.to(self.group.device), entries), self.update)  # larger than a buffer
+    def _lend(self, flat: torch.Tensor, entry: Entry) -> None:
+        self._order(self._start(flat.to(self.group.device), [entry]))
 
     def _start(self, data: torch.Tensor, entries: list[Entry]) -> Any:
         for receiver in self.receivers:
@@ -164,39 +178,59 @@ class _Broadcast:
                 raise WeightSyncError(
                     f"a rollout worker expects other tensors than {entries[0]['name']} and what follows it."
                 )
-        return self.group.broadcast(data, self.update) if len(data) else None
+        if not len(data):
+            return None
+        self.last = self.group.broadcast(data, self.update)
+        return self.last
 
-    def _settle(self, turn: int) -> None:
-        if self.works[turn] is not None:
-            self.group.settle(self.works[turn], self.update)
-            self.works[turn] = None
+    def _order(self, work: Any) -> None:
+        if work is not None:
+            self.group.order(work, self.update)
 
     def close(self) -> None:
-        for turn in (1 - self.turn, self.turn):
-            self._settle(turn)
         for receiver in self.receivers:
             send(receiver, {})
+        if self.last is not None:
+            self.group.settle(self.last, self.update)
 
 
 def _received(group: Group, sender: socket.socket, update: WeightUpdate) -> Iterator[Named]:
     """Yield what comes; the next bucket travels while the last one is read."""
+    buffers: list[torch.Tensor] = []
     before: tuple[list[Entry], torch.Tensor, Any] | None = None
-    more = True
+    work, more, turn = None, True, 0
     while more:
         said = header(sender)
         started = None
         if more := "entries" in said:
             entries, size = said["entries"], said["nbytes"]
             send(sender, {"digest": _digest(entries, size)})
-            data = torch.empty(size, dtype=torch.uint8, device=group.device)
-            started = entries, data, group.broadcast(data, update) if size else None
+            turn = 1 - turn
+            data = _room(buffers, turn, size, group.device)
+            if size:
+                work = group.broadcast(data, update)
+            started = entries, data, work if size else None
         if before is not None:
-            entries, data, work = before
-            if work is not None:
-                group.settle(work, update)
+            entries, data, arrived = before
+            if arrived is not None:
+                group.order(arrived, update)
             for entry in entries:
                 yield entry["name"], tensor_of(data, entry)
         before = started
+    if work is not None:
+        group.settle(work, update)
+
+
+def _room(buffers: list[torch.Tensor], turn: int, size: int, device: torch.device) -> torch.Tensor:
+    """[size] uint8: of one of two buffers, which take turns, or new where it is larger than these.
+
+    A collective into a buffer starts after all that was launched before, so after what read it.
+    """
+    if size > BUFFER_BYTES:
+        return torch.empty(size, dtype=torch.uint8, device=device)
+    if not buffers:
+        buffers += [torch.empty(BUFFER_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
+    return buffers[turn][:size]
 
 
 def _digest(entries: list[Entry], size: int) -> str:
