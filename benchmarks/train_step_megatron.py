@@ -8,7 +8,8 @@
 Random weights; 16,384 tokens a data shard and step, in sequences of 2,048. A step is forward, log-probs, backward,
 clipping and AdamW with fp32 weights. Model FLOPs: 6 x parameters of a token's path x tokens, and causal attention. The
 peak is a bf16 product of 8,192 x 8,192 x 8,192 on each GPU, measured just before. ``export`` is a pass over
-``weights()``, next to an all-gather of as many bytes over the same GPUs. The last line is ``RESULT`` and JSON.
+``weights()``, next to an all-gather of as many bytes over the same GPUs. The last line is ``RESULT`` and JSON;
+``--profile`` prints before it where the first rank's time goes in one more step and one more export.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen2Config, Qwen3MoeConfig
 
 from coupler.batch import Batch
@@ -162,10 +164,30 @@ def run(index: int, args: argparse.Namespace, folder: str, rendezvous: str) -> N
         "most_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if torch.cuda.is_available() else 0.0,
         **measure_export(engine),
     }
+    if args.profile:
+        print_profile("step", lambda: train(batches[-1]), index)
+        print_profile("export", lambda: [None for _ in engine.weights()], index)
     if index == 0:
         print(f"RESULT {json.dumps(found)}", flush=True)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def print_profile(what: str, call: Callable[[], object], index: int) -> None:
+    """The operations that take most of the time, on the device and on the host."""
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
+    with profile(activities=activities) as profiler:
+        call()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    if index == 0:
+        for where in ("cuda", "cpu")[not torch.cuda.is_available() :]:
+            print(f"{what}, by time of {where}")
+            print(
+                profiler.key_averages().table(
+                    sort_by=f"self_{where}_time_total", row_limit=20, max_name_column_width=60
+                )
+            )
 
 
 def measure_export(engine: Any) -> dict[str, float]:
@@ -194,6 +216,7 @@ def main() -> None:
     parser.add_argument("--engine", default="megatron")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--profile", action="store_true", help="print where the time goes")
     parser.add_argument("--skewed", action="store_true", help="most tokens to few experts")
     args = parser.parse_intermixed_args()
     with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
