@@ -1,6 +1,6 @@
 # Two commands on a bare machine with Python 3.11+: `make quickstart` and `make test`. Everything stays in this folder.
 PYTHON ?= python3
-PACKAGES := core engine-fsdp engine-megatron rollout-vllm algos
+PACKAGES := engine-megatron rollout-vllm core engine-fsdp algos
 UV := .tools/bin/uv
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
@@ -17,11 +17,12 @@ endif
 quickstart: .venv/.synced
 	.venv/bin/python examples/quickstart/quickstart.py $(ARGS)
 
-# Every suite in the environment of its own package; tests/ in the one that has all of them. PACKAGE=core runs one.
+# Every suite in the environment of its own package; tests/ in the one that has all of them. PACKAGE=core runs one;
+# --jobs 2 runs two at a time, of which the longest begin.
 ifdef PACKAGE
 test: test-$(PACKAGE)
 else
-test: lint $(addprefix test-,$(PACKAGES)) test-workspace
+test: lint test-workspace $(addprefix test-,$(PACKAGES))
 endif
 
 setup: .venv/.synced

@@ -185,6 +185,7 @@ def exported(rank: Rank, model: str) -> Arrays:
     genuine, whole = dist.all_gather_into_tensor, []
     for limit, taken in sizes.items():
         engine.catalogue.bucket_bytes = limit
+        engine.catalogue.buckets.clear()
 
         def noted(out: Any, part: Any, taken: list[int] = taken, **more: Any) -> Any:
             taken.append(out.nbytes)
@@ -194,6 +195,7 @@ def exported(rank: Rank, model: str) -> Arrays:
         whole.append({name: as_array(tensor) for name, tensor in engine.weights()})
         dist.all_gather_into_tensor = genuine
         assert max(taken) <= max(limit, *sizes[1])
+        whole.append({name: as_array(tensor) for name, tensor in engine.weights()})  # where tensors lie is known now
     for found in whole:
         assert list(found) == list(whole[0])
         for name, tensor in whole[0].items():

@@ -264,6 +264,9 @@ def split_tensor(bridge: Any, name: str, whole: torch.Tensor, part: torch.Tensor
     return list(bridge._weight_split_across_tp(name, whole, part, size))
 
 
-def join_tensor(bridge: Any, name: str, parts: list[torch.Tensor], part: Any) -> torch.Tensor:
-    """Undo :func:`split_tensor`; ``part`` says along which dimension in ``partition_dim``."""
-    return bridge._weight_merge_across_tp(name, parts, part)
+def join_to_hf(bridge: Any, name: str, parts: list[torch.Tensor], part: Any) -> list[tuple[str, torch.Tensor]]:
+    """Undo :func:`to_megatron` and :func:`split_tensor`; ``part`` says how it is split in ``partition_dim``."""
+    if name.rpartition(".")[0].endswith("linear_fc1") and "layer_norm" not in name:  # gate and up, copied once each
+        halves = zip(*(piece.chunk(2) for piece in parts), strict=True)
+        return list(zip(hf_names(bridge, name), map(torch.cat, halves), strict=True))
+    return to_hf(bridge, name, bridge._weight_merge_across_tp(name, parts, part))

@@ -46,7 +46,7 @@ class MegatronConfig(AdamWConfig):
     sequence_parallel: bool = True  # split what lies between the split matrices over the tokens: less memory
     dtype: Precision = Precision.AUTO  # of activations and of the weights they meet
     sync_dtype: Precision = Precision.AUTO  # of the weights that a rollout gets; auto: as dtype
-    sync_bucket_mib: int = 512  # of whole tensors that one collective brings together: memory and speed of a sync
+    sync_bucket_mib: int = 512  # of whole tensors that a sync holds at a time: memory and speed
     max_tokens_per_gpu: int = 16384  # of one micro-batch; performance only, no result depends on it
     gradient_checkpointing: Recompute = Recompute.FULL
     recompute_method: RecomputeMethod = RecomputeMethod.UNIFORM

@@ -1,7 +1,8 @@
 """Checkpoint tensors and Megatron's parameters: read each rank's parts, and stream whole tensors out.
 
-No rank ever holds more than one bucket of whole tensors, or one tensor that is larger (of experts: one of each
-expert-parallel rank). What is streamed need not be weights: gradients and optimizer states have the same shapes.
+No rank ever holds more than three buckets of whole tensors, or tensors that are larger (of experts: one of each
+expert-parallel rank): the last one, that which is read, and the next one, which travels meanwhile. What is streamed
+need not be weights: gradients and optimizer states have the same shapes.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from coupler_engine_megatron import bridge as hf
 from coupler_engine_megatron import groups
 from coupler_engine_megatron.distributed import exchange
 
+LARGE_BYTES = 16 << 20  # of one whole tensor that travels alone: to copy it next to others would take longer
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _DERIVED = re.compile(r"rotary_emb\.inv_freq$")  # in some old checkpoints; nothing to train
 _LATENT_NORM = re.compile(r"^self_attention\.(q|kv)_layernorm\.weight$")
@@ -47,6 +49,26 @@ class Part:
     expert: bool
 
 
+class View(NamedTuple):
+    """A checkpoint's tensor within what the ranks brought together."""
+
+    name: str
+    shape: torch.Size
+    strides: tuple[int, ...]
+    start: int
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Parts of one pipeline stage and of one kind that a collective brings together."""
+
+    stage: int
+    parts: list[Part]
+    dtype: torch.dtype
+    travels: bool  # between ranks; else there is one part
+    views: list[list[View] | None] | None = None  # of each part, None where it takes a copy; None before the first time
+
+
 class Catalogue:
     """Which parameters there are, on which pipeline stage, and how they are made of the checkpoint's tensors."""
 
@@ -54,9 +76,9 @@ class Catalogue:
         """Collective over all ranks.
 
         Args:
-            bucket_bytes: of whole tensors that one collective brings together; the memory that a stream takes.
+            bucket_bytes: of whole tensors that a stream holds at a time.
         """
-        self.bridge, self.bucket_bytes = bridge, bucket_bytes
+        self.bridge, self.bucket_bytes = bridge, bucket_bytes // 3
         self.stage = groups.pipeline().rank()
         self.parameters: dict[tuple[int, int], nn.Parameter] = {}
         self.copies: list[tuple[Part, nn.Parameter]] = []  # of tied embeddings, on the last stage
@@ -72,6 +94,7 @@ class Catalogue:
         found = exchange([self.stage, [asdict(part) for part in own]])
         stages = {stage: [Part(**{**p, "shape": tuple(p["shape"])}) for p in parts] for stage, parts in found}
         self.parts = [(stage, part) for stage in sorted(stages) for part in stages[stage]]
+        self.buckets: dict[torch.dtype, list[Bucket]] = {}  # by what is streamed
 
     def own(self) -> Iterator[tuple[Part, nn.Parameter]]:
         """This rank's parameters."""
@@ -117,55 +140,99 @@ class Catalogue:
 
         ``source`` gives what to send of a parameter, in its shape; it is asked on the ranks that have it.
         """
-        for stage, parts in self._buckets(dtype):
-            precision = _precision(parts[0], dtype)
-            found = self._gathered(stage, parts, source, precision, device)  # [experts, pieces, elements]
-            each = found.split([math.prod(part.shape) for part in parts], 2)
-            for part, tensors in zip(parts, each, strict=True):
-                wholes = tensors.unflatten(2, part.shape)
-                for name, pieces in zip(_experts_of(self.bridge, part), wholes.unbind(), strict=True):
-                    yield from hf.to_hf(self.bridge, name, self._joined(part, list(pieces.unbind())))
+        if dtype not in self.buckets:
+            self.buckets[dtype] = list(self._cut(dtype))
+        for bucket, found in self._arrived(self.buckets[dtype], source, device):
+            if bucket.views is None:
+                bucket.views = [self._views(part, found, start) for part, start in _starts(bucket.parts)]
+            origin = int(found.storage_offset())
+            for (part, start), views in zip(_starts(bucket.parts), bucket.views, strict=True):
+                if views is None:
+                    yield from self._made(part, found, start)
+                    continue
+                for name, shape, strides, offset in views:
+                    yield name, found.as_strided(shape, strides, origin + offset)
 
-    def _joined(self, part: Part, pieces: list[Tensor]) -> Tensor:
-        split = (part.tensor_model_parallel or part.expert) and len(pieces) > 1
-        return hf.join_tensor(self.bridge, part.name, pieces, part) if split else pieces[0]
-
-    def _buckets(self, dtype: torch.dtype) -> Iterator[tuple[int, list[Part]]]:
-        """Yield parts of one pipeline stage and one kind that follow each other; one at a time where none travels."""
-        bucket: list[Part] = []
-        at, size, of = 0, 0, (False, dtype)
+    def _cut(self, dtype: torch.dtype) -> Iterator[Bucket]:
+        """Yield buckets of parts that follow each other."""
+        bucket, size, was_large = Bucket(0, [], dtype, travels=False), 0, False
         for stage, part in self.parts:
             copies = _tensor_group(part)[1] * (groups.expert().size() if part.expert else 1)
-            room = self.bucket_bytes if max(copies, groups.pipeline().size()) > 1 else 0
-            kind = part.expert, _precision(part, dtype)
+            travels = max(copies, groups.pipeline().size()) > 1
+            kind = stage, _precision(part, dtype), travels
             more = math.prod(part.shape) * kind[1].itemsize * copies
-            if bucket and (stage != at or kind != of or size + more > room):
-                yield at, bucket
-                bucket, size = [], 0
-            bucket.append(part)
-            at, of, size = stage, kind, size + more
-        if bucket:
-            yield at, bucket
+            is_large = more > LARGE_BYTES
+            alone = not travels or is_large or was_large or size + more > self.bucket_bytes
+            same = kind == (bucket.stage, bucket.dtype, bucket.travels)
+            if bucket.parts and (alone or not same or part.expert != bucket.parts[0].expert):
+                yield bucket
+                bucket, size = Bucket(0, [], dtype, travels=False), 0
+            bucket.stage, bucket.dtype, bucket.travels = kind
+            bucket.parts.append(part)
+            size, was_large = size + more, is_large
+        if bucket.parts:
+            yield bucket
+
+    def _arrived(
+        self, buckets: list[Bucket], source: Callable[[nn.Parameter], Tensor], device: torch.device
+    ) -> Iterator[tuple[Bucket, Tensor]]:
+        """Yield each bucket with what :meth:`_gathered` brings; the next one travels meanwhile."""
+        started = ((bucket, *self._gathered(bucket, source, device)) for bucket in buckets)
+        now = next(started, None)
+        while now is not None:
+            following = next(started, None)
+            bucket, found, work = now
+            if work is not None:
+                work.wait()
+            yield bucket, found
+            now = following
 
     def _gathered(
-        self,
-        stage: int,
-        parts: list[Part],
-        source: Callable[[nn.Parameter], Tensor],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> Tensor:
-        """[expert-parallel ranks, tensor-parallel ranks, elements] of a bucket, on every rank."""
-        if stage == self.stage:
+        self, bucket: Bucket, source: Callable[[nn.Parameter], Tensor], device: torch.device
+    ) -> tuple[Tensor, dist.Work | None]:
+        """[expert-parallel ranks, tensor-parallel ranks, elements] on every rank, once the work is done."""
+        parts, dtype = bucket.parts, bucket.dtype
+        if bucket.stage == self.stage:
             mine = [source(self.parameters[p.chunk, p.index]).detach().to(dtype).reshape(-1) for p in parts]
             local = mine[0] if len(mine) == 1 else torch.cat(mine)
         else:
             local = torch.empty(sum(math.prod(p.shape) for p in parts), dtype=dtype, device=device)
+        if not bucket.travels:
+            return local[None, None], None
         pipeline = groups.pipeline()
         if pipeline.size() > 1:
-            dist.broadcast(local, dist.get_global_rank(pipeline, stage), group=pipeline)
-        found = _gather(local, _tensor_group(parts[0])[0])
-        return _gather(found, groups.expert()) if parts[0].expert else found[None]
+            dist.broadcast(local, dist.get_global_rank(pipeline, bucket.stage), group=pipeline)
+        found, work = _gather(local, _tensor_group(parts[0])[0])
+        if not parts[0].expert:
+            return found[None], work
+        if work is not None:
+            work.wait()
+        return _gather(found, groups.expert())
+
+    def _made(self, part: Part, found: Tensor, start: int) -> Iterator[Named]:
+        """The checkpoint's tensors of one part of a bucket."""
+        wholes = found.narrow(2, start, math.prod(part.shape)).unflatten(2, part.shape)
+        for name, pieces in zip(_experts_of(self.bridge, part), wholes.unbind(), strict=True):
+            if (part.tensor_model_parallel or part.expert) and len(pieces) > 1:
+                yield from hf.join_to_hf(self.bridge, name, list(pieces.unbind()), part)
+            else:
+                yield from hf.to_hf(self.bridge, name, pieces[0])
+
+    def _views(self, part: Part, found: Tensor, start: int) -> list[View] | None:
+        """Where the checkpoint's tensors of a part lie in ``found``; None where they are not all in it."""
+        storage, origin = found.untyped_storage().data_ptr(), int(found.storage_offset())
+        made = list(self._made(part, found, start))
+        if any(tensor.untyped_storage().data_ptr() != storage for _, tensor in made):
+            return None
+        return [View(name, t.shape, t.stride(), int(t.storage_offset()) - origin) for name, t in made]
+
+
+def _starts(parts: list[Part]) -> Iterator[tuple[Part, int]]:
+    """Yield each part and the elements before it."""
+    start = 0
+    for part in parts:
+        yield part, start
+        start += math.prod(part.shape)
 
 
 def _part(chunk: int, index: int, name: str, parameter: nn.Parameter) -> Part:
@@ -218,13 +285,13 @@ def _precision(part: Part, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if part.name.endswith(".expert_bias") else dtype
 
 
-def _gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[...] -> [ranks, ...]."""
+def _gather(tensor: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work | None]:
+    """[...] -> [ranks, ...], once the work is done."""
     if group.size() == 1:
-        return tensor[None]
+        return tensor[None], None
     found = tensor.new_empty(group.size() * tensor.numel())
-    dist.all_gather_into_tensor(found, tensor.reshape(-1), group=group)
-    return found.view(group.size(), *tensor.shape)
+    work = dist.all_gather_into_tensor(found, tensor.reshape(-1), group=group, async_op=True)
+    return found.view(group.size(), *tensor.shape), work
 
 
 class Folder:
