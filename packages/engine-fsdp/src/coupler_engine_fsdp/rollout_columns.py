@@ -6,6 +6,7 @@ rows that join bring their past into the columns just left of it. Columns left o
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -118,14 +119,18 @@ class Columns:
 
     def update(self, key: Tensor, value: Tensor, layer: int, *_: object) -> tuple[Tensor, Tensor]:
         """Write this step's column; return keys and values [num_rows, heads, width + 1, dim]."""
-        return self.write(torch.stack([key[:, :, 0], value[:, :, 0]], 1), layer)
-
-    def write(self, pair: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """What :meth:`update` does, given keys and values as one tensor [num_rows, 2, heads, dim]."""
         rows = self.store[layer, :, : self.num_rows]
-        rows[:, :, :, self.end] = pair.transpose(0, 1)
+        rows[0, :, :, self.end], rows[1, :, :, self.end] = key[:, :, 0], value[:, :, 0]
         keys, values = rows[:, :, :, self.first : self.end + 1].unbind()
         return keys, values
+
+    def per_layer(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield for every layer this step's column [2, num_rows, heads, dim], which is to be written, and the keys and
+        values that end with it, [num_rows * heads, width + 1, dim] each.
+        """
+        rows = self.store[:, :, : self.num_rows]
+        keys, values = rows[..., self.first : self.end + 1, :].flatten(2, 3).unbind(1)
+        return zip(rows[..., self.end, :].unbind(), keys.unbind(), values.unbind(), strict=True)
 
 
 def mask_per_head(mask: Tensor, kv_heads: int) -> Tensor:
@@ -134,11 +139,10 @@ def mask_per_head(mask: Tensor, kv_heads: int) -> Tensor:
 
 
 def attend_columns(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scaling: float) -> Tensor:
-    """Attend with one token per row: [n, kv heads, group, D] over [n, kv heads, width, D] -> [n, kv heads, group, D].
+    """Attend with one token per row: [n * kv heads, group, D] over [n * kv heads, width, D] twice -> as the query.
 
     Two batched products: PyTorch's fused kernel takes 2.5 times as long on a CPU at such shapes, and on a GPU it has no
     grouped heads together with a mask.
     """
-    transposed = keys.flatten(0, 1).transpose(1, 2)
-    weights = torch.baddbmm(mask, query.flatten(0, 1), transposed, alpha=scaling).softmax(-1, dtype=torch.float32)
-    return torch.bmm(weights.to(values.dtype), values.flatten(0, 1)).view_as(query)
+    weights = torch.baddbmm(mask, query, keys.transpose(1, 2), alpha=scaling).softmax(-1, dtype=torch.float32)
+    return torch.bmm(weights.to(values.dtype), values)

@@ -87,8 +87,8 @@ def attend(
         )
         return out.transpose(1, 2).contiguous(), None
     kv_heads = key.shape[1]
-    grouped = query.reshape(n, kv_heads, heads // kv_heads, -1)
-    out = attend_columns(grouped, key, value, mask_per_head(mask, kv_heads), scaling)
+    grouped = query.reshape(n * kv_heads, heads // kv_heads, -1)
+    out = attend_columns(grouped, key.flatten(0, 1), value.flatten(0, 1), mask_per_head(mask, kv_heads), scaling)
     return out.view(n, queries, heads, -1), None
 
 

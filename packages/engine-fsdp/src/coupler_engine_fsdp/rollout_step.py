@@ -88,10 +88,9 @@ class DenseStep:
             self._tabulate(hidden, columns.capacity)
         cos, sin = self.cos[positions, None], self.sin[positions, None]  # [n, 1, D]
         mask = mask_per_head(columns.used_mask, columns.shape.heads)
-        for index, layer in enumerate(self.layers):
-            out = _attend(
-                layer, linear(_norm(hidden, layer.before_attention), *layer.qkv), cos, sin, mask, columns, index
-            )
+        for layer, cached in zip(self.layers, columns.per_layer(), strict=True):
+            qkv = linear(_norm(hidden, layer.before_attention), *layer.qkv)
+            out = _attend(layer, qkv.view(len(tokens), -1, layer.head_dim), cos, sin, mask, *cached)
             hidden = linear(out, *layer.out).add_(hidden)
             gate, up = linear(_norm(hidden, layer.before_mlp), *layer.gate_up).chunk(2, -1)
             hidden = linear(layer.activation(gate) * up, *layer.down).add_(hidden)
@@ -104,11 +103,11 @@ class DenseStep:
         self.sin[:, : self.sin.shape[1] // 2].neg_()
 
 
-def _attend(layer: Layer, qkv: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, columns: Columns, index: int) -> Tensor:
-    """[n, (heads + 2 kv heads) * D] -> [n, heads * D]"""
-    n, dim = len(qkv), layer.head_dim
-    qkv = qkv.view(n, -1, dim)
-    kv_heads = columns.shape.heads
+def _attend(
+    layer: Layer, qkv: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, column: Tensor, keys: Tensor, values: Tensor
+) -> Tensor:
+    """[n, heads + 2 kv heads, D] -> [n, heads * D]; the rest is as :meth:`Columns.per_layer` yields it."""
+    _, n, kv_heads, dim = column.shape
     heads = qkv.shape[1] - 2 * kv_heads
     query, rotated = qkv[:, :heads], qkv[:, :-kv_heads]
     if layer.query_norm is not None and layer.key_norm is not None:
@@ -116,8 +115,8 @@ def _attend(layer: Layer, qkv: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, c
         rotated[:, heads:] = _norm(rotated[:, heads:], layer.key_norm)
     rolled = rotated.roll(dim // 2, -1)
     rotated.mul_(cos).addcmul_(rolled, sin)
-    keys, values = columns.write(qkv[:, heads:].view(n, 2, kv_heads, dim), index)
-    return attend_columns(query.reshape(n, kv_heads, -1, dim), keys, values, mask, layer.scaling).view(n, -1)
+    column.copy_(qkv[:, heads:].view(n, 2, kv_heads, dim).transpose(0, 1))
+    return attend_columns(query.reshape(n * kv_heads, -1, dim), keys, values, mask, layer.scaling).view(n, -1)
 
 
 def _norm(x: Tensor, norm: Norm) -> Tensor:
