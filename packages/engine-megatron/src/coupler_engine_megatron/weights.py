@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,9 +63,11 @@ class Bucket:
     """Parts of one pipeline stage and of one kind that a collective brings together."""
 
     stage: int
-    parts: list[Part]
     dtype: torch.dtype
     travels: bool  # between ranks; else there is one part
+    parts: list[Part] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)  # elements before each part
+    elements: int = 0  # on one rank
     views: list[list[View] | None] | None = None  # of each part, None where it takes a copy; None before the first time
 
 
@@ -141,37 +143,36 @@ class Catalogue:
         ``source`` gives what to send of a parameter, in its shape; it is asked on the ranks that have it.
         """
         if dtype not in self.buckets:
-            self.buckets[dtype] = list(self._cut(dtype))
+            self.buckets[dtype] = self._cut(dtype)
         for bucket, found in self._arrived(self.buckets[dtype], source, device):
             if bucket.views is None:
-                bucket.views = [self._views(part, found, start) for part, start in _starts(bucket.parts)]
+                bucket.views = [self._views(*each, found) for each in zip(bucket.parts, bucket.starts, strict=True)]
             origin = int(found.storage_offset())
-            for (part, start), views in zip(_starts(bucket.parts), bucket.views, strict=True):
+            for part, start, views in zip(bucket.parts, bucket.starts, bucket.views, strict=True):
                 if views is None:
-                    yield from self._made(part, found, start)
+                    yield from self._made(part, start, found)
                     continue
                 for name, shape, strides, offset in views:
                     yield name, found.as_strided(shape, strides, origin + offset)
 
-    def _cut(self, dtype: torch.dtype) -> Iterator[Bucket]:
-        """Yield buckets of parts that follow each other."""
-        bucket, size, was_large = Bucket(0, [], dtype, travels=False), 0, False
+    def _cut(self, dtype: torch.dtype) -> list[Bucket]:
+        """Put parts that follow each other into buckets."""
+        buckets: list[Bucket] = []
+        last: tuple[Any, ...] = ()
         for stage, part in self.parts:
             copies = _tensor_group(part)[1] * (groups.expert().size() if part.expert else 1)
             travels = max(copies, groups.pipeline().size()) > 1
-            kind = stage, _precision(part, dtype), travels
-            more = math.prod(part.shape) * kind[1].itemsize * copies
-            is_large = more > LARGE_BYTES
-            alone = not travels or is_large or was_large or size + more > self.bucket_bytes
-            same = kind == (bucket.stage, bucket.dtype, bucket.travels)
-            if bucket.parts and (alone or not same or part.expert != bucket.parts[0].expert):
-                yield bucket
-                bucket, size = Bucket(0, [], dtype, travels=False), 0
-            bucket.stage, bucket.dtype, bucket.travels = kind
+            precision = _precision(part, dtype)
+            elements, width = math.prod(part.shape), precision.itemsize * copies
+            alone = not travels or elements * width > LARGE_BYTES
+            kind = stage, precision, travels, part.expert, alone
+            if alone or kind != last or (buckets[-1].elements + elements) * width > self.bucket_bytes:
+                buckets.append(Bucket(stage, precision, travels))
+            bucket, last = buckets[-1], kind
             bucket.parts.append(part)
-            size, was_large = size + more, is_large
-        if bucket.parts:
-            yield bucket
+            bucket.starts.append(bucket.elements)
+            bucket.elements += elements
+        return buckets
 
     def _arrived(
         self, buckets: list[Bucket], source: Callable[[nn.Parameter], Tensor], device: torch.device
@@ -196,7 +197,7 @@ class Catalogue:
             mine = [source(self.parameters[p.chunk, p.index]).detach().to(dtype).reshape(-1) for p in parts]
             local = mine[0] if len(mine) == 1 else torch.cat(mine)
         else:
-            local = torch.empty(sum(math.prod(p.shape) for p in parts), dtype=dtype, device=device)
+            local = torch.empty(bucket.elements, dtype=dtype, device=device)
         if not bucket.travels:
             return local[None, None], None
         pipeline = groups.pipeline()
@@ -209,7 +210,7 @@ class Catalogue:
             work.wait()
         return _gather(found, groups.expert())
 
-    def _made(self, part: Part, found: Tensor, start: int) -> Iterator[Named]:
+    def _made(self, part: Part, start: int, found: Tensor) -> Iterator[Named]:
         """The checkpoint's tensors of one part of a bucket."""
         wholes = found.narrow(2, start, math.prod(part.shape)).unflatten(2, part.shape)
         for name, pieces in zip(_experts_of(self.bridge, part), wholes.unbind(), strict=True):
@@ -218,21 +219,13 @@ class Catalogue:
             else:
                 yield from hf.to_hf(self.bridge, name, pieces[0])
 
-    def _views(self, part: Part, found: Tensor, start: int) -> list[View] | None:
+    def _views(self, part: Part, start: int, found: Tensor) -> list[View] | None:
         """Where the checkpoint's tensors of a part lie in ``found``; None where they are not all in it."""
         storage, origin = found.untyped_storage().data_ptr(), int(found.storage_offset())
-        made = list(self._made(part, found, start))
+        made = list(self._made(part, start, found))
         if any(tensor.untyped_storage().data_ptr() != storage for _, tensor in made):
             return None
         return [View(name, t.shape, t.stride(), int(t.storage_offset()) - origin) for name, t in made]
-
-
-def _starts(parts: list[Part]) -> Iterator[tuple[Part, int]]:
-    """Yield each part and the elements before it."""
-    start = 0
-    for part in parts:
-        yield part, start
-        start += math.prod(part.shape)
 
 
 def _part(chunk: int, index: int, name: str, parameter: nn.Parameter) -> Part:

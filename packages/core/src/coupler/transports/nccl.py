@@ -121,18 +121,20 @@ class Group:
         return work
 
     def order(self, work: Any, update: WeightUpdate) -> None:
-        """Put what follows after ``work``: on a GPU what is launched from now on, on the CPU this thread."""
-        if self.device.type == "cuda":
-            work.wait()
-        else:
+        """Put what follows after ``work``, if any: on a GPU what is launched from now on, on the CPU this thread."""
+        if self.device.type != "cuda":
             self.settle(work, update)
+        elif work is not None:
+            work.wait()
 
     def settle(self, work: Any, update: WeightUpdate) -> None:
-        """Return when ``work`` is done.
+        """Return when ``work``, if any, is done.
 
         Raises:
             WaitTimeout: it is not within the deadline; the group is given up.
         """
+        if work is None:
+            return
         end = time.monotonic() + update.deadline_s
         while not work.is_completed():
             if time.monotonic() > end:
@@ -145,29 +147,41 @@ class Group:
         work.wait()  # what failed is raised
 
 
+class _Buffers:
+    """Two buffers that take turns, so that one is filled or read while the other travels."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.turn = device, 1
+        self.held: list[torch.Tensor] = []
+
+    def next(self) -> torch.Tensor:
+        """[BUFFER_BYTES] uint8."""
+        self.turn = 1 - self.turn
+        if len(self.held) <= self.turn:
+            self.held.append(torch.empty(BUFFER_BYTES, dtype=torch.uint8, device=self.device))
+        return self.held[self.turn]
+
+
 class _Broadcast:
-    """The sender's side of one update. Two buffers take turns, so that one is filled while the other travels."""
+    """The sender's side of one update."""
 
     def __init__(self, group: Group, receivers: list[socket.socket], update: WeightUpdate) -> None:
         self.group, self.receivers, self.update = group, receivers, update
-        self.buffers: list[torch.Tensor] = []
+        self.buffers = _Buffers(group.device)
         self.works: list[Any] = [None, None]  # what reads each buffer
         self.last: Any = None
-        self.turn = 1
         self.packer = Packer(self._next, self._ship, self._lend, BUFFER_BYTES)
 
     def _next(self) -> torch.Tensor:
-        self.turn = 1 - self.turn
-        if len(self.buffers) <= self.turn:
-            self.buffers.append(torch.empty(BUFFER_BYTES, dtype=torch.uint8, device=self.group.device))
-        self._order(self.works[self.turn])
-        return self.buffers[self.turn]
+        buffer = self.buffers.next()
+        self.group.order(self.works[self.buffers.turn], self.update)
+        return buffer
 
     def _ship(self, data: torch.Tensor, entries: list[Entry]) -> None:
-        self.works[self.turn] = self._start(data, entries)
+        self.works[self.buffers.turn] = self._start(data, entries)
 
     def _lend(self, flat: torch.Tensor, entry: Entry) -> None:
-        self._order(self._start(flat.to(self.group.device), [entry]))
+        self.group.order(self._start(flat.to(self.group.device), [entry]), self.update)
 
     def _start(self, data: torch.Tensor, entries: list[Entry]) -> Any:
         for receiver in self.receivers:
@@ -183,54 +197,38 @@ class _Broadcast:
         self.last = self.group.broadcast(data, self.update)
         return self.last
 
-    def _order(self, work: Any) -> None:
-        if work is not None:
-            self.group.order(work, self.update)
-
     def close(self) -> None:
         for receiver in self.receivers:
             send(receiver, {})
-        if self.last is not None:
-            self.group.settle(self.last, self.update)
+        self.group.settle(self.last, self.update)
 
 
 def _received(group: Group, sender: socket.socket, update: WeightUpdate) -> Iterator[Named]:
-    """Yield what comes; the next bucket travels while the last one is read."""
-    buffers: list[torch.Tensor] = []
+    """Yield what comes; the next bucket travels while the last one is read.
+
+    A collective into a buffer starts after all that was launched before, so after what read it.
+    """
+    buffers = _Buffers(group.device)
     before: tuple[list[Entry], torch.Tensor, Any] | None = None
-    work, more, turn = None, True, 0
+    last, more = None, True
     while more:
         said = header(sender)
         started = None
         if more := "entries" in said:
             entries, size = said["entries"], said["nbytes"]
             send(sender, {"digest": _digest(entries, size)})
-            turn = 1 - turn
-            data = _room(buffers, turn, size, group.device)
-            if size:
-                work = group.broadcast(data, update)
-            started = entries, data, work if size else None
+            large = size > BUFFER_BYTES
+            data = torch.empty(size, dtype=torch.uint8, device=group.device) if large else buffers.next()[:size]
+            work = group.broadcast(data, update) if size else None
+            last = work or last
+            started = entries, data, work
         if before is not None:
-            entries, data, arrived = before
-            if arrived is not None:
-                group.order(arrived, update)
+            entries, data, work = before
+            group.order(work, update)
             for entry in entries:
                 yield entry["name"], tensor_of(data, entry)
         before = started
-    if work is not None:
-        group.settle(work, update)
-
-
-def _room(buffers: list[torch.Tensor], turn: int, size: int, device: torch.device) -> torch.Tensor:
-    """[size] uint8: of one of two buffers, which take turns, or new where it is larger than these.
-
-    A collective into a buffer starts after all that was launched before, so after what read it.
-    """
-    if size > BUFFER_BYTES:
-        return torch.empty(size, dtype=torch.uint8, device=device)
-    if not buffers:
-        buffers += [torch.empty(BUFFER_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
-    return buffers[turn][:size]
+    group.settle(last, update)
 
 
 def _digest(entries: list[Entry], size: int) -> str:
