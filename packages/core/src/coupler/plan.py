@@ -40,7 +40,7 @@ class Plan:
     executor: ExecutorName
     placement: Placement | None  # None: everything in one process
     workers: tuple[Role, ...]
-    roles: tuple[str, ...]  # "policy (engine fsdp)", "rollout (hf) x 2", ...
+    roles: tuple[str, ...]  # "policy (engine toy)", "rollout (toy) x 2", ...
     weights: str  # how they get from engine to rollout; empty in supervised training
     trackers: tuple[str, ...]
     run_dir: str

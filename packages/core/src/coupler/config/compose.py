@@ -1,9 +1,9 @@
 """Compose one typed configuration: command line over the user's YAML over a plugin's preset over dataclass defaults.
 
-``engine``, ``rollout`` and ``algorithm`` are chosen by name (``engine=fsdp`` on the command line; ``engine: fsdp`` or
-``engine: {name: fsdp, lr: 1e-6}`` in YAML). A name is a backend's, or a YAML preset's that a plugin ships. Where the
+``engine``, ``rollout`` and ``algorithm`` are chosen by name (``engine=toy`` on the command line; ``engine: toy`` or
+``engine: {name: toy, lr: 1e-6}`` in YAML). A name is a backend's, or a YAML preset's that a plugin ships. Where the
 command line chooses another name than the file, the file's section was written for something else and is not used.
-``engine@critic.engine=fsdp`` chooses the critic's engine, the policy's if left out; of the same choice, options that
+``engine@critic.engine=toy`` chooses the critic's engine, the policy's if left out; of the same choice, options that
 ``critic.engine`` does not set are those of ``engine``.
 
 Hydra composes presets. What comes out is merged once more onto the pristine dataclasses, because Hydra accepts

@@ -52,7 +52,7 @@ VOCABULARY = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """One name that users can select, for example ``engine=fsdp``.
+    """One name that users can select, for example ``engine=acme``.
 
     Example:
         ``Backend(kind="engine", name="acme", target="coupler_acme.engine:AcmeEngine", config=AcmeConfig,
