@@ -24,6 +24,7 @@ from transformers import AutoConfig
 from coupler.errors import CouplerError
 from coupler.interfaces import Head, Model
 from coupler_engine_megatron.attention import PackedAttention
+from coupler_engine_megatron.experts import grouped_experts
 from coupler_engine_megatron.head import LogprobHead, ValueHead
 from coupler_engine_megatron.linear import WholeLinear
 from coupler_engine_megatron.norm import RMSNorm
@@ -173,7 +174,7 @@ def _layers(config: Any, engine: bool, stage: int | None) -> Any:
                 attention.q_layernorm = attention.k_layernorm = RMSNorm
         experts = layer.submodules.mlp.submodules
         if isinstance(experts, MoESubmodules):
-            experts.router = Router
+            experts.router, experts.experts = Router, grouped_experts()
         if not engine or config.params_dtype == torch.float32:  # no fused kernel takes packed rows in fp32
             attention.core_attention = PackedAttention
     if not engine:
@@ -264,9 +265,14 @@ def split_tensor(bridge: Any, name: str, whole: torch.Tensor, part: torch.Tensor
     return list(bridge._weight_split_across_tp(name, whole, part, size))
 
 
-def join_to_hf(bridge: Any, name: str, parts: list[torch.Tensor], part: Any) -> list[tuple[str, torch.Tensor]]:
-    """Undo :func:`to_megatron` and :func:`split_tensor`; ``part`` says how it is split in ``partition_dim``."""
+def join_to_hf(bridge: Any, name: str, parts: torch.Tensor, part: Any) -> list[tuple[str, torch.Tensor]]:
+    """Undo :func:`to_megatron` and :func:`split_tensor`; ``part`` says how it is split in ``partition_dim``.
+
+    ``parts`` is [ranks, ...]. What follows each other in it is not copied.
+    """
     if name.rpartition(".")[0].endswith("linear_fc1") and "layer_norm" not in name:  # gate and up, copied once each
-        halves = zip(*(piece.chunk(2) for piece in parts), strict=True)
-        return list(zip(hf_names(bridge, name), map(torch.cat, halves), strict=True))
-    return to_hf(bridge, name, bridge._weight_merge_across_tp(name, parts, part))
+        halves = parts.unflatten(1, (2, -1)).transpose(0, 1)
+        return list(zip(hf_names(bridge, name), (half.flatten(0, 1) for half in halves), strict=True))
+    if part.partition_dim == 0:
+        return to_hf(bridge, name, parts.flatten(0, 1))
+    return to_hf(bridge, name, bridge._weight_merge_across_tp(name, list(parts.unbind()), part))

@@ -18,6 +18,7 @@ from coupler.adamw import multiplier
 from coupler.interfaces import StepResult
 from coupler_engine_megatron import groups
 from coupler_engine_megatron.config import MegatronConfig
+from coupler_engine_megatron.experts import GroupedLinear
 
 
 def wrap(config: MegatronConfig, chunks: Sequence[nn.Module], transformer: Any) -> list[DistributedDataParallel]:
@@ -32,6 +33,8 @@ def wrap(config: MegatronConfig, chunks: Sequence[nn.Module], transformer: Any) 
         DistributedDataParallel(config=transformer, ddp_config=buffers, module=chunk, disable_bucketing=i > 0)
         for i, chunk in enumerate(chunks)
     ]
+    for module in (module for chunk in chunks for module in chunk.modules() if isinstance(module, GroupedLinear)):
+        module.adds = not config.overlap_grad_reduce  # which waits for every weight's own gradient
     if config.overlap_grad_reduce:  # the schedule keeps all micro-batches but the last one from it
         syncs = [chunk.no_sync for chunk in wrapped]
         transformer.no_sync_func = syncs if len(syncs) > 1 else syncs[0]

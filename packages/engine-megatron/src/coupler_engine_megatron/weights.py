@@ -32,7 +32,6 @@ LARGE_BYTES = 16 << 20  # of one whole tensor that travels alone: to copy it nex
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _DERIVED = re.compile(r"rotary_emb\.inv_freq$")  # in some old checkpoints; nothing to train
 _LATENT_NORM = re.compile(r"^self_attention\.(q|kv)_layernorm\.weight$")
-_LOCAL_EXPERT = re.compile(r"\.local_experts\.(\d+)\.(linear_fc[12])\.weight$")
 _GROUPED_EXPERT = re.compile(r"\.mlp\.experts\.linear_fc[12]\.weight(\d+)$")
 
 
@@ -215,7 +214,7 @@ class Catalogue:
         wholes = found.narrow(2, start, math.prod(part.shape)).unflatten(2, part.shape)
         for name, pieces in zip(_experts_of(self.bridge, part), wholes.unbind(), strict=True):
             if (part.tensor_model_parallel or part.expert) and len(pieces) > 1:
-                yield from hf.join_to_hf(self.bridge, name, list(pieces.unbind()), part)
+                yield from hf.join_to_hf(self.bridge, name, pieces, part)
             else:
                 yield from hf.to_hf(self.bridge, name, pieces[0])
 
@@ -247,7 +246,6 @@ def _global_name(chunk: Any, name: str) -> str:
         inner = inner.replace("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight")
     if not isinstance(layer.mlp, MoELayer):
         inner = inner.replace("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
-    inner = _LOCAL_EXPERT.sub(r".\2.weight\1", inner)
     return f"decoder.layers.{layer.layer_number - 1}.{inner}"
 
 
