@@ -166,6 +166,26 @@ def test_more_prompts_than_fit_into_one_step(served: Served, reference: Transfor
     assert generate(served, requests[41]) == [done[41]]
 
 
+def test_answers_of_a_crowd_arrive_together(
+    served: Served, reference: TransformersReference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each ends at a step of its own; to wait for a message costs more than to read an answer."""
+    messages: list[int] = []
+
+    async def counted(engine: Any, receive: Any = compat.next_outputs) -> list[Any]:
+        outputs = await receive(engine)
+        messages.append(len(outputs))
+        return outputs
+
+    monkeypatch.setattr(compat, "next_outputs", counted)
+    requests = [Request((5, 6 + i), i + 1, seed=i) for i in range(128)]
+    done = generate(served, *requests)
+    assert [len(d.tokens) for d in done] == [r.max_tokens for r in requests]
+    assert max(error(reference, r, d) for r, d in zip(requests, done, strict=True)) < 1e-3
+    assert sum(messages) > 120  # the first may have been waited for before
+    assert len(messages) < 85  # three steps' at a time, then two', and of the last 32 each
+
+
 def test_nothing_happens_under_running_requests(served: Served, reference: TransformersReference) -> None:
     async def story() -> None:
         running = asyncio.ensure_future(served.rollout.generate(Request((5, 6), 200)))

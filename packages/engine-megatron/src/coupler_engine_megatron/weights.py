@@ -28,7 +28,7 @@ from coupler_engine_megatron import bridge as hf
 from coupler_engine_megatron import groups
 from coupler_engine_megatron.distributed import exchange
 
-LARGE_BYTES = 16 << 20  # of one whole tensor that travels alone: to copy it next to others would take longer
+LARGE_BYTES = 64 << 20  # of one whole tensor that travels alone: to copy it next to others would take longer
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _DERIVED = re.compile(r"rotary_emb\.inv_freq$")  # in some old checkpoints; nothing to train
 _LATENT_NORM = re.compile(r"^self_attention\.(q|kv)_layernorm\.weight$")

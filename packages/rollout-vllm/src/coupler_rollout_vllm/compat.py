@@ -357,6 +357,13 @@ def restore(tag: str) -> int:
     return taken
 
 
+def forget_scratch() -> None:
+    """Let go of what the sampler keeps to work in: a vocabulary for each multiprocessor, in a block of several."""
+    from vllm.v1.sample.ops.topk_topp_triton import reset_buffer_cache  # needs Triton
+
+    reset_buffer_cache()
+
+
 def rebuild_beside_cache(worker: Any) -> None:
     """Refill what some releases keep in the memory of the cache beside it: their block tables' addresses and sizes."""
     if hasattr(worker.model_runner, "post_kv_cache_wake_up"):

@@ -1,7 +1,8 @@
 """In the scheduler's process: a request's tokens leave it together, not one message for each of them.
 
 vLLM sends every token of every request as it is sampled, and whoever asks unpacks them one by one: a millisecond or
-more a request. Nobody here reads a completion before its end, or before a pause.
+more a request. Nobody here reads a completion before its end, or before a pause. And a message costs whoever asks more
+than a request does: where many run, those that end within a few steps leave together as well.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 import numpy as np
 
 from coupler_rollout_vllm import compat
+
+CROWD = 32  # requests that still run, for each step that one which ended waits for others
 
 
 def scheduler(**arguments: Any) -> Any:
@@ -27,15 +30,23 @@ class Gathering:
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
         self.held: defaultdict[str, list[Any]] = defaultdict(list)  # outputs of requests that run, in order
+        self.ended: list[Any] = []  # whole outputs that wait to be sent
+        self.waited = 0  # steps, since the first of them ended
 
     def update_from_output(self, scheduled: Any, produced: Any) -> dict[int, Any]:
         """See vLLM's scheduler: what to send to each client."""
         clients: dict[int, Any] = super().update_from_output(scheduled, produced)  # type: ignore[misc]
         for sent in clients.values():
-            sent.outputs = [self._ended(part) for part in sent.outputs if self._hold(part)]
-        if self.held and compat.is_frozen(self):
-            compat.outputs_of(clients).extend(map(joined, self.held.values()))
+            self.ended += [joined(self.held.pop(part.request_id)) for part in sent.outputs if self._hold(part)]
+            sent.outputs = []
+        frozen = compat.is_frozen(self)
+        if frozen:
+            self.ended += map(joined, self.held.values())
             self.held.clear()
+        self.waited += bool(self.ended)
+        if self.ended and (frozen or self.waited > len(self.requests) // CROWD):  # type: ignore[attr-defined]
+            compat.outputs_of(clients).extend(self.ended)
+            self.ended, self.waited = [], 0
         return {client: sent for client, sent in clients.items() if sent.outputs or compat.says_more(sent)}
 
     def _hold(self, part: Any) -> bool:
@@ -43,12 +54,10 @@ class Gathering:
         self.held[part.request_id].append(part)
         return part.finish_reason is not None
 
-    def _ended(self, part: Any) -> Any:
-        return joined(self.held.pop(part.request_id))
-
     def has_requests(self) -> bool:
-        """Whether the engine has to step: also once more after a pause, to give out what is held."""
-        return super().has_requests() or bool(self.held and compat.is_frozen(self))  # type: ignore[misc]
+        """Whether the engine has to step: also once more, to give out what ended or what a pause found."""
+        rest = self.ended or (self.held and compat.is_frozen(self))
+        return super().has_requests() or bool(rest)  # type: ignore[misc]
 
     def finish_requests(self, *arguments: Any, **named: Any) -> Any:
         """Forget what was cut off: who cuts off has paused before."""

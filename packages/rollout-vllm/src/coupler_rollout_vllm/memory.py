@@ -23,6 +23,7 @@ def sleep(worker: Any, parts: Iterable[Memory]) -> int:
         if part is Memory.WEIGHTS:
             _saved.update({name: buffer.cpu() for name, buffer in compat.model_of(worker).named_buffers()})
         freed += compat.discard(part)
+    compat.forget_scratch()
     gc.collect()
     torch.cuda.empty_cache()
     return freed

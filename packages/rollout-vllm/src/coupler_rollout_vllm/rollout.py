@@ -23,6 +23,7 @@ from coupler_rollout_vllm.receipts import join
 
 DUMMY = -1  # version of the weights that the rollout starts with
 LOWEST, HIGHEST = 0.01, 2.0  # temperatures: vLLM silently raises smaller ones, and refuses larger ones
+ENDS_S = 10.0  # an engine whose worker died has ended by then
 ALIVE_S = 1.0  # an engine is asked so often, during a control call, whether it lives
 
 
@@ -229,8 +230,22 @@ class VLLMRollout(Rollout):
                 await self.engine.check_health()
         except compat.EngineDead as error:
             raise self._died() from error
+        except Exception as error:  # vLLM's for a call that failed; with a worker it fails first, then the engine ends
+            if await self._ends():
+                raise self._died() from error
+            raise
         finally:
             task.cancel()
+
+    async def _ends(self) -> bool:
+        """Whether the engine's process ends within the next seconds."""
+        for _ in range(50):
+            try:
+                await self.engine.check_health()
+            except compat.EngineDead:
+                return True
+            await asyncio.sleep(ENDS_S / 50)
+        return False
 
     async def _watch(self) -> None:
         """End what waits for a dead engine, should its end show nowhere else."""
