@@ -294,5 +294,5 @@ def test_the_kit_in_fp32(model: str, settings: list[str], tmp_path: Path) -> Non
     for setting in ("dtype=fp32", *settings):
         command += ["--coupler-set", f"engine.{setting}"]
     quiet = {**os.environ, "NVIDIA_TF32_OVERRIDE": "0", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, env=quiet)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False, env=quiet)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

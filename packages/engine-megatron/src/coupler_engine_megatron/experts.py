@@ -43,10 +43,10 @@ class GroupedLinear(nn.Module):
 
     def forward(self, tokens: Tensor, counts: Sequence[int]) -> tuple[Tensor, None]:
         """[n, I] tokens, of each expert so many -> [n, O], and no bias, as Megatron's linear maps return."""
-        weights = [getattr(self, f"weight{number}") for number in range(self.experts)]
+        weights = _Together.apply(self.adds, *(getattr(self, f"weight{number}") for number in range(self.experts)))
         ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32, pin_memory=tokens.is_cuda)
         ends = ends.to(tokens.device, non_blocking=True)
-        return grouped_mm(tokens, _Together.apply(self.adds, *weights).transpose(1, 2), offs=ends), None
+        return grouped_mm(tokens, weights.transpose(1, 2), offs=ends), None
 
 
 class ColumnGroupedLinear(GroupedLinear):
@@ -63,7 +63,9 @@ class RowGroupedLinear(GroupedLinear):
 
 def grouped_experts() -> ModuleSpec:
     """What Megatron builds experts of."""
-    return ModuleSpec(TEGroupedMLP, submodules=MLPSubmodules(linear_fc1=ColumnGroupedLinear, linear_fc2=RowGroupedLinear))
+    return ModuleSpec(
+        TEGroupedMLP, submodules=MLPSubmodules(linear_fc1=ColumnGroupedLinear, linear_fc2=RowGroupedLinear)
+    )
 
 
 class _Together(torch.autograd.Function):
