@@ -236,6 +236,24 @@ def test_a_resumed_engine_goes_on_to_the_bit(
         np.testing.assert_array_equal(as_array(tensor), want[name], err_msg=name)
 
 
+def test_activations_of_experts_computed_again_change_no_gradient(
+    reference_of: Callable[[str], TransformersReference],
+) -> None:
+    """Their memory is given back while the grouped product still holds on to it."""
+    reference, found = reference_of("moe"), []
+    batch = weighted(make_batch(reference))
+    batch = batch.with_tokens(routed_experts=reference.routes(batch))
+    for settings in (
+        {"gradient_checkpointing": "none"},
+        {"gradient_checkpointing": "selective", "recompute_modules": ["moe_act"]},
+    ):
+        engine = MegatronEngine(MegatronConfig(lr=1e-3, **settings), Model(str(reference.folder)))  # type: ignore[arg-type]
+        engine.setup(Rank())
+        engine.forward_backward(batch, WANT, losses.surrogate, StepInfo(batch.num_tokens, len(batch), 0))
+        found.append({name: as_array(tensor) for name, tensor in engine.gradients()})
+    assert closeness(*found) > 1 - 1e-5
+
+
 @pytest.fixture
 def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
     """A rank that chooses kernels for the whole process, until the end of the test."""

@@ -1,7 +1,7 @@
 """The linear maps of a rank's experts as one grouped product, in place of Transformer Engine's product per expert.
 
-Transformer Engine starts one product of each expert and asks cuBLAS every time which kernel to take: with 64 experts
-of 30B-A3B's width the host took more than twice as long as the GPU.
+Transformer Engine starts one product of each expert and asks cuBLAS every time which kernel to take: with many experts
+that takes the host longer than the products take the GPU.
 
 Shapes: n tokens, sorted by expert; E experts of this rank; I inputs, O outputs of one.
 """
