@@ -173,7 +173,7 @@ class Decoder:
         self.feed[0] = tokens
         self.feed[1] += 1
         self.drawn += np.uint64(1)
-        sampled, values = torch.stack([tokens.double(), logprobs.double()]).tolist()  # the only wait for the device
+        sampled, values = tokens.tolist(), logprobs.tolist()  # the only wait for the device
         if not math.isfinite(sum(values)):
             raise CouplerError(
                 "the rollout's weights give log-probabilities that are not finite.\n"
@@ -181,7 +181,7 @@ class Decoder:
             )
         finished: list[tuple[Row, Literal["stop", "length"]]] = []
         keep: list[int] = []
-        for index, (row, token, value) in enumerate(zip(self.rows, map(int, sampled), values, strict=True)):
+        for index, (row, token, value) in enumerate(zip(self.rows, sampled, values, strict=True)):
             row.tokens.append(token)
             row.logprobs.append(value)
             if token in row.request.stop:

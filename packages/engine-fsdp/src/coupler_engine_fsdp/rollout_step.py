@@ -86,7 +86,7 @@ class DenseStep:
         hidden = embedding(tokens, self.embeddings)  # [n, H]
         if len(self.cos) < columns.capacity:  # no position is beyond it
             self._tabulate(hidden, columns.capacity)
-        cos, sin = self.cos[positions, None], self.sin[positions, None]  # [n, 1, D]
+        cos, sin = (embedding(positions, table)[:, None] for table in (self.cos, self.sin))  # [n, 1, D]
         mask = mask_per_head(columns.used_mask, columns.shape.heads)
         for layer, cached in zip(self.layers, columns.per_layer(), strict=True):
             qkv = linear(_norm(hidden, layer.before_attention), *layer.qkv)
