@@ -209,11 +209,10 @@ def mark_whole(chunk: torch.nn.Module) -> None:
     """Say of weights that every tensor-parallel rank has whole that they are.
 
     Transformer Engine's linear maps call every weight a part of one, also those of latent attention that are not split:
-    Megatron counts them once a rank in the norm of the gradient. Experts are left out: their maps are told nothing of
-    how they are split.
+    Megatron counts them once a rank in the norm of the gradient.
     """
-    for path, module in chunk.named_modules():
-        if getattr(module, "parallel_mode", "none is set") is None and ".mlp.experts" not in path:
+    for module in chunk.modules():
+        if getattr(module, "parallel_mode", "none is set") is None:
             for parameter in module.parameters(recurse=False):
                 setattr(parameter, "tensor_model_parallel", False)  # noqa: B010  # Megatron looks there
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
 from itertools import count
@@ -239,12 +240,13 @@ class VLLMRollout(Rollout):
 
     async def _ends(self) -> bool:
         """Whether the engine's process ends within the next seconds."""
-        for _ in range(50):
+        deadline = time.monotonic() + ENDS_S
+        while time.monotonic() < deadline:
             try:
                 await self.engine.check_health()
             except compat.EngineDead:
                 return True
-            await asyncio.sleep(ENDS_S / 50)
+            await asyncio.sleep(0.1)
         return False
 
     async def _watch(self) -> None:
