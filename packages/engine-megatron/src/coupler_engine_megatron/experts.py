@@ -74,27 +74,27 @@ class _Together(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, adds: bool, *weights: Tensor) -> Tensor:
         ctx.weights = weights if adds else ()
-        return _stacked([weight.detach() for weight in weights])
+        whole = _in_a_row([weight.detach() for weight in weights])
+        return torch.stack(weights) if whole is None else whole
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if not ctx.weights:
             return None, *grad.unbind()
         sums = [weight.main_grad for weight in ctx.weights]
-        whole = _stacked(sums)
-        if whole.data_ptr() == sums[0].data_ptr():
-            whole += grad
-        else:
+        whole = _in_a_row(sums)
+        if whole is None:
             torch._foreach_add_(sums, list(grad.unbind()))
+        else:
+            whole += grad
         return None, *[None] * len(sums)
 
 
-def _stacked(tensors: list[Tensor]) -> Tensor:
+def _in_a_row(tensors: list[Tensor]) -> Tensor | None:
+    """Tensors of one shape that follow each other in memory as one, without a copy; None where they do not."""
     first, step = tensors[0], tensors[0].numel()
     start, storage = first.storage_offset(), first.untyped_storage().data_ptr()
-    if all(
-        tensor.storage_offset() == start + i * step and tensor.untyped_storage().data_ptr() == storage
-        for i, tensor in enumerate(tensors)
-    ):
-        return first.as_strided((len(tensors), *first.shape), (step, *first.stride()))
-    return torch.stack(tensors)
+    for i, tensor in enumerate(tensors):
+        if tensor.storage_offset() != start + i * step or tensor.untyped_storage().data_ptr() != storage:
+            return None
+    return first.as_strided((len(tensors), *first.shape), (step, *first.stride()))

@@ -213,7 +213,7 @@ class Catalogue:
         """The checkpoint's tensors of one part of a bucket."""
         wholes = found.narrow(2, start, math.prod(part.shape)).unflatten(2, part.shape)
         for name, pieces in zip(_experts_of(self.bridge, part), wholes.unbind(), strict=True):
-            if (part.tensor_model_parallel or part.expert) and len(pieces) > 1:
+            if part.tensor_model_parallel and len(pieces) > 1:
                 yield from hf.join_to_hf(self.bridge, name, pieces, part)
             else:
                 yield from hf.to_hf(self.bridge, name, pieces[0])
