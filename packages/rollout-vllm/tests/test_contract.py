@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -183,7 +184,25 @@ def test_answers_of_a_crowd_arrive_together(
     assert [len(d.tokens) for d in done] == [r.max_tokens for r in requests]
     assert max(error(reference, r, d) for r, d in zip(requests, done, strict=True)) < 1e-3
     assert sum(messages) > 120  # the first may have been waited for before
-    assert len(messages) < 85  # three steps' at a time, then two', and of the last 32 each
+    assert len(messages) < 60  # each of the first 19, then two', and of the last ones seven steps' at a time
+
+
+def test_an_answer_that_waits_for_others_comes_when_these_are_cancelled(served: Served) -> None:
+    """It may wait for ten steps, at some time between those tried; nothing is left then for the engine to run."""
+
+    async def story() -> None:
+        generate, request = served.rollout.generate, Request((5, 6), 200, seed=1)
+        start = time.perf_counter()
+        await generate(request)
+        took = time.perf_counter() - start
+        for delay in np.linspace(0.9, 1.4, 16):
+            done = asyncio.create_task(generate(request))
+            other = asyncio.create_task(generate(Request((5, 7), 240, seed=2)))
+            await asyncio.sleep(took * delay)
+            other.cancel()
+            assert len((await asyncio.wait_for(done, 30)).tokens) == 200
+
+    served.run(story)
 
 
 def test_nothing_happens_under_running_requests(served: Served, reference: TransformersReference) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,8 @@ class Running:
     def each_version(self) -> list[int]:
         """[tokens] the version that sampled each."""
         ends = [start for start, _ in self.versions[1:]] + [len(self.tokens)]
-        return [v for (start, v), end in zip(self.versions, ends, strict=True) for _ in range(end - start)]
+        stretches = zip(self.versions, ends, strict=True)
+        return list(chain.from_iterable(repeat(version, end - start) for (start, version), end in stretches))
 
 
 class Client:

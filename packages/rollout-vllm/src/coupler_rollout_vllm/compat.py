@@ -9,6 +9,8 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from logging import ERROR, getLogger
 from typing import Any
@@ -121,13 +123,21 @@ def stop(engine: Any) -> None:
 
 def sampling_params(request: Request, done: int, room: int, seeded: bool) -> Any:
     """The request, from its token ``done`` on; a stream of random numbers of its own for each continuation."""
-    seed = derive(request.seed, "continued", done) if done else request.seed
+    params = copy(_checked(request.temperature, request.stop))
+    params.max_tokens = room - done
+    if seeded:
+        seed = derive(request.seed, "continued", done) if done else request.seed
+        params.seed = seed % 2**63
+    return params
+
+
+@lru_cache
+def _checked(temperature: float, stop: tuple[int, ...]) -> Any:
+    """What requests have in common: vLLM checks every field of it."""
     return SamplingParams(
-        max_tokens=room - done,
-        temperature=request.temperature,
-        stop_token_ids=list(request.stop),
+        temperature=temperature,
+        stop_token_ids=list(stop),
         ignore_eos=True,
-        seed=seed % 2**63 if seeded else None,
         logprobs=0,  # of the sampled token only
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,

@@ -2,20 +2,21 @@
 
 vLLM sends every token of every request as it is sampled, and whoever asks unpacks them one by one: a millisecond or
 more a request. Nobody here reads a completion before its end, or before a pause. And a message costs whoever asks more
-than a request does: where many run, those that end within a few steps leave together as well.
+than a request does: a completion waits for others to leave with, for a small part of the steps that it took.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from itertools import chain
+from math import inf
 from typing import Any
 
 import numpy as np
 
 from coupler_rollout_vllm import compat
 
-CROWD = 32  # requests that still run, for each step that one which ended waits for others
+LATE = 1 / 20  # of the steps that a completion took: so long it waits for others to leave with
 
 
 def scheduler(**arguments: Any) -> Any:
@@ -31,28 +32,32 @@ class Gathering:
         super().__init__(**arguments)
         self.held: defaultdict[str, list[Any]] = defaultdict(list)  # outputs of requests that run, in order
         self.ended: list[Any] = []  # whole outputs that wait to be sent
-        self.waited = 0  # steps, since the first of them ended
+        self.patience = inf  # steps that all of them can still wait
 
     def update_from_output(self, scheduled: Any, produced: Any) -> dict[int, Any]:
         """See vLLM's scheduler: what to send to each client."""
         clients: dict[int, Any] = super().update_from_output(scheduled, produced)  # type: ignore[misc]
+        self.patience -= 1
         for sent in clients.values():
-            self.ended += [joined(self.held.pop(part.request_id)) for part in sent.outputs if self._hold(part)]
+            for part in sent.outputs:
+                self.held[part.request_id].append(part)
+                if part.finish_reason is not None:
+                    self._end(part.request_id)
             sent.outputs = []
-        frozen = compat.is_frozen(self)
-        if frozen:
-            self.ended += map(joined, self.held.values())
-            self.held.clear()
-        self.waited += bool(self.ended)
-        if self.ended and (frozen or self.waited > len(self.requests) // CROWD):  # type: ignore[attr-defined]
+        if compat.is_frozen(self):
+            for name in list(self.held):
+                self._end(name)
+            self.patience = 0
+        if self.ended and (self.patience < 1 or not self.requests):  # type: ignore[attr-defined]
             compat.outputs_of(clients).extend(self.ended)
-            self.ended, self.waited = [], 0
+            self.ended, self.patience = [], inf
         return {client: sent for client, sent in clients.items() if sent.outputs or compat.says_more(sent)}
 
-    def _hold(self, part: Any) -> bool:
-        """Keep one step's output of a request; say whether it is the last one."""
-        self.held[part.request_id].append(part)
-        return part.finish_reason is not None
+    def _end(self, name: str) -> None:
+        """No more comes of a request, or not before a pause ends."""
+        parts = self.held.pop(name)
+        self.ended.append(joined(parts))
+        self.patience = min(self.patience, LATE * len(parts))
 
     def has_requests(self) -> bool:
         """Whether the engine has to step: also once more, to give out what ended or what a pause found."""
