@@ -175,25 +175,25 @@ def test_a_deterministic_rank_chooses_kernels_that_are(reference_of: References,
 
 def exported(rank: Rank, model: str) -> Arrays:
     """The export in buckets of several sizes against one tensor at a time, and the number of collectives."""
-    import torch.distributed as dist
+    from coupler_engine_megatron import weights
 
     settings: dict[str, Any] = (
         {"tensor_parallel": 2} if rank.world == 2 else {"tensor_parallel": 2, "expert_parallel": 2}
     )
     engine = started(Path(model), rank, pipeline_parallel=rank.world // 2, **settings)
     sizes: dict[int, list[int]] = {1: [], 20_000: [], 2**30: []}  # of what each collective brought together
-    genuine, whole = dist.all_gather_into_tensor, []
+    genuine, whole = weights._gather, []
     for limit, taken in sizes.items():
         engine.catalogue.bucket_bytes = limit
         engine.catalogue.buckets.clear()
 
-        def noted(out: Any, part: Any, taken: list[int] = taken, **more: Any) -> Any:
-            taken.append(out.nbytes)
-            return genuine(out, part, **more)
+        def noted(tensors: Any, group: Any, taken: list[int] = taken) -> Any:
+            taken.append(sum(tensor.nbytes for tensor in tensors) * group.size())
+            return genuine(tensors, group)
 
-        dist.all_gather_into_tensor = noted
+        weights._gather = noted
         whole.append({name: as_array(tensor) for name, tensor in engine.weights()})
-        dist.all_gather_into_tensor = genuine
+        weights._gather = genuine
         assert max(taken) <= max(limit, *sizes[1])
         whole.append({name: as_array(tensor) for name, tensor in engine.weights()})  # where tensors lie is known now
     for found in whole:

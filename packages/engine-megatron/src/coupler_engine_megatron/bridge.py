@@ -242,6 +242,11 @@ def hf_names(bridge: Any, name: str) -> list[str]:
     return bridge._weight_name_mapping_mcore_to_hf(name)
 
 
+def has_halves(name: str) -> bool:
+    """Whether the parameter is a gate and an up of one matrix, one below the other on each tensor-parallel rank."""
+    return name.rpartition(".")[0].endswith("linear_fc1") and "layer_norm" not in name
+
+
 def to_megatron(bridge: Any, name: str, tensors: list[torch.Tensor]) -> torch.Tensor:
     """Join the checkpoint's tensors of one parameter: the whole one of all tensor-parallel ranks."""
     return tensors[0] if _is_score(tensors[0]) else bridge._weight_to_mcore_format(name, tensors)
@@ -269,7 +274,7 @@ def join_to_hf(bridge: Any, name: str, parts: torch.Tensor, part: Any) -> list[t
 
     ``parts`` is [ranks, ...]. What follows each other in it is not copied.
     """
-    if name.rpartition(".")[0].endswith("linear_fc1") and "layer_norm" not in name:  # gate and up, copied once each
+    if has_halves(name):  # copied once each
         halves = parts.unflatten(1, (2, -1)).transpose(0, 1)
         return list(zip(hf_names(bridge, name), (half.flatten(0, 1) for half in halves), strict=True))
     if part.partition_dim == 0:

@@ -74,7 +74,7 @@ class _Together(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, adds: bool, *weights: Tensor) -> Tensor:
         ctx.weights = weights if adds else ()
-        whole = _in_a_row([weight.detach() for weight in weights])
+        whole = in_a_row([weight.detach() for weight in weights])
         return torch.stack(weights) if whole is None else whole
 
     @staticmethod
@@ -82,7 +82,7 @@ class _Together(torch.autograd.Function):
         if not ctx.weights:
             return None, *grad.unbind()
         sums = [weight.main_grad for weight in ctx.weights]
-        whole = _in_a_row(sums)
+        whole = in_a_row(sums)
         if whole is None:
             torch._foreach_add_(sums, list(grad.unbind()))
         else:
@@ -90,11 +90,12 @@ class _Together(torch.autograd.Function):
         return None, *[None] * len(sums)
 
 
-def _in_a_row(tensors: list[Tensor]) -> Tensor | None:
+def in_a_row(tensors: list[Tensor]) -> Tensor | None:
     """Tensors of one shape that follow each other in memory as one, without a copy; None where they do not."""
-    first, step = tensors[0], tensors[0].numel()
-    start, storage = first.storage_offset(), first.untyped_storage().data_ptr()
-    for i, tensor in enumerate(tensors):
-        if tensor.storage_offset() != start + i * step or tensor.untyped_storage().data_ptr() != storage:
-            return None
-    return first.as_strided((len(tensors), *first.shape), (step, *first.stride()))
+    first, step = tensors[0], tensors[0].nbytes
+    if first.untyped_storage().data_ptr() != tensors[-1].untyped_storage().data_ptr():
+        return None
+    start = first.data_ptr()
+    if any(tensor.data_ptr() != start + i * step for i, tensor in enumerate(tensors)):
+        return None
+    return first.as_strided((len(tensors), *first.shape), (first.numel(), *first.stride()))

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,8 +28,8 @@ from coupler.interfaces import Named
 from coupler_engine_megatron import bridge as hf
 from coupler_engine_megatron import groups
 from coupler_engine_megatron.distributed import exchange
+from coupler_engine_megatron.experts import in_a_row
 
-LARGE_BYTES = 64 << 20  # of one whole tensor that travels alone: to copy it next to others would take longer
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _DERIVED = re.compile(r"rotary_emb\.inv_freq$")  # in some old checkpoints; nothing to train
 _LATENT_NORM = re.compile(r"^self_attention\.(q|kv)_layernorm\.weight$")
@@ -58,16 +59,28 @@ class View(NamedTuple):
 
 
 @dataclass(slots=True)
+class Run:
+    """What travels as one tensor: a part, one half of it, or those of experts that follow each other."""
+
+    parts: list[Part]
+    half: int | None = None  # of a gate (0) and an up (1) that are one parameter
+    views: list[View] | None = None  # where the checkpoint's tensors are in it, unless some have to be copied
+    seen: bool = False
+
+    @property
+    def elements(self) -> int:
+        """On one rank."""
+        return sum(math.prod(part.shape) for part in self.parts) // (1 if self.half is None else 2)
+
+
+@dataclass(slots=True)
 class Bucket:
-    """Parts of one pipeline stage and of one kind that a collective brings together."""
+    """Runs of one pipeline stage and of one kind that a collective brings."""
 
     stage: int
     dtype: torch.dtype
-    travels: bool  # between ranks; else there is one part
-    parts: list[Part] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)  # elements before each part
-    elements: int = 0  # on one rank
-    views: list[list[View] | None] | None = None  # of each part, None where it takes a copy; None before the first time
+    travels: bool  # between ranks; else there is one run
+    runs: list[Run] = field(default_factory=list)
 
 
 class Catalogue:
@@ -92,7 +105,7 @@ class Catalogue:
                     self.copies.append((part, parameter))
                 else:
                     own.append(part)
-        found = exchange([self.stage, [asdict(part) for part in own]])
+        found = exchange([self.stage, [asdict(part) for part in _rising(own)]])
         stages = {stage: [Part(**{**p, "shape": tuple(p["shape"])}) for p in parts] for stage, parts in found}
         self.parts = [(stage, part) for stage in sorted(stages) for part in stages[stage]]
         self.buckets: dict[torch.dtype, list[Bucket]] = {}  # by what is streamed
@@ -105,7 +118,7 @@ class Catalogue:
         yield from self.copies
 
     def names(self) -> list[str]:
-        """All checkpoint names, in the order of :meth:`stream`."""
+        """All checkpoint names."""
         return [name for _, part in self.parts for each in _experts_of(self.bridge, part) for name in self._hf(each)]
 
     def _hf(self, name: str) -> list[str]:
@@ -143,39 +156,48 @@ class Catalogue:
         """
         if dtype not in self.buckets:
             self.buckets[dtype] = self._cut(dtype)
-        for bucket, found in self._arrived(self.buckets[dtype], source, device):
-            if bucket.views is None:
-                bucket.views = [self._views(*each, found) for each in zip(bucket.parts, bucket.starts, strict=True)]
-            origin = int(found.storage_offset())
-            for part, start, views in zip(bucket.parts, bucket.starts, bucket.views, strict=True):
-                if views is None:
-                    yield from self._made(part, start, found)
+        for bucket, arrived in self._arrived(self.buckets[dtype], source, device):
+            for run, found in zip(bucket.runs, arrived, strict=True):
+                if not run.seen:
+                    run.views, run.seen = self._views(run, found), True
+                if run.views is None:
+                    yield from self._made(run, found)
                     continue
-                for name, shape, strides, offset in views:
+                origin = int(found.storage_offset())
+                for name, shape, strides, offset in run.views:
                     yield name, found.as_strided(shape, strides, origin + offset)
 
     def _cut(self, dtype: torch.dtype) -> list[Bucket]:
-        """Put parts that follow each other into buckets."""
+        """Put parts that follow each other into runs, and these into buckets."""
         buckets: list[Bucket] = []
         last: tuple[Any, ...] = ()
-        for stage, part in self.parts:
+        room = 0
+        for stage, part, half in self._pieces():
             copies = _tensor_group(part)[1] * (groups.expert().size() if part.expert else 1)
             travels = max(copies, groups.pipeline().size()) > 1
             precision = _precision(part, dtype)
-            elements, width = math.prod(part.shape), precision.itemsize * copies
-            alone = not travels or elements * width > LARGE_BYTES
-            kind = stage, precision, travels, part.expert, alone
-            if alone or kind != last or (buckets[-1].elements + elements) * width > self.bucket_bytes:
+            run = Run([part], half)
+            size, kind = run.elements * precision.itemsize * copies, (stage, precision, part.expert)
+            if not travels or kind != last or size > room:
                 buckets.append(Bucket(stage, precision, travels))
-            bucket, last = buckets[-1], kind
-            bucket.parts.append(part)
-            bucket.starts.append(bucket.elements)
-            bucket.elements += elements
+                room = self.bucket_bytes
+            runs = buckets[-1].runs
+            if runs and part.expert and _expert(part)[0] == _expert(runs[-1].parts[0])[0]:
+                runs[-1].parts.append(part)
+            else:
+                runs.append(run)
+            last, room = kind, room - size
         return buckets
+
+    def _pieces(self) -> Iterator[tuple[int, Part, int | None]]:
+        """What is brought together by itself, on which stage: a gate and an up apart where ranks have rows of both."""
+        for stage, part in self.parts:
+            apart = hf.has_halves(part.name) and not part.expert and _tensor_group(part)[1] > 1
+            yield from ((stage, part, half) for half in ((0, 1) if apart else (None,)))
 
     def _arrived(
         self, buckets: list[Bucket], source: Callable[[nn.Parameter], Tensor], device: torch.device
-    ) -> Iterator[tuple[Bucket, Tensor]]:
+    ) -> Iterator[tuple[Bucket, list[Tensor]]]:
         """Yield each bucket with what :meth:`_gathered` brings; the next one travels meanwhile."""
         started = ((bucket, *self._gathered(bucket, source, device)) for bucket in buckets)
         now = next(started, None)
@@ -189,39 +211,55 @@ class Catalogue:
 
     def _gathered(
         self, bucket: Bucket, source: Callable[[nn.Parameter], Tensor], device: torch.device
-    ) -> tuple[Tensor, dist.Work | None]:
-        """[expert-parallel ranks, tensor-parallel ranks, elements] on every rank, once the work is done."""
-        parts, dtype = bucket.parts, bucket.dtype
+    ) -> tuple[list[Tensor], dist.Work | None]:
+        """Of each run [expert-parallel ranks, tensor-parallel ranks, elements] on every rank, once the work is done."""
+        mine: list[Tensor] = []
         if bucket.stage == self.stage:
-            mine = [source(self.parameters[p.chunk, p.index]).detach().to(dtype).reshape(-1) for p in parts]
-            local = mine[0] if len(mine) == 1 else torch.cat(mine)
-        else:
-            local = torch.empty(bucket.elements, dtype=dtype, device=device)
+            mine = [self._local(run, source, bucket.dtype) for run in bucket.runs]
         if not bucket.travels:
-            return local[None, None], None
+            return [mine[0][None, None]], None
         pipeline = groups.pipeline()
         if pipeline.size() > 1:
-            dist.broadcast(local, dist.get_global_rank(pipeline, bucket.stage), group=pipeline)
-        found, work = _gather(local, _tensor_group(parts[0])[0])
-        if not parts[0].expert:
-            return found[None], work
+            sizes = [run.elements for run in bucket.runs]
+            flat = torch.cat(mine) if mine else torch.empty(sum(sizes), dtype=bucket.dtype, device=device)
+            dist.broadcast(flat, dist.get_global_rank(pipeline, bucket.stage), group=pipeline)
+            mine = list(flat.split(sizes))
+        part = bucket.runs[0].parts[0]
+        found, work = _gather(mine, _tensor_group(part)[0])
+        if not part.expert:
+            return [tensor[None] for tensor in found], work
         if work is not None:
             work.wait()
         return _gather(found, groups.expert())
 
-    def _made(self, part: Part, start: int, found: Tensor) -> Iterator[Named]:
-        """The checkpoint's tensors of one part of a bucket."""
-        wholes = found.narrow(2, start, math.prod(part.shape)).unflatten(2, part.shape)
-        for name, pieces in zip(_experts_of(self.bridge, part), wholes.unbind(), strict=True):
-            if part.tensor_model_parallel and len(pieces) > 1:
-                yield from hf.join_to_hf(self.bridge, name, pieces, part)
-            else:
-                yield from hf.to_hf(self.bridge, name, pieces[0])
+    def _local(self, run: Run, source: Callable[[nn.Parameter], Tensor], dtype: torch.dtype) -> Tensor:
+        """[elements] of this rank; a copy only where experts do not follow each other in memory."""
+        tensors = [source(self.parameters[part.chunk, part.index]) for part in run.parts]
+        if run.half is not None:
+            tensors = [tensors[0].unflatten(0, (2, -1))[run.half]]
+        whole = in_a_row(tensors)
+        if whole is None:
+            whole = torch.stack(tensors)
+        return whole.detach().to(dtype).reshape(-1)
 
-    def _views(self, part: Part, start: int, found: Tensor) -> list[View] | None:
-        """Where the checkpoint's tensors of a part lie in ``found``; None where they are not all in it."""
+    def _made(self, run: Run, found: Tensor) -> Iterator[Named]:
+        """The checkpoint's tensors of a run."""
+        first = run.parts[0]
+        if run.half is not None:
+            yield hf.hf_names(self.bridge, first.name)[run.half], found.view(-1, *first.shape[1:])
+            return
+        wholes = found.unflatten(2, (len(run.parts), *first.shape)).unbind(2)
+        for part, whole in zip(run.parts, wholes, strict=True):
+            for name, pieces in zip(_experts_of(self.bridge, part), whole.unbind(), strict=True):
+                if part.tensor_model_parallel and len(pieces) > 1:
+                    yield from hf.join_to_hf(self.bridge, name, pieces, part)
+                else:
+                    yield from hf.to_hf(self.bridge, name, pieces[0])
+
+    def _views(self, run: Run, found: Tensor) -> list[View] | None:
+        """Where the checkpoint's tensors of a run lie in ``found``; None where they are not all in it."""
         storage, origin = found.untyped_storage().data_ptr(), int(found.storage_offset())
-        made = list(self._made(part, start, found))
+        made = list(self._made(run, found))
         if any(tensor.untyped_storage().data_ptr() != storage for _, tensor in made):
             return None
         return [View(name, t.shape, t.stride(), int(t.storage_offset()) - origin) for name, t in made]
@@ -255,6 +293,18 @@ def _tensor_group(part: Part) -> tuple[dist.ProcessGroup, int, int]:
     return group, group.size(), group.rank()
 
 
+def _expert(part: Part) -> tuple[str, int]:
+    """The linear map of which a part is one expert's, and the expert's number; the part's own name for others."""
+    found = _GROUPED_EXPERT.search(part.name)
+    return (part.name[: found.start(1)], int(found[1])) if found else (part.name, 0)
+
+
+def _rising(parts: list[Part]) -> Iterator[Part]:
+    """The same parts, those of one linear map in the order of its experts, which is that in memory."""
+    for _, experts in groupby(parts, lambda part: _expert(part)[0]):
+        yield from sorted(experts, key=lambda part: _expert(part)[1])
+
+
 @cache
 def _experts_of(bridge: Any, part: Part) -> list[str]:
     """The parameter's names on each expert-parallel rank; one for what is no expert."""
@@ -276,13 +326,13 @@ def _precision(part: Part, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if part.name.endswith(".expert_bias") else dtype
 
 
-def _gather(tensor: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work | None]:
-    """[...] -> [ranks, ...], once the work is done."""
+def _gather(tensors: list[Tensor], group: dist.ProcessGroup) -> tuple[list[Tensor], dist.Work | None]:
+    """Of each [...] -> [ranks, ...], once the work is done; all of them in one collective."""
     if group.size() == 1:
-        return tensor[None], None
-    found = tensor.new_empty(group.size() * tensor.numel())
-    work = dist.all_gather_into_tensor(found, tensor.reshape(-1), group=group, async_op=True)
-    return found.view(group.size(), *tensor.shape), work
+        return [tensor[None] for tensor in tensors], None
+    found = [tensor.new_empty(group.size(), *tensor.shape) for tensor in tensors]
+    work = group.allgather_into_tensor_coalesced([f.view(-1) for f in found], [t.reshape(-1) for t in tensors])
+    return found, work
 
 
 class Folder:
