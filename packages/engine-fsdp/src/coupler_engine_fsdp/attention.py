@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from inspect import signature
@@ -64,32 +64,48 @@ class Packing:
     cu_keys: Tensor  # [P + 1] int32
     keys: Tensor | None  # [K] int64: the token that each key is of; None where every token is one key
     longest: tuple[int, int]  # queries and keys of a piece
+    _masks: dict[tuple[int | None, torch.dtype], list[Tensor | None]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, pieces: Sequence[Piece], device: torch.device) -> Packing:
         """Lay out ``pieces``, which stand in the order of the row."""
-        queries = np.array([piece.end - piece.begin for piece in pieces])
-        keys = queries + [piece.prompt_end - piece.prompt_begin for piece in pieces]
+        queries = np.array([piece.end - piece.begin for piece in pieces], np.int64)
+        outside = np.array([piece.prompt_end - piece.prompt_begin for piece in pieces], np.int64)
+        keys = queries + outside
         cu_queries, cu_keys = (
             to_device(np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32), device) for sizes in (queries, keys)
         )
         index = None
-        if (keys > queries).any():
-            ranges = [(p.prompt_begin, p.prompt_end, p.begin, p.end) for p in pieces]
-            index = to_device(np.concatenate([np.r_[a:b, c:d] for a, b, c, d in ranges]), device)
+        if outside.any():  # of each piece two ranges of tokens, one behind the other
+            begins = np.array([[piece.prompt_begin, piece.begin] for piece in pieces], np.int64).reshape(-1)
+            sizes = np.stack([outside, queries], 1).reshape(-1)
+            ends = sizes.cumsum()
+            index = to_device(np.repeat(begins - ends + sizes, sizes) + np.arange(ends[-1]), device)
         return cls(tuple(pieces), cu_queries, cu_keys, index, (int(queries.max()), int(keys.max())))
 
     @cached_property
     def blocks(self) -> list[Block]:
         """The row cut into calls of dense attention, in order."""
-        device, blocks, families = self.cu_queries.device, [], _families(self.pieces)
+        blocks, families = [], _families(self.pieces)
         while families:
             family = families.pop(0)
             while families and families[0][-1].end - family[0].begin <= BLOCK:
                 family += families.pop(0)
             for part in _parts(family):
-                blocks.append(Block(part[0].begin, part[-1].end, _reach(part, device), *part[0][2:]))
+                blocks.append(Block(part[0].begin, part[-1].end, _reach(part), *part[0][2:]))
         return blocks
+
+    def masks(self, window: int | None, dtype: torch.dtype) -> list[Tensor | None]:
+        """Of each block what is added to its scores, -inf where a key is unseen; built once for all layers."""
+        if (window, dtype) not in self._masks:
+            self._masks[window, dtype] = [self._mask(block.reach, window, dtype) for block in self.blocks]
+        return self._masks[window, dtype]
+
+    def _mask(self, reach: np.ndarray | None, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        if reach is None:
+            return None
+        seen = (reach >= 0) & (reach < window) if window else reach >= 0
+        return to_device(np.where(seen, np.float32(0), np.float32(-np.inf)), self.cu_queries.device).to(dtype)
 
 
 BLOCK = 128  # tokens; shorter pieces share a call, whose masked products cost less than further calls
@@ -100,7 +116,7 @@ class Block(NamedTuple):
 
     begin: int
     end: int
-    reach: Tensor | None  # [queries, keys]: how many tokens back each key is, -1 where unseen; None: plainly causal
+    reach: np.ndarray | None  # [queries, keys]: how many tokens back each key is, -1 where unseen; None: plainly causal
     prompt_begin: int = 0
     prompt_end: int = 0
 
@@ -125,7 +141,7 @@ def _parts(family: Sequence[Piece]) -> list[list[Piece]]:
     return parts
 
 
-def _reach(pieces: list[Piece], device: torch.device) -> Tensor | None:
+def _reach(pieces: list[Piece]) -> np.ndarray | None:
     """What pieces see of their block; a piece of its own block has its prompt before it."""
     if len(pieces) == 1 and pieces[0].prompt_begin == pieces[0].prompt_end:
         return None
@@ -140,7 +156,7 @@ def _reach(pieces: list[Piece], device: torch.device) -> Tensor | None:
         first = 0 if outside else piece.prompt_begin - begin
         seen[rows, first : first + prompt] = back[:, :prompt]
         seen[rows, outside + rows.start : outside + rows.stop] = np.maximum(back[:, prompt:], -1)
-    return to_device(seen, device)
+    return seen
 
 
 def register() -> None:
@@ -227,12 +243,10 @@ def _by_block(
     cuts = sorted({edge for block in packing.blocks for edge in (block.begin, block.prompt_begin, block.prompt_end)})
     keys, values = _Cut(key, cuts), _Cut(value, cuts)
     queries = query.split([block.end - block.begin for block in packing.blocks], 2)
-    for block, q in zip(packing.blocks, queries, strict=True):
+    for block, q, mask in zip(packing.blocks, queries, packing.masks(window, query.dtype), strict=True):
         k, v = (x.ranges((block.prompt_begin, block.prompt_end), (block.begin, block.end)) for x in (keys, values))
-        mask, length = None, block.end - block.begin
-        if block.reach is not None:
-            mask = (block.reach >= 0) & (block.reach < (window or key.shape[2]))
-        elif window is not None and length > window:
+        length = block.end - block.begin
+        if mask is None and window is not None and length > window:
             mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().triu(1 - window)
         out = scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scaling, enable_gqa=gqa)
         outs.append(out.transpose(1, 2))

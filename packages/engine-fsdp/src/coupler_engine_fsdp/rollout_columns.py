@@ -107,11 +107,10 @@ class Columns:
 
     def move(self, sources: list[int], holes: list[int], num_rows: int) -> None:
         """Put rows ``sources`` into ``holes`` and keep the first ``num_rows``."""
-        if holes:
-            used = slice(self.first, self.end)
-            self.store[:, :, holes, :, used] = self.store[:, :, sources, :, used]
-            self.mask[holes] = self.mask[sources]
-        for source, hole in zip(sources, holes, strict=True):
+        used = self.store[:, :, :, :, self.first : self.end]
+        for source, hole in zip(sources, holes, strict=True):  # one by one: less than half the time of an index
+            used[:, :, hole] = used[:, :, source]
+            self.mask[hole] = self.mask[source]
             self.starts[hole] = self.starts[source]
         del self.starts[num_rows:]
         self.num_rows = num_rows

@@ -16,6 +16,7 @@ from coupler_engine_fsdp.rollout_columns import Columns, attend_columns, mask_pe
 Step = Callable[[Tensor, Tensor, Columns], Tensor]  # tokens [rows], positions [rows], cache -> logits [rows, V]
 
 DENSE = ("llama", "qwen2", "qwen3")  # config.model_type of the families that DenseStep knows
+MANY = 16  # rows, from which on a CPU takes up to a third less for weights times rows than for rows times weights
 
 
 def step_of(model: PreTrainedModel) -> Step:
@@ -91,9 +92,8 @@ class DenseStep:
         for layer, cached in zip(self.layers, columns.per_layer(), strict=True):
             qkv = linear(_norm(hidden, layer.before_attention), *layer.qkv)
             out = _attend(layer, qkv.view(len(tokens), -1, layer.head_dim), cos, sin, mask, *cached)
-            hidden = linear(out, *layer.out).add_(hidden)
-            gate, up = linear(_norm(hidden, layer.before_mlp), *layer.gate_up).chunk(2, -1)
-            hidden = linear(layer.activation(gate) * up, *layer.down).add_(hidden)
+            hidden = _linear_added(hidden, out, layer.out)
+            hidden = _linear_added(hidden, _gated(_norm(hidden, layer.before_mlp), layer), layer.down)
         return linear(_norm(hidden, self.norm), *self.head)
 
     def _tabulate(self, like: Tensor, num_positions: int) -> None:
@@ -117,6 +117,23 @@ def _attend(
     rotated.mul_(cos).addcmul_(rolled, sin)
     column.copy_(qkv[:, heads:].view(n, 2, kv_heads, dim).transpose(0, 1))
     return attend_columns(query.reshape(n * kv_heads, -1, dim), keys, values, mask, layer.scaling).view(n, -1)
+
+
+def _gated(x: Tensor, layer: Layer) -> Tensor:
+    """[n, H] -> [n, intermediate]."""
+    weight, bias = layer.gate_up
+    if len(x) < MANY or x.is_cuda or bias is not None:
+        gate, up = linear(x, weight, bias).chunk(2, -1)
+        return layer.activation(gate) * up
+    gate, up = torch.mm(weight, x.t()).chunk(2)
+    return (layer.activation(gate) * up).t()
+
+
+def _linear_added(to: Tensor, x: Tensor, projection: Linear) -> Tensor:
+    """[n, out] + the projection of [n, in]."""
+    if projection.bias is not None:
+        return linear(x, *projection).add_(to)
+    return torch.addmm(to, x, projection.weight.t())
 
 
 def _norm(x: Tensor, norm: Norm) -> Tensor:
