@@ -189,11 +189,15 @@ class Partial(ToyRollout):
     ("rollout", "what"),
     [
         ("test_trainer:Deaf", "differ from the engine's by"),
-        ("test_trainer:FirstOnly", "at version 1, limit"),
+        ("test_trainer:FirstOnly", "at version [12], limit"),
         ("test_trainer:FromDisk", "a push of permuted weights left the rollout's log-probs"),
         ("test_trainer:Partial", "1 of its parameters got nothing, first: head.bias"),
     ],
 )
-def test_a_rollout_that_does_not_run_the_new_weights_is_found(tmp_path: Path, rollout: str, what: str) -> None:
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_a_rollout_that_does_not_run_the_new_weights_is_found(
+    tmp_path: Path, rollout: str, what: str, max_staleness: int
+) -> None:
+    """At staleness 1 too, where every batch was sampled before the last sync."""
     with pytest.raises(WeightSyncError, match=what):
-        ToyRun(tmp_path, small(), rollout=rollout).run()
+        ToyRun(tmp_path, small(max_staleness=max_staleness), rollout=rollout).run()

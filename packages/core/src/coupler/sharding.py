@@ -95,17 +95,35 @@ class StreamShardingManager(ShardingManager):
             **{f"time/sync_{name}": Metric(seconds, how="sum") for name, seconds in slowest.items()},
         }
 
-    def check(self, metrics: Metrics) -> None:
-        """Judge the probe of the last sync: the batch sampled after it, under the trainer's log-probs.
+    def check(self, metrics: Metrics) -> bool:
+        """Judge the probe of the last sync: what was sampled after it, under the trainer's log-probs.
+
+        Returns:
+            Whether there was any; where a batch is older than the last sync, :meth:`probe` has to judge the next one.
 
         Raises:
             WeightSyncError: the mean difference is above the limit.
         """
         diff = metrics.get("train_infer/abs_diff")
-        if diff and diff.weight and diff.value > self.limit:
+        if diff and diff.weight:
+            self._judge(diff.value)
+        return diff is None or bool(diff.weight)
+
+    async def probe(self) -> Metrics:
+        """Judge the last sync by tokens sampled for that alone.
+
+        Raises:
+            WeightSyncError: the mean difference is above the limit.
+        """
+        diff = await self._probe()
+        self._judge(diff)
+        return {"sync/probe": Metric(diff)}
+
+    def _judge(self, diff: float) -> None:
+        if diff > self.limit:
             raise WeightSyncError(
-                f"the rollouts' log-probs differ from the engine's by {diff.value:.4f} on average at version "
-                f"{self.version}, limit {self.limit:.4f}; the weights just trained were not synced again.\n"
+                f"the rollouts' log-probs differ from the engine's by {diff:.4f} on average at version "
+                f"{self.version}, limit {self.limit:.4f}; weights that were trained since were not synced.\n"
                 "  look at:  the last sync's receipt in metrics.jsonl; the limit is sync.max_mean_logprob_diff"
             )
 

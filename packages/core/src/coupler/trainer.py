@@ -86,9 +86,13 @@ class Trainer:
         async with clock("time/train"):
             trained = await self.train(batch, step)
         self.recorder.write(step, batch, trained)
-        self.weights.check(trained)
+        judged = self.weights.check(trained)
         async with self.residency("sync", SYNCING):
             synced = await self.weights.sync(step)
+        if not judged:  # the batch is older than the last sync: it says nothing of any
+            trained = {name: metric for name, metric in trained.items() if not name.startswith("train_infer/")}
+            async with self.residency("prove", PROVING):
+                synced |= await self.weights.probe()
         return {
             **self.sampler.metrics(),
             **describe(batch, step - 1, self.config.max_staleness),
