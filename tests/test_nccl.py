@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -40,6 +41,17 @@ def carry(sender: NcclTransport, receivers: dict[int, NcclTransport], update: We
             for (name, want), (got_name, got) in zip(sent, received.result(20), strict=True):
                 assert name == got_name and torch.equal(want, got)
         assert sending.result(20).num_tensors == len(sent)
+
+
+def test_a_group_meets_on_loopback_alone() -> None:
+    sender = NcclTransport()
+    carry(sender, {0: NcclTransport()}, update_of(sender.bind(Rank()), 0, 1))
+    (group,) = sender.groups.values()
+    lines = [line for kind in ("tcp", "tcp6") for line in Path(f"/proc/net/{kind}").read_text().splitlines()]
+    found = [line.split()[1:4:2] for line in lines]
+    assert [local for local, state in found if state == "0A" and local.endswith(f":{group.store.port:04X}")] == [
+        f"0100007F:{group.store.port:04X}"
+    ]
 
 
 def test_the_group_stays_while_its_members_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,13 @@ from coupler.transports.disk import DiskTransport
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted(
     path
-    for pattern in ("packages/*/src/**/*.py", "examples/**/*.py", "benchmarks/**/*.py", "docs/**/*.py")
+    for pattern in (
+        "packages/*/src/**/*.py",
+        "examples/**/*.py",
+        "benchmarks/**/*.py",
+        "docs/**/*.py",
+        "recipes/**/*.py",
+    )
     for path in ROOT.glob(pattern)
 )
 ALLOWED: dict[tuple[str, str], str] = {}  # (file, what is found there) -> why it is no danger
@@ -76,6 +82,8 @@ def _called(node: ast.AST) -> Iterator[str]:
         yield f"{name} through a shell"
     if last in ("bind", "create_server", "start_server") and _address(node) in EVERYWHERE:
         yield f"{name} on every interface"
+    if last == "TCPStore" and _is(given.get("is_master"), True) and "master_listen_fd" not in given:
+        yield f"{name} without master_listen_fd opens its port on every interface"
     for key in ("host", "hostname", "bind", "address", "dashboard_host", "node_ip_address"):
         value = given.get(key)
         if isinstance(value, ast.Constant) and value.value in EVERYWHERE - {""}:
@@ -148,6 +156,7 @@ def test_no_source_does_what_is_refused() -> None:
         "subprocess.run(text, shell=flag)",
         "os.system(text)",
         "dist.all_gather_object(out, thing)",
+        "dist.TCPStore(host, 0, is_master=True)",
         "pandas.read_pickle(path)",
         "AutoConfig.from_pretrained(path)",
         "AutoConfig.from_pretrained(path, trust_remote_code=True)",

@@ -178,8 +178,8 @@ def test_a_checkpoint_continues_on_fewer_ranks_and_on_one(runs, folder_of: Folde
 @pytest.mark.parametrize("case", CASES)
 def test_one_rank_reads_exactly_what_four_wrote(runs, folder_of: Folder, case: str) -> None:
     alone = make_engine(folder_of(CASES[case][0]))
-    alone.load(runs[4][0].parent / f"checkpoint-{case}", frozenset({Part.PARAMS}))
-    want = loaded(runs[4][0] / f"{case}-weights.npz")
+    alone.load(of_world(runs, 4)[0].parent / f"checkpoint-{case}", frozenset({Part.PARAMS}))
+    want = loaded(of_world(runs, 4)[0] / f"{case}-weights.npz")
     for name, tensor in arrays(alone.weights()).items():
         np.testing.assert_array_equal(tensor, want[name], err_msg=name)
 
@@ -190,5 +190,5 @@ def test_the_rendezvous_listens_on_loopback_alone(runs) -> None:
 
 
 def test_replicas_write_one_copy(runs) -> None:
-    names = sorted(path.name for path in (runs[4][0].parent / "checkpoint-hybrid").iterdir())
+    names = sorted(path.name for path in (of_world(runs, 4)[0].parent / "checkpoint-hybrid").iterdir())
     assert names == ["index.json", "shard-00000-of-00002.safetensors", "shard-00001-of-00002.safetensors"]

@@ -67,7 +67,7 @@ class NcclTransport(Transport):
             if held:
                 held.process_group.abort()
             host = self.listeners[address].host
-            store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=_limit(update))
+            store = _store(host, update)
             world = 1 + len(receivers)
             for i, (connection, _) in enumerate(receivers):
                 send(connection, {"host": host, "port": store.port, "rank": 1 + i, "world": world, "cuda": _cuda()})
@@ -88,6 +88,20 @@ class NcclTransport(Transport):
             assert held is not None
             yield from _received(held, sender, update)
             self.groups[address, worker.index] = held
+
+
+def _store(host: str, update: WeightUpdate) -> dist.TCPStore:
+    """Where a new group meets. It listens on this address alone; one that torch opens would on every interface."""
+    listener = socket.create_server((host, 0))
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=_limit(update),
+        master_listen_fd=listener.detach(),
+    )
 
 
 class Group:
