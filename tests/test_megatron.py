@@ -52,6 +52,14 @@ def test_the_export_is_the_trained_model_in_the_layout_it_came_in(trained: Path,
     assert AutoModelForCausalLM.from_pretrained(trained / "export").config.model_type == "qwen2"
 
 
+def test_a_plan_prints_how_ranks_split_the_work(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    sizes = ("engine.ranks=4", "engine.tensor_parallel=2", "engine.pipeline_parallel=2", "executor=ray")
+    write_inputs(tmp_path)
+    assert main([*arguments("plan", model, tmp_path, tmp_path / "run"), "engine=megatron", *sizes]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "1 data shard; policy (engine megatron: tensor 2 x pipeline 2) x 4" in printed
+
+
 def test_two_runs_are_equal(trained: Path, model: Path, tmp_path: Path) -> None:
     assert reproducible(run("train", model, tmp_path / "again", *ENGINE)) == reproducible(trained)
 

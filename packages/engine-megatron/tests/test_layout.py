@@ -63,6 +63,20 @@ MOE = {**DENSE, "model_type": "qwen3_moe", "num_experts": 8}
             "is neither 1 nor engine.tensor_parallel",
             "engine.expert_tensor_parallel=1 or 4",
         ),
+        (
+            {"tensor_parallel": 4, "expert_tensor_parallel": 4},
+            4,
+            {**MOE, "moe_intermediate_size": 6},
+            "does not divide the 6 columns of an expert",
+            "engine.expert_tensor_parallel=1",
+        ),
+        (
+            {"tensor_parallel": 4, "expert_parallel": 4},
+            4,
+            {**MOE, "moe_intermediate_size": 6, "n_shared_experts": 1},
+            "does not divide the model's 6 columns of shared experts",
+            "engine.tensor_parallel=1 or 2",
+        ),
     ],
 )
 def test_a_size_that_does_not_fit_names_the_nearest_that_do(
@@ -83,6 +97,13 @@ def test_a_size_that_does_not_fit_names_the_nearest_that_do(
 )
 def test_sizes_that_fit_are_no_problem(settings: dict[str, int], ranks: int, shape: dict[str, int]) -> None:
     assert list(problems(MegatronConfig(**settings), ranks, shape)) == []
+
+
+def test_a_plan_prints_how_ranks_split_the_work() -> None:
+    assert MegatronConfig(ranks=4, tensor_parallel=2, pipeline_parallel=2, virtual_pipeline=3).split == (
+        "tensor 2 x pipeline 2 x virtual pipeline 3"
+    )
+    assert MegatronConfig(ranks=4).split == ""
 
 
 def test_a_plan_names_the_engine_of_the_role(tmp_path: Path) -> None:

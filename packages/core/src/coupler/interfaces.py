@@ -155,6 +155,11 @@ class EngineConfig:
         """Ranks that hold a part of each sequence; ``max_tokens_per_gpu`` counts for each of them."""
         return 1
 
+    @property
+    def split(self) -> str:
+        """How ranks share the work, for people: "tensor 2 x pipeline 2"; empty where each has data of its own."""
+        return ""
+
 
 @dataclass
 class RolloutConfig:

@@ -13,6 +13,7 @@ from coupler.config.options import SECTIONS, section
 from coupler.config.reads import original
 from coupler.config.schema import ExecutorName, Job, Placement, RouterReplay, RunConfig
 from coupler.errors import ConfigError
+from coupler.interfaces import EngineConfig
 from coupler.placement import ROLLOUT, Role, make_shares
 from coupler.plugins.manager import Plugins
 
@@ -199,14 +200,18 @@ def make_workers(config: RunConfig, needs: frozenset[str], plugins: Plugins, *, 
 
 
 def _described(role: Role, config: RunConfig) -> str:
-    backend = f"engine {config.engine.name}"
+    backend = _engine(config.engine)
     if role.name == ROLLOUT:
         backend = config.rollout.name
     elif role.name == "critic":
         alone = config.critic.warmup_steps
-        backend = f"engine {config.critic.engine.name}"
+        backend = _engine(config.critic.engine)
         backend += f", alone for the first {_count(alone, 'step')}" if alone else ""
     return f"{role.name} ({backend})" + (f" x {role.count}" if role.count > 1 else "")
+
+
+def _engine(config: EngineConfig) -> str:
+    return f"engine {config.name}: {config.split}" if config.split else f"engine {config.name}"
 
 
 def _weights(config: RunConfig, plugins: Plugins) -> str:

@@ -36,12 +36,14 @@ class Profile:
         if on_gpu:
             torch.cuda.memory._record_memory_history()
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-        with profile(activities=activities, profile_memory=True, record_shapes=True) as trace:
-            yield
-        trace.export_chrome_trace(f"{stem}.trace.json")
-        if on_gpu:
-            torch.cuda.memory._dump_snapshot(f"{stem}.memory.pickle")
-            torch.cuda.memory._record_memory_history(enabled=None)
+        try:
+            with profile(activities=activities, profile_memory=True, record_shapes=True) as trace:
+                yield
+            trace.export_chrome_trace(f"{stem}.trace.json")
+        finally:  # of a step that ran out of memory, the snapshot says where it went
+            if on_gpu:
+                torch.cuda.memory._dump_snapshot(f"{stem}.memory.pickle")
+                torch.cuda.memory._record_memory_history(enabled=None)
 
 
 NOTHING = Profile()

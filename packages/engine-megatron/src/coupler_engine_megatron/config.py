@@ -70,6 +70,19 @@ class MegatronConfig(AdamWConfig):
         """Ranks that hold a part of each sequence."""
         return self.context_parallel
 
+    @property
+    def split(self) -> str:
+        """Every size above 1."""
+        sizes = {
+            "tensor": self.tensor_parallel,
+            "pipeline": self.pipeline_parallel,
+            "virtual pipeline": self.virtual_pipeline,
+            "context": self.context_parallel,
+            "expert": self.expert_parallel,
+            "expert tensor": self.expert_tensor_parallel,
+        }
+        return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+
     def __post_init__(self) -> None:
         for key in ("max_tokens_per_gpu", "sync_bucket_mib"):
             self._require(getattr(self, key) > 0, key, "must be above 0")

@@ -65,7 +65,10 @@ def _of_model(config: MegatronConfig, shape: Mapping[str, Any], path: str) -> It
     experts = experts_of(shape)
     groups = shape.get("num_key_value_heads") or heads
     tensor, expert = config.tensor_parallel, config.expert_parallel
+    columns = shape.get("moe_intermediate_size") or shape["intermediate_size"]  # of an expert
     split = {"attention heads": heads, "key-value heads": groups, "intermediate columns": shape["intermediate_size"]}
+    if shared := shape.get("n_shared_experts"):
+        split["columns of shared experts"] = shared * columns
     if bad := [f"{number} {what}" for what, number in split.items() if number % tensor]:
         good = [d for d in _divisors(groups) if not any(number % d for number in split.values())]
         yield (
@@ -92,6 +95,13 @@ def _of_model(config: MegatronConfig, shape: Mapping[str, Any], path: str) -> It
         yield (
             f"{path}.sequence_parallel=false with tensor_parallel={tensor} would compute every expert's tokens twice",
             f"{path}.sequence_parallel=true",
+        )
+    elif experts and columns % config.expert_tensor_parallel:
+        good = [d for d in {1, tensor} if columns % d == 0]
+        yield (
+            f"{path}.expert_tensor_parallel={config.expert_tensor_parallel} does not divide the {columns} columns "
+            "of an expert",
+            f"{path}.expert_tensor_parallel={_either(good)}",
         )
     elif experts and experts % expert:
         yield (

@@ -103,7 +103,7 @@ async def _train(parts: Parts) -> dict[str, float]:
                 await parts.restore(found, trained, trainer, data)
             saving = Saving(config, checkpoints, trained, trainer, steps.after, partial(hold_state, residency))
             await trainer.fit(saving.after, done)
-        for role, group in trained.items() if config.checkpoint.export else ():
+        for role, group in reversed(trained.items()) if config.checkpoint.export else ():  # the policy's says: complete
             async with hold_state(residency, role):
                 await parts.export(group)
         return steps.last
