@@ -1,4 +1,4 @@
-# Two commands on a bare machine with Python 3.11+: `make quickstart` and `make test`. Everything stays in this folder.
+# Two commands on a bare machine with Python 3.11 to 3.13: `make quickstart` and `make test`. Everything stays in this folder.
 PYTHON ?= python3
 PACKAGES := engine-megatron rollout-vllm core engine-fsdp algos
 UV := .tools/bin/uv
