@@ -57,8 +57,8 @@ def test_it_trains(tmp_path: Path, reference: TransformersReference, overrides: 
     log = run(tmp_path, reference, *overrides)
     assert len(log) == 4
     assert log[0]["sync/probe"] < 1e-3 < 1e-2 < log[0]["sync/probe_permuted"]
-    for step in log[1:]:
-        assert step["train_infer/abs_diff"] < 1e-3
+    for step in log[1:]:  # a batch that is older than the last sync judges none, so that the next one is probed
+        assert step.get("train_infer/abs_diff", step.get("sync/probe", 1.0)) < 1e-3
         assert step["train/grad_norm"] > 0
 
 
