@@ -19,6 +19,7 @@ from coupler_engine_fsdp.rollout_sampling import sample, stream_starts, uniforms
 from coupler_engine_fsdp.rollout_step import step_of
 
 MIN_GROWTH = 64  # columns
+AHEAD = 16  # steps whose random numbers are computed together
 
 
 @dataclass(slots=True, eq=False)
@@ -71,11 +72,14 @@ class Decoder:
         """Forget every row and free the cache."""
         self.rows: list[Row] = []
         self.columns = Columns(self.shape)
-        self.feed = torch.zeros((2, 0), dtype=torch.int64, device=self.shape.device)  # next token and its position
+        self.tokens = torch.zeros(0, dtype=torch.int64, device=self.shape.device)  # that the next step feeds
+        self.positions = torch.zeros_like(self.tokens)
+        self.one = torch.tensor(1, device=self.shape.device)  # PyTorch takes it sooner than a number of Python's
         self.temperatures = torch.ones((0, 1), device=self.shape.device)  # 1 for greedy rows
+        self.greedy: list[bool] = []
         self.streams = np.zeros(0, np.uint64)
         self.drawn = np.zeros(0, np.uint64)
-        self.greedy = np.zeros(0, np.bool_)
+        self.uniforms = np.zeros((0, 0))  # [steps to come, rows]
 
     def evict(self) -> list[Row]:
         """Take every row out. Admitted again, it continues after its last token, whatever the weights are then."""
@@ -150,14 +154,17 @@ class Decoder:
 
     def _append(self, new: list[Row]) -> None:
         device = self.shape.device
-        feed = torch.tensor([[row.known[-1] for row in new], [len(row.known) - 1 for row in new]], device=device)
+        tokens = torch.tensor([row.known[-1] for row in new], device=device)
+        positions = torch.tensor([len(row.known) - 1 for row in new], device=device)
         temperatures = torch.tensor([[row.request.temperature or 1.0] for row in new], device=device)
         self.rows += new
-        self.feed = torch.cat([self.feed, feed], 1)
+        self.tokens = torch.cat([self.tokens, tokens])
+        self.positions = torch.cat([self.positions, positions])
         self.temperatures = torch.cat([self.temperatures, temperatures])
+        self.greedy += [row.request.temperature == 0 for row in new]
         self.streams = np.concatenate([self.streams, stream_starts([row.request.seed for row in new])])
         self.drawn = np.concatenate([self.drawn, np.array([len(row.tokens) for row in new], np.uint64)])
-        self.greedy = np.concatenate([self.greedy, np.array([row.request.temperature == 0 for row in new])])
+        self.uniforms = np.zeros((0, len(self.rows)))
 
     @torch.inference_mode()
     def step(self) -> list[tuple[Row, Literal["stop", "length"]]]:
@@ -168,10 +175,10 @@ class Decoder:
         """
         if self.columns.end == self.columns.capacity:
             self.columns.reserve(0, 0, self._growth([]))
-        tokens, logprobs = self._sample(self.forward(self.feed[0], self.feed[1], self.columns).float())
+        tokens, logprobs = self._sample(self.forward(self.tokens, self.positions, self.columns).float())
         self.columns.end += 1
-        self.feed[0] = tokens
-        self.feed[1] += 1
+        self.tokens = tokens
+        self.positions.add_(self.one)
         self.drawn += np.uint64(1)
         sampled, values = tokens.tolist(), logprobs.tolist()  # the only wait for the device
         if not math.isfinite(sum(values)):
@@ -197,14 +204,20 @@ class Decoder:
     def _sample(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return tokens and their log-probabilities, each [rows]."""
         logprobs = torch.log_softmax(logits / self.temperatures, -1)
-        if self.greedy.all():
+        if all(self.greedy):
             tokens = logprobs.argmax(-1)
         else:
-            uniform = torch.from_numpy(uniforms(self.streams, self.drawn)).to(logits.device)
-            tokens = sample(logprobs, uniform)
-            if self.greedy.any():
-                tokens = torch.where(torch.from_numpy(self.greedy).to(logits.device), logprobs.argmax(-1), tokens)
+            tokens = sample(logprobs, torch.from_numpy(self._next_uniforms()).to(logits.device))
+            if any(self.greedy):
+                tokens = torch.where(torch.tensor(self.greedy, device=logits.device), logprobs.argmax(-1), tokens)
         return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+
+    def _next_uniforms(self) -> np.ndarray:
+        """[rows]; one step at a time they would take a step of a small model a good part of its time."""
+        if not len(self.uniforms):
+            self.uniforms = uniforms(self.streams, self.drawn + np.arange(AHEAD, dtype=np.uint64)[:, None])
+        first, self.uniforms = self.uniforms[0], self.uniforms[1:]
+        return first
 
     def _keep(self, keep: list[int]) -> None:
         """Keep these rows: the last ones move into the holes, so that few caches are copied."""
@@ -215,5 +228,8 @@ class Decoder:
         self.columns.move(sources, holes, len(keep))
         self.rows = [self.rows[index] for index in order]
         index = torch.tensor(order, dtype=torch.int64, device=self.shape.device)
-        self.feed, self.temperatures = self.feed[:, index], self.temperatures[index]
-        self.streams, self.drawn, self.greedy = self.streams[order], self.drawn[order], self.greedy[order]
+        self.tokens, self.positions, self.temperatures = (
+            each[index] for each in (self.tokens, self.positions, self.temperatures)
+        )
+        self.greedy = [self.greedy[i] for i in order]
+        self.streams, self.drawn, self.uniforms = self.streams[order], self.drawn[order], self.uniforms[:, order]

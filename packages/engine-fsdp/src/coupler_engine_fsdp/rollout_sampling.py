@@ -23,7 +23,7 @@ def stream_starts(seeds: list[int]) -> np.ndarray:
 
 
 def uniforms(starts: np.ndarray, index: np.ndarray) -> np.ndarray:
-    """[n] float64 in (0, 1]: number ``index[i]`` (uint64) of the stream that starts at ``starts[i]``."""
+    """[..., n] float64 in (0, 1]: number ``index[..., i]`` (uint64) of the stream that starts at ``starts[i]``."""
     bits = mix(starts + (index + np.uint64(1)) * np.uint64(GAMMA))
     return ((bits >> np.uint64(11)).astype(np.float64) + 1.0) * 2.0**-53
 
