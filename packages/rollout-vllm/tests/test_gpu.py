@@ -9,6 +9,7 @@ import asyncio
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -343,15 +344,38 @@ def test_a_killed_engine_is_named_at_once_and_starts_again(
     check(mortal, reference)
 
 
+IN_BF16 = ("rollout.dtype=bf16", "engine.dtype=bf16", "rollout.kv_cache_gib=1", "rollout.enforce_eager=true")
+
+
+def check_log(log: list[dict[str, float]]) -> None:
+    assert log[0]["sync/probe"] < 0.15 < log[0]["sync/probe_permuted"]
+    for step in log[1:]:
+        assert step["train_infer/abs_diff"] < 0.15
+
+
 def test_the_whole_job_takes_turns_on_one_device(reference: TransformersReference, tmp_path: Path) -> None:
     """``coupler train engine=fsdp rollout=vllm offload=true``: step-0 gate, hand-over, and a ledger of each phase."""
     from test_train import run
 
-    log = run(
-        tmp_path, reference, "offload=true", "sync.transport=ipc", "rollout.dtype=bf16", "engine.dtype=bf16",
-        "rollout.kv_cache_gib=1", "rollout.enforce_eager=true",
-    )  # fmt: skip
-    assert log[0]["sync/probe"] < 0.15 < log[0]["sync/probe_permuted"]
-    for step in log[1:]:
-        assert step["train_infer/abs_diff"] < 0.15
-        assert step["memory/train/device_gib"] > 0
+    log = run(tmp_path, reference, "offload=true", "sync.transport=ipc", *IN_BF16)
+    check_log(log)
+    assert all(step["memory/train/device_gib"] > 0 for step in log[1:])
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("engine.ranks=2", "rollout.tensor_parallel=2", "offload=true", "sync.transport=ipc"),
+        ("ray.placement=disjoint", "sync.transport=nccl"),
+    ],
+    ids=["one replica on both, in turns", "a GPU for training, a GPU for inference"],
+)
+def test_the_whole_job_on_two_devices(
+    reference: TransformersReference, tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
+    from test_train import arguments, logged
+
+    train = arguments(tmp_path, reference, "executor=ray", *overrides, *IN_BF16)
+    subprocess.run([sys.executable, "-m", "coupler.cli", *train], check=True, timeout=400)  # here vLLM imported Ray
+    check_log(logged(tmp_path))
