@@ -161,6 +161,15 @@ def test_core_works_alone(uv: str, wheels: dict[str, ZipFile], tmp_path: Path) -
     assert {("engine", "toy", "available"), ("transport", "inproc", "available")} <= listed
 
 
+def test_a_third_party_s_wheel_is_found(uv: str, wheels: dict[str, ZipFile], tmp_path: Path) -> None:
+    """By its entry point alone, next to a core that does not know of it."""
+    python = installed_alone(uv, "coupler-core", wheels, tmp_path / "env")
+    call(uv, "build", "--quiet", "--wheel", str(ROOT / "examples" / "plugin-minimal"), "--out-dir", str(tmp_path))
+    (wheel,) = map(str, tmp_path.glob("*.whl"))
+    call(uv, "pip", "install", "--quiet", "--no-deps", "--python", python, wheel)
+    assert ["rollout", "minimal"] in [line.split()[:2] for line in call(python, "-c", LISTING).splitlines()]
+
+
 @pytest.mark.parametrize("name", [name for name in FOLDERS if name != "coupler-core"])
 def test_a_plugin_works_alone(name: str, uv: str, wheels: dict[str, ZipFile], tmp_path: Path) -> None:
     python = installed_alone(uv, name, wheels, tmp_path)
