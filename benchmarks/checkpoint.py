@@ -1,126 +1,204 @@
-"""Save and load of a sharded checkpoint on 2, 1 and 3 ranks, against the same bytes as one raw file per rank.
+"""Save and load of a checkpoint on 2, 1 and 3 ranks of engine=fsdp, against the same bytes as one raw file per rank.
 
     python benchmarks/checkpoint.py [--gib 2] [--repeats 5] [--folder DIR]
     python benchmarks/checkpoint.py --gpu     # one rank, its state on a GPU: how long the training step stalls
 
-The state is a transformer's: parameters and two moments in fp32. Both sides write and fsync, or read with nothing of
-the files in the page cache, in the same processes and by turns; a time is the slowest rank's, and the median counts.
+Ours is all that a job does. A save copies the state, writes and hashes it, writes the manifest, renames the folder and
+deletes an older one; a load finds the newest checkpoint, verifies every byte of it and fills the engines. The state is
+a transformer's: parameters and two moments in fp32. Both sides write and fsync, or read with nothing of the files in
+the page cache, in the same processes and by turns; a time lasts until the slowest rank is done, and the median counts.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import multiprocessing
+import multiprocessing.process
 import os
 import shutil
 import socket
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
-from coupler_engine_fsdp import checkpoint
-from coupler_engine_fsdp.weights import shard_rows
+from coupler.checkpoint import Checkpoints, State, newest
+from coupler.config.schema import CheckpointConfig
+from coupler.executors import Handle
+from coupler.imports import resolve
+from coupler.interfaces import EVERYTHING, Model, Rank
+from coupler.workers import WorkerGroup, WorkerSpec
+from coupler_engine_fsdp.config import FSDPConfig
+from coupler_engine_fsdp.engine import FSDPEngine
 
-HIDDEN, VOCABULARY = 1024, 32000
-
-
-def shapes(num_bytes: int) -> dict[str, tuple[int, ...]]:
-    """An embedding and as many layers as fill ``num_bytes``, each parameter with two moments."""
-    found: dict[str, tuple[int, ...]] = {"embed": (VOCABULARY, HIDDEN)}
-    layer = {"qkv": (3 * HIDDEN, HIDDEN), "out": (HIDDEN, HIDDEN), "up": (4 * HIDDEN, HIDDEN), "norm": (HIDDEN,)}
-    size = 12 * VOCABULARY * HIDDEN
-    while size < num_bytes:
-        found |= {f"layers.{len(found)}.{name}": shape for name, shape in layer.items()}
-        size += 12 * sum(torch.Size(shape).numel() for shape in layer.values())
-    return {f"{part}/{name}": shape for part in ("params", "exp_avg", "exp_avg_sq") for name, shape in found.items()}
+ENGINE = f"{Path(__file__).resolve()}:Timed"
+CALL_S = 600  # of one call of a rank, at most
+HIDDEN, INTERMEDIATE, VOCABULARY = 1024, 4096, 32_000
+LAYER = 4 * HIDDEN**2 + 3 * HIDDEN * INTERMEDIATE
 
 
-def state_of(num_bytes: int, mesh: DeviceMesh) -> dict[str, Tensor]:
-    state: dict[str, Tensor] = {}
-    for name, shape in shapes(num_bytes).items():
-        rows = len(shard_rows(shape[0], mesh.size(), mesh.get_local_rank()))
-        local = torch.randn(rows, *shape[1:], device=mesh.device_type)
-        size = torch.Size(shape)
-        state[name] = DTensor.from_local(
-            local, mesh, [Shard(0)], run_check=False, shape=size, stride=torch.empty(size, device="meta").stride()
-        )
-    return state
+class Timed(FSDPEngine):
+    """An engine that also reads and writes raw files of the size of its state."""
+
+    def fill(self) -> int:
+        """Make the state random, as a trained one looks to a disk; return its bytes."""
+        held = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in self.state().values()]
+        for tensor in held:
+            tensor.copy_(torch.rand(tensor.shape, device=tensor.device))
+        size = sum(tensor.nbytes for tensor in held)
+        self.raw = torch.randint(0, 256, (size,), dtype=torch.uint8).numpy().data
+        return size
+
+    def state(self) -> dict[str, Tensor]:
+        return {name: tensor.detach() for name, tensor in self._state(EVERYTHING).items() if tensor.is_floating_point()}
+
+    def raw_write(self, path: Path) -> None:
+        with path.open("wb") as file:
+            file.write(self.raw)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def raw_read(self, path: Path) -> None:
+        with path.open("rb") as file:
+            assert file.readinto(self.raw) == len(self.raw)
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def write_model(folder: Path, num_bytes: int) -> Path:
+    """Write a Qwen2 of random weights whose training state has about ``num_bytes``."""
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    layers = max(1, round((num_bytes / 12 - VOCABULARY * HIDDEN) / LAYER))
+    config = Qwen2Config(
+        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, num_hidden_layers=layers,
+        num_attention_heads=16, num_key_value_heads=16, tie_word_embeddings=True, dtype="bfloat16",
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config, trust_remote_code=False).save_pretrained(folder)
+    return folder
 
 
 def evict(folder: Path) -> None:
-    """Drop the files of ``folder`` from the page cache, where the file system lets us."""
-    for path in folder.iterdir():
+    """Drop the files below ``folder`` from the page cache, where the file system lets us."""
+    for path in filter(Path.is_file, folder.rglob("*")):
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
 
 
-def timed(work: Callable[[], object]) -> float:
-    """Seconds until the slowest rank is done."""
-    dist.barrier()
+async def timed(work: Awaitable[object]) -> float:
     start = time.perf_counter()
-    work()
-    seconds = torch.tensor(time.perf_counter() - start)
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    return float(seconds)
+    await work
+    return time.perf_counter() - start
 
 
-def raw_write(path: Path, data: memoryview) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+async def raw(group: WorkerGroup, method: str, folder: Path) -> None:
+    await group.executor.each(group.ranks, "do", [(method, folder / str(i)) for i in range(len(group.ranks))])
 
 
-def raw_read(path: Path, into: memoryview) -> None:
-    with path.open("rb") as file:
-        assert file.readinto(into) == len(into)
+async def measure(group: WorkerGroup, folder: Path, saves: bool, repeats: int) -> dict[str, Any]:
+    size = sum(await group.all("do", "fill"))
+    files = folder / f"raw-{len(group.ranks)}"
+    files.mkdir()
+    found: dict[str, Any] = {"size": size, "saves": [], "loads": [], "stalls": []}
+    checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig(), {})
 
-
-def rank_main(index: int, world: int, port: int, arguments: argparse.Namespace, rows: multiprocessing.Queue) -> None:
-    torch.set_num_threads(1)
-    backend = "cpu:gloo,cuda:nccl" if arguments.gpu else "gloo"
-    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=index, world_size=world)
-    mesh = init_device_mesh("cuda" if arguments.gpu else "cpu", (world,))
-    state = state_of(int(arguments.gib * 2**30), mesh)
-    size = sum(tensor.to_local().nbytes for tensor in state.values())
-    data = memoryview(torch.randint(0, 256, (size,), dtype=torch.uint8).numpy())
-    saved, raw = arguments.folder / "checkpoint", arguments.folder / f"raw-{world}"
-    raw.mkdir(exist_ok=True)
-    saves, loads, stalls = [], [], []
-    host: dict[str, Tensor] = {}
-
-    def save() -> None:
+    async def save(step: int) -> None:
         start = time.perf_counter()
-        pending = checkpoint.save(saved, state, mesh, host)
-        if arguments.gpu:
-            torch.cuda.synchronize()  # until here the next step's kernels wait too
-        stalls.append(time.perf_counter() - start)
-        pending.wait(600)
+        await checkpoints.save(
+            step, {"policy": group}, State({}), hold=lambda _: nullcontext(), values={}, healthy=True
+        )
+        await group.all("do", "synchronize")  # until here the next step's kernels wait too
+        found["stalls"].append(time.perf_counter() - start)
+        await checkpoints.settle()
 
-    for _ in range(arguments.repeats):
-        reference = timed(lambda: raw_write(raw / str(index), data))
-        if world == arguments.saving:
-            shutil.rmtree(saved, ignore_errors=True) if index == 0 else None
-            dist.barrier()
-            saved.mkdir(exist_ok=True)
-            saves.append((timed(save), reference))
-    for _ in range(arguments.repeats):
-        evict(raw), dist.barrier()
-        reference = timed(lambda: raw_read(raw / str(index), data))
-        evict(saved), dist.barrier()
-        loads.append((timed(lambda: checkpoint.load(saved, state)), reference))
-    if index == 0:
-        rows.put((world, size * world, saves, loads, stalls))
-    dist.destroy_process_group()
+    async def load() -> None:
+        checkpoint, skipped = newest(folder / "checkpoints")
+        assert checkpoint and not skipped
+        await checkpoint.restore("policy", group)
+
+    for step in range(1, repeats + 1):
+        reference = await timed(raw(group, "raw_write", files))
+        if saves:
+            found["saves"].append((await timed(save(step)), reference))
+    for _ in range(repeats):
+        evict(files)
+        reference = await timed(raw(group, "raw_read", files))
+        evict(folder / "checkpoints")
+        found["loads"].append((await timed(load()), reference))
+    return found
+
+
+class Processes:
+    """As much of an executor as the ranks of one engine need, each a process of this host."""
+
+    def __init__(self) -> None:
+        self.context = multiprocessing.get_context("spawn")
+        self.running: list[multiprocessing.process.BaseProcess] = []
+
+    def spawn(self, role: str, index: int, build: str, spec: Any, python: str = "") -> Handle:
+        ours, theirs = self.context.Pipe()
+        self.running.append(self.context.Process(target=serve, args=(theirs, build, spec), daemon=True))
+        self.running[-1].start()
+        return Handle(role, index, ours)
+
+    async def locate(self, handles: Sequence[Handle], ranks: Sequence[Rank]) -> list[Rank]:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            rendezvous = f"127.0.0.1:{probe.getsockname()[1]}"
+        return [replace(rank, rendezvous=rendezvous) for rank in ranks]
+
+    async def each(
+        self, handles: Sequence[Handle], method: str, arguments: Iterable[tuple[Any, ...]], *, aside: bool = False
+    ) -> list[Any]:
+        calls = zip(handles, arguments, strict=True)
+        return await asyncio.gather(*(asyncio.to_thread(call, handle.of, method, args) for handle, args in calls))
+
+    def close(self) -> None:
+        for process in self.running:
+            process.kill()
+
+
+def serve(pipe: Connection, build: str, spec: Any) -> None:
+    """Answer calls of one worker until this process is ended."""
+    torch.set_num_threads(1)
+    worker = resolve(build)(spec)
+    while True:
+        method, args = pipe.recv()
+        pipe.send(getattr(worker, method)(*args))
+
+
+def call(pipe: Connection, method: str, args: tuple[Any, ...]) -> Any:
+    pipe.send((method, args))
+    assert pipe.poll(CALL_S), f"{method} took longer than {CALL_S} s"
+    return pipe.recv()
+
+
+def run(world: int, arguments: argparse.Namespace, saves: bool) -> dict[str, Any]:
+    """Start an engine of ``world`` ranks, measure, and end it."""
+    executor: Any = Processes()
+    spec = WorkerSpec("policy", ENGINE, FSDPConfig(), Model(str(arguments.folder / "model")), None)
+    group = WorkerGroup(executor, spec, [Rank(index=i, world=world) for i in range(world)])
+
+    async def go() -> dict[str, Any]:
+        await group.setup()
+        return await measure(group, arguments.folder, saves, arguments.repeats)
+
+    try:
+        return asyncio.run(go())
+    finally:
+        executor.close()
 
 
 def line(what: str, size: int, pairs: list[tuple[float, float]]) -> str:
@@ -136,27 +214,21 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("checkpoint-benchmark"), help="made and removed")
     parser.add_argument("--gpu", action="store_true")
     arguments = parser.parse_args()
-    arguments.saving = 1 if arguments.gpu else 2
+    arguments.folder = arguments.folder.absolute()
     arguments.folder.mkdir()
-    spawn = multiprocessing.get_context("spawn")
-    print(f"{'':16}  {'GiB':>6}  {'seconds':>8}  {'raw':>8}  {'ratio':>7}")
+    if not arguments.gpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # ranks inherit it
     try:
-        for world in (1,) if arguments.gpu else (2, 1, 3):
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port = probe.getsockname()[1]
-            rows = spawn.Queue()
-            ranks = [spawn.Process(target=rank_main, args=(i, world, port, arguments, rows)) for i in range(world)]
-            for process in ranks:
-                process.start()
-            _, size, saves, loads, stalls = rows.get(timeout=3600)
-            for process in ranks:
-                process.join(60)
-            if saves:
-                print(line(f"save, {world} rank{'s' * (world > 1)}", size, saves))
-                stall = statistics.median(s / save for s, (save, _) in zip(stalls, saves, strict=True))
-                print(f"  the caller waits {'':5}  {statistics.median(stalls):8.3f}  {100 * stall:15.1f} %")
-            print(line(f"load, {world} rank{'s' * (world > 1)}", size, loads), flush=True)
+        write_model(arguments.folder / "model", int(arguments.gib * 2**30))
+        print(f"{'':16}  {'GiB':>6}  {'seconds':>8}  {'raw':>8}  {'ratio':>7}")
+        for i, world in enumerate((1,) if arguments.gpu else (2, 1, 3)):
+            found = run(world, arguments, saves=not i)
+            ranks = f"{world} rank{'s' * (world > 1)}"
+            if saves := found["saves"]:
+                print(line(f"save, {ranks}", found["size"], saves))
+                stall = statistics.median(s / save for s, (save, _) in zip(found["stalls"], saves, strict=True))
+                print(f"  the caller waits {'':5}  {statistics.median(found['stalls']):8.3f}  {100 * stall:15.1f} %")
+            print(line(f"load, {ranks}", found["size"], found["loads"]), flush=True)
     finally:
         shutil.rmtree(arguments.folder)
 

@@ -68,7 +68,18 @@ def test_the_checkpoint_holds_what_its_manifest_says(trained: Path) -> None:
     written = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
     assert manifest["files"].keys() == written - {"MANIFEST.json"}
     for name, entry in manifest["files"].items():
-        assert entry["sha256"] == hashlib.sha256((folder / name).read_bytes()).hexdigest()
+        assert entry["sha256"] == [hashlib.sha256((folder / name).read_bytes()).hexdigest()]
+
+
+def test_every_start_says_what_it_was_made_of(trained: Path, model: Path, tmp_path: Path) -> None:
+    """The data and the configuration as the checkpoint has them; other ones show."""
+    (start,) = json.loads((trained / "run.json").read_text())
+    manifest = json.loads((trained / "checkpoints" / "step_3" / "MANIFEST.json").read_text())
+    assert {name: start[name] for name in ("data", "config", "packages")} == {
+        name: manifest[name] for name in ("data", "config", "packages")
+    }
+    (other,) = json.loads((run("train", model, tmp_path / "run", "data.limit=4", "steps=1") / "run.json").read_text())
+    assert other["data"] != start["data"] and other["config"] != start["config"]
 
 
 def test_tensorboard_shows_the_same_numbers(trained: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from job_run import arguments, metrics, reproducible, run, write_inputs
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from coupler.batch import Batch
 from coupler.cli import main
@@ -64,6 +64,34 @@ def test_two_runs_are_equal(trained: Path, model: Path, tmp_path: Path) -> None:
     assert reproducible(run("train", model, tmp_path / "again", *ENGINE)) == reproducible(trained)
 
 
+def test_a_policy_and_a_critic_go_on_with_equal_bits(model: Path, tmp_path: Path) -> None:
+    """PPO in one go, and as two steps of which the second goes on: metrics, both exports, and `coupler export`."""
+    ppo = (*ENGINE[:3], "algorithm=ppo", "critic.engine.lr=3e-3", "optimizer_steps_per_batch=2")
+    whole, again = (tmp_path / name / "run" for name in ("whole", "again"))
+    run("train", model, whole, *ppo, "steps=2")
+    for steps in (1, 2):
+        run("train", model, again, *ppo, f"steps={steps}")
+    found, want = ([line | {"run/steps": 0} for line in reproducible(folder)] for folder in (again, whole))
+    assert found == want and want[-1]["critic/loss"] > 0 and want[-1]["critic/values"] != 0
+    assert main(["export", str(again), "--out", str(tmp_path / "exported")]) == 0
+    folders = [again / "export", again / "export_critic", tmp_path / "exported"]
+    for folder, same in zip(folders, (whole / "export", whole / "export_critic", whole / "export"), strict=True):
+        tensors, expected = (load_file(each / "model.safetensors") for each in (folder, same))
+        assert tensors.keys() == expected.keys()
+        assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items()), folder
+    scores = AutoModelForTokenClassification.from_pretrained(again / "export_critic").score
+    assert scores.weight.abs().max() > 0, "the export's critic has the head that was trained"
+
+
+def test_supervised_training_is_that_of_fsdp(model: Path, tmp_path: Path) -> None:
+    ours, theirs = (
+        metrics(run("sft", model, tmp_path / engine / "run", f"engine={engine}", ENGINE[1]))
+        for engine in ("megatron", "fsdp")
+    )
+    for name in ("nll", "train/grad_norm"):
+        assert [line[name] for line in ours] == pytest.approx([line[name] for line in theirs], rel=1e-3)
+
+
 def test_recorded_routes_are_replayed(tmp_path: Path) -> None:
     """Two optimizer steps on a mixture of experts, sent where the pass for old log-probs sent the tokens."""
     reference = TransformersReference(write_qwen3_moe(tmp_path / "model"))
@@ -90,6 +118,35 @@ def test_recorded_routes_are_replayed(tmp_path: Path) -> None:
     moved = metrics["moe/route_disagreement"]
     assert 0 < moved.value < 0.5, "the second step's weights choose others now and then; the first one's do not"
     assert 1 <= metrics["moe/max_load"].value <= 4
+
+
+@pytest.fixture
+def routed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], Path]:
+    """The command line of a job whose rollout sends some tokens to other experts than the routers would; its folder."""
+    monkeypatch.setenv("COUPLER_PLUGINS", "routing_rollout")
+    experts, folder = write_qwen3_moe(tmp_path / "experts"), tmp_path / "run"
+    write_inputs(tmp_path)
+    plain = [
+        each for each in arguments("train", experts, tmp_path, folder) if not each.startswith(("rollout", "engine"))
+    ]
+    return [*plain, *ENGINE[:2], "rollout=routing", "sync.self_test=false", "steps=1", "engine.dtype=fp32"], folder
+
+
+def test_routes_of_the_rollout_are_replayed(routed: tuple[list[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """Engine and rollout then have equal log-probs. Without, and where one route is missing, the run ends."""
+    job, folder = routed
+    assert main([*job, "router_replay=R3"]) == 0
+    step = metrics(folder)[-1]
+    assert step["train_infer/abs_diff"] < 1e-4 and step["train/grad_norm"] > 0
+    assert 0.2 < step["moe/route_disagreement"] < 0.3, "a fourth of the tokens"
+    refused = {
+        ("router_replay=disabled",): "the rollouts' log-probs differ from the engine's by",
+        ("router_replay=R3", "rollout.silent=2"): "a rollout left out the experts of 1 of the",
+    }
+    for more, what in refused.items():
+        capsys.readouterr()
+        assert main([*job, f"run_dir={folder}-{len(more)}", *more]) == 2
+        assert what in capsys.readouterr().err
 
 
 def test_routes_need_someone_who_says_them(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

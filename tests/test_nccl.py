@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from coupler.errors import WaitTimeout, WeightSyncError
+from coupler.errors import PeerLost, WaitTimeout, WeightSyncError
 from coupler.interfaces import Endpoint, Named, Rank, WeightUpdate
 from coupler.transports import nccl
 from coupler.transports.connection import connected, header, send
@@ -78,24 +83,101 @@ def test_a_member_that_was_started_again_makes_a_new_group() -> None:
     carry(sender, {0: receivers[0]}, update_of(endpoint, 2, 1))
 
 
-def test_a_collective_that_a_worker_never_joins_ends_at_the_deadline() -> None:
+@pytest.mark.parametrize("joins", [False, True])
+def test_a_collective_that_a_worker_never_joins_ends_at_the_deadline(joins: bool) -> None:
     sender = NcclTransport()
     update = update_of(sender.bind(Rank()), 0, 1, deadline_s=1.5)
 
     def absent() -> None:
         """Understand everything, and take part in nothing."""
-        with connected(update.endpoints[0].address, update, group="") as connection:
-            header(connection)
+        with connected(update.endpoints[0].address, replace(update, deadline_s=20.0), group="") as connection:
             said = header(connection)
-            send(connection, {"digest": nccl._digest(said["entries"], said["nbytes"])})
-            time.sleep(5)
+            group = None
+            if joins:
+                store = torch.distributed.TCPStore(said["host"], said["port"], is_master=False)
+                group = nccl.Group(store, said["rank"], said["world"], nccl.Watch(update, [connection]))
+                said = header(connection)
+                send(connection, {"digest": nccl._digest(said["entries"], said["nbytes"])})
+            with suppress(ConnectionError):
+                while True:
+                    header(connection)
+            del group
 
     start = time.monotonic()
     with ThreadPoolExecutor(1) as pool:
         pool.submit(absent)
-        with pytest.raises((WaitTimeout, RuntimeError)):
-            sender.send(iter(weights()), update, Rank())
+        with pytest.raises(
+            WaitTimeout, match="a receiver took no weights" if joins else "the group that carries weights"
+        ):
+            sender.send(iter([("w", torch.zeros(64 << 20, dtype=torch.uint8))]), update, Rank())
         assert time.monotonic() - start < 4
+
+
+VICTIM = """
+import json, os, signal, sys, time
+import torch
+from coupler.interfaces import Endpoint, WeightUpdate
+from coupler.transports import nccl
+from coupler.transports.connection import connected, header, send
+
+said, moment = json.loads(sys.argv[1]), sys.argv[2]
+update = WeightUpdate(**{**said, "endpoints": tuple(Endpoint(**each) for each in said["endpoints"])})
+
+def reached(name):
+    if name == moment:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+with connected(update.endpoints[0].address, update, group="") as sender:
+    said = header(sender)
+    reached("before the group")
+    store = torch.distributed.TCPStore(said["host"], said["port"], is_master=False)
+    group = nccl.Group(store, said["rank"], said["world"], nccl.Watch(update, [sender]))
+    said = header(sender)
+    send(sender, {"digest": nccl._digest(said["entries"], said["nbytes"])})
+    reached("in the collective")
+    header(sender)
+    reached("after the last header")
+    sender.close()
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    "moment", ["before the group", "in the collective", "after the last header", "never: it hangs up"]
+)
+@pytest.mark.parametrize("num_bytes", [1 << 10, 64 << 20])  # what a socket holds, and what waits for its reader
+def test_a_receiver_that_goes_away_ends_the_wait(moment: str, num_bytes: int) -> None:
+    """Long before the deadline, and with the name that lets a sync try again once that replica is back."""
+    sender = NcclTransport()
+    update = update_of(sender.bind(Rank()), 0, 1, deadline_s=60.0)
+    victim = subprocess.Popen([sys.executable, "-c", VICTIM, json.dumps(asdict(update)), moment])
+    start = time.monotonic()
+    try:
+        with pytest.raises(PeerLost, match="a receiver of weights version 0 went away"):
+            sender.send(iter([("w", torch.zeros(num_bytes, dtype=torch.uint8))]), update, Rank())
+    finally:
+        victim.kill()
+        victim.wait()
+    assert time.monotonic() - start < 30
+
+
+def test_a_sender_that_goes_away_ends_the_wait() -> None:
+    """Its own failure is raised there; a receiver says only that it went."""
+    sender, receiver = NcclTransport(), NcclTransport()
+    update = update_of(sender.bind(Rank()), 0, 1, deadline_s=60.0)
+
+    def broken() -> Iterator[Named]:
+        yield "w", torch.zeros(nccl.BUFFER_BYTES + 1, dtype=torch.uint8)
+        raise ZeroDivisionError
+
+    start = time.monotonic()
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(sender.send, broken(), update, Rank())
+        with pytest.raises(PeerLost, match="the sender of weights version 0 went away"):
+            list(receiver.receive(update, Rank()))
+        with pytest.raises(ZeroDivisionError):
+            sending.result(20)
+    assert time.monotonic() - start < 30
 
 
 def test_other_names_are_refused_before_the_collective() -> None:
@@ -106,7 +188,7 @@ def test_other_names_are_refused_before_the_collective() -> None:
         with connected(update.endpoints[0].address, update, group="") as connection:
             said = header(connection)
             store = torch.distributed.TCPStore(said["host"], said["port"], is_master=False)
-            group = nccl.Group(store, said["rank"], said["world"], update)
+            group = nccl.Group(store, said["rank"], said["world"], nccl.Watch(update, [connection]))
             said = header(connection)
             said["entries"][0]["shape"] = [1]
             send(connection, {"digest": nccl._digest(said["entries"], said["nbytes"])})

@@ -12,6 +12,7 @@ from job_run import metrics, reproducible, run
 from transformers import AutoModelForTokenClassification
 
 from coupler.batch import Batch
+from coupler.cli import main
 from coupler.interfaces import Head, Model, Output, Part, Rank
 from coupler_engine_fsdp.config import FSDPConfig
 from coupler_engine_fsdp.engine import FSDPEngine
@@ -25,7 +26,8 @@ PPO = (
 @pytest.fixture(scope="module")
 def trained(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of three steps, the first of which warms the critic up."""
-    return run("train", model, tmp_path_factory.mktemp("ppo") / "run", *PPO)
+    kept = ("record.every_steps=1", "checkpoint.every_steps=1")
+    return run("train", model, tmp_path_factory.mktemp("ppo") / "run", *PPO, *kept)
 
 
 def values_of(model: Model, checkpoint: Path | None) -> np.ndarray:
@@ -65,6 +67,21 @@ def test_checkpoint_and_export_of_the_critic_hold_the_same_values(trained: Path,
     np.testing.assert_allclose(logits, saved, atol=1e-5)
     manifest = json.loads((trained / "checkpoints" / "step_3" / "MANIFEST.json").read_text())
     assert manifest["step"] == 3 and manifest["roles"].keys() == {"policy", "critic"}
+
+
+def test_replaying_a_stage_gives_what_the_run_had(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def replayed(step: int, stage: str) -> dict[str, float]:
+        """Differences by name."""
+        assert main(["replay", str(trained), "--step", str(step), "--stage", stage]) == 0
+        lines = [line.split() for line in capsys.readouterr().out.splitlines() if " recorded " in line]
+        return {words[0]: abs(float(words[-1])) for words in lines}
+
+    for stage in ("train", "values", "advantages"):
+        assert set(replayed(3, stage).values()) == {0.0}, stage
+    assert max(replayed(3, "logprobs").values()) < 1e-4
+    assert {"loss", "critic/loss", "critic/grad_norm"} <= replayed(3, "train").keys()
+    warming = replayed(1, "train")  # from the model itself: no checkpoint comes before it
+    assert set(warming.values()) == {0.0} and "critic/loss" in warming and "loss" not in warming
 
 
 def test_the_policy_of_a_warm_up_is_the_model(model: Path, tmp_path: Path) -> None:

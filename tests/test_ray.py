@@ -21,7 +21,7 @@ from coupler.errors import ConfigError, PlacementError, WaitTimeout, WorkerDied,
 from coupler.executors.environment import of_ray, token
 from coupler.interfaces import Rank
 from coupler.placement import Role
-from coupler.testing.models import write_tokenizer, write_toy
+from coupler.testing.models import read_tensors, write_tokenizer, write_toy
 from coupler.waiting import Waits
 
 PROBE = f"{Path(__file__).with_name('ray_worker.py')}:Probe"
@@ -36,8 +36,8 @@ def cluster() -> Iterator[str]:
         import ray
         from ray.cluster_utils import Cluster
 
-        nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "include_dashboard": False})
-        nodes.add_node(num_cpus=3)
+        nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
+        nodes.add_node(num_cpus=4)
         ray.init(address=nodes.address, log_to_driver=False, configure_logging=False)
     yield nodes.address
     ray.shutdown()
@@ -60,7 +60,7 @@ def probes(
     """Two probes as ranks of a policy, each on another node; ``use`` gets executor, handles and ranks."""
     from coupler.executors.ray import OnRay
 
-    executor = OnRay(RayConfig(num_cpus_per_worker=2), waits or Waits(60.0, 60.0), logs)
+    executor = OnRay(RayConfig(num_cpus_per_worker=3), waits or Waits(60.0, 60.0), logs)
 
     async def go() -> None:
         await executor.place([Role("policy", 2)])
@@ -124,6 +124,35 @@ def test_two_ranks_and_two_replicas_over_two_nodes(cluster: str, model: Path, tm
     for a, b in zip(one[1:], two[1:], strict=True):
         for name in ("reward/mean", "loss", "train/grad_norm", "entropy", "batch/tokens"):
             assert b[name] == pytest.approx(a[name], rel=1e-4, abs=1e-6), name
+
+
+def test_ranks_of_every_role_go_on_from_one_rank(
+    cluster: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """PPO with a critic and a reference, stopped after its first checkpoint in one process, on two ranks each."""
+    ppo = ("algorithm=ppo", "algorithm.kl=in_loss", "algorithm.kl_estimator=k3", "critic.engine.lr=3e-3")
+    one = run("train", model, tmp_path / "run", *ppo)
+    two = tmp_path / "two"
+    given = [*arguments("train", model, tmp_path, two), *ppo]
+    assert main([*given, "steps=1"]) == 0
+    ranks = ("executor=ray", "engine.ranks=2", "checkpoint.every_steps=1", "record.every_steps=1")
+    assert main([*given, *ranks]) == 0
+    assert [line["step"] for line in metrics(two)] == [0, 1, 2, 3]
+    for a, b in zip(metrics(one)[1:], metrics(two)[1:], strict=True):
+        for name in ("reward/mean", "loss", "kl_ref", "train/grad_norm", "critic/loss", "critic/grad_norm"):
+            assert b[name] == pytest.approx(a[name], rel=1e-3, abs=1e-6), name
+    capsys.readouterr()
+    assert main(["replay", str(two), "--step", "3"]) == 0  # with one rank each
+    again = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines() if " recorded " in line}
+    for name in ("loss", "critic/loss", "train/grad_norm", "critic/grad_norm"):
+        assert float(again[name][4]) == pytest.approx(float(again[name][2]), rel=1e-3, abs=1e-6), name
+    assert main(["export", str(two), "--out", str(tmp_path / "out")]) == 0
+    policies = [tmp_path / "out", two / "export", one / "export"]
+    for folders in (policies, [two / "export_critic", one / "export_critic"]):
+        first, *others = map(read_tensors, folders)
+        for other in others:
+            for name, tensor in first.items():
+                np.testing.assert_allclose(tensor, other[name], atol=1e-3, err_msg=name)
 
 
 def test_arguments_arrive_without_a_copy_and_workers_know_their_place(
@@ -200,12 +229,12 @@ def test_a_cluster_that_is_too_small_is_refused(cluster: str, tmp_path: Path, de
     from coupler.executors.ray import OnRay
 
     executor = OnRay(RayConfig(placement=Placement.DISJOINT, devices=devices), Waits(60.0, 60.0), tmp_path)
-    roles = [Role("policy", 4), Role("rollout", 4)]
+    roles = [Role("policy", 5), Role("rollout", 5)]
     with pytest.raises(PlacementError) as refused:
         asyncio.run(executor.place(roles))
-    kind = f"{devices.value.upper()}s (policy 4 + rollout 4)"
+    kind = f"{devices.value.upper()}s (policy 5 + rollout 5)"
     assert str(refused.value).startswith(
-        f"the run needs 8 {kind}, the cluster has {6 if devices == 'cpu' else 0}: node "
+        f"the run needs 10 {kind}, the cluster has {8 if devices == 'cpu' else 0}: node "
     )
     executor.close()
 

@@ -7,7 +7,9 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from fake_plugins import install, plugin
 from safetensors.numpy import save_file
 
 from coupler.doctor import run
+from coupler.doctor.devices import GIB, gpus
 from coupler.finding import Finding, Verdict, problem
 from coupler.testing.models import write_toy
 
@@ -268,3 +271,32 @@ def test_a_driver_older_than_torch(tmp_path: Path) -> None:
         done = doctor(folders=(tmp_path,), LD_LIBRARY_PATH=str(tmp_path))
         assert any(fix in given for _, given in found(done, name)), done.stdout
         shutil.rmtree(tmp_path / "__pycache__", ignore_errors=True)
+
+
+def on_a_host(*free: float, available: bool = True, apart: Collection[tuple[int, int]] = ()) -> dict[str, Finding]:
+    """What is found, by name, where torch sees GPUs of 80 GiB, so much of each free, with no access between some."""
+    cuda = SimpleNamespace(
+        is_available=lambda: available,
+        device_count=lambda: len(free),
+        mem_get_info=lambda i: (int(free[i] * GIB), 80 * GIB),
+        get_device_name=lambda i: "H100",
+        nccl=SimpleNamespace(version=lambda: (2, 27, 3)),
+        can_device_access_peer=lambda i, j: (i, j) not in apart,
+    )
+    return {finding.name: finding for finding in gpus(SimpleNamespace(cuda=cuda))}
+
+
+def test_gpus_as_torch_sees_them() -> None:
+    assert {name: f.text for name, f in on_a_host(79).items()} == {"GPU 0": "H100, 79.0 of 80.0 GiB free"}
+    found = on_a_host(79, 12.5)
+    assert [found[f"GPU {i}"].verdict for i in range(2)] == [Verdict.OK, Verdict.WARNING]
+    assert found["GPU 1"].text == "H100, 12.5 of 80.0 GiB free: another process holds the rest"
+    assert (found["NCCL"].text, found["peer-to-peer"].text) == ("2.27.3", "between all 2 GPUs")
+    apart = on_a_host(79, 79, 79, apart={(0, 2), (2, 0)})["peer-to-peer"]
+    assert apart.verdict is Verdict.WARNING and "between GPUs 0-2, 2-0: " in apart.text
+
+
+@pytest.mark.parametrize(("free", "fix"), [((), "unset CUDA_VISIBLE_DEVICES"), ((79,), "nvidia-smi")])
+def test_a_driver_whose_gpus_torch_does_not_find(free: tuple[float, ...], fix: str) -> None:
+    [finding] = on_a_host(*free, available=False).values()
+    assert finding.verdict is Verdict.PROBLEM and "torch finds no GPU" in finding.text and fix in finding.fix

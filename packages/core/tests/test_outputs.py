@@ -56,7 +56,8 @@ def test_a_checkpoint_is_complete_and_says_what_it_is(tmp_path: Path) -> None:
     assert written == {MANIFEST, *manifest["files"]} and any(name.startswith("policy/") for name in written)
     for name, entry in manifest["files"].items():
         content = (folder / name).read_bytes()
-        assert entry == {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        assert entry == {"bytes": len(content), "sha256": [hashlib.sha256(content).hexdigest()]}
+        assert len(content) <= manifest["chunk_bytes"]
     assert sorted(p.name for p in folder.parent.iterdir()) == ["step_3"]
     assert check(folder) == "" and read(folder).state == State({"at": 1})
 

@@ -135,7 +135,7 @@ def test_a_call_that_hangs_is_killed_and_costs_no_other_call(rewards: str, hang:
         assert time.monotonic() - start < 10
         measured = values(pool.metrics())
         assert measured["reward/timeout_rate"] == pytest.approx(1 / 162)
-        assert measured["reward/latency_max"] == 0.5
+        assert measured["time/reward_max"] == 0.5
         assert values(pool.metrics()) == dict.fromkeys(measured, 0.0)
 
 

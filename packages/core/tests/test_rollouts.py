@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from coupler.config.schema import SyncConfig
-from coupler.errors import ReplicaDied
+from coupler.errors import ReplicaDied, WaitTimeout
 from coupler.executors import Local
 from coupler.interfaces import Completion, InFlight, Memory, Model, Rank, Request, SyncReceipt, WeightUpdate
 from coupler.plugins.manager import Plugins
@@ -242,3 +243,35 @@ def test_a_replica_that_dies_while_it_wakes_is_back_at_the_sync(tmp_path: Path) 
         assert set((await group.generate(requests(1)[0])).versions) == {1}
 
     asyncio.run(asyncio.wait_for(story(), 15.0))
+
+
+class Silent(ToyRollout):
+    async def generate(self, request: Request) -> Completion:
+        return await asyncio.get_running_loop().create_future()
+
+
+class Stuck(ToyRollout):
+    async def generate(self, request: Request) -> Completion:
+        time.sleep(60)
+        return await super().generate(request)
+
+
+@pytest.mark.parametrize("inline", [True, False])
+@pytest.mark.parametrize("rollout", ["Silent", "Stuck"])
+def test_a_rollout_that_never_answers_ends_at_the_deadline(tmp_path: Path, inline: bool, rollout: str) -> None:
+    """One that waits for what never comes; and one that blocks its thread, where it has one of its own."""
+    if inline and rollout == "Stuck":
+        pytest.skip("it blocks the only thread there is, which the heartbeat says")
+    executor = Local(inline=inline, waits=Waits(0.5, 60))
+    model = Model(str(write_toy(tmp_path)))
+    group = RolloutGroup(executor, f"test_rollouts:{rollout}", ToyRolloutConfig(), model, [Rank()])
+
+    async def story() -> None:
+        await group.setup()
+        with pytest.raises(WaitTimeout, match=r"waited 0\.5 s for generate of rollout \[0\]\.\n.*waits\.deadline_s"):
+            await group.generate(Request((5, 6), 4))
+
+    start = time.monotonic()
+    asyncio.run(story())
+    executor.close()
+    assert time.monotonic() - start < 10

@@ -123,11 +123,25 @@ def completion(**changes: Any) -> Completion:
     return replace(Completion((5, 6), (-1.0, -2.0), (0, 0), "stop"), **changes)
 
 
-def test_routes_of_another_number_of_tokens_are_an_error() -> None:
+def packed(routes: np.ndarray) -> Batch:
     prompt = Prompt(Row(prompt="", answer="", index=0, extra={}), (1, 2, 3))
-    routes = np.zeros((4, LAYERS, TOPK), np.int8)
+    return pack([Scored(prompt, completion(routed_experts=routes), 1.0)], 0, 1, 1.0)
+
+
+def test_routes_of_another_number_of_tokens_are_an_error() -> None:
     with pytest.raises(CouplerError, match="experts of 4 tokens for a prompt and completion of 5"):
-        pack([Scored(prompt, completion(routed_experts=routes), 1.0)], 0, 1, 1.0)
+        packed(np.zeros((4, LAYERS, TOPK), np.int8))
+
+
+@pytest.mark.parametrize("where", [(0,), (3,), (2, 1), (1, 0, 1)], ids=["prompt", "sampled", "one layer", "one expert"])
+def test_only_the_last_token_may_have_no_routes(where: tuple[int, ...]) -> None:
+    """The engine would leave the token to its router, where the rollout's may have sent it elsewhere."""
+    routes = np.zeros((5, LAYERS, TOPK), np.int8)
+    routes[-1] = -1
+    np.testing.assert_array_equal(packed(routes)["routed_experts"], routes)
+    routes[where] = -1
+    with pytest.raises(CouplerError, match="experts of 1 of the 4 tokens that it was fed"):
+        packed(routes)
 
 
 class CutOff(RoutedRollout):

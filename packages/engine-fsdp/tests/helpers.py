@@ -8,11 +8,20 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from coupler.batch import Batch
 from coupler.interfaces import Columns, Model, Named, Output, Rank, StepInfo
 from coupler.metrics import Metric, Metrics
+from coupler.testing.reference import as_saved
 from coupler_engine_fsdp.config import FSDPConfig
 from coupler_engine_fsdp.engine import FSDPEngine
 
@@ -33,6 +42,9 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SHAPE, tie_word_embeddings=False, attention_bias=True),
     "qwen3": Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True),
     "mistral": MistralConfig(**SHAPE, tie_word_embeddings=True, sliding_window=7, head_dim=12),
+    "experts": Qwen3MoeConfig(
+        **SHAPE, head_dim=12, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=16, tie_word_embeddings=False
+    ),  # no multiple of 2 or 4 either
     "wide": Qwen3Config(**SHAPE, head_dim=64, tie_word_embeddings=False),  # as flash-attn-4 takes them
 }
 
@@ -91,7 +103,8 @@ def reference(
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Outputs [T] of ``make_batch`` and gradients by name, one sequence at a time with eager attention."""
     batch = make_batch(seed=seed)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **eager)
     outputs: dict[str, list[torch.Tensor]] = {"logprobs": [], "entropy": []}
     for i in range(len(batch)):
         one = batch.take([i])
@@ -108,7 +121,9 @@ def reference(
     out = {name: torch.cat(parts) for name, parts in outputs.items()}
     token_loss, _ = loss(out, {name: torch.from_numpy(column) for name, column in batch.tokens.items()})
     (token_loss * torch.from_numpy(batch["loss_weight"])).sum().backward()
-    grads = arrays((name, parameter.grad) for name, parameter in model.named_parameters())
+    grads: dict[str, np.ndarray] = {}
+    for name, grad in arrays((name, parameter.grad) for name, parameter in model.named_parameters()).items():
+        grads |= as_saved(name, grad)
     return arrays((name, values.detach()) for name, values in out.items()), grads
 
 

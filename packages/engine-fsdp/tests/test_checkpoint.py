@@ -13,6 +13,7 @@ from helpers import make_engine
 from safetensors import safe_open
 
 from coupler.errors import CouplerError, WaitTimeout
+from coupler.hashing import hash_files
 from coupler.interfaces import EVERYTHING, Part
 from coupler_engine_fsdp import checkpoint
 from coupler_engine_fsdp.engine import FSDPEngine
@@ -39,6 +40,12 @@ def test_files_are_json_and_safetensors_that_others_read(engine: FSDPEngine, sav
         for name, tensor in engine.named.items():
             assert torch.equal(file.get_tensor(f"params/{name}"), tensor), name
         assert f"optimizer/{name}/exp_avg" in set(file.keys())
+
+
+def test_a_save_hashes_what_it_writes(engine: FSDPEngine, tmp_path: Path) -> None:
+    hashes = engine.save(tmp_path, EVERYTHING).wait(60)
+    assert hashes == dict(zip(hashes, hash_files([tmp_path / name for name in hashes]), strict=True))
+    assert sorted(hashes) == sorted(path.name for path in tmp_path.iterdir())
 
 
 def test_every_dtype_and_shape_comes_back(tmp_path: Path, engine: FSDPEngine) -> None:

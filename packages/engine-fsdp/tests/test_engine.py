@@ -25,11 +25,12 @@ from helpers import (
     write_model,
 )
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, Gemma2Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Gemma2Config
 
 from coupler.batch import Batch
 from coupler.errors import CouplerError
 from coupler.interfaces import EVERYTHING, Part, Rank
+from coupler.testing.models import read_tensors, rewrite
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="compares on the CPU: set CUDA_VISIBLE_DEVICES=")
 Folder = Callable[[str], Path]
@@ -278,10 +279,22 @@ def test_models_whose_logprobs_would_be_wrong_are_refused(tmp_path: Path) -> Non
         make_engine(folder)
 
 
-def test_fused_experts_are_refused_with_their_names(tmp_path: Path) -> None:
-    config = Qwen3MoeConfig(**SHAPE, head_dim=12, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
-    with pytest.raises(CouplerError, match="experts"):
-        make_engine(write_model(tmp_path, config))
+@pytest.mark.parametrize(
+    ("old", "new", "what"),
+    [
+        ("experts.4.up_proj", "experts.5.up_proj", "missing: .*experts.gate_up_proj.*unexpected: .*experts.5.up_proj"),
+        ("experts.4.down_proj", "experts.4.w2", "missing: .*experts.down_proj.*unexpected: .*experts.4.w2"),
+    ],
+)
+def test_experts_that_are_not_the_models_are_refused(
+    old: str, new: str, what: str, folder_of: Folder, tmp_path: Path
+) -> None:
+    folder = folder_of("experts")
+    tensors = {
+        name.replace(f"layers.1.mlp.{old}", f"layers.1.mlp.{new}"): t for name, t in read_tensors(folder).items()
+    }
+    with pytest.raises(CouplerError, match=f"(?s){what}"):
+        make_engine(rewrite(folder, tmp_path / "m", tensors))
 
 
 def test_layers_that_mix_packed_sequences_are_found(folder_of: Folder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,12 @@ LAYOUTS = {  # (model, ranks, settings)
     "latent-pipeline": ("latent-yarn", 4, {"pipeline_parallel": 2, "virtual_pipeline": 2}),
     "no-sequence-parallel": ("qwen3", 2, {"tensor_parallel": 2, "sequence_parallel": False}),
     "padded-vocabulary": ("odd-vocabulary", 2, {"tensor_parallel": 2}),
+    "experts-and-their-matrices": (
+        "moe",
+        4,
+        {"tensor_parallel": 2, "expert_tensor_parallel": 2, "expert_parallel": 2},
+    ),
+    "context-pipeline": ("qwen3", 4, {"pipeline_parallel": 2, "context_parallel": 2}),
     "context-tensor": ("qwen3", 4, {"tensor_parallel": 2, "context_parallel": 2}),
     "selective": ("llama", 1, {"gradient_checkpointing": "selective"}),
     "groups-of-layers": ("llama", 1, {"recompute_num_layers": 2}),

@@ -19,7 +19,7 @@ from coupler.testing.cases import LENGTHS, make_batch, weighted
 from coupler.testing.conformance.test_engine import assert_gradient
 from coupler.testing.conformance.test_routing import BOTH, disturbed
 from coupler.testing.ranks import Arrays, World, as_array
-from coupler.testing.reference import Gradient, TransformersReference, _as_saved
+from coupler.testing.reference import Gradient, TransformersReference, as_saved
 from coupler_engine_megatron.config import MegatronConfig
 from coupler_engine_megatron.engine import MegatronEngine
 
@@ -85,7 +85,7 @@ def expected(batch: Batch, reference: TransformersReference) -> tuple[Gradient, 
         hook.remove()
     grads: Arrays = {}
     for name, p in model.named_parameters():
-        grads |= _as_saved(name, np.zeros(tuple(p.shape)) if p.grad is None else p.grad.numpy().copy())
+        grads |= as_saved(name, np.zeros(tuple(p.shape)) if p.grad is None else p.grad.numpy().copy())
     metrics = {
         "moe/aux_loss": float(balance) / number,
         "moe/z_loss": float(z) / number,

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-import pytest
+import re
 
-from coupler.errors import ConfigError
+import pytest
+import torch
+
+from coupler.cli import main
+from coupler.config.compose import compose
+from coupler.config.schema import Job
+from coupler.errors import ConfigError, PluginError
 from coupler.interfaces import Model, Rank
 from coupler.plugins.manager import Plugins
-from coupler_rollout_vllm.arguments import GIB, engine_arguments
+from coupler_rollout_vllm import compat
+from coupler_rollout_vllm.arguments import GIB, engine_arguments, memory_arguments
 from coupler_rollout_vllm.config import Precision, VLLMConfig
+from coupler_rollout_vllm.worker import answering
 
 MODEL = Model("/m")
 
@@ -46,7 +54,103 @@ def test_what_gives_tokens_and_logprobs_their_meaning_is_fixed() -> None:
             arguments(extra_args={key: "x"})
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, {}),
+        ({"gpu_memory_gib": 20.0}, {"gpu_memory_utilization": 0.25}),
+        ({"kv_cache_gib": 8.0}, {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 8 * GIB}),
+        (
+            {"gpu_memory_gib": 20.0, "kv_cache_gib": 8.0},
+            {"gpu_memory_utilization": 0.25, "kv_cache_memory_bytes": 8 * GIB},
+        ),
+        ({"gpu_memory_gib": 80.0}, {"gpu_memory_utilization": 1.0}),
+    ],
+)
+def test_memory_in_gib_becomes_a_part_of_the_device(
+    settings: dict[str, float], expected: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a GPU of 80 GiB."""
+    monkeypatch.setattr(compat, "device_bytes", lambda: 80 * GIB)
+    assert memory_arguments(VLLMConfig(**settings), gpu=True) == pytest.approx(expected)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("key", ["gpu_memory_gib", "kv_cache_gib"])
+def test_more_memory_than_the_device_has_is_refused(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "device_bytes", lambda: 80 * GIB)
+    with pytest.raises(ConfigError, match=rf"rollout\.{key}=81 is more than the device has, 80\.0\."):
+        memory_arguments(VLLMConfig(**{key: 81.0}), gpu=True)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("found", ["0.25.1", "0.33.0", "0.33.0rc1", "1.0"])
+def test_another_release_of_vllm_is_refused(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "version", lambda name: found)
+    with pytest.raises(PluginError) as refused:
+        compat.installed()
+    assert str(refused.value) == (
+        f"vllm {found} is outside the range >=0.26,<0.33 that rollout=vllm was tested with.\n"
+        "  try:  pip install 'vllm>=0.26,<0.33'"
+    )
+
+
+@pytest.mark.parametrize("found", ["0.26.0", "0.26.0+cu129", "0.32.0", "0.32.1.dev3"])
+def test_a_release_of_the_tested_range_is_taken(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "version", lambda name: found)
+    assert compat.installed() == ("vllm", found)
+
+
+def test_a_model_worker_that_runs_out_of_memory_says_so_by_its_class() -> None:
+    """What core names the phase by: see coupler.residency."""
+
+    @answering
+    def full(_worker: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    @answering
+    def broken(_worker: object) -> None:
+        raise RuntimeError("an illegal instruction")
+
+    assert full(None) == {"error": ["MemoryError", "CUDA out of memory. Tried to allocate 2 GiB"]}
+    with pytest.raises(RuntimeError, match="illegal"):
+        broken(None)
+
+
 def test_capabilities_follow_the_configuration() -> None:
     backend = Plugins.load().get("rollout", "vllm")
     assert "memory:sleep" in backend.capabilities_of(VLLMConfig())
     assert "memory:sleep" not in backend.capabilities_of(VLLMConfig(sleep_mode=False))
+
+
+LENGTHS = [
+    (["train"], "data.max_prompt_tokens + sampling.max_tokens = 128"),
+    (
+        ["train", "eval.every_steps=1", "data.max_prompt_tokens=90"],
+        "eval.data.max_prompt_tokens + eval.max_tokens = 150",
+    ),
+    (["eval"], "eval.data.max_prompt_tokens + eval.max_tokens = 150"),
+    (["eval", "eval.max_tokens=0"], "eval.data.max_prompt_tokens + sampling.max_tokens = 128"),
+]
+
+
+@pytest.mark.parametrize(("given", "what"), LENGTHS)
+def test_sequences_that_do_not_fit_are_refused_before_the_start(
+    given: list[str], what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job, *more = given
+    options = {
+        "engine": "toy", "rollout": "vllm", "model.path": "/m", "reward.target": "a:b", "data.source": "x.jsonl",
+        "eval.data.source": "x.jsonl", "data.max_prompt_tokens": 100, "sampling.max_tokens": 28,
+        "eval.data.max_prompt_tokens": 100, "eval.max_tokens": 50, "rollout.max_model_len": 120,
+    }  # fmt: skip
+    options |= {"algorithm": "toy"} if job == "train" else {}
+    overrides = [*(f"{key}={value}" for key, value in options.items()), *more]
+    longest = what.rpartition(" ")[2]
+    with pytest.raises(
+        ConfigError, match=re.escape(f"rollout.max_model_len=120 is less than one sequence can have: {what}")
+    ):
+        compose(Plugins.load(), overrides, job=Job(job))
+    compose(Plugins.load(), [*overrides, f"rollout.max_model_len={longest}"], job=Job(job))
+    compose(Plugins.load(), [*overrides, "rollout.max_model_len=0"], job=Job(job))
+    if given == ["train"]:
+        assert main(["plan", *overrides]) == 2
+        assert f"set rollout.max_model_len={longest}, or one of those lower." in capsys.readouterr().err

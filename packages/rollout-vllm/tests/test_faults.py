@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -96,6 +100,40 @@ def test_killed_while_it_samples(fresh: Served) -> None:
 
     died_within(fresh, story)
     assert not fresh.rollout.running
+
+
+OWNER = """
+import asyncio, json, sys
+from coupler.interfaces import Model, Rank
+from coupler_rollout_vllm.config import VLLMConfig
+from coupler_rollout_vllm.rollout import VLLMRollout
+
+async def start():
+    rollout = VLLMRollout(VLLMConfig(), Model(sys.argv[1]))
+    await rollout.setup(Rank(seed=1))
+    print("workers", json.dumps([worker["pid"] for worker in rollout.workers]), flush=True)
+    await asyncio.sleep(600)
+
+if __name__ == "__main__":
+    asyncio.run(start())
+"""
+
+
+def test_the_engine_ends_with_the_process_that_started_it(reference: TransformersReference, tmp_path: Path) -> None:
+    """A replica whose own process was killed starts again: the device's memory must be free by then."""
+    (tmp_path / "owner.py").write_text(OWNER)
+    command = [sys.executable, str(tmp_path / "owner.py"), str(reference.folder)]
+    owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert owner.stdout
+    line = next(line for line in owner.stdout if line.startswith("workers"))
+    workers = [f"/proc/{pid}/cmdline" for pid in json.loads(line.removeprefix("workers"))]
+    assert all(Path(path).read_bytes() for path in workers)
+    owner.kill()
+    end = time.monotonic() + WITHIN_S
+    while any(Path(path).exists() and Path(path).read_bytes() for path in workers):  # empty: it ended, unreaped
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    owner.wait(WITHIN_S)
 
 
 def one_replica(reference: TransformersReference) -> tuple[RolloutGroup, StreamShardingManager]:

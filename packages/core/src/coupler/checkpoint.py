@@ -7,13 +7,11 @@ that wait to be trained on, and ``MANIFEST.json``, which is written last: a fold
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,12 +20,12 @@ from typing import Any
 from coupler.batch import Batch
 from coupler.config.schema import CheckpointConfig
 from coupler.errors import CouplerError, WaitTimeout
+from coupler.hashing import CHUNK_BYTES, hash_files
 from coupler.interfaces import EVERYTHING, Part, Parts
 from coupler.workers import WorkerGroup
 
 MANIFEST, STATE, GROUPS = "MANIFEST.json", "state.json", "groups"
 POLL_S = 0.05
-HASHING_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +94,7 @@ class Checkpoints:
             async with hold(role):
                 await group.all("save", part / role, what)
         manifest = self._manifest(step, roles, what, values, healthy)
-        self.under_way = asyncio.create_task(self._finish(part, list(roles.values()), manifest))
+        self.under_way = asyncio.create_task(self._finish(part, roles, manifest))
         if not self.settings.asynchronous:
             await self.settle()
 
@@ -135,18 +133,20 @@ class Checkpoints:
             **self.facts,
         }
 
-    async def _finish(self, part: Path, groups: list[WorkerGroup], manifest: dict[str, Any]) -> None:
+    async def _finish(self, part: Path, roles: Mapping[str, WorkerGroup], manifest: dict[str, Any]) -> None:
         end = time.monotonic() + self.settings.deadline_s
-        for group in groups:
-            while not all(await group.all("saved")):
+        hashed: dict[str, Sequence[str]] = {}
+        for role, group in roles.items():
+            while None in (written := await group.all("saved")):
                 if time.monotonic() > end:
                     raise WaitTimeout(
                         f"{part} was not written after {self.settings.deadline_s:.0f} s.\n"
                         "  look at:  the disk, checkpoint.deadline_s"
                     )
                 await asyncio.sleep(POLL_S)
+            hashed |= {f"{role}/{name}": hashes for files in written for name, hashes in files.items()}
         with _written(part):
-            await asyncio.to_thread(_publish, part, manifest)
+            await asyncio.to_thread(_publish, part, manifest, hashed)
             await asyncio.to_thread(self._prune)
 
     def _prune(self) -> None:
@@ -211,11 +211,11 @@ def check(folder: Path) -> str:
             return f"{name} is missing"
         if path.stat().st_size != expected["bytes"]:
             return f"{name} has {path.stat().st_size} bytes instead of {expected['bytes']}"
-    found = _hashes([folder / name for name in manifest["files"]])
-    altered = [
-        n for n, digest in zip(manifest["files"], found, strict=True) if manifest["files"][n]["sha256"] != digest
-    ]
-    return f"{altered[0]} was altered after it was written" if altered else ""
+    found = hash_files([folder / name for name in manifest["files"]], manifest["chunk_bytes"])
+    for (name, expected), hashes in zip(manifest["files"].items(), found, strict=True):
+        if hashes != expected["sha256"]:
+            return f"{name} was altered after it was written"
+    return ""
 
 
 def folders(folder: Path) -> list[Path]:
@@ -231,14 +231,15 @@ def _manifest(folder: Path) -> dict[str, Any] | None:
         return None
 
 
-def _publish(part: Path, manifest: dict[str, Any]) -> None:
-    files = sorted(p for p in part.rglob("*") if p.is_file())
-    described = zip(files, _hashes(files), strict=True)
-    manifest["files"] = {
-        str(path.relative_to(part)): {"bytes": path.stat().st_size, "sha256": digest} for path, digest in described
-    }
+def _publish(part: Path, manifest: dict[str, Any], hashed: Mapping[str, Sequence[str]]) -> None:
+    """Write the manifest and rename; files whose hashes nobody brings are read for them."""
+    files = {str(path.relative_to(part)): path for path in sorted(part.rglob("*")) if path.is_file()}
+    read = [name for name in files if name not in hashed]
+    hashes = {**hashed, **dict(zip(read, hash_files([files[name] for name in read]), strict=True))}
+    manifest["chunk_bytes"] = CHUNK_BYTES
+    manifest["files"] = {name: {"bytes": path.stat().st_size, "sha256": hashes[name]} for name, path in files.items()}
     (part / MANIFEST).write_text(json.dumps(manifest, indent=2))
-    for path in (*files, part / MANIFEST, *_directories(part)):
+    for path in (*files.values(), part / MANIFEST, *_directories(part)):
         _fsync(path)
     folder = part.with_suffix("")
     shutil.rmtree(folder, ignore_errors=True)
@@ -249,15 +250,6 @@ def _publish(part: Path, manifest: dict[str, Any]) -> None:
 def _directories(folder: Path) -> Iterator[Path]:
     yield from (path for path in folder.rglob("*") if path.is_dir())
     yield folder
-
-
-def _hashes(paths: list[Path]) -> list[str]:
-    def digest(path: Path) -> str:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-
-    with ThreadPoolExecutor(HASHING_THREADS) as threads:
-        return list(threads.map(digest, paths))
 
 
 def _fsync(path: Path) -> None:

@@ -55,7 +55,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     config.add_argument("--diff-default", action="store_true", help="only what is not the default")
     replay = commands.add_parser("replay", help="run one stage of a recorded step again, in this process")
     replay.add_argument("--step", type=int, required=True, help="recorded by record.every_steps")
-    replay.add_argument("--stage", choices=("advantages", "logprobs", "train"), default="train")
+    replay.add_argument("--stage", choices=("advantages", "logprobs", "values", "train"), default="train")
     export = commands.add_parser("export", help="write a checkpoint's model in Hugging Face layout")
     export.add_argument("--out", type=Path, required=True, metavar="DIR")
     export.add_argument("--step", type=int, help="default: the last whole checkpoint")
@@ -155,11 +155,15 @@ def _export(arguments: argparse.Namespace) -> None:
 
 def _composed_of_run(arguments: argparse.Namespace) -> tuple[Composed, Plugins]:
     """The configuration that a run folder holds, to look into it with one process."""
+    from coupler.config.overrides import read_file
+
     path = arguments.run / "config.yaml"
     if not path.is_file():
         raise CouplerError(f"{arguments.run} is no run folder: it has no config.yaml.")
     arguments.config = str(path)
-    arguments.overrides = ["executor=local", "engine.ranks=1", *arguments.overrides]
+    critic = read_file(str(path)).get("critic", {}).get("engine")
+    one_rank = ["engine.ranks=1", "critic.engine.ranks=1"] if critic else ["engine.ranks=1"]
+    arguments.overrides = ["executor=local", *one_rank, *arguments.overrides]
     return _composed(arguments, "train", complete=False)
 
 

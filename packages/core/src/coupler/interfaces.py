@@ -6,7 +6,7 @@ Shapes: T packed tokens of B sequences; every tensor of a token column is ``[T]`
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
@@ -129,11 +129,18 @@ Parts = frozenset[Part]
 EVERYTHING: Parts = frozenset(Part)
 
 
-class Pending(Protocol):
-    """Something under way, for example an asynchronous save."""
+FileHashes = Mapping[str, Sequence[str]]  # of each chunk of the files in a folder, by name: see coupler.hashing
 
-    def wait(self, seconds: float) -> None:
-        """Return when it is done; raise what made it fail, or ``WaitTimeout``."""
+
+class Pending(Protocol):
+    """A save under way."""
+
+    def wait(self, seconds: float) -> FileHashes | None:
+        """Return when it is done; raise what made it fail, or ``WaitTimeout``.
+
+        Returns:
+            Hashes of files that were hashed as they were written, if any were; core reads the others for theirs.
+        """
         ...
 
 
@@ -173,6 +180,11 @@ class RolloutConfig:
     def devices_per_replica(self) -> int:
         """Devices, all of one node, that one copy of the model is split over."""
         return 1
+
+    @property
+    def sequence_limit(self) -> tuple[str, int]:
+        """Name and value of the option that bounds the tokens of a prompt with its completion; 0: none does."""
+        return "", 0
 
 
 class Engine(ABC):

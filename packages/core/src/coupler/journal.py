@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from coupler.config.schema import RunConfig
 from coupler.interfaces import Tracker
@@ -17,12 +18,14 @@ from coupler.sampling import Scored
 class Journal:
     """Owns the run folder: ``config.yaml``, ``run.json``, what the trackers write, samples, checkpoints, export."""
 
-    def __init__(self, config: RunConfig, resolved: str, plugins: Plugins, done: int = 0) -> None:
-        """Create the folder, or go on in it after step ``done``."""
+    def __init__(
+        self, config: RunConfig, resolved: str, plugins: Plugins, facts: Mapping[str, Any], done: int = 0
+    ) -> None:
+        """Create the folder, or go on in it after step ``done``; ``run.json`` will hold ``facts`` too."""
         self.run_dir = Path(config.run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.resolved = resolved
-        self.plugins = plugins
+        self.plugins, self.facts = plugins, facts
         self.total_steps = config.steps
         self.trackers: list[Tracker] = []
         for name in config.trackers:
@@ -46,7 +49,7 @@ class Journal:
         """Add this start to ``run.json``: one object per start of the run."""
         path = self.run_dir / "run.json"
         starts = json.loads(path.read_text()) if path.exists() else []
-        path.write_text(json.dumps([*starts, describe_run()], indent=2))
+        path.write_text(json.dumps([*starts, {**describe_run(), **self.facts}], indent=2))
 
     def write_samples(self, name: str, scored: Iterable[Scored], decode: Callable[[Sequence[int]], str]) -> None:
         """Write every scored completion as one JSON object a line."""

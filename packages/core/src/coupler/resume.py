@@ -17,8 +17,9 @@ from coupler.errors import ConfigError
 AUTO, DISABLE = "auto", "disable"
 FREE = (  # what may change when a run goes on: how long it is, what is written, where it runs, when it gives up
     "run_dir", "steps", "trackers", "strict", "checkpoint", "record", "eval", "max_skipped_steps",
-    "executor", "ray", "waits", "engine.ranks", "engine.python", "rollout.replicas", "rollout.python",
-    "max_rejected_factor", "reward.num_workers", "reward.timeout_s", "reward.max_invalid_fraction", "sync.deadline_s",
+    "executor", "ray", "waits", "engine.ranks", "engine.python", "critic.engine.ranks", "critic.engine.python",
+    "rollout.replicas", "rollout.python", "max_rejected_factor", "reward.num_workers", "reward.timeout_s",
+    "reward.max_invalid_fraction", "sync.deadline_s",
 )  # fmt: skip
 
 

@@ -156,6 +156,7 @@ class RolloutGroup:
                     f"rollout replica {index} died {self.restarts[index]} times.\n  look at:  the log of this replica"
                 )
             print(f"coupler: rollout replica {index} died; starting it again")
+            self.replicas[index] = await self.executor.revive(self.replicas[index])
             self.num_workers[index] = await self.executor.call(self.replicas[index], "setup", self._alone(index))
             await self.executor.call(self.replicas[index], "pause", in_flight)
             self.dead.discard(index)

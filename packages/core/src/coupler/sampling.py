@@ -181,7 +181,7 @@ def _routes(scored: Scored, length: int) -> dict[str, np.ndarray]:
     """The column ``routed_experts`` of a completion whose rollout was asked for it.
 
     Raises:
-        CouplerError: there are routes of another number of tokens.
+        CouplerError: there are routes of another number of tokens, or none of a token that was fed.
     """
     routes = scored.completion.routed_experts
     if routes is None:
@@ -190,6 +190,12 @@ def _routes(scored: Scored, length: int) -> dict[str, np.ndarray]:
         raise CouplerError(
             f"a rollout returned the experts of {len(routes)} tokens for a prompt and completion of {length}.\n"
             "  look at:  Completion.routed_experts; a token that was never fed has a row of -1"
+        )
+    if unknown := int((routes[:-1] < 0).any(axis=(1, 2)).sum()):
+        raise CouplerError(
+            f"a rollout left out the experts of {unknown} of the {length - 1} tokens that it was fed.\n"
+            "  look at:  Completion.routed_experts; only the last token, which nothing was sampled after, may have -1\n"
+            "  try:      router_replay=R2, which does not ask it"
         )
     return {ROUTED_EXPERTS: routes}
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from coupler.record import Recorder
 from coupler.residency import Held, Residency
 from coupler.sampling import Sampler
 from coupler.sharding import StreamShardingManager
-from coupler.workers import WorkerGroup
+from coupler.workers import Trained, WorkerGroup
 
 Provider = Callable[[Batch], Awaitable[Mapping[str, np.ndarray]]]  # computes token columns, by their names
 OnStep = Callable[[int, Metrics], Awaitable[None]]
@@ -145,28 +146,42 @@ class Trainer:
         Raises:
             CouplerError: too many optimizer steps in a row had a non-finite gradient.
         """
-        number, turns = self.config.optimizer_steps_per_batch, []
-        if step > warmup_steps(self.config, self.critic):
-            turns.append(self.train_role(self.policy, batch, number, self.weights.version))
-        if self.critic:  # it has no version: nothing samples from it
-            own = self.config.critic.optimizer_steps_per_batch
-            turns.append(self.train_role(self.critic, batch.without(ROUTED_EXPERTS), own or number, None))
-        return merge(await asyncio.gather(*turns))
+        groups = {group.spec.role: group for group in (self.policy, self.critic) if group}
+        turns = turns_of(self.config, groups, step, batch, self.weights.version)
+        return merge(await asyncio.gather(*(self.train_role(groups[role], turn) for role, turn in turns.items())))
 
-    async def train_role(self, group: WorkerGroup, batch: Batch, num_steps: int, version: int | None) -> Metrics:
+    async def train_role(self, group: WorkerGroup, turn: Turn) -> Metrics:
         role = group.spec.role
         async with self.residency("train" if role == "policy" else f"train_{role}", {role: TRAINED}):
-            trained = await group.train(batch, num_steps, version)
+            trained = await group.train(turn.batch, turn.num_steps, turn.version)
         self.skips[role].count(trained.steps)
-        metrics = {**trained.metrics, **of_steps(trained.steps)}
-        if role == "policy":
-            return metrics
-        return {f"{role}/{name.removeprefix('train/')}": metric for name, metric in metrics.items()}
+        return of_role(role, trained)
 
 
-def warmup_steps(config: RunConfig, critic: WorkerGroup | None) -> int:
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What one role trains on in one step: arguments of :meth:`WorkerGroup.train`."""
+
+    batch: Batch
+    num_steps: int
+    version: int | None
+
+
+def turns_of(config: RunConfig, roles: Collection[str], step: int, batch: Batch, version: int) -> dict[str, Turn]:
+    """The turns of the trained ``roles`` at ``step``, whose batch the weights of ``version`` train on."""
+    turns = {}
+    number = config.optimizer_steps_per_batch
+    if step > warmup_steps(config, "critic" in roles):
+        turns["policy"] = Turn(batch, number, version)
+    if "critic" in roles:  # it has no version: nothing samples from it
+        own = config.critic.optimizer_steps_per_batch
+        turns["critic"] = Turn(batch.without(ROUTED_EXPERTS), own or number, None)
+    return turns
+
+
+def warmup_steps(config: RunConfig, has_critic: bool) -> int:
     """How many first steps train the critic only."""
-    return config.critic.warmup_steps if critic else 0
+    return config.critic.warmup_steps if has_critic else 0
 
 
 class Clock:
@@ -213,6 +228,14 @@ class SkippedSteps:
                 f"  try:  a smaller {engine}.lr, {engine}.dtype=fp32, or look for a NaN in the rewards; "
                 "the limit is max_skipped_steps"
             )
+
+
+def of_role(role: str, trained: Trained) -> Metrics:
+    """The metrics of training ``role``; the critic's are ``critic/...``."""
+    metrics = {**trained.metrics, **of_steps(trained.steps)}
+    if role == "policy":
+        return metrics
+    return {f"{role}/{name.removeprefix('train/')}": metric for name, metric in metrics.items()}
 
 
 def of_steps(steps: tuple[StepResult, ...]) -> Metrics:

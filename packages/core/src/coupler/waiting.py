@@ -7,8 +7,8 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,6 +56,28 @@ class Waits:
         finally:
             del self.current[id(wait)]
 
+    @asynccontextmanager
+    async def deadline(self, wait: Wait) -> AsyncIterator[None]:
+        """Cancel what the block waits for after ``deadline_s``.
+
+        Raises:
+            WaitTimeout: it lasted so long.
+        """
+        limit = asyncio.timeout(self.deadline_s)
+        try:
+            async with limit:
+                yield
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise self._expired(wait) from None
+
+    def _expired(self, wait: Wait) -> WaitTimeout:
+        return WaitTimeout(
+            f"waited {self.deadline_s:g} s for {wait}.\n"
+            "  look at:  the log of that worker; the limit is waits.deadline_s"
+        )
+
     async def gather(
         self,
         role: str,
@@ -89,10 +111,7 @@ class Waits:
                 if failed:
                     raise next((e for e in failed if isinstance(e, WorkerDied)), failed[0])
                 if not everything.done():
-                    raise WaitTimeout(
-                        f"waited {self.deadline_s:g} s for {wait}.\n"
-                        "  look at:  the log of that worker; the limit is waits.deadline_s"
-                    )
+                    raise self._expired(wait)
                 return [task.result() for task in tasks]
             finally:
                 for task in (everything, *tasks):

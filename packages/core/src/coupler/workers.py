@@ -22,6 +22,7 @@ from coupler.interfaces import (
     Columns,
     Endpoint,
     Engine,
+    FileHashes,
     Layout,
     Loss,
     Model,
@@ -142,13 +143,12 @@ class Worker:
         """Start a save; :meth:`saved` says when it is done."""
         self.saving = self.engine.save(folder, what)
 
-    def saved(self) -> bool:
-        """Whether the last save is done; raises what made it fail. Does not wait."""
+    def saved(self) -> FileHashes | None:
+        """None while the last save is under way; raises what made it fail. Does not wait."""
         try:
-            self.saving.wait(0)
+            return self.saving.wait(0) or {}
         except WaitTimeout:
-            return False
-        return True
+            return None
 
     def do(self, method: str, *args: Any) -> Any:
         """Call a plain method of the engine: load, offload, onload."""
@@ -180,19 +180,27 @@ def checked_loss(algorithm: Algorithm, fresh_version: int | None) -> Loss:
 def mismatch(out: Columns, batch: Columns, fresh_version: int | None) -> Metrics:
     """Compare the log-probs of engine and rollout on tokens that the current weights sampled: the probe of a sync.
 
-    ``train_infer/kl`` estimates KL(infer || train) per token by ``r - 1 - log r`` with ``r = train / infer``
+    ``train_infer/ratio`` is the mean of ``r = train / infer``, whose expectation under the rollout's distribution is 1
+    where both are over the same tokens; ``train_infer/kl`` estimates KL(infer || train) per token by ``r - 1 - log r``
     (Schulman 2020, "Approximating KL divergence", k3), in nats.
     """
     if fresh_version is None or "rollout_logprobs" not in batch:
         return {}
     fresh = (batch["version"] == fresh_version) & batch["loss_mask"]
     diff = (_detached(out["logprobs"]) - batch["rollout_logprobs"]) * fresh
+    ratio = np.e**diff
     count = fresh.sum()
     return {
-        "train_infer/kl": Metric(abs(np.e**diff - 1 - diff).sum(), count),  # k3 >= 0 but for rounding
+        "train_infer/kl": Metric(abs(ratio - 1 - diff).sum(), count),  # k3 >= 0 but for rounding
+        "train_infer/ratio": Metric((ratio * fresh).sum(), count),
+        "train_infer/ratio_max": _most(ratio * fresh),
         "train_infer/abs_diff": Metric(abs(diff).sum(), count),
-        "train_infer/abs_diff_max": Metric(abs(diff).max(), how="max") if len(diff) else Metric(0.0, how="max"),
+        "train_infer/abs_diff_max": _most(abs(diff)),
     }
+
+
+def _most(column: Any) -> Metric:
+    return Metric(column.max() if len(column) else 0.0, how="max")
 
 
 def _detached(tensor: Any) -> Any:

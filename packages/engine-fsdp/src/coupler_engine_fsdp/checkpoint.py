@@ -10,7 +10,7 @@ import json
 import os
 import threading
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
 from queue import SimpleQueue
@@ -22,11 +22,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from coupler.errors import CouplerError, WaitTimeout
+from coupler.hashing import write_file
+from coupler.interfaces import FileHashes
 from coupler_engine_fsdp import tensorfile
 from coupler_engine_fsdp.tensorfile import DTYPES, TensorFile
 from coupler_engine_fsdp.weights import rows_of, shard_rows
 
 INDEX = "index.json"
+READERS = min(8, os.cpu_count() or 1)  # threads of one rank
 
 
 class Save:
@@ -40,7 +43,7 @@ class Save:
         self, path: Path, tensors: Mapping[str, Tensor], index: Mapping[str, Any] | None, host: dict[str, Tensor]
     ) -> None:
         self._path, self._host = path, host
-        self._done: Future[None] = Future()
+        self._done: Future[FileHashes] = Future()
         self._copied: SimpleQueue[_Copy | None] = SimpleQueue()  # None: no more
         arguments = tensorfile.header(tensors) if tensors else b"", index
         threading.Thread(target=self._run, args=arguments, name=f"save {path.name}", daemon=True).start()
@@ -50,14 +53,14 @@ class Save:
         finally:  # also where copying failed, since the thread waits for it
             self._copied.put(None)
 
-    def wait(self, seconds: float) -> None:
+    def wait(self, seconds: float) -> FileHashes:
         """See :meth:`coupler.interfaces.Pending.wait`.
 
         Raises:
             CouplerError: the disk is full, or refuses for another reason.
         """
         try:
-            self._done.result(seconds)
+            return self._done.result(seconds)
         except TimeoutError:
             raise WaitTimeout(
                 f"{self._path} was not on disk after {seconds:.0f} s.\n  look at:  the disk, checkpoint.deadline_s"
@@ -65,23 +68,24 @@ class Save:
 
     def _run(self, header: bytes, index: Mapping[str, Any] | None) -> None:
         """Consumes copies until None, in the order of the header; unblocks :meth:`wait`."""
+        hashes: dict[str, list[str]] = {}
+        copies: list[_Copy] = []
         try:
             if index:
-                _write_index(self._path.parent / INDEX, index)
+                hashes[INDEX] = write_file(self._path.parent / INDEX, [memoryview(json.dumps(index).encode())])
             if header:
-                tensorfile.write(self._path, header, self._arriving())
-            self._done.set_result(None)
+                hashes[self._path.name] = tensorfile.write(self._path, header, self._arriving(copies))
+            self._host.update({copy.name: copy.host for copy in copies})
+            self._done.set_result(hashes)
         except OSError as error:
             self._done.set_exception(CouplerError(f"the checkpoint cannot be written: {error}."))
         except Exception as error:  # this thread's boundary: wait() raises it
             self._done.set_exception(error)
 
-    def _arriving(self) -> Iterator[Tensor]:
-        copies = list[_Copy]()
+    def _arriving(self, copies: list[_Copy]) -> Iterator[Tensor]:
         while copy := self._copied.get():
             copies.append(copy)
             yield copy.arrived()
-        self._host.update({copy.name: copy.host for copy in copies})
 
 
 class _Copy:
@@ -135,11 +139,15 @@ def load(path: Path, state: Mapping[str, Tensor]) -> None:
         )
     files: dict[int, TensorFile] = {}
     with ExitStack() as stack:
+        reads: list[tuple[TensorFile, str, int, Tensor]] = []
         for name, tensor in state.items():
             for shard, offset, target in _pieces(tensor, shards if stored[name]["sharded"] else 1):
                 if shard not in files:
                     files[shard] = stack.enter_context(closing(TensorFile(path / _file(shard, shards))))
-                files[shard].read(name, offset, target)
+                reads.append((files[shard], name, offset, target))
+        with ThreadPoolExecutor(READERS) as threads:
+            for _ in threads.map(lambda read: read[0].read(*read[1:]), reads):
+                pass  # raises what a read raised
 
 
 def _pieces(tensor: Tensor, shards: int) -> Iterator[tuple[int, int, Tensor]]:
@@ -166,13 +174,6 @@ def _entry(tensor: Tensor) -> dict[str, Any]:
 
 def _fits(stored: Mapping[str, Any] | None, tensor: Tensor) -> bool:
     return stored is not None and (stored["shape"], stored["dtype"]) == (list(tensor.shape), DTYPES[tensor.dtype])
-
-
-def _write_index(path: Path, index: Mapping[str, Any]) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(index, file)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _read_index(path: Path) -> tuple[int, dict[str, Any]]:

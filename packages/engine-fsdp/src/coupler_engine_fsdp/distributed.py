@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
-from datetime import timedelta
 
 import numpy as np
 import torch
@@ -14,8 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from coupler.errors import ConfigError, CouplerError, TooFewDevices
 from coupler.interfaces import Rank
-
-MEET = timedelta(minutes=30)  # torch's own limit for ranks to find each other; a slow disk may keep one from it
+from coupler.rendezvous import store_of
 
 
 def device_of(rank: Rank) -> torch.device:
@@ -74,17 +71,8 @@ def build_mesh(rank: Rank, device: torch.device, fsdp_size: int) -> DeviceMesh:
 
 def _init_process_group(rank: Rank) -> None:
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"  # gloo: shards offloaded to the host
-    store = _store(rank) if rank.world > 1 else dist.HashStore()
+    store = store_of(rank) if rank.world > 1 else dist.HashStore()
     dist.init_process_group(backend, store=store, rank=rank.index, world_size=rank.world)
-
-
-def _store(rank: Rank) -> dist.Store:
-    """Where ranks find each other. It listens on the rendezvous' address alone; torch's would on every interface."""
-    host, _, port = rank.rendezvous.rpartition(":")
-    if rank.index:
-        return dist.TCPStore(host, int(port), rank.world, timeout=MEET)
-    listener = socket.create_server((host, int(port)), backlog=rank.world)
-    return dist.TCPStore(host, int(port), rank.world, is_master=True, timeout=MEET, master_listen_fd=listener.detach())
 
 
 def _refuse_shared(rank: Rank, device: torch.device) -> None:

@@ -73,8 +73,8 @@ class FSDPEngine(Engine):
         self.modules = [] if alone else shard(self.policy, self.mesh, self.dtype, self.config.reshard_after_forward)
         materialise(self.policy, self.device)
         updates = self.adapter.parameters()
-        self.named = weights.match(self.policy.causal, self.policy.names(files), apart=updates)
-        weights.read(files, {name: tensor for name, tensor in self.named.items() if name in files})
+        self.named, self.experts = weights.match(self.policy.causal, self.policy.names(files), apart=updates)
+        weights.read(files, self.named, self.experts)
         zero_absent(self.named, files)
         self.adapter.bind(self.named)
         self.adapter.start(rank, self.device)
@@ -181,12 +181,13 @@ class FSDPEngine(Engine):
 
     def weights(self) -> Iterator[Named]:
         """See :meth:`Engine.weights`; in ``engine.sync_dtype``."""
-        return weights.stream(self.adapter.merge(self.named), _dtype(self.config.sync_dtype, self.device, self.dtype))
+        dtype = _dtype(self.config.sync_dtype, self.device, self.dtype)
+        return weights.stream(self.adapter.merge(self.named), self.experts, dtype)
 
     def gradients(self) -> Iterator[Named]:
         """See :meth:`Engine.gradients`; fp32."""
         self.masters.settle()
-        return weights.stream_gradients(self.tensors)
+        return weights.stream_gradients(self.tensors, self.experts)
 
     def save(self, path: Path, what: Parts) -> Pending:
         """Copy parameters and optimizer to the host and write them while training goes on; see :mod:`checkpoint`.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from coupler.errors import CouplerError
+from coupler.hashing import write_file
 
 DTYPES = {
     torch.float64: "F64",
@@ -29,14 +31,9 @@ MAX_HEADER_BYTES = 100_000_000  # of the format
 CHUNK_BYTES = 32 << 20  # of the host buffer through which a device tensor is read
 
 
-def write(path: Path, header: bytes, tensors: Iterable[Tensor]) -> None:
-    """Write host ``tensors`` as they come, in the order of ``header``, and flush them to the disk."""
-    with path.open("wb") as file:
-        file.write(header)
-        for tensor in tensors:
-            file.write(_bytes(tensor).numpy().data)
-        file.flush()
-        os.fsync(file.fileno())
+def write(path: Path, header: bytes, tensors: Iterable[Tensor]) -> list[str]:
+    """Write host ``tensors`` as they come, in the order of ``header``; see :func:`coupler.hashing.write_file`."""
+    return write_file(path, chain([memoryview(header)], (_bytes(tensor).numpy().data for tensor in tensors)))
 
 
 def header(tensors: Mapping[str, Tensor]) -> bytes:
@@ -51,7 +48,7 @@ def header(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 class TensorFile:
-    """One file, open for reading.
+    """One file, open for reading, by several threads at a time.
 
     Raises:
         CouplerError: it is absent or not whole.
@@ -84,19 +81,25 @@ class TensorFile:
         """
         if name not in self._entries:
             raise self._broken(f"it lacks {name}")
-        self._file.seek(self._start + self._entries[name]["data_offsets"][0] + offset)
+        at = self._start + self._entries[name]["data_offsets"][0] + offset
         into = _bytes(target)
         if target.device.type == "cpu":
-            self._fill(into)
+            self._fill(into, at)
             return
-        buffer = torch.empty(min(CHUNK_BYTES, len(into)), dtype=torch.uint8, pin_memory=True)
-        for part in into.split(CHUNK_BYTES):
-            self._fill(buffer[: len(part)])
-            part.copy_(buffer[: len(part)])
+        with torch.cuda.device(target.device):  # each thread has a current one; pinned memory belongs to it
+            buffer = torch.empty(min(CHUNK_BYTES, len(into)), dtype=torch.uint8, pin_memory=True)
+            for part in into.split(CHUNK_BYTES):
+                self._fill(buffer[: len(part)], at)
+                part.copy_(buffer[: len(part)])
+                at += len(part)
 
-    def _fill(self, host: Tensor) -> None:
-        if self._file.readinto(host.numpy().data) != len(host):
-            raise self._broken("it ends early")
+    def _fill(self, host: Tensor, at: int) -> None:
+        data = host.numpy().data
+        while data:
+            count = os.preadv(self._file.fileno(), [data], at)
+            if not count:
+                raise self._broken("it ends early")
+            data, at = data[count:], at + count
 
     def _broken(self, why: str) -> CouplerError:
         return CouplerError(f"{self.path} is damaged: {why}.\n  try:  an earlier checkpoint")

@@ -6,6 +6,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,30 @@ from coupler.errors import CouplerError
 from coupler.interfaces import Named
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where transformers keeps a matrix of one expert: in a tensor of all experts of the layer, gates above ups."""
+
+    expert: int
+    half: int | None  # of the expert's rows; None: all of them
+
+    def of(self, experts: Tensor) -> Tensor:
+        """The view of it in [E, rows, columns]."""
+        rows = experts[self.expert]
+        return rows if self.half is None else rows.chunk(2)[self.half]
+
+    def held(self, experts: Tensor) -> Tensor | None:
+        """The view of it in this rank's shard; None where another rank has it."""
+        if not isinstance(experts, DTensor):
+            return self.of(experts)
+        mine = rows_of(experts)
+        return replace(self, expert=self.expert - mine.start).of(experts.to_local()) if self.expert in mine else None
+
+
+Experts = Mapping[str, Mapping[str, Place]]  # places by the checkpoint's names, by the model's name of their tensor
 
 
 def files_of(folder: Path) -> dict[str, Path]:
@@ -47,8 +72,12 @@ def _open(path: Path) -> Any:
         ) from None
 
 
-def match(model: PreTrainedModel, names: Collection[str], apart: Collection[str] = ()) -> dict[str, Tensor]:
+def match(
+    model: PreTrainedModel, names: Collection[str], apart: Collection[str] = ()
+) -> tuple[dict[str, Tensor], Experts]:
     """Map checkpoint names to the model's parameters and buffers, tied ones once; those in ``apart`` have no such name.
+
+    A tensor that holds the experts of a layer is mapped under the model's name, and its places are returned with it.
 
     Raises:
         CouplerError: a name has no tensor, or a tensor has no name.
@@ -57,23 +86,44 @@ def match(model: PreTrainedModel, names: Collection[str], apart: Collection[str]
     tied: dict[str, str] = model.all_tied_weights_keys  # {name: the name it shares its tensor with}
     ignored = [r"rotary_emb\.inv_freq$", *(model._keys_to_ignore_on_load_unexpected or ())]
     matched: dict[str, Tensor] = {}
+    experts: dict[str, dict[str, Place]] = defaultdict(dict)
     unexpected = []
     for name in names:
         key = name if name in state else f"{model.base_model_prefix}.{name}"
         if key in state:
             if tied.get(key) not in names:
                 matched[name] = state[key]
+        elif place := _place(state, name):
+            stacked, experts[place[0]][name] = place
+            matched[stacked] = state[stacked]
         elif not any(re.search(pattern, name) for pattern in ignored):
             unexpected.append(name)
     reached = {id(tensor) for tensor in matched.values()}
     missing = [name for name, tensor in state.items() if id(tensor) not in reached]
+    missing += [name for name, places in experts.items() if len(places) < _matrices(places) * len(state[name])]
     if missing or unexpected:
         raise CouplerError(
             f"the checkpoint of model.path does not fit a model of type {model.config.model_type!r}.\n"
             f"  missing:     {_listed(missing)}\n  unexpected:  {_listed(unexpected)}\n"
-            "  engine=fsdp reads checkpoints whose names are the model's; transformers fuses some (experts) on loading"
+            "  engine=fsdp reads checkpoints whose names are the model's, or experts.N.gate_proj, up_proj and down_proj"
         )
-    return matched
+    return matched, experts
+
+
+def _place(state: Mapping[str, Tensor], name: str) -> tuple[str, Place] | None:
+    """The tensor of the model that holds a matrix of one expert, and where; None where this is no such name."""
+    if not (found := _EXPERT.fullmatch(name)):
+        return None
+    prefix, expert, which = found[1], int(found[2]), found[3]
+    key = f"{prefix}.down_proj" if which == "down" else f"{prefix}.gate_up_proj"
+    if key not in state or expert >= len(state[key]):
+        return None
+    return key, Place(expert, None if which == "down" else int(which == "up"))
+
+
+def _matrices(places: Mapping[str, Place]) -> int:
+    """Matrices of each expert in the tensor of these places."""
+    return 1 if next(iter(places.values())).half is None else 2
 
 
 def _listed(names: list[str]) -> str:
@@ -81,25 +131,31 @@ def _listed(names: list[str]) -> str:
 
 
 @torch.no_grad()
-def read(files: Mapping[str, Path], matched: Mapping[str, Tensor]) -> None:
-    """Fill every matched tensor from its file, reading only the rows of this rank's shard.
+def read(files: Mapping[str, Path], matched: Mapping[str, Tensor], experts: Experts) -> None:
+    """Fill every matched tensor that a file has, reading only the rows of this rank's shard.
 
     Raises:
         CouplerError: a tensor has another shape in the checkpoint.
     """
+    wanted: dict[str, tuple[Tensor, Place | None]] = {n: (t, None) for n, t in matched.items() if n in files}
+    wanted |= {name: (matched[key], place) for key, places in experts.items() for name, place in places.items()}
     by_file: dict[Path, list[str]] = defaultdict(list)
-    for name in matched:
+    for name in wanted:
         by_file[files[name]].append(name)
     for path, names in by_file.items():
         with _open(path) as file:
             for name in names:
-                stored, target = file.get_slice(name), matched[name]
-                if tuple(stored.get_shape()) != tuple(target.shape):
+                stored, (target, place) = file.get_slice(name), wanted[name]
+                shape = (place.of(torch.empty(target.shape, device="meta")) if place else target).shape
+                if tuple(stored.get_shape()) != tuple(shape):
                     raise CouplerError(
-                        f"{name} has shape {stored.get_shape()} in {path} and {list(target.shape)} in the model "
+                        f"{name} has shape {stored.get_shape()} in {path} and {list(shape)} in the model "
                         "that its config.json describes."
                     )
-                if not isinstance(target, DTensor):
+                if place:
+                    if (held := place.held(target)) is not None:
+                        held.copy_(file.get_tensor(name))
+                elif not isinstance(target, DTensor):
                     target.copy_(file.get_tensor(name))
                 elif len(rows := rows_of(target)):
                     target.to_local().copy_(stored[rows.start : rows.stop])
@@ -128,14 +184,24 @@ def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return tensor.redistribute(placements=[Replicate()] * len(tensor.placements)).to_local()
 
 
-def stream(matched: Iterable[Named], dtype: torch.dtype) -> Iterator[Named]:
-    """Yield every tensor whole, in ``dtype``."""
+def stream(matched: Iterable[Named], experts: Experts, dtype: torch.dtype) -> Iterator[Named]:
+    """Yield every tensor of the checkpoint whole, in ``dtype``."""
     for name, tensor in matched:
-        yield name, whole(tensor, dtype)
+        yield from _as_stored(name, whole(tensor, dtype), experts)
 
 
-def stream_gradients(matched: Mapping[str, Tensor]) -> Iterator[Named]:
-    """Yield the whole fp32 gradient of every parameter that is trained."""
+def stream_gradients(matched: Mapping[str, Tensor], experts: Experts) -> Iterator[Named]:
+    """Yield the whole fp32 gradient of every tensor of the checkpoint that is trained."""
     for name, tensor in matched.items():
         if tensor.requires_grad:
-            yield name, torch.zeros(tensor.shape, device=tensor.device) if tensor.grad is None else whole(tensor.grad)
+            grad = torch.zeros(tensor.shape, device=tensor.device) if tensor.grad is None else whole(tensor.grad)
+            yield from _as_stored(name, grad, experts)
+
+
+def _as_stored(name: str, tensor: Tensor, experts: Experts) -> Iterator[Named]:
+    """What a checkpoint has of a tensor of the model: itself, or its experts one by one."""
+    if name not in experts:
+        yield name, tensor
+        return
+    for part, place in experts[name].items():
+        yield part, place.of(tensor)

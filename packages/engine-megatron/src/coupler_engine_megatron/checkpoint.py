@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -76,11 +76,16 @@ class Saved:
         """Read the index.
 
         Raises:
-            CouplerError: there is none.
+            CouplerError: there is none, or it is damaged.
         """
         if not (path / INDEX).is_file():
             raise CouplerError(f"{path} holds no checkpoint of engine=megatron: there is no {INDEX}.")
-        self.path, self.facts = path, json.loads((path / INDEX).read_text())
+        self.path = path
+        try:
+            self.facts: dict[str, Any] = json.loads((path / INDEX).read_text())
+            self.where: dict[str, str] = self.facts["tensors"]
+        except (ValueError, KeyError) as error:
+            raise _damaged(path / INDEX, error) from None
         self.files: dict[str, Any] = {}
         self.stack = ExitStack()
 
@@ -94,17 +99,24 @@ class Saved:
         """Return the whole tensor.
 
         Raises:
-            CouplerError: the checkpoint has no such tensor.
+            CouplerError: the checkpoint has no such tensor, or its file is damaged.
         """
-        file = self.facts["tensors"].get(name)
+        file = self.where.get(name)
         if file is None:
             raise CouplerError(
                 f"the checkpoint {self.path} does not fit this engine: it has no {name}.\n"
                 "  try:  the model.path and the parts that it was saved with"
             )
-        if file not in self.files:
-            self.files[file] = self.stack.enter_context(safe_open(self.path / file, "pt"))
-        return self.files[file].get_tensor(name)
+        try:
+            if file not in self.files:
+                self.files[file] = self.stack.enter_context(safe_open(self.path / file, "pt"))
+            return self.files[file].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise _damaged(self.path / file, error) from None
+
+
+def _damaged(path: Path, error: Exception) -> CouplerError:
+    return CouplerError(f"{path} is damaged: {error!r}.\n  try:  an earlier checkpoint")
 
 
 def _file(rank: int, world: int) -> str:

@@ -16,6 +16,7 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from coupler.errors import CouplerError
@@ -31,7 +32,7 @@ def check_version() -> None:
         CouplerError: its version is another one.
     """
     found = version("megatron-core")
-    if not found.startswith(TESTED):
+    if ".".join(found.split(".")[:2]) not in TESTED:
         raise CouplerError(
             f"engine=megatron runs megatron-core {' or '.join(TESTED)} without a GPU, not {found}.\n"
             f"  try:  pip install 'megatron-core=={TESTED[-1]}.*', or a GPU"
@@ -146,7 +147,7 @@ def _returning(value: Any = None) -> Callable[..., Any]:
 
 def _replacements() -> Iterator[tuple[Any, str, Any]]:
     """(owner, attribute, what stands there meanwhile)."""
-    experts = list(_experts())  # first, since what it imports reads the genuine torch.cuda
+    experts = [*_experts(), *_uneven()]  # first, since what it imports reads the genuine torch.cuda
     cuda, generator = torch.cuda, torch.default_generator
     for name in ("set_device", "synchronize", "empty_cache", "_lazy_init", "ipc_collect", "reset_peak_memory_stats"):
         yield cuda, name, _returning()
@@ -195,3 +196,29 @@ def _experts() -> Iterator[tuple[Any, str, Any]]:
     yield latent, "TELinear", import_module("coupler_engine_megatron.linear").WholeLinear
     for owner in (utils, dispatcher):
         yield owner, "maybe_move_tensor_to_cpu", to_host
+
+
+def _uneven() -> Iterator[tuple[Any, str, Any]]:
+    """Pieces of different sizes, among the ranks that split an expert's matrices: gloo moves these all-to-all only."""
+    mappings = import_module("megatron.core.tensor_parallel.mappings")
+    even_gather, even_reduce = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def exchange(tensor: Any, group: Any, sent: list[int], received: list[int]) -> Any:
+        output = tensor.new_empty(sum(received), *tensor.shape[1:])
+        dist.all_to_all_single(output, tensor.contiguous(), received, sent, group=group)
+        return output
+
+    def gather(tensor: Any, group: Any, sizes: list[int] | None = None, *more: Any) -> Any:
+        if sizes is None or group.size() == 1:
+            return even_gather(tensor, group, sizes, *more)
+        copies = tensor.expand(group.size(), *tensor.shape).flatten(0, 1)
+        return exchange(copies, group, [len(tensor)] * group.size(), sizes)
+
+    def reduce(tensor: Any, group: Any, sizes: list[int] | None = None, *more: Any) -> Any:
+        if sizes is None or group.size() == 1:
+            return even_reduce(tensor, group, sizes, *more)
+        mine = sizes[group.rank()]
+        return exchange(tensor, group, sizes, [mine] * group.size()).unflatten(0, (group.size(), mine)).sum(0)
+
+    yield mappings, "_gather_along_first_dim", gather
+    yield mappings, "_reduce_scatter_along_first_dim", reduce

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,9 +12,8 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from coupler.errors import CouplerError, TooFewDevices
 from coupler.interfaces import Layout, Rank
+from coupler.rendezvous import store_of
 from coupler_engine_megatron.config import MegatronConfig
-
-MEET = timedelta(minutes=30)  # torch's own limit for ranks to find each other; a slow disk may keep one from it
 
 
 def device_of(rank: Rank) -> torch.device:
@@ -39,7 +36,7 @@ def join(rank: Rank, device: torch.device) -> None:
     """
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        store = _store(rank) if rank.world > 1 else dist.HashStore()
+        store = store_of(rank) if rank.world > 1 else dist.HashStore()
         dist.init_process_group(backend, store=store, rank=rank.index, world_size=rank.world)
         _refuse_shared(rank, device)
     if (dist.get_world_size(), dist.get_rank()) != (rank.world, rank.index):
@@ -47,15 +44,6 @@ def join(rank: Rank, device: torch.device) -> None:
             f"engine rank {rank.index} of {rank.world} runs in a process that is already rank {dist.get_rank()} of "
             f"{dist.get_world_size()}.\n  start it in a process of its own"
         )
-
-
-def _store(rank: Rank) -> dist.Store:
-    """Where ranks find each other. It listens on the rendezvous' address alone; torch's would on every interface."""
-    host, _, port = rank.rendezvous.rpartition(":")
-    if rank.index:
-        return dist.TCPStore(host, int(port), rank.world, timeout=MEET)
-    listener = socket.create_server((host, int(port)), backlog=rank.world)
-    return dist.TCPStore(host, int(port), rank.world, is_master=True, timeout=MEET, master_listen_fd=listener.detach())
 
 
 def _refuse_shared(rank: Rank, device: torch.device) -> None:

@@ -64,8 +64,7 @@ class Run:
 
     parts: list[Part]
     half: int | None = None  # of a gate (0) and an up (1) that are one parameter
-    views: list[View] | None = None  # where the checkpoint's tensors are in it, unless some have to be copied
-    seen: bool = False
+    views: list[View] | None = None  # where the checkpoint's tensors are in it, none where one is copied; once it came
 
     @property
     def elements(self) -> int:
@@ -158,11 +157,10 @@ class Catalogue:
             self.buckets[dtype] = self._cut(dtype)
         for bucket, arrived in self._arrived(self.buckets[dtype], source, device):
             for run, found in zip(bucket.runs, arrived, strict=True):
-                if not run.seen:
-                    run.views, run.seen = self._views(run, found), True
                 if run.views is None:
+                    run.views = self._views(run, found)
+                if not run.views:
                     yield from self._made(run, found)
-                    continue
                 origin = int(found.storage_offset())
                 for name, shape, strides, offset in run.views:
                     yield name, found.as_strided(shape, strides, origin + offset)
@@ -256,12 +254,12 @@ class Catalogue:
                 else:
                     yield from hf.to_hf(self.bridge, name, pieces[0])
 
-    def _views(self, run: Run, found: Tensor) -> list[View] | None:
-        """Where the checkpoint's tensors of a run lie in ``found``; None where they are not all in it."""
+    def _views(self, run: Run, found: Tensor) -> list[View]:
+        """Where the checkpoint's tensors of a run lie in ``found``; nothing where they are not all in it."""
         storage, origin = found.untyped_storage().data_ptr(), int(found.storage_offset())
         made = list(self._made(run, found))
         if any(tensor.untyped_storage().data_ptr() != storage for _, tensor in made):
-            return None
+            return []
         return [View(name, t.shape, t.stride(), int(t.storage_offset()) - origin) for name, t in made]
 
 

@@ -70,10 +70,15 @@ def engine_arguments(config: VLLMConfig, model: Model, rank: Rank) -> dict[str, 
         arguments["max_model_len"] = config.max_model_len
     if config.routed_experts:
         arguments["enable_return_routed_experts"] = True
-    return arguments | _memory(config, gpu) | config.extra_args
+    return arguments | memory_arguments(config, gpu) | config.extra_args
 
 
-def _memory(config: VLLMConfig, gpu: bool) -> dict[str, Any]:
+def memory_arguments(config: VLLMConfig, gpu: bool) -> dict[str, Any]:
+    """What of the device's memory vLLM takes, and what of that its cache.
+
+    Raises:
+        ConfigError: it is more than the device has.
+    """
     if not gpu:
         return {"kv_cache_memory_bytes": int((config.kv_cache_gib or CPU_CACHE_GIB) * GIB)}
     found: dict[str, Any] = {}

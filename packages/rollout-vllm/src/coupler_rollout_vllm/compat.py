@@ -280,12 +280,22 @@ def packs(worker: Any) -> bool:
 def reloading(worker: Any) -> Iterator[Any]:
     """The model, ready for ``load_weights``; afterwards its layers are packed as their kernels want them."""
     with configured(worker) as model, _quiet(LAYERWISE):
+        _forget_expert_kernels(model)
         initialize_layerwise_reload(model)
         try:
             yield model
         finally:
             finalize_layerwise_reload(model, worker.model_config)
             _tie(model)
+
+
+def _forget_expert_kernels(model: Any) -> None:
+    """On the CPU, experts are packed when their kernel is made, and at no later load: let each load make one."""
+    if current_platform.is_cpu():
+        for module in model.modules():
+            method: Any = getattr(module, "quant_method", None)
+            if getattr(method, "moe_kernel", None) is not None:
+                method.moe_kernel = None
 
 
 @contextmanager

@@ -40,6 +40,10 @@ class VLLMConfig(RolloutConfig):
     def devices_per_replica(self) -> int:
         return self.tensor_parallel
 
+    @property
+    def sequence_limit(self) -> tuple[str, int]:
+        return "max_model_len", self.max_model_len
+
     def __post_init__(self) -> None:
         for key, least in (
             ("tensor_parallel", 1), ("max_sequences", 1), ("max_batched_tokens", 0), ("max_model_len", 0),

@@ -7,6 +7,10 @@ than a request does: a completion waits for others to leave with, for a small pa
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
+import threading
 from collections import defaultdict
 from itertools import chain
 from math import inf
@@ -21,8 +25,18 @@ LATE = 1 / 20  # of the steps that a completion took: so long it waits for other
 
 def scheduler(**arguments: Any) -> Any:
     """vLLM's scheduler of this configuration, with :class:`Gathering` in front; ``scheduler_cls`` names this."""
+    threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
     base = compat.scheduler_class(arguments["vllm_config"])
     return type("GatheringScheduler", (Gathering, base), {})(**arguments)
+
+
+def _end_with_parent() -> None:
+    """End this process when the one that started it has ended: else it would keep the device's memory."""
+    parent = multiprocessing.parent_process()
+    while parent is not None and parent.is_alive():
+        parent.join(60)
+    if parent is not None:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Gathering:

@@ -17,7 +17,7 @@ from coupler_rollout_vllm import checksums, compat, memory
 from coupler_rollout_vllm.loading import load, plans
 
 
-def _answering(method: Callable[..., Any]) -> Callable[..., Any]:
+def answering(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return an error that a user can fix as ``{"error": [its class, its text]}``: vLLM would carry only its text."""
 
     @wraps(method)
@@ -42,7 +42,7 @@ class WorkerExtension:
         routers = compat.routers_of(self)
         return {"rank": compat.rank_of(self)[0], "device": _device(), "pid": os.getpid(), "routers": routers}
 
-    @_answering
+    @answering
     def coupler_update(self, text: str) -> dict[str, Any]:
         """Receive a :class:`~coupler.interfaces.WeightUpdate`, given as JSON, and load it."""
         fields = json.loads(text)
@@ -56,12 +56,12 @@ class WorkerExtension:
         """See :func:`checksums.of_plan`; layers that pack their weights have none."""
         return checksums.of_plan(plans.get(compat.model_of(self), {}))
 
-    @_answering
+    @answering
     def coupler_sleep(self, what: Iterable[str]) -> int:
         """Give back the memory of these parts; return how many bytes."""
         return memory.sleep(self, [Memory(part) for part in what])
 
-    @_answering
+    @answering
     def coupler_wake(self, what: Iterable[str]) -> int:
         """Take the memory back; what it held is undefined."""
         return memory.wake(self, [Memory(part) for part in what])

@@ -159,7 +159,7 @@ class RayConfig:
 class WaitsConfig:
     """Waits for workers: every one has a name, and none is without end."""
 
-    deadline_s: float = 7200.0  # of one call; above the longest step; executor=local has no way to end a call
+    deadline_s: float = 7200.0  # of one call; above the longest step; what blocks the only thread cannot be ended
     heartbeat_s: float = 60.0  # what has been outstanding for longer is named on the console, so often
 
 
@@ -203,7 +203,7 @@ class RunConfig:
     router_replay: RouterReplay = RouterReplay.DISABLED
     offload: bool = False  # engine and rollout share a device and take turns on its memory
     seed: int = 0
-    deterministic: bool = False  # two runs give equal numbers; slower, and needs max_staleness=0
+    deterministic: bool = False  # two runs are equal but for time/*, without memory/*; slower, needs max_staleness=0
     strict: bool = False  # an option that you set and nothing reads is an error, not a warning
 
 
@@ -266,14 +266,18 @@ def problems(config: RunConfig, job: Job) -> Iterator[str]:
     if not config.reward.target and job is not Job.SFT:
         yield "reward.target is empty: set it to pkg.mod:function or file.py:function."
     yield from _worker_problems(config)
+    yield from _length_problems(config, job is Job.TRAIN, evaluates)
     if job is Job.TRAIN:
         yield from _training_problems(config)
 
 
 def _worker_problems(config: RunConfig) -> Iterator[str]:
+    critic = config.critic.engine
     counts = {"engine.ranks": config.engine and config.engine.ranks}
+    counts["critic.engine.ranks"] = critic and critic.ranks
     counts["rollout.replicas"] = config.rollout and config.rollout.replicas
     pythons = {"engine.python": config.engine and config.engine.python}
+    pythons["critic.engine.python"] = critic and critic.python
     pythons["rollout.python"] = config.rollout and config.rollout.python
     for key, count in counts.items():
         if count is not None and count < 1:
@@ -285,6 +289,26 @@ def _worker_problems(config: RunConfig) -> Iterator[str]:
             yield f"{key}={path} needs processes of its own: set executor=ray."
     if config.offload and config.executor is ExecutorName.RAY and config.ray.placement is Placement.DISJOINT:
         yield "offload=true needs ray.placement=colocated: with devices of their own, roles take no turns."
+
+
+def _length_problems(config: RunConfig, trains: bool, evaluates: bool) -> Iterator[str]:
+    """Of sequences that the rollout would cut short, or refuse when their prompt comes."""
+    option, limit = config.rollout.sequence_limit if config.rollout else ("", 0)
+    sampled, evaluated = config.sampling.max_tokens, config.eval.max_tokens
+    completion = "eval.max_tokens" if evaluated else "sampling.max_tokens"
+    for used, keys, longest in (
+        (trains, "data.max_prompt_tokens + sampling.max_tokens", config.data.max_prompt_tokens + sampled),
+        (
+            evaluates,
+            f"eval.data.max_prompt_tokens + {completion}",
+            config.eval.data.max_prompt_tokens + (evaluated or sampled),
+        ),
+    ):
+        if used and 0 < limit < longest:
+            yield (
+                f"rollout.{option}={limit} is less than one sequence can have: {keys} = {longest}; "
+                f"set rollout.{option}={longest}, or one of those lower."
+            )
 
 
 def _training_problems(config: RunConfig) -> Iterator[str]:

@@ -36,6 +36,13 @@ class Executor(Protocol):
         """Wait until the objects exist; return ``ranks`` with node, devices and, for several, a rendezvous."""
         ...
 
+    async def revive(self, handle: Handle) -> Handle:
+        """Make a worker anew, in its place and from the same spec, if its process has ended; return its handle now.
+
+        A replica that ends is answered for with :class:`~coupler.errors.ReplicaDied`; any other worker ends the run.
+        """
+        ...
+
     def put(self, value: Any) -> Any:
         """Return what stands for ``value`` as an argument of several calls: it travels once."""
         ...

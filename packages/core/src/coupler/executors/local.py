@@ -14,6 +14,8 @@ from coupler.interfaces import Rank, Rollout
 from coupler.placement import Role
 from coupler.waiting import Waits
 
+CLOSE_S = 3.0
+
 
 def _in_daemon(function: Any, args: tuple[Any, ...]) -> asyncio.Future[Any]:
     """Call it in a thread that does not keep the process alive: what it waits for may have died."""
@@ -34,13 +36,15 @@ class Local:
     """Every worker in this process.
 
     Inline, every call runs on the caller's thread, so that ``breakpoint()`` and Ctrl-C reach it; otherwise each worker
-    has a thread of its own (for an async object: an event loop in that thread), and roles overlap.
+    has a thread of its own (for an async object: an event loop in that thread), and roles overlap. A call that leaves
+    the caller's thread, or awaits, has the deadline of every other wait.
     """
 
     def __init__(self, inline: bool, waits: Waits) -> None:
         self.inline, self.waits = inline, waits
         self.threads: dict[Handle, ThreadPoolExecutor] = {}
         self.loops: dict[Handle, asyncio.AbstractEventLoop] = {}
+        self.serving: list[threading.Thread] = []  # of these loops; none that hangs keeps the process alive
         self.rollouts: list[Rollout] = []
 
     async def place(self, roles: Sequence[Role]) -> None:
@@ -57,23 +61,27 @@ class Local:
     async def locate(self, handles: Sequence[Handle], ranks: Sequence[Rank]) -> list[Rank]:
         return list(ranks)
 
+    async def revive(self, handle: Handle) -> Handle:
+        """See :meth:`Executor.revive`. Its process is this one."""
+        return handle
+
     def put(self, value: Any) -> Any:
         return value
 
     async def each(
         self, handles: Sequence[Handle], method: str, arguments: Iterable[tuple[Any, ...]], *, aside: bool = False
     ) -> list[Any]:
-        with self.waits.named(handles[0].role, method, [handle.index for handle in handles]):
-            calls = [(handle, getattr(handle.of, method)) for handle in handles]
-            if self.inline and aside:
+        with self.waits.named(handles[0].role, method, [handle.index for handle in handles]) as wait:
+            bound = [getattr(handle.of, method) for handle in handles]
+            if self.inline and not aside and not asyncio.iscoroutinefunction(bound[0]):
+                return [call(*args) for call, args in zip(bound, arguments, strict=True)]
+            async with self.waits.deadline(wait):
                 return await asyncio.gather(
-                    *(_in_daemon(bound, args) for (_, bound), args in zip(calls, arguments, strict=True))
+                    *(
+                        _in_daemon(call, args) if self.inline and aside else self._call(handle, call, args)
+                        for handle, call, args in zip(handles, bound, arguments, strict=True)
+                    )
                 )
-            if self.inline and not asyncio.iscoroutinefunction(calls[0][1]):
-                return [bound(*args) for (_, bound), args in zip(calls, arguments, strict=True)]
-            return await asyncio.gather(
-                *(self._call(handle, bound, args) for (handle, bound), args in zip(calls, arguments, strict=True))
-            )
 
     async def call(self, handle: Handle, method: str, *args: Any) -> Any:
         return (await self.each([handle], method, [args]))[0]
@@ -88,7 +96,9 @@ class Local:
     def _loop(self, handle: Handle) -> asyncio.AbstractEventLoop:
         if handle not in self.loops:
             loop = self.loops[handle] = asyncio.new_event_loop()
-            self.threads[handle].submit(loop.run_forever)
+            name = f"{handle.role}-{handle.index}"
+            self.serving.append(threading.Thread(target=loop.run_forever, name=name, daemon=True))
+            self.serving[-1].start()
         return self.loops[handle]
 
     async def reads(self) -> set[str]:
@@ -101,5 +111,7 @@ class Local:
             rollout.close()
         for loop in self.loops.values():
             loop.call_soon_threadsafe(loop.stop)
-        for thread in self.threads.values():
-            thread.shutdown(wait=True)
+        for thread in self.serving:
+            thread.join(CLOSE_S)
+        for pool in self.threads.values():
+            pool.shutdown(wait=True)

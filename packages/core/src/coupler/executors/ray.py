@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from coupler.config.schema import Devices, RayConfig
-from coupler.errors import CouplerError, PlacementError, WaitTimeout, WorkerDied, WorkerFailed
+from coupler.errors import CouplerError, PlacementError, ReplicaDied, WaitTimeout, WorkerDied, WorkerFailed
 from coupler.executors import cluster
 from coupler.executors.environment import forwarded, of_ray
 from coupler.executors.handle import Handle
@@ -26,6 +26,15 @@ WATCH_S = 600.0  # an actor is asked again so often whether it lives; its death 
 FREE_S = 10.0  # what a run before this one held may take so long to be free again
 CLOSE_S = 3.0
 TAIL = 30  # log lines in an error
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What a worker was made from."""
+
+    build: str
+    spec: Any
+    python: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,6 +55,8 @@ class OnRay:
         self.group: Any = None
         self.slots: dict[str, list[cluster.Slot]] = {}
         self.handles: list[Handle] = []
+        self.recipes: dict[Handle, Recipe] = {}
+        self.lost: set[Handle] = set()  # replicas whose actor died
         self.starting: dict[Handle, Any] = {}
         self.places: dict[Handle, Place] = {}
         self.watches: list[asyncio.Task[None]] = []
@@ -90,19 +101,36 @@ class OnRay:
         actor = host.remote(self._log(role, index), Path.cwd(), slot.node)
         handle = Handle(role, index, actor)
         self.handles.append(handle)
+        self.recipes[handle] = Recipe(build, spec, python)
         self.starting[handle] = actor.start.remote(build, spec)
         return handle
 
     async def locate(self, handles: Sequence[Handle], ranks: Sequence[Rank]) -> list[Rank]:
-        places: list[Place] = await self._gather(handles, "start", [self.starting.pop(handle) for handle in handles])
-        self.places |= dict(zip(handles, places, strict=True))
-        self.watches += [asyncio.create_task(self._watch(handle)) for handle in handles]
+        places = await self._started(handles)
         rendezvous = f"{places[0].node}:{places[0].port}" if len(handles) > 1 else ""
         slots = self.slots[handles[0].role]
         return [
             replace(rank, rendezvous=rendezvous, node=slot.node, devices=slot.devices)
             for rank, slot in zip(ranks, slots, strict=True)
         ]
+
+    async def _started(self, handles: Sequence[Handle]) -> list[Place]:
+        places: list[Place] = await self._gather(handles, "start", [self.starting.pop(handle) for handle in handles])
+        self.places |= dict(zip(handles, places, strict=True))
+        self.watches += [asyncio.create_task(self._watch(handle)) for handle in handles]
+        return places
+
+    async def revive(self, handle: Handle) -> Handle:
+        """See :meth:`Executor.revive`. The new actor gets the bundle of the old one."""
+        if handle not in self.lost:
+            return handle
+        ray.kill(handle.of)  # it may only have been out of reach
+        self.handles.remove(handle)
+        self.lost.discard(handle)
+        recipe = self.recipes.pop(handle)
+        again = self.spawn(handle.role, handle.index, recipe.build, recipe.spec, recipe.python)
+        await self._started([again])
+        return again
 
     def put(self, value: Any) -> Any:
         return ray.put(value)
@@ -146,7 +174,8 @@ class OnRay:
                     call.answer.set_exception(self._lost(handle, call.method, error))
 
     async def reads(self) -> set[str]:
-        return set().union(*await self._gather(self.handles, "reads", [h.of.reads.remote() for h in self.handles]))
+        living = [handle for handle in self.handles if handle not in self.lost]
+        return set().union(*await self._gather(living, "reads", [handle.of.reads.remote() for handle in living]))
 
     async def _gather(self, handles: Sequence[Handle], method: str, refs: Sequence[Any]) -> list[Any]:
         return await self._wait(
@@ -176,27 +205,32 @@ class OnRay:
         log = self._log(handle.role, handle.index)
         return failure.error(self._who(handle), method, log, _tail(log))
 
-    def _lost(self, handle: Handle, method: str, error: RayError) -> WorkerFailed:
+    def _lost(self, handle: Handle, method: str, error: RayError) -> CouplerError:
         if isinstance(error, RayActorError):
             return self._died(handle, method, error)
         return WorkerFailed(f"{self._who(handle)} cannot be asked for {method}: {error}")
 
     async def _watch(self, handle: Handle) -> None:
-        """Make every wait of the run end when this actor dies."""
+        """Make every wait of the run end when this actor dies; without a replica, the run goes on."""
         try:
             while True:
                 await handle.of.alive.remote(WATCH_S)
         except RayActorError as error:
-            if not self.death.done():
-                self.death.set_exception(self._died(handle, "", error))
+            died = self._died(handle, "", error)
+            if handle.role != ROLLOUT and not self.death.done():
+                self.death.set_exception(died)
 
-    def _died(self, handle: Handle, method: str, error: RayActorError) -> WorkerDied:
+    def _died(self, handle: Handle, method: str, error: RayActorError) -> WorkerDied | ReplicaDied:
         how = str(error).split("Worker exit detail: ")[-1].split(" Some common causes")[0].strip()
         log = self._log(handle.role, handle.index)
         during = [wait for wait in self.waits.current.values() if wait.role == handle.role]
         names = sorted({wait.method for wait in during}) or ([method] if method else [])
         lines = [f"{self._who(handle)} died{' in ' + ' and '.join(names) if names else ''}: {how}", f"  log:  {log}"]
-        return WorkerDied("\n".join([*lines, *_tail(log)]))
+        text = "\n".join([*lines, *_tail(log)])
+        if handle.role != ROLLOUT:
+            return WorkerDied(text)
+        self.lost.add(handle)
+        return ReplicaDied(text)
 
     def _who(self, handle: Handle) -> str:
         place = self.places.get(handle)

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 from coupler.config.compose import Composed
+from coupler.data import fingerprint
 from coupler.errors import ConfigError
 from coupler.jobs.parts import Parts
 from coupler.plan import make_workers
@@ -23,7 +24,7 @@ async def _evaluate(parts: Parts) -> dict[str, float]:
         raise ConfigError(
             f"run_dir={parts.config.run_dir} holds a run already; nothing in it was touched.\n  try:  another run_dir"
         )
-    with parts.running() as (journal, rewards):
+    with parts.running(fingerprint(prompt.row for prompt in prompts)) as (journal, rewards):
         await parts.place(make_workers(parts.config, frozenset(), parts.plugins, rollouts=True))
         engine, rollouts = parts.engine("policy", trains=False), parts.rollouts()
         weights = parts.edge(engine, rollouts, prompts[0])

@@ -195,13 +195,20 @@ class Parts:
     def export_folder(self) -> Path:
         return Path(self.config.run_dir) / "export"
 
+    def facts(self, data: str) -> dict[str, str]:
+        """What tells this run from another one in its folder: what it trains or scores with, and how.
+
+        Args:
+            data: the fingerprint of its rows.
+        """
+        return {"data": data, "config": resume.config_hash(dump_yaml(self.composed.config))}
+
     @contextmanager
-    def recording(self, found: Checkpoint | None = None) -> Iterator[Journal]:
+    def recording(self, data: str, found: Checkpoint | None = None) -> Iterator[Journal]:
         """The run's folder and trackers, for as long as the job runs; at its end every role's thread stops."""
+        resolved, done = dump_yaml(self.composed.config), found.step if found else 0
         try:
-            journal = Journal(
-                self.config, dump_yaml(self.composed.config), self.plugins, done=found.step if found else 0
-            )
+            journal = Journal(self.config, resolved, self.plugins, self.facts(data), done)
         except OSError as error:
             raise ConfigError(
                 f"run_dir={self.config.run_dir} cannot be written: {error.strerror}.\n  try:  another run_dir"
@@ -213,24 +220,20 @@ class Parts:
             self.executor.close()
 
     @contextmanager
-    def running(self, found: Checkpoint | None = None) -> Iterator[tuple[Journal, RewardPool]]:
+    def running(self, data: str, found: Checkpoint | None = None) -> Iterator[tuple[Journal, RewardPool]]:
         """:meth:`recording`, with the reward processes."""
         reward = self.config.reward
         pool = RewardPool(reward.target, reward.num_workers, reward.timeout_s, reward.max_invalid_fraction)
         try:
             pool.start()
-            with self.recording(found) as journal:
+            with self.recording(data, found) as journal:
                 yield journal, pool
         finally:
             pool.close()
 
     def checkpoints(self, data: str) -> Checkpoints:
         """Those of this run, whose rows have the fingerprint ``data``."""
-        facts = {
-            "data": data,
-            "config": resume.config_hash(dump_yaml(self.composed.config)),
-            "packages": describe_run()["packages"],
-        }
+        facts = {**self.facts(data), "packages": describe_run()["packages"]}
         return Checkpoints(Path(self.config.run_dir) / "checkpoints", self.config.checkpoint, facts)
 
     async def restore(self, found: Checkpoint, roles: Mapping[str, WorkerGroup], trainer: Resumable, data: str) -> None:

@@ -16,16 +16,23 @@ from coupler.config.compose import Composed
 from coupler.errors import CouplerError
 from coupler.interfaces import Output
 from coupler.jobs.parts import Parts, export_whole
-from coupler.metrics import values
+from coupler.metrics import Metrics, values
 from coupler.plugins.manager import Plugins
-from coupler.trainer import of_steps
+from coupler.trainer import of_role, turns_of
 from coupler.workers import WorkerGroup
 
 
 class Stage(StrEnum):
     ADVANTAGES = "advantages"  # on the controller, from rewards
     LOGPROBS = "logprobs"  # the policy's, against those of the rollout
-    TRAIN = "train"  # loss, gradient and optimizer step
+    VALUES = "values"  # the critic's
+    TRAIN = "train"  # loss, gradient and optimizer step, of each role whose turn it was
+
+
+AGAIN = {  # role, its output, and the column that has it of the run
+    Stage.LOGPROBS: ("policy", Output("logprobs"), "rollout_logprobs"),
+    Stage.VALUES: ("critic", Output("values"), "values"),
+}
 
 
 def replay(
@@ -47,12 +54,26 @@ def replay(
 async def _on_the_engine(
     parts: Parts, run_dir: Path, step: int, stage: Stage, batch: Batch, trained: Mapping[str, float]
 ) -> dict[str, tuple[float, float]]:
-    policy = await _policy(parts, run_dir, step - 1, trains=stage is Stage.TRAIN)
-    if stage is Stage.LOGPROBS:
-        now = (await policy.forward(batch, (Output("logprobs"),)))["logprobs"]
-        return _compare(_describe(batch["rollout_logprobs"], batch), _describe(now, batch))
-    done = await policy.train(batch, parts.config.optimizer_steps_per_batch, step - 1)
-    return _compare(trained, values({**done.metrics, **of_steps(done.steps)}))
+    if stage is Stage.TRAIN:
+        return _compare(trained, values(await _train(parts, run_dir, step, batch)))
+    role, output, column = AGAIN[stage]
+    if not batch.has(column):
+        raise CouplerError(
+            f"--stage {stage} needs a run with a critic; algorithm={parts.config.algorithm.name} has none."
+        )
+    group = await _role(parts, role, run_dir, step - 1, trains=False)
+    now = (await group.forward(batch, (output,)))[output.name]
+    return _compare(_describe(batch[column], batch), _describe(now, batch))
+
+
+async def _train(parts: Parts, run_dir: Path, step: int, batch: Batch) -> Metrics:
+    """Train one role after the other, so that one is in memory at a time."""
+    roles = ("policy", "critic") if parts.algorithm().critic else ("policy",)
+    found: Metrics = {}
+    for role, turn in turns_of(parts.config, roles, step, batch, step - 1).items():
+        group = await _role(parts, role, run_dir, step - 1, trains=True)
+        found |= of_role(role, await group.train(turn.batch, turn.num_steps, turn.version))
+    return found
 
 
 def export_run(composed: Composed, plugins: Plugins, run_dir: Path, step: int | None, out: Path) -> int:
@@ -71,7 +92,7 @@ def export_run(composed: Composed, plugins: Plugins, run_dir: Path, step: int | 
     parts = Parts(composed, plugins)
 
     async def write() -> None:
-        policy = await _policy(parts, run_dir, step, trains=False)
+        policy = await _role(parts, "policy", run_dir, step, trains=False)
         out.parent.mkdir(parents=True, exist_ok=True)
         await export_whole(policy, out, Path(parts.model.path))
 
@@ -79,12 +100,15 @@ def export_run(composed: Composed, plugins: Plugins, run_dir: Path, step: int | 
     return step
 
 
-async def _policy(parts: Parts, run_dir: Path, step: int, *, trains: bool) -> WorkerGroup:
-    """The policy as it was after ``step``."""
-    policy = parts.engine("policy", trains=trains)
-    await policy.setup()
+async def _role(parts: Parts, role: str, run_dir: Path, step: int, *, trains: bool) -> WorkerGroup:
+    """The policy or the critic as it was after ``step``."""
+    if role == "critic":
+        group = parts.critic(parts.critic_model(), parts.algorithm().critic)
+    else:
+        group = parts.engine(role, trains=trains)
+    await group.setup()
     if step == 0:
-        return policy
+        return group
     folder = run_dir / "checkpoints" / f"step_{step}"
     problem = checkpoint.check(folder)
     if problem:
@@ -92,8 +116,8 @@ async def _policy(parts: Parts, run_dir: Path, step: int, *, trains: bool) -> Wo
         raise CouplerError(f"the weights after step {step} are not whole in {folder}: {problem}.\n  kept:  {kept}")
     found = checkpoint.read(folder)
     parts_needed = found.manifest["parts"] if trains else ["params"]
-    await replace(found, manifest={**found.manifest, "parts": parts_needed}).restore("policy", policy)
-    return policy
+    await replace(found, manifest={**found.manifest, "parts": parts_needed}).restore(role, group)
+    return group
 
 
 def _describe(column: np.ndarray, batch: Batch) -> dict[str, float]:

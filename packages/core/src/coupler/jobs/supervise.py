@@ -34,7 +34,7 @@ async def _supervise(parts: Parts) -> dict[str, float]:
         print(f"data: dropped {dropped} prompts of more than {config.data.max_prompt_tokens} tokens")
     plan = make_plan(config, len(examples), parts.plugins, algorithm.needs, Job.SFT)
     print(plan.render())
-    with parts.recording(found) as journal:
+    with parts.recording(data, found) as journal:
         await parts.place(plan.workers)
         policy = parts.engine("policy", trains=True)
         await policy.setup()

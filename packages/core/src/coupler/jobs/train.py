@@ -59,7 +59,7 @@ async def _train(parts: Parts) -> dict[str, float]:
     print(plan.render())
     if warning := unreplayed(config, Path(parts.model.path)):
         print(f"coupler: warning: {warning}", file=sys.stderr)
-    with parts.running(found) as (journal, rewards):
+    with parts.running(data, found) as (journal, rewards):
         await parts.place(plan.workers)
         policy, rollouts = parts.engine("policy", trains=True), parts.rollouts()
         refers = REFERENCE in algorithm.needs and not is_own_reference(config, parts.plugins)
@@ -123,14 +123,16 @@ class _Steps:
 
     async def after(self, step: int, metrics: Metrics) -> dict[str, float]:
         config = self.parts.config
-        metrics = merge([metrics, self.rewards.metrics(), self.residency.metrics()])
+        metrics = merge([metrics, self.rewards.metrics()])
+        if not config.deterministic:  # what a process holds is the system's to say, and no run repeats it
+            metrics |= self.residency.metrics()
         if config.eval.at_start if step == 0 else due(config.eval.every_steps, step):
             async with self.residency("eval", GENERATING):
                 evaluated, scored = await self.evaluator.run()
             self.journal.write_samples(f"eval_{step}.jsonl", scored, self.parts.codec.decode)
             metrics |= evaluated
         self.last = self.journal.log(step, metrics)
-        if step == min(1 + warmup_steps(config, self.critic), config.steps):  # by then every role has trained
+        if step == min(1 + warmup_steps(config, bool(self.critic)), config.steps):  # by then every role has trained
             await self.parts.report_unread()
         return self.last
 

@@ -109,7 +109,7 @@ class RewardPool:
         return {
             "reward/invalid_rate": Metric(sum(isinstance(s.result, Invalid) for s in step), len(step)),
             "reward/timeout_rate": Metric(sum(s.timed_out for s in step), len(step)),
-            "reward/latency_max": Metric(max((s.seconds for s in step), default=0.0), how="max"),
+            "time/reward_max": Metric(max((s.seconds for s in step), default=0.0), how="max"),
         }
 
     def close(self) -> None:

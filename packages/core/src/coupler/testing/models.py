@@ -72,7 +72,7 @@ def write_qwen3_moe(folder: Path, seed: int = 0) -> Path:
         "num_experts": 4,
         "num_experts_per_tok": 2,
         "norm_topk_prob": True,
-        "head_dim": 16,
+        "head_dim": 64,
     }
     config = Qwen3MoeConfig(**_SMALL, **experts, tie_word_embeddings=False)
     return write_random(Qwen3MoeForCausalLM(config), folder, seed)

@@ -216,7 +216,7 @@ class TransformersReference(Reference):
             metrics.append(found)
         grads: Arrays = {}
         for name, p in self.model.named_parameters():
-            grads |= _as_saved(name, np.zeros(tuple(p.shape)) if p.grad is None else _float64(p.grad))
+            grads |= as_saved(name, np.zeros(tuple(p.shape)) if p.grad is None else _float64(p.grad))
         buffers = {name: np.zeros(tuple(b.shape)) for name, b in self.model.named_buffers()}
         grads |= {name: zeros for name, zeros in buffers.items() if name in self.tensors}
         return Gradient(grads, read(merge(metrics)))
@@ -248,7 +248,7 @@ def _float64(tensor: Any) -> np.ndarray:
     return tensor.cpu().double().numpy().copy()
 
 
-def _as_saved(name: str, tensor: np.ndarray) -> Arrays:
+def as_saved(name: str, tensor: np.ndarray) -> Arrays:
     """A parameter under the names of the checkpoint: transformers joins the experts of a layer when it loads them."""
     stem, joined, what = name.partition(".experts.")
     if not joined:

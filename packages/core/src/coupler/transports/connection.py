@@ -12,7 +12,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -76,7 +76,7 @@ class Listener:
                 if said.get("off"):
                     receiver.close()
                     lost += int(said["off"])
-                    receivers[:] = [each for each in receivers if _is_open(each[0])]  # the dead one's may be there
+                    receivers[:] = [each for each in receivers if is_open(each[0])]  # the dead one's may be there
                     continue
                 receiver.settimeout(update.deadline_s)
                 receiver.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -87,7 +87,7 @@ class Listener:
             raise ConnectionError("it died before all had come")
 
 
-def _is_open(receiver: socket.socket) -> bool:
+def is_open(receiver: socket.socket) -> bool:
     """Whether the other side still holds this connection; a closed one is closed here too."""
     said_more, _, _ = select.select([receiver], [], [], 0)
     with suppress(OSError):
@@ -155,6 +155,22 @@ def read(sender: socket.socket, count: int) -> np.ndarray:
             raise ConnectionError("it closed the connection")
         rest = rest[got:]
     return data
+
+
+def headers(peers: Sequence[socket.socket], seconds: float) -> list[dict[str, Any]]:
+    """One message of every peer, taken as they come: one that went away shows while another is slow.
+
+    Raises:
+        TimeoutError: one said nothing for so long.
+        ConnectionError: one closed the connection.
+    """
+    end, said = time.monotonic() + seconds, dict[socket.socket, dict[str, Any]]()
+    while waiting := [peer for peer in peers if peer not in said]:
+        ready, _, _ = select.select(waiting, [], [], max(end - time.monotonic(), 0))
+        if not ready:
+            raise TimeoutError
+        said |= {peer: header(peer) for peer in ready}
+    return [said[peer] for peer in peers]
 
 
 def _greeting(receiver: socket.socket) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 Names, dtypes and shapes of each bucket travel over :mod:`coupler.transports.connection`, and every receiver answers
 with what it understood before the collective starts. The group is made anew when its members change. On GPUs both sides
 only start work, which their streams put in order, and wait for the last collective alone: none waits for a process.
+Every receiver says when it has all. One that closes its connection before that went away, and ends every wait at once.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -21,11 +23,13 @@ import torch.distributed as dist
 
 from coupler.errors import WaitTimeout, WeightSyncError
 from coupler.interfaces import Endpoint, Named, Rank, SendReceipt, Transport, WeightUpdate
-from coupler.transports.connection import Listener, connected, header, send
+from coupler.rendezvous import serve_store
+from coupler.transports.connection import Listener, connected, header, headers, is_open, send
 from coupler.transports.packing import Entry, Packer, tensor_of
 
 BUFFER_BYTES = 256 << 20
 POLL_S = 0.0001
+GRACE_S = 1.0  # after a collective failed: until its peer's end shows
 
 
 class NcclTransport(Transport):
@@ -49,14 +53,16 @@ class NcclTransport(Transport):
             return SendReceipt(update.version, len(sizes), sum(sizes), time.perf_counter() - start)
         address = update.endpoints[0].address
         with self.listeners[address].accepted(update) as receivers:
-            group = self._gathered(address, receivers, update)
-            broadcast = _Broadcast(group, [connection for connection, _ in receivers], update)
-            broadcast.packer.pack(weights)
-            broadcast.close()
+            watch = Watch(update, [connection for connection, _ in receivers])
+            group = self._gathered(address, receivers, watch)
+            with group.given_up_on_failure():
+                broadcast = _Broadcast(group, watch)
+                broadcast.packer.pack(weights)
+                broadcast.close()
         packer = broadcast.packer
         return SendReceipt(update.version, packer.num_tensors, packer.num_bytes, time.perf_counter() - start)
 
-    def _gathered(self, address: str, receivers: list[tuple[socket.socket, dict[str, Any]]], update: Any) -> Group:
+    def _gathered(self, address: str, receivers: list[tuple[socket.socket, dict[str, Any]]], watch: Watch) -> Group:
         """The group of these receivers: the one of the last update if all of them are in it, or a new one."""
         held = self.groups.pop((address, -1), None)
         if held and sorted(said["group"] for _, said in receivers) == sorted(held.members):
@@ -67,11 +73,11 @@ class NcclTransport(Transport):
             if held:
                 held.process_group.abort()
             host = self.listeners[address].host
-            store = _store(host, update)
+            store = serve_store(host, 0, watch.limit)
             world = 1 + len(receivers)
             for i, (connection, _) in enumerate(receivers):
                 send(connection, {"host": host, "port": store.port, "rank": 1 + i, "world": world, "cuda": _cuda()})
-            group = Group(store, 0, world, update)
+            group = Group(store, 0, world, watch)
         self.groups[address, -1] = group
         return group
 
@@ -79,86 +85,123 @@ class NcclTransport(Transport):
         address = update.endpoints[0].address
         held = self.groups.pop((address, worker.index), None)
         with connected(address, update, group=held.name if held else "") as sender:
+            watch = Watch(update, [sender])
             said = header(sender)
             if "port" in said:
                 if said["cuda"] != _cuda():
                     raise WeightSyncError("sync.transport=nccl needs a GPU on both sides, or on neither.")
-                store = dist.TCPStore(said["host"], said["port"], is_master=False, timeout=_limit(update))
-                held = Group(store, said["rank"], said["world"], update)
+                host, port, limit = said["host"], int(said["port"]), watch.limit
+                store = _bounded(lambda: dist.TCPStore(host, port, is_master=False, timeout=limit), "store", watch)
+                held = Group(store, said["rank"], said["world"], watch)
             assert held is not None
-            yield from _received(held, sender, update)
+            with held.given_up_on_failure():
+                yield from _received(held, sender, watch)
             self.groups[address, worker.index] = held
 
 
-def _store(host: str, update: WeightUpdate) -> dist.TCPStore:
-    """Where a new group meets. It listens on this address alone; one that torch opens would on every interface."""
-    listener = socket.create_server((host, 0))
-    port = listener.getsockname()[1]
-    return dist.TCPStore(
-        host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=_limit(update),
-        master_listen_fd=listener.detach(),
-    )
+class Watch:
+    """The waits of one side of an update: each ends with the deadline, or when a peer goes away."""
+
+    def __init__(self, update: WeightUpdate, peers: list[socket.socket]) -> None:
+        self.update, self.peers = update, peers  # connections that nobody closes before the end
+        self.limit = timedelta(seconds=2 * update.deadline_s)  # of torch's own waits: after those here, which say more
+
+    def until(self, ready: Callable[[], bool], what: str) -> None:
+        """Return when ``ready()`` is true.
+
+        Raises:
+            WaitTimeout: it is not within the deadline.
+            ConnectionError: a peer went away.
+        """
+        end = time.monotonic() + self.update.deadline_s
+        while not ready():
+            self.check()
+            if time.monotonic() > end:
+                raise WaitTimeout(
+                    f"waited {self.update.deadline_s:.0f} s for the {what}, version {self.update.version}.\n"
+                    "  look at:  the logs of the rollout's workers, sync.deadline_s"
+                )
+            time.sleep(POLL_S)
+
+    def check(self) -> None:
+        if not all(map(is_open, self.peers)):
+            raise ConnectionError("it closed the connection")
+
+    def explain(self) -> None:
+        """After a collective failed: its peer may have gone, and then that is the cause.
+
+        Raises:
+            ConnectionError: a peer went away.
+        """
+        end = time.monotonic() + GRACE_S
+        while time.monotonic() < end:
+            self.check()
+            time.sleep(POLL_S)
 
 
 class Group:
     """A process group that nothing else in this process knows of."""
 
-    def __init__(self, store: Any, rank: int, world: int, update: WeightUpdate) -> None:
+    def __init__(self, store: Any, rank: int, world: int, watch: Watch) -> None:
         self.rank, self.world = rank, world
         self.name = f"{store.port}-{rank}"
         self.members = [f"{store.port}-{i}" for i in range(1, world)]  # the receivers
         self.store = store  # its server lives as long as this
         self.device = torch.device("cuda" if _cuda() else "cpu")
-        prefixed = dist.PrefixStore("coupler-weights", store)
-        limit = _limit(update)
         self.connected = False  # by the first collective, which waits for all members
-        if _cuda():
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = 2 * limit  # ends this process, so it comes after the deadlines here
-            self.process_group: Any = dist.ProcessGroupNCCL(prefixed, rank, world, options)
-        else:
-            self.process_group = dist.ProcessGroupGloo(prefixed, rank, world, limit)
+        self.process_group: Any = _bounded(lambda: self._made(watch.limit), "group that carries weights", watch)
 
-    def broadcast(self, data: torch.Tensor, update: WeightUpdate) -> Any:
+    def _made(self, limit: timedelta) -> Any:
+        """A process group; gloo's waits for all members."""
+        prefixed = dist.PrefixStore("coupler-weights", self.store)
+        if not _cuda():
+            return dist.ProcessGroupGloo(prefixed, self.rank, self.world, limit)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = limit  # ends this process
+        return dist.ProcessGroupNCCL(prefixed, self.rank, self.world, options)
+
+    @contextmanager
+    def given_up_on_failure(self) -> Iterator[None]:
+        """End collectives under way when the block fails: nobody else will."""
+        try:
+            yield
+        except BaseException:
+            self.process_group.abort()
+            raise
+
+    def broadcast(self, data: torch.Tensor, watch: Watch) -> Any:
         """Start to send ``data`` from rank 0 to all; starting waits for nobody beyond the deadline."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
         if self.connected:
             return self.process_group.broadcast([data], options)
-        work = _bounded(lambda: self.process_group.broadcast([data], options), "collective of weights", update)
+        work = _bounded(lambda: self.process_group.broadcast([data], options), "first collective of weights", watch)
         self.connected = True
         return work
 
-    def order(self, work: Any, update: WeightUpdate) -> None:
+    def order(self, work: Any, watch: Watch) -> None:
         """Put what follows after ``work``, if any: on a GPU what is launched from now on, on the CPU this thread."""
         if self.device.type != "cuda":
-            self.settle(work, update)
+            self.settle(work, watch)
         elif work is not None:
             work.wait()
 
-    def settle(self, work: Any, update: WeightUpdate) -> None:
+    def settle(self, work: Any, watch: Watch) -> None:
         """Return when ``work``, if any, is done.
 
         Raises:
-            WaitTimeout: it is not within the deadline; the group is given up.
+            WaitTimeout: it is not within the deadline.
+            ConnectionError: a peer went away.
         """
         if work is None:
             return
-        end = time.monotonic() + update.deadline_s
-        while not work.is_completed():
-            if time.monotonic() > end:
-                self.process_group.abort()
-                raise WaitTimeout(
-                    f"a collective of weights version {update.version} did not end in {update.deadline_s:.0f} s.\n"
-                    "  look at:  the logs of the rollout's workers, sync.deadline_s"
-                )
-            time.sleep(POLL_S)
-        work.wait()  # what failed is raised
+        watch.until(work.is_completed, "collective of weights")
+        try:
+            work.wait()
+        except RuntimeError:
+            watch.explain()
+            raise
 
 
 class _Buffers:
@@ -179,8 +222,8 @@ class _Buffers:
 class _Broadcast:
     """The sender's side of one update."""
 
-    def __init__(self, group: Group, receivers: list[socket.socket], update: WeightUpdate) -> None:
-        self.group, self.receivers, self.update = group, receivers, update
+    def __init__(self, group: Group, watch: Watch) -> None:
+        self.group, self.watch, self.receivers = group, watch, watch.peers
         self.buffers = _Buffers(group.device)
         self.works: list[Any] = [None, None]  # what reads each buffer
         self.last: Any = None
@@ -188,36 +231,36 @@ class _Broadcast:
 
     def _next(self) -> torch.Tensor:
         buffer = self.buffers.next()
-        self.group.order(self.works[self.buffers.turn], self.update)
+        self.group.order(self.works[self.buffers.turn], self.watch)
         return buffer
 
     def _ship(self, data: torch.Tensor, entries: list[Entry]) -> None:
         self.works[self.buffers.turn] = self._start(data, entries)
 
     def _lend(self, flat: torch.Tensor, entry: Entry) -> None:
-        self.group.order(self._start(flat.to(self.group.device), [entry]), self.update)
+        self.group.order(self._start(flat.to(self.group.device), [entry]), self.watch)
 
     def _start(self, data: torch.Tensor, entries: list[Entry]) -> Any:
         for receiver in self.receivers:
             send(receiver, {"entries": entries, "nbytes": len(data)})
-        for receiver in self.receivers:
-            understood = header(receiver).get("digest")
-            if understood != _digest(entries, len(data)):
+        for said in headers(self.receivers, self.watch.update.deadline_s):
+            if said.get("digest") != _digest(entries, len(data)):
                 raise WeightSyncError(
                     f"a rollout worker expects other tensors than {entries[0]['name']} and what follows it."
                 )
         if not len(data):
             return None
-        self.last = self.group.broadcast(data, self.update)
+        self.last = self.group.broadcast(data, self.watch)
         return self.last
 
     def close(self) -> None:
         for receiver in self.receivers:
             send(receiver, {})
-        self.group.settle(self.last, self.update)
+        headers(self.receivers, self.watch.update.deadline_s)  # each has all, and may go
+        self.group.settle(self.last, Watch(self.watch.update, []))
 
 
-def _received(group: Group, sender: socket.socket, update: WeightUpdate) -> Iterator[Named]:
+def _received(group: Group, sender: socket.socket, watch: Watch) -> Iterator[Named]:
     """Yield what comes; the next bucket travels while the last one is read.
 
     A collective into a buffer starts after all that was launched before, so after what read it.
@@ -233,16 +276,17 @@ def _received(group: Group, sender: socket.socket, update: WeightUpdate) -> Iter
             send(sender, {"digest": _digest(entries, size)})
             large = size > BUFFER_BYTES
             data = torch.empty(size, dtype=torch.uint8, device=group.device) if large else buffers.next()[:size]
-            work = group.broadcast(data, update) if size else None
+            work = group.broadcast(data, watch) if size else None
             last = work or last
             started = entries, data, work
         if before is not None:
             entries, data, work = before
-            group.order(work, update)
+            group.order(work, watch)
             for entry in entries:
                 yield entry["name"], tensor_of(data, entry)
         before = started
-    group.settle(last, update)
+    group.settle(last, watch)
+    send(sender, {})
 
 
 def _digest(entries: list[Entry], size: int) -> str:
@@ -253,11 +297,12 @@ def _digest(entries: list[Entry], size: int) -> str:
     return hashlib.sha256(json.dumps([entries, size], sort_keys=True).encode()).hexdigest()
 
 
-def _bounded(call: Callable[[], Any], what: str, update: WeightUpdate) -> Any:
-    """The result of a call that has no deadline of its own.
+def _bounded(call: Callable[[], Any], what: str, watch: Watch) -> Any:
+    """The result of a call that has no deadline of its own; after a failed wait its thread is left behind.
 
     Raises:
-        WaitTimeout: there was none in time; the thread that waits for it is left behind.
+        WaitTimeout: there was none in time.
+        ConnectionError: a peer went away.
     """
     results: list[Any] = []
     failures: list[BaseException] = []
@@ -275,19 +320,11 @@ def _bounded(call: Callable[[], Any], what: str, update: WeightUpdate) -> Any:
     stream = torch.cuda.stream(torch.cuda.current_stream() if _cuda() else None)
     thread = threading.Thread(target=run, name=what, daemon=True)
     thread.start()
-    thread.join(update.deadline_s)
+    watch.until(lambda: not thread.is_alive(), what)
     if failures:
+        watch.explain()
         raise failures[0]
-    if not results:
-        raise WaitTimeout(
-            f"waited {update.deadline_s:.0f} s for the {what}, version {update.version}.\n"
-            "  look at:  the logs of the rollout's workers, sync.deadline_s"
-        )
     return results[0]
-
-
-def _limit(update: WeightUpdate) -> timedelta:
-    return timedelta(seconds=update.deadline_s)
 
 
 def _cuda() -> bool:

@@ -1,0 +1,45 @@
+"""Where processes of ``torch.distributed`` find each other: on one address, never on every interface."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from coupler.interfaces import Rank
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+MEET = timedelta(minutes=30)  # torch's own limit for ranks to find each other; a slow disk may keep one from it
+
+
+def store_of(rank: Rank) -> TCPStore:
+    """The store in which the ranks of one engine meet; the first one serves it."""
+    from torch.distributed import TCPStore
+
+    host, _, port = rank.rendezvous.rpartition(":")
+    if rank.index:
+        return TCPStore(host, int(port), rank.world, timeout=MEET)
+    return serve_store(host, int(port), MEET, rank.world)
+
+
+def serve_store(host: str, port: int, timeout: timedelta, world: int | None = None) -> TCPStore:
+    """Serve a store on ``host`` alone; one that torch opens listens on every interface.
+
+    Args:
+        port: 0 for any that is free, which the store's ``port`` then is.
+        world: wait for so many processes; None: for none.
+    """
+    from torch.distributed import TCPStore
+
+    listener = socket.create_server((host, port), backlog=world)
+    return TCPStore(
+        host,
+        listener.getsockname()[1],
+        world,
+        is_master=True,
+        wait_for_workers=world is not None,
+        timeout=timeout,
+        master_listen_fd=listener.detach(),
+    )
