@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from coupler.cli import main
 
 REWARD = """
@@ -52,3 +54,11 @@ def metrics(run_dir: Path) -> list[dict[str, float]]:
 def reproducible(run_dir: Path, but: tuple[str, ...] = MEASURED) -> list[dict[str, float]]:
     """:func:`metrics` without what a clock or the system measured."""
     return [{k: v for k, v in line.items() if not k.startswith(but)} for line in metrics(run_dir)]
+
+
+def replayed(run_dir: Path, step: int, stage: str, capsys: pytest.CaptureFixture[str]) -> dict[str, list[float]]:
+    """What ``coupler replay`` prints: by name, what was recorded, what it is now, and their difference."""
+    capsys.readouterr()
+    assert main(["replay", str(run_dir), "--step", str(step), "--stage", stage]) == 0
+    printed = [line.partition(" recorded ") for line in capsys.readouterr().out.splitlines()]
+    return {name.strip(): [float(word) for word in rest.split()[::2]] for name, found, rest in printed if found}

@@ -8,11 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from job_run import metrics, reproducible, run
+from job_run import metrics, replayed, reproducible, run
 from transformers import AutoModelForTokenClassification
 
 from coupler.batch import Batch
-from coupler.cli import main
 from coupler.interfaces import Head, Model, Output, Part, Rank
 from coupler_engine_fsdp.config import FSDPConfig
 from coupler_engine_fsdp.engine import FSDPEngine
@@ -70,17 +69,14 @@ def test_checkpoint_and_export_of_the_critic_hold_the_same_values(trained: Path,
 
 
 def test_replaying_a_stage_gives_what_the_run_had(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def replayed(step: int, stage: str) -> dict[str, float]:
-        """Differences by name."""
-        assert main(["replay", str(trained), "--step", str(step), "--stage", stage]) == 0
-        lines = [line.split() for line in capsys.readouterr().out.splitlines() if " recorded " in line]
-        return {words[0]: abs(float(words[-1])) for words in lines}
+    def differences(step: int, stage: str) -> dict[str, float]:
+        return {name: abs(row[-1]) for name, row in replayed(trained, step, stage, capsys).items()}
 
     for stage in ("train", "values", "advantages"):
-        assert set(replayed(3, stage).values()) == {0.0}, stage
-    assert max(replayed(3, "logprobs").values()) < 1e-4
-    assert {"loss", "critic/loss", "critic/grad_norm"} <= replayed(3, "train").keys()
-    warming = replayed(1, "train")  # from the model itself: no checkpoint comes before it
+        assert set(differences(3, stage).values()) == {0.0}, stage
+    assert max(differences(3, "logprobs").values()) < 1e-4
+    assert {"loss", "critic/loss", "critic/grad_norm"} <= differences(3, "train").keys()
+    warming = differences(1, "train")  # from the model itself: no checkpoint comes before it
     assert set(warming.values()) == {0.0} and "critic/loss" in warming and "loss" not in warming
 
 

@@ -7,18 +7,18 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from job_run import arguments, metrics, reproducible, run, write_inputs
+from job_run import arguments, metrics, replayed, reproducible, run, write_inputs
 
 from coupler.cli import main
 from coupler.config.schema import Devices, Placement, RayConfig
 from coupler.errors import ConfigError, PlacementError, WaitTimeout, WorkerDied, WorkerFailed
-from coupler.executors.environment import of_ray, token
+from coupler.executors.environment import token
 from coupler.interfaces import Rank
 from coupler.placement import Role
 from coupler.testing.models import read_tensors, write_tokenizer, write_toy
@@ -27,21 +27,6 @@ from coupler.waiting import Waits
 PROBE = f"{Path(__file__).with_name('ray_worker.py')}:Probe"
 TOY = ("engine=toy", "rollout=toy", "algorithm=toy", "steps=3", "prompts_per_step=2", "samples_per_prompt=4",
        "sampling.max_tokens=8", "data.max_prompt_tokens=64")  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[str]:
-    """The address of a cluster of two nodes, which this process has joined."""
-    with of_ray(starts=True):
-        import ray
-        from ray.cluster_utils import Cluster
-
-        nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
-        nodes.add_node(num_cpus=4)
-        ray.init(address=nodes.address, log_to_driver=False, configure_logging=False)
-    yield nodes.address
-    ray.shutdown()
-    nodes.shutdown()
 
 
 @pytest.fixture
@@ -141,11 +126,10 @@ def test_ranks_of_every_role_go_on_from_one_rank(
     for a, b in zip(metrics(one)[1:], metrics(two)[1:], strict=True):
         for name in ("reward/mean", "loss", "kl_ref", "train/grad_norm", "critic/loss", "critic/grad_norm"):
             assert b[name] == pytest.approx(a[name], rel=1e-3, abs=1e-6), name
-    capsys.readouterr()
-    assert main(["replay", str(two), "--step", "3"]) == 0  # with one rank each
-    again = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines() if " recorded " in line}
+    again = replayed(two, 3, "train", capsys)  # with one rank each
     for name in ("loss", "critic/loss", "train/grad_norm", "critic/grad_norm"):
-        assert float(again[name][4]) == pytest.approx(float(again[name][2]), rel=1e-3, abs=1e-6), name
+        then, now, _ = again[name]
+        assert now == pytest.approx(then, rel=1e-3, abs=1e-6), name
     assert main(["export", str(two), "--out", str(tmp_path / "out")]) == 0
     policies = [tmp_path / "out", two / "export", one / "export"]
     for folders in (policies, [two / "export_critic", one / "export_critic"]):

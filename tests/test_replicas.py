@@ -9,7 +9,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from job_run import reproducible, write_inputs
 from coupler.cli import main
 from coupler.config.schema import Placement, RayConfig, SyncConfig
 from coupler.errors import ReplicaDied
-from coupler.executors.environment import of_ray
 from coupler.interfaces import InFlight, Model, Rank, Request
 from coupler.placement import Role
 from coupler.plugins.manager import Plugins
@@ -34,19 +33,7 @@ SLOW = f"{Path(__file__).with_name('ray_rollout.py')}:SlowRollout"
 REQUESTS = [Request((5, 6 + i), 40, seed=i) for i in range(8)]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    with of_ray(starts=True):
-        import ray
-        from ray.cluster_utils import Cluster
-
-        nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
-        ray.init(address=nodes.address, log_to_driver=False, configure_logging=False)
-    yield
-    ray.shutdown()
-    nodes.shutdown()
-
-
+pytestmark = pytest.mark.usefixtures("cluster")
 Story = Callable[[RolloutGroup, StreamShardingManager], Awaitable[None]]
 
 

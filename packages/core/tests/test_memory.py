@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toy_run import ToyRun
+from toy_run import ToyRun, small
 
 from coupler.config.compose import compose
-from coupler.config.schema import RunConfig
 from coupler.errors import ConfigError, CouplerError
 from coupler.executors.host import Failure
 from coupler.interfaces import Completion, Memory, Request, SyncReceipt, WeightUpdate
@@ -36,12 +35,6 @@ class FullSampling(ToyRollout):
         return await super().generate(request)
 
 
-def small() -> RunConfig:
-    config = RunConfig(steps=3, prompts_per_step=2, samples_per_prompt=4)
-    config.sampling.max_tokens = 8
-    return config
-
-
 @pytest.mark.parametrize(
     ("backends", "phase", "size"),
     [
@@ -54,7 +47,7 @@ def test_the_phase_that_ran_out_of_memory_is_named(
     tmp_path: Path, backends: dict[str, str], phase: str, size: int
 ) -> None:
     with pytest.raises(CouplerError, match=rf"out of memory in phase {phase}: .*Tried to allocate {size} GiB") as error:
-        ToyRun(tmp_path, small(), **backends).run()
+        ToyRun(tmp_path, small(steps=3), **backends).run()
     assert "try:  offload=true, a smaller engine.max_tokens_per_gpu" in str(error.value)
 
 
@@ -76,7 +69,7 @@ class Sleeper(ToyRollout):
 def test_devices_of_their_own_are_never_given_back(tmp_path: Path) -> None:
     """Roles that take no turns keep what they have; to ask for both is a contradiction, said before the start."""
     SLEPT.clear()
-    ToyRun(tmp_path, small(), rollout="test_memory:Sleeper").run()
+    ToyRun(tmp_path, small(steps=3), rollout="test_memory:Sleeper").run()
     assert not SLEPT
     needed = ["engine=toy", "rollout=toy", "algorithm=toy", "model.path=/m", "data.source=x.jsonl", "reward.target=a:b"]
     both = ["executor=ray", "ray.placement=disjoint", "offload=true"]

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from toy_run import ToyRun
+from toy_run import ToyRun, small
 
-from coupler.config.schema import RunConfig
 from coupler.metrics import merge, values
 from coupler.workers import mismatch
 
@@ -57,9 +56,7 @@ def test_nothing_is_said_of_weights_that_a_step_has_changed() -> None:
 
 
 def test_a_run_logs_them_every_step(tmp_path: Path) -> None:
-    config = RunConfig(steps=2, prompts_per_step=2, samples_per_prompt=4)
-    config.sampling.max_tokens = 8
-    log = ToyRun(tmp_path, config).run()
+    log = ToyRun(tmp_path, small(steps=2)).run()
     assert len(log) == 3
     for step in log[1:]:
         assert step["train_infer/ratio"] == pytest.approx(1) == pytest.approx(step["train_infer/ratio_max"])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from coupler.buffer import Buffer
-from coupler.config.schema import RouterReplay, RunConfig
+from coupler.config.schema import RouterReplay, RunConfig, SamplingConfig
 from coupler.data import Prompt, PromptStream, Row
 from coupler.executors import Local
 from coupler.interfaces import Algorithm, Head, Model, Rank
@@ -35,6 +35,12 @@ class Numbers:
 
     def decode(self, ids: Sequence[int]) -> str:
         return " ".join(map(str, ids))
+
+
+def small(**changes: object) -> RunConfig:
+    """A run of seconds."""
+    settings = {"steps": 6, "prompts_per_step": 4, "samples_per_prompt": 4, "sampling": SamplingConfig(max_tokens=8)}
+    return RunConfig(**{**settings, **changes})  # type: ignore[arg-type]
 
 
 class ToyRun:

@@ -296,15 +296,14 @@ def _length_problems(config: RunConfig, trains: bool, evaluates: bool) -> Iterat
     option, limit = config.rollout.sequence_limit if config.rollout else ("", 0)
     sampled, evaluated = config.sampling.max_tokens, config.eval.max_tokens
     completion = "eval.max_tokens" if evaluated else "sampling.max_tokens"
-    for used, keys, longest in (
-        (trains, "data.max_prompt_tokens + sampling.max_tokens", config.data.max_prompt_tokens + sampled),
-        (
-            evaluates,
-            f"eval.data.max_prompt_tokens + {completion}",
-            config.eval.data.max_prompt_tokens + (evaluated or sampled),
-        ),
-    ):
-        if used and 0 < limit < longest:
+    lengths: dict[str, int] = {}
+    if trains:
+        lengths["data.max_prompt_tokens + sampling.max_tokens"] = config.data.max_prompt_tokens + sampled
+    if evaluates:
+        prompt = config.eval.data.max_prompt_tokens
+        lengths[f"eval.data.max_prompt_tokens + {completion}"] = prompt + (evaluated or sampled)
+    for keys, longest in lengths.items():
+        if 0 < limit < longest:
             yield (
                 f"rollout.{option}={limit} is less than one sequence can have: {keys} = {longest}; "
                 f"set rollout.{option}={longest}, or one of those lower."

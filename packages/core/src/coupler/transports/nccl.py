@@ -21,11 +21,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from coupler.errors import WaitTimeout, WeightSyncError
+from coupler.errors import WeightSyncError
 from coupler.interfaces import Endpoint, Named, Rank, SendReceipt, Transport, WeightUpdate
 from coupler.rendezvous import serve_store
 from coupler.transports.connection import Listener, connected, header, headers, is_open, send
 from coupler.transports.packing import Entry, Packer, tensor_of
+from coupler.transports.waiting import wait_until
 
 BUFFER_BYTES = 256 << 20
 POLL_S = 0.0001
@@ -113,15 +114,15 @@ class Watch:
             WaitTimeout: it is not within the deadline.
             ConnectionError: a peer went away.
         """
-        end = time.monotonic() + self.update.deadline_s
-        while not ready():
+
+        def done() -> bool:
+            if ready():
+                return True
             self.check()
-            if time.monotonic() > end:
-                raise WaitTimeout(
-                    f"waited {self.update.deadline_s:.0f} s for the {what}, version {self.update.version}.\n"
-                    "  look at:  the logs of the rollout's workers, sync.deadline_s"
-                )
-            time.sleep(POLL_S)
+            return False
+
+        name, logs = f"the {what}, version {self.update.version}", "the logs of the rollout's workers"
+        wait_until(done, name, self.update.deadline_s, every=POLL_S, look_at=logs)
 
     def check(self) -> None:
         if not all(map(is_open, self.peers)):

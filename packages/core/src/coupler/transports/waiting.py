@@ -8,8 +8,15 @@ from collections.abc import Callable
 from coupler.errors import WaitTimeout
 
 
-def wait_until(ready: Callable[[], bool], name: str, seconds: float) -> None:
-    """Poll ``ready`` until it is true.
+def wait_until(
+    ready: Callable[[], bool],
+    name: str,
+    seconds: float,
+    *,
+    every: float = 0.002,
+    look_at: str = "the sender's log",
+) -> None:
+    """Ask ``ready`` again and again, ``every`` so many seconds, until it is true; what it raises ends the wait.
 
     Raises:
         WaitTimeout: ``seconds`` passed; the message says what was waited for.
@@ -17,8 +24,8 @@ def wait_until(ready: Callable[[], bool], name: str, seconds: float) -> None:
     end = time.monotonic() + seconds
     while not ready():
         if time.monotonic() > end:
-            raise WaitTimeout(f"waited {seconds:.0f} s for {name}.\n  look at:  the sender's log, sync.deadline_s")
-        time.sleep(0.002)
+            raise WaitTimeout(f"waited {seconds:.0f} s for {name}.\n  look at:  {look_at}, sync.deadline_s")
+        time.sleep(every)
 
 
 def num_bytes(tensor: object) -> int:
