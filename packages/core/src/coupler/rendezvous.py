@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,21 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 MEET = timedelta(minutes=30)  # torch's own limit for ranks to find each other; a slow disk may keep one from it
+
+
+def keep_port(host: str) -> tuple[int, socket.socket]:
+    """A free port of ``host``, and the socket that keeps it from everyone but a server which listens there.
+
+    That socket is bound and never listens; Linux lets one server listen beside it. Elsewhere it is closed already, and
+    another process may be faster than the server.
+    """
+    kept = socket.socket()
+    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    kept.bind((host, 0))
+    port = kept.getsockname()[1]
+    if sys.platform != "linux":
+        kept.close()
+    return port, kept
 
 
 def store_of(rank: Rank) -> TCPStore:

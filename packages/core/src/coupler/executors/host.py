@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import os
-import socket
 import sys
 import traceback
 from collections.abc import AsyncIterator
@@ -19,6 +18,7 @@ from coupler.config.plain import RECEIVED
 from coupler.errors import CouplerError, WorkerFailed
 from coupler.imports import resolve
 from coupler.interfaces import Rollout, open_transport
+from coupler.rendezvous import keep_port
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Place:
 
     node: str  # its address
     pid: int
-    port: int  # that nobody listened at
+    port: int  # kept for a server of this host
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,8 @@ class Host:
             self.object = await self._in_thread(_build, build, spec)
         except (Exception, SystemExit) as error:  # third-party code; the controller raises it
             return self._failure(error)
-        return Place(self.node, os.getpid(), _free_port(self.node))
+        port, self.kept = keep_port(self.node)
+        return Place(self.node, os.getpid(), port)
 
     async def call(self, method: str, *args: Any) -> Any:
         """Call a method of the object; return its result, or a :class:`Failure`."""
@@ -135,9 +136,3 @@ class Host:
 
 def _build(build: str, spec: Any) -> Any:
     return resolve(build)(spec)
-
-
-def _free_port(node: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((node, 0))
-        return probe.getsockname()[1]

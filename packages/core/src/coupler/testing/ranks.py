@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,11 @@ from coupler.errors import CouplerError, TooFewDevices, WaitTimeout
 from coupler.imports import resolve
 from coupler.interfaces import EVERYTHING, Engine, Layout, Output, Part, Rank, StepInfo
 from coupler.metrics import Metric, Metrics, merge, read
+from coupler.rendezvous import keep_port
 from coupler.testing.subject import build
 
 Arrays = dict[str, np.ndarray]
+PRELOADED = ("torch", "torch.distributed.fsdp", "transformers.modeling_utils")  # slow to import, and touch no GPU
 
 
 class RankFailed(CouplerError):
@@ -113,7 +116,8 @@ class World:
         self.num_ranks, self.folder, self.deadline_s = num_ranks, folder, deadline_s
         self.count = 0
         self.processes: list[_Process] = []
-        rendezvous = f"127.0.0.1:{_free_port()}" if num_ranks > 1 else ""
+        port, self.kept = keep_port("127.0.0.1")
+        rendezvous = f"127.0.0.1:{port}" if num_ranks > 1 else ""
         ranks = [asdict(Rank(index=i, world=num_ranks, rendezvous=rendezvous)) for i in range(num_ranks)]
         if num_ranks == 1:
             self.host = Host(recipe, ranks[0])
@@ -181,6 +185,7 @@ class World:
     def close(self) -> None:
         for process in self.processes:
             process.close()
+        self.kept.close()
 
     def _shared(self, shards: Sequence[Batch]) -> list[str]:
         assert len(shards) == self.layout.num_shards
@@ -279,12 +284,6 @@ def _gather(processes: list[_Process], method: str, end: float) -> list[Any]:
     return [answers[process.index]["result"] for process in processes]
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def _read(path: str) -> Arrays:
     with np.load(path, allow_pickle=False) as file:
         return dict(file)
@@ -292,6 +291,9 @@ def _read(path: str) -> Arrays:
 
 def main(number: int, target: str) -> None:
     """Fork a rank for each message on the socket of this number; end when its other end is closed."""
+    for module in PRELOADED:
+        with contextlib.suppress(ImportError):  # an engine may need none of them
+            import_module(module)
     if not Path("/dev/nvidiactl").exists():  # what has touched a GPU cannot be forked
         with contextlib.suppress(Exception):  # the rank says what is wrong with it
             resolve(target)
