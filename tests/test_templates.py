@@ -13,7 +13,7 @@ from coupler.config.schema import DataConfig
 from coupler.data import Codec, Prompt, Row, encode_prompts, supervised
 from coupler.errors import ConfigError, CouplerError, DataError
 from coupler.interfaces import Model
-from coupler.trajectory import Origin
+from coupler.trajectory import Origin, columns_of
 
 TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 START = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -134,7 +134,7 @@ def test_supervised_rows_are_prompt_and_target(chat: Codec) -> None:
     assert dropped == 0
     assert (prompt.origin, prompt.ids) == (Origin.PROMPT, chat.prompt_ids("1 + 2 ?", "be brief"))
     assert (target.origin, target.ids) == (Origin.TARGET, chat.target_ids("3"))
-    assert trajectory.columns()["loss_mask"].sum() == 2
+    assert columns_of([trajectory])["loss_mask"].sum() == 2
     with pytest.raises(DataError, match=r"row 4 \(from 0\) of a.jsonl has an empty answer"):
         supervised([Row("x", "", 4, {})], chat, config)
 

@@ -15,7 +15,7 @@ from coupler.normalise import loss_weight, prepare
 from coupler.seeding import derive, stream
 from coupler.testing.toy import ToyAlgorithm
 from coupler.testing.toy_config import ToyAlgorithmConfig
-from coupler.trajectory import Origin, Segment, Trajectory
+from coupler.trajectory import Origin, Segment, Trajectory, columns_of
 
 
 def make(lengths: tuple[int, ...] = (3, 1, 0, 4)) -> Batch:
@@ -193,7 +193,7 @@ def test_masks_are_derived_from_origins() -> None:
             Segment((6,), Origin.TARGET),
         )
     )
-    columns = trajectory.columns()
+    columns = columns_of([trajectory])
     assert columns["tokens"].tolist() == [1, 2, 3, 4, 5, 6]
     assert columns["loss_mask"].tolist() == [False, False, True, True, False, True]
     assert columns["rollout_logprobs"].tolist() == [0, 0, -0.5, -0.25, 0, 0]

@@ -217,9 +217,10 @@ class RolloutGroup:
         kept = self.sessions.get(request.session) if request.session else None
         if kept is not None and kept not in self.dead:
             return kept
-        if not self._living():
+        living = self._living()
+        if not living:
             raise self._extinct()
-        lightest = min(self._living(), key=self.outstanding.__getitem__)
+        lightest = min(living, key=self.outstanding.__getitem__)
         if request.session:
             self.sessions[request.session] = lightest
         return lightest

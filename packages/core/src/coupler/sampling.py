@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from coupler.metrics import Metric, Metrics, merge
 from coupler.rewards import Invalid, RewardPool
 from coupler.rollouts import RolloutGroup
 from coupler.seeding import derive
-from coupler.trajectory import Origin, Segment, Trajectory
+from coupler.trajectory import Origin, Segment, Trajectory, columns_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,12 @@ class Scorer:
         self, prompt: Prompt, seeds: list[int], max_tokens: int, temperature: float, routed_experts: bool = False
     ) -> list[Scored]:
         """One scored completion per seed; those without a valid reward are left out, and counted by the pool."""
-        first = Request(prompt.ids, max_tokens, temperature, self.stop, routed_experts=routed_experts)
-        calls = (self._one(prompt, replace(first, seed=seed)) for seed in seeds)
-        return [scored for scored in await asyncio.gather(*calls) if scored]
+        requests = (
+            Request(prompt.ids, max_tokens, temperature, self.stop, seed, routed_experts=routed_experts)
+            for seed in seeds
+        )
+        found = await asyncio.gather(*(self._one(prompt, request) for request in requests))
+        return [scored for scored in found if scored]
 
     async def _one(self, prompt: Prompt, request: Request) -> Scored | None:
         completion = await self.rollouts.generate(request)
@@ -161,11 +164,11 @@ class Sampler:
 def pack(scored: list[Scored], group: int, samples_per_prompt: int, temperature: float) -> Batch:
     """One Batch of a prompt's completions."""
     trajectories = [s.trajectory() for s in scored]
-    columns = [{**t.columns(), **_routes(s, len(t))} for s, t in zip(scored, trajectories, strict=True)]
+    lengths = [len(t) for t in trajectories]
     size = len(scored)
     return Batch(
-        lengths=np.array([len(t) for t in trajectories], np.int64),
-        tokens={name: np.concatenate([c[name] for c in columns]) for name in columns[0]},
+        lengths=np.array(lengths, np.int64),
+        tokens={**columns_of(trajectories), **_routes(scored, lengths)},
         seqs={
             "reward": np.array([s.reward for s in scored], np.float32),
             "temperature": np.full(size, temperature, np.float32),
@@ -177,27 +180,29 @@ def pack(scored: list[Scored], group: int, samples_per_prompt: int, temperature:
     )
 
 
-def _routes(scored: Scored, length: int) -> dict[str, np.ndarray]:
-    """The column ``routed_experts`` of a completion whose rollout was asked for it.
+def _routes(scored: list[Scored], lengths: list[int]) -> dict[str, np.ndarray]:
+    """The column ``routed_experts`` of completions whose rollout was asked for it.
 
     Raises:
         CouplerError: there are routes of another number of tokens, or none of a token that was fed.
     """
-    routes = scored.completion.routed_experts
-    if routes is None:
+    found = [s.completion.routed_experts for s in scored]
+    routes = [of_one for of_one in found if of_one is not None]
+    if not routes:
         return {}
-    if len(routes) != length:
-        raise CouplerError(
-            f"a rollout returned the experts of {len(routes)} tokens for a prompt and completion of {length}.\n"
-            "  look at:  Completion.routed_experts; a token that was never fed has a row of -1"
-        )
-    if unknown := int((routes[:-1] < 0).any(axis=(1, 2)).sum()):
-        raise CouplerError(
-            f"a rollout left out the experts of {unknown} of the {length - 1} tokens that it was fed.\n"
-            "  look at:  Completion.routed_experts; only the last token, which nothing was sampled after, may have -1\n"
-            "  try:      router_replay=R2, which does not ask it"
-        )
-    return {ROUTED_EXPERTS: routes}
+    for of_one, length in zip(routes, lengths, strict=True):
+        if len(of_one) != length:
+            raise CouplerError(
+                f"a rollout returned the experts of {len(of_one)} tokens for a prompt and completion of {length}.\n"
+                "  look at:  Completion.routed_experts; a token that was never fed has a row of -1"
+            )
+        if unknown := int((of_one[:-1] < 0).any(axis=(1, 2)).sum()):
+            raise CouplerError(
+                f"a rollout left out the experts of {unknown} of the {length - 1} tokens that it was fed.\n"
+                "  look at:  Completion.routed_experts; only the last token, which nothing was sampled after, may have "
+                "-1\n  try:      router_replay=R2, which does not ask it"
+            )
+    return {ROUTED_EXPERTS: np.concatenate(routes)}
 
 
 def _describe(scored: list[Scored], group: Batch, kept: bool) -> Metrics:

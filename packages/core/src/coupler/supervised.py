@@ -12,7 +12,7 @@ from coupler.config.schema import RunConfig
 from coupler.data import PromptStream
 from coupler.interfaces import Algorithm
 from coupler.trainer import Clock, OnStep, SkippedSteps, of_steps
-from coupler.trajectory import Trajectory
+from coupler.trajectory import Trajectory, columns_of
 from coupler.workers import WorkerGroup
 
 
@@ -60,9 +60,9 @@ class SupervisedTrainer:
 
 def pack(examples: Sequence[Trajectory]) -> Batch:
     """One Batch of supervised examples; every row is its own group and unit."""
-    columns = [example.columns() for example in examples]
+    columns = columns_of(examples)
     return Batch(
         lengths=np.array([len(example) for example in examples], np.int64),
-        tokens={name: np.concatenate([c[name] for c in columns]) for name in ("tokens", "loss_mask")},
+        tokens={name: columns[name] for name in ("tokens", "loss_mask")},
         seqs={"unit": np.arange(len(examples), dtype=np.int64)},
     )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
 
 import numpy as np
 
@@ -47,18 +49,25 @@ class Trajectory:
     def sampled(self) -> tuple[int, ...]:
         return tuple(i for s in self.segments if s.origin is Origin.SAMPLED for i in s.ids)
 
-    def columns(self) -> dict[str, np.ndarray]:
-        """The token columns this trajectory determines: tokens, loss_mask, rollout_logprobs, version, each [T]."""
-        tokens = np.fromiter((i for s in self.segments for i in s.ids), np.int32, len(self))
-        loss_mask = np.zeros(len(self), bool)
-        logprobs = np.zeros(len(self), np.float32)
-        version = np.full(len(self), -1, np.int32)
-        start = 0
-        for segment in self.segments:
-            stop = start + len(segment.ids)
-            loss_mask[start:stop] = segment.origin in (Origin.SAMPLED, Origin.TARGET)
-            if segment.origin is Origin.SAMPLED:
-                logprobs[start:stop] = segment.logprobs
-                version[start:stop] = segment.versions
-            start = stop
-        return {"tokens": tokens, "loss_mask": loss_mask, "rollout_logprobs": logprobs, "version": version}
+
+TRAINED = (Origin.SAMPLED, Origin.TARGET)
+
+
+def columns_of(trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
+    """The token columns that trajectories determine: tokens, loss_mask, rollout_logprobs, version, each [T].
+
+    T counts all their tokens, one trajectory after the other.
+    """
+    segments = [segment for trajectory in trajectories for segment in trajectory.segments]
+    sizes = np.array([len(segment.ids) for segment in segments], np.int64)
+    total = int(sizes.sum())
+    sampled = np.repeat(np.array([segment.origin is Origin.SAMPLED for segment in segments], bool), sizes)
+    logprobs, version = np.zeros(total, np.float32), np.full(total, -1, np.int32)
+    logprobs[sampled] = list(chain.from_iterable(segment.logprobs for segment in segments))  # others have none
+    version[sampled] = list(chain.from_iterable(segment.versions for segment in segments))
+    return {
+        "tokens": np.fromiter(chain.from_iterable(segment.ids for segment in segments), np.int32, total),
+        "loss_mask": np.repeat(np.array([segment.origin in TRAINED for segment in segments], bool), sizes),
+        "rollout_logprobs": logprobs,
+        "version": version,
+    }

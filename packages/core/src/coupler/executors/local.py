@@ -73,21 +73,21 @@ class Local:
     ) -> list[Any]:
         with self.waits.named(handles[0].role, method, [handle.index for handle in handles]) as wait:
             bound = [getattr(handle.of, method) for handle in handles]
-            if self.inline and not aside and not asyncio.iscoroutinefunction(bound[0]):
+            awaits = asyncio.iscoroutinefunction(bound[0])
+            if self.inline and not aside and not awaits:
                 return [call(*args) for call, args in zip(bound, arguments, strict=True)]
             async with self.waits.deadline(wait):
-                return await asyncio.gather(
-                    *(
-                        _in_daemon(call, args) if self.inline and aside else self._call(handle, call, args)
-                        for handle, call, args in zip(handles, bound, arguments, strict=True)
-                    )
-                )
+                calls = [
+                    _in_daemon(call, args) if self.inline and aside else self._call(handle, call, args, awaits)
+                    for handle, call, args in zip(handles, bound, arguments, strict=True)
+                ]
+                return [await calls[0]] if len(calls) == 1 else await asyncio.gather(*calls)  # no task for one request
 
     async def call(self, handle: Handle, method: str, *args: Any) -> Any:
         return (await self.each([handle], method, [args]))[0]
 
-    async def _call(self, handle: Handle, bound: Any, args: tuple[Any, ...]) -> Any:
-        if not asyncio.iscoroutinefunction(bound):
+    async def _call(self, handle: Handle, bound: Any, args: tuple[Any, ...], awaits: bool) -> Any:
+        if not awaits:
             return await asyncio.get_running_loop().run_in_executor(self.threads[handle], bound, *args)
         if self.inline:
             return await bound(*args)
