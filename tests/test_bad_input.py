@@ -65,6 +65,8 @@ def no_traceback(lines: list[str]) -> str:
         ("engine.lr=fast", "engine.lr takes a number, got 'fast'.", ""),
         ("steps=2.5", "steps takes an integer, got 2.5.", ""),
         ("engine.schedule=cosin", "engine.schedule takes one of constant, linear, cosine, wsd, got 'cosin'.", ""),
+        ("engine.num_cycles=2", "engine.num_cycles needs engine.schedule=cosine, got 2.0.", ""),
+        ("engine.init_lr_ratio=0.1", "engine.init_lr_ratio needs engine.warmup_steps above 0, got 0.1.", ""),
         ("steps=0", "steps must be at least 1, got 0.", ""),
         ("engine.lr=-1", "engine.lr must be above 0, got -1.0.", ""),
         ("reward.max_invalid_fraction=2", "reward.max_invalid_fraction must be between 0 and 1, got 2.0.", ""),
@@ -98,6 +100,11 @@ def test_options(override: str, first: str, fix: str, refused: Refused, tmp_path
     ("overrides", "first", "fix"),
     [
         (["critic.engine.lr=-1"], "critic.engine.lr must be above 0, got -1.0.", ""),
+        (
+            ["critic.engine.num_cycles=2"],
+            "critic.engine.num_cycles needs critic.engine.schedule=cosine, got 2.0.",
+            "",
+        ),
         (["critic.engine.lrr=1"], "unknown option critic.engine.lrr.", "did you mean:  critic.engine.lr"),
         (["engine@critic.engine=fdsp"], "no engine named 'fdsp' is installed.", "did you mean: engine=fsdp"),
         (["critic.optimizer_steps_per_batch=3"], "critic.optimizer_steps_per_batch=3 does not divide the 8", "try:  "),

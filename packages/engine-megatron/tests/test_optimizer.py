@@ -65,22 +65,6 @@ def test_an_option_changes_what_two_steps_do(key: str, reference: TransformersRe
     assert np.abs(weights(plain)[name] - weights(other)[name]).max() > 1e-5
 
 
-@pytest.mark.parametrize(
-    ("settings", "want"),
-    [
-        ({"schedule": "linear", "total_steps": 4}, [1, 0.75, 0.5]),
-        ({"schedule": "cosine", "total_steps": 2, "min_lr_ratio": 0.5}, [1, 0.75, 0.5]),
-        ({"schedule": "wsd", "total_steps": 3, "decay_steps": 2}, [1, 1, 0.5]),
-        ({"warmup_steps": 4}, [0.25, 0.5, 0.75]),
-    ],
-    ids=["linear", "cosine", "wsd", "warm-up"],
-)
-def test_the_learning_rate_follows_its_schedule(
-    settings: dict[str, object], want: list[float], reference: TransformersReference
-) -> None:
-    assert train(engine(reference, **settings), reference, 3) == pytest.approx([1e-2 * x for x in want])
-
-
 def test_parked_storages_come_back_behind_every_view() -> None:
     buffer = torch.arange(12.0)
     views = [buffer[:4].view(2, 2), buffer[4:]]

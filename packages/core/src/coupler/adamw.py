@@ -19,6 +19,14 @@ class Schedule(StrEnum):
     WSD = "wsd"
 
 
+READ_UNDER = {  # options that not every schedule reads
+    "total_steps": (Schedule.LINEAR, Schedule.COSINE, Schedule.WSD),
+    "min_lr_ratio": (Schedule.LINEAR, Schedule.COSINE, Schedule.WSD),
+    "num_cycles": (Schedule.COSINE,),
+    "decay_steps": (Schedule.WSD,),
+}
+
+
 @dataclass
 class AdamWConfig(EngineConfig):
     """AdamW (arXiv 1711.05101), clipping and the learning rate; an engine's configuration extends it."""
@@ -31,9 +39,11 @@ class AdamWConfig(EngineConfig):
     max_grad_norm: float = 1.0  # 0: no clipping
     schedule: Schedule = Schedule.CONSTANT
     warmup_steps: int = 0  # optimizer steps; the first one already has lr / warmup_steps
+    init_lr_ratio: float = 0.0  # of lr, from which the warm-up rises
     total_steps: int = 0  # optimizer steps of the whole run; needed unless schedule is constant
     decay_steps: int = 0  # optimizer steps at the end of the run over which wsd decays
-    min_lr_ratio: float = 0.0  # of lr, at the end of the schedule
+    min_lr_ratio: float = 0.0  # of lr, the lowest after the warm-up
+    num_cycles: float = 0.5  # of cosine: 0.5 falls to min_lr_ratio, 1 falls and rises again, 1.5 falls twice
 
     def __post_init__(self) -> None:
         """Check the keys of this class.
@@ -47,7 +57,17 @@ class AdamWConfig(EngineConfig):
             self._require(getattr(self, key) >= 0, key, "must not be negative")
         for key in ("beta1", "beta2"):
             self._require(0 <= getattr(self, key) < 1, key, "must be in [0, 1)")
-        self._require(0 <= self.min_lr_ratio <= 1, "min_lr_ratio", "must be in [0, 1]")
+        for key in ("init_lr_ratio", "min_lr_ratio"):
+            self._require(0 <= getattr(self, key) <= 1, key, "must be in [0, 1]")
+        self._require(self.num_cycles > 0, "num_cycles", "must be above 0")
+        self._check_schedule()
+
+    def _check_schedule(self) -> None:
+        for key, readers in READ_UNDER.items():
+            in_vain = self.schedule not in readers and getattr(self, key) != getattr(AdamWConfig, key)
+            self._require(not in_vain, key, f"needs engine.schedule={_either(readers)}")
+        rises = self.warmup_steps > 0
+        self._require(rises or not self.init_lr_ratio, "init_lr_ratio", "needs engine.warmup_steps above 0")
         if self.schedule != Schedule.CONSTANT:
             least = self.warmup_steps + max(self.decay_steps, 1)
             why = f"must be at least {least} (warm-up and decay) under engine.schedule={self.schedule}"
@@ -62,13 +82,19 @@ class AdamWConfig(EngineConfig):
 
 def multiplier(config: AdamWConfig) -> partial[float]:
     """The function from optimizer steps done to the share of ``lr`` that the next one has."""
-    warmup, tail = {"warmup": config.warmup_steps}, {"total": config.total_steps, "floor": config.min_lr_ratio}
+    rise = {"warmup": config.warmup_steps, "init": config.init_lr_ratio}
+    if config.schedule == Schedule.CONSTANT:
+        return partial(schedules.constant, **rise)
+    both = {**rise, "total": config.total_steps, "floor": config.min_lr_ratio}
     match config.schedule:
-        case Schedule.CONSTANT:
-            return partial(schedules.constant, **warmup)
         case Schedule.LINEAR:
-            return partial(schedules.linear, **warmup, **tail)
+            return partial(schedules.linear, **both)
         case Schedule.COSINE:
-            return partial(schedules.cosine, **warmup, **tail)
+            return partial(schedules.cosine, **both, cycles=config.num_cycles)
         case Schedule.WSD:
-            return partial(schedules.wsd, **warmup, **tail, decay=config.decay_steps)
+            return partial(schedules.wsd, **both, decay=config.decay_steps)
+
+
+def _either(schedules: tuple[Schedule, ...]) -> str:
+    *first, last = schedules
+    return f"{', '.join(first)} or {last}" if first else last

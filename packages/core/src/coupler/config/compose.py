@@ -27,7 +27,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from coupler.config.options import SECTIONS, Options, flatten, section, wrong_value
+from coupler.config.options import SECTIONS, Options, flatten, in_full, section, wrong_value
 from coupler.config.overrides import merge, nest, parse_overrides, read_file
 from coupler.config.plain import to_plain
 from coupler.config.schema import JOBS, Job, RunConfig, problems
@@ -276,10 +276,7 @@ def _instance(node: Any, owner: type[T], path: str) -> T:
     try:
         return owner(**values)
     except ValueError as exc:
-        text = str(exc)
-        outer, _, own = path[:-1].rpartition(".")
-        if outer and text.startswith(f"{own}."):  # a backend's config says engine.lr, wherever its section is
-            text = f"{outer}.{text}"
+        text = in_full(str(exc), path[:-1])
         if path and not text.startswith(path):
             text = path + text if text.split(" ")[0].rstrip(":=") in values else f"{path[:-1]}: {text}"
         raise ConfigError(text) from None

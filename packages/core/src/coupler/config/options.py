@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from difflib import get_close_matches
@@ -120,6 +121,16 @@ class Options:
 def section(config: RunConfig, path: str) -> Any:
     """The section of a plugin, such as ``critic.engine``; None where nothing is chosen."""
     return reduce(getattr, path.split("."), config)
+
+
+def in_full(complaint: str, path: str) -> str:
+    """What a backend's configuration says of its own keys (``engine.lr``), with the keys that users write.
+
+    Example:
+        ``in_full("engine.lr must be above 0.", "critic.engine")`` is ``"critic.engine.lr must be above 0."``
+    """
+    own = path.rpartition(".")[2]
+    return re.sub(rf"(?<![\w.]){own}\.(?=\w)", f"{path}.", complaint)
 
 
 def default_of(field: Field[Any]) -> Any:

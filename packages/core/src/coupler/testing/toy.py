@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from coupler.adamw import multiplier
 from coupler.balance import micro_batches
 from coupler.batch import Batch
 from coupler.columns import loss_columns
@@ -192,12 +193,13 @@ class ToyEngine(Engine):
 
     def step(self) -> StepResult:
         c = self.config
+        lr = c.lr * multiplier(c)(self.steps)
         norm = float(np.sqrt(sum((g * g).sum() for g in self.grads.values())))
         if not np.isfinite(norm):
             self.grads = {k: np.zeros_like(v) for k, v in self.params.items()}
-            return StepResult(applied=False, grad_norm=norm, lr=c.lr)
+            return StepResult(applied=False, grad_norm=norm, lr=lr)
         self.steps += 1
-        scale = min(1.0, c.max_grad_norm / (norm + 1e-6))
+        scale = min(1.0, c.max_grad_norm / (norm + 1e-6)) if c.max_grad_norm else 1.0
         for name, param in self.params.items():
             grad = self.grads[name] * scale
             self.first[name] = c.beta1 * self.first[name] + (1 - c.beta1) * grad
@@ -205,9 +207,9 @@ class ToyEngine(Engine):
             mean = self.first[name] / (1 - c.beta1**self.steps)
             square = self.second[name] / (1 - c.beta2**self.steps)
             decay = c.weight_decay if param.ndim > 1 else 0.0  # never on biases
-            param -= c.lr * (mean / (np.sqrt(square) + c.eps) + decay * param)
+            param -= lr * (mean / (np.sqrt(square) + c.eps) + decay * param)
             self.grads[name] = np.zeros_like(param)
-        return StepResult(applied=True, grad_norm=norm, lr=c.lr)
+        return StepResult(applied=True, grad_norm=norm, lr=lr)
 
     def weights(self) -> Iterator[Named]:
         for name, param in self.params.items():

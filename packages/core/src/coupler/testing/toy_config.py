@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coupler.interfaces import EngineConfig, RolloutConfig
+from coupler.adamw import AdamWConfig
+from coupler.interfaces import RolloutConfig
 from coupler.plugins.backend import Backend
 
 
 @dataclass
-class ToyEngineConfig(EngineConfig):
+class ToyEngineConfig(AdamWConfig):
     name: str = "toy"
     max_tokens_per_gpu: int = 1024
     lr: float = 0.05
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
 
 
 @dataclass

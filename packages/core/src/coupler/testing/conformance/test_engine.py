@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from coupler.adamw import AdamWConfig
 from coupler.batch import Batch
 from coupler.interfaces import Aggregation, Part
 from coupler.metrics import Metrics
@@ -237,6 +238,35 @@ def test_steps_equal_plain_adamw(fresh: Callable[..., World], reference: Referen
     for name, w in want.items():
         moved = np.abs(w - reference.tensors[name]).max()
         assert np.abs(got[name] - w).max() <= 1e-3 * moved, name
+
+
+SCHEDULES = {  # settings of coupler.adamw, and the shares of lr that three steps have
+    "warm-up": ({"warmup_steps": 4}, (0.25, 0.5, 0.75)),
+    "warm-up-from": ({"warmup_steps": 2, "init_lr_ratio": 0.5}, (0.75, 1, 1)),
+    "linear": ({"schedule": "linear", "total_steps": 4}, (1, 0.75, 0.5)),
+    "cosine": ({"schedule": "cosine", "total_steps": 2, "min_lr_ratio": 0.5}, (1, 0.75, 0.5)),
+    "cosine-cycle": ({"schedule": "cosine", "total_steps": 2, "num_cycles": 1.0}, (1, 0, 1)),
+    "wsd": ({"schedule": "wsd", "total_steps": 3, "decay_steps": 2}, (1, 1, 0.5)),
+}
+
+
+@pytest.mark.parametrize("case", SCHEDULES)
+def test_the_learning_rate_follows_its_schedule(
+    fresh: Callable[..., World], reference: Reference, engine_subject: Subject, case: str
+) -> None:
+    """A step has the rate that it reports: the parts of a weight move by about that under AdamW, and by 0 at 0."""
+    if not issubclass(engine_subject.backend.config, AdamWConfig):
+        pytest.skip(f"{engine_subject} has options of its own for the learning rate")
+    settings, shares = SCHEDULES[case]
+    world = fresh(reference.folder, **settings)
+    before = world.weights()
+    for index, share in enumerate(shares):
+        _, _, ((_, _, lr), *_) = world.gradient([weighted(make_batch(reference, seed=index))], SURROGATE, index=index)
+        assert lr == pytest.approx(1e-2 * share)
+        after = world.weights()
+        moved = max(float(np.abs(after[name] - before[name]).max()) for name in before)
+        assert lr / 2 <= moved <= 3 * lr
+        before = after
 
 
 def test_a_gradient_does_not_reach_the_next_step(fresh: Callable[..., World], reference: Reference) -> None:
