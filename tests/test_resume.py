@@ -102,6 +102,26 @@ def test_more_steps_later_are_the_same_as_at_once(model: Path, whole: dict[str, 
     assert len(json.loads((tmp_path / "run" / "run.json").read_text())) == 2
 
 
+def test_a_schedule_without_a_length_ends_with_the_run_that_became_longer(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the resume on, rates are those of the longer run; a length that was set stays."""
+    write_inputs(tmp_path)
+
+    def rates(run_dir: Path) -> list[float]:
+        return [line["train/lr"] / 1e-2 for line in metrics(run_dir) if "train/lr" in line]
+
+    for name, more, want in (
+        ("run", [], [1, 0.5, 0.5, 0.25]),
+        ("set", ["engine.total_steps=8"], [1, 7 / 8, 6 / 8, 5 / 8]),
+    ):
+        for steps in (2, 4):
+            given = arguments("sft", model, tmp_path, tmp_path / name)
+            assert main([*given, "engine.schedule=linear", *more, f"steps={steps}"]) == 0
+        assert rates(tmp_path / name) == pytest.approx(want)
+    assert "policy linear over 4 optimizer steps" in capsys.readouterr().out
+
+
 def test_a_complete_run_is_left_alone(model: Path, whole: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     before = (whole["train"] / "metrics.jsonl").read_bytes()
     assert main(command("train", model, whole["train"])) == 0

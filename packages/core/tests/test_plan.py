@@ -55,6 +55,44 @@ def test_supervised() -> None:
     assert "off-policy" not in plan.render()
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ([], "policy constant"),
+        (["engine.schedule=cosine"], "policy cosine over 40 optimizer steps"),
+        (["engine.schedule=cosine", "engine.total_steps=70"], "policy cosine over 70 optimizer steps"),
+        (["engine.schedule=linear", "engine.warmup_steps=4"], "policy linear over 40 optimizer steps, warm-up over 4"),
+        (["engine.warmup_steps=90"], "policy constant, warm-up over 90"),
+    ],
+)
+def test_a_schedule_ends_with_the_run(options: list[str], text: str) -> None:
+    for job in (Job.TRAIN, Job.SFT):
+        lines = planned("steps=20", "optimizer_steps_per_batch=2", *options, job=job).render().splitlines()
+        (line,) = [line.partition("  ")[2].strip() for line in lines if line.startswith("learning rate")]
+        assert line == text
+
+
+def test_the_critic_s_schedule_ends_after_the_critic_s_steps() -> None:
+    """The policy's after its own, which begin when the critic has been alone."""
+    options = ["steps=20", "optimizer_steps_per_batch=2", "engine.schedule=cosine", "critic.warmup_steps=5"]
+    options += ["engine@critic.engine=toy", "critic.optimizer_steps_per_batch=4"]
+    plan = planned(*options, needs=frozenset({"values"}))
+    assert plan.optimizer_steps == 30
+    assert "policy cosine over 30 optimizer steps; critic cosine over 80 optimizer steps" in plan.render()
+    assert "20 steps = 40 optimizer steps" in planned(*options[:2]).render()
+
+
+@pytest.mark.parametrize("path", ["engine", "critic.engine"])
+def test_a_schedule_that_does_not_fit_into_the_run(path: str) -> None:
+    sets = [f"{path}.schedule=wsd", f"{path}.decay_steps=5", f"{path}.warmup_steps=16", "engine@critic.engine=toy"]
+    with pytest.raises(ConfigError) as error:
+        planned("steps=20", *sets, needs=frozenset({"values"}))
+    assert str(error.value) == (
+        f"{path}.warmup_steps and {path}.decay_steps take 21 optimizer steps under {path}.schedule=wsd, "
+        f"and the run has 20.\n  try:  fewer of them, more steps, or {path}.total_steps"
+    )
+
+
 def test_reference_is_a_role_when_the_algorithm_needs_it() -> None:
     assert planned().roles == ("policy (engine toy)", "rollout (toy)")
     roles = planned(needs=frozenset({"ref_logprobs"})).roles

@@ -109,6 +109,14 @@ def test_an_option_that_the_schedule_does_not_read_is_refused(
         AdamWConfig(**{**settings, key: value})
 
 
+def test_a_schedule_without_a_length_takes_the_run_s() -> None:
+    config = replace(WHOLE, total_steps=0)
+    assert config.for_run(50).total_steps == 50
+    assert WHOLE.for_run(50).total_steps == 100
+    assert AdamWConfig().for_run(50) == AdamWConfig()
+    assert config.for_run(0) == config  # of an engine that takes no step
+
+
 @pytest.mark.parametrize(("key", "value"), [("init_lr_ratio", 1.1), ("init_lr_ratio", -0.1), ("num_cycles", 0.0)])
 def test_a_value_out_of_range_is_named(key: str, value: float) -> None:
     with pytest.raises(ValueError, match=rf"engine\.{key} must be"):

@@ -29,9 +29,9 @@ def test_a_value_out_of_range_is_named_in_full(key: str, value: float) -> None:
         FSDPConfig(**{key: value})
 
 
-def test_a_schedule_that_ends_needs_its_length() -> None:
+def test_a_schedule_needs_room_for_its_parts() -> None:
     with pytest.raises(ValueError, match=r"engine\.total_steps must be at least 11"):
-        FSDPConfig(schedule=Schedule.COSINE, warmup_steps=10)
+        FSDPConfig(schedule=Schedule.COSINE, warmup_steps=10, total_steps=10)
     with pytest.raises(ValueError, match=r"engine\.decay_steps"):
         FSDPConfig(schedule=Schedule.WSD, total_steps=100)
     FSDPConfig(schedule=Schedule.WSD, warmup_steps=10, total_steps=100, decay_steps=20)

@@ -133,9 +133,9 @@ def test_a_value_out_of_range_is_named_in_full(key: str, value: float) -> None:
         MegatronConfig(**{key: value})
 
 
-def test_a_schedule_that_ends_needs_its_length() -> None:
+def test_a_schedule_needs_room_for_its_parts() -> None:
     with pytest.raises(ValueError, match=r"engine\.total_steps must be at least 11"):
-        MegatronConfig(schedule=Schedule.COSINE, warmup_steps=10)
+        MegatronConfig(schedule=Schedule.COSINE, warmup_steps=10, total_steps=10)
 
 
 def test_the_plugin_is_listed_without_importing_megatron() -> None:

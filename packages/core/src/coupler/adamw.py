@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
+from typing import Self
 
 from coupler import schedules
 from coupler.interfaces import EngineConfig
@@ -40,7 +41,7 @@ class AdamWConfig(EngineConfig):
     schedule: Schedule = Schedule.CONSTANT
     warmup_steps: int = 0  # optimizer steps; the first one already has lr / warmup_steps
     init_lr_ratio: float = 0.0  # of lr, from which the warm-up rises
-    total_steps: int = 0  # optimizer steps of the whole run; needed unless schedule is constant
+    total_steps: int = 0  # optimizer steps after which the schedule has ended; 0: those of the whole run
     decay_steps: int = 0  # optimizer steps at the end of the run over which wsd decays
     min_lr_ratio: float = 0.0  # of lr, the lowest after the warm-up
     num_cycles: float = 0.5  # of cosine: 0.5 falls to min_lr_ratio, 1 falls and rises again, 1.5 falls twice
@@ -68,12 +69,34 @@ class AdamWConfig(EngineConfig):
             self._require(not in_vain, key, f"needs engine.schedule={_either(readers)}")
         rises = self.warmup_steps > 0
         self._require(rises or not self.init_lr_ratio, "init_lr_ratio", "needs engine.warmup_steps above 0")
-        if self.schedule != Schedule.CONSTANT:
-            least = self.warmup_steps + max(self.decay_steps, 1)
-            why = f"must be at least {least} (warm-up and decay) under engine.schedule={self.schedule}"
-            self._require(self.total_steps >= least, "total_steps", why)
+        if self.total_steps:
+            why = f"must be at least {self._least} (warm-up and decay) under engine.schedule={self.schedule}"
+            self._require(self.total_steps >= self._least, "total_steps", why)
         if self.schedule == Schedule.WSD:
             self._require(self.decay_steps > 0, "decay_steps", "must be above 0 under engine.schedule=wsd")
+
+    @property
+    def _least(self) -> int:
+        """The fewest optimizer steps that a schedule which ends fits into."""
+        return self.warmup_steps + max(self.decay_steps, 1)
+
+    @property
+    def rate(self) -> str:
+        """The schedule and its lengths."""
+        over = f" over {self.total_steps} optimizer steps" if self.total_steps else ""
+        return f"{self.schedule}{over}" + (f", warm-up over {self.warmup_steps}" if self.warmup_steps else "")
+
+    def for_run(self, num_steps: int) -> Self:
+        """Let a schedule whose end is not set end with the run."""
+        if self.schedule == Schedule.CONSTANT or self.total_steps or not num_steps:
+            return self
+        if num_steps < self._least:
+            raise ValueError(
+                f"engine.warmup_steps and engine.decay_steps take {self._least} optimizer steps under "
+                f"engine.schedule={self.schedule}, and the run has {num_steps}.\n"
+                "  try:  fewer of them, more steps, or engine.total_steps"
+            )
+        return replace(self, total_steps=num_steps)
 
     def _require(self, holds: bool, key: str, what: str) -> None:
         if not holds:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Self
 
 from coupler.batch import Batch
 from coupler.errors import CouplerError
@@ -166,6 +166,19 @@ class EngineConfig:
     def split(self) -> str:
         """How ranks share the work, for people: "tensor 2 x pipeline 2"; empty where each has data of its own."""
         return ""
+
+    @property
+    def rate(self) -> str:
+        """How the learning rate goes, for people: "cosine over 200 optimizer steps"; empty where core is not told."""
+        return ""
+
+    def for_run(self, num_steps: int) -> Self:
+        """This configuration in a run that takes so many optimizer steps, for an engine that has to know them.
+
+        Raises:
+            ValueError: it does not fit into such a run; names the key.
+        """
+        return self
 
 
 @dataclass

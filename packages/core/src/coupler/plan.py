@@ -1,24 +1,26 @@
 """What a configuration amounts to, before a device is taken: how many sequences, steps, tokens, and which roles.
 
-Two options of an engine's own are read by their names, where its config has them: ``max_tokens_per_gpu`` (of one
-micro-batch) and ``warmup_steps`` (optimizer steps of learning-rate warm-up).
+One option of an engine's own is read by its name, where its config has it: ``max_tokens_per_gpu``, of one micro-batch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from coupler.config.options import SECTIONS, section
+from coupler.config.options import SECTIONS, in_full, section
 from coupler.config.reads import original
 from coupler.config.schema import ExecutorName, Job, Placement, RouterReplay, RunConfig
 from coupler.errors import ConfigError
 from coupler.interfaces import EngineConfig
 from coupler.placement import ROLLOUT, Role, make_shares
 from coupler.plugins.manager import Plugins
+from coupler.trainer import optimizer_steps
 
 FREES_MEMORY = {"engine": "memory:offload", "rollout": "memory:sleep"}
 ROUTES = "output:routed_experts"  # capability of an engine, and of a rollout
+VALUES = "values"  # column of a critic
 NEEDS = "needs:"  # capability of an algorithm: a column that core adds, for example needs:ref_logprobs
 
 
@@ -31,10 +33,11 @@ class Plan:
     prompts_per_step: int
     samples_per_prompt: int  # 1 in supervised training
     optimizer_steps_per_batch: int
+    optimizer_steps: int  # of the policy, over the run
     max_prompt_tokens: int
     max_completion_tokens: int  # 0 in supervised training, where a row is as long as its text
     max_tokens_per_micro_batch: int  # 0: the engine has no such option
-    warmup_steps: int  # optimizer steps
+    rates: Mapping[str, str]  # how the learning rate of a trained role goes, where its engine says
     max_staleness: int
     num_rows: int | None  # None: not known without loading the data
     num_shards: int  # data shards of the engine
@@ -53,10 +56,6 @@ class Plan:
     @property
     def sequences_per_optimizer_step(self) -> int:
         return self.sequences_per_step // self.optimizer_steps_per_batch
-
-    @property
-    def optimizer_steps(self) -> int:
-        return self.steps * self.optimizer_steps_per_batch
 
     @property
     def max_tokens_per_sequence(self) -> int:
@@ -93,6 +92,8 @@ class Plan:
                 ("micro-batches", f"{count} per optimizer step, of at most {self.max_tokens_per_micro_batch} tokens")
             )
         lines.append(("run", self._run()))
+        if self.rates:
+            lines.append(("learning rate", "; ".join(f"{role} {rate}" for role, rate in self.rates.items())))
         if self.job is Job.TRAIN:
             behind = f"rollouts run at most {_count(self.max_staleness, 'version')} behind"
             lines.append(("staleness", behind if self.max_staleness else "0: sampling and training take turns"))
@@ -127,8 +128,6 @@ class Plan:
 
     def _run(self) -> str:
         text = f"{_count(self.steps, 'step')} = {_count(self.optimizer_steps, 'optimizer step')}"
-        if self.warmup_steps:
-            text += f", learning-rate warm-up over the first {self.warmup_steps}"
         if self.steps_per_epoch is not None:
             text += f"; {self.steps_per_epoch:.3g} steps per epoch, {self.steps / self.steps_per_epoch:.3g} epochs"
         return text
@@ -157,16 +156,19 @@ def make_plan(
         declared = plugins.get("algorithm", config.algorithm.name).capabilities_of(config.algorithm)
         needs = frozenset(c.removeprefix(NEEDS) for c in declared if c.startswith(NEEDS))
     workers = make_workers(config, needs, plugins, rollouts=trains)
+    has_critic = trains and VALUES in needs
+    engines = trained_engines(config, has_critic)
     plan = Plan(
         job=job,
         steps=config.steps,
         prompts_per_step=config.prompts_per_step,
         samples_per_prompt=config.samples_per_prompt if trains else 1,
         optimizer_steps_per_batch=config.optimizer_steps_per_batch,
+        optimizer_steps=optimizer_steps(config, has_critic)["policy"],
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_completion_tokens=config.sampling.max_tokens if trains else 0,
         max_tokens_per_micro_batch=_micro_batch_tokens(config.engine),
-        warmup_steps=_engine_option(config.engine, "warmup_steps"),
+        rates={role: engine.rate for role, engine in engines.items() if engine.rate},
         max_staleness=config.max_staleness,
         num_rows=num_rows,
         num_shards=max(config.engine.ranks // config.engine.ranks_per_shard, 1),
@@ -183,6 +185,22 @@ def make_plan(
     return plan
 
 
+def trained_engines(config: RunConfig, has_critic: bool) -> dict[str, EngineConfig]:
+    """The configurations of the engines that train, by role, each for as many optimizer steps as it takes.
+
+    Raises:
+        ConfigError: one does not fit into that.
+    """
+    engines = {}
+    for role, number in optimizer_steps(config, has_critic).items():
+        path = "engine" if role == "policy" else f"{role}.engine"
+        try:
+            engines[role] = section(config, path).for_run(number)
+        except ValueError as error:
+            raise ConfigError(in_full(str(error), path)) from None
+    return engines
+
+
 def is_own_reference(config: RunConfig, plugins: Plugins) -> bool:
     """Whether the policy can answer as it was before training, so that no other engine has to."""
     return "output:base_logprobs" in plugins.get("engine", config.engine.name).capabilities_of(config.engine)
@@ -193,7 +211,7 @@ def make_workers(config: RunConfig, needs: frozenset[str], plugins: Plugins, *, 
     roles = [Role("policy", config.engine.ranks)]
     refers = "ref_logprobs" in needs and not is_own_reference(config, plugins)
     roles += [Role("reference", config.engine.ranks)] if refers else []
-    roles += [Role("critic", config.critic.engine.ranks)] if "values" in needs else []
+    roles += [Role("critic", config.critic.engine.ranks)] if VALUES in needs else []
     if rollouts:
         roles.append(Role(ROLLOUT, config.rollout.replicas, config.rollout.devices_per_replica))
     return tuple(roles)
@@ -285,11 +303,8 @@ def _check_routes(config: RunConfig, plugins: Plugins, needs: frozenset[str], jo
 
 def _micro_batch_tokens(engine: Any) -> int:
     """Of the ranks that share each sequence together."""
-    return _engine_option(engine, "max_tokens_per_gpu") * engine.ranks_per_sequence
-
-
-def _engine_option(engine: Any, name: str) -> int:
-    return getattr(engine, name) if name in {f.name for f in fields(engine)} else 0
+    known = "max_tokens_per_gpu" in {f.name for f in fields(engine)}
+    return engine.max_tokens_per_gpu * engine.ranks_per_sequence if known else 0
 
 
 def _step_of(number: int, samples: int) -> int:

@@ -170,13 +170,23 @@ class Turn:
 def turns_of(config: RunConfig, roles: Collection[str], step: int, batch: Batch, version: int) -> dict[str, Turn]:
     """The turns of the trained ``roles`` at ``step``, whose batch the weights of ``version`` train on."""
     turns = {}
-    number = config.optimizer_steps_per_batch
     if step > warmup_steps(config, "critic" in roles):
-        turns["policy"] = Turn(batch, number, version)
+        turns["policy"] = Turn(batch, config.optimizer_steps_per_batch, version)
     if "critic" in roles:  # it has no version: nothing samples from it
-        own = config.critic.optimizer_steps_per_batch
-        turns["critic"] = Turn(batch.without(ROUTED_EXPERTS), own or number, None)
+        turns["critic"] = Turn(batch.without(ROUTED_EXPERTS), critic_steps_per_batch(config), None)
     return turns
+
+
+def optimizer_steps(config: RunConfig, has_critic: bool) -> dict[str, int]:
+    """How many each trained role takes over the whole run."""
+    policy = (config.steps - warmup_steps(config, has_critic)) * config.optimizer_steps_per_batch
+    critic = {"critic": config.steps * critic_steps_per_batch(config)} if has_critic else {}
+    return {"policy": max(policy, 0), **critic}
+
+
+def critic_steps_per_batch(config: RunConfig) -> int:
+    """Optimizer steps that the critic takes on each batch."""
+    return config.critic.optimizer_steps_per_batch or config.optimizer_steps_per_batch
 
 
 def warmup_steps(config: RunConfig, has_critic: bool) -> int:

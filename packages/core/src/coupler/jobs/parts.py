@@ -21,11 +21,12 @@ from coupler.evaluation import Evaluator
 from coupler.executors import open_executor
 from coupler.executors.interpreter import check_interpreter
 from coupler.imports import resolve
-from coupler.interfaces import Algorithm, Head, Model, Rank
+from coupler.interfaces import Algorithm, EngineConfig, Head, Model, Rank
 from coupler.jobs.saving import Resumable
 from coupler.journal import Journal
 from coupler.manifest import describe_run
 from coupler.placement import Role
+from coupler.plan import VALUES, trained_engines
 from coupler.plugins.manager import Plugins
 from coupler.profiling import NOTHING, Profile
 from coupler.rewards import RewardPool
@@ -63,12 +64,16 @@ class Parts:
     def algorithm(self) -> Algorithm:
         return self.plugins.get("algorithm", self.config.algorithm.name).load()(self.config.algorithm)
 
+    def trained_engines(self) -> dict[str, EngineConfig]:
+        """The configurations of the engines that train, by role."""
+        return trained_engines(self.config, VALUES in self.algorithm().needs)
+
     def engine(self, role: str, *, trains: bool) -> WorkerGroup:
         config = self.config
         spec = WorkerSpec(
             role=role,
             engine=self.plugins.get("engine", config.engine.name).target,
-            engine_config=config.engine,
+            engine_config=self.trained_engines()[role] if trains else config.engine,
             model=self.model,
             algorithm=(self.plugins.get("algorithm", config.algorithm.name).target, config.algorithm)
             if trains
@@ -105,7 +110,7 @@ class Parts:
         spec = WorkerSpec(
             role="critic",
             engine=self.plugins.get("engine", config.critic.engine.name).target,
-            engine_config=config.critic.engine,
+            engine_config=self.trained_engines()["critic"],
             model=model,
             algorithm=(loss, config.algorithm),
             profile=self.profile(),

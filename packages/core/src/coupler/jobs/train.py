@@ -24,7 +24,7 @@ from coupler.jobs.parts import Parts
 from coupler.jobs.saving import Saving, due
 from coupler.journal import Journal
 from coupler.metrics import Metrics, merge
-from coupler.plan import is_own_reference, make_plan
+from coupler.plan import VALUES, is_own_reference, make_plan
 from coupler.plugins.manager import Plugins
 from coupler.record import Recorder
 from coupler.residency import Held, Holder, Residency
@@ -34,7 +34,7 @@ from coupler.sampling import Sampler
 from coupler.trainer import GENERATING, Provider, Trainer, warmup_steps
 from coupler.workers import WorkerGroup
 
-REFERENCE, OLD, VALUES = "ref_logprobs", "old_logprobs", "values"
+REFERENCE, OLD = "ref_logprobs", "old_logprobs"
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # how config.json counts them, by family
 LOGPROBS, ROUTES = Output("logprobs"), Output("routed_experts")
 
