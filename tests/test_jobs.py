@@ -184,6 +184,15 @@ def test_supervised_training_lowers_the_loss(model: Path, tmp_path: Path) -> Non
     assert reproducible(run("sft", model, tmp_path / "again" / "run", *options)) == reproducible(folder)
 
 
+def test_evaluation_with_a_top_p_that_leaves_one_token_is_greedy(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cut = run("eval", model, tmp_path / "cut", "eval.temperature=1", "eval.top_p=1e-6")
+    assert "top_p" not in capsys.readouterr().err
+    greedy = run("eval", model, tmp_path / "greedy", "eval.temperature=0")
+    assert (cut / "eval.jsonl").read_text() == (greedy / "eval.jsonl").read_text()
+
+
 def test_evaluation_writes_what_it_scored(model: Path, tmp_path: Path) -> None:
     folder = run("eval", model, tmp_path / "run", "eval.samples_per_prompt=2", "eval.temperature=1")
     samples = [json.loads(line) for line in (folder / "eval.jsonl").read_text().splitlines()]

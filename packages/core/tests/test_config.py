@@ -29,6 +29,7 @@ def plugins(tmp_path_factory: pytest.TempPathFactory) -> Plugins:
     """A plugin with ``engine=acme``, nested options, and presets ``fast`` and ``wrong`` of it."""
     folder = tmp_path_factory.mktemp("site")
     install(folder, "coupler-engine-acme", plugin("engine", "acme") + PRESETS)
+    install(folder, "coupler-rollout-blunt", plugin("rollout", "blunt"))
     presets = folder / "acme_conf" / "engine"
     presets.mkdir(parents=True)
     (folder / "acme_conf" / "__init__.py").touch()
@@ -38,7 +39,7 @@ def plugins(tmp_path_factory: pytest.TempPathFactory) -> Plugins:
     sys.path.insert(0, str(folder))
     yield Plugins.load()
     sys.path.remove(str(folder))
-    for name in ("coupler_engine_acme", "acme_conf"):
+    for name in ("coupler_engine_acme", "coupler_rollout_blunt", "acme_conf"):
         sys.modules.pop(name, None)
 
 
@@ -202,8 +203,17 @@ def test_bad_file(plugins: Plugins, tmp_path: Path, text: str, sentence: str) ->
         good(plugins, file=str(tmp_path / "run.yaml"))
 
 
-def test_top_p_is_allowed_in_evaluation(plugins: Plugins) -> None:
-    assert good(plugins, "sampling.top_p=0.9", "eval.data.source=x", job=Job.EVAL).config.sampling.top_p == 0.9
+def test_top_p_is_of_evaluation_with_a_rollout_that_knows_it(plugins: Plugins) -> None:
+    evaluates = ["eval.data.source=x", "eval.temperature=1", "eval.top_p=0.9"]
+    for job, more in ((Job.EVAL, []), (Job.TRAIN, ["eval.at_start=true"])):
+        assert good(plugins, *evaluates, *more, job=job).config.eval.top_p == 0.9
+        with pytest.raises(ConfigError, match=r"^eval.top_p=0.9: rollout=blunt cannot; leave it out."):
+            good(plugins, *evaluates, *more, "rollout=blunt", job=job)
+        with pytest.raises(ConfigError, match=r"^eval.top_p=0.9 needs eval.temperature above 0: "):
+            good(plugins, *evaluates, *more, "eval.temperature=0", job=job)
+    good(plugins, *evaluates, "rollout=blunt")  # there is no evaluation
+    with pytest.raises(ConfigError, match=r"^sampling.top_p=0.9 is not of evaluation: set eval.top_p.$"):
+        good(plugins, "eval.data.source=x", "sampling.top_p=0.9", job=Job.EVAL)
 
 
 def test_pass_through_options_are_announced(plugins: Plugins) -> None:

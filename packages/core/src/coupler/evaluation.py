@@ -23,6 +23,7 @@ class Evaluator:
     samples_per_prompt: int
     max_tokens: int
     temperature: float
+    top_p: float
     seed: int
 
     async def run(self) -> tuple[Metrics, list[Scored]]:
@@ -34,7 +35,7 @@ class Evaluator:
         seeds = [[derive(self.seed, "eval", i, j) for j in range(n)] for i in range(len(self.prompts))]
         groups = await asyncio.gather(
             *(
-                self.scorer.sample(prompt, mine, self.max_tokens, self.temperature)
+                self.scorer.sample(prompt, mine, self.max_tokens, self.temperature, top_p=self.top_p)
                 for prompt, mine in zip(self.prompts, seeds, strict=True)
             )
         )

@@ -283,6 +283,7 @@ class Request:
     seed: int = 0
     session: str = ""  # same session, same replica: its prefix cache is warm
     routed_experts: bool = False  # say which experts every token went to; capability ``output:routed_experts``
+    top_p: float = 1.0  # sample among the fewest tokens that together have so much; capability ``sampling:top_p``
 
     def room(self, max_positions: int, vocabulary: int) -> int:
         """Check the request against a model; return how many tokens may be sampled, ``max_tokens`` at most.
@@ -313,7 +314,7 @@ class Completion:
     """What a rollout sampled for one request. The three tuples have the same length."""
 
     tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]  # natural log, of the sampling distribution (after temperature, full support)
+    logprobs: tuple[float, ...]  # natural log, of the sampling distribution: after temperature, and ``top_p`` if set
     versions: tuple[int, ...]  # weights version that sampled each token
     finish: Literal["stop", "length", "abort"]
     routed_experts: Any = None  # if asked for: integers [prompt + tokens, layers, topk] as in Output; -1: never fed

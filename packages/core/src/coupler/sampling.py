@@ -44,11 +44,18 @@ class Scorer:
         self.rollouts, self.rewards, self.codec, self.stop = rollouts, rewards, codec, stop
 
     async def sample(
-        self, prompt: Prompt, seeds: list[int], max_tokens: int, temperature: float, routed_experts: bool = False
+        self,
+        prompt: Prompt,
+        seeds: list[int],
+        max_tokens: int,
+        temperature: float,
+        *,
+        top_p: float = 1.0,
+        routed_experts: bool = False,
     ) -> list[Scored]:
         """One scored completion per seed; those without a valid reward are left out, and counted by the pool."""
         requests = (
-            Request(prompt.ids, max_tokens, temperature, self.stop, seed, routed_experts=routed_experts)
+            Request(prompt.ids, max_tokens, temperature, self.stop, seed, routed_experts=routed_experts, top_p=top_p)
             for seed in seeds
         )
         found = await asyncio.gather(*(self._one(prompt, request) for request in requests))
@@ -121,7 +128,8 @@ class Sampler:
         try:
             seeds = [derive(self.seed, "sample", number, i) for i in range(self.samples_per_prompt)]
             length, temperature = self.config.max_tokens, self.config.temperature
-            scored = await self.scorer.sample(prompt, seeds, length, temperature, self.routed_experts)
+            routes = self.routed_experts
+            scored = await self.scorer.sample(prompt, seeds, length, temperature, routed_experts=routes)
             if len(scored) < min(2, self.samples_per_prompt):
                 await self.buffer.reject(number, "its rewards are invalid")
             else:

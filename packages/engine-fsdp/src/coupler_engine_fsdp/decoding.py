@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from coupler.errors import CouplerError
 from coupler.interfaces import Completion, Request
 from coupler_engine_fsdp.rollout_columns import Columns, Prefill, Shape
-from coupler_engine_fsdp.rollout_sampling import sample, stream_starts, uniforms
+from coupler_engine_fsdp.rollout_sampling import nucleus, sample, stream_starts, uniforms
 from coupler_engine_fsdp.rollout_step import step_of
 
 MIN_GROWTH = 64  # columns
@@ -77,6 +77,7 @@ class Decoder:
         self.one = torch.tensor(1, device=self.shape.device)  # PyTorch takes it sooner than a number of Python's
         self.temperatures = torch.ones((0, 1), device=self.shape.device)  # 1 for greedy rows
         self.greedy: list[bool] = []
+        self.top_p: list[float] = []
         self.streams = np.zeros(0, np.uint64)
         self.drawn = np.zeros(0, np.uint64)
         self.uniforms = np.zeros((0, 0))  # [steps to come, rows]
@@ -162,6 +163,7 @@ class Decoder:
         self.positions = torch.cat([self.positions, positions])
         self.temperatures = torch.cat([self.temperatures, temperatures])
         self.greedy += [row.request.temperature == 0 for row in new]
+        self.top_p += [row.request.top_p for row in new]
         self.streams = np.concatenate([self.streams, stream_starts([row.request.seed for row in new])])
         self.drawn = np.concatenate([self.drawn, np.array([len(row.tokens) for row in new], np.uint64)])
         self.uniforms = np.zeros((0, len(self.rows)))
@@ -204,6 +206,9 @@ class Decoder:
     def _sample(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return tokens and their log-probabilities, each [rows]."""
         logprobs = torch.log_softmax(logits / self.temperatures, -1)
+        if cut := [index for index, top_p in enumerate(self.top_p) if top_p < 1]:
+            top_p = torch.tensor([[self.top_p[index]] for index in cut], dtype=torch.float64, device=logits.device)
+            logprobs[cut] = nucleus(logprobs[cut], top_p)
         if all(self.greedy):
             tokens = logprobs.argmax(-1)
         else:
@@ -231,5 +236,5 @@ class Decoder:
         self.tokens, self.positions, self.temperatures = (
             each[index] for each in (self.tokens, self.positions, self.temperatures)
         )
-        self.greedy = [self.greedy[i] for i in order]
+        self.greedy, self.top_p = [self.greedy[i] for i in order], [self.top_p[i] for i in order]
         self.streams, self.drawn, self.uniforms = self.streams[order], self.drawn[order], self.uniforms[:, order]

@@ -35,7 +35,14 @@ def coupler_backends() -> Iterable[Backend]:
         target="coupler_engine_fsdp.rollout:HFRollout",
         config=HFConfig,
         capabilities=frozenset(
-            {"weights:full", "memory:sleep", "in_flight:abort", "in_flight:recompute", "in_flight:stale_kv"}
+            {
+                "weights:full",
+                "sampling:top_p",
+                "memory:sleep",
+                "in_flight:abort",
+                "in_flight:recompute",
+                "in_flight:stale_kv",
+            }
         ),
         tested=TESTED,
     )

@@ -28,6 +28,22 @@ def uniforms(starts: np.ndarray, index: np.ndarray) -> np.ndarray:
     return ((bits >> np.uint64(11)).astype(np.float64) + 1.0) * 2.0**-53
 
 
+def nucleus(logprobs: Tensor, top_p: Tensor) -> Tensor:
+    """Keep, of each row, the fewest tokens that have ``top_p`` together (arXiv 1904.09751, section 3.1).
+
+    Args:
+        logprobs: [n, V] float32.
+        top_p: [n, 1] in (0, 1).
+
+    Returns:
+        [n, V] log-probs among the tokens that are left, -inf for the others.
+    """
+    ordered, order = logprobs.sort(descending=True)
+    mass = ordered.double().exp()
+    ordered.masked_fill_(mass.cumsum(-1) - mass >= top_p, -torch.inf)  # of the first the left side is 0
+    return torch.empty_like(logprobs).scatter_(1, order, ordered.log_softmax(-1))
+
+
 def sample(logprobs: Tensor, uniform: Tensor) -> Tensor:
     """Draw one token per row by inverting the cumulative distribution.
 

@@ -123,7 +123,7 @@ def stop(engine: Any) -> None:
 
 def sampling_params(request: Request, done: int, room: int, seeded: bool) -> Any:
     """The request, from its token ``done`` on; a stream of random numbers of its own for each continuation."""
-    params = copy(_checked(request.temperature, request.stop))
+    params = copy(_checked(request.temperature, request.stop, request.top_p))
     params.max_tokens = room - done
     if seeded:
         seed = derive(request.seed, "continued", done) if done else request.seed
@@ -132,10 +132,11 @@ def sampling_params(request: Request, done: int, room: int, seeded: bool) -> Any
 
 
 @lru_cache
-def _checked(temperature: float, stop: tuple[int, ...]) -> Any:
+def _checked(temperature: float, stop: tuple[int, ...], top_p: float) -> Any:
     """What requests have in common: vLLM checks every field of it."""
     return SamplingParams(
         temperature=temperature,
+        top_p=top_p,
         stop_token_ids=list(stop),
         ignore_eos=True,
         logprobs=0,  # of the sampled token only

@@ -12,7 +12,7 @@ RANGE = ">=0.26,<0.33"  # what the tests ran with: 0.26.0 on GPUs, 0.32.0 on the
 
 def _capabilities(config: VLLMConfig) -> frozenset[str]:
     pauses = {"in_flight:abort", "in_flight:recompute", "in_flight:stale_kv"}
-    always = {"weights:full", "workers:remote", "model:moe", *pauses}
+    always = {"weights:full", "workers:remote", "model:moe", "sampling:top_p", *pauses}
     sleeps = {"memory:sleep"} if config.sleep_mode else set()
     return frozenset(always | sleeps | ({"output:routed_experts"} if config.routed_experts else set()))
 

@@ -30,7 +30,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from coupler.config.options import SECTIONS, Options, flatten, in_full, section, wrong_value
 from coupler.config.overrides import merge, nest, parse_overrides, read_file
 from coupler.config.plain import to_plain
-from coupler.config.schema import JOBS, Job, RunConfig, problems
+from coupler.config.schema import JOBS, Job, RunConfig, does_evaluate, problems
 from coupler.errors import ConfigError, PluginError
 from coupler.interfaces import InFlight
 from coupler.plugins.backend import Kind
@@ -39,6 +39,7 @@ from coupler.plugins.manager import Plugins, Source
 T = TypeVar("T")
 CRITIC = "critic.engine"
 NEEDS_VALUES, GIVES_VALUES = "needs:values", "output:values"  # capabilities of an algorithm, and of an engine
+TOP_P = "sampling:top_p"  # capability of a rollout
 AS_ENGINE = "as in engine"  # origin of what the critic's engine has from the policy's
 
 
@@ -319,6 +320,8 @@ def _incapable(plugins: Plugins, config: RunConfig, job: Job) -> Iterator[str]:
     jobs = sorted(c.removeprefix("job:") for c in declared(Kind.ALGORITHM) if c.startswith("job:"))
     if jobs and job is not Job.EVAL and job not in jobs:
         yield f"algorithm={config.algorithm.name} is for coupler {' and '.join(jobs)}, not for coupler {job}."
+    if config.eval.top_p < 1 and does_evaluate(config, job) and TOP_P not in declared(Kind.ROLLOUT):
+        yield f"eval.top_p={config.eval.top_p}: rollout={config.rollout.name} cannot; leave it out."
     if job is not Job.TRAIN:
         return
     if NEEDS_VALUES in declared(Kind.ALGORITHM) and GIVES_VALUES not in declared(CRITIC):

@@ -75,7 +75,7 @@ class RewardConfig:
 class SamplingConfig:
     max_tokens: int = 256
     temperature: float = 1.0
-    top_p: float = 1.0  # below 1 the log-probs change meaning: refused in training
+    top_p: float = 1.0  # below 1 the log-probs change meaning: refused; evaluation has eval.top_p
     stop: list[str] = field(default_factory=list)  # each one token of the tokenizer; end-of-turn is always there
 
 
@@ -85,6 +85,7 @@ class EvalConfig:
     data: DataConfig = field(default_factory=DataConfig)
     samples_per_prompt: int = 1
     temperature: float = 0.0
+    top_p: float = 1.0  # sample among the fewest tokens that together have so much; of rollouts that know it
     max_tokens: int = 0  # 0: as in sampling
     at_start: bool = False
 
@@ -223,6 +224,7 @@ LIMITS: dict[str, tuple[float, float]] = {  # lowest and highest value, both all
     "eval.data.limit": (0, inf),
     "eval.samples_per_prompt": (1, inf),
     "eval.temperature": (0, inf),
+    "eval.top_p": (1e-6, 1),
     "eval.max_tokens": (0, inf),
     "checkpoint.every_steps": (0, inf),
     "checkpoint.keep_last": (0, inf),
@@ -258,17 +260,26 @@ def problems(config: RunConfig, job: Job) -> Iterator[str]:
         yield "model.path is empty: set it to a folder with config.json, *.safetensors and a tokenizer."
     if not config.run_dir:
         yield "run_dir is empty: set it to a folder for logs and checkpoints."
-    evaluates = job is Job.EVAL or (job is Job.TRAIN and (config.eval.every_steps > 0 or config.eval.at_start))
+    evaluates = does_evaluate(config, job)
     if not config.data.source and job is not Job.EVAL:
         yield "data.source is empty: set it to a .jsonl or .parquet file, or to pkg.mod:function."
     if not config.eval.data.source and evaluates:
         yield "eval.data.source is empty: set it to the rows to evaluate on, a file or pkg.mod:function."
     if not config.reward.target and job is not Job.SFT:
         yield "reward.target is empty: set it to pkg.mod:function or file.py:function."
+    if evaluates and config.eval.top_p < 1 and config.eval.temperature == 0:
+        yield f"eval.top_p={config.eval.top_p} needs eval.temperature above 0: greedy takes the most likely token."
+    if job is Job.EVAL and config.sampling.top_p < 1:
+        yield f"sampling.top_p={config.sampling.top_p} is not of evaluation: set eval.top_p."
     yield from _worker_problems(config)
     yield from _length_problems(config, job is Job.TRAIN, evaluates)
     if job is Job.TRAIN:
         yield from _training_problems(config)
+
+
+def does_evaluate(config: RunConfig, job: Job) -> bool:
+    """Whether the job samples ``eval.data``."""
+    return job is Job.EVAL or (job is Job.TRAIN and (config.eval.every_steps > 0 or config.eval.at_start))
 
 
 def _worker_problems(config: RunConfig) -> Iterator[str]:

@@ -178,6 +178,7 @@ class Parts:
             settings.samples_per_prompt,
             settings.max_tokens or self.config.sampling.max_tokens,
             settings.temperature,
+            settings.top_p,
             self.config.seed,
         )
 

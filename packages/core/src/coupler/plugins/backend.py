@@ -33,6 +33,7 @@ VOCABULARY = frozenset(
         "in_flight:abort",
         "in_flight:recompute",
         "in_flight:stale_kv",
+        "sampling:top_p",  # rollout: Request.top_p
         "model:toy",  # works in NumPy, on the toy model folder of coupler.testing, not on transformers' folders
         "model:moe",  # engine, rollout: mixtures of experts too, with one tensor per expert in the checkpoint
         "workers:remote",  # rollout: its model workers are other processes, which place:process does not reach

@@ -56,6 +56,16 @@ def log_softmax(weights: Weights, previous: np.ndarray, temperature: np.ndarray 
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
+def nucleus(log_p: np.ndarray, top_p: float) -> np.ndarray:
+    """[V] log-probs among the fewest tokens that have ``top_p`` together (arXiv 1904.09751, section 3.1); else -inf."""
+    order = np.argsort(-log_p)
+    mass = np.exp(log_p[order]).cumsum()
+    left = order[: np.searchsorted(mass, top_p) + 1]
+    cut = np.full_like(log_p, -np.inf)
+    cut[left] = log_p[left] - np.log(mass[len(left) - 1])
+    return cut
+
+
 @dataclass(frozen=True, slots=True)
 class Pass:
     """A forward pass over the predicted tokens of a batch."""
@@ -277,6 +287,8 @@ class ToyRollout(Rollout):
                 break
             previous = np.array([(*request.prompt, *tokens)[-1]])
             log_p = log_softmax(self.weights, previous, request.temperature or 1.0)[0]
+            if request.top_p < 1:
+                log_p = nucleus(log_p, request.top_p)
             token = int(log_p.argmax() if request.temperature == 0 else random.choice(len(log_p), p=np.exp(log_p)))
             tokens.append(token)
             logprobs.append(float(log_p[token]))

@@ -40,7 +40,14 @@ BACKENDS = (
         target="coupler.testing.toy:ToyRollout",
         config=ToyRolloutConfig,
         capabilities=frozenset(
-            {"weights:full", "model:toy", "in_flight:abort", "in_flight:recompute", "in_flight:stale_kv"}
+            {
+                "weights:full",
+                "model:toy",
+                "sampling:top_p",
+                "in_flight:abort",
+                "in_flight:recompute",
+                "in_flight:stale_kv",
+            }
         ),
     ),
     Backend(

@@ -198,6 +198,30 @@ def test_samples_follow_the_distribution_they_report(served: Served, reference: 
     assert abs(surprise.mean() - entropy) < 4.5 * surprise.std() / np.sqrt(num_samples)
 
 
+def test_top_p_keeps_the_most_likely_tokens(
+    served: Served, reference: Reference, rollout_subject: Subject, tolerance: float
+) -> None:
+    """The fewest that together have so much; log-probs are of what is left. A request beside it has all of them."""
+    if not rollout_subject.has("sampling:top_p"):
+        pytest.skip(f"{rollout_subject} does not declare sampling:top_p")
+    temperature, prompt = 2.0, PROMPTS[0]
+    every = np.array([reference.logprobs_of(prompt, (token,), temperature)[0] for token in range(VOCAB)])
+    order = np.argsort(-every)
+    mass = np.exp(every[order]).cumsum()
+    for top_p in (1e-6, 0.5, 0.9):
+        count = int(np.searchsorted(mass, top_p)) + 1
+        requests = [Request(prompt, 1, temperature, seed=i, top_p=top_p if i % 4 else 1.0) for i in range(64)]
+        done = generate(served, requests)
+        for request, completion in zip(requests, done, strict=True):
+            (token,), (logprob,) = completion.tokens, completion.logprobs
+            left = set(order[:count].tolist()) if request.top_p < 1 else set(range(VOCAB))
+            assert token in left
+            total = np.log(mass[count - 1]) if request.top_p < 1 else 0.0
+            assert logprob == pytest.approx(every[token] - total, abs=tolerance)
+        sampled = {completion.tokens for request, completion in zip(requests, done, strict=True) if request.top_p < 1}
+        assert len(sampled) > 1 or count == 1
+
+
 def test_a_stop_token_ends_the_completion_and_belongs_to_it(flat: Served) -> None:
     stop = tuple(range(0, VOCAB, 8))
     done = generate(flat, [Request(p, 6, 1.0, stop, seed=i) for i, p in enumerate(PROMPTS * 6)])
