@@ -12,10 +12,13 @@ import json
 import logging
 import time
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+
+from coupler.config.schema import Job
 
 HERE = Path(__file__).parent
 TRAIN = {"grpo": "train.yaml", "ppo": "ppo.yaml"}
@@ -27,24 +30,34 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--run-dir", type=Path, default=Path("runs") / time.strftime("quickstart-%Y%m%d-%H%M%S"))
     parser.add_argument("--algorithm", choices=TRAIN, default="grpo")
+    parser.add_argument("--sft-steps", type=int, help="of the warm start; default: sft.yaml's")
+    parser.add_argument("--held-out", type=int, default=0, help="score on so many held-out problems; default: all")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="options of the reinforcement-learning run")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore", category=SyntaxWarning)  # of a dependency of reasoning-gym
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    results = run(arguments.run_dir, arguments.seed, arguments.algorithm, arguments.overrides)
+    more = {
+        Job.SFT: [] if arguments.sft_steps is None else [f"steps={arguments.sft_steps}"],
+        Job.TRAIN: arguments.overrides,
+        Job.EVAL: [f"eval.data.limit={arguments.held_out}"],
+    }
+    results = run(arguments.run_dir, arguments.seed, arguments.algorithm, more)
     show(results, arguments.run_dir)
     scores = " ".join(f"{stage}={accuracy:.2f}" for stage, accuracy in results.items())
     print(f"quickstart: {scores} seconds={time.perf_counter() - start:.0f}")
 
 
-def run(folder: Path, seed: int, algorithm: str, overrides: list[str]) -> dict[str, float]:
-    """Run all stages; return the held-out accuracy before, after ``sft``, and after the algorithm, by these names."""
+def run(folder: Path, seed: int, algorithm: str, more: Mapping[Job, list[str]]) -> dict[str, float]:
+    """Run all stages, each with the options of its job in ``more``.
+
+    Returns:
+        The held-out accuracy before, after ``sft``, and after the algorithm, by these names.
+    """
     from model import build
     from task import problems
 
     from coupler import jobs
     from coupler.config.compose import compose
-    from coupler.config.schema import Job
     from coupler.plugins.manager import Plugins
 
     plugins = Plugins.load()
@@ -52,9 +65,9 @@ def run(folder: Path, seed: int, algorithm: str, overrides: list[str]) -> dict[s
     size = build(folder / "model", texts, seed)
     print(f"model: Llama, {size:,} random parameters; task: {len(texts)} words to spell backward\n")
 
-    def do(job: Job, stage: str, model: str, *more: str) -> dict[str, float]:
+    def do(job: Job, stage: str, model: str) -> dict[str, float]:
         print(f"--- {stage}", flush=True)
-        given = [f"model.path={folder / model}", f"run_dir={folder / stage}", f"seed={seed}", *more]
+        given = [f"model.path={folder / model}", f"run_dir={folder / stage}", f"seed={seed}", *more[job]]
         file = TRAIN[algorithm] if job is Job.TRAIN else f"{job}.yaml"
         composed = compose(plugins, given, str(HERE / file), job)
         return {Job.SFT: jobs.supervise, Job.TRAIN: jobs.train, Job.EVAL: jobs.evaluate}[job](composed, plugins)
@@ -62,7 +75,7 @@ def run(folder: Path, seed: int, algorithm: str, overrides: list[str]) -> dict[s
     results = {"before": do(Job.EVAL, "eval_before", "model")["eval/reward"]}
     do(Job.SFT, "sft", "model")
     results["sft"] = do(Job.EVAL, "eval_sft", "sft/export")["eval/reward"]
-    do(Job.TRAIN, algorithm, "sft/export", *overrides)
+    do(Job.TRAIN, algorithm, "sft/export")
     results[algorithm] = do(Job.EVAL, f"eval_{algorithm}", f"{algorithm}/export")["eval/reward"]
     return results
 
