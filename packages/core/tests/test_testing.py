@@ -15,9 +15,10 @@ from broken_backends import CAUGHT_BY
 from coupler.errors import ConfigError, TooFewDevices, WaitTimeout
 from coupler.testing import losses
 from coupler.testing.cases import make_batch, weighted
+from coupler.testing.conformance.test_engine import assert_gradient
 from coupler.testing.models import write_toy
 from coupler.testing.ranks import RankFailed, World
-from coupler.testing.reference import ToyReference
+from coupler.testing.reference import Gradient, ToyReference
 from coupler.testing.subject import configured, parse_settings
 from coupler.testing.toy import columns_of
 from coupler.testing.toy_config import ToyEngineConfig
@@ -168,3 +169,11 @@ def test_listing_backends_imports_none_of_them() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_an_error_of_a_small_gradient_is_seen_beside_a_large_one() -> None:
+    want = Gradient({"large": np.ones(4), "small": np.full(4, 1e-3), "none": np.zeros(4)}, {})
+    assert_gradient(want.grads, want)
+    for name, wrong in (("small", 1e-3 + 2e-8), ("none", 1e-20), ("large", np.nan)):
+        with pytest.raises(AssertionError, match=name):
+            assert_gradient({**want.grads, name: np.full(4, wrong)}, want)

@@ -19,8 +19,7 @@ from coupler.testing.ranks import Arrays, World
 from coupler.testing.reference import Gradient, Reference, TransformersReference
 from coupler.testing.subject import Subject
 
-TOLERANCE = 1e-5  # max |dg| / max |g| of each tensor, in float32
-FLOOR = 0.05  # of the largest gradient of all: a key's bias nearly cancels, and float32 errs by what was added up
+TOLERANCE = 1e-5  # max |dg| / max |g| of each tensor, in float32, however small its gradient is beside the others
 LOGPROBS = 5e-5  # nats, in float32
 LONGEST = max(LENGTHS)
 SURROGATE = "coupler.testing.losses:surrogate"
@@ -30,12 +29,10 @@ Worlds = Callable[..., World]
 
 def assert_gradient(got: Arrays, want: Gradient) -> None:
     assert got.keys() == want.grads.keys()
-    whole = max(float(np.abs(g).max()) for g in want.grads.values())
     for name, true in want.grads.items():
         assert got[name].shape == true.shape, name
-        scale = max(float(np.abs(true).max()), FLOOR * whole)
-        error = float(np.abs(got[name] - true).max()) / scale
-        assert error <= TOLERANCE, f"{name}: max|dg| / max|g| = {error:.2e}"
+        error, scale = float(np.abs(got[name] - true).max()), float(np.abs(true).max())
+        assert error <= TOLERANCE * scale, f"{name}: max|dg| = {error:.2e}, max|g| = {scale:.2e}"
 
 
 def assert_metrics(got: Metrics, want: Metrics) -> None:
