@@ -96,6 +96,12 @@ def test_options(override: str, first: str, fix: str, refused: Refused, tmp_path
     assert not (tmp_path / "run").exists()
 
 
+def test_ray_that_is_not_installed(refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert refused("train", "executor=ray") == ["ray is not installed.", "  try:  pip install 'coupler-core[ray]'"]
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("overrides", "first", "fix"),
     [

@@ -38,11 +38,7 @@ WITHOUT_DECLARATION = {  # imports of distributions that a package does not ask 
     "coupler-algos": {"numpy": "comes with coupler-core, whose batches it is"},
     "coupler-rollout-vllm": {},
 }
-OF_EXTRAS = {  # what only an extra of core needs, and where
-    "pytest": ("coupler.testing.plugin", "coupler.testing.conformance."),
-    "ray": ("coupler.executors.ray", "coupler.executors.cluster"),
-    "torch": ("coupler.transports.packing", "coupler.transports.ipc", "coupler.transports.nccl"),  # of a plugin
-}
+OF_PYTEST = ("coupler.testing.plugin", "coupler.testing.conformance.")  # of the extra testing: tests, and their plugin
 WITHOUT_BACKEND = {  # listed and planned with where their backend is not; it comes with an extra
     "coupler-rollout-vllm": {"vllm", "torch"},
 }
@@ -154,9 +150,12 @@ def test_core_works_alone(uv: str, wheels: dict[str, ZipFile], tmp_path: Path) -
     python = installed_alone(uv, "coupler-core", wheels, tmp_path)
     call(python, "-c", "import importlib.util as u, sys; sys.exit(bool(u.find_spec('torch') or u.find_spec('pytest')))")
     failed = dict(line.split() for line in call(python, "-c", PROBE, "coupler").splitlines())
-    assert set(failed.values()) == set(OF_EXTRAS)
-    for module, missing in failed.items():
-        assert module.startswith(OF_EXTRAS[missing]), f"{module} needs {missing}"
+    assert set(failed.values()) == {"pytest"}
+    assert all(module.startswith(OF_PYTEST) for module in failed), failed
+    for module, package in (("transports.nccl", "torch"), ("transports.ipc", "torch"), ("executors.cluster", "ray")):
+        code = f"import coupler.{module} as m; from coupler.errors import CouplerError\n"
+        code += f"try: m.{package}.anything\nexcept CouplerError as error: print(error)"
+        assert f"{package} is not installed.\n  try:  pip install 'coupler-core[" in call(python, "-c", code)
     listed = {tuple(line.split()[:3]) for line in call(python, "-c", LISTING).splitlines()}
     assert {("engine", "toy", "available"), ("transport", "inproc", "available")} <= listed
 

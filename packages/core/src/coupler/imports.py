@@ -1,10 +1,11 @@
-"""The one place where a name becomes an object."""
+"""The one place where a name becomes an object, at once or when it is used."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from coupler.errors import CouplerError
@@ -36,3 +37,35 @@ def _load_file(path: Path) -> Any:
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def present(name: str, brought_by: str) -> ModuleType:
+    """Import a package that core does not depend on.
+
+    Raises:
+        CouplerError: it is not installed; says that ``pip install brought_by`` installs it.
+    """
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        missing = name.partition(".")[0]
+        if error.name != missing:
+            raise
+        raise CouplerError(f"{missing} is not installed.\n  try:  pip install '{brought_by}'") from None
+
+
+class Late:
+    """Stands for a package in a module that must load without it: imported when something of it is asked for.
+
+    Example:
+        ``torch = Late("torch", "coupler-core[fsdp]")`` in the place of ``import torch``, which type checkers see.
+    """
+
+    def __init__(self, name: str, brought_by: str) -> None:
+        self._name, self._brought_by = name, brought_by
+
+    def __getattr__(self, name: str) -> Any:
+        """Raises CouplerError: the package is not installed."""
+        if name.startswith("__"):  # what pickle and inspect ask every object for
+            raise AttributeError(name)
+        return getattr(present(self._name, self._brought_by), name)

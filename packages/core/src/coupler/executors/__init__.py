@@ -10,6 +10,7 @@ from coupler.config.schema import ExecutorName, RunConfig
 from coupler.executors.environment import of_ray
 from coupler.executors.handle import Handle
 from coupler.executors.local import Local
+from coupler.imports import present
 from coupler.interfaces import Rank
 from coupler.placement import Role
 from coupler.waiting import Waits
@@ -72,8 +73,9 @@ def open_executor(config: RunConfig) -> Executor:
     """The executor that ``config.executor`` names; takes no device and starts nothing yet."""
     waits = Waits(config.waits.deadline_s, config.waits.heartbeat_s)
     if config.executor is ExecutorName.RAY:
-        with of_ray(starts=not config.ray.address):  # it is read when Ray is imported
-            from coupler.executors.ray import OnRay
+        from coupler.executors.ray import OnRay
 
+        with of_ray(starts=not config.ray.address):  # it is read when Ray is imported
+            present("ray", "coupler-core[ray]")
         return OnRay(config.ray, waits, Path(config.run_dir).absolute() / "logs")
     return Local(inline=config.max_staleness == 0, waits=waits)

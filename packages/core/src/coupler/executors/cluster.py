@@ -5,17 +5,22 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
-
-import ray
-from ray._private.state import available_resources_per_node  # the public functions add all nodes up
-from ray.exceptions import RayError
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from typing import TYPE_CHECKING, Any
 
 from coupler.config.schema import RayConfig
 from coupler.errors import PlacementError
+from coupler.imports import Late
 from coupler.placement import Node, Role, Share
+
+if TYPE_CHECKING:
+    import ray
+    import ray._private.state
+    import ray.exceptions
+    import ray.util.scheduling_strategies
+    from ray.util.placement_group import PlacementGroup
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+else:
+    ray = Late("ray", "coupler-core[ray]")
 
 START_S = 120.0  # limit of taking bundles that are free
 MAX_CALLS = 1 << 16  # under way in one actor: all requests that a sampler has out
@@ -47,7 +52,7 @@ def connect(config: RayConfig, num_cpus: int) -> bool:
         return True
     try:
         ray.init(address=config.address, **common)
-    except (ConnectionError, RuntimeError, RayError, ValueError) as error:
+    except (ConnectionError, RuntimeError, ray.exceptions.RayError, ValueError) as error:
         raise PlacementError(
             f"ray.address={config.address} cannot be joined: {str(error).splitlines()[0]}\n"
             "  if it runs:  set RAY_AUTH_TOKEN_PATH to the file with its token; RAY_AUTH_MODE=disabled if it has none\n"
@@ -58,7 +63,7 @@ def connect(config: RayConfig, num_cpus: int) -> bool:
 
 def nodes() -> list[Node]:
     """The live nodes."""
-    free = available_resources_per_node()
+    free = ray._private.state.available_resources_per_node()  # the public functions add all nodes up
     return [
         Node(f"{n['NodeManagerAddress']} ({n['NodeID'][:8]})", n["Resources"], free.get(n["NodeID"], {}))
         for n in ray.nodes()
@@ -73,7 +78,7 @@ def take(shares: Sequence[Share], num_cpus_per_worker: int, gpus: bool) -> Place
         PlacementError: they did not become ours within ``START_S``.
     """
     bundles = [s.bundle(num_cpus_per_worker, gpus) for s in shares for _ in range(s.num_bundles)]
-    group = placement_group(bundles, strategy="PACK")
+    group = ray.util.placement_group(bundles, strategy="PACK")
     if not group.wait(timeout_seconds=START_S):
         ray.util.remove_placement_group(group)
         listed = ", ".join(f"node {n.name}: {n.free.get('CPU', 0):g} CPUs free" for n in nodes())
@@ -88,7 +93,7 @@ def slots(group: PlacementGroup, shares: Sequence[Share], gpus: bool, deadline_s
         PlacementError: the devices of one worker are on several nodes.
     """
     address = {n["NodeID"]: n["NodeManagerAddress"] for n in ray.nodes()}
-    where: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
+    where: dict[int, str] = ray.util.placement_group_table(group)["bundles_to_node_id"]
     devices: dict[int, tuple[str, ...]] = dict.fromkeys(where, ())
     if gpus:
         probe = ray.remote(_devices)
@@ -128,7 +133,7 @@ def create(host: type, group: PlacementGroup, slot: Slot, num_cpus: int, runtime
 
 
 def in_bundle(group: PlacementGroup, bundle: int) -> PlacementGroupSchedulingStrategy:
-    return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+    return ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
 
 
 def _devices() -> tuple[str, ...]:

@@ -7,10 +7,7 @@ import os
 from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-import ray
-from ray.exceptions import RayActorError, RayError
+from typing import TYPE_CHECKING, Any
 
 from coupler.config.schema import Devices, RayConfig
 from coupler.errors import CouplerError, PlacementError, ReplicaDied, WaitTimeout, WorkerDied, WorkerFailed
@@ -18,9 +15,16 @@ from coupler.executors import cluster
 from coupler.executors.environment import forwarded, of_ray
 from coupler.executors.handle import Handle
 from coupler.executors.host import Failure, Host, Place
+from coupler.imports import Late
 from coupler.interfaces import Rank
 from coupler.placement import ROLLOUT, Role, make_shares, shortage
 from coupler.waiting import Waits
+
+if TYPE_CHECKING:
+    import ray
+    import ray.exceptions
+else:
+    ray = Late("ray", "coupler-core[ray]")
 
 WATCH_S = 600.0  # an actor is asked again so often whether it lives; its death shows at once
 FREE_S = 10.0  # what a run before this one held may take so long to be free again
@@ -168,7 +172,7 @@ class OnRay:
                     call.answer.set_exception(self._failed(handle, call.method, answer))
                 else:
                     call.answer.set_result(answer)
-        except RayError as error:
+        except ray.exceptions.RayError as error:
             for call in calls:
                 if not call.answer.done():
                     call.answer.set_exception(self._lost(handle, call.method, error))
@@ -195,7 +199,7 @@ class OnRay:
     async def _answer(self, handle: Handle, method: str, ref: Any) -> Any:
         try:
             answer = await ref
-        except RayError as error:
+        except ray.exceptions.RayError as error:
             raise self._lost(handle, method, error) from None
         if isinstance(answer, Failure):
             raise self._failed(handle, method, answer)
@@ -205,8 +209,8 @@ class OnRay:
         log = self._log(handle.role, handle.index)
         return failure.error(self._who(handle), method, log, _tail(log))
 
-    def _lost(self, handle: Handle, method: str, error: RayError) -> CouplerError:
-        if isinstance(error, RayActorError):
+    def _lost(self, handle: Handle, method: str, error: ray.exceptions.RayError) -> CouplerError:
+        if isinstance(error, ray.exceptions.RayActorError):
             return self._died(handle, method, error)
         return WorkerFailed(f"{self._who(handle)} cannot be asked for {method}: {error}")
 
@@ -215,12 +219,12 @@ class OnRay:
         try:
             while True:
                 await handle.of.alive.remote(WATCH_S)
-        except RayActorError as error:
+        except ray.exceptions.RayActorError as error:
             died = self._died(handle, "", error)
             if handle.role != ROLLOUT and not self.death.done():
                 self.death.set_exception(died)
 
-    def _died(self, handle: Handle, method: str, error: RayActorError) -> WorkerDied | ReplicaDied:
+    def _died(self, handle: Handle, method: str, error: ray.exceptions.RayActorError) -> WorkerDied | ReplicaDied:
         how = str(error).split("Worker exit detail: ")[-1].split(" Some common causes")[0].strip()
         log = self._log(handle.role, handle.index)
         during = [wait for wait in self.waits.current.values() if wait.role == handle.role]

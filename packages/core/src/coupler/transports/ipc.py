@@ -13,14 +13,18 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from coupler.errors import CouplerError, WeightSyncError
+from coupler.imports import Late
 from coupler.interfaces import Endpoint, Named, Rank, SendReceipt, Transport, WeightUpdate
 from coupler.transports.connection import Listener, connected, header, send
 from coupler.transports.packing import ALIGNMENT, Entry, Packer, let_go, tensor_of
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = Late("torch", "coupler-core[fsdp]")
 
 ARENA_BYTES = 512 << 20  # of shared memory, or as much as the largest tensor
 WHOLE = 2  # both halves

@@ -16,17 +16,21 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
-
-import torch
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Any
 
 from coupler.errors import WeightSyncError
+from coupler.imports import Late
 from coupler.interfaces import Endpoint, Named, Rank, SendReceipt, Transport, WeightUpdate
 from coupler.rendezvous import serve_store
 from coupler.transports.connection import Listener, connected, header, headers, is_open, send
 from coupler.transports.packing import Entry, Packer, tensor_of
 from coupler.transports.waiting import wait_until
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+else:
+    torch, dist = Late("torch", "coupler-core[fsdp]"), Late("torch.distributed", "coupler-core[fsdp]")
 
 BUFFER_BYTES = 256 << 20
 POLL_S = 0.0001

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
+from coupler.imports import Late
 from coupler.interfaces import Named
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = Late("torch", "coupler-core[fsdp]")
 
 ALIGNMENT = 256  # bytes between the starts of two tensors: enough for every dtype and kernel
 
