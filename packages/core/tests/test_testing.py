@@ -177,3 +177,9 @@ def test_an_error_of_a_small_gradient_is_seen_beside_a_large_one() -> None:
     for name, wrong in (("small", 1e-3 + 2e-8), ("none", 1e-20), ("large", np.nan)):
         with pytest.raises(AssertionError, match=name):
             assert_gradient({**want.grads, name: np.full(4, wrong)}, want)
+
+
+def test_how_far_a_gradient_may_be_off_is_an_option(tmp_path: Path) -> None:
+    chosen = ("--coupler", "engine=toy", "-k", "test_gradient_over_order")
+    assert kit(tmp_path, *chosen)[0] == 0
+    assert kit(tmp_path, *chosen, "--coupler-gradient", "1e-30")[0] == 1

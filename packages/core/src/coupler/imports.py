@@ -68,4 +68,6 @@ class Late:
         """Raises CouplerError: the package is not installed."""
         if name.startswith("__"):  # what pickle and inspect ask every object for
             raise AttributeError(name)
-        return getattr(present(self._name, self._brought_by), name)
+        found = getattr(present(self._name, self._brought_by), name)
+        setattr(self, name, found)  # the next time nothing is looked for
+        return found

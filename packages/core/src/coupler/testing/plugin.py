@@ -46,6 +46,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="NATS",
         help="how far log-probs of a rollout may be from the reference; default 1e-3: float32",
     )
+    group.addoption(
+        "--coupler-gradient",
+        type=float,
+        default=1e-5,
+        metavar="SHARE",
+        help="how far a tensor's gradient may be from the reference, as a share of its largest value; "
+        "default 1e-5: float32",
+    )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -18,6 +18,7 @@ from coupler.testing import toy
 from coupler.testing.models import read_tensors
 
 Arrays = dict[str, np.ndarray]
+TOLERANCE = 1e-5  # max |dg| / max |g| of each tensor, in float32, however small its gradient is beside the others
 _PLAIN = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
 
@@ -27,6 +28,7 @@ class Gradient:
 
     grads: Arrays  # float64, by checkpoint name
     metrics: Metrics
+    tolerance: float = TOLERANCE  # up to which another gradient is equal
 
     @property
     def norm(self) -> float:
@@ -39,6 +41,7 @@ class Reference(ABC):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.tensors = read_tensors(folder)  # the checkpoint's own names and shapes
+        self.tolerance = TOLERANCE  # of its gradients
 
     @abstractmethod
     def outputs(self, batch: Batch) -> Arrays:
@@ -109,7 +112,7 @@ class ToyReference(Reference):
             grads["head.bias"] += d_z
             grads["head.weight"] += np.outer(d_z, self.weights["embed.weight"][previous])
             grads["embed.weight"][previous] += d_z @ self.weights["head.weight"]
-        return Gradient(grads, read(loss(out, columns)[1]))
+        return Gradient(grads, read(loss(out, columns)[1]), self.tolerance)
 
     def greedy(self, prompt: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
         tokens = list(prompt)
@@ -219,7 +222,7 @@ class TransformersReference(Reference):
             grads |= as_saved(name, np.zeros(tuple(p.shape)) if p.grad is None else _float64(p.grad))
         buffers = {name: np.zeros(tuple(b.shape)) for name, b in self.model.named_buffers()}
         grads |= {name: zeros for name, zeros in buffers.items() if name in self.tensors}
-        return Gradient(grads, read(merge(metrics)))
+        return Gradient(grads, read(merge(metrics)), self.tolerance)
 
     def hidden(self, one: Batch) -> np.ndarray:
         """[t, H] what ``lm_head`` reads to predict token t of one sequence; zeros for token 0."""
@@ -279,7 +282,7 @@ class ToyValueReference(ToyReference):
             grads["score.weight"][0] += slopes[t] * self.weights["embed.weight"][previous]
             grads["score.bias"][0] += slopes[t]
             grads["embed.weight"][previous] += slopes[t] * self.weights["score.weight"][0]
-        return Gradient(grads, read(loss(out, columns)[1]))
+        return Gradient(grads, read(loss(out, columns)[1]), self.tolerance)
 
 
 class TransformersValueReference(TransformersReference):

@@ -57,11 +57,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="session")
-def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
+def reference_of(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Callable[[str], Reference]:
     """Write a model of the kit by its name, once."""
 
-    @cache
-    def make(name: str) -> Reference:
+    def write(name: str) -> Reference:
         folder = tmp_path_factory.mktemp("models") / name
         if name == "toy":
             return ToyReference(write_toy(folder))
@@ -69,17 +68,16 @@ def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Re
         (written / "generation_config.json").write_text(json.dumps(MISLEADING))
         return TransformersReference(written)
 
-    return make
+    return cache(lambda name: _tolerant(write(name), pytestconfig))
 
 
 @pytest.fixture(scope="session")
 def value_reference_of(
-    tmp_path_factory: pytest.TempPathFactory, reference_of: Callable[[str], Reference]
+    tmp_path_factory: pytest.TempPathFactory, reference_of: Callable[[str], Reference], pytestconfig: pytest.Config
 ) -> Callable[[str], Reference]:
     """The same models with a value head, once."""
 
-    @cache
-    def make(name: str) -> Reference:
+    def write(name: str) -> Reference:
         folder = tmp_path_factory.mktemp("critics") / name
         plain = reference_of(name)
         if name == "toy":
@@ -87,7 +85,12 @@ def value_reference_of(
         width = plain.tensors["model.embed_tokens.weight"].shape[1]
         return TransformersValueReference(write_value_head(plain.folder, folder, width))
 
-    return make
+    return cache(lambda name: _tolerant(write(name), pytestconfig))
+
+
+def _tolerant(reference: Reference, pytestconfig: pytest.Config) -> Reference:
+    reference.tolerance = pytestconfig.option.coupler_gradient
+    return reference
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,6 @@ from coupler.testing.ranks import Arrays, World
 from coupler.testing.reference import Gradient, Reference, TransformersReference
 from coupler.testing.subject import Subject
 
-TOLERANCE = 1e-5  # max |dg| / max |g| of each tensor, in float32, however small its gradient is beside the others
 LOGPROBS = 5e-5  # nats, in float32
 LONGEST = max(LENGTHS)
 SURROGATE = "coupler.testing.losses:surrogate"
@@ -32,7 +31,7 @@ def assert_gradient(got: Arrays, want: Gradient) -> None:
     for name, true in want.grads.items():
         assert got[name].shape == true.shape, name
         error, scale = float(np.abs(got[name] - true).max()), float(np.abs(true).max())
-        assert error <= TOLERANCE * scale, f"{name}: max|dg| = {error:.2e}, max|g| = {scale:.2e}"
+        assert error <= want.tolerance * scale, f"{name}: max|dg| = {error:.2e}, max|g| = {scale:.2e}"
 
 
 def assert_metrics(got: Metrics, want: Metrics) -> None:
@@ -173,7 +172,7 @@ def test_gradient_of_the_output_layer_equals_its_formula(worlds: Worlds, referen
         error[np.arange(one.num_tokens), one["tokens"]] -= 1
         want += (error * one["loss_weight"][:, None]).T @ hidden
     grads, _, _ = worlds(1).gradient([batch], "coupler.testing.losses:nll", ("logprobs",))
-    assert np.abs(grads["lm_head.weight"] - want).max() <= TOLERANCE * np.abs(want).max()
+    assert np.abs(grads["lm_head.weight"] - want).max() <= reference.tolerance * np.abs(want).max()
 
 
 def test_sums_of_squared_probabilities_and_their_gradient(

@@ -14,7 +14,7 @@ from coupler.interfaces import Head, Part
 from coupler.testing import losses
 from coupler.testing.cases import LENGTHS, RAGGED, make_batch, poisoned, weighted, with_returns
 from coupler.testing.conformance.conftest import running
-from coupler.testing.conformance.test_engine import LONGEST, TOLERANCE, assert_gradient, assert_metrics, split
+from coupler.testing.conformance.test_engine import LONGEST, assert_gradient, assert_metrics, split
 from coupler.testing.ranks import World
 from coupler.testing.reference import Reference, TransformersValueReference
 from coupler.testing.subject import Subject
@@ -116,7 +116,7 @@ def test_gradient_of_the_score_equals_its_formula(
         d_weight[0] += slope @ hidden
         d_bias += slope.sum()
     grads, _, _ = critics(1).gradient([batch], ERROR, VALUES)
-    assert np.abs(grads["score.weight"] - d_weight).max() <= TOLERANCE * np.abs(d_weight).max()
+    assert np.abs(grads["score.weight"] - d_weight).max() <= critic.tolerance * np.abs(d_weight).max()
     assert grads["score.bias"][0] == pytest.approx(d_bias, rel=1e-4)
 
 
