@@ -13,17 +13,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import multiprocessing
-import multiprocessing.process
 import os
 import shutil
-import socket
 import statistics
 import time
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable
 from contextlib import nullcontext
-from dataclasses import replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +27,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from coupler.checkpoint import Checkpoints, State, newest
-from coupler.config.schema import CheckpointConfig
-from coupler.executors import Handle
-from coupler.imports import resolve
+from coupler.config.schema import CheckpointConfig, Devices, ExecutorName, RayConfig, RunConfig
+from coupler.executors import open_executor
 from coupler.interfaces import EVERYTHING, Model, Rank
+from coupler.placement import Role
 from coupler.workers import WorkerGroup, WorkerSpec
 from coupler_engine_fsdp.config import FSDPConfig
 from coupler_engine_fsdp.engine import FSDPEngine
 
 ENGINE = f"{Path(__file__).resolve()}:Timed"
-CALL_S = 600  # of one call of a rank, at most
 HIDDEN, INTERMEDIATE, VOCABULARY = 1024, 4096, 32_000
 LAYER = 4 * HIDDEN**2 + 3 * HIDDEN * INTERMEDIATE
 
@@ -141,57 +135,16 @@ async def measure(group: WorkerGroup, folder: Path, saves: bool, repeats: int) -
     return found
 
 
-class Processes:
-    """As much of an executor as the ranks of one engine need, each a process of this host."""
-
-    def __init__(self) -> None:
-        self.context = multiprocessing.get_context("spawn")
-        self.running: list[multiprocessing.process.BaseProcess] = []
-
-    def spawn(self, role: str, index: int, build: str, spec: Any, python: str = "") -> Handle:
-        ours, theirs = self.context.Pipe()
-        self.running.append(self.context.Process(target=serve, args=(theirs, build, spec), daemon=True))
-        self.running[-1].start()
-        return Handle(role, index, ours)
-
-    async def locate(self, handles: Sequence[Handle], ranks: Sequence[Rank]) -> list[Rank]:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            rendezvous = f"127.0.0.1:{probe.getsockname()[1]}"
-        return [replace(rank, rendezvous=rendezvous) for rank in ranks]
-
-    async def each(
-        self, handles: Sequence[Handle], method: str, arguments: Iterable[tuple[Any, ...]], *, aside: bool = False
-    ) -> list[Any]:
-        calls = zip(handles, arguments, strict=True)
-        return await asyncio.gather(*(asyncio.to_thread(call, handle.of, method, args) for handle, args in calls))
-
-    def close(self) -> None:
-        for process in self.running:
-            process.kill()
-
-
-def serve(pipe: Connection, build: str, spec: Any) -> None:
-    """Answer calls of one worker until this process is ended."""
-    torch.set_num_threads(1)
-    worker = resolve(build)(spec)
-    while True:
-        method, args = pipe.recv()
-        pipe.send(getattr(worker, method)(*args))
-
-
-def call(pipe: Connection, method: str, args: tuple[Any, ...]) -> Any:
-    pipe.send((method, args))
-    assert pipe.poll(CALL_S), f"{method} took longer than {CALL_S} s"
-    return pipe.recv()
-
-
 def run(world: int, arguments: argparse.Namespace, saves: bool) -> dict[str, Any]:
     """Start an engine of ``world`` ranks, measure, and end it."""
-    executor: Any = Processes()
+    devices = Devices.GPU if arguments.gpu else Devices.CPU
+    config = RunConfig(executor=ExecutorName.RAY, run_dir=str(arguments.folder), ray=RayConfig(devices=devices))
+    executor = open_executor(config)
     spec = WorkerSpec("policy", ENGINE, FSDPConfig(), Model(str(arguments.folder / "model")), None)
-    group = WorkerGroup(executor, spec, [Rank(index=i, world=world) for i in range(world)])
 
     async def go() -> dict[str, Any]:
+        await executor.place([Role("policy", world)])
+        group = WorkerGroup(executor, spec, [Rank(index=i, world=world) for i in range(world)])
         await group.setup()
         return await measure(group, arguments.folder, saves, arguments.repeats)
 
@@ -216,8 +169,6 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.folder = arguments.folder.absolute()
     arguments.folder.mkdir()
-    if not arguments.gpu:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # ranks inherit it
     try:
         write_model(arguments.folder / "model", int(arguments.gib * 2**30))
         print(f"{'':16}  {'GiB':>6}  {'seconds':>8}  {'raw':>8}  {'ratio':>7}")

@@ -43,9 +43,20 @@ def _hash(data: Iterable[memoryview]) -> str:
 
 
 def _written(pieces: Iterable[memoryview], file: BinaryIO) -> Iterator[memoryview]:
+    begun = end = 0
     for piece in pieces:
-        file.write(piece)
+        end += file.write(piece)
         yield piece
+        if end - begun >= CHUNK_BYTES:
+            _begin(file, begun, end)
+            begun = end
+
+
+def _begin(file: BinaryIO, start: int, end: int) -> None:
+    """Let the disk begin with what was written, which Linux would leave in memory until the flush at the end."""
+    if hasattr(os, "posix_fadvise"):
+        file.flush()
+        os.posix_fadvise(file.fileno(), start, end - start, os.POSIX_FADV_DONTNEED)
 
 
 def _chunks(pieces: Iterable[memoryview]) -> Iterator[list[memoryview]]:
