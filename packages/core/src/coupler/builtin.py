@@ -13,6 +13,8 @@ from coupler.plugins.backend import Backend, Kind
 from coupler.plugins.hooks import hookimpl
 from coupler.testing.toy_config import BACKENDS as TOY
 
+FORMATS = ("weights:full", "weights:lora")  # a transport of ours carries named tensors, whatever they mean
+
 
 @dataclass
 class InprocConfig:
@@ -66,35 +68,35 @@ def coupler_backends() -> Iterable[Backend]:
         name="inproc",
         target="coupler.transports.inproc:InprocTransport",
         config=InprocConfig,
-        capabilities=frozenset({"weights:full", "place:process"}),
+        capabilities=frozenset({*FORMATS, "place:process"}),
     )
     yield Backend(
         kind=Kind.TRANSPORT,
         name="tcp",
         target="coupler.transports.tcp:TcpTransport",
         config=TcpConfig,
-        capabilities=frozenset({"weights:full", "place:host", "place:cluster"}),
+        capabilities=frozenset({*FORMATS, "place:host", "place:cluster"}),
     )
     yield Backend(
         kind=Kind.TRANSPORT,
         name="disk",
         target="coupler.transports.disk:DiskTransport",
         config=DiskConfig,
-        capabilities=frozenset({"weights:full", "place:process", "place:host"}),
+        capabilities=frozenset({*FORMATS, "place:process", "place:host"}),
     )
     yield Backend(
         kind=Kind.TRANSPORT,
         name="ipc",
         target="coupler.transports.ipc:IpcTransport",
         config=IpcConfig,
-        capabilities=frozenset({"weights:full", "place:host", "device:shared"}),
+        capabilities=frozenset({*FORMATS, "place:host", "device:shared"}),
     )
     yield Backend(
         kind=Kind.TRANSPORT,
         name="nccl",
         target="coupler.transports.nccl:NcclTransport",
         config=NcclConfig,
-        capabilities=frozenset({"weights:full", "place:host", "place:cluster", "device:apart"}),
+        capabilities=frozenset({*FORMATS, "place:host", "place:cluster", "device:apart"}),
     )
     yield Backend(
         kind=Kind.SHARDING, name="stream", target="coupler.sharding:StreamShardingManager", config=StreamConfig

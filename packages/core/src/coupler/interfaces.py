@@ -20,6 +20,8 @@ from coupler.metrics import Metrics
 
 API = 1  # generation of these interfaces; core accepts plugins of this one and the one before
 
+LORA = "lora"  # the weight format in which an adapter travels apart from the weights beneath it
+
 Named = tuple[str, Any]  # (name in the checkpoint's safetensors index, whole tensor)
 Columns = Mapping[
     str, Any
@@ -180,6 +182,11 @@ class EngineConfig:
         """
         return self
 
+    @property
+    def adapter_rank(self) -> tuple[str, int]:
+        """Name and value of the option that sets the rank of the adapter that is trained; 0: none is."""
+        return "", 0
+
 
 @dataclass
 class RolloutConfig:
@@ -197,6 +204,11 @@ class RolloutConfig:
     @property
     def sequence_limit(self) -> tuple[str, int]:
         """Name and value of the option that bounds the tokens of a prompt with its completion; 0: none does."""
+        return "", 0
+
+    @property
+    def adapter_limit(self) -> tuple[str, int]:
+        """Name and value of the option that bounds the rank of an adapter that it runs itself; 0: it runs none."""
         return "", 0
 
 
@@ -243,8 +255,20 @@ class Engine(ABC):
     def weights(self) -> Iterator[Named]:
         """Yield every tensor of the checkpoint index that training may change, whole, one at a time.
 
-        Collective and lazy, in the same order on every rank. A tensor is valid until the next one is asked for.
+        Collective and lazy, in the same order on every rank. A tensor is valid until the next one is asked for. An
+        adapter's updates are added.
         """
+
+    def base_weights(self) -> Iterator[Named]:
+        """Yield the same tensors as :meth:`weights`, without the adapter's updates. Capability ``weights:lora``."""
+        return iter(())
+
+    def adapter_weights(self) -> Iterator[Named]:
+        """Yield A and B of every adapted weight, like :meth:`weights`. Capability ``weights:lora``.
+
+        Their names, shapes and scale are those of :mod:`coupler.adapters`.
+        """
+        return iter(())
 
     @abstractmethod
     def gradients(self) -> Iterator[Named]:
@@ -366,7 +390,11 @@ class Rollout(ABC):
 
     @abstractmethod
     async def update(self, update: WeightUpdate) -> SyncReceipt:
-        """Load ``update.receive(worker)`` inside every model worker, drop stale caches, and adopt its version."""
+        """Load ``update.receive(worker)`` inside every model worker, drop stale caches, and adopt its version.
+
+        With capability ``weights:lora``, an update says whether an adapter comes or the weights beneath it, which then
+        stand alone until one does.
+        """
 
     @abstractmethod
     async def pause(self, in_flight: InFlight) -> None:
@@ -381,6 +409,13 @@ class Rollout(ABC):
 
     async def wake(self, what: frozenset[Memory]) -> None:
         """Undo :meth:`sleep`. Weights come back with undefined contents: an update follows."""
+
+    async def holds_base(self) -> bool:
+        """Whether the weights beneath an adapter are as the last update brought them. Capability ``weights:lora``.
+
+        Not after a start, nor once they have slept: they come again, before the next adapter.
+        """
+        return False
 
     async def device_bytes(self) -> int:
         """Device memory that the model worker with most of it holds now; 0 on the CPU."""
@@ -407,13 +442,14 @@ class WeightUpdate:
     endpoints: tuple[Endpoint, ...]  # one per engine rank, from Transport.bind
     num_receivers: int  # model workers over all replicas
     deadline_s: float
-    permuted: bool = False  # start-up test: every tensor travels with its elements in reverse order
+    permuted: bool = False  # start-up test: elements travel in reverse order; an adapter's are random
     attempt: int = 0  # the same version once more, after a replica died while it got it
+    adapter: bool = False  # of format lora: A and B of every adapted weight travel, else the weights beneath them
 
     @property
-    def key(self) -> tuple[int, int, bool]:
+    def key(self) -> tuple[int, int, bool, bool]:
         """What tells one transfer from every other one of the edge."""
-        return self.version, self.attempt, self.permuted
+        return self.version, self.attempt, self.permuted, self.adapter
 
     def open(self) -> Transport:
         return open_transport(self.transport)

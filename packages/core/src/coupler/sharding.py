@@ -1,4 +1,4 @@
-"""StreamShardingManager: one edge's weight sync as a stream of whole tensors, with receipts and a start-up proof."""
+"""StreamShardingManager: one edge's weight sync as streams of whole tensors, with receipts and a start-up proof."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from coupler.batch import Batch
 from coupler.config.schema import SyncConfig
 from coupler.errors import PeerLost, ReplicaDied, WeightSyncError
-from coupler.interfaces import Output, Request, SendReceipt, ShardingManager, SyncReceipt, WeightUpdate
+from coupler.interfaces import LORA, Output, Request, SendReceipt, ShardingManager, SyncReceipt, WeightUpdate
 from coupler.metrics import Metric, Metrics
 from coupler.rollouts import MAX_RESTARTS, RolloutGroup
 from coupler.workers import WorkerGroup
@@ -23,12 +24,35 @@ GRACE_S = 5.0  # after one side of a transfer failed: the other may be the cause
 LIMIT = {"full": 5e-3, "half": 0.15}  # mean |log-prob difference| in nats; measured: 1e-5 in fp32, 0.01 to 0.04 in bf16
 
 
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """Tensors that travel together: those of an adapter, or the weights; as they are, or altered for the proof."""
+
+    adapter: bool = False
+    permuted: bool = False
+
+
+Pushed = tuple[SendReceipt, list[SyncReceipt]]  # of one stream: the sender's, and every replica's
+WEIGHTS, ADAPTER = Stream(), Stream(adapter=True)
+ALTERED: dict[str, dict[str, tuple[Stream, ...]]] = {  # by format, and the metric of its probe: pushes of the proof
+    "full": {"sync/probe_permuted": (Stream(permuted=True),)},
+    # the weights alone, and then an adapter upon the true ones: what ignores it would look right while it is 0
+    LORA: {
+        "sync/probe_permuted": (Stream(permuted=True),),
+        "sync/probe_adapter": (WEIGHTS, Stream(adapter=True, permuted=True)),
+    },
+}
+
+
 class StreamShardingManager(ShardingManager):
-    """Pushes every tensor of the engine through a transport into every rollout worker.
+    """Pushes tensors of the engine through a transport into every rollout worker.
 
     A sync pauses the rollouts, streams, checks the receipts of all replicas, and resumes. Rollouts start from dummy
-    weights; :meth:`setup` pushes a permuted copy and then the true weights, and compares log-probs after each, so that
+    weights; :meth:`prove` pushes altered copies and then the true weights, and compares log-probs after each, so that
     a tensor that is not reached, a push that changes nothing and a cache that survives are found before the first step.
+
+    In format ``lora`` a sync sends the adapter. The weights beneath it go ahead of it where a replica does not hold
+    them: at the start, after it died, and after they slept.
     """
 
     def __init__(
@@ -44,6 +68,7 @@ class StreamShardingManager(ShardingManager):
     ) -> None:
         self.config, self.engine, self.rollouts = config, engine, rollouts
         self.weight_format, self.transport = weight_format, transport
+        self.synced = ADAPTER if weight_format == LORA else WEIGHTS
         self.probe_prompt, self.temperature = probe_prompt, temperature or 1.0
         self.version = -1
         self.limit = config.max_mean_logprob_diff
@@ -53,15 +78,17 @@ class StreamShardingManager(ShardingManager):
         self.endpoints = tuple(await self.engine.all("bind", self.transport))
 
     async def prove(self, version: int = 0) -> Metrics:
-        """Push permuted weights, then the true ones as ``version``, and compare log-probs after each.
+        """Push what :data:`ALTERED` says, then the true weights as ``version``, and compare log-probs after each.
 
         Raises:
-            WeightSyncError: the true weights are not what a rollout runs, or the permuted ones changed nothing.
+            WeightSyncError: the true weights are not what a rollout runs, or altered ones changed nothing.
         """
         if not self.config.self_test:
             return await self.sync(version)
-        await self._push(version, permuted=True)
-        permuted = await self._probe()
+        altered: dict[str, float] = {}
+        for name, streams in ALTERED.get(self.weight_format, ALTERED["full"]).items():
+            await self._push(version, *streams)
+            altered[name] = await self._probe()
         metrics = await self.sync(version)
         true = await self._probe()
         if true > self.limit:
@@ -72,27 +99,29 @@ class StreamShardingManager(ShardingManager):
                 "  look at:  temperature, dtype, tied or fused weights of the rollout; "
                 "the limit is sync.max_mean_logprob_diff"
             )
-        if permuted <= max(self.limit, 10 * true):
-            raise WeightSyncError(
-                f"a push of permuted weights left the rollout's log-probs within {permuted:.6f} of the engine's "
-                f"(with the true weights: {true:.6f}).\n"
-                "  this means:  the rollout does not run the weights it is sent"
-            )
-        return {**metrics, "sync/probe": Metric(true), "sync/probe_permuted": Metric(permuted)}
+        for name, diff in altered.items():
+            if diff <= max(self.limit, 10 * true):
+                sent = "a random adapter" if name == "sync/probe_adapter" else "permuted weights"
+                raise WeightSyncError(
+                    f"a push of {sent} left the rollout's log-probs within {diff:.6f} of the engine's "
+                    f"(with the true weights: {true:.6f}).\n"
+                    "  this means:  the rollout does not run the weights it is sent"
+                )
+        return {**metrics, "sync/probe": Metric(true), **{name: Metric(diff) for name, diff in altered.items()}}
 
     async def sync(self, version: int) -> Metrics:
         start = time.perf_counter()
-        sent, receipts = await self._push(version, permuted=False)
+        pushed = await self._push(version, self.synced)
         self.version = version
+        sent = [sent for sent, _ in pushed]
         if not self.limit:
-            self.limit = LIMIT["half" if "16" in sent.dtype else "full"]
-        slowest = {name: max(r.seconds.get(name, 0.0) for r in receipts) for r in receipts for name in r.seconds}
+            self.limit = LIMIT["half" if any("16" in one.dtype for one in sent) else "full"]
         return {
             "time/sync": Metric(time.perf_counter() - start, how="sum"),
-            "sync/bytes": Metric(sent.num_bytes, how="sum"),
-            "sync/tensors": Metric(sent.num_tensors, how="sum"),
-            "time/sync_send": Metric(sent.seconds, how="sum"),
-            **{f"time/sync_{name}": Metric(seconds, how="sum") for name, seconds in slowest.items()},
+            "sync/bytes": Metric(sum(one.num_bytes for one in sent), how="sum"),
+            "sync/tensors": Metric(sum(one.num_tensors for one in sent), how="sum"),
+            "time/sync_send": Metric(sum(one.seconds for one in sent), how="sum"),
+            **{f"time/sync_{name}": Metric(seconds, how="sum") for name, seconds in _slowest(pushed).items()},
         }
 
     def check(self, metrics: Metrics) -> bool:
@@ -127,7 +156,7 @@ class StreamShardingManager(ShardingManager):
                 "  look at:  the last sync's receipt in metrics.jsonl; the limit is sync.max_mean_logprob_diff"
             )
 
-    def _update(self, version: int, permuted: bool, attempt: int) -> WeightUpdate:
+    def _update(self, version: int, stream: Stream, attempt: int) -> WeightUpdate:
         return WeightUpdate(
             version=version,
             format=self.weight_format,
@@ -135,31 +164,39 @@ class StreamShardingManager(ShardingManager):
             endpoints=self.endpoints,
             num_receivers=self.rollouts.num_receivers,
             deadline_s=self.config.deadline_s,
-            permuted=permuted,
+            permuted=stream.permuted,
             attempt=attempt,
+            adapter=stream.adapter,
         )
 
-    async def _push(self, version: int, *, permuted: bool) -> tuple[SendReceipt, list[SyncReceipt]]:
+    async def _push(self, version: int, *streams: Stream) -> list[Pushed]:
         """Push to all replicas; where one dies of it, start it again and push to all of them again.
 
         Raises:
             ReplicaDied: one died more often than it is started.
+            WeightSyncError: a replica did not take it all.
         """
-        sent, receipts = await self._transfer(version, permuted)
-        for replica, receipt in enumerate(receipts):
-            verify(sent, receipt, replica)
-        await self.rollouts.tell("resume")
-        return sent, receipts
-
-    async def _transfer(self, version: int, permuted: bool) -> tuple[SendReceipt, list[SyncReceipt]]:
         for attempt in range(1 + MAX_RESTARTS * len(self.rollouts.replicas)):
             await self.rollouts.pause(self.config.in_flight)
-            update = self._update(version, permuted, attempt)
             with suppress(ReplicaDied):  # the next pause starts it again
-                async with asyncio.timeout(self.config.deadline_s):
-                    sent, receipts = await _both(self.engine.push(update), self.rollouts.update(update))
-                return sent[0], receipts
+                needed = await self._needed(streams)
+                pushed = [await self._transfer(self._update(version, stream, attempt)) for stream in needed]
+                await self.rollouts.tell("resume")
+                return pushed
         raise AssertionError("a replica was started more often than pause() allows")
+
+    async def _needed(self, streams: tuple[Stream, ...]) -> tuple[Stream, ...]:
+        """With the weights ahead of an adapter that a replica holds none for."""
+        if not streams[0].adapter or all(await self.rollouts.all("holds_base")):
+            return streams
+        return WEIGHTS, *streams
+
+    async def _transfer(self, update: WeightUpdate) -> Pushed:
+        async with asyncio.timeout(self.config.deadline_s):
+            sent, receipts = await _both(self.engine.push(update), self.rollouts.update(update))
+        for replica, receipt in enumerate(receipts):
+            verify(sent[0], receipt, replica)
+        return sent[0], receipts
 
     async def _probe(self) -> float:
         """Mean |log-prob difference| between every replica and the engine on tokens that the replica samples now."""
@@ -176,6 +213,15 @@ class StreamShardingManager(ShardingManager):
             ours = (await self.engine.forward(batch, (Output("logprobs"),)))["logprobs"][mask]
             differences.append(float(np.abs(ours - np.array(done.logprobs)).mean()))
         return max(differences)
+
+
+def _slowest(pushed: list[Pushed]) -> dict[str, float]:
+    """Seconds by phase of the slowest replica, over all streams."""
+    total: dict[str, float] = {}
+    for _, receipts in pushed:
+        for name in {name for receipt in receipts for name in receipt.seconds}:
+            total[name] = total.get(name, 0.0) + max(receipt.seconds.get(name, 0.0) for receipt in receipts)
+    return total
 
 
 async def _both(sending: Awaitable[Any], receiving: Awaitable[Any]) -> tuple[Any, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from coupler.adapters import random_like
 from coupler.batch import Batch
 from coupler.columns import ROUTED_EXPERTS
 from coupler.config.plain import Section
@@ -18,6 +19,7 @@ from coupler.executors import Executor
 from coupler.export import export
 from coupler.imports import resolve
 from coupler.interfaces import (
+    LORA,
     Algorithm,
     Columns,
     Endpoint,
@@ -128,13 +130,20 @@ class Worker:
         dtypes: set[str] = set()
 
         def stream() -> Iterator[Named]:
-            for name, tensor in self.engine.weights():
+            for name, tensor in self._sent(update):
                 dtypes.add(str(tensor.dtype))
-                yield name, reverse_elements(tensor) if update.permuted else tensor
+                yield name, tensor
 
         receipt = update.open().send(stream(), update, self.rank)
         half = sorted(d for d in dtypes if "16" in d or "8" in d)
         return replace(receipt, dtype=(half or sorted(dtypes) or [""])[0])
+
+    def _sent(self, update: WeightUpdate) -> Iterator[Named]:
+        if update.adapter:
+            sent = self.engine.adapter_weights()
+            return ((name, random_like(name, tensor)) for name, tensor in sent) if update.permuted else sent
+        sent = self.engine.base_weights() if update.format == LORA else self.engine.weights()
+        return ((name, reverse_elements(tensor)) for name, tensor in sent) if update.permuted else sent
 
     def export(self, folder: Path, source: Path) -> int:
         return export(self.engine.weights(), folder, source, self.engine.model.head, write=self.rank.index == 0)

@@ -273,6 +273,7 @@ def problems(config: RunConfig, job: Job) -> Iterator[str]:
         yield f"sampling.top_p={config.sampling.top_p} is not of evaluation: set eval.top_p."
     yield from _worker_problems(config)
     yield from _length_problems(config, job is Job.TRAIN, evaluates)
+    yield from _adapter_problems(config)
     if job is Job.TRAIN:
         yield from _training_problems(config)
 
@@ -319,6 +320,25 @@ def _length_problems(config: RunConfig, trains: bool, evaluates: bool) -> Iterat
                 f"rollout.{option}={limit} is less than one sequence can have: {keys} = {longest}; "
                 f"set rollout.{option}={longest}, or one of those lower."
             )
+
+
+def _adapter_problems(config: RunConfig) -> Iterator[str]:
+    """Of an adapter that the rollout was asked to run: there is none, or it is larger than its place."""
+    option, limit = config.rollout.adapter_limit if config.rollout else ("", 0)
+    if not limit or not config.engine:
+        return
+    trained, rank = config.engine.adapter_rank
+    if not rank:
+        instead = f"set engine.{trained} above 0, or " if trained else "set "
+        yield (
+            f"rollout.{option}={limit} is for an adapter, and engine={config.engine.name} trains none: "
+            f"{instead}rollout.{option}=0."
+        )
+    elif rank > limit:
+        yield (
+            f"engine.{trained}={rank} is more than rollout.{option}={limit} has room for: set rollout.{option}={rank}, "
+            "or 0: every sync then brings the weights with the adapter merged."
+        )
 
 
 def _training_problems(config: RunConfig) -> Iterator[str]:

@@ -23,6 +23,7 @@ class Kind(StrEnum):
 VOCABULARY = frozenset(
     {
         "weights:full",  # (checkpoint name, whole tensor): every engine yields it, every rollout loads it
+        "weights:lora",  # engine: sends an adapter apart from the weights beneath it; rollout: runs it upon them
         "place:process",  # transport: sender and receiver share one process
         "place:host",  # transport: processes of one host
         "place:cluster",  # transport: processes of hosts that reach each other's ports

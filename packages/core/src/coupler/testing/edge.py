@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from coupler.interfaces import (
+    LORA,
     Endpoint,
     Named,
     Rank,
@@ -30,17 +31,24 @@ class Edge:
         self.endpoints: tuple[Endpoint, ...] = (self.transport.bind(Rank()),)
         self.version = -1
 
-    async def push(self, weights: Iterable[Named], *, permuted: bool = False) -> tuple[SendReceipt, SyncReceipt]:
-        """Send ``weights`` as the next version, and load them. The rollout is left as it is: running or paused."""
+    async def push(
+        self, weights: Iterable[Named], *, permuted: bool = False, adapter: bool = False
+    ) -> tuple[SendReceipt, SyncReceipt]:
+        """Send ``weights`` as the next version, and load them. The rollout is left as it is: running or paused.
+
+        Args:
+            adapter: they are those of an adapter, in format ``lora``.
+        """
         self.version += 1
         update = WeightUpdate(
             version=self.version,
-            format="full",
+            format=LORA if adapter else "full",
             transport=self.target,
             endpoints=self.endpoints,
             num_receivers=self.num_receivers,
             deadline_s=self.deadline_s,
             permuted=permuted,
+            adapter=adapter,
         )
         sending = asyncio.to_thread(self.transport.send, weights, update, Rank())
         async with asyncio.timeout(self.deadline_s):
@@ -66,8 +74,10 @@ class Served:
 
         return self.runner.run(bounded())
 
-    def push(self, weights: Iterable[Named], *, permuted: bool = False) -> tuple[SendReceipt, SyncReceipt]:
-        return self.run(lambda: self.edge.push(weights, permuted=permuted))
+    def push(
+        self, weights: Iterable[Named], *, permuted: bool = False, adapter: bool = False
+    ) -> tuple[SendReceipt, SyncReceipt]:
+        return self.run(lambda: self.edge.push(weights, permuted=permuted, adapter=adapter))
 
     def close(self) -> None:
         self.rollout.close()

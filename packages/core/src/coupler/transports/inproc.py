@@ -16,7 +16,7 @@ class InprocTransport(Transport):
     """Keeps a copy of every tensor until all receivers have read them."""
 
     def __init__(self) -> None:
-        self.mailbox: dict[tuple[int, int, bool], list[Named]] = {}
+        self.mailbox: dict[tuple[int, int, bool, bool], list[Named]] = {}
         self.unread = 0  # receivers that have not read the last update
 
     def bind(self, rank: Rank) -> Endpoint:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
+from coupler.adapters import random_like
 from coupler.batch import Batch
-from coupler.interfaces import Engine, Output, Rank, Request, StepInfo
+from coupler.interfaces import Engine, Output, Rank, Request, SendReceipt, StepInfo, SyncReceipt
 from coupler.plugins.manager import Plugins
 from coupler.testing import losses
 from coupler.testing.cases import make_batch, weighted
@@ -20,6 +21,7 @@ from coupler.testing.subject import Subject
 
 LIMIT = {"float32": 1e-3, "bfloat16": 0.15, "float16": 0.05}  # mean |log-prob difference| in nats, by what travels
 WANT = (Output("logprobs"), Output("entropy"))
+Push = Callable[[Engine, Served], tuple[SendReceipt, SyncReceipt]]
 
 
 @pytest.fixture
@@ -62,18 +64,16 @@ def difference(engine: Engine, samples: list[Batch]) -> float:
     return float(np.abs(ours - batch["rollout_logprobs"])[batch["loss_mask"]].mean())
 
 
-def test_the_rollout_runs_the_weights_just_trained(
-    pair: tuple[Engine, Served], reference: Reference, every_model: None, tolerance: float
-) -> None:
+def follow(pair: tuple[Engine, Served], reference: Reference, tolerance: float, push: Push) -> None:
     """After each of three steps: equal log-probs on the same ids, the new version on every token, and visibly moved."""
     engine, served = pair
     bound = limit(engine, tolerance)
     before: list[Batch] = []
     for step in range(4):
-        sent, receipt = served.push(engine.weights())
+        sent, receipt = push(engine, served)
         assert receipt.num_loaded == sent.num_tensors
         assert (receipt.missing, receipt.unexpected) == ((), ())
-        samples = sample(served, version=step)
+        samples = sample(served, version=served.edge.version)
         assert difference(engine, samples) < bound
         if before:
             assert difference(engine, before) > 3 * bound, "the step changed too little for this test to see"
@@ -82,6 +82,31 @@ def test_the_rollout_runs_the_weights_just_trained(
         engine.forward_backward(batch, WANT, losses.surrogate, StepInfo(batch.num_tokens, len(batch), step))
         assert engine.step().applied
     assert difference(engine, before) > 3 * bound, "without a sync the rollout cannot follow"
+
+
+def test_the_rollout_runs_the_weights_just_trained(
+    pair: tuple[Engine, Served], reference: Reference, every_model: None, tolerance: float
+) -> None:
+    follow(pair, reference, tolerance, lambda engine, served: served.push(engine.weights()))
+
+
+def test_the_rollout_runs_the_adapter_just_trained(
+    pair: tuple[Engine, Served],
+    engine_subject: Subject,
+    rollout_subject: Subject,
+    reference: Reference,
+    every_model: None,
+    tolerance: float,
+) -> None:
+    """Upon weights that came once. A random adapter shows, since the true one is 0 before the first step."""
+    if lacking := [str(s) for s in (engine_subject, rollout_subject) if not s.has("weights:lora")]:
+        pytest.skip(f"{' and '.join(lacking)} without weights:lora under these settings")
+    engine, served = pair
+    served.push(engine.base_weights())
+    altered = ((name, random_like(name, tensor)) for name, tensor in engine.adapter_weights())
+    served.push(altered, adapter=True, permuted=True)
+    assert difference(engine, sample(served, version=1)) > 3 * limit(engine, tolerance), "no adapter runs"
+    follow(pair, reference, tolerance, lambda engine, served: served.push(engine.adapter_weights(), adapter=True))
 
 
 def test_the_first_version_is_the_checkpoint(
