@@ -30,6 +30,7 @@ def main(job: dict, index: int) -> None:
             "steps": [train(engine, rank, out / f"{name}-grads.npz" if i == 0 else None, i) for i in range(STEPS)]
         }
         np.savez(out / f"{name}-weights.npz", **arrays(engine.weights()))
+        np.savez(out / f"{name}-adapter.npz", **arrays(engine.adapter_weights()))
         if "save" in job:
             engine.save(made(Path(f"{job['save']}-{name}")), frozenset({Part.PARAMS})).wait(60)
         report["steps"].append(hurt(engine, rank))

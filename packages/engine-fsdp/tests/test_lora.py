@@ -10,8 +10,11 @@ import pytest
 import torch
 from helpers import WANT, arrays, info, loss, make_batch, make_engine, reference, worst
 
+from coupler.adapters import names_of
 from coupler.interfaces import EVERYTHING, Output
+from coupler_engine_fsdp.config import FSDPConfig
 from coupler_engine_fsdp.engine import FSDPEngine
+from coupler_engine_fsdp.plugin import coupler_backends
 
 Folder = Callable[[str], Path]
 RANK, ALPHA = 4, 8.0
@@ -66,6 +69,28 @@ def test_a_rollout_gets_the_sum(engine: FSDPEngine, folder_of: Folder, tmp_path:
     np.testing.assert_allclose(got, want, atol=2e-5)
     moved = {name for name, tensor in arrays(engine.weights()).items() if not np.array_equal(tensor, before[name])}
     assert moved == {name for name in before if "_proj.weight" in name}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_apart_they_add_up_to_the_sum(folder_of: Folder, dtype: str) -> None:
+    """Every A and B that is trained travels, B with its scale; the weights beneath are the folder's."""
+    engine = make_engine(folder_of("qwen2"), lora_rank=RANK, lora_alpha=ALPHA, lr=1e-2, dtype=dtype, sync_dtype="fp32")
+    train(engine)
+    base, adapter, merged = (arrays(w()) for w in (engine.base_weights, engine.adapter_weights, engine.weights))
+    plain = arrays(make_engine(folder_of("qwen2")).weights())
+    assert {name: tensor.tolist() for name, tensor in base.items()} == {n: t.tolist() for n, t in plain.items()}
+    assert len(adapter) == len(engine.adapter.parameters()) == 2 * 7 * 2
+    for name, tensor in merged.items():
+        a, b = names_of(name)
+        update = adapter[b] @ adapter[a] if a in adapter else 0.0
+        np.testing.assert_allclose(base[name] + update, tensor, atol=1e-6, err_msg=name)
+
+
+def test_adapters_are_declared_where_there_is_one() -> None:
+    (engine,) = (backend for backend in coupler_backends() if backend.kind == "engine")
+    assert "weights:lora" in engine.capabilities_of(FSDPConfig(lora_rank=RANK))
+    assert "weights:lora" not in engine.capabilities_of(FSDPConfig())
+    assert FSDPConfig(lora_rank=RANK).adapter_rank == ("lora_rank", RANK)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

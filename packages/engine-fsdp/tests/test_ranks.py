@@ -15,6 +15,7 @@ import pytest
 import torch
 from helpers import WANT, arrays, closeness, info, loss, make_batch, make_engine, reference, worst
 
+from coupler.adapters import names_of
 from coupler.interfaces import EVERYTHING, Part
 
 Folder = Callable[[str], Path]
@@ -95,6 +96,19 @@ def test_ranks_sum_to_the_gradient_of_plain_transformers(runs, folder_of: Folder
     want = reference(folder_of(CASES[case][0]))[1]
     for rank, out in enumerate(of_world(runs, world)):
         assert worst(loaded(out / f"{case}-grads.npz"), want) < 1e-5, f"rank {rank}"
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_rank_sends_the_whole_adapter(runs, folder_of: Folder, world: int) -> None:
+    """With the weights of the folder it is the sum that other rollouts get."""
+    base = arrays(make_engine(folder_of(LORA["lora"][0]), dtype="fp32").weights())
+    for out in of_world(runs, world):
+        adapter, merged = loaded(out / "lora-adapter.npz"), loaded(out / "lora-weights.npz")
+        assert len(adapter) == 2 * sum("_proj.weight" in name for name in base)
+        for name, tensor in base.items():
+            a, b = names_of(name)
+            update = adapter[b] @ adapter[a] if a in adapter else 0.0
+            np.testing.assert_allclose(tensor + update, merged[name], atol=1e-6, err_msg=name)
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -48,6 +48,10 @@ class FSDPConfig(AdamWConfig):
     lora_alpha: float = 16.0  # the updates are scaled by lora_alpha / lora_rank
     logits_tile: int = 0  # elements of the fp32 logits that exist at a time; 0 chooses by device and rows
 
+    @property
+    def adapter_rank(self) -> tuple[str, int]:
+        return "lora_rank", self.lora_rank
+
     def __post_init__(self) -> None:
         self._require(self.max_tokens_per_gpu > 0, "max_tokens_per_gpu", "must be above 0")
         for key in ("fsdp_size", "logits_tile"):

@@ -181,8 +181,18 @@ class FSDPEngine(Engine):
 
     def weights(self) -> Iterator[Named]:
         """See :meth:`Engine.weights`; in ``engine.sync_dtype``."""
-        dtype = _dtype(self.config.sync_dtype, self.device, self.dtype)
-        return weights.stream(self.adapter.merge(self.named), self.experts, dtype)
+        return weights.stream(self.adapter.merge(self.named), self.experts, self._sync_dtype())
+
+    def base_weights(self) -> Iterator[Named]:
+        """See :meth:`Engine.base_weights`; in ``engine.sync_dtype``."""
+        return weights.stream(self.named.items(), self.experts, self._sync_dtype())
+
+    def adapter_weights(self) -> Iterator[Named]:
+        """See :meth:`Engine.adapter_weights`; in ``engine.sync_dtype``."""
+        return weights.stream(self.adapter.apart(), {}, self._sync_dtype())
+
+    def _sync_dtype(self) -> torch.dtype:
+        return _dtype(self.config.sync_dtype, self.device, self.dtype)
 
     def gradients(self) -> Iterator[Named]:
         """See :meth:`Engine.gradients`; fp32."""

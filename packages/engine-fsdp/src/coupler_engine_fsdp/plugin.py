@@ -16,7 +16,7 @@ TESTED = {"torch": ">=2.11,<2.14", "transformers": ">=5.12,<5.18"}
 
 def _of_engine(config: FSDPConfig) -> frozenset[str]:
     always = {"weights:full", "memory:offload", "output:values", "model:moe"}
-    return frozenset({*always, "output:base_logprobs"} if config.lora_rank else always)
+    return frozenset({*always, "output:base_logprobs", "weights:lora"} if config.lora_rank else always)
 
 
 @hookimpl
