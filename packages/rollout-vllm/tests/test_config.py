@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from coupler.cli import main
 from coupler.config.compose import compose
@@ -14,8 +16,9 @@ from coupler.errors import ConfigError, PluginError
 from coupler.interfaces import Model, Rank
 from coupler.plugins.manager import Plugins
 from coupler_rollout_vllm import compat
-from coupler_rollout_vllm.arguments import GIB, engine_arguments, memory_arguments
+from coupler_rollout_vllm.arguments import GIB, adapter_arguments, engine_arguments, memory_arguments
 from coupler_rollout_vllm.config import Precision, VLLMConfig
+from coupler_rollout_vllm.targets import linear_maps
 from coupler_rollout_vllm.worker import answering
 
 MODEL = Model("/m")
@@ -119,6 +122,47 @@ def test_capabilities_follow_the_configuration() -> None:
     backend = Plugins.load().get("rollout", "vllm")
     assert "memory:sleep" in backend.capabilities_of(VLLMConfig())
     assert "memory:sleep" not in backend.capabilities_of(VLLMConfig(sleep_mode=False))
+    assert "weights:lora" not in backend.capabilities_of(VLLMConfig())
+    assert "weights:lora" in backend.capabilities_of(VLLMConfig(max_lora_rank=8))
+
+
+def write_checkpoint(folder: Path, **shapes: tuple[int, ...]) -> Path:
+    save_file({name.replace("__", "."): torch.zeros(shape) for name, shape in shapes.items()}, folder / "m.safetensors")
+    return folder
+
+
+LAYER = {
+    "model__layers__1__self_attn__q_proj__weight": (8, 4), "model__layers__1__mlp__up_proj__weight": (8, 4),
+    "model__layers__1__self_attn__q_proj__bias": (8,), "model__layers__1__input_layernorm__weight": (4,),
+    "model__embed_tokens__weight": (9, 4), "lm_head__weight": (9, 4),
+}  # fmt: skip
+EXPERTS = {
+    "model__layers__1__mlp__gate__weight": (2, 4),
+    "model__layers__1__mlp__experts__0__down_proj__weight": (4, 8),
+}
+
+
+def test_room_for_an_adapter_is_made_in_the_layers_alone(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, **LAYER)
+    for rank, size in ((1, 1), (2, 8), (16, 16), (257, 320), (512, 512)):
+        assert adapter_arguments(rank, folder, Precision.BF16, gpu=True) == {
+            "enable_lora": True, "max_lora_rank": size, "max_loras": 1, "lora_target_modules": ["q_proj", "up_proj"],
+        }  # fmt: skip
+    assert linear_maps(write_checkpoint(tmp_path, **LAYER, **EXPERTS)) == ["q_proj", "up_proj"]
+
+
+def test_adapters_that_no_kernel_takes_are_refused(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, **LAYER, **EXPERTS)
+    with pytest.raises(
+        ConfigError, match=r"(?s)rollout.max_lora_rank needs 16 bits on a GPU.*try:  rollout.dtype=bf16"
+    ):
+        adapter_arguments(8, folder, Precision.FP32, gpu=True)
+    with pytest.raises(ConfigError, match=r"rollout.max_lora_rank with a mixture of experts needs a GPU"):
+        adapter_arguments(8, folder, Precision.FP32, gpu=False)
+    with pytest.raises(
+        ConfigError, match=r"(?s)rollout.extra_args.enable_lora is not yours.*set rollout.max_lora_rank"
+    ):
+        arguments(extra_args={"enable_lora": True})
 
 
 LENGTHS = [

@@ -136,19 +136,19 @@ def test_the_engine_ends_with_the_process_that_started_it(reference: Transformer
     owner.wait(WITHIN_S)
 
 
-def one_replica(reference: TransformersReference) -> tuple[RolloutGroup, StreamShardingManager]:
-    """A group of one, and its edge from an engine that has the reference's weights."""
+def one_replica(reference: TransformersReference, rank: int = 0) -> tuple[RolloutGroup, StreamShardingManager]:
+    """A group of one, and its edge from an engine that has the reference's weights, and an adapter of this rank."""
     plugins, executor = Plugins.load(), Local(inline=True, waits=Waits(300.0, 60.0))
     model = Model(str(reference.folder))
     target = "coupler_rollout_vllm.rollout:VLLMRollout"
-    group = RolloutGroup(executor, target, VLLMConfig(dtype=Precision.FP32), model, [Rank(seed=1)])
+    group = RolloutGroup(executor, target, VLLMConfig(dtype=Precision.FP32, max_lora_rank=rank), model, [Rank(seed=1)])
     engine = plugins.get("engine", "fsdp")
-    config = configured(engine.config, {"dtype": "fp32", "lr": 1e-3})
+    config = configured(engine.config, {"dtype": "fp32", "lr": 1e-3, "lora_rank": rank})
     edge = StreamShardingManager(
         SyncConfig(deadline_s=60.0),
         engine=WorkerGroup(executor, WorkerSpec("policy", engine.target, config, model, None), [Rank(seed=1)]),
         rollouts=group,
-        weight_format="full",
+        weight_format="lora" if rank else "full",
         transport=plugins.get("transport", "tcp").target,
         probe_prompt=(5, 6, 7),
         temperature=1.0,
@@ -208,6 +208,42 @@ def test_killed_in_a_sync_and_while_it_wakes(
     finally:
         rollout.close()
     assert capsys.readouterr().out.count("rollout replica 0 died; starting it again") == 2
+
+
+def test_killed_while_an_adapter_comes(reference: TransformersReference, capsys: pytest.CaptureFixture[str]) -> None:
+    """Started again, it gets the weights beneath the adapter too."""
+    group, edge = one_replica(reference, rank=4)
+    rollout = group.replicas[0].of
+
+    async def story() -> None:
+        await edge.engine.setup()
+        await edge.setup()
+        await edge.prove()
+        engine = edge.engine.ranks[0].of.engine
+        with torch.no_grad():
+            for tensor in engine.adapter.parameters().values():
+                tensor.add_(0.05)
+        whole, calls = engine.adapter_weights, []
+
+        def dying() -> Iterator[Named]:
+            calls.append(len(calls))
+            for i, named in enumerate(whole()):
+                if calls == [0] and i == 5:
+                    kill(rollout)
+                    time.sleep(1.0)
+                yield named
+
+        engine.adapter_weights = dying
+        synced = await edge.sync(1)
+        assert calls == [0, 1]
+        assert synced["sync/tensors"].value == len(reference.tensors) + 28
+        assert (await edge.probe())["sync/probe"].value < 1e-3
+
+    try:
+        asyncio.run(story())
+    finally:
+        rollout.close()
+    assert capsys.readouterr().out.count("rollout replica 0 died; starting it again") == 1
 
 
 def test_unfinished_requests_go_to_the_other_replica(reference: TransformersReference) -> None:

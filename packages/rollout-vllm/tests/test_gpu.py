@@ -19,10 +19,12 @@ import numpy as np
 import pytest
 import torch
 
+from coupler.adapters import names_of, random_like
 from coupler.errors import ReplicaDied
 from coupler.interfaces import Completion, InFlight, Memory, Model, Named, Rank, Request
 from coupler.plugins.manager import Plugins
 from coupler.testing.edge import Served
+from coupler.testing.models import rewrite
 from coupler.testing.reference import TransformersReference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -71,6 +73,43 @@ def push(served: Served, weights: list[Named]) -> None:
     assert (receipt.missing, receipt.unexpected) == ((), ())
     (found,) = served.run(served.rollout.checksums)
     assert found == {name: checksum(tensor) for name, tensor in weights}
+
+
+def test_an_adapter_upon_weights_that_came_once(reference: TransformersReference, tmp_path: Path) -> None:
+    """With CUDA graphs; after its memory slept, the weights come again, and which tokens run with it is known anew."""
+    from coupler_rollout_vllm.config import VLLMConfig
+    from coupler_rollout_vllm.rollout import VLLMRollout
+
+    config = VLLMConfig(kv_cache_gib=CACHE_GIB, max_model_len=256, max_lora_rank=8)
+    served = Served(VLLMRollout(config, Model(str(reference.folder))), Plugins.load().get("transport", "ipc"))
+
+    async def nap() -> None:
+        rollout = served.rollout
+        await rollout.pause(InFlight.DRAIN)
+        await rollout.sleep(frozenset(Memory))
+        await rollout.wake(frozenset(Memory))
+        assert not await rollout.holds_base()
+        await rollout.resume()
+
+    try:
+        for seed in range(3):
+            merged, adapter = dict(reference.tensors), []
+            for name, tensor in reference.tensors.items():
+                if "_proj.weight" in name:
+                    shapes = ((8, tensor.shape[1]), (tensor.shape[0], 8))
+                    drawn = [random_like(f"{n}{seed}", np.zeros(shape)) for n, shape in zip("AB", shapes, strict=True)]
+                    a, b = (torch.from_numpy(t).cuda().bfloat16() for t in drawn)
+                    adapter += zip(names_of(name), (a, b), strict=True)
+                    merged[name] = tensor + (b.float() @ a.float()).cpu().numpy()
+            if not served.run(served.rollout.holds_base):
+                push(served, tensors(reference))
+            _, receipt = served.push(iter(adapter), adapter=True)
+            assert (receipt.num_loaded, receipt.missing, receipt.unexpected) == (28, (), ())
+            check(served, TransformersReference(rewrite(reference.folder, tmp_path / str(seed), merged)))
+            if seed:
+                served.run(nap)
+    finally:
+        served.close()
 
 
 def test_shared_memory_brings_every_bit(served: Served, reference: TransformersReference) -> None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from coupler.cli import main
+from coupler.testing.models import read_tensors
 from coupler.testing.reference import TransformersReference
+from coupler_rollout_vllm import compat
 
 REWARD = """
 def score(completion, answer):
@@ -46,8 +50,9 @@ def run(folder: Path, reference: TransformersReference, *overrides: str) -> list
         # nccl: over gloo, on the CPU
         ("max_staleness=1", "algorithm.correction_cap=2", "sync.in_flight=recompute", "sync.transport=nccl"),
         ("engine.lora_rank=4", "sync.transport=tcp"),
+        ("engine.lora_rank=4", "rollout.max_lora_rank=4", "sync.transport=disk", "offload=true"),
     ],
-    ids=["taking turns", "asynchronous", "with the adapter merged"],
+    ids=["taking turns", "asynchronous", "with the adapter merged", "with the adapter apart, taking turns"],
 )
 def test_it_trains(tmp_path: Path, reference: TransformersReference, overrides: tuple[str, ...]) -> None:
     log = run(tmp_path, reference, *overrides)
@@ -58,6 +63,79 @@ def test_it_trains(tmp_path: Path, reference: TransformersReference, overrides: 
         older = "max_staleness=1" in overrides and "train_infer/abs_diff" not in step
         assert step["sync/probe" if older else "train_infer/abs_diff"] < 1e-3
         assert step["train/grad_norm"] > 0
+
+
+ADAPTED = ("engine.lora_rank=4", "engine.lora_alpha=8", "rollout.max_lora_rank=4")
+
+
+@pytest.mark.parametrize(
+    "overrides", [(), ("max_staleness=1", "algorithm.correction_cap=2", "sync.in_flight=recompute")],
+    ids=["in turns", "asynchronous"],
+)  # fmt: skip
+def test_an_adapter_travels_alone(
+    tmp_path: Path, reference: TransformersReference, capsys: pytest.CaptureFixture[str], overrides: tuple[str, ...]
+) -> None:
+    """After the start a sync carries A and B, the rollout follows the policy, and what is exported is their sum."""
+    log = run(tmp_path, reference, *ADAPTED, *overrides)
+    assert "(lora) -> vllm" in capsys.readouterr().out
+    assert log[0]["sync/probe"] < 1e-3 < 1e-2 < min(log[0]["sync/probe_permuted"], log[0]["sync/probe_adapter"])
+    weights = sum(tensor.nbytes for tensor in reference.tensors.values())
+    for step in log[1:]:
+        assert step["sync/tensors"] == 2 * 7 * 2  # of seven linear maps in each of two layers
+        assert step["sync/bytes"] < weights / 5
+        judged = step["train_infer/abs_diff"] if "train_infer/abs_diff" in step else step["sync/probe"]
+        assert judged < 1e-3
+        assert step["train/grad_norm"] > 0
+    exported = read_tensors(tmp_path / "run" / "export")
+    assert exported.keys() == reference.tensors.keys()
+    moved = {name for name, tensor in exported.items() if not np.array_equal(tensor, reference.tensors[name])}
+    assert moved == {name for name in exported if "_proj.weight" in name}
+
+
+def test_it_goes_on_with_the_adapter_of_a_checkpoint(tmp_path: Path, reference: TransformersReference) -> None:
+    """The first push after a resume brings the weights and an adapter that is not 0 any more."""
+    run(tmp_path, reference, *ADAPTED, "steps=2", "checkpoint.export=false")
+    log = run(tmp_path, reference, *ADAPTED, "steps=3", "checkpoint.export=false")
+    assert [line["step"] for line in log] == [0, 1, 2, 3]
+    assert log[3]["train_infer/abs_diff"] < 1e-3
+
+
+def test_requests_that_forget_the_adapter_are_found_before_the_first_step(
+    tmp_path: Path,
+    reference: TransformersReference,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It is 0 then, and every log-prob is right without it."""
+
+    async def forgets(*arguments: object, adapted: bool, send: Any = compat.send_request) -> None:
+        await send(*arguments, adapted=False)
+
+    monkeypatch.setattr(compat, "send_request", forgets)
+    assert main(arguments(tmp_path, reference, *ADAPTED)) == 2
+    assert "a push of a random adapter left the rollout's log-probs within" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (("engine.lora_rank=16", "rollout.max_lora_rank=8"),
+         "engine.lora_rank=16 is more than rollout.max_lora_rank=8 has room for: set rollout.max_lora_rank=16, or 0"),
+        (("rollout.max_lora_rank=8",),
+         "rollout.max_lora_rank=8 is for an adapter, and engine=fsdp trains none: set engine.lora_rank above 0, or "),
+        (("engine.lora_rank=600", "rollout.max_lora_rank=600"), "rollout.max_lora_rank must be at most 512, got 600"),
+    ],
+)  # fmt: skip
+def test_an_adapter_that_vllm_cannot_take_is_refused_by_the_plan(
+    tmp_path: Path,
+    reference: TransformersReference,
+    capsys: pytest.CaptureFixture[str],
+    overrides: tuple[str, ...],
+    sentence: str,
+) -> None:
+    assert main(["plan", *arguments(tmp_path, reference, *overrides)[1:]]) == 2
+    shown = capsys.readouterr().err
+    assert sentence in shown and "Traceback" not in shown
 
 
 def test_a_wrong_argument_of_the_engine_is_one_sentence(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from coupler.errors import ConfigError
 from coupler.interfaces import Model, Rank
 from coupler_rollout_vllm import compat
 from coupler_rollout_vllm.config import Precision, VLLMConfig
+from coupler_rollout_vllm.targets import has_experts, linear_maps
 
 GIB = 1 << 30
 CPU_CACHE_GIB = 0.25
@@ -25,6 +27,8 @@ OURS = {  # what decides the meaning of tokens, log-probs and versions, and the 
     "enforce_eager": "rollout.enforce_eager", "enable_sleep_mode": "rollout.sleep_mode", "seed": "seed",
     "load_format": "", "logprobs_mode": "", "worker_extension_cls": "", "generation_config": "",
     "skip_tokenizer_init": "", "scheduler_cls": "", "enable_return_routed_experts": "rollout.routed_experts",
+    "enable_lora": "rollout.max_lora_rank", "max_lora_rank": "rollout.max_lora_rank", "max_loras": "",
+    "lora_dtype": "rollout.dtype", "lora_target_modules": "",
 }  # fmt: skip
 
 
@@ -70,7 +74,33 @@ def engine_arguments(config: VLLMConfig, model: Model, rank: Rank) -> dict[str, 
         arguments["max_model_len"] = config.max_model_len
     if config.routed_experts:
         arguments["enable_return_routed_experts"] = True
+    if config.max_lora_rank:
+        arguments |= adapter_arguments(config.max_lora_rank, Path(model.path), dtype, gpu)
     return arguments | memory_arguments(config, gpu) | config.extra_args
+
+
+def adapter_arguments(rank: int, folder: Path, dtype: Precision, gpu: bool) -> dict[str, Any]:
+    """Room for one adapter of the linear maps in the layers.
+
+    Raises:
+        ConfigError: vLLM's kernels do not take adapters of this dtype, or of this model on the CPU.
+    """
+    if gpu and dtype is Precision.FP32:
+        raise ConfigError(
+            "rollout.max_lora_rank needs 16 bits on a GPU: vLLM's kernels take no adapter of fp32.\n"
+            "  try:  rollout.dtype=bf16, or rollout.max_lora_rank=0: every sync then brings the sum"
+        )
+    if not gpu and has_experts(folder):
+        raise ConfigError(
+            "rollout.max_lora_rank with a mixture of experts needs a GPU: vLLM then takes experts that no CPU runs.\n"
+            "  try:  rollout.max_lora_rank=0: every sync then brings the sum"
+        )
+    return {
+        "enable_lora": True,
+        "max_lora_rank": compat.adapter_size(rank),
+        "max_loras": 1,
+        "lora_target_modules": linear_maps(folder) or None,
+    }
 
 
 def memory_arguments(config: VLLMConfig, gpu: bool) -> dict[str, Any]:

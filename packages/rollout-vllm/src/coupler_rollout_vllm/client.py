@@ -51,8 +51,10 @@ class Client:
         self.idle.set()
         compat.hand_over_outputs(engine, asyncio.create_task(self._receive()))
 
-    async def run(self, name: str, tokens: list[int], params: Any, salt: str, version: int) -> tuple[Running, str]:
-        """Run one request until it ends or is cut off; return it, and how it ended.
+    async def run(
+        self, name: str, tokens: list[int], params: Any, salt: str, version: int, *, adapted: bool
+    ) -> tuple[Running, str]:
+        """Run one request, with the engine's adapter or without, until it ends or is cut off; return it, and how.
 
         Raises:
             EngineDead: the engine's process ended.
@@ -60,7 +62,7 @@ class Client:
         request = self.running[name] = Running(asyncio.get_running_loop().create_future(), [(0, version)])
         self.idle.clear()
         try:
-            await compat.send_request(self.engine, name, tokens, params, salt)
+            await compat.send_request(self.engine, name, tokens, params, salt, adapted=adapted)
             return request, await request.ended
         except asyncio.CancelledError:
             await compat.send_abort(self.engine, [name])

@@ -13,10 +13,11 @@ from copy import copy
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from logging import ERROR, getLogger
-from typing import Any
+from typing import Any, get_args
 
 from packaging.specifiers import SpecifierSet
 
+from coupler.adapters import names_of
 from coupler.errors import CouplerError, PluginError
 from coupler.interfaces import Request
 from coupler.seeding import derive
@@ -65,7 +66,14 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from vllm import AsyncEngineArgs, SamplingParams  # noqa: E402
 from vllm.config import set_current_vllm_config  # noqa: E402
+from vllm.config.lora import MaxLoRARanks  # noqa: E402
 from vllm.inputs import tokens_input as tokens_input  # noqa: E402
+from vllm.lora.layers import BaseLayerWithLoRA  # noqa: E402
+from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA  # noqa: E402
+from vllm.lora.lora_model import LoRAModel  # noqa: E402
+from vllm.lora.peft_helper import PEFTHelper  # noqa: E402
+from vllm.lora.request import LoRARequest  # noqa: E402
+from vllm.lora.utils import parse_fine_tuned_lora_name  # noqa: E402
 from vllm.model_executor.layers.attention import Attention  # noqa: E402
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod  # noqa: E402
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod  # noqa: E402
@@ -85,6 +93,8 @@ from vllm.v1.engine.exceptions import EngineDeadError  # noqa: E402
 from vllm.v1.outputs import LogprobsLists  # noqa: E402
 
 EngineDead = EngineDeadError
+ADAPTER = 1  # id of the only adapter of an engine
+NOWHERE = "/adapters-come-by-updates"  # where vLLM would look for one that it does not hold
 CLIENT = 0  # index of the only client of a scheduler
 LAYERWISE = "vllm.model_executor.model_loader.reload.layerwise"
 
@@ -183,8 +193,8 @@ async def next_outputs(engine: Any) -> list[Any]:
     return (await engine.engine_core.get_output_async()).outputs
 
 
-async def send_request(engine: Any, name: str, tokens: list[int], params: Any, salt: str) -> None:
-    """Give the scheduler a request whose parameters need no further check."""
+async def send_request(engine: Any, name: str, tokens: list[int], params: Any, salt: str, *, adapted: bool) -> None:
+    """Give the scheduler a request whose parameters need no further check; ``adapted``: it is the adapter's."""
     request = EngineCoreRequest(
         request_id=name,
         prompt_token_ids=tokens,
@@ -192,7 +202,7 @@ async def send_request(engine: Any, name: str, tokens: list[int], params: Any, s
         sampling_params=params,
         pooling_params=None,
         arrival_time=time.time(),
-        lora_request=None,
+        lora_request=LoRARequest("policy", ADAPTER, NOWHERE) if adapted else None,
         cache_salt=salt,
         data_parallel_rank=None,
     )
@@ -259,9 +269,24 @@ def routers_of(worker: Any) -> list[int]:
 
 @contextmanager
 def configured(worker: Any) -> Iterator[Any]:
-    """The model, within the configuration that its loaders look up."""
-    with set_current_vllm_config(worker.vllm_config):
-        yield model_of(worker)
+    """The model, within the configuration that its loaders look up, and without what stands around adapted layers."""
+    model = model_of(worker)
+    with set_current_vllm_config(worker.vllm_config), _unwrapped(model):
+        yield model
+
+
+@contextmanager
+def _unwrapped(model: Any) -> Iterator[None]:
+    """Loaders know a layer by its name in the model; one that is ready for an adapter has another there."""
+    found = model.named_modules(remove_duplicate=False)
+    wrappers = {name: module for name, module in found if isinstance(module, BaseLayerWithLoRA)}
+    for name, wrapper in wrappers.items():
+        model.set_submodule(name, wrapper.base_layer)
+    try:
+        yield
+    finally:
+        for name, wrapper in wrappers.items():
+            model.set_submodule(name, wrapper)
 
 
 def packs(worker: Any) -> bool:
@@ -341,6 +366,71 @@ def as_tensor(tensor: Any) -> torch.Tensor:
 def kept(tensor: Any) -> torch.Tensor:
     """A copy: layers hold on to what they got until all of it is there."""
     return as_tensor(tensor).clone()
+
+
+# --- adapters in a model worker --------------------------------------------------------------------------------------
+
+
+def adapter_size(rank: int) -> int:
+    """The smallest rank that vLLM makes room for, and that has room for ``rank``."""
+    return min(size for size in get_args(MaxLoRARanks) if size >= rank)
+
+
+def adapter_room(worker: Any) -> int:
+    """The highest rank of an adapter that the worker runs; 0: it runs none."""
+    lora = worker.vllm_config.lora_config
+    return lora.max_lora_rank if lora else 0
+
+
+def adapter_places(worker: Any) -> dict[str, torch.Tensor]:
+    """Where each tensor of an adapter is copied to, [1, 1, rank or out, in or rank], by its name."""
+    manager = _manager(worker)
+    places = {}
+    for name, layer in manager.modules.items():
+        if isinstance(layer, BaseLinearLayerWithLoRA):
+            parts = manager.packed_modules.get(name, [name])
+            for part, a, b in zip(parts, layer.lora_a_stacked, layer.lora_b_stacked, strict=False):
+                places |= zip(names_of(part), (a, b), strict=True)
+    return places
+
+
+def put_adapter(worker: Any, tensors: dict[str, torch.Tensor], rank: int) -> None:
+    """Let these tensors, whose B hold their scale, be the worker's adapter; layers without any have none."""
+    drop_adapters(worker)
+    if tensors:
+        manager = _manager(worker)
+        peft = PEFTHelper(r=rank, lora_alpha=rank, target_modules=[])
+        dtype = worker.vllm_config.lora_config.lora_dtype
+        manager.add_adapter(LoRAModel.from_lora_tensors(ADAPTER, tensors, peft, device="cpu", dtype=dtype))
+        manager.activate_adapter(ADAPTER)
+
+
+def drop_adapters(worker: Any) -> None:
+    """Forget every adapter, and which tokens ran with which: of that, memory that slept holds nothing."""
+    manager = _manager(worker)
+    manager.remove_all_adapters()
+    manager._last_mapping = None  # releases before 0.32 would take it for what the device still has
+
+
+def in_model(worker: Any, name: str) -> str:
+    """The name of an adapter's tensor by the modules of vLLM's model, where these are not called as in checkpoints."""
+    mapper: Any = getattr(model_of(worker), "hf_to_vllm_mapper", None)
+    if mapper is not None:  # fused layers keep the names of their parts: vLLM packs them itself
+        mapper = mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper.get_unstacked_mapper()
+    try:
+        module, is_a = parse_fine_tuned_lora_name(name, mapper)
+    except ValueError:  # it is none
+        return name
+    return names_of(module)[0 if is_a else 1]
+
+
+def _manager(worker: Any) -> Any:
+    return worker.model_runner.lora_manager._adapter_manager
+
+
+def on_host(tensor: Any) -> torch.Tensor:
+    """A copy in the host's memory."""
+    return as_tensor(tensor).to("cpu", copy=True)
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

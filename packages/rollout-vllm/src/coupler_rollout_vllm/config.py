@@ -8,6 +8,8 @@ from typing import Any
 
 from coupler import RolloutConfig
 
+HIGHEST_RANK = 512  # of an adapter that vLLM runs
+
 
 class Precision(StrEnum):
     AUTO = "auto"  # bf16 on a GPU, fp32 on the CPU
@@ -33,6 +35,7 @@ class VLLMConfig(RolloutConfig):
     enforce_eager: bool = False  # no CUDA graphs and no compilation: a quick start, slower tokens
     per_request_seeds: bool = True  # equal requests give equal tokens; false is faster on a GPU
     sleep_mode: bool = True  # memory can be given back while others need it (offload=true); no cost while awake
+    max_lora_rank: int = 0  # of an adapter that vLLM runs, so that a sync brings that alone; 0: it brings the sum
     routed_experts: bool = False  # say which experts every token went to (router replay); on a GPU
     extra_args: dict[str, Any] = field(default_factory=dict)  # further engine arguments, under vLLM's own names
 
@@ -44,11 +47,17 @@ class VLLMConfig(RolloutConfig):
     def sequence_limit(self) -> tuple[str, int]:
         return "max_model_len", self.max_model_len
 
+    @property
+    def adapter_limit(self) -> tuple[str, int]:
+        return "max_lora_rank", self.max_lora_rank
+
     def __post_init__(self) -> None:
         for key, least in (
             ("tensor_parallel", 1), ("max_sequences", 1), ("max_batched_tokens", 0), ("max_model_len", 0),
-            ("gpu_memory_gib", 0), ("kv_cache_gib", 0),
+            ("gpu_memory_gib", 0), ("kv_cache_gib", 0), ("max_lora_rank", 0),
         ):  # fmt: skip
             value = getattr(self, key)
             if value < least:
                 raise ValueError(f"rollout.{key} must be at least {least}, got {value}.")
+        if self.max_lora_rank > HIGHEST_RANK:
+            raise ValueError(f"rollout.max_lora_rank must be at most {HIGHEST_RANK}, got {self.max_lora_rank}.")

@@ -12,9 +12,14 @@ RANGE = ">=0.26,<0.33"  # what the tests ran with: 0.26.0 on GPUs, 0.32.0 on the
 
 def _capabilities(config: VLLMConfig) -> frozenset[str]:
     pauses = {"in_flight:abort", "in_flight:recompute", "in_flight:stale_kv"}
-    always = {"weights:full", "workers:remote", "model:moe", "sampling:top_p", *pauses}
-    sleeps = {"memory:sleep"} if config.sleep_mode else set()
-    return frozenset(always | sleeps | ({"output:routed_experts"} if config.routed_experts else set()))
+    always = {"weights:full", "workers:remote", "sampling:top_p", *pauses}
+    chosen = {
+        "memory:sleep": config.sleep_mode,
+        "output:routed_experts": config.routed_experts,
+        "weights:lora": config.max_lora_rank > 0,
+        "model:moe": config.max_lora_rank == 0,  # vLLM runs experts otherwise where adapters are on: on no CPU
+    }
+    return frozenset(always | {name for name, on in chosen.items() if on})
 
 
 @hookimpl

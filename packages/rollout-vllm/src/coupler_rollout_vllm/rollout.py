@@ -69,6 +69,7 @@ class VLLMRollout(Rollout):
     def __init__(self, config: Any, model: Model) -> None:
         super().__init__(config, model)
         self.version, self.updates = DUMMY, 0
+        self.based, self.adapted = False, False  # the weights are real; an adapter stands upon them
         self.asleep: frozenset[Memory] = frozenset()
         self.paused: InFlight | None = None
         self.names = count()
@@ -86,6 +87,7 @@ class VLLMRollout(Rollout):
         """
         self.close()
         self.rank, self.version, self.asleep = rank, DUMMY, frozenset()
+        self.based, self.adapted = False, False
         self.engine = compat.start(engine_arguments(self.config, self.model, rank))
         self.end = finalize(self, compat.stop, self.engine)  # with the process, at the latest
         self.client = Client(self.engine)
@@ -129,7 +131,8 @@ class VLLMRollout(Rollout):
             self.watch = asyncio.create_task(self._watch())
         try:
             name = f"coupler-{next(self.names)}"
-            stay, finish = await self.client.run(name, prompt, params, str(self.updates), self.version)
+            salt = str(self.updates)
+            stay, finish = await self.client.run(name, prompt, params, salt, self.version, adapted=self.adapted)
         except compat.EngineDead as error:
             raise self._died() from error
         done.add(stay, self.workers[0]["routers"])
@@ -146,22 +149,33 @@ class VLLMRollout(Rollout):
         """Load the weights inside every model worker, in one call; caches of older weights are never read again.
 
         Raises:
-            WeightSyncError: requests run, the weights sleep, or a tensor does not fit its parameter.
+            WeightSyncError: requests run, the weights sleep, a tensor does not fit its parameter, or an adapter comes
+                before the weights beneath it.
             ReplicaDied: the engine's process ended.
         """
         if self.running and self.paused is not InFlight.STALE_KV:
             raise WeightSyncError(f"{len(self.running)} requests are being sampled.\n  call:  pause() before update()")
         if Memory.WEIGHTS in self.asleep:
             raise WeightSyncError("the rollout's weights sleep.\n  call:  wake() before update()")
+        if update.adapter and not self.based:
+            raise WeightSyncError("an adapter came, and the weights beneath it did not.\n  push:  the weights first")
+        self.based = self.based and update.adapter  # until all of them are there
         receipts = await self._workers("coupler_update", json.dumps(asdict(update)))
+        self.based, self.adapted = True, update.adapter
         self.version = update.version
         self.updates += 1  # part of every key of the prefix cache
         for running in self.running.values():
             running.versions.append((len(running.tokens), self.version))
         return join(update.version, receipts)
 
+    async def holds_base(self) -> bool:
+        return self.based
+
     async def checksums(self) -> list[dict[str, int]]:
-        """Of the weights in each model worker, see :func:`~coupler_rollout_vllm.checksums.of_plan`."""
+        """Of the weights in each model worker, without an adapter.
+
+        See :func:`~coupler_rollout_vllm.checksums.of_plan`.
+        """
         return await self._workers("coupler_checksums")
 
     # --- pausing ------------------------------------------------------------------------------------------------------
@@ -198,6 +212,7 @@ class VLLMRollout(Rollout):
         """
         if self.running:
             raise CouplerError(f"{len(self.running)} requests are being sampled.\n  call:  pause() before sleep()")
+        self.based = self.based and Memory.WEIGHTS not in what
         await self._workers("coupler_sleep", sorted(what - self.asleep))
         self.asleep |= what
 

@@ -14,6 +14,7 @@ import torch
 from coupler.errors import CouplerError
 from coupler.interfaces import Endpoint, Memory, Rank, WeightUpdate
 from coupler_rollout_vllm import checksums, compat, memory
+from coupler_rollout_vllm.adapters import forget_adapter, load_adapter
 from coupler_rollout_vllm.loading import load, plans
 
 
@@ -49,7 +50,12 @@ class WorkerExtension:
         update = WeightUpdate(**{**fields, "endpoints": tuple(Endpoint(**e) for e in fields["endpoints"])})
         index, world = compat.rank_of(self)
         start = time.perf_counter()
-        loaded = load(self, update.receive(Rank(index=index, world=world, devices=_device())))
+        received = update.receive(Rank(index=index, world=world, devices=_device()))
+        if update.adapter:
+            loaded = load_adapter(self, received)
+        else:
+            forget_adapter(self)
+            loaded = load(self, received)
         return {**loaded, "seconds": {"load": time.perf_counter() - start}}
 
     def coupler_checksums(self) -> dict[str, int]:
