@@ -11,6 +11,7 @@ from typing import BinaryIO
 
 CHUNK_BYTES = 32 << 20  # of a file, under one hash; the last chunk may be shorter
 THREADS = min(8, os.cpu_count() or 1)
+READERS = min(16, 2 * (os.cpu_count() or 1))  # threads of which some wait for the disk
 BLOCK_BYTES = 1 << 20  # read at a time
 
 
@@ -30,7 +31,7 @@ def hash_files(paths: Sequence[Path], chunk_bytes: int = CHUNK_BYTES) -> list[li
     """Read files; return the hash of each chunk of each."""
     starts = [range(0, path.stat().st_size, chunk_bytes) for path in paths]
     ranges = [(path, start) for path, found in zip(paths, starts, strict=True) for start in found]
-    with ThreadPoolExecutor(THREADS, "hash") as threads:
+    with ThreadPoolExecutor(READERS, "hash") as threads:
         hashes = threads.map(lambda found: _hash(_read(found[0], found[1], chunk_bytes)), ranges)
         return [[next(hashes) for _ in found] for found in starts]
 

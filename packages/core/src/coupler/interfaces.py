@@ -261,14 +261,14 @@ class Engine(ABC):
 
     def base_weights(self) -> Iterator[Named]:
         """Yield the same tensors as :meth:`weights`, without the adapter's updates. Capability ``weights:lora``."""
-        return iter(())
+        raise NotImplementedError(f"{type(self).__name__} sends no adapter apart.")
 
     def adapter_weights(self) -> Iterator[Named]:
         """Yield A and B of every adapted weight, like :meth:`weights`. Capability ``weights:lora``.
 
         Their names, shapes and scale are those of :mod:`coupler.adapters`.
         """
-        return iter(())
+        raise NotImplementedError(f"{type(self).__name__} sends no adapter apart.")
 
     @abstractmethod
     def gradients(self) -> Iterator[Named]:
