@@ -1,9 +1,13 @@
-"""Under Ray: replicas in an interpreter of their own, while the training side has another torch; and of two workers."""
+"""Under Ray: replicas in an interpreter of their own, with another torch beside them; of two workers; and killed."""
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import subprocess
 import sys
+import time
 from importlib.metadata import version
 from pathlib import Path
 
@@ -47,3 +51,27 @@ def test_engine_and_vllm_in_environments_of_their_own(
     logs = tmp_path / "run" / "logs"
     assert str(training_side) in (logs / "policy-0.log").read_text()
     assert sys.executable in (logs / "rollout-0.log").read_text()
+
+
+def test_a_replica_whose_process_is_killed_comes_back(tmp_path: Path, reference: TransformersReference) -> None:
+    """Amid a run: the other one samples what it was sampling, and every step trains on whole groups."""
+    train = arguments(tmp_path, reference, "executor=ray", "steps=8", "rollout.replicas=2")
+    command = [sys.executable, "-m", "coupler.cli", *train]
+    run, said = tmp_path / "run", tmp_path / "said"
+    with said.open("w") as out, subprocess.Popen(command, stdout=out) as job:
+        try:
+            until = time.monotonic() + 300
+            while not (run / "metrics.jsonl").exists() or len(logged(tmp_path)) < 3:
+                assert job.poll() is None and time.monotonic() < until, said.read_text()
+                time.sleep(0.05)
+            (pid,) = re.findall(r"^pid (\d+) on node", (run / "logs" / "rollout-0.log").read_text())
+            os.kill(int(pid), signal.SIGKILL)
+            assert job.wait(300) == 0
+        finally:
+            job.kill()
+    assert said.read_text().count("rollout replica 0 died; starting it again") == 1
+    log = logged(tmp_path)
+    assert [step["step"] for step in log] == list(range(9))
+    for step in log[1:]:
+        assert step["batch/sequences"] == 8 and step["staleness/max"] == 0
+        assert step["train_infer/abs_diff"] < 1e-3
