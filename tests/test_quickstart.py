@@ -21,14 +21,22 @@ SMALL = {
 }
 
 
+def quickstart(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "examples/quickstart/quickstart.py", "--run-dir", str(folder), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
+
+
+def test_a_misspelt_option_shows_before_anything_runs(tmp_path: Path) -> None:
+    done = quickstart(tmp_path / "run", "engine.lrr=1e-3")
+    assert done.returncode == 2
+    assert done.stderr.startswith("quickstart: unknown option engine.lrr.\n  did you mean:  engine.lr\n")
+    assert "Traceback" not in done.stderr and not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("algorithm", SMALL)
 def test_the_quickstart(algorithm: str, tmp_path: Path) -> None:
-    script = [sys.executable, "examples/quickstart/quickstart.py", "--run-dir", str(tmp_path), "--algorithm", algorithm]
-    small = ["--sft-steps", "3", "--held-out", "8", *SMALL[algorithm]]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [*script, *small], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
+    done = quickstart(tmp_path, "--algorithm", algorithm, "--sft-steps", "3", "--held-out", "8", *SMALL[algorithm])
     assert done.returncode == 0, done.stderr
     last = done.stdout.splitlines()[-1]
     found = re.fullmatch(rf"quickstart: before=(\d\.\d\d) sft=(\d\.\d\d) {algorithm}=(\d\.\d\d) seconds=\d+", last)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import sys
 import time
 import warnings
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from coupler.config.schema import Job
+from coupler.errors import CouplerError
 
 HERE = Path(__file__).parent
 TRAIN = {"grpo": "train.yaml", "ppo": "ppo.yaml"}
@@ -41,7 +43,11 @@ def main() -> None:
         Job.TRAIN: arguments.overrides,
         Job.EVAL: [f"eval.data.limit={arguments.held_out}"],
     }
-    results = run(arguments.run_dir, arguments.seed, arguments.algorithm, more)
+    try:
+        results = run(arguments.run_dir, arguments.seed, arguments.algorithm, more)
+    except CouplerError as error:
+        print(f"quickstart: {error}", file=sys.stderr)
+        sys.exit(2)
     show(results, arguments.run_dir)
     scores = " ".join(f"{stage}={accuracy:.2f}" for stage, accuracy in results.items())
     print(f"quickstart: {scores} seconds={time.perf_counter() - start:.0f}")
@@ -57,27 +63,34 @@ def run(folder: Path, seed: int, algorithm: str, more: Mapping[Job, list[str]]) 
     from task import problems
 
     from coupler import jobs
-    from coupler.config.compose import compose
+    from coupler.config.compose import Composed, compose
     from coupler.plugins.manager import Plugins
 
     plugins = Plugins.load()
+
+    def stage(job: Job, name: str, model: str) -> tuple[Job, Composed]:
+        given = [f"model.path={folder / model}", f"run_dir={folder / name}", f"seed={seed}", *more[job]]
+        file = TRAIN[algorithm] if job is Job.TRAIN else f"{job}.yaml"
+        return job, compose(plugins, given, str(HERE / file), job)
+
+    stages = {  # composed before any runs: a misspelt option shows at once
+        "eval_before": stage(Job.EVAL, "eval_before", "model"),
+        "sft": stage(Job.SFT, "sft", "model"),
+        "eval_sft": stage(Job.EVAL, "eval_sft", "sft/export"),
+        algorithm: stage(Job.TRAIN, algorithm, "sft/export"),
+        "eval": stage(Job.EVAL, f"eval_{algorithm}", f"{algorithm}/export"),
+    }
     texts = [row["prompt"] for row in problems(size=20_000, seed=0)]
     size = build(folder / "model", texts, seed)
     print(f"model: Llama, {size:,} random parameters; task: {len(texts)} words to spell backward\n")
 
-    def do(job: Job, stage: str, model: str) -> dict[str, float]:
-        print(f"--- {stage}", flush=True)
-        given = [f"model.path={folder / model}", f"run_dir={folder / stage}", f"seed={seed}", *more[job]]
-        file = TRAIN[algorithm] if job is Job.TRAIN else f"{job}.yaml"
-        composed = compose(plugins, given, str(HERE / file), job)
-        return {Job.SFT: jobs.supervise, Job.TRAIN: jobs.train, Job.EVAL: jobs.evaluate}[job](composed, plugins)
-
-    results = {"before": do(Job.EVAL, "eval_before", "model")["eval/reward"]}
-    do(Job.SFT, "sft", "model")
-    results["sft"] = do(Job.EVAL, "eval_sft", "sft/export")["eval/reward"]
-    do(Job.TRAIN, algorithm, "sft/export")
-    results[algorithm] = do(Job.EVAL, f"eval_{algorithm}", f"{algorithm}/export")["eval/reward"]
-    return results
+    start = {Job.SFT: jobs.supervise, Job.TRAIN: jobs.train, Job.EVAL: jobs.evaluate}
+    last = {}
+    for name, (job, composed) in stages.items():
+        print(f"--- {Path(composed.config.run_dir).name}", flush=True)
+        last[name] = start[job](composed, plugins)
+    accuracies = (last[name]["eval/reward"] for name in ("eval_before", "eval_sft", "eval"))
+    return dict(zip(("before", "sft", algorithm), accuracies, strict=True))
 
 
 def show(results: dict[str, float], folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -264,6 +265,16 @@ class Parts:
         if group.spec.role != "policy":
             folder = folder.with_name(f"export_{group.spec.role}")
         await export_whole(group, folder, Path(group.spec.model.path))
+
+
+@contextmanager
+def heap_set_aside() -> Iterator[None]:
+    """Keep Python's collector from what exists by now: amid a step it would walk through all that was imported."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 async def export_whole(group: WorkerGroup, folder: Path, source: Path) -> None:

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from coupler.config.compose import Composed
 from coupler.config.schema import Job
 from coupler.data import fingerprint, load_rows, supervised
-from coupler.jobs.parts import Parts
+from coupler.jobs.parts import Parts, heap_set_aside
 from coupler.jobs.saving import Saving
 from coupler.metrics import Metrics
 from coupler.plan import make_plan
@@ -51,7 +51,9 @@ async def _supervise(parts: Parts) -> dict[str, float]:
             trainer = SupervisedTrainer(config, policy=policy, algorithm=algorithm, examples=examples)
             if found:
                 await parts.restore(found, trained, trainer, data)
-            await trainer.fit(Saving(config, checkpoints, trained, trainer, log, lambda _: nullcontext()).after, done)
+            saving = Saving(config, checkpoints, trained, trainer, log, lambda _: nullcontext())
+            with heap_set_aside():
+                await trainer.fit(saving.after, done)
         if config.checkpoint.export:
             await parts.export(policy)
         return last

@@ -20,7 +20,7 @@ from coupler.config.schema import ExecutorName, RouterReplay, RunConfig
 from coupler.data import PromptStream, fingerprint
 from coupler.evaluation import Evaluator
 from coupler.interfaces import Memory, Output, Part
-from coupler.jobs.parts import Parts
+from coupler.jobs.parts import Parts, heap_set_aside
 from coupler.jobs.saving import Saving, due
 from coupler.journal import Journal
 from coupler.metrics import Metrics, merge
@@ -102,7 +102,8 @@ async def _train(parts: Parts) -> dict[str, float]:
             if found:
                 await parts.restore(found, trained, trainer, data)
             saving = Saving(config, checkpoints, trained, trainer, steps.after, partial(hold_state, residency))
-            await trainer.fit(saving.after, done)
+            with heap_set_aside():
+                await trainer.fit(saving.after, done)
         for role, group in reversed(trained.items()) if config.checkpoint.export else ():  # the policy's says: complete
             async with hold_state(residency, role):
                 await parts.export(group)

@@ -11,6 +11,8 @@ import numpy as np
 from coupler.interfaces import Endpoint, Named, Rank, SendReceipt, Transport, WeightUpdate
 from coupler.transports.waiting import num_bytes, wait_until
 
+POLL_S = 0.0002
+
 
 class InprocTransport(Transport):
     """Keeps a copy of every tensor until all receivers have read them."""
@@ -33,7 +35,8 @@ class InprocTransport(Transport):
 
     def receive(self, update: WeightUpdate, worker: Rank) -> Iterator[Named]:
         key = update.key
-        wait_until(lambda: key in self.mailbox, f"weights of version {update.version}", update.deadline_s)
+        what = f"weights of version {update.version}"
+        wait_until(lambda: key in self.mailbox, what, update.deadline_s, every=POLL_S)
         yield from self.mailbox[key]
         self.unread -= 1
         if self.unread == 0:
