@@ -1,6 +1,6 @@
 # Two commands on a bare machine with Python 3.11 to 3.13: `make quickstart` and `make test`. Everything stays in this folder.
 PYTHON ?= python3
-PACKAGES := engine-megatron rollout-vllm core engine-fsdp algos
+PACKAGES := rollout-vllm engine-megatron core engine-fsdp algos
 UV := .tools/bin/uv
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1

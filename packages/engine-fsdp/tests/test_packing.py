@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from coupler.batch import Batch
+from coupler.errors import CouplerError
 from coupler_engine_fsdp.attention import BLOCK, Packing, Piece, packed_attention
 from coupler_engine_fsdp.packing import Packed, pack, split
 
@@ -37,7 +38,7 @@ def context_of(packed: Packed, row: int) -> list[int]:
 def test_a_prompt_of_several_completions_stands_there_once() -> None:
     batch = batch_of(([1, 2, 3], [4, 5]), ([7, 8], [9]), ([1, 2, 3], [6]), ([1, 2, 3], []), ([1, 2], [3, 4]))
     packed = pack(batch, CPU)
-    assert sorted(packed.tokens[0].tolist()) == sorted([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4])
+    assert sorted(packed.tokens[0].tolist()) == sorted([1, 2, 3, 4, 7, 8, 1, 2, 3])
     assert packed.rows.tolist() == [3, 4, 7, 11, 17, 18]
     contexts = [context_of(packed, row) for row in range(6)]
     assert contexts == [[1, 2, 3], [1, 2, 3, 4], [7, 8], [1, 2, 3], [1, 2], [1, 2, 3]]
@@ -47,7 +48,19 @@ def test_a_prompt_of_several_completions_stands_there_once() -> None:
 def test_nothing_is_gathered_where_little_repeats() -> None:
     packed = pack(batch_of(([1], list(range(2, 40))), ([1], list(range(40, 60)))), CPU)
     assert packed.packing.keys is None
-    assert packed.tokens.shape == (1, 60)
+    assert packed.tokens.shape == (1, 58)
+
+
+def test_what_nothing_is_predicted_from_is_not_computed() -> None:
+    """The last predicted token of a sequence, and an observation behind it; a sequence without any is whole."""
+    tokens, mask = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [False, True, False, True, False, False, False, False, True, False]
+    batch = Batch(np.array([6, 2, 2]), {"tokens": np.array(tokens, np.int32), "loss_mask": np.array(mask)})
+    with pytest.raises(CouplerError, match="first token of a sequence"):
+        pack(batch, CPU)
+    batch = batch.with_tokens(loss_mask=np.array([*mask[:8], False, True]))
+    packed = pack(batch, CPU)
+    assert packed.tokens[0].tolist() == [1, 2, 3, 7, 8, 9]
+    assert [context_of(packed, row) for row in range(3)] == [[1], [1, 2, 3], [9]]
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -142,7 +142,8 @@ def test_ranks_step_as_one(runs, folder_of: Folder, world: int, case: str) -> No
         got = loaded(out / f"{case}-weights.npz")
         assert list(got) == list(weights)
         for name, tensor in weights.items():
-            np.testing.assert_allclose(got[name], tensor, atol=5e-4, err_msg=name)  # Adam divides by tiny gradients
+            # a tenth of lr: Adam divides by tiny gradients
+            np.testing.assert_allclose(got[name], tensor, atol=1e-3, err_msg=name)
 
 
 def test_every_rank_refuses_a_sequence_that_is_too_long_for_one(runs) -> None:

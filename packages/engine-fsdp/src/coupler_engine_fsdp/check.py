@@ -35,7 +35,7 @@ def check(policy: Policy | ValueModel, device: torch.device, compute: torch.dtyp
     together = policy(pack(_batch(sequences), device))["logprobs"]
     alone = []
     for sequence in sequences:
-        logits = policy(pack(_batch(sequence[None, :-1]), device), logits=True).float()[PROMPT - 1 :]
+        logits = policy(pack(_batch(sequence[None]), device), logits=True).float()[PROMPT - 1 :]
         alone.append(logits.log_softmax(-1).gather(1, sequence[PROMPT:, None].to(device)).squeeze(1))
     worst = float((together - torch.cat(alone)).abs().max())
     if not worst <= _TOLERANCE[compute]:
@@ -48,7 +48,7 @@ def check(policy: Policy | ValueModel, device: torch.device, compute: torch.dtyp
 def _check_states(policy: ValueModel, sequences: torch.Tensor, device: torch.device, tolerance: float) -> None:
     packed = pack(_batch(sequences), device)
     together = policy(packed, states=True).float()[packed.sources]
-    each = [policy(pack(_batch(s[None, :-1]), device), states=True).float()[PROMPT - 1 :] for s in sequences]
+    each = [policy(pack(_batch(s[None]), device), states=True).float()[PROMPT - 1 :] for s in sequences]
     alone = torch.cat(each)
     worst = float((together - alone).abs().max() / alone.abs().max())
     if not worst <= tolerance:

@@ -23,7 +23,8 @@ SHARE_FROM = 0.1  # of the tokens: where fewer stand in prompts that repeat, gat
 class Packed:
     """What the model reads. No pytree: FSDP would cast its floats to the dtype of the parameters.
 
-    A prompt that several sequences begin with stands there once; N is smaller than the tokens of the batch then.
+    A prompt that several sequences begin with stands there once, and what nothing is predicted from does not: N is
+    smaller than the tokens of the batch.
     """
 
     tokens: Tensor  # [1, N] int64
@@ -50,7 +51,7 @@ def pack(batch: Batch, device: torch.device) -> Packed:
         raise CouplerError("loss_mask is true on the first token of a sequence, which nothing predicts.")
     prompts = _prompts(starts, rows)
     owners = _owners(tokens, starts, prompts)
-    begin, end, sequences = _pieces(starts, prompts, owners)
+    begin, end, sequences = _pieces(starts, _ends(starts, rows), prompts, owners)
     taken = _ranges(begin, end)
     place = np.empty(len(tokens), np.int64)  # where each token stands in the row
     place[taken] = np.arange(len(taken))
@@ -82,6 +83,13 @@ def _prompts(starts: np.ndarray, rows: np.ndarray) -> np.ndarray:
     return np.minimum(first, starts[1:]) - starts[:-1]
 
 
+def _ends(starts: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """The last predicted token of each sequence, which nothing is predicted from; its end where none is predicted."""
+    before = np.searchsorted(rows, starts)
+    last = np.append(rows, -1)[before[1:] - 1]
+    return np.where(before[1:] > before[:-1], last, starts[1:])
+
+
 def _owners(tokens: np.ndarray, starts: np.ndarray, prompts: np.ndarray) -> np.ndarray:
     """For each sequence the first one with the same prompt; itself where sharing would save too little."""
     first: dict[bytes, int] = {}
@@ -95,10 +103,12 @@ def _owners(tokens: np.ndarray, starts: np.ndarray, prompts: np.ndarray) -> np.n
     return owners if prompts[owners != alone].sum() > SHARE_FROM * len(tokens) else alone
 
 
-def _pieces(starts: np.ndarray, prompts: np.ndarray, owners: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _pieces(
+    starts: np.ndarray, end: np.ndarray, prompts: np.ndarray, owners: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Begin, end and sequence of each piece: a whole sequence, or a prompt and then what follows it."""
     index = np.arange(len(owners))
-    start, end, split = starts[:-1], starts[1:], starts[:-1] + prompts
+    start, split = starts[:-1], starts[:-1] + prompts
     shared = np.bincount(owners, minlength=len(owners))[owners] > 1
     begin, end, sequence = np.concatenate(
         [
