@@ -54,7 +54,8 @@ class Decoder:
     """The running batch. Every call blocks until it is computed; none may run beside another.
 
     A row enters with all its tokens but the last one cached and feeds that one in its first step, so that a step is the
-    only place where anything is sampled, and rows of one prompt differ in nothing but their stream of random numbers.
+    only place where anything is sampled. Rows of one prompt differ in nothing but their stream of random numbers: they
+    take that step together.
 
     transformers' own continuous batching (``generate_batch``, 5.17) is not used: of a small model on a CPU it takes
     longer than ``generate``, and that longer than this loop.
@@ -74,6 +75,7 @@ class Decoder:
         self.columns = Columns(self.shape)
         self.tokens = torch.zeros(0, dtype=torch.int64, device=self.shape.device)  # that the next step feeds
         self.positions = torch.zeros_like(self.tokens)
+        self.shared: tuple[int, list[int]] | None = None  # rows that join, and which row of the cache each has
         self.one = torch.tensor(1, device=self.shape.device)  # PyTorch takes it sooner than a number of Python's
         self.temperatures = torch.ones((0, 1), device=self.shape.device)  # 1 for greedy rows
         self.greedy: list[bool] = []
@@ -99,15 +101,15 @@ class Decoder:
             groups.setdefault(row.known, []).append(row)
         self.columns.reserve(len(joining), max(map(len, groups)) - 1, self._growth(joining))
         siblings = {row.request.prompt: index for index, row in enumerate(self.rows)}
-        new: list[Row] = []
+        new: list[list[Row]] = []
         for known in groups.keys() & siblings.keys():
-            self.columns.join(self.columns.past(siblings[known], len(known) - 1), len(groups[known]))
-            new += groups.pop(known)
+            self.columns.join(self.columns.past(siblings[known], len(known) - 1))
+            new.append(groups.pop(known))
         for chunk in self._chunks(sorted(groups, key=len)):
             past = self._prefill(chunk)
             for index, known in enumerate(chunk):
-                self.columns.join(past[:, :, index, :, : len(known) - 1], len(groups[known]))
-                new += groups[known]
+                self.columns.join(past[:, :, index, :, : len(known) - 1])
+                new.append(groups[known])
         self._append(new)
 
     def _take(self, waiting: list[Row]) -> list[Row]:
@@ -153,11 +155,14 @@ class Decoder:
             self.model.base_model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
         return cache.store
 
-    def _append(self, new: list[Row]) -> None:
-        device = self.shape.device
-        tokens = torch.tensor([row.known[-1] for row in new], device=device)
-        positions = torch.tensor([len(row.known) - 1 for row in new], device=device)
+    def _append(self, groups: list[list[Row]]) -> None:
+        """Add rows; those of a group have one row of the cache until their first step, which has one result for all."""
+        device, new = self.shape.device, [row for group in groups for row in group]
+        tokens = torch.tensor([group[0].known[-1] for group in groups], device=device)
+        positions = torch.tensor([len(group[0].known) - 1 for group in groups], device=device)
         temperatures = torch.tensor([[row.request.temperature or 1.0] for row in new], device=device)
+        first = len(self.rows)
+        self.shared = (first, [first + index for index, group in enumerate(groups) for _ in group])
         self.rows += new
         self.tokens = torch.cat([self.tokens, tokens])
         self.positions = torch.cat([self.positions, positions])
@@ -177,10 +182,13 @@ class Decoder:
         """
         if self.columns.end == self.columns.capacity:
             self.columns.reserve(0, 0, self._growth([]))
-        tokens, logprobs = self._sample(self.forward(self.tokens, self.positions, self.columns).float())
+        logits = self.forward(self.tokens, self.positions, self.columns).float()
         self.columns.end += 1
-        self.tokens = tokens
         self.positions.add_(self.one)
+        if self.shared:
+            logits = self._separate(logits, *self.shared)
+        tokens, logprobs = self._sample(logits)
+        self.tokens = tokens
         self.drawn += np.uint64(1)
         sampled, values = tokens.tolist(), logprobs.tolist()  # the only wait for the device
         if not math.isfinite(sum(values)):
@@ -202,6 +210,15 @@ class Decoder:
         if len(keep) < len(self.rows):
             self._keep(keep)
         return finished
+
+    def _separate(self, logits: Tensor, first: int, sources: list[int]) -> Tensor:
+        """Give each row from ``first`` on a row of the cache of its own; return [rows, V]."""
+        self.shared = None
+        if len(sources) > len(logits) - first:
+            self.columns.spread(first, sources)
+            index = torch.tensor([*range(first), *sources], device=logits.device)
+            logits, self.positions = logits[index], self.positions[index]
+        return logits
 
     def _sample(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return tokens and their log-probabilities, each [rows]."""

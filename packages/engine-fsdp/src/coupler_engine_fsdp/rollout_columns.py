@@ -90,15 +90,24 @@ class Columns:
         self.starts = [start + end - self.end for start in self.starts]
         self.first, self.end = moved.start, end
 
-    def join(self, past: Tensor, copies: int) -> None:
-        """Append ``copies`` rows that share ``past`` [layers, 2, heads, tokens, dim]."""
-        rows, start = slice(self.num_rows, self.num_rows + copies), self.end - past.shape[3]
-        self.store[:, :, rows, :, start : self.end] = past[:, :, None]
-        self.mask[rows, ..., :start] = -torch.inf
-        self.mask[rows, ..., start:] = 0
-        self.starts += [start] * copies
-        self.num_rows += copies
+    def join(self, past: Tensor) -> None:
+        """Append a row with this ``past`` [layers, 2, heads, tokens, dim]."""
+        row, start = self.num_rows, self.end - past.shape[3]
+        self.store[:, :, row, :, start : self.end] = past
+        self.mask[row, ..., :start] = -torch.inf
+        self.mask[row, ..., start:] = 0
+        self.starts.append(start)
+        self.num_rows += 1
         self.first = min(self.first, start)
+
+    def spread(self, first: int, sources: list[int]) -> None:
+        """Let the rows from ``first`` on be copies of rows ``sources``, which rise and are not below ``first``."""
+        rows, used = slice(first, first + len(sources)), slice(self.first, self.end)
+        index = torch.tensor(sources, device=self.shape.device)
+        self.store[:, :, rows, :, used] = self.store[:, :, :, :, used].index_select(2, index)
+        self.mask[rows] = self.mask.index_select(0, index)
+        self.starts[first:] = [self.starts[source] for source in sources]
+        self.num_rows = first + len(sources)
 
     def past(self, row: int, tokens: int) -> Tensor:
         """The first ``tokens`` cached tokens of a running row, as :meth:`join` takes them."""
