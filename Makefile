@@ -18,7 +18,7 @@ quickstart: .venv/.synced
 	.venv/bin/python examples/quickstart/quickstart.py $(ARGS)
 
 # Every suite in the environment of its own package; tests/ in the one that has all of them. PACKAGE=core runs one;
-# --jobs 2 runs two at a time, of which the longest begin.
+# --jobs 3 runs three at a time, of which the longest begin.
 ifdef PACKAGE
 test: test-$(PACKAGE)
 else
@@ -57,8 +57,6 @@ test-rollout-vllm: export VLLM_ENABLE_V1_MULTIPROCESSING = 0
 # LAYOUTS_engine-megatron=engine.tensor_parallel=4 on the command line tries another; one split alone is in the package's own suite.
 LAYOUTS_engine-megatron := engine.context_parallel=2 engine.tensor_parallel=2,engine.pipeline_parallel=2 \
   moe,engine.tensor_parallel=2,engine.expert_parallel=2
-# the kit once more with vLLM ready for an adapter, which the engine sends apart
-LAYOUTS_rollout-vllm := untied,engine.lora_rank=4,rollout.max_lora_rank=8
 comma := ,
 define kit
 	.envs/$*/bin/python -m pytest $(KIT) $(KIT_$*) $(foreach each,$(subst $(comma), ,$(1)),--coupler-$(if $(findstring =,$(each)),set,model) $(each))
