@@ -2,6 +2,7 @@
 
     python benchmarks/weight_sync.py --shape 1.5b --transport ipc           # same GPU, two processes
     python benchmarks/weight_sync.py --shape 7b --transport nccl            # engine on GPU 0, vLLM on GPU 1
+    python benchmarks/weight_sync.py --shape 7b --adapter 32                # and an adapter of rank 32 alone
     python benchmarks/weight_sync.py --shape tiny --transport tcp           # anywhere
 
 The sender holds random weights under the names of the checkpoint, as an engine yields them. A round changes them,
@@ -26,6 +27,7 @@ from pathlib import Path
 import torch
 from shapes import SHAPES, checkpoint_shapes, write_shape
 
+from coupler.adapters import names_of, random_like
 from coupler.interfaces import InFlight, Memory, Model, Named, Rank
 from coupler.plugins.manager import Plugins
 from coupler.testing.edge import Edge
@@ -106,7 +108,8 @@ async def measure(folder: Path, args: argparse.Namespace, settings: dict[str, ob
     free = free_bytes(int(apart))
     if apart:  # of the engine's processes, which start later
         os.environ["CUDA_VISIBLE_DEVICES"] = "1"
-    rollout = VLLMRollout(configured(VLLMConfig, {**SMALL, **settings}), Model(str(folder)))
+    config = configured(VLLMConfig, {**SMALL, "max_lora_rank": args.adapter, **settings})
+    rollout = VLLMRollout(config, Model(str(folder)))
     edge = Edge(Plugins.load().get("transport", args.transport), rollout, await rollout.setup(Rank(seed=1)))
     await rollout.pause(InFlight.DRAIN)
     times, extra = [], 0
@@ -117,6 +120,8 @@ async def measure(folder: Path, args: argparse.Namespace, settings: dict[str, ob
         if DEVICE == "cuda" and i in (0, args.rounds + 1):  # on the CPU the layers keep their weights packed
             assert await rollout.checksums() == [weights.checksums()], "what arrived is not what was sent"
     report_sync(args, weights.num_bytes, times, copied, extra)
+    if args.adapter:
+        await push_adapters(edge, weights, args, statistics.median(times[2:]))
     await sleep_and_wake(rollout, free, int(apart), pinned)
     rollout.close()
 
@@ -148,6 +153,28 @@ def report_sync(args: argparse.Namespace, num_bytes: int, times: list[float], co
     )
 
 
+async def push_adapters(edge: Edge, weights: Weights, args: argparse.Namespace, whole: float) -> None:
+    """Time what a run with LoRA sends in each step: A and B of every projection, upon weights that came once."""
+    tensors: list[Named] = []
+    for name, weight in weights.tensors.items():
+        if name.endswith("_proj.weight"):
+            shapes = ((args.adapter, weight.shape[1]), (weight.shape[0], args.adapter))
+            tensors += ((n, random_like(n, weight.new_empty(s))) for n, s in zip(names_of(name), shapes, strict=True))
+    num_bytes, times = sum(tensor.nbytes for _, tensor in tensors), []
+    for _ in range(args.rounds + 2):
+        synchronize()
+        start = time.perf_counter()
+        _, receipt = await edge.push(iter(tensors), adapter=True)
+        times.append(time.perf_counter() - start)
+        assert receipt.num_loaded == len(tensors) and not receipt.missing and not receipt.unexpected, receipt
+    adapter = statistics.median(times[2:])
+    print(
+        f"RESULT adapter of rank {args.adapter}: {num_bytes / 1e6:.0f} MB in {1e3 * adapter:.1f} ms, "
+        f"{adapter / whole:.2f} of the sync of all weights",
+        flush=True,
+    )
+
+
 async def sleep_and_wake(rollout: VLLMRollout, free: int, device: int, pinned: float) -> None:
     both, times, residue, held = frozenset(Memory), [], 0, 0
     for _ in range(6):
@@ -172,6 +199,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="1.5b")
     parser.add_argument("--transport", default="ipc")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--adapter", type=int, default=0, metavar="RANK")
     parser.add_argument("settings", nargs="*", help="rollout.KEY=VALUE")
     args = parser.parse_args()
     settings = parse_settings(args.settings).get("rollout", {})

@@ -79,7 +79,7 @@ def test_checksums_are_those_of_what_was_sent(model: Any, reference: Transformer
         sent = {name: checksum(tensor) for name, tensor in stream(reference)}
         assert of_plan(plans[model]) == sent
         name = "model.layers.0.self_attn.k_proj.weight"
-        (piece,) = plans[model][name]
+        (piece,) = plans[model][name].pieces
         piece.into.copy_(piece.into.flip(0))
         moved = of_plan(plans[model])
         piece.into.copy_(piece.into.flip(0))
@@ -96,6 +96,16 @@ def test_the_plan_takes_what_is_not_contiguous(model: Any, reference: Transforme
         record(model, stream(reference, 2.0), reference.folder)
         copy(plans[model], ((name, t.T.contiguous().T if t.ndim == 2 else t) for name, t in stream(reference)))
     assert_equal(state(model), wanted)
+
+
+@pytest.mark.parametrize("rows", [127, 256])
+def test_another_shape_than_before_is_an_error(model: Any, reference: TransformersReference, rows: int) -> None:
+    """In shared memory the next tensor's elements would be read for those that lack."""
+    name = "model.layers.0.self_attn.o_proj.weight"
+    with torch.no_grad():
+        record(model, stream(reference), reference.folder)
+        with pytest.raises(WeightSyncError, match=rf"{name} does not fit .* \[{rows}, 128\], and was \[128, 128\]"):
+            copy(plans[model], [(name, torch.zeros(256, 128)[:rows])])
 
 
 @pytest.mark.parametrize(

@@ -193,7 +193,7 @@ class StreamShardingManager(ShardingManager):
 
     async def _transfer(self, update: WeightUpdate) -> Pushed:
         async with asyncio.timeout(self.config.deadline_s):
-            sent, receipts = await _both(self.engine.push(update), self.rollouts.update(update))
+            sent, receipts = await both_sides(self.engine.push(update), self.rollouts.update(update))
         for replica, receipt in enumerate(receipts):
             verify(sent[0], receipt, replica)
         return sent[0], receipts
@@ -224,7 +224,7 @@ def _slowest(pushed: list[Pushed]) -> dict[str, float]:
     return total
 
 
-async def _both(sending: Awaitable[Any], receiving: Awaitable[Any]) -> tuple[Any, Any]:
+async def both_sides(sending: Awaitable[Any], receiving: Awaitable[Any]) -> tuple[Any, Any]:
     """Wait for both sides of a transfer; of two failures, raise the one that is more than the other's end."""
     tasks = [asyncio.ensure_future(sending), asyncio.ensure_future(receiving)]
     try:

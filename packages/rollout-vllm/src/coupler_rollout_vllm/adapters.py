@@ -13,47 +13,61 @@ from coupler.adapters import A, partner
 from coupler.errors import WeightSyncError
 from coupler.interfaces import Named
 from coupler_rollout_vllm import compat
-
-COPY = torch.ops.aten.copy_.default
+from coupler_rollout_vllm.loading import COPY, Piece, Plan, Way, account, copy, region, unfit
 
 loaded: WeakKeyDictionary[torch.nn.Module, frozenset[str]] = WeakKeyDictionary()  # the model's adapter, by name
+plans: WeakKeyDictionary[torch.nn.Module, Plan] = WeakKeyDictionary()  # where each tensor of it went
 
 
 def load_adapter(worker: Any, weights: Iterable[Named]) -> dict[str, Any]:
     """Put the adapter of these tensors in place of the one before; return what became of it, see :func:`receipts.join`.
 
-    Missing is the other half of an A or B, and what the adapter before it had; unused is what no layer took.
+    vLLM loads the first, and its copies are the plan for all that follow. Missing is the other half of an A or B, and
+    what the adapter before it had; unused is what no layer took.
 
     Raises:
         WeightSyncError: its rank is above what vLLM was started for, or a tensor does not fit its layer.
     """
-    received = {name: compat.on_host(tensor) for name, tensor in weights}
+    if plan := plans.get(compat.model_of(worker)):
+        return copy(plan, weights)
+    return record(worker, weights)
+
+
+def record(worker: Any, weights: Iterable[Named]) -> dict[str, Any]:
+    """Let vLLM load the adapter; keep its copies as the plan, if that is all it did."""
+    received: dict[str, torch.Tensor] = {}
+    num_bytes = 0
+    for name, tensor in weights:
+        num_bytes += int(tensor.nbytes)
+        received[name] = compat.on_device(worker, tensor)
     whole = {name: tensor for name, tensor in received.items() if partner(name) in received}
     model, places = compat.model_of(worker), compat.adapter_places(worker)
     ours = {name: compat.in_model(worker, name) for name in received}
     rank = _rank(whole, compat.adapter_room(worker))
-    with Writes(places) as writes:
+    with Writes(places, whole) as writes:
         try:
             compat.put_adapter(worker, {ours[name]: tensor for name, tensor in whole.items()}, rank)
         except RuntimeError as error:
-            raise _unfit(f"an adapter with {next(iter(whole))}", str(error)) from error
+            raise unfit(f"an adapter with {next(iter(whole))}", str(error)) from error
     for name in whole:
         if ours[name] in places and ours[name] not in writes.filled:
-            raise _unfit(name, f"its shape is {list(whole[name].shape)}")
+            raise unfit(name, f"its shape is {list(whole[name].shape)}")
     unused = [name for name in received if ours[name] not in writes.filled]
     alone = {partner(name) for name in received} - received.keys()
     missing = alone | (loaded.get(model, frozenset()) - received.keys())
     if not (missing or unused):
         loaded[model] = frozenset(received)
-    size = sum(int(tensor.nbytes) for tensor in received.values())
-    return {"num_received": len(received), "num_bytes": size, "unused": unused, "missing": sorted(missing)}
+        if writes.plan.keys() == received.keys():
+            plans[model] = writes.plan
+    return account(received, num_bytes, unused, sorted(missing))
 
 
 def forget_adapter(worker: Any) -> None:
     """The weights beneath it change: from now on they stand alone."""
     if compat.adapter_room(worker):
         compat.drop_adapters(worker)
-        loaded.pop(compat.model_of(worker), None)
+        for known in (loaded, plans):
+            known.pop(compat.model_of(worker), None)
 
 
 def _rank(tensors: dict[str, torch.Tensor], room: int) -> int:
@@ -71,24 +85,19 @@ def _rank(tensors: dict[str, torch.Tensor], room: int) -> int:
     return max(ranks, default=0)
 
 
-def _unfit(what: str, why: str) -> WeightSyncError:
-    return WeightSyncError(
-        f"{what} does not fit the rollout's model: {why}.\n"
-        "  look at:  model.path, and whether engine and rollout have the same architecture"
-    )
-
-
 class Writes(TorchDispatchMode):
-    """Sees which tensors of an adapter are copied to their place, over its whole width.
+    """Sees which tensors of an adapter are copied to their place, over its whole width, and from where.
 
     vLLM fuses layers, cuts tensors for its workers and pads ranks, and leaves out what has no layer. All of it ends in
     a copy into a layer's place for one tensor, of which the rank may be smaller than the place and nothing else.
     """
 
-    def __init__(self, places: dict[str, torch.Tensor]) -> None:
+    def __init__(self, places: dict[str, torch.Tensor], sent: dict[str, torch.Tensor]) -> None:
         super().__init__()
         self.places = {place.untyped_storage()._cdata: (name, place) for name, place in places.items()}
+        self.sent = {tensor.untyped_storage()._cdata: (name, tensor) for name, tensor in sent.items()}
         self.filled: set[str] = set()
+        self.plan: Plan = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is COPY and (found := self.places.get(args[0].untyped_storage()._cdata)):
@@ -96,4 +105,10 @@ class Writes(TorchDispatchMode):
             axis = -1 if name.endswith(A) else -2
             if args[0].ndim == 2 and args[0].shape[axis] == place.shape[axis]:
                 self.filled.add(name)
+                self._copied(args[0], args[1])
         return func(*args, **(kwargs or {}))
+
+    def _copied(self, into: torch.Tensor, source: torch.Tensor) -> None:
+        if found := self.sent.get(source.untyped_storage()._cdata):
+            name, tensor = found
+            self.plan.setdefault(name, Way(tuple(tensor.shape))).pieces.append(Piece(into, region(source)))

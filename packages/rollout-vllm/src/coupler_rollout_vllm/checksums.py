@@ -26,10 +26,10 @@ def of_plan(plan: Plan) -> dict[str, int]:
     A worker that holds a part of the model (``tensor_parallel``) has other tensors, and other checksums.
     """
     found = {}
-    for name, pieces in plan.items():
-        size = sum(piece.into.numel() for piece in pieces)
-        whole = torch.zeros(size, dtype=pieces[0].into.dtype, device=pieces[0].into.device)
-        for piece in pieces:
+    for name, way in plan.items():
+        first = way.pieces[0].into
+        whole = torch.zeros(sum(p.into.numel() for p in way.pieces), dtype=first.dtype, device=first.device)
+        for piece in way.pieces:
             start, shape, strides = piece.source
             whole.as_strided(shape, strides, start).copy_(piece.into)
         found[name] = checksum(whole)

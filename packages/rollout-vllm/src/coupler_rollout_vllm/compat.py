@@ -400,9 +400,10 @@ def put_adapter(worker: Any, tensors: dict[str, torch.Tensor], rank: int) -> Non
     if tensors:
         manager = _manager(worker)
         peft = PEFTHelper(r=rank, lora_alpha=rank, target_modules=[])
-        dtype = worker.vllm_config.lora_config.lora_dtype
-        manager.add_adapter(LoRAModel.from_lora_tensors(ADAPTER, tensors, peft, device="cpu", dtype=dtype))
+        adapter = LoRAModel.from_lora_tensors(ADAPTER, tensors, peft, device=str(worker.device))
+        manager.add_adapter(adapter)
         manager.activate_adapter(ADAPTER)
+        adapter.loras.clear()  # its layers have them
 
 
 def drop_adapters(worker: Any) -> None:
@@ -428,9 +429,10 @@ def _manager(worker: Any) -> Any:
     return worker.model_runner.lora_manager._adapter_manager
 
 
-def on_host(tensor: Any) -> torch.Tensor:
-    """A copy in the host's memory."""
-    return as_tensor(tensor).to("cpu", copy=True)
+def on_device(worker: Any, tensor: Any) -> torch.Tensor:
+    """A copy as the layers of an adapter hold it."""
+    dtype = worker.vllm_config.lora_config.lora_dtype
+    return as_tensor(tensor).to(worker.device, dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

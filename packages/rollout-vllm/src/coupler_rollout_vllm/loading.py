@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sized
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -37,7 +37,15 @@ class Piece:
         self.into.copy_(tensor.as_strided(shape, strides, tensor.storage_offset() + start))
 
 
-Plan = dict[str, list[Piece]]  # by name in the checkpoint
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Where a received tensor of this shape goes."""
+
+    shape: tuple[int, ...]
+    pieces: list[Piece] = field(default_factory=list)
+
+
+Plan = dict[str, Way]  # by the name that a tensor comes with
 plans: WeakKeyDictionary[torch.nn.Module, Plan] = WeakKeyDictionary()
 
 
@@ -74,26 +82,33 @@ def record(model: Any, weights: Iterable[Named], folder: Path) -> dict[str, Any]
         ledger.feed(model, ((name, compat.as_tensor(tensor)) for name, tensor in weights))
     answer = ledger.answer(folder)
     if not answer["missing"] and ledger.plannable:
-        plans[model] = {name: ledger.pieces[name] for name in ledger.received if name in ledger.used}
+        plans[model] = {name: ledger.ways[name] for name in ledger.received if name in ledger.used}
     return answer
 
 
 def copy(plan: Plan, weights: Iterable[Named]) -> dict[str, Any]:
-    """Copy every tensor to where it went before."""
+    """Copy every tensor to where it went before.
+
+    Raises:
+        WeightSyncError: one has another shape than then.
+    """
     received: dict[str, None] = {}
     num_bytes = 0
     for name, sent in weights:
         tensor = compat.as_tensor(sent).contiguous()
         received[name] = None
         num_bytes += int(tensor.nbytes)
-        for piece in plan.get(name, ()):
-            piece.copy(tensor)
+        if way := plan.get(name):
+            if tensor.shape != way.shape:
+                raise unfit(name, f"its shape is {list(tensor.shape)}, and was {list(way.shape)}")
+            for piece in way.pieces:
+                piece.copy(tensor)
         del sent, tensor  # shared memory: its owner waits for it to be let go
     unused = [name for name in received if name not in plan]
-    return _answer(received, num_bytes, unused, sorted(plan.keys() - received.keys()))
+    return account(received, num_bytes, unused, sorted(plan.keys() - received.keys()))
 
 
-def _answer(received: Mapping[str, None], num_bytes: int, unused: list[str], missing: list[str]) -> dict[str, Any]:
+def account(received: Sized, num_bytes: int, unused: list[str], missing: list[str]) -> dict[str, Any]:
     return {"num_received": len(received), "num_bytes": num_bytes, "unused": unused, "missing": missing}
 
 
@@ -112,7 +127,7 @@ class Ledger(TorchDispatchMode):
         }  # alive: no address is reused
         self.owner = {storage._cdata: name for name, storage in self.storages.items()}
         self.regions: dict[str, set[Region]] = defaultdict(set)
-        self.pieces: Plan = defaultdict(list)
+        self.ways: Plan = {}
         self.plannable = True
         self.received: dict[str, None] = {}  # in order
         self.used: set[str] = set()
@@ -124,16 +139,17 @@ class Ledger(TorchDispatchMode):
         if func is COPY or func in FILLS:
             name = self.owner.get(args[0].untyped_storage()._cdata)
             if name is not None:
-                self.regions[name].add(_region(args[0]))
+                self.regions[name].add(region(args[0]))
                 if func is COPY:
                     self._copied(args[0], args[1])
         return func(*args, **(kwargs or {}))
 
     def _copied(self, into: torch.Tensor, source: torch.Tensor) -> None:
         self.used.add(self.current)
-        start, shape, strides = _region(source)
+        start, shape, strides = region(source)
         if source.untyped_storage()._cdata == self.tensor.untyped_storage()._cdata:
-            self.pieces[self.current].append(Piece(into, (start - int(self.tensor.storage_offset()), shape, strides)))
+            way = self.ways.setdefault(self.current, Way(tuple(self.tensor.shape)))
+            way.pieces.append(Piece(into, (start - int(self.tensor.storage_offset()), shape, strides)))
         else:  # of something that was computed: only the loader knows how
             self.plannable = False
 
@@ -158,10 +174,7 @@ class Ledger(TorchDispatchMode):
             yield name, tensor
 
     def _unfit(self, error: Exception) -> WeightSyncError:
-        return WeightSyncError(
-            f"{self.current} does not fit the rollout's model: {type(error).__name__}: {error}\n"
-            "  look at:  model.path, and whether engine and rollout have the same architecture"
-        )
+        return unfit(self.current, f"{type(error).__name__}: {error}")
 
     def answer(self, folder: Path) -> dict[str, Any]:
         """What became of the tensors.
@@ -170,13 +183,20 @@ class Ledger(TorchDispatchMode):
         """
         incomplete = [name for name, size in self.sizes.items() if self._filled(name) < size]
         missing = (sorted(checkpoint_names(folder) - self.received.keys()) or incomplete) if incomplete else []
-        return _answer(self.received, self.num_bytes, [n for n in self.received if n not in self.used], missing)
+        return account(self.received, self.num_bytes, [n for n in self.received if n not in self.used], missing)
 
     def _filled(self, name: str) -> int:
         return sum(torch.Size(shape).numel() for _, shape, _ in self.regions[name])
 
 
-def _region(tensor: torch.Tensor) -> Region:
+def unfit(name: str, why: str) -> WeightSyncError:
+    return WeightSyncError(
+        f"{name} does not fit the rollout's model: {why}.\n"
+        "  look at:  model.path, and whether engine and rollout have the same architecture"
+    )
+
+
+def region(tensor: torch.Tensor) -> Region:
     return int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride())
 
 

@@ -19,6 +19,7 @@ from coupler.interfaces import (
     open_transport,
 )
 from coupler.plugins.backend import Backend
+from coupler.sharding import both_sides
 
 
 class Edge:
@@ -52,8 +53,7 @@ class Edge:
         )
         sending = asyncio.to_thread(self.transport.send, weights, update, Rank())
         async with asyncio.timeout(self.deadline_s):
-            sent, receipt = await asyncio.gather(sending, self.rollout.update(update))
-        return sent, receipt
+            return await both_sides(sending, self.rollout.update(update))
 
 
 class Served:
