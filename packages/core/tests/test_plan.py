@@ -62,6 +62,10 @@ def test_supervised() -> None:
         (["engine.schedule=cosine"], "policy cosine over 40 optimizer steps"),
         (["engine.schedule=cosine", "engine.total_steps=70"], "policy cosine over 70 optimizer steps"),
         (["engine.schedule=linear", "engine.warmup_steps=4"], "policy linear over 40 optimizer steps, warm-up over 4"),
+        (
+            ["engine.schedule=wsd", "engine.decay_steps=3", "engine.warmup_ratio=0.1"],
+            "policy wsd over 40 optimizer steps, warm-up over 4",
+        ),
         (["engine.warmup_steps=90"], "policy constant, warm-up over 90"),
     ],
 )

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 
@@ -68,10 +69,12 @@ def test_a_run_that_is_all_warmup_never_divides_by_zero() -> None:
     assert linear(3, total=4, warmup=4) == 1
 
 
-WHOLE = AdamWConfig(schedule=Schedule.COSINE, warmup_steps=10, total_steps=100)
+LENGTH = {"total_steps": 100}
+WHOLE = AdamWConfig(schedule=Schedule.COSINE, warmup_steps=10, **LENGTH)
 OTHERS = {  # of every option of the rate, another value than that of the configuration beside it
     "schedule": (WHOLE, Schedule.LINEAR),
     "warmup_steps": (WHOLE, 20),
+    "warmup_ratio": (replace(WHOLE, warmup_steps=0), 0.2),
     "init_lr_ratio": (WHOLE, 0.5),
     "total_steps": (WHOLE, 200),
     "min_lr_ratio": (WHOLE, 0.1),
@@ -84,7 +87,7 @@ def test_every_option_of_the_rate_changes_it() -> None:
     beside = {"lr", "beta1", "beta2", "eps", "weight_decay", "max_grad_norm", "name", "ranks", "python"}
     assert {f.name for f in fields(AdamWConfig)} - beside == OTHERS.keys()
     for key, (config, value) in OTHERS.items():
-        plain, other = multiplier(config), multiplier(replace(config, **{key: value}))
+        plain, other = multiplier(config), multiplier(replace(config, **{key: value}).for_run(100))
         assert any(plain(step) != other(step) for step in range(100)), key
 
 
@@ -97,13 +100,14 @@ def test_every_option_of_the_rate_changes_it() -> None:
         ("wsd", "num_cycles", 1.0, "engine.schedule=cosine"),
         ("cosine", "decay_steps", 3, "engine.schedule=wsd"),
         ("cosine", "init_lr_ratio", 0.3, "engine.warmup_steps above 0"),
+        ("wsd", "warmup_ratio", 0.1, "engine.warmup_steps=0"),
     ],
 )
 def test_an_option_that_the_schedule_does_not_read_is_refused(
     schedule: str, key: str, value: float, needs: str
 ) -> None:
     settings = {"schedule": Schedule(schedule), **({} if schedule == "constant" else {"total_steps": 9})}
-    settings |= {"decay_steps": 2} if schedule == "wsd" else {}
+    settings |= {"decay_steps": 2, "warmup_steps": 3} if schedule == "wsd" else {}
     AdamWConfig(**settings)
     with pytest.raises(ValueError, match=re.escape(f"engine.{key} needs {needs}, got {value}.")):
         AdamWConfig(**{**settings, key: value})
@@ -117,7 +121,24 @@ def test_a_schedule_without_a_length_takes_the_run_s() -> None:
     assert config.for_run(0) == config  # of an engine that takes no step
 
 
-@pytest.mark.parametrize(("key", "value"), [("init_lr_ratio", 1.1), ("init_lr_ratio", -0.1), ("num_cycles", 0.0)])
+def test_a_warm_up_is_a_share_of_the_schedule() -> None:
+    for settings, steps in (({}, 5), ({"schedule": Schedule.LINEAR}, 5), ({"schedule": WHOLE.schedule, **LENGTH}, 10)):
+        config = AdamWConfig(**settings, warmup_ratio=0.1, init_lr_ratio=0.5).for_run(50)
+        assert (config.warmup_steps, config.warmup_ratio) == (steps, 0.0)
+        assert multiplier(config)(0) == pytest.approx(0.5 + 0.5 / steps)
+    assert AdamWConfig(warmup_ratio=0.1, init_lr_ratio=0.5).for_run(3).warmup_steps == 1
+
+
+@pytest.mark.parametrize("settings", [{"warmup_ratio": 0.1}, {"schedule": Schedule.COSINE}])
+def test_a_schedule_that_was_not_told_the_length_is_an_error(settings: dict[str, Any]) -> None:
+    """A cosine of no steps would have ended before the first one."""
+    with pytest.raises(ValueError, match="needs the length of the run"):
+        multiplier(AdamWConfig(**settings))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("warmup_ratio", 1.0), ("init_lr_ratio", 1.1), ("init_lr_ratio", -0.1), ("num_cycles", 0.0)]
+)
 def test_a_value_out_of_range_is_named(key: str, value: float) -> None:
     with pytest.raises(ValueError, match=rf"engine\.{key} must be"):
         replace(WHOLE, **{key: value})

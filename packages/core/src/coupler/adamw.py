@@ -40,6 +40,7 @@ class AdamWConfig(EngineConfig):
     max_grad_norm: float = 1.0  # 0: no clipping
     schedule: Schedule = Schedule.CONSTANT
     warmup_steps: int = 0  # optimizer steps; the first one already has lr / warmup_steps
+    warmup_ratio: float = 0.0  # the same as a share of all optimizer steps of the schedule; at least one
     init_lr_ratio: float = 0.0  # of lr, from which the warm-up rises
     total_steps: int = 0  # optimizer steps after which the schedule has ended; 0: those of the whole run
     decay_steps: int = 0  # optimizer steps at the end of the run over which wsd decays
@@ -60,6 +61,8 @@ class AdamWConfig(EngineConfig):
             self._require(0 <= getattr(self, key) < 1, key, "must be in [0, 1)")
         for key in ("init_lr_ratio", "min_lr_ratio"):
             self._require(0 <= getattr(self, key) <= 1, key, "must be in [0, 1]")
+        self._require(0 <= self.warmup_ratio < 1, "warmup_ratio", "must be in [0, 1)")
+        self._require(not (self.warmup_ratio and self.warmup_steps), "warmup_ratio", "needs engine.warmup_steps=0")
         self._require(self.num_cycles > 0, "num_cycles", "must be above 0")
         self._check_schedule()
 
@@ -67,7 +70,7 @@ class AdamWConfig(EngineConfig):
         for key, readers in READ_UNDER.items():
             in_vain = self.schedule not in readers and getattr(self, key) != getattr(AdamWConfig, key)
             self._require(not in_vain, key, f"needs engine.schedule={_either(readers)}")
-        rises = self.warmup_steps > 0
+        rises = self.warmup_steps > 0 or self.warmup_ratio > 0
         self._require(rises or not self.init_lr_ratio, "init_lr_ratio", "needs engine.warmup_steps above 0")
         if self.total_steps:
             why = f"must be at least {self._least} (warm-up and decay) under engine.schedule={self.schedule}"
@@ -87,8 +90,18 @@ class AdamWConfig(EngineConfig):
         return f"{self.schedule}{over}" + (f", warm-up over {self.warmup_steps}" if self.warmup_steps else "")
 
     def for_run(self, num_steps: int) -> Self:
-        """Let a schedule whose end is not set end with the run."""
-        if self.schedule == Schedule.CONSTANT or self.total_steps or not num_steps:
+        """Let a schedule whose end is not set end with the run, and count the steps of a warm-up given as a share."""
+        if not num_steps:
+            return self
+        return self._counted(self.total_steps or num_steps)._ending(num_steps)
+
+    def _counted(self, num_steps: int) -> Self:
+        if not self.warmup_ratio:
+            return self
+        return replace(self, warmup_steps=max(1, int(self.warmup_ratio * num_steps)), warmup_ratio=0.0)
+
+    def _ending(self, num_steps: int) -> Self:
+        if self.schedule == Schedule.CONSTANT or self.total_steps:
             return self
         if num_steps < self._least:
             raise ValueError(
@@ -104,7 +117,13 @@ class AdamWConfig(EngineConfig):
 
 
 def multiplier(config: AdamWConfig) -> partial[float]:
-    """The function from optimizer steps done to the share of ``lr`` that the next one has."""
+    """The function from optimizer steps done to the share of ``lr`` that the next one has.
+
+    Raises:
+        ValueError: the schedule depends on the length of a run that ``config`` was not made for.
+    """
+    if config.warmup_ratio or (config.schedule != Schedule.CONSTANT and not config.total_steps):
+        raise ValueError(f"engine.schedule={config.schedule} needs the length of the run: EngineConfig.for_run(steps).")
     rise = {"warmup": config.warmup_steps, "init": config.init_lr_ratio}
     if config.schedule == Schedule.CONSTANT:
         return partial(schedules.constant, **rise)
