@@ -75,7 +75,7 @@ lint: .venv/.synced
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/lint-imports
-	.venv/bin/pyright
+	.venv/bin/pyright --project .
 
 wheels: | $(UV)
 	$(UV) build --all-packages --wheel --out-dir dist --quiet
