@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from coupler.config.schema import SyncConfig
-from coupler.errors import ReplicaDied, WaitTimeout
+from coupler.errors import CouplerError, ReplicaDied, WaitTimeout
 from coupler.executors import Local
 from coupler.interfaces import Completion, InFlight, Memory, Model, Rank, Request, SyncReceipt, WeightUpdate
 from coupler.plugins.manager import Plugins
@@ -243,6 +244,36 @@ def test_a_replica_that_dies_while_it_wakes_is_back_at_the_sync(tmp_path: Path) 
         assert set((await group.generate(requests(1)[0])).versions) == {1}
 
     asyncio.run(asyncio.wait_for(story(), 15.0))
+
+
+class Repeats(ToyRollout):
+    async def generate(self, request: Request) -> Completion:
+        return replace(await super().generate(request), finish="repetition")  # type: ignore[arg-type]
+
+
+class Aborts(ToyRollout):
+    async def generate(self, request: Request) -> Completion:
+        return replace(await super().generate(request), finish="abort")
+
+
+@pytest.mark.parametrize(
+    ("rollout", "what"),
+    [
+        ("Repeats", "ended a request with 'repetition', which is none of stop, length, abort"),
+        ("Aborts", "cut a request off without a pause"),
+    ],
+)
+def test_an_end_that_is_none_is_an_error(tmp_path: Path, rollout: str, what: str) -> None:
+    executor = Local(inline=True, waits=Waits(60.0, 60.0))
+    model = Model(str(write_toy(tmp_path)))
+    group = RolloutGroup(executor, f"test_rollouts:{rollout}", ToyRolloutConfig(), model, [Rank()])
+
+    async def story() -> None:
+        await group.setup()
+        await group.generate(Request((5, 6), 4))
+
+    with pytest.raises(CouplerError, match=what):
+        asyncio.run(story())
 
 
 class Silent(ToyRollout):

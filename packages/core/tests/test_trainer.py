@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from toy_run import ToyRun, small
+from toy_run import REWARD, ToyRun, small
 
-from coupler.errors import CouplerError, RewardError, WeightSyncError
-from coupler.interfaces import InFlight, Rank, SyncReceipt, WeightUpdate
+from coupler.config.schema import SamplingConfig
+from coupler.errors import CouplerError, RewardError, WaitTimeout, WeightSyncError
+from coupler.interfaces import Completion, InFlight, Rank, Request, SyncReceipt, WeightUpdate
+from coupler.rewards import RewardPool
 from coupler.testing.toy import ToyAlgorithm, ToyRollout
 
 
@@ -196,3 +201,113 @@ def test_it_is_found_where_batches_are_older_than_the_sync(tmp_path: Path, rollo
     """By the batch, where some of it was sampled since, else by a probe one version later."""
     with pytest.raises(WeightSyncError, match=what):
         ToyRun(tmp_path, small(max_staleness=1), rollout=rollout).run()
+
+
+class TurnsToNaN(ToyRollout):
+    """Runs the weights of the start, and NaN from the first step's sync on."""
+
+    async def generate(self, request):  # type: ignore[no-untyped-def]
+        done = await super().generate(request)
+        return replace(done, logprobs=(np.nan,) * len(done.tokens)) if done.versions[-1] > 0 else done
+
+
+class AlwaysNaN(ToyRollout):
+    async def generate(self, request):  # type: ignore[no-untyped-def]
+        done = await super().generate(request)
+        return replace(done, logprobs=(np.nan,) * len(done.tokens))
+
+
+class NamesNoVersion(ToyRollout):
+    """Says that the weights of the start sampled it, whatever did."""
+
+    async def generate(self, request):  # type: ignore[no-untyped-def]
+        done = await super().generate(request)
+        return replace(done, versions=(0,) * len(done.tokens))
+
+
+class FromTheFuture(NamesNoVersion):
+    async def generate(self, request):  # type: ignore[no-untyped-def]
+        done = await super().generate(request)
+        return replace(done, versions=(7,) * len(done.tokens))
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+@pytest.mark.parametrize(
+    ("rollout", "what"),
+    [
+        ("AlwaysNaN", "after a full weight push the log-probs of the rollout differ from the engine's by nan"),
+        ("TurnsToNaN", "log-prob is not finite, of weights version 1|differ from the engine's by nan on average"),
+        ("NamesNoVersion", r"hold weights version \d, and sampled tokens name versions 0 to \d"),
+        ("FromTheFuture", "hold weights version 0, and sampled tokens name versions 7 to 7"),
+    ],
+)
+def test_what_no_weights_of_ours_can_have_sampled_is_an_error(
+    tmp_path: Path, rollout: str, what: str, max_staleness: int
+) -> None:
+    """NaN is below no limit and above none."""
+    with pytest.raises(WeightSyncError, match=what):
+        ToyRun(tmp_path, small(max_staleness=max_staleness), rollout=f"test_trainer:{rollout}").run()
+
+
+def test_one_replica_s_nan_is_not_hidden_by_another(tmp_path: Path) -> None:
+    run = ToyRun(tmp_path, small())
+
+    async def story() -> None:
+        await run.policy.setup()
+        await run.weights.setup()
+        await run.weights.prove()
+        (good,) = await run.rollouts.all("generate", Request((5, 6, 7), 16, 1.0, (), seed=0))
+        bad = replace(good, logprobs=(np.nan,) * len(good.tokens))
+        for answers in ((good, bad), (bad, good)):
+            run.rollouts.all = partial(same, list(answers))  # type: ignore[method-assign]
+            with pytest.raises(WeightSyncError, match="differ from the engine's by nan"):
+                await run.weights.probe()
+
+    asyncio.run(story())
+
+
+async def same(answers: list[Any], *_: object) -> list[Any]:
+    return answers
+
+
+SLOW = REWARD.replace("def score(completion):", "import time\ndef score(completion, row):").replace(
+    "    return", "    time.sleep(0.4 * (row['index'] == 3))\n    return"
+)
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2])
+def test_a_group_that_takes_long_is_waited_for(tmp_path: Path, max_staleness: int) -> None:
+    """It was trained on at any age while the groups that came after it went first."""
+    run = ToyRun(tmp_path, small(steps=10, max_staleness=max_staleness), reward=SLOW)
+    run.pool = RewardPool(run.pool.target, 2, 10.0, 0.01)
+    log = run.run()
+    assert max(step["staleness/max"] for step in log[1:]) == max_staleness
+
+
+class Cut(ToyRollout):
+    """Long enough to be cut off at several syncs."""
+
+    async def _sample(self, request: Request) -> Completion:
+        await asyncio.sleep(0.002 * (request.max_tokens > 4))
+        return await super()._sample(request)
+
+
+def test_a_completion_may_be_cut_off_by_several_syncs(tmp_path: Path) -> None:
+    config = small(steps=10, max_staleness=4, sampling=SamplingConfig(max_tokens=200))
+    config.sync.in_flight = InFlight.ABORT
+    log = ToyRun(tmp_path, config).run()
+    assert len(log) == 11 and max(step["staleness/max"] for step in log[1:]) <= 4
+
+
+class NeverReceives(ToyRollout):
+    async def update(self, update: WeightUpdate) -> SyncReceipt:
+        return await asyncio.get_running_loop().create_future()
+
+
+def test_a_sync_that_hangs_ends_at_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coupler.sharding.GRACE_S", 0.1)
+    config = small()
+    config.sync.deadline_s = 0.5
+    run = ToyRun(tmp_path, config, rollout="test_trainer:NeverReceives")
+    with pytest.raises(WaitTimeout, match=r"version 0 were not in every rollout after 0 s|was not .* after"):
+        run.run()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from typing import Any
 
 from coupler.batch import Batch
 from coupler.errors import CouplerError
@@ -15,7 +16,8 @@ class Buffer:
     Consumes scored groups from the Sampler (:meth:`put`, :meth:`reject`), produces the groups of a step for the Trainer
     (:meth:`take`). :meth:`admit` waits until a further prompt cannot become staler than ``max_staleness``:
     ``submitted - rejected <= (version + 1 + max_staleness) * prompts_per_step``; :meth:`advance` unblocks it, and so
-    does :meth:`reject`.
+    does :meth:`reject`. That bounds the age of what is trained on because groups leave in the order in which they were
+    admitted, however long one of them takes.
     """
 
     def __init__(self, prompts_per_step: int, max_staleness: int, max_rejected: int) -> None:
@@ -24,7 +26,8 @@ class Buffer:
         self.submitted = 0
         self.rejected = 0
         self.rejected_in_step = 0
-        self.ready: dict[int, Batch] = {}  # by admission number
+        self.admitted: list[int] = []  # numbers of groups that nobody took or rejected, in order
+        self.ready: dict[int, Batch] = {}  # those that are scored
         self.failure: BaseException | None = None
         self.changed = asyncio.Condition()
 
@@ -32,8 +35,9 @@ class Buffer:
         """Wait until one more prompt may be started; return its admission number."""
         async with self.changed:
             await self.changed.wait_for(self.has_room)
+            self.admitted.append(self.submitted)
             self.submitted += 1
-            return self.submitted - 1
+            return self.admitted[-1]
 
     def has_room(self) -> bool:
         """Whether :meth:`admit` would return at once."""
@@ -48,6 +52,7 @@ class Buffer:
     async def reject(self, number: int, why: str) -> None:
         """Drop a group that the algorithm, or an invalid reward, refused: another one may be started for it."""
         async with self.changed:
+            self.admitted.remove(number)
             self.rejected += 1
             self.rejected_in_step += 1
             if self.rejected_in_step > self.max_rejected:
@@ -66,24 +71,28 @@ class Buffer:
             self.changed.notify_all()
 
     async def take(self) -> list[Batch]:
-        """Wait for the groups of a step: those admitted first among the finished ones, in order of admission."""
+        """Wait for the groups of a step: those admitted first, in that order."""
         async with self.changed:
-            await self.changed.wait_for(lambda: self.failure or len(self.ready) >= self.prompts_per_step)
+            await self.changed.wait_for(lambda: self.failure or self._first_are_ready())
             if self.failure:
                 raise self.failure
             self.rejected_in_step = 0
-            first = sorted(self.ready)[: self.prompts_per_step]
+            first, self.admitted = self.admitted[: self.prompts_per_step], self.admitted[self.prompts_per_step :]
             return [self.ready.pop(number) for number in first]
 
-    def state(self) -> dict[str, int]:
-        """What it counted, as plain JSON; ``ready`` is apart."""
-        return {key: getattr(self, key) for key in ("version", "submitted", "rejected", "rejected_in_step")}
+    def _first_are_ready(self) -> bool:
+        first = self.admitted[: self.prompts_per_step]
+        return len(first) == self.prompts_per_step and self.ready.keys() >= set(first)
 
-    def restore(self, state: Mapping[str, int], ready: Mapping[int, Batch]) -> None:
+    def state(self) -> dict[str, Any]:
+        """What it counted, as plain JSON; ``ready`` is apart."""
+        return {key: getattr(self, key) for key in ("version", "submitted", "rejected", "rejected_in_step", "admitted")}
+
+    def restore(self, state: Mapping[str, Any], ready: Mapping[int, Batch]) -> None:
         """Go on from ``state``, with these groups finished."""
         self.version, self.submitted = state["version"], state["submitted"]
         self.rejected, self.rejected_in_step = state["rejected"], state["rejected_in_step"]
-        self.ready = dict(ready)
+        self.admitted, self.ready = list(state["admitted"]), dict(ready)
 
     async def advance(self, version: int) -> None:
         """The rollouts hold ``version`` now."""

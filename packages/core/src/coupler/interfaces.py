@@ -333,6 +333,9 @@ class Request:
         return min(self.max_tokens, max_positions - length)
 
 
+Finish = Literal["stop", "length", "abort"]  # how a completion ended; after an abort core asks for the rest
+
+
 @dataclass(frozen=True, slots=True)
 class Completion:
     """What a rollout sampled for one request. The three tuples have the same length."""
@@ -340,7 +343,7 @@ class Completion:
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]  # natural log, of the sampling distribution: after temperature, and ``top_p`` if set
     versions: tuple[int, ...]  # weights version that sampled each token
-    finish: Literal["stop", "length", "abort"]
+    finish: Finish
     routed_experts: Any = None  # if asked for: integers [prompt + tokens, layers, topk] as in Output; -1: never fed
 
 

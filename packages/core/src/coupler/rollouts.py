@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -12,9 +12,10 @@ from coupler.config.plain import Section
 from coupler.errors import CouplerError, ReplicaDied
 from coupler.executors import Executor
 from coupler.imports import resolve
-from coupler.interfaces import Completion, InFlight, Model, Rank, Request, Rollout, SyncReceipt, WeightUpdate
+from coupler.interfaces import Completion, Finish, InFlight, Model, Rank, Request, Rollout, SyncReceipt, WeightUpdate
 from coupler.transports.connection import call_off
 
+FINISHES = get_args(Finish)
 MAX_RESTARTS = 3  # of one replica in a run: one that dies again and again has a cause that a restart does not mend
 
 
@@ -26,6 +27,17 @@ def _joined(first: Any, rest: Any) -> Any:
     whole = rest.copy()
     whole[: len(first)] = np.where(fed, first, rest[: len(first)])
     return whole
+
+
+def _continued(done: Completion, more: Completion) -> Completion:
+    """A completion that was cut off, with what a second request went on with."""
+    return Completion(
+        done.tokens + more.tokens,
+        done.logprobs + more.logprobs,
+        done.versions + more.versions,
+        more.finish,
+        _joined(done.routed_experts, more.routed_experts),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +81,7 @@ class RolloutGroup:
         self.dead: set[int] = set()
         self.cause = ""  # how the last one died
         self.sessions: dict[str, int] = {}
+        self.pauses = 0
 
     @property
     def num_receivers(self) -> int:
@@ -148,6 +161,7 @@ class RolloutGroup:
         Raises:
             ReplicaDied: a replica was started ``MAX_RESTARTS`` times already.
         """
+        self.pauses += 1
         await asyncio.gather(*(self._call(i, "pause", in_flight) for i in self._living()))
         for index in sorted(self.dead):
             self.restarts[index] += 1
@@ -162,34 +176,35 @@ class RolloutGroup:
             self.dead.discard(index)
 
     async def generate(self, request: Request) -> Completion:
-        """Sample one completion; what an abort cut off is continued once from where it stopped.
+        """Sample one completion; what a pause cut off is continued from where it stopped.
 
         Raises:
-            CouplerError: it was cut off twice.
+            CouplerError: it was cut off again, and nobody had paused meanwhile.
             ReplicaDied: no replica lives.
         """
-        done = await self._generate(request)
-        if done.finish != "abort":
-            return done
-        rest = replace(request, prompt=request.prompt + done.tokens, max_tokens=request.max_tokens - len(done.tokens))
-        more = await self._generate(rest)
-        if more.finish == "abort":
-            raise CouplerError("a rollout aborted the same request twice.\n  look at:  the rollout's log")
-        return Completion(
-            done.tokens + more.tokens,
-            done.logprobs + more.logprobs,
-            done.versions + more.versions,
-            more.finish,
-            _joined(done.routed_experts, more.routed_experts),
-        )
+        done, pauses = await self._generate(request), self.pauses
+        while done.finish == "abort":
+            rest = replace(
+                request, prompt=request.prompt + done.tokens, max_tokens=request.max_tokens - len(done.tokens)
+            )
+            more = await self._generate(rest)
+            if more.finish == "abort" and self.pauses == pauses:
+                raise CouplerError("a rollout cut a request off without a pause.\n  look at:  the rollout's log")
+            done, pauses = _continued(done, more), self.pauses
+        return done
 
     async def _generate(self, request: Request) -> Completion:
         """Sample one completion, with the routes of its tokens if these were asked for.
 
         Raises:
-            CouplerError: there are none.
+            CouplerError: there are none, or it ended in a way that :class:`Completion` does not know.
         """
         done = await self._sample(request)
+        if done.finish not in FINISHES:
+            raise CouplerError(
+                f"a rollout ended a request with {done.finish!r}, which is none of {', '.join(FINISHES)}.\n"
+                "  look at:  the rollout's log"
+            )
         if request.routed_experts and done.routed_experts is None:
             raise CouplerError(
                 "the rollout was asked which experts its tokens went to, and did not say.\n"

@@ -14,7 +14,7 @@ from coupler.buffer import Buffer
 from coupler.columns import ROUTED_EXPERTS
 from coupler.config.schema import SamplingConfig
 from coupler.data import Codec, Prompt, PromptStream, Row
-from coupler.errors import CouplerError
+from coupler.errors import CouplerError, WeightSyncError
 from coupler.interfaces import Algorithm, Completion, Request
 from coupler.metrics import Metric, Metrics, merge
 from coupler.rewards import Invalid, RewardPool
@@ -170,13 +170,23 @@ class Sampler:
 
 
 def pack(scored: list[Scored], group: int, samples_per_prompt: int, temperature: float) -> Batch:
-    """One Batch of a prompt's completions."""
+    """One Batch of a prompt's completions.
+
+    Raises:
+        WeightSyncError: a log-prob is not finite.
+    """
     trajectories = [s.trajectory() for s in scored]
     lengths = [len(t) for t in trajectories]
     size = len(scored)
+    columns = columns_of(trajectories)
+    if not np.isfinite(columns["rollout_logprobs"]).all():
+        raise WeightSyncError(
+            f"a rollout sampled tokens whose log-prob is not finite, of weights version {columns['version'].max()}.\n"
+            "  look at:  the weights, which may hold a NaN; rollout.dtype; sync/probe in metrics.jsonl"
+        )
     return Batch(
         lengths=np.array(lengths, np.int64),
-        tokens={**columns_of(trajectories), **_routes(scored, lengths)},
+        tokens={**columns, **_routes(scored, lengths)},
         seqs={
             "reward": np.array([s.reward for s in scored], np.float32),
             "temperature": np.full(size, temperature, np.float32),

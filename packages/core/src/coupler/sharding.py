@@ -7,13 +7,14 @@ import time
 from collections.abc import Awaitable
 from contextlib import suppress
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 import numpy as np
 
 from coupler.batch import Batch
 from coupler.config.schema import SyncConfig
-from coupler.errors import PeerLost, ReplicaDied, WeightSyncError
+from coupler.errors import PeerLost, ReplicaDied, WaitTimeout, WeightSyncError
 from coupler.interfaces import LORA, Output, Request, SendReceipt, ShardingManager, SyncReceipt, WeightUpdate
 from coupler.metrics import Metric, Metrics
 from coupler.rollouts import MAX_RESTARTS, RolloutGroup
@@ -91,7 +92,7 @@ class StreamShardingManager(ShardingManager):
             altered[name] = await self._probe()
         metrics = await self.sync(version)
         true = await self._probe()
-        if true > self.limit:
+        if not true <= self.limit:  # NaN is above every limit
             raise WeightSyncError(
                 f"after a full weight push the log-probs of the rollout differ from the engine's by {true:.4f} "
                 "on average, "
@@ -128,15 +129,19 @@ class StreamShardingManager(ShardingManager):
         """Judge the probe of the last sync: what was sampled after it, under the trainer's log-probs.
 
         Returns:
-            Whether there was any; where a batch is older than the last sync, :meth:`probe` has to judge the next one.
+            Whether it could; where a batch is older than the last sync, or the trainer's log-probs are not finite,
+            :meth:`probe` has to judge the next one.
 
         Raises:
             WeightSyncError: the mean difference is above the limit.
         """
         diff = metrics.get("train_infer/abs_diff")
-        if diff and diff.weight:
+        if diff is None:
+            return True
+        judged = bool(diff.weight) and isfinite(diff.value)
+        if judged:
             self._judge(diff.value)
-        return diff is None or bool(diff.weight)
+        return judged
 
     async def probe(self) -> Metrics:
         """Judge the last sync by tokens sampled for that alone.
@@ -149,7 +154,7 @@ class StreamShardingManager(ShardingManager):
         return {"sync/probe": Metric(diff)}
 
     def _judge(self, diff: float) -> None:
-        if diff > self.limit:
+        if not diff <= self.limit:
             raise WeightSyncError(
                 f"the rollouts' log-probs differ from the engine's by {diff:.4f} on average at version "
                 f"{self.version}, limit {self.limit:.4f}; weights that were trained since were not synced.\n"
@@ -192,8 +197,19 @@ class StreamShardingManager(ShardingManager):
         return WEIGHTS, *streams
 
     async def _transfer(self, update: WeightUpdate) -> Pushed:
-        async with asyncio.timeout(self.config.deadline_s):
-            sent, receipts = await both_sides(self.engine.push(update), self.rollouts.update(update))
+        """Both sides of one stream.
+
+        Raises:
+            WaitTimeout: they did not end; either side's own deadline, which is sooner, says more.
+        """
+        try:
+            async with asyncio.timeout(self.config.deadline_s + 2 * GRACE_S):
+                sent, receipts = await both_sides(self.engine.push(update), self.rollouts.update(update))
+        except TimeoutError:
+            raise WaitTimeout(
+                f"weights version {update.version} were not in every rollout after {self.config.deadline_s:.0f} s.\n"
+                "  look at:  the rollouts' logs; the limit is sync.deadline_s"
+            ) from None
         for replica, receipt in enumerate(receipts):
             verify(sent[0], receipt, replica)
         return sent[0], receipts
@@ -212,7 +228,7 @@ class StreamShardingManager(ShardingManager):
             )
             ours = (await self.engine.forward(batch, (Output("logprobs"),)))["logprobs"][mask]
             differences.append(float(np.abs(ours - np.array(done.logprobs)).mean()))
-        return max(differences)
+        return float(np.max(differences))  # NaN of one is NaN of all
 
 
 def _slowest(pushed: list[Pushed]) -> dict[str, float]:

@@ -15,7 +15,7 @@ from coupler.buffer import Buffer
 from coupler.checkpoint import State
 from coupler.columns import ROUTED_EXPERTS
 from coupler.config.schema import RunConfig
-from coupler.errors import CouplerError
+from coupler.errors import CouplerError, WeightSyncError
 from coupler.interfaces import Algorithm, StepResult
 from coupler.metrics import Metric, Metrics, merge
 from coupler.record import Recorder
@@ -82,6 +82,7 @@ class Trainer:
         async with clock("time/sample"), self.residency("sample", GENERATING):
             await self.buffer.advance(step - 1)  # here, so that nothing is under way while a checkpoint is made
             batch = Batch.concat(await self.buffer.take())
+            check_versions(batch, step - 1, self.config.max_staleness)
         async with clock("time/complete"):
             batch, controlled = self.control(await self.complete(batch))
         async with clock("time/train"):
@@ -256,6 +257,21 @@ def of_steps(steps: tuple[StepResult, ...]) -> Metrics:
         "train/lr": Metric(sum(s.lr for s in steps), len(steps)),
         "train/skipped_steps": Metric(float(sum(not s.applied for s in steps)), how="sum"),
     }
+
+
+def check_versions(batch: Batch, version: int, max_staleness: int) -> None:
+    """Hold the versions that rollouts name against what they can have had while ``version`` is the last one.
+
+    Raises:
+        WeightSyncError: a token is of a later version, or of an older one than admission allows.
+    """
+    sampled = batch["version"][batch["loss_mask"]]
+    oldest, newest = (int(sampled.min()), int(sampled.max())) if len(sampled) else (version, version)
+    if newest > version or oldest < version - max_staleness:
+        raise WeightSyncError(
+            f"the rollouts hold weights version {version}, and sampled tokens name versions {oldest} to {newest}, "
+            f"with max_staleness={max_staleness}.\n  look at:  Completion.versions of the rollout"
+        )
 
 
 def describe(batch: Batch, version: int, max_staleness: int) -> Metrics:
