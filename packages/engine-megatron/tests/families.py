@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache
+from typing import Any
 
 import pytest
 from transformers import (
@@ -67,6 +68,12 @@ YARN = {
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
 }
+
+
+def without(values: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key not in keys}
+
+
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SHAPE, tie_word_embeddings=False),
     "llama3": LlamaConfig(**SHAPE, tie_word_embeddings=True, rope_parameters=LLAMA3, head_dim=16),
@@ -78,6 +85,8 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "moe": Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=16, norm_topk_prob=True, tie_word_embeddings=False),
     "latent": DeepseekV3Config(**LATENT),
     "latent-yarn": DeepseekV3Config(**LATENT, rope_parameters=YARN),
+    "latent-yarn-plain": DeepseekV3Config(**LATENT, rope_parameters=without(YARN, "mscale", "mscale_all_dim")),
+    "latent-yarn-mscale-alone": DeepseekV3Config(**LATENT, rope_parameters=without(YARN, "mscale_all_dim")),
     "moe-not-normalised": Qwen3MoeConfig(
         **SHAPE, **EXPERTS, head_dim=16, norm_topk_prob=False, tie_word_embeddings=False
     ),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from families import CONFIGS, LLAMA3, References, Start, shards
+from families import CONFIGS, LLAMA3, YARN, References, Start, shards, without
 from torch import nn
 
 from coupler.errors import CouplerError
@@ -188,6 +188,23 @@ def test_a_model_that_would_compute_something_else_is_refused(
     values: dict[str, object], what: str, reference_of: References, tmp_path: Path
 ) -> None:
     assert what in refusal(changed(reference_of("llama").folder, tmp_path / "model", **values))
+
+
+@pytest.mark.parametrize(
+    ("rope", "what"),
+    [
+        (without(YARN, "mscale"), "has mscale_all_dim and no mscale"),
+        ({**YARN, "attention_factor": 1.3}, "has an attention_factor of its own"),
+        ({**YARN, "truncate": False}, "is not truncated (truncate=false)"),
+    ],
+)
+def test_a_yarn_that_transformers_computes_otherwise_is_refused(
+    rope: dict[str, object], what: str, reference_of: References, tmp_path: Path
+) -> None:
+    folder = changed(reference_of("latent-yarn").folder, tmp_path / "model", rope_parameters=rope)
+    assert refusal(folder) == (
+        f"engine=megatron cannot train model.path of type 'deepseek_v3': its yarn rotary embedding {what}."
+    )
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:

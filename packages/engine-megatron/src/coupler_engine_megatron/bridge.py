@@ -79,12 +79,19 @@ def read_config(model: Model) -> Any:
 
 def _latent_problems(config: Any) -> dict[str, bool]:
     """What mbridge and Megatron-Core would take for something else in a model of DeepSeek-V3's kind."""
-    limited = config.n_group > 1
+    limited, rope = config.n_group > 1, config.rope_parameters
+    yarn = rope["rope_type"] == "yarn"
     return {
         "its rotary embedding is not interleaved": not config.rope_interleave,
         "the weights of its experts are not normalised": not config.norm_topk_prob,
         "its router does not judge groups of experts by the best two": limited
         and config.num_experts_per_tok != 2 * config.topk_group,
+        "its yarn rotary embedding has an attention_factor of its own": yarn
+        and rope.get("attention_factor") is not None,
+        "its yarn rotary embedding is not truncated (truncate=false)": yarn and not rope.get("truncate", True),
+        "its yarn rotary embedding has mscale_all_dim and no mscale": yarn
+        and bool(rope.get("mscale_all_dim"))
+        and not rope.get("mscale"),
     }
 
 
@@ -93,7 +100,9 @@ class _Readable:
 
     def __init__(self, config: Any) -> None:
         rope = config.rope_parameters
-        self.rope_scaling = None if rope["rope_type"] == "default" else {**rope, "type": rope["rope_type"]}
+        # transformers reads no mscale where there is no mscale_all_dim; mbridge fills in 1 for each
+        plain = {} if rope.get("mscale_all_dim") else {"mscale": 1.0, "mscale_all_dim": 0.0}
+        self.rope_scaling = None if rope["rope_type"] == "default" else {**rope, **plain, "type": rope["rope_type"]}
         self._config = config
 
     def __getattr__(self, name: str) -> Any:
