@@ -207,6 +207,21 @@ def test_a_yarn_that_transformers_computes_otherwise_is_refused(
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("moe", {"num_experts_per_tok": 1}),
+        ("moe-not-normalised", {"num_experts_per_tok": 1}),
+        ("latent", {"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}),
+    ],
+)
+def test_one_expert_per_token_is_refused(
+    name: str, values: dict[str, object], reference_of: References, tmp_path: Path
+) -> None:
+    text = refusal(changed(reference_of(name).folder, tmp_path / "model", **values))
+    assert text.endswith(": its tokens go to one expert each (num_experts_per_tok=1).")
+
+
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     assert "is not a folder" in refusal(tmp_path / "nothing")
 

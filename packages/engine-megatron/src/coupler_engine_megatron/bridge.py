@@ -66,6 +66,7 @@ def read_config(model: Model) -> Any:
         not in (_LATENT_ROPE if kind == LATENT else _ROPE),
         "its llama3 rotary embedding has other factors than Llama 3's": rope["rope_type"] == "llama3"
         and any(rope[key] != value for key, value in _LLAMA3.items()),
+        "its tokens go to one expert each (num_experts_per_tok=1)": getattr(config, "num_experts_per_tok", 0) == 1,
         **(_latent_problems(config) if kind == LATENT else {}),
     }
     for why, holds in problems.items():
