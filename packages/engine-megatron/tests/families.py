@@ -87,6 +87,8 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "latent-yarn": DeepseekV3Config(**LATENT, rope_parameters=YARN),
     "latent-yarn-plain": DeepseekV3Config(**LATENT, rope_parameters=without(YARN, "mscale", "mscale_all_dim")),
     "latent-yarn-mscale-alone": DeepseekV3Config(**LATENT, rope_parameters=without(YARN, "mscale_all_dim")),
+    "latent-eps": DeepseekV3Config(**LATENT, rms_norm_eps=0.5),
+    "latent-eps-whole-queries": DeepseekV3Config(**{**LATENT, "q_lora_rank": None}, rms_norm_eps=0.5),
     "moe-not-normalised": Qwen3MoeConfig(
         **SHAPE, **EXPERTS, head_dim=16, norm_topk_prob=False, tie_word_embeddings=False
     ),

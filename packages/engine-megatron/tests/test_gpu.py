@@ -67,6 +67,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         topk_group=2,
         first_k_dense_replace=1,
         num_mtp_layers=0,
+        rms_norm_eps=1e-2,  # which the norms of latent attention do not take
         tie_word_embeddings=False,
     ),
 }

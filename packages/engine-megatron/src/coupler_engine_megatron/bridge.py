@@ -19,6 +19,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from transformers import AutoConfig
 
 from coupler.errors import CouplerError
@@ -35,6 +36,7 @@ SCORE = {"output_layer.weight": "score.weight", "output_layer.bias": "score.bias
 LATENT = "deepseek_v3"  # has multi-head latent attention, and routers with a bias
 _ROPE = {"default", "linear", "llama3"}
 _LATENT_ROPE = {"default", "yarn"}
+_LATENT_EPS = 1e-6  # of the norms within latent attention in transformers, whatever rms_norm_eps is
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
@@ -205,6 +207,7 @@ def build(bridge: Any, head: Head, tile: int, device: torch.device) -> list[Mega
         if last:
             _set_head(chunk, head, bridge, tile, device)
         mark_whole(chunk)
+        _set_latent_eps(chunk)
         for name, parameter in chunk.named_parameters():
             set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
             if ".mlp.experts." in name:
@@ -225,6 +228,14 @@ def mark_whole(chunk: torch.nn.Module) -> None:
         if getattr(module, "parallel_mode", "none is set") is None:
             for parameter in module.parameters(recurse=False):
                 setattr(parameter, "tensor_model_parallel", False)  # noqa: B010  # Megatron looks there
+
+
+def _set_latent_eps(chunk: torch.nn.Module) -> None:
+    for attention in chunk.modules():
+        if isinstance(attention, MLASelfAttention):
+            for part in attention.children():
+                if hasattr(part, "eps"):  # a norm, or Transformer Engine's linear map with one in it
+                    setattr(part, "eps", _LATENT_EPS)  # noqa: B010
 
 
 def _set_head(chunk: Any, head: Head, bridge: Any, tile: int, device: torch.device) -> None:
