@@ -141,6 +141,7 @@ def test_a_schedule_needs_room_for_its_parts() -> None:
 def test_the_plugin_is_listed_without_importing_megatron() -> None:
     (backend,) = coupler_backends()
     assert (backend.kind, backend.name, backend.config().name) == ("engine", "megatron", "megatron")
+    assert {"megatron-core", "mbridge", "torch", "transformers", "transformer-engine"} == set(backend.tested)
     code = (
         "import sys, coupler_engine_megatron.plugin;"
         "sys.exit(any(m in sys.modules for m in ('torch', 'megatron', 'mbridge', 'transformers')))"

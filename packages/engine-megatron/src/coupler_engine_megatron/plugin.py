@@ -31,7 +31,13 @@ def coupler_backends() -> Iterable[Backend]:
                 "model:moe",
             }
         ),
-        tested={"megatron-core": ">=0.16.1,<0.17", "mbridge": ">=0.15.1,<0.16", "torch": ">=2.11,<2.14"},
+        tested={
+            "megatron-core": ">=0.16.1,<0.17",
+            "mbridge": ">=0.15.1,<0.16",
+            "torch": ">=2.11,<2.14",
+            "transformers": ">=5.12,<5.18",
+            "transformer-engine": ">=2.9,<2.12",  # where it is installed
+        },
     )
 
 
