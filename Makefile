@@ -1,4 +1,4 @@
-# Two commands on a bare machine with Python 3.11 to 3.13: `make quickstart` and `make test`. Everything stays in this folder.
+# Two commands on a bare machine with Python 3.11 to 3.13: `make quickstart` and `make test`. Everything stays in this folder, but for the cache of downloads.
 PYTHON ?= python3
 PACKAGES := rollout-vllm engine-megatron core engine-fsdp algos
 UV := .tools/bin/uv

@@ -68,6 +68,8 @@ def no_traceback(lines: list[str]) -> str:
         ("engine.num_cycles=2", "engine.num_cycles needs engine.schedule=cosine, got 2.0.", ""),
         ("engine.init_lr_ratio=0.1", "engine.init_lr_ratio needs engine.warmup_steps above 0, got 0.1.", ""),
         ("steps=0", "steps must be at least 1, got 0.", ""),
+        ("algorithm.kl_coef=nan", "algorithm.kl_coef must be a finite number, got nan.", ""),
+        ("engine.lora_rank=-1", "engine.lora_rank must not be negative, got -1.", ""),
         ("engine.lr=-1", "engine.lr must be above 0, got -1.0.", ""),
         ("reward.max_invalid_fraction=2", "reward.max_invalid_fraction must be between 0 and 1, got 2.0.", ""),
         ("algorithm.clip_low=1.5", "algorithm.clip_low=1.5 must be at least 0 (off) and below 1, since", ""),
@@ -248,6 +250,8 @@ def test_a_prompt_over_the_limit(job: str, key: str, refused: Refused, tmp_path:
         (("tokenizer.json", None), "model.path={path} holds no tokenizer.", "try:  copying tokenizer.json into it"),
         (("tokenizer.json", "{"), "the tokenizer of model.path={path} cannot be loaded: ", ""),
         (("config.json", "{"), "the tokenizer of model.path={path} cannot be loaded: ", ""),
+        (("model.safetensors.index.json", "{}"), "{path}/model.safetensors.index.json is damaged: KeyError", "try:  "),
+        (("generation_config.json", "["), "{path}/generation_config.json is damaged: JSONDecodeError", "try:  "),
         (("model.safetensors", None), "model.path={path} holds neither", "try:  save the model with save_pretrained"),
     ],
 )
@@ -258,7 +262,7 @@ def test_the_model_folder(
     if change:
         shutil.copytree(model, folder)
         file, content = change
-        (folder / file).unlink()
+        (folder / file).unlink(missing_ok=True)
         if content is not None:
             (folder / file).write_text(content)
     lines = refused("train", f"model.path={folder}")
@@ -271,6 +275,9 @@ def test_a_model_function_that_is_not_there(refused: Refused, tmp_path: Path) ->
     assert line.startswith("model.path=no_such_module:build is no folder, and no function either: No module named")
     lines = refused("train", f"model.path={tmp_path / 'reward.py'}:build")
     assert lines[0].endswith("has no 'build'.") and lines[1] == "  it has:  score"
+    (tmp_path / "model.py").write_text("def build():\n    raise KeyError('weights')\n")
+    (line,) = refused("train", f"model.path={tmp_path / 'model.py'}:build")
+    assert line.endswith("names a function that raised KeyError('weights').")
 
 
 def test_a_run_dir_that_cannot_be_one(refused: Refused, tmp_path: Path) -> None:
@@ -352,4 +359,7 @@ def test_an_option_that_nothing_reads(
     given = arguments("sft", model, tmp_path, tmp_path / "warned")
     assert main([*given, "sampling.max_tokens=9"]) == 0
     assert "coupler: warning: you set sampling.max_tokens, and nothing read it.\n" in capfd.readouterr().err
-    assert main([*arguments("sft", model, tmp_path, tmp_path / "strict"), "strict=true"]) == 0
+    read = [*arguments("sft", model, tmp_path, tmp_path / "strict"), "strict=true", "data.drop_overlong=true"]
+    assert main(read) == 0
+    assert main([*given, "sampling.max_tokens=9", "steps=4"]) == 0
+    assert "you set sampling.max_tokens, and nothing read it.\n" in capfd.readouterr().err, "nor when it goes on"

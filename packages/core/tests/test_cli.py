@@ -50,6 +50,7 @@ def test_plugins_table_and_json(capsys: pytest.CaptureFixture[str]) -> None:
         (["sft", *NEEDED, "model.path=''"], "coupler: model.path is empty"),
         (["eval", *NEEDED], "coupler: eval.data.source is empty"),
         (["plan", *NEEDED, "optimizer_steps_per_batch=3"], "coupler: optimizer_steps_per_batch=3 does not divide"),
+        (["plugins", "check", "fsdp"], "coupler: coupler plugins takes no check."),
         (["config", "explain", "engine.lrr", *NEEDED], "coupler: unknown option engine.lrr."),
         (["config", "explain", "engine.lr"], "coupler: the options of engine are known once one is chosen."),
     ],

@@ -71,6 +71,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         if text.startswith("-"):
             hint = f"\n  write it as:  {text.lstrip('-')}" if "=" in text else ""
             raise CouplerError(f"unknown argument {text}.{hint}")
+    if rest and arguments.command is _plugins:
+        raise CouplerError(f"coupler plugins takes no {rest[0]}.\n  try:  coupler doctor, which checks every plugin")
     arguments.overrides += rest
     return arguments
 

@@ -55,5 +55,5 @@ def read(metrics: Mapping[str, Metric]) -> Metrics:
 
 
 def values(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """The number that each metric stands for."""
-    return {name: metric.value for name, metric in metrics.items()}
+    """The number that each metric stands for; a mean of nothing stands for none."""
+    return {name: metric.value for name, metric in metrics.items() if metric.how != "mean" or float(metric.weight)}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from resource import getpagesize
 
 from coupler.errors import CouplerError
 from coupler.metrics import Metric, Metrics
@@ -120,4 +120,4 @@ def _listed(roles: Mapping[str, int]) -> str:
 def _host_bytes() -> int:
     """Resident memory of this process; 0 where the system has no /proc."""
     statm = Path("/proc/self/statm")
-    return int(statm.read_text().split()[1]) * getpagesize() if statm.exists() else 0
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0

@@ -54,6 +54,6 @@ class FSDPConfig(AdamWConfig):
 
     def __post_init__(self) -> None:
         self._require(self.max_tokens_per_gpu > 0, "max_tokens_per_gpu", "must be above 0")
-        for key in ("fsdp_size", "logits_tile"):
+        for key in ("fsdp_size", "logits_tile", "lora_rank"):
             self._require(getattr(self, key) >= 0, key, "must not be negative")
         super().__post_init__()

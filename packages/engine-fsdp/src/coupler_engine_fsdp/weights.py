@@ -50,10 +50,14 @@ def files_of(folder: Path) -> dict[str, Path]:
     """The file of every tensor name of a checkpoint, in the order of its index.
 
     Raises:
-        CouplerError: the folder holds no safetensors.
+        CouplerError: the folder holds no safetensors, or its index is damaged.
     """
     if (folder / _INDEX).is_file():
-        return {name: folder / file for name, file in json.loads((folder / _INDEX).read_text())["weight_map"].items()}
+        try:
+            files = json.loads((folder / _INDEX).read_text())["weight_map"]
+            return {name: folder / file for name, file in files.items()}
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise CouplerError(f"{folder / _INDEX} is damaged: {error!r}.\n  try:  saving the model again") from None
     if (folder / _SINGLE).is_file():
         with _open(folder / _SINGLE) as file:
             return dict.fromkeys(file.keys(), folder / _SINGLE)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from importlib.resources import files
+from math import isfinite
 from typing import Any, TypeVar
 
 from hydra import compose as hydra_compose
@@ -273,6 +274,8 @@ def _instance(node: Any, owner: type[T], path: str) -> T:
             value = _instance(value, OmegaConf.get_type(value), f"{path}{field.name}.")  # type: ignore[arg-type]
         elif isinstance(value, DictConfig | ListConfig):
             value = OmegaConf.to_object(value)
+        if isinstance(value, float) and not isfinite(value):
+            raise ConfigError(f"{path}{field.name} must be a finite number, got {value}.")
         values[field.name] = value
     try:
         return owner(**values)

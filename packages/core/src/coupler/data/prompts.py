@@ -29,7 +29,7 @@ def encode_prompts(
         DataError: a prompt is too long and ``config.drop_overlong`` is false, all are, or one cannot be rendered.
     """
     prompts = [Prompt(row, _ids(row, codec, config)) for row in rows]
-    limit = config.max_prompt_tokens
+    limit, drops = config.max_prompt_tokens, config.drop_overlong  # read whether a prompt is too long or not
     overlong = [p for p in prompts if len(p.ids) > limit]
     if not overlong:
         return prompts, 0
@@ -38,8 +38,8 @@ def encode_prompts(
         f"{len(overlong)} of {len(prompts)} prompts are longer than {key}.max_prompt_tokens={limit}; "
         f"the first is row {first.row.index} (from 0) of {config.source} with {len(first.ids)} tokens."
     )
-    if len(overlong) == len(prompts) or not config.drop_overlong:
-        drop = "" if config.drop_overlong else f", or {key}.drop_overlong=true"
+    if len(overlong) == len(prompts) or not drops:
+        drop = "" if drops else f", or {key}.drop_overlong=true"
         raise DataError(f"{found}\n  try:  {key}.max_prompt_tokens={longest}{drop}")
     return [p for p in prompts if len(p.ids) <= limit], len(overlong)
 

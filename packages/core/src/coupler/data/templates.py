@@ -140,7 +140,12 @@ class Codec:
 
     def _generation_eos(self) -> list[int]:
         path = self.folder / "generation_config.json"
-        eos = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+        try:
+            eos = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+        except (ValueError, AttributeError) as error:
+            raise CouplerError(
+                f"{path} is damaged: {error!r}.\n  try:  deleting it, or saving the model again"
+            ) from None
         return eos if isinstance(eos, list) else [eos] if eos is not None else []
 
 

@@ -290,7 +290,7 @@ def model_folder(path: str, key: str = "model") -> str:
     """The folder that ``KEY.path`` names: itself, or what the function ``pkg.mod:name`` returns.
 
     Raises:
-        ConfigError: there is no such function.
+        ConfigError: there is no such function, or it raised.
     """
     if ":" not in path or Path(path).exists():
         return path
@@ -298,4 +298,9 @@ def model_folder(path: str, key: str = "model") -> str:
         function = resolve(path)
     except (CouplerError, ImportError) as error:
         raise ConfigError(f"{key}.path={path} is no folder, and no function either: {error}") from None
-    return str(function())
+    try:
+        return str(function())
+    except CouplerError:
+        raise
+    except Exception as error:  # code of the user
+        raise ConfigError(f"{key}.path={path} names a function that raised {error!r}.") from error

@@ -42,7 +42,7 @@ async def _supervise(parts: Parts) -> dict[str, float]:
 
         async def log(step: int, metrics: Metrics) -> dict[str, float]:
             last.update(journal.log(step, metrics))
-            if step == 1:
+            if step == done + 1:
                 await parts.report_unread()
             return last
 

@@ -86,7 +86,7 @@ async def _train(parts: Parts) -> dict[str, float]:
         )
         trained = {group.spec.role: group for group in (policy, critic) if group}
         async with parts.checkpoints(data) as checkpoints:
-            steps = _Steps(parts, journal, critic, parts.evaluator(scorer, held_out), rewards, residency)
+            steps = _Steps(parts, journal, critic, parts.evaluator(scorer, held_out), rewards, residency, done)
             trainer = Trainer(
                 config,
                 policy=policy,
@@ -120,6 +120,7 @@ class _Steps:
     evaluator: Evaluator
     rewards: RewardPool
     residency: Residency
+    done: int  # steps of this run that another process took
     last: dict[str, float] = field(default_factory=dict)
 
     async def after(self, step: int, metrics: Metrics) -> dict[str, float]:
@@ -127,15 +128,23 @@ class _Steps:
         metrics = merge([metrics, self.rewards.metrics()])
         if not config.deterministic:  # what a process holds is the system's to say, and no run repeats it
             metrics |= self.residency.metrics()
-        if config.eval.at_start if step == 0 else due(config.eval.every_steps, step):
+        if self.evaluates(step):
             async with self.residency("eval", GENERATING):
                 evaluated, scored = await self.evaluator.run()
             self.journal.write_samples(f"eval_{step}.jsonl", scored, self.parts.codec.decode)
             metrics |= evaluated
         self.last = self.journal.log(step, metrics)
-        if step == min(1 + warmup_steps(config, bool(self.critic)), config.steps):  # by then every role has trained
+        warm = warmup_steps(config, bool(self.critic))
+        if step == min(1 + max(self.done, warm), config.steps):  # by then every role has trained in this process
             await self.parts.report_unread()
         return self.last
+
+    def evaluates(self, step: int) -> bool:
+        """At the start if that is wanted, every so often, and then after the last step too."""
+        config = self.parts.config
+        if step == 0:
+            return config.eval.at_start
+        return due(config.eval.every_steps, step) or (step == config.steps and config.eval.every_steps > 0)
 
 
 def hold_state(residency: Residency, role: str) -> AbstractAsyncContextManager[None]:
