@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import asyncio
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +35,8 @@ BOUNDED = {  # file, call: what ends it
     ("sharding.py", "asyncio.wait(rest, timeout=None if died else GRACE_S)"): CALLS,
     ("rollouts.py", "asyncio.wait(running)"): CALLS,
     ("pool.py", "thread.submit(asyncio.run, score_all()).result()"): "each call of a reward ends by its timeout_s",
+    ("threads.py", "self.calls.get()"): "the None that shutdown() puts, and a daemon thread otherwise",
+    ("threads.py", "thread.join()"): "the caller, who asks for it by wait=True; close() has a limit",
     ("connection.py", "self.socket.accept()"): "the settimeout before it",
     ("nccl.py", "work.wait()"): "it is done by then, or only queued on a stream",
     ("weights.py", "work.wait()"): GROUP,
@@ -165,7 +169,49 @@ def test_many_calls_are_one_line() -> None:
 
 class Sleeper:
     def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+        self.seconds, self.naps = seconds, 0
 
     def nap(self) -> None:
         time.sleep(self.seconds)
+        self.naps += 1
+
+
+def hung(folder: Path, what: str) -> subprocess.CompletedProcess[str]:
+    """A toy run as a command, in a process of its own, in which the function ``what`` never returns."""
+    script = f"""
+import sys, time
+from pathlib import Path
+from coupler import cli
+from coupler.testing.toy import ToyEngine
+from toy_run import ToyRun, small
+
+def hang(*_): time.sleep(1000)
+{what} = hang
+run = ToyRun(Path(sys.argv[1]), small(max_staleness=1))
+run.executor.waits.deadline_s = 1.0
+cli._plugins = lambda _: run.run() and None
+sys.exit(cli.main(["plugins"]))
+"""
+    command = [sys.executable, "-c", script, str(folder)]
+    return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=30, check=False)
+
+
+def test_an_engine_that_hangs_in_a_thread_ends_the_run(tmp_path: Path) -> None:
+    ended = hung(tmp_path, "ToyEngine.step")
+    assert (ended.returncode, ended.stderr) == (
+        2,
+        "coupler: waited 1 s for train of policy [0].\n"
+        "  look at:  the log of that worker; the limit is waits.deadline_s\n",
+    )
+
+
+def test_the_end_waits_for_a_call_that_has_not_reached_its_deadline() -> None:
+    executor = Local(inline=False, waits=Waits(60, 60))
+    handle = executor.spawn("policy", 0, f"{__file__}:Sleeper", 0.5)
+
+    async def leave() -> None:
+        await asyncio.wait([asyncio.ensure_future(executor.call(handle, "nap"))], timeout=0.1)
+
+    asyncio.run(leave())
+    executor.close()
+    assert handle.of.naps == 1

@@ -5,31 +5,16 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from coupler.executors.handle import Handle
 from coupler.imports import resolve
 from coupler.interfaces import Rank, Rollout
 from coupler.placement import Role
+from coupler.threads import DaemonThreads, in_daemon
 from coupler.waiting import Waits
 
 CLOSE_S = 3.0
-
-
-def _in_daemon(function: Any, args: tuple[Any, ...]) -> asyncio.Future[Any]:
-    """Call it in a thread that does not keep the process alive: what it waits for may have died."""
-    done: Future[Any] = Future()
-    done.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            done.set_result(function(*args))
-        except BaseException as error:  # the caller raises it
-            done.set_exception(error)
-
-    threading.Thread(target=run, name=function.__name__, daemon=True).start()
-    return asyncio.wrap_future(done)
 
 
 class Local:
@@ -42,7 +27,7 @@ class Local:
 
     def __init__(self, inline: bool, waits: Waits) -> None:
         self.inline, self.waits = inline, waits
-        self.threads: dict[Handle, ThreadPoolExecutor] = {}
+        self.threads: dict[Handle, DaemonThreads] = {}
         self.loops: dict[Handle, asyncio.AbstractEventLoop] = {}
         self.serving: list[threading.Thread] = []  # of these loops; none that hangs keeps the process alive
         self.rollouts: list[Rollout] = []
@@ -55,7 +40,7 @@ class Local:
         if isinstance(handle.of, Rollout):
             self.rollouts.append(handle.of)
         if not self.inline:
-            self.threads[handle] = ThreadPoolExecutor(1, thread_name_prefix=f"{role}-{index}")
+            self.threads[handle] = DaemonThreads(1, f"{role}-{index}")
         return handle
 
     async def locate(self, handles: Sequence[Handle], ranks: Sequence[Rank]) -> list[Rank]:
@@ -78,7 +63,7 @@ class Local:
                 return [call(*args) for call, args in zip(bound, arguments, strict=True)]
             async with self.waits.deadline(wait):
                 calls = [
-                    _in_daemon(call, args) if self.inline and aside else self._call(handle, call, args, awaits)
+                    in_daemon(call, *args) if self.inline and aside else self._call(handle, call, args, awaits)
                     for handle, call, args in zip(handles, bound, arguments, strict=True)
                 ]
                 return [await calls[0]] if len(calls) == 1 else await asyncio.gather(*calls)  # no task for one request
@@ -106,6 +91,7 @@ class Local:
         return set()
 
     def close(self) -> None:
+        """Wait for calls that run normally, each until its deadline; a call that hangs is left behind."""
         self.waits.close()
         for rollout in self.rollouts:
             rollout.close()
@@ -114,4 +100,4 @@ class Local:
         for thread in self.serving:
             thread.join(CLOSE_S)
         for pool in self.threads.values():
-            pool.shutdown(wait=True)
+            pool.close(self.waits.deadline_s)
