@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import subprocess
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -60,6 +62,39 @@ def test_a_checkpoint_is_complete_and_says_what_it_is(tmp_path: Path) -> None:
         assert len(content) <= manifest["chunk_bytes"]
     assert sorted(p.name for p in folder.parent.iterdir()) == ["step_3"]
     assert check(folder) == "" and read(folder).state == State({"at": 1})
+
+
+HANGS = """
+import asyncio, os, sys, time
+from contextlib import nullcontext
+from pathlib import Path
+from coupler import checkpoint, cli, hashing
+from coupler.checkpoint import Checkpoints, State
+from coupler.config.schema import CheckpointConfig
+from test_outputs import policy
+
+async def save():
+    async with Checkpoints(folder / "checkpoints", CheckpointConfig(deadline_s=1.0), {}) as checkpoints:
+        hold = lambda role: nullcontext()
+        await checkpoints.save(3, {"policy": group}, State({}), hold=hold, values={}, healthy=True)
+
+folder = Path(sys.argv[1])
+group = policy(folder)
+WHAT = lambda *_: time.sleep(1000)
+cli._plugins = lambda _: asyncio.run(save())
+sys.exit(cli.main(["plugins"]))
+"""
+
+
+@pytest.mark.parametrize("what", ["os.fsync", "hashing._read", "Checkpoints._prune"])
+def test_a_disk_that_hangs_ends_the_process_at_the_deadline(tmp_path: Path, what: str) -> None:
+    command = [sys.executable, "-c", HANGS.replace("WHAT", what), str(tmp_path)]
+    ended = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=30, check=False)
+    assert (ended.returncode, ended.stderr) == (
+        2,
+        f"coupler: {tmp_path}/checkpoints/step_3.part was not written after 1 s.\n"
+        "  look at:  the disk, checkpoint.deadline_s\n",
+    )
 
 
 def test_export_holds_what_the_engine_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from coupler.config.schema import CheckpointConfig
 from coupler.errors import CouplerError, WaitTimeout
 from coupler.hashing import CHUNK_BYTES, hash_files
 from coupler.interfaces import EVERYTHING, Part, Parts
+from coupler.threads import in_daemon
 from coupler.workers import WorkerGroup
 
 MANIFEST, STATE, GROUPS = "MANIFEST.json", "state.json", "groups"
@@ -139,15 +140,26 @@ class Checkpoints:
         for role, group in roles.items():
             while None in (written := await group.all("saved")):
                 if time.monotonic() > end:
-                    raise WaitTimeout(
-                        f"{part} was not written after {self.settings.deadline_s:.0f} s.\n"
-                        "  look at:  the disk, checkpoint.deadline_s"
-                    )
+                    raise self._late(part)
                 await asyncio.sleep(POLL_S)
             hashed |= {f"{role}/{name}": hashes for files in written for name, hashes in files.items()}
         with _written(part):
-            await asyncio.to_thread(_publish, part, manifest, hashed)
-            await asyncio.to_thread(self._prune)
+            writing = in_daemon(self._complete, part, manifest, hashed)
+            await asyncio.wait({writing}, timeout=max(0.0, end - time.monotonic()))
+            if not writing.done():
+                writing.cancel()
+                raise self._late(part)
+            await writing
+
+    def _late(self, part: Path) -> WaitTimeout:
+        return WaitTimeout(
+            f"{part} was not written after {self.settings.deadline_s:.0f} s.\n"
+            "  look at:  the disk, checkpoint.deadline_s"
+        )
+
+    def _complete(self, part: Path, manifest: dict[str, Any], hashed: Mapping[str, Sequence[str]]) -> None:
+        _publish(part, manifest, hashed)
+        self._prune()
 
     def _prune(self) -> None:
         """Delete all but the last, the best and the last healthy ones. The disk says which there are, not memory."""

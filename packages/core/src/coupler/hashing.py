@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
+from coupler.threads import DaemonThreads
+
 CHUNK_BYTES = 32 << 20  # of a file, under one hash; the last chunk may be shorter
 THREADS = min(8, os.cpu_count() or 1)
 READERS = min(16, 2 * (os.cpu_count() or 1))  # threads of which some wait for the disk
@@ -31,7 +33,7 @@ def hash_files(paths: Sequence[Path], chunk_bytes: int = CHUNK_BYTES) -> list[li
     """Read files; return the hash of each chunk of each."""
     starts = [range(0, path.stat().st_size, chunk_bytes) for path in paths]
     ranges = [(path, start) for path, found in zip(paths, starts, strict=True) for start in found]
-    with ThreadPoolExecutor(READERS, "hash") as threads:
+    with DaemonThreads(min(READERS, len(ranges)), "hash") as threads:
         hashes = threads.map(lambda found: _hash(_read(found[0], found[1], chunk_bytes)), ranges)
         return [[next(hashes) for _ in found] for found in starts]
 
