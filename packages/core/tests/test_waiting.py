@@ -20,11 +20,12 @@ from coupler.waiting import Waits
 
 SOURCES = Path(__file__).parents[2]
 NEED_A_LIMIT = {  # functions
-    "ray.get", "ray.wait", "asyncio.wait", "asyncio.wait_for", "concurrent.futures.wait", "connection.wait",
+    "ray.get", "ray.wait", "asyncio.wait", "concurrent.futures.wait", "connection.wait",
     "multiprocessing.connection.wait", "subprocess.run", "subprocess.call", "subprocess.check_call",
     "subprocess.check_output",
 }  # fmt: skip
-WAIT_WHERE_BARE = {"join", "wait", "get", "result", "recv", "recv_bytes", "accept", "acquire"}  # methods
+WAIT_WHERE_BARE = {"join", "wait", "get", "result", "recv", "recv_bytes", "accept", "acquire", "shutdown"}  # methods
+NEED_A_LIMIT_TOO = {"communicate", "wait_for"}  # methods; wait_for of a Condition as of asyncio
 CALLS = "its tasks are calls of workers, which end by waits.deadline_s"
 RESUMED = "resume(), or the deadline of the call that it is a part of"
 GROUP = "the timeout of its process group"
@@ -37,6 +38,13 @@ BOUNDED = {  # file, call: what ends it
     ("pool.py", "thread.submit(asyncio.run, score_all()).result()"): "each call of a reward ends by its timeout_s",
     ("threads.py", "self.calls.get()"): "the None that shutdown() puts, and a daemon thread otherwise",
     ("threads.py", "thread.join()"): "the caller, who asks for it by wait=True; close() has a limit",
+    ("buffer.py", "self.changed.wait_for(self.has_room)"): "advance() of the trainer, which cancels it in the end",
+    ("buffer.py", "self.changed.wait_for(lambda: self.failure or self._first_are_ready())"): (
+        "its groups, whose calls are announced and end by waits.deadline_s and reward.timeout_s, or fail()"
+    ),
+    ("pool.py", "self._changed.wait_for(lambda: self._waiting or self._stopped)"): "close(), in a daemon thread",
+    ("ray.py", "ray.shutdown()"): "Ray, which kills its processes",
+    ("compat.py", "engine.shutdown()"): "vLLM, which kills its processes after 5 s",
     ("connection.py", "self.socket.accept()"): "the settimeout before it",
     ("nccl.py", "work.wait()"): "it is done by then, or only queued on a stream",
     ("weights.py", "work.wait()"): GROUP,
@@ -59,10 +67,12 @@ def unbounded(source: str) -> Iterator[tuple[int, str]]:
             continue
         limits = [k.value for k in node.keywords if k.arg and k.arg.startswith("timeout")]
         name, method = ast.unparse(node.func), node.func.attr if isinstance(node.func, ast.Attribute) else ""
-        bare = not node.args and method in WAIT_WHERE_BARE and not name.startswith("task")
-        if name == "asyncio.wait_for":
+        limits += [k.value for k in node.keywords if k.arg == "wait" and ast.unparse(k.value) == "False"]
+        bare = not node.args or ast.unparse(node.args[0]) == "True"
+        bare = bare and method in WAIT_WHERE_BARE and not name.startswith("task")
+        if method == "wait_for":
             limits += node.args[1:]
-        needs = bare or method == "communicate" or name in NEED_A_LIMIT
+        needs = bare or method in NEED_A_LIMIT_TOO or name in NEED_A_LIMIT
         none = any(
             isinstance(part, ast.Constant) and part.value is None for limit in limits for part in ast.walk(limit)
         )
@@ -85,6 +95,8 @@ def test_no_source_waits_without_a_limit() -> None:
         "thread.join()", "event.wait()", "queue.get()", "queue.get(block=True)", "future.result()", "pipe.recv()",
         "lock.acquire()", "asyncio.wait(tasks)", "asyncio.wait(tasks, timeout=None if x else 1)", "process.wait()",
         "asyncio.wait_for(x, None)", "process.communicate(text)", "subprocess.run(command)",
+        "pool.shutdown()", "pool.shutdown(wait=True)", "pool.shutdown(True)", "pool.shutdown(wait=wait)",
+        "changed.wait_for(ready)", "changed.wait_for(ready, timeout=None)", "lock.acquire(True)",
     ],
 )  # fmt: skip
 def test_the_search_finds_them(line: str) -> None:
@@ -97,6 +109,8 @@ def test_the_search_finds_them(line: str) -> None:
         "thread.join(5)", "', '.join(names)", "event.wait(5)", "settings.get(name)", "task.result()",
         "future.result(5)", "asyncio.wait(tasks, timeout=5)", "asyncio.wait_for(x, 5)",
         "process.communicate(timeout=5)", "subprocess.run(command, timeout=5)", "queue.get(timeout=5)",
+        "pool.shutdown(wait=False)", "pool.shutdown(False)", "socket.shutdown(socket.SHUT_RDWR)",
+        "changed.wait_for(ready, 5)", "changed.wait_for(ready, timeout=5)",
     ],
 )  # fmt: skip
 def test_and_nothing_else(line: str) -> None:
