@@ -7,7 +7,7 @@ import os
 import random
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from safetensors.numpy import load_file
 
 from coupler.batch import Batch
 from coupler.cli import main
+from coupler.testing.models import write_tokenizer, write_toy
 
 KILLS = int(os.environ.get("COUPLER_KILLS", "4"))
 MORE = (
@@ -28,6 +29,9 @@ MORE = (
     "eval.data.source=rows.jsonl",
     "record.every_steps=1",
 )
+
+TOY = ("engine=toy", "engine.lr=0.1", "data.max_prompt_tokens=64", "steps=2", "checkpoint.every_steps=1")
+RL = ("rollout=toy", "algorithm=toy", "prompts_per_step=2", "samples_per_prompt=4", "sampling.max_tokens=8")
 
 
 def command(job: str, model: Path, run_dir: Path, *overrides: str, inputs: Path | None = None) -> list[str]:
@@ -48,6 +52,26 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
     server = Forks(tmp_path_factory.mktemp("forks") / "log")
     yield server
     server.close()
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Callable[..., int]:
+    """Runs a job of two steps on the toy backends in ``tmp_path/NAME``; a checkpoint after each."""
+    write_inputs(tmp_path)
+    write_toy(tmp_path / "toy")
+    write_tokenizer(tmp_path / "toy")
+
+    def start(name: str, *overrides: str, job: str = "train") -> int:
+        inputs = (
+            f"model.path={tmp_path / 'toy'}",
+            f"data.source={tmp_path / 'rows.jsonl'}",
+            f"run_dir={tmp_path / name}",
+        )
+        given = (*TOY, *(RL if job == "train" else ()), *inputs)
+        reward = (f"reward.target={tmp_path / 'reward.py'}:score",) if job == "train" else ()
+        return main([job, *given, *reward, *overrides])
+
+    return start
 
 
 def weights(run_dir: Path) -> dict[str, np.ndarray]:
@@ -170,7 +194,7 @@ def test_where_no_checkpoint_is_whole_nothing_is_touched(
     [
         (("engine.lr=3e-2",), "engine.lr was 0.01, is 0.03"),
         (("checkpoint.resume=disable",), "holds a run already"),
-        (("checkpoint.resume=nowhere",), "checkpoint.resume=nowhere is no whole checkpoint"),
+        (("checkpoint.resume=nowhere", "engine.lr=3e-2"), "engine.lr was 0.01, is 0.03"),
     ],
 )
 def test_another_run_is_refused(
@@ -180,6 +204,45 @@ def test_another_run_is_refused(
     assert main(command("train", model, whole["train"], "steps=8", *overrides)) == 2
     assert says in capsys.readouterr().err
     assert (whole["train"] / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_run_that_began_elsewhere_goes_on_from_its_own_checkpoints(
+    toy: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start = f"checkpoint.resume={tmp_path / 'one' / 'checkpoints' / 'step_2'}"
+    assert toy("one") == 0
+    assert toy("two", start, "steps=3") == 0
+    shutil.rmtree(tmp_path / "one")  # it is not needed any more
+    capsys.readouterr()
+    assert toy("two", start, "steps=4") == 0
+    said = capsys.readouterr().out
+    assert f"going on from {tmp_path / 'two' / 'checkpoints' / 'step_3'}" in said and f"{start} is left aside" in said
+    assert [line["step"] for line in metrics(tmp_path / "two")] == [3, 4]
+
+
+def test_a_run_does_not_go_on_in_the_folder_of_another(
+    toy: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert toy("one") == toy("two", "engine.lr=0.2") == 0
+    files = {path: path.read_bytes() for path in (tmp_path / "two").rglob("*") if path.is_file()}
+    assert toy("two", "steps=4", f"checkpoint.resume={tmp_path / 'one' / 'checkpoints' / 'step_1'}") == 2
+    assert "holds a run of another configuration" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in (tmp_path / "two").rglob("*") if path.is_file()} == files
+
+
+def test_the_folder_of_a_run_means_its_newest_whole_checkpoint(
+    toy: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert toy("one") == 0
+    (tmp_path / "one" / "checkpoints" / "step_2" / "state.json").unlink()
+    assert toy("two", f"checkpoint.resume={tmp_path / 'one'}") == 0
+    said = capsys.readouterr().out
+    assert "checkpoint skipped: step_2: state.json is missing" in said
+    assert f"starting from {tmp_path / 'one' / 'checkpoints' / 'step_1'}" in said
+    assert [line["step"] for line in metrics(tmp_path / "two")] == [2]
+    for folder in ("nowhere", "two/export"):
+        assert toy("three", f"checkpoint.resume={tmp_path / folder}") == 2
+        assert f"checkpoint.resume={tmp_path / folder} is no whole checkpoint" in capsys.readouterr().err
 
 
 def test_other_data_is_refused_unless_it_starts_anew(

@@ -26,6 +26,8 @@ FREE = (  # what may change when a run goes on: how long it is, what is written,
 def find(config: RunConfig, resolved: str) -> Checkpoint | None:
     """The checkpoint that ``checkpoint.resume`` means; None to start anew. Says what it found and what it skipped.
 
+    A run that has checkpoints goes on from its own, wherever it started from.
+
     Args:
         resolved: this run's configuration as YAML.
 
@@ -33,23 +35,17 @@ def find(config: RunConfig, resolved: str) -> Checkpoint | None:
         ConfigError: there is none where one was named, all are damaged, or ``run_dir`` holds another run.
     """
     run_dir, wanted = Path(config.run_dir), config.checkpoint.resume
-    if wanted not in (AUTO, DISABLE):
-        return _named(Path(wanted))
-    if not (run_dir / "config.yaml").exists():
-        return None
-    if wanted == DISABLE:
-        raise ConfigError(
-            f"run_dir={config.run_dir} holds a run already; nothing in it was touched.\n"
-            "  try:  another run_dir, or checkpoint.resume=auto to go on with it"
-        )
-    changed = _changes(yaml.safe_load((run_dir / "config.yaml").read_text()), yaml.safe_load(resolved))
-    if changed:
-        raise ConfigError(
-            f"run_dir={config.run_dir} holds a run of another configuration; nothing in it was touched.\n"
-            + "".join(f"  differs:  {line}\n" for line in changed[:8])
-            + "  try:  another run_dir; checkpoint.resume=FOLDER starts there from a checkpoint of this one"
-        )
-    return _newest(run_dir / "checkpoints")
+    named = wanted not in (AUTO, DISABLE)
+    if (run_dir / "config.yaml").exists():
+        _check_same(config, resolved)
+        found = _newest(run_dir / "checkpoints")
+        if found and named:
+            print(f"coupler: checkpoint.resume={wanted} is left aside: run_dir has checkpoints of its own")
+        if found:
+            print(f"coupler: going on from {found.folder}")
+            return found
+        print(f"coupler: no checkpoint yet, starting from {wanted if named else 'step 0'}")
+    return _named(Path(wanted)) if named else None
 
 
 def config_hash(resolved: str) -> str:
@@ -58,14 +54,36 @@ def config_hash(resolved: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def _check_same(config: RunConfig, resolved: str) -> None:
+    if config.checkpoint.resume == DISABLE:
+        raise ConfigError(
+            f"run_dir={config.run_dir} holds a run already; nothing in it was touched.\n"
+            "  try:  another run_dir, or checkpoint.resume=auto to go on with it"
+        )
+    changed = _changes(yaml.safe_load((Path(config.run_dir) / "config.yaml").read_text()), yaml.safe_load(resolved))
+    if changed:
+        raise ConfigError(
+            f"run_dir={config.run_dir} holds a run of another configuration; nothing in it was touched.\n"
+            + "".join(f"  differs:  {line}\n" for line in changed[:8])
+            + "  try:  another run_dir; checkpoint.resume=FOLDER starts there from a checkpoint of this one"
+        )
+
+
 def _named(folder: Path) -> Checkpoint:
-    problem = checkpoint.check(folder)
-    if problem:
+    """The checkpoint ``folder``, or the newest whole one of a run's folder."""
+    if (folder / "checkpoints").is_dir():
+        found = _newest(folder / "checkpoints")
+        problem = "it has no step_* in checkpoints"
+    else:
+        problem = checkpoint.check(folder)
+        found = None if problem else checkpoint.read(folder)
+    if not found:
         raise ConfigError(
             f"checkpoint.resume={folder} is no whole checkpoint: {problem}.\n"
-            "  try:  checkpoint.resume=auto, disable, or the folder of one"
+            "  try:  checkpoint.resume=auto, disable, or the folder of one, or of a run that has one"
         )
-    return checkpoint.read(folder)
+    print(f"coupler: starting from {found.folder}")
+    return found
 
 
 def _newest(folder: Path) -> Checkpoint | None:
@@ -77,7 +95,6 @@ def _newest(folder: Path) -> Checkpoint | None:
             f"no checkpoint in {folder} is whole; nothing was touched.\n"
             "  try:  another run_dir to start anew, or move the damaged folders away"
         )
-    print(f"coupler: going on from {found.folder}" if found else "coupler: no checkpoint yet, starting from step 0")
     return found
 
 
