@@ -30,8 +30,10 @@ MORE = (
     "record.every_steps=1",
 )
 
-TOY = ("engine=toy", "engine.lr=0.1", "data.max_prompt_tokens=64", "steps=2", "checkpoint.every_steps=1")
-RL = ("rollout=toy", "algorithm=toy", "prompts_per_step=2", "samples_per_prompt=4", "sampling.max_tokens=8")
+TOY = (
+    "engine=toy", "engine.lr=0.1", "rollout=toy", "algorithm=toy", "data.max_prompt_tokens=64", "steps=2",
+    "checkpoint.every_steps=1", "prompts_per_step=2", "samples_per_prompt=4", "sampling.max_tokens=8",
+)  # fmt: skip
 
 
 def command(job: str, model: Path, run_dir: Path, *overrides: str, inputs: Path | None = None) -> list[str]:
@@ -56,26 +58,25 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
 
 @pytest.fixture
 def toy(tmp_path: Path) -> Callable[..., int]:
-    """Runs a job of two steps on the toy backends in ``tmp_path/NAME``; a checkpoint after each."""
+    """Runs two steps on the toy backends in ``tmp_path/NAME``; a checkpoint after each."""
     write_inputs(tmp_path)
     write_toy(tmp_path / "toy")
     write_tokenizer(tmp_path / "toy")
+    inputs = (f"model.path={tmp_path / 'toy'}", f"data.source={tmp_path / 'rows.jsonl'}")
+    reward = f"reward.target={tmp_path / 'reward.py'}:score"
 
-    def start(name: str, *overrides: str, job: str = "train") -> int:
-        inputs = (
-            f"model.path={tmp_path / 'toy'}",
-            f"data.source={tmp_path / 'rows.jsonl'}",
-            f"run_dir={tmp_path / name}",
-        )
-        given = (*TOY, *(RL if job == "train" else ()), *inputs)
-        reward = (f"reward.target={tmp_path / 'reward.py'}:score",) if job == "train" else ()
-        return main([job, *given, *reward, *overrides])
+    def start(name: str, *overrides: str) -> int:
+        return main(["train", *TOY, *inputs, reward, f"run_dir={tmp_path / name}", *overrides])
 
     return start
 
 
 def weights(run_dir: Path) -> dict[str, np.ndarray]:
     return load_file(run_dir / "export" / "model.safetensors")
+
+
+def batch_of(run_dir: Path, step: int) -> Batch:
+    return Batch.load(run_dir / "record" / f"step_{step}" / "batch.npz")
 
 
 def same(one: Path, other: Path) -> None:
@@ -245,6 +246,37 @@ def test_the_folder_of_a_run_means_its_newest_whole_checkpoint(
         assert f"checkpoint.resume={tmp_path / folder} is no whole checkpoint" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "size"),
+    [
+        ("max_staleness=1", "max_staleness=0", 2),
+        ("seed=0", "prompts_per_step=4", 4),
+        ("prompts_per_step=4", "seed=0", 2),
+    ],
+)
+def test_a_run_of_another_configuration_gives_its_engines_alone(
+    before: str, now: str, size: int, toy: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert toy("one", before) == 0
+    capsys.readouterr()
+    assert toy("two", now, "steps=4", f"checkpoint.resume={tmp_path / 'one'}", "record.every_steps=1") == 0
+    assert "is of another configuration: policy as it was there; prompts start anew" in capsys.readouterr().out
+    after = metrics(tmp_path / "two")
+    assert [line["step"] for line in after] == [3, 4] and not any(line["staleness/violations"] for line in after)
+    numbers = [np.unique(batch_of(tmp_path / "two", step)["group"]).tolist() for step in (3, 4)]
+    assert numbers == [list(range(2 * size, 3 * size)), list(range(3 * size, 4 * size))]
+
+
+def test_reinforcement_learning_starts_from_a_fine_tuned_checkpoint(
+    model: Path, whole: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_inputs(tmp_path)
+    given = (f"checkpoint.resume={whole['sft']}", "algorithm=ppo", "steps=7", "eval.every_steps=0")
+    assert main([*command("train", model, tmp_path / "run"), *given]) == 0
+    assert "policy as it was there; prompts, critic start anew" in capsys.readouterr().out
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [7]
+
+
 def test_other_data_is_refused_unless_it_starts_anew(
     model: Path, whole: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -288,7 +320,7 @@ def test_an_asynchronous_run_uses_nothing_twice(rejecting: bool, model: Path, fo
         time.sleep(0.01)
     forks.kill(process)
     assert main(given) == 0
-    batches = [Batch.load(tmp_path / "run" / "record" / f"step_{step}" / "batch.npz") for step in range(1, 9)]
+    batches = [batch_of(tmp_path / "run", step) for step in range(1, 9)]
     used = np.concatenate([np.unique(batch["group"]) for batch in batches])
     assert len(used) == len(set(used.tolist())) == 8 * 2
     assert all(line["staleness/violations"] == 0 for line in metrics(tmp_path / "run")[1:])

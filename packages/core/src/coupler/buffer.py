@@ -94,6 +94,10 @@ class Buffer:
         self.rejected, self.rejected_in_step = state["rejected"], state["rejected_in_step"]
         self.admitted, self.ready = list(state["admitted"]), dict(ready)
 
+    def start_at(self, version: int) -> None:
+        """Begin with weights of ``version``, as if its steps had used all that was admitted."""
+        self.version, self.submitted = version, version * self.prompts_per_step
+
     async def advance(self, version: int) -> None:
         """The rollouts hold ``version`` now."""
         async with self.changed:

@@ -52,6 +52,9 @@ class SupervisedTrainer:
             self.order.restore(state.plain["order"])
         self.skips.in_a_row = state.plain["skipped"]
 
+    def start_at(self, step: int) -> None:
+        """Begin after ``step`` of another run: nothing here counts steps."""
+
     @property
     def healthy(self) -> bool:
         """Whether the last gradient was finite."""

@@ -123,6 +123,10 @@ class Trainer:
         if self.controller:
             self.controller.restore(state.plain["controller"])
 
+    def start_at(self, step: int) -> None:
+        """Begin after ``step`` of another run, whose weights the engines hold."""
+        self.buffer.start_at(step)
+
     @property
     def healthy(self) -> bool:
         """Whether the last gradient of every role was finite."""

@@ -93,7 +93,9 @@ class EvalConfig:
 @dataclass
 class CheckpointConfig:
     every_steps: int = 0  # 0: only at the end
-    resume: str = "auto"  # go on from the last whole checkpoint of run_dir; disable: never; or a folder to start an empty one from
+    resume: str = (
+        "auto"  # from the last whole checkpoint of run_dir; disable: never; or a folder that an empty one starts from
+    )
     reset_data: bool = False  # a resumed run starts its data from the beginning: needed where the data changed
     asynchronous: bool = True  # training goes on while a checkpoint is written
     keep_last: int = 2  # 0 keeps all

@@ -244,7 +244,7 @@ class Parts:
         return Checkpoints(Path(self.config.run_dir) / "checkpoints", self.config.checkpoint, facts)
 
     async def restore(self, found: Checkpoint, roles: Mapping[str, WorkerGroup], trainer: Resumable, data: str) -> None:
-        """Bring engines and trainer to where ``found`` was made.
+        """Bring engines and trainer to where ``found`` was made; of another configuration, the engines alone.
 
         Raises:
             DataError: the rows are other ones than then.
@@ -255,9 +255,17 @@ class Parts:
                 f"the data is not what {found.folder} was made with.\n"
                 "  try:  the same data, or checkpoint.reset_data=true to start it from the beginning"
             )
-        for role, group in roles.items():
+        held = {role: group for role, group in roles.items() if role in found.manifest["roles"]}
+        for role, group in held.items():
             await found.restore(role, group)
-        trainer.restore(found.state, reset_data=reset)
+        if found.manifest["config"] == self.facts(data)["config"]:
+            trainer.restore(found.state, reset_data=reset)
+            return
+        trainer.start_at(found.step)  # what it counted and sampled, it did in that configuration's units
+        anew = ", ".join(["prompts", *(role for role in roles if role not in held)])
+        print(
+            f"coupler: {found.folder} is of another configuration: {', '.join(held)} as it was there; {anew} start anew"
+        )
 
     async def export(self, group: WorkerGroup) -> None:
         """Write the model in Hugging Face layout, to ``export`` or ``export_critic``; it appears when it is whole."""

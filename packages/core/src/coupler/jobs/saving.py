@@ -23,6 +23,8 @@ class Resumable(Protocol):
 
     def restore(self, state: State, *, reset_data: bool = False) -> None: ...
 
+    def start_at(self, step: int) -> None: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Saving:
