@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -275,6 +276,31 @@ def test_reinforcement_learning_starts_from_a_fine_tuned_checkpoint(
     assert main([*command("train", model, tmp_path / "run"), *given]) == 0
     assert "policy as it was there; prompts, critic start anew" in capsys.readouterr().out
     assert [line["step"] for line in metrics(tmp_path / "run")] == [7]
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "run.json"])
+def test_a_kill_amid_what_a_run_says_of_itself_leaves_its_folder_usable(
+    name: str, toy: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = Path.write_text
+
+    def half(path: Path, text: str, *given: Any, **named: Any) -> int:
+        if not path.name.startswith(name):
+            return write(path, text, *given, **named)
+        write(path, text[: len(text) // 2])
+        raise Killed
+
+    assert toy("run") == 0
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", half)
+        with pytest.raises(Killed):
+            toy("run", "steps=4")
+    assert toy("run", "steps=4") == 0
+    assert len(json.loads((tmp_path / "run" / "run.json").read_text())) == 2
 
 
 def test_other_data_is_refused_unless_it_starts_anew(

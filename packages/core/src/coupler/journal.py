@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from coupler.config.schema import RunConfig
+from coupler.files import write_whole
 from coupler.interfaces import Tracker
 from coupler.manifest import describe_run
 from coupler.metrics import Metrics, values
@@ -37,7 +38,7 @@ class Journal:
     def log(self, step: int, metrics: Metrics) -> dict[str, float]:
         numbers = values(metrics)
         if self.resolved:  # a run that fails before its first numbers leaves nothing that would refuse the next try
-            (self.run_dir / "config.yaml").write_text(self.resolved)
+            write_whole(self.run_dir / "config.yaml", self.resolved)
             self._write_manifest()
             self.resolved = ""
         for tracker in self.trackers:
@@ -49,7 +50,7 @@ class Journal:
         """Add this start to ``run.json``: one object per start of the run."""
         path = self.run_dir / "run.json"
         starts = json.loads(path.read_text()) if path.exists() else []
-        path.write_text(json.dumps([*starts, {**describe_run(), **self.facts}], indent=2))
+        write_whole(path, json.dumps([*starts, {**describe_run(), **self.facts}], indent=2))
 
     def write_samples(self, name: str, scored: Iterable[Scored], decode: Callable[[Sequence[int]], str]) -> None:
         """Write every scored completion as one JSON object a line."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from coupler.files import write_whole
 from coupler.interfaces import Tracker
 
 
@@ -28,9 +29,7 @@ class JsonlTracker(Tracker):
         self.file.close()
         path = Path(self.file.name)
         kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
-        part = path.with_suffix(".part")
-        part.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-        part.replace(path)
+        write_whole(path, "".join(f"{line}\n" for line in kept))
         self.file = path.open("a", encoding="utf-8")
 
     def close(self) -> None:
