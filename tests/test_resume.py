@@ -278,6 +278,26 @@ def test_reinforcement_learning_starts_from_a_fine_tuned_checkpoint(
     assert [line["step"] for line in metrics(tmp_path / "run")] == [7]
 
 
+def test_a_longer_run_that_ends_before_its_export_is_not_complete(
+    toy: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def die(*_: object) -> None:
+        raise Killed
+
+    export = tmp_path / "run" / "export" / "model.safetensors"
+    assert toy("run") == 0
+    before = export.read_bytes()
+    with monkeypatch.context() as patched:
+        patched.setattr("coupler.jobs.parts.export_whole", die)
+        with pytest.raises(Killed):
+            toy("run", "steps=4")
+    assert toy("run", "steps=4") == 0
+    assert "is complete" not in capsys.readouterr().out
+    assert export.read_bytes() != before
+    assert toy("run", "steps=4") == 0
+    assert "is complete at step 4" in capsys.readouterr().out
+
+
 class Killed(BaseException):
     pass
 

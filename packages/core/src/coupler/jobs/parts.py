@@ -23,7 +23,7 @@ from coupler.executors import open_executor
 from coupler.executors.interpreter import check_interpreter
 from coupler.imports import resolve
 from coupler.interfaces import Algorithm, EngineConfig, Head, Model, Rank
-from coupler.jobs.saving import Resumable
+from coupler.jobs.saving import Resumable, export_folder
 from coupler.journal import Journal
 from coupler.manifest import describe_run
 from coupler.placement import Role
@@ -193,14 +193,10 @@ class Parts:
 
     def is_complete(self, done: int) -> bool:
         """Whether ``done`` steps are all that was asked for, with their export written."""
-        exported = not self.config.checkpoint.export or self.export_folder.exists()
+        exported = not self.config.checkpoint.export or export_folder(self.config.run_dir, "policy").exists()
         if complete := done >= self.config.steps and exported:
             print(f"coupler: {self.config.run_dir} is complete at step {done}; there is nothing to train")
         return complete
-
-    @property
-    def export_folder(self) -> Path:
-        return Path(self.config.run_dir) / "export"
 
     def facts(self, data: str) -> dict[str, str]:
         """What tells this run from another one in its folder: what it trains or scores with, and how.
@@ -269,9 +265,7 @@ class Parts:
 
     async def export(self, group: WorkerGroup) -> None:
         """Write the model in Hugging Face layout, to ``export`` or ``export_critic``; it appears when it is whole."""
-        folder = self.export_folder
-        if group.spec.role != "policy":
-            folder = folder.with_name(f"export_{group.spec.role}")
+        folder = export_folder(self.config.run_dir, group.spec.role)
         await export_whole(group, folder, Path(group.spec.model.path))
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from coupler.checkpoint import Checkpoints, State
@@ -43,6 +45,8 @@ class Saving:
         if self.checkpoints.ended:
             await self.checkpoints.settle()
         if step and (step == self.config.steps or due(self.config.checkpoint.every_steps, step)):
+            for role in self.roles:  # before there is a checkpoint that would make a run with this export complete
+                _discard(export_folder(self.config.run_dir, role))
             healthy, state = self.trainer.healthy, self.trainer.state()
             await self.checkpoints.save(step, self.roles, state, hold=self.hold, values=values, healthy=healthy)
 
@@ -50,3 +54,17 @@ class Saving:
 def due(every: int, step: int) -> bool:
     """Whether something that happens ``every`` so many steps does after ``step``; 0 is never."""
     return bool(every) and step % every == 0
+
+
+def export_folder(run_dir: str, role: str) -> Path:
+    """Where the model of ``role`` goes at the end: ``export``, ``export_critic``."""
+    return Path(run_dir) / ("export" if role == "policy" else f"export_{role}")
+
+
+def _discard(folder: Path) -> None:
+    """Delete ``folder``, which is whole or not there whenever this ends."""
+    if folder.exists():
+        part = folder.with_name(f"{folder.name}.part")
+        shutil.rmtree(part, ignore_errors=True)
+        folder.rename(part)
+        shutil.rmtree(part)
