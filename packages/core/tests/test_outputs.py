@@ -39,19 +39,23 @@ def policy(tmp_path: Path) -> WorkerGroup:
     return group
 
 
+def save(group: WorkerGroup, folder: Path, step: int, **settings: int) -> None:
+    checkpoints = Checkpoints(folder, CheckpointConfig(**settings), {"data": "d"})  # type: ignore[arg-type]
+
+    async def write() -> None:
+        async with checkpoints:
+            at, hold = State({"at": 1}), lambda role: nullcontext()
+            await checkpoints.save(step, {"policy": group}, at, hold=hold, values={}, healthy=True)
+
+    asyncio.run(write())
+
+
 def test_a_checkpoint_is_complete_and_says_what_it_is(tmp_path: Path) -> None:
     group = policy(tmp_path)
     folder = tmp_path / "checkpoints" / "step_3"
     folder.mkdir(parents=True)
     (folder / "old").touch()
-    checkpoints = Checkpoints(folder.parent, CheckpointConfig(), {"data": "d"})
-    hold = lambda role: nullcontext()  # noqa: E731
-
-    async def save() -> None:
-        async with checkpoints:
-            await checkpoints.save(3, {"policy": group}, State({"at": 1}), hold=hold, values={}, healthy=True)
-
-    asyncio.run(save())
+    save(group, folder.parent, 3)
     manifest = json.loads((folder / MANIFEST).read_text())
     assert manifest["step"] == 3 and manifest["parts"] == ["optimizer", "params"] and manifest["data"] == "d"
     written = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
@@ -95,6 +99,19 @@ def test_a_disk_that_hangs_ends_the_process_at_the_deadline(tmp_path: Path, what
         f"coupler: {tmp_path}/checkpoints/step_3.part was not written after 1 s.\n"
         "  look at:  the disk, checkpoint.deadline_s\n",
     )
+
+
+def test_an_altered_manifest_does_not_count(tmp_path: Path) -> None:
+    save(policy(tmp_path), tmp_path, 3)
+    path = tmp_path / "step_3" / MANIFEST
+    manifest = json.loads(path.read_text())
+    others = [{name: value for name, value in manifest.items() if name != key} for key in manifest]
+    others += [{**manifest, **changed} for changed in ({"step": 4}, {"parts": ["params"]}, {"roles": {}}, {"more": 1})]
+    for text in (*map(json.dumps, others), "[]", "", path.read_text()[:-2]):
+        path.write_text(text)
+        assert check(tmp_path / "step_3") == "MANIFEST.json was altered after it was written", text
+    path.write_text(json.dumps(manifest))  # in other words
+    assert check(tmp_path / "step_3") == ""
 
 
 def test_export_holds_what_the_engine_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

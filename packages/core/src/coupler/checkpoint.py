@@ -7,6 +7,7 @@ that wait to be trained on, and ``MANIFEST.json``, which is written last: a fold
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
 import shutil
@@ -26,6 +27,7 @@ from coupler.threads import in_daemon
 from coupler.workers import WorkerGroup
 
 MANIFEST, STATE, GROUPS = "MANIFEST.json", "state.json", "groups"
+OF_THE_REST = "sha256"  # the manifest's key for the hash of all its others, as JSON with sorted keys
 POLL_S = 0.05
 
 
@@ -216,7 +218,9 @@ def check(folder: Path) -> str:
     """What is wrong with a checkpoint; empty if nothing is."""
     manifest = _manifest(folder)
     if manifest is None:
-        return f"it has no readable {MANIFEST}, so it was not written to its end"
+        if (folder / MANIFEST).exists():
+            return f"{MANIFEST} was altered after it was written"
+        return f"it has no {MANIFEST}, so it was not written to its end"
     for name, expected in manifest["files"].items():
         path = folder / name
         if not path.is_file():
@@ -237,10 +241,17 @@ def folders(folder: Path) -> list[Path]:
 
 
 def _manifest(folder: Path) -> dict[str, Any] | None:
+    """What it says, if that is what was written."""
     try:
-        return json.loads((folder / MANIFEST).read_text())
+        manifest = json.loads((folder / MANIFEST).read_text())
     except (OSError, ValueError):
         return None
+    return manifest if isinstance(manifest, dict) and manifest.get(OF_THE_REST) == _hash(manifest) else None
+
+
+def _hash(manifest: Mapping[str, Any]) -> str:
+    rest = {key: value for key, value in manifest.items() if key != OF_THE_REST}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def _publish(part: Path, manifest: dict[str, Any], hashed: Mapping[str, Sequence[str]]) -> None:
@@ -250,6 +261,7 @@ def _publish(part: Path, manifest: dict[str, Any], hashed: Mapping[str, Sequence
     hashes = {**hashed, **dict(zip(read, hash_files([files[name] for name in read]), strict=True))}
     manifest["chunk_bytes"] = CHUNK_BYTES
     manifest["files"] = {name: {"bytes": path.stat().st_size, "sha256": hashes[name]} for name, path in files.items()}
+    manifest[OF_THE_REST] = _hash(manifest)
     (part / MANIFEST).write_text(json.dumps(manifest, indent=2))
     for path in (*files.values(), part / MANIFEST, *_directories(part)):
         _fsync(path)
