@@ -114,6 +114,15 @@ def test_an_altered_manifest_does_not_count(tmp_path: Path) -> None:
     assert check(tmp_path / "step_3") == ""
 
 
+@pytest.mark.parametrize("keep_last", [0, 1])
+def test_what_a_kill_left_unfinished_goes_with_the_next_checkpoint(keep_last: int, tmp_path: Path) -> None:
+    for name in ("step_1", "step_2", "step_5", "step_1.part", "step_9.part", "step_mine.part"):
+        (tmp_path / name / "policy").mkdir(parents=True)
+    (tmp_path / "step_2" / MANIFEST).write_text("altered: left to be looked at")
+    save(policy(tmp_path), tmp_path, 3, keep_last=keep_last)
+    assert {p.name for p in tmp_path.glob("step_*")} == {"step_2", "step_3", "step_5", "step_mine.part"}
+
+
 def test_export_holds_what_the_engine_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coupler.export.MAX_SHARD_BYTES", 11_000)  # two shards
     group = policy(tmp_path)

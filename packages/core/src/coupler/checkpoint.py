@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,7 @@ class Checkpoints:
 
     def _complete(self, part: Path, manifest: dict[str, Any], hashed: Mapping[str, Sequence[str]]) -> None:
         _publish(part, manifest, hashed)
+        _sweep(self.folder)
         self._prune()
 
     def _prune(self) -> None:
@@ -196,6 +198,14 @@ def _start(part: Path, roles: Iterable[str], state: State) -> None:
         (part / GROUPS).mkdir()
     for number, batch in state.groups.items():
         batch.save(part / GROUPS / f"{number}.npz")
+
+
+def _sweep(folder: Path) -> None:
+    """Delete what kills left: saves never renamed, and before the newest whole checkpoint those half deleted."""
+    unnamed = [path for path in folder.glob("step_*.part") if path.stem.removeprefix("step_").isdigit()]
+    after_whole = dropwhile(lambda path: not _manifest(path), folders(folder))
+    for path in (*unnamed, *(path for path in after_whole if not (path / MANIFEST).exists())):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def read(folder: Path) -> Checkpoint:
