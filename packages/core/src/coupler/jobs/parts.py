@@ -22,7 +22,7 @@ from coupler.evaluation import Evaluator
 from coupler.executors import open_executor
 from coupler.executors.interpreter import check_interpreter
 from coupler.imports import resolve
-from coupler.interfaces import Algorithm, EngineConfig, Head, Model, Rank
+from coupler.interfaces import Algorithm, EngineConfig, Head, Model, Part, Rank
 from coupler.jobs.saving import Resumable, export_folder
 from coupler.journal import Journal
 from coupler.manifest import describe_run
@@ -250,6 +250,10 @@ class Parts:
             raise DataError(
                 f"the data is not what {found.folder} was made with.\n"
                 "  try:  the same data, or checkpoint.reset_data=true to start it from the beginning"
+            )
+        if Part.OPTIMIZER not in found.manifest["parts"]:
+            print(
+                f"coupler: {found.folder} holds no optimizer: its moments and the learning rate's schedule start anew"
             )
         held = {role: group for role, group in roles.items() if role in found.manifest["roles"]}
         for role, group in held.items():

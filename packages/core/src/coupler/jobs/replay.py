@@ -85,7 +85,9 @@ def export_run(composed: Composed, plugins: Plugins, run_dir: Path, step: int | 
     if out.exists():
         raise CouplerError(f"--out {out} exists already; nothing was written.\n  try:  another folder")
     if step is None:
-        found, _ = checkpoint.newest(run_dir / "checkpoints")
+        found, skipped = checkpoint.newest(run_dir / "checkpoints")
+        for line in skipped:
+            print(f"coupler: checkpoint skipped: {line}")
         if not found:
             raise CouplerError(f"{run_dir} has no whole checkpoint.\n  try:  a run folder with checkpoints/step_*")
         step = found.step
@@ -110,7 +112,7 @@ async def _role(parts: Parts, role: str, run_dir: Path, step: int, *, trains: bo
     if step == 0:
         return group
     folder = run_dir / "checkpoints" / f"step_{step}"
-    problem = checkpoint.check(folder)
+    problem = checkpoint.check(folder) if folder.exists() else "none was made then, or it was deleted since"
     if problem:
         kept = ", ".join(p.name for p in checkpoint.folders(folder.parent)) or "none"
         raise CouplerError(f"the weights after step {step} are not whole in {folder}: {problem}.\n  kept:  {kept}")
