@@ -55,9 +55,11 @@ def test_nothing_is_said_of_weights_that_a_step_has_changed() -> None:
     assert mismatch({"logprobs": TRAIN}, of(slice(0, 5)), 4)["train_infer/ratio"].weight == 0
 
 
-def test_a_run_logs_them_every_step(tmp_path: Path) -> None:
-    log = ToyRun(tmp_path, small(steps=2)).run()
-    assert len(log) == 3
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_a_run_logs_them_every_step(tmp_path: Path, max_staleness: int) -> None:
+    """Of the batch, or of tokens sampled for that where all of it is older than the last sync."""
+    log = ToyRun(tmp_path, small(steps=6, max_staleness=max_staleness)).run()
+    assert len(log) == 7
     for step in log[1:]:
         assert step["train_infer/ratio"] == pytest.approx(1) == pytest.approx(step["train_infer/ratio_max"])
         assert 0 <= step["train_infer/kl"] < 1e-9

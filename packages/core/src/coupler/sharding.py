@@ -16,9 +16,9 @@ from coupler.batch import Batch
 from coupler.config.schema import SyncConfig
 from coupler.errors import PeerLost, ReplicaDied, WaitTimeout, WeightSyncError
 from coupler.interfaces import LORA, Output, Request, SendReceipt, ShardingManager, SyncReceipt, WeightUpdate
-from coupler.metrics import Metric, Metrics
+from coupler.metrics import Metric, Metrics, merge
 from coupler.rollouts import MAX_RESTARTS, RolloutGroup
-from coupler.workers import WorkerGroup
+from coupler.workers import WorkerGroup, differences
 
 PROBE_TOKENS = 16
 GRACE_S = 5.0  # after one side of a transfer failed: the other may be the cause, and about to say so
@@ -144,14 +144,15 @@ class StreamShardingManager(ShardingManager):
         return judged
 
     async def probe(self) -> Metrics:
-        """Judge the last sync by tokens sampled for that alone.
+        """Judge the last sync by tokens sampled for that alone, whose ``train_infer/*`` stand for those of a batch.
 
         Raises:
             WeightSyncError: the mean difference is above the limit.
         """
-        diff = await self._probe()
+        compared = await self._compared()
+        diff = _largest(compared)
         self._judge(diff)
-        return {"sync/probe": Metric(diff)}
+        return {"sync/probe": Metric(diff), **merge(compared)}
 
     def _judge(self, diff: float) -> None:
         if not diff <= self.limit:
@@ -215,9 +216,13 @@ class StreamShardingManager(ShardingManager):
         return sent[0], receipts
 
     async def _probe(self) -> float:
-        """Mean |log-prob difference| between every replica and the engine on tokens that the replica samples now."""
+        """The mean |log-prob difference| between the engine and the replica that differs most."""
+        return _largest(await self._compared())
+
+    async def _compared(self) -> list[Metrics]:
+        """``train_infer/*`` of every replica, on tokens that it samples now."""
         request = Request(self.probe_prompt, PROBE_TOKENS, self.temperature, (), seed=0)
-        differences: list[float] = []
+        compared = []
         for done in await self.rollouts.all("generate", request):
             ids = np.array([*request.prompt, *done.tokens], np.int32)
             mask = np.arange(len(ids)) >= len(request.prompt)
@@ -226,9 +231,13 @@ class StreamShardingManager(ShardingManager):
                 {"tokens": ids, "loss_mask": mask},
                 {"temperature": np.array([self.temperature], np.float32)},
             )
-            ours = (await self.engine.forward(batch, (Output("logprobs"),)))["logprobs"][mask]
-            differences.append(float(np.abs(ours - np.array(done.logprobs)).mean()))
-        return float(np.max(differences))  # NaN of one is NaN of all
+            ours = (await self.engine.forward(batch, (Output("logprobs"),)))["logprobs"]
+            compared.append(differences(ours[mask] - np.array(done.logprobs), len(done.tokens)))
+        return compared
+
+
+def _largest(compared: list[Metrics]) -> float:
+    return float(np.max([metrics["train_infer/abs_diff"].value for metrics in compared]))  # NaN of one is NaN of all
 
 
 def _slowest(pushed: list[Pushed]) -> dict[str, float]:

@@ -187,22 +187,28 @@ def checked_loss(algorithm: Algorithm, fresh_version: int | None) -> Loss:
 
 
 def mismatch(out: Columns, batch: Columns, fresh_version: int | None) -> Metrics:
-    """Compare the log-probs of engine and rollout on tokens that the current weights sampled: the probe of a sync.
-
-    ``train_infer/ratio`` is the mean of ``r = train / infer``, whose expectation under the rollout's distribution is 1
-    where both are over the same tokens; ``train_infer/kl`` estimates KL(infer || train) per token by ``r - 1 - log r``
-    (Schulman 2020, "Approximating KL divergence", k3), in nats.
-    """
+    """Compare the log-probs of engine and rollout on tokens that the current weights sampled: the probe of a sync."""
     if fresh_version is None or "rollout_logprobs" not in batch:
         return {}
     fresh = (batch["version"] == fresh_version) & batch["loss_mask"]
-    diff = (_detached(out["logprobs"]) - batch["rollout_logprobs"]) * fresh
+    return differences((_detached(out["logprobs"]) - batch["rollout_logprobs"]) * fresh, fresh.sum(), fresh)
+
+
+def differences(diff: Any, count: Any, counts: Any = 1) -> Metrics:
+    """What ``train_infer/*`` say of ``diff``, the log of ``r = train / infer`` [T], over ``count`` tokens.
+
+    ``train_infer/ratio`` is the mean of r, whose expectation under the rollout's distribution is 1 where both are over
+    the same tokens; ``train_infer/kl`` estimates KL(infer || train) per token by ``r - 1 - log r`` (Schulman 2020,
+    "Approximating KL divergence", k3), in nats.
+
+    Args:
+        counts: [T] which tokens these are; ``diff`` is 0 for the others.
+    """
     ratio = np.e**diff
-    count = fresh.sum()
     return {
         "train_infer/kl": Metric(abs(ratio - 1 - diff).sum(), count),  # k3 >= 0 but for rounding
-        "train_infer/ratio": Metric((ratio * fresh).sum(), count),
-        "train_infer/ratio_max": _most(ratio * fresh),
+        "train_infer/ratio": Metric((ratio * counts).sum(), count),
+        "train_infer/ratio_max": _most(ratio * counts),
         "train_infer/abs_diff": Metric(abs(diff).sum(), count),
         "train_infer/abs_diff_max": _most(abs(diff)),
     }
