@@ -134,11 +134,18 @@ async def push(edge: Edge, weights: Weights) -> tuple[float, int]:
     if DEVICE == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
+    seconds = await timed(edge, weights.stream())
+    return seconds, torch.cuda.max_memory_allocated() - before if DEVICE == "cuda" else 0
+
+
+async def timed(edge: Edge, tensors: Iterator[Named], *, adapter: bool = False) -> float:
+    """Send ``tensors``; return seconds until all of them are loaded."""
     start = time.perf_counter()
-    _, receipt = await edge.push(weights.stream())
+    sent, receipt = await edge.push(tensors, adapter=adapter)
     seconds = time.perf_counter() - start
     assert not receipt.missing and not receipt.unexpected, receipt
-    return seconds, torch.cuda.max_memory_allocated() - before if DEVICE == "cuda" else 0
+    assert receipt.num_loaded == sent.num_tensors, receipt
+    return seconds
 
 
 def report_sync(args: argparse.Namespace, num_bytes: int, times: list[float], copied: float, extra: int) -> None:
@@ -163,10 +170,7 @@ async def push_adapters(edge: Edge, weights: Weights, args: argparse.Namespace, 
     num_bytes, times = sum(tensor.nbytes for _, tensor in tensors), []
     for _ in range(args.rounds + 2):
         synchronize()
-        start = time.perf_counter()
-        _, receipt = await edge.push(iter(tensors), adapter=True)
-        times.append(time.perf_counter() - start)
-        assert receipt.num_loaded == len(tensors) and not receipt.missing and not receipt.unexpected, receipt
+        times.append(await timed(edge, iter(tensors), adapter=True))
     adapter = statistics.median(times[2:])
     print(
         f"RESULT adapter of rank {args.adapter}: {num_bytes / 1e6:.0f} MB in {1e3 * adapter:.1f} ms, "
