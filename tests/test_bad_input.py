@@ -243,6 +243,36 @@ def test_a_prompt_over_the_limit(job: str, key: str, refused: Refused, tmp_path:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(("job", "key"), [("train", "data"), ("eval", "eval.data")])
+def test_a_prompt_that_leaves_the_model_no_position(
+    job: str, key: str, refused: Refused, model: Path, tmp_path: Path
+) -> None:
+    lines = refused(job, f"model.path={short_model(model, tmp_path, 24)}")
+    assert lines[0].startswith(
+        "6 of 6 prompts are longer than 23 tokens, for the model has 24 positions, one of them for a completion; "
+    )
+    assert lines[1].startswith("  try:  a model with more max_position_embeddings in its config.json, or ")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_row_that_is_longer_than_the_model_or_a_micro_batch(refused: Refused, model: Path, tmp_path: Path) -> None:
+    lines = refused("sft", "engine.max_tokens_per_gpu=25")
+    assert lines[0].startswith("6 of 6 rows are longer than engine.max_tokens_per_gpu=25; the first is row 0 ")
+    assert lines[1] == "  try:  engine.max_tokens_per_gpu=26, or data.drop_overlong=true"
+    lines = refused("sft", f"model.path={short_model(model, tmp_path, 25)}")
+    assert "rows are longer than 25 tokens, for the model has 25 positions, for a prompt with its answer;" in lines[0]
+    assert not (tmp_path / "run").exists()
+
+
+def short_model(model: Path, tmp_path: Path, positions: int) -> Path:
+    """A copy of ``model`` that was made for so many positions."""
+    folder = tmp_path / "short"
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": positions}))
+    return folder
+
+
 @pytest.mark.parametrize(
     ("change", "first", "fix"),
     [

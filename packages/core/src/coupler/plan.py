@@ -12,6 +12,7 @@ from typing import Any
 from coupler.config.options import SECTIONS, in_full, section
 from coupler.config.reads import original
 from coupler.config.schema import ExecutorName, Job, Placement, RouterReplay, RunConfig
+from coupler.data.prompts import Limit
 from coupler.errors import ConfigError
 from coupler.interfaces import EngineConfig
 from coupler.placement import ROLLOUT, Role, make_shares
@@ -299,6 +300,14 @@ def _check_routes(config: RunConfig, plugins: Plugins, needs: frozenset[str], jo
             "optimizer_steps_per_batch above 1 and an algorithm that needs old_logprobs.\n"
             "  try:  router_replay=disabled: one step trains with the weights that would be recorded"
         )
+
+
+def micro_batch_room(config: RunConfig) -> Limit | None:
+    """How long a sequence may be for the policy's engine; None where it has no such option."""
+    engine = original(config).engine
+    tokens, ranks, option = _micro_batch_tokens(engine), engine.ranks_per_sequence, "engine.max_tokens_per_gpu="
+    each = f" on each of {ranks} ranks" if ranks > 1 else ""
+    return Limit(tokens, f"{option}{tokens // ranks}{each}", f"{option}{{}}", ranks) if tokens else None
 
 
 def _micro_batch_tokens(engine: Any) -> int:

@@ -108,6 +108,13 @@ class Codec:
             )
         return self.tokenizer.eos_token_id
 
+    @cached_property
+    def max_positions(self) -> int:
+        """The longest sequence that the model was made for; 0 where its config.json does not say."""
+        config = self._json("config.json")
+        config = config.get("text_config", config)
+        return config.get("max_position_embeddings") or 0
+
     def probe_prefix_preserving(self) -> str | None:
         """Render a conversation turn by turn and at once; return the first difference, None if there is none.
 
@@ -139,14 +146,23 @@ class Codec:
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
     def _generation_eos(self) -> list[int]:
-        path = self.folder / "generation_config.json"
-        try:
-            eos = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-        except (ValueError, AttributeError) as error:
-            raise CouplerError(
-                f"{path} is damaged: {error!r}.\n  try:  deleting it, or saving the model again"
-            ) from None
+        eos = self._json("generation_config.json").get("eos_token_id")
         return eos if isinstance(eos, list) else [eos] if eos is not None else []
+
+    def _json(self, name: str) -> dict[str, Any]:
+        """What a file of the folder says; nothing where there is no such file.
+
+        Raises:
+            CouplerError: it is not a JSON object.
+        """
+        path = self.folder / name
+        try:
+            found = json.loads(path.read_text()) if path.is_file() else {}
+            return dict(**found)
+        except (ValueError, TypeError) as error:
+            raise CouplerError(
+                f"{path} is damaged: {error!r}.\n  try:  saving the model again"
+            ) from None
 
 
 def _difference(before: str, after: str, turn: int) -> str:

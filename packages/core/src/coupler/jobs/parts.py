@@ -128,7 +128,7 @@ class Parts:
             raise ConfigError(f"{key}.source is not set.\n  set it to:  a .jsonl or .parquet file, or pkg.mod:function")
         prompts, dropped = encode_prompts(load_rows(data, key), self.codec, data, key)
         if dropped:
-            print(f"{key}: dropped {dropped} prompts of more than {data.max_prompt_tokens} tokens")
+            print(f"{key}: dropped {dropped} prompts that are too long")
         return prompts
 
     def edge(self, engine: WorkerGroup, rollouts: RolloutGroup, probe: Prompt) -> StreamShardingManager:

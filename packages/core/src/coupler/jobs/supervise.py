@@ -11,7 +11,7 @@ from coupler.data import fingerprint, load_rows, supervised
 from coupler.jobs.parts import Parts, heap_set_aside
 from coupler.jobs.saving import Saving
 from coupler.metrics import Metrics
-from coupler.plan import make_plan
+from coupler.plan import make_plan, micro_batch_room
 from coupler.plugins.manager import Plugins
 from coupler.supervised import SupervisedTrainer
 
@@ -29,9 +29,9 @@ async def _supervise(parts: Parts) -> dict[str, float]:
         return {}
     rows = load_rows(config.data)
     data = fingerprint(rows)
-    examples, dropped = supervised(rows, parts.codec, config.data)
+    examples, dropped = supervised(rows, parts.codec, config.data, micro_batch_room(config))
     if dropped:
-        print(f"data: dropped {dropped} prompts of more than {config.data.max_prompt_tokens} tokens")
+        print(f"data: dropped {dropped} rows that are too long")
     plan = make_plan(config, len(examples), parts.plugins, algorithm.needs, Job.SFT)
     print(plan.render())
     with parts.recording(data, found) as journal:
