@@ -214,6 +214,8 @@ CODE = "def rows():\n    yield {'prompt': 'a', 'answer': 'b'}\n    raise ValueEr
         ("a.jsonl", '{"prompt": "a", "x": 1}\n', "{path}, line 1 has no 'answer'.", "try:  {key}.answer_key=COLUMN"),
         ("a.jsonl", None, "{key}.source: there is no file {path}.", "it is looked up from:"),
         ("a.py", CODE, "{key}.source={path}:rows raised ValueError: boom.", "at:  {path}, line 3"),
+        ("a.py", "def rows(): raise SystemExit(3)\n", "{key}.source={path}:rows raised SystemExit: 3.", "at:  {path}"),
+        ("a.py", "exit(3)\n", "{key}.source={path}:rows cannot be imported: 3", ""),
         ("a.py", "def rows(:\n", "{key}.source={path}:rows cannot be imported: ", ""),
         (
             "a.py",
@@ -386,6 +388,8 @@ def test_an_option_that_nothing_reads(
     (first, fix) = refused("sft", "strict=true", "sampling.max_tokens=9")
     assert first == "you set sampling.max_tokens, and nothing read it."
     assert fix.startswith("  try:  ")
+    (first, _) = refused("eval", "strict=true", "checkpoint.keep_last=1", run_dir=tmp_path / "eval")
+    assert " checkpoint.keep_last, " in first
     given = arguments("sft", model, tmp_path, tmp_path / "warned")
     assert main([*given, "sampling.max_tokens=9"]) == 0
     assert "coupler: warning: you set sampling.max_tokens, and nothing read it.\n" in capfd.readouterr().err

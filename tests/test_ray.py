@@ -76,9 +76,9 @@ def test_the_toy_backends_give_the_same_numbers(cluster: str, toy: list[str], tm
 def test_an_option_that_nothing_reads_is_found_in_other_processes(
     cluster: str, toy: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    given = ["executor=ray", f"run_dir={tmp_path / 'run'}", "strict=true", "engine.lr=0.1", "eval.data.limit=3"]
+    given = ["executor=ray", f"run_dir={tmp_path / 'run'}", "strict=true", "engine.lr=0.1", "eval.temperature=0.5"]
     assert main([*toy, *given]) == 2
-    assert "coupler: you set eval.data.limit, and nothing read it." in capfd.readouterr().err
+    assert "coupler: you set eval.temperature, and nothing read it." in capfd.readouterr().err
 
 
 def test_a_transformer_gives_the_same_numbers(cluster: str, model: Path, tmp_path: Path) -> None:

@@ -131,7 +131,12 @@ def test_rows_beyond_the_models_positions_are_dropped_and_counted(tmp_path: Path
     path = folder(tmp_path, None)
     (path / "config.json").write_text(json.dumps({"text_config": {"max_position_embeddings": 8}}))
     codec, config = Codec(Model(str(path))), DataConfig(source="a.jsonl", drop_overlong=True)
-    rows = [Row("x" * 3, "y" * 4, 0, {}), Row("x" * 3, "y" * 5, 1, {}), Row("x" * 8, "y", 2, {}), Row("x" * 7, "y", 3, {})]
+    rows = [
+        Row("x" * 3, "y" * 4, 0, {}),
+        Row("x" * 3, "y" * 5, 1, {}),
+        Row("x" * 8, "y", 2, {}),
+        Row("x" * 7, "y", 3, {}),
+    ]
     kept, dropped = encode_prompts(rows, codec, config)
     assert ([p.row.index for p in kept], dropped) == ([0, 1, 3], 1)
     examples, dropped = supervised(rows, codec, config)

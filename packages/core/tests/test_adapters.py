@@ -236,8 +236,8 @@ def test_adapters_travel_apart_where_both_sides_can(engine: set[str], rollout: s
         for kind, config, able in (("engine", ToyEngineConfig, engine), ("rollout", ToyRolloutConfig, rollout))
     }
     config = compose(plugins, NEEDED).config
-    ask = plugins.hook.coupler_weight_path
-    assert ask(**sides, transports=plugins.of("transport"), config=config)[0] == chosen
+    transports = plugins.of("transport")
+    assert plugins.call("coupler_weight_path", **sides, transports=transports, config=config)[0] == chosen
 
 
 NEEDED = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import pytest
 
@@ -138,7 +139,7 @@ def test_no_weight_path_lists_what_each_side_offers() -> None:
     plugins = Plugins.load()
     config = compose(plugins, NEEDED).config
     engine, rollout = plugins.get("engine", "toy"), plugins.get("rollout", "toy")
-    ask = plugins.hook.coupler_weight_path
+    ask = partial(plugins.call, "coupler_weight_path")
     with pytest.raises(PluginError) as error:
         ask(engine=plugins.get("algorithm", "toy"), rollout=rollout, transports=plugins.of("transport"), config=config)
     assert "engine offers:  nothing" in str(error.value)
@@ -169,7 +170,8 @@ def test_remote_workers_are_reached_from_device_to_device(
     plugins = Plugins.load()
     rollout = plugins.get("rollout", "toy")
     remote = dataclasses.replace(rollout, capabilities=frozenset({"weights:full", "workers:remote"}))
-    found = plugins.hook.coupler_weight_path(
+    found = plugins.call(
+        "coupler_weight_path",
         engine=plugins.get("engine", "toy"),
         rollout=remote,
         transports=plugins.of("transport"),

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 from fake_plugins import install, plugin, run
 
+from coupler.config.compose import compose
 from coupler.errors import PluginError
+from coupler.plan import weight_path
 from coupler.plugins.manager import Plugins, accepts
 
 NEEDED = ("model.path=/m", "data.source=x.jsonl", "reward.target=a:b", "rollout=toy", "algorithm=toy")
@@ -136,9 +138,19 @@ def test_other_generation_is_listed_refused_and_its_hooks_stay_unused(folder: Pa
     (row,) = [row for row in plugins.rows() if row.name == "acme"]
     assert row.state == "incompatible"
     assert "acme" not in plugins.of("engine")
-    assert plugins.hook.coupler_step_end(step=1, values={}) == []
+    assert plugins.call("coupler_step_end", step=1, values={}) == []
     with pytest.raises(PluginError, match=r"API generation 7.*\n.*pip install --upgrade coupler-core"):
         plugins.get("engine", "acme")
+
+
+def test_a_hook_that_raises_is_named_and_is_not_asked_about_a_run_without_its_plugin(folder: Path) -> None:
+    hook = "\n@hookimpl\ndef coupler_weight_path(engine):\n    raise SystemExit('mine')\n"
+    install(folder, "coupler-engine-acme", plugin("engine", "acme") + hook)
+    plugins = Plugins.load()
+    config = compose(plugins, [*NEEDED, "engine=toy"]).config
+    assert weight_path(config, plugins) == ("full", "inproc")
+    with pytest.raises(PluginError, match=r"coupler_weight_path of a plugin raised SystemExit\('mine'\).\n  at:  /"):
+        weight_path(compose(plugins, [*NEEDED, "engine=acme"]).config, plugins)
 
 
 def test_missing_text(folder: Path) -> None:

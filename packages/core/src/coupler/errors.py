@@ -1,5 +1,7 @@
 """Errors that a user can fix: printed without a traceback, exit code 2."""
 
+from traceback import extract_tb
+
 
 class CouplerError(Exception):
     """A problem the user can fix. The first line says what, the indented lines say what to do."""
@@ -51,3 +53,9 @@ class TooFewDevices(CouplerError):
 
 class WaitTimeout(CouplerError):
     """A named wait passed its deadline."""
+
+
+def place_of(error: BaseException) -> str:
+    """File and line that raised ``error``."""
+    frame = extract_tb(error.__traceback__)[-1]
+    return f"{frame.filename}, line {frame.lineno}"

@@ -43,7 +43,7 @@ class Journal:
             self.resolved = ""
         for tracker in self.trackers:
             tracker.log(step, {**numbers, "run/steps": float(self.total_steps)})
-        self.plugins.hook.coupler_step_end(step=step, values=numbers)
+        self.plugins.call("coupler_step_end", step=step, values=numbers)
         return numbers
 
     def _write_manifest(self) -> None:

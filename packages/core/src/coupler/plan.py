@@ -234,11 +234,23 @@ def _engine(config: EngineConfig) -> str:
 
 
 def _weights(config: RunConfig, plugins: Plugins) -> str:
-    engine, rollout = plugins.get("engine", config.engine.name), plugins.get("rollout", config.rollout.name)
-    fmt, transport = plugins.hook.coupler_weight_path(
-        engine=engine, rollout=rollout, transports=plugins.of("transport"), config=config
+    fmt, transport = weight_path(config, plugins)
+    return f"{config.engine.name} -> {transport} ({fmt}) -> {config.rollout.name}"
+
+
+def weight_path(config: RunConfig, plugins: Plugins) -> tuple[str, str]:
+    """Format and transport of this pair. Its plugins answer, those that bring transports, and core.
+
+    Raises:
+        PluginError: there is no way.
+    """
+    transports = plugins.of("transport")
+    pair = ("engine", config.engine.name), ("rollout", config.rollout.name)
+    asked = [plugins.owner[key] for key in (*pair, *(("transport", name) for name in transports))]
+    engine, rollout = (plugins.get(*key) for key in pair)
+    return plugins.call(
+        "coupler_weight_path", asked, engine=engine, rollout=rollout, transports=transports, config=config
     )
-    return f"{engine.name} -> {transport} ({fmt}) -> {rollout.name}"
 
 
 def _check(plan: Plan, config: RunConfig, plugins: Plugins) -> None:

@@ -305,7 +305,7 @@ def _check(plugins: Plugins, config: RunConfig, job: Job) -> None:
         plugins.get(kind, name)
     owners = {plugins.owner[key] for key in used}
     found = [*problems(config, job), *_incapable(plugins, config, job)]
-    for texts in plugins.selected_hook("coupler_validate", owners)(config=config):
+    for texts in plugins.call("coupler_validate", owners, config=config):
         found += texts or ()
     if len(found) == 1:
         raise ConfigError(found[0])

@@ -273,6 +273,8 @@ def problems(config: RunConfig, job: Job) -> Iterator[str]:
         yield f"eval.top_p={config.eval.top_p} needs eval.temperature above 0: greedy takes the most likely token."
     if job is Job.EVAL and config.sampling.top_p < 1:
         yield f"sampling.top_p={config.sampling.top_p} is not of evaluation: set eval.top_p."
+    if config.checkpoint.keep_best and not config.checkpoint.keep_last:
+        yield "checkpoint.keep_best needs checkpoint.keep_last above 0: 0 keeps all."
     best = config.checkpoint.best_metric if config.checkpoint.keep_best and job is not Job.EVAL else ""
     if best.startswith("eval/") and not config.eval.every_steps:
         yield f"checkpoint.keep_best needs {best}: set eval.every_steps, or checkpoint.best_metric to another metric."

@@ -6,10 +6,9 @@ import inspect
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from traceback import extract_tb
 from typing import Any
 
-from coupler.errors import CouplerError, DataError
+from coupler.errors import CouplerError, DataError, place_of
 from coupler.imports import resolve
 
 Records = Iterator[tuple[str, Any]]  # (place, record)
@@ -97,7 +96,7 @@ def _saved(path: Path, key: str) -> Records:
 def _function(source: str, args: Mapping[str, Any], key: str) -> Records:
     try:
         function = resolve(source)
-    except (CouplerError, ImportError, SyntaxError) as error:
+    except (Exception, SystemExit) as error:  # importing runs the user's code
         raise DataError(f"{key}.source={source} cannot be imported: {error}") from error
     if not callable(function):
         raise DataError(f"{key}.source={source} is a {type(function).__name__}, not a function.")
@@ -115,11 +114,9 @@ def _called(function: Any, args: Mapping[str, Any], source: str, key: str) -> Re
         yield from _numbered(source, iter(function(**args)))
     except CouplerError:
         raise
-    except Exception as error:  # the user's code
-        frame = extract_tb(error.__traceback__)[-1]
+    except (Exception, SystemExit) as error:  # the user's code
         raise DataError(
-            f"{key}.source={source} raised {type(error).__name__}: {error}.\n"
-            f"  at:  {frame.filename}, line {frame.lineno}"
+            f"{key}.source={source} raised {type(error).__name__}: {error}.\n  at:  {place_of(error)}"
         ) from error
 
 

@@ -160,9 +160,7 @@ class Codec:
             found = json.loads(path.read_text()) if path.is_file() else {}
             return dict(**found)
         except (ValueError, TypeError) as error:
-            raise CouplerError(
-                f"{path} is damaged: {error!r}.\n  try:  saving the model again"
-            ) from None
+            raise CouplerError(f"{path} is damaged: {error!r}.\n  try:  saving the model again") from None
 
 
 def _difference(before: str, after: str, turn: int) -> str:

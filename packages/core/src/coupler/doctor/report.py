@@ -32,7 +32,7 @@ def render(finding: Finding) -> str:
 
 
 def _of_plugins(plugins: Plugins, config: RunConfig | None) -> Iterator[Finding]:
-    for implementation in plugins.hook.coupler_doctor.get_hookimpls():
+    for implementation in plugins.manager.hook.coupler_doctor.get_hookimpls():
         arguments = {"config": config} if "config" in implementation.argnames else {}
         try:
             yield from implementation.function(**arguments)

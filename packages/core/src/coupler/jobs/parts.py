@@ -27,7 +27,7 @@ from coupler.jobs.saving import Resumable, export_folder
 from coupler.journal import Journal
 from coupler.manifest import describe_run
 from coupler.placement import Role
-from coupler.plan import VALUES, trained_engines
+from coupler.plan import VALUES, trained_engines, weight_path
 from coupler.plugins.manager import Plugins
 from coupler.profiling import NOTHING, Profile
 from coupler.rewards import RewardPool
@@ -47,6 +47,7 @@ class Parts:
         self.model = Model(model_folder(self.config.model.path), self.config.model.trust_remote_code)
         self.executor = open_executor(self.config)
         self.codec = Codec(self.model)
+        self.read_later: tuple[str, ...] = ()  # beginnings of keys
 
     async def place(self, roles: Sequence[Role]) -> None:
         """Check the interpreters of roles that have their own, and take what all workers need."""
@@ -133,12 +134,7 @@ class Parts:
 
     def edge(self, engine: WorkerGroup, rollouts: RolloutGroup, probe: Prompt) -> StreamShardingManager:
         config, plugins = self.config, self.plugins
-        weight_format, transport = plugins.hook.coupler_weight_path(
-            engine=plugins.get("engine", config.engine.name),
-            rollout=plugins.get("rollout", config.rollout.name),
-            transports=plugins.of("transport"),
-            config=config,
-        )
+        weight_format, transport = weight_path(config, plugins)
         return plugins.get("sharding", config.sync.manager).load()(
             config.sync,
             engine=engine,
@@ -157,8 +153,7 @@ class Parts:
         """
         strict = self.config.strict  # first, since this is what reads it
         self.reads.keys.update(await self.executor.reads())
-        later = ("checkpoint.",)  # read when the first one is written
-        unread = [k for k in self.reads.unread(self.composed.set_keys) if not k.startswith(later)]
+        unread = [k for k in self.reads.unread(self.composed.set_keys) if not k.startswith(self.read_later)]
         if not unread:
             return
         sentence = f"you set {', '.join(unread)}, and nothing read {'it' if len(unread) == 1 else 'them'}."
@@ -236,6 +231,7 @@ class Parts:
 
     def checkpoints(self, data: str) -> Checkpoints:
         """Those of this run, whose rows have the fingerprint ``data``."""
+        self.read_later = ("checkpoint.",)
         facts = {**self.facts(data), "packages": describe_run()["packages"]}
         return Checkpoints(Path(self.config.run_dir) / "checkpoints", self.config.checkpoint, facts)
 
@@ -302,11 +298,11 @@ def model_folder(path: str, key: str = "model") -> str:
         return path
     try:
         function = resolve(path)
-    except (CouplerError, ImportError) as error:
+    except (Exception, SystemExit) as error:  # importing runs the user's code
         raise ConfigError(f"{key}.path={path} is no folder, and no function either: {error}") from None
     try:
         return str(function())
     except CouplerError:
         raise
-    except Exception as error:  # code of the user
+    except (Exception, SystemExit) as error:  # code of the user
         raise ConfigError(f"{key}.path={path} names a function that raised {error!r}.") from error

@@ -52,8 +52,7 @@ async def _train(parts: Parts) -> dict[str, float]:
         return {}
     prompts = parts.prompts(config.data, "data")
     data = fingerprint(prompt.row for prompt in prompts)
-    evaluates = config.eval.every_steps or config.eval.at_start
-    held_out = parts.prompts(config.eval.data, "eval.data") if evaluates else []
+    held_out = parts.prompts(config.eval.data, "eval.data") if config.eval.every_steps or config.eval.at_start else []
     judge = parts.critic_model() if VALUES in algorithm.needs else None
     plan = make_plan(config, len(prompts), parts.plugins, algorithm.needs)
     print(plan.render())
@@ -86,7 +85,8 @@ async def _train(parts: Parts) -> dict[str, float]:
         )
         trained = {group.spec.role: group for group in (policy, critic) if group}
         async with parts.checkpoints(data) as checkpoints:
-            steps = _Steps(parts, journal, critic, parts.evaluator(scorer, held_out), rewards, residency, done)
+            evaluator = parts.evaluator(scorer, held_out) if held_out else None
+            steps = _Steps(parts, journal, critic, evaluator, rewards, residency, done)
             trainer = Trainer(
                 config,
                 policy=policy,
@@ -117,7 +117,7 @@ class _Steps:
     parts: Parts
     journal: Journal
     critic: WorkerGroup | None
-    evaluator: Evaluator
+    evaluator: Evaluator | None
     rewards: RewardPool
     residency: Residency
     done: int  # steps of this run that another process took
@@ -128,7 +128,7 @@ class _Steps:
         metrics = merge([metrics, self.rewards.metrics()])
         if not config.deterministic:  # what a process holds is the system's to say, and no run repeats it
             metrics |= self.residency.metrics()
-        if self.evaluates(step):
+        if self.evaluator and self.evaluates(step):
             async with self.residency("eval", GENERATING):
                 evaluated, scored = await self.evaluator.run()
             self.journal.write_samples(f"eval_{step}.jsonl", scored, self.parts.codec.decode)

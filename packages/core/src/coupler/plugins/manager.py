@@ -8,7 +8,7 @@ A plugin is an entry point of the group ``coupler`` whose value is a module, for
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from importlib import import_module
@@ -19,7 +19,7 @@ from typing import Any
 
 import pluggy
 
-from coupler.errors import PluginError
+from coupler.errors import CouplerError, PluginError, place_of
 from coupler.interfaces import API, EngineConfig, RolloutConfig
 from coupler.plugins import hooks
 from coupler.plugins.backend import Backend, Kind
@@ -113,11 +113,6 @@ class Plugins:
             self._add(Source(module), lambda module=module: import_module(module))
         return self
 
-    @property
-    def hook(self) -> Any:
-        """Call hooks of every usable plugin, for example ``plugins.hook.coupler_step_end(step=..., values=...)``."""
-        return self.manager.hook
-
     def of(self, kind: str) -> dict[str, Backend]:
         """The backends of one kind that can be selected, by name."""
         usable = {name: found for (k, name), found in self._declared.items() if k == kind}
@@ -191,16 +186,28 @@ class Plugins:
         rows += [Row("", s.name, "disabled", s.distribution, s.version) for s in self.disabled]
         return rows
 
-    def selected_hook(self, name: str, owners: set[Source]) -> Any:
-        """The hook ``name`` of these owners and of core only."""
-        keep = {str(source) for source in (*owners, self.core)}
+    def call(self, hook: str, owners: Iterable[Source] | None = None, /, **arguments: Any) -> Any:
+        """Call a hook of core and of these owners; of every usable plugin where none are named.
+
+        Raises:
+            PluginError: one of them raised, and not a sentence of its own.
+        """
+        keep = {str(source) for source in (*(owners or ()), self.core)}
         others = [module for key, module in self.manager.list_name_plugin() if key not in keep]
-        return self.manager.subset_hook_caller(name, others)
+        try:
+            return self.manager.subset_hook_caller(hook, others if owners is not None else ())(**arguments)
+        except CouplerError:
+            raise
+        except (Exception, SystemExit) as error:  # third-party code may do anything; it is shown
+            raise PluginError(
+                f"{hook} of a plugin raised {error!r}.\n  at:  {place_of(error)}\n"
+                "  try:  COUPLER_DISABLE_PLUGINS=NAME, with a name of:  coupler plugins"
+            ) from error
 
     def config_packages(self) -> list[tuple[str, Source]]:
         """Packages of YAML presets, each with who declared it."""
         sources = {str(s): s for s in self.owner.values()}
-        impls = self.hook.coupler_config_paths.get_hookimpls()
+        impls = self.manager.hook.coupler_config_paths.get_hookimpls()
         return [(p, sources.get(i.plugin_name, Source(i.plugin_name))) for i in impls for p in i.function()]
 
     def _entry_points(self) -> Iterator[tuple[Source, EntryPoint]]:
