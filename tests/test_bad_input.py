@@ -73,6 +73,8 @@ def no_traceback(lines: list[str]) -> str:
         ("engine.lr=-1", "engine.lr must be above 0, got -1.0.", ""),
         ("reward.max_invalid_fraction=2", "reward.max_invalid_fraction must be between 0 and 1, got 2.0.", ""),
         ("algorithm.clip_low=1.5", "algorithm.clip_low=1.5 must be at least 0 (off) and below 1, since", ""),
+        ("algorithm.aggregation_constant=9", "algorithm.aggregation_constant=9 is the divisor of algorithm.aggre", ""),
+        ("engine.fsdp_size=2", "engine.fsdp_size=2 does not divide engine.ranks=1: set it to a divisor, or to 0", ""),
         ("samples_per_prompt=1", "samples_per_prompt=1 leaves nothing to compare a sample with: set ", ""),
         ("max_staleness=1", "max_staleness=1 trains on tokens that older weights sampled, but ", ""),
         (

@@ -49,6 +49,11 @@ def test_ppo_needs_no_second_sample():
         (GRPOConfig(kl_estimator=KLEstimator.K1), {}, ["kl_estimator=k1", "k2 or k3"]),
         (GRPOConfig(aggregation=Aggregation.CONSTANT), {}, ["aggregation_constant=0", "${sampling.max_tokens}"]),
         (GRPOConfig(overlong_buffer_tokens=4), {}, ["overlong_buffer_tokens=4", "algorithm.overlong_max_tokens=$"]),
+        (
+            GRPOConfig(overlong_buffer_tokens=4, overlong_max_tokens=500),
+            {},
+            ["overlong_max_tokens=500 punishes no completion", "set it to ${sampling.max_tokens}"],
+        ),
         (GRPOConfig(overlong_buffer_tokens=-1), {}, ["overlong_buffer_tokens=-1", "0 switches it off"]),
         (
             GRPOConfig(overlong_buffer_tokens=100, overlong_max_tokens=100),

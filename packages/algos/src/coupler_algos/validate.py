@@ -42,6 +42,11 @@ def _sampling(config: RunConfig, a: PolicyConfig) -> Iterator[str]:
             f"algorithm.aggregation=constant cannot divide by algorithm.aggregation_constant={a.aggregation_constant}: "
             "set it to the longest completion, algorithm.aggregation_constant=${sampling.max_tokens}."
         )
+    if a.aggregation_constant and a.aggregation is not Aggregation.CONSTANT:
+        yield (
+            f"algorithm.aggregation_constant={a.aggregation_constant} is the divisor of algorithm.aggregation=constant "
+            f"and does nothing with {a.aggregation}: set one of them back."
+        )
 
 
 def _ratio(a: PolicyConfig) -> Iterator[str]:
@@ -90,6 +95,11 @@ def _overlong(config: RunConfig, a: PolicyConfig) -> Iterator[str]:
         yield (
             f"algorithm.overlong_buffer_tokens={buffer} needs the longest completion: "
             "set algorithm.overlong_max_tokens=${sampling.max_tokens}."
+        )
+    if 0 < buffer < longest <= a.overlong_max_tokens - buffer:
+        yield (
+            f"algorithm.overlong_max_tokens={a.overlong_max_tokens} punishes no completion of at most "
+            f"sampling.max_tokens={longest}: set it to ${{sampling.max_tokens}}."
         )
     if buffer >= longest:
         yield (

@@ -9,6 +9,7 @@ from coupler.plugins import Backend, Kind, hookimpl
 from coupler_engine_fsdp.config import FSDPConfig, HFConfig
 
 if TYPE_CHECKING:
+    from coupler.config.schema import RunConfig
     from coupler.doctor import Finding
 
 TESTED = {"torch": ">=2.11,<2.14", "transformers": ">=5.12,<5.18"}
@@ -46,6 +47,16 @@ def coupler_backends() -> Iterable[Backend]:
         ),
         tested=TESTED,
     )
+
+
+@hookimpl
+def coupler_validate(config: RunConfig) -> Iterable[str]:
+    for path, engine in (("engine", config.engine), ("critic.engine", config.critic.engine)):
+        if isinstance(engine, FSDPConfig) and engine.fsdp_size and engine.ranks % engine.fsdp_size:
+            yield (
+                f"{path}.fsdp_size={engine.fsdp_size} does not divide {path}.ranks={engine.ranks}: "
+                "set it to a divisor, or to 0: all ranks share one copy."
+            )
 
 
 @hookimpl
