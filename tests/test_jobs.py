@@ -206,6 +206,7 @@ def test_evaluation_writes_what_it_scored(model: Path, tmp_path: Path) -> None:
     assert values["eval/reward"] == pytest.approx(sum(rewards) / len(rewards))
     best = [max(pair) for pair in zip(rewards[::2], rewards[1::2], strict=True)]
     assert values["eval/best_of_2"] == pytest.approx(sum(best) / len(best))
+    assert not any("majority" in name for name in values), "the reward does not say what it read"
 
 
 @pytest.mark.parametrize("job", list(Job))

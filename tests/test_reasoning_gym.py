@@ -10,7 +10,7 @@ from coupler.config.schema import DataConfig
 from coupler.data import Row, fingerprint, load_rows
 from coupler.data.reasoning_gym import literal
 from coupler.errors import DataError
-from coupler.rewards import check_reward
+from coupler.rewards import Graded, check_reward
 from coupler.rewards.reasoning_gym import Exact, LastNumber, Score
 
 SOURCE = "coupler.data.reasoning_gym:rows"
@@ -40,18 +40,18 @@ def test_partial_credit_is_only_in_score() -> None:
     (row,) = rows("chain_sum", size=1)
     score, exact = Score(), Exact()
     sentence = f"it could be {row.answer}"
-    assert 0 < score(sentence, row.extra) < 1
-    assert exact(sentence, row.extra) == 0
-    assert exact(f"  {row.answer}\n", row.extra) == 1
-    assert exact(f"<answer>0.5</answer> no, <answer>\n{row.answer} </answer>.", row.extra) == 1
+    assert 0 < float(score(sentence, row.extra)) < 1
+    assert exact(sentence, row.extra) == Graded(0.0, sentence)
+    assert exact(f"  {row.answer}\n", row.extra) == Graded(1.0, row.answer)
+    assert exact(f"<answer>0.5</answer> no, <answer>\n{row.answer} </answer>.", row.extra) == Graded(1.0, row.answer)
 
 
 def test_the_last_number_counts_however_it_is_worded() -> None:
     (row,) = rows("chain_sum", size=1)
     score, wrong = LastNumber(), int(row.answer) + 1
-    assert score(f"{wrong}? No, the sum is {row.answer}.", row.extra) == 1
-    assert score(f"{row.answer}? No, the sum is {wrong}.", row.extra) == 0
-    assert score("I cannot add.", row.extra) == 0
+    assert score(f"{wrong}? No, the sum is {row.answer}.", row.extra) == Graded(1.0, row.answer)
+    assert score(f"{row.answer}? No, the sum is {wrong}.", row.extra) == Graded(0.0, str(wrong))
+    assert score("I cannot add.", row.extra) == Graded(0.0, "")
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,14 @@ def test_arithmetic() -> None:
     assert "toy -> inproc (full) -> toy" in text
 
 
+def test_epochs_over_a_batch_are_more_steps_of_the_same_size() -> None:
+    plan = planned("prompts_per_step=64", "optimizer_steps_per_batch=2", "epochs_per_batch=3", "steps=10")
+    assert (plan.sequences_per_optimizer_step, plan.optimizer_steps) == (256, 60)
+    assert "6 optimizer steps of 256 sequences per step, in 3 epochs (steps 2-6 are off-policy)" in plan.render()
+    with pytest.raises(ConfigError, match=r"^epochs_per_batch=2 is of coupler train, for batches of samples"):
+        planned("epochs_per_batch=2", job=Job.SFT)
+
+
 def test_what_is_not_known_is_not_printed() -> None:
     assert "epoch" not in planned().render()
     assert "off-policy" not in planned().render()

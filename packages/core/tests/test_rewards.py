@@ -18,7 +18,7 @@ from coupler.rewards import Invalid, RewardPool, check_reward
 
 REWARDS = """
 import ctypes, math, os, signal, subprocess, sys, time
-from coupler.rewards import Invalid
+from coupler.rewards import Graded, Invalid
 
 def length(completion): return len(completion)
 def keywords(completion, answer, row, prompt): return float(completion == answer == row["answer"] and prompt == "p")
@@ -36,6 +36,7 @@ def odd(completion):
         case "list": return [1.0]
         case "invalid": return Invalid("not judged")
         case "true": return True
+        case "graded": return Graded(0.25, "x")
         case "noise":
             os.write(1, b"[1.0, garbage\\n"); print("[2, 3]"); subprocess.run(["echo", "{}"]); return 0.5
         case "stdin": return float(sys.stdin.read() == "")
@@ -78,7 +79,7 @@ def running(target: str, workers: int = 1, timeout_s: float = 20.0, limit: float
 
 def scores(pool: RewardPool, completions: list[str]) -> list[float | Invalid]:
     async def all_of_them() -> list[float | Invalid]:
-        return await asyncio.gather(*(pool.score(c, "a", ROW) for c in completions))
+        return [scored.result for scored in await asyncio.gather(*(pool.score(c, "a", ROW) for c in completions))]
 
     return asyncio.run(all_of_them())
 
@@ -117,6 +118,11 @@ def test_functions_get_the_keywords_they_take(rewards: str) -> None:
 def test_what_is_no_finite_number_is_invalid_and_never_zero(rewards: str, completion: str, reason: str) -> None:
     with running(f"{rewards}:odd") as pool:
         assert scores(pool, ["1", completion, "2"]) == [1.0, Invalid(reason), 2.0]
+
+
+def test_a_reward_may_say_what_it_read(rewards: str) -> None:
+    scored = check_reward(f"{rewards}:odd", [("graded", "a", ROW), ("1", "a", ROW)], 20.0)
+    assert [(s.result, s.answer) for s in scored] == [(0.25, "x"), (1.0, None)]
 
 
 def test_prints_and_reads_do_not_touch_the_protocol(rewards: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -183,7 +189,7 @@ def test_a_cancelled_call_leaves_the_pool_working(rewards: str) -> None:
     async def cancel_one() -> float | Invalid:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(pool.score("sleep", "a", ROW), 0.1)
-        return await pool.score("5", "a", ROW)
+        return (await pool.score("5", "a", ROW)).result
 
     with running(f"{rewards}:odd", timeout_s=1.0) as pool:
         assert asyncio.run(cancel_one()) == 5.0

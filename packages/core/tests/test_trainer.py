@@ -17,6 +17,7 @@ from coupler.errors import CouplerError, RewardError, WaitTimeout, WeightSyncErr
 from coupler.interfaces import Completion, InFlight, Rank, Request, SyncReceipt, WeightUpdate
 from coupler.rewards import RewardPool
 from coupler.testing.toy import ToyAlgorithm, ToyRollout
+from coupler.workers import WorkerGroup
 
 
 def numbers(log: list[dict[str, float]]) -> list[dict[str, float]]:
@@ -91,6 +92,31 @@ def test_several_optimizer_steps(tmp_path: Path) -> None:
     run = ToyRun(tmp_path, small(optimizer_steps_per_batch=4))
     run.run()
     assert run.policy.steps_done == 24
+
+
+def test_epochs_over_a_batch_are_as_many_batches_of_the_same_rows(tmp_path: Path) -> None:
+    run, batches = ToyRun(tmp_path, small(steps=1, optimizer_steps_per_batch=2, epochs_per_batch=3)), []
+    train = run.policy.train
+    run.policy.train = lambda batch, *rest: batches.append(batch) or train(batch, *rest)
+    run.run()
+    assert run.policy.steps_done == 6
+
+    async def again(*epochs: int) -> tuple[list[float], dict[str, np.ndarray]]:
+        group = WorkerGroup(run.executor, run.policy.spec, [Rank()])
+        await group.setup()
+        losses = [(await group.train(batches[0], 2, 0, n)).metrics["loss"].value for n in epochs]
+        return losses, dict(group.ranks[0].of.engine.weights())
+
+    async def both() -> None:
+        (whole,), weights = await again(3)
+        parts, same = await again(1, 1, 1)
+        assert whole == pytest.approx(sum(parts) / 3)
+        assert len(set(parts)) == 3
+        for name, tensor in run.policy.ranks[0].of.engine.weights():
+            np.testing.assert_array_equal(tensor, weights[name])
+            np.testing.assert_array_equal(tensor, same[name])
+
+    asyncio.run(both())
 
 
 class Picky(ToyAlgorithm):

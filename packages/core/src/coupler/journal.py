@@ -61,6 +61,7 @@ class Journal:
                     "answer": sample.prompt.row.answer,
                     "completion": decode(sample.completion.tokens),
                     "reward": sample.reward,
+                    **({"read": sample.answer} if sample.answer is not None else {}),
                     "finish": sample.completion.finish,
                 }
                 file.write(json.dumps(line) + "\n")

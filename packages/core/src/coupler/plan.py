@@ -34,6 +34,7 @@ class Plan:
     prompts_per_step: int
     samples_per_prompt: int  # 1 in supervised training
     optimizer_steps_per_batch: int
+    epochs_per_batch: int
     optimizer_steps: int  # of the policy, over the run
     max_prompt_tokens: int
     max_completion_tokens: int  # 0 in supervised training, where a row is as long as its text
@@ -120,9 +121,10 @@ class Plan:
         return f"{prompts} x {samples} = {_count(self.sequences_per_step, 'sequence')}"
 
     def _optimizer(self) -> str:
-        number = self.optimizer_steps_per_batch
+        number, epochs = self.optimizer_steps_per_batch * self.epochs_per_batch, self.epochs_per_batch
         each = _count(self.sequences_per_optimizer_step, "sequence")
         text = f"{_count(number, 'optimizer step')} of {each} per step"
+        text += f", in {epochs} epochs" if epochs > 1 else ""
         if number == 1 or self.job is Job.SFT:
             return text
         return f"{text} ({'step 2 is' if number == 2 else f'steps 2-{number} are'} off-policy)"
@@ -165,6 +167,7 @@ def make_plan(
         prompts_per_step=config.prompts_per_step,
         samples_per_prompt=config.samples_per_prompt if trains else 1,
         optimizer_steps_per_batch=config.optimizer_steps_per_batch,
+        epochs_per_batch=config.epochs_per_batch,
         optimizer_steps=optimizer_steps(config, has_critic)["policy"],
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_completion_tokens=config.sampling.max_tokens if trains else 0,
@@ -306,10 +309,11 @@ def _check_routes(config: RunConfig, plugins: Plugins, needs: frozenset[str], jo
             )
     if job is not Job.TRAIN:
         raise ConfigError(f"router_replay={mode} is of training on samples.\n  try:  router_replay=disabled")
-    if mode is RouterReplay.R2 and (config.optimizer_steps_per_batch == 1 or "old_logprobs" not in needs):
+    one_step = config.optimizer_steps_per_batch * config.epochs_per_batch == 1
+    if mode is RouterReplay.R2 and (one_step or "old_logprobs" not in needs):
         raise ConfigError(
             "router_replay=R2 records routes in the pass for old log-probs, and there is none: it takes "
-            "optimizer_steps_per_batch above 1 and an algorithm that needs old_logprobs.\n"
+            "optimizer_steps_per_batch or epochs_per_batch above 1 and an algorithm that needs old_logprobs.\n"
             "  try:  router_replay=disabled: one step trains with the weights that would be recorded"
         )
 

@@ -30,6 +30,7 @@ class Scored:
     prompt: Prompt
     completion: Completion
     reward: float
+    answer: str | None = None  # what the reward took for the answer, where it says so
 
     def trajectory(self) -> Trajectory:
         done = self.completion
@@ -64,8 +65,10 @@ class Scorer:
     async def _one(self, prompt: Prompt, request: Request) -> Scored | None:
         completion = await self.rollouts.generate(request)
         row = prompt.row
-        reward = await self.rewards.score(self.codec.decode(completion.tokens), row.answer, as_mapping(row))
-        return None if isinstance(reward, Invalid) else Scored(prompt, completion, reward)
+        scored = await self.rewards.score(self.codec.decode(completion.tokens), row.answer, as_mapping(row))
+        if isinstance(scored.result, Invalid):
+            return None
+        return Scored(prompt, completion, scored.result, scored.answer)
 
 
 def as_mapping(row: Row) -> Mapping[str, Any]:

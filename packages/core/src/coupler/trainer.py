@@ -158,7 +158,7 @@ class Trainer:
     async def train_role(self, group: WorkerGroup, turn: Turn) -> Metrics:
         role = group.spec.role
         async with self.residency("train" if role == "policy" else f"train_{role}", {role: TRAINED}):
-            trained = await group.train(turn.batch, turn.num_steps, turn.version)
+            trained = await group.train(turn.batch, turn.num_steps, turn.version, turn.epochs)
         self.skips[role].count(trained.steps)
         return of_role(role, trained)
 
@@ -170,27 +170,29 @@ class Turn:
     batch: Batch
     num_steps: int
     version: int | None
+    epochs: int
 
 
 def turns_of(config: RunConfig, roles: Collection[str], step: int, batch: Batch, version: int) -> dict[str, Turn]:
     """The turns of the trained ``roles`` at ``step``, whose batch the weights of ``version`` train on."""
     turns = {}
     if step > warmup_steps(config, "critic" in roles):
-        turns["policy"] = Turn(batch, config.optimizer_steps_per_batch, version)
+        turns["policy"] = Turn(batch, config.optimizer_steps_per_batch, version, config.epochs_per_batch)
     if "critic" in roles:  # it has no version: nothing samples from it
-        turns["critic"] = Turn(batch.without(ROUTED_EXPERTS), critic_steps_per_batch(config), None)
+        judged = batch.without(ROUTED_EXPERTS)
+        turns["critic"] = Turn(judged, critic_steps_per_batch(config), None, config.epochs_per_batch)
     return turns
 
 
 def optimizer_steps(config: RunConfig, has_critic: bool) -> dict[str, int]:
     """How many each trained role takes over the whole run."""
-    policy = (config.steps - warmup_steps(config, has_critic)) * config.optimizer_steps_per_batch
-    critic = {"critic": config.steps * critic_steps_per_batch(config)} if has_critic else {}
-    return {"policy": max(policy, 0), **critic}
+    batches, epochs = config.steps - warmup_steps(config, has_critic), config.epochs_per_batch
+    critic = {"critic": config.steps * critic_steps_per_batch(config) * epochs} if has_critic else {}
+    return {"policy": max(batches, 0) * config.optimizer_steps_per_batch * epochs, **critic}
 
 
 def critic_steps_per_batch(config: RunConfig) -> int:
-    """Optimizer steps that the critic takes on each batch."""
+    """Optimizer steps that the critic takes in each epoch of a batch."""
     return config.critic.optimizer_steps_per_batch or config.optimizer_steps_per_batch
 
 
@@ -218,6 +220,7 @@ class Clock:
             **{name: Metric(seconds, how="sum") for name, seconds in self.seconds.items()},
             "time/step": Metric(total, how="sum"),
             "time/tokens_per_second": Metric(batch.num_tokens / total),
+            **{f"{name}_per_1k_tokens": Metric(1000 * s / batch.num_tokens) for name, s in self.seconds.items()},
         }
 
 
@@ -282,6 +285,7 @@ def describe(batch: Batch, version: int, max_staleness: int) -> Metrics:
     """What a step trains on. ``staleness`` is in weight versions, per sampled token."""
     mask = batch["loss_mask"]
     judged = describe_values(batch["values"][mask], batch["returns"][mask]) if batch.has("values", "returns") else {}
+    judged |= describe_advantages(batch["advantages"][mask]) if batch.has("advantages") else {}
     age = (version - batch["version"])[mask]
     reward, valid = batch["reward"].astype(np.float64), batch.sum_by_sequence(mask)
     return {
@@ -290,13 +294,30 @@ def describe(batch: Batch, version: int, max_staleness: int) -> Metrics:
         "reward/min": Metric(float(reward.min()), how="min"),
         "batch/sequences": Metric(len(batch), how="sum"),
         "batch/tokens": Metric(batch.num_tokens, how="sum"),
+        "batch/prompt_tokens": Metric(batch.num_tokens - float(valid.sum()), len(batch)),
         "batch/completion_tokens": Metric(float(valid.sum()), len(batch)),
+        "batch/completion_tokens_max": Metric(float(valid.max(initial=0)), how="max"),
         "batch/truncated": Metric(float(batch["truncated"].sum()), len(batch)),
         "staleness/mean": Metric(float(age.sum()), max(len(age), 1)),
         "staleness/max": Metric(float(age.max(initial=0)), how="max"),
         "staleness/violations": Metric(float((age > max_staleness).sum()), how="sum"),
         **judged,
     }
+
+
+def describe_advantages(advantages: np.ndarray) -> Metrics:
+    """Of valid tokens, [n]."""
+    advantages = advantages.astype(np.float64)
+    return (
+        {
+            "advantages/mean": Metric(float(advantages.sum()), len(advantages)),
+            "advantages/abs": Metric(float(abs(advantages).sum()), len(advantages)),
+            "advantages/max": Metric(float(advantages.max(initial=-np.inf)), how="max"),
+            "advantages/min": Metric(float(advantages.min(initial=np.inf)), how="min"),
+        }
+        if len(advantages)
+        else {}
+    )
 
 
 def describe_values(values: np.ndarray, returns: np.ndarray) -> Metrics:

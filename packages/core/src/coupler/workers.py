@@ -94,6 +94,11 @@ class Trained:
     steps: tuple[StepResult, ...]
 
 
+def _again(mini: MiniBatch, steps_later: int) -> MiniBatch:
+    """The same rows, after as many optimizer steps."""
+    return replace(mini, info=replace(mini.info, index=mini.info.index + steps_later), fresh_version=None)
+
+
 class Worker:
     """Hosts one Engine in one process."""
 
@@ -279,8 +284,8 @@ class WorkerGroup:
         answers = await self.scatter("forward", needed.split(rows), want)
         return {o.name: needed.join(rows, [answer[o.name] for answer in answers]) for o in want}
 
-    async def train(self, batch: Batch, num_steps: int, version: int | None) -> Trained:
-        """Take ``num_steps`` optimizer steps, each over an equal part of the rows.
+    async def train(self, batch: Batch, num_steps: int, version: int | None, epochs: int = 1) -> Trained:
+        """Take ``num_steps`` optimizer steps, each over an equal part of the rows, and so for every epoch.
 
         Mini-batches come first and shards second, so that each step has one global normalisation.
         """
@@ -291,8 +296,12 @@ class WorkerGroup:
             info = step_info(mini, self.steps_done + i)
             for shard, part in zip(shards, mini.split(mini.partition(len(shards))), strict=True):
                 shard.append(MiniBatch(part, info, version if i == 0 else None))
+        for epoch in range(1, epochs):
+            for shard in shards:
+                shard += [_again(mini, epoch * num_steps) for mini in shard[:num_steps]]
         answers: list[Trained] = await self.scatter("train", shards)
-        self.steps_done += num_steps
+        total = num_steps * epochs
+        self.steps_done += total
         metrics = merge(answer.metrics for answer in answers)
-        metrics["loss"] = Metric(metrics["loss"].total / num_steps, how="sum")  # a sum over ranks, a mean over steps
+        metrics["loss"] = Metric(metrics["loss"].total / total, how="sum")  # a sum over ranks, a mean over steps
         return Trained(metrics, answers[0].steps)

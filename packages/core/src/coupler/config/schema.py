@@ -65,7 +65,7 @@ class DataConfig:
 
 @dataclass
 class RewardConfig:
-    target: str = ""  # "pkg.mod:function" or "file.py:function": (completion, answer, row) -> number | Invalid
+    target: str = ""  # "pkg.mod:function" or "file.py:function": (completion, answer, row) -> number | Graded | Invalid
     num_workers: int = 1
     timeout_s: float = 10.0  # per call; the process of a call that takes longer is killed
     max_invalid_fraction: float = 0.01  # above it, and at least 5 calls, the run stops
@@ -199,7 +199,8 @@ class RunConfig:
     steps: int = 100
     prompts_per_step: int = 8  # supervised training: rows per step
     samples_per_prompt: int = 8
-    optimizer_steps_per_batch: int = 1
+    optimizer_steps_per_batch: int = 1  # each over an equal part of the batch's sequences
+    epochs_per_batch: int = 1  # times that these steps are taken on the same batch
     max_staleness: int = 0  # 0 is synchronous; n lets rollouts run up to n versions behind
     max_skipped_steps: int = 3  # so many steps in a row with a non-finite gradient stop the run
     max_rejected_factor: int = 10  # dynamic sampling gives up after so many times prompts_per_step rejected groups
@@ -242,6 +243,7 @@ LIMITS: dict[str, tuple[float, float]] = {  # lowest and highest value, both all
     "prompts_per_step": (1, inf),
     "samples_per_prompt": (1, inf),
     "optimizer_steps_per_batch": (1, inf),
+    "epochs_per_batch": (1, inf),
     "max_staleness": (0, inf),
     "max_skipped_steps": (0, inf),
     "max_rejected_factor": (1, inf),
@@ -273,11 +275,12 @@ def problems(config: RunConfig, job: Job) -> Iterator[str]:
         yield f"eval.top_p={config.eval.top_p} needs eval.temperature above 0: greedy takes the most likely token."
     if job is Job.EVAL and config.sampling.top_p < 1:
         yield f"sampling.top_p={config.sampling.top_p} is not of evaluation: set eval.top_p."
-    if config.checkpoint.keep_best and not config.checkpoint.keep_last:
-        yield "checkpoint.keep_best needs checkpoint.keep_last above 0: 0 keeps all."
-    best = config.checkpoint.best_metric if config.checkpoint.keep_best and job is not Job.EVAL else ""
-    if best.startswith("eval/") and not config.eval.every_steps:
-        yield f"checkpoint.keep_best needs {best}: set eval.every_steps, or checkpoint.best_metric to another metric."
+    if job is not Job.EVAL:
+        yield from _checkpoint_problems(config)
+    if job is Job.SFT:
+        for key, usual in (("max_staleness", 0), ("epochs_per_batch", 1)):
+            if (value := getattr(config, key)) != usual:
+                yield f"{key}={value} is of coupler train, for batches of samples: leave it out."
     yield from _worker_problems(config)
     yield from _length_problems(config, job is Job.TRAIN, evaluates)
     yield from _adapter_problems(config)
@@ -288,6 +291,15 @@ def problems(config: RunConfig, job: Job) -> Iterator[str]:
 def does_evaluate(config: RunConfig, job: Job) -> bool:
     """Whether the job samples ``eval.data``."""
     return job is Job.EVAL or (job is Job.TRAIN and (config.eval.every_steps > 0 or config.eval.at_start))
+
+
+def _checkpoint_problems(config: RunConfig) -> Iterator[str]:
+    settings = config.checkpoint
+    if settings.keep_best and not settings.keep_last:
+        yield "checkpoint.keep_best needs checkpoint.keep_last above 0: 0 keeps all."
+    best = settings.best_metric
+    if settings.keep_best and best.startswith("eval/") and not config.eval.every_steps:
+        yield f"checkpoint.keep_best needs {best}: set eval.every_steps, or checkpoint.best_metric to another metric."
 
 
 def _worker_problems(config: RunConfig) -> Iterator[str]:

@@ -31,7 +31,7 @@ def rows(task: str, size: int, seed: int, **task_config: Any) -> Iterator[dict[s
         yield {
             "prompt": entry["question"],
             "answer": entry["answer"] or "",
-            "data_source": "reasoning_gym",
+            "data_source": f"reasoning_gym/{task}",
             "task": task,
             "task_config": task_config,
             "entry": literal(entry, task, index),

@@ -72,7 +72,7 @@ async def _train(parts: Parts, run_dir: Path, step: int, batch: Batch) -> Metric
     found: Metrics = {}
     for role, turn in turns_of(parts.config, roles, step, batch, step - 1).items():
         group = await _role(parts, role, run_dir, step - 1, trains=True)
-        found |= of_role(role, await group.train(turn.batch, turn.num_steps, turn.version))
+        found |= of_role(role, await group.train(turn.batch, turn.num_steps, turn.version, turn.epochs))
     return found
 
 

@@ -163,7 +163,7 @@ def unreplayed(config: RunConfig, folder: Path) -> str:
         return ""
     return (
         f"the model has {count} experts a layer, and engine and rollout need not send a token to the same ones.\n"
-        "  try:  router_replay=R3, or R2 with optimizer_steps_per_batch above 1; see train_infer/kl"
+        "  try:  router_replay=R3, or R2 with several optimizer steps per batch; see train_infer/kl"
     )
 
 
@@ -185,7 +185,7 @@ def column_providers(
         return provide
 
     providers: dict[str, Provider] = {}
-    if config.optimizer_steps_per_batch > 1:
+    if config.optimizer_steps_per_batch * config.epochs_per_batch > 1:
         recorded = {ROUTED_EXPERTS: ROUTES} if config.router_replay is RouterReplay.R2 else {}
         providers[OLD] = forward_of("policy", policy, replays=True, old_logprobs=LOGPROBS, **recorded)
     providers[REFERENCE] = (

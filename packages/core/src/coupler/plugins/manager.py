@@ -90,7 +90,7 @@ class Plugins:
     """
 
     def __init__(self) -> None:
-        self.manager = _manager()
+        self.manager: Any = _manager()
         self.core = Source("coupler", CORE, version(CORE))
         self.owner: dict[tuple[str, str], Source] = {}
         self.broken: dict[Source, BaseException] = {}

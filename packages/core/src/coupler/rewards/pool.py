@@ -81,14 +81,16 @@ class RewardPool:
             self.close()
             raise self._stopped
 
-    async def score(self, completion: str, answer: str, row: Mapping[str, Any]) -> float | Invalid:
+    async def score(self, completion: str, answer: str, row: Mapping[str, Any]) -> Scored:
         """Score one completion. ``row`` holds what JSON can; its ``prompt`` is passed by that keyword too.
 
         Raises:
             RewardError: at least 5 calls and more than ``max_invalid_fraction``, or most of the last 64, were invalid.
             CouplerError: the pool is closed, or the reward could not be imported again after a process was killed.
         """
-        return self._count(await self.call(completion, answer, row))
+        scored = await self.call(completion, answer, row)
+        self._count(scored)
+        return scored
 
     async def call(self, completion: str, answer: str, row: Mapping[str, Any]) -> Scored:
         """As :meth:`score`, but neither counted nor stopped by invalid results."""
@@ -118,7 +120,7 @@ class RewardPool:
         for thread in self._threads:
             thread.join(10)
 
-    def _count(self, scored: Scored) -> float | Invalid:
+    def _count(self, scored: Scored) -> None:
         self._step.append(scored)
         self._num_calls += 1
         self._recent.append(isinstance(scored.result, Invalid))
@@ -129,7 +131,6 @@ class RewardPool:
         burst = len(self._recent) == RECENT and sum(self._recent) > max(0.5, limit) * RECENT
         if count >= MIN_INVALID and (count > limit * self._num_calls or burst):
             raise RewardError(self._complaint())
-        return scored.result
 
     def _complaint(self) -> str:
         recent = f"{sum(self._recent)} of the last {len(self._recent)}"
@@ -235,8 +236,9 @@ class RewardPool:
 
 
 def _scored(line: bytes) -> Scored:
-    number, reason, seconds, trace = json.loads(line)
-    return Scored(result=Invalid(reason) if number is None else number, seconds=seconds, detail=trace)
+    number, reason, seconds, trace, answer = json.loads(line)
+    result = Invalid(reason) if number is None else number
+    return Scored(result=result, seconds=seconds, answer=answer, detail=trace)
 
 
 def _settle(results: Sequence[tuple[_Call, Scored | CouplerError]]) -> None:

@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from coupler.data.reasoning_gym import create, library
+from coupler.rewards.result import Graded
 
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
@@ -25,25 +26,27 @@ class Score:
     def __init__(self) -> None:
         library()  # at the start of a worker: the first call must not pay for the import
 
-    def __call__(self, completion: str, row: Mapping[str, Any]) -> float:
+    def __call__(self, completion: str, row: Mapping[str, Any]) -> Graded:
         tagged = ANSWER.findall(completion)
         text = (tagged[-1] if tagged else completion).strip()
-        return float(_verifier(row["task"], json.dumps(row["task_config"])).score_answer(text, _entry(row["entry"])))
+        verifier = _verifier(row["task"], json.dumps(row["task_config"]))
+        return Graded(float(verifier.score_answer(text, _entry(row["entry"]))), text)
 
 
 class Exact(Score):
     """1 for a full score, else 0."""
 
-    def __call__(self, completion: str, row: Mapping[str, Any]) -> float:
-        return float(super().__call__(completion, row) == 1.0)
+    def __call__(self, completion: str, row: Mapping[str, Any]) -> Graded:
+        graded = super().__call__(completion, row)
+        return Graded(float(graded.reward == 1.0), graded.answer)
 
 
 class LastNumber(Exact):
     """1 if the last number that the text names is the answer, else 0: for arithmetic, however it is worded."""
 
-    def __call__(self, completion: str, row: Mapping[str, Any]) -> float:
+    def __call__(self, completion: str, row: Mapping[str, Any]) -> Graded:
         numbers = NUMBER.findall(completion)
-        return super().__call__(numbers[-1], row) if numbers else 0.0
+        return super().__call__(numbers[-1], row) if numbers else Graded(0.0, "")
 
 
 @lru_cache(8)

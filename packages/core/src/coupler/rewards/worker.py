@@ -1,8 +1,9 @@
 """The process that calls a reward function: ``python -m coupler.rewards.worker TARGET``.
 
 Reads a line of JSON ``[[completion, answer, row], ...]`` from stdin, and writes for each call one line
-``[number or null, reason, seconds, traceback]`` to stdout, in order, as soon as it is known. The first line is
-``{"ready": true}`` or ``{"failed": why}``. The function sees neither pipe: its stdin is empty, its stdout is stderr.
+``[number or null, reason, seconds, traceback, answer or null]`` to stdout, in order, as soon as it is known. The first
+line is ``{"ready": true}`` or ``{"failed": why}``. The function sees neither pipe: its stdin is empty, its stdout is
+stderr.
 A class is created once, before the first call, and its ``__call__`` is the function: what loads slowly belongs there.
 """
 
@@ -24,7 +25,7 @@ from typing import Any, BinaryIO, SupportsFloat
 from coupler import imports
 from coupler.errors import CouplerError
 from coupler.imports import resolve
-from coupler.rewards.result import Invalid
+from coupler.rewards.result import Graded, Invalid
 
 KEYWORDS = ("completion", "answer", "row", "prompt")
 PR_SET_PDEATHSIG = 1
@@ -97,15 +98,15 @@ def _claim_pipes() -> tuple[BinaryIO, BinaryIO]:
     return requests, answers
 
 
-def _call(function: Callable[..., Any], keywords: dict[str, Any]) -> tuple[float | None, str, float, str]:
-    start = time.perf_counter()
+def _call(function: Callable[..., Any], keywords: dict[str, Any]) -> tuple[float | None, str, float, str, str | None]:
+    start, answer, trace = time.perf_counter(), None, ""
     try:
         value = function(**keywords)
         number, reason = _number(value)
-        trace = ""
+        answer = str(value.answer) if isinstance(value, Graded) else None
     except BaseException as error:  # the user's code: an exception, even SystemExit, is an invalid reward
         number, reason, trace = None, f"{type(error).__name__}: {error}"[:200], _trace(error)
-    return number, reason, time.perf_counter() - start, trace
+    return number, reason, time.perf_counter() - start, trace, answer
 
 
 def _number(value: Any) -> tuple[float | None, str]:

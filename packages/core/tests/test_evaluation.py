@@ -1,0 +1,56 @@
+"""What evaluation reports: of every source of rows, and of the answer that most samples give."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from coupler.data import Prompt, Row
+from coupler.evaluation import Evaluator
+from coupler.interfaces import Completion
+from coupler.metrics import values
+from coupler.sampling import Scored
+
+SAMPLES = {  # row: (reward, answer) of its valid samples, of three
+    0: [(0.0, "4"), (1.0, "5"), (1.0, "5")],
+    1: [(1.0, "1"), (0.0, "2"), (0.0, "3")],
+    2: [(0.0, "7"), (0.0, "7")],
+    3: [],
+}
+
+
+class Scripted:
+    """Gives the samples of :data:`SAMPLES`, with what the reward read or without."""
+
+    def __init__(self, reads: bool) -> None:
+        self.reads = reads
+
+    async def sample(self, prompt: Prompt, *_: Any, **__: Any) -> list[Scored]:
+        done = Completion((1, 2), (0.0, 0.0), (0, 0), "stop")
+        found = SAMPLES[prompt.row.index]
+        return [Scored(prompt, done, reward, answer if self.reads else None) for reward, answer in found]
+
+
+def evaluated(*sources: str, reads: bool = True) -> dict[str, float]:
+    prompts = [Prompt(Row("p", "a", i, {"data_source": source}), (1,)) for i, source in enumerate(sources)]
+    scorer: Any = Scripted(reads)
+    return values(asyncio.run(Evaluator(scorer, prompts, 3, 8, 1.0, 1.0, 0).run())[0])
+
+
+def test_the_majority_counts_its_own_reward_and_a_tie_the_first() -> None:
+    found = evaluated(*["one"] * 4)
+    assert found["eval/reward"] == pytest.approx((2 / 3 + 1 / 3 + 0 + 0) / 4)
+    assert found["eval/best_of_3"] == pytest.approx(2 / 4)
+    assert found["eval/majority_of_3"] == pytest.approx(2 / 4)
+    assert "eval/majority_of_3" not in evaluated(*["one"] * 4, reads=False)
+    assert all(name.count("/") == 1 for name in found), "one source has no names of its own"
+
+
+def test_each_source_has_numbers_of_its_own() -> None:
+    found = evaluated("sums", "sums", "words", "")
+    assert found["eval/sums/reward"] == pytest.approx((2 / 3 + 1 / 3) / 2)
+    assert found["eval/words/majority_of_3"] == 0
+    assert found["eval/other/reward"] == 0
+    assert found["eval/reward"] == pytest.approx((2 / 3 + 1 / 3) / 4)
