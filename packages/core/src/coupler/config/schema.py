@@ -277,15 +277,13 @@ def problems(config: RunConfig, job: Job) -> Iterator[str]:
         yield f"sampling.top_p={config.sampling.top_p} is not of evaluation: set eval.top_p."
     if job is not Job.EVAL:
         yield from _checkpoint_problems(config)
-    if job is Job.SFT:
-        for key, usual in (("max_staleness", 0), ("epochs_per_batch", 1)):
-            if (value := getattr(config, key)) != usual:
-                yield f"{key}={value} is of coupler train, for batches of samples: leave it out."
     yield from _worker_problems(config)
     yield from _length_problems(config, job is Job.TRAIN, evaluates)
     yield from _adapter_problems(config)
     if job is Job.TRAIN:
         yield from _training_problems(config)
+    elif job is Job.SFT:
+        yield from _supervised_problems(config)
 
 
 def does_evaluate(config: RunConfig, job: Job) -> bool:
@@ -383,6 +381,12 @@ def _training_problems(config: RunConfig) -> Iterator[str]:
             f"sync.in_flight={config.sync.in_flight} needs max_staleness above 0: a synchronous run has nothing in "
             "flight during a sync."
         )
+
+
+def _supervised_problems(config: RunConfig) -> Iterator[str]:
+    for key, usual in (("max_staleness", 0), ("epochs_per_batch", 1)):
+        if (value := getattr(config, key)) != usual:
+            yield f"{key}={value} is of coupler train, for batches of samples: leave it out."
 
 
 def _range(low: float, high: float) -> str:
