@@ -17,7 +17,7 @@ class KL(StrEnum):
 
 
 class KLEstimator(StrEnum):
-    """See :mod:`coupler_algos.kl` for what each estimates, in value and in gradient."""
+    """How the divergence of a token is estimated: see :mod:`coupler_algos.kl`, for value and gradient."""
 
     K1 = "k1"
     K2 = "k2"
@@ -35,7 +35,7 @@ class Behaviour(StrEnum):
 class PolicyConfig:
     """What GRPO, RLOO and PPO share. In every number, 0 switches the part off."""
 
-    aggregation: Aggregation = Aggregation.TOKEN_MEAN
+    aggregation: Aggregation = Aggregation.TOKEN_MEAN  # how the losses of tokens add up
     aggregation_constant: int = 0  # tokens; the divisor per sequence under aggregation=constant
     clip_low: float = 0.0  # the ratio is clipped below at 1 - clip_low
     clip_high: float = 0.0  # and above at 1 + clip_high
@@ -43,7 +43,7 @@ class PolicyConfig:
     behaviour: Behaviour = Behaviour.RECOMPUTED
     correction_cap: float = 0.0  # weighs the loss with min(recomputed / rollout probability, cap)
     kl: KL = KL.NONE
-    kl_coef: float = 0.0
+    kl_coef: float = 0.0  # weight of the divergence; 0 switches it off
     kl_target: float = 0.0  # nats per trajectory; above 0 kl_coef is where the coefficient starts that follows it
     kl_horizon: int = 10_000  # trajectories over which the coefficient follows; larger is slower
     kl_estimator: KLEstimator = KLEstimator.K3
@@ -71,7 +71,7 @@ class GroupConfig(PolicyConfig):
 class GRPOConfig(GroupConfig):
     """Defaults of arXiv 2402.03300; it states no clip range, 0.2 is PPO's (arXiv 1707.06347)."""
 
-    name: str = "grpo"
+    name: str = "grpo"  # chosen by algorithm=NAME
     aggregation: Aggregation = Aggregation.SEQUENCE_MEAN_TOKEN_MEAN
     clip_low: float = 0.2
     clip_high: float = 0.2
@@ -84,7 +84,7 @@ class GRPOConfig(GroupConfig):
 class RLOOConfig(GroupConfig):
     """As in arXiv 2402.14740: sequence log-probs, KL in the reward, no clipping. The KL coefficient is our choice."""
 
-    name: str = "rloo"
+    name: str = "rloo"  # chosen by algorithm=NAME
     aggregation: Aggregation = Aggregation.SEQUENCE_MEAN_TOKEN_SUM
     kl: KL = KL.IN_REWARD
     kl_coef: float = 0.05
@@ -95,7 +95,7 @@ class RLOOConfig(GroupConfig):
 class PPOConfig(PolicyConfig):
     """Ratio clip, discount and KL coefficient of arXiv 2203.02155, lam and value clip of the code of 1909.08593."""
 
-    name: str = "ppo"
+    name: str = "ppo"  # chosen by algorithm=NAME
     clip_low: float = 0.2
     clip_high: float = 0.2
     kl: KL = KL.IN_REWARD
@@ -114,5 +114,5 @@ class PPOConfig(PolicyConfig):
 
 @dataclass
 class SFTConfig:
-    name: str = "sft"
-    aggregation: Aggregation = Aggregation.TOKEN_MEAN
+    name: str = "sft"  # chosen by algorithm=NAME
+    aggregation: Aggregation = Aggregation.TOKEN_MEAN  # how the losses of tokens add up

@@ -12,7 +12,7 @@ from coupler.interfaces import EngineConfig
 
 
 class Schedule(StrEnum):
-    """Shapes of the learning rate over the run: see :mod:`coupler.schedules`."""
+    """Shape of the learning rate over the run: see :mod:`coupler.schedules`."""
 
     CONSTANT = "constant"
     LINEAR = "linear"
@@ -32,10 +32,10 @@ READ_UNDER = {  # options that not every schedule reads
 class AdamWConfig(EngineConfig):
     """AdamW (arXiv 1711.05101), clipping and the learning rate; an engine's configuration extends it."""
 
-    lr: float = 1e-6
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
+    lr: float = 1e-6  # the highest learning rate of the schedule
+    beta1: float = 0.9  # decay of the mean of gradients
+    beta2: float = 0.999  # decay of the mean of squared gradients
+    eps: float = 1e-8  # added to the root of that mean
     weight_decay: float = 0.0  # never on biases and norms
     max_grad_norm: float = 1.0  # 0: no clipping
     schedule: Schedule = Schedule.CONSTANT

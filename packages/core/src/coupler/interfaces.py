@@ -150,7 +150,7 @@ class Pending(Protocol):
 class EngineConfig:
     """What every engine can be told; the config class of an engine extends it and gives ``name`` its default."""
 
-    name: str = ""
+    name: str = ""  # of the backend; chosen by engine=NAME
     ranks: int = 1  # processes that share one copy of the model or more; above 1 under executor=ray
     python: str = ""  # interpreter of these ranks, under executor=ray; empty: the one that runs the job
 
@@ -192,7 +192,7 @@ class EngineConfig:
 class RolloutConfig:
     """What every rollout can be told; the config class of a rollout extends it and gives ``name`` its default."""
 
-    name: str = ""
+    name: str = ""  # of the backend; chosen by rollout=NAME
     replicas: int = 1  # independent copies that share the requests; above 1 under executor=ray
     python: str = ""  # interpreter of these replicas, under executor=ray; empty: the one that runs the job
 

@@ -10,6 +10,8 @@ from coupler.adamw import AdamWConfig
 
 
 class Precision(StrEnum):
+    """What is computed in."""
+
     AUTO = "auto"  # bf16 on a GPU, fp32 on the CPU
     BF16 = "bf16"
     FP32 = "fp32"

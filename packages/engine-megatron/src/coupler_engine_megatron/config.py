@@ -50,8 +50,8 @@ class MegatronConfig(AdamWConfig):
     max_tokens_per_gpu: int = 16384  # of one micro-batch; performance only, no result depends on it
     gradient_checkpointing: Recompute = Recompute.FULL
     recompute_method: RecomputeMethod = RecomputeMethod.UNIFORM
-    recompute_num_layers: int = 1
-    recompute_modules: list[str] = field(default_factory=lambda: ["core_attn"])
+    recompute_num_layers: int = 1  # of recompute_method
+    recompute_modules: list[str] = field(default_factory=lambda: ["core_attn"])  # computed again under selective
     overlap_grad_reduce: bool = False  # sum gradients over ranks while the last backward pass goes on
     overlap_param_gather: bool = False  # bring the weights of a step together while the next forward pass goes on
     moe_aux_loss_coeff: float = 0.0  # of the loss that balances the experts of each sequence, summed over layers

@@ -23,7 +23,7 @@ class VLLMConfig(RolloutConfig):
     """``rollout=vllm``. Memory is of one device, in GiB."""
 
     name: str = "vllm"
-    dtype: Precision = Precision.AUTO
+    dtype: Precision = Precision.AUTO  # of weights and computation
     tensor_parallel: int = 1  # devices of one replica
     max_sequences: int = 256  # decoded together; further requests wait
     max_batched_tokens: int = 0  # of one step, prompts in chunks included; 0: vLLM chooses

@@ -7,6 +7,7 @@ import inspect
 import io
 import textwrap
 import tokenize
+from enum import Enum
 from typing import Any
 
 from coupler.config.compose import Composed, plain
@@ -50,12 +51,17 @@ def differences(composed: Composed) -> str:
 
 
 def description(option: Option) -> str:
-    """The comment on the field's line, or the text under it, from the source of its dataclass."""
+    """The comment on the field's line, or the text under it, from the source of its dataclass or of one it extends.
+
+    Where there is none, the first line of what its type says of itself.
+    """
+    name = option.key.rpartition(".")[2]
     for owner in option.owner.__mro__:
-        name = option.key.rpartition(".")[2]
         if name in inspect.get_annotations(owner):
-            return _described(textwrap.dedent(inspect.getsource(owner)), name)
-    return ""
+            if text := _described(textwrap.dedent(inspect.getsource(owner)), name):
+                return text
+    named = isinstance(option.type, type) and issubclass(option.type, Enum)
+    return (vars(option.type).get("__doc__") or "").partition("\n")[0] if named else ""
 
 
 def value_of(composed: Composed, key: str) -> Any:

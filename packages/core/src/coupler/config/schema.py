@@ -30,7 +30,7 @@ JOBS = {  # the sections that each job needs
 @dataclass
 class ModelConfig:
     path: str = ""  # folder in Hugging Face layout, or "pkg.mod:function" or "file.py:function" that returns one
-    trust_remote_code: bool = False
+    trust_remote_code: bool = False  # run Python code that the folder brings
 
 
 @dataclass
@@ -50,31 +50,31 @@ class CriticConfig:
 
 @dataclass
 class DataConfig:
-    """Rows to train on or to evaluate. ``source`` is a .jsonl or .parquet file, or ``pkg.mod:function``."""
+    """Rows to train on or to evaluate."""
 
-    source: str = ""
+    source: str = ""  # FILE.jsonl, FILE.json, FILE.parquet, a folder of datasets, or "pkg.mod:function"
     args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of a function source
     prompt_key: str = "prompt"  # a string, or a list of {role, content}
     answer_key: str = "answer"  # what the reward compares with; the target text in supervised training
-    system_prompt: str = ""
+    system_prompt: str = ""  # the first message of every prompt; needs a chat template
     max_prompt_tokens: int = 1024  # a longer prompt is an error, or dropped if drop_overlong
-    drop_overlong: bool = False
-    shuffle: bool = True
+    drop_overlong: bool = False  # leave out what is too long, and say how many
+    shuffle: bool = True  # in a new order every epoch
     limit: int = 0  # use the first n rows; 0 is all
 
 
 @dataclass
 class RewardConfig:
     target: str = ""  # "pkg.mod:function" or "file.py:function": (completion, answer, row) -> number | Graded | Invalid
-    num_workers: int = 1
+    num_workers: int = 1  # processes that score
     timeout_s: float = 10.0  # per call; the process of a call that takes longer is killed
     max_invalid_fraction: float = 0.01  # above it, and at least 5 calls, the run stops
 
 
 @dataclass
 class SamplingConfig:
-    max_tokens: int = 256
-    temperature: float = 1.0
+    max_tokens: int = 256  # of a completion; one that has so many was truncated
+    temperature: float = 1.0  # the logits are divided by it, of the policy too; above 0 in training
     top_p: float = 1.0  # below 1 the log-probs change meaning: refused; evaluation has eval.top_p
     stop: list[str] = field(default_factory=list)  # each one token of the tokenizer; end-of-turn is always there
 
@@ -83,18 +83,18 @@ class SamplingConfig:
 class EvalConfig:
     every_steps: int = 0  # 0: never during training
     data: DataConfig = field(default_factory=DataConfig)
-    samples_per_prompt: int = 1
-    temperature: float = 0.0
+    samples_per_prompt: int = 1  # above 1: best of them, and the majority where the reward says what it read
+    temperature: float = 0.0  # 0 is greedy
     top_p: float = 1.0  # sample among the fewest tokens that together have so much; of rollouts that know it
     max_tokens: int = 0  # 0: as in sampling
-    at_start: bool = False
+    at_start: bool = False  # before the first step too
 
 
 @dataclass
 class CheckpointConfig:
     every_steps: int = 0  # 0: only at the end
     resume: str = (
-        "auto"  # from the last whole checkpoint of run_dir; disable: never; or a folder that an empty one starts from
+        "auto"  # from the last whole one of run_dir; disable: never; or a folder to start an empty run_dir from
     )
     reset_data: bool = False  # a resumed run starts its data from the beginning: needed where the data changed
     asynchronous: bool = True  # training goes on while a checkpoint is written
@@ -102,8 +102,8 @@ class CheckpointConfig:
     keep_best: int = 0  # so many more, by best_metric; where both end, the last step with a finite gradient stays
     best_metric: str = "eval/reward"  # higher is better
     export: bool = True  # write a folder that AutoModelForCausalLM.from_pretrained loads
-    optimizer: bool = True
-    deadline_s: float = 1800.0
+    optimizer: bool = True  # its state is written too; without it, moments and schedule start anew
+    deadline_s: float = 1800.0  # for one to be on the disk
 
 
 @dataclass
@@ -116,7 +116,7 @@ class ProfileConfig:
     """Traces of torch.profiler, and on a GPU snapshots of its memory, of what engines do in some steps."""
 
     steps: list[int] = field(default_factory=list)  # optimizer steps of each trained role, from 0; none: no traces
-    ranks: list[int] = field(default_factory=lambda: [0])
+    ranks: list[int] = field(default_factory=lambda: [0])  # of each trained role
     path: str = ""  # folder of the traces; empty: profile/ in run_dir
 
 
@@ -124,7 +124,7 @@ class ProfileConfig:
 class SyncConfig:
     manager: str = "stream"  # a backend of kind sharding
     transport: str = ""  # empty: the best that engine and rollout share
-    deadline_s: float = 600.0
+    deadline_s: float = 600.0  # for one sync
     in_flight: InFlight = InFlight.DRAIN  # what a sync does with unfinished requests; others need max_staleness > 0
     self_test: bool = True  # push a permuted copy first, so that a push that changes nothing cannot pass
     max_mean_logprob_diff: float = 0.0  # limit of the probe of every sync; 0: by dtype of the model
@@ -138,11 +138,15 @@ class ExecutorName(StrEnum):
 
 
 class Placement(StrEnum):
+    """Which roles share devices."""
+
     COLOCATED = "colocated"  # rank i of every engine and replica i of the rollout share the devices of bundle i
     DISJOINT = "disjoint"  # rollouts have bundles of their own; engines share theirs
 
 
 class Devices(StrEnum):
+    """What a bundle of resources is."""
+
     AUTO = "auto"  # one GPU per bundle where the cluster has any, else the CPU
     GPU = "gpu"
     CPU = "cpu"
@@ -181,7 +185,7 @@ class RunConfig:
     engine: Any = None
     rollout: Any = None
     algorithm: Any = None
-    trackers: list[str] = field(default_factory=lambda: ["console", "jsonl"])
+    trackers: list[str] = field(default_factory=lambda: ["console", "jsonl"])  # what writes the metrics
     model: ModelConfig = field(default_factory=ModelConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -195,10 +199,10 @@ class RunConfig:
     executor: ExecutorName = ExecutorName.LOCAL
     ray: RayConfig = field(default_factory=RayConfig)
     waits: WaitsConfig = field(default_factory=WaitsConfig)
-    run_dir: str = "runs/default"
-    steps: int = 100
+    run_dir: str = "runs/default"  # folder of the run; the same command in it goes on
+    steps: int = 100  # each samples a batch and trains on it
     prompts_per_step: int = 8  # supervised training: rows per step
-    samples_per_prompt: int = 8
+    samples_per_prompt: int = 8  # completions of each prompt
     optimizer_steps_per_batch: int = 1  # each over an equal part of the batch's sequences
     epochs_per_batch: int = 1  # times that these steps are taken on the same batch
     max_staleness: int = 0  # 0 is synchronous; n lets rollouts run up to n versions behind
@@ -206,7 +210,7 @@ class RunConfig:
     max_rejected_factor: int = 10  # dynamic sampling gives up after so many times prompts_per_step rejected groups
     router_replay: RouterReplay = RouterReplay.DISABLED
     offload: bool = False  # engine and rollout share a device and take turns on its memory
-    seed: int = 0
+    seed: int = 0  # of every random stream: order of the data, sampling, new weights
     deterministic: bool = False  # two runs are equal but for time/*, without memory/*; slower, needs max_staleness=0
     strict: bool = False  # an option that you set and nothing reads is an error, not a warning
 

@@ -12,7 +12,7 @@ from coupler.plugins.backend import Backend
 @dataclass
 class ToyEngineConfig(AdamWConfig):
     name: str = "toy"
-    max_tokens_per_gpu: int = 1024
+    max_tokens_per_gpu: int = 1024  # of one micro-batch
     lr: float = 0.05
 
 
@@ -23,7 +23,7 @@ class ToyRolloutConfig(RolloutConfig):
 
 @dataclass
 class ToyAlgorithmConfig:
-    name: str = "toy"
+    name: str = "toy"  # chosen by algorithm=NAME
 
 
 BACKENDS = (
