@@ -72,8 +72,8 @@ class Scorer:
 
 
 def as_mapping(row: Row) -> Mapping[str, Any]:
-    """The row as reward functions see it: its extra columns, its prompt and its answer."""
-    return {**row.extra, "prompt": row.prompt, "answer": row.answer, "index": row.index}
+    """The row as reward functions see it: its extra columns, its prompt and its answer, and its number as ``index``."""
+    return {"index": row.index, **row.extra, "prompt": row.prompt, "answer": row.answer}
 
 
 class Sampler:

@@ -57,9 +57,9 @@ def description(option: Option) -> str:
     """
     name = option.key.rpartition(".")[2]
     for owner in option.owner.__mro__:
-        if name in inspect.get_annotations(owner):
-            if text := _described(textwrap.dedent(inspect.getsource(owner)), name):
-                return text
+        declared = name in inspect.get_annotations(owner)
+        if declared and (text := _described(textwrap.dedent(inspect.getsource(owner)), name)):
+            return text
     named = isinstance(option.type, type) and issubclass(option.type, Enum)
     return (vars(option.type).get("__doc__") or "").partition("\n")[0] if named else ""
 

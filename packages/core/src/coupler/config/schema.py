@@ -94,7 +94,7 @@ class EvalConfig:
 class CheckpointConfig:
     every_steps: int = 0  # 0: only at the end
     resume: str = (
-        "auto"  # from the last whole one of run_dir; disable: never; or a folder to start an empty run_dir from
+        "auto"  # the last whole one of run_dir; disable: none; or a folder that an empty run_dir starts from
     )
     reset_data: bool = False  # a resumed run starts its data from the beginning: needed where the data changed
     asynchronous: bool = True  # training goes on while a checkpoint is written
