@@ -93,9 +93,7 @@ class EvalConfig:
 @dataclass
 class CheckpointConfig:
     every_steps: int = 0  # 0: only at the end
-    resume: str = (
-        "auto"  # the last whole one of run_dir; disable: none; or a folder that an empty run_dir starts from
-    )
+    resume: str = "auto"  # the last whole one of run_dir; disable: none; or a folder that an empty run_dir starts from
     reset_data: bool = False  # a resumed run starts its data from the beginning: needed where the data changed
     asynchronous: bool = True  # training goes on while a checkpoint is written
     keep_last: int = 2  # 0 keeps all
