@@ -12,7 +12,6 @@ from transformers import (
     DeepseekV3Config,
     LlamaConfig,
     PreTrainedConfig,
-    Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -81,7 +80,9 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         **SHAPE, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}, tie_word_embeddings=False
     ),
     "qwen3": Qwen3Config(**SHAPE, tie_word_embeddings=True, head_dim=16),
-    "odd-vocabulary": Qwen2Config(**{**SHAPE, "vocab_size": VOCAB + 1}, tie_word_embeddings=False),
+    "odd-sizes": Qwen3Config(
+        **{**SHAPE, "vocab_size": VOCAB + 1, "num_key_value_heads": 1}, tie_word_embeddings=False, head_dim=16
+    ),
     "moe": Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=16, norm_topk_prob=True, tie_word_embeddings=False),
     "latent": DeepseekV3Config(**LATENT),
     "latent-yarn": DeepseekV3Config(**LATENT, rope_parameters=YARN),

@@ -24,7 +24,7 @@ from coupler_engine_megatron.engine import MegatronEngine
 LAYOUTS = {  # (model, ranks, settings)
     "virtual-pipeline": ("llama", 2, {"pipeline_parallel": 2, "virtual_pipeline": 2}),
     "virtual-pipeline-tied": ("qwen3", 4, {"tensor_parallel": 2, "pipeline_parallel": 2, "virtual_pipeline": 2}),
-    "pipeline-tied": ("qwen3", 4, {"pipeline_parallel": 4}),
+    "pipeline-tied-uneven": ("qwen3", 3, {"pipeline_parallel": 3, "first_stage_layers": 1, "last_stage_layers": 1}),
     "experts-over-data": ("moe", 2, {"expert_parallel": 2}),
     "experts-over-data-4": ("moe", 4, {"expert_parallel": 4}),
     "experts-over-context": ("moe", 2, {"expert_parallel": 2, "context_parallel": 2}),
@@ -35,7 +35,7 @@ LAYOUTS = {  # (model, ranks, settings)
     "latent-context": ("latent-yarn", 2, {"context_parallel": 2}),
     "latent-pipeline": ("latent-yarn", 4, {"pipeline_parallel": 2, "virtual_pipeline": 2}),
     "no-sequence-parallel": ("qwen3", 2, {"tensor_parallel": 2, "sequence_parallel": False}),
-    "padded-vocabulary": ("odd-vocabulary", 2, {"tensor_parallel": 2}),
+    "padded-vocabulary-shared-key-value-head": ("odd-sizes", 2, {"tensor_parallel": 2}),
     "experts-and-their-matrices": (
         "moe",
         4,
@@ -91,7 +91,11 @@ def test_a_layout_changes_no_gradient(layout: str, reference_of: References, sta
         ("qwen3", (4, {"tensor_parallel": 2, "pipeline_parallel": 2}), (1, {})),
         ("qwen3", (4, {"tensor_parallel": 2, "pipeline_parallel": 2}), (4, {})),
         ("qwen3", (1, {}), (4, {"pipeline_parallel": 2, "virtual_pipeline": 2, "tensor_parallel": 2})),
-        ("moe", (4, {"expert_parallel": 2, "pipeline_parallel": 2}), (2, {"tensor_parallel": 2})),
+        (
+            "moe",
+            (4, {"expert_parallel": 2, "pipeline_parallel": 2, "last_stage_layers": 1}),
+            (2, {"tensor_parallel": 2}),
+        ),
     ],
     ids=["tp2-pp2-to-1", "tp2-pp2-to-dp4", "1-to-tp2-pp2-vpp2", "ep2-pp2-to-tp2"],
 )

@@ -52,6 +52,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SHAPE, tie_word_embeddings=False),
     "qwen2": Qwen2Config(**{k: v for k, v in SHAPE.items() if k != "head_dim"}, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**SHAPE, tie_word_embeddings=True),
+    "shared-head": Qwen3Config(**{**SHAPE, "num_key_value_heads": 1}, tie_word_embeddings=False),
     "moe": Qwen3MoeConfig(**SHAPE, **EXPERTS, tie_word_embeddings=False),
     "latent": DeepseekV3Config(
         **{k: v for k, v in SHAPE.items() if k != "head_dim"},
@@ -73,7 +74,9 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 }
 LAYOUTS = {  # (model, GPUs, settings)
     "tp2": ("qwen3", 2, {"tensor_parallel": 2}),
+    "tp2-shared-head": ("shared-head", 2, {"tensor_parallel": 2}),
     "pp2": ("qwen2", 2, {"pipeline_parallel": 2}),
+    "pp2-uneven": ("llama", 2, {"pipeline_parallel": 2, "first_stage_layers": 1}),
     "pp2-vpp2": ("llama", 2, {"pipeline_parallel": 2, "virtual_pipeline": 2}),
     "cp2": ("llama", 2, {"context_parallel": 2}),
     "dp2": ("qwen3", 2, {}),

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,11 +14,12 @@ import pytest
 
 from coupler.adamw import Schedule
 from coupler_engine_megatron.config import MegatronConfig
-from coupler_engine_megatron.layout import problems
+from coupler_engine_megatron.layout import problems, stage_layers
 from coupler_engine_megatron.plugin import coupler_backends, coupler_validate
 
 DENSE = {
     "model_type": "qwen2",
+    "hidden_size": 192,
     "num_attention_heads": 12,
     "num_key_value_heads": 4,
     "num_hidden_layers": 24,
@@ -34,16 +36,58 @@ MOE = {**DENSE, "model_type": "qwen3_moe", "num_experts": 8}
             {"tensor_parallel": 3},
             3,
             DENSE,
-            "engine.tensor_parallel=3 does not divide the model's 4 key-value heads",
+            "engine.tensor_parallel=3 neither divides the model's 4 key-value heads nor is a multiple of them",
             "engine.tensor_parallel=2 or 4",
         ),
-        ({"pipeline_parallel": 5}, 5, DENSE, "does not divide the 24 layers", "engine.pipeline_parallel=4 or 6"),
+        (
+            {"tensor_parallel": 6},
+            6,
+            {**DENSE, "num_key_value_heads": 2},
+            "engine.tensor_parallel=6 does not divide the model's 256 rows of queries, keys and values",
+            "engine.tensor_parallel=2 or 4",
+        ),
+        (
+            {"pipeline_parallel": 5},
+            5,
+            DENSE,
+            "does not divide the 24 layers",
+            "engine.last_stage_layers=4, or engine.pipeline_parallel=4 or 6",
+        ),
         (
             {"pipeline_parallel": 4, "virtual_pipeline": 4},
             4,
             DENSE,
             "pipeline_parallel x virtual_pipeline = 4 x 4 does not divide the 24 layers",
-            "engine.pipeline_parallel=2 or 3",
+            "engine.first_stage_layers=4 and engine.last_stage_layers=4, or engine.pipeline_parallel=2 or 3",
+        ),
+        ({"pipeline_parallel": 25}, 25, DENSE, "does not divide the 24 layers", "engine.pipeline_parallel=12 or 24"),
+        (
+            {"pipeline_parallel": 4, "first_stage_layers": 5},
+            4,
+            DENSE,
+            "with engine.first_stage_layers=5 does not split the 24 layers evenly over the other stages",
+            "engine.first_stage_layers=6, or engine.pipeline_parallel=3 or 4 with engine.first_stage_layers=0 and ",
+        ),
+        (
+            {"pipeline_parallel": 2, "first_stage_layers": 8, "last_stage_layers": 8},
+            2,
+            DENSE,
+            "with engine.first_stage_layers=8 and engine.last_stage_layers=8 does not split",
+            "engine.first_stage_layers=12 and engine.last_stage_layers=12, or",
+        ),
+        (
+            {"first_stage_layers": 3},
+            1,
+            None,
+            "engine.first_stage_layers and engine.last_stage_layers need engine.pipeline_parallel above 1",
+            "engine.first_stage_layers=0",
+        ),
+        (
+            {"pipeline_parallel": 5, "last_stage_layers": 4, "recompute_num_layers": 2},
+            5,
+            DENSE,
+            "engine.recompute_num_layers=2 does not divide the 4 or 5 layers of each part",
+            "engine.recompute_num_layers=1",
         ),
         ({"virtual_pipeline": 2}, 1, None, "needs engine.pipeline_parallel above 1", "engine.pipeline_parallel=2"),
         ({"expert_parallel": 2}, 2, DENSE, "need experts", "engine.expert_parallel=1"),
@@ -91,6 +135,8 @@ def test_a_size_that_does_not_fit_names_the_nearest_that_do(
     [
         ({"tensor_parallel": 4, "pipeline_parallel": 2, "context_parallel": 2}, 32, DENSE),
         ({"pipeline_parallel": 4, "virtual_pipeline": 3}, 4, DENSE),
+        ({"pipeline_parallel": 4, "virtual_pipeline": 2, "first_stage_layers": 4, "last_stage_layers": 8}, 4, DENSE),
+        ({"tensor_parallel": 4}, 4, {**DENSE, "num_key_value_heads": 2}),
         ({"tensor_parallel": 2, "expert_parallel": 8, "pipeline_parallel": 2}, 16, MOE),
         ({"tensor_parallel": 4, "expert_tensor_parallel": 4, "expert_parallel": 2}, 8, MOE),
     ],
@@ -99,11 +145,49 @@ def test_sizes_that_fit_are_no_problem(settings: dict[str, int], ranks: int, sha
     assert list(problems(MegatronConfig(**settings), ranks, shape)) == []
 
 
+LAYERS = 12
+SPLITS = {  # (stages, turns, first, last): layers of each stage
+    key: split
+    for key in product((2, 3, 4), (1, 2), (0, 2, 3, 4, 8), (0, 2, 4))
+    if (split := stage_layers(LAYERS, *key))
+}
+
+
+def test_megatron_splits_layers_as_the_plan_does() -> None:
+    """Every layer on one rank, and as many on each as the plan says."""
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    from coupler_engine_megatron.settings import stage_settings
+
+    assert SPLITS[2, 2, 8, 4] == [8, 4] and SPLITS[4, 1, 3, 0] == [3, 3, 3, 3] and SPLITS[4, 2, 4, 4] == [4, 2, 2, 4]
+    for (stages, turns, first, last), split in SPLITS.items():
+        ends = MegatronConfig(pipeline_parallel=stages, first_stage_layers=first, last_stage_layers=last)
+        config = SimpleNamespace(
+            num_layers=LAYERS,
+            pipeline_model_parallel_size=stages,
+            virtual_pipeline_model_parallel_size=turns if turns > 1 else None,
+            pipeline_model_parallel_layout=None,
+            account_for_embedding_in_pipeline_split=False,
+            account_for_loss_in_pipeline_split=False,
+            **stage_settings(ends),
+        )
+        found: list[int] = []
+        for turn, stage in product(range(turns), range(stages)):
+            number = get_num_layers_to_build(config, turn, stage)
+            assert number == split[stage] // turns, split
+            found += range(start := get_transformer_layer_offset(config, turn, stage), start + number)
+        assert found == list(range(LAYERS)), split
+
+
 def test_a_plan_prints_how_ranks_split_the_work() -> None:
     assert MegatronConfig(ranks=4, tensor_parallel=2, pipeline_parallel=2, virtual_pipeline=3).split == (
         "tensor 2 x pipeline 2 x virtual pipeline 3"
     )
     assert MegatronConfig(ranks=4).split == ""
+    assert MegatronConfig(pipeline_parallel=3, first_stage_layers=2, last_stage_layers=1).split == (
+        "pipeline 3, layers: 2 on the first stage, 1 on the last stage"
+    )
 
 
 def test_a_plan_names_the_engine_of_the_role(tmp_path: Path) -> None:
@@ -118,7 +202,7 @@ def test_a_plan_names_the_engine_of_the_role(tmp_path: Path) -> None:
     )
     lines = list(coupler_validate(config))
     assert any(
-        line.startswith("engine.tensor_parallel=3 does not") and "set engine.tensor_parallel=" in line for line in lines
+        line.startswith("engine.tensor_parallel=3 neither") and "set engine.tensor_parallel=" in line for line in lines
     )
     assert any(line.startswith("critic.engine.ranks=3 is no multiple") for line in lines)
     assert any(line.startswith("router_replay=R2 needs a model with experts") for line in lines)
@@ -126,7 +210,15 @@ def test_a_plan_names_the_engine_of_the_role(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("tensor_parallel", 0), ("lr", 0.0), ("weight_decay", -0.1), ("beta2", 1.0), ("min_lr_ratio", 2.0), ("eps", 0.0)],
+    [
+        ("tensor_parallel", 0),
+        ("last_stage_layers", -1),
+        ("lr", 0.0),
+        ("weight_decay", -0.1),
+        ("beta2", 1.0),
+        ("min_lr_ratio", 2.0),
+        ("eps", 0.0),
+    ],
 )
 def test_a_value_out_of_range_is_named_in_full(key: str, value: float) -> None:
     with pytest.raises(ValueError, match=re.escape(f"engine.{key} must")):

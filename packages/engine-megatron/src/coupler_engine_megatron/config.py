@@ -40,6 +40,8 @@ class MegatronConfig(AdamWConfig):
     tensor_parallel: int = 1  # ranks that split each matrix
     pipeline_parallel: int = 1  # ranks that split the layers
     virtual_pipeline: int = 1  # parts of the layers on each of these, taken in turns: smaller bubbles
+    first_stage_layers: int = 0  # of the pipeline's first ranks; 0: as many as the ranks between have
+    last_stage_layers: int = 0  # of its last ranks, which compute the outputs too
     context_parallel: int = 1  # ranks that split each sequence
     expert_parallel: int = 1  # ranks that split the experts of each layer
     expert_tensor_parallel: int = 1  # ranks that split each matrix of an expert
@@ -72,7 +74,7 @@ class MegatronConfig(AdamWConfig):
 
     @property
     def split(self) -> str:
-        """Every size above 1."""
+        """Every size above 1, and the layers of a pipeline's ends where they are set."""
         sizes = {
             "tensor": self.tensor_parallel,
             "pipeline": self.pipeline_parallel,
@@ -81,7 +83,10 @@ class MegatronConfig(AdamWConfig):
             "expert": self.expert_parallel,
             "expert tensor": self.expert_tensor_parallel,
         }
-        return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+        ends = {"first": self.first_stage_layers, "last": self.last_stage_layers}
+        set_ends = [f"{number} on the {end} stage" for end, number in ends.items() if number]
+        layers = f", layers: {', '.join(set_ends)}" if set_ends else ""
+        return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) + layers
 
     def __post_init__(self) -> None:
         for key in ("max_tokens_per_gpu", "sync_bucket_mib"):
@@ -91,7 +96,9 @@ class MegatronConfig(AdamWConfig):
             "expert_tensor_parallel",
         ):  # fmt: skip
             self._require(getattr(self, key) >= 1, key, "must be at least 1")
-        for key in ("logits_tile", "moe_aux_loss_coeff", "moe_z_loss_coeff"):
+        for key in (
+            "first_stage_layers", "last_stage_layers", "logits_tile", "moe_aux_loss_coeff", "moe_z_loss_coeff"
+        ):  # fmt: skip
             self._require(getattr(self, key) >= 0, key, "must not be negative")
         why = "must be 0: megatron-core 0.16 and mbridge 0.15 have no adapters; engine=fsdp trains them"
         self._require(self.lora_rank == 0, "lora_rank", why)

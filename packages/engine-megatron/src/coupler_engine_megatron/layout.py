@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import product
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,11 @@ def problems(
         yield (
             f"{path}.virtual_pipeline={config.virtual_pipeline} needs {path}.pipeline_parallel above 1",
             f"{path}.virtual_pipeline=1, or {path}.pipeline_parallel=2",
+        )
+    if config.pipeline_parallel == 1 and (config.first_stage_layers or config.last_stage_layers):
+        yield (
+            f"{path}.first_stage_layers and {path}.last_stage_layers need {path}.pipeline_parallel above 1",
+            f"{path}.first_stage_layers=0 and {path}.last_stage_layers=0, or {path}.pipeline_parallel=2",
         )
     if config.expert_tensor_parallel not in (1, config.tensor_parallel):
         yield (
@@ -66,25 +73,25 @@ def _of_model(config: MegatronConfig, shape: Mapping[str, Any], path: str) -> It
     groups = shape.get("num_key_value_heads") or heads
     tensor, expert = config.tensor_parallel, config.expert_parallel
     columns = shape.get("moe_intermediate_size") or shape["intermediate_size"]  # of an expert
-    split = {"attention heads": heads, "key-value heads": groups, "intermediate columns": shape["intermediate_size"]}
+    width = shape.get("head_dim") or shape["hidden_size"] // heads
+    split = {
+        "attention heads": heads,
+        "rows of queries, keys and values": (heads + 2 * groups) * width,
+        "intermediate columns": shape["intermediate_size"],
+    }
     if shared := shape.get("n_shared_experts"):
         split["columns of shared experts"] = shared * columns
-    if bad := [f"{number} {what}" for what, number in split.items() if number % tensor]:
-        good = [d for d in _divisors(groups) if not any(number % d for number in split.values())]
-        yield (
-            f"{path}.tensor_parallel={tensor} does not divide the model's {bad[0]}",
-            f"{path}.tensor_parallel={_nearest(tensor, good)}",
-        )
-    stages, turns = config.pipeline_parallel, config.virtual_pipeline
-    if layers % (stages * turns):
-        good = [d for d in _divisors(layers) if layers % (d * turns) == 0]
-        more = "" if good else " and virtual_pipeline=1"
-        yield (
-            f"{path}.pipeline_parallel x virtual_pipeline = {stages} x {turns} does not divide the {layers} layers",
-            f"{path}.pipeline_parallel={_nearest(stages, good or _divisors(layers))}{more}",
-        )
+    bad = []
+    if groups % tensor and tensor % groups:
+        bad.append(f"neither divides the model's {groups} key-value heads nor is a multiple of them")
+    bad += [f"does not divide the model's {number} {what}" for what, number in split.items() if number % tensor]
+    if bad:
+        good = [d for d in _divisors(gcd(*split.values())) if groups % d == 0 or d % groups == 0]
+        yield f"{path}.tensor_parallel={tensor} {bad[0]}", f"{path}.tensor_parallel={_nearest(tensor, good)}"
+    if config.pipeline_parallel > 1:
+        yield from _of_stages(config, layers, path)
     else:
-        yield from _of_recompute(config, layers // (stages * turns), path)
+        yield from _of_recompute(config, [layers], path)
     if not experts and max(expert, config.expert_tensor_parallel) > 1:
         yield (
             f"{path}.expert_parallel={expert} and expert_tensor_parallel={config.expert_tensor_parallel} need experts, "
@@ -110,18 +117,70 @@ def _of_model(config: MegatronConfig, shape: Mapping[str, Any], path: str) -> It
         )
 
 
-def _of_recompute(config: MegatronConfig, layers: int, path: str) -> Iterator[Problem]:
-    """Of the layers of one part of the model."""
+def _of_stages(config: MegatronConfig, layers: int, path: str) -> Iterator[Problem]:
+    """Of the layers of a pipeline's stages, and of those of their parts that are computed again."""
+    stages, turns = config.pipeline_parallel, config.virtual_pipeline
+    ends = config.first_stage_layers, config.last_stage_layers
+    if split := stage_layers(layers, stages, turns, *ends):
+        yield from _of_recompute(config, [number // turns for number in split], path)
+        return
+    sizes = f"{path}.pipeline_parallel x virtual_pipeline = {stages} x {turns}"
+    names = f"{path}.first_stage_layers", f"{path}.last_stage_layers"
+    if any(ends):
+        chosen = " and ".join(f"{name}={number}" for name, number in zip(names, ends, strict=True) if number)
+        what = f"{sizes} with {chosen} does not split the {layers} layers evenly over the other stages"
+    else:
+        what = f"{sizes} does not divide the {layers} layers"
+    good = [d for d in _divisors(layers) if layers % (d * turns) == 0]
+    fix = f"{path}.pipeline_parallel={_nearest(stages, good or _divisors(layers))}"
+    fix += "" if good else " and virtual_pipeline=1"
+    fix += f" with {names[0]}=0 and {names[1]}=0" if any(ends) else ""
+    if near := _nearest_ends(layers, stages, turns, *ends):
+        fix = " and ".join(f"{name}={n}" for name, n in zip(names, near, strict=True) if n) + f", or {fix}"
+    yield what, fix
+
+
+def stage_layers(layers: int, stages: int, turns: int, first: int, last: int) -> list[int]:
+    """Layers of each of several stages; none where they cannot be split so.
+
+    Args:
+        turns: parts of equal size that each stage has.
+        first: layers of the first stage; 0: as many as those between have.
+        last: the same of the last one.
+    """
+    ends = {stage: number for stage, number in ((0, first), (stages - 1, last)) if number}
+    others = stages - len(ends)
+    each = (layers - sum(ends.values())) // others if others else 0
+    split = [ends.get(stage, each) for stage in range(stages)]
+    return split if sum(split) == layers and all(n > 0 and n % turns == 0 for n in split) else []
+
+
+def _nearest_ends(layers: int, stages: int, turns: int, first: int, last: int) -> tuple[int, int] | None:
+    """The nearest layers of the first and of the last stage that fit; where neither is set, of the evenest split."""
+    chosen = (first, last) if first or last else None
+    sizes = (0, *range(turns, layers, turns))
+    fitting = [
+        (abs(a - first) + abs(b - last) if chosen else 0, max(split), (a > 0) + (b > 0), a, b)
+        for a, b in product(sizes, sizes)
+        if (split := stage_layers(layers, stages, turns, a, b))
+        and (not chosen or (a > 0, b > 0) == (first > 0, last > 0))
+    ]
+    return min(fitting)[-2:] if fitting else None
+
+
+def _of_recompute(config: MegatronConfig, parts: list[int], path: str) -> Iterator[Problem]:
+    """Of the layers of the parts of the model."""
     number = config.recompute_num_layers
-    if config.recompute_method == RecomputeMethod.UNIFORM and layers % number:
+    layers = _either(set(parts))
+    if config.recompute_method == RecomputeMethod.UNIFORM and any(part % number for part in parts):
         yield (
             f"{path}.recompute_num_layers={number} does not divide the {layers} layers of each part of the model",
-            f"{path}.recompute_num_layers={_nearest(number, _divisors(layers))}",
+            f"{path}.recompute_num_layers={_nearest(number, _divisors(gcd(*parts)))}",
         )
-    if number > layers:
+    if number > max(parts):
         yield (
             f"{path}.recompute_num_layers={number} is more than the {layers} layers of each part of the model",
-            f"{path}.recompute_num_layers={layers}",
+            f"{path}.recompute_num_layers={max(parts)}",
         )
 
 

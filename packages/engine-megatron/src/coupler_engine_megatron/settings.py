@@ -51,6 +51,7 @@ def transformer_settings(config: MegatronConfig, shape: Any, rank: Rank, fused: 
         "bias_dropout_fusion": fused,
         "deterministic_mode": rank.deterministic,
     }
+    settings |= stage_settings(config)
     if experts_of(shape.to_dict()):
         settings |= {
             "moe_grouped_gemm": fused,
@@ -81,6 +82,14 @@ def transformer_settings(config: MegatronConfig, shape: Any, rank: Rank, fused: 
             )
         settings |= {"recompute_granularity": "selective", "recompute_modules": list(config.recompute_modules)}
     return settings
+
+
+def stage_settings(config: MegatronConfig) -> dict[str, Any]:
+    """Layers of the pipeline's ends, where they are set; of two stages one says those of the other."""
+    first, last = config.first_stage_layers, config.last_stage_layers
+    if config.pipeline_parallel == 2 and first:
+        last = 0  # Megatron divides the layers between by the number of stages that there are
+    return {"num_layers_in_first_pipeline_stage": first or None, "num_layers_in_last_pipeline_stage": last or None}
 
 
 def _of_latent_attention(shape: Any) -> dict[str, Any]:
