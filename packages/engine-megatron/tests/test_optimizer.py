@@ -80,6 +80,37 @@ def test_parked_storages_come_back_behind_every_view() -> None:
     assert torch.equal(alone, torch.ones(3, dtype=torch.bfloat16))
 
 
+def test_a_gradient_is_copied_to_the_host_where_there_is_one(
+    reference: TransformersReference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between a pass and its step; before and after there are zeros, of which nothing is kept."""
+    made, still = engine(reference), engine(reference)
+    monkeypatch.setattr(made, "_give_back", lambda: None)
+    batch, grads = weighted(make_batch(reference)), frozenset({Part.GRADS})
+
+    def moved() -> list[bool]:
+        """Of each buffer, whether it was copied on the way to the host and back."""
+        with monkeypatch.context() as patched:
+            patched.setattr(made, "device", torch.device("cuda"))
+            made.offload(grads)
+            assert not any(tensor.untyped_storage().nbytes() for tensor in made._tensors(Part.GRADS))
+            copied = [storage.copy is not None for storage in made._parked._host[Part.GRADS]]
+            made.onload(grads)
+        return copied
+
+    train(made, reference, 1)
+    train(still, reference, 1)
+    assert moved() == [False] and not any(tensor.any() for tensor in made._tensors(Part.GRADS))
+    for each in (made, still):
+        each.forward_backward(batch, WANT, losses.surrogate, StepInfo(batch.num_tokens, len(batch), 1))
+    assert moved() == [True]
+    for each in (made, still):
+        each.step()
+    want = weights(still)
+    for name, value in weights(made).items():
+        np.testing.assert_array_equal(value, want[name], err_msg=name)
+
+
 def test_a_saved_state_is_that_of_the_call(reference: TransformersReference, tmp_path: Path) -> None:
     """Training goes on while a save is under way."""
     made = engine(reference)

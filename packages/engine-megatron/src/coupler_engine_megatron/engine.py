@@ -131,6 +131,7 @@ class MegatronEngine(Engine):
         names = tuple(output.name for output in want)
         with self._platform():
             optimizer.clear()
+        optimizer.has_gradient = True
         self.routers.clear()
         parts = self._run(batch, names, partial(self._loss, names, loss), step)
         with self._platform():
@@ -292,7 +293,8 @@ class MegatronEngine(Engine):
         """Move ``what`` to the host and give its memory back to the device. No-op on the CPU."""
         if self.device.type == "cuda":
             for part in what:
-                self._parked.offload(part, self._tensors(part))
+                zeros = part is Part.GRADS and self._optimizer is not None and not self._optimizer.has_gradient
+                self._parked.offload(part, self._tensors(part), zeros=zeros)
             self._give_back()
 
     def onload(self, what: Parts) -> None:

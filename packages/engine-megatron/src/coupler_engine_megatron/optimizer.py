@@ -48,6 +48,7 @@ class Optimizer:
         self.config, self.chunks = config, chunks
         self.multiplier = multiplier(config)
         self.num_steps = 0  # applied
+        self.has_gradient = False  # else its buffers are zero
         self.adamw: Any = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -93,9 +94,11 @@ class Optimizer:
         return StepResult(applied, norm, lr)
 
     def clear(self) -> None:
+        """Forget the gradient."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.adamw.zero_grad()
+        self.has_gradient = False
 
     def whole(self, parameter: nn.Parameter, state: str) -> Tensor:
         """A parameter's "param", "exp_avg", "exp_avg_sq" or "grad" in its shape and fp32; collective over its ranks."""
