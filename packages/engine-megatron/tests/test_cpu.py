@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from coupler.errors import CouplerError
-from coupler.interfaces import Model, Rank
+from coupler.finding import Finding
+from coupler.interfaces import EngineConfig, Model, Rank
 from coupler_engine_megatron import cpu
 from coupler_engine_megatron.config import MegatronConfig
 from coupler_engine_megatron.engine import MegatronEngine
+from coupler_engine_megatron.plugin import coupler_doctor
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is replaced beside a GPU")
 OF_TORCH = {"torch.cuda", "torch.cuda.random", "torch.cuda.nvtx", "Tensor", "Module"}
@@ -27,31 +29,39 @@ OF_MEGATRON = {
     "megatron.core.transformer.multi_latent_attention",
 }
 ABSENT = object()
+PLACES = [*cpu._replacements()] if not torch.cuda.is_available() else []
 
 
-def places() -> Iterator[tuple[str, Any, str]]:
-    """What is replaced: the owner's name, the owner, and which attribute."""
-    for owner, attribute, _ in cpu._replacements():
-        yield getattr(owner, "__name__", "") or owner.name, owner, attribute
-
-
-def values(found: list[tuple[str, Any, str]]) -> list[Any]:
-    return [owner.__dict__.get(attribute, ABSENT) for _, owner, attribute in found]
+def values() -> list[Any]:
+    return [owner.__dict__.get(attribute, ABSENT) for owner, attribute, _ in PLACES]
 
 
 def test_it_is_known_what_is_replaced() -> None:
     """In these places only, and what is not there is what Transformer Engine would have brought."""
-    found = list(places())
-    assert {name for name, _, _ in found} == OF_TORCH | OF_MEGATRON
-    absent = {attribute for name, owner, attribute in found if name in OF_MEGATRON and not hasattr(owner, attribute)}
+    assert cpu.replaced().keys() == OF_TORCH | OF_MEGATRON
+    absent = {attribute for owner, attribute, _ in PLACES if not hasattr(owner, attribute)}
     assert absent <= {"te_general_gemm", "TELinear"}
+
+
+def test_the_doctor_lists_it_for_a_run_of_this_engine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def report(engine: EngineConfig) -> list[Finding]:
+        return list(coupler_doctor(SimpleNamespace(engine=engine, critic=SimpleNamespace(engine=None))))
+
+    lines = {finding.text for finding in report(MegatronConfig())}
+    assert len(lines) == len(OF_TORCH | OF_MEGATRON)
+    assert "on the CPU torch.cuda.nvtx has stand-ins for range_push, range_pop, mark" in lines
+    assert report(EngineConfig()) == list(coupler_doctor(None)) == []
+    monkeypatch.setattr(cpu, "version", lambda _: "0.17.0")
+    (finding,) = report(MegatronConfig())
+    assert (finding.verdict, finding.fix) == ("problem", "pip install 'megatron-core==0.16.*', or a GPU")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert report(MegatronConfig()) == []
 
 
 @pytest.mark.parametrize("failing", [False, True])
 def test_everything_is_put_back(failing: bool) -> None:
     """After the last of several calls, in whatever thread, and after one that failed."""
-    found = list(places())
-    before, entered, go = values(found), threading.Event(), threading.Event()
+    before, entered, go = values(), threading.Event(), threading.Event()
 
     def beside() -> None:
         with cpu.cuda_as_cpu():
@@ -65,11 +75,11 @@ def test_everything_is_put_back(failing: bool) -> None:
         assert torch.zeros(2, device="cuda").device.type == "cpu"
         if failing:
             raise ZeroDivisionError
-    during = values(found)
+    during = values()
     assert all(now is not original for now, original in zip(during, before, strict=True)), "the other thread is inside"
     go.set()
     other.join()
-    after = values(found)
+    after = values()
     assert all(now is original for now, original in zip(after, before, strict=True))
     with pytest.raises((RuntimeError, AssertionError)):
         torch.zeros(2, device="cuda")

@@ -50,6 +50,14 @@ def cuda_as_cpu() -> Iterator[None]:
         _STATE.leave()
 
 
+def replaced() -> dict[str, list[str]]:
+    """What is replaced while :func:`cuda_as_cpu` is open: names of attributes, by what has them."""
+    found: dict[str, list[str]] = {}
+    for owner, attribute, _ in _replacements():
+        found.setdefault(getattr(owner, "__name__", "") or owner.name, []).append(attribute)
+    return found
+
+
 class _Replaced:
     """Puts the replacements in at the first entry and the originals back at the last leave, whatever the thread."""
 

@@ -12,6 +12,7 @@ from coupler_engine_megatron.layout import experts_of, problems, read_shape
 
 if TYPE_CHECKING:
     from coupler.config.schema import RunConfig
+    from coupler.finding import Finding
 
 
 @hookimpl
@@ -60,3 +61,13 @@ def coupler_validate(config: RunConfig) -> Iterable[str]:
         and not experts_of(shape)
     ):
         yield f"router_replay={config.router_replay} needs a model with experts: set router_replay=disabled."
+
+
+@hookimpl
+def coupler_doctor(config: RunConfig | None) -> Iterable[Finding]:
+    """What is replaced on the CPU, where the run has this engine: it takes the import of Megatron-Core to know it."""
+    if config is None or not any(isinstance(e, MegatronConfig) for e in (config.engine, config.critic.engine)):
+        return []
+    from coupler_engine_megatron.doctor import stand_ins
+
+    return stand_ins()
