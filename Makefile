@@ -40,11 +40,16 @@ $(UV):
 	UV_PROJECT_ENVIRONMENT=$(CURDIR)/.envs/$* $(UV) sync --frozen --package coupler-$* --group test $(SYNC_$*) --quiet
 	touch $@
 
+comma := ,
 KIT := --pyargs coupler.testing.conformance
 KIT_core := --coupler engine=toy --coupler rollout=toy --coupler algorithm=toy --coupler transport=inproc \
   --coupler transport=disk --coupler transport=tcp
 KIT_engine-fsdp := --coupler engine=fsdp --coupler rollout=hf --coupler transport=nccl
-KIT_engine-megatron := --coupler engine=megatron
+# Plain, and in each of these layouts: settings, and models of the kit, with commas between them; further ones are in
+# the package's own suite. LAYOUTS=tensor_parallel=4 on the command line tries another.
+LAYOUTS := untied,tensor_parallel=2 tied,pipeline_parallel=2 tensor_parallel=2,pipeline_parallel=2 context_parallel=2 \
+  moe,expert_parallel=2
+KIT_engine-megatron := --coupler engine=megatron $(addprefix --coupler engine=megatron$(comma),$(LAYOUTS))
 KIT_algos := --coupler algorithm=grpo --coupler algorithm=rloo --coupler algorithm=ppo --coupler algorithm=sft
 KIT_rollout-vllm := --coupler engine=fsdp --coupler rollout=vllm -k 'test_rollout or test_pair'
 SYNC_rollout-vllm := --extra cpu
@@ -53,20 +58,9 @@ test-rollout-vllm: export VLLM_CPU_CI_ENV = 1
 test-rollout-vllm: export VLLM_CPU_OMP_THREADS_BIND = nobind
 test-rollout-vllm: export VLLM_ENABLE_V1_MULTIPROCESSING = 0
 
-# An engine's kit once more for each of these: settings, and models of the kit, with commas between them.
-# LAYOUTS_engine-megatron=engine.tensor_parallel=4 on the command line tries another; one split alone is in the package's own suite.
-LAYOUTS_engine-megatron := engine.context_parallel=2 engine.tensor_parallel=2,engine.pipeline_parallel=2 \
-  moe,engine.tensor_parallel=2,engine.expert_parallel=2
-comma := ,
-define kit
-	.envs/$*/bin/python -m pytest $(KIT) $(KIT_$*) $(foreach each,$(subst $(comma), ,$(1)),--coupler-$(if $(findstring =,$(each)),set,model) $(each))
-
-endef
-
 test-%: .envs/%/.synced
 	.envs/$*/bin/python -m pytest packages/$*/tests
-	$(call kit)
-	$(foreach layout,$(LAYOUTS_$*),$(call kit,$(layout)))
+	.envs/$*/bin/python -m pytest $(KIT) $(KIT_$*)
 
 test-workspace: .venv/.synced
 	.venv/bin/python -m pytest tests

@@ -6,20 +6,21 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 from broken_backends import CAUGHT_BY
 
-from coupler.errors import ConfigError, TooFewDevices, WaitTimeout
-from coupler.testing import losses
+from coupler.errors import ConfigError, CouplerError, TooFewDevices, WaitTimeout
+from coupler.testing import losses, plugin
 from coupler.testing.cases import make_batch, weighted
 from coupler.testing.conformance.test_engine import assert_gradient
 from coupler.testing.models import write_toy
 from coupler.testing.ranks import RankFailed, World
 from coupler.testing.reference import Gradient, ToyReference
-from coupler.testing.subject import configured, parse_settings
+from coupler.testing.subject import Subject, configured, parse_settings
 from coupler.testing.toy import columns_of
 from coupler.testing.toy_config import ToyEngineConfig
 
@@ -83,6 +84,29 @@ def test_only_the_selected_kinds_run(tmp_path: Path) -> None:
     _, _, printed = kit(tmp_path, "--coupler=transport=disk", "--collect-only")
     assert "test_transport.py" in printed
     assert not any(f"test_{other}.py" in printed for other in ("engine", "rollout", "algorithm", "pair"))
+
+
+def chosen(*selected: str, fixtures: tuple[str, ...] = ()) -> list[tuple[str, float, str]]:
+    """Id, setting and model of each test that takes an engine, where these were selected."""
+    options = {"--coupler": list(selected), "--coupler-set": ["engine.lr=0.5"]}
+    config, found = SimpleNamespace(getoption=options.get, stash={}), []
+
+    def parametrize(_names: list[str], values: list[tuple[Subject, str]], *, ids: list[str], **_: object) -> None:
+        found.extend((i, subject.config().lr, model) for i, (subject, model) in zip(ids, values, strict=True))
+
+    names = ["engine_subject", "model_name", *fixtures]
+    plugin.pytest_generate_tests(SimpleNamespace(config=config, fixturenames=names, parametrize=parametrize))  # type: ignore[arg-type]
+    return found
+
+
+def test_a_backend_is_checked_under_several_settings() -> None:
+    plain, other = ("engine=toy-toy", 0.5, "toy"), ("engine=toy,toy,lr=0.25-toy", 0.25, "toy")
+    selected = "engine=toy", "engine=toy,toy,lr=0.25"
+    assert chosen(*selected) == [plain, other]
+    assert chosen(*selected, fixtures=("any_setting",)) == [plain]
+    assert chosen(selected[1], fixtures=("any_setting",)) == [other]
+    with pytest.raises(CouplerError, match=r"no model 'untide' here\.\n  there are:  toy"):
+        chosen("engine=toy,untide")
 
 
 def test_settings_reach_the_configuration() -> None:

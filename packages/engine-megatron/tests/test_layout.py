@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from coupler.adamw import Schedule
-from coupler_engine_megatron.config import MegatronConfig
+from coupler_engine_megatron.config import TESTED, MegatronConfig
 from coupler_engine_megatron.layout import problems, stage_layers
 from coupler_engine_megatron.plugin import coupler_backends, coupler_validate
 
@@ -142,7 +142,14 @@ def test_a_size_that_does_not_fit_names_the_nearest_that_do(
     ],
 )
 def test_sizes_that_fit_are_no_problem(settings: dict[str, int], ranks: int, shape: dict[str, int]) -> None:
-    assert list(problems(MegatronConfig(**settings), ranks, shape)) == []
+    config = MegatronConfig(**settings)
+    assert list(problems(config, ranks, shape)) == [] and ranks % config.ranks_per_group == 0
+
+
+def test_data_shards_that_share_experts_are_a_group() -> None:
+    assert MegatronConfig(expert_parallel=2).ranks_per_group == 2
+    assert MegatronConfig(tensor_parallel=2, expert_parallel=2).ranks_per_group == 2
+    assert MegatronConfig(pipeline_parallel=2, context_parallel=2, expert_parallel=4).ranks_per_group == 8
 
 
 LAYERS = 12
@@ -188,6 +195,21 @@ def test_a_plan_prints_how_ranks_split_the_work() -> None:
     assert MegatronConfig(pipeline_parallel=3, first_stage_layers=2, last_stage_layers=1).split == (
         "pipeline 3, layers: 2 on the first stage, 1 on the last stage"
     )
+
+
+def test_a_plan_says_which_sizes_no_test_has_together() -> None:
+    """Its table has what layouts are tested in, all of it and nothing else."""
+    import test_engine
+    import test_routing
+
+    kit = (Path(__file__).parents[3] / "Makefile").read_text().partition("LAYOUTS := ")[2].partition("KIT_")[0]
+    every = [settings for _, _, settings in test_engine.LAYOUTS.values()]
+    every += [settings for _, settings in test_routing.LAYOUTS.values()]
+    every += [{key: int(size) for key, size in re.findall(r"(\w+)=(\d+)", layout)} for layout in kit.split()]
+    splits = {MegatronConfig(**settings).split for settings in every} - {""}
+    assert {re.sub(r" \d+", "", split.partition(",")[0]) for split in splits} == TESTED
+    three = MegatronConfig(tensor_parallel=2, pipeline_parallel=2, context_parallel=2)
+    assert three.split == "tensor 2 x pipeline 2 x context 2 (no test of coupler-engine-megatron has these together)"
 
 
 def test_a_plan_names_the_engine_of_the_role(tmp_path: Path) -> None:

@@ -160,6 +160,11 @@ class EngineConfig:
         return 1
 
     @property
+    def ranks_per_group(self) -> int:
+        """Ranks that are a multiple of this: above ``ranks_per_shard`` where shards of data share one of the model."""
+        return self.ranks_per_shard
+
+    @property
     def ranks_per_sequence(self) -> int:
         """Ranks that hold a part of each sequence; ``max_tokens_per_gpu`` counts for each of them."""
         return 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import lcm
 
 from coupler.adamw import AdamWConfig
 
@@ -29,6 +30,25 @@ class RecomputeMethod(StrEnum):
     BLOCK = "block"  # the first recompute_num_layers of each rank's part of the model
 
 
+TESTED = frozenset(  # sizes above 1 that a test has together, in the words of MegatronConfig.split
+    {
+        "tensor",
+        "tensor x pipeline",
+        "tensor x pipeline x virtual pipeline",
+        "tensor x context",
+        "tensor x context x expert",
+        "tensor x expert",
+        "tensor x expert x expert tensor",
+        "tensor x expert tensor",
+        "pipeline",
+        "pipeline x virtual pipeline",
+        "pipeline x virtual pipeline x expert",
+        "pipeline x context",
+        "context",
+        "context x expert",
+        "expert",
+    }
+)
 RECOMPUTABLE = ("core_attn", "layernorm", "mlp", "moe_act", "shared_experts")  # Megatron's names, but for what routes
 
 
@@ -68,13 +88,18 @@ class MegatronConfig(AdamWConfig):
         return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
 
     @property
+    def ranks_per_group(self) -> int:
+        """Ranks that have all experts of every layer together."""
+        return lcm(self.ranks_per_shard, self.expert_tensor_parallel * self.expert_parallel * self.pipeline_parallel)
+
+    @property
     def ranks_per_sequence(self) -> int:
         """Ranks that hold a part of each sequence."""
         return self.context_parallel
 
     @property
     def split(self) -> str:
-        """Every size above 1, and the layers of a pipeline's ends where they are set."""
+        """Every size above 1, the layers of a pipeline's ends where they are set, and what no test has together."""
         sizes = {
             "tensor": self.tensor_parallel,
             "pipeline": self.pipeline_parallel,
@@ -86,7 +111,10 @@ class MegatronConfig(AdamWConfig):
         ends = {"first": self.first_stage_layers, "last": self.last_stage_layers}
         set_ends = [f"{number} on the {end} stage" for end, number in ends.items() if number]
         layers = f", layers: {', '.join(set_ends)}" if set_ends else ""
-        return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) + layers
+        above = {name: size for name, size in sizes.items() if size > 1}
+        tested = not above or " x ".join(above) in TESTED
+        note = "" if tested else " (no test of coupler-engine-megatron has these together)"
+        return " x ".join(f"{name} {size}" for name, size in above.items()) + layers + note
 
     def __post_init__(self) -> None:
         for key in ("max_tokens_per_gpu", "sync_bucket_mib"):

@@ -5,6 +5,7 @@ Nothing of Coupler is loaded unless a test asks for a backend.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -22,8 +23,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--coupler",
         action="append",
         default=[],
-        metavar="KIND=NAME",
-        help="backend to check, repeatable; an engine and a rollout are checked as a pair too. Default: all installed",
+        metavar="KIND=NAME[,KEY=VALUE or MODEL]...",
+        help="backend to check, repeatable; an engine and a rollout are checked as a pair too. Default: all installed. "
+        "With settings, and models of the kit, that are this one's alone: engine=fsdp,moe,lora_rank=4. Of a backend "
+        "that is named again, tests that depend on no setting run with the first alone",
     )
     group.addoption(
         "--coupler-set",
@@ -68,6 +71,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for kind in kinds:
         rows = [(*row, subject) for row in rows for subject in subjects(metafunc.config, kind)]
     rows = [row for row in rows if len({subject.toy for subject in row}) == 1]
+    if "any_setting" in metafunc.fixturenames:
+        first = {tuple(subject.backend.name for subject in row): row for row in reversed(rows)}
+        rows = [row for row in rows if row in first.values()]
     names = [f"{kind}_subject" for kind in kinds]
     ids = ["-".join(map(str, row)) for row in rows]
     if "model_name" in metafunc.fixturenames:
@@ -120,12 +126,24 @@ def subjects(config: pytest.Config, kind: str) -> list[Subject]:
     settings = parse_settings(config.getoption("--coupler-set") or []).get(kind, {})
     only = tuple(config.getoption("--coupler-model") or ())
     chosen = [text.partition("=")[::2] for text in selected(config)]
-    for wanted, name in chosen:
-        if wanted not in KINDS or not name:
+    for wanted, named in chosen:
+        if wanted not in KINDS or not named:
             raise CouplerError(f"--coupler takes KIND=NAME, where KIND is one of {', '.join(KINDS)}.")
-    if chosen:
-        return [Subject(plugins.get(kind, name), settings, only, True) for wanted, name in chosen if wanted == kind]
-    return [Subject(backend, settings, only) for backend in plugins.of(kind).values()]
+    if not chosen:
+        return [Subject(backend, settings, only) for backend in plugins.of(kind).values()]
+    found = []
+    for named in (named for wanted, named in chosen if wanted == kind):
+        name, comma, own = named.partition(",")
+        words = own.split(",") if comma else []
+        more = parse_settings([f"{kind}.{word}" for word in words if "=" in word]).get(kind, {})
+        models = tuple(word for word in words if "=" not in word)
+        every = Subject(plugins.get(kind, name), {**settings, **more}, selected=True, own=comma + own)
+        if unknown := [model for model in models if model not in every.models]:
+            raise CouplerError(
+                f"--coupler {every}: there is no model {unknown[0]!r} here.\n  there are:  {', '.join(every.models)}"
+            )
+        found.append(replace(every, only=models or only))
+    return found
 
 
 _PLUGINS: pytest.StashKey[Plugins] = pytest.StashKey()

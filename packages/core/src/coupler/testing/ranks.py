@@ -110,7 +110,7 @@ def _outputs(names: list[str]) -> tuple[Output, ...]:
 
 
 class World:
-    """All ranks of one engine."""
+    """All ranks of one engine. Data shards beyond those that a call gives are empty."""
 
     def __init__(self, recipe: Mapping[str, Any], num_ranks: int, folder: Path, deadline_s: float = 240.0) -> None:
         self.num_ranks, self.folder, self.deadline_s = num_ranks, folder, deadline_s
@@ -145,13 +145,13 @@ class World:
             raise
 
     def forward(self, shards: Sequence[Batch], want: tuple[str, ...]) -> list[Batch]:
-        """One answer per data shard, in order."""
+        """One answer per given data shard, in order."""
         outs = [str(self._path(f"out-{i}")) for i in range(self.num_ranks)]
         batches = self._shared(shards)
         self.call("forward", [{"batch": b, "want": want, "out": o} for b, o in zip(batches, outs, strict=True)])
         answers = [i for i in range(self.num_ranks) if self.layout.answers[i]]
         answers.sort(key=lambda i: self.layout.shard_of[i])
-        return [Batch.load(Path(outs[i])) for i in answers]
+        return [Batch.load(Path(outs[i])) for i in answers[: len(shards)]]
 
     def gradient(
         self, shards: Sequence[Batch], loss: str, want: tuple[str, ...] = ("logprobs", "entropy"), index: int = 0
@@ -188,9 +188,9 @@ class World:
         self.kept.close()
 
     def _shared(self, shards: Sequence[Batch]) -> list[str]:
-        assert len(shards) == self.layout.num_shards
-        paths = [self._path(f"shard-{i}") for i in range(len(shards))]
-        for shard, path in zip(shards, paths, strict=True):
+        empty = [shards[0].take([])] * (self.layout.num_shards - len(shards))
+        paths = [self._path(f"shard-{i}") for i in range(self.layout.num_shards)]
+        for shard, path in zip([*shards, *empty], paths, strict=True):
             shard.save(path)
         return [str(paths[i]) for i in self.layout.shard_of]
 

@@ -19,12 +19,13 @@ class Subject:
     """One name of one kind, as tests get it."""
 
     backend: Backend
-    settings: Mapping[str, Any] = field(default_factory=dict)  # from --coupler-set
+    settings: Mapping[str, Any] = field(default_factory=dict)  # from --coupler-set, and its own
     only: tuple[str, ...] = ()  # models, from --coupler-model; empty: all
     selected: bool = False  # by --coupler: a backend whose dependency is missing then fails instead of being skipped
+    own: str = ""  # settings and models as --coupler gave them
 
     def __str__(self) -> str:
-        return f"{self.backend.kind}={self.backend.name}"
+        return f"{self.backend.kind}={self.backend.name}{self.own}"
 
     @property
     def toy(self) -> bool:
@@ -36,10 +37,10 @@ class Subject:
         every = ("toy",) if self.toy else ("untied", "tied", *(["moe"] if self.has("model:moe") else []))
         return tuple(name for name in every if not self.only or name in self.only)
 
-    @property
-    def ranks_per_shard(self) -> int:
-        """Of an engine, under what the user set: how many ranks one data shard takes."""
-        return self.config().ranks_per_shard
+    def ranks_for(self, num_shards: int) -> int:
+        """The fewest ranks of an engine with so many data shards, or with more where it takes them."""
+        config = self.config()
+        return -(-num_shards * config.ranks_per_shard // config.ranks_per_group) * config.ranks_per_group
 
     def has(self, capability: str) -> bool:
         return capability in self.backend.capabilities_of(self.config())

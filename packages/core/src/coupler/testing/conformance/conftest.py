@@ -103,6 +103,11 @@ def every_model() -> None:
     """Ask for it to run a test with every model of the backend, not with the usual one only."""
 
 
+@pytest.fixture
+def any_setting() -> None:
+    """Ask for it to run a test once where a backend is checked under several settings: it depends on none of them."""
+
+
 @pytest.fixture(scope="session")
 def tolerance(pytestconfig: pytest.Config) -> float:
     """Nats by which log-probs of a rollout may differ from the reference."""
@@ -165,8 +170,8 @@ def fresh(engine_subject: Subject, tmp_path: Path) -> Iterator[Callable[..., Wor
 
 
 def ranks_for(subject: Subject, num_shards: int) -> int:
-    """The ranks of an engine with so many data shards; skips the test where these are too many for it."""
-    ranks = num_shards * subject.ranks_per_shard
+    """The ranks of an engine with so many data shards at least; skips the test where these are too many for it."""
+    ranks = subject.ranks_for(num_shards)
     if ranks > 1 and subject.has("world:1"):
         pytest.skip(f"{subject} declares world:1")
     if ranks > MOST_RANKS:

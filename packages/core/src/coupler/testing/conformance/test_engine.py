@@ -248,7 +248,7 @@ SCHEDULES = {  # settings of coupler.adamw, and the shares of lr that three step
 
 @pytest.mark.parametrize("case", SCHEDULES)
 def test_the_learning_rate_follows_its_schedule(
-    fresh: Callable[..., World], reference: Reference, engine_subject: Subject, case: str
+    fresh: Callable[..., World], reference: Reference, engine_subject: Subject, any_setting: None, case: str
 ) -> None:
     """A step has the rate that it reports: the parts of a weight move by about that under AdamW, and by 0 at 0."""
     if not issubclass(engine_subject.backend.config, AdamWConfig):

@@ -26,7 +26,7 @@ Push = Callable[[Engine, Served], tuple[SendReceipt, SyncReceipt]]
 
 @pytest.fixture
 def pair(engine_subject: Subject, rollout_subject: Subject, reference: Reference) -> Iterator[tuple[Engine, Served]]:
-    if engine_subject.ranks_per_shard > 1:
+    if engine_subject.ranks_for(1) > 1:
         pytest.skip(f"{engine_subject} takes several ranks; what it sends is tested in test_engine.py")
     engine = engine_subject.create(reference.folder, lr=3e-2)
     engine.setup(Rank(seed=1))

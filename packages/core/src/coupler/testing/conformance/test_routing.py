@@ -118,7 +118,11 @@ def test_replayed_routes_leave_the_router_its_gradient(
     ids=["too-few-layers", "twice-the-same", "no-such-expert", "no-integers"],
 )
 def test_routes_that_cannot_be_are_refused(
-    fresh: Callable[..., World], moe: TransformersReference, spoil: Callable[[np.ndarray], np.ndarray], what: str
+    fresh: Callable[..., World],
+    moe: TransformersReference,
+    any_setting: None,
+    spoil: Callable[[np.ndarray], np.ndarray],
+    what: str,
 ) -> None:
     batch = make_batch(moe)
     bad = batch.with_tokens(routed_experts=spoil(moe.routes(batch)))
