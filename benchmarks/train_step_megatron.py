@@ -3,7 +3,7 @@
     python benchmarks/train_step_megatron.py 1.5b engine.gradient_checkpointing=none
     python benchmarks/train_step_megatron.py 7b --gpus 4 engine.tensor_parallel=2 engine.gradient_checkpointing=none
     python benchmarks/train_step_megatron.py moe --gpus 4 --skewed engine.expert_parallel=4
-    python benchmarks/train_step_megatron.py 1.5b --engine fsdp
+    python benchmarks/train_step_megatron.py moe --gpus 4 --engine fsdp engine.gradient_checkpointing=false
 
 Random weights; 16,384 tokens a data shard and step, in sequences of 2,048. A step is forward, log-probs, backward,
 clipping and AdamW with fp32 weights. Model FLOPs: 6 x parameters of a token's path x tokens, and causal attention. The
@@ -142,9 +142,10 @@ def run(index: int, args: argparse.Namespace, folder: str, rendezvous: str) -> N
     config, shards = SHAPES[args.shape], layout.num_shards
     batches = [batch_of(config.vocab_size, layout.shard_of[index] + 97 * i, shards) for i in range(args.steps + 2)]
     info = StepInfo(TOKENS * shards, len(batches[0]) * shards, 0)
+    metrics: Metrics = {}
 
     def train(batch: Batch) -> None:
-        engine.forward_backward(batch, (Output("logprobs"),), surrogate, info)
+        metrics.update(engine.forward_backward(batch, (Output("logprobs"),), surrogate, info))
         assert engine.step().applied
 
     peak = peak_flops()
@@ -162,6 +163,7 @@ def run(index: int, args: argparse.Namespace, folder: str, rendezvous: str) -> N
         "peak_tflops": round(peak / 1e12) if torch.cuda.is_available() else 0,
         "of_peak": round(step_flops(config, TOKENS * shards) / seconds / args.gpus / peak, 4),
         "most_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if torch.cuda.is_available() else 0.0,
+        **{name: round(metric.value, 2) for name, metric in metrics.items() if name.startswith("moe/max")},
         **measure_export(engine),
     }
     if args.profile:

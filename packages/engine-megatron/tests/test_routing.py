@@ -53,8 +53,8 @@ def routed_apart(batch: Batch, reference: TransformersReference) -> Batch:
     return weighted(disturbed(batch, reference))
 
 
-def expected(batch: Batch, reference: TransformersReference) -> tuple[Gradient, Mapping[str, float]]:
-    """The gradient of the loss with those of the routers, and the metrics of the latter."""
+def expected(batch: Batch, reference: TransformersReference, ranks: int = 1) -> tuple[Gradient, Mapping[str, float]]:
+    """The gradient of the loss with those of the routers, and the metrics of the latter on so many ranks of experts."""
     main = reference.gradient(batch, losses.surrogate)
     model, number = reference.model, len(reference._routers)
     found: list[torch.Tensor] = []  # logits of a layer, and the experts that are chosen in the end
@@ -91,6 +91,9 @@ def expected(batch: Batch, reference: TransformersReference) -> tuple[Gradient, 
         "moe/z_loss": float(z) / number,
         "moe/max_load": float((counts.amax(1) / counts.mean(1)).mean()),
     }
+    if ranks > 1:
+        apart = counts.unflatten(1, (ranks, experts // ranks)).sum(2)
+        metrics["moe/max_rank_load"] = float((apart.amax(1) / apart.mean(1)).mean())
     return Gradient({name: grad + grads.get(name, 0) for name, grad in main.grads.items()}, main.metrics), metrics
 
 
@@ -116,9 +119,10 @@ def test_routes_and_losses_do_not_depend_on_the_layout(layout: str, reference_of
     assert_same_bits(world, shards(batch, world), reference)
     for each in (batch, routed_apart(batch, reference)):
         grads, metrics, steps = world.gradient(shards(each, world), SURROGATE)
-        want, facts = expected(each, reference)
+        want, facts = expected(each, reference, settings.get("expert_parallel", 1))
         assert_gradient(grads, want)
         assert_metrics(metrics, facts)
+        assert ("moe/max_rank_load" in metrics) == ("moe/max_rank_load" in facts)
         assert steps[0][1] == pytest.approx(want.norm, rel=1e-4)
         replayed = each.has("routed_experts")
         assert ("moe/route_disagreement" in metrics) == replayed

@@ -243,6 +243,7 @@ class Routers:
         """Of the last mini-batch, the same on every rank; collective over all of them.
 
         ``moe/max_load`` is the tokens of a layer's busiest expert over the mean, 1 where all have as many;
+        ``moe/max_rank_load`` the same of expert-parallel ranks, whose slowest one all wait for;
         ``moe/route_disagreement`` how often the router would have chosen others than were replayed.
         """
         if not self.num_layers:
@@ -254,14 +255,19 @@ class Routers:
         dist.all_reduce(totals)
         counts, facts = totals[:, : self.num_experts].cpu(), totals[:, self.num_experts :].sum(0).tolist()
         balance, z, replayed, moved = facts
-        load = counts.amax(1) / counts.mean(1).clamp(min=1e-9)
-        found = {"moe/max_load": Metric(float(load.sum()), self.num_layers)}
+        found = {"moe/max_load": self._load(counts)}
+        if (ranks := groups.expert().size()) > 1:
+            found["moe/max_rank_load"] = self._load(counts.unflatten(1, (ranks, -1)).sum(2))
         if replayed:
             found["moe/route_disagreement"] = Metric(moved, replayed)
         for name, value, on in zip(("moe/aux_loss", "moe/z_loss"), (balance, z), self.coefficients, strict=True):
             if on:
                 found[name] = Metric(value, self.num_layers)
         return found
+
+    def _load(self, counts: Tensor) -> Metric:
+        """[L, n] tokens: those of the busiest over the mean."""
+        return Metric(float((counts.amax(1) / counts.mean(1).clamp(min=1e-9)).sum()), self.num_layers)
 
 
 def _router_of(module: nn.Module) -> Any:
