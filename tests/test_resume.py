@@ -8,6 +8,7 @@ import random
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from safetensors.numpy import load_file
 
 from coupler.batch import Batch
 from coupler.cli import main
+from coupler.journal import Journal
+from coupler.metrics import Metrics
 from coupler.testing.models import write_tokenizer, write_toy
 
 KILLS = int(os.environ.get("COUPLER_KILLS", "4"))
@@ -221,6 +224,29 @@ def test_a_run_that_began_elsewhere_goes_on_from_its_own_checkpoints(
     said = capsys.readouterr().out
     assert f"going on from {tmp_path / 'two' / 'checkpoints' / 'step_3'}" in said and f"{start} is left aside" in said
     assert [line["step"] for line in metrics(tmp_path / "two")] == [3, 4]
+
+
+def test_a_run_that_lives_has_its_folder_alone(
+    toy: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It can be looked into meanwhile."""
+    run_dir, log, seen = tmp_path / "run", Journal.log, []
+
+    def amid(journal: Journal, step: int, numbers: Metrics) -> dict[str, float]:
+        if step == 2 and not seen:
+            before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+            with ThreadPoolExecutor(1) as thread:  # where there is no event loop, as in another process
+                seen.append(thread.submit(toy, "run", "steps=3").result(60))
+                assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
+                seen.append(thread.submit(main, ["export", str(run_dir), "--out", str(tmp_path / "out")]).result(60))
+                seen.append(thread.submit(main, ["replay", str(run_dir), "--step", "1"]).result(60))
+        return log(journal, step, numbers)
+
+    monkeypatch.setattr(Journal, "log", amid)
+    assert toy("run", "record.every_steps=1", "checkpoint.asynchronous=false") == 0
+    assert seen == [2, 0, 0]
+    assert f"run_dir={run_dir} is in use by process {os.getpid()} on " in capsys.readouterr().err
+    assert not (run_dir / ".lock").exists()
 
 
 def test_a_run_does_not_go_on_in_the_folder_of_another(

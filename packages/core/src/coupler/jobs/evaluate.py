@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from coupler.claim import claimed
 from coupler.config.compose import Composed
 from coupler.data import fingerprint
 from coupler.errors import ConfigError
@@ -15,7 +16,8 @@ from coupler.plugins.manager import Plugins
 
 def evaluate(composed: Composed, plugins: Plugins) -> dict[str, float]:
     """Score the model of ``model.path`` on ``eval.data``; return the values."""
-    return asyncio.run(_evaluate(Parts(composed, plugins)))
+    with claimed(Path(composed.config.run_dir)):
+        return asyncio.run(_evaluate(Parts(composed, plugins)))
 
 
 async def _evaluate(parts: Parts) -> dict[str, float]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import nullcontext
+from pathlib import Path
 
+from coupler.claim import claimed
 from coupler.config.compose import Composed
 from coupler.config.schema import Job
 from coupler.data import fingerprint, load_rows, supervised
@@ -18,7 +20,8 @@ from coupler.supervised import SupervisedTrainer
 
 def supervise(composed: Composed, plugins: Plugins) -> dict[str, float]:
     """Fine-tune the policy on the answers of ``data``; return the values of the last step."""
-    return asyncio.run(_supervise(Parts(composed, plugins)))
+    with claimed(Path(composed.config.run_dir)):
+        return asyncio.run(_supervise(Parts(composed, plugins)))
 
 
 async def _supervise(parts: Parts) -> dict[str, float]:

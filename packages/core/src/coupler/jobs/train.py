@@ -14,6 +14,7 @@ import numpy as np
 
 from coupler.batch import Batch
 from coupler.buffer import Buffer
+from coupler.claim import claimed
 from coupler.columns import ROUTED_EXPERTS
 from coupler.config.compose import Composed
 from coupler.config.schema import ExecutorName, RouterReplay, RunConfig
@@ -41,7 +42,8 @@ LOGPROBS, ROUTES = Output("logprobs"), Output("routed_experts")
 
 def train(composed: Composed, plugins: Plugins) -> dict[str, float]:
     """Train the policy; return the values of the last step."""
-    return asyncio.run(_train(Parts(composed, plugins)))
+    with claimed(Path(composed.config.run_dir)):
+        return asyncio.run(_train(Parts(composed, plugins)))
 
 
 async def _train(parts: Parts) -> dict[str, float]:
