@@ -411,6 +411,22 @@ def test_a_save_that_fails_ends_the_run_with_its_reason(
     assert "checkpoints" in capsys.readouterr().err
 
 
+def test_a_full_disk_ends_a_run_in_a_sentence_and_it_goes_on_later(
+    toy: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run").mkdir()
+    full = tmp_path / "run" / "eval_2.jsonl"
+    full.symlink_to("/dev/full")
+    given = ("eval.every_steps=2", f"eval.data.source={tmp_path / 'rows.jsonl'}")
+    assert toy("run", *given) == 2
+    said = capsys.readouterr().err
+    assert f"coupler: the samples {full} cannot be written: [Errno 28] No space left on device.\n  try:  room " in said
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_1"]
+    full.unlink()
+    assert toy("run", *given) == 0
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [0, 1, 2]
+
+
 def test_replaying_a_stage_gives_what_the_run_had(
     model: Path, whole: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
 
+from coupler.batch import Batch
 from coupler.builtin import InprocConfig
 from coupler.checkpoint import MANIFEST, Checkpoints, State, check, read
-from coupler.config.schema import CheckpointConfig
-from coupler.errors import WaitTimeout, WeightSyncError
+from coupler.config.schema import CheckpointConfig, RunConfig
+from coupler.errors import CouplerError, WaitTimeout, WeightSyncError
 from coupler.executors import Local
 from coupler.export import export
 from coupler.interfaces import Endpoint, Model, Rank, SendReceipt, SyncReceipt, WeightUpdate
+from coupler.journal import Journal
+from coupler.plugins.manager import Plugins
+from coupler.record import Recorder
 from coupler.sharding import verify
 from coupler.testing.models import read_tensors, write_toy
 from coupler.testing.toy_config import ToyAlgorithmConfig, ToyEngineConfig
@@ -132,6 +141,95 @@ def test_export_holds_what_the_engine_has(tmp_path: Path, monkeypatch: pytest.Mo
     assert index["weight_map"].keys() == source.keys() == written.keys()
     assert all(np.array_equal(source[name], written[name]) for name in source)
     assert (tmp_path / "out" / "config.json").exists()
+
+
+@pytest.mark.parametrize("change", ["an element", "a name", "a shape", "a dtype", "truncated"])
+def test_an_export_is_compared_with_what_was_streamed(
+    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def other(tensors: dict[str, np.ndarray], path: Path, metadata: dict[str, str]) -> None:
+        a = tensors["a"].copy()
+        if change == "an element":
+            a.flat[3] = np.copysign(0.0, -1)  # equal as a number
+        found = {"a": {"a shape": a[:1], "a dtype": a.astype(np.float64)}.get(change, a)}
+        save_file({"b": a} if change == "a name" else found, path, metadata)
+        if change == "truncated":
+            path.write_bytes(path.read_bytes()[:-4])
+
+    stream = [("a", np.array([1, np.nan, 2, 0], np.float32))]
+    assert export(stream, tmp_path / "good", tmp_path, write=True) == 1
+    monkeypatch.setattr("safetensors.numpy.save_file", other)
+    says = "cannot be read back" if change == "truncated" else "does not hold what was written.\n  first difference: a"
+    with pytest.raises(CouplerError, match=says):
+        export(stream, tmp_path / "bad", tmp_path, write=True)
+
+
+BATCH = Batch(lengths=np.array([1]), tokens={"tokens": np.array([1])}, seqs={})
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("error", [FULL, SafetensorError(f"I/O error: {FULL}")])
+@pytest.mark.parametrize("during", [True, False])
+def test_a_full_disk_is_named_whatever_the_engine_raises(
+    error: Exception, during: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    group = policy(tmp_path)
+    monkeypatch.setattr("coupler.testing.toy.ToyEngine.save" if during else "coupler.testing.toy.Done.wait", fail)
+    part = tmp_path / "step_3.part" / "policy"
+    with pytest.raises(CouplerError, match=f"the checkpoint {part} cannot be written: .*No space left on device"):
+        save(group, tmp_path, 3)
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Journal:
+    return Journal(RunConfig(run_dir=str(tmp_path), trackers=["jsonl"]), "steps: 3", Plugins.load(), {})
+
+
+@pytest.mark.parametrize("cause", [None, KeyError("cause")])
+def test_the_end_of_a_journal_hides_no_failure(cause: Exception | None, journal: Journal) -> None:
+    """Nor does the end of one tracker keep another from its own."""
+
+    class Full(JsonlTracker):
+        def close(self) -> None:
+            super().close()
+            raise FULL
+
+    def run() -> None:
+        with journal:
+            if cause:
+                raise cause
+
+    journal.trackers = {name: Full(None, journal.run_dir) for name in ("one", "two")}
+    with pytest.raises(KeyError if cause else CouplerError, match="cause" if cause else "of tracker one in"):
+        run()
+    assert all(tracker.file.closed for tracker in journal.trackers.values())  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("taken", "write", "what"),
+    [
+        ("metrics.jsonl", lambda journal: journal.log(1, {}), "the numbers of tracker jsonl in {}"),
+        ("config.yaml.part", lambda journal: journal.log(1, {}), "what {} says of the run"),
+        ("run.json.part", lambda journal: journal.log(1, {}), "what {} says of the run"),
+        ("record", lambda journal: Recorder(journal.run_dir / "record", 1).write(1, BATCH, {}), "the record {}/record"),
+        (
+            "export",
+            lambda journal: export([("a", np.zeros(1))], journal.run_dir / "export", journal.run_dir, write=True),
+            "the export {}/export",
+        ),
+    ],
+)
+def test_what_cannot_be_written_is_named(
+    taken: str, write: Callable[[Journal], None], what: str, tmp_path: Path
+) -> None:
+    """A file without room, or in place of a folder; of which a full disk is one case, and a wrong owner another."""
+    (tmp_path / taken).symlink_to("/dev/full")
+    journal = Journal(RunConfig(run_dir=str(tmp_path), trackers=["jsonl"]), "steps: 3", Plugins.load(), {})
+    with pytest.raises(CouplerError, match=rf"^{what.format(tmp_path)}.* cannot be written: \[Errno .*\n  try:  room"):
+        write(journal)
 
 
 def test_a_rank_that_does_not_write_still_iterates(tmp_path: Path) -> None:

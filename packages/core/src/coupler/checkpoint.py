@@ -13,7 +13,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import dropwhile
 from pathlib import Path
@@ -21,7 +21,8 @@ from typing import Any
 
 from coupler.batch import Batch
 from coupler.config.schema import CheckpointConfig
-from coupler.errors import CouplerError, WaitTimeout
+from coupler.errors import WaitTimeout
+from coupler.files import writing
 from coupler.hashing import CHUNK_BYTES, hash_files
 from coupler.interfaces import EVERYTHING, Part, Parts
 from coupler.threads import in_daemon
@@ -91,7 +92,7 @@ class Checkpoints:
         """
         await self.settle()
         part = self.folder / f"step_{step}.part"
-        with _written(part):
+        with writing(f"the checkpoint {part}"):
             _start(part, roles, state)
         what = EVERYTHING - {Part.GRADS} if self.settings.optimizer else frozenset({Part.PARAMS})
         for role, group in roles.items():
@@ -107,7 +108,7 @@ class Checkpoints:
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Let the save under way finish; where the run has failed already, its failure is the one to show."""
-        with suppress(CouplerError) if kind else nullcontext():
+        with suppress(Exception) if kind else nullcontext():
             await self.settle()
 
     @property
@@ -146,13 +147,13 @@ class Checkpoints:
                     raise self._late(part)
                 await asyncio.sleep(POLL_S)
             hashed |= {f"{role}/{name}": hashes for files in written for name, hashes in files.items()}
-        with _written(part):
-            writing = in_daemon(self._complete, part, manifest, hashed)
-            await asyncio.wait({writing}, timeout=max(0.0, end - time.monotonic()))
-            if not writing.done():
-                writing.cancel()
+        with writing(f"the checkpoint {part}"):
+            completing = in_daemon(self._complete, part, manifest, hashed)
+            await asyncio.wait({completing}, timeout=max(0.0, end - time.monotonic()))
+            if not completing.done():
+                completing.cancel()
                 raise self._late(part)
-            await writing
+            await completing
 
     def _late(self, part: Path) -> WaitTimeout:
         return WaitTimeout(
@@ -179,14 +180,6 @@ class Checkpoints:
         for folder in known.keys() - keep:
             (folder / MANIFEST).unlink()  # from here on it does not count, whenever this ends
             shutil.rmtree(folder)
-
-
-@contextmanager
-def _written(part: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CouplerError(f"the checkpoint {part} cannot be written: {error}.") from None
 
 
 def _start(part: Path, roles: Iterable[str], state: State) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 from coupler.config.schema import RunConfig
-from coupler.files import write_whole
+from coupler.files import write_whole, writing
 from coupler.interfaces import Tracker
 from coupler.manifest import describe_run
 from coupler.metrics import Metrics, values
@@ -22,27 +23,29 @@ class Journal:
     def __init__(
         self, config: RunConfig, resolved: str, plugins: Plugins, facts: Mapping[str, Any], done: int = 0
     ) -> None:
-        """Create the folder, or go on in it after step ``done``; ``run.json`` will hold ``facts`` too."""
+        """Go on after step ``done`` in a folder that is there; ``run.json`` will hold ``facts`` too."""
         self.run_dir = Path(config.run_dir)
-        self.run_dir.mkdir(parents=True, exist_ok=True)
         self.resolved = resolved
         self.plugins, self.facts = plugins, facts
         self.total_steps = config.steps
-        self.trackers: list[Tracker] = []
+        self.trackers: dict[str, Tracker] = {}
         for name in config.trackers:
             backend = plugins.get("tracker", name)
-            self.trackers.append(backend.load()(backend.config(), self.run_dir))
-            if (self.run_dir / "config.yaml").exists():
-                self.trackers[-1].rewind(done or -1)
+            with self._tracking(name):
+                self.trackers[name] = backend.load()(backend.config(), self.run_dir)
+                if (self.run_dir / "config.yaml").exists():
+                    self.trackers[name].rewind(done or -1)
 
     def log(self, step: int, metrics: Metrics) -> dict[str, float]:
         numbers = values(metrics)
         if self.resolved:  # a run that fails before its first numbers leaves nothing that would refuse the next try
-            write_whole(self.run_dir / "config.yaml", self.resolved)
-            self._write_manifest()
+            with writing(f"what {self.run_dir} says of the run"):
+                write_whole(self.run_dir / "config.yaml", self.resolved)
+                self._write_manifest()
             self.resolved = ""
-        for tracker in self.trackers:
-            tracker.log(step, {**numbers, "run/steps": float(self.total_steps)})
+        for name, tracker in self.trackers.items():
+            with self._tracking(name):
+                tracker.log(step, {**numbers, "run/steps": float(self.total_steps)})
         self.plugins.call("coupler_step_end", step=step, values=numbers)
         return numbers
 
@@ -54,7 +57,8 @@ class Journal:
 
     def write_samples(self, name: str, scored: Iterable[Scored], decode: Callable[[Sequence[int]], str]) -> None:
         """Write every scored completion as one JSON object a line."""
-        with (self.run_dir / name).open("w", encoding="utf-8") as file:
+        path = self.run_dir / name
+        with writing(f"the samples {path}"), path.open("w", encoding="utf-8") as file:
             for sample in scored:
                 line = {
                     "row": sample.prompt.row.index,
@@ -66,6 +70,18 @@ class Journal:
                 }
                 file.write(json.dumps(line) + "\n")
 
-    def close(self) -> None:
-        for tracker in self.trackers:
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Close every tracker; where the run has failed already, its failure is the one to show."""
+        with suppress(Exception) if kind else nullcontext(), ExitStack() as closing:
+            for name, tracker in self.trackers.items():
+                closing.callback(self._close, name, tracker)
+
+    def _close(self, name: str, tracker: Tracker) -> None:
+        with self._tracking(name):
             tracker.close()
+
+    def _tracking(self, name: str) -> AbstractContextManager[None]:
+        return writing(f"the numbers of tracker {name} in {self.run_dir}")

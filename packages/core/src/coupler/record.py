@@ -10,6 +10,7 @@ from pathlib import Path
 
 from coupler.batch import Batch
 from coupler.errors import CouplerError
+from coupler.files import writing
 from coupler.metrics import Metrics, values
 
 BATCH, NUMBERS = "batch.npz", "trained.json"
@@ -27,12 +28,13 @@ class Recorder:
             return
         folder = self.folder / f"step_{step}"
         part = folder.with_suffix(".part")
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-        batch.save(part / BATCH)
-        (part / NUMBERS).write_text(json.dumps(values(trained)))
-        shutil.rmtree(folder, ignore_errors=True)
-        part.rename(folder)
+        with writing(f"the record {folder}"):
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+            batch.save(part / BATCH)
+            (part / NUMBERS).write_text(json.dumps(values(trained)))
+            shutil.rmtree(folder, ignore_errors=True)
+            part.rename(folder)
 
 
 def read(folder: Path, step: int) -> tuple[Batch, Mapping[str, float]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError
 
 from coupler.adapters import random_like
 from coupler.batch import Batch
@@ -17,6 +18,7 @@ from coupler.config.plain import Section
 from coupler.errors import CouplerError, WaitTimeout
 from coupler.executors import Executor
 from coupler.export import export
+from coupler.files import writing
 from coupler.imports import resolve
 from coupler.interfaces import (
     LORA,
@@ -155,12 +157,15 @@ class Worker:
 
     def save(self, folder: Path, what: Parts) -> None:
         """Start a save; :meth:`saved` says when it is done."""
-        self.saving = self.engine.save(folder, what)
+        self.saved_as = f"the checkpoint {folder}"
+        with writing(self.saved_as, SafetensorError):
+            self.saving = self.engine.save(folder, what)
 
     def saved(self) -> FileHashes | None:
         """None while the last save is under way; raises what made it fail. Does not wait."""
         try:
-            return self.saving.wait(0) or {}
+            with writing(self.saved_as, SafetensorError):
+                return self.saving.wait(0) or {}
         except WaitTimeout:
             return None
 

@@ -57,7 +57,7 @@ class Save:
         """See :meth:`coupler.interfaces.Pending.wait`.
 
         Raises:
-            CouplerError: the disk is full, or refuses for another reason.
+            Exception: the disk is full, or refuses for another reason.
         """
         try:
             return self._done.result(seconds)
@@ -77,8 +77,6 @@ class Save:
                 hashes[self._path.name] = tensorfile.write(self._path, header, self._arriving(copies))
             self._host.update({copy.name: copy.host for copy in copies})
             self._done.set_result(hashes)
-        except OSError as error:
-            self._done.set_exception(CouplerError(f"the checkpoint cannot be written: {error}."))
         except Exception as error:  # this thread's boundary: wait() raises it
             self._done.set_exception(error)
 

@@ -46,7 +46,7 @@ class Save:
         """See :meth:`coupler.interfaces.Pending.wait`.
 
         Raises:
-            CouplerError: the disk is full, or refuses for another reason.
+            Exception: the disk is full, or refuses for another reason.
         """
         try:
             self._done.result(seconds)
@@ -63,8 +63,6 @@ class Save:
             if index:
                 (file.parent / INDEX).write_text(json.dumps(index))
             self._done.set_result(None)
-        except OSError as error:
-            self._done.set_exception(CouplerError(f"the checkpoint cannot be written: {error}."))
         except Exception as error:  # this thread's boundary: wait() raises it
             self._done.set_exception(error)
 

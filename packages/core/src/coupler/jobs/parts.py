@@ -21,6 +21,7 @@ from coupler.errors import ConfigError, CouplerError, DataError
 from coupler.evaluation import Evaluator
 from coupler.executors import open_executor
 from coupler.executors.interpreter import check_interpreter
+from coupler.files import writing
 from coupler.imports import resolve
 from coupler.interfaces import Algorithm, EngineConfig, Head, Model, Part, Rank
 from coupler.jobs.saving import Resumable, export_folder
@@ -206,15 +207,9 @@ class Parts:
         """The run's folder and trackers, for as long as the job runs; at its end every role's thread stops."""
         resolved, done = dump_yaml(self.composed.config), found.step if found else 0
         try:
-            journal = Journal(self.config, resolved, self.plugins, self.facts(data), done)
-        except OSError as error:
-            raise ConfigError(
-                f"run_dir={self.config.run_dir} cannot be written: {error.strerror}.\n  try:  another run_dir"
-            ) from None
-        try:
-            yield journal
+            with Journal(self.config, resolved, self.plugins, self.facts(data), done) as journal:
+                yield journal
         finally:
-            journal.close()
             self.executor.close()
 
     @contextmanager
@@ -282,10 +277,13 @@ def heap_set_aside() -> Iterator[None]:
 async def export_whole(group: WorkerGroup, folder: Path, source: Path) -> None:
     """Export beside ``folder`` and rename."""
     part = folder.with_name(f"{folder.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
+    with writing(f"the export {folder}"):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(part, ignore_errors=True)
     await group.all("export", part, source)
-    shutil.rmtree(folder, ignore_errors=True)
-    part.rename(folder)
+    with writing(f"the export {folder}"):
+        shutil.rmtree(folder, ignore_errors=True)
+        part.rename(folder)
 
 
 def model_folder(path: str, key: str = "model") -> str:

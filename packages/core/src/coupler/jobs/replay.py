@@ -95,7 +95,6 @@ def export_run(composed: Composed, plugins: Plugins, run_dir: Path, step: int | 
 
     async def write() -> None:
         policy = await _role(parts, "policy", run_dir, step, trains=False)
-        out.parent.mkdir(parents=True, exist_ok=True)
         await export_whole(policy, out, Path(parts.model.path))
 
     asyncio.run(write())

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from coupler.checkpoint import Checkpoints, State
 from coupler.config.schema import RunConfig
+from coupler.files import writing
 from coupler.metrics import Metrics
 from coupler.workers import WorkerGroup
 
@@ -65,6 +66,7 @@ def _discard(folder: Path) -> None:
     """Delete ``folder``, which is whole or not there whenever this ends."""
     if folder.exists():
         part = folder.with_name(f"{folder.name}.part")
-        shutil.rmtree(part, ignore_errors=True)
-        folder.rename(part)
-        shutil.rmtree(part)
+        with writing(f"the export {folder}, which is older than the next checkpoint,"):
+            shutil.rmtree(part, ignore_errors=True)
+            folder.rename(part)
+            shutil.rmtree(part)

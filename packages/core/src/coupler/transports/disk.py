@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from coupler.files import writing
 from coupler.interfaces import Endpoint, Named, Rank, SendReceipt, Transport, WeightUpdate
 from coupler.transports.waiting import num_bytes, wait_until
 
@@ -43,7 +44,8 @@ class DiskTransport(Transport):
         framework, size = "np", 0
         for name, tensor in weights:
             if rank.index == 0:
-                framework = _write(folder / f"{len(names)}.safetensors", name, tensor)
+                with writing(f"{folder}, with weights for rollouts,", SafetensorError):
+                    framework = _write(folder / f"{len(names)}.safetensors", name, tensor)
             names.append(name)
             size += num_bytes(tensor)
         if rank.index == 0:
