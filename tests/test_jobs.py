@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -71,15 +72,25 @@ def test_the_checkpoint_holds_what_its_manifest_says(trained: Path) -> None:
         assert entry["sha256"] == [hashlib.sha256((folder / name).read_bytes()).hexdigest()]
 
 
-def test_every_start_says_what_it_was_made_of(trained: Path, model: Path, tmp_path: Path) -> None:
+def test_every_start_says_what_it_was_made_of(
+    trained: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The data and the configuration as the checkpoint has them; other ones show."""
     (start,) = json.loads((trained / "run.json").read_text())
     manifest = json.loads((trained / "checkpoints" / "step_3" / "MANIFEST.json").read_text())
     assert {name: start[name] for name in ("data", "config", "packages")} == {
         name: manifest[name] for name in ("data", "config", "packages")
     }
+    monkeypatch.setattr(
+        "coupler.plugins.tested.version", lambda name: "99" if name == "transformers" else version(name)
+    )
     (other,) = json.loads((run("train", model, tmp_path / "run", "data.limit=4", "steps=1") / "run.json").read_text())
     assert other["data"] != start["data"] and other["config"] != start["config"]
+    plan = start["plan"]
+    assert (plan["sequences_per_step"], plan["num_shards"], plan["max_micro_batches"]) == (8, 1, 3)
+    assert [worker["name"] for worker in plan["workers"]] == ["policy", "reference", "rollout"]
+    (warned,) = [line for line in capsys.readouterr().err.splitlines() if "tested with" in line]
+    assert warned.startswith("coupler: warning: transformers 99 is outside the range ") and "fsdp (" in warned
 
 
 def test_tensorboard_shows_the_same_numbers(trained: Path) -> None:

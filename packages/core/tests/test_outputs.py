@@ -185,7 +185,7 @@ def test_a_full_disk_is_named_whatever_the_engine_raises(
 
 @pytest.fixture
 def journal(tmp_path: Path) -> Journal:
-    return Journal(RunConfig(run_dir=str(tmp_path), trackers=["jsonl"]), "steps: 3", Plugins.load(), {})
+    return Journal(RunConfig(run_dir=str(tmp_path), trackers=["jsonl"]), "steps: 3", Plugins.load(), {}, {})
 
 
 @pytest.mark.parametrize("cause", [None, KeyError("cause")])
@@ -227,7 +227,7 @@ def test_what_cannot_be_written_is_named(
 ) -> None:
     """A file without room, or in place of a folder; of which a full disk is one case, and a wrong owner another."""
     (tmp_path / taken).symlink_to("/dev/full")
-    journal = Journal(RunConfig(run_dir=str(tmp_path), trackers=["jsonl"]), "steps: 3", Plugins.load(), {})
+    journal = Journal(RunConfig(run_dir=str(tmp_path), trackers=["jsonl"]), "steps: 3", Plugins.load(), {}, {})
     with pytest.raises(CouplerError, match=rf"^{what.format(tmp_path)}.* cannot be written: \[Errno .*\n  try:  room"):
         write(journal)
 

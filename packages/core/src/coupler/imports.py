@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,6 +27,15 @@ def resolve(target: str) -> Any:
     except AttributeError:
         public = sorted(n for n in vars(module) if not n.startswith("_"))
         raise CouplerError(f"{module_name} has no {name!r}.\n  it has:  {', '.join(public)}") from None
+
+
+def file_of(target: str) -> Path | None:
+    """The file of what :func:`resolve` would import, or of the package that it is in; imports nothing."""
+    module = target.rpartition(":")[0]
+    if module.endswith(".py"):
+        return Path(module)
+    spec = find_spec(module.partition(".")[0]) if module else None
+    return Path(spec.origin) if spec and spec.origin else None
 
 
 def _load_file(path: Path) -> Any:

@@ -21,12 +21,23 @@ class Journal:
     """Owns the run folder: ``config.yaml``, ``run.json``, what the trackers write, samples, checkpoints, export."""
 
     def __init__(
-        self, config: RunConfig, resolved: str, plugins: Plugins, facts: Mapping[str, Any], done: int = 0
+        self,
+        config: RunConfig,
+        resolved: str,
+        plugins: Plugins,
+        facts: Mapping[str, Any],
+        code: Mapping[str, Path],
+        done: int = 0,
     ) -> None:
-        """Go on after step ``done`` in a folder that is there; ``run.json`` will hold ``facts`` too."""
+        """Go on after step ``done`` in a folder that is there.
+
+        Args:
+            facts: what ``run.json`` will hold too.
+            code: see :func:`describe_run`.
+        """
         self.run_dir = Path(config.run_dir)
         self.resolved = resolved
-        self.plugins, self.facts = plugins, facts
+        self.plugins, self.facts, self.code = plugins, facts, code
         self.total_steps = config.steps
         self.trackers: dict[str, Tracker] = {}
         for name in config.trackers:
@@ -53,7 +64,7 @@ class Journal:
         """Add this start to ``run.json``: one object per start of the run."""
         path = self.run_dir / "run.json"
         starts = json.loads(path.read_text()) if path.exists() else []
-        write_whole(path, json.dumps([*starts, {**describe_run(), **self.facts}], indent=2))
+        write_whole(path, json.dumps([*starts, {**describe_run(self.code), **self.facts}], indent=2))
 
     def write_samples(self, name: str, scored: Iterable[Scored], decode: Callable[[Sequence[int]], str]) -> None:
         """Write every scored completion as one JSON object a line."""

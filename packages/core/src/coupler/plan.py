@@ -6,7 +6,7 @@ One option of an engine's own is read by its name, where its config has it: ``ma
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from coupler.config.options import SECTIONS, in_full, section
@@ -75,6 +75,14 @@ class Plan:
     @property
     def steps_per_epoch(self) -> float | None:
         return None if self.num_rows is None else self.num_rows / self.prompts_per_step
+
+    def plain(self) -> dict[str, Any]:
+        """Every number of it, also those that follow from others, as JSON has them."""
+        derived = (
+            "sequences_per_step", "sequences_per_optimizer_step", "max_tokens_per_sequence", "max_micro_batches",
+            "steps_per_epoch",
+        )  # fmt: skip
+        return {**asdict(self), **{name: getattr(self, name) for name in derived}}
 
     def render(self) -> str:
         """One line per fact, for the console and the log."""

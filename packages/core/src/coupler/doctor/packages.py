@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
 
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 
 from coupler.finding import Finding, first_line, ok, problem, warning
 from coupler.plugins.backend import Kind
-from coupler.plugins.manager import Plugins, Source
+from coupler.plugins.manager import Plugins
+from coupler.plugins.tested import tested_ranges
 
 
 def plugins_load(plugins: Plugins) -> Iterator[Finding]:
@@ -37,23 +37,13 @@ def requirements(plugins: Plugins) -> Iterator[Finding]:
     yield from problems or [ok("requirements", f"of {', '.join(names)} are met")]
 
 
-def tested_ranges(plugins: Plugins) -> Iterator[Finding]:
+def ranges(plugins: Plugins) -> Iterator[Finding]:
     """Versions outside the range that a plugin was tested with; what is not installed is :func:`requirements`'s."""
-    declared: dict[tuple[str, str], Source] = {}
-    for kind in Kind:
-        for name, backend in plugins.of(kind).items():
-            for dist, tested in backend.tested.items():
-                declared.setdefault((dist, tested), plugins.owner[kind, name])
-    for (dist, tested), source in declared.items():
-        try:
-            found = version(dist)
-        except PackageNotFoundError:
-            continue
-        if SpecifierSet(tested).contains(found, prereleases=True):
-            yield ok(dist, f"{found}, within {tested} of {source}")
+    for one in tested_ranges(plugins, [(kind, name) for kind in Kind for name in plugins.of(kind)]):
+        if one.within:
+            yield ok(one.distribution, f"{one.found}, within {one.tested} of {one.source}")
         else:
-            fix = f"pip install '{dist}{tested}'  or  pip install --upgrade {source.distribution or source.name}"
-            yield problem(dist, f"{found} is outside the range {tested} that {source} was tested with", fix)
+            yield problem(one.distribution, one.problem, one.fix)
 
 
 def _unmet(dist: str) -> Iterator[Finding]:

@@ -20,7 +20,7 @@ def diagnose(plugins: Plugins, config: RunConfig | None) -> Iterator[Finding]:
     yield from devices.devices()
     yield from packages.plugins_load(plugins)
     yield from packages.requirements(plugins)
-    yield from packages.tested_ranges(plugins)
+    yield from packages.ranges(plugins)
     yield from _of_plugins(plugins, config)
     yield from run.configured(config) if config else host.disk(Path())
 

@@ -22,14 +22,15 @@ from coupler.evaluation import Evaluator
 from coupler.executors import open_executor
 from coupler.executors.interpreter import check_interpreter
 from coupler.files import writing
-from coupler.imports import resolve
+from coupler.imports import file_of, resolve
 from coupler.interfaces import Algorithm, EngineConfig, Head, Model, Part, Rank
 from coupler.jobs.saving import Resumable, export_folder
 from coupler.journal import Journal
-from coupler.manifest import describe_run
+from coupler.manifest import installed
 from coupler.placement import Role
-from coupler.plan import VALUES, trained_engines, weight_path
+from coupler.plan import VALUES, Plan, trained_engines, weight_path
 from coupler.plugins.manager import Plugins
+from coupler.plugins.tested import tested_ranges
 from coupler.profiling import NOTHING, Profile
 from coupler.rewards import RewardPool
 from coupler.rollouts import RolloutGroup
@@ -51,11 +52,20 @@ class Parts:
         self.read_later: tuple[str, ...] = ()  # beginnings of keys
 
     async def place(self, roles: Sequence[Role]) -> None:
-        """Check the interpreters of roles that have their own, and take what all workers need."""
+        """Check the interpreters of roles that have their own, and take what all workers need.
+
+        Of backends that run in our interpreter, versions are named that they were not tested with.
+        """
+        ours = [("tracker", name) for name in self.config.trackers]
         for path, kind in SECTIONS.items():
             inner = section(self.config, path)
             if inner and kind != "algorithm" and inner.python:
                 check_interpreter(kind, inner.name, inner.python, self.plugins)
+            elif inner:
+                ours.append((kind, inner.name))
+        for one in tested_ranges(self.plugins, ours):
+            if not one.within:
+                print(f"coupler: warning: {one.distribution} {one.problem}", file=sys.stderr)
         await self.executor.place(roles)
 
     def ranks(self, role: str, count: int) -> list[Rank]:
@@ -202,24 +212,38 @@ class Parts:
         """
         return {"data": data, "config": resume.config_hash(dump_yaml(self.composed.config))}
 
+    def code(self) -> dict[str, Path]:
+        """A file of each thing that the run is made of, beside core, by the option that names it."""
+        config = self.composed.config  # to look at an option here is no use of it
+        targets = {"reward": config.reward.target}
+        for path, kind in SECTIONS.items():
+            if inner := section(config, path):
+                targets[path] = self.plugins.get(kind, inner.name).target
+        files = {name: file for name, target in targets.items() if (file := file_of(target))}
+        given = [Path(origin) for origin in self.composed.origin.values() if Path(origin).is_file()]
+        return {**files, "--config": given[0]} if given else files
+
     @contextmanager
-    def recording(self, data: str, found: Checkpoint | None = None) -> Iterator[Journal]:
+    def recording(self, data: str, found: Checkpoint | None = None, plan: Plan | None = None) -> Iterator[Journal]:
         """The run's folder and trackers, for as long as the job runs; at its end every role's thread stops."""
         resolved, done = dump_yaml(self.composed.config), found.step if found else 0
+        facts = {**self.facts(data), **({"plan": plan.plain()} if plan else {})}
         try:
-            with Journal(self.config, resolved, self.plugins, self.facts(data), done) as journal:
+            with Journal(self.config, resolved, self.plugins, facts, self.code(), done) as journal:
                 yield journal
         finally:
             self.executor.close()
 
     @contextmanager
-    def running(self, data: str, found: Checkpoint | None = None) -> Iterator[tuple[Journal, RewardPool]]:
+    def running(
+        self, data: str, found: Checkpoint | None = None, plan: Plan | None = None
+    ) -> Iterator[tuple[Journal, RewardPool]]:
         """:meth:`recording`, with the reward processes."""
         reward = self.config.reward
         pool = RewardPool(reward.target, reward.num_workers, reward.timeout_s, reward.max_invalid_fraction)
         try:
             pool.start()
-            with self.recording(data, found) as journal:
+            with self.recording(data, found, plan) as journal:
                 yield journal, pool
         finally:
             pool.close()
@@ -227,7 +251,7 @@ class Parts:
     def checkpoints(self, data: str) -> Checkpoints:
         """Those of this run, whose rows have the fingerprint ``data``."""
         self.read_later = ("checkpoint.",)
-        facts = {**self.facts(data), "packages": describe_run()["packages"]}
+        facts = {**self.facts(data), "packages": installed()}
         return Checkpoints(Path(self.config.run_dir) / "checkpoints", self.config.checkpoint, facts)
 
     async def restore(self, found: Checkpoint, roles: Mapping[str, WorkerGroup], trainer: Resumable, data: str) -> None:

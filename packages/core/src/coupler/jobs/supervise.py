@@ -37,7 +37,7 @@ async def _supervise(parts: Parts) -> dict[str, float]:
         print(f"data: dropped {dropped} rows that are too long")
     plan = make_plan(config, len(examples), parts.plugins, algorithm.needs, Job.SFT)
     print(plan.render())
-    with parts.recording(data, found) as journal:
+    with parts.recording(data, found, plan) as journal:
         await parts.place(plan.workers)
         policy = parts.engine("policy", trains=True)
         await policy.setup()

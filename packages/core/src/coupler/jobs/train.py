@@ -60,7 +60,7 @@ async def _train(parts: Parts) -> dict[str, float]:
     print(plan.render())
     if warning := unreplayed(config, Path(parts.model.path)):
         print(f"coupler: warning: {warning}", file=sys.stderr)
-    with parts.running(data, found) as (journal, rewards):
+    with parts.running(data, found, plan) as (journal, rewards):
         await parts.place(plan.workers)
         policy, rollouts = parts.engine("policy", trains=True), parts.rollouts()
         refers = REFERENCE in algorithm.needs and not is_own_reference(config, parts.plugins)

@@ -1,0 +1,48 @@
+"""Versions of what plugins stand on, against the ranges that they were tested with. Imports none of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from packaging.specifiers import SpecifierSet
+
+from coupler.plugins.manager import Plugins, Source
+
+
+@dataclass(frozen=True, slots=True)
+class Tested:
+    """A distribution that is installed, and the range that a plugin names for it."""
+
+    distribution: str
+    found: str
+    tested: str
+    source: Source
+
+    @property
+    def within(self) -> bool:
+        return SpecifierSet(self.tested).contains(self.found, prereleases=True)
+
+    @property
+    def problem(self) -> str:
+        """What to say where it is not within."""
+        return f"{self.found} is outside the range {self.tested} that {self.source} was tested with"
+
+    @property
+    def fix(self) -> str:
+        upgrade = self.source.distribution or self.source.name
+        return f"pip install '{self.distribution}{self.tested}'  or  pip install --upgrade {upgrade}"
+
+
+def tested_ranges(plugins: Plugins, selected: Iterable[tuple[str, str]]) -> Iterator[Tested]:
+    """One for each range that backends, ``selected`` by kind and name, declare; what is not installed is left out."""
+    declared: dict[tuple[str, str], Source] = {}
+    for kind, name in selected:
+        for dist, tested in plugins.get(kind, name).tested.items():
+            declared.setdefault((dist, tested), plugins.owner[kind, name])
+    for (dist, tested), source in declared.items():
+        try:
+            yield Tested(dist, version(dist), tested, source)
+        except PackageNotFoundError:
+            continue
