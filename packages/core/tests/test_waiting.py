@@ -10,12 +10,16 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from coupler.data import Prompt, Row
 from coupler.errors import WaitTimeout, WorkerDied
 from coupler.executors import Local
+from coupler.interfaces import Completion, Request
+from coupler.sampling import Scorer
 from coupler.waiting import Waits
 
 SOURCES = Path(__file__).parents[2]
@@ -178,7 +182,40 @@ def test_many_calls_are_one_line() -> None:
     with waits.named("rollout", "generate", [0]), waits.named("rollout", "generate", [2]):
         assert waits.overdue() == ["waiting 0 s for generate of rollout [0, 2] (2 calls)"]
     assert waits.overdue() == []
+    with waits.named("policy", "train", range(1024)) as wait:
+        assert waits.overdue() == [f"waiting 0 s for train of policy {[*range(16)]} and 1008 more"]
+        assert str(wait) == f"train of policy {[*range(16)]} and 1008 more"
     waits.close()
+
+
+def test_a_heartbeat_names_the_prompts_that_are_outstanding() -> None:
+    waits, said = Waits(60, 0.0), list[list[str]]()
+
+    class Parts:  # rollouts, rewards and codec
+        executor = SimpleNamespace(waits=waits)
+
+        async def generate(self, request: Request) -> Completion:
+            await asyncio.sleep(0.001 * (len(request.prompt) > 1))
+            said.append(waits.overdue())
+            return Completion((1,), (0.0,), (0,), "stop")
+
+        async def score(self, *_: object) -> float:
+            return 1.0
+
+        def decode(self, ids: object) -> str:
+            return ""
+
+    async def sample() -> None:
+        parts: Any = Parts()
+        scorer = Scorer(parts, parts, parts, ())
+        prompts = [Prompt(Row(prompt="", answer="", index=i, extra={}), (5,) * (1 + (i == 9))) for i in (3, 9)]
+        await asyncio.gather(*(scorer.sample(prompt, [0, 1], 8, 1.0) for prompt in prompts))
+
+    asyncio.run(sample())
+    waits.close()
+    assert said[0] == ["waiting 0 s for completions of prompts [3, 9] (4 calls)"]
+    assert said[-1] == ["waiting 0 s for completions of prompts [9]"]
+    assert waits.overdue() == []
 
 
 class Sleeper:

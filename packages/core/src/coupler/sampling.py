@@ -63,9 +63,11 @@ class Scorer:
         return [scored for scored in found if scored]
 
     async def _one(self, prompt: Prompt, request: Request) -> Scored | None:
-        completion = await self.rollouts.generate(request)
-        row = prompt.row
-        scored = await self.rewards.score(self.codec.decode(completion.tokens), row.answer, as_mapping(row))
+        row, waits = prompt.row, self.rollouts.executor.waits
+        with waits.named("prompts", "completions", [row.index]):
+            completion = await self.rollouts.generate(request)
+        with waits.named("prompts", "rewards", [row.index]):
+            scored = await self.rewards.score(self.codec.decode(completion.tokens), row.answer, as_mapping(row))
         if isinstance(scored.result, Invalid):
             return None
         return Scored(prompt, completion, scored.result, scored.answer)

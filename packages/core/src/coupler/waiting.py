@@ -14,20 +14,21 @@ from typing import Any
 
 from coupler.errors import WaitTimeout, WorkerDied
 
+SHOWN = 16  # of what is outstanding
 GRACE_S = 1.0  # after a worker failed: its peer may have died, and then the death is the cause
 
 
 @dataclass(slots=True, eq=False)
 class Wait:
-    """A call under way."""
+    """A call under way, or something else that is waited for: ``completions`` of ``prompts``, by their rows."""
 
     role: str
     method: str
-    outstanding: set[int]  # indices of workers that have not answered
+    outstanding: set[int]  # indices of workers that have not answered, or of rows
     start: float = field(default_factory=time.monotonic)
 
     def __str__(self) -> str:
-        return f"{self.method} of {self.role} {sorted(self.outstanding)}"
+        return f"{self.method} of {self.role} {_listed(self.outstanding)}"
 
 
 class Waits:
@@ -130,13 +131,18 @@ class Waits:
                 found[wait.method, wait.role].append(wait)
         lines = []
         for (method, role), waits in found.items():
-            indices = sorted({index for wait in waits for index in wait.outstanding.copy()})
+            indices = _listed({index for wait in waits for index in wait.outstanding.copy()})
             calls = f" ({len(waits)} calls)" if len(waits) > 1 else ""
             lines.append(f"waiting {now - min(w.start for w in waits):.0f} s for {method} of {role} {indices}{calls}")
         return lines
 
     def close(self) -> None:
         self.stop.set()
+
+
+def _listed(indices: set[int]) -> str:
+    first = sorted(indices)[:SHOWN]
+    return str(first) + (f" and {len(indices) - SHOWN} more" if len(indices) > SHOWN else "")
 
 
 def _note(done: asyncio.Future[Any], index: int, wait: Wait, failed: list[BaseException]) -> None:

@@ -21,6 +21,8 @@ __all__ = ["Executor", "Handle", "Local", "open_executor"]
 class Executor(Protocol):
     """Places workers, and calls their methods, plain or async."""
 
+    waits: Waits  # what is under way, of calls and of what is made from several
+
     async def place(self, roles: Sequence[Role]) -> None:
         """Take what these roles need.
 
