@@ -19,6 +19,7 @@ from coupler.data import Prompt, Row
 from coupler.errors import WaitTimeout, WorkerDied
 from coupler.executors import Local
 from coupler.interfaces import Completion, Request
+from coupler.rewards import Scored
 from coupler.sampling import Scorer
 from coupler.waiting import Waits
 
@@ -199,8 +200,8 @@ def test_a_heartbeat_names_the_prompts_that_are_outstanding() -> None:
             said.append(waits.overdue())
             return Completion((1,), (0.0,), (0,), "stop")
 
-        async def score(self, *_: object) -> float:
-            return 1.0
+        async def score(self, *_: object) -> Scored:
+            return Scored(result=1.0, seconds=0.0)
 
         def decode(self, ids: object) -> str:
             return ""
