@@ -436,7 +436,13 @@ def test_replaying_a_stage_gives_what_the_run_had(
     assert main(["replay", str(whole["train"]), "--step", "5", "--stage", "values"]) == 2
     assert "needs a run with a critic; algorithm=grpo has none" in capsys.readouterr().err
     assert main(["replay", str(whole["train"]), "--step", "3"]) == 2
-    assert "step_2: none was made then, or it was deleted since." in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "step_2: none was made then, or it was deleted since.\n  kept:  step_4, step_6\n" in said
+    assert "  try:   --step 1, 5, or --stage advantages, which takes no weights; a run with checkpoint." in said
+    assert main(["export", str(whole["train"]), "--out", str(whole["train"] / "out"), "--step", "3"]) == 2
+    assert "step_3: none was made then, or it was deleted since.\n  kept:  step_4, step_6\n  try:   --step 4, 6\n" in (
+        capsys.readouterr().err
+    )
     assert main(["replay", str(whole["train"]), "--step", "99"]) == 2
     assert "it has:  1, 2, 3, 4, 5, 6" in capsys.readouterr().err
 

@@ -37,6 +37,11 @@ class Recorder:
             part.rename(folder)
 
 
+def steps(folder: Path) -> list[int]:
+    """Those that were recorded."""
+    return sorted(int(p.name.removeprefix("step_")) for p in folder.glob("step_*") if p.suffix != ".part")
+
+
 def read(folder: Path, step: int) -> tuple[Batch, Mapping[str, float]]:
     """The batch of ``step`` and the numbers of training on it.
 
@@ -45,9 +50,8 @@ def read(folder: Path, step: int) -> tuple[Batch, Mapping[str, float]]:
     """
     path = folder / f"step_{step}"
     if not path.is_dir():
-        steps = sorted(int(p.name.removeprefix("step_")) for p in folder.glob("step_*") if p.suffix != ".part")
         raise CouplerError(
             f"{folder.parent} has no record of step {step}.\n"
-            f"  it has:  {', '.join(map(str, steps)) or 'none; set record.every_steps'}"
+            f"  it has:  {', '.join(map(str, steps(folder))) or 'none; set record.every_steps'}"
         )
     return Batch.load(path / BATCH), json.loads((path / NUMBERS).read_text())

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +55,7 @@ def replay(
 async def _on_the_engine(
     parts: Parts, run_dir: Path, step: int, stage: Stage, batch: Batch, trained: Mapping[str, float]
 ) -> dict[str, tuple[float, float]]:
+    _check_weights(run_dir, step - 1, partial(_another_replay, record.steps(run_dir / "record")))
     if stage is Stage.TRAIN:
         return _compare(trained, values(await _train(parts, run_dir, step, batch)))
     role, output, column = AGAIN[stage]
@@ -91,6 +93,8 @@ def export_run(composed: Composed, plugins: Plugins, run_dir: Path, step: int | 
         if not found:
             raise CouplerError(f"{run_dir} has no whole checkpoint.\n  try:  a run folder with checkpoints/step_*")
         step = found.step
+    else:
+        _check_weights(run_dir, step, _another_export)
     parts = Parts(composed, plugins)
 
     async def write() -> None:
@@ -102,23 +106,57 @@ def export_run(composed: Composed, plugins: Plugins, run_dir: Path, step: int | 
 
 
 async def _role(parts: Parts, role: str, run_dir: Path, step: int, *, trains: bool) -> WorkerGroup:
-    """The policy or the critic as it was after ``step``."""
+    """The policy or the critic as it was after ``step``, of which there is a checkpoint; 0 is the start."""
     if role == "critic":
         group = parts.critic(parts.critic_model(), parts.algorithm().critic)
     else:
         group = parts.engine(role, trains=trains)
     await group.setup()
-    if step == 0:
-        return group
-    folder = run_dir / "checkpoints" / f"step_{step}"
-    problem = checkpoint.check(folder) if folder.exists() else "none was made then, or it was deleted since"
-    if problem:
-        kept = ", ".join(p.name for p in checkpoint.folders(folder.parent)) or "none"
-        raise CouplerError(f"the weights after step {step} are not whole in {folder}: {problem}.\n  kept:  {kept}")
-    found = checkpoint.read(folder)
-    parts_needed = found.manifest["parts"] if trains else ["params"]
-    await replace(found, manifest={**found.manifest, "parts": parts_needed}).restore(role, group)
+    if step:
+        found = checkpoint.read(_checkpoint(run_dir, step))
+        parts_needed = found.manifest["parts"] if trains else ["params"]
+        await replace(found, manifest={**found.manifest, "parts": parts_needed}).restore(role, group)
     return group
+
+
+def _checkpoint(run_dir: Path, step: int) -> Path:
+    return run_dir / "checkpoints" / f"step_{step}"
+
+
+def _check_weights(run_dir: Path, step: int, fix: Callable[[list[int]], str]) -> None:
+    """Make sure, before anything is loaded, that the weights after ``step`` were kept.
+
+    Args:
+        fix: what to try instead, given the steps after which weights were.
+
+    Raises:
+        CouplerError: they were not.
+    """
+    folder = _checkpoint(run_dir, step)
+    problem = checkpoint.check(folder) if folder.exists() else "none was made then, or it was deleted since"
+    if step and problem:
+        kept = sorted(int(path.name.removeprefix("step_")) for path in checkpoint.folders(folder.parent))
+        raise CouplerError(
+            f"the weights after step {step} are not whole in {folder}: {problem}.\n"
+            f"  kept:  {_either([f'step_{at}' for at in kept]) or 'none'}\n  try:   {fix(kept)}"
+        )
+
+
+def _another_export(kept: list[int]) -> str:
+    return f"--step {_either(kept)}" if kept else "a run folder with checkpoints/step_*"
+
+
+def _another_replay(recorded: list[int], kept: list[int]) -> str:
+    possible = [step for step in recorded if step - 1 in (0, *kept)]
+    instead = f"--step {_either(possible)}, or " if possible else ""
+    return (
+        f"{instead}--stage advantages, which takes no weights; "
+        "a run with checkpoint.every_steps=1 checkpoint.keep_last=0 keeps those of every step"
+    )
+
+
+def _either(values: Sequence[object]) -> str:
+    return ", ".join(map(str, values))
 
 
 def _describe(column: np.ndarray, batch: Batch) -> dict[str, float]:
