@@ -161,6 +161,8 @@ def test_gradient_of_the_output_layer_equals_its_formula(worlds: Worlds, referen
     """For ``-log p`` at temperature 1: dW = sum_t w_t (softmax_t - onehot_t) h_t^T. No automatic differentiation."""
     if not isinstance(reference, TransformersReference):
         pytest.skip("the toy reference is such a formula throughout")
+    if "lm_head.weight" not in reference.tensors:
+        pytest.skip("the gradient of a tied output layer is that of the embeddings too")
     batch = weighted(make_batch(reference).with_seqs(temperature=np.ones(len(LENGTHS), np.float32)))
     head = reference.tensors["lm_head.weight"].astype(np.float64)
     want = np.zeros_like(head)
