@@ -22,6 +22,7 @@ from coupler.errors import ReplicaDied
 from coupler.interfaces import InFlight, Model, Rank, Request
 from coupler.placement import Role
 from coupler.plugins.manager import Plugins
+from coupler.residency import Residency
 from coupler.rollouts import MAX_RESTARTS, RolloutGroup
 from coupler.sharding import StreamShardingManager
 from coupler.testing.models import write_tokenizer, write_toy
@@ -57,6 +58,7 @@ def told(folder: Path, story: Story, count: int = 2) -> None:
             transport=plugins.get("transport", "tcp").target,
             probe_prompt=(5, 6),
             temperature=1.0,
+            residency=Residency({}, shared=False),
         )
         await edge.engine.setup()
         await edge.setup()
@@ -133,9 +135,11 @@ def test_the_last_one_s_death_names_how_it_died(tmp_path: Path) -> None:
             await running
         for _ in range(MAX_RESTARTS):
             await group.pause(InFlight.DRAIN)
+            await group.revive(InFlight.DRAIN)
             os.kill(pid(group, 0), signal.SIGKILL)
+        await group.pause(InFlight.DRAIN)
         with pytest.raises(ReplicaDied, match="rollout replica 0 died 4 times"):
-            await group.pause(InFlight.DRAIN)
+            await group.revive(InFlight.DRAIN)
 
     told(tmp_path, story, 1)
 

@@ -19,6 +19,7 @@ from coupler.executors import Local
 from coupler.interfaces import InFlight, Layout, Memory, Model, Named, Rank, SyncReceipt, WeightUpdate
 from coupler.plugins.backend import Backend
 from coupler.plugins.manager import Plugins
+from coupler.residency import Residency
 from coupler.rollouts import RolloutGroup
 from coupler.sharding import StreamShardingManager
 from coupler.testing.models import write_toy
@@ -104,6 +105,7 @@ def make_edge(folder: Path, count: int = 1) -> StreamShardingManager:
         transport=Plugins.load().get("transport", "disk").target,
         probe_prompt=(5, 6),
         temperature=1.0,
+        residency=Residency({}, shared=False),
     )
 
 

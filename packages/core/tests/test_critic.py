@@ -17,8 +17,8 @@ from coupler.batch import Batch
 from coupler.config.schema import CriticConfig, RunConfig, SamplingConfig
 from coupler.errors import CouplerError
 from coupler.export import export
-from coupler.interfaces import Algorithm, Columns, Controller, Head, Output, Rank
-from coupler.jobs.train import hold_state, share_devices
+from coupler.interfaces import Algorithm, Columns, Controller, Head, Layout, Output, Part, Rank
+from coupler.jobs.devices import hold_state, hold_trained, start
 from coupler.metrics import Metric, Metrics
 from coupler.testing.models import write_toy
 from coupler.testing.toy import ToyAlgorithm, ToyEngine
@@ -144,13 +144,13 @@ def test_on_a_shared_device_policy_and_critic_take_turns(tmp_path: Path) -> None
     async def go() -> None:
         assert run.critic and run.policy.algorithm
         for group in (run.policy, run.critic):
-            await group.setup()
             watch(group, held[group.spec.role], inside, held)
-        await run.weights.setup()
+        await start(run.residency, run.weights, run.policy, run.critic)
+        assert held == {"policy": set(), "critic": set()}, "the rollout started with the device to itself"
+        for role, own in held.items():
+            async with hold_trained(run.residency, role):
+                assert own == {"params", "grads", "optimizer"}
         trainer = run.build(run.policy.algorithm)
-        trainer.residency = share_devices(run.config, run.policy, run.rollouts, None, run.critic)
-        for role in held:
-            held[role] |= {"params", "grads", "optimizer"}
         columns = {"values": np.float32, "advantages": np.float32, "returns": np.float32}
         batch = Batch(
             np.full(4, 5),
@@ -174,13 +174,18 @@ def watch(group: Any, own: set[str], inside: list[str], held: dict[str, set[str]
     """Follow what an engine holds, and note when it trains what the other one does."""
     engine, role = group.ranks[0].of.engine, group.spec.role
     other = next(name for name in held if name != role)
-    real = engine.forward_backward
+    real, setup = engine.forward_backward, engine.setup
 
     def forward_backward(*arguments: Any) -> Metrics:
         assert own == {"params", "grads", "optimizer"}
         inside.append(f"{role}: {other} holds {', '.join(sorted(held[other])) or 'nothing'}")
         return real(*arguments)
 
+    def set_up(rank: Rank) -> Layout:
+        own.update(map(str, Part))
+        return setup(rank)
+
+    engine.setup = set_up
     engine.forward_backward = forward_backward
     engine.offload = lambda what: own.difference_update(map(str, what))
     engine.onload = lambda what: own.update(map(str, what))

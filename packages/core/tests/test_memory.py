@@ -8,10 +8,22 @@ from typing import Any
 import pytest
 from toy_run import ToyRun, small
 
+from coupler.batch import Batch
 from coupler.config.compose import compose
-from coupler.errors import ConfigError, CouplerError
+from coupler.errors import ConfigError, CouplerError, ReplicaDied
 from coupler.executors.host import Failure
-from coupler.interfaces import Completion, Memory, Request, SyncReceipt, WeightUpdate
+from coupler.interfaces import (
+    Completion,
+    Layout,
+    Memory,
+    Output,
+    Parts,
+    Rank,
+    Request,
+    StepResult,
+    SyncReceipt,
+    WeightUpdate,
+)
 from coupler.plugins.manager import Plugins
 from coupler.testing.toy import ToyEngine, ToyRollout
 
@@ -35,9 +47,15 @@ class FullSampling(ToyRollout):
         return await super().generate(request)
 
 
+class FullStart(ToyRollout):
+    async def setup(self, rank: Rank) -> int:
+        raise MemoryError("CUDA out of memory. Tried to allocate 5 GiB")
+
+
 @pytest.mark.parametrize(
     ("backends", "phase", "size"),
     [
+        ({"rollout": "test_memory:FullStart"}, "start_rollout", 5),
         ({"engine": "test_memory:FullEngine"}, "train", 2),
         ({"rollout": "test_memory:FullSync"}, "sync", 3),
         ({"rollout": "test_memory:FullSampling"}, "sample", 4),
@@ -56,6 +74,86 @@ def test_a_failure_of_another_process_keeps_its_words() -> None:
     for raised in (MemoryError("4 GiB"), RuntimeError("CUDA out of memory. Tried to allocate 4 GiB")):
         error = Failure.of(raised).error("policy rank 0", "train", Path("/none"), [])
         assert isinstance(error, RuntimeError) and "out of memory" in str(error)
+
+
+HELD: dict[str, set[str]] = {"engine": set(), "rollout": set()}
+seen: list[str] = []
+
+
+def held(what: str) -> None:
+    """Note what both sides hold while ``what`` happens."""
+    parts = [f"{side} {', '.join(sorted(own)) or 'nothing'}" for side, own in HELD.items()]
+    seen.append(f"{what}: {'; '.join(parts)}")
+
+
+class OffEngine(ToyEngine):
+    """Can give its memory back, which it notes."""
+
+    def setup(self, rank: Rank) -> Layout:
+        HELD["engine"] |= {"params", "grads", "optimizer"}
+        held("engine starts")
+        return super().setup(rank)
+
+    def forward(self, batch: Batch, want: tuple[Output, ...]) -> Batch:
+        held("compared")
+        return super().forward(batch, want)
+
+    def step(self) -> StepResult:
+        held("trained")
+        return super().step()
+
+    def offload(self, what: Parts) -> None:
+        HELD["engine"] -= what
+
+    def onload(self, what: Parts) -> None:
+        HELD["engine"] |= what
+
+
+class OffRollout(ToyRollout):
+    """The same; it dies of version 1, once."""
+
+    async def setup(self, rank: Rank) -> int:
+        HELD["rollout"] |= {"weights", "kv_cache"}
+        held("rollout starts")
+        return await super().setup(rank)
+
+    async def generate(self, request: Request) -> Completion:
+        held("sampled")
+        return await super().generate(request)
+
+    async def update(self, update: WeightUpdate) -> SyncReceipt:
+        held("pushed")
+        if update.version == 1 and not update.attempt:
+            raise ReplicaDied("it died.")
+        return await super().update(update)
+
+    async def sleep(self, what: frozenset[Memory]) -> None:
+        HELD["rollout"] -= what
+
+    async def wake(self, what: frozenset[Memory]) -> None:
+        HELD["rollout"] |= what
+
+
+def test_on_a_shared_device_no_phase_has_more_than_its_turn(tmp_path: Path) -> None:
+    """A rollout starts, and is started again, with the device to itself; nothing is ever beside a cache."""
+    run = ToyRun(
+        tmp_path,
+        small(steps=2, offload=True),
+        engine="test_memory:OffEngine",
+        rollout="test_memory:OffRollout",
+        transport="coupler.transports.tcp:TcpTransport",
+    )
+    run.run()
+    engine, alone = "grads, optimizer, params", "engine nothing; rollout kv_cache, weights"
+    pushed, compared = ("engine params; rollout weights",) * 2
+    proof = [f"pushed: {pushed}", f"sampled: {alone}", f"compared: {compared}"]
+    rows, trained = [f"sampled: {alone}"] * 16, f"trained: engine {engine}; rollout nothing"
+    assert seen == [
+        *(f"engine starts: engine {engine}; rollout nothing", f"rollout starts: {alone}", *proof, *proof),
+        *(*rows, trained, f"pushed: {pushed}", f"rollout starts: {alone}", f"pushed: {pushed}"),
+        *(*rows, trained, f"pushed: {pushed}"),
+    ]
+    assert list(run.residency.ledger) == ["start_policy", "start_rollout", "prove", "sample", "train", "sync"]
 
 
 SLEPT: list[frozenset[Memory]] = []

@@ -29,7 +29,18 @@ def build(shared: bool) -> tuple[Residency, list[str]]:
         return Holder(parts, evict, admit, device_bytes)
 
     holders = {"policy": holder("policy", ENGINE), "rollout": holder("rollout", ROLLOUT)}
-    return Residency(holders, shared=shared), moves
+    residency = Residency(holders, shared=shared)
+
+    async def start() -> None:
+        for role in holders:
+
+            async def setup(role: str = role) -> None:
+                moves.append(f"start {role}")
+
+            await residency.start(role, setup)
+
+    asyncio.run(start())
+    return residency, moves
 
 
 def test_grads_and_optimizer_leave_before_rollout_weights_wake() -> None:
@@ -45,8 +56,16 @@ def test_grads_and_optimizer_leave_before_rollout_weights_wake() -> None:
 
     asyncio.run(go())
     assert moves == [
+        "start policy",
+        "-policy.grads",
+        "-policy.optimizer",
+        "-policy.params",
+        "start rollout",
         "-rollout.kv_cache",
         "-rollout.weights",
+        "+policy.params",
+        "+policy.optimizer",
+        "+policy.grads",
         "train",
         "-policy.grads",
         "-policy.optimizer",
@@ -69,8 +88,10 @@ def test_nothing_moves_where_devices_are_not_shared() -> None:
             moves.append("both")
 
     asyncio.run(go())
-    assert moves == ["both"]
-    assert residency.ledger == {"sample": {"rollout": 2 << 30}, "train": {"policy": 1 << 30}}, "who was asked"
+    assert moves == ["start policy", "start rollout", "both"]
+    policy, rollout = {"policy": 1 << 30}, {"rollout": 2 << 30}
+    asked = {"start_policy": policy, "start_rollout": rollout, "sample": rollout, "train": policy}
+    assert residency.ledger == asked
 
 
 def test_out_of_memory_names_the_phase_and_who_holds_what() -> None:

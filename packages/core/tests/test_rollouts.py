@@ -15,6 +15,7 @@ from coupler.errors import CouplerError, ReplicaDied, WaitTimeout
 from coupler.executors import Local
 from coupler.interfaces import Completion, InFlight, Memory, Model, Rank, Request, SyncReceipt, WeightUpdate
 from coupler.plugins.manager import Plugins
+from coupler.residency import Residency
 from coupler.rollouts import MAX_RESTARTS, RolloutGroup
 from coupler.sharding import StreamShardingManager
 from coupler.testing.models import write_toy
@@ -106,12 +107,13 @@ def test_requests_of_a_dead_replica_go_elsewhere(tmp_path: Path) -> None:
     assert asyncio.run(story(True)) == asyncio.run(story(False))
 
 
-def test_a_dead_replica_is_started_at_the_next_pause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dead_replica_is_started_before_the_next_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async def story() -> None:
         group = make_group(tmp_path, 2)
         await group.setup()
         replica(group, 1).dead = True  # while idle: the pause notices
         await group.pause(InFlight.DRAIN)
+        await group.revive(InFlight.DRAIN)
         assert (group.num_receivers, group.dead, replica(group, 1).starts) == (2, set(), 2)
         waiting = asyncio.ensure_future(replica(group, 1).generate(requests(1)[0]))
         await asyncio.sleep(0.01)
@@ -157,10 +159,12 @@ def test_a_replica_that_keeps_dying_stops_the_run(tmp_path: Path) -> None:
         for _ in range(MAX_RESTARTS):
             replica(group, 0).dead = True
             await group.pause(InFlight.DRAIN)
+            await group.revive(InFlight.DRAIN)
             await group.all("resume")
         replica(group, 0).dead = True
+        await group.pause(InFlight.DRAIN)
         with pytest.raises(ReplicaDied, match="replica 0 died 4 times"):
-            await group.pause(InFlight.DRAIN)
+            await group.revive(InFlight.DRAIN)
 
     asyncio.run(story())
 
@@ -199,6 +203,7 @@ def make_edge(group: RolloutGroup, transport: str) -> StreamShardingManager:
         transport=Plugins.load().get("transport", transport).target,
         probe_prompt=(5, 6),
         temperature=1.0,
+        residency=Residency({}, shared=False),
     )
 
 

@@ -13,10 +13,10 @@ from coupler.config.schema import RouterReplay, RunConfig, SamplingConfig
 from coupler.data import Prompt, PromptStream, Row
 from coupler.executors import Local
 from coupler.interfaces import Algorithm, Head, Model, Rank
+from coupler.jobs.devices import share_devices, start
 from coupler.jobs.train import column_providers
 from coupler.metrics import Metrics
 from coupler.record import Recorder
-from coupler.residency import Residency
 from coupler.rewards import RewardPool
 from coupler.rollouts import RolloutGroup
 from coupler.sampling import Sampler, Scorer
@@ -79,6 +79,7 @@ class ToyRun:
             )
             self.critic = WorkerGroup(self.executor, values, [Rank()])
         self.rollouts = RolloutGroup(self.executor, rollout, ToyRolloutConfig(), self.model, [Rank()])
+        self.residency = share_devices(config, self.policy, self.rollouts, critic=self.critic)
         self.weights = StreamShardingManager(
             config.sync,
             engine=self.policy,
@@ -87,6 +88,7 @@ class ToyRun:
             transport=transport,
             probe_prompt=(5, 6, 7),
             temperature=config.sampling.temperature,
+            residency=self.residency,
         )
         (folder / "reward.py").write_text(reward)
         self.pool = RewardPool(f"{folder / 'reward.py'}:score", 1, 10.0, 0.01)
@@ -110,8 +112,6 @@ class ToyRun:
             buffer=self.buffer,
             routed_experts=config.router_replay is RouterReplay.R3,
         )
-
-        residency = Residency({}, shared=False)
         self.trainer = Trainer(
             config,
             policy=self.policy,
@@ -120,8 +120,8 @@ class ToyRun:
             algorithm=algorithm,
             sampler=self.sampler,
             buffer=self.buffer,
-            providers=column_providers(config, self.policy, None, self.critic, residency),
-            residency=residency,
+            providers=column_providers(config, self.policy, None, self.critic, self.residency),
+            residency=self.residency,
             recorder=Recorder(self.folder / "record", config.record.every_steps),
         )
         return self.trainer
@@ -130,10 +130,7 @@ class ToyRun:
         """Train; return the values of every step, the start first."""
 
         async def go() -> None:
-            await self.policy.setup()
-            if self.critic:
-                await self.critic.setup()
-            await self.weights.setup()
+            await start(self.residency, self.weights, self.policy, self.critic)
             assert self.policy.algorithm
             await self.build(self.policy.algorithm).fit(self._after)
 

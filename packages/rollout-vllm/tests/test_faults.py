@@ -22,6 +22,7 @@ from coupler.errors import ReplicaDied
 from coupler.executors import Local
 from coupler.interfaces import Completion, InFlight, Memory, Model, Named, Rank, Request
 from coupler.plugins.manager import Plugins
+from coupler.residency import Residency
 from coupler.rollouts import RolloutGroup
 from coupler.sharding import StreamShardingManager
 from coupler.testing.edge import Served
@@ -152,6 +153,7 @@ def one_replica(reference: TransformersReference, rank: int = 0) -> tuple[Rollou
         transport=plugins.get("transport", "tcp").target,
         probe_prompt=(5, 6, 7),
         temperature=1.0,
+        residency=Residency({}, shared=False),
     )
     return group, edge
 
@@ -271,6 +273,7 @@ def test_unfinished_requests_go_to_the_other_replica(reference: TransformersRefe
             done = await asyncio.gather(*running)
             assert group.dead == {0}
             await group.pause(InFlight.DRAIN)
+            await group.revive(InFlight.DRAIN)
             assert group.dead == set()
             await sync(group)
             await group.all("resume")

@@ -24,7 +24,7 @@ from coupler.errors import ReplicaDied
 from coupler.interfaces import Completion, InFlight, Memory, Model, Named, Rank, Request
 from coupler.plugins.manager import Plugins
 from coupler.testing.edge import Served
-from coupler.testing.models import rewrite
+from coupler.testing.models import SMALL, rewrite, write_random
 from coupler.testing.reference import TransformersReference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -392,13 +392,21 @@ def check_log(log: list[dict[str, float]]) -> None:
         assert step["train_infer/abs_diff"] < 0.15
 
 
-def test_the_whole_job_takes_turns_on_one_device(reference: TransformersReference, tmp_path: Path) -> None:
-    """``coupler train engine=fsdp rollout=vllm offload=true``: step-0 gate, hand-over, and a ledger of each phase."""
-    from test_train import run
+def test_the_whole_job_takes_turns_on_one_device(tmp_path: Path) -> None:
+    """``coupler train engine=fsdp rollout=vllm offload=true``: step-0 gate, hand-over, and a ledger of each phase.
 
-    log = run(tmp_path, reference, "offload=true", "sync.transport=ipc", *IN_BF16)
+    vLLM starts, with nine tenths of the device, when the engine has given its memory back.
+    """
+    from test_train import run
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    sizes = {**SMALL, "intermediate_size": 1 << 16}  # 200 MB, of which what stays on the device is a small part
+    wide = TransformersReference(write_random(Qwen2ForCausalLM(Qwen2Config(**sizes)), tmp_path / "wide", seed=0))
+    log = run(tmp_path, wide, "offload=true", "sync.transport=ipc", *IN_BF16, "rollout.kv_cache_gib=0")
     check_log(log)
     assert all(step["memory/train/device_gib"] > 0 for step in log[1:])
+    started = {role: log[0].get(f"memory/start_{role}/policy_gib", 0.0) for role in ("policy", "rollout")}
+    assert started["rollout"] < 0.5 * started["policy"]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

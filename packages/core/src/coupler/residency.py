@@ -36,10 +36,15 @@ class Holder:
     device_bytes: Callable[[], Awaitable[int]]  # of its process that holds most
 
 
+GENERATING = {"rollout": frozenset({Held.WEIGHTS, Held.KV_CACHE})}
+SYNCING = {"policy": frozenset({Held.PARAMS}), "rollout": frozenset({Held.WEIGHTS})}
+
+
 class Residency:
     """Moves memory between roles that share devices; phases then take turns.
 
-    With ``shared=False`` everybody stays, phases may overlap, and only the ledger runs.
+    With ``shared=False`` everybody stays, phases may overlap, and only the ledger runs. A role takes part from its
+    :meth:`start` on.
 
     Example:
         ``async with residency("train", {"policy": frozenset({Held.PARAMS, Held.GRADS, Held.OPTIMIZER})}): ...``
@@ -48,10 +53,21 @@ class Residency:
 
     def __init__(self, holders: Mapping[str, Holder], *, shared: bool) -> None:
         self.holders, self.shared = dict(holders), shared
-        self.resident = {role: set(holder.parts) for role, holder in holders.items()}
+        self.resident: dict[str, set[Held]] = {}  # of the roles that were started
         self.ledger: dict[str, dict[str, int]] = {}  # phase -> most bytes seen at its end, on the device by role
         self.host: dict[str, int] = {}  # phase -> most bytes of this process seen at its end
         self.lock = asyncio.Lock()
+
+    async def start(self, role: str, setup: Callable[[], Awaitable[None]]) -> None:
+        """Set a role up while the others hold nothing; from then on it holds all that it can.
+
+        Raises:
+            CouplerError: the device ran out of memory.
+        """
+        parts = self.holders[role].parts
+        self.resident[role] = set(parts)
+        async with self(f"start_{role}", {role: parts}):
+            await setup()
 
     @asynccontextmanager
     async def __call__(self, phase: str, needs: Mapping[str, frozenset[Held]]) -> AsyncIterator[None]:
@@ -71,14 +87,14 @@ class Residency:
                 if "out of memory" not in str(error).lower():
                     raise
                 raise CouplerError(self._describe(phase, error)) from error
-            await self._measure(phase, self.holders if self.shared else needs)
+            await self._measure(phase, self.resident if self.shared else needs)
 
     async def _exchange(self, needs: Mapping[str, frozenset[Held]]) -> None:
         for part in Held:
-            for role, holder in self.holders.items():
-                if part in self.resident[role] and part not in needs.get(role, frozenset()):
-                    await holder.evict(part)
-                    self.resident[role].discard(part)
+            for role, held in self.resident.items():
+                if part in held and part not in needs.get(role, frozenset()):
+                    await self.holders[role].evict(part)
+                    held.discard(part)
         for part in reversed(Held):
             for role, wanted in needs.items():
                 if part in wanted and part not in self.resident[role]:
@@ -87,7 +103,7 @@ class Residency:
 
     async def _measure(self, phase: str, roles: Iterable[str]) -> None:
         """Ask who may have changed: everybody where they take turns, else who the phase was for."""
-        known = [role for role in roles if role in self.holders]
+        known = [role for role in roles if role in self.resident]
         found = await asyncio.gather(*(self.holders[role].device_bytes() for role in known))
         most = self.ledger.setdefault(phase, {})
         most |= {role: max(most.get(role, 0), size) for role, size in zip(known, found, strict=True)}

@@ -65,8 +65,8 @@ def build(spec: RolloutSpec) -> Rollout:
 class RolloutGroup:
     """Routes requests to the replica with the fewest outstanding tokens; a session keeps the replica it got.
 
-    What a dead replica was sampling goes to another one; it is started again at the next pause, in time for the
-    weights that follow.
+    What a dead replica was sampling goes to another one; it is started again by :meth:`revive`, in time for the
+    next weights.
     """
 
     def __init__(self, executor: Executor, target: str, config: Any, model: Model, ranks: list[Rank]) -> None:
@@ -156,13 +156,16 @@ class RolloutGroup:
         return answer
 
     async def pause(self, in_flight: InFlight) -> None:
-        """Pause every replica; one that died is started again, and waits for weights like the others.
+        """Pause every living replica; one that turns out to be dead is for :meth:`revive`."""
+        self.pauses += 1
+        await self.tell("pause", in_flight)
+
+    async def revive(self, in_flight: InFlight) -> None:
+        """Start those that died again; they are paused, and wait for weights like the others.
 
         Raises:
             ReplicaDied: a replica was started ``MAX_RESTARTS`` times already.
         """
-        self.pauses += 1
-        await asyncio.gather(*(self._call(i, "pause", in_flight) for i in self._living()))
         for index in sorted(self.dead):
             self.restarts[index] += 1
             if self.restarts[index] > MAX_RESTARTS:

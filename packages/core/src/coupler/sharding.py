@@ -15,8 +15,18 @@ import numpy as np
 from coupler.batch import Batch
 from coupler.config.schema import SyncConfig
 from coupler.errors import PeerLost, ReplicaDied, WaitTimeout, WeightSyncError
-from coupler.interfaces import LORA, Output, Request, SendReceipt, ShardingManager, SyncReceipt, WeightUpdate
+from coupler.interfaces import (
+    LORA,
+    Completion,
+    Output,
+    Request,
+    SendReceipt,
+    ShardingManager,
+    SyncReceipt,
+    WeightUpdate,
+)
 from coupler.metrics import Metric, Metrics, merge
+from coupler.residency import GENERATING, SYNCING, Residency
 from coupler.rollouts import MAX_RESTARTS, RolloutGroup
 from coupler.workers import WorkerGroup, differences
 
@@ -54,6 +64,9 @@ class StreamShardingManager(ShardingManager):
 
     In format ``lora`` a sync sends the adapter. The weights beneath it go ahead of it where a replica does not hold
     them: at the start, after it died, and after they slept.
+
+    Both sides take turns on devices that they share, through ``residency``: weights move with the cache away, and what
+    is compared is sampled with the engine away.
     """
 
     def __init__(
@@ -66,7 +79,9 @@ class StreamShardingManager(ShardingManager):
         transport: str,
         probe_prompt: tuple[int, ...],
         temperature: float,
+        residency: Residency,
     ) -> None:
+        self.residency = residency
         self.config, self.engine, self.rollouts = config, engine, rollouts
         self.weight_format, self.transport = weight_format, transport
         self.synced = ADAPTER if weight_format == LORA else WEIGHTS
@@ -85,12 +100,12 @@ class StreamShardingManager(ShardingManager):
             WeightSyncError: the true weights are not what a rollout runs, or altered ones changed nothing.
         """
         if not self.config.self_test:
-            return await self.sync(version)
+            return await self._sync("prove", version)
         altered: dict[str, float] = {}
         for name, streams in ALTERED.get(self.weight_format, ALTERED["full"]).items():
-            await self._push(version, *streams)
+            await self._push("prove", version, *streams)
             altered[name] = await self._probe()
-        metrics = await self.sync(version)
+        metrics = await self._sync("prove", version)
         true = await self._probe()
         if not true <= self.limit:  # NaN is above every limit
             raise WeightSyncError(
@@ -111,8 +126,11 @@ class StreamShardingManager(ShardingManager):
         return {**metrics, "sync/probe": Metric(true), **{name: Metric(diff) for name, diff in altered.items()}}
 
     async def sync(self, version: int) -> Metrics:
+        return await self._sync("sync", version)
+
+    async def _sync(self, phase: str, version: int) -> Metrics:
         start = time.perf_counter()
-        pushed = await self._push(version, self.synced)
+        pushed = await self._push(phase, version, self.synced)
         self.version = version
         sent = [sent for sent, _ in pushed]
         if not self.limit:
@@ -175,8 +193,8 @@ class StreamShardingManager(ShardingManager):
             adapter=stream.adapter,
         )
 
-    async def _push(self, version: int, *streams: Stream) -> list[Pushed]:
-        """Push to all replicas; where one dies of it, start it again and push to all of them again.
+    async def _push(self, phase: str, version: int, *streams: Stream) -> list[Pushed]:
+        """Push to all replicas; where one is dead or dies of it, start it again and push to all of them again.
 
         Raises:
             ReplicaDied: one died more often than it is started.
@@ -184,12 +202,16 @@ class StreamShardingManager(ShardingManager):
         """
         for attempt in range(1 + MAX_RESTARTS * len(self.rollouts.replicas)):
             await self.rollouts.pause(self.config.in_flight)
-            with suppress(ReplicaDied):  # the next pause starts it again
-                needed = await self._needed(streams)
-                pushed = [await self._transfer(self._update(version, stream, attempt)) for stream in needed]
-                await self.rollouts.tell("resume")
-                return pushed
-        raise AssertionError("a replica was started more often than pause() allows")
+            if self.rollouts.dead:
+                async with self.residency("start_rollout", GENERATING):
+                    await self.rollouts.revive(self.config.in_flight)
+            async with self.residency(phase, SYNCING):
+                with suppress(ReplicaDied):  # the next attempt starts it again
+                    needed = await self._needed(streams)
+                    pushed = [await self._transfer(self._update(version, stream, attempt)) for stream in needed]
+                    await self.rollouts.tell("resume")
+                    return pushed
+        raise AssertionError("a replica was started more often than revive() allows")
 
     async def _needed(self, streams: tuple[Stream, ...]) -> tuple[Stream, ...]:
         """With the weights ahead of an adapter that a replica holds none for."""
@@ -222,18 +244,22 @@ class StreamShardingManager(ShardingManager):
     async def _compared(self) -> list[Metrics]:
         """``train_infer/*`` of every replica, on tokens that it samples now."""
         request = Request(self.probe_prompt, PROBE_TOKENS, self.temperature, (), seed=0)
-        compared = []
-        for done in await self.rollouts.all("generate", request):
-            ids = np.array([*request.prompt, *done.tokens], np.int32)
-            mask = np.arange(len(ids)) >= len(request.prompt)
-            batch = Batch(
-                np.array([len(ids)]),
-                {"tokens": ids, "loss_mask": mask},
-                {"temperature": np.array([self.temperature], np.float32)},
-            )
-            ours = (await self.engine.forward(batch, (Output("logprobs"),)))["logprobs"]
-            compared.append(differences(ours[mask] - np.array(done.logprobs), len(done.tokens)))
-        return compared
+        async with self.residency("prove", GENERATING):
+            sampled = await self.rollouts.all("generate", request)
+        async with self.residency("prove", SYNCING):  # the rollout's weights stay: nothing would bring them back
+            return [await self._differences(request, done) for done in sampled]
+
+    async def _differences(self, request: Request, done: Completion) -> Metrics:
+        """``train_infer/*`` of one completion."""
+        ids = np.array([*request.prompt, *done.tokens], np.int32)
+        mask = np.arange(len(ids)) >= len(request.prompt)
+        batch = Batch(
+            np.array([len(ids)]),
+            {"tokens": ids, "loss_mask": mask},
+            {"temperature": np.array([self.temperature], np.float32)},
+        )
+        ours = (await self.engine.forward(batch, (Output("logprobs"),)))["logprobs"]
+        return differences(ours[mask] - np.array(done.logprobs), len(done.tokens))
 
 
 def _largest(compared: list[Metrics]) -> float:

@@ -19,7 +19,7 @@ from coupler.errors import CouplerError, WeightSyncError
 from coupler.interfaces import Algorithm, StepResult
 from coupler.metrics import Metric, Metrics, merge
 from coupler.record import Recorder
-from coupler.residency import Held, Residency
+from coupler.residency import GENERATING, Held, Residency
 from coupler.sampling import Sampler
 from coupler.sharding import StreamShardingManager
 from coupler.workers import Trained, WorkerGroup
@@ -27,10 +27,7 @@ from coupler.workers import Trained, WorkerGroup
 Provider = Callable[[Batch], Awaitable[Mapping[str, np.ndarray]]]  # computes token columns, by their names
 OnStep = Callable[[int, Metrics], Awaitable[None]]
 
-GENERATING = {"rollout": frozenset({Held.WEIGHTS, Held.KV_CACHE})}
 TRAINED = frozenset({Held.PARAMS, Held.GRADS, Held.OPTIMIZER})
-SYNCING = {"policy": frozenset({Held.PARAMS}), "rollout": frozenset({Held.WEIGHTS})}
-PROVING = {"policy": frozenset({Held.PARAMS}), "rollout": frozenset({Held.WEIGHTS, Held.KV_CACHE})}
 
 
 class Trainer:
@@ -65,8 +62,7 @@ class Trainer:
 
         Raises what ended the run early, after everything in flight was cancelled.
         """
-        async with self.residency("prove", PROVING):
-            metrics = await self.weights.prove(done)
+        metrics = await self.weights.prove(done)
         if not done:
             await on_step(0, metrics)
         sampling = asyncio.create_task(self.sampler.run())
@@ -89,12 +85,10 @@ class Trainer:
             trained = await self.train(batch, step)
         self.recorder.write(step, batch, trained)
         judged = self.weights.check(trained)
-        async with self.residency("sync", SYNCING):
-            synced = await self.weights.sync(step)
+        synced = await self.weights.sync(step)
         if not judged:  # the batch is older than the last sync: it says nothing of any
             trained = {name: metric for name, metric in trained.items() if not name.startswith("train_infer/")}
-            async with self.residency("prove", PROVING):
-                synced |= await self.weights.probe()
+            synced |= await self.weights.probe()
         return {
             **self.sampler.metrics(),
             **describe(batch, step - 1, self.config.max_staleness),

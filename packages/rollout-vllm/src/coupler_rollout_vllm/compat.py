@@ -106,6 +106,7 @@ def start(arguments: dict[str, Any]) -> Any:
     """Start an engine in a process of its own.
 
     Raises:
+        MemoryError: the device has too little memory for it.
         CouplerError: it did not start.
     """
     if arguments["dtype"] == "float32":  # else Triton's products, attention's among them, round to 10 bits on a GPU
@@ -114,9 +115,11 @@ def start(arguments: dict[str, Any]) -> Any:
         context = UsageContext.LLM_CLASS  # defaults of vLLM's offline generate: batches for throughput
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), usage_context=context)
     except (TypeError, ValueError, RuntimeError) as error:
+        text = f"vLLM {installed()[1]} did not start: {str(error).splitlines()[0]}"
+        if "memory" in text.lower():
+            raise MemoryError(text) from error
         raise CouplerError(
-            f"vLLM {installed()[1]} did not start: {str(error).splitlines()[0]}\n"
-            "  look at:  its own lines above; too little free memory (rollout.gpu_memory_gib) is usual"
+            f"{text}\n  look at:  its own lines above; too little free memory (rollout.gpu_memory_gib) is usual"
         ) from error
 
 

@@ -9,9 +9,11 @@ from coupler.claim import claimed
 from coupler.config.compose import Composed
 from coupler.data import fingerprint
 from coupler.errors import ConfigError
+from coupler.jobs.devices import share_devices, start
 from coupler.jobs.parts import Parts
 from coupler.plan import make_workers
 from coupler.plugins.manager import Plugins
+from coupler.residency import GENERATING
 
 
 def evaluate(composed: Composed, plugins: Plugins) -> dict[str, float]:
@@ -29,11 +31,12 @@ async def _evaluate(parts: Parts) -> dict[str, float]:
     with parts.running(fingerprint(prompt.row for prompt in prompts)) as (journal, rewards):
         await parts.place(make_workers(parts.config, frozenset(), parts.plugins, rollouts=True))
         engine, rollouts = parts.engine("policy", trains=False), parts.rollouts()
-        weights = parts.edge(engine, rollouts, prompts[0])
-        await engine.setup()
-        await weights.setup()
+        residency = share_devices(parts.config, engine, rollouts)
+        weights = parts.edge(engine, rollouts, prompts[0], residency)
+        await start(residency, weights, engine)
         await weights.prove()
-        metrics, scored = await parts.evaluator(parts.scorer(rollouts, rewards), prompts).run()
+        async with residency("eval", GENERATING):
+            metrics, scored = await parts.evaluator(parts.scorer(rollouts, rewards), prompts).run()
         journal.write_samples("eval.jsonl", scored, parts.codec.decode)
         await parts.report_unread()
         return journal.log(0, {**metrics, **rewards.metrics()})

@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from coupler import resume
 from coupler.checkpoint import Checkpoint, Checkpoints
@@ -32,6 +33,7 @@ from coupler.plan import VALUES, Plan, trained_engines, weight_path
 from coupler.plugins.manager import Plugins
 from coupler.plugins.tested import tested_ranges
 from coupler.profiling import NOTHING, Profile
+from coupler.residency import Residency
 from coupler.rewards import RewardPool
 from coupler.rollouts import RolloutGroup
 from coupler.sampling import Scorer
@@ -143,7 +145,9 @@ class Parts:
             print(f"{key}: dropped {dropped} prompts that are too long")
         return prompts
 
-    def edge(self, engine: WorkerGroup, rollouts: RolloutGroup, probe: Prompt) -> StreamShardingManager:
+    def edge(
+        self, engine: WorkerGroup, rollouts: RolloutGroup, probe: Prompt, residency: Residency
+    ) -> StreamShardingManager:
         config, plugins = self.config, self.plugins
         weight_format, transport = weight_path(config, plugins)
         return plugins.get("sharding", config.sync.manager).load()(
@@ -154,6 +158,7 @@ class Parts:
             transport=plugins.get("transport", transport).target,
             probe_prompt=probe.ids,
             temperature=config.sampling.temperature,
+            residency=residency,
         )
 
     async def report_unread(self) -> None:
@@ -254,8 +259,18 @@ class Parts:
         facts = {**self.facts(data), "packages": installed()}
         return Checkpoints(Path(self.config.run_dir) / "checkpoints", self.config.checkpoint, facts)
 
-    async def restore(self, found: Checkpoint, roles: Mapping[str, WorkerGroup], trainer: Resumable, data: str) -> None:
+    async def restore(
+        self,
+        found: Checkpoint,
+        roles: Mapping[str, WorkerGroup],
+        trainer: Resumable,
+        data: str,
+        hold: Callable[[str], AbstractAsyncContextManager[Any]],
+    ) -> None:
         """Bring engines and trainer to where ``found`` was made; of another configuration, the engines alone.
+
+        Args:
+            hold: all of a role is on its device within it.
 
         Raises:
             DataError: the rows are other ones than then.
@@ -272,7 +287,8 @@ class Parts:
             )
         held = {role: group for role, group in roles.items() if role in found.manifest["roles"]}
         for role, group in held.items():
-            await found.restore(role, group)
+            async with hold(role):
+                await found.restore(role, group)
         if found.manifest["config"] == self.facts(data)["config"]:
             trainer.restore(found.state, reset_data=reset)
             return

@@ -53,8 +53,8 @@ async def _supervise(parts: Parts) -> dict[str, float]:
         async with parts.checkpoints(data) as checkpoints:
             trainer = SupervisedTrainer(config, policy=policy, algorithm=algorithm, examples=examples)
             if found:
-                await parts.restore(found, trained, trainer, data)
-            saving = Saving(config, checkpoints, trained, trainer, log, lambda _: nullcontext())
+                await parts.restore(found, trained, trainer, data, nullcontext)
+            saving = Saving(config, checkpoints, trained, trainer, log, nullcontext)
             with heap_set_aside():
                 await trainer.fit(saving.after, done)
         if config.checkpoint.export:

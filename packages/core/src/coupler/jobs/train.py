@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,10 +16,11 @@ from coupler.buffer import Buffer
 from coupler.claim import claimed
 from coupler.columns import ROUTED_EXPERTS
 from coupler.config.compose import Composed
-from coupler.config.schema import ExecutorName, RouterReplay, RunConfig
+from coupler.config.schema import RouterReplay, RunConfig
 from coupler.data import PromptStream, fingerprint
 from coupler.evaluation import Evaluator
-from coupler.interfaces import Memory, Output, Part
+from coupler.interfaces import Output
+from coupler.jobs.devices import hold_state, hold_trained, share_devices, start
 from coupler.jobs.parts import Parts, heap_set_aside
 from coupler.jobs.saving import Saving, due
 from coupler.journal import Journal
@@ -28,11 +28,10 @@ from coupler.metrics import Metrics, merge
 from coupler.plan import VALUES, is_own_reference, make_plan
 from coupler.plugins.manager import Plugins
 from coupler.record import Recorder
-from coupler.residency import Held, Holder, Residency
+from coupler.residency import GENERATING, Held, Residency
 from coupler.rewards import RewardPool
-from coupler.rollouts import RolloutGroup
 from coupler.sampling import Sampler
-from coupler.trainer import GENERATING, Provider, Trainer, warmup_steps
+from coupler.trainer import Provider, Trainer, warmup_steps
 from coupler.workers import WorkerGroup
 
 REFERENCE, OLD = "ref_logprobs", "old_logprobs"
@@ -68,10 +67,8 @@ async def _train(parts: Parts) -> dict[str, float]:
         critic = parts.critic(judge, algorithm.critic) if judge else None
         residency = share_devices(config, policy, rollouts, reference, critic)
         scorer = parts.scorer(rollouts, rewards)
-        weights = parts.edge(policy, rollouts, prompts[0])
-        for group in filter(None, (policy, reference, critic)):
-            await group.setup()
-        await weights.setup()
+        weights = parts.edge(policy, rollouts, prompts[0], residency)
+        await start(residency, weights, policy, reference, critic)
         max_rejected = config.max_rejected_factor * config.prompts_per_step
         buffer = Buffer(config.prompts_per_step, config.max_staleness, max_rejected)
         sampler = Sampler(
@@ -102,7 +99,7 @@ async def _train(parts: Parts) -> dict[str, float]:
                 recorder=Recorder(journal.run_dir / "record", config.record.every_steps),
             )
             if found:
-                await parts.restore(found, trained, trainer, data)
+                await parts.restore(found, trained, trainer, data, partial(hold_trained, residency))
             saving = Saving(config, checkpoints, trained, trainer, steps.after, partial(hold_state, residency))
             with heap_set_aside():
                 await trainer.fit(saving.after, done)
@@ -149,11 +146,6 @@ class _Steps:
         return due(config.eval.every_steps, step) or (step == config.steps and config.eval.every_steps > 0)
 
 
-def hold_state(residency: Residency, role: str) -> AbstractAsyncContextManager[None]:
-    """A role's state on its device, to be written. The rollout's weights stay: nothing would bring them back."""
-    return residency("save", {role: frozenset({Held.PARAMS, Held.OPTIMIZER}), "rollout": frozenset({Held.WEIGHTS})})
-
-
 def unreplayed(config: RunConfig, folder: Path) -> str:
     """Why this run should replay routes, where its model has experts and it does not; else nothing."""
     file = folder / "config.json"
@@ -198,52 +190,3 @@ def column_providers(
     if critic:
         providers[VALUES] = forward_of("critic", critic, values=Output("values"))
     return providers
-
-
-def share_devices(
-    config: RunConfig,
-    policy: WorkerGroup,
-    rollouts: RolloutGroup,
-    reference: WorkerGroup | None,
-    critic: WorkerGroup | None,
-) -> Residency:
-    """The Residency of a run whose roles live on the same devices, if ``offload`` says that they take turns."""
-
-    holders = {"policy": _engine_holder(policy), "rollout": _rollout_holder(rollouts)}
-    apart = config.executor is ExecutorName.RAY  # else they are in the policy's process, and its number has them
-    if reference:
-        holders["reference"] = _engine_holder(reference, frozenset({Held.PARAMS}), measured=apart)
-    if critic:
-        holders["critic"] = _engine_holder(critic, measured=apart)
-    return Residency(holders, shared=config.offload)
-
-
-def _engine_holder(
-    group: WorkerGroup,
-    parts: frozenset[Held] = frozenset({Held.PARAMS, Held.GRADS, Held.OPTIMIZER}),
-    *,
-    measured: bool = True,
-) -> Holder:
-    async def evict(part: Held) -> None:
-        await group.all("do", "offload", frozenset({Part(part)}))
-
-    async def admit(part: Held) -> None:
-        await group.all("do", "onload", frozenset({Part(part)}))
-
-    async def device_bytes() -> int:
-        return max(await group.all("do", "device_bytes")) if measured else 0
-
-    return Holder(parts, evict, admit, device_bytes)
-
-
-def _rollout_holder(rollouts: RolloutGroup) -> Holder:
-    async def evict(part: Held) -> None:
-        await rollouts.tell("sleep", frozenset({Memory(part)}))
-
-    async def admit(part: Held) -> None:
-        await rollouts.tell("wake", frozenset({Memory(part)}))
-
-    async def device_bytes() -> int:
-        return max(await rollouts.tell("device_bytes"), default=0)
-
-    return Holder(frozenset({Held.WEIGHTS, Held.KV_CACHE}), evict, admit, device_bytes)

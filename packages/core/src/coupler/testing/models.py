@@ -42,7 +42,7 @@ def write_toy(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-_SMALL: dict[str, Any] = {
+SMALL: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 128,
     "intermediate_size": 96,
@@ -60,7 +60,7 @@ def write_qwen2(folder: Path, *, tied: bool, seed: int = 0) -> Path:
     """Write a float32 Qwen2 with two layers, grouped heads and random biases, and its tokenizer."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    return write_random(Qwen2ForCausalLM(Qwen2Config(**_SMALL, tie_word_embeddings=tied)), folder, seed)
+    return write_random(Qwen2ForCausalLM(Qwen2Config(**SMALL, tie_word_embeddings=tied)), folder, seed)
 
 
 def write_qwen3_moe(folder: Path, seed: int = 0) -> Path:
@@ -74,7 +74,7 @@ def write_qwen3_moe(folder: Path, seed: int = 0) -> Path:
         "norm_topk_prob": True,
         "head_dim": 64,
     }
-    config = Qwen3MoeConfig(**_SMALL, **experts, tie_word_embeddings=False)
+    config = Qwen3MoeConfig(**SMALL, **experts, tie_word_embeddings=False)
     return write_random(Qwen3MoeForCausalLM(config), folder, seed)
 
 
