@@ -59,6 +59,7 @@ def told(folder: Path, story: Story, count: int = 2) -> None:
             probe_prompt=(5, 6),
             temperature=1.0,
             residency=Residency({}, shared=False),
+            in_flight=InFlight.DRAIN,
         )
         await edge.engine.setup()
         await edge.setup()

@@ -106,6 +106,7 @@ def make_edge(folder: Path, count: int = 1) -> StreamShardingManager:
         probe_prompt=(5, 6),
         temperature=1.0,
         residency=Residency({}, shared=False),
+        in_flight=InFlight.DRAIN,
     )
 
 

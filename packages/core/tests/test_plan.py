@@ -11,6 +11,7 @@ from coupler.config.compose import compose
 from coupler.config.reads import track
 from coupler.config.schema import Job
 from coupler.errors import ConfigError, PluginError
+from coupler.interfaces import InFlight
 from coupler.plan import Plan, make_plan
 from coupler.plugins.manager import Plugins
 
@@ -114,7 +115,28 @@ def test_reference_is_a_role_when_the_algorithm_needs_it() -> None:
 
 def test_staleness() -> None:
     assert "take turns" in planned().render()
-    assert "at most 2 versions behind" in planned("max_staleness=2").render()
+    assert "at most 2 versions behind; what they sample during a sync: recompute" in planned("max_staleness=2").render()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "able", "how"),
+    [
+        ((), True, InFlight.DRAIN),  # nothing is in flight then
+        (("max_staleness=1",), True, InFlight.RECOMPUTE),
+        (("max_staleness=1",), False, InFlight.DRAIN),
+        (("max_staleness=1", "sync.in_flight=drain"), True, InFlight.DRAIN),
+        (("max_staleness=1", "sync.in_flight=abort"), True, InFlight.ABORT),
+    ],
+)
+def test_what_a_sync_does_with_what_is_being_sampled(overrides: tuple[str, ...], able: bool, how: InFlight) -> None:
+    plugins = Plugins.load()
+    config = compose(plugins, [*NEEDED, *overrides]).config
+    if not able:
+        toy = plugins.get("rollout", "toy")
+        less = dataclasses.replace(toy, capabilities=toy.capabilities_of(config.rollout) - {"in_flight:recompute"})
+        get = plugins.get
+        plugins.get = lambda kind, name: less if kind == "rollout" else get(kind, name)  # type: ignore[method-assign]
+    assert make_plan(config, None, plugins).in_flight is how
 
 
 def test_indivisible_batch_names_the_nearest_values() -> None:

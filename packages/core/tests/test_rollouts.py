@@ -204,6 +204,7 @@ def make_edge(group: RolloutGroup, transport: str) -> StreamShardingManager:
         probe_prompt=(5, 6),
         temperature=1.0,
         residency=Residency({}, shared=False),
+        in_flight=InFlight.DRAIN,
     )
 
 

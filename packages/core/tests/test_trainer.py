@@ -80,8 +80,7 @@ def test_the_side_that_failed_is_heard_not_the_one_that_noticed(tmp_path: Path) 
 @pytest.mark.parametrize("in_flight", [InFlight.DRAIN, InFlight.RECOMPUTE])
 def test_staleness_is_bounded(tmp_path: Path, in_flight: InFlight) -> None:
     config = small(steps=12, max_staleness=2)
-    config.sync.in_flight = in_flight
-    log = ToyRun(tmp_path, config).run()
+    log = ToyRun(tmp_path, config, in_flight=in_flight).run()
     assert len(log) == 13
     assert max(step["staleness/max"] for step in log[1:]) <= 2
     assert sum(step["staleness/violations"] for step in log[1:]) == 0
@@ -320,8 +319,7 @@ class Cut(ToyRollout):
 
 def test_a_completion_may_be_cut_off_by_several_syncs(tmp_path: Path) -> None:
     config = small(steps=10, max_staleness=4, sampling=SamplingConfig(max_tokens=200))
-    config.sync.in_flight = InFlight.ABORT
-    log = ToyRun(tmp_path, config).run()
+    log = ToyRun(tmp_path, config, in_flight=InFlight.ABORT).run()
     assert len(log) == 11 and max(step["staleness/max"] for step in log[1:]) <= 4
 
 

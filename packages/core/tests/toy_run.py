@@ -12,7 +12,7 @@ from coupler.buffer import Buffer
 from coupler.config.schema import RouterReplay, RunConfig, SamplingConfig
 from coupler.data import Prompt, PromptStream, Row
 from coupler.executors import Local
-from coupler.interfaces import Algorithm, Head, Model, Rank
+from coupler.interfaces import Algorithm, Head, InFlight, Model, Rank
 from coupler.jobs.devices import share_devices, start
 from coupler.jobs.train import column_providers
 from coupler.metrics import Metrics
@@ -56,6 +56,7 @@ class ToyRun:
         rollout: str = "coupler.testing.toy:ToyRollout",
         transport: str = "coupler.transports.inproc:InprocTransport",
         reward: str = REWARD,
+        in_flight: InFlight = InFlight.DRAIN,
     ) -> None:
         self.config, self.folder = config, folder
         self.model = Model(str(write_toy(folder / "model")))
@@ -89,6 +90,7 @@ class ToyRun:
             probe_prompt=(5, 6, 7),
             temperature=config.sampling.temperature,
             residency=self.residency,
+            in_flight=in_flight,
         )
         (folder / "reward.py").write_text(reward)
         self.pool = RewardPool(f"{folder / 'reward.py'}:score", 1, 10.0, 0.01)

@@ -154,6 +154,7 @@ def one_replica(reference: TransformersReference, rank: int = 0) -> tuple[Rollou
         probe_prompt=(5, 6, 7),
         temperature=1.0,
         residency=Residency({}, shared=False),
+        in_flight=InFlight.DRAIN,
     )
     return group, edge
 

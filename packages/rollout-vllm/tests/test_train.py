@@ -48,7 +48,7 @@ def run(folder: Path, reference: TransformersReference, *overrides: str) -> list
     [
         ("sync.transport=disk", "offload=true"),
         # nccl: over gloo, on the CPU
-        ("max_staleness=1", "algorithm.correction_cap=2", "sync.in_flight=recompute", "sync.transport=nccl"),
+        ("max_staleness=1", "algorithm.correction_cap=2", "sync.transport=nccl"),
         ("engine.lora_rank=4", "sync.transport=tcp"),
         ("engine.lora_rank=4", "rollout.max_lora_rank=4", "sync.transport=disk", "offload=true"),
     ],

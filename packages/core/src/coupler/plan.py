@@ -11,16 +11,17 @@ from typing import Any
 
 from coupler.config.options import SECTIONS, in_full, section
 from coupler.config.reads import original
-from coupler.config.schema import ExecutorName, Job, Placement, RouterReplay, RunConfig
+from coupler.config.schema import ExecutorName, Job, OnSync, Placement, RouterReplay, RunConfig
 from coupler.data.prompts import Limit
 from coupler.errors import ConfigError
-from coupler.interfaces import EngineConfig
+from coupler.interfaces import EngineConfig, InFlight
 from coupler.placement import ROLLOUT, Role, make_shares
 from coupler.plugins.manager import Plugins
 from coupler.trainer import optimizer_steps
 
 FREES_MEMORY = {"engine": "memory:offload", "rollout": "memory:sleep"}
 ROUTES = "output:routed_experts"  # capability of an engine, and of a rollout
+RECOMPUTES = "in_flight:recompute"  # capability of a rollout
 VALUES = "values"  # column of a critic
 NEEDS = "needs:"  # capability of an algorithm: a column that core adds, for example needs:ref_logprobs
 
@@ -41,6 +42,7 @@ class Plan:
     max_tokens_per_micro_batch: int  # 0: the engine has no such option
     rates: Mapping[str, str]  # how the learning rate of a trained role goes, where its engine says
     max_staleness: int
+    in_flight: InFlight  # what a sync does with requests that are being sampled
     num_rows: int | None  # None: not known without loading the data
     num_shards: int  # data shards of the engine
     executor: ExecutorName
@@ -105,7 +107,8 @@ class Plan:
         if self.rates:
             lines.append(("learning rate", "; ".join(f"{role} {rate}" for role, rate in self.rates.items())))
         if self.job is Job.TRAIN:
-            behind = f"rollouts run at most {_count(self.max_staleness, 'version')} behind"
+            behind = f"rollouts run at most {_count(self.max_staleness, 'version')} behind; "
+            behind += f"what they sample during a sync: {self.in_flight}"
             lines.append(("staleness", behind if self.max_staleness else "0: sampling and training take turns"))
         lines.append(("layout", f"{_count(self.num_shards, 'data shard')}; {', '.join(self.roles)}"))
         lines.append(("executor", self._executor()))
@@ -182,6 +185,7 @@ def make_plan(
         max_tokens_per_micro_batch=_micro_batch_tokens(config.engine),
         rates={role: engine.rate for role, engine in engines.items() if engine.rate},
         max_staleness=config.max_staleness,
+        in_flight=on_sync(config, plugins) if trains else InFlight.DRAIN,
         num_rows=num_rows,
         num_shards=max(config.engine.ranks // config.engine.ranks_per_shard, 1),
         executor=config.executor,
@@ -211,6 +215,14 @@ def trained_engines(config: RunConfig, has_critic: bool) -> dict[str, EngineConf
         except ValueError as error:
             raise ConfigError(in_full(str(error), path)) from None
     return engines
+
+
+def on_sync(config: RunConfig, plugins: Plugins) -> InFlight:
+    """What a sync does with requests that are being sampled, ``auto`` resolved."""
+    if config.sync.in_flight is not OnSync.AUTO:
+        return InFlight(config.sync.in_flight)
+    able = plugins.get("rollout", config.rollout.name).capabilities_of(config.rollout)
+    return InFlight.RECOMPUTE if config.max_staleness and RECOMPUTES in able else InFlight.DRAIN
 
 
 def is_own_reference(config: RunConfig, plugins: Plugins) -> bool:

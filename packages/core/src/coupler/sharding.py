@@ -18,6 +18,7 @@ from coupler.errors import PeerLost, ReplicaDied, WaitTimeout, WeightSyncError
 from coupler.interfaces import (
     LORA,
     Completion,
+    InFlight,
     Output,
     Request,
     SendReceipt,
@@ -80,8 +81,9 @@ class StreamShardingManager(ShardingManager):
         probe_prompt: tuple[int, ...],
         temperature: float,
         residency: Residency,
+        in_flight: InFlight,
     ) -> None:
-        self.residency = residency
+        self.residency, self.in_flight = residency, in_flight
         self.config, self.engine, self.rollouts = config, engine, rollouts
         self.weight_format, self.transport = weight_format, transport
         self.synced = ADAPTER if weight_format == LORA else WEIGHTS
@@ -201,10 +203,10 @@ class StreamShardingManager(ShardingManager):
             WeightSyncError: a replica did not take it all.
         """
         for attempt in range(1 + MAX_RESTARTS * len(self.rollouts.replicas)):
-            await self.rollouts.pause(self.config.in_flight)
+            await self.rollouts.pause(self.in_flight)
             if self.rollouts.dead:
                 async with self.residency("start_rollout", GENERATING):
-                    await self.rollouts.revive(self.config.in_flight)
+                    await self.rollouts.revive(self.in_flight)
             async with self.residency(phase, SYNCING):
                 with suppress(ReplicaDied):  # the next attempt starts it again
                     needed = await self._needed(streams)

@@ -31,9 +31,8 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from coupler.config.options import SECTIONS, Options, flatten, in_full, section, wrong_value
 from coupler.config.overrides import merge, nest, parse_overrides, read_file
 from coupler.config.plain import to_plain
-from coupler.config.schema import JOBS, Job, RunConfig, does_evaluate, problems
+from coupler.config.schema import JOBS, Job, OnSync, RunConfig, does_evaluate, problems
 from coupler.errors import ConfigError, PluginError
-from coupler.interfaces import InFlight
 from coupler.plugins.backend import Kind
 from coupler.plugins.manager import Plugins, Source
 
@@ -333,9 +332,8 @@ def _incapable(plugins: Plugins, config: RunConfig, job: Job) -> Iterator[str]:
             f"algorithm={config.algorithm.name} trains a critic, and critic.engine={config.critic.engine.name} does "
             f"not compute values ({GIVES_VALUES}): set engine@critic.engine to one of {', '.join(sorted(able))}."
         )
-    if config.sync.in_flight is not InFlight.DRAIN and f"in_flight:{config.sync.in_flight}" not in declared(
-        Kind.ROLLOUT
-    ):
+    how, able = config.sync.in_flight, declared(Kind.ROLLOUT)
+    if how not in (OnSync.AUTO, OnSync.DRAIN) and f"in_flight:{how}" not in able:
         yield f"sync.in_flight={config.sync.in_flight}: rollout={config.rollout.name} cannot; every one can drain."
 
 

@@ -118,12 +118,22 @@ class ProfileConfig:
     path: str = ""  # folder of the traces; empty: profile/ in run_dir
 
 
+class OnSync(StrEnum):
+    """What a sync does with requests that are being sampled: see :class:`~coupler.interfaces.InFlight`."""
+
+    AUTO = "auto"  # recompute with max_staleness above 0, where the rollout can; else drain
+    DRAIN = InFlight.DRAIN
+    ABORT = InFlight.ABORT
+    RECOMPUTE = InFlight.RECOMPUTE
+    STALE_KV = InFlight.STALE_KV
+
+
 @dataclass
 class SyncConfig:
     manager: str = "stream"  # a backend of kind sharding
     transport: str = ""  # empty: the best that engine and rollout share
     deadline_s: float = 600.0  # for one sync
-    in_flight: InFlight = InFlight.DRAIN  # what a sync does with unfinished requests; others need max_staleness > 0
+    in_flight: OnSync = OnSync.AUTO  # abort, recompute and stale_kv need max_staleness > 0, where some are in flight
     self_test: bool = True  # push a permuted copy first, so that a push that changes nothing cannot pass
     max_mean_logprob_diff: float = 0.0  # limit of the probe of every sync; 0: by dtype of the model
 
@@ -378,7 +388,7 @@ def _training_problems(config: RunConfig) -> Iterator[str]:
             "offload=true needs max_staleness=0, got "
             f"{config.max_staleness}: while rollouts run during training, neither side can give up its memory."
         )
-    if config.max_staleness == 0 and config.sync.in_flight is not InFlight.DRAIN:
+    if config.max_staleness == 0 and config.sync.in_flight not in (OnSync.AUTO, OnSync.DRAIN):
         yield (
             f"sync.in_flight={config.sync.in_flight} needs max_staleness above 0: a synchronous run has nothing in "
             "flight during a sync."

@@ -29,7 +29,7 @@ from coupler.jobs.saving import Resumable, export_folder
 from coupler.journal import Journal
 from coupler.manifest import installed
 from coupler.placement import Role
-from coupler.plan import VALUES, Plan, trained_engines, weight_path
+from coupler.plan import VALUES, Plan, on_sync, trained_engines, weight_path
 from coupler.plugins.manager import Plugins
 from coupler.plugins.tested import tested_ranges
 from coupler.profiling import NOTHING, Profile
@@ -159,6 +159,7 @@ class Parts:
             probe_prompt=probe.ids,
             temperature=config.sampling.temperature,
             residency=residency,
+            in_flight=on_sync(config, plugins),
         )
 
     async def report_unread(self) -> None:
