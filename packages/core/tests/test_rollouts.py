@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 
 from coupler.config.schema import SyncConfig
+from coupler.data import Prompt, Row
 from coupler.errors import CouplerError, ReplicaDied, WaitTimeout
 from coupler.executors import Local
 from coupler.interfaces import Completion, InFlight, Memory, Model, Rank, Request, SyncReceipt, WeightUpdate
 from coupler.plugins.manager import Plugins
 from coupler.residency import Residency
-from coupler.rollouts import MAX_RESTARTS, RolloutGroup
+from coupler.rollouts import FULLER, MAX_RESTARTS, RolloutGroup
+from coupler.sampling import Scorer
 from coupler.sharding import StreamShardingManager
 from coupler.testing.models import write_toy
 from coupler.testing.toy import ToyRollout
@@ -35,7 +37,7 @@ class MortalRollout(ToyRollout):
     closed = False
 
     async def setup(self, rank: Rank) -> int:
-        self.dead = False
+        self.dead, self.came = False, []
         self.starts += 1
         return await super().setup(rank)
 
@@ -44,6 +46,7 @@ class MortalRollout(ToyRollout):
 
     async def generate(self, request: Request) -> Completion:
         self.check()
+        self.came.append(request)
         done = await super().generate(request)
         self.check()
         return done
@@ -137,6 +140,39 @@ def test_a_session_moves_when_its_replica_dies(tmp_path: Path) -> None:
         replica(group, first).dead = True
         await group.generate(requests(1, session="talk")[0])
         assert group.sessions["talk"] == 1 - first
+
+    asyncio.run(story())
+
+
+class AsItIs:
+    """A codec, and rewards."""
+
+    def decode(self, ids: tuple[int, ...]) -> str:
+        return str(ids)
+
+    async def score(self, *_: Any) -> float:
+        return 1.0
+
+
+@pytest.mark.parametrize(("groups", "count", "together"), [(64, 4, True), (9, 4, False), (2, 4, False), (3, 1, True)])
+def test_samples_of_one_prompt_meet_on_one_replica(tmp_path: Path, groups: int, count: int, together: bool) -> None:
+    """Where all replicas have as much to do; and what it takes to know them is forgotten with them."""
+
+    async def story() -> None:
+        group = make_group(tmp_path, count)
+        await group.setup()
+        scorer = Scorer(group, AsItIs(), AsItIs(), ())  # type: ignore[arg-type]
+        prompts = [Prompt(Row(str(i), "", i, {}), (5, 6 + i)) for i in range(groups)]
+        running = [
+            asyncio.ensure_future(scorer.sample(p, list(range(8)), 20, 1.0, groups=groups)) for p in prompts
+        ]
+        while sum(group.outstanding) < 22 * 8 * groups:
+            await asyncio.sleep(0)
+        assert max(group.outstanding) * count <= FULLER * sum(group.outstanding)
+        await asyncio.gather(*running)
+        assert not group.sessions
+        came = [{r.prompt for r in replica(group, i).came} for i in range(count)]
+        assert (sum(map(len, came)) == groups) == together
 
     asyncio.run(story())
 

@@ -16,6 +16,7 @@ from coupler.interfaces import Completion, Finish, InFlight, Model, Rank, Reques
 from coupler.transports.connection import call_off
 
 FINISHES = get_args(Finish)
+FULLER = 1.125  # than the mean, a replica may be so that samples of one prompt meet in its prefix cache
 MAX_RESTARTS = 3  # of one replica in a run: one that dies again and again has a cause that a restart does not mend
 
 
@@ -230,6 +231,15 @@ class RolloutGroup:
                 return answer
             if not self._living():
                 raise answer
+
+    def keeps_whole(self, groups: int) -> bool:
+        """Whether so many equal groups of requests load the replicas evenly enough with each group on one of them."""
+        count = len(self.replicas)
+        return -(-groups // count) * count <= FULLER * groups
+
+    def end(self, session: str) -> None:
+        """Forget where a session was: no request of it follows."""
+        self.sessions.pop(session, None)
 
     def _route(self, request: Request) -> int:
         kept = self.sessions.get(request.session) if request.session else None

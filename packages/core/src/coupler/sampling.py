@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,7 @@ class Scorer:
 
     def __init__(self, rollouts: RolloutGroup, rewards: RewardPool, codec: Codec, stop: tuple[int, ...]) -> None:
         self.rollouts, self.rewards, self.codec, self.stop = rollouts, rewards, codec, stop
+        self.names = count()
 
     async def sample(
         self,
@@ -51,15 +53,22 @@ class Scorer:
         max_tokens: int,
         temperature: float,
         *,
+        groups: int,
         top_p: float = 1.0,
         routed_experts: bool = False,
     ) -> list[Scored]:
-        """One scored completion per seed; those without a valid reward are left out, and counted by the pool."""
-        requests = (
-            Request(prompt.ids, max_tokens, temperature, self.stop, seed, routed_experts=routed_experts, top_p=top_p)
-            for seed in seeds
-        )
-        found = await asyncio.gather(*(self._one(prompt, request) for request in requests))
+        """One scored completion per seed; those without a valid reward are left out, and counted by the pool.
+
+        Args:
+            groups: calls that run side by side, this one included. If they are enough to load all replicas evenly, a
+                call's completions come from one replica, which computes the prompt once.
+        """
+        session = f"group {next(self.names)}" if self.rollouts.keeps_whole(groups) else ""
+        first = Request(prompt.ids, max_tokens, temperature, self.stop, 0, session, routed_experts, top_p)
+        try:
+            found = await asyncio.gather(*(self._one(prompt, replace(first, seed=seed)) for seed in seeds))
+        finally:
+            self.rollouts.end(session)
         return [scored for scored in found if scored]
 
     async def _one(self, prompt: Prompt, request: Request) -> Scored | None:
@@ -134,7 +143,10 @@ class Sampler:
             seeds = [derive(self.seed, "sample", number, i) for i in range(self.samples_per_prompt)]
             length, temperature = self.config.max_tokens, self.config.temperature
             routes = self.routed_experts
-            scored = await self.scorer.sample(prompt, seeds, length, temperature, routed_experts=routes)
+            groups = self.buffer.prompts_per_step
+            scored = await self.scorer.sample(
+                prompt, seeds, length, temperature, groups=groups, routed_experts=routes
+            )
             if len(scored) < min(2, self.samples_per_prompt):
                 await self.buffer.reject(number, "its rewards are invalid")
             else:
