@@ -174,6 +174,25 @@ class ReportsRawLogprobs(toy.ToyRollout):
         return replace(done, logprobs=tuple(raw[np.arange(len(previous)), done.tokens].tolist()))
 
 
+@fault("test_logprobs_are_of_the_sampling_distribution")
+class LosesALogprob(toy.ToyRollout):
+    async def generate(self, request):
+        done = await super().generate(request)
+        return replace(done, logprobs=done.logprobs[1:])
+
+
+@fault("test_a_request_is_all_that_it_is_asked")
+class TakesAPriority(toy.ToyRollout):
+    async def generate(self, request, priority=0):
+        return await super().generate(request)
+
+
+@fault("test_routes_have_a_row_for_every_token")
+class RoutesNobodyAskedFor(toy.ToyRollout):
+    async def generate(self, request):
+        return replace(await super().generate(request), routed_experts=np.zeros((1, 1, 1), np.int16))
+
+
 @fault("test_samples_follow_the_distribution_they_report")
 class SamplesTheLikelyHalf(toy.ToyRollout):
     async def generate(self, request):

@@ -293,6 +293,12 @@ class Repeats(ToyRollout):
         return replace(await super().generate(request), finish="repetition")  # type: ignore[arg-type]
 
 
+class Loses(ToyRollout):
+    async def generate(self, request: Request) -> Completion:
+        done = await super().generate(request)
+        return replace(done, logprobs=done.logprobs[1:])
+
+
 class Aborts(ToyRollout):
     async def generate(self, request: Request) -> Completion:
         return replace(await super().generate(request), finish="abort")
@@ -301,6 +307,7 @@ class Aborts(ToyRollout):
 @pytest.mark.parametrize(
     ("rollout", "what"),
     [
+        ("Loses", r"a rollout returned 3 log-probs and 4 versions of 4 tokens"),
         ("Repeats", "ended a request with 'repetition', which is none of stop, length, abort"),
         ("Aborts", "cut a request off without a pause"),
     ],

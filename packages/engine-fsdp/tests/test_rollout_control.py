@@ -95,18 +95,6 @@ def test_updates_take_effect_again_and_again_with_sleep_between(tmp_path: Path) 
     asyncio.run(run())
 
 
-def test_generating_asleep_is_an_error(tmp_path: Path) -> None:
-    model = make_model(tmp_path, "llama")
-
-    async def run() -> None:
-        rollout = await start(tmp_path, model)
-        await rollout.sleep(frozenset({Memory.WEIGHTS}))
-        with pytest.raises(CouplerError, match="sleep"):
-            await rollout.generate(REQUESTS[0])
-
-    asyncio.run(run())
-
-
 def test_drain_finishes_what_runs_and_holds_what_comes(tmp_path: Path) -> None:
     model = make_model(tmp_path, "llama")
 

@@ -39,11 +39,6 @@ def error(reference: TransformersReference, request: Request, done: Completion) 
     return float(np.abs(want - done.logprobs).max())
 
 
-def test_one_free_position_gives_one_token(served: Served) -> None:
-    (done,) = generate(served, Request(tuple(range(4, 4 + POSITIONS - 1)), 50))
-    assert (len(done.tokens), done.finish) == (1, "length")
-
-
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
@@ -61,76 +56,11 @@ def test_malformed_requests_are_refused_before_the_engine(served: Served, reques
         generate(served, request_)
 
 
-def test_stop_and_length_are_told_apart(served: Served) -> None:
-    request = Request((9, 8, 7), 6, 1.0, seed=3)
-    (full,) = generate(served, request)
-    assert full.finish == "length"
-    (cut,) = generate(served, Request((9, 8, 7), 6, 1.0, (full.tokens[2],), seed=3))
-    first = full.tokens.index(full.tokens[2])
-    assert (cut.finish, cut.tokens) == ("stop", full.tokens[: first + 1])
-
-
-def test_sampling_defaults_of_the_folder_are_ignored(served: Served, reference: TransformersReference) -> None:
-    """Its generation_config.json has a temperature, a top-k, a penalty and stop tokens."""
-    request = Request((5, 5, 5, 6), 40, 1.3, seed=2)
-    (done,) = generate(served, request)
-    assert len(done.tokens) == 40
-    assert error(reference, request, done) < 1e-3
-
-
-def test_a_request_has_no_arguments_of_one_engine() -> None:
-    """Audio, processor arguments or priorities: not accepted by one engine and dropped by another."""
-    with pytest.raises(TypeError, match="priority"):
-        Request((1,), 1, priority=3)  # type: ignore[call-arg]
-
-
 def test_logprobs_that_do_not_match_the_tokens_are_an_error() -> None:
     """Not an empty completion, and not an index error three calls later."""
     output = SimpleNamespace(new_token_ids=[1, 2], new_logprobs=SimpleNamespace(logprobs=np.array([[-0.5]])))
     with pytest.raises(CouplerError, match="1 log-probs of 2 tokens"):
         compat.logprobs_of(output)
-
-
-def test_requests_during_a_pause_wait(served: Served) -> None:
-    async def story() -> None:
-        for how in InFlight:
-            await served.rollout.pause(how)
-            late = asyncio.ensure_future(served.rollout.generate(Request((5,), 2)))
-            await asyncio.sleep(0.05)
-            assert not late.done(), how
-            await served.rollout.resume()
-            assert len((await late).tokens) == 2
-
-    served.run(story)
-
-
-def test_memory_comes_and_goes_by_part(served: Served, reference: TransformersReference) -> None:
-    """Who sleeps is asked for nothing; a cache that slept is empty, weights that slept need an update."""
-    rollout, request = served.rollout, Request((5, 6, 7), 8, seed=1)
-    (before,) = generate(served, request)
-
-    async def refused(text: str, kind: type[Exception] = CouplerError) -> None:
-        with pytest.raises(kind, match=text):
-            await rollout.generate(request)
-
-    async def story() -> None:
-        await rollout.pause(InFlight.DRAIN)
-        await rollout.sleep(frozenset({Memory.KV_CACHE}))
-        await rollout.resume()
-        await refused("the rollout's kv_cache sleep")
-        await rollout.wake(frozenset({Memory.KV_CACHE}))
-        assert (await rollout.generate(request)).tokens == before.tokens
-        await rollout.sleep(frozenset(Memory))
-        await refused("the rollout's kv_cache and weights sleep")
-        with pytest.raises(WeightSyncError, match="the rollout's weights sleep"):
-            await rollout.update(None)  # type: ignore[arg-type]
-        await rollout.wake(frozenset({Memory.WEIGHTS}))
-        await served.edge.push((name, torch.from_numpy(tensor)) for name, tensor in reference.tensors.items())
-        await refused("the rollout's kv_cache sleep")
-        await rollout.wake(frozenset({Memory.KV_CACHE}))
-        assert (await rollout.generate(request)).tokens == before.tokens
-
-    served.run(story)
 
 
 def test_hand_overs_leave_memory_flat(served: Served, reference: TransformersReference) -> None:

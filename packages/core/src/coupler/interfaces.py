@@ -413,7 +413,7 @@ class Rollout(ABC):
         """Undo :meth:`pause`."""
 
     async def sleep(self, what: frozenset[Memory]) -> None:
-        """Free this device memory. Capability ``memory:sleep``."""
+        """Free this device memory; until it is back, :meth:`generate` raises. Capability ``memory:sleep``."""
 
     async def wake(self, what: frozenset[Memory]) -> None:
         """Undo :meth:`sleep`. Weights come back with undefined contents: an update follows."""

@@ -201,13 +201,18 @@ class RolloutGroup:
         """Sample one completion, with the routes of its tokens if these were asked for.
 
         Raises:
-            CouplerError: there are none, or it ended in a way that :class:`Completion` does not know.
+            CouplerError: there are none, or it is none that :class:`Completion` describes.
         """
         done = await self._sample(request)
         if done.finish not in FINISHES:
             raise CouplerError(
                 f"a rollout ended a request with {done.finish!r}, which is none of {', '.join(FINISHES)}.\n"
                 "  look at:  the rollout's log"
+            )
+        if not len(done.tokens) == len(done.logprobs) == len(done.versions):
+            raise CouplerError(
+                f"a rollout returned {len(done.logprobs)} log-probs and {len(done.versions)} versions of "
+                f"{len(done.tokens)} tokens.\n  look at:  the rollout's log"
             )
         if request.routed_experts and done.routed_experts is None:
             raise CouplerError(

@@ -27,6 +27,7 @@ class HFRollout(Rollout):
         self.version = DUMMY
         self.waiting: list[Row] = []
         self.paused: InFlight | None = None
+        self.asleep: frozenset[Memory] = frozenset()
         self.freed: list[tuple[torch.UntypedStorage, int]] = []  # of parameters that sleep
         self.task: asyncio.Task[None] | None = None
 
@@ -49,19 +50,19 @@ class HFRollout(Rollout):
         """Sample one completion; it also ends, with ``length``, where the model's positions do.
 
         Raises:
-            CouplerError: the request is malformed, or the model's weights sleep.
+            CouplerError: the request is malformed, or the rollout's memory sleeps.
         """
         room = request.room(self.max_positions, self.vocabulary)
         if self.paused is None:
-            self._check_awake("generate()")
+            self._check_awake("generate()", frozenset(Memory))
         row = Row(request, room, asyncio.get_running_loop().create_future())
         self.waiting.append(row)
         self._run()
         return await row.done
 
-    def _check_awake(self, call: str) -> None:
-        if self.freed:
-            raise CouplerError(f"the rollout's weights sleep.\n  call:  wake() before {call}")
+    def _check_awake(self, call: str, needed: frozenset[Memory] = frozenset({Memory.WEIGHTS})) -> None:
+        if asleep := sorted(self.asleep & needed):
+            raise CouplerError(f"the rollout's {' and '.join(asleep)} sleep.\n  call:  wake() before {call}")
 
     def _run(self) -> None:
         """See to it that waiting and running sequences are worked on."""
@@ -144,12 +145,14 @@ class HFRollout(Rollout):
     async def sleep(self, what: frozenset[Memory]) -> None:
         """Free weights, caches or both. Running sequences keep their tokens."""
         self._requeue()
+        self.asleep |= what
         if Memory.WEIGHTS in what and not self.freed:
             self.freed = free_weights(self.hf)
         if self.decoder.shape.device.type == "cuda":
             torch.cuda.empty_cache()
 
     async def wake(self, what: frozenset[Memory]) -> None:
+        self.asleep -= what
         if Memory.WEIGHTS in what:
             allocate_weights(self.freed)
             self.freed = []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -269,6 +271,31 @@ def test_malformed_requests_are_refused(
         generate(served, [request_])
 
 
+def test_a_request_is_all_that_it_is_asked(served: Served) -> None:
+    """Audio, arguments of a processor or a priority: not accepted by one rollout and dropped by another."""
+    assert list(signature(served.rollout.generate).parameters) == ["request"]
+    with pytest.raises(TypeError, match="priority"):
+        Request((7,), 1, priority=3)  # type: ignore[call-arg]
+
+
+def test_routes_have_a_row_for_every_token(served: Served, reference: Reference, rollout_subject: Subject) -> None:
+    """[prompt + tokens, layers, topk], of which only the last token was never fed; nobody else returns any."""
+    request = Request(PROMPTS[2], 5, seed=3)
+    plain, asked = generate(served, [request, replace(request, routed_experts=True)])
+    assert plain.routed_experts is None, "nobody asked"
+    if not rollout_subject.has("output:routed_experts"):
+        assert asked.routed_experts is None, "it does not declare output:routed_experts"
+        return
+    experts = {name.split(".experts.")[1].partition(".")[0] for name in reference.tensors if ".experts." in name}
+    if not experts:
+        pytest.skip("the model has no experts: --coupler-model moe")
+    routes = asked.routed_experts
+    assert routes.dtype.kind == "i" and routes.ndim == 3
+    assert len(routes) == len(request.prompt) + len(asked.tokens)
+    assert (routes[-1] == -1).all()
+    assert 0 <= routes[:-1].min() <= routes.max() < len(experts)
+
+
 def test_the_seed_decides(served: Served) -> None:
     """The same request gives the same tokens, alone or among others; another seed gives others."""
     request = Request(PROMPTS[0], 12, 1.5, seed=7)
@@ -374,6 +401,38 @@ def test_requests_in_flight_continue_on_new_weights(
             if how is InFlight.RECOMPUTE or version == min(done.versions):  # a stale cache is of neither model
                 want = models[version].logprobs_of(prompt, done.tokens, 1.0)
                 assert np.abs(want - done.logprobs)[of_version].max() < tolerance, f"log-probs of version {version}"
+
+
+def test_memory_comes_and_goes_by_part(served: Served, reference: Reference, rollout_subject: Subject) -> None:
+    """The cache alone, with the weights as they were; all of it, back in the order of a sync. Who sleeps does nothing."""
+    if not rollout_subject.has("memory:sleep"):
+        pytest.skip(f"{rollout_subject} does not declare memory:sleep")
+    rollout, request = served.rollout, Request(PROMPTS[0], 8, seed=1)
+    (before,) = generate(served, [request])
+
+    async def refused() -> None:
+        with pytest.raises(CouplerError, match=r"(?s)sleep.*wake\(\) before"):
+            await rollout.generate(request)
+
+    async def story() -> None:
+        await rollout.pause(InFlight.DRAIN)
+        await rollout.sleep(frozenset({Memory.KV_CACHE}))
+        await rollout.resume()
+        await refused()
+        await rollout.wake(frozenset({Memory.KV_CACHE}))
+        assert (await rollout.generate(request)).tokens == before.tokens
+        await rollout.pause(InFlight.DRAIN)
+        await rollout.sleep(frozenset(Memory))
+        with pytest.raises(CouplerError, match="sleep"):
+            await rollout.update(None)  # type: ignore[arg-type]  # refused before it is looked at
+        await rollout.wake(frozenset({Memory.WEIGHTS}))
+        await served.edge.push(stream(reference))
+        await rollout.resume()
+        await refused()
+        await rollout.wake(frozenset({Memory.KV_CACHE}))
+        assert (await rollout.generate(request)).tokens == before.tokens
+
+    served.run(story)
 
 
 def test_memory_comes_back_with_an_update(
