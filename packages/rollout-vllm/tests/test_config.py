@@ -52,9 +52,37 @@ def test_what_gives_tokens_and_logprobs_their_meaning_is_fixed() -> None:
     found = arguments()
     fixed = {"load_format": "dummy", "logprobs_mode": "processed_logprobs", "generation_config": "vllm"}
     assert {key: found[key] for key in fixed} == fixed
-    for key, hint in (("logprobs_mode", "leave it out"), ("dtype", "set rollout.dtype")):
-        with pytest.raises(ConfigError, match=rf"(?s)rollout.extra_args.{key} is not yours to set.*{hint}"):
-            arguments(extra_args={key: "x"})
+
+
+RUN = ["engine=toy", "rollout=vllm", "algorithm=toy", "model.path=/m", "reward.target=a:b", "data.source=x.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ([f"+rollout.extra_args.{key}=x"], rf"rollout\.extra_args\.{key} is not yours to set: {hint}")
+        for key, hint in (
+            ("logprobs_mode", "leave it out"),
+            ("weight_transfer_config", "leave it out"),
+            ("dtype", "set rollout.dtype"),
+            ("data_parallel_size", "set rollout.replicas"),
+            ("pipeline_parallel_size", "set rollout.tensor_parallel"),
+            ("enable_lora", "set rollout.max_lora_rank"),
+        )
+    ]
+    + [
+        (["sampling.temperature=2.5"], r"sampling\.temperature must be 0, or between 0\.01 and 2, for rollout=vllm"),
+        (["sampling.temperature=0.001"], r"sampling\.temperature must be 0, or between"),
+        (["eval.temperature=3"], r"eval\.temperature must be 0, or between 0\.01 and 2"),
+        (["rollout.dtype=fp32", "rollout.max_lora_rank=8"], r"rollout\.max_lora_rank needs 16 bits on a GPU"),
+    ],
+)
+def test_what_vllm_would_refuse_or_get_wrong_is_said_before_the_start(
+    monkeypatch: pytest.MonkeyPatch, options: list[str], sentence: str
+) -> None:
+    monkeypatch.setattr("coupler_rollout_vllm.plugin.gpu_is_visible", lambda: True)
+    with pytest.raises(ConfigError, match=sentence):
+        compose(Plugins.load(), [*RUN, *options])
 
 
 @pytest.mark.parametrize(
@@ -159,10 +187,6 @@ def test_adapters_that_no_kernel_takes_are_refused(tmp_path: Path) -> None:
         adapter_arguments(8, folder, Precision.FP32, gpu=True)
     with pytest.raises(ConfigError, match=r"rollout.max_lora_rank with a mixture of experts needs a GPU"):
         adapter_arguments(8, folder, Precision.FP32, gpu=False)
-    with pytest.raises(
-        ConfigError, match=r"(?s)rollout.extra_args.enable_lora is not yours.*set rollout.max_lora_rank"
-    ):
-        arguments(extra_args={"enable_lora": True})
 
 
 LENGTHS = [
@@ -201,10 +225,7 @@ def test_sequences_that_do_not_fit_are_refused_before_the_start(
 
 
 def test_a_deterministic_run_needs_seeds_per_request() -> None:
-    options = [
-        "engine=toy", "rollout=vllm", "algorithm=toy", "model.path=/m", "reward.target=a:b", "data.source=x.jsonl",
-        "deterministic=true",
-    ]  # fmt: skip
+    options = [*RUN, "deterministic=true"]
     compose(Plugins.load(), options)
     with pytest.raises(ConfigError, match=r"deterministic=true needs rollout\.per_request_seeds=true"):
         compose(Plugins.load(), [*options, "rollout.per_request_seeds=false"])

@@ -10,7 +10,7 @@ import torch
 from coupler.errors import ConfigError
 from coupler.interfaces import Model, Rank
 from coupler_rollout_vllm import compat
-from coupler_rollout_vllm.config import Precision, VLLMConfig
+from coupler_rollout_vllm.config import FP32_ADAPTER, Precision, VLLMConfig
 from coupler_rollout_vllm.targets import has_experts, linear_maps
 
 GIB = 1 << 30
@@ -18,30 +18,14 @@ CPU_CACHE_GIB = 0.25
 DTYPES = {Precision.BF16: "bfloat16", Precision.FP16: "float16", Precision.FP32: "float32"}
 WORKER = "coupler_rollout_vllm.worker.WorkerExtension"
 SCHEDULER = "coupler_rollout_vllm.gathering.scheduler"
-OURS = {  # what decides the meaning of tokens, log-probs and versions, and the key of ours where there is one
-    "model": "model.path", "trust_remote_code": "model.trust_remote_code", "dtype": "rollout.dtype",
-    "tensor_parallel_size": "rollout.tensor_parallel", "max_num_seqs": "rollout.max_sequences",
-    "max_num_batched_tokens": "rollout.max_batched_tokens", "max_model_len": "rollout.max_model_len",
-    "gpu_memory_utilization": "rollout.gpu_memory_gib", "kv_cache_memory_bytes": "rollout.kv_cache_gib",
-    "enable_prefix_caching": "rollout.prefix_caching", "enable_chunked_prefill": "rollout.chunked_prefill",
-    "enforce_eager": "rollout.enforce_eager", "enable_sleep_mode": "rollout.sleep_mode", "seed": "seed",
-    "load_format": "", "logprobs_mode": "", "worker_extension_cls": "", "generation_config": "",
-    "skip_tokenizer_init": "", "scheduler_cls": "", "enable_return_routed_experts": "rollout.routed_experts",
-    "enable_lora": "rollout.max_lora_rank", "max_lora_rank": "rollout.max_lora_rank", "max_loras": "",
-    "lora_dtype": "rollout.dtype", "lora_target_modules": "",
-}  # fmt: skip
 
 
 def engine_arguments(config: VLLMConfig, model: Model, rank: Rank) -> dict[str, Any]:
     """Keyword arguments of ``AsyncEngineArgs``: dummy weights, token ids in and out, log-probs after the temperature.
 
     Raises:
-        ConfigError: ``rollout.extra_args`` holds an argument that another key decides, or a key needs a GPU.
+        ConfigError: a key needs a GPU.
     """
-    if taken := sorted(OURS.keys() & config.extra_args.keys()):
-        key = OURS[taken[0]]
-        hint = f"set {key}" if key else "leave it out: log-probs and weight updates depend on it"
-        raise ConfigError(f"rollout.extra_args.{taken[0]} is not yours to set.\n  try:  {hint}")
     gpu = torch.cuda.is_available()
     if config.routed_experts and not gpu:
         raise ConfigError("rollout.routed_experts=true needs a GPU: vLLM's CPU build records no routes.")
@@ -86,10 +70,7 @@ def adapter_arguments(rank: int, folder: Path, dtype: Precision, gpu: bool) -> d
         ConfigError: vLLM's kernels do not take adapters of this dtype, or of this model on the CPU.
     """
     if gpu and dtype is Precision.FP32:
-        raise ConfigError(
-            "rollout.max_lora_rank needs 16 bits on a GPU: vLLM's kernels take no adapter of fp32.\n"
-            "  try:  rollout.dtype=bf16, or rollout.max_lora_rank=0: every sync then brings the sum"
-        )
+        raise ConfigError(FP32_ADAPTER)
     if not gpu and has_experts(folder):
         raise ConfigError(
             "rollout.max_lora_rank with a mixture of experts needs a GPU: vLLM then takes experts that no CPU runs.\n"

@@ -8,6 +8,26 @@ from typing import Any
 
 from coupler import RolloutConfig
 
+OURS = {  # what decides the meaning of tokens, log-probs and versions, and our key where there is one
+    "model": "model.path", "trust_remote_code": "model.trust_remote_code", "dtype": "rollout.dtype",
+    "tensor_parallel_size": "rollout.tensor_parallel", "max_num_seqs": "rollout.max_sequences",
+    "max_num_batched_tokens": "rollout.max_batched_tokens", "max_model_len": "rollout.max_model_len",
+    "gpu_memory_utilization": "rollout.gpu_memory_gib", "kv_cache_memory_bytes": "rollout.kv_cache_gib",
+    "enable_prefix_caching": "rollout.prefix_caching", "enable_chunked_prefill": "rollout.chunked_prefill",
+    "enforce_eager": "rollout.enforce_eager", "enable_sleep_mode": "rollout.sleep_mode", "seed": "seed",
+    "load_format": "", "logprobs_mode": "", "worker_extension_cls": "", "generation_config": "",
+    "skip_tokenizer_init": "", "scheduler_cls": "", "enable_return_routed_experts": "rollout.routed_experts",
+    "enable_lora": "rollout.max_lora_rank", "max_lora_rank": "rollout.max_lora_rank", "max_loras": "",
+    "lora_dtype": "rollout.dtype", "lora_target_modules": "", "data_parallel_size": "rollout.replicas",
+    "pipeline_parallel_size": "rollout.tensor_parallel", "distributed_executor_backend": "rollout.tensor_parallel",
+    "weight_transfer_config": "", "speculative_config": "", "logits_processors": "", "max_logprobs": "",
+    "override_generation_config": "",
+}  # fmt: skip
+LOWEST, HIGHEST = 0.01, 2.0  # temperatures: vLLM silently raises smaller ones, and refuses larger ones
+FP32_ADAPTER = (
+    "rollout.max_lora_rank needs 16 bits on a GPU: vLLM's kernels take no adapter of fp32.\n"
+    "  try:  rollout.dtype=bf16, or rollout.max_lora_rank=0: every sync then brings the sum"
+)
 HIGHEST_RANK = 512  # of an adapter that vLLM runs
 
 
@@ -61,3 +81,14 @@ class VLLMConfig(RolloutConfig):
                 raise ValueError(f"rollout.{key} must be at least {least}, got {value}.")
         if self.max_lora_rank > HIGHEST_RANK:
             raise ValueError(f"rollout.max_lora_rank must be at most {HIGHEST_RANK}, got {self.max_lora_rank}.")
+        if taken := sorted(OURS.keys() & self.extra_args.keys()):
+            key = OURS[taken[0]]
+            hint = f"set {key}" if key else "leave it out, since log-probs and weight updates depend on it"
+            raise ValueError(f"rollout.extra_args.{taken[0]} is not yours to set: {hint}.")
+
+
+def bad_temperature(key: str, value: float) -> str:
+    """Why vLLM does not sample at this temperature; empty where it does."""
+    if value == 0 or LOWEST <= value <= HIGHEST:
+        return ""
+    return f"{key} must be 0, or between {LOWEST} and {HIGHEST:g}, for rollout=vllm; it is {value}."

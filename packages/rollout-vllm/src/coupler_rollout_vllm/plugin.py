@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from coupler.builtin import gpu_is_visible
 from coupler.config.schema import RunConfig
 from coupler.plugins import Backend, Kind, hookimpl
-from coupler_rollout_vllm.config import VLLMConfig
+from coupler_rollout_vllm.config import FP32_ADAPTER, Precision, VLLMConfig, bad_temperature
 
 RANGE = ">=0.26,<0.33"  # its ends: tests ran with 0.26.0 on GPUs and 0.32.0 on the CPU, with none between
 
@@ -37,6 +38,13 @@ def coupler_backends() -> Iterable[Backend]:
 
 @hookimpl
 def coupler_validate(config: RunConfig) -> Iterable[str]:
-    """What would make two runs differ."""
-    if isinstance(config.rollout, VLLMConfig) and config.deterministic and not config.rollout.per_request_seeds:
+    """What would make two runs differ, and what vLLM would refuse at the first request or at its start."""
+    if not isinstance(config.rollout, VLLMConfig):
+        return
+    for key, value in (("sampling", config.sampling.temperature), ("eval", config.eval.temperature)):
+        if problem := bad_temperature(f"{key}.temperature", value):
+            yield problem
+    if config.rollout.max_lora_rank and config.rollout.dtype is Precision.FP32 and gpu_is_visible():
+        yield FP32_ADAPTER
+    if config.deterministic and not config.rollout.per_request_seeds:
         yield "deterministic=true needs rollout.per_request_seeds=true, else equal requests give other tokens."

@@ -20,10 +20,10 @@ from coupler.interfaces import Completion, InFlight, Memory, Model, Rank, Reques
 from coupler_rollout_vllm import compat
 from coupler_rollout_vllm.arguments import engine_arguments
 from coupler_rollout_vllm.client import Client, Running
+from coupler_rollout_vllm.config import bad_temperature
 from coupler_rollout_vllm.receipts import join
 
 DUMMY = -1  # version of the weights that the rollout starts with
-LOWEST, HIGHEST = 0.01, 2.0  # temperatures: vLLM silently raises smaller ones, and refuses larger ones
 ENDS_S = 10.0  # an engine whose worker died has ended by then
 ALIVE_S = 1.0  # an engine is asked so often, during a control call, whether it lives
 
@@ -105,11 +105,8 @@ class VLLMRollout(Rollout):
             CouplerError: the request is malformed, or the rollout's memory sleeps.
             ReplicaDied: the engine's process ended.
         """
-        if request.temperature != 0 and not LOWEST <= request.temperature <= HIGHEST:
-            raise CouplerError(
-                f"sampling.temperature must be 0, or between {LOWEST} and {HIGHEST:g}, for rollout=vllm; "
-                f"it is {request.temperature}."
-            )
+        if problem := bad_temperature("sampling.temperature", request.temperature):
+            raise CouplerError(problem)
         room = request.room(self.max_tokens, self.vocabulary)
         done = Sampled()
         while True:
