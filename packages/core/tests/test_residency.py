@@ -26,7 +26,10 @@ def build(shared: bool) -> tuple[Residency, list[str]]:
         async def device_bytes() -> int:
             return (1 if role == "policy" else 2) << 30
 
-        return Holder(parts, evict, admit, device_bytes)
+        async def host_bytes() -> int:
+            return 0 if role == "policy" else 3 << 30
+
+        return Holder(parts, evict, admit, device_bytes, host_bytes)
 
     holders = {"policy": holder("policy", ENGINE), "rollout": holder("rollout", ROLLOUT)}
     residency = Residency(holders, shared=shared)
@@ -77,7 +80,8 @@ def test_grads_and_optimizer_leave_before_rollout_weights_wake() -> None:
     ]
     found = {name: metric.value for name, metric in residency.metrics().items() if "sync" in name}
     assert found.pop("memory/sync/host_gib") > 0
-    assert found == {"memory/sync/policy_gib": 1, "memory/sync/rollout_gib": 2, "memory/sync/device_gib": 3}
+    device = {"memory/sync/policy_gib": 1, "memory/sync/rollout_gib": 2, "memory/sync/device_gib": 3}
+    assert found == {**device, "memory/sync/rollout_host_gib": 3}, "a role in this process has no number of its own"
 
 
 def test_nothing_moves_where_devices_are_not_shared() -> None:

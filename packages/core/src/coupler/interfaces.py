@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol, Self
 from coupler.batch import Batch
 from coupler.errors import CouplerError
 from coupler.imports import resolve
+from coupler.memory import resident_bytes
 from coupler.metrics import Metrics
 
 API = 1  # generation of these interfaces; core accepts plugins of this one and the one before
@@ -428,6 +429,10 @@ class Rollout(ABC):
     async def device_bytes(self) -> int:
         """Device memory that the model worker with most of it holds now; 0 on the CPU."""
         return 0
+
+    async def host_bytes(self) -> int:
+        """Memory on its host of this process and of those that the replica started."""
+        return resident_bytes()
 
     def close(self) -> None:
         """End processes that this replica started. :meth:`setup` may follow."""

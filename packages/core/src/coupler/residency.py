@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 
 from coupler.errors import CouplerError
+from coupler.memory import resident_bytes
 from coupler.metrics import Metric, Metrics
 
 GIB = 1 << 30
@@ -34,6 +33,7 @@ class Holder:
     evict: Callable[[Held], Awaitable[None]]
     admit: Callable[[Held], Awaitable[None]]
     device_bytes: Callable[[], Awaitable[int]]  # of its process that holds most
+    host_bytes: Callable[[], Awaitable[int]]  # the same, of processes other than the controller's
 
 
 GENERATING = {"rollout": frozenset({Held.WEIGHTS, Held.KV_CACHE})}
@@ -55,7 +55,7 @@ class Residency:
         self.holders, self.shared = dict(holders), shared
         self.resident: dict[str, set[Held]] = {}  # of the roles that were started
         self.ledger: dict[str, dict[str, int]] = {}  # phase -> most bytes seen at its end, on the device by role
-        self.host: dict[str, int] = {}  # phase -> most bytes of this process seen at its end
+        self.host: dict[str, dict[str, int]] = {}  # the same on hosts; of this process under no role
         self.lock = asyncio.Lock()
 
     async def start(self, role: str, setup: Callable[[], Awaitable[None]]) -> None:
@@ -104,10 +104,11 @@ class Residency:
     async def _measure(self, phase: str, roles: Iterable[str]) -> None:
         """Ask who may have changed: everybody where they take turns, else who the phase was for."""
         known = [role for role in roles if role in self.resident]
-        found = await asyncio.gather(*(self.holders[role].device_bytes() for role in known))
-        most = self.ledger.setdefault(phase, {})
-        most |= {role: max(most.get(role, 0), size) for role, size in zip(known, found, strict=True)}
-        self.host[phase] = max(self.host.get(phase, 0), _host_bytes())
+        for ledger, measure in ((self.ledger, "device_bytes"), (self.host, "host_bytes")):
+            found = await asyncio.gather(*(getattr(self.holders[role], measure)() for role in known))
+            most = ledger.setdefault(phase, {})
+            most |= {role: max(most.get(role, 0), size) for role, size in zip(known, found, strict=True)}
+        self.host[phase][""] = max(self.host[phase].get("", 0), resident_bytes())
 
     def _describe(self, phase: str, error: BaseException) -> str:
         held = "; ".join(f"{role}: {', '.join(sorted(parts)) or 'nothing'}" for role, parts in self.resident.items())
@@ -120,20 +121,16 @@ class Residency:
         )
 
     def metrics(self) -> Metrics:
-        """The ledger in GiB, per phase: of each role, of all of them on one device, and of this process."""
+        """The ledger in GiB, per phase: of each role, of all of them on one device, and on hosts."""
         found: Metrics = {}
         for phase, roles in self.ledger.items():
             parts = {**{role: size for role, size in roles.items() if size}, "device": sum(roles.values())}
             found |= {f"memory/{phase}/{p}_gib": Metric(n / GIB, how="max") for p, n in parts.items() if n}
-            found[f"memory/{phase}/host_gib"] = Metric(self.host[phase] / GIB, how="max")
+            for role, size in self.host[phase].items():
+                if size:
+                    found[f"memory/{phase}/{role}{'_' * bool(role)}host_gib"] = Metric(size / GIB, how="max")
         return found
 
 
 def _listed(roles: Mapping[str, int]) -> str:
     return " + ".join(f"{role} {size / GIB:.1f} GiB" for role, size in roles.items() if size)
-
-
-def _host_bytes() -> int:
-    """Resident memory of this process; 0 where the system has no /proc."""
-    statm = Path("/proc/self/statm")
-    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0

@@ -169,6 +169,10 @@ class Worker:
         except WaitTimeout:
             return None
 
+    def host_bytes(self) -> int:
+        """Memory of this process on its host."""
+        return resident_bytes()
+
     def do(self, method: str, *args: Any) -> Any:
         """Call a plain method of the engine: load, offload, onload."""
         return getattr(self.engine, method)(*args)

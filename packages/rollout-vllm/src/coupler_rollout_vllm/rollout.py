@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import os
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
@@ -17,6 +18,7 @@ import numpy as np
 from coupler import errors
 from coupler.errors import CouplerError, ReplicaDied, WeightSyncError
 from coupler.interfaces import Completion, InFlight, Memory, Model, Rank, Request, Rollout, SyncReceipt, WeightUpdate
+from coupler.memory import resident_bytes
 from coupler_rollout_vllm import compat
 from coupler_rollout_vllm.arguments import engine_arguments
 from coupler_rollout_vllm.client import Client, Running
@@ -220,6 +222,9 @@ class VLLMRollout(Rollout):
 
     async def device_bytes(self) -> int:
         return max(await self._workers("coupler_device_bytes"))
+
+    async def host_bytes(self) -> int:
+        return sum(map(resident_bytes, {os.getpid(), *(worker["pid"] for worker in self.workers)}))
 
     # --- the engine's process -----------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from contextlib import AbstractAsyncContextManager
 
 from coupler.config.schema import ExecutorName, RunConfig
 from coupler.interfaces import Memory, Part
+from coupler.memory import resident_bytes
 from coupler.residency import Held, Holder, Residency
 from coupler.rollouts import RolloutGroup
 from coupler.sharding import StreamShardingManager
@@ -38,21 +39,20 @@ def share_devices(
     critic: WorkerGroup | None = None,
 ) -> Residency:
     """The Residency of a run whose roles live on the same devices, if ``offload`` says that they take turns."""
-    holders = {"policy": _engine_holder(policy), "rollout": _rollout_holder(rollouts)}
-    apart = config.executor is ExecutorName.RAY  # else they are in the policy's process, and its number has them
+    apart = config.executor is ExecutorName.RAY  # else all engines are in this process
+    holders = {"policy": _engine_holder(policy, apart), "rollout": _rollout_holder(rollouts, apart)}
     if reference:
-        holders["reference"] = _engine_holder(reference, frozenset({Held.PARAMS}), measured=apart)
+        holders["reference"] = _engine_holder(reference, apart, frozenset({Held.PARAMS}))
     if critic:
-        holders["critic"] = _engine_holder(critic, measured=apart)
+        holders["critic"] = _engine_holder(critic, apart)
     return Residency(holders, shared=config.offload)
 
 
 def _engine_holder(
-    group: WorkerGroup,
-    parts: frozenset[Held] = frozenset({Held.PARAMS, Held.GRADS, Held.OPTIMIZER}),
-    *,
-    measured: bool = True,
+    group: WorkerGroup, apart: bool, parts: frozenset[Held] = frozenset({Held.PARAMS, Held.GRADS, Held.OPTIMIZER})
 ) -> Holder:
+    """Of engines in one process, the policy's number on the device is that of all."""
+
     async def evict(part: Held) -> None:
         await group.all("do", "offload", frozenset({Part(part)}))
 
@@ -60,12 +60,15 @@ def _engine_holder(
         await group.all("do", "onload", frozenset({Part(part)}))
 
     async def device_bytes() -> int:
-        return max(await group.all("do", "device_bytes")) if measured else 0
+        return max(await group.all("do", "device_bytes")) if apart or group.spec.role == "policy" else 0
 
-    return Holder(parts, evict, admit, device_bytes)
+    async def host_bytes() -> int:
+        return max(await group.all("host_bytes")) if apart else 0
+
+    return Holder(parts, evict, admit, device_bytes, host_bytes)
 
 
-def _rollout_holder(rollouts: RolloutGroup) -> Holder:
+def _rollout_holder(rollouts: RolloutGroup, apart: bool) -> Holder:
     async def evict(part: Held) -> None:
         await rollouts.tell("sleep", frozenset({Memory(part)}))
 
@@ -75,4 +78,8 @@ def _rollout_holder(rollouts: RolloutGroup) -> Holder:
     async def device_bytes() -> int:
         return max(await rollouts.tell("device_bytes"), default=0)
 
-    return Holder(frozenset({Held.WEIGHTS, Held.KV_CACHE}), evict, admit, device_bytes)
+    async def host_bytes() -> int:
+        most = max(await rollouts.tell("host_bytes"), default=0)
+        return most if apart else max(most - resident_bytes(), 0)  # else this process is one of its own
+
+    return Holder(frozenset({Held.WEIGHTS, Held.KV_CACHE}), evict, admit, device_bytes, host_bytes)

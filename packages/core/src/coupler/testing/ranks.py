@@ -30,6 +30,7 @@ from coupler.batch import Batch
 from coupler.errors import CouplerError, TooFewDevices, WaitTimeout
 from coupler.imports import resolve
 from coupler.interfaces import EVERYTHING, Engine, Layout, Output, Part, Rank, StepInfo
+from coupler.memory import resident_bytes
 from coupler.metrics import Metric, Metrics, merge, read
 from coupler.rendezvous import keep_port
 from coupler.testing.subject import build
@@ -73,10 +74,13 @@ class Host:
     def load(self, path: str, what: list[str]) -> None:
         self.engine.load(Path(path), frozenset(map(Part, what)))
 
-    def move(self) -> None:
-        """Everything off the device and back."""
-        self.engine.offload(EVERYTHING)
-        self.engine.onload(EVERYTHING)
+    def move(self, times: int) -> int:
+        """Everything off the device and back, so often; bytes by which this process grew, on the host or the device."""
+        before = resident_bytes(), self.engine.device_bytes()
+        for _ in range(times):
+            self.engine.offload(EVERYTHING)
+            self.engine.onload(EVERYTHING)
+        return max(resident_bytes() - before[0], self.engine.device_bytes() - before[1])
 
     def _write(self, named: Any, out: str) -> list[str]:
         kept, names = {}, []
@@ -178,9 +182,9 @@ class World:
     def load(self, path: Path, *what: Part) -> None:
         self.call("load", [{"path": str(path), "what": what}] * self.num_ranks)
 
-    def move(self) -> None:
-        """Everything off the devices and back."""
-        self.call("move", [{}] * self.num_ranks)
+    def move(self, times: int = 1) -> int:
+        """Everything off the devices and back, so often; bytes by which a rank grew, on its host or its device."""
+        return max(self.call("move", [{"times": times}] * self.num_ranks))
 
     def close(self) -> None:
         for process in self.processes:

@@ -341,6 +341,9 @@ def test_offload_and_onload_change_nothing(
             if moves:
                 world.move()
             world.gradient([batch], SURROGATE, index=index)
+        if moves:
+            world.move(10)
+            assert world.move(200) < 24 << 20, "200 hand-overs leave memory flat"
         results.append(world.weights())
     for name, w in results[0].items():
         np.testing.assert_array_equal(results[1][name], w, err_msg=name)
