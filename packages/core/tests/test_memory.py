@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,7 @@ class OffRollout(ToyRollout):
         HELD["rollout"] -= what
 
     async def wake(self, what: frozenset[Memory]) -> None:
+        await asyncio.sleep(0.001)  # meanwhile others run
         HELD["rollout"] |= what
 
 

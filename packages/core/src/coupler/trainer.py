@@ -65,7 +65,8 @@ class Trainer:
         metrics = await self.weights.prove(done)
         if not done:
             await on_step(0, metrics)
-        sampling = asyncio.create_task(self.sampler.run())
+        async with self.residency("sample", GENERATING):  # the first requests come at once
+            sampling = asyncio.create_task(self.sampler.run())
         try:
             for step in range(done + 1, self.config.steps + 1):
                 await on_step(step, await self.step(step))
