@@ -11,7 +11,7 @@ ifneq ($(wildcard $(HOME)/.cache/uv),)
 export UV_LINK_MODE = hardlink
 endif
 
-.PHONY: quickstart test lint wheels setup clean
+.PHONY: quickstart test lint wheels fresh-install setup clean
 .PRECIOUS: .envs/%/.synced
 
 quickstart: .venv/.synced
@@ -73,6 +73,10 @@ lint: .venv/.synced
 
 wheels: | $(UV)
 	$(UV) build --all-packages --wheel --out-dir dist --quiet
+
+# The wheels in an empty environment, and a GRPO run from them: ARGS=cuda on a machine with a GPU
+fresh-install: | $(UV)
+	$(PYTHON) benchmarks/fresh_install.py $(ARGS)
 
 clean:
 	rm -rf .venv .envs dist
