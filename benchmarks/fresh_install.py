@@ -83,8 +83,8 @@ def train(folder: Path, python: Path, environment: dict[str, str]) -> float:
     options = {
         "engine": "fsdp", "engine.max_tokens_per_gpu": 256, "rollout": "vllm", "algorithm": "grpo",
         "model.path": "model", "data.source": "rows.jsonl", "data.max_prompt_tokens": 64,
-        "reward.target": "reward.py:score", "steps": STEPS, "prompts_per_step": 2, "samples_per_prompt": 4, "sampling.max_tokens": 8,
-        "run_dir": "run", "strict": "true",
+        "reward.target": "reward.py:score", "steps": STEPS, "prompts_per_step": 2, "samples_per_prompt": 4,
+        "sampling.max_tokens": 8, "run_dir": "run", "strict": "true",
     }  # fmt: skip
     command = [str(python.parent / "coupler"), "train", *(f"{key}={value}" for key, value in options.items())]
     return timed(*command, cwd=folder, env=environment)

@@ -163,9 +163,7 @@ def test_samples_of_one_prompt_meet_on_one_replica(tmp_path: Path, groups: int, 
         await group.setup()
         scorer = Scorer(group, AsItIs(), AsItIs(), ())  # type: ignore[arg-type]
         prompts = [Prompt(Row(str(i), "", i, {}), (5, 6 + i)) for i in range(groups)]
-        running = [
-            asyncio.ensure_future(scorer.sample(p, list(range(8)), 20, 1.0, groups=groups)) for p in prompts
-        ]
+        running = [asyncio.ensure_future(scorer.sample(p, list(range(8)), 20, 1.0, groups=groups)) for p in prompts]
         while sum(group.outstanding) < 22 * 8 * groups:
             await asyncio.sleep(0)
         assert max(group.outstanding) * count <= FULLER * sum(group.outstanding)

@@ -144,9 +144,7 @@ class Sampler:
             length, temperature = self.config.max_tokens, self.config.temperature
             routes = self.routed_experts
             groups = self.buffer.prompts_per_step
-            scored = await self.scorer.sample(
-                prompt, seeds, length, temperature, groups=groups, routed_experts=routes
-            )
+            scored = await self.scorer.sample(prompt, seeds, length, temperature, groups=groups, routed_experts=routes)
             if len(scored) < min(2, self.samples_per_prompt):
                 await self.buffer.reject(number, "its rewards are invalid")
             else:

@@ -40,6 +40,7 @@ from coupler.interfaces import (
     WeightUpdate,
     open_transport,
 )
+from coupler.memory import resident_bytes
 from coupler.metrics import Metric, Metrics, merge, read
 from coupler.normalise import prepare, step_info
 from coupler.profiling import NOTHING, Profile

@@ -404,7 +404,7 @@ def test_requests_in_flight_continue_on_new_weights(
 
 
 def test_memory_comes_and_goes_by_part(served: Served, reference: Reference, rollout_subject: Subject) -> None:
-    """The cache alone, with the weights as they were; all of it, back in the order of a sync. Who sleeps does nothing."""
+    """The cache alone, with the weights as they were; all of it, back in the order of a sync."""
     if not rollout_subject.has("memory:sleep"):
         pytest.skip(f"{rollout_subject} does not declare memory:sleep")
     rollout, request = served.rollout, Request(PROMPTS[0], 8, seed=1)
