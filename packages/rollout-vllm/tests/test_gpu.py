@@ -392,7 +392,12 @@ def check_log(log: list[dict[str, float]]) -> None:
         assert step["train_infer/abs_diff"] < 0.15
 
 
-def test_the_whole_job_takes_turns_on_one_device(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "algorithm",
+    [("algorithm=grpo",), ("algorithm=ppo", "critic.engine.lr=1e-2")],
+    ids=["a reference beside", "a critic and a reference beside"],
+)
+def test_the_whole_job_takes_turns_on_one_device(tmp_path: Path, algorithm: tuple[str, ...]) -> None:
     """``coupler train engine=fsdp rollout=vllm offload=true``: step-0 gate, hand-over, and a ledger of each phase.
 
     vLLM starts, with nine tenths of the device, when the engine has given its memory back.
@@ -402,11 +407,13 @@ def test_the_whole_job_takes_turns_on_one_device(tmp_path: Path) -> None:
 
     sizes = {**SMALL, "intermediate_size": 1 << 16}  # 200 MB, of which what stays on the device is a small part
     wide = TransformersReference(write_random(Qwen2ForCausalLM(Qwen2Config(**sizes)), tmp_path / "wide", seed=0))
-    log = run(tmp_path, wide, "offload=true", "sync.transport=ipc", *IN_BF16, "rollout.kv_cache_gib=0")
+    log = run(tmp_path, wide, "offload=true", "sync.transport=ipc", *IN_BF16, "rollout.kv_cache_gib=0", *algorithm)
     check_log(log)
     assert all(step["memory/train/device_gib"] > 0 for step in log[1:])
     started = {role: log[0].get(f"memory/start_{role}/policy_gib", 0.0) for role in ("policy", "rollout")}
     assert started["rollout"] < 0.5 * started["policy"]
+    assert "memory/reference/device_gib" in log[1]
+    assert ("critic/loss" in log[1]) == ("algorithm=ppo" in algorithm)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
