@@ -17,6 +17,7 @@ from coupler.executors import Local
 from coupler.interfaces import Completion, InFlight, Memory, Model, Rank, Request, SyncReceipt, WeightUpdate
 from coupler.plugins.manager import Plugins
 from coupler.residency import Residency
+from coupler.rewards import Scored
 from coupler.rollouts import FULLER, MAX_RESTARTS, RolloutGroup
 from coupler.sampling import Scorer
 from coupler.sharding import StreamShardingManager
@@ -150,8 +151,8 @@ class AsItIs:
     def decode(self, ids: tuple[int, ...]) -> str:
         return str(ids)
 
-    async def score(self, *_: Any) -> float:
-        return 1.0
+    async def score(self, *_: Any) -> Scored:
+        return Scored(result=1.0, seconds=0.0)
 
 
 @pytest.mark.parametrize(("groups", "count", "together"), [(64, 4, True), (9, 4, False), (2, 4, False), (3, 1, True)])

@@ -195,6 +195,12 @@ def test_a_heartbeat_names_the_prompts_that_are_outstanding() -> None:
     class Parts:  # rollouts, rewards and codec
         executor = SimpleNamespace(waits=waits)
 
+        def keeps_whole(self, groups: int) -> bool:
+            return groups < 2
+
+        def end(self, session: str) -> None:
+            assert not session
+
         async def generate(self, request: Request) -> Completion:
             await asyncio.sleep(0.001 * (len(request.prompt) > 1))
             said.append(waits.overdue())
@@ -210,7 +216,7 @@ def test_a_heartbeat_names_the_prompts_that_are_outstanding() -> None:
         parts: Any = Parts()
         scorer = Scorer(parts, parts, parts, ())
         prompts = [Prompt(Row(prompt="", answer="", index=i, extra={}), (5,) * (1 + (i == 9))) for i in (3, 9)]
-        await asyncio.gather(*(scorer.sample(prompt, [0, 1], 8, 1.0) for prompt in prompts))
+        await asyncio.gather(*(scorer.sample(prompt, [0, 1], 8, 1.0, groups=2) for prompt in prompts))
 
     asyncio.run(sample())
     waits.close()
