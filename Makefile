@@ -10,7 +10,7 @@ ifneq ($(wildcard $(HOME)/.cache/uv),)
 export UV_LINK_MODE = hardlink
 endif
 
-.PHONY: quickstart test lint wheels fresh-install setup clean
+.PHONY: quickstart test lint wheels fresh-install setup environments clean
 .PRECIOUS: .envs/%/.synced
 
 quickstart: .venv/.synced
@@ -25,6 +25,9 @@ test: lint test-workspace $(addprefix test-,$(PACKAGES))
 endif
 
 setup: .venv/.synced
+
+# What all suites need: made first, it leaves the order of the suites to `test`, whose longest begin.
+environments: .venv/.synced $(PACKAGES:%=.envs/%/.synced)
 
 $(UV):
 	$(PYTHON) -m venv .tools
