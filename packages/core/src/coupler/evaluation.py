@@ -32,11 +32,11 @@ class Evaluator:
 
         A completion without a valid reward counts as 0 here: leaving it out would flatter the mean.
         """
-        n, length, groups = self.samples_per_prompt, self.max_tokens, len(self.prompts)
-        seeds = [[derive(self.seed, "eval", i, j) for j in range(n)] for i in range(len(self.prompts))]
+        n, length, count = self.samples_per_prompt, self.max_tokens, len(self.prompts)
+        seeds = [[derive(self.seed, "eval", i, j) for j in range(n)] for i in range(count)]
         groups = await asyncio.gather(
             *(
-                self.scorer.sample(prompt, mine, length, self.temperature, groups=groups, top_p=self.top_p)
+                self.scorer.sample(prompt, mine, length, self.temperature, groups=count, top_p=self.top_p)
                 for prompt, mine in zip(self.prompts, seeds, strict=True)
             )
         )

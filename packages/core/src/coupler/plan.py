@@ -295,13 +295,12 @@ def _check(plan: Plan, config: RunConfig, plugins: Plugins) -> None:
     longest = plan.max_tokens_per_sequence
     for path in (path for path, kind in SECTIONS.items() if kind == "engine" and section(config, path)):
         engine = section(config, path)
-        room, ranks = _micro_batch_tokens(engine), engine.ranks_per_sequence
-        if room and longest > room:
-            each = f" on each of {ranks} ranks" if ranks > 1 else ""
+        room = micro_batch_room(engine, path)
+        if room and longest > room.tokens:
             raise ConfigError(
-                f"{path}.max_tokens_per_gpu={room // ranks}{each} is less than one sequence can have: "
+                f"{room.name} is less than one sequence can have: "
                 f"data.max_prompt_tokens + sampling.max_tokens = {longest}.\n"
-                f"  try:  {path}.max_tokens_per_gpu={_ceil(longest, ranks)}"
+                f"  try:  {room.fix.format(_ceil(longest, room.ranks))}"
             )
         if engine.ranks > 1 and "world:1" in plugins.get("engine", engine.name).capabilities_of(engine):
             raise ConfigError(f"{path}={engine.name} runs on one rank.\n  try:  {path}.ranks=1, or another engine")
@@ -338,10 +337,10 @@ def _check_routes(config: RunConfig, plugins: Plugins, needs: frozenset[str], jo
         )
 
 
-def micro_batch_room(config: RunConfig) -> Limit | None:
-    """How long a sequence may be for the policy's engine; None where it has no such option."""
-    engine = original(config).engine
-    tokens, ranks, option = _micro_batch_tokens(engine), engine.ranks_per_sequence, "engine.max_tokens_per_gpu="
+def micro_batch_room(engine: EngineConfig, path: str) -> Limit | None:
+    """How long a sequence may be for the engine of the section ``path``; None where it has no such option."""
+    engine = original(engine)
+    tokens, ranks, option = _micro_batch_tokens(engine), engine.ranks_per_sequence, f"{path}.max_tokens_per_gpu="
     each = f" on each of {ranks} ranks" if ranks > 1 else ""
     return Limit(tokens, f"{option}{tokens // ranks}{each}", f"{option}{{}}", ranks) if tokens else None
 

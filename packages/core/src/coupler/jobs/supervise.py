@@ -32,7 +32,7 @@ async def _supervise(parts: Parts) -> dict[str, float]:
         return {}
     rows = load_rows(config.data)
     data = fingerprint(rows)
-    examples, dropped = supervised(rows, parts.codec, config.data, micro_batch_room(config))
+    examples, dropped = supervised(rows, parts.codec, config.data, micro_batch_room(config.engine, "engine"))
     if dropped:
         print(f"data: dropped {dropped} rows that are too long")
     plan = make_plan(config, len(examples), parts.plugins, algorithm.needs, Job.SFT)

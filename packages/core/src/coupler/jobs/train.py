@@ -16,7 +16,7 @@ from coupler.buffer import Buffer
 from coupler.claim import claimed
 from coupler.columns import ROUTED_EXPERTS
 from coupler.config.compose import Composed
-from coupler.config.schema import RouterReplay, RunConfig
+from coupler.config.schema import Job, RouterReplay, RunConfig, does_evaluate
 from coupler.data import PromptStream, fingerprint
 from coupler.evaluation import Evaluator
 from coupler.interfaces import Output
@@ -53,7 +53,7 @@ async def _train(parts: Parts) -> dict[str, float]:
         return {}
     prompts = parts.prompts(config.data, "data")
     data = fingerprint(prompt.row for prompt in prompts)
-    held_out = parts.prompts(config.eval.data, "eval.data") if config.eval.every_steps or config.eval.at_start else []
+    held_out = parts.prompts(config.eval.data, "eval.data") if does_evaluate(config, Job.TRAIN) else []
     judge = parts.critic_model() if VALUES in algorithm.needs else None
     plan = make_plan(config, len(prompts), parts.plugins, algorithm.needs)
     print(plan.render())
