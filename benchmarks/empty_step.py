@@ -31,6 +31,7 @@ from coupler.interfaces import (
     Output,
     Rank,
     SendReceipt,
+    Shapes,
     StepResult,
     Transport,
     WeightUpdate,
@@ -81,7 +82,7 @@ class Nowhere(Transport):
     def send(self, weights: Iterable[Named], update: WeightUpdate, rank: Rank) -> SendReceipt:
         return SendReceipt(update.version, len(list(weights)), 0, 0.0)
 
-    def receive(self, update: WeightUpdate, worker: Rank) -> Iterator[Named]:
+    def receive(self, update: WeightUpdate, worker: Rank, shapes: Shapes) -> Iterator[Named]:
         return iter(())
 
 

@@ -38,7 +38,7 @@ def carry(sender: NcclTransport, receivers: dict[int, NcclTransport], update: We
 
     def receive(index: int, transport: NcclTransport) -> list[Named]:
         time.sleep(delay_s * index)
-        return [(name, tensor.clone()) for name, tensor in transport.receive(update, Rank(index=index))]
+        return [(name, tensor.clone()) for name, tensor in transport.receive(update, Rank(index=index), {})]
 
     with ThreadPoolExecutor(1 + len(receivers)) as pool:
         sending = pool.submit(sender.send, iter(sent), update, Rank())
@@ -174,7 +174,7 @@ def test_a_sender_that_goes_away_ends_the_wait() -> None:
     with ThreadPoolExecutor(1) as pool:
         sending = pool.submit(sender.send, broken(), update, Rank())
         with pytest.raises(PeerLost, match="the sender of weights version 0 went away"):
-            list(receiver.receive(update, Rank()))
+            list(receiver.receive(update, Rank(), {}))
         with pytest.raises(ZeroDivisionError):
             sending.result(20)
     assert time.monotonic() - start < 30

@@ -9,7 +9,7 @@ import pytest
 from toy_run import ToyRun, small
 
 from coupler.metrics import merge, values
-from coupler.workers import mismatch
+from coupler.workers import OF_REPLICA, mismatch
 
 TRAIN = np.log(np.array([0.2, 0.5, 0.3, 0.9, 0.6]))
 INFER = np.log(np.array([0.4, 0.4, 0.3, 0.1, 0.0001]))
@@ -36,6 +36,14 @@ def test_they_are_the_closed_form_over_micro_batches() -> None:
             "train_infer/abs_diff_max": np.log(2),
         }
     )
+
+
+def test_each_replica_has_a_mean_of_its_own() -> None:
+    """Sequences of 2, 2 and 1 tokens, of replicas 1, 0 and 1; replica 2 of three sampled nothing."""
+    of_sequences = {"seq": np.array([0, 0, 1, 1, 2]), "replica": np.array([1, 0, 1])}
+    found = values(mismatch({"logprobs": TRAIN}, {**COLUMNS, **of_sequences}, 3, num_replicas=3))
+    assert found[f"{OF_REPLICA}1"] == pytest.approx((np.log(2) + np.log(1.25)) / 2)
+    assert found[f"{OF_REPLICA}0"] == 0 and f"{OF_REPLICA}2" not in found
 
 
 @pytest.mark.parametrize("framework", ["numpy", "torch"])

@@ -253,7 +253,7 @@ def test_a_transport_does_not_wait_for_ever(transport: InprocTransport | DiskTra
     endpoint = transport.bind(Rank())
     update = WeightUpdate(9, "full", "", (endpoint,), 1, deadline_s=0.05)
     with pytest.raises(WaitTimeout, match="weights of version 9"):
-        next(transport.receive(update, Rank()))
+        next(transport.receive(update, Rank(), {}))
     assert transport.bind(Rank(index=1, world=2)) == Endpoint()
 
 

@@ -38,8 +38,8 @@ def test_it_listens_on_loopback_for_who_knows_the_token() -> None:
         with socket.create_connection((address["host"], address["port"])) as rude:
             rude.sendall(LENGTH.pack(1 << 40))  # neither a header nor short
             with pytest.raises(WeightSyncError, match="went away"):
-                list(TcpTransport().receive(with_token(update, "guessed"), Rank()))
-        ((name, tensor),) = TcpTransport().receive(update, Rank())
+                list(TcpTransport().receive(with_token(update, "guessed"), Rank(), {}))
+        ((name, tensor),) = TcpTransport().receive(update, Rank(), {})
         assert name == "w" and (tensor == weights[0][1]).all()
         assert sending.result(5).num_tensors == 1
 
@@ -61,6 +61,6 @@ def test_a_sender_that_fails_is_noticed() -> None:
     with ThreadPoolExecutor(1) as pool:
         sending = pool.submit(transport.send, stream(), update, Rank())
         with pytest.raises(WeightSyncError, match="the sender of weights version 1 went away"):
-            list(TcpTransport().receive(update, Rank()))
+            list(TcpTransport().receive(update, Rank(), {}))
         with pytest.raises(ValueError, match="engine"):
             sending.result(5)

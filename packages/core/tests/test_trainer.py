@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +227,33 @@ def test_it_is_found_where_batches_are_older_than_the_sync(tmp_path: Path, rollo
     """By the batch, where some of it was sampled since, else by a probe one version later."""
     with pytest.raises(WeightSyncError, match=what):
         ToyRun(tmp_path, small(max_staleness=1), rollout=rollout).run()
+
+
+class OneDrifts(ToyRollout):
+    """One of four replicas leaves the engine after the start, by less than the limit over all four."""
+
+    made = count()
+
+    def __init__(self, config, model):  # type: ignore[no-untyped-def]
+        super().__init__(config, model)
+        self.shift = 0.012 * (next(self.made) % 4 == 2)
+
+    async def generate(self, request):  # type: ignore[no-untyped-def]
+        done = await super().generate(request)
+        shift = self.shift * (done.versions[-1] > 0)
+        return replace(done, logprobs=tuple(logprob - shift for logprob in done.logprobs))
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_a_replica_that_drifts_is_not_lost_in_the_mean(tmp_path: Path, max_staleness: int) -> None:
+    config = small(max_staleness=max_staleness)
+    with pytest.raises(WeightSyncError, match=r"rollout replica( 2)?'s log-probs differ"):
+        ToyRun(tmp_path, config, rollout="test_trainer:OneDrifts", replicas=4).run()
+
+
+def test_what_each_replica_sampled_is_judged_and_not_logged(tmp_path: Path) -> None:
+    log = ToyRun(tmp_path, small(), replicas=4).run()
+    assert len(log) == 7 and not [name for step in log for name in step if "of_replica" in name]
 
 
 class TurnsToNaN(ToyRollout):

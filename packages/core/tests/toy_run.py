@@ -57,6 +57,7 @@ class ToyRun:
         transport: str = "coupler.transports.inproc:InprocTransport",
         reward: str = REWARD,
         in_flight: InFlight = InFlight.DRAIN,
+        replicas: int = 1,
     ) -> None:
         self.config, self.folder = config, folder
         self.model = Model(str(write_toy(folder / "model")))
@@ -79,7 +80,7 @@ class ToyRun:
                 algorithm=(self.policy.algorithm.critic, ToyAlgorithmConfig()),
             )
             self.critic = WorkerGroup(self.executor, values, [Rank()])
-        self.rollouts = RolloutGroup(self.executor, rollout, ToyRolloutConfig(), self.model, [Rank()])
+        self.rollouts = RolloutGroup(self.executor, rollout, ToyRolloutConfig(), self.model, [Rank()] * replicas)
         self.residency = share_devices(config, self.policy, self.rollouts, critic=self.critic)
         self.weights = StreamShardingManager(
             config.sync,

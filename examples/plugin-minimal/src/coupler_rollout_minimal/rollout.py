@@ -38,8 +38,9 @@ class MinimalRollout(Rollout):
 
     async def update(self, update):
         params = self.hf.state_dict(keep_vars=True)  # two names of a tied parameter are one object
+        shapes = {name: param.shape for name, param in params.items()}
         reached, unexpected, num_received, num_bytes = set(), [], 0, 0
-        for name, tensor in update.receive(self.rank):
+        for name, tensor in update.receive(self.rank, shapes):
             num_received, num_bytes = num_received + 1, num_bytes + tensor.nbytes
             if name in params:
                 params[name].copy_(tensor)

@@ -24,6 +24,7 @@ API = 1  # generation of these interfaces; core accepts plugins of this one and 
 LORA = "lora"  # the weight format in which an adapter travels apart from the weights beneath it
 
 Named = tuple[str, Any]  # (name in the checkpoint's safetensors index, whole tensor)
+Shapes = Mapping[str, tuple[int, ...]]  # of a model's tensors, by such names
 Columns = Mapping[
     str, Any
 ]  # packed [T] tensors on the engine's device, plus seq [T], cu_seqlens [B + 1], num_seqs (host int)
@@ -351,6 +352,7 @@ class Completion:
     versions: tuple[int, ...]  # weights version that sampled each token
     finish: Finish
     routed_experts: Any = None  # if asked for: integers [prompt + tokens, layers, topk] as in Output; -1: never fed
+    replica: int = field(default=0, compare=False)  # filled by core: which one sampled it, or its last part
 
 
 class InFlight(StrEnum):
@@ -467,8 +469,9 @@ class WeightUpdate:
     def open(self) -> Transport:
         return open_transport(self.transport)
 
-    def receive(self, worker: Rank) -> Iterator[Named]:
-        return self.open().receive(self, worker)
+    def receive(self, worker: Rank, shapes: Shapes | None = None) -> Iterator[Named]:
+        """What :meth:`Transport.receive` yields."""
+        return self.open().receive(self, worker, shapes or {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -495,11 +498,16 @@ class Transport(ABC):
         """Called on every engine rank; exhausts ``weights`` on each, since producing them is collective."""
 
     @abstractmethod
-    def receive(self, update: WeightUpdate, worker: Rank) -> Iterator[Named]:
+    def receive(self, update: WeightUpdate, worker: Rank, shapes: Shapes) -> Iterator[Named]:
         """Called in every rollout worker. A tensor is valid until the next one is asked for.
+
+        Args:
+            shapes: of the worker's own model. What is announced is held against them before it is taken; a name that
+                is not among them is taken as it comes.
 
         Raises:
             WaitTimeout: nothing arrived within ``update.deadline_s``.
+            WeightSyncError: a tensor has another shape than the worker's.
         """
 
 

@@ -38,6 +38,7 @@ def _continued(done: Completion, more: Completion) -> Completion:
         done.versions + more.versions,
         more.finish,
         _joined(done.routed_experts, more.routed_experts),
+        more.replica,
     )
 
 
@@ -233,7 +234,7 @@ class RolloutGroup:
             finally:
                 self.outstanding[index] -= cost
             if not isinstance(answer, ReplicaDied):
-                return answer
+                return replace(answer, replica=index)
             if not self._living():
                 raise answer
 

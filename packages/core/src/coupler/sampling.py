@@ -209,6 +209,7 @@ def pack(scored: list[Scored], group: int, samples_per_prompt: int, temperature:
             "trajectory": group * samples_per_prompt + np.arange(size, dtype=np.int64),
             "unit": group * samples_per_prompt + np.arange(size, dtype=np.int64),
             "truncated": np.array([s.completion.finish == "length" for s in scored]),
+            "replica": np.array([s.completion.replica for s in scored], np.int32),
         },
     )
 

@@ -29,7 +29,7 @@ from coupler.interfaces import (
 from coupler.metrics import Metric, Metrics, merge
 from coupler.residency import GENERATING, SYNCING, Residency
 from coupler.rollouts import MAX_RESTARTS, RolloutGroup
-from coupler.workers import WorkerGroup, differences
+from coupler.workers import OF_REPLICA, WorkerGroup, differences
 
 PROBE_TOKENS = 16
 GRACE_S = 5.0  # after one side of a transfer failed: the other may be the cause, and about to say so
@@ -153,14 +153,17 @@ class StreamShardingManager(ShardingManager):
             :meth:`probe` has to judge the next one.
 
         Raises:
-            WeightSyncError: the mean difference is above the limit.
+            WeightSyncError: the mean difference is above the limit, over all tokens or over those of one replica.
         """
         diff = metrics.get("train_infer/abs_diff")
         if diff is None:
             return True
         judged = bool(diff.weight) and isfinite(diff.value)
         if judged:
-            self._judge(diff.value)
+            self._judge(diff.value, "the rollouts'")
+            for name, of_replica in metrics.items():
+                if name.startswith(OF_REPLICA) and of_replica.weight >= PROBE_TOKENS:
+                    self._judge(of_replica.value, f"rollout replica {name.removeprefix(OF_REPLICA)}'s")
         return judged
 
     async def probe(self) -> Metrics:
@@ -171,13 +174,13 @@ class StreamShardingManager(ShardingManager):
         """
         compared = await self._compared()
         diff = _largest(compared)
-        self._judge(diff)
+        self._judge(diff, "a rollout replica's")
         return {"sync/probe": Metric(diff), **merge(compared)}
 
-    def _judge(self, diff: float) -> None:
+    def _judge(self, diff: float, whose: str) -> None:
         if not diff <= self.limit:
             raise WeightSyncError(
-                f"the rollouts' log-probs differ from the engine's by {diff:.4f} on average at version "
+                f"{whose} log-probs differ from the engine's by {diff:.4f} on average at version "
                 f"{self.version}, limit {self.limit:.4f}; weights that were trained since were not synced.\n"
                 "  look at:  the last sync's receipt in metrics.jsonl; the limit is sync.max_mean_logprob_diff"
             )

@@ -22,7 +22,7 @@ from coupler.record import Recorder
 from coupler.residency import GENERATING, Held, Residency
 from coupler.sampling import Sampler
 from coupler.sharding import StreamShardingManager
-from coupler.workers import Trained, WorkerGroup
+from coupler.workers import OF_REPLICA, Trained, WorkerGroup
 
 Provider = Callable[[Batch], Awaitable[Mapping[str, np.ndarray]]]  # computes token columns, by their names
 OnStep = Callable[[int, Metrics], Awaitable[None]]
@@ -88,8 +88,9 @@ class Trainer:
         judged = self.weights.check(trained)
         synced = await self.weights.sync(step)
         if not judged:  # the batch is older than the last sync: it says nothing of any
-            trained = {name: metric for name, metric in trained.items() if not name.startswith("train_infer/")}
             synced |= await self.weights.probe()
+        unsaid = OF_REPLICA if judged else "train_infer/"  # who sampled what depends on who was faster
+        trained = {name: metric for name, metric in trained.items() if not name.startswith(unsaid)}
         return {
             **self.sampler.metrics(),
             **describe(batch, step - 1, self.config.max_staleness),

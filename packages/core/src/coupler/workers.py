@@ -45,6 +45,8 @@ from coupler.metrics import Metric, Metrics, merge, read
 from coupler.normalise import prepare, step_info
 from coupler.profiling import NOTHING, Profile
 
+OF_REPLICA = "train_infer/abs_diff_of_replica_"  # and its number
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
@@ -87,6 +89,7 @@ class MiniBatch:
     batch: Batch
     info: StepInfo
     fresh_version: int | None  # the weights are those of this version; None once the step before has changed them
+    num_replicas: int = 1  # that sampled the batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +127,7 @@ class Worker:
         metrics: list[Metrics] = []
         steps: list[StepResult] = []
         for mini in mini_batches:
-            loss = checked_loss(self.algorithm, mini.fresh_version)
+            loss = checked_loss(self.algorithm, mini.fresh_version, mini.num_replicas)
             with self.profile.of(self.role, self.rank.index, mini.info.index):
                 metrics.append(self.engine.forward_backward(mini.batch, self.algorithm.want, loss, mini.info))
                 steps.append(self.engine.step())
@@ -179,7 +182,7 @@ class Worker:
         return getattr(self.engine, method)(*args)
 
 
-def checked_loss(algorithm: Algorithm, fresh_version: int | None) -> Loss:
+def checked_loss(algorithm: Algorithm, fresh_version: int | None, num_replicas: int = 1) -> Loss:
     """Wrap an algorithm's loss: refuse what is not one loss per token, and measure train against inference.
 
     Raises (in the engine):
@@ -196,17 +199,27 @@ def checked_loss(algorithm: Algorithm, fresh_version: int | None) -> Loss:
                 "  return losses that are not summed or averaged: core normalises them by algorithm.aggregation"
             )
         total = Metric((_detached(token_loss) * weight).sum(), how="sum")
-        return token_loss, {"loss": total, **metrics, **mismatch(out, batch, fresh_version)}
+        return token_loss, {"loss": total, **metrics, **mismatch(out, batch, fresh_version, num_replicas)}
 
     return loss
 
 
-def mismatch(out: Columns, batch: Columns, fresh_version: int | None) -> Metrics:
-    """Compare the log-probs of engine and rollout on tokens that the current weights sampled: the probe of a sync."""
+def mismatch(out: Columns, batch: Columns, fresh_version: int | None, num_replicas: int = 1) -> Metrics:
+    """Compare the log-probs of engine and rollout on tokens that the current weights sampled: the probe of a sync.
+
+    Where several replicas sampled, also for each: one that is wrong hardly moves the mean of many.
+    """
     if fresh_version is None or "rollout_logprobs" not in batch:
         return {}
     fresh = (batch["version"] == fresh_version) & batch["loss_mask"]
-    return differences((_detached(out["logprobs"]) - batch["rollout_logprobs"]) * fresh, fresh.sum(), fresh)
+    diff = (_detached(out["logprobs"]) - batch["rollout_logprobs"]) * fresh
+    found = differences(diff, fresh.sum(), fresh)
+    if num_replicas > 1:
+        sampled_by = batch["replica"][batch["seq"]]
+        for replica in range(num_replicas):
+            mine = fresh & (sampled_by == replica)
+            found[f"{OF_REPLICA}{replica}"] = Metric(abs(diff * mine).sum(), mine.sum())
+    return found
 
 
 def differences(diff: Any, count: Any, counts: Any = 1) -> Metrics:
@@ -301,11 +314,12 @@ class WorkerGroup:
         """
         assert self.algorithm, f"role {self.spec.role} is not trained"
         shards: list[list[MiniBatch]] = [[] for _ in range(self.layout.num_shards)]
+        num_replicas = 1 + int(batch["replica"].max()) if batch.has("replica") else 1
         for i, rows in enumerate(np.array_split(np.arange(len(batch)), num_steps)):
             mini = prepare(batch.take(rows), self.algorithm)
             info = step_info(mini, self.steps_done + i)
             for shard, part in zip(shards, mini.split(mini.partition(len(shards))), strict=True):
-                shard.append(MiniBatch(part, info, version if i == 0 else None))
+                shard.append(MiniBatch(part, info, version if i == 0 else None, num_replicas))
         for epoch in range(1, epochs):
             for shard in shards:
                 shard += [_again(mini, epoch * num_steps) for mini in shard[:num_steps]]

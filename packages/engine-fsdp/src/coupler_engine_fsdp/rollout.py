@@ -10,7 +10,7 @@ import torch
 from coupler.errors import CouplerError
 from coupler.interfaces import Completion, InFlight, Memory, Model, Rank, Request, Rollout, SyncReceipt, WeightUpdate
 from coupler_engine_fsdp.decoding import Decoder, Row
-from coupler_engine_fsdp.rollout_model import allocate_weights, build, cache_shape, free_weights, load_named
+from coupler_engine_fsdp.rollout_model import allocate_weights, build, cache_shape, free_weights, load_named, shapes_of
 
 DUMMY = -1  # version of the weights that the rollout starts with
 
@@ -108,7 +108,7 @@ class HFRollout(Rollout):
             row.stamp(self.version)
         if self.paused is not InFlight.STALE_KV:
             self._requeue()
-        receipt = load_named(self.hf, update.receive(self.rank), update.version)
+        receipt = load_named(self.hf, update.receive(self.rank, shapes_of(self.hf)), update.version)
         self.version = update.version
         return receipt
 

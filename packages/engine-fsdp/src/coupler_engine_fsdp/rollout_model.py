@@ -19,7 +19,7 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer
 
-from coupler.errors import CouplerError, WeightSyncError
+from coupler.errors import CouplerError
 from coupler.interfaces import Model, Named, Rank, SyncReceipt
 from coupler_engine_fsdp.config import Precision
 from coupler_engine_fsdp.distributed import device_of
@@ -92,11 +92,17 @@ def attend(
     return out.view(n, queries, heads, -1), None
 
 
+def shapes_of(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    """Of every tensor that :func:`load_named` can fill, by each of its names."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    prefix = f"{model.base_model_prefix}."
+    return shapes | {name.removeprefix(prefix): shape for name, shape in shapes.items()}
+
+
 def load_named(model: PreTrainedModel, named: Iterable[Named], version: int) -> SyncReceipt:
     """Copy tensors into the model by their checkpoint names. A name that is tied to another reaches both.
 
-    Raises:
-        WeightSyncError: a tensor has another shape than its parameter.
+    They have the shapes of :func:`shapes_of`.
     """
     targets = model.state_dict(keep_vars=True)
     reached: set[int] = set()
@@ -113,11 +119,6 @@ def load_named(model: PreTrainedModel, named: Iterable[Named], version: int) -> 
             if target is None:
                 unexpected.append(name)
                 continue
-            if target.shape != tensor.shape:
-                raise WeightSyncError(
-                    f"{name} arrived with shape {tuple(tensor.shape)}, the rollout's has {tuple(target.shape)}.\n"
-                    "  engine and rollout must be built from the same model.path"
-                )
             target.copy_(tensor)
             reached.add(id(target))
             copying += time.perf_counter() - copied

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass, field
@@ -11,16 +10,15 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from safetensors import safe_open
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from coupler.errors import WeightSyncError
 from coupler.interfaces import Named
 from coupler_rollout_vllm import compat
+from coupler_rollout_vllm.targets import checkpoint_tensors
 
 COPY = torch.ops.aten.copy_.default
 FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
-INDEX = "model.safetensors.index.json"
 
 Region = tuple[int, tuple[int, ...], tuple[int, ...]]  # start, shape and strides within a storage
 
@@ -65,6 +63,14 @@ def load(worker: Any, weights: Iterable[Named]) -> dict[str, Any]:
             return reload(model, compat.unfilled(model), weights, folder)
     with compat.configured(worker) as model, torch.no_grad():
         return copy(plans[model], weights) if model in plans else record(model, weights, folder)
+
+
+def shapes_of(worker: Any) -> dict[str, tuple[int, ...]]:
+    """Of what the model takes: as it came before, else as in its checkpoint; none where the folder has no weights."""
+    known = plans.get(compat.model_of(worker))
+    if known is not None:
+        return {name: way.shape for name, way in known.items()}
+    return checkpoint_tensors(Path(compat.folder_of(worker)))
 
 
 def reload(model: Any, unfilled: frozenset[str], weights: Iterable[Named], folder: Path) -> dict[str, Any]:
@@ -182,7 +188,7 @@ class Ledger(TorchDispatchMode):
         What left a parameter incomplete is named as in the checkpoint, or by the parameter where the folder has none.
         """
         incomplete = [name for name, size in self.sizes.items() if self._filled(name) < size]
-        missing = (sorted(checkpoint_names(folder) - self.received.keys()) or incomplete) if incomplete else []
+        missing = (sorted(checkpoint_tensors(folder).keys() - self.received.keys()) or incomplete) if incomplete else []
         return account(self.received, self.num_bytes, [n for n in self.received if n not in self.used], missing)
 
     def _filled(self, name: str) -> int:
@@ -198,15 +204,3 @@ def unfit(name: str, why: str) -> WeightSyncError:
 
 def region(tensor: torch.Tensor) -> Region:
     return int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride())
-
-
-def checkpoint_names(folder: Path) -> set[str]:
-    """Names of every tensor in a model folder; none where it has only a configuration."""
-    index = folder / INDEX
-    if index.exists():
-        return set(json.loads(index.read_text())["weight_map"])
-    names: set[str] = set()
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            names |= set(file.keys())
-    return names

@@ -1,13 +1,14 @@
-"""Which layers of a model vLLM makes ready for an adapter."""
+"""What the checkpoint of a model holds, and which of its layers vLLM makes ready for an adapter."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 from safetensors import safe_open
 
+INDEX = "model.safetensors.index.json"
 _OF_LAYER = re.compile(r".*\.\d+\.(?:.+\.)?([^.]+)\.weight")
 _NOT_LINEAR = re.compile(r".*\.experts\.|.*\.gate\.weight$")  # experts, and routers that choose among them
 
@@ -18,17 +19,25 @@ def linear_maps(folder: Path) -> list[str]:
     What stands outside of layers, embeddings and head, is left as it is: an adapter's place there costs memory and time
     of every token. So are experts, which no engine adapts.
     """
-    found = ((_OF_LAYER.fullmatch(name), name, shape) for name, shape in _tensors(folder))
+    tensors = checkpoint_tensors(folder)
+    found = ((_OF_LAYER.fullmatch(name), name, shape) for name, shape in tensors.items())
     return sorted({of[1] for of, name, shape in found if of and len(shape) == 2 and not _NOT_LINEAR.match(name)})
 
 
 def has_experts(folder: Path) -> bool:
     """Whether a checkpoint is of a mixture of experts."""
-    return any(".experts." in name for name, _ in _tensors(folder))
+    return any(".experts." in name for name in checkpoint_tensors(folder))
 
 
-def _tensors(folder: Path) -> Iterator[tuple[str, list[int]]]:
-    """Name and shape of every tensor; none is read."""
-    for path in sorted(folder.glob("*.safetensors")):
+def checkpoint_tensors(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor in a model folder, by name, without reading any; a folder may have none."""
+    index = folder / INDEX
+    if index.exists():
+        paths = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    else:
+        paths = sorted(folder.glob("*.safetensors"))
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in paths:
         with safe_open(path, framework="pt") as file:
-            yield from ((name, file.get_slice(name).get_shape()) for name in list(file.keys()))
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    return shapes

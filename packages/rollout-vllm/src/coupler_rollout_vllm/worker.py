@@ -15,7 +15,7 @@ from coupler.errors import CouplerError
 from coupler.interfaces import Endpoint, Memory, Rank, WeightUpdate
 from coupler_rollout_vllm import checksums, compat, memory
 from coupler_rollout_vllm.adapters import forget_adapter, load_adapter
-from coupler_rollout_vllm.loading import load, plans
+from coupler_rollout_vllm.loading import load, plans, shapes_of
 
 
 def answering(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,12 +50,12 @@ class WorkerExtension:
         update = WeightUpdate(**{**fields, "endpoints": tuple(Endpoint(**e) for e in fields["endpoints"])})
         index, world = compat.rank_of(self)
         start = time.perf_counter()
-        received = update.receive(Rank(index=index, world=world, devices=_device()))
+        place = Rank(index=index, world=world, devices=_device())
         if update.adapter:
-            loaded = load_adapter(self, received)
+            loaded = load_adapter(self, update.receive(place))
         else:
             forget_adapter(self)
-            loaded = load(self, received)
+            loaded = load(self, update.receive(place, shapes_of(self)))
         return {**loaded, "seconds": {"load": time.perf_counter() - start}}
 
     def coupler_checksums(self) -> dict[str, int]:

@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -114,16 +114,28 @@ def _outputs(names: list[str]) -> tuple[Output, ...]:
 
 
 class World:
-    """All ranks of one engine. Data shards beyond those that a call gives are empty."""
+    """All ranks of one engine. Data shards beyond those that a call gives are empty.
 
-    def __init__(self, recipe: Mapping[str, Any], num_ranks: int, folder: Path, deadline_s: float = 240.0) -> None:
+    Args:
+        deterministic: so are all ranks. Libraries are told that once for a whole process, so one rank has its own too.
+    """
+
+    def __init__(
+        self,
+        recipe: Mapping[str, Any],
+        num_ranks: int,
+        folder: Path,
+        deadline_s: float = 240.0,
+        deterministic: bool = False,
+    ) -> None:
         self.num_ranks, self.folder, self.deadline_s = num_ranks, folder, deadline_s
         self.count = 0
         self.processes: list[_Process] = []
         port, self.kept = keep_port("127.0.0.1")
         rendezvous = f"127.0.0.1:{port}" if num_ranks > 1 else ""
-        ranks = [asdict(Rank(index=i, world=num_ranks, rendezvous=rendezvous)) for i in range(num_ranks)]
-        if num_ranks == 1:
+        whole = Rank(world=num_ranks, rendezvous=rendezvous, deterministic=deterministic)
+        ranks = [asdict(replace(whole, index=i)) for i in range(num_ranks)]
+        if num_ranks == 1 and not deterministic:
             self.host = Host(recipe, ranks[0])
         else:
             self.processes = [_Process(recipe, rank, folder / f"rank-{i}.log") for i, rank in enumerate(ranks)]
@@ -138,7 +150,7 @@ class World:
             TooFewDevices: the engine needs more devices than this machine has.
             WaitTimeout: no answer within the deadline.
         """
-        if self.num_ranks == 1:
+        if not self.processes:
             return [getattr(self.host, method)(**arguments[0])]
         try:
             for process, kwargs in zip(self.processes, arguments, strict=True):

@@ -300,7 +300,8 @@ class ToyRollout(Rollout):
 
     async def update(self, update: WeightUpdate) -> SyncReceipt:
         missing, unexpected, num_received, num_bytes = set(self.weights), [], 0, 0
-        for name, tensor in update.receive(Rank()):
+        shapes = {name: tensor.shape for name, tensor in self.weights.items()}
+        for name, tensor in update.receive(Rank(), shapes):
             num_received += 1
             num_bytes += tensor.nbytes
             if name in self.weights:

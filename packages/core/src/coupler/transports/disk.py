@@ -15,7 +15,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from coupler.files import writing
-from coupler.interfaces import Endpoint, Named, Rank, SendReceipt, Transport, WeightUpdate
+from coupler.interfaces import Endpoint, Named, Rank, SendReceipt, Shapes, Transport, WeightUpdate
+from coupler.transports.fitting import check_fits
 from coupler.transports.waiting import num_bytes, wait_until
 
 DONE = "names.json"  # written last: the tensors before it are complete
@@ -54,13 +55,14 @@ class DiskTransport(Transport):
             part.rename(folder / DONE)
         return SendReceipt(update.version, len(names), size, time.perf_counter() - start)
 
-    def receive(self, update: WeightUpdate, worker: Rank) -> Iterator[Named]:
+    def receive(self, update: WeightUpdate, worker: Rank, shapes: Shapes) -> Iterator[Named]:
         folder = _folder(update)
         done = folder / DONE
         wait_until(done.exists, f"weights of version {update.version} in {folder}", update.deadline_s)
         sent = json.loads(done.read_text())
         for i, name in enumerate(sent["names"]):
             with safe_open(folder / f"{i}.safetensors", framework=sent["framework"]) as file:
+                check_fits(name, file.get_slice(name).get_shape(), shapes)
                 yield name, file.get_tensor(name)
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from coupler.interfaces import Endpoint, Named, Rank, SendReceipt, Transport, WeightUpdate
+from coupler.interfaces import Endpoint, Named, Rank, SendReceipt, Shapes, Transport, WeightUpdate
+from coupler.transports.fitting import check_fits
 from coupler.transports.waiting import num_bytes, wait_until
 
 POLL_S = 0.0002
@@ -33,11 +34,13 @@ class InprocTransport(Transport):
         size = sum(num_bytes(tensor) for _, tensor in named)
         return SendReceipt(update.version, len(named), size, time.perf_counter() - start)
 
-    def receive(self, update: WeightUpdate, worker: Rank) -> Iterator[Named]:
+    def receive(self, update: WeightUpdate, worker: Rank, shapes: Shapes) -> Iterator[Named]:
         key = update.key
         what = f"weights of version {update.version}"
         wait_until(lambda: key in self.mailbox, what, update.deadline_s, every=POLL_S)
-        yield from self.mailbox[key]
+        for name, tensor in self.mailbox[key]:
+            check_fits(name, tensor.shape, shapes)
+            yield name, tensor
         self.unread -= 1
         if self.unread == 0:
             del self.mailbox[key]

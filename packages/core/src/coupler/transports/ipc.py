@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from coupler.errors import CouplerError, WeightSyncError
 from coupler.imports import Late
-from coupler.interfaces import Endpoint, Named, Rank, SendReceipt, Transport, WeightUpdate
+from coupler.interfaces import Endpoint, Named, Rank, SendReceipt, Shapes, Transport, WeightUpdate
 from coupler.transports.connection import Listener, connected, header, send
+from coupler.transports.fitting import check_fits
 from coupler.transports.packing import ALIGNMENT, Entry, Packer, let_go, tensor_of
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class IpcTransport(Transport):
             sharing.close()
         return SendReceipt(update.version, packer.num_tensors, packer.num_bytes, time.perf_counter() - start)
 
-    def receive(self, update: WeightUpdate, worker: Rank) -> Iterator[Named]:
+    def receive(self, update: WeightUpdate, worker: Rank, shapes: Shapes) -> Iterator[Named]:
         mine = _device()
         with ExitStack() as stack:
             sender = None
@@ -71,7 +72,7 @@ class IpcTransport(Transport):
                     f"rollout worker {worker.index} is on {mine}, where no engine rank is.\n"
                     "  set:  sync.transport=nccl for rollouts on devices of their own, or tcp"
                 )
-            yield from _shared(sender)
+            yield from _shared(sender, shapes)
 
 
 class _Sharing:
@@ -150,7 +151,7 @@ class _Sharing:
             header(receiver)
 
 
-def _shared(sender: socket.socket) -> Iterator[Named]:
+def _shared(sender: socket.socket, shapes: Shapes) -> Iterator[Named]:
     """Open what the sender shares, piece by piece, and say when each was read."""
     arena = None
     while said := header(sender):
@@ -161,6 +162,7 @@ def _shared(sender: socket.socket) -> Iterator[Named]:
         else:
             assert arena is not None
             for entry in said["entries"]:
+                check_fits(entry["name"], entry["shape"], shapes)
                 tensor = tensor_of(arena[said["start"] :], entry)  # no name for the half: it would keep the arena open
                 yield entry["name"], tensor
                 let_go(tensor)

@@ -1,9 +1,10 @@
 """Weights through a collective, from engine rank 0 to workers on devices of their own: NCCL, or gloo on the CPU.
 
-Names, dtypes and shapes of each bucket travel over :mod:`coupler.transports.connection`, and every receiver answers
-with what it understood before the collective starts. The group is made anew when its members change. On GPUs both sides
-only start work, which their streams put in order, and wait for the last collective alone: none waits for a process.
-Every receiver says when it has all. One that closes its connection before that went away, and ends every wait at once.
+Names, dtypes and shapes of each bucket travel over :mod:`coupler.transports.connection`. Before the collective starts,
+every receiver holds them against its own model, and answers with what it understood. The group is made anew when its
+members change. On GPUs both sides only start work, which their streams put in order, and wait for the last collective
+alone: none waits for a process. Every receiver says when it has all. One that closes its connection before that went
+away, and ends every wait at once.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 from coupler.errors import WeightSyncError
 from coupler.imports import Late
-from coupler.interfaces import Endpoint, Named, Rank, SendReceipt, Transport, WeightUpdate
+from coupler.interfaces import Endpoint, Named, Rank, SendReceipt, Shapes, Transport, WeightUpdate
 from coupler.rendezvous import serve_store
 from coupler.transports.connection import Listener, connected, header, headers, is_open, send
+from coupler.transports.fitting import check_fits
 from coupler.transports.packing import Entry, Packer, tensor_of
 from coupler.transports.waiting import wait_until
 
@@ -86,7 +88,7 @@ class NcclTransport(Transport):
         self.groups[address, -1] = group
         return group
 
-    def receive(self, update: WeightUpdate, worker: Rank) -> Iterator[Named]:
+    def receive(self, update: WeightUpdate, worker: Rank, shapes: Shapes) -> Iterator[Named]:
         address = update.endpoints[0].address
         held = self.groups.pop((address, worker.index), None)
         with connected(address, update, group=held.name if held else "") as sender:
@@ -100,7 +102,7 @@ class NcclTransport(Transport):
                 held = Group(store, said["rank"], said["world"], watch)
             assert held is not None
             with held.given_up_on_failure():
-                yield from _received(held, sender, watch)
+                yield from _received(held, sender, watch, shapes)
             self.groups[address, worker.index] = held
 
 
@@ -265,7 +267,7 @@ class _Broadcast:
         self.group.settle(self.last, Watch(self.watch.update, []))
 
 
-def _received(group: Group, sender: socket.socket, watch: Watch) -> Iterator[Named]:
+def _received(group: Group, sender: socket.socket, watch: Watch, shapes: Shapes) -> Iterator[Named]:
     """Yield what comes; the next bucket travels while the last one is read.
 
     A collective into a buffer starts after all that was launched before, so after what read it.
@@ -278,6 +280,8 @@ def _received(group: Group, sender: socket.socket, watch: Watch) -> Iterator[Nam
         started = None
         if more := "entries" in said:
             entries, size = said["entries"], said["nbytes"]
+            for entry in entries:
+                check_fits(entry["name"], entry["shape"], shapes)
             send(sender, {"digest": _digest(entries, size)})
             large = size > BUFFER_BYTES
             data = torch.empty(size, dtype=torch.uint8, device=group.device) if large else buffers.next()[:size]

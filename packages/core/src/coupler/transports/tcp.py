@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from coupler.interfaces import Endpoint, Named, Rank, SendReceipt, Transport, WeightUpdate
+from coupler.interfaces import Endpoint, Named, Rank, SendReceipt, Shapes, Transport, WeightUpdate
 from coupler.transports.connection import Listener, connected, header, read, send
+from coupler.transports.fitting import check_fits
 from coupler.transports.waiting import num_bytes
 
 
@@ -45,9 +46,10 @@ class TcpTransport(Transport):
                     send(receiver, {})
         return SendReceipt(update.version, len(sizes), sum(sizes), time.perf_counter() - start)
 
-    def receive(self, update: WeightUpdate, worker: Rank) -> Iterator[Named]:
+    def receive(self, update: WeightUpdate, worker: Rank, shapes: Shapes) -> Iterator[Named]:
         with connected(update.endpoints[0].address, update) as sender:
             while "name" in (described := header(sender)):
+                check_fits(described["name"], described["shape"], shapes)
                 yield described["name"], _unpacked(described, read(sender, described["nbytes"]))
 
 

@@ -154,12 +154,14 @@ def fresh(engine_subject: Subject, tmp_path: Path) -> Iterator[Callable[..., Wor
     """Start an engine of its own for the test, on a model folder, with a learning rate that moves."""
     made: list[World] = []
 
-    def make(folder: Path, num_shards: int = 1, head: Head = Head.LM, **settings: object) -> World:
+    def make(
+        folder: Path, num_shards: int = 1, head: Head = Head.LM, deterministic: bool = False, **settings: object
+    ) -> World:
         place = tmp_path / f"world-{len(made)}"
         place.mkdir()
         recipe = engine_subject.recipe(folder, head, **{"lr": 1e-2, **settings})
         try:
-            made.append(World(recipe, ranks_for(engine_subject, num_shards), place))
+            made.append(World(recipe, ranks_for(engine_subject, num_shards), place, deterministic=deterministic))
         except TooFewDevices as error:
             pytest.skip(str(error).splitlines()[0])
         return made[-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from inspect import signature
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coupler.errors import CouplerError
+from coupler.errors import CouplerError, WeightSyncError
 from coupler.interfaces import Completion, InFlight, Memory, Named, Request
 from coupler.plugins.manager import Plugins
 from coupler.testing.edge import Served
@@ -169,6 +170,17 @@ def test_an_unexpected_tensor_is_named(served: Served, reference: Reference, tol
     assert receipt.unexpected == (extra,)
     assert (receipt.missing, receipt.num_loaded) == ((), len(reference.tensors))
     assert worst(served, reference) < tolerance
+
+
+def test_a_tensor_of_another_shape_is_refused(served: Served, reference: Reference, tolerance: float) -> None:
+    """By its name, also where as many elements would fit; the right one is taken after it."""
+    odd = max((name for name, tensor in reference.tensors.items() if tensor.ndim == 2), key=len)
+    turned = np.ascontiguousarray(reference.tensors[odd].reshape(-1, 1))
+    for _ in range(2):  # before and after all of it came once
+        with pytest.raises(WeightSyncError, match=re.escape(odd)):
+            served.push(stream(reference, {**reference.tensors, odd: turned}))
+        served.push(stream(reference))
+        assert worst(served, reference) < tolerance
 
 
 # --- sampling --------------------------------------------------------------------------------------------------------

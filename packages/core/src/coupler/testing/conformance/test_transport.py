@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coupler.errors import WaitTimeout
-from coupler.interfaces import Named, Rank, SendReceipt, Transport, WeightUpdate
+from coupler.errors import WaitTimeout, WeightSyncError
+from coupler.interfaces import Named, Rank, SendReceipt, Shapes, Transport, WeightUpdate
 from coupler.testing.ranks import as_array
 from coupler.testing.subject import Subject
 from coupler.workers import reverse_elements
@@ -32,6 +32,7 @@ class Link:
         if subject.has("device:apart") and pytest.importorskip("torch").cuda.is_available():
             pytest.skip(f"{subject} declares device:apart: here all threads would be on one GPU")
         self.subject, self.deadline_s = subject, deadline_s
+        self.shapes: Shapes = {}  # of the receivers' model
         self.transport: Transport = subject.backend.load()()
         self.senders = [Rank(index=i, world=num_senders) for i in range(num_senders)]
         self.receivers = [Rank(index=i, world=num_receivers) for i in range(num_receivers)]
@@ -54,10 +55,11 @@ class Link:
         with ThreadPoolExecutor(len(self.senders) + len(self.receivers)) as pool:
             sending = [pool.submit(self.transport.send, stream(weights, permuted), update, r) for r in self.senders]
             receiving = [pool.submit(self._collect, update, worker) for worker in self.receivers]
-            return [s.result() for s in sending], [r.result() for r in receiving]
+            arrived = [r.result() for r in receiving]  # first: a sender whose receiver failed says only that
+            return [s.result() for s in sending], arrived
 
     def _collect(self, update: WeightUpdate, worker: Rank) -> list[Named]:
-        return [(name, copied(tensor)) for name, tensor in self.transport.receive(update, worker)]
+        return [(name, copied(tensor)) for name, tensor in self.transport.receive(update, worker, self.shapes)]
 
 
 def stream(weights: list[Named], permuted: bool = False) -> Iterator[Named]:
@@ -155,11 +157,23 @@ def test_no_weights_at_all_arrive_too(transport_subject: Subject) -> None:
     assert received == [[]]
 
 
+def test_a_tensor_that_does_not_fit_the_receiver_is_refused(transport_subject: Subject, weights: list[Named]) -> None:
+    """With its name and both shapes, also where as many elements would fit; then the next update arrives."""
+    link = Link(transport_subject)
+    name = next(name for name, tensor in weights if tuple(tensor.shape) == (2, 3, 4))
+    link.shapes = {name: (4, 3, 2), "model.not_sent": (1,)}
+    with pytest.raises(WeightSyncError, match=rf"{name} comes with shape \[2, 3, 4\].*model has \[4, 3, 2\]"):
+        link.carry(0, weights)
+    link.shapes = {name: tuple(tensor.shape) for name, tensor in weights}
+    _, received = link.carry(1, weights)
+    assert_same(received[0], weights)
+
+
 def test_receiving_ends_at_its_deadline(transport_subject: Subject) -> None:
     """Nothing was sent of this version: the error says so in time, even after another version has arrived."""
     link = Link(transport_subject, deadline_s=0.3)
     link.carry(0, arrays()[:2])
     start = time.monotonic()
     with pytest.raises(WaitTimeout, match="1"):
-        list(link.transport.receive(link.update(1), link.receivers[0]))
+        list(link.transport.receive(link.update(1), link.receivers[0], {}))
     assert 0.2 < time.monotonic() - start < 5

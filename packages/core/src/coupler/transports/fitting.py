@@ -1,0 +1,22 @@
+"""A receiver's own model against what a sender announces, before it comes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from coupler.errors import WeightSyncError
+from coupler.interfaces import Shapes
+
+
+def check_fits(name: str, shape: Sequence[int], shapes: Shapes) -> None:
+    """Compare a tensor with the one of ``shapes`` that has its name, if any.
+
+    Raises:
+        WeightSyncError: they have different shapes.
+    """
+    own = shapes.get(name)
+    if own is not None and tuple(shape) != tuple(own):
+        raise WeightSyncError(
+            f"{name} comes with shape {list(shape)}, and the rollout's model has {list(own)}.\n"
+            "  look at:  model.path, and whether engine and rollout have the same architecture"
+        )
