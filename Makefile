@@ -10,18 +10,19 @@ ifneq ($(wildcard $(HOME)/.cache/uv),)
 export UV_LINK_MODE = hardlink
 endif
 
-.PHONY: quickstart test lint wheels fresh-install setup environments clean
+.PHONY: quickstart test suite-workspace suite-outside lint wheels fresh-install setup environments clean
 .PRECIOUS: .envs/%/.synced
 
 quickstart: .venv/.synced
 	.venv/bin/python examples/quickstart/quickstart.py $(ARGS)
 
-# Every suite in the environment of its own package; tests/ in the one that has all of them. PACKAGE=core runs one;
-# --jobs 4 runs four at a time, of which the longest begin.
+# Every package's suite and the kit for what it brings, in the environment of its own; tests/ in the one that has all of
+# them. PACKAGE=core runs one; --jobs 4 runs four at a time, of which the longest begin.
 ifdef PACKAGE
 test: test-$(PACKAGE)
 else
-test: lint test-workspace $(addprefix test-,$(PACKAGES))
+test: lint suite-outside suite-rollout-vllm suite-workspace kit-engine-megatron suite-core suite-engine-megatron \
+  kit-rollout-vllm $(addprefix test-,$(PACKAGES))
 endif
 
 setup: .venv/.synced
@@ -59,16 +60,27 @@ KIT_algos := --coupler algorithm=grpo --coupler algorithm=rloo --coupler algorit
 KIT_rollout-vllm := --coupler engine=fsdp --coupler rollout=vllm -k 'test_rollout or test_pair'
 SYNC_rollout-vllm := --extra cpu
 # vLLM on the CPU: no warm-up, no pinned cores, the model worker in the scheduler's process
-test-rollout-vllm: export VLLM_CPU_CI_ENV = 1
-test-rollout-vllm: export VLLM_CPU_OMP_THREADS_BIND = nobind
-test-rollout-vllm: export VLLM_ENABLE_V1_MULTIPROCESSING = 0
+suite-rollout-vllm kit-rollout-vllm: export VLLM_CPU_CI_ENV = 1
+suite-rollout-vllm kit-rollout-vllm: export VLLM_CPU_OMP_THREADS_BIND = nobind
+suite-rollout-vllm kit-rollout-vllm: export VLLM_ENABLE_V1_MULTIPROCESSING = 0
+# Of tests/, what starts clusters and makes environments: as long as all others
+OUTSIDE := $(patsubst %,tests/test_%.py,ray replicas interpreters packaging plugin_minimal)
 
-test-%: .envs/%/.synced
+$(PACKAGES:%=test-%): test-%: suite-% kit-%
+
+suite-%: .envs/%/.synced
 	.envs/$*/bin/python -m pytest packages/$*/tests
+
+kit-%: .envs/%/.synced
 	.envs/$*/bin/python -m pytest $(KIT) $(KIT_$*)
 
-test-workspace: .venv/.synced
-	.venv/bin/python -m pytest tests
+test-workspace: suite-workspace suite-outside
+
+suite-workspace: .venv/.synced
+	.venv/bin/python -m pytest tests $(OUTSIDE:%=--ignore=%)
+
+suite-outside: .venv/.synced
+	.venv/bin/python -m pytest $(OUTSIDE)
 
 lint: .venv/.synced
 	.venv/bin/ruff check .

@@ -14,11 +14,11 @@ import pytest
 from broken_backends import CAUGHT_BY
 
 from coupler.errors import ConfigError, CouplerError, TooFewDevices, WaitTimeout
-from coupler.testing import losses, plugin
+from coupler.testing import losses, plugin, ranks
 from coupler.testing.cases import make_batch, weighted
 from coupler.testing.conformance.test_engine import assert_gradient
 from coupler.testing.models import write_toy
-from coupler.testing.ranks import RankFailed, World
+from coupler.testing.ranks import SHARE_GPUS, RankFailed, World
 from coupler.testing.reference import Gradient, ToyReference
 from coupler.testing.subject import Subject, configured, parse_settings
 from coupler.testing.toy import columns_of
@@ -169,6 +169,31 @@ def test_an_engine_that_lacks_devices_is_told_apart_from_one_that_fails(tmp_path
         "head": "lm",
     }
     with pytest.raises(TooFewDevices, match="needs 2 GPUs"):
+        World(recipe, 2, tmp_path)
+
+
+def test_ranks_that_may_share_a_gpu_are_hosts_of_their_own_to_nccl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = tmp_path / "engine.py"
+    engine.write_text(
+        "import os\n"
+        "class Engine:\n"
+        "    def __init__(self, config, model): pass\n"
+        "    def setup(self, rank): raise ValueError(f'{rank.index} is on host {os.environ.get(\"NCCL_HOSTID\")}')\n"
+    )
+    recipe = {
+        "target": f"{engine}:Engine",
+        "config": "coupler.testing.toy_config:ToyEngineConfig",
+        "settings": {},
+        "model": "",
+        "head": "lm",
+    }
+    with pytest.raises(RankFailed, match="is on host None"):
+        World(recipe, 2, tmp_path)
+    monkeypatch.setenv(SHARE_GPUS, "1")
+    ranks._template.cache_clear()  # a new process, with this environment
+    with pytest.raises(RankFailed, match=r"(\d) is on host \1"):
         World(recipe, 2, tmp_path)
 
 

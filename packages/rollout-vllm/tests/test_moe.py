@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -90,13 +91,11 @@ def test_an_expert_that_does_not_come_is_missed(mixture: Served, experts: Transf
     assert error(mixture, experts) < 1e-3
 
 
-def test_an_expert_that_is_too_small_leaves_its_parameter_incomplete(
-    mixture: Served, experts: TransformersReference
-) -> None:
+def test_an_expert_that_is_too_small_is_refused(mixture: Served, experts: TransformersReference) -> None:
+    """vLLM would copy what there is of it."""
     name = f"{EXPERT}down_proj.weight"
     tensors = {**experts.tensors, name: np.ascontiguousarray(experts.tensors[name][:, 1:])}
-    sent, receipt = mixture.push((name, torch.from_numpy(tensor)) for name, tensor in tensors.items())
-    with pytest.raises(WeightSyncError, match=r"1 of its parameters got nothing, first: model\.layers\.1\.mlp\."):
-        verify(sent, receipt, 0)
+    with pytest.raises(WeightSyncError, match=re.escape(name)):
+        mixture.push((name, torch.from_numpy(tensor)) for name, tensor in tensors.items())
     push(mixture, experts)
     assert error(mixture, experts) < 1e-3

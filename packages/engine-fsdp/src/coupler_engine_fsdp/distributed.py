@@ -76,8 +76,8 @@ def _init_process_group(rank: Rank) -> None:
 
 
 def _refuse_shared(rank: Rank, device: torch.device) -> None:
-    """NCCL wants a GPU of its own for each rank, and says so late and unclearly."""
-    if device.type == "cpu" or rank.world == 1:
+    """NCCL wants a GPU of its own for each rank of a host, and says so late and unclearly."""
+    if device.type == "cpu" or rank.world == 1 or "NCCL_HOSTID" in os.environ:
         return
     mine = torch.tensor(list(str(torch.cuda.get_device_properties(device).uuid).encode()))
     uuids = [torch.empty_like(mine) for _ in range(rank.world)]

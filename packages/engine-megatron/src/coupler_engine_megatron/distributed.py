@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 import torch
@@ -47,8 +48,8 @@ def join(rank: Rank, device: torch.device) -> None:
 
 
 def _refuse_shared(rank: Rank, device: torch.device) -> None:
-    """NCCL wants a GPU of its own for each rank, and says so late and unclearly."""
-    if device.type == "cpu" or rank.world == 1:
+    """NCCL wants a GPU of its own for each rank of a host, and says so late and unclearly."""
+    if device.type == "cpu" or rank.world == 1 or "NCCL_HOSTID" in os.environ:
         return
     found = len(set(exchange(str(torch.cuda.get_device_properties(device).uuid))))
     if found < rank.world:

@@ -5,6 +5,7 @@ Nothing of Coupler is loaded unless a test asks for a backend.
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -57,6 +58,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="how far a tensor's gradient may be from the reference, as a share of its largest value; "
         "default 1e-5: float32",
     )
+    group.addoption(
+        "--coupler-share-gpus",
+        action="store_true",
+        help="let several ranks share a GPU: each is a host of its own to NCCL, which is slow, and shows what more "
+        "GPUs than there are would compute",
+    )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -93,6 +100,10 @@ def pytest_configure(config: pytest.Config) -> None:
     Raises:
         pytest.UsageError: a selection is malformed, or its backend cannot be used.
     """
+    if config.getoption("--coupler-share-gpus"):
+        from coupler.testing.ranks import SHARE_GPUS
+
+        os.environ[SHARE_GPUS] = "1"
     if not (selected(config) or config.getoption("--coupler-set")):
         return
     from coupler.errors import CouplerError

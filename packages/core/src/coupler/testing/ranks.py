@@ -37,6 +37,7 @@ from coupler.testing.subject import build
 
 Arrays = dict[str, np.ndarray]
 PRELOADED = ("torch", "torch.distributed.fsdp", "transformers.modeling_utils")  # slow to import, and touch no GPU
+SHARE_GPUS = "COUPLER_SHARE_GPUS"  # in the environment, by --coupler-share-gpus: each rank is a host of its own to NCCL
 
 
 class RankFailed(CouplerError):
@@ -339,6 +340,8 @@ def serve(connection: int, log: int) -> None:
 
     answer(os.getpid())
     first = json.loads(lines.readline())
+    if SHARE_GPUS in os.environ:
+        os.environ["NCCL_HOSTID"] = str(first["rank"]["index"])
     host: Host | None = None
     for line in lines:
         message = json.loads(line)
