@@ -5,12 +5,14 @@ UV := .tools/bin/uv
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+# else Ray's workers wait for the suites beside them
+export RAY_worker_niceness ?= 0
 export UV_LINK_MODE ?= copy
 ifneq ($(wildcard $(HOME)/.cache/uv),)
 export UV_LINK_MODE = hardlink
 endif
 
-.PHONY: quickstart test suite-workspace suite-outside lint wheels fresh-install setup environments clean
+.PHONY: quickstart test suite-workspace suite-outside faults-rollout-vllm lint wheels fresh-install setup environments clean
 .PRECIOUS: .envs/%/.synced
 
 quickstart: .venv/.synced
@@ -21,8 +23,8 @@ quickstart: .venv/.synced
 ifdef PACKAGE
 test: test-$(PACKAGE)
 else
-test: lint suite-outside suite-rollout-vllm suite-workspace kit-engine-megatron suite-core suite-engine-megatron \
-  kit-rollout-vllm $(addprefix test-,$(PACKAGES))
+test: lint suite-outside suite-workspace suite-rollout-vllm faults-rollout-vllm kit-engine-megatron suite-core \
+  kit-rollout-vllm suite-engine-megatron $(addprefix test-,$(PACKAGES))
 endif
 
 setup: .venv/.synced
@@ -60,16 +62,23 @@ KIT_algos := --coupler algorithm=grpo --coupler algorithm=rloo --coupler algorit
 KIT_rollout-vllm := --coupler engine=fsdp --coupler rollout=vllm -k 'test_rollout or test_pair'
 SYNC_rollout-vllm := --extra cpu
 # vLLM on the CPU: no warm-up, no pinned cores, the model worker in the scheduler's process
-suite-rollout-vllm kit-rollout-vllm: export VLLM_CPU_CI_ENV = 1
-suite-rollout-vllm kit-rollout-vllm: export VLLM_CPU_OMP_THREADS_BIND = nobind
-suite-rollout-vllm kit-rollout-vllm: export VLLM_ENABLE_V1_MULTIPROCESSING = 0
-# Of tests/, what starts clusters and makes environments: as long as all others
+VLLM_TESTS := suite-rollout-vllm faults-rollout-vllm kit-rollout-vllm
+$(VLLM_TESTS): export VLLM_CPU_CI_ENV = 1
+$(VLLM_TESTS): export VLLM_CPU_OMP_THREADS_BIND = nobind
+$(VLLM_TESTS): export VLLM_ENABLE_V1_MULTIPROCESSING = 0
+# The two longest suites are cut in two: what starts clusters and makes environments, of tests/; what kills vLLM
 OUTSIDE := $(patsubst %,tests/test_%.py,ray replicas interpreters packaging plugin_minimal)
+FAULTS := $(patsubst %,packages/rollout-vllm/tests/test_%.py,faults ray)
+SUITE_rollout-vllm := $(FAULTS:%=--ignore=%)
 
 $(PACKAGES:%=test-%): test-%: suite-% kit-%
+test-rollout-vllm: faults-rollout-vllm
 
 suite-%: .envs/%/.synced
-	.envs/$*/bin/python -m pytest packages/$*/tests
+	.envs/$*/bin/python -m pytest packages/$*/tests $(SUITE_$*)
+
+faults-rollout-vllm: .envs/rollout-vllm/.synced
+	.envs/rollout-vllm/bin/python -m pytest $(FAULTS)
 
 kit-%: .envs/%/.synced
 	.envs/$*/bin/python -m pytest $(KIT) $(KIT_$*)
