@@ -142,14 +142,14 @@ def test_the_toy_gradient_equals_finite_differences(tmp_path: Path) -> None:
         assert (up - down) / 2e-6 == pytest.approx(float((grads[name] * direction).sum()), rel=1e-5), name
 
 
+def recipe_of(target: str, model: str = "") -> dict[str, object]:
+    """Of an engine with the toy's configuration."""
+    config = "coupler.testing.toy_config:ToyEngineConfig"
+    return {"target": target, "config": config, "settings": {}, "head": "lm", "model": model}
+
+
 def test_a_rank_that_fails_is_shown_and_the_others_end(tmp_path: Path) -> None:
-    recipe = {
-        "target": "coupler.testing.toy:ToyEngine",
-        "config": "coupler.testing.toy_config:ToyEngineConfig",
-        "settings": {},
-        "head": "lm",
-        "model": str(write_toy(tmp_path / "toy")),
-    }
+    recipe = recipe_of("coupler.testing.toy:ToyEngine", str(write_toy(tmp_path / "toy")))
     with pytest.raises(RankFailed, match="engine=toy runs on one rank"):
         World(recipe, 2, tmp_path)
 
@@ -161,13 +161,7 @@ def test_an_engine_that_lacks_devices_is_told_apart_from_one_that_fails(tmp_path
         "from coupler.errors import TooFewDevices\n"
         "class Engine:\n    def __init__(self, config, model): raise TooFewDevices('needs 2 GPUs')\n"
     )
-    recipe = {
-        "target": f"{lacking}:Engine",
-        "config": "coupler.testing.toy_config:ToyEngineConfig",
-        "settings": {},
-        "model": "",
-        "head": "lm",
-    }
+    recipe = recipe_of(f"{lacking}:Engine")
     with pytest.raises(TooFewDevices, match="needs 2 GPUs"):
         World(recipe, 2, tmp_path)
 
@@ -182,13 +176,7 @@ def test_ranks_that_may_share_a_gpu_are_hosts_of_their_own_to_nccl(
         "    def __init__(self, config, model): pass\n"
         "    def setup(self, rank): raise ValueError(f'{rank.index} is on host {os.environ.get(\"NCCL_HOSTID\")}')\n"
     )
-    recipe = {
-        "target": f"{engine}:Engine",
-        "config": "coupler.testing.toy_config:ToyEngineConfig",
-        "settings": {},
-        "model": "",
-        "head": "lm",
-    }
+    recipe = recipe_of(f"{engine}:Engine")
     with pytest.raises(RankFailed, match="is on host None"):
         World(recipe, 2, tmp_path)
     monkeypatch.setenv(SHARE_GPUS, "1")
@@ -200,13 +188,7 @@ def test_ranks_that_may_share_a_gpu_are_hosts_of_their_own_to_nccl(
 def test_a_rank_that_says_nothing_is_named(tmp_path: Path) -> None:
     sleeper = tmp_path / "sleeper.py"
     sleeper.write_text("import time\nclass Engine:\n    def __init__(self, config, model): time.sleep(60)\n")
-    recipe = {
-        "target": f"{sleeper}:Engine",
-        "config": "coupler.testing.toy_config:ToyEngineConfig",
-        "settings": {},
-        "head": "lm",
-        "model": "",
-    }
+    recipe = recipe_of(f"{sleeper}:Engine")
     with pytest.raises(WaitTimeout, match=r"ranks \[0, 1\] of 2"):
         World(recipe, 2, tmp_path, deadline_s=3)
 
