@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from coupler.plugins.manager import Plugins
 from coupler_rollout_vllm import compat
 from coupler_rollout_vllm.arguments import GIB, adapter_arguments, engine_arguments, memory_arguments
 from coupler_rollout_vllm.config import Precision, VLLMConfig
-from coupler_rollout_vllm.targets import linear_maps
+from coupler_rollout_vllm.targets import checkpoint_names, checkpoint_tensors, linear_maps
 from coupler_rollout_vllm.worker import answering
 
 MODEL = Model("/m")
@@ -177,6 +178,15 @@ def test_room_for_an_adapter_is_made_in_the_layers_alone(tmp_path: Path) -> None
             "enable_lora": True, "max_lora_rank": size, "max_loras": 1, "lora_target_modules": ["q_proj", "up_proj"],
         }  # fmt: skip
     assert linear_maps(write_checkpoint(tmp_path, **LAYER, **EXPERTS)) == ["q_proj", "up_proj"]
+
+
+def test_a_folder_may_have_an_index_and_not_its_files(tmp_path: Path) -> None:
+    """As where a rollout runs whose weights come over the wire."""
+    write_checkpoint(tmp_path, a=(2, 3))
+    listed = {"weight_map": {"a": "m.safetensors", "b": "of-another-host.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(listed))
+    assert checkpoint_tensors(tmp_path) == {"a": (2, 3)}
+    assert checkpoint_names(tmp_path) == {"a", "b"}
 
 
 def test_adapters_that_no_kernel_takes_are_refused(tmp_path: Path) -> None:

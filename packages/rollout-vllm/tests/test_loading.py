@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from coupler.errors import WeightSyncError
 from coupler.interfaces import Named
 from coupler.testing.reference import TransformersReference
 from coupler_rollout_vllm.checksums import checksum, of_plan
-from coupler_rollout_vllm.loading import copy, plans, record
+from coupler_rollout_vllm.loading import copy, plans, record, shapes_of
 
 
 @pytest.fixture(scope="module")
@@ -147,3 +148,21 @@ def test_another_shape_is_an_error_that_names_the_tensor(model: Any, reference: 
     named = [(n, t[:, 1:] if n == name else t) for n, t in stream(reference)]
     with torch.no_grad(), pytest.raises(WeightSyncError, match=f"{name} does not fit"):
         record(model, named, reference.folder)
+
+
+def test_shapes_are_those_of_the_plan_or_of_a_checkpoint_that_can_be_read(
+    model: Any, reference: TransformersReference, tmp_path: Path
+) -> None:
+    def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+        runner, config = SimpleNamespace(get_model=lambda: model), SimpleNamespace(model=str(folder))
+        return dict(shapes_of(SimpleNamespace(model_runner=runner, model_config=config)))
+
+    wanted = {name: tensor.shape for name, tensor in reference.tensors.items()}
+    pointer = tmp_path / "pointer"
+    pointer.mkdir()
+    (pointer / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    plans.pop(model, None)
+    assert [shapes(folder) for folder in (reference.folder, pointer, tmp_path)] == [wanted, {}, {}]
+    with torch.no_grad():
+        record(model, stream(reference), reference.folder)
+    assert shapes(pointer) == wanted

@@ -10,12 +10,13 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from safetensors import SafetensorError
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from coupler.errors import WeightSyncError
-from coupler.interfaces import Named
+from coupler.interfaces import Named, Shapes
 from coupler_rollout_vllm import compat
-from coupler_rollout_vllm.targets import checkpoint_tensors
+from coupler_rollout_vllm.targets import checkpoint_names, checkpoint_tensors
 
 COPY = torch.ops.aten.copy_.default
 FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
@@ -65,12 +66,15 @@ def load(worker: Any, weights: Iterable[Named]) -> dict[str, Any]:
         return copy(plans[model], weights) if model in plans else record(model, weights, folder)
 
 
-def shapes_of(worker: Any) -> dict[str, tuple[int, ...]]:
-    """Of what the model takes: as it came before, else as in its checkpoint; none where the folder has no weights."""
+def shapes_of(worker: Any) -> Shapes:
+    """Of what the model takes: as it came before, else as in its checkpoint; none where the folder has none to read."""
     known = plans.get(compat.model_of(worker))
     if known is not None:
         return {name: way.shape for name, way in known.items()}
-    return checkpoint_tensors(Path(compat.folder_of(worker)))
+    try:
+        return checkpoint_tensors(Path(compat.folder_of(worker)))
+    except SafetensorError:  # where a rollout runs, weights come over the wire: a pointer to a file serves as well
+        return {}
 
 
 def reload(model: Any, unfilled: frozenset[str], weights: Iterable[Named], folder: Path) -> dict[str, Any]:
@@ -188,7 +192,7 @@ class Ledger(TorchDispatchMode):
         What left a parameter incomplete is named as in the checkpoint, or by the parameter where the folder has none.
         """
         incomplete = [name for name, size in self.sizes.items() if self._filled(name) < size]
-        missing = (sorted(checkpoint_tensors(folder).keys() - self.received.keys()) or incomplete) if incomplete else []
+        missing = (sorted(checkpoint_names(folder) - self.received.keys()) or incomplete) if incomplete else []
         return account(self.received, self.num_bytes, [n for n in self.received if n not in self.used], missing)
 
     def _filled(self, name: str) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
 from safetensors import safe_open
@@ -29,15 +31,19 @@ def has_experts(folder: Path) -> bool:
     return any(".experts." in name for name in checkpoint_tensors(folder))
 
 
-def checkpoint_tensors(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor in a model folder, by name, without reading any; a folder may have none."""
-    index = folder / INDEX
-    if index.exists():
-        paths = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    else:
-        paths = sorted(folder.glob("*.safetensors"))
+@cache
+def checkpoint_tensors(folder: Path) -> Mapping[str, tuple[int, ...]]:
+    """Shape of every tensor in a model folder, by name; a folder may have none. Files are opened once in a process."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for path in paths:
+    for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     return shapes
+
+
+def checkpoint_names(folder: Path) -> set[str]:
+    """Names of every tensor of a model, those in files that are not there included."""
+    index = folder / INDEX
+    if index.exists():
+        return set(json.loads(index.read_text())["weight_map"])
+    return set(checkpoint_tensors(folder))
