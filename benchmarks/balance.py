@@ -10,7 +10,7 @@ import time
 
 import numpy as np
 
-from coupler.balance import balance
+from coupler.batch.partition import balance
 
 REPEATS = 15
 

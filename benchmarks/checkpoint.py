@@ -26,12 +26,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from coupler.checkpoint import Checkpoints, State, newest
 from coupler.config.schema import CheckpointConfig, Devices, ExecutorName, RayConfig, RunConfig
 from coupler.executors import open_executor
+from coupler.executors.placement import Role
 from coupler.interfaces import EVERYTHING, Model, Rank
-from coupler.placement import Role
-from coupler.workers import WorkerGroup, WorkerSpec
+from coupler.run.checkpoint import Checkpoints, State, newest
+from coupler.worker.worker import WorkerGroup, WorkerSpec
 from coupler_engine_fsdp.config import FSDPConfig
 from coupler_engine_fsdp.engine import FSDPEngine
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from coupler.batch import Batch
 from coupler.executors import Local
+from coupler.executors.waits import Waits
 from coupler.interfaces import (
     EVERYTHING,
     Endpoint,
@@ -38,8 +39,7 @@ from coupler.interfaces import (
 )
 from coupler.metrics import Metric
 from coupler.testing.toy_config import ToyAlgorithmConfig
-from coupler.waiting import Waits
-from coupler.workers import WorkerGroup, WorkerSpec
+from coupler.worker.worker import WorkerGroup, WorkerSpec
 
 HERE = Path(__file__).resolve()
 LOGPROBS = (Output("logprobs"),)

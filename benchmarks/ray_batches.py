@@ -2,7 +2,7 @@
 
     python benchmarks/ray_batches.py [--sequences 1024] [--tokens 4096] [--repeats 5]
 
-Ours is all that :class:`coupler.workers.WorkerGroup` does: partition rows, take them, put each shard once, call, join
+Ours is all that :class:`coupler.worker.worker.WorkerGroup` does: partition rows, take them, put each shard once, call, join
 the answers and bring them into the order of the batch. Bare is ``ray.put`` of two halves of every column, an actor that
 returns what it got, and ``ray.get``. Goal: at most 1.3 times bare. Rounds alternate; the medians are compared.
 """
@@ -23,8 +23,8 @@ import numpy as np
 from coupler.batch import Batch
 from coupler.config.schema import ExecutorName, RunConfig, WaitsConfig
 from coupler.executors import open_executor
+from coupler.executors.placement import Role
 from coupler.interfaces import Rank
-from coupler.placement import Role
 
 NUM_WORKERS = 2
 NUM_COLUMNS = 8

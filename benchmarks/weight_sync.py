@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 from shapes import SHAPES, checkpoint_shapes, write_shape
 
-from coupler.adapters import names_of, random_like
+from coupler.engine_kit.lora_names import names_of, random_like
 from coupler.interfaces import InFlight, Memory, Model, Named, Rank
 from coupler.plugins.manager import Plugins
 from coupler.testing.edge import Edge

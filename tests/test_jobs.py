@@ -19,7 +19,7 @@ from coupler.config.compose import compose
 from coupler.config.schema import Job
 from coupler.interfaces import Model, Output, Part, Rank
 from coupler.plugins.manager import Plugins
-from coupler.seeding import stream
+from coupler.system.seeding import stream
 from coupler_engine_fsdp.config import FSDPConfig
 from coupler_engine_fsdp.engine import FSDPEngine
 

@@ -17,17 +17,17 @@ from coupler.batch import Batch
 from coupler.cli import main
 from coupler.config.schema import RouterReplay, RunConfig
 from coupler.executors import Local
+from coupler.executors.waits import Waits
 from coupler.interfaces import Model, Rank
 from coupler.jobs.train import column_providers
+from coupler.loop.device_memory import Residency
 from coupler.metrics import Metrics
 from coupler.plugins.manager import Plugins
-from coupler.residency import Residency
 from coupler.testing.cases import make_batch
 from coupler.testing.models import write_qwen3_moe
 from coupler.testing.reference import TransformersReference
 from coupler.testing.subject import configured
-from coupler.waiting import Waits
-from coupler.workers import WorkerGroup, WorkerSpec
+from coupler.worker.worker import WorkerGroup, WorkerSpec
 from coupler_engine_megatron.config import MegatronConfig
 
 ENGINE = ("engine=megatron", "trackers=[jsonl]", "deterministic=true", "profile.steps=[1]")

@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from coupler.builtin.transports.connection import connected, header, send
+from coupler.builtin.transports.torch import nccl
+from coupler.builtin.transports.torch.nccl import NcclTransport
 from coupler.errors import PeerLost, WaitTimeout, WeightSyncError
 from coupler.interfaces import Endpoint, Named, Rank, WeightUpdate
-from coupler.transports import nccl
-from coupler.transports.connection import connected, header, send
-from coupler.transports.nccl import NcclTransport
 
-TARGET = "coupler.transports.nccl:NcclTransport"
+TARGET = "coupler.builtin.transports.torch.nccl:NcclTransport"
 
 
 def weights() -> list[Named]:
@@ -117,8 +117,8 @@ VICTIM = """
 import json, os, signal, sys, time
 import torch
 from coupler.interfaces import Endpoint, WeightUpdate
-from coupler.transports import nccl
-from coupler.transports.connection import connected, header, send
+from coupler.builtin.transports.torch import nccl
+from coupler.builtin.transports.connection import connected, header, send
 
 said, moment = json.loads(sys.argv[1]), sys.argv[2]
 update = WeightUpdate(**{**said, "endpoints": tuple(Endpoint(**each) for each in said["endpoints"])})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from coupler.transports.packing import Packer, let_go, tensor_of
+from coupler.builtin.transports.torch.packing import Packer, let_go, tensor_of
 
 
 def users(buffer: torch.Tensor) -> int:

@@ -19,10 +19,10 @@ from coupler.cli import main
 from coupler.config.schema import Devices, Placement, RayConfig
 from coupler.errors import ConfigError, PlacementError, WaitTimeout, WorkerDied, WorkerFailed
 from coupler.executors.environment import token
+from coupler.executors.placement import Role
+from coupler.executors.waits import Waits
 from coupler.interfaces import Rank
-from coupler.placement import Role
 from coupler.testing.models import read_tensors, write_tokenizer, write_toy
-from coupler.waiting import Waits
 
 PROBE = f"{Path(__file__).with_name('ray_worker.py')}:Probe"
 TOY = ("engine=toy", "rollout=toy", "algorithm=toy", "steps=3", "prompts_per_step=2", "samples_per_prompt=4",
@@ -43,7 +43,7 @@ def probes(
     logs: Path, use: Callable[[Any, list[Any], list[Rank]], Awaitable[None]], spec: str = "", waits: Waits | None = None
 ) -> None:
     """Two probes as ranks of a policy, each on another node; ``use`` gets executor, handles and ranks."""
-    from coupler.executors.ray import OnRay
+    from coupler.executors.ray.executor import OnRay
 
     executor = OnRay(RayConfig(num_cpus_per_worker=3), waits or Waits(60.0, 60.0), logs)
 
@@ -210,7 +210,7 @@ def test_a_wait_is_announced_and_ends(cluster: str, tmp_path: Path, capfd: pytes
 
 @pytest.mark.parametrize("devices", [Devices.CPU, Devices.GPU])
 def test_a_cluster_that_is_too_small_is_refused(cluster: str, tmp_path: Path, devices: Devices) -> None:
-    from coupler.executors.ray import OnRay
+    from coupler.executors.ray.executor import OnRay
 
     executor = OnRay(RayConfig(placement=Placement.DISJOINT, devices=devices), Waits(60.0, 60.0), tmp_path)
     roles = [Role("policy", 5), Role("rollout", 5)]

@@ -19,16 +19,16 @@ from job_run import reproducible, write_inputs
 from coupler.cli import main
 from coupler.config.schema import Placement, RayConfig, SyncConfig
 from coupler.errors import ReplicaDied
+from coupler.executors.placement import Role
+from coupler.executors.waits import Waits
 from coupler.interfaces import InFlight, Model, Rank, Request
-from coupler.placement import Role
+from coupler.loop.device_memory import Residency
+from coupler.loop.rollout_group import MAX_RESTARTS, RolloutGroup
+from coupler.loop.weight_sync import StreamShardingManager
 from coupler.plugins.manager import Plugins
-from coupler.residency import Residency
-from coupler.rollouts import MAX_RESTARTS, RolloutGroup
-from coupler.sharding import StreamShardingManager
 from coupler.testing.models import write_tokenizer, write_toy
 from coupler.testing.toy_config import ToyEngineConfig, ToyRolloutConfig
-from coupler.waiting import Waits
-from coupler.workers import WorkerGroup, WorkerSpec
+from coupler.worker.worker import WorkerGroup, WorkerSpec
 
 SLOW = f"{Path(__file__).with_name('ray_rollout.py')}:SlowRollout"
 REQUESTS = [Request((5, 6 + i), 40, seed=i) for i in range(8)]
@@ -40,7 +40,7 @@ Story = Callable[[RolloutGroup, StreamShardingManager], Awaitable[None]]
 
 def told(folder: Path, story: Story, count: int = 2) -> None:
     """A toy engine and ``count`` replicas, each an actor, with weights of version 0."""
-    from coupler.executors.ray import OnRay
+    from coupler.executors.ray.executor import OnRay
 
     executor = OnRay(RayConfig(placement=Placement.DISJOINT), Waits(60.0, 60.0), folder / "logs")
     plugins, model = Plugins.load(), Model(str(write_toy(folder / "model")))

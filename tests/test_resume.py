@@ -21,8 +21,8 @@ from safetensors.numpy import load_file
 
 from coupler.batch import Batch
 from coupler.cli import main
-from coupler.journal import Journal
 from coupler.metrics import Metrics
+from coupler.run.run_folder import Journal
 from coupler.testing.models import write_tokenizer, write_toy
 
 KILLS = int(os.environ.get("COUPLER_KILLS", "4"))
@@ -342,7 +342,7 @@ def test_a_longer_run_that_ends_before_its_export_is_not_complete(
     assert toy("run") == 0
     before = export.read_bytes()
     with monkeypatch.context() as patched:
-        patched.setattr("coupler.jobs.parts.export_whole", die)
+        patched.setattr("coupler.jobs.build.export_whole", die)
         with pytest.raises(Killed):
             toy("run", "steps=4")
     assert toy("run", "steps=4") == 0

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from coupler.builtin.transports.disk import DiskTransport
 from coupler.interfaces import Rank
 from coupler.rewards.process import WorkerProcess
-from coupler.transports.disk import DiskTransport
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted(

@@ -9,11 +9,11 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from coupler.batch.trajectory import Origin, columns_of
 from coupler.config.schema import DataConfig
 from coupler.data import Codec, Prompt, Row, encode_prompts, supervised
 from coupler.errors import ConfigError, CouplerError, DataError
 from coupler.interfaces import Model
-from coupler.trajectory import Origin, columns_of
 
 TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 START = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from coupler.batch import Batch
-from coupler.normalise import loss_weight
+from coupler.loop.loss_weight import loss_weight
 
 TOKEN_COLUMNS = ("rollout_logprobs", "old_logprobs", "ref_logprobs")
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from coupler.interfaces import Aggregation
+from coupler.loop.loss_weight import loss_weight
 from coupler.metrics import merge, values
-from coupler.normalise import loss_weight
 from coupler_algos.config import KL, Behaviour, GRPOConfig, KLEstimator, RLOOConfig, SFTConfig
 from coupler_algos.grpo import GRPO
 from coupler_algos.losses import clipped_surrogate

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from coupler.batch import Batch
+from coupler.loop.loss_weight import loss_weight, prepare
 from coupler.metrics import values as read
-from coupler.normalise import loss_weight, prepare
 from coupler_algos import gae
 from coupler_algos.config import KL, GRPOConfig, KLEstimator, PPOConfig
 from coupler_algos.grpo import GRPO

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from coupler import Backend, hookimpl
-from coupler.balance import micro_batches
+from coupler.batch.partition import micro_batches
 from coupler.interfaces import InFlight, StepResult
 from coupler.testing import toy
 from coupler.testing.models import read_tensors

@@ -11,22 +11,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coupler.adapters import names_of, partner, random_like
 from coupler.config.compose import compose
 from coupler.config.schema import SyncConfig
+from coupler.engine_kit.lora_names import names_of, partner, random_like
 from coupler.errors import ConfigError, ReplicaDied, WeightSyncError
 from coupler.executors import Local
+from coupler.executors.waits import Waits
 from coupler.interfaces import InFlight, Layout, Memory, Model, Named, Rank, SyncReceipt, WeightUpdate
+from coupler.loop.device_memory import Residency
+from coupler.loop.rollout_group import RolloutGroup
+from coupler.loop.weight_sync import StreamShardingManager
 from coupler.plugins.backend import Backend
 from coupler.plugins.manager import Plugins
-from coupler.residency import Residency
-from coupler.rollouts import RolloutGroup
-from coupler.sharding import StreamShardingManager
 from coupler.testing.models import write_toy
 from coupler.testing.toy import ToyEngine, ToyRollout
 from coupler.testing.toy_config import ToyEngineConfig, ToyRolloutConfig
-from coupler.waiting import Waits
-from coupler.workers import WorkerGroup, WorkerSpec
+from coupler.worker.worker import WorkerGroup, WorkerSpec
 
 HEAD = "head.weight"
 A, B = names_of(HEAD)

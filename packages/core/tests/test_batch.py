@@ -7,15 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from coupler.balance import balance, contiguous, micro_batches
 from coupler.batch import Batch
+from coupler.batch.partition import balance, contiguous, micro_batches
+from coupler.batch.trajectory import Origin, Segment, Trajectory, columns_of
 from coupler.interfaces import Aggregation
+from coupler.loop.loss_weight import loss_weight, prepare
 from coupler.metrics import Metric, merge, values
-from coupler.normalise import loss_weight, prepare
-from coupler.seeding import derive, stream
+from coupler.system.seeding import derive, stream
 from coupler.testing.toy import ToyAlgorithm
 from coupler.testing.toy_config import ToyAlgorithmConfig
-from coupler.trajectory import Origin, Segment, Trajectory, columns_of
 
 
 def make(lengths: tuple[int, ...] = (3, 1, 0, 4)) -> Batch:

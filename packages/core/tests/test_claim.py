@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from coupler import claim
-from coupler.claim import claimed
 from coupler.errors import ConfigError
+from coupler.run import run_lock as claim
+from coupler.run.run_lock import claimed
 
 HOLDS = """
 import os, sys, time
 from pathlib import Path
-from coupler.claim import claimed
+from coupler.run.run_lock import claimed
 
 with claimed(Path(sys.argv[1])):
     child = os.fork()

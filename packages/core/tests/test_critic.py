@@ -16,14 +16,14 @@ from toy_run import ToyRun
 from coupler.batch import Batch
 from coupler.config.schema import CriticConfig, RunConfig, SamplingConfig
 from coupler.errors import CouplerError
-from coupler.export import export
 from coupler.interfaces import Algorithm, Columns, Controller, Head, Layout, Output, Part, Rank
-from coupler.jobs.devices import hold_state, hold_trained, start
+from coupler.jobs.device_sharing import hold_state, hold_trained, start
+from coupler.loop.trainer import describe_values
 from coupler.metrics import Metric, Metrics
 from coupler.testing.models import write_toy
 from coupler.testing.toy import ToyAlgorithm, ToyEngine
 from coupler.testing.toy_config import ToyEngineConfig
-from coupler.trainer import describe_values
+from coupler.worker.torch.hf_export import export
 
 
 class Squares(Algorithm):

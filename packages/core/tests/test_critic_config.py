@@ -14,8 +14,8 @@ from coupler.config.explain import explain
 from coupler.config.reads import track
 from coupler.config.schema import Job
 from coupler.errors import ConfigError, PluginError
-from coupler.plan import make_plan
 from coupler.plugins.manager import Plugins
+from coupler.run.plan import make_plan
 
 NEEDED = [
     "engine=acme", "rollout=toy", "algorithm=judge", "model.path=/m", "data.source=x.jsonl", "reward.target=a:b",

@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 
 from coupler.doctor import run
 from coupler.doctor.devices import GIB, gpus
-from coupler.finding import Finding, Verdict, problem
+from coupler.plugins.finding import Finding, Verdict, problem
 from coupler.testing.models import write_toy
 
 ISOLATED = ["unshare", "--user", "--map-root-user", "--mount", "--uts", "--net", "sh", "-c"]

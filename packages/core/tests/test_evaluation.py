@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from coupler.data import Prompt, Row
-from coupler.evaluation import Evaluator
 from coupler.interfaces import Completion
+from coupler.loop.evaluator import Evaluator
+from coupler.loop.sampler import Scored
 from coupler.metrics import values
-from coupler.sampling import Scored
 
 SAMPLES = {  # row: (reward, answer) of its valid samples, of three
     0: [(0.0, "4"), (1.0, "5"), (1.0, "5")],

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from coupler.hashing import hash_files, write_file
+from coupler.system.hashing import hash_files, write_file
 
 CHUNK = 100
 CONTENT = np.random.default_rng(0).bytes(950)
@@ -19,7 +19,7 @@ HASHES = [hashlib.sha256(CONTENT[i : i + CHUNK]).hexdigest() for i in range(0, 9
 def test_what_is_written_is_hashed_wherever_pieces_begin(
     cuts: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coupler.hashing.CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr("coupler.system.hashing.CHUNK_BYTES", CHUNK)
     pieces = [CONTENT[a:b] for a, b in zip([0, *cuts], [*cuts, len(CONTENT)], strict=True)]
     assert write_file(tmp_path / "file", map(memoryview, pieces)) == HASHES
     assert (tmp_path / "file").read_bytes() == CONTENT

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from coupler.imports import file_of
-from coupler.manifest import checkouts
+from coupler.run.provenance import checkouts
+from coupler.system.imports import file_of
 
 
 def git(folder: Path, *arguments: str) -> str:

@@ -143,7 +143,7 @@ def test_on_a_shared_device_no_phase_has_more_than_its_turn(tmp_path: Path) -> N
         small(steps=2, offload=True),
         engine="test_memory:OffEngine",
         rollout="test_memory:OffRollout",
-        transport="coupler.transports.tcp:TcpTransport",
+        transport="coupler.builtin.transports.torch.tcp:TcpTransport",
     )
     run.run()
     engine, alone = "grads, optimizer, params", "engine nothing; rollout kv_cache, weights"

@@ -19,24 +19,24 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from coupler.batch import Batch
-from coupler.builtin import InprocConfig
-from coupler.checkpoint import MANIFEST, Checkpoints, State, check, read
+from coupler.builtin.plugin import InprocConfig
+from coupler.builtin.trackers.jsonl import JsonlTracker
+from coupler.builtin.transports.disk import DiskTransport
+from coupler.builtin.transports.inproc import InprocTransport
 from coupler.config.schema import CheckpointConfig, RunConfig
 from coupler.errors import CouplerError, WaitTimeout, WeightSyncError
 from coupler.executors import Local
-from coupler.export import export
+from coupler.executors.waits import Waits
 from coupler.interfaces import Endpoint, Model, Rank, SendReceipt, SyncReceipt, WeightUpdate
-from coupler.journal import Journal
+from coupler.loop.weight_sync import verify
 from coupler.plugins.manager import Plugins
-from coupler.record import Recorder
-from coupler.sharding import verify
+from coupler.run.checkpoint import MANIFEST, Checkpoints, State, check, read
+from coupler.run.run_folder import Journal
+from coupler.run.step_record import Recorder
 from coupler.testing.models import read_tensors, write_toy
 from coupler.testing.toy_config import ToyAlgorithmConfig, ToyEngineConfig
-from coupler.tracking.jsonl import JsonlTracker
-from coupler.transports.disk import DiskTransport
-from coupler.transports.inproc import InprocTransport
-from coupler.waiting import Waits
-from coupler.workers import WorkerGroup, WorkerSpec, reverse_elements
+from coupler.worker.torch.hf_export import export
+from coupler.worker.worker import WorkerGroup, WorkerSpec, reverse_elements
 
 
 def policy(tmp_path: Path) -> WorkerGroup:
@@ -81,8 +81,10 @@ HANGS = """
 import asyncio, os, sys, time
 from contextlib import nullcontext
 from pathlib import Path
-from coupler import checkpoint, cli, hashing
-from coupler.checkpoint import Checkpoints, State
+from coupler import cli
+from coupler.run import checkpoint
+from coupler.system import hashing
+from coupler.run.checkpoint import Checkpoints, State
 from coupler.config.schema import CheckpointConfig
 from test_outputs import policy
 
@@ -133,7 +135,7 @@ def test_what_a_kill_left_unfinished_goes_with_the_next_checkpoint(keep_last: in
 
 
 def test_export_holds_what_the_engine_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coupler.export.MAX_SHARD_BYTES", 11_000)  # two shards
+    monkeypatch.setattr("coupler.worker.torch.hf_export.MAX_SHARD_BYTES", 11_000)  # two shards
     group = policy(tmp_path)
     asyncio.run(group.all("export", tmp_path / "out", tmp_path / "model"))
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())

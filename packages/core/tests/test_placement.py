@@ -15,10 +15,10 @@ from coupler.config.reads import track
 from coupler.config.schema import Placement, RunConfig
 from coupler.errors import PlacementError
 from coupler.executors.environment import forwarded, of_ray
+from coupler.executors.placement import Node, Role, make_shares, shortage
 from coupler.interfaces import Model
-from coupler.placement import Node, Role, make_shares, shortage
 from coupler.testing.toy_config import ToyAlgorithmConfig, ToyEngineConfig
-from coupler.workers import WorkerSpec
+from coupler.worker.worker import WorkerSpec
 
 ROLES = [Role("policy", 4), Role("reference", 4), Role("rollout", 2)]
 

@@ -12,8 +12,8 @@ from coupler.config.reads import track
 from coupler.config.schema import Job
 from coupler.errors import ConfigError, PluginError
 from coupler.interfaces import InFlight
-from coupler.plan import Plan, make_plan
 from coupler.plugins.manager import Plugins
+from coupler.run.plan import Plan, make_plan
 
 NEEDED = [
     "engine=toy", "rollout=toy", "algorithm=toy", "model.path=/m", "data.source=x.jsonl", "reward.target=a:b",
@@ -196,7 +196,7 @@ def test_remote_workers_are_reached_from_device_to_device(
     monkeypatch: pytest.MonkeyPatch, gpu: bool, options: list[str], expected: str
 ) -> None:
     """Not through the process, and not through the host's memory where there are GPUs."""
-    monkeypatch.setattr("coupler.builtin.gpu_is_visible", lambda: gpu)
+    monkeypatch.setattr("coupler.builtin.plugin.gpu_is_visible", lambda: gpu)
     plugins = Plugins.load()
     rollout = plugins.get("rollout", "toy")
     remote = dataclasses.replace(rollout, capabilities=frozenset({"weights:full", "workers:remote"}))

@@ -14,8 +14,8 @@ from fake_plugins import install, plugin, run
 
 from coupler.config.compose import compose
 from coupler.errors import PluginError
-from coupler.plan import weight_path
 from coupler.plugins.manager import Plugins, accepts
+from coupler.run.plan import weight_path
 
 NEEDED = ("model.path=/m", "data.source=x.jsonl", "reward.target=a:b", "rollout=toy", "algorithm=toy")
 

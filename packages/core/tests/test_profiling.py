@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from coupler.config.schema import Job, ProfileConfig, RunConfig, problems
-from coupler.profiling import Profile
+from coupler.worker.torch.profiling import Profile
 
 
 def test_what_nobody_asked_for_imports_nothing() -> None:
     code = (
-        "import sys; from coupler.profiling import Profile\n"
+        "import sys; from coupler.worker.torch.profiling import Profile\n"
         "with Profile((0,), (3,), 'x').of('policy', 0, 2), Profile((0,), (3,), 'x').of('policy', 1, 3): pass\n"
         "sys.exit('torch' in sys.modules)"
     )

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from coupler.rendezvous import keep_port
+from coupler.engine_kit.rendezvous import keep_port
 
 HOST = "127.0.0.1"
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from coupler.errors import CouplerError
-from coupler.residency import Held, Holder, Residency
+from coupler.loop.device_memory import Held, Holder, Residency
 
 ENGINE = frozenset({Held.PARAMS, Held.GRADS, Held.OPTIMIZER})
 ROLLOUT = frozenset({Held.WEIGHTS, Held.KV_CACHE})

@@ -14,18 +14,18 @@ from coupler.config.schema import SyncConfig
 from coupler.data import Prompt, Row
 from coupler.errors import CouplerError, ReplicaDied, WaitTimeout
 from coupler.executors import Local
+from coupler.executors.waits import Waits
 from coupler.interfaces import Completion, InFlight, Memory, Model, Rank, Request, SyncReceipt, WeightUpdate
+from coupler.loop.device_memory import Residency
+from coupler.loop.rollout_group import FULLER, MAX_RESTARTS, RolloutGroup
+from coupler.loop.sampler import Scorer
+from coupler.loop.weight_sync import StreamShardingManager
 from coupler.plugins.manager import Plugins
-from coupler.residency import Residency
 from coupler.rewards import Scored
-from coupler.rollouts import FULLER, MAX_RESTARTS, RolloutGroup
-from coupler.sampling import Scorer
-from coupler.sharding import StreamShardingManager
 from coupler.testing.models import write_toy
 from coupler.testing.toy import ToyRollout
 from coupler.testing.toy_config import ToyEngineConfig, ToyRolloutConfig
-from coupler.waiting import Waits
-from coupler.workers import WorkerGroup, WorkerSpec
+from coupler.worker.worker import WorkerGroup, WorkerSpec
 
 
 class MortalRollout(ToyRollout):

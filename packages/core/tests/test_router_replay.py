@@ -18,17 +18,17 @@ from coupler.config.schema import Job, RouterReplay, RunConfig, SamplingConfig
 from coupler.data import Prompt, Row
 from coupler.errors import ConfigError, CouplerError
 from coupler.executors import Local
+from coupler.executors.waits import Waits
 from coupler.interfaces import Completion, Loss, Model, Output, Rank, Request, StepInfo
 from coupler.jobs.train import unreplayed
+from coupler.loop.rollout_group import RolloutGroup
+from coupler.loop.sampler import Scored, pack
 from coupler.metrics import Metrics
-from coupler.plan import make_plan
 from coupler.plugins.manager import Plugins
-from coupler.rollouts import RolloutGroup
-from coupler.sampling import Scored, pack
+from coupler.run.plan import make_plan
 from coupler.testing.models import write_toy
 from coupler.testing.toy import ToyAlgorithm, ToyEngine, ToyRollout
 from coupler.testing.toy_config import ToyRolloutConfig
-from coupler.waiting import Waits
 
 LAYERS, TOPK = 3, 2
 SEEN: list[tuple[str, np.ndarray | None]] = []  # what passes of the engine got to replay

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from coupler.adamw import AdamWConfig, Schedule, multiplier
-from coupler.schedules import constant, cosine, linear, wsd
+from coupler.engine_kit.adamw import AdamWConfig, Schedule, multiplier
+from coupler.engine_kit.schedules import constant, cosine, linear, wsd
 
 SHAPES = {
     "constant": lambda step, warmup: constant(step, warmup=warmup),

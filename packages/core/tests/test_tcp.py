@@ -11,15 +11,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from coupler.builtin.transports.connection import LENGTH
+from coupler.builtin.transports.torch.tcp import TcpTransport
 from coupler.errors import WaitTimeout, WeightSyncError
 from coupler.interfaces import Endpoint, Named, Rank, WeightUpdate
-from coupler.transports.connection import LENGTH
-from coupler.transports.tcp import TcpTransport
 
 
 def update_of(transport: TcpTransport, deadline_s: float = 5.0) -> WeightUpdate:
     endpoints = (transport.bind(Rank()),)
-    return WeightUpdate(1, "full", "coupler.transports.tcp:TcpTransport", endpoints, 1, deadline_s)
+    return WeightUpdate(1, "full", "coupler.builtin.transports.torch.tcp:TcpTransport", endpoints, 1, deadline_s)
 
 
 def with_token(update: WeightUpdate, token: str) -> WeightUpdate:

@@ -18,7 +18,7 @@ from coupler.errors import CouplerError, RewardError, WaitTimeout, WeightSyncErr
 from coupler.interfaces import Completion, InFlight, Rank, Request, SyncReceipt, WeightUpdate
 from coupler.rewards import RewardPool
 from coupler.testing.toy import ToyAlgorithm, ToyRollout
-from coupler.workers import WorkerGroup
+from coupler.worker.worker import WorkerGroup
 
 
 def numbers(log: list[dict[str, float]]) -> list[dict[str, float]]:
@@ -51,7 +51,7 @@ def test_disk_transport_gives_the_same_numbers(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     inproc = ToyRun(tmp_path / "a", small()).run()
-    disk = ToyRun(tmp_path / "b", small(), transport="coupler.transports.disk:DiskTransport").run()
+    disk = ToyRun(tmp_path / "b", small(), transport="coupler.builtin.transports.disk:DiskTransport").run()
     assert [s.get("reward/mean") for s in inproc] == [s.get("reward/mean") for s in disk]
 
 
@@ -72,7 +72,7 @@ def test_the_side_that_failed_is_heard_not_the_one_that_noticed(tmp_path: Path) 
         tmp_path,
         small(max_staleness=1),
         rollout="test_trainer:RefusesRollout",
-        transport="coupler.transports.tcp:TcpTransport",
+        transport="coupler.builtin.transports.torch.tcp:TcpTransport",
     )
     with pytest.raises(WeightSyncError, match="the second tensor does not fit"):
         run.run()
@@ -357,7 +357,7 @@ class NeverReceives(ToyRollout):
 
 
 def test_a_sync_that_hangs_ends_at_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coupler.sharding.GRACE_S", 0.1)
+    monkeypatch.setattr("coupler.loop.weight_sync.GRACE_S", 0.1)
     config = small()
     config.sync.deadline_s = 0.5
     run = ToyRun(tmp_path, config, rollout="test_trainer:NeverReceives")

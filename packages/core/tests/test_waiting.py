@@ -18,10 +18,10 @@ import pytest
 from coupler.data import Prompt, Row
 from coupler.errors import WaitTimeout, WorkerDied
 from coupler.executors import Local
+from coupler.executors.waits import Waits
 from coupler.interfaces import Completion, Request
+from coupler.loop.sampler import Scorer
 from coupler.rewards import Scored
-from coupler.sampling import Scorer
-from coupler.waiting import Waits
 
 SOURCES = Path(__file__).parents[2]
 NEED_A_LIMIT = {  # functions
@@ -36,10 +36,10 @@ RESUMED = "resume(), or the deadline of the call that it is a part of"
 GROUP = "the timeout of its process group"
 TRANSPORT = "the deadline of the transport under test, which the kit sets"
 BOUNDED = {  # file, call: what ends it
-    ("waiting.py", "asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)"): "the wait for it on the next line",
-    ("sharding.py", "asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)"): CALLS,
-    ("sharding.py", "asyncio.wait(rest, timeout=None if died else GRACE_S)"): CALLS,
-    ("rollouts.py", "asyncio.wait(running)"): CALLS,
+    ("waits.py", "asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)"): "the wait for it on the next line",
+    ("weight_sync.py", "asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)"): CALLS,
+    ("weight_sync.py", "asyncio.wait(rest, timeout=None if died else GRACE_S)"): CALLS,
+    ("rollout_group.py", "asyncio.wait(running)"): CALLS,
     ("pool.py", "thread.submit(asyncio.run, score_all()).result()"): "each call of a reward ends by its timeout_s",
     ("threads.py", "self.calls.get()"): "the None that shutdown() puts, and a daemon thread otherwise",
     ("threads.py", "thread.join()"): "the caller, who asks for it by wait=True; close() has a limit",
@@ -48,7 +48,7 @@ BOUNDED = {  # file, call: what ends it
         "its groups, whose calls are announced and end by waits.deadline_s and reward.timeout_s, or fail()"
     ),
     ("pool.py", "self._changed.wait_for(lambda: self._waiting or self._stopped)"): "close(), in a daemon thread",
-    ("ray.py", "ray.shutdown()"): "Ray, which kills its processes",
+    ("executor.py", "ray.shutdown()"): "Ray, which kills its processes",
     ("compat.py", "engine.shutdown()"): "vLLM, which kills its processes after 5 s",
     ("connection.py", "self.socket.accept()"): "the settimeout before it",
     ("nccl.py", "work.wait()"): "it is done by then, or only queued on a stream",

@@ -8,24 +8,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from coupler.buffer import Buffer
 from coupler.config.schema import RouterReplay, RunConfig, SamplingConfig
 from coupler.data import Prompt, PromptStream, Row
 from coupler.executors import Local
+from coupler.executors.waits import Waits
 from coupler.interfaces import Algorithm, Head, InFlight, Model, Rank
-from coupler.jobs.devices import share_devices, start
+from coupler.jobs.device_sharing import share_devices, start
 from coupler.jobs.train import column_providers
+from coupler.loop.buffer import Buffer
+from coupler.loop.rollout_group import RolloutGroup
+from coupler.loop.sampler import Sampler, Scorer
+from coupler.loop.trainer import Trainer
+from coupler.loop.weight_sync import StreamShardingManager
 from coupler.metrics import Metrics
-from coupler.record import Recorder
 from coupler.rewards import RewardPool
-from coupler.rollouts import RolloutGroup
-from coupler.sampling import Sampler, Scorer
-from coupler.sharding import StreamShardingManager
+from coupler.run.step_record import Recorder
 from coupler.testing.models import write_toy
 from coupler.testing.toy_config import ToyAlgorithmConfig, ToyEngineConfig, ToyRolloutConfig
-from coupler.trainer import Trainer
-from coupler.waiting import Waits
-from coupler.workers import WorkerGroup, WorkerSpec
+from coupler.worker.worker import WorkerGroup, WorkerSpec
 
 REWARD = "def score(completion):\n    return sum(int(t) >= 160 for t in completion.split()) / len(completion.split())\n"
 
@@ -54,7 +54,7 @@ class ToyRun:
         engine: str = "coupler.testing.toy:ToyEngine",
         algorithm: str = "coupler.testing.toy:ToyAlgorithm",
         rollout: str = "coupler.testing.toy:ToyRollout",
-        transport: str = "coupler.transports.inproc:InprocTransport",
+        transport: str = "coupler.builtin.transports.inproc:InprocTransport",
         reward: str = REWARD,
         in_flight: InFlight = InFlight.DRAIN,
         replicas: int = 1,

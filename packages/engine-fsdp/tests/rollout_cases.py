@@ -40,7 +40,9 @@ def named_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 def publish(version: int, weights: Mapping[str, torch.Tensor]) -> WeightUpdate:
     """Send weights through the in-process transport; return what a rollout receives them with."""
-    update = WeightUpdate(version, "full", "coupler.transports.inproc:InprocTransport", (Endpoint("inproc"),), 1, 5.0)
+    update = WeightUpdate(
+        version, "full", "coupler.builtin.transports.inproc:InprocTransport", (Endpoint("inproc"),), 1, 5.0
+    )
     update.open().send(weights.items(), update, Rank())
     return update
 

@@ -13,8 +13,8 @@ from helpers import make_engine
 from safetensors import safe_open
 
 from coupler.errors import CouplerError, WaitTimeout
-from coupler.hashing import hash_files
 from coupler.interfaces import EVERYTHING, Part
+from coupler.system.hashing import hash_files
 from coupler_engine_fsdp import checkpoint
 from coupler_engine_fsdp.engine import FSDPEngine
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from coupler.adamw import Schedule
+from coupler.engine_kit.adamw import Schedule
 from coupler_engine_fsdp.config import FSDPConfig
 from coupler_engine_fsdp.plugin import coupler_backends
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers import WANT, arrays, info, loss, make_batch, make_engine, reference, worst
 
-from coupler.adapters import names_of
+from coupler.engine_kit.lora_names import names_of
 from coupler.interfaces import EVERYTHING, Output
 from coupler_engine_fsdp.config import FSDPConfig
 from coupler_engine_fsdp.engine import FSDPEngine

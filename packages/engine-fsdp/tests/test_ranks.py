@@ -15,7 +15,7 @@ import pytest
 import torch
 from helpers import WANT, arrays, closeness, info, loss, make_batch, make_engine, reference, worst
 
-from coupler.adapters import names_of
+from coupler.engine_kit.lora_names import names_of
 from coupler.interfaces import EVERYTHING, Part
 
 Folder = Callable[[str], Path]

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from coupler.errors import CouplerError
-from coupler.finding import Finding
 from coupler.interfaces import EngineConfig, Model, Rank
+from coupler.plugins.finding import Finding
 from coupler_engine_megatron import cpu
 from coupler_engine_megatron.config import MegatronConfig
 from coupler_engine_megatron.engine import MegatronEngine

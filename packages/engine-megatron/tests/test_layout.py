@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from coupler.adamw import Schedule
+from coupler.engine_kit.adamw import Schedule
 from coupler_engine_megatron.config import TESTED, MegatronConfig
 from coupler_engine_megatron.layout import problems, stage_layers
 from coupler_engine_megatron.plugin import coupler_backends, coupler_validate

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from coupler.adapters import names_of
 from coupler.batch import Batch
+from coupler.engine_kit.lora_names import names_of
 from coupler.errors import WeightSyncError
 from coupler.interfaces import Engine, InFlight, Memory, Model, Named, Output, Rank, Request, WeightUpdate
 from coupler.plugins.manager import Plugins

@@ -132,7 +132,7 @@ def test_a_release_of_the_tested_range_is_taken(found: str, monkeypatch: pytest.
 
 
 def test_a_model_worker_that_runs_out_of_memory_says_so_by_its_class() -> None:
-    """What core names the phase by: see coupler.residency."""
+    """What core names the phase by: see coupler.loop.device_memory."""
 
     @answering
     def full(_worker: object) -> None:

@@ -20,16 +20,16 @@ import torch
 from coupler.config.schema import SyncConfig
 from coupler.errors import ReplicaDied
 from coupler.executors import Local
+from coupler.executors.waits import Waits
 from coupler.interfaces import Completion, InFlight, Memory, Model, Named, Rank, Request
+from coupler.loop.device_memory import Residency
+from coupler.loop.rollout_group import RolloutGroup
+from coupler.loop.weight_sync import StreamShardingManager
 from coupler.plugins.manager import Plugins
-from coupler.residency import Residency
-from coupler.rollouts import RolloutGroup
-from coupler.sharding import StreamShardingManager
 from coupler.testing.edge import Served
 from coupler.testing.reference import TransformersReference
 from coupler.testing.subject import configured
-from coupler.waiting import Waits
-from coupler.workers import WorkerGroup, WorkerSpec
+from coupler.worker.worker import WorkerGroup, WorkerSpec
 from coupler_rollout_vllm.config import Precision, VLLMConfig
 
 WITHIN_S = 30.0

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from coupler.adapters import names_of, random_like
+from coupler.engine_kit.lora_names import names_of, random_like
 from coupler.errors import ReplicaDied
 from coupler.interfaces import Completion, InFlight, Memory, Model, Named, Rank, Request
 from coupler.plugins.manager import Plugins

@@ -14,8 +14,8 @@ import torch
 
 from coupler.errors import WeightSyncError
 from coupler.interfaces import Completion, Model, Request
+from coupler.loop.weight_sync import verify
 from coupler.plugins.manager import Plugins
-from coupler.sharding import verify
 from coupler.testing.edge import Served
 from coupler.testing.models import write_qwen3_moe
 from coupler.testing.reference import TransformersReference

@@ -114,7 +114,7 @@ def _eval(arguments: argparse.Namespace) -> None:
 def _plan(arguments: argparse.Namespace) -> None:
     from coupler.config.schema import Job
     from coupler.data import load_rows
-    from coupler.plan import make_plan
+    from coupler.run.plan import make_plan
 
     composed, plugins = _composed(arguments, arguments.job)
     data = composed.config.data

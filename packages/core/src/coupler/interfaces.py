@@ -15,9 +15,9 @@ from typing import Any, Literal, Protocol, Self
 
 from coupler.batch import Batch
 from coupler.errors import CouplerError
-from coupler.imports import resolve
-from coupler.memory import resident_bytes
 from coupler.metrics import Metrics
+from coupler.system.imports import resolve
+from coupler.system.process_memory import resident_bytes
 
 API = 1  # generation of these interfaces; core accepts plugins of this one and the one before
 
@@ -133,7 +133,7 @@ Parts = frozenset[Part]
 EVERYTHING: Parts = frozenset(Part)
 
 
-FileHashes = Mapping[str, Sequence[str]]  # of each chunk of the files in a folder, by name: see coupler.hashing
+FileHashes = Mapping[str, Sequence[str]]  # of each chunk of the files in a folder, by name: see coupler.system.hashing
 
 
 class Pending(Protocol):
@@ -273,7 +273,7 @@ class Engine(ABC):
     def adapter_weights(self) -> Iterator[Named]:
         """Yield A and B of every adapted weight, like :meth:`weights`. Capability ``weights:lora``.
 
-        Their names, shapes and scale are those of :mod:`coupler.adapters`.
+        Their names, shapes and scale are those of :mod:`coupler.engine_kit.lora_names`.
         """
         raise NotImplementedError(f"{type(self).__name__} sends no adapter apart.")
 

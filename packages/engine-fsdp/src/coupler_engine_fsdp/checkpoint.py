@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from coupler.errors import CouplerError, WaitTimeout
-from coupler.hashing import write_file
 from coupler.interfaces import FileHashes
+from coupler.system.hashing import write_file
 from coupler_engine_fsdp import tensorfile
 from coupler_engine_fsdp.tensorfile import DTYPES, TensorFile
 from coupler_engine_fsdp.weights import rows_of, shard_rows

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from coupler import RolloutConfig
-from coupler.adamw import AdamWConfig
+from coupler.engine_kit.adamw import AdamWConfig
 
 
 class Precision(StrEnum):

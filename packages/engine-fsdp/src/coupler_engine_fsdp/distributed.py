@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from coupler.engine_kit.rendezvous import store_of
 from coupler.errors import ConfigError, CouplerError, TooFewDevices
 from coupler.interfaces import Rank
-from coupler.rendezvous import store_of
 
 
 def device_of(rank: Rank) -> torch.device:

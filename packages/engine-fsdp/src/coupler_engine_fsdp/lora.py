@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 
-from coupler.adapters import names_of
+from coupler.engine_kit.lora_names import names_of
 from coupler.interfaces import Named, Rank
 from coupler_engine_fsdp.value import ValueHead
 from coupler_engine_fsdp.weights import rows_of, whole
@@ -111,6 +111,6 @@ class Adapter:
             yield name, module.merged(tensor, *parts) if module is not None else tensor
 
     def apart(self) -> Iterator[Named]:
-        """Yield A and ``scale * B`` of the tensors of :meth:`bind`, as :mod:`coupler.adapters` has them."""
+        """Yield A and ``scale * B`` of the tensors of :meth:`bind`, as :mod:`coupler.engine_kit.lora_names` has them."""
         for name, (_, a, b) in self.updates.items():
             yield from zip(names_of(name), (a.detach(), b.detach() * self.scale), strict=True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from coupler.adamw import multiplier
+from coupler.engine_kit.adamw import multiplier
 from coupler.interfaces import StepResult
 from coupler_engine_fsdp.config import FSDPConfig
 from coupler_engine_fsdp.masters import Masters

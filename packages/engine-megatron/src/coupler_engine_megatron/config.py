@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from math import lcm
 
-from coupler.adamw import AdamWConfig
+from coupler.engine_kit.adamw import AdamWConfig
 
 
 class Precision(StrEnum):

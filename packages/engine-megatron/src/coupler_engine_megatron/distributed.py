@@ -11,9 +11,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+from coupler.engine_kit.rendezvous import store_of
 from coupler.errors import CouplerError, TooFewDevices
 from coupler.interfaces import Layout, Rank
-from coupler.rendezvous import store_of
 from coupler_engine_megatron.config import MegatronConfig
 
 

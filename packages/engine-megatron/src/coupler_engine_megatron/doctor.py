@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from coupler.errors import CouplerError
-from coupler.finding import Finding, from_error, ok
+from coupler.plugins.finding import Finding, from_error, ok
 from coupler_engine_megatron import cpu
 
 

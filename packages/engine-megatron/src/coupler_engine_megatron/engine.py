@@ -16,7 +16,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
 from coupler.batch import Batch
-from coupler.columns import ROUTED_EXPERTS
+from coupler.batch.columns import ROUTED_EXPERTS
 from coupler.errors import CouplerError
 from coupler.interfaces import (
     Engine,

@@ -14,7 +14,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
 
-from coupler.adamw import multiplier
+from coupler.engine_kit.adamw import multiplier
 from coupler.interfaces import StepResult
 from coupler_engine_megatron import groups
 from coupler_engine_megatron.config import MegatronConfig

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coupler.balance import micro_batches, whole_units
 from coupler.batch import Batch
-from coupler.columns import loss_columns, temperature_of
+from coupler.batch.columns import loss_columns, temperature_of
+from coupler.batch.partition import micro_batches, whole_units
 from coupler.errors import CouplerError
 from coupler_engine_megatron.attention import positions
 from coupler_engine_megatron.routing import Params

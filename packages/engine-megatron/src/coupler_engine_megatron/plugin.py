@@ -12,7 +12,7 @@ from coupler_engine_megatron.layout import experts_of, problems, read_shape
 
 if TYPE_CHECKING:
     from coupler.config.schema import RunConfig
-    from coupler.finding import Finding
+    from coupler.plugins.finding import Finding
 
 
 @hookimpl

@@ -21,7 +21,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
 from coupler.batch import Batch
-from coupler.columns import ROUTED_EXPERTS
+from coupler.batch.columns import ROUTED_EXPERTS
 from coupler.metrics import Metric, Metrics
 from coupler_engine_megatron import groups
 from coupler_engine_megatron.distributed import exchange

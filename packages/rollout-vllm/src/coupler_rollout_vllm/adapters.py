@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from coupler.adapters import A, partner
+from coupler.engine_kit.lora_names import A, partner
 from coupler.errors import WeightSyncError
 from coupler.interfaces import Named
 from coupler_rollout_vllm import compat

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from coupler.builtin import gpu_is_visible
+from coupler.builtin.plugin import gpu_is_visible
 from coupler.config.schema import RunConfig
 from coupler.plugins import Backend, Kind, hookimpl
 from coupler_rollout_vllm.config import FP32_ADAPTER, Precision, VLLMConfig, bad_temperature

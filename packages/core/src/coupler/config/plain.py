@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any, get_args, get_origin, get_type_hints
 
 from coupler.config.reads import Reads, original, path_of, tracked
-from coupler.imports import resolve
+from coupler.system.imports import resolve
 
 RECEIVED = Reads()  # options that were read in this process, of configurations that another one sent
 

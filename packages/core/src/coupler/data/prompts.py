@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from coupler.batch.trajectory import Origin, Segment, Trajectory
 from coupler.config.schema import DataConfig
 from coupler.data.dataset import Row
 from coupler.data.templates import Codec
 from coupler.errors import CouplerError, DataError
-from coupler.trajectory import Origin, Segment, Trajectory
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from coupler.errors import CouplerError, DataError, place_of
-from coupler.imports import resolve
+from coupler.system.imports import resolve
 
 Records = Iterator[tuple[str, Any]]  # (place, record)
 EXAMPLE = '  a row is one line of JSON:  {"prompt": "1 + 2 = ?", "answer": "3"}'

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from coupler.errors import DataError
-from coupler.seeding import stream
+from coupler.system.seeding import stream
 
 T = TypeVar("T")
 

@@ -4,6 +4,6 @@ A plugin adds checks with the hook ``coupler_doctor``.
 """
 
 from coupler.doctor.report import diagnose, render
-from coupler.finding import Finding, Verdict, ok, problem, warning
+from coupler.plugins.finding import Finding, Verdict, ok, problem, warning
 
 __all__ = ["Finding", "Verdict", "diagnose", "ok", "problem", "render", "warning"]

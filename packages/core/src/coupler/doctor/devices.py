@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from coupler.finding import Finding, first_line, ok, problem, warning
+from coupler.plugins.finding import Finding, first_line, ok, problem, warning
 
 GIB = 1 << 30
 LEAST_FREE = 0.9  # of a GPU's memory; less means that somebody else is on it

@@ -14,7 +14,7 @@ from threading import Thread
 
 from packaging.specifiers import SpecifierSet
 
-from coupler.finding import Finding, ok, problem, warning
+from coupler.plugins.finding import Finding, ok, problem, warning
 from coupler.plugins.manager import CORE
 
 GIB = 1 << 30

@@ -7,8 +7,8 @@ from importlib.metadata import PackageNotFoundError, requires, version
 
 from packaging.requirements import Requirement
 
-from coupler.finding import Finding, first_line, ok, problem, warning
 from coupler.plugins.backend import Kind
+from coupler.plugins.finding import Finding, first_line, ok, problem, warning
 from coupler.plugins.manager import Plugins
 from coupler.plugins.tested import tested_ranges
 

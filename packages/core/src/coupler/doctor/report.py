@@ -7,7 +7,7 @@ from pathlib import Path
 
 from coupler.config.schema import RunConfig
 from coupler.doctor import devices, host, packages, run
-from coupler.finding import Finding, Verdict, first_line, problem
+from coupler.plugins.finding import Finding, Verdict, first_line, problem
 from coupler.plugins.manager import Plugins
 
 

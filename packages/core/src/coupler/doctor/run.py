@@ -13,11 +13,11 @@ from coupler.config.schema import DataConfig, RewardConfig, RunConfig
 from coupler.data import Codec, encode_prompts, load_rows
 from coupler.doctor.host import DISK_MIN_BYTES, disk
 from coupler.errors import CouplerError
-from coupler.finding import Finding, first_line, from_error, ok, problem, warning
 from coupler.interfaces import Model
-from coupler.jobs.parts import model_folder
+from coupler.jobs.build import model_folder
+from coupler.loop.sampler import as_mapping
+from coupler.plugins.finding import Finding, first_line, from_error, ok, problem, warning
 from coupler.rewards import Invalid, check_reward
-from coupler.sampling import as_mapping
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 NUM_SAMPLES, MAX_ENCODED = 2, 1000

@@ -10,10 +10,10 @@ from coupler.config.schema import ExecutorName, RunConfig
 from coupler.executors.environment import of_ray
 from coupler.executors.handle import Handle
 from coupler.executors.local import Local
-from coupler.imports import present
+from coupler.executors.placement import Role
+from coupler.executors.waits import Waits
 from coupler.interfaces import Rank
-from coupler.placement import Role
-from coupler.waiting import Waits
+from coupler.system.imports import present
 
 __all__ = ["Executor", "Handle", "Local", "open_executor"]
 
@@ -75,7 +75,7 @@ def open_executor(config: RunConfig) -> Executor:
     """The executor that ``config.executor`` names; takes no device and starts nothing yet."""
     waits = Waits(config.waits.deadline_s, config.waits.heartbeat_s)
     if config.executor is ExecutorName.RAY:
-        from coupler.executors.ray import OnRay
+        from coupler.executors.ray.executor import OnRay
 
         with of_ray(starts=not config.ray.address):  # it is read when Ray is imported
             present("ray", "coupler-core[ray]")

@@ -15,10 +15,10 @@ from typing import Any
 
 from coupler import errors
 from coupler.config.plain import RECEIVED
+from coupler.engine_kit.rendezvous import keep_port
 from coupler.errors import CouplerError, WorkerFailed
-from coupler.imports import resolve
 from coupler.interfaces import Rollout, open_transport
-from coupler.rendezvous import keep_port
+from coupler.system.imports import resolve
 
 
 @dataclass(frozen=True, slots=True)

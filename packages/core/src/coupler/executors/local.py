@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from coupler.executors.handle import Handle
-from coupler.imports import resolve
+from coupler.executors.placement import Role
+from coupler.executors.waits import Waits
 from coupler.interfaces import Rank, Rollout
-from coupler.placement import Role
-from coupler.threads import DaemonThreads, in_daemon
-from coupler.waiting import Waits
+from coupler.system.imports import resolve
+from coupler.system.threads import DaemonThreads, in_daemon
 
 CLOSE_S = 3.0
 

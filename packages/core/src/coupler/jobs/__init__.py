@@ -2,7 +2,7 @@
 
 from coupler.jobs.evaluate import evaluate
 from coupler.jobs.replay import Stage, export_run, replay
-from coupler.jobs.supervise import supervise
+from coupler.jobs.sft import supervise
 from coupler.jobs.train import train
 
 __all__ = ["Stage", "evaluate", "export_run", "replay", "supervise", "train"]

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from coupler.claim import claimed
 from coupler.config.compose import Composed
 from coupler.data import fingerprint
 from coupler.errors import ConfigError
-from coupler.jobs.devices import share_devices, start
-from coupler.jobs.parts import Parts
-from coupler.plan import make_workers
+from coupler.jobs.build import Parts
+from coupler.jobs.device_sharing import share_devices, start
+from coupler.loop.device_memory import GENERATING
 from coupler.plugins.manager import Plugins
-from coupler.residency import GENERATING
+from coupler.run.plan import make_workers
+from coupler.run.run_lock import claimed
 
 
 def evaluate(composed: Composed, plugins: Plugins) -> dict[str, float]:

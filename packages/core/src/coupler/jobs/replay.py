@@ -11,16 +11,16 @@ from pathlib import Path
 
 import numpy as np
 
-from coupler import checkpoint, record
 from coupler.batch import Batch
 from coupler.config.compose import Composed
 from coupler.errors import CouplerError
 from coupler.interfaces import Output
-from coupler.jobs.parts import Parts, export_whole
+from coupler.jobs.build import Parts, export_whole
+from coupler.loop.trainer import of_role, turns_of
 from coupler.metrics import Metrics, values
 from coupler.plugins.manager import Plugins
-from coupler.trainer import of_role, turns_of
-from coupler.workers import WorkerGroup
+from coupler.run import checkpoint, step_record
+from coupler.worker.worker import WorkerGroup
 
 
 class Stage(StrEnum):
@@ -44,7 +44,7 @@ def replay(
     Raises:
         CouplerError: the step was not recorded, or the weights that it started from were not kept.
     """
-    batch, trained = record.read(run_dir / "record", step)
+    batch, trained = step_record.read(run_dir / "record", step)
     parts = Parts(composed, plugins)
     if stage is Stage.ADVANTAGES:
         again = parts.algorithm().advantages(batch)["advantages"]
@@ -55,7 +55,7 @@ def replay(
 async def _on_the_engine(
     parts: Parts, run_dir: Path, step: int, stage: Stage, batch: Batch, trained: Mapping[str, float]
 ) -> dict[str, tuple[float, float]]:
-    _check_weights(run_dir, step - 1, partial(_another_replay, record.steps(run_dir / "record")))
+    _check_weights(run_dir, step - 1, partial(_another_replay, step_record.steps(run_dir / "record")))
     if stage is Stage.TRAIN:
         return _compare(trained, values(await _train(parts, run_dir, step, batch)))
     role, output, column = AGAIN[stage]

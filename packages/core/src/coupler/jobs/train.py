@@ -12,27 +12,27 @@ from pathlib import Path
 import numpy as np
 
 from coupler.batch import Batch
-from coupler.buffer import Buffer
-from coupler.claim import claimed
-from coupler.columns import ROUTED_EXPERTS
+from coupler.batch.columns import ROUTED_EXPERTS
 from coupler.config.compose import Composed
 from coupler.config.schema import Job, RouterReplay, RunConfig, does_evaluate
 from coupler.data import PromptStream, fingerprint
-from coupler.evaluation import Evaluator
 from coupler.interfaces import Output
-from coupler.jobs.devices import hold_state, hold_trained, share_devices, start
-from coupler.jobs.parts import Parts, heap_set_aside
-from coupler.jobs.saving import Saving, due
-from coupler.journal import Journal
+from coupler.jobs.build import Parts, heap_set_aside
+from coupler.jobs.device_sharing import hold_state, hold_trained, share_devices, start
+from coupler.loop.buffer import Buffer
+from coupler.loop.device_memory import GENERATING, Held, Residency
+from coupler.loop.evaluator import Evaluator
+from coupler.loop.sampler import Sampler
+from coupler.loop.trainer import Provider, Trainer, warmup_steps
 from coupler.metrics import Metrics, merge
-from coupler.plan import VALUES, is_own_reference, make_plan
 from coupler.plugins.manager import Plugins
-from coupler.record import Recorder
-from coupler.residency import GENERATING, Held, Residency
 from coupler.rewards import RewardPool
-from coupler.sampling import Sampler
-from coupler.trainer import Provider, Trainer, warmup_steps
-from coupler.workers import WorkerGroup
+from coupler.run.plan import VALUES, is_own_reference, make_plan
+from coupler.run.run_folder import Journal
+from coupler.run.run_lock import claimed
+from coupler.run.saving import Saving, due
+from coupler.run.step_record import Recorder
+from coupler.worker.worker import WorkerGroup
 
 REFERENCE, OLD = "ref_logprobs", "old_logprobs"
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # how config.json counts them, by family

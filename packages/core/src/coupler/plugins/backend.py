@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from coupler.imports import resolve
 from coupler.interfaces import API
+from coupler.system.imports import resolve
 
 
 class Kind(StrEnum):

@@ -11,7 +11,7 @@ from coupler.plugins.backend import Backend
 
 if TYPE_CHECKING:
     from coupler.config.schema import RunConfig
-    from coupler.finding import Finding
+    from coupler.plugins.finding import Finding
 
 hookspec = pluggy.HookspecMarker("coupler")
 hookimpl = pluggy.HookimplMarker("coupler")

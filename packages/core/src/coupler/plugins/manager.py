@@ -102,7 +102,7 @@ class Plugins:
     def load(cls) -> Plugins:
         """Import the plugin module of every installed distribution. Imports no backend, and never raises for one."""
         self = cls()
-        self._register(self.core, *_checked(import_module("coupler.builtin")))
+        self._register(self.core, *_checked(import_module("coupler.builtin.plugin")))
         blocked = set(_names_in("COUPLER_DISABLE_PLUGINS"))
         for source, entry in self._entry_points():
             if blocked & {source.name, source.distribution}:

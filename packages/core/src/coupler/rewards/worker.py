@@ -22,10 +22,10 @@ import traceback
 from collections.abc import Callable
 from typing import Any, BinaryIO, SupportsFloat
 
-from coupler import imports
 from coupler.errors import CouplerError
-from coupler.imports import resolve
 from coupler.rewards.result import Graded, Invalid
+from coupler.system import imports
+from coupler.system.imports import resolve
 
 KEYWORDS = ("completion", "answer", "row", "prompt")
 PR_SET_PDEATHSIG = 1

@@ -6,7 +6,7 @@ import numpy as np
 
 from coupler.batch import Batch
 from coupler.interfaces import Aggregation
-from coupler.normalise import loss_weight
+from coupler.loop.loss_weight import loss_weight
 from coupler.testing.models import NUM_SPECIAL, VOCAB
 from coupler.testing.reference import Reference
 

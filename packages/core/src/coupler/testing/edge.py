@@ -18,8 +18,8 @@ from coupler.interfaces import (
     WeightUpdate,
     open_transport,
 )
+from coupler.loop.weight_sync import both_sides
 from coupler.plugins.backend import Backend
-from coupler.sharding import both_sides
 
 
 class Edge:

@@ -27,12 +27,12 @@ from typing import Any
 import numpy as np
 
 from coupler.batch import Batch
+from coupler.engine_kit.rendezvous import keep_port
 from coupler.errors import CouplerError, TooFewDevices, WaitTimeout
-from coupler.imports import resolve
 from coupler.interfaces import EVERYTHING, Engine, Layout, Output, Part, Rank, StepInfo
-from coupler.memory import resident_bytes
 from coupler.metrics import Metric, Metrics, merge, read
-from coupler.rendezvous import keep_port
+from coupler.system.imports import resolve
+from coupler.system.process_memory import resident_bytes
 from coupler.testing.subject import build
 
 Arrays = dict[str, np.ndarray]

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from coupler.errors import ConfigError
-from coupler.imports import resolve
 from coupler.interfaces import Head, Model
 from coupler.plugins.backend import Backend
+from coupler.system.imports import resolve
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from coupler.adamw import multiplier
-from coupler.balance import micro_batches
 from coupler.batch import Batch
-from coupler.columns import loss_columns
+from coupler.batch.columns import loss_columns
+from coupler.batch.partition import micro_batches
+from coupler.engine_kit.adamw import multiplier
 from coupler.errors import CouplerError
 from coupler.interfaces import (
     Algorithm,
@@ -42,7 +42,7 @@ from coupler.interfaces import (
     WeightUpdate,
 )
 from coupler.metrics import Metric, Metrics, merge
-from coupler.seeding import stream
+from coupler.system.seeding import stream
 from coupler.testing.models import read_tensors
 
 Weights = dict[str, np.ndarray]  # embed.weight [V, H], head.weight [V, H], head.bias [V], all float64

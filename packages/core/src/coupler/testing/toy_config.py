@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coupler.adamw import AdamWConfig
+from coupler.engine_kit.adamw import AdamWConfig
 from coupler.interfaces import RolloutConfig
 from coupler.plugins.backend import Backend
 

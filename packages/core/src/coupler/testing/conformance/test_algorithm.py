@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from coupler.batch import Batch
-from coupler.imports import resolve
 from coupler.interfaces import Aggregation, Algorithm, Columns
+from coupler.loop.loss_weight import prepare
 from coupler.metrics import Metrics, merge, read, values
-from coupler.normalise import prepare
+from coupler.system.imports import resolve
 from coupler.testing import toy
 from coupler.testing.cases import RAGGED, make_batch, poisoned
 from coupler.testing.reference import Reference, torch_columns
 from coupler.testing.subject import Subject
-from coupler.workers import checked_loss
+from coupler.worker.worker import checked_loss
 
 COLUMNS = {
     "ref_logprobs": 0.2,

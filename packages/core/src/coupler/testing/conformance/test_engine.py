@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from coupler.adamw import AdamWConfig
 from coupler.batch import Batch
+from coupler.engine_kit.adamw import AdamWConfig
 from coupler.interfaces import Aggregation, Part
 from coupler.metrics import Metrics
 from coupler.testing import losses
@@ -238,7 +238,7 @@ def test_steps_equal_plain_adamw(fresh: Callable[..., World], reference: Referen
         assert np.abs(got[name] - w).max() <= 1e-3 * moved, name
 
 
-SCHEDULES = {  # settings of coupler.adamw, and the shares of lr that three steps have
+SCHEDULES = {  # settings of coupler.engine_kit.adamw, and the shares of lr that three steps have
     "warm-up": ({"warmup_steps": 4}, (0.25, 0.5, 0.75)),
     "warm-up-from": ({"warmup_steps": 2, "init_lr_ratio": 0.5}, (0.75, 1, 1)),
     "linear": ({"schedule": "linear", "total_steps": 4}, (1, 0.75, 0.5)),

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coupler.adapters import random_like
 from coupler.batch import Batch
+from coupler.engine_kit.lora_names import random_like
 from coupler.interfaces import Engine, Output, Rank, Request, SendReceipt, StepInfo, SyncReceipt
 from coupler.plugins.manager import Plugins
 from coupler.testing import losses

@@ -20,7 +20,7 @@ from coupler.testing.edge import Served
 from coupler.testing.models import EOS, NUM_SPECIAL, VOCAB, rewrite
 from coupler.testing.reference import Reference, as_batch
 from coupler.testing.subject import Subject
-from coupler.workers import reverse_elements
+from coupler.worker.worker import reverse_elements
 
 CHANGED = 1e-2  # nats: what another weight changes log-probs by, at least
 POSITIONS = 256  # of the kit's models

@@ -15,7 +15,7 @@ from coupler.errors import WaitTimeout, WeightSyncError
 from coupler.interfaces import Named, Rank, SendReceipt, Shapes, Transport, WeightUpdate
 from coupler.testing.ranks import as_array
 from coupler.testing.subject import Subject
-from coupler.workers import reverse_elements
+from coupler.worker.worker import reverse_elements
 
 SHAPES = ((3, 5), (), (1,), (0, 4), (2, 3, 4), (257, 129))
 DTYPES = ("float32", "float64", "float16", "int64", "int8", "uint8")

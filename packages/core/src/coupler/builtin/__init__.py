@@ -1,0 +1,1 @@
+"""Core's own plugin: the transports and trackers that every installation has."""

@@ -1,0 +1,1 @@
+"""Transports of torch tensors. Torch is imported when one of them is used."""

@@ -1,0 +1,1 @@
+"""Parts that training engines share, for plugins to build upon."""

@@ -1,0 +1,85 @@
+"""Roles of a job on the same devices: how they start, what each holds, and when."""
+
+from __future__ import annotations
+
+from contextlib import AbstractAsyncContextManager
+
+from coupler.config.schema import ExecutorName, RunConfig
+from coupler.interfaces import Memory, Part
+from coupler.loop.device_memory import Held, Holder, Residency
+from coupler.loop.rollout_group import RolloutGroup
+from coupler.loop.trainer import TRAINED
+from coupler.loop.weight_sync import StreamShardingManager
+from coupler.system.process_memory import resident_bytes
+from coupler.worker.worker import WorkerGroup
+
+
+async def start(residency: Residency, weights: StreamShardingManager, *engines: WorkerGroup | None) -> None:
+    """Set up the engines, and then the rollouts that ``weights`` go to: what takes its share of the device last."""
+    for group in filter(None, engines):
+        await residency.start(group.spec.role, group.setup)
+    await residency.start("rollout", weights.setup)
+
+
+def hold_state(residency: Residency, role: str) -> AbstractAsyncContextManager[None]:
+    """A role's state on its device, to be written. The rollout's weights stay: nothing would bring them back."""
+    return residency("save", {role: frozenset({Held.PARAMS, Held.OPTIMIZER}), "rollout": frozenset({Held.WEIGHTS})})
+
+
+def hold_trained(residency: Residency, role: str) -> AbstractAsyncContextManager[None]:
+    """All of a role on its device, to be restored; weights follow."""
+    return residency("restore", {role: TRAINED})
+
+
+def share_devices(
+    config: RunConfig,
+    policy: WorkerGroup,
+    rollouts: RolloutGroup,
+    reference: WorkerGroup | None = None,
+    critic: WorkerGroup | None = None,
+) -> Residency:
+    """The Residency of a run whose roles live on the same devices, if ``offload`` says that they take turns."""
+    apart = config.executor is ExecutorName.RAY  # else all engines are in this process
+    holders = {"policy": _engine_holder(policy, apart), "rollout": _rollout_holder(rollouts, apart)}
+    if reference:
+        holders["reference"] = _engine_holder(reference, apart, frozenset({Held.PARAMS}))
+    if critic:
+        holders["critic"] = _engine_holder(critic, apart)
+    return Residency(holders, shared=config.offload)
+
+
+def _engine_holder(
+    group: WorkerGroup, apart: bool, parts: frozenset[Held] = frozenset({Held.PARAMS, Held.GRADS, Held.OPTIMIZER})
+) -> Holder:
+    """Of engines in one process, the policy's number on the device is that of all."""
+
+    async def evict(part: Held) -> None:
+        await group.all("do", "offload", frozenset({Part(part)}))
+
+    async def admit(part: Held) -> None:
+        await group.all("do", "onload", frozenset({Part(part)}))
+
+    async def device_bytes() -> int:
+        return max(await group.all("do", "device_bytes")) if apart or group.spec.role == "policy" else 0
+
+    async def host_bytes() -> int:
+        return max(await group.all("host_bytes")) if apart else 0
+
+    return Holder(parts, evict, admit, device_bytes, host_bytes)
+
+
+def _rollout_holder(rollouts: RolloutGroup, apart: bool) -> Holder:
+    async def evict(part: Held) -> None:
+        await rollouts.tell("sleep", frozenset({Memory(part)}))
+
+    async def admit(part: Held) -> None:
+        await rollouts.tell("wake", frozenset({Memory(part)}))
+
+    async def device_bytes() -> int:
+        return max(await rollouts.tell("device_bytes"), default=0)
+
+    async def host_bytes() -> int:
+        most = max(await rollouts.tell("host_bytes"), default=0)
+        return most if apart else max(most - resident_bytes(), 0)  # else this process is one of its own
+
+    return Holder(frozenset({Held.WEIGHTS, Held.KV_CACHE}), evict, admit, device_bytes, host_bytes)

@@ -1,0 +1,253 @@
+"""Sampler: prompts become scored groups in the Buffer, continuously; generation and reward of all of them overlap."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from coupler.batch import Batch
+from coupler.batch.columns import ROUTED_EXPERTS
+from coupler.batch.trajectory import Origin, Segment, Trajectory, columns_of
+from coupler.config.schema import SamplingConfig
+from coupler.data import Codec, Prompt, PromptStream, Row
+from coupler.errors import CouplerError, WeightSyncError
+from coupler.interfaces import Algorithm, Completion, Request
+from coupler.loop.buffer import Buffer
+from coupler.loop.rollout_group import RolloutGroup
+from coupler.metrics import Metric, Metrics, merge
+from coupler.rewards import Invalid, RewardPool
+from coupler.system.seeding import derive
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """One sampled completion with its reward."""
+
+    prompt: Prompt
+    completion: Completion
+    reward: float
+    answer: str | None = None  # what the reward took for the answer, where it says so
+
+    def trajectory(self) -> Trajectory:
+        done = self.completion
+        sampled = Segment(done.tokens, Origin.SAMPLED, done.logprobs, done.versions)
+        return Trajectory((Segment(self.prompt.ids, Origin.PROMPT), sampled))
+
+
+class Scorer:
+    """Samples completions of a prompt and scores each: what training and evaluation share."""
+
+    def __init__(self, rollouts: RolloutGroup, rewards: RewardPool, codec: Codec, stop: tuple[int, ...]) -> None:
+        self.rollouts, self.rewards, self.codec, self.stop = rollouts, rewards, codec, stop
+        self.names = count()
+
+    async def sample(
+        self,
+        prompt: Prompt,
+        seeds: list[int],
+        max_tokens: int,
+        temperature: float,
+        *,
+        groups: int,
+        top_p: float = 1.0,
+        routed_experts: bool = False,
+    ) -> list[Scored]:
+        """One scored completion per seed; those without a valid reward are left out, and counted by the pool.
+
+        Args:
+            groups: calls that run side by side, this one included. If they are enough to load all replicas evenly, a
+                call's completions come from one replica, which computes the prompt once.
+        """
+        session = f"group {next(self.names)}" if self.rollouts.keeps_whole(groups) else ""
+        first = Request(prompt.ids, max_tokens, temperature, self.stop, 0, session, routed_experts, top_p)
+        try:
+            found = await asyncio.gather(*(self._one(prompt, replace(first, seed=seed)) for seed in seeds))
+        finally:
+            self.rollouts.end(session)
+        return [scored for scored in found if scored]
+
+    async def _one(self, prompt: Prompt, request: Request) -> Scored | None:
+        row, waits = prompt.row, self.rollouts.executor.waits
+        with waits.named("prompts", "completions", [row.index]):
+            completion = await self.rollouts.generate(request)
+        with waits.named("prompts", "rewards", [row.index]):
+            scored = await self.rewards.score(self.codec.decode(completion.tokens), row.answer, as_mapping(row))
+        if isinstance(scored.result, Invalid):
+            return None
+        return Scored(prompt, completion, scored.result, scored.answer)
+
+
+def as_mapping(row: Row) -> Mapping[str, Any]:
+    """The row as reward functions see it: its extra columns, its prompt and its answer, and its number as ``index``."""
+    return {"index": row.index, **row.extra, "prompt": row.prompt, "answer": row.answer}
+
+
+class Sampler:
+    """Keeps the Buffer full.
+
+    Consumes prompts, waits for the Buffer's admission, produces scored groups there; rejected groups (dynamic sampling)
+    only make it ask for more. ``in_waves`` it does so when all that run are scored: then no prompt's company in the
+    rollout depends on how long a reward took. A failure of any group ends the run through :meth:`Buffer.fail`.
+    """
+
+    def __init__(
+        self,
+        config: SamplingConfig,
+        samples_per_prompt: int,
+        seed: int,
+        *,
+        prompts: PromptStream[Prompt],
+        scorer: Scorer,
+        algorithm: Algorithm,
+        buffer: Buffer,
+        in_waves: bool = False,
+        routed_experts: bool = False,
+    ) -> None:
+        self.in_waves, self.routed_experts = in_waves, routed_experts
+        self.config, self.samples_per_prompt, self.seed = config, samples_per_prompt, seed
+        self.prompts, self.scorer, self.algorithm, self.buffer = prompts, scorer, algorithm, buffer
+        self.seen: dict[int, Metrics] = {}  # by admission number
+        self.unfinished: dict[int, int] = {}  # admission number -> row of prompts
+
+    async def run(self) -> None:
+        """Sample until cancelled."""
+        groups: set[asyncio.Task[None]] = set()
+
+        def start(number: int) -> None:
+            task = asyncio.create_task(self._group(number, self.prompts.rows[self.unfinished[number]]))
+            groups.add(task)
+            task.add_done_callback(groups.discard)
+
+        try:
+            for number in sorted(self.unfinished):  # of a run that this one continues
+                start(number)
+            while True:
+                if self.in_waves and not self.buffer.has_room():
+                    await asyncio.gather(*groups)
+                number = await self.buffer.admit()
+                self.unfinished[number] = self.prompts.next()
+                start(number)
+        except Exception as error:
+            await self.buffer.fail(error)
+        finally:
+            for task in groups:
+                task.cancel()
+
+    async def _group(self, number: int, prompt: Prompt) -> None:
+        try:
+            seeds = [derive(self.seed, "sample", number, i) for i in range(self.samples_per_prompt)]
+            length, temperature = self.config.max_tokens, self.config.temperature
+            routes = self.routed_experts
+            groups = self.buffer.prompts_per_step
+            scored = await self.scorer.sample(prompt, seeds, length, temperature, groups=groups, routed_experts=routes)
+            if len(scored) < min(2, self.samples_per_prompt):
+                await self.buffer.reject(number, "its rewards are invalid")
+            else:
+                await self._offer(number, scored)
+            del self.unfinished[number]  # nothing ran since the buffer took it: no checkpoint sees it in both places
+        except Exception as error:  # a background task: whatever it raises must reach the trainer, not the void
+            await self.buffer.fail(error)
+
+    async def _offer(self, number: int, scored: list[Scored]) -> None:
+        group = pack(scored, number, self.samples_per_prompt, self.config.temperature)
+        kept = self.algorithm.keep(group)
+        self.seen[number] = _describe(scored, group, kept)
+        if kept:
+            await self.buffer.put(number, group)
+        else:
+            await self.buffer.reject(number, "the algorithm does not keep groups like it (equal rewards, say)")
+
+    def state(self) -> dict[str, Any]:
+        """Where the prompts stand and which of them are unfinished, as plain JSON."""
+        return {"prompts": self.prompts.state(), "unfinished": sorted(self.unfinished.items())}
+
+    def restore(self, state: Mapping[str, Any], *, reset_data: bool = False) -> None:
+        """Go on from ``state``: unfinished prompts start again, from the same random streams.
+
+        With ``reset_data`` prompts come from the start of the data, in place of the unfinished ones too.
+        """
+        if reset_data:
+            self.unfinished = {number: self.prompts.next() for number, _ in state["unfinished"]}
+        else:
+            self.prompts.restore(state["prompts"])
+            self.unfinished = dict(state["unfinished"])
+
+    def metrics(self) -> Metrics:
+        """What was sampled since the last call, rejected groups included."""
+        merged = merge(self.seen[number] for number in sorted(self.seen))  # sums do not depend on who was faster
+        self.seen = {}
+        return merged
+
+
+def pack(scored: list[Scored], group: int, samples_per_prompt: int, temperature: float) -> Batch:
+    """One Batch of a prompt's completions.
+
+    Raises:
+        WeightSyncError: a log-prob is not finite.
+    """
+    trajectories = [s.trajectory() for s in scored]
+    lengths = [len(t) for t in trajectories]
+    size = len(scored)
+    columns = columns_of(trajectories)
+    if not np.isfinite(columns["rollout_logprobs"]).all():
+        raise WeightSyncError(
+            f"a rollout sampled tokens whose log-prob is not finite, of weights version {columns['version'].max()}.\n"
+            "  look at:  the weights, which may hold a NaN; rollout.dtype; sync/probe in metrics.jsonl"
+        )
+    return Batch(
+        lengths=np.array(lengths, np.int64),
+        tokens={**columns, **_routes(scored, lengths)},
+        seqs={
+            "reward": np.array([s.reward for s in scored], np.float32),
+            "temperature": np.full(size, temperature, np.float32),
+            "group": np.full(size, group, np.int64),
+            "trajectory": group * samples_per_prompt + np.arange(size, dtype=np.int64),
+            "unit": group * samples_per_prompt + np.arange(size, dtype=np.int64),
+            "truncated": np.array([s.completion.finish == "length" for s in scored]),
+            "replica": np.array([s.completion.replica for s in scored], np.int32),
+        },
+    )
+
+
+def _routes(scored: list[Scored], lengths: list[int]) -> dict[str, np.ndarray]:
+    """The column ``routed_experts`` of completions whose rollout was asked for it.
+
+    Raises:
+        CouplerError: there are routes of another number of tokens, or none of a token that was fed.
+    """
+    found = [s.completion.routed_experts for s in scored]
+    routes = [of_one for of_one in found if of_one is not None]
+    if not routes:
+        return {}
+    for of_one, length in zip(routes, lengths, strict=True):
+        if len(of_one) != length:
+            raise CouplerError(
+                f"a rollout returned the experts of {len(of_one)} tokens for a prompt and completion of {length}.\n"
+                "  look at:  Completion.routed_experts; a token that was never fed has a row of -1"
+            )
+        if unknown := int((of_one[:-1] < 0).any(axis=(1, 2)).sum()):
+            raise CouplerError(
+                f"a rollout left out the experts of {unknown} of the {length - 1} tokens that it was fed.\n"
+                "  look at:  Completion.routed_experts; only the last token, which nothing was sampled after, may have "
+                "-1\n  try:      router_replay=R2, which does not ask it"
+            )
+    return {ROUTED_EXPERTS: np.concatenate(routes)}
+
+
+def _describe(scored: list[Scored], group: Batch, kept: bool) -> Metrics:
+    rewards = group["reward"]
+    size = len(scored)
+    lengths = [len(s.completion.tokens) for s in scored]
+    return {
+        "sampled/tokens": Metric(sum(lengths), how="sum"),
+        "sampled/completion_tokens": Metric(sum(lengths), size),
+        "sampled/truncated": Metric(float(group["truncated"].sum()), size),
+        "sampled/reward": Metric(float(rewards.sum()), size),
+        "sampled/equal_reward_groups": Metric(float(rewards.max() == rewards.min()), 1),
+        "sampled/rejected_groups": Metric(float(not kept), how="sum"),
+    }

@@ -1,0 +1,71 @@
+"""SupervisedTrainer: supervised fine-tuning on the same Engine, batch and normalisation as reinforcement learning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from coupler.batch import Batch
+from coupler.batch.trajectory import Trajectory, columns_of
+from coupler.config.schema import RunConfig
+from coupler.data import PromptStream
+from coupler.interfaces import Algorithm
+from coupler.loop.trainer import Clock, OnStep, SkippedSteps, of_steps
+from coupler.run.checkpoint import State
+from coupler.worker.worker import WorkerGroup
+
+
+class SupervisedTrainer:
+    """Takes ``config.steps`` batches of ``config.prompts_per_step`` rows, in a new order every epoch."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        policy: WorkerGroup,
+        algorithm: Algorithm,
+        examples: Sequence[Trajectory],
+    ) -> None:
+        self.config, self.policy, self.algorithm = config, policy, algorithm
+        self.order = PromptStream(examples, config.seed, config.data.shuffle)
+        self.skips = SkippedSteps(config.max_skipped_steps)
+
+    async def fit(self, on_step: OnStep, done: int = 0) -> None:
+        """Train the steps after ``done``; ``on_step`` gets the metrics of each."""
+        for step in range(done + 1, self.config.steps + 1):
+            clock = Clock()
+            rows = [self.order.rows[self.order.next()] for _ in range(self.config.prompts_per_step)]
+            batch = self.algorithm.advantages(pack(rows))
+            async with clock("time/train"):
+                trained = await self.policy.train(batch, self.config.optimizer_steps_per_batch, None)
+            self.skips.count(trained.steps)
+            await on_step(step, {**trained.metrics, **of_steps(trained.steps), **clock.metrics(batch)})
+
+    def state(self) -> State:
+        """Where the run stands; between two steps."""
+        return State({"order": self.order.state(), "skipped": self.skips.in_a_row})
+
+    def restore(self, state: State, *, reset_data: bool = False) -> None:
+        """Go on from ``state``; ``reset_data`` starts with the first row of other data."""
+        if not reset_data:
+            self.order.restore(state.plain["order"])
+        self.skips.in_a_row = state.plain["skipped"]
+
+    def start_at(self, step: int) -> None:
+        """Begin after ``step`` of another run: nothing here counts steps."""
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the last gradient was finite."""
+        return not self.skips.in_a_row
+
+
+def pack(examples: Sequence[Trajectory]) -> Batch:
+    """One Batch of supervised examples; every row is its own group and unit."""
+    columns = columns_of(examples)
+    return Batch(
+        lengths=np.array([len(example) for example in examples], np.int64),
+        tokens={name: columns[name] for name in ("tokens", "loss_mask")},
+        seqs={"unit": np.arange(len(examples), dtype=np.int64)},
+    )

@@ -1,0 +1,321 @@
+"""StreamShardingManager: one edge's weight sync as streams of whole tensors, with receipts and a start-up proof."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable
+from contextlib import suppress
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+import numpy as np
+
+from coupler.batch import Batch
+from coupler.config.schema import SyncConfig
+from coupler.errors import PeerLost, ReplicaDied, WaitTimeout, WeightSyncError
+from coupler.interfaces import (
+    LORA,
+    Completion,
+    InFlight,
+    Output,
+    Request,
+    SendReceipt,
+    ShardingManager,
+    SyncReceipt,
+    WeightUpdate,
+)
+from coupler.loop.device_memory import GENERATING, SYNCING, Residency
+from coupler.loop.rollout_group import MAX_RESTARTS, RolloutGroup
+from coupler.metrics import Metric, Metrics, merge
+from coupler.worker.worker import OF_REPLICA, WorkerGroup, differences
+
+PROBE_TOKENS = 16
+GRACE_S = 5.0  # after one side of a transfer failed: the other may be the cause, and about to say so
+LIMIT = {"full": 5e-3, "half": 0.15}  # mean |log-prob difference| in nats; measured: 1e-5 in fp32, 0.01 to 0.04 in bf16
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """Tensors that travel together: those of an adapter, or the weights; as they are, or altered for the proof."""
+
+    adapter: bool = False
+    permuted: bool = False
+
+
+Pushed = tuple[SendReceipt, list[SyncReceipt]]  # of one stream: the sender's, and every replica's
+WEIGHTS, ADAPTER = Stream(), Stream(adapter=True)
+ALTERED: dict[str, dict[str, tuple[Stream, ...]]] = {  # by format, and the metric of its probe: pushes of the proof
+    "full": {"sync/probe_permuted": (Stream(permuted=True),)},
+    # the weights alone, and then an adapter upon the true ones: what ignores it would look right while it is 0
+    LORA: {
+        "sync/probe_permuted": (Stream(permuted=True),),
+        "sync/probe_adapter": (WEIGHTS, Stream(adapter=True, permuted=True)),
+    },
+}
+
+
+class StreamShardingManager(ShardingManager):
+    """Pushes tensors of the engine through a transport into every rollout worker.
+
+    A sync pauses the rollouts, streams, checks the receipts of all replicas, and resumes. Rollouts start from dummy
+    weights; :meth:`prove` pushes altered copies and then the true weights, and compares log-probs after each, so that
+    a tensor that is not reached, a push that changes nothing and a cache that survives are found before the first step.
+
+    In format ``lora`` a sync sends the adapter. The weights beneath it go ahead of it where a replica does not hold
+    them: at the start, after it died, and after they slept.
+
+    Both sides take turns on devices that they share, through ``residency``: weights move with the cache away, and what
+    is compared is sampled with the engine away.
+    """
+
+    def __init__(
+        self,
+        config: SyncConfig,
+        *,
+        engine: WorkerGroup,
+        rollouts: RolloutGroup,
+        weight_format: str,
+        transport: str,
+        probe_prompt: tuple[int, ...],
+        temperature: float,
+        residency: Residency,
+        in_flight: InFlight,
+    ) -> None:
+        self.residency, self.in_flight = residency, in_flight
+        self.config, self.engine, self.rollouts = config, engine, rollouts
+        self.weight_format, self.transport = weight_format, transport
+        self.synced = ADAPTER if weight_format == LORA else WEIGHTS
+        self.probe_prompt, self.temperature = probe_prompt, temperature or 1.0
+        self.version = -1
+        self.limit = config.max_mean_logprob_diff
+
+    async def setup(self) -> None:
+        await self.rollouts.setup()
+        self.endpoints = tuple(await self.engine.all("bind", self.transport))
+
+    async def prove(self, version: int = 0) -> Metrics:
+        """Push what :data:`ALTERED` says, then the true weights as ``version``, and compare log-probs after each.
+
+        Raises:
+            WeightSyncError: the true weights are not what a rollout runs, or altered ones changed nothing.
+        """
+        if not self.config.self_test:
+            return await self._sync("prove", version)
+        altered: dict[str, float] = {}
+        for name, streams in ALTERED.get(self.weight_format, ALTERED["full"]).items():
+            await self._push("prove", version, *streams)
+            altered[name] = await self._probe()
+        metrics = await self._sync("prove", version)
+        true = await self._probe()
+        if not true <= self.limit:  # NaN is above every limit
+            raise WeightSyncError(
+                f"after a full weight push the log-probs of the rollout differ from the engine's by {true:.4f} "
+                "on average, "
+                f"limit {self.limit:.4f}.\n"
+                "  look at:  temperature, dtype, tied or fused weights of the rollout; "
+                "the limit is sync.max_mean_logprob_diff"
+            )
+        for name, diff in altered.items():
+            if diff <= max(self.limit, 10 * true):
+                sent = "a random adapter" if name == "sync/probe_adapter" else "permuted weights"
+                raise WeightSyncError(
+                    f"a push of {sent} left the rollout's log-probs within {diff:.6f} of the engine's "
+                    f"(with the true weights: {true:.6f}).\n"
+                    "  this means:  the rollout does not run the weights it is sent"
+                )
+        return {**metrics, "sync/probe": Metric(true), **{name: Metric(diff) for name, diff in altered.items()}}
+
+    async def sync(self, version: int) -> Metrics:
+        return await self._sync("sync", version)
+
+    async def _sync(self, phase: str, version: int) -> Metrics:
+        start = time.perf_counter()
+        pushed = await self._push(phase, version, self.synced)
+        self.version = version
+        sent = [sent for sent, _ in pushed]
+        if not self.limit:
+            self.limit = LIMIT["half" if any("16" in one.dtype for one in sent) else "full"]
+        return {
+            "time/sync": Metric(time.perf_counter() - start, how="sum"),
+            "sync/bytes": Metric(sum(one.num_bytes for one in sent), how="sum"),
+            "sync/tensors": Metric(sum(one.num_tensors for one in sent), how="sum"),
+            "time/sync_send": Metric(sum(one.seconds for one in sent), how="sum"),
+            **{f"time/sync_{name}": Metric(seconds, how="sum") for name, seconds in _slowest(pushed).items()},
+        }
+
+    def check(self, metrics: Metrics) -> bool:
+        """Judge the probe of the last sync: what was sampled after it, under the trainer's log-probs.
+
+        Returns:
+            Whether it could; where a batch is older than the last sync, or the trainer's log-probs are not finite,
+            :meth:`probe` has to judge the next one.
+
+        Raises:
+            WeightSyncError: the mean difference is above the limit, over all tokens or over those of one replica.
+        """
+        diff = metrics.get("train_infer/abs_diff")
+        if diff is None:
+            return True
+        judged = bool(diff.weight) and isfinite(diff.value)
+        if judged:
+            self._judge(diff.value, "the rollouts'")
+            for name, of_replica in metrics.items():
+                if name.startswith(OF_REPLICA) and of_replica.weight >= PROBE_TOKENS:
+                    self._judge(of_replica.value, f"rollout replica {name.removeprefix(OF_REPLICA)}'s")
+        return judged
+
+    async def probe(self) -> Metrics:
+        """Judge the last sync by tokens sampled for that alone, whose ``train_infer/*`` stand for those of a batch.
+
+        Raises:
+            WeightSyncError: the mean difference is above the limit.
+        """
+        compared = await self._compared()
+        diff = _largest(compared)
+        self._judge(diff, "a rollout replica's")
+        return {"sync/probe": Metric(diff), **merge(compared)}
+
+    def _judge(self, diff: float, whose: str) -> None:
+        if not diff <= self.limit:
+            raise WeightSyncError(
+                f"{whose} log-probs differ from the engine's by {diff:.4f} on average at version "
+                f"{self.version}, limit {self.limit:.4f}; weights that were trained since were not synced.\n"
+                "  look at:  the last sync's receipt in metrics.jsonl; the limit is sync.max_mean_logprob_diff"
+            )
+
+    def _update(self, version: int, stream: Stream, attempt: int) -> WeightUpdate:
+        return WeightUpdate(
+            version=version,
+            format=self.weight_format,
+            transport=self.transport,
+            endpoints=self.endpoints,
+            num_receivers=self.rollouts.num_receivers,
+            deadline_s=self.config.deadline_s,
+            permuted=stream.permuted,
+            attempt=attempt,
+            adapter=stream.adapter,
+        )
+
+    async def _push(self, phase: str, version: int, *streams: Stream) -> list[Pushed]:
+        """Push to all replicas; where one is dead or dies of it, start it again and push to all of them again.
+
+        Raises:
+            ReplicaDied: one died more often than it is started.
+            WeightSyncError: a replica did not take it all.
+        """
+        for attempt in range(1 + MAX_RESTARTS * len(self.rollouts.replicas)):
+            await self.rollouts.pause(self.in_flight)
+            if self.rollouts.dead:
+                async with self.residency("start_rollout", GENERATING):
+                    await self.rollouts.revive(self.in_flight)
+            async with self.residency(phase, SYNCING):
+                with suppress(ReplicaDied):  # the next attempt starts it again
+                    needed = await self._needed(streams)
+                    pushed = [await self._transfer(self._update(version, stream, attempt)) for stream in needed]
+                    await self.rollouts.tell("resume")
+                    return pushed
+        raise AssertionError("a replica was started more often than revive() allows")
+
+    async def _needed(self, streams: tuple[Stream, ...]) -> tuple[Stream, ...]:
+        """With the weights ahead of an adapter that a replica holds none for."""
+        if not streams[0].adapter or all(await self.rollouts.all("holds_base")):
+            return streams
+        return WEIGHTS, *streams
+
+    async def _transfer(self, update: WeightUpdate) -> Pushed:
+        """Both sides of one stream.
+
+        Raises:
+            WaitTimeout: they did not end; either side's own deadline, which is sooner, says more.
+        """
+        try:
+            async with asyncio.timeout(self.config.deadline_s + 2 * GRACE_S):
+                sent, receipts = await both_sides(self.engine.push(update), self.rollouts.update(update))
+        except TimeoutError:
+            raise WaitTimeout(
+                f"weights version {update.version} were not in every rollout after {self.config.deadline_s:.0f} s.\n"
+                "  look at:  the rollouts' logs; the limit is sync.deadline_s"
+            ) from None
+        for replica, receipt in enumerate(receipts):
+            verify(sent[0], receipt, replica)
+        return sent[0], receipts
+
+    async def _probe(self) -> float:
+        """The mean |log-prob difference| between the engine and the replica that differs most."""
+        return _largest(await self._compared())
+
+    async def _compared(self) -> list[Metrics]:
+        """``train_infer/*`` of every replica, on tokens that it samples now."""
+        request = Request(self.probe_prompt, PROBE_TOKENS, self.temperature, (), seed=0)
+        async with self.residency("prove", GENERATING):
+            sampled = await self.rollouts.all("generate", request)
+        async with self.residency("prove", SYNCING):  # the rollout's weights stay: nothing would bring them back
+            return [await self._differences(request, done) for done in sampled]
+
+    async def _differences(self, request: Request, done: Completion) -> Metrics:
+        """``train_infer/*`` of one completion."""
+        ids = np.array([*request.prompt, *done.tokens], np.int32)
+        mask = np.arange(len(ids)) >= len(request.prompt)
+        batch = Batch(
+            np.array([len(ids)]),
+            {"tokens": ids, "loss_mask": mask},
+            {"temperature": np.array([self.temperature], np.float32)},
+        )
+        ours = (await self.engine.forward(batch, (Output("logprobs"),)))["logprobs"]
+        return differences(ours[mask] - np.array(done.logprobs), len(done.tokens))
+
+
+def _largest(compared: list[Metrics]) -> float:
+    return float(np.max([metrics["train_infer/abs_diff"].value for metrics in compared]))  # NaN of one is NaN of all
+
+
+def _slowest(pushed: list[Pushed]) -> dict[str, float]:
+    """Seconds by phase of the slowest replica, over all streams."""
+    total: dict[str, float] = {}
+    for _, receipts in pushed:
+        for name in {name for receipt in receipts for name in receipt.seconds}:
+            total[name] = total.get(name, 0.0) + max(receipt.seconds.get(name, 0.0) for receipt in receipts)
+    return total
+
+
+async def both_sides(sending: Awaitable[Any], receiving: Awaitable[Any]) -> tuple[Any, Any]:
+    """Wait for both sides of a transfer; of two failures, raise the one that is more than the other's end."""
+    tasks = [asyncio.ensure_future(sending), asyncio.ensure_future(receiving)]
+    try:
+        ended, rest = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        if rest:
+            died = any(isinstance(task.exception(), ReplicaDied) for task in ended)
+            await asyncio.wait(rest, timeout=None if died else GRACE_S)  # before it is tried again, this has ended
+        failed = [error for task in tasks if task.done() and (error := task.exception())]
+        if failed:
+            raise next((error for error in failed if not isinstance(error, PeerLost)), failed[0])
+        return tasks[0].result(), tasks[1].result()
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def verify(sent: SendReceipt, receipt: SyncReceipt, replica: int) -> None:
+    """Hold what a replica loaded against what was sent.
+
+    Raises:
+        WeightSyncError: another version, a tensor that did not arrive, or a name without a counterpart.
+    """
+    problems = []
+    if receipt.version != sent.version:
+        problems.append(f"it reports version {receipt.version}, sent was {sent.version}")
+    if receipt.num_received != sent.num_tensors:
+        problems.append(f"{receipt.num_received} of {sent.num_tensors} tensors arrived")
+    if receipt.missing:
+        problems.append(f"{len(receipt.missing)} of its parameters got nothing, first: {receipt.missing[0]}")
+    if receipt.unexpected:
+        problems.append(f"{len(receipt.unexpected)} tensors match no parameter, first: {receipt.unexpected[0]}")
+    if not problems and receipt.num_loaded != receipt.num_received:
+        problems.append(f"{receipt.num_loaded} of {receipt.num_received} received tensors were loaded")
+    if problems:
+        raise WeightSyncError(
+            f"rollout replica {replica} did not take weights version {sent.version}: {'; '.join(problems)}.\n"
+            "  nothing was sampled from it"
+        )

@@ -1,0 +1,1 @@
+"""Small helpers over the operating system and Python. Knows nothing of training."""

@@ -1,1 +1,0 @@
-"""Trackers: where the numbers of a run go. Console, JSON lines and TensorBoard come with core."""

@@ -1,0 +1,1 @@
+"""Parts of a worker that need torch, which is imported when they are used."""
