@@ -30,8 +30,10 @@ from coupler.config.schema import CheckpointConfig, Devices, ExecutorName, RayCo
 from coupler.executors import open_executor
 from coupler.executors.placement import Role
 from coupler.interfaces import EVERYTHING, Model, Rank
-from coupler.run.checkpoint import Checkpoints, State, newest
-from coupler.worker.worker import WorkerGroup, WorkerSpec
+from coupler.loop.engine_group import EngineGroup
+from coupler.loop.state import State
+from coupler.run.checkpoint import Checkpoints, newest
+from coupler.worker.spec import WorkerSpec
 from coupler_engine_fsdp.config import FSDPConfig
 from coupler_engine_fsdp.engine import FSDPEngine
 
@@ -98,11 +100,11 @@ async def timed(work: Awaitable[object]) -> float:
     return time.perf_counter() - start
 
 
-async def raw(group: WorkerGroup, method: str, folder: Path) -> None:
+async def raw(group: EngineGroup, method: str, folder: Path) -> None:
     await group.executor.each(group.ranks, "do", [(method, folder / str(i)) for i in range(len(group.ranks))])
 
 
-async def measure(group: WorkerGroup, folder: Path, saves: bool, repeats: int) -> dict[str, Any]:
+async def measure(group: EngineGroup, folder: Path, saves: bool, repeats: int) -> dict[str, Any]:
     size = sum(await group.all("do", "fill"))
     files = folder / f"raw-{len(group.ranks)}"
     files.mkdir()
@@ -144,7 +146,7 @@ def run(world: int, arguments: argparse.Namespace, saves: bool) -> dict[str, Any
 
     async def go() -> dict[str, Any]:
         await executor.place([Role("policy", world)])
-        group = WorkerGroup(executor, spec, [Rank(index=i, world=world) for i in range(world)])
+        group = EngineGroup(executor, spec, [Rank(index=i, world=world) for i in range(world)])
         await group.setup()
         return await measure(group, arguments.folder, saves, arguments.repeats)
 

@@ -37,9 +37,10 @@ from coupler.interfaces import (
     Transport,
     WeightUpdate,
 )
+from coupler.loop.engine_group import EngineGroup
 from coupler.metrics import Metric
 from coupler.testing.toy_config import ToyAlgorithmConfig
-from coupler.worker.worker import WorkerGroup, WorkerSpec
+from coupler.worker.spec import WorkerSpec
 
 HERE = Path(__file__).resolve()
 LOGPROBS = (Output("logprobs"),)
@@ -95,7 +96,7 @@ def make_batch(sequences: int) -> Batch:
     return Batch(np.ones(sequences, np.int64), columns, {"temperature": np.ones(sequences, np.float32)})
 
 
-async def step(group: WorkerGroup, batch: Batch, update: WeightUpdate) -> None:
+async def step(group: EngineGroup, batch: Batch, update: WeightUpdate) -> None:
     column = (await group.forward(batch, LOGPROBS))["logprobs"]
     await group.train(batch.with_tokens(old_logprobs=column), 1, None)
     await group.all("do", "offload", EVERYTHING)
@@ -107,7 +108,7 @@ async def measure(workers: int, repeats: int) -> list[float]:
     algorithm = ("coupler.testing.toy:ToyAlgorithm", ToyAlgorithmConfig())
     spec = WorkerSpec("policy", f"{HERE}:Idle", EngineConfig("idle", ranks=workers), Model(""), algorithm)
     executor = Local(inline=True, waits=Waits(60.0, 60.0))
-    group = WorkerGroup(executor, spec, [Rank(index=i, world=workers) for i in range(workers)])
+    group = EngineGroup(executor, spec, [Rank(index=i, world=workers) for i in range(workers)])
     await group.setup()
     batch = make_batch(workers)
     update = WeightUpdate(1, "full", f"{HERE}:Nowhere", (), 0, 60.0)

@@ -21,13 +21,14 @@ from coupler.executors.waits import Waits
 from coupler.interfaces import Model, Rank
 from coupler.jobs.train import column_providers
 from coupler.loop.device_memory import Residency
+from coupler.loop.engine_group import EngineGroup
 from coupler.metrics import Metrics
 from coupler.plugins.manager import Plugins
 from coupler.testing.cases import make_batch
 from coupler.testing.models import write_qwen3_moe
 from coupler.testing.reference import TransformersReference
 from coupler.testing.subject import configured
-from coupler.worker.worker import WorkerGroup, WorkerSpec
+from coupler.worker.spec import WorkerSpec
 from coupler_engine_megatron.config import MegatronConfig
 
 ENGINE = ("engine=megatron", "trackers=[jsonl]", "deterministic=true", "profile.steps=[1]")
@@ -100,7 +101,7 @@ def test_recorded_routes_are_replayed(tmp_path: Path) -> None:
     engine = MegatronConfig(lr=1e-2, max_tokens_per_gpu=28)
     trained = (algorithm.target, configured(algorithm.config, {"kl": "none"}))
     spec = WorkerSpec("policy", plugins.get("engine", "megatron").target, engine, Model(str(reference.folder)), trained)
-    policy = WorkerGroup(Local(inline=True, waits=Waits(60.0, 60.0)), spec, [Rank()])
+    policy = EngineGroup(Local(inline=True, waits=Waits(60.0, 60.0)), spec, [Rank()])
 
     async def go() -> tuple[Batch, Metrics]:
         await policy.setup()

@@ -23,12 +23,13 @@ from coupler.executors.placement import Role
 from coupler.executors.waits import Waits
 from coupler.interfaces import InFlight, Model, Rank, Request
 from coupler.loop.device_memory import Residency
+from coupler.loop.engine_group import EngineGroup
 from coupler.loop.rollout_group import MAX_RESTARTS, RolloutGroup
 from coupler.loop.weight_sync import StreamShardingManager
 from coupler.plugins.manager import Plugins
 from coupler.testing.models import write_tokenizer, write_toy
 from coupler.testing.toy_config import ToyEngineConfig, ToyRolloutConfig
-from coupler.worker.worker import WorkerGroup, WorkerSpec
+from coupler.worker.spec import WorkerSpec
 
 SLOW = f"{Path(__file__).with_name('ray_rollout.py')}:SlowRollout"
 REQUESTS = [Request((5, 6 + i), 40, seed=i) for i in range(8)]
@@ -52,7 +53,7 @@ def told(folder: Path, story: Story, count: int = 2) -> None:
         group = RolloutGroup(executor, SLOW, ToyRolloutConfig(), model, ranks)
         edge = StreamShardingManager(
             SyncConfig(deadline_s=30.0),
-            engine=WorkerGroup(executor, spec, [Rank()]),
+            engine=EngineGroup(executor, spec, [Rank()]),
             rollouts=group,
             weight_format="full",
             transport=plugins.get("transport", "tcp").target,

@@ -19,6 +19,7 @@ from coupler.executors import Local
 from coupler.executors.waits import Waits
 from coupler.interfaces import InFlight, Layout, Memory, Model, Named, Rank, SyncReceipt, WeightUpdate
 from coupler.loop.device_memory import Residency
+from coupler.loop.engine_group import EngineGroup
 from coupler.loop.rollout_group import RolloutGroup
 from coupler.loop.weight_sync import StreamShardingManager
 from coupler.plugins.backend import Backend
@@ -26,7 +27,7 @@ from coupler.plugins.manager import Plugins
 from coupler.testing.models import write_toy
 from coupler.testing.toy import ToyEngine, ToyRollout
 from coupler.testing.toy_config import ToyEngineConfig, ToyRolloutConfig
-from coupler.worker.worker import WorkerGroup, WorkerSpec
+from coupler.worker.spec import WorkerSpec
 
 HEAD = "head.weight"
 A, B = names_of(HEAD)
@@ -99,7 +100,7 @@ def make_edge(folder: Path, count: int = 1) -> StreamShardingManager:
     spec = WorkerSpec("policy", "test_adapters:AdaptedEngine", ToyEngineConfig(), model, None)
     return StreamShardingManager(
         SyncConfig(deadline_s=20.0),
-        engine=WorkerGroup(executor, spec, [Rank()]),
+        engine=EngineGroup(executor, spec, [Rank()]),
         rollouts=RolloutGroup(executor, "test_adapters:AdaptedRollout", ToyRolloutConfig(), model, ranks),
         weight_format="lora",
         transport=Plugins.load().get("transport", "disk").target,

@@ -18,7 +18,7 @@ from coupler.config.schema import CriticConfig, RunConfig, SamplingConfig
 from coupler.errors import CouplerError
 from coupler.interfaces import Algorithm, Columns, Controller, Head, Layout, Output, Part, Rank
 from coupler.jobs.device_sharing import hold_state, hold_trained, start
-from coupler.loop.trainer import describe_values
+from coupler.loop.step_metrics import describe_values
 from coupler.metrics import Metric, Metrics
 from coupler.testing.models import write_toy
 from coupler.testing.toy import ToyAlgorithm, ToyEngine

@@ -9,7 +9,7 @@ import pytest
 from toy_run import ToyRun, small
 
 from coupler.metrics import merge, values
-from coupler.worker.worker import OF_REPLICA, mismatch
+from coupler.worker.train_infer import OF_REPLICA, mismatch
 
 TRAIN = np.log(np.array([0.2, 0.5, 0.3, 0.9, 0.6]))
 INFER = np.log(np.array([0.4, 0.4, 0.3, 0.1, 0.0001]))

@@ -28,27 +28,30 @@ from coupler.errors import CouplerError, WaitTimeout, WeightSyncError
 from coupler.executors import Local
 from coupler.executors.waits import Waits
 from coupler.interfaces import Endpoint, Model, Rank, SendReceipt, SyncReceipt, WeightUpdate
+from coupler.loop.engine_group import EngineGroup
+from coupler.loop.state import State
 from coupler.loop.weight_sync import verify
 from coupler.plugins.manager import Plugins
-from coupler.run.checkpoint import MANIFEST, Checkpoints, State, check, read
+from coupler.run.checkpoint import MANIFEST, Checkpoints, check, read
 from coupler.run.run_folder import Journal
 from coupler.run.step_record import Recorder
 from coupler.testing.models import read_tensors, write_toy
 from coupler.testing.toy_config import ToyAlgorithmConfig, ToyEngineConfig
+from coupler.worker.spec import WorkerSpec
 from coupler.worker.torch.hf_export import export
-from coupler.worker.worker import WorkerGroup, WorkerSpec, reverse_elements
+from coupler.worker.worker import reverse_elements
 
 
-def policy(tmp_path: Path) -> WorkerGroup:
+def policy(tmp_path: Path) -> EngineGroup:
     model = Model(str(write_toy(tmp_path / "model")))
     algorithm = ("coupler.testing.toy:ToyAlgorithm", ToyAlgorithmConfig())
     spec = WorkerSpec("policy", "coupler.testing.toy:ToyEngine", ToyEngineConfig(), model, algorithm)
-    group = WorkerGroup(Local(inline=True, waits=Waits(60.0, 60.0)), spec, [Rank()])
+    group = EngineGroup(Local(inline=True, waits=Waits(60.0, 60.0)), spec, [Rank()])
     asyncio.run(group.setup())
     return group
 
 
-def save(group: WorkerGroup, folder: Path, step: int, **settings: int) -> None:
+def save(group: EngineGroup, folder: Path, step: int, **settings: int) -> None:
     checkpoints = Checkpoints(folder, CheckpointConfig(**settings), {"data": "d"})  # type: ignore[arg-type]
 
     async def write() -> None:

@@ -18,7 +18,7 @@ from coupler.executors.environment import forwarded, of_ray
 from coupler.executors.placement import Node, Role, make_shares, shortage
 from coupler.interfaces import Model
 from coupler.testing.toy_config import ToyAlgorithmConfig, ToyEngineConfig
-from coupler.worker.worker import WorkerSpec
+from coupler.worker.spec import WorkerSpec
 
 ROLES = [Role("policy", 4), Role("reference", 4), Role("rollout", 2)]
 

@@ -196,7 +196,7 @@ def test_remote_workers_are_reached_from_device_to_device(
     monkeypatch: pytest.MonkeyPatch, gpu: bool, options: list[str], expected: str
 ) -> None:
     """Not through the process, and not through the host's memory where there are GPUs."""
-    monkeypatch.setattr("coupler.builtin.plugin.gpu_is_visible", lambda: gpu)
+    monkeypatch.setattr("coupler.builtin.weight_path.gpu_is_visible", lambda: gpu)
     plugins = Plugins.load()
     rollout = plugins.get("rollout", "toy")
     remote = dataclasses.replace(rollout, capabilities=frozenset({"weights:full", "workers:remote"}))

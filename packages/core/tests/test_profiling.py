@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from coupler.config.schema import Job, ProfileConfig, RunConfig, problems
+from coupler.config.checks import problems
+from coupler.config.schema import Job, ProfileConfig, RunConfig
 from coupler.worker.torch.profiling import Profile
 
 

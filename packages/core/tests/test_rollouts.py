@@ -17,6 +17,7 @@ from coupler.executors import Local
 from coupler.executors.waits import Waits
 from coupler.interfaces import Completion, InFlight, Memory, Model, Rank, Request, SyncReceipt, WeightUpdate
 from coupler.loop.device_memory import Residency
+from coupler.loop.engine_group import EngineGroup
 from coupler.loop.rollout_group import FULLER, MAX_RESTARTS, RolloutGroup
 from coupler.loop.sampler import Scorer
 from coupler.loop.weight_sync import StreamShardingManager
@@ -25,7 +26,7 @@ from coupler.rewards import Scored
 from coupler.testing.models import write_toy
 from coupler.testing.toy import ToyRollout
 from coupler.testing.toy_config import ToyEngineConfig, ToyRolloutConfig
-from coupler.worker.worker import WorkerGroup, WorkerSpec
+from coupler.worker.spec import WorkerSpec
 
 
 class MortalRollout(ToyRollout):
@@ -232,7 +233,7 @@ def make_edge(group: RolloutGroup, transport: str) -> StreamShardingManager:
     spec = WorkerSpec("policy", engine, ToyEngineConfig(), model, None)
     return StreamShardingManager(
         SyncConfig(deadline_s=20.0),
-        engine=WorkerGroup(group.executor, spec, [Rank()]),
+        engine=EngineGroup(group.executor, spec, [Rank()]),
         rollouts=group,
         weight_format="full",
         transport=Plugins.load().get("transport", transport).target,

@@ -16,9 +16,9 @@ from toy_run import REWARD, ToyRun, small
 from coupler.config.schema import SamplingConfig
 from coupler.errors import CouplerError, RewardError, WaitTimeout, WeightSyncError
 from coupler.interfaces import Completion, InFlight, Rank, Request, SyncReceipt, WeightUpdate
+from coupler.loop.engine_group import EngineGroup
 from coupler.rewards import RewardPool
 from coupler.testing.toy import ToyAlgorithm, ToyRollout
-from coupler.worker.worker import WorkerGroup
 
 
 def numbers(log: list[dict[str, float]]) -> list[dict[str, float]]:
@@ -102,7 +102,7 @@ def test_epochs_over_a_batch_are_as_many_batches_of_the_same_rows(tmp_path: Path
     assert run.policy.steps_done == 6
 
     async def again(*epochs: int) -> tuple[list[float], dict[str, np.ndarray]]:
-        group = WorkerGroup(run.executor, run.policy.spec, [Rank()])
+        group = EngineGroup(run.executor, run.policy.spec, [Rank()])
         await group.setup()
         losses = [(await group.train(batches[0], 2, 0, n)).metrics["loss"].value for n in epochs]
         return losses, dict(group.ranks[0].of.engine.weights())

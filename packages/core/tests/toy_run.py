@@ -16,6 +16,7 @@ from coupler.interfaces import Algorithm, Head, InFlight, Model, Rank
 from coupler.jobs.device_sharing import share_devices, start
 from coupler.jobs.train import column_providers
 from coupler.loop.buffer import Buffer
+from coupler.loop.engine_group import EngineGroup
 from coupler.loop.rollout_group import RolloutGroup
 from coupler.loop.sampler import Sampler, Scorer
 from coupler.loop.trainer import Trainer
@@ -25,7 +26,7 @@ from coupler.rewards import RewardPool
 from coupler.run.step_record import Recorder
 from coupler.testing.models import write_toy
 from coupler.testing.toy_config import ToyAlgorithmConfig, ToyEngineConfig, ToyRolloutConfig
-from coupler.worker.worker import WorkerGroup, WorkerSpec
+from coupler.worker.spec import WorkerSpec
 
 REWARD = "def score(completion):\n    return sum(int(t) >= 160 for t in completion.split()) / len(completion.split())\n"
 
@@ -69,8 +70,8 @@ class ToyRun:
             self.model,
             (algorithm, ToyAlgorithmConfig()),
         )
-        self.policy = WorkerGroup(self.executor, spec, [Rank()])
-        self.critic: WorkerGroup | None = None
+        self.policy = EngineGroup(self.executor, spec, [Rank()])
+        self.critic: EngineGroup | None = None
         if self.policy.algorithm and self.policy.algorithm.critic:
             values = replace(
                 spec,
@@ -79,7 +80,7 @@ class ToyRun:
                 model=replace(self.model, head=Head.VALUE),
                 algorithm=(self.policy.algorithm.critic, ToyAlgorithmConfig()),
             )
-            self.critic = WorkerGroup(self.executor, values, [Rank()])
+            self.critic = EngineGroup(self.executor, values, [Rank()])
         self.rollouts = RolloutGroup(self.executor, rollout, ToyRolloutConfig(), self.model, [Rank()] * replicas)
         self.residency = share_devices(config, self.policy, self.rollouts, critic=self.critic)
         self.weights = StreamShardingManager(
@@ -125,7 +126,7 @@ class ToyRun:
             buffer=self.buffer,
             providers=column_providers(config, self.policy, None, self.critic, self.residency),
             residency=self.residency,
-            recorder=Recorder(self.folder / "record", config.record.every_steps),
+            record=Recorder(self.folder / "record", config.record.every_steps).write,
         )
         return self.trainer
 

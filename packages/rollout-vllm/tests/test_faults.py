@@ -23,13 +23,14 @@ from coupler.executors import Local
 from coupler.executors.waits import Waits
 from coupler.interfaces import Completion, InFlight, Memory, Model, Named, Rank, Request
 from coupler.loop.device_memory import Residency
+from coupler.loop.engine_group import EngineGroup
 from coupler.loop.rollout_group import RolloutGroup
 from coupler.loop.weight_sync import StreamShardingManager
 from coupler.plugins.manager import Plugins
 from coupler.testing.edge import Served
 from coupler.testing.reference import TransformersReference
 from coupler.testing.subject import configured
-from coupler.worker.worker import WorkerGroup, WorkerSpec
+from coupler.worker.spec import WorkerSpec
 from coupler_rollout_vllm.config import Precision, VLLMConfig
 
 WITHIN_S = 30.0
@@ -147,7 +148,7 @@ def one_replica(reference: TransformersReference, rank: int = 0) -> tuple[Rollou
     config = configured(engine.config, {"dtype": "fp32", "lr": 1e-3, "lora_rank": rank})
     edge = StreamShardingManager(
         SyncConfig(deadline_s=60.0),
-        engine=WorkerGroup(executor, WorkerSpec("policy", engine.target, config, model, None), [Rank(seed=1)]),
+        engine=EngineGroup(executor, WorkerSpec("policy", engine.target, config, model, None), [Rank(seed=1)]),
         rollouts=group,
         weight_format="lora" if rank else "full",
         transport=plugins.get("transport", "tcp").target,

@@ -10,7 +10,7 @@ from coupler_algos.config import GRPOConfig, PolicyConfig, PPOConfig, RLOOConfig
 from coupler_algos.validate import problems
 
 if TYPE_CHECKING:
-    from coupler.config.schema import RunConfig
+    from coupler import RunConfig
 
 TESTED = {"torch": ">=2.11,<2.14"}
 

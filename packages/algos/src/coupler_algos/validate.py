@@ -9,7 +9,7 @@ from coupler.interfaces import Aggregation
 from coupler_algos.config import KL, Behaviour, GroupConfig, KLEstimator, PolicyConfig, PPOConfig
 
 if TYPE_CHECKING:
-    from coupler.config.schema import RunConfig
+    from coupler import RunConfig
 
 
 def problems(config: RunConfig) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """Coupler: any training engine coupled to any inference engine. Importing this imports nothing heavy."""
 
 from coupler.batch import Batch
+from coupler.config.schema import RunConfig
 from coupler.errors import CouplerError
 from coupler.interfaces import (
     API,
@@ -65,6 +66,7 @@ __all__ = [
     "Request",
     "Rollout",
     "RolloutConfig",
+    "RunConfig",
     "SendReceipt",
     "ShardingManager",
     "StepInfo",

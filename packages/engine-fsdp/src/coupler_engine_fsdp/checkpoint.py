@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from coupler.engine_kit import write_file
 from coupler.errors import CouplerError, WaitTimeout
 from coupler.interfaces import FileHashes
-from coupler.system.hashing import write_file
 from coupler_engine_fsdp import tensorfile
 from coupler_engine_fsdp.tensorfile import DTYPES, TensorFile
 from coupler_engine_fsdp.weights import rows_of, shard_rows

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
 
-from coupler.doctor import Finding, ok, problem
+from coupler.plugins.finding import Finding, ok, problem
 
 KERNELS = {  # module -> (distribution, what it makes faster, what runs without it)
     "flash_attn": ("flash-attn", "attention over packed sequences on a GPU", "torch's own attention"),

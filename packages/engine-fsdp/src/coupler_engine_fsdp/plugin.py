@@ -9,8 +9,8 @@ from coupler.plugins import Backend, Kind, hookimpl
 from coupler_engine_fsdp.config import FSDPConfig, HFConfig
 
 if TYPE_CHECKING:
-    from coupler.config.schema import RunConfig
-    from coupler.doctor import Finding
+    from coupler import RunConfig
+    from coupler.plugins.finding import Finding
 
 TESTED = {"torch": ">=2.11,<2.14", "transformers": ">=5.12,<5.18"}
 

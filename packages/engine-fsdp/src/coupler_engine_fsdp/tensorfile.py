@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coupler.engine_kit import write_file
 from coupler.errors import CouplerError
-from coupler.system.hashing import write_file
 
 DTYPES = {
     torch.float64: "F64",
@@ -32,7 +32,7 @@ CHUNK_BYTES = 32 << 20  # of the host buffer through which a device tensor is re
 
 
 def write(path: Path, header: bytes, tensors: Iterable[Tensor]) -> list[str]:
-    """Write host ``tensors`` as they come, in the order of ``header``; see :func:`coupler.system.hashing.write_file`."""
+    """Write host ``tensors`` as they come, in the order of ``header``; see :func:`coupler.engine_kit.write_file`."""
     return write_file(path, chain([memoryview(header)], (_bytes(tensor).numpy().data for tensor in tensors)))
 
 

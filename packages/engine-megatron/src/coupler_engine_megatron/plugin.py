@@ -11,7 +11,7 @@ from coupler_engine_megatron.config import MegatronConfig
 from coupler_engine_megatron.layout import experts_of, problems, read_shape
 
 if TYPE_CHECKING:
-    from coupler.config.schema import RunConfig
+    from coupler import RunConfig
     from coupler.plugins.finding import Finding
 
 

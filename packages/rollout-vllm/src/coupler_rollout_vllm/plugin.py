@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from coupler.builtin.plugin import gpu_is_visible
-from coupler.config.schema import RunConfig
+from coupler import RunConfig
+from coupler.engine_kit import gpu_is_visible
 from coupler.plugins import Backend, Kind, hookimpl
 from coupler_rollout_vllm.config import FP32_ADAPTER, Precision, VLLMConfig, bad_temperature
 

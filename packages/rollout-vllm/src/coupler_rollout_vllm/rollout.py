@@ -16,9 +16,9 @@ from weakref import finalize
 import numpy as np
 
 from coupler import errors
+from coupler.engine_kit import resident_bytes
 from coupler.errors import CouplerError, ReplicaDied, WeightSyncError
 from coupler.interfaces import Completion, InFlight, Memory, Model, Rank, Request, Rollout, SyncReceipt, WeightUpdate
-from coupler.system.process_memory import resident_bytes
 from coupler_rollout_vllm import compat
 from coupler_rollout_vllm.arguments import engine_arguments
 from coupler_rollout_vllm.client import Client, Running

@@ -28,10 +28,11 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from coupler.config.checks import does_evaluate, problems
 from coupler.config.options import SECTIONS, Options, flatten, in_full, section, wrong_value
 from coupler.config.overrides import merge, nest, parse_overrides, read_file
 from coupler.config.plain import to_plain
-from coupler.config.schema import JOBS, Job, OnSync, RunConfig, does_evaluate, problems
+from coupler.config.schema import JOBS, Job, OnSync, RunConfig
 from coupler.errors import ConfigError, PluginError
 from coupler.plugins.backend import Kind
 from coupler.plugins.manager import Plugins, Source

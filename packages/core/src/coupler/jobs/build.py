@@ -22,6 +22,7 @@ from coupler.executors.interpreter import check_interpreter
 from coupler.executors.placement import Role
 from coupler.interfaces import Algorithm, EngineConfig, Head, Model, Part, Rank
 from coupler.loop.device_memory import Residency
+from coupler.loop.engine_group import EngineGroup
 from coupler.loop.evaluator import Evaluator
 from coupler.loop.rollout_group import RolloutGroup
 from coupler.loop.sampler import Scorer
@@ -38,8 +39,8 @@ from coupler.run.saving import Resumable, export_folder
 from coupler.system.files import writing
 from coupler.system.imports import file_of, resolve
 from coupler.system.seeding import derive
+from coupler.worker.spec import WorkerSpec
 from coupler.worker.torch.profiling import NOTHING, Profile
-from coupler.worker.worker import WorkerGroup, WorkerSpec
 
 
 class Parts:
@@ -83,7 +84,7 @@ class Parts:
         """The configurations of the engines that train, by role."""
         return trained_engines(self.config, VALUES in self.algorithm().needs)
 
-    def engine(self, role: str, *, trains: bool) -> WorkerGroup:
+    def engine(self, role: str, *, trains: bool) -> EngineGroup:
         config = self.config
         spec = WorkerSpec(
             role=role,
@@ -95,7 +96,7 @@ class Parts:
             else None,
             profile=self.profile(),
         )
-        return WorkerGroup(self.executor, spec, self.ranks(role, config.engine.ranks))
+        return EngineGroup(self.executor, spec, self.ranks(role, config.engine.ranks))
 
     def profile(self) -> Profile:
         """What ``profile`` asks for; nothing where it names no step."""
@@ -119,7 +120,7 @@ class Parts:
             )
         return replace(self.model, path=folder, head=Head.VALUE)
 
-    def critic(self, model: Model, loss: str) -> WorkerGroup:
+    def critic(self, model: Model, loss: str) -> EngineGroup:
         """The engine of ``critic.engine``, trained with the algorithm ``loss``."""
         config = self.config
         spec = WorkerSpec(
@@ -130,7 +131,7 @@ class Parts:
             algorithm=(loss, config.algorithm),
             profile=self.profile(),
         )
-        return WorkerGroup(self.executor, spec, self.ranks("critic", config.critic.engine.ranks))
+        return EngineGroup(self.executor, spec, self.ranks("critic", config.critic.engine.ranks))
 
     def rollouts(self) -> RolloutGroup:
         config = self.config.rollout
@@ -146,7 +147,7 @@ class Parts:
         return prompts
 
     def edge(
-        self, engine: WorkerGroup, rollouts: RolloutGroup, probe: Prompt, residency: Residency
+        self, engine: EngineGroup, rollouts: RolloutGroup, probe: Prompt, residency: Residency
     ) -> StreamShardingManager:
         config, plugins = self.config, self.plugins
         weight_format, transport = weight_path(config, plugins)
@@ -263,7 +264,7 @@ class Parts:
     async def restore(
         self,
         found: Checkpoint,
-        roles: Mapping[str, WorkerGroup],
+        roles: Mapping[str, EngineGroup],
         trainer: Resumable,
         data: str,
         hold: Callable[[str], AbstractAsyncContextManager[Any]],
@@ -299,7 +300,7 @@ class Parts:
             f"coupler: {found.folder} is of another configuration: {', '.join(held)} as it was there; {anew} start anew"
         )
 
-    async def export(self, group: WorkerGroup) -> None:
+    async def export(self, group: EngineGroup) -> None:
         """Write the model in Hugging Face layout, to ``export`` or ``export_critic``; it appears when it is whole."""
         folder = export_folder(self.config.run_dir, group.spec.role)
         await export_whole(group, folder, Path(group.spec.model.path))
@@ -315,7 +316,7 @@ def heap_set_aside() -> Iterator[None]:
         gc.unfreeze()
 
 
-async def export_whole(group: WorkerGroup, folder: Path, source: Path) -> None:
+async def export_whole(group: EngineGroup, folder: Path, source: Path) -> None:
     """Export beside ``folder`` and rename."""
     part = folder.with_name(f"{folder.name}.part")
     with writing(f"the export {folder}"):

@@ -7,14 +7,14 @@ from contextlib import AbstractAsyncContextManager
 from coupler.config.schema import ExecutorName, RunConfig
 from coupler.interfaces import Memory, Part
 from coupler.loop.device_memory import Held, Holder, Residency
+from coupler.loop.engine_group import EngineGroup
 from coupler.loop.rollout_group import RolloutGroup
 from coupler.loop.trainer import TRAINED
 from coupler.loop.weight_sync import StreamShardingManager
 from coupler.system.process_memory import resident_bytes
-from coupler.worker.worker import WorkerGroup
 
 
-async def start(residency: Residency, weights: StreamShardingManager, *engines: WorkerGroup | None) -> None:
+async def start(residency: Residency, weights: StreamShardingManager, *engines: EngineGroup | None) -> None:
     """Set up the engines, and then the rollouts that ``weights`` go to: what takes its share of the device last."""
     for group in filter(None, engines):
         await residency.start(group.spec.role, group.setup)
@@ -33,10 +33,10 @@ def hold_trained(residency: Residency, role: str) -> AbstractAsyncContextManager
 
 def share_devices(
     config: RunConfig,
-    policy: WorkerGroup,
+    policy: EngineGroup,
     rollouts: RolloutGroup,
-    reference: WorkerGroup | None = None,
-    critic: WorkerGroup | None = None,
+    reference: EngineGroup | None = None,
+    critic: EngineGroup | None = None,
 ) -> Residency:
     """The Residency of a run whose roles live on the same devices, if ``offload`` says that they take turns."""
     apart = config.executor is ExecutorName.RAY  # else all engines are in this process
@@ -49,7 +49,7 @@ def share_devices(
 
 
 def _engine_holder(
-    group: WorkerGroup, apart: bool, parts: frozenset[Held] = frozenset({Held.PARAMS, Held.GRADS, Held.OPTIMIZER})
+    group: EngineGroup, apart: bool, parts: frozenset[Held] = frozenset({Held.PARAMS, Held.GRADS, Held.OPTIMIZER})
 ) -> Holder:
     """Of engines in one process, the policy's number on the device is that of all."""
 

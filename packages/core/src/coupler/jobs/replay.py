@@ -16,11 +16,12 @@ from coupler.config.compose import Composed
 from coupler.errors import CouplerError
 from coupler.interfaces import Output
 from coupler.jobs.build import Parts, export_whole
-from coupler.loop.trainer import of_role, turns_of
+from coupler.loop.engine_group import EngineGroup
+from coupler.loop.step_metrics import of_role
+from coupler.loop.turns import turns_of
 from coupler.metrics import Metrics, values
 from coupler.plugins.manager import Plugins
 from coupler.run import checkpoint, step_record
-from coupler.worker.worker import WorkerGroup
 
 
 class Stage(StrEnum):
@@ -105,7 +106,7 @@ def export_run(composed: Composed, plugins: Plugins, run_dir: Path, step: int | 
     return step
 
 
-async def _role(parts: Parts, role: str, run_dir: Path, step: int, *, trains: bool) -> WorkerGroup:
+async def _role(parts: Parts, role: str, run_dir: Path, step: int, *, trains: bool) -> EngineGroup:
     """The policy or the critic as it was after ``step``, of which there is a checkpoint; 0 is the start."""
     if role == "critic":
         group = parts.critic(parts.critic_model(), parts.algorithm().critic)

@@ -13,17 +13,20 @@ import numpy as np
 
 from coupler.batch import Batch
 from coupler.batch.columns import ROUTED_EXPERTS
+from coupler.config.checks import does_evaluate
 from coupler.config.compose import Composed
-from coupler.config.schema import Job, RouterReplay, RunConfig, does_evaluate
+from coupler.config.schema import Job, RouterReplay, RunConfig
 from coupler.data import PromptStream, fingerprint
 from coupler.interfaces import Output
 from coupler.jobs.build import Parts, heap_set_aside
 from coupler.jobs.device_sharing import hold_state, hold_trained, share_devices, start
 from coupler.loop.buffer import Buffer
 from coupler.loop.device_memory import GENERATING, Held, Residency
+from coupler.loop.engine_group import EngineGroup
 from coupler.loop.evaluator import Evaluator
 from coupler.loop.sampler import Sampler
-from coupler.loop.trainer import Provider, Trainer, warmup_steps
+from coupler.loop.trainer import Provider, Trainer
+from coupler.loop.turns import warmup_steps
 from coupler.metrics import Metrics, merge
 from coupler.plugins.manager import Plugins
 from coupler.rewards import RewardPool
@@ -32,7 +35,6 @@ from coupler.run.run_folder import Journal
 from coupler.run.run_lock import claimed
 from coupler.run.saving import Saving, due
 from coupler.run.step_record import Recorder
-from coupler.worker.worker import WorkerGroup
 
 REFERENCE, OLD = "ref_logprobs", "old_logprobs"
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # how config.json counts them, by family
@@ -96,7 +98,7 @@ async def _train(parts: Parts) -> dict[str, float]:
                 buffer=buffer,
                 providers=column_providers(config, policy, reference, critic, residency),
                 residency=residency,
-                recorder=Recorder(journal.run_dir / "record", config.record.every_steps),
+                record=Recorder(journal.run_dir / "record", config.record.every_steps).write,
             )
             if found:
                 await parts.restore(found, trained, trainer, data, partial(hold_trained, residency))
@@ -115,7 +117,7 @@ class _Steps:
 
     parts: Parts
     journal: Journal
-    critic: WorkerGroup | None
+    critic: EngineGroup | None
     evaluator: Evaluator | None
     rewards: RewardPool
     residency: Residency
@@ -163,14 +165,14 @@ def unreplayed(config: RunConfig, folder: Path) -> str:
 
 def column_providers(
     config: RunConfig,
-    policy: WorkerGroup,
-    reference: WorkerGroup | None,
-    critic: WorkerGroup | None,
+    policy: EngineGroup,
+    reference: EngineGroup | None,
+    critic: EngineGroup | None,
     residency: Residency,
 ) -> dict[str, Provider]:
     """Who computes which column. One optimizer step per batch needs no old log-probs: they equal the current ones."""
 
-    def forward_of(role: str, group: WorkerGroup, replays: bool = False, **columns: Output) -> Provider:
+    def forward_of(role: str, group: EngineGroup, replays: bool = False, **columns: Output) -> Provider:
         async def provide(batch: Batch) -> dict[str, np.ndarray]:
             async with residency(role, {role: frozenset({Held.PARAMS})}):
                 done = await group.forward(batch if replays else batch.without(ROUTED_EXPERTS), (*columns.values(),))

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, get_args
 
 import numpy as np
 
 from coupler.builtin.transports.connection import call_off
-from coupler.config.plain import Section
 from coupler.errors import CouplerError, ReplicaDied
 from coupler.executors import Executor
-from coupler.interfaces import Completion, Finish, InFlight, Model, Rank, Request, Rollout, SyncReceipt, WeightUpdate
-from coupler.system.imports import resolve
+from coupler.interfaces import Completion, Finish, InFlight, Model, Rank, Request, SyncReceipt, WeightUpdate
+from coupler.worker.replica import RolloutSpec
 
 FINISHES = get_args(Finish)
 FULLER = 1.125  # than the mean, a replica may be so that samples of one prompt meet in its prefix cache
@@ -42,28 +41,6 @@ def _continued(done: Completion, more: Completion) -> Completion:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class RolloutSpec:
-    """What a replica is built from, in any process: names and plain config, never a class."""
-
-    rollout: str  # "package.module:Class"
-    config: Any
-    model: Model
-
-    def __reduce__(self) -> Any:
-        """Cross to another process without the plugin's configuration class."""
-        return _received, (self.rollout, Section.of(self.config), self.model)
-
-
-def _received(rollout: str, section: Section, model: Model) -> RolloutSpec:
-    return RolloutSpec(rollout, section.open(), model)
-
-
-def build(spec: RolloutSpec) -> Rollout:
-    """Make one replica, in the process where it lives."""
-    return resolve(spec.rollout)(spec.config, spec.model)
-
-
 class RolloutGroup:
     """Routes requests to the replica with the fewest outstanding tokens; a session keeps the replica it got.
 
@@ -75,8 +52,7 @@ class RolloutGroup:
         self.executor, self.ranks = executor, ranks
         spec = RolloutSpec(target, config, model)
         self.replicas = [
-            executor.spawn("rollout", rank.index, "coupler.loop.rollout_group:build", spec, config.python)
-            for rank in ranks
+            executor.spawn("rollout", rank.index, "coupler.worker.replica:build", spec, config.python) for rank in ranks
         ]
         self.num_workers = [0] * len(ranks)
         self.outstanding = [0] * len(ranks)

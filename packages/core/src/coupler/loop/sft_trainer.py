@@ -11,9 +11,10 @@ from coupler.batch.trajectory import Trajectory, columns_of
 from coupler.config.schema import RunConfig
 from coupler.data import PromptStream
 from coupler.interfaces import Algorithm
-from coupler.loop.trainer import Clock, OnStep, SkippedSteps, of_steps
-from coupler.run.checkpoint import State
-from coupler.worker.worker import WorkerGroup
+from coupler.loop.engine_group import EngineGroup
+from coupler.loop.state import State
+from coupler.loop.step_metrics import Clock, of_steps
+from coupler.loop.trainer import OnStep, SkippedSteps
 
 
 class SupervisedTrainer:
@@ -23,7 +24,7 @@ class SupervisedTrainer:
         self,
         config: RunConfig,
         *,
-        policy: WorkerGroup,
+        policy: EngineGroup,
         algorithm: Algorithm,
         examples: Sequence[Trajectory],
     ) -> None:

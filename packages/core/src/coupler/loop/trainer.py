@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
 
 import numpy as np
 
 from coupler.batch import Batch
-from coupler.batch.columns import ROUTED_EXPERTS
 from coupler.config.schema import RunConfig
 from coupler.errors import CouplerError, WeightSyncError
 from coupler.interfaces import Algorithm, StepResult
 from coupler.loop.buffer import Buffer
 from coupler.loop.device_memory import GENERATING, Held, Residency
+from coupler.loop.engine_group import EngineGroup
 from coupler.loop.sampler import Sampler
+from coupler.loop.state import State
+from coupler.loop.step_metrics import Clock, describe, of_role
+from coupler.loop.turns import Turn, turns_of
 from coupler.loop.weight_sync import StreamShardingManager
-from coupler.metrics import Metric, Metrics, merge
-from coupler.run.checkpoint import State
-from coupler.run.step_record import Recorder
-from coupler.worker.worker import OF_REPLICA, Trained, WorkerGroup
+from coupler.metrics import Metrics, merge
+from coupler.worker.train_infer import OF_REPLICA
 
 Provider = Callable[[Batch], Awaitable[Mapping[str, np.ndarray]]]  # computes token columns, by their names
 OnStep = Callable[[int, Metrics], Awaitable[None]]
-
+Record = Callable[[int, Batch, Metrics], None]  # keeps the batch of a step and what training gave
 TRAINED = frozenset({Held.PARAMS, Held.GRADS, Held.OPTIMIZER})
 
 
@@ -40,19 +38,19 @@ class Trainer:
         self,
         config: RunConfig,
         *,
-        policy: WorkerGroup,
-        critic: WorkerGroup | None = None,
+        policy: EngineGroup,
+        critic: EngineGroup | None = None,
         weights: StreamShardingManager,
         algorithm: Algorithm,
         sampler: Sampler,
         buffer: Buffer,
         providers: Mapping[str, Provider],
         residency: Residency,
-        recorder: Recorder,
+        record: Record,
     ) -> None:
         self.config, self.policy, self.weights, self.algorithm = config, policy, weights, algorithm
         self.sampler, self.buffer, self.providers = sampler, buffer, providers
-        self.residency, self.recorder = residency, recorder
+        self.residency, self.record = residency, record
         self.critic = critic
         self.skips = {role: SkippedSteps(config.max_skipped_steps, role) for role in ("policy", "critic")}
         self.controller = algorithm.controller()
@@ -84,7 +82,7 @@ class Trainer:
             batch, controlled = self.control(await self.complete(batch))
         async with clock("time/train"):
             trained = await self.train(batch, step)
-        self.recorder.write(step, batch, trained)
+        self.record(step, batch, trained)
         judged = self.weights.check(trained)
         synced = await self.weights.sync(step)
         if not judged:  # the batch is older than the last sync: it says nothing of any
@@ -151,73 +149,12 @@ class Trainer:
         turns = turns_of(self.config, groups, step, batch, self.weights.version)
         return merge(await asyncio.gather(*(self.train_role(groups[role], turn) for role, turn in turns.items())))
 
-    async def train_role(self, group: WorkerGroup, turn: Turn) -> Metrics:
+    async def train_role(self, group: EngineGroup, turn: Turn) -> Metrics:
         role = group.spec.role
         async with self.residency("train" if role == "policy" else f"train_{role}", {role: TRAINED}):
             trained = await group.train(turn.batch, turn.num_steps, turn.version, turn.epochs)
         self.skips[role].count(trained.steps)
         return of_role(role, trained)
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """What one role trains on in one step: arguments of :meth:`WorkerGroup.train`."""
-
-    batch: Batch
-    num_steps: int
-    version: int | None
-    epochs: int
-
-
-def turns_of(config: RunConfig, roles: Collection[str], step: int, batch: Batch, version: int) -> dict[str, Turn]:
-    """The turns of the trained ``roles`` at ``step``, whose batch the weights of ``version`` train on."""
-    turns = {}
-    if step > warmup_steps(config, "critic" in roles):
-        turns["policy"] = Turn(batch, config.optimizer_steps_per_batch, version, config.epochs_per_batch)
-    if "critic" in roles:  # it has no version: nothing samples from it
-        judged = batch.without(ROUTED_EXPERTS)
-        turns["critic"] = Turn(judged, critic_steps_per_batch(config), None, config.epochs_per_batch)
-    return turns
-
-
-def optimizer_steps(config: RunConfig, has_critic: bool) -> dict[str, int]:
-    """How many each trained role takes over the whole run."""
-    batches, epochs = config.steps - warmup_steps(config, has_critic), config.epochs_per_batch
-    critic = {"critic": config.steps * critic_steps_per_batch(config) * epochs} if has_critic else {}
-    return {"policy": max(batches, 0) * config.optimizer_steps_per_batch * epochs, **critic}
-
-
-def critic_steps_per_batch(config: RunConfig) -> int:
-    """Optimizer steps that the critic takes in each epoch of a batch."""
-    return config.critic.optimizer_steps_per_batch or config.optimizer_steps_per_batch
-
-
-def warmup_steps(config: RunConfig, has_critic: bool) -> int:
-    """How many first steps train the critic only."""
-    return config.critic.warmup_steps if has_critic else 0
-
-
-class Clock:
-    """Seconds per phase of one step."""
-
-    def __init__(self) -> None:
-        self.start = time.perf_counter()
-        self.seconds: dict[str, float] = {}
-
-    @asynccontextmanager
-    async def __call__(self, name: str) -> AsyncIterator[None]:
-        start = time.perf_counter()
-        yield
-        self.seconds[name] = time.perf_counter() - start
-
-    def metrics(self, batch: Batch) -> Metrics:
-        total = time.perf_counter() - self.start
-        return {
-            **{name: Metric(seconds, how="sum") for name, seconds in self.seconds.items()},
-            "time/step": Metric(total, how="sum"),
-            "time/tokens_per_second": Metric(batch.num_tokens / total),
-            **{f"{name}_per_1k_tokens": Metric(1000 * s / batch.num_tokens) for name, s in self.seconds.items()},
-        }
 
 
 class SkippedSteps:
@@ -244,24 +181,6 @@ class SkippedSteps:
             )
 
 
-def of_role(role: str, trained: Trained) -> Metrics:
-    """The metrics of training ``role``; the critic's are ``critic/...``."""
-    metrics = {**trained.metrics, **of_steps(trained.steps)}
-    if role == "policy":
-        return metrics
-    return {f"{role}/{name.removeprefix('train/')}": metric for name, metric in metrics.items()}
-
-
-def of_steps(steps: tuple[StepResult, ...]) -> Metrics:
-    """The metrics of optimizer steps."""
-    finite = [s.grad_norm for s in steps if s.applied]
-    return {
-        "train/grad_norm": Metric(sum(finite), len(finite)),
-        "train/lr": Metric(sum(s.lr for s in steps), len(steps)),
-        "train/skipped_steps": Metric(float(sum(not s.applied for s in steps)), how="sum"),
-    }
-
-
 def check_versions(batch: Batch, version: int, max_staleness: int) -> None:
     """Hold the versions that rollouts name against what they can have had while ``version`` is the last one.
 
@@ -275,57 +194,3 @@ def check_versions(batch: Batch, version: int, max_staleness: int) -> None:
             f"the rollouts hold weights version {version}, and sampled tokens name versions {oldest} to {newest}, "
             f"with max_staleness={max_staleness}.\n  look at:  Completion.versions of the rollout"
         )
-
-
-def describe(batch: Batch, version: int, max_staleness: int) -> Metrics:
-    """What a step trains on. ``staleness`` is in weight versions, per sampled token."""
-    mask = batch["loss_mask"]
-    judged = describe_values(batch["values"][mask], batch["returns"][mask]) if batch.has("values", "returns") else {}
-    judged |= describe_advantages(batch["advantages"][mask]) if batch.has("advantages") else {}
-    age = (version - batch["version"])[mask]
-    reward, valid = batch["reward"].astype(np.float64), batch.sum_by_sequence(mask)
-    return {
-        "reward/mean": Metric(float(reward.sum()), len(batch)),
-        "reward/max": Metric(float(reward.max()), how="max"),
-        "reward/min": Metric(float(reward.min()), how="min"),
-        "batch/sequences": Metric(len(batch), how="sum"),
-        "batch/tokens": Metric(batch.num_tokens, how="sum"),
-        "batch/prompt_tokens": Metric(batch.num_tokens - float(valid.sum()), len(batch)),
-        "batch/completion_tokens": Metric(float(valid.sum()), len(batch)),
-        "batch/completion_tokens_max": Metric(float(valid.max(initial=0)), how="max"),
-        "batch/truncated": Metric(float(batch["truncated"].sum()), len(batch)),
-        "staleness/mean": Metric(float(age.sum()), max(len(age), 1)),
-        "staleness/max": Metric(float(age.max(initial=0)), how="max"),
-        "staleness/violations": Metric(float((age > max_staleness).sum()), how="sum"),
-        **judged,
-    }
-
-
-def describe_advantages(advantages: np.ndarray) -> Metrics:
-    """Of valid tokens, [n]."""
-    advantages = advantages.astype(np.float64)
-    return (
-        {
-            "advantages/mean": Metric(float(advantages.sum()), len(advantages)),
-            "advantages/abs": Metric(float(abs(advantages).sum()), len(advantages)),
-            "advantages/max": Metric(float(advantages.max(initial=-np.inf)), how="max"),
-            "advantages/min": Metric(float(advantages.min(initial=np.inf)), how="min"),
-        }
-        if len(advantages)
-        else {}
-    )
-
-
-def describe_values(values: np.ndarray, returns: np.ndarray) -> Metrics:
-    """How good the critic was before it trained: [n] its values and the returns that came, on valid tokens.
-
-    ``critic/explained_variance`` is ``1 - var(returns - values) / var(returns)``: 1 is perfect, 0 as good as the mean.
-    """
-    values, returns = values.astype(np.float64), returns.astype(np.float64)
-    spread = float(returns.var()) if len(returns) else 0.0
-    explained = 1 - float((returns - values).var()) / spread if spread else 0.0
-    return {
-        "critic/values": Metric(float(values.sum()), len(values)),
-        "critic/returns": Metric(float(returns.sum()), len(returns)),
-        "critic/explained_variance": Metric(explained),
-    }

@@ -27,9 +27,10 @@ from coupler.interfaces import (
     WeightUpdate,
 )
 from coupler.loop.device_memory import GENERATING, SYNCING, Residency
+from coupler.loop.engine_group import EngineGroup
 from coupler.loop.rollout_group import MAX_RESTARTS, RolloutGroup
 from coupler.metrics import Metric, Metrics, merge
-from coupler.worker.worker import OF_REPLICA, WorkerGroup, differences
+from coupler.worker.train_infer import OF_REPLICA, differences
 
 PROBE_TOKENS = 16
 GRACE_S = 5.0  # after one side of a transfer failed: the other may be the cause, and about to say so
@@ -74,7 +75,7 @@ class StreamShardingManager(ShardingManager):
         self,
         config: SyncConfig,
         *,
-        engine: WorkerGroup,
+        engine: EngineGroup,
         rollouts: RolloutGroup,
         weight_format: str,
         transport: str,

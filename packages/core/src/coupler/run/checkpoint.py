@@ -14,7 +14,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import dropwhile
 from pathlib import Path
 from typing import Any
@@ -23,22 +23,15 @@ from coupler.batch import Batch
 from coupler.config.schema import CheckpointConfig
 from coupler.errors import WaitTimeout
 from coupler.interfaces import EVERYTHING, Part, Parts
+from coupler.loop.engine_group import EngineGroup
+from coupler.loop.state import State
 from coupler.system.files import writing
 from coupler.system.hashing import CHUNK_BYTES, hash_files
 from coupler.system.threads import in_daemon
-from coupler.worker.worker import WorkerGroup
 
 MANIFEST, STATE, GROUPS = "MANIFEST.json", "state.json", "groups"
 OF_THE_REST = "sha256"  # the manifest's key for the hash of all its others, as JSON with sorted keys
 POLL_S = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """Where a run stands between two steps, beside what engines hold."""
-
-    plain: Mapping[str, Any]  # what JSON can hold
-    groups: Mapping[int, Batch] = field(default_factory=dict)  # scored and not yet trained on, by admission number
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +50,7 @@ class Checkpoint:
         groups = {int(path.stem): Batch.load(path) for path in sorted((self.folder / GROUPS).glob("*.npz"))}
         return State(json.loads((self.folder / STATE).read_text()), groups)
 
-    async def restore(self, role: str, group: WorkerGroup) -> None:
+    async def restore(self, role: str, group: EngineGroup) -> None:
         """Load what was saved of ``role`` into every rank of ``group``."""
         what = frozenset(Part(part) for part in self.manifest["parts"])
         await group.all("do", "load", self.folder / role, what)
@@ -74,7 +67,7 @@ class Checkpoints:
     async def save(
         self,
         step: int,
-        roles: Mapping[str, WorkerGroup],
+        roles: Mapping[str, EngineGroup],
         state: State,
         *,
         hold: Callable[[str], AbstractAsyncContextManager[Any]],
@@ -123,7 +116,7 @@ class Checkpoints:
             await save
 
     def _manifest(
-        self, step: int, roles: Mapping[str, WorkerGroup], what: Parts, values: Mapping[str, float], healthy: bool
+        self, step: int, roles: Mapping[str, EngineGroup], what: Parts, values: Mapping[str, float], healthy: bool
     ) -> dict[str, Any]:
         best = values.get(self.settings.best_metric)
         return {
@@ -138,7 +131,7 @@ class Checkpoints:
             **self.facts,
         }
 
-    async def _finish(self, part: Path, roles: Mapping[str, WorkerGroup], manifest: dict[str, Any]) -> None:
+    async def _finish(self, part: Path, roles: Mapping[str, EngineGroup], manifest: dict[str, Any]) -> None:
         end = time.monotonic() + self.settings.deadline_s
         hashed: dict[str, Sequence[str]] = {}
         for role, group in roles.items():

@@ -16,7 +16,7 @@ from coupler.data.prompts import Limit
 from coupler.errors import ConfigError
 from coupler.executors.placement import ROLLOUT, Role, make_shares
 from coupler.interfaces import EngineConfig, InFlight
-from coupler.loop.trainer import optimizer_steps
+from coupler.loop.turns import optimizer_steps
 from coupler.plugins.manager import Plugins
 
 FREES_MEMORY = {"engine": "memory:offload", "rollout": "memory:sleep"}

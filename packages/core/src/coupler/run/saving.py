@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from coupler.config.schema import RunConfig
+from coupler.loop.engine_group import EngineGroup
+from coupler.loop.state import State
 from coupler.metrics import Metrics
-from coupler.run.checkpoint import Checkpoints, State
+from coupler.run.checkpoint import Checkpoints
 from coupler.system.files import writing
-from coupler.worker.worker import WorkerGroup
 
 
 class Resumable(Protocol):
@@ -35,7 +36,7 @@ class Saving:
 
     config: RunConfig
     checkpoints: Checkpoints
-    roles: Mapping[str, WorkerGroup]
+    roles: Mapping[str, EngineGroup]
     trainer: Resumable
     log: Callable[[int, Metrics], Awaitable[Mapping[str, float]]]
     hold: Callable[[str], AbstractAsyncContextManager[Any]]  # a role's state is on its device within it

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from coupler.engine_kit.adamw import AdamWConfig
 from coupler.interfaces import RolloutConfig
-from coupler.plugins.backend import Backend
+from coupler.plugins import Backend, hookimpl
 
 
 @dataclass
@@ -58,3 +59,8 @@ BACKENDS = (
         capabilities=frozenset({"model:toy"}),
     ),
 )
+
+
+@hookimpl
+def coupler_backends() -> Iterable[Backend]:
+    return BACKENDS

@@ -17,7 +17,7 @@ from coupler.testing import toy
 from coupler.testing.cases import RAGGED, make_batch, poisoned
 from coupler.testing.reference import Reference, torch_columns
 from coupler.testing.subject import Subject
-from coupler.worker.worker import checked_loss
+from coupler.worker.train_infer import checked_loss
 
 COLUMNS = {
     "ref_logprobs": 0.2,

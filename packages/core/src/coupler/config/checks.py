@@ -1,0 +1,191 @@
+"""Checks of a composed configuration: ranges, and options that contradict each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import reduce
+from math import inf
+from typing import Any
+
+from coupler.config.schema import ExecutorName, Job, OnSync, Placement, RunConfig
+
+LIMITS: dict[str, tuple[float, float]] = {  # lowest and highest value, both allowed
+    "critic.warmup_steps": (0, inf),
+    "critic.optimizer_steps_per_batch": (0, inf),
+    "data.max_prompt_tokens": (1, inf),
+    "data.limit": (0, inf),
+    "reward.num_workers": (1, inf),
+    "reward.timeout_s": (0.001, inf),
+    "reward.max_invalid_fraction": (0, 1),
+    "sampling.max_tokens": (1, inf),
+    "sampling.temperature": (0, inf),
+    "sampling.top_p": (1e-6, 1),
+    "eval.every_steps": (0, inf),
+    "eval.data.max_prompt_tokens": (1, inf),
+    "eval.data.limit": (0, inf),
+    "eval.samples_per_prompt": (1, inf),
+    "eval.temperature": (0, inf),
+    "eval.top_p": (1e-6, 1),
+    "eval.max_tokens": (0, inf),
+    "checkpoint.every_steps": (0, inf),
+    "checkpoint.keep_last": (0, inf),
+    "checkpoint.keep_best": (0, inf),
+    "checkpoint.deadline_s": (0.001, inf),
+    "record.every_steps": (0, inf),
+    "sync.deadline_s": (0.001, inf),
+    "sync.max_mean_logprob_diff": (0, inf),
+    "ray.num_cpus_per_worker": (1, inf),
+    "waits.deadline_s": (0.001, inf),
+    "waits.heartbeat_s": (0.001, inf),
+    "steps": (1, inf),
+    "prompts_per_step": (1, inf),
+    "samples_per_prompt": (1, inf),
+    "optimizer_steps_per_batch": (1, inf),
+    "epochs_per_batch": (1, inf),
+    "max_staleness": (0, inf),
+    "max_skipped_steps": (0, inf),
+    "max_rejected_factor": (1, inf),
+    "seed": (0, 2**63 - 1),
+}
+
+
+def problems(config: RunConfig, job: Job) -> Iterator[str]:
+    """Yield what is out of range, or empty although the job needs it: one sentence each, with the key."""
+    for key, (low, high) in LIMITS.items():
+        value: Any = reduce(getattr, key.split("."), config)
+        if not low <= value <= high:
+            yield f"{key} must be {_range(low, high)}, got {value}."
+    for key, values in (("profile.steps", config.profile.steps), ("profile.ranks", config.profile.ranks)):
+        if any(value < 0 for value in values):
+            yield f"{key} counts from 0, got {min(values)}."
+    if not config.model.path:
+        yield "model.path is empty: set it to a folder with config.json, *.safetensors and a tokenizer."
+    if not config.run_dir:
+        yield "run_dir is empty: set it to a folder for logs and checkpoints."
+    evaluates = does_evaluate(config, job)
+    if not config.data.source and job is not Job.EVAL:
+        yield "data.source is empty: set it to a .jsonl or .parquet file, or to pkg.mod:function."
+    if not config.eval.data.source and evaluates:
+        yield "eval.data.source is empty: set it to the rows to evaluate on, a file or pkg.mod:function."
+    if not config.reward.target and job is not Job.SFT:
+        yield "reward.target is empty: set it to pkg.mod:function or file.py:function."
+    if evaluates and config.eval.top_p < 1 and config.eval.temperature == 0:
+        yield f"eval.top_p={config.eval.top_p} needs eval.temperature above 0: greedy takes the most likely token."
+    if job is Job.EVAL and config.sampling.top_p < 1:
+        yield f"sampling.top_p={config.sampling.top_p} is not of evaluation: set eval.top_p."
+    if job is not Job.EVAL:
+        yield from _checkpoint_problems(config)
+    yield from _worker_problems(config)
+    yield from _length_problems(config, job is Job.TRAIN, evaluates)
+    yield from _adapter_problems(config)
+    if job is Job.TRAIN:
+        yield from _training_problems(config)
+    elif job is Job.SFT:
+        yield from _supervised_problems(config)
+
+
+def does_evaluate(config: RunConfig, job: Job) -> bool:
+    """Whether the job samples ``eval.data``."""
+    return job is Job.EVAL or (job is Job.TRAIN and (config.eval.every_steps > 0 or config.eval.at_start))
+
+
+def _checkpoint_problems(config: RunConfig) -> Iterator[str]:
+    settings = config.checkpoint
+    if settings.keep_best and not settings.keep_last:
+        yield "checkpoint.keep_best needs checkpoint.keep_last above 0: 0 keeps all."
+    best = settings.best_metric
+    if settings.keep_best and best.startswith("eval/") and not config.eval.every_steps:
+        yield f"checkpoint.keep_best needs {best}: set eval.every_steps, or checkpoint.best_metric to another metric."
+
+
+def _worker_problems(config: RunConfig) -> Iterator[str]:
+    critic = config.critic.engine
+    counts = {"engine.ranks": config.engine and config.engine.ranks}
+    counts["critic.engine.ranks"] = critic and critic.ranks
+    counts["rollout.replicas"] = config.rollout and config.rollout.replicas
+    pythons = {"engine.python": config.engine and config.engine.python}
+    pythons["critic.engine.python"] = critic and critic.python
+    pythons["rollout.python"] = config.rollout and config.rollout.python
+    for key, count in counts.items():
+        if count is not None and count < 1:
+            yield f"{key} must be at least 1, got {count}."
+        elif count and count > 1 and config.executor is ExecutorName.LOCAL:
+            yield f"{key}={count} needs more than one process: set executor=ray, or {key}=1."
+    for key, path in pythons.items():
+        if path and config.executor is ExecutorName.LOCAL:
+            yield f"{key}={path} needs processes of its own: set executor=ray."
+    if config.offload and config.executor is ExecutorName.RAY and config.ray.placement is Placement.DISJOINT:
+        yield "offload=true needs ray.placement=colocated: with devices of their own, roles take no turns."
+
+
+def _length_problems(config: RunConfig, trains: bool, evaluates: bool) -> Iterator[str]:
+    """Of sequences that the rollout would cut short, or refuse when their prompt comes."""
+    option, limit = config.rollout.sequence_limit if config.rollout else ("", 0)
+    sampled, evaluated = config.sampling.max_tokens, config.eval.max_tokens
+    completion = "eval.max_tokens" if evaluated else "sampling.max_tokens"
+    lengths: dict[str, int] = {}
+    if trains:
+        lengths["data.max_prompt_tokens + sampling.max_tokens"] = config.data.max_prompt_tokens + sampled
+    if evaluates:
+        prompt = config.eval.data.max_prompt_tokens
+        lengths[f"eval.data.max_prompt_tokens + {completion}"] = prompt + (evaluated or sampled)
+    for keys, longest in lengths.items():
+        if 0 < limit < longest:
+            yield (
+                f"rollout.{option}={limit} is less than one sequence can have: {keys} = {longest}; "
+                f"set rollout.{option}={longest}, or one of those lower."
+            )
+
+
+def _adapter_problems(config: RunConfig) -> Iterator[str]:
+    """Of an adapter that the rollout was asked to run: there is none, or it is larger than its place."""
+    option, limit = config.rollout.adapter_limit if config.rollout else ("", 0)
+    if not limit or not config.engine:
+        return
+    trained, rank = config.engine.adapter_rank
+    if not rank:
+        instead = f"set engine.{trained} above 0, or " if trained else "set "
+        yield (
+            f"rollout.{option}={limit} is for an adapter, and engine={config.engine.name} trains none: "
+            f"{instead}rollout.{option}=0."
+        )
+    elif rank > limit:
+        yield (
+            f"engine.{trained}={rank} is more than rollout.{option}={limit} has room for: set rollout.{option}={rank}, "
+            "or 0: every sync then brings the weights with the adapter merged."
+        )
+
+
+def _training_problems(config: RunConfig) -> Iterator[str]:
+    if 0 < config.sampling.top_p < 1:
+        yield (
+            f"sampling.top_p must be 1 in training, got {config.sampling.top_p}: with part of the vocabulary cut off, "
+            "the rollout's log-probs are of another distribution than the engine's, and their ratio would be wrong."
+        )
+    if config.sampling.temperature == 0:
+        yield "sampling.temperature must be above 0 in training: greedy samples of one prompt are all the same."
+    if config.deterministic and config.max_staleness > 0:
+        yield (
+            f"deterministic=true needs max_staleness=0, got {config.max_staleness}: which weights sample a token would "
+            "depend on timing."
+        )
+    if config.max_staleness > 0 and config.offload:
+        yield (
+            "offload=true needs max_staleness=0, got "
+            f"{config.max_staleness}: while rollouts run during training, neither side can give up its memory."
+        )
+    if config.max_staleness == 0 and config.sync.in_flight not in (OnSync.AUTO, OnSync.DRAIN):
+        yield (
+            f"sync.in_flight={config.sync.in_flight} needs max_staleness above 0: a synchronous run has nothing in "
+            "flight during a sync."
+        )
+
+
+def _supervised_problems(config: RunConfig) -> Iterator[str]:
+    for key, usual in (("max_staleness", 0), ("epochs_per_batch", 1)):
+        if (value := getattr(config, key)) != usual:
+            yield f"{key}={value} is of coupler train, for batches of samples: leave it out."
+
+
+def _range(low: float, high: float) -> str:
+    return f"at least {low:g}" if high in (inf, 2**63 - 1) else f"between {low:g} and {high:g}"

@@ -1,0 +1,87 @@
+"""Everything a plugin can be. No signature mentions another plugin, Ray, or torch.
+
+Shapes: T packed tokens of B sequences; every tensor of a token column is ``[T]``.
+"""
+
+from coupler.interfaces.algorithm import Aggregation, Algorithm, Controller
+from coupler.interfaces.engine import (
+    EVERYTHING,
+    Columns,
+    Engine,
+    EngineConfig,
+    FileHashes,
+    Layout,
+    Loss,
+    Output,
+    Part,
+    Parts,
+    Pending,
+    StepInfo,
+    StepResult,
+)
+from coupler.interfaces.model import Head, Model, Rank
+from coupler.interfaces.rollout import (
+    Completion,
+    Finish,
+    InFlight,
+    Memory,
+    Request,
+    Rollout,
+    RolloutConfig,
+)
+from coupler.interfaces.sharding import ShardingManager
+from coupler.interfaces.tracker import Tracker
+from coupler.interfaces.weights import (
+    LORA,
+    Endpoint,
+    Named,
+    SendReceipt,
+    Shapes,
+    SyncReceipt,
+    Transport,
+    WeightUpdate,
+    open_transport,
+)
+
+API = 1  # The generation of these interfaces. Core accepts plugins of this one and the one before.
+
+__all__ = [
+    "API",
+    "EVERYTHING",
+    "LORA",
+    "Aggregation",
+    "Algorithm",
+    "Columns",
+    "Completion",
+    "Controller",
+    "Endpoint",
+    "Engine",
+    "EngineConfig",
+    "FileHashes",
+    "Finish",
+    "Head",
+    "InFlight",
+    "Layout",
+    "Loss",
+    "Memory",
+    "Model",
+    "Named",
+    "Output",
+    "Part",
+    "Parts",
+    "Pending",
+    "Rank",
+    "Request",
+    "Rollout",
+    "RolloutConfig",
+    "SendReceipt",
+    "Shapes",
+    "ShardingManager",
+    "StepInfo",
+    "StepResult",
+    "SyncReceipt",
+    "Tracker",
+    "Transport",
+    "WeightUpdate",
+    "open_transport",
+]

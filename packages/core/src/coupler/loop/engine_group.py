@@ -1,0 +1,103 @@
+"""EngineGroup: the ranks of an engine, seen as one by the controller."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from coupler.batch import Batch
+from coupler.batch.columns import ROUTED_EXPERTS
+from coupler.executors import Executor
+from coupler.interfaces import (
+    Layout,
+    Output,
+    Rank,
+    SendReceipt,
+    WeightUpdate,
+)
+from coupler.loop.loss_weight import prepare, step_info
+from coupler.metrics import Metric, merge
+from coupler.worker.spec import MiniBatch, Trained, WorkerSpec, build_algorithm
+
+
+def _again(mini: MiniBatch, steps_later: int) -> MiniBatch:
+    """The same rows, after as many optimizer steps."""
+    return replace(mini, info=replace(mini.info, index=mini.info.index + steps_later), fresh_version=None)
+
+
+class EngineGroup:
+    """The controller's view of one engine."""
+
+    def __init__(self, executor: Executor, spec: WorkerSpec, ranks: list[Rank]) -> None:
+        self.executor, self.spec = executor, spec
+        self.algorithm = build_algorithm(spec)
+        python = spec.engine_config.python
+        self.placed = ranks
+        self.ranks = [executor.spawn(spec.role, r.index, "coupler.worker.worker:Worker", spec, python) for r in ranks]
+        self.steps_done = 0
+
+    async def setup(self) -> None:
+        self.placed = await self.executor.locate(self.ranks, self.placed)
+        layouts = await self.executor.each(self.ranks, "setup", [(rank,) for rank in self.placed])
+        self.layout: Layout = layouts[0]
+
+    async def all(self, method: str, *args: Any) -> list[Any]:
+        """Same arguments to every rank; one result per rank."""
+        return await self.executor.each(self.ranks, method, [args] * len(self.ranks))
+
+    async def push(self, update: WeightUpdate) -> list[SendReceipt]:
+        """Send the weights from every rank, while the caller's thread serves those who receive them."""
+        return await self.executor.each(self.ranks, "push", [(update,)] * len(self.ranks), aside=True)
+
+    async def scatter(self, method: str, shards: Iterable[Any], *args: Any) -> list[Any]:
+        """Shard ``i`` to every rank that reads it; one result per shard, in order.
+
+        A rank is called as soon as its shard is made, while the next one is.
+        """
+        sent: list[Any] = []
+        made = map(self.executor.put, shards)
+
+        def shard(index: int) -> Any:
+            sent.extend(islice(made, max(index + 1 - len(sent), 0)))
+            return sent[index]
+
+        arguments = ((shard(i), *args) for i in self.layout.shard_of)
+        answers = await self.executor.each(self.ranks, method, arguments)
+        done = zip(self.layout.shard_of, answers, self.layout.answers, strict=True)
+        answered = {shard: result for shard, result, answers in done if answers}
+        return [answered[i] for i in range(self.layout.num_shards)]
+
+    async def forward(self, batch: Batch, want: tuple[Output, ...]) -> dict[str, np.ndarray]:
+        """Columns in the order of ``batch``, one per wanted output."""
+        read = ("tokens", "loss_mask", "temperature", "group", ROUTED_EXPERTS)
+        needed = batch.select(*(name for name in read if batch.has(name)))
+        rows = needed.partition(self.layout.num_shards)
+        answers = await self.scatter("forward", needed.split(rows), want)
+        return {o.name: needed.join(rows, [answer[o.name] for answer in answers]) for o in want}
+
+    async def train(self, batch: Batch, num_steps: int, version: int | None, epochs: int = 1) -> Trained:
+        """Take ``num_steps`` optimizer steps, each over an equal part of the rows, and so for every epoch.
+
+        Mini-batches come first and shards second, so that each step has one global normalisation.
+        """
+        assert self.algorithm, f"role {self.spec.role} is not trained"
+        shards: list[list[MiniBatch]] = [[] for _ in range(self.layout.num_shards)]
+        num_replicas = 1 + int(batch["replica"].max()) if batch.has("replica") else 1
+        for i, rows in enumerate(np.array_split(np.arange(len(batch)), num_steps)):
+            mini = prepare(batch.take(rows), self.algorithm)
+            info = step_info(mini, self.steps_done + i)
+            for shard, part in zip(shards, mini.split(mini.partition(len(shards))), strict=True):
+                shard.append(MiniBatch(part, info, version if i == 0 else None, num_replicas))
+        for epoch in range(1, epochs):
+            for shard in shards:
+                shard += [_again(mini, epoch * num_steps) for mini in shard[:num_steps]]
+        answers: list[Trained] = await self.scatter("train", shards)
+        total = num_steps * epochs
+        self.steps_done += total
+        metrics = merge(answer.metrics for answer in answers)
+        metrics["loss"] = Metric(metrics["loss"].total / total, how="sum")  # a sum over ranks, a mean over steps
+        return Trained(metrics, answers[0].steps)

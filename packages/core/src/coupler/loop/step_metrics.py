@@ -1,0 +1,109 @@
+"""Metrics of one step: times, rewards, lengths, advantages, values."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import numpy as np
+
+from coupler.batch import Batch
+from coupler.interfaces import StepResult
+from coupler.metrics import Metric, Metrics
+from coupler.worker.spec import Trained
+
+
+class Clock:
+    """Seconds per phase of one step."""
+
+    def __init__(self) -> None:
+        self.start = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    @asynccontextmanager
+    async def __call__(self, name: str) -> AsyncIterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = time.perf_counter() - start
+
+    def metrics(self, batch: Batch) -> Metrics:
+        total = time.perf_counter() - self.start
+        return {
+            **{name: Metric(seconds, how="sum") for name, seconds in self.seconds.items()},
+            "time/step": Metric(total, how="sum"),
+            "time/tokens_per_second": Metric(batch.num_tokens / total),
+            **{f"{name}_per_1k_tokens": Metric(1000 * s / batch.num_tokens) for name, s in self.seconds.items()},
+        }
+
+
+def of_role(role: str, trained: Trained) -> Metrics:
+    """The metrics of training ``role``; the critic's are ``critic/...``."""
+    metrics = {**trained.metrics, **of_steps(trained.steps)}
+    if role == "policy":
+        return metrics
+    return {f"{role}/{name.removeprefix('train/')}": metric for name, metric in metrics.items()}
+
+
+def of_steps(steps: tuple[StepResult, ...]) -> Metrics:
+    """The metrics of optimizer steps."""
+    finite = [s.grad_norm for s in steps if s.applied]
+    return {
+        "train/grad_norm": Metric(sum(finite), len(finite)),
+        "train/lr": Metric(sum(s.lr for s in steps), len(steps)),
+        "train/skipped_steps": Metric(float(sum(not s.applied for s in steps)), how="sum"),
+    }
+
+
+def describe(batch: Batch, version: int, max_staleness: int) -> Metrics:
+    """What a step trains on. ``staleness`` is in weight versions, per sampled token."""
+    mask = batch["loss_mask"]
+    judged = describe_values(batch["values"][mask], batch["returns"][mask]) if batch.has("values", "returns") else {}
+    judged |= describe_advantages(batch["advantages"][mask]) if batch.has("advantages") else {}
+    age = (version - batch["version"])[mask]
+    reward, valid = batch["reward"].astype(np.float64), batch.sum_by_sequence(mask)
+    return {
+        "reward/mean": Metric(float(reward.sum()), len(batch)),
+        "reward/max": Metric(float(reward.max()), how="max"),
+        "reward/min": Metric(float(reward.min()), how="min"),
+        "batch/sequences": Metric(len(batch), how="sum"),
+        "batch/tokens": Metric(batch.num_tokens, how="sum"),
+        "batch/prompt_tokens": Metric(batch.num_tokens - float(valid.sum()), len(batch)),
+        "batch/completion_tokens": Metric(float(valid.sum()), len(batch)),
+        "batch/completion_tokens_max": Metric(float(valid.max(initial=0)), how="max"),
+        "batch/truncated": Metric(float(batch["truncated"].sum()), len(batch)),
+        "staleness/mean": Metric(float(age.sum()), max(len(age), 1)),
+        "staleness/max": Metric(float(age.max(initial=0)), how="max"),
+        "staleness/violations": Metric(float((age > max_staleness).sum()), how="sum"),
+        **judged,
+    }
+
+
+def describe_advantages(advantages: np.ndarray) -> Metrics:
+    """Of valid tokens, [n]."""
+    advantages = advantages.astype(np.float64)
+    return (
+        {
+            "advantages/mean": Metric(float(advantages.sum()), len(advantages)),
+            "advantages/abs": Metric(float(abs(advantages).sum()), len(advantages)),
+            "advantages/max": Metric(float(advantages.max(initial=-np.inf)), how="max"),
+            "advantages/min": Metric(float(advantages.min(initial=np.inf)), how="min"),
+        }
+        if len(advantages)
+        else {}
+    )
+
+
+def describe_values(values: np.ndarray, returns: np.ndarray) -> Metrics:
+    """How good the critic was before it trained: [n] its values and the returns that came, on valid tokens.
+
+    ``critic/explained_variance`` is ``1 - var(returns - values) / var(returns)``: 1 is perfect, 0 as good as the mean.
+    """
+    values, returns = values.astype(np.float64), returns.astype(np.float64)
+    spread = float(returns.var()) if len(returns) else 0.0
+    explained = 1 - float((returns - values).var()) / spread if spread else 0.0
+    return {
+        "critic/values": Metric(float(values.sum()), len(values)),
+        "critic/returns": Metric(float(returns.sum()), len(returns)),
+        "critic/explained_variance": Metric(explained),
+    }
