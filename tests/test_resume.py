@@ -342,7 +342,7 @@ def test_a_longer_run_that_ends_before_its_export_is_not_complete(
     assert toy("run") == 0
     before = export.read_bytes()
     with monkeypatch.context() as patched:
-        patched.setattr("coupler.jobs.build.export_whole", die)
+        patched.setattr("coupler.run.session.export_whole", die)
         with pytest.raises(Killed):
             toy("run", "steps=4")
     assert toy("run", "steps=4") == 0

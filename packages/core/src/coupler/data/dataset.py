@@ -34,6 +34,10 @@ class Row:
     index: int  # number of the row in its source, from 0
     extra: Mapping[str, Any]  # every other column; nulls are left out
 
+    def as_mapping(self) -> Mapping[str, Any]:
+        """Return the row as reward functions see it: ``index``, the extra columns, ``prompt`` and ``answer``."""
+        return {"index": self.index, **self.extra, "prompt": self.prompt, "answer": self.answer}
+
 
 def load_rows(config: DataConfig, key: str = "data") -> list[Row]:
     """Load and check the rows of ``config.source``, the first ``config.limit`` if that is positive.

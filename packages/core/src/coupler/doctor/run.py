@@ -11,11 +11,10 @@ from safetensors import SafetensorError, safe_open
 
 from coupler.config.schema import DataConfig, RewardConfig, RunConfig
 from coupler.data import Codec, encode_prompts, load_rows
+from coupler.data.model_folder import model_folder
 from coupler.doctor.host import DISK_MIN_BYTES, disk
 from coupler.errors import CouplerError
 from coupler.interfaces import Model
-from coupler.jobs.build import model_folder
-from coupler.loop.sampler import as_mapping
 from coupler.plugins.finding import Finding, first_line, from_error, ok, problem, warning
 from coupler.rewards import Invalid, check_reward
 
@@ -121,8 +120,8 @@ def reward(config: RewardConfig, source: DataConfig) -> Iterator[Finding]:
     fix = f"correct {config.target}"
     try:
         rows = load_rows(source)[:NUM_SAMPLES]
-        samples = [(row.answer, row.answer, as_mapping(row)) for row in rows]
-        samples += [("", row.answer, as_mapping(row)) for row in rows]
+        samples = [(row.answer, row.answer, row.as_mapping()) for row in rows]
+        samples += [("", row.answer, row.as_mapping()) for row in rows]
         scored = check_reward(config.target, samples, config.timeout_s)
     except CouplerError as error:
         yield from_error("reward", error, fix)

@@ -8,35 +8,38 @@ from pathlib import Path
 from coupler.config.compose import Composed
 from coupler.data import fingerprint
 from coupler.errors import ConfigError
-from coupler.jobs.build import Parts
+from coupler.jobs.build import Builder
 from coupler.jobs.device_sharing import share_devices, start
+from coupler.jobs.preflight import place, report_unread
 from coupler.loop.device_memory import GENERATING
 from coupler.plugins.manager import Plugins
-from coupler.run.plan import make_workers
+from coupler.run.plan import make_workers, on_sync, weight_path
 from coupler.run.run_lock import claimed
 
 
 def evaluate(composed: Composed, plugins: Plugins) -> dict[str, float]:
     """Score the model of ``model.path`` on ``eval.data``; return the values."""
     with claimed(Path(composed.config.run_dir)):
-        return asyncio.run(_evaluate(Parts(composed, plugins)))
+        return asyncio.run(_evaluate(Builder(composed, plugins)))
 
 
-async def _evaluate(parts: Parts) -> dict[str, float]:
-    prompts = parts.prompts(parts.config.eval.data, "eval.data")
-    if (Path(parts.config.run_dir) / "config.yaml").exists():
+async def _evaluate(builder: Builder) -> dict[str, float]:
+    config, plugins, session = builder.config, builder.plugins, builder.session()
+    prompts = builder.prompts(config.eval.data, "eval.data")
+    if (Path(config.run_dir) / "config.yaml").exists():
         raise ConfigError(
-            f"run_dir={parts.config.run_dir} holds a run already; nothing in it was touched.\n  try:  another run_dir"
+            f"run_dir={config.run_dir} holds a run already; nothing in it was touched.\n  try:  another run_dir"
         )
-    with parts.running(fingerprint(prompt.row for prompt in prompts)) as (journal, rewards):
-        await parts.place(make_workers(parts.config, frozenset(), parts.plugins, rollouts=True))
-        engine, rollouts = parts.engine("policy", trains=False), parts.rollouts()
-        residency = share_devices(parts.config, engine, rollouts)
-        weights = parts.edge(engine, rollouts, prompts[0], residency)
+    with session.running(fingerprint(prompt.row for prompt in prompts)) as (journal, rewards):
+        await place(builder, make_workers(config, frozenset(), plugins, rollouts=True))
+        engine, rollouts = builder.engine("policy", trains=False), builder.rollouts()
+        residency = share_devices(config, engine, rollouts)
+        path, in_flight = weight_path(config, plugins), on_sync(config, plugins)
+        weights = builder.weight_sync(engine, rollouts, prompts[0], residency, path=path, in_flight=in_flight)
         await start(residency, weights, engine)
         await weights.prove()
         async with residency("eval", GENERATING):
-            metrics, scored = await parts.evaluator(parts.scorer(rollouts, rewards), prompts).run()
-        journal.write_samples("eval.jsonl", scored, parts.codec.decode)
-        await parts.report_unread()
+            metrics, scored = await builder.evaluator(builder.scorer(rollouts, rewards), prompts).run()
+        journal.write_samples("eval.jsonl", scored, builder.codec.decode)
+        await report_unread(builder)
         return journal.log(0, {**metrics, **rewards.metrics()})

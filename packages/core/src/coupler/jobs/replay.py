@@ -15,13 +15,14 @@ from coupler.batch import Batch
 from coupler.config.compose import Composed
 from coupler.errors import CouplerError
 from coupler.interfaces import Output
-from coupler.jobs.build import Parts, export_whole
+from coupler.jobs.build import Builder
 from coupler.loop.engine_group import EngineGroup
 from coupler.loop.step_metrics import of_role
 from coupler.loop.turns import turns_of
 from coupler.metrics import Metrics, values
 from coupler.plugins.manager import Plugins
 from coupler.run import checkpoint, step_record
+from coupler.run.session import export_whole
 
 
 class Stage(StrEnum):
@@ -46,35 +47,35 @@ def replay(
         CouplerError: the step was not recorded, or the weights that it started from were not kept.
     """
     batch, trained = step_record.read(run_dir / "record", step)
-    parts = Parts(composed, plugins)
+    builder = Builder(composed, plugins)
     if stage is Stage.ADVANTAGES:
-        again = parts.algorithm().advantages(batch)["advantages"]
+        again = builder.algorithm.advantages(batch)["advantages"]
         return _compare(_describe(batch["advantages"], batch), _describe(again, batch))
-    return asyncio.run(_on_the_engine(parts, run_dir, step, stage, batch, trained))
+    return asyncio.run(_on_the_engine(builder, run_dir, step, stage, batch, trained))
 
 
 async def _on_the_engine(
-    parts: Parts, run_dir: Path, step: int, stage: Stage, batch: Batch, trained: Mapping[str, float]
+    builder: Builder, run_dir: Path, step: int, stage: Stage, batch: Batch, trained: Mapping[str, float]
 ) -> dict[str, tuple[float, float]]:
     _check_weights(run_dir, step - 1, partial(_another_replay, step_record.steps(run_dir / "record")))
     if stage is Stage.TRAIN:
-        return _compare(trained, values(await _train(parts, run_dir, step, batch)))
+        return _compare(trained, values(await _train(builder, run_dir, step, batch)))
     role, output, column = AGAIN[stage]
     if not batch.has(column):
         raise CouplerError(
-            f"--stage {stage} needs a run with a critic; algorithm={parts.config.algorithm.name} has none."
+            f"--stage {stage} needs a run with a critic; algorithm={builder.config.algorithm.name} has none."
         )
-    group = await _role(parts, role, run_dir, step - 1, trains=False)
+    group = await _role(builder, role, run_dir, step - 1, trains=False)
     now = (await group.forward(batch, (output,)))[output.name]
     return _compare(_describe(batch[column], batch), _describe(now, batch))
 
 
-async def _train(parts: Parts, run_dir: Path, step: int, batch: Batch) -> Metrics:
+async def _train(builder: Builder, run_dir: Path, step: int, batch: Batch) -> Metrics:
     """Train one role after the other, so that one is in memory at a time."""
-    roles = ("policy", "critic") if parts.algorithm().critic else ("policy",)
+    roles = ("policy", "critic") if builder.algorithm.critic else ("policy",)
     found: Metrics = {}
-    for role, turn in turns_of(parts.config, roles, step, batch, step - 1).items():
-        group = await _role(parts, role, run_dir, step - 1, trains=True)
+    for role, turn in turns_of(builder.config, roles, step, batch, step - 1).items():
+        group = await _role(builder, role, run_dir, step - 1, trains=True)
         found |= of_role(role, await group.train(turn.batch, turn.num_steps, turn.version, turn.epochs))
     return found
 
@@ -96,22 +97,19 @@ def export_run(composed: Composed, plugins: Plugins, run_dir: Path, step: int | 
         step = found.step
     else:
         _check_weights(run_dir, step, _another_export)
-    parts = Parts(composed, plugins)
+    builder = Builder(composed, plugins)
 
     async def write() -> None:
-        policy = await _role(parts, "policy", run_dir, step, trains=False)
-        await export_whole(policy, out, Path(parts.model.path))
+        policy = await _role(builder, "policy", run_dir, step, trains=False)
+        await export_whole(policy, out, Path(builder.model.path))
 
     asyncio.run(write())
     return step
 
 
-async def _role(parts: Parts, role: str, run_dir: Path, step: int, *, trains: bool) -> EngineGroup:
+async def _role(builder: Builder, role: str, run_dir: Path, step: int, *, trains: bool) -> EngineGroup:
     """The policy or the critic as it was after ``step``, of which there is a checkpoint; 0 is the start."""
-    if role == "critic":
-        group = parts.critic(parts.critic_model(), parts.algorithm().critic)
-    else:
-        group = parts.engine(role, trains=trains)
+    group = builder.critic(builder.critic_model()) if role == "critic" else builder.engine(role, trains=trains)
     await group.setup()
     if step:
         found = checkpoint.read(_checkpoint(run_dir, step))

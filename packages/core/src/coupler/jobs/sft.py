@@ -9,54 +9,56 @@ from pathlib import Path
 from coupler.config.compose import Composed
 from coupler.config.schema import Job
 from coupler.data import fingerprint, load_rows, supervised
-from coupler.jobs.build import Parts, heap_set_aside
+from coupler.jobs.build import Builder
+from coupler.jobs.preflight import place, report_unread
 from coupler.loop.sft_trainer import SupervisedTrainer
 from coupler.metrics import Metrics
 from coupler.plugins.manager import Plugins
 from coupler.run.plan import make_plan, micro_batch_room
 from coupler.run.run_lock import claimed
 from coupler.run.saving import Saving
+from coupler.system.garbage import heap_set_aside
 
 
 def supervise(composed: Composed, plugins: Plugins) -> dict[str, float]:
     """Fine-tune the policy on the answers of ``data``; return the values of the last step."""
     with claimed(Path(composed.config.run_dir)):
-        return asyncio.run(_supervise(Parts(composed, plugins)))
+        return asyncio.run(_supervise(Builder(composed, plugins)))
 
 
-async def _supervise(parts: Parts) -> dict[str, float]:
-    config, algorithm = parts.config, parts.algorithm()
-    found = parts.previous()
+async def _supervise(builder: Builder) -> dict[str, float]:
+    config, algorithm, session = builder.config, builder.algorithm, builder.session()
+    found = session.previous()
     done = found.step if found else 0
-    if parts.is_complete(done):
+    if session.is_complete(done):
         return {}
     rows = load_rows(config.data)
     data = fingerprint(rows)
-    examples, dropped = supervised(rows, parts.codec, config.data, micro_batch_room(config.engine, "engine"))
+    examples, dropped = supervised(rows, builder.codec, config.data, micro_batch_room(config.engine, "engine"))
     if dropped:
         print(f"data: dropped {dropped} rows that are too long")
-    plan = make_plan(config, len(examples), parts.plugins, algorithm.needs, Job.SFT)
+    plan = make_plan(config, len(examples), builder.plugins, algorithm.needs, Job.SFT)
     print(plan.render())
-    with parts.recording(data, found, plan) as journal:
-        await parts.place(plan.workers)
-        policy = parts.engine("policy", trains=True)
+    with session.recording(data, found, plan) as journal:
+        await place(builder, plan.workers)
+        policy = builder.engine("policy", trains=True)
         await policy.setup()
         last: dict[str, float] = {}
 
         async def log(step: int, metrics: Metrics) -> dict[str, float]:
             last.update(journal.log(step, metrics))
             if step == done + 1:
-                await parts.report_unread()
+                await report_unread(builder, read_later=("checkpoint.",))
             return last
 
         trained = {"policy": policy}
-        async with parts.checkpoints(data) as checkpoints:
+        async with session.checkpoints(data) as checkpoints:
             trainer = SupervisedTrainer(config, policy=policy, algorithm=algorithm, examples=examples)
             if found:
-                await parts.restore(found, trained, trainer, data, nullcontext)
+                await session.restore(found, trained, trainer, data, nullcontext)
             saving = Saving(config, checkpoints, trained, trainer, log, nullcontext)
             with heap_set_aside():
                 await trainer.fit(saving.after, done)
         if config.checkpoint.export:
-            await parts.export(policy)
+            await session.export(policy)
         return last

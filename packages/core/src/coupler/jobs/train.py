@@ -18,8 +18,9 @@ from coupler.config.compose import Composed
 from coupler.config.schema import Job, RouterReplay, RunConfig
 from coupler.data import PromptStream, fingerprint
 from coupler.interfaces import Output
-from coupler.jobs.build import Parts, heap_set_aside
+from coupler.jobs.build import Builder
 from coupler.jobs.device_sharing import hold_state, hold_trained, share_devices, start
+from coupler.jobs.preflight import place, report_unread
 from coupler.loop.buffer import Buffer
 from coupler.loop.device_memory import GENERATING, Held, Residency
 from coupler.loop.engine_group import EngineGroup
@@ -30,11 +31,12 @@ from coupler.loop.turns import warmup_steps
 from coupler.metrics import Metrics, merge
 from coupler.plugins.manager import Plugins
 from coupler.rewards import RewardPool
-from coupler.run.plan import VALUES, is_own_reference, make_plan
+from coupler.run.plan import VALUES, make_plan
 from coupler.run.run_folder import Journal
 from coupler.run.run_lock import claimed
 from coupler.run.saving import Saving, due
 from coupler.run.step_record import Recorder
+from coupler.system.garbage import heap_set_aside
 
 REFERENCE, OLD = "ref_logprobs", "old_logprobs"
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # how config.json counts them, by family
@@ -44,32 +46,34 @@ LOGPROBS, ROUTES = Output("logprobs"), Output("routed_experts")
 def train(composed: Composed, plugins: Plugins) -> dict[str, float]:
     """Train the policy; return the values of the last step."""
     with claimed(Path(composed.config.run_dir)):
-        return asyncio.run(_train(Parts(composed, plugins)))
+        return asyncio.run(_train(Builder(composed, plugins)))
 
 
-async def _train(parts: Parts) -> dict[str, float]:
-    config, algorithm = parts.config, parts.algorithm()
-    found = parts.previous()
+async def _train(builder: Builder) -> dict[str, float]:
+    config, algorithm, session = builder.config, builder.algorithm, builder.session()
+    found = session.previous()
     done = found.step if found else 0
-    if parts.is_complete(done):
+    if session.is_complete(done):
         return {}
-    prompts = parts.prompts(config.data, "data")
+    prompts = builder.prompts(config.data, "data")
     data = fingerprint(prompt.row for prompt in prompts)
-    held_out = parts.prompts(config.eval.data, "eval.data") if does_evaluate(config, Job.TRAIN) else []
-    judge = parts.critic_model() if VALUES in algorithm.needs else None
-    plan = make_plan(config, len(prompts), parts.plugins, algorithm.needs)
+    held_out = builder.prompts(config.eval.data, "eval.data") if does_evaluate(config, Job.TRAIN) else []
+    judge = builder.critic_model() if VALUES in algorithm.needs else None
+    plan = make_plan(config, len(prompts), builder.plugins, algorithm.needs)
     print(plan.render())
-    if warning := unreplayed(config, Path(parts.model.path)):
+    if warning := unreplayed(config, Path(builder.model.path)):
         print(f"coupler: warning: {warning}", file=sys.stderr)
-    with parts.running(data, found, plan) as (journal, rewards):
-        await parts.place(plan.workers)
-        policy, rollouts = parts.engine("policy", trains=True), parts.rollouts()
-        refers = REFERENCE in algorithm.needs and not is_own_reference(config, parts.plugins)
-        reference = parts.engine("reference", trains=False) if refers else None
-        critic = parts.critic(judge, algorithm.critic) if judge else None
+    with session.running(data, found, plan) as (journal, rewards):
+        await place(builder, plan.workers)
+        policy, rollouts = builder.engine("policy", trains=True), builder.rollouts()
+        refers = REFERENCE in algorithm.needs and not plan.own_reference
+        reference = builder.engine("reference", trains=False) if refers else None
+        critic = builder.critic(judge) if judge else None
         residency = share_devices(config, policy, rollouts, reference, critic)
-        scorer = parts.scorer(rollouts, rewards)
-        weights = parts.edge(policy, rollouts, prompts[0], residency)
+        scorer = builder.scorer(rollouts, rewards)
+        weights = builder.weight_sync(
+            policy, rollouts, prompts[0], residency, path=plan.weight_path, in_flight=plan.in_flight
+        )
         await start(residency, weights, policy, reference, critic)
         max_rejected = config.max_rejected_factor * config.prompts_per_step
         buffer = Buffer(config.prompts_per_step, config.max_staleness, max_rejected)
@@ -85,9 +89,9 @@ async def _train(parts: Parts) -> dict[str, float]:
             routed_experts=config.router_replay is RouterReplay.R3,
         )
         trained = {group.spec.role: group for group in (policy, critic) if group}
-        async with parts.checkpoints(data) as checkpoints:
-            evaluator = parts.evaluator(scorer, held_out) if held_out else None
-            steps = _Steps(parts, journal, critic, evaluator, rewards, residency, done)
+        async with session.checkpoints(data) as checkpoints:
+            evaluator = builder.evaluator(scorer, held_out) if held_out else None
+            steps = _Steps(builder, journal, critic, evaluator, rewards, residency, done)
             trainer = Trainer(
                 config,
                 policy=policy,
@@ -101,13 +105,13 @@ async def _train(parts: Parts) -> dict[str, float]:
                 record=Recorder(journal.run_dir / "record", config.record.every_steps).write,
             )
             if found:
-                await parts.restore(found, trained, trainer, data, partial(hold_trained, residency))
+                await session.restore(found, trained, trainer, data, partial(hold_trained, residency))
             saving = Saving(config, checkpoints, trained, trainer, steps.after, partial(hold_state, residency))
             with heap_set_aside():
                 await trainer.fit(saving.after, done)
         for role, group in reversed(trained.items()) if config.checkpoint.export else ():  # the policy's says: complete
             async with hold_state(residency, role):
-                await parts.export(group)
+                await session.export(group)
         return steps.last
 
 
@@ -115,7 +119,7 @@ async def _train(parts: Parts) -> dict[str, float]:
 class _Steps:
     """What happens after each step: evaluation, tracking, and the look for keys that nobody read."""
 
-    parts: Parts
+    builder: Builder
     journal: Journal
     critic: EngineGroup | None
     evaluator: Evaluator | None
@@ -125,24 +129,24 @@ class _Steps:
     last: dict[str, float] = field(default_factory=dict)
 
     async def after(self, step: int, metrics: Metrics) -> dict[str, float]:
-        config = self.parts.config
+        config = self.builder.config
         metrics = merge([metrics, self.rewards.metrics()])
         if not config.deterministic:  # what a process holds is the system's to say, and no run repeats it
             metrics |= self.residency.metrics()
         if self.evaluator and self.evaluates(step):
             async with self.residency("eval", GENERATING):
                 evaluated, scored = await self.evaluator.run()
-            self.journal.write_samples(f"eval_{step}.jsonl", scored, self.parts.codec.decode)
+            self.journal.write_samples(f"eval_{step}.jsonl", scored, self.builder.codec.decode)
             metrics |= evaluated
         self.last = self.journal.log(step, metrics)
         warm = warmup_steps(config, bool(self.critic))
         if step == min(1 + max(self.done, warm), config.steps):  # by then every role has trained in this process
-            await self.parts.report_unread()
+            await report_unread(self.builder, read_later=("checkpoint.",))
         return self.last
 
     def evaluates(self, step: int) -> bool:
         """At the start if that is wanted, every so often, and then after the last step too."""
-        config = self.parts.config
+        config = self.builder.config
         if step == 0:
             return config.eval.at_start
         return due(config.eval.every_steps, step) or (step == config.steps and config.eval.every_steps > 0)

@@ -14,7 +14,7 @@ from coupler.batch import Batch
 from coupler.batch.columns import ROUTED_EXPERTS
 from coupler.batch.trajectory import Origin, Segment, Trajectory, columns_of
 from coupler.config.schema import SamplingConfig
-from coupler.data import Codec, Prompt, PromptStream, Row
+from coupler.data import Codec, Prompt, PromptStream
 from coupler.errors import CouplerError, WeightSyncError
 from coupler.interfaces import Algorithm, Completion, Request
 from coupler.loop.buffer import Buffer
@@ -76,15 +76,10 @@ class Scorer:
         with waits.named("prompts", "completions", [row.index]):
             completion = await self.rollouts.generate(request)
         with waits.named("prompts", "rewards", [row.index]):
-            scored = await self.rewards.score(self.codec.decode(completion.tokens), row.answer, as_mapping(row))
+            scored = await self.rewards.score(self.codec.decode(completion.tokens), row.answer, row.as_mapping())
         if isinstance(scored.result, Invalid):
             return None
         return Scored(prompt, completion, scored.result, scored.answer)
-
-
-def as_mapping(row: Row) -> Mapping[str, Any]:
-    """The row as reward functions see it: its extra columns, its prompt and its answer, and its number as ``index``."""
-    return {"index": row.index, **row.extra, "prompt": row.prompt, "answer": row.answer}
 
 
 class Sampler:

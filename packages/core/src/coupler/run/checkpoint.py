@@ -139,7 +139,7 @@ class Checkpoints:
                 if time.monotonic() > end:
                     raise self._late(part)
                 await asyncio.sleep(POLL_S)
-            hashed |= {f"{role}/{name}": hashes for files in written for name, hashes in files.items()}
+            hashed |= {f"{role}/{name}": hashes for files in filter(None, written) for name, hashes in files.items()}
         with writing(f"the checkpoint {part}"):
             completing = in_daemon(self._complete, part, manifest, hashed)
             await asyncio.wait({completing}, timeout=max(0.0, end - time.monotonic()))

@@ -50,6 +50,8 @@ class Plan:
     workers: tuple[Role, ...]
     roles: tuple[str, ...]  # "policy (engine toy)", "rollout (toy) x 2", ...
     weights: str  # how they get from engine to rollout; empty in supervised training
+    weight_path: tuple[str, str]  # their format and the transport; empty in supervised training
+    own_reference: bool  # the policy can answer as it was before training: no other engine has to
     trackers: tuple[str, ...]
     run_dir: str
 
@@ -172,6 +174,7 @@ def make_plan(
     workers = make_workers(config, needs, plugins, rollouts=trains)
     has_critic = trains and VALUES in needs
     engines = trained_engines(config, has_critic)
+    path = weight_path(config, plugins) if trains else ("", "")
     plan = Plan(
         job=job,
         steps=config.steps,
@@ -192,7 +195,9 @@ def make_plan(
         placement=config.ray.placement if config.executor is ExecutorName.RAY else None,
         workers=workers,
         roles=tuple(_described(role, config) for role in workers),
-        weights=_weights(config, plugins) if trains else "",
+        weights=f"{config.engine.name} -> {path[1]} ({path[0]}) -> {config.rollout.name}" if trains else "",
+        weight_path=path,
+        own_reference=is_own_reference(config, plugins),
         trackers=tuple(config.trackers),
         run_dir=config.run_dir,
     )
@@ -254,11 +259,6 @@ def _described(role: Role, config: RunConfig) -> str:
 
 def _engine(config: EngineConfig) -> str:
     return f"engine {config.name}: {config.split}" if config.split else f"engine {config.name}"
-
-
-def _weights(config: RunConfig, plugins: Plugins) -> str:
-    fmt, transport = weight_path(config, plugins)
-    return f"{config.engine.name} -> {transport} ({fmt}) -> {config.rollout.name}"
 
 
 def weight_path(config: RunConfig, plugins: Plugins) -> tuple[str, str]:

@@ -1,0 +1,28 @@
+"""Find the folder of a model: a path, or what a user's function returns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from coupler.errors import ConfigError, CouplerError
+from coupler.system.imports import resolve
+
+
+def model_folder(path: str, key: str = "model") -> str:
+    """Return the folder that ``KEY.path`` names: itself, or what the function ``pkg.mod:name`` returns.
+
+    Raises:
+        ConfigError: there is no such function, or it raised.
+    """
+    if ":" not in path or Path(path).exists():
+        return path
+    try:
+        function = resolve(path)
+    except (Exception, SystemExit) as error:  # importing runs the user's code
+        raise ConfigError(f"{key}.path={path} is no folder, and no function either: {error}") from None
+    try:
+        return str(function())
+    except CouplerError:
+        raise
+    except (Exception, SystemExit) as error:  # code of the user
+        raise ConfigError(f"{key}.path={path} names a function that raised {error!r}.") from error

@@ -1,0 +1,161 @@
+"""Session: the folder of one run, from the checkpoint it goes on from to its export."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+from coupler.config.compose import Composed, dump_yaml
+from coupler.config.options import SECTIONS, section
+from coupler.config.schema import RunConfig
+from coupler.errors import DataError
+from coupler.interfaces import Part
+from coupler.loop.engine_group import EngineGroup
+from coupler.plugins.manager import Plugins
+from coupler.rewards import RewardPool
+from coupler.run import resume
+from coupler.run.checkpoint import Checkpoint, Checkpoints
+from coupler.run.plan import Plan
+from coupler.run.provenance import installed
+from coupler.run.run_folder import Journal
+from coupler.run.saving import Resumable, export_folder
+from coupler.system.files import writing
+from coupler.system.imports import file_of
+
+
+class Session:
+    """One start of a run in its folder.
+
+    Args:
+        config: that of ``composed``, tracked: what is read of it here counts as used.
+        close: ends the workers of the run; called when the folder is closed.
+    """
+
+    def __init__(self, composed: Composed, config: RunConfig, plugins: Plugins, close: Callable[[], None]) -> None:
+        self.composed, self.config, self.plugins, self.close = composed, config, plugins, close
+        self.resolved = dump_yaml(composed.config)
+
+    def previous(self) -> Checkpoint | None:
+        """Return the checkpoint that this run goes on from.
+
+        Raises:
+            ConfigError: ``run_dir`` holds another run, or nothing whole.
+        """
+        return resume.find(self.config, self.resolved)
+
+    def is_complete(self, done: int) -> bool:
+        """Return whether ``done`` steps are all that was asked for, with their export written."""
+        exported = not self.config.checkpoint.export or export_folder(self.config.run_dir, "policy").exists()
+        if complete := done >= self.config.steps and exported:
+            print(f"coupler: {self.config.run_dir} is complete at step {done}; there is nothing to train")
+        return complete
+
+    def facts(self, data: str) -> dict[str, str]:
+        """Return what tells this run from another one in its folder.
+
+        Args:
+            data: the fingerprint of its rows.
+        """
+        return {"data": data, "config": resume.config_hash(self.resolved)}
+
+    def code(self) -> dict[str, Path]:
+        """Return a file of each thing that the run is made of, beside core, by the option that names it."""
+        config = self.composed.config  # looking at an option here is no use of it
+        targets = {"reward": config.reward.target}
+        for path, kind in SECTIONS.items():
+            if inner := section(config, path):
+                targets[path] = self.plugins.get(kind, inner.name).target
+        files = {name: file for name, target in targets.items() if (file := file_of(target))}
+        given = [Path(origin) for origin in self.composed.origin.values() if Path(origin).is_file()]
+        return {**files, "--config": given[0]} if given else files
+
+    @contextmanager
+    def recording(self, data: str, found: Checkpoint | None = None, plan: Plan | None = None) -> Iterator[Journal]:
+        """Open the run's folder and trackers for as long as the job runs; then end its workers."""
+        facts = {**self.facts(data), **({"plan": plan.plain()} if plan else {})}
+        done = found.step if found else 0
+        try:
+            with Journal(self.config, self.resolved, self.plugins, facts, self.code(), done) as journal:
+                yield journal
+        finally:
+            self.close()
+
+    @contextmanager
+    def running(
+        self, data: str, found: Checkpoint | None = None, plan: Plan | None = None
+    ) -> Iterator[tuple[Journal, RewardPool]]:
+        """Open :meth:`recording` with the reward processes."""
+        reward = self.config.reward
+        pool = RewardPool(reward.target, reward.num_workers, reward.timeout_s, reward.max_invalid_fraction)
+        try:
+            pool.start()
+            with self.recording(data, found, plan) as journal:
+                yield journal, pool
+        finally:
+            pool.close()
+
+    def checkpoints(self, data: str) -> Checkpoints:
+        """Return the checkpoints of this run, whose rows have the fingerprint ``data``."""
+        facts = {**self.facts(data), "packages": installed()}
+        return Checkpoints(Path(self.config.run_dir) / "checkpoints", self.config.checkpoint, facts)
+
+    async def restore(
+        self,
+        found: Checkpoint,
+        roles: Mapping[str, EngineGroup],
+        trainer: Resumable,
+        data: str,
+        hold: Callable[[str], AbstractAsyncContextManager[Any]],
+    ) -> None:
+        """Bring engines and trainer to where ``found`` was made; of another configuration, the engines alone.
+
+        Args:
+            hold: all of a role is on its device within it.
+
+        Raises:
+            DataError: the rows are other ones than then.
+        """
+        reset = self.config.checkpoint.reset_data
+        if found.manifest["data"] != data and not reset:
+            raise DataError(
+                f"the data is not what {found.folder} was made with.\n"
+                "  try:  the same data, or checkpoint.reset_data=true to start it from the beginning"
+            )
+        if Part.OPTIMIZER not in found.manifest["parts"]:
+            print(
+                f"coupler: {found.folder} holds no optimizer: its moments and the learning rate's schedule start anew"
+            )
+
+        held = {role: group for role, group in roles.items() if role in found.manifest["roles"]}
+        for role, group in held.items():
+            async with hold(role):
+                await found.restore(role, group)
+        if found.manifest["config"] == self.facts(data)["config"]:
+            trainer.restore(found.state, reset_data=reset)
+            return
+
+        trainer.start_at(found.step)  # what it counted and sampled, it did in that configuration's units
+        anew = ", ".join(["prompts", *(role for role in roles if role not in held)])
+        print(
+            f"coupler: {found.folder} is of another configuration: {', '.join(held)} as it was there; {anew} start anew"
+        )
+
+    async def export(self, group: EngineGroup) -> None:
+        """Write the model in Hugging Face layout, to ``export`` or ``export_critic``; it appears when it is whole."""
+        folder = export_folder(self.config.run_dir, group.spec.role)
+        await export_whole(group, folder, Path(group.spec.model.path))
+
+
+async def export_whole(group: EngineGroup, folder: Path, source: Path) -> None:
+    """Export beside ``folder`` and rename, so that the folder is whole or absent."""
+    part = folder.with_name(f"{folder.name}.part")
+    with writing(f"the export {folder}"):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(part, ignore_errors=True)
+    await group.export(part, source)
+    with writing(f"the export {folder}"):
+        shutil.rmtree(folder, ignore_errors=True)
+        part.rename(folder)
