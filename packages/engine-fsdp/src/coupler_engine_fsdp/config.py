@@ -51,6 +51,10 @@ class FSDPConfig(AdamWConfig):
     logits_tile: int = 0  # elements of the fp32 logits that exist at a time; 0 chooses by device and rows
 
     @property
+    def micro_batch_limit(self) -> tuple[str, int]:
+        return "max_tokens_per_gpu", self.max_tokens_per_gpu
+
+    @property
     def adapter_rank(self) -> tuple[str, int]:
         return "lora_rank", self.lora_rank
 

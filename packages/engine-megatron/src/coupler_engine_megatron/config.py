@@ -83,6 +83,10 @@ class MegatronConfig(AdamWConfig):
     logits_tile: int = 0  # elements of the fp32 logits that exist at a time; 0 chooses
 
     @property
+    def micro_batch_limit(self) -> tuple[str, int]:
+        return "max_tokens_per_gpu", self.max_tokens_per_gpu
+
+    @property
     def ranks_per_shard(self) -> int:
         """Ranks that work on the same data shard."""
         return self.tensor_parallel * self.pipeline_parallel * self.context_parallel

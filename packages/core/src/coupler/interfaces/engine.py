@@ -120,8 +120,13 @@ class EngineConfig:
 
     @property
     def ranks_per_sequence(self) -> int:
-        """Ranks that hold a part of each sequence; ``max_tokens_per_gpu`` counts for each of them."""
+        """Ranks that hold a part of each sequence. :attr:`micro_batch_limit` counts for each of them."""
         return 1
+
+    @property
+    def micro_batch_limit(self) -> tuple[str, int]:
+        """Name and value of the option that bounds the tokens of a rank's micro-batch; 0: none does."""
+        return "", 0
 
     @property
     def split(self) -> str:

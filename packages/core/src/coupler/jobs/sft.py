@@ -14,7 +14,8 @@ from coupler.jobs.preflight import place, report_unread
 from coupler.loop.sft_trainer import SupervisedTrainer
 from coupler.metrics import Metrics
 from coupler.plugins.manager import Plugins
-from coupler.run.plan import make_plan, micro_batch_room
+from coupler.run.plan import make_plan
+from coupler.run.plan_checks import micro_batch_room
 from coupler.run.run_lock import claimed
 from coupler.run.saving import Saving
 from coupler.system.garbage import heap_set_aside

@@ -16,6 +16,10 @@ class ToyEngineConfig(AdamWConfig):
     max_tokens_per_gpu: int = 1024  # of one micro-batch
     lr: float = 0.05
 
+    @property
+    def micro_batch_limit(self) -> tuple[str, int]:
+        return "max_tokens_per_gpu", self.max_tokens_per_gpu
+
 
 @dataclass
 class ToyRolloutConfig(RolloutConfig):

@@ -1,0 +1,101 @@
+"""Refuse a plan whose options contradict each other, and say which values nearby do not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from coupler.config.options import SECTIONS, section
+from coupler.config.reads import original
+from coupler.config.schema import Job, RouterReplay, RunConfig
+from coupler.data.prompts import Limit
+from coupler.errors import ConfigError
+from coupler.interfaces import EngineConfig
+from coupler.plugins.manager import Plugins
+from coupler.system.words import ceil_div, either
+
+if TYPE_CHECKING:
+    from coupler.run.plan import Plan
+
+
+FREES_MEMORY = {"engine": "memory:offload", "rollout": "memory:sleep"}
+
+
+ROUTES = "output:routed_experts"  # capability of an engine, and of a rollout
+
+
+def check(plan: Plan, config: RunConfig, plugins: Plugins) -> None:
+    sequences, number = plan.sequences_per_step, plan.optimizer_steps_per_batch
+    critic = config.critic.optimizer_steps_per_batch
+    if critic and sequences % critic:
+        raise ConfigError(
+            f"critic.optimizer_steps_per_batch={critic} does not divide the {sequences} sequences of a step.\n"
+            f"  try:  critic.optimizer_steps_per_batch=0, which is as many as the policy's {number}"
+        )
+    if sequences % number:
+        divisors = [d for d in range(1, sequences + 1) if sequences % d == 0]
+        near = sorted(sorted(divisors, key=lambda d: abs(d - number))[:2])
+        prompts = sorted(_nearest_multiples(plan.prompts_per_step, _step_of(number, plan.samples_per_prompt)))
+        raise ConfigError(
+            f"optimizer_steps_per_batch={number} does not divide the {sequences} sequences of a step.\n"
+            f"  try:  optimizer_steps_per_batch={either(near)}, or prompts_per_step={either(prompts)}"
+        )
+    longest = plan.max_tokens_per_sequence
+    for path in (path for path, kind in SECTIONS.items() if kind == "engine" and section(config, path)):
+        engine = section(config, path)
+        room = micro_batch_room(engine, path)
+        if room and longest > room.tokens:
+            raise ConfigError(
+                f"{room.name} is less than one sequence can have: "
+                f"data.max_prompt_tokens + sampling.max_tokens = {longest}.\n"
+                f"  try:  {room.fix.format(ceil_div(longest, room.ranks))}"
+            )
+        if engine.ranks > 1 and "world:1" in plugins.get("engine", engine.name).capabilities_of(engine):
+            raise ConfigError(f"{path}={engine.name} runs on one rank.\n  try:  {path}.ranks=1, or another engine")
+    if config.offload and plan.job is Job.TRAIN:
+        for path, kind in SECTIONS.items():
+            wanted, inner = FREES_MEMORY.get(kind), section(config, path)
+            if wanted and inner and wanted not in plugins.get(kind, inner.name).capabilities_of(inner):
+                raise ConfigError(
+                    f"offload=true needs {path}={inner.name} to free device memory, which it cannot ({wanted}).\n"
+                    f"  try:  offload=false, or another {path}"
+                )
+
+
+def check_routes(config: RunConfig, plugins: Plugins, needs: frozenset[str], job: Job) -> None:
+    """Refuse a replay of routes that nobody records, or that nobody can replay."""
+    mode = config.router_replay
+    if mode is RouterReplay.DISABLED:
+        return
+    for path in ("engine", *(["rollout"] if mode is RouterReplay.R3 and job is Job.TRAIN else [])):
+        inner = section(config, path)
+        if ROUTES not in plugins.get(path, inner.name).capabilities_of(inner):
+            raise ConfigError(
+                f"router_replay={mode} needs {path}={inner.name} to say which experts tokens go to, which it does not "
+                f"({ROUTES}).\n  try:  router_replay=disabled, or another {path}"
+            )
+    if job is not Job.TRAIN:
+        raise ConfigError(f"router_replay={mode} is of training on samples.\n  try:  router_replay=disabled")
+    one_step = config.optimizer_steps_per_batch * config.epochs_per_batch == 1
+    if mode is RouterReplay.R2 and (one_step or "old_logprobs" not in needs):
+        raise ConfigError(
+            "router_replay=R2 records routes in the pass for old log-probs, and there is none: it takes "
+            "optimizer_steps_per_batch or epochs_per_batch above 1 and an algorithm that needs old_logprobs.\n"
+            "  try:  router_replay=disabled: one step trains with the weights that would be recorded"
+        )
+
+
+def micro_batch_room(engine: EngineConfig, path: str) -> Limit | None:
+    """Return how long a sequence may be for the engine of the section ``path``; None where it sets no limit."""
+    engine = original(engine)
+    name, tokens, ranks = *engine.micro_batch_limit, engine.ranks_per_sequence
+    option, each = f"{path}.{name}=", f" on each of {ranks} ranks" if ranks > 1 else ""
+    return Limit(tokens * ranks, f"{option}{tokens}{each}", f"{option}{{}}", ranks) if tokens else None
+
+
+def _step_of(number: int, samples: int) -> int:
+    """The smallest number of prompts whose samples ``number`` divides."""
+    return next(p for p in range(1, number + 1) if p * samples % number == 0)
+
+
+def _nearest_multiples(value: int, step: int) -> set[int]:
+    return {max(value // step, 1) * step, ceil_div(value, step) * step}

@@ -1,0 +1,76 @@
+"""Render a plan for people: one line per fact."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from coupler.config.schema import Job
+from coupler.executors.placement import make_shares
+from coupler.system.words import count
+
+if TYPE_CHECKING:
+    from coupler.run.plan import Plan
+
+
+def render(plan: Plan) -> str:
+    """One line per fact, for the console and the log."""
+    width = max(len(label) for label, _ in _lines(plan))
+    return "\n".join(f"{label:{width}}  {text}" for label, text in _lines(plan))
+
+
+def _lines(plan: Plan) -> list[tuple[str, str]]:
+    lines = [("step", _step(plan)), ("optimizer", _optimizer(plan))]
+    if plan.max_tokens_per_sequence:
+        most = plan.sequences_per_step * plan.max_tokens_per_sequence
+        prompt, completion = plan.max_prompt_tokens, plan.max_completion_tokens
+        text = f"at most {prompt} + {completion} = {plan.max_tokens_per_sequence} per sequence, {most} per step"
+        lines.append(("tokens", text))
+    if plan.max_tokens_per_micro_batch:
+        number = f"at most {plan.max_micro_batches}" if plan.max_micro_batches else "as many as it takes"
+        lines.append(
+            ("micro-batches", f"{number} per optimizer step, of at most {plan.max_tokens_per_micro_batch} tokens")
+        )
+    lines.append(("run", _run(plan)))
+    if plan.rates:
+        lines.append(("learning rate", "; ".join(f"{role} {rate}" for role, rate in plan.rates.items())))
+    if plan.job is Job.TRAIN:
+        behind = f"rollouts run at most {count(plan.max_staleness, 'version')} behind; "
+        behind += f"what they sample during a sync: {plan.in_flight}"
+        lines.append(("staleness", behind if plan.max_staleness else "0: sampling and training take turns"))
+    lines.append(("layout", f"{count(plan.num_shards, 'data shard')}; {', '.join(plan.roles)}"))
+    lines.append(("executor", _executor(plan)))
+    if plan.weights:
+        lines.append(("weights", plan.weights))
+    return [*lines, ("trackers", ", ".join(plan.trackers) or "none"), ("folder", plan.run_dir)]
+
+
+def _executor(plan: Plan) -> str:
+    if plan.placement is None:
+        return f"{plan.executor}: one process"
+    shares = make_shares(plan.workers, plan.placement)
+    each = "; ".join(f"{' and '.join(r.name for r in s.roles)} on {count(s.num_bundles, 'bundle')}" for s in shares)
+    return f"{plan.executor}: {count(sum(r.count for r in plan.workers), 'process')}, {plan.placement}: {each}"
+
+
+def _step(plan: Plan) -> str:
+    if plan.job is Job.SFT:
+        return count(plan.prompts_per_step, "row")
+    prompts, samples = count(plan.prompts_per_step, "prompt"), count(plan.samples_per_prompt, "sample")
+    return f"{prompts} x {samples} = {count(plan.sequences_per_step, 'sequence')}"
+
+
+def _optimizer(plan: Plan) -> str:
+    number, epochs = plan.optimizer_steps_per_batch * plan.epochs_per_batch, plan.epochs_per_batch
+    each = count(plan.sequences_per_optimizer_step, "sequence")
+    text = f"{count(number, 'optimizer step')} of {each} per step"
+    text += f", in {epochs} epochs" if epochs > 1 else ""
+    if number == 1 or plan.job is Job.SFT:
+        return text
+    return f"{text} ({'step 2 is' if number == 2 else f'steps 2-{number} are'} off-policy)"
+
+
+def _run(plan: Plan) -> str:
+    text = f"{count(plan.steps, 'step')} = {count(plan.optimizer_steps, 'optimizer step')}"
+    if plan.steps_per_epoch is not None:
+        text += f"; {plan.steps_per_epoch:.3g} steps per epoch, {plan.steps / plan.steps_per_epoch:.3g} epochs"
+    return text
