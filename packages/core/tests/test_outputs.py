@@ -30,7 +30,7 @@ from coupler.executors.waits import Waits
 from coupler.interfaces import Endpoint, Model, Rank, SendReceipt, SyncReceipt, WeightUpdate
 from coupler.loop.engine_group import EngineGroup
 from coupler.loop.state import State
-from coupler.loop.weight_sync import verify
+from coupler.loop.transfer import verify
 from coupler.plugins.manager import Plugins
 from coupler.run.checkpoint import MANIFEST, Checkpoints, check, read
 from coupler.run.run_folder import Journal

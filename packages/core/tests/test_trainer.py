@@ -357,7 +357,7 @@ class NeverReceives(ToyRollout):
 
 
 def test_a_sync_that_hangs_ends_at_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coupler.loop.weight_sync.GRACE_S", 0.1)
+    monkeypatch.setattr("coupler.loop.transfer.GRACE_S", 0.1)
     config = small()
     config.sync.deadline_s = 0.5
     run = ToyRun(tmp_path, config, rollout="test_trainer:NeverReceives")

@@ -37,8 +37,8 @@ GROUP = "the timeout of its process group"
 TRANSPORT = "the deadline of the transport under test, which the kit sets"
 BOUNDED = {  # file, call: what ends it
     ("waits.py", "asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)"): "the wait for it on the next line",
-    ("weight_sync.py", "asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)"): CALLS,
-    ("weight_sync.py", "asyncio.wait(rest, timeout=None if died else GRACE_S)"): CALLS,
+    ("transfer.py", "asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)"): CALLS,
+    ("transfer.py", "asyncio.wait(rest, timeout=None if died else GRACE_S)"): CALLS,
     ("rollout_group.py", "asyncio.wait(running)"): CALLS,
     ("pool.py", "thread.submit(asyncio.run, score_all()).result()"): "each call of a reward ends by its timeout_s",
     ("threads.py", "self.calls.get()"): "the None that shutdown() puts, and a daemon thread otherwise",

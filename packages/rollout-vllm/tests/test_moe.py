@@ -14,7 +14,7 @@ import torch
 
 from coupler.errors import WeightSyncError
 from coupler.interfaces import Completion, Model, Request
-from coupler.loop.weight_sync import verify
+from coupler.loop.transfer import verify
 from coupler.plugins.manager import Plugins
 from coupler.testing.edge import Served
 from coupler.testing.models import write_qwen3_moe

@@ -12,6 +12,7 @@ from coupler.batch import Batch
 from coupler.interfaces import StepResult
 from coupler.metrics import Metric, Metrics
 from coupler.worker.spec import Trained
+from coupler.worker.train_infer import OF_REPLICA
 
 
 class Clock:
@@ -107,3 +108,9 @@ def describe_values(values: np.ndarray, returns: np.ndarray) -> Metrics:
         "critic/returns": Metric(float(returns.sum()), len(returns)),
         "critic/explained_variance": Metric(explained),
     }
+
+
+def reproducible(trained: Metrics, verified: bool) -> Metrics:
+    """Leave out what depends on which replica was faster: its own differences, or all if they verify no sync."""
+    left_out = OF_REPLICA if verified else "train_infer/"
+    return {name: metric for name, metric in trained.items() if not name.startswith(left_out)}

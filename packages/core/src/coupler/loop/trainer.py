@@ -16,10 +16,9 @@ from coupler.loop.device_memory import GENERATING, Held, Residency
 from coupler.loop.engine_group import EngineGroup
 from coupler.loop.sampler import Sampler
 from coupler.loop.state import State
-from coupler.loop.step_metrics import Clock, describe, of_role
+from coupler.loop.step_metrics import Clock, describe, of_role, reproducible
 from coupler.loop.turns import Turn, turns_of
 from coupler.metrics import Metrics, merge
-from coupler.worker.train_infer import OF_REPLICA
 
 Provider = Callable[[Batch], Awaitable[Mapping[str, np.ndarray]]]  # computes token columns, by their names
 OnStep = Callable[[int, Metrics], Awaitable[None]]
@@ -82,12 +81,12 @@ class Trainer:
         async with clock("time/train"):
             trained = await self.train(batch, step)
         self.record(step, batch, trained)
-        judged = self.weights.check(trained)
+
+        verified = self.weights.check(trained)
         synced = await self.weights.sync(step)
-        if not judged:  # the batch is older than the last sync: it says nothing of any
+        if not verified:  # the batch was sampled before the last sync, so it cannot verify it
             synced |= await self.weights.probe()
-        unsaid = OF_REPLICA if judged else "train_infer/"  # who sampled what depends on who was faster
-        trained = {name: metric for name, metric in trained.items() if not name.startswith(unsaid)}
+        trained = reproducible(trained, verified)
         return {
             **self.sampler.metrics(),
             **describe(batch, step - 1, self.config.max_staleness),

@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable
 from contextlib import suppress
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any
 
-import numpy as np
-
-from coupler.batch import Batch
 from coupler.config.schema import SyncConfig
-from coupler.errors import PeerLost, ReplicaDied, WaitTimeout, WeightSyncError
+from coupler.errors import ReplicaDied, WaitTimeout, WeightSyncError
 from coupler.interfaces import (
     LORA,
-    Completion,
     DeviceTurns,
     EngineSide,
     InFlight,
-    Output,
-    Request,
     RolloutSide,
     SendReceipt,
     ShardingManager,
@@ -30,11 +22,11 @@ from coupler.interfaces import (
     WeightUpdate,
 )
 from coupler.loop.rollout_group import MAX_RESTARTS
+from coupler.loop.sync_probe import PROBE_TOKENS, SyncProbe, largest
+from coupler.loop.transfer import GRACE_S, both_sides, verify
 from coupler.metrics import Metric, Metrics, merge
-from coupler.worker.train_infer import OF_REPLICA, differences
+from coupler.worker.train_infer import OF_REPLICA
 
-PROBE_TOKENS = 16
-GRACE_S = 5.0  # after one side of a transfer failed: the other may be the cause, and about to say so
 LIMIT = {"full": 5e-3, "half": 0.15}  # mean |log-prob difference| in nats; measured: 1e-5 in fp32, 0.01 to 0.04 in bf16
 
 
@@ -47,7 +39,11 @@ class Stream:
 
 
 Pushed = tuple[SendReceipt, list[SyncReceipt]]  # of one stream: the sender's, and every replica's
+
+
 WEIGHTS, ADAPTER = Stream(), Stream(adapter=True)
+
+
 ALTERED: dict[str, dict[str, tuple[Stream, ...]]] = {  # by format, and the metric of its probe: pushes of the proof
     "full": {"sync/probe_permuted": (Stream(permuted=True),)},
     # the weights alone, and then an adapter upon the true ones: what ignores it would look right while it is 0
@@ -98,6 +94,7 @@ class StreamShardingManager(ShardingManager):
         )
         self.synced = ADAPTER if weight_format == LORA else WEIGHTS
         self.limit = config.max_mean_logprob_diff
+        self.comparison = SyncProbe(engine, rollouts, residency, probe_prompt, self.temperature)
 
     async def prove(self, version: int = 0) -> Metrics:
         """Push what :data:`ALTERED` says, then the true weights as ``version``, and compare log-probs after each.
@@ -110,9 +107,9 @@ class StreamShardingManager(ShardingManager):
         altered: dict[str, float] = {}
         for name, streams in ALTERED.get(self.weight_format, ALTERED["full"]).items():
             await self._push("prove", version, *streams)
-            altered[name] = await self._probe()
+            altered[name] = await self.comparison.mean_difference()
         metrics = await self._sync("prove", version)
-        true = await self._probe()
+        true = await self.comparison.mean_difference()
         if not true <= self.limit:  # NaN is above every limit
             raise WeightSyncError(
                 f"after a full weight push the log-probs of the rollout differ from the engine's by {true:.4f} "
@@ -176,8 +173,8 @@ class StreamShardingManager(ShardingManager):
         Raises:
             WeightSyncError: the mean difference is above the limit.
         """
-        compared = await self._compared()
-        diff = _largest(compared)
+        compared = await self.comparison.replicas()
+        diff = largest(compared)
         self._judge(diff, "a rollout replica's")
         return {"sync/probe": Metric(diff), **merge(compared)}
 
@@ -236,34 +233,6 @@ class StreamShardingManager(ShardingManager):
             verify(sent[0], receipt, replica)
         return sent[0], receipts
 
-    async def _probe(self) -> float:
-        """The mean |log-prob difference| between the engine and the replica that differs most."""
-        return _largest(await self._compared())
-
-    async def _compared(self) -> list[Metrics]:
-        """``train_infer/*`` of every replica, on tokens that it samples now."""
-        request = Request(self.probe_prompt, PROBE_TOKENS, self.temperature, (), seed=0)
-        async with self.residency.generating("prove"):
-            sampled = await self.rollouts.sample_on_each(request)
-        async with self.residency.syncing("prove"):  # the rollout's weights stay: nothing would bring them back
-            return [await self._differences(request, done) for done in sampled]
-
-    async def _differences(self, request: Request, done: Completion) -> Metrics:
-        """``train_infer/*`` of one completion."""
-        ids = np.array([*request.prompt, *done.tokens], np.int32)
-        mask = np.arange(len(ids)) >= len(request.prompt)
-        batch = Batch(
-            np.array([len(ids)]),
-            {"tokens": ids, "loss_mask": mask},
-            {"temperature": np.array([self.temperature], np.float32)},
-        )
-        ours = (await self.engine.forward(batch, (Output("logprobs"),)))["logprobs"]
-        return differences(ours[mask] - np.array(done.logprobs), len(done.tokens))
-
-
-def _largest(compared: list[Metrics]) -> float:
-    return float(np.max([metrics["train_infer/abs_diff"].value for metrics in compared]))  # NaN of one is NaN of all
-
 
 def _slowest(pushed: list[Pushed]) -> dict[str, float]:
     """Seconds by phase of the slowest replica, over all streams."""
@@ -272,44 +241,3 @@ def _slowest(pushed: list[Pushed]) -> dict[str, float]:
         for name in {name for receipt in receipts for name in receipt.seconds}:
             total[name] = total.get(name, 0.0) + max(receipt.seconds.get(name, 0.0) for receipt in receipts)
     return total
-
-
-async def both_sides(sending: Awaitable[Any], receiving: Awaitable[Any]) -> tuple[Any, Any]:
-    """Wait for both sides of a transfer; of two failures, raise the one that is more than the other's end."""
-    tasks = [asyncio.ensure_future(sending), asyncio.ensure_future(receiving)]
-    try:
-        ended, rest = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        if rest:
-            died = any(isinstance(task.exception(), ReplicaDied) for task in ended)
-            await asyncio.wait(rest, timeout=None if died else GRACE_S)  # before it is tried again, this has ended
-        failed = [error for task in tasks if task.done() and (error := task.exception())]
-        if failed:
-            raise next((error for error in failed if not isinstance(error, PeerLost)), failed[0])
-        return tasks[0].result(), tasks[1].result()
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
-def verify(sent: SendReceipt, receipt: SyncReceipt, replica: int) -> None:
-    """Hold what a replica loaded against what was sent.
-
-    Raises:
-        WeightSyncError: another version, a tensor that did not arrive, or a name without a counterpart.
-    """
-    problems = []
-    if receipt.version != sent.version:
-        problems.append(f"it reports version {receipt.version}, sent was {sent.version}")
-    if receipt.num_received != sent.num_tensors:
-        problems.append(f"{receipt.num_received} of {sent.num_tensors} tensors arrived")
-    if receipt.missing:
-        problems.append(f"{len(receipt.missing)} of its parameters got nothing, first: {receipt.missing[0]}")
-    if receipt.unexpected:
-        problems.append(f"{len(receipt.unexpected)} tensors match no parameter, first: {receipt.unexpected[0]}")
-    if not problems and receipt.num_loaded != receipt.num_received:
-        problems.append(f"{receipt.num_loaded} of {receipt.num_received} received tensors were loaded")
-    if problems:
-        raise WeightSyncError(
-            f"rollout replica {replica} did not take weights version {sent.version}: {'; '.join(problems)}.\n"
-            "  nothing was sampled from it"
-        )

@@ -18,7 +18,7 @@ from coupler.interfaces import (
     WeightUpdate,
     open_transport,
 )
-from coupler.loop.weight_sync import both_sides
+from coupler.loop.transfer import both_sides
 from coupler.plugins.backend import Backend
 
 

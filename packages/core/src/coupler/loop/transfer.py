@@ -1,0 +1,56 @@
+"""Wait for both sides of a weight transfer, and hold the receipts against each other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any
+
+from coupler.errors import PeerLost, ReplicaDied, WeightSyncError
+from coupler.interfaces import (
+    SendReceipt,
+    SyncReceipt,
+)
+
+GRACE_S = 5.0  # after one side of a transfer failed: the other may be the cause, and about to say so
+
+
+async def both_sides(sending: Awaitable[Any], receiving: Awaitable[Any]) -> tuple[Any, Any]:
+    """Wait for both sides of a transfer; of two failures, raise the one that is more than the other's end."""
+    tasks = [asyncio.ensure_future(sending), asyncio.ensure_future(receiving)]
+    try:
+        ended, rest = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        if rest:
+            died = any(isinstance(task.exception(), ReplicaDied) for task in ended)
+            await asyncio.wait(rest, timeout=None if died else GRACE_S)  # before it is tried again, this has ended
+        failed = [error for task in tasks if task.done() and (error := task.exception())]
+        if failed:
+            raise next((error for error in failed if not isinstance(error, PeerLost)), failed[0])
+        return tasks[0].result(), tasks[1].result()
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def verify(sent: SendReceipt, receipt: SyncReceipt, replica: int) -> None:
+    """Hold what a replica loaded against what was sent.
+
+    Raises:
+        WeightSyncError: another version, a tensor that did not arrive, or a name without a counterpart.
+    """
+    problems = []
+    if receipt.version != sent.version:
+        problems.append(f"it reports version {receipt.version}, sent was {sent.version}")
+    if receipt.num_received != sent.num_tensors:
+        problems.append(f"{receipt.num_received} of {sent.num_tensors} tensors arrived")
+    if receipt.missing:
+        problems.append(f"{len(receipt.missing)} of its parameters got nothing, first: {receipt.missing[0]}")
+    if receipt.unexpected:
+        problems.append(f"{len(receipt.unexpected)} tensors match no parameter, first: {receipt.unexpected[0]}")
+    if not problems and receipt.num_loaded != receipt.num_received:
+        problems.append(f"{receipt.num_loaded} of {receipt.num_received} received tensors were loaded")
+    if problems:
+        raise WeightSyncError(
+            f"rollout replica {replica} did not take weights version {sent.version}: {'; '.join(problems)}.\n"
+            "  nothing was sampled from it"
+        )
