@@ -1,0 +1,83 @@
+"""The tree stays easy to find one's way in: few rooms, a thin kernel, short files and functions.
+
+``python tests/test_house.py`` writes the table of lines in ARCHITECTURE.md again.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+CORE = ROOT / "packages" / "core" / "src" / "coupler"
+KERNEL = (
+    "batch", "interfaces", "plugins", "config", "worker", "loop",
+    "executors/__init__.py", "executors/handle.py", "executors/local.py", "executors/waits.py",
+)  # fmt: skip
+NOT_KERNEL = "worker/torch"
+MAX_KERNEL, MAX_ENTRIES, MAX_FILE, MAX_FUNCTION = 6000, 20, 400, 65
+START, END = "Lines, blank ones and docstrings included:", "## How a step goes"
+STEP = 100  # lines to which the table rounds
+
+
+def lines(path: Path) -> int:
+    files = path.rglob("*.py") if path.is_dir() else [path]
+    return sum(len(file.read_text().splitlines()) for file in files)
+
+
+def kernel() -> int:
+    return sum(lines(CORE / part) for part in KERNEL) - lines(CORE / NOT_KERNEL)
+
+
+def rooms() -> dict[str, int]:
+    entries = sorted(path for path in CORE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists())
+    return {path.name: lines(path) for path in entries}
+
+
+def table() -> str:
+    cells = [f"`{name}` {STEP * -(-number // STEP)}" for name, number in rooms().items()]
+    return f"{START}\n{', '.join(cells)}.\nThe kernel ({', '.join(KERNEL[:6])} and the local executor) has {STEP * -(-kernel() // STEP)}, at most {MAX_KERNEL}.\n\n"
+
+
+def shown() -> dict[str, int]:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    part = text[text.index(START) : text.index(END)]
+    return {name: int(number) for name, number in re.findall(r"`(\S+)` (\d+)", part)}
+
+
+def functions(file: Path) -> Iterator[tuple[str, int]]:
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno
+            yield f"{file.relative_to(ROOT)}:{node.name}", node.end_lineno - node.lineno + 1
+
+
+def test_the_kernel_is_thin() -> None:
+    assert kernel() <= MAX_KERNEL
+
+
+def test_core_has_few_rooms() -> None:
+    assert len(rooms()) <= MAX_ENTRIES
+
+
+def test_files_and_functions_are_short() -> None:
+    files = [file for file in ROOT.glob("packages/*/src/**/*.py") if "conformance" not in file.parts]
+    assert len(files) > 100
+    assert not {str(file.relative_to(ROOT)): lines(file) for file in files if lines(file) > MAX_FILE}
+    found = dict(each for file in files for each in functions(file))
+    assert not {name: size for name, size in found.items() if size > MAX_FUNCTION}
+
+
+def test_the_architecture_says_how_large_each_room_is() -> None:
+    said = shown()
+    assert said.keys() == rooms().keys()
+    assert not {name: (number, said[name]) for name, number in rooms().items() if abs(number - said[name]) > 2 * STEP}
+
+
+if __name__ == "__main__":
+    page = ROOT / "ARCHITECTURE.md"
+    text = page.read_text()
+    start = text.index(START) if START in text else text.index("KERNEL\n")
+    page.write_text(text[:start] + table() + text[text.index(END) :])
