@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from coupler.builtin.weight_path import coupler_weight_path
 from coupler.plugins.backend import Backend, Kind
 from coupler.plugins.hooks import hookimpl
+
+__all__ = ["coupler_backends", "coupler_weight_path"]
 
 FORMATS = ("weights:full", "weights:lora")  # a transport of ours carries named tensors, whatever they mean
 
