@@ -94,7 +94,7 @@ import sys
 import numpy as np
 from coupler.batch import Batch
 from coupler_algos import plugin
-batch = Batch(np.array([2, 2]), {"loss_mask": np.array([False, True] * 2), "rollout_logprobs": np.zeros(4),
+batch = Batch(np.array([2, 2]), {"loss_mask": np.array([False, True] * 2), "old_logprobs": np.zeros(4),
               "ref_logprobs": np.zeros(4), "values": np.zeros(4)},
               {"reward": np.array([1.0, 0.0]), "group": np.zeros(2, int)})
 for backend in plugin.coupler_backends():

@@ -57,7 +57,17 @@ class PolicyConfig:
         """The columns that core adds under this configuration: ``Algorithm.needs``."""
         reference = {"ref_logprobs"} if self.kl is not KL.NONE else set()
         old = {"old_logprobs"} if self.behaviour is Behaviour.RECOMPUTED else set()
-        return frozenset(reference | old)
+        return frozenset(reference | old | self.always)
+
+    @property
+    def always(self) -> frozenset[str]:
+        """The columns that KL reads before training: ``Algorithm.always``.
+
+        The policy's log-probs come from the trainer, as the reference's do. Those of the
+        rollout differ by rounding, which would count as divergence.
+        """
+        reads = self.kl is KL.IN_REWARD or self.kl_target > 0
+        return frozenset({"old_logprobs"} if reads else ())
 
 
 @dataclass

@@ -17,7 +17,7 @@ from coupler.loop.engine_group import EngineGroup
 from coupler.loop.sampler import Sampler
 from coupler.loop.state import State
 from coupler.loop.step_metrics import Clock, describe, of_role
-from coupler.loop.turns import Turn, turns_of
+from coupler.loop.turns import OLD_LOGPROBS, Turn, takes_one_step, turns_of
 from coupler.loop.weight_sync import StreamShardingManager
 from coupler.metrics import Metrics, merge
 from coupler.worker.train_infer import OF_REPLICA
@@ -127,8 +127,16 @@ class Trainer:
         return not any(skips.in_a_row for skips in self.skips.values())
 
     async def complete(self, batch: Batch) -> Batch:
-        """Add every column that the algorithm needs; roles compute theirs side by side where memory allows."""
-        names = sorted(self.algorithm.needs & self.providers.keys())
+        """Add the columns that the algorithm needs; roles compute theirs side by side.
+
+        With one optimizer step a batch, ``old_logprobs`` cost a forward pass and tell the
+        loss nothing new, so only an algorithm that has them in ``always`` gets them.
+        """
+        needs = self.algorithm.needs
+        if takes_one_step(self.config):
+            needs -= {OLD_LOGPROBS} - self.algorithm.always
+        names = sorted(needs & self.providers.keys())
+
         found = await asyncio.gather(*(self.providers[name](batch) for name in names))
         return batch.with_tokens(**{name: column for columns in found for name, column in columns.items()})
 
