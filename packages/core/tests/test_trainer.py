@@ -18,7 +18,7 @@ from coupler.errors import CouplerError, RewardError, WaitTimeout, WeightSyncErr
 from coupler.interfaces import Completion, InFlight, Rank, Request, SyncReceipt, WeightUpdate
 from coupler.loop.engine_group import EngineGroup
 from coupler.rewards import RewardPool
-from coupler.testing.toy import ToyAlgorithm, ToyRollout
+from coupler.testing.toy import ToyAlgorithm, ToyEngine, ToyRollout
 
 
 def numbers(log: list[dict[str, float]]) -> list[dict[str, float]]:
@@ -199,6 +199,40 @@ def test_old_logprobs_that_are_always_needed_are_the_trainer_s(tmp_path: Path, n
     for difference in ReadsOld.differences:
         np.testing.assert_allclose(difference, 0.002, atol=1e-5)
     assert ReadsOld.in_loss == {number > 1}
+
+
+class OneIsNaN(ToyEngine):
+    """Answers NaN for one sampled token of every batch that the trainer completes."""
+
+    def forward(self, batch, want):  # type: ignore[no-untyped-def]
+        done = super().forward(batch, want)
+        if len(batch) < 16:  # the proof of the weights, which is not what is tested here
+            return done
+        logprobs = done["logprobs"].copy()
+        logprobs[np.flatnonzero(batch["loss_mask"])[5]] = np.nan
+        return done.with_tokens(logprobs=logprobs)
+
+
+class NaNUnderTheMask(ToyEngine):
+    """Answers NaN for every token that was not sampled."""
+
+    def forward(self, batch, want):  # type: ignore[no-untyped-def]
+        done = super().forward(batch, want)
+        return done.with_tokens(logprobs=np.where(batch["loss_mask"], done["logprobs"], np.nan))
+
+
+def test_a_column_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
+    """A clamp in the loss would turn it into a gradient of 0, and the step would be applied."""
+    run = ToyRun(tmp_path, small(), algorithm="test_trainer:ReadsOld", engine="test_trainer:OneIsNaN")
+    with pytest.raises(CouplerError, match=r"old_logprobs is not finite at 1 of \d+ sampled tokens"):
+        run.run()
+    assert run.policy.steps_done == 0
+
+
+def test_what_stands_under_the_mask_may_be_anything(tmp_path: Path) -> None:
+    engine = "test_trainer:NaNUnderTheMask"
+    log = ToyRun(tmp_path, small(steps=2), algorithm="test_trainer:ReadsOld", engine=engine).run()
+    assert len(log) == 3
 
 
 class MayLackOld(ToyAlgorithm):
