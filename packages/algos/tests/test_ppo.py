@@ -161,6 +161,15 @@ def test_value_loss_by_hand(pack, run_critic):
     assert "clip_fraction" not in metrics
 
 
+def test_rounding_is_no_clipping(pack, run_critic):
+    """Values that moved less than the limit count nowhere, however ``old + (v - old)`` rounds."""
+    rng = np.random.default_rng(8)
+    old, returns = rng.normal(0, 0.1, (2, 1000)).astype(np.float32)
+    now = (old + rng.uniform(-0.19, 0.19, 1000)).astype(np.float32)
+    batch = pack([1000], [0], [0], values=old, returns=returns)
+    assert run_critic(PPOConfig(value_clip=0.2), batch, now)[1]["clip_fraction"] == 0.0
+
+
 def test_value_gradient_equals_autograd_of_the_formula(random_batch, run_critic):
     rng = np.random.default_rng(5)
     old, returns, now = rng.normal(0, 0.3, (3, random_batch.num_tokens)).astype(np.float32)

@@ -126,3 +126,4 @@ class PPOConfig(PolicyConfig):
 class SFTConfig:
     name: str = "sft"  # chosen by algorithm=NAME
     aggregation: Aggregation = Aggregation.TOKEN_MEAN  # how the losses of tokens add up
+    aggregation_constant: int = 0  # tokens; the divisor per sequence under aggregation=constant
