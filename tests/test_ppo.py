@@ -81,8 +81,12 @@ def test_replaying_a_stage_gives_what_the_run_had(trained: Path, capsys: pytest.
 
 
 def test_the_policy_of_a_warm_up_is_the_model(model: Path, tmp_path: Path) -> None:
-    """Two of two steps train the critic only: what is exported is what was there, tensor by tensor."""
-    folder = run("train", model, tmp_path / "run", *PPO[:2], "critic.warmup_steps=2", "steps=2")
+    """Two of two steps train the critic only: what is exported is what was there, tensor by tensor.
+
+    With a schedule that ends with the run, of which the policy takes no optimizer step.
+    """
+    schedule = ("engine.schedule=cosine", "engine.warmup_ratio=0.1")
+    folder = run("train", model, tmp_path / "run", *PPO[:2], "critic.warmup_steps=2", "steps=2", *schedule)
     from coupler.testing.models import read_tensors
 
     before, after = read_tensors(model), read_tensors(folder / "export")

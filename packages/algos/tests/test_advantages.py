@@ -7,8 +7,9 @@ import pytest
 
 from coupler.errors import CouplerError
 from coupler.interfaces import Aggregation
-from coupler_algos.config import KL, Behaviour, GRPOConfig, KLEstimator, RLOOConfig, SFTConfig
+from coupler_algos.config import KL, Behaviour, GRPOConfig, KLEstimator, PPOConfig, RLOOConfig, SFTConfig
 from coupler_algos.grpo import GRPO
+from coupler_algos.ppo import PPO, token_rewards
 from coupler_algos.rloo import RLOO
 from coupler_algos.sft import SFT
 from coupler_algos.shaping import overlong_penalty
@@ -99,11 +100,11 @@ def test_overlong_penalty_counts_the_sampled_tokens_of_a_trajectory(pack):
 def test_kl_in_the_reward_is_summed_over_the_sampled_tokens(pack, estimator, penalty):
     logprobs = np.array([0, -0.5, -0.8, 0, -1.0, -1.0], np.float32)
     reference = np.array([0, -1.0, -0.6, 0, -1.0, -1.0], np.float32)  # log ratios 0.5, -0.2 and none
-    batch = pack([3, 3], [1.0, 1.0], [0, 0], rollout_logprobs=logprobs, ref_logprobs=reference)
+    batch = pack([3, 3], [1.0, 1.0], [0, 0], old_logprobs=logprobs, ref_logprobs=reference)
     algorithm = rloo(kl=KL.IN_REWARD, kl_coef=0.1, kl_estimator=KLEstimator(estimator))
     np.testing.assert_allclose(last_tokens(algorithm.advantages(batch)), [-0.1 * penalty, 0.1 * penalty], rtol=1e-5)
-    recomputed = batch.with_tokens(old_logprobs=reference)
-    np.testing.assert_allclose(algorithm.advantages(recomputed)["advantages"], 0, atol=1e-9)
+    equal = batch.with_tokens(old_logprobs=reference)
+    np.testing.assert_allclose(algorithm.advantages(equal)["advantages"], 0, atol=1e-9)
 
 
 def test_values_under_the_mask_do_not_reach_advantages(random_batch):
@@ -131,11 +132,41 @@ def test_needs_and_wants_follow_the_configuration():
     assert GRPO(GRPOConfig()).needs == {"ref_logprobs", "old_logprobs"}
     assert grpo(behaviour=Behaviour.ROLLOUT).needs == frozenset()
     assert rloo(kl=KL.IN_REWARD).needs == {"ref_logprobs", "old_logprobs"}
+    assert rloo(kl=KL.IN_REWARD, behaviour=Behaviour.ROLLOUT).needs == {"ref_logprobs", "old_logprobs"}
     assert [o.name for o in grpo().want] == ["logprobs", "entropy"]
     assert [o.name for o in grpo(log_entropy=False).want] == ["logprobs"]
     assert [o.name for o in grpo(log_entropy=False, entropy_coef=0.1).want] == ["logprobs", "entropy"]
     constant = grpo(aggregation=Aggregation.CONSTANT, aggregation_constant=128)
     assert (constant.aggregation, constant.constant) == (Aggregation.CONSTANT, 128)
+
+
+@pytest.mark.parametrize("behaviour", list(Behaviour))
+def test_kl_on_the_controller_needs_the_trainer_s_logprobs_always(behaviour):
+    """KL in the reward and an adaptive coefficient read them; a loss alone has its own."""
+    shared = {"kl_coef": 0.1, "behaviour": behaviour}
+    for algorithm in (
+        rloo(kl=KL.IN_REWARD, **shared),
+        grpo(kl=KL.IN_REWARD, **shared),
+        grpo(kl=KL.IN_LOSS, kl_target=1.0, **shared),
+        PPO(PPOConfig(**shared)),
+    ):
+        assert algorithm.always == {"old_logprobs"} <= algorithm.needs
+    for algorithm in (grpo(**shared), grpo(kl=KL.IN_LOSS, **shared), PPO(PPOConfig(kl=KL.NONE, **shared))):
+        assert algorithm.always == frozenset()
+
+
+def test_a_policy_that_equals_its_reference_has_no_kl(pack):
+    """Rollout and trainer round differently; that is no divergence from the reference."""
+    trainer = np.array([0, -0.5, -0.8, 0, -1.0, -1.0], np.float32)
+    noise = np.array([0, 0.1, -0.2, 0, 0.3, 0.1], np.float32)
+    batch = pack(
+        [3, 3], [1.0, 1.0], [0, 0], rollout_logprobs=trainer + noise, old_logprobs=trainer, ref_logprobs=trainer
+    ).with_tokens(values=np.zeros(6, np.float32))
+    settings = {"kl": KL.IN_REWARD, "kl_coef": 0.5, "kl_target": 1.0, "behaviour": Behaviour.ROLLOUT}
+    for algorithm in (rloo(**settings), grpo(**settings)):
+        assert not algorithm.advantages(batch)["advantages"].any()
+        assert algorithm.controller().update(batch)["kl/trajectory"].value == 0.0
+    np.testing.assert_array_equal(token_rewards(PPOConfig(**settings), batch), [0, 0, 1, 0, 0, 1])
 
 
 def test_sft_leaves_the_batch_alone(pack):

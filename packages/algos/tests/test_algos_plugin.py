@@ -5,12 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from coupler.config.schema import RunConfig, SamplingConfig
 from coupler.interfaces import Aggregation, Algorithm
 from coupler_algos import plugin
 from coupler_algos.config import KL, Behaviour, GRPOConfig, KLEstimator, PPOConfig, RLOOConfig, SFTConfig
+from coupler_algos.ppo import PPO
 
 
 def problems(algorithm, **changes) -> list[str]:
@@ -48,6 +50,8 @@ def test_ppo_needs_no_second_sample():
         (RLOOConfig(kl_coef=0.0), {}, ["algorithm.kl=in_reward", "algorithm.kl=none"]),
         (GRPOConfig(kl_estimator=KLEstimator.K1), {}, ["kl_estimator=k1", "k2 or k3"]),
         (GRPOConfig(aggregation=Aggregation.CONSTANT), {}, ["aggregation_constant=0", "${sampling.max_tokens}"]),
+        (SFTConfig(aggregation=Aggregation.CONSTANT), {}, ["aggregation_constant=0", "the longest answer"]),
+        (SFTConfig(aggregation_constant=8), {}, ["aggregation_constant=8", "does nothing with token_mean"]),
         (GRPOConfig(overlong_buffer_tokens=4), {}, ["overlong_buffer_tokens=4", "algorithm.overlong_max_tokens=$"]),
         (
             GRPOConfig(overlong_buffer_tokens=4, overlong_max_tokens=500),
@@ -69,6 +73,11 @@ def test_ppo_needs_no_second_sample():
         (PPOConfig(value_clip=-1.0), {}, ["algorithm.value_clip=-1.0", "0 switches it off"]),
         (PPOConfig(kl_target=-1.0), {}, ["algorithm.kl_target=-1.0", "algorithm.kl_coef"]),
         (PPOConfig(kl_horizon=0), {}, ["algorithm.kl_horizon=0", "at least 1"]),
+        (
+            PPOConfig(kl_target=6.0, kl_horizon=12),
+            {"prompts_per_step": 15, "samples_per_prompt": 4},
+            ["algorithm.kl_horizon=12", "60 trajectories of a step", "set algorithm.kl_horizon=60 or more"],
+        ),
         (GRPOConfig(kl=KL.NONE, kl_target=6.0), {}, ["algorithm.kl_target=6.0", "algorithm.kl=in_reward"]),
         (PPOConfig(), {"max_staleness": 2}, ["max_staleness=2", "behaviour=rollout"]),
         (GRPOConfig(correction_cap=2.0, behaviour=Behaviour.ROLLOUT), {}, ["correction_cap", "does nothing"]),
@@ -79,6 +88,21 @@ def test_one_mistake_is_one_sentence_with_key_and_fix(algorithm, changes, words)
     assert "\n" not in problem and problem.endswith(".")
     for word in words:
         assert word in problem
+
+
+def test_the_shortest_horizon_that_is_accepted_keeps_the_coefficient_positive(pack):
+    """Sixty trajectories without any KL: the error is -0.2, and 1 - 0.2 * 60 / 13 is above 0."""
+    config = PPOConfig(kl_target=6.0, kl_horizon=13)
+    assert problems(config, prompts_per_step=15, samples_per_prompt=4) == []
+    zeros = np.zeros(120, np.float32)
+    batch = pack([2] * 60, [0.0] * 60, [0] * 60, old_logprobs=zeros, ref_logprobs=zeros)
+    controller = PPO(config).controller()
+    controller.update(batch)
+    assert 0 < controller.state()["value"] < config.kl_coef
+
+
+def test_a_horizon_without_a_target_is_not_judged():
+    assert problems(PPOConfig(kl_horizon=1), prompts_per_step=15, samples_per_prompt=4) == []
 
 
 def test_either_fix_for_staleness_is_accepted():
@@ -94,7 +118,7 @@ import sys
 import numpy as np
 from coupler.batch import Batch
 from coupler_algos import plugin
-batch = Batch(np.array([2, 2]), {"loss_mask": np.array([False, True] * 2), "rollout_logprobs": np.zeros(4),
+batch = Batch(np.array([2, 2]), {"loss_mask": np.array([False, True] * 2), "old_logprobs": np.zeros(4),
               "ref_logprobs": np.zeros(4), "values": np.zeros(4)},
               {"reward": np.array([1.0, 0.0]), "group": np.zeros(2, int)})
 for backend in plugin.coupler_backends():

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from coupler.interfaces import Aggregation
-from coupler.loop.loss_weight import loss_weight
+from coupler.loop.loss_weight import loss_weight, prepare
 from coupler.metrics import merge, values
+from coupler.worker.train_infer import checked_loss
 from coupler_algos.config import KL, Behaviour, GRPOConfig, KLEstimator, RLOOConfig, SFTConfig
 from coupler_algos.grpo import GRPO
 from coupler_algos.losses import clipped_surrogate
@@ -157,6 +158,22 @@ def test_rloo_on_policy_is_reinforce(pack, run):
     np.testing.assert_array_equal(grads["logprobs"], [0, -1, -1, 0, 0.5])
 
 
+@pytest.mark.parametrize("aggregation", [Aggregation.SEQUENCE_MEAN_TOKEN_SUM, Aggregation.TOKEN_MEAN])
+def test_the_metric_loss_of_rloo_is_its_objective(random_batch, columns, aggregation):
+    """A completion counts once, however many tokens it has: the mean of -A p(y) / p_old(y), plus KL per token."""
+    algorithm = RLOO(RLOOConfig(kl=KL.IN_LOSS, kl_coef=0.1, kl_estimator=KLEstimator.K2, aggregation=aggregation))
+    batch = prepare(algorithm.advantages(random_batch), algorithm)
+    now = np.where(batch["loss_mask"], logprobs_of(batch), 0)
+    out = {"logprobs": torch.from_numpy(now), "entropy": torch.ones(batch.num_tokens)}
+    _, metrics = checked_loss(algorithm, None)(out, columns(batch))
+    ratios = np.exp(batch.sum_by_sequence(now - batch["old_logprobs"]))
+    kl = batch.sum_by_sequence((now - batch["ref_logprobs"]) ** 2 / 2)
+    valid = batch.sum_by_sequence(batch["loss_mask"])
+    per_sequence = -batch["advantages"][batch.starts[1:] - 1] * ratios + 0.1 * kl
+    divisor = (valid > 0).sum() if aggregation is Aggregation.SEQUENCE_MEAN_TOKEN_SUM else valid.sum()
+    assert values(metrics)["loss"] == pytest.approx(per_sequence[valid > 0].sum() / divisor, rel=1e-5)
+
+
 def test_rloo_clips_whole_sequences(pack, run):
     """Token ratios 1.1 stay inside 0.2 each, their product 1.331 does not."""
     advantages = np.array([0, 1, 1, 1, 0, 1], np.float32)
@@ -173,6 +190,12 @@ def test_sft_is_the_mean_negative_log_likelihood(pack, run):
     np.testing.assert_array_equal(loss, [0, 1, 2, 0, 6])
     np.testing.assert_allclose(grads["logprobs"], [0, -1 / 3, -1 / 3, 0, -1 / 3], rtol=1e-6)
     assert values(metrics) == {"nll": 3.0}
+
+
+def test_sft_divides_by_the_constant_only(pack, run):
+    algorithm = SFT(SFTConfig(aggregation=Aggregation.CONSTANT, aggregation_constant=10))
+    _, _, grads = run(algorithm, pack([3, 2], [0, 0], [0, 0]), np.array([9, -1, -2, 9, -6], np.float32))
+    np.testing.assert_allclose(grads["logprobs"], [0, -0.05, -0.05, 0, -0.05], rtol=1e-6)
 
 
 def test_extreme_logprobs_keep_loss_and_gradient_finite(pack, run):

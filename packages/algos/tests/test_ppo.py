@@ -119,7 +119,7 @@ def test_rewards_of_tokens_replace_the_sequence_reward(pack):
 def test_kl_and_length_in_the_reward(pack):
     """k1 = log p - log ref = 0.5, -0.25 and 1; beta = 0.1. Two sampled tokens of at most 2, buffer 2: -1 in all."""
     batch = pack(
-        [3, 2], [1, 1], [0, 0], rollout_logprobs=column(9, -1, -2, 9, -3), ref_logprobs=column(9, -1.5, -1.75, 9, -4)
+        [3, 2], [1, 1], [0, 0], old_logprobs=column(9, -1, -2, 9, -3), ref_logprobs=column(9, -1.5, -1.75, 9, -4)
     )
     config = {"kl": KL.IN_REWARD, "kl_coef": 0.1, "overlong_buffer_tokens": 2, "overlong_max_tokens": 2}
     expected = [0, -0.05, 1 + 0.025 - 1, 0, 1 - 0.1 - 0.5]
@@ -159,6 +159,15 @@ def test_value_loss_by_hand(pack, run_critic):
     np.testing.assert_allclose(loss, [0, 0.28125, 0.03125, 2, 4.5])
     np.testing.assert_allclose(grad, np.array([0, -0.75, -0.25, -2, 3]) / 4)
     assert "clip_fraction" not in metrics
+
+
+def test_rounding_is_no_clipping(pack, run_critic):
+    """Values that moved less than the limit count nowhere, however ``old + (v - old)`` rounds."""
+    rng = np.random.default_rng(8)
+    old, returns = rng.normal(0, 0.1, (2, 1000)).astype(np.float32)
+    now = (old + rng.uniform(-0.19, 0.19, 1000)).astype(np.float32)
+    batch = pack([1000], [0], [0], values=old, returns=returns)
+    assert run_critic(PPOConfig(value_clip=0.2), batch, now)[1]["clip_fraction"] == 0.0
 
 
 def test_value_gradient_equals_autograd_of_the_formula(random_batch, run_critic):
@@ -201,7 +210,7 @@ def drifted(pack, *kl: float):
     """One sequence per number: two sampled tokens whose k1 adds up to it."""
     halves = np.concatenate([column(9, d / 2, d / 2) for d in kl])
     zeros = np.zeros(3 * len(kl), np.float32)
-    return pack([3] * len(kl), [0.0] * len(kl), [0] * len(kl), rollout_logprobs=halves, ref_logprobs=zeros)
+    return pack([3] * len(kl), [0.0] * len(kl), [0] * len(kl), old_logprobs=halves, ref_logprobs=zeros)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +241,7 @@ def test_the_coefficient_in_force_is_the_one_of_reward_and_loss(pack, run):
     grads = []
     for coefficient, given in ((0.5, in_loss), (0.25, plain)):
         algorithm = GRPO(GRPOConfig(kl=KL.IN_LOSS, kl_coef=coefficient, kl_estimator=KLEstimator.K2))
-        _, _, found = run(algorithm, given, batch["rollout_logprobs"])
+        _, _, found = run(algorithm, given, batch["old_logprobs"])
         grads.append(found["logprobs"].numpy())
     np.testing.assert_allclose(grads[0], grads[1])
     assert grads[0].any()

@@ -94,6 +94,8 @@ def test_the_critic_s_schedule_ends_after_the_critic_s_steps() -> None:
     assert plan.optimizer_steps == 30
     assert "policy cosine over 30 optimizer steps; critic cosine over 80 optimizer steps" in plan.render()
     assert "20 steps = 40 optimizer steps" in planned(*options[:2]).render()
+    alone = planned(*options, "critic.warmup_steps=20", needs=frozenset({"values"}))
+    assert dict(alone.rates) == {"critic": "cosine over 80 optimizer steps"}
 
 
 @pytest.mark.parametrize("path", ["engine", "critic.engine"])

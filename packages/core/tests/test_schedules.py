@@ -118,7 +118,21 @@ def test_a_schedule_without_a_length_takes_the_run_s() -> None:
     assert config.for_run(50).total_steps == 50
     assert WHOLE.for_run(50).total_steps == 100
     assert AdamWConfig().for_run(50) == AdamWConfig()
-    assert config.for_run(0) == config  # of an engine that takes no step
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"schedule": Schedule.COSINE},
+        {"schedule": Schedule.LINEAR, "warmup_steps": 5},
+        {"schedule": Schedule.WSD, "decay_steps": 3, "warmup_ratio": 0.1},
+        {"warmup_ratio": 0.1},
+        {"schedule": Schedule.COSINE, "total_steps": 100},
+    ],
+)
+def test_an_engine_that_takes_no_step_has_a_schedule_too(settings: dict[str, Any]) -> None:
+    """A policy whose run is the critic's warm-up: its checkpoint holds an optimizer, whose rate nothing uses."""
+    assert 0 < multiplier(AdamWConfig(**settings).for_run(0))(0) <= 1
 
 
 def test_a_warm_up_is_a_share_of_the_schedule() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from coupler.errors import CouplerError, RewardError, WaitTimeout, WeightSyncErr
 from coupler.interfaces import Completion, InFlight, Rank, Request, SyncReceipt, WeightUpdate
 from coupler.loop.engine_group import EngineGroup
 from coupler.rewards import RewardPool
-from coupler.testing.toy import ToyAlgorithm, ToyRollout
+from coupler.testing.toy import ToyAlgorithm, ToyEngine, ToyRollout
 
 
 def numbers(log: list[dict[str, float]]) -> list[dict[str, float]]:
@@ -160,6 +160,94 @@ def test_dynamic_sampling_asks_for_more(tmp_path: Path) -> None:
 def test_an_algorithm_that_cannot_train_stops_the_run(tmp_path: Path, algorithm: str, what: str) -> None:
     with pytest.raises(CouplerError, match=what):
         ToyRun(tmp_path, small(steps=8), algorithm=algorithm).run()
+
+
+class OffByALittle(ToyRollout):
+    """Reports every log-prob 0.002 too low, as another kernel might."""
+
+    async def generate(self, request):  # type: ignore[no-untyped-def]
+        done = await super().generate(request)
+        return replace(done, logprobs=tuple(logprob - 0.002 for logprob in done.logprobs))
+
+
+class ReadsOld(ToyAlgorithm):
+    """Compares the log-probs of trainer and rollout before training, and notes what the loss gets."""
+
+    needs = frozenset({"old_logprobs"})
+    always = frozenset({"old_logprobs"})
+    differences: ClassVar[list[np.ndarray]] = []
+    in_loss: ClassVar[set[bool]] = set()
+
+    def advantages(self, batch):  # type: ignore[no-untyped-def]
+        mask = batch["loss_mask"]
+        self.differences.append((batch["old_logprobs"] - batch["rollout_logprobs"])[mask])
+        return super().advantages(batch)
+
+    def loss(self, out, batch):  # type: ignore[no-untyped-def]
+        self.in_loss.add("old_logprobs" in batch)
+        return super().loss(out, batch)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_old_logprobs_that_are_always_needed_are_the_trainer_s(tmp_path: Path, number: int) -> None:
+    """With one optimizer step the loss still gets none: its own log-probs are the old ones, to the bit."""
+    ReadsOld.differences.clear()
+    ReadsOld.in_loss.clear()
+    config = small(steps=2, optimizer_steps_per_batch=number)
+    ToyRun(tmp_path, config, algorithm="test_trainer:ReadsOld", rollout="test_trainer:OffByALittle").run()
+    assert len(ReadsOld.differences) == 2
+    for difference in ReadsOld.differences:
+        np.testing.assert_allclose(difference, 0.002, atol=1e-5)
+    assert ReadsOld.in_loss == {number > 1}
+
+
+class OneIsNaN(ToyEngine):
+    """Answers NaN for one sampled token of every batch that the trainer completes."""
+
+    def forward(self, batch, want):  # type: ignore[no-untyped-def]
+        done = super().forward(batch, want)
+        if len(batch) < 16:  # the proof of the weights, which is not what is tested here
+            return done
+        logprobs = done["logprobs"].copy()
+        logprobs[np.flatnonzero(batch["loss_mask"])[5]] = np.nan
+        return done.with_tokens(logprobs=logprobs)
+
+
+class NaNUnderTheMask(ToyEngine):
+    """Answers NaN for every token that was not sampled."""
+
+    def forward(self, batch, want):  # type: ignore[no-untyped-def]
+        done = super().forward(batch, want)
+        return done.with_tokens(logprobs=np.where(batch["loss_mask"], done["logprobs"], np.nan))
+
+
+def test_a_column_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
+    """A clamp in the loss would turn it into a gradient of 0, and the step would be applied."""
+    run = ToyRun(tmp_path, small(), algorithm="test_trainer:ReadsOld", engine="test_trainer:OneIsNaN")
+    with pytest.raises(CouplerError, match=r"old_logprobs is not finite at 1 of \d+ sampled tokens"):
+        run.run()
+    assert run.policy.steps_done == 0
+
+
+def test_what_stands_under_the_mask_may_be_anything(tmp_path: Path) -> None:
+    engine = "test_trainer:NaNUnderTheMask"
+    log = ToyRun(tmp_path, small(steps=2), algorithm="test_trainer:ReadsOld", engine=engine).run()
+    assert len(log) == 3
+
+
+class MayLackOld(ToyAlgorithm):
+    """Needs old log-probs in its loss only."""
+
+    needs = frozenset({"old_logprobs"})
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_one_optimizer_step_costs_no_pass_for_old_logprobs(tmp_path: Path, number: int) -> None:
+    run = ToyRun(tmp_path, small(steps=2, optimizer_steps_per_batch=number), algorithm="test_trainer:MayLackOld")
+    passes, forward = [], run.policy.forward
+    run.policy.forward = lambda batch, want: passes.append(want) or forward(batch, want)  # type: ignore
+    run.run()
+    assert len(passes) == (2 + 2 if number > 1 else 2)  # the proof of the weights takes two
 
 
 def test_a_reward_that_raises_stops_the_run_with_its_traceback(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from coupler_algos.groups import trajectories
 from coupler_algos.kl import KL_COEF
 from coupler_algos.shaping import kl_per_token
 
-_MAX_ERROR = 0.2
+MAX_ERROR = 0.2
 
 
 class AdaptiveKL(Controller):
@@ -35,7 +35,7 @@ class AdaptiveKL(Controller):
         number = len(trajectories(batch)[0])
         total = float(kl_per_token(self.config, batch).sum())
         used = self.value
-        error = float(np.clip(total / max(number, 1) / self.config.kl_target - 1, -_MAX_ERROR, _MAX_ERROR))
+        error = float(np.clip(total / max(number, 1) / self.config.kl_target - 1, -MAX_ERROR, MAX_ERROR))
         self.value *= 1 + error * number / self.config.kl_horizon
         return {"kl/coef": Metric(used), "kl/trajectory": Metric(total, number)}
 

@@ -1,4 +1,7 @@
-"""What users set under ``algorithm``. Imports nothing heavy: core reads it before a backend is chosen."""
+"""Define what users set under ``algorithm``.
+
+This module imports nothing heavy: core reads it before a backend is chosen.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from coupler.interfaces import Aggregation
 
 
 class KL(StrEnum):
-    """Where the divergence from the reference policy enters."""
+    """Name the place where the divergence from the reference policy enters."""
 
     NONE = "none"
     IN_REWARD = "in_reward"
@@ -17,7 +20,10 @@ class KL(StrEnum):
 
 
 class KLEstimator(StrEnum):
-    """How the divergence of a token is estimated: see :mod:`coupler_algos.kl`, for value and gradient."""
+    """Choose how the divergence of a token is estimated.
+
+    :mod:`coupler_algos.kl` has the value and the gradient of each.
+    """
 
     K1 = "k1"
     K2 = "k2"
@@ -25,66 +31,112 @@ class KLEstimator(StrEnum):
 
 
 class Behaviour(StrEnum):
-    """Whose log-probs are the denominator of the ratio."""
+    """Choose whose log-probs are the denominator of the ratio."""
 
-    RECOMPUTED = "recomputed"  # the engine's, with the weights from before the batch's first optimizer step
+    RECOMPUTED = "recomputed"  # the trainer's, before the batch's first optimizer step
     ROLLOUT = "rollout"  # those that the rollout reported when it sampled
 
 
 @dataclass
 class PolicyConfig:
-    """What GRPO, RLOO and PPO share. In every number, 0 switches the part off."""
+    """Hold what GRPO, RLOO and PPO share. In every number, 0 switches the part off."""
 
-    aggregation: Aggregation = Aggregation.TOKEN_MEAN  # how the losses of tokens add up
-    aggregation_constant: int = 0  # tokens; the divisor per sequence under aggregation=constant
-    clip_low: float = 0.0  # the ratio is clipped below at 1 - clip_low
-    clip_high: float = 0.0  # and above at 1 + clip_high
-    dual_clip: float = 0.0  # above 1: bounds the loss of a negative advantage at -advantage * dual_clip
+    aggregation: Aggregation = Aggregation.TOKEN_MEAN
+    """How the losses of tokens add up to the loss of a step."""
+    aggregation_constant: int = 0
+    """The divisor of each sequence's loss under aggregation=constant, in tokens."""
+    clip_low: float = 0.0
+    """The ratio is clipped below at 1 - clip_low; 0 does not clip it there."""
+    clip_high: float = 0.0
+    """The ratio is clipped above at 1 + clip_high; 0 does not clip it there."""
+    dual_clip: float = 0.0
+    """Bounds the loss of a negative advantage at -advantage * dual_clip; it must be above
+    1, or 0 for no bound."""
     behaviour: Behaviour = Behaviour.RECOMPUTED
-    correction_cap: float = 0.0  # weighs the loss with min(recomputed / rollout probability, cap)
+    """Whose log-probs are the denominator of the ratio: recomputed by the trainer before
+    the batch's first optimizer step, or reported by the rollout."""
+    correction_cap: float = 0.0
+    """Weighs the loss with min(recomputed / rollout probability, correction_cap); 0 does
+    not weigh it."""
     kl: KL = KL.NONE
-    kl_coef: float = 0.0  # weight of the divergence; 0 switches it off
-    kl_target: float = 0.0  # nats per trajectory; above 0 kl_coef is where the coefficient starts that follows it
-    kl_horizon: int = 10_000  # trajectories over which the coefficient follows; larger is slower
+    """Where the divergence from the reference enters: in the reward, in the loss, or
+    nowhere."""
+    kl_coef: float = 0.0
+    """The weight of the divergence from the reference; with kl_target, the weight of the
+    first step."""
+    kl_target: float = 0.0
+    """The divergence that an adaptive coefficient aims at, in nats per trajectory; 0 keeps
+    kl_coef as it is."""
+    kl_horizon: int = 10_000
+    """Trajectories over which the adaptive coefficient follows the divergence; more make
+    it slower."""
     kl_estimator: KLEstimator = KLEstimator.K3
-    entropy_coef: float = 0.0  # bonus
-    log_entropy: bool = True  # compute the entropy for the log, without gradient, where there is no bonus
-    overlong_buffer_tokens: int = 0  # completions lose up to 1 reward over the last so many tokens
-    overlong_max_tokens: int = 0  # the length at which it is 1: ${sampling.max_tokens}
+    """How the divergence of a token is estimated, in the reward or in the loss."""
+    entropy_coef: float = 0.0
+    """The weight of an entropy bonus in the loss; 0 gives none."""
+    log_entropy: bool = True
+    """Compute the entropy for the log also where the loss has no entropy bonus."""
+    overlong_buffer_tokens: int = 0
+    """A completion loses up to 1 of its reward over its last tokens before
+    overlong_max_tokens, this many of them; 0 takes nothing."""
+    overlong_max_tokens: int = 0
+    """The length at which a completion loses a whole reward of 1, usually
+    ${sampling.max_tokens}."""
 
     @property
     def needs(self) -> frozenset[str]:
         """The columns that core adds under this configuration: ``Algorithm.needs``."""
         reference = {"ref_logprobs"} if self.kl is not KL.NONE else set()
         old = {"old_logprobs"} if self.behaviour is Behaviour.RECOMPUTED else set()
-        return frozenset(reference | old)
+        return frozenset(reference | old | self.always)
+
+    @property
+    def always(self) -> frozenset[str]:
+        """The columns that KL reads before training: ``Algorithm.always``.
+
+        The policy's log-probs come from the trainer, as the reference's do. Those of the
+        rollout differ by rounding, which would count as divergence.
+        """
+        reads = self.kl is KL.IN_REWARD or self.kl_target > 0
+        return frozenset({"old_logprobs"} if reads else ())
 
 
 @dataclass
 class GroupConfig(PolicyConfig):
-    """What GRPO and RLOO share: they compare the samples of one prompt."""
+    """Hold what GRPO and RLOO share: they compare the samples of one prompt."""
 
-    dynamic_sampling: bool = False  # ask for another group where all rewards of one are equal
+    dynamic_sampling: bool = False
+    """Sample another group in place of one whose rewards are all equal."""
 
 
 @dataclass
 class GRPOConfig(GroupConfig):
-    """Defaults of arXiv 2402.03300; it states no clip range, 0.2 is PPO's (arXiv 1707.06347)."""
+    """Configure GRPO with the defaults of arXiv 2402.03300.
 
-    name: str = "grpo"  # chosen by algorithm=NAME
+    That paper states no clip range: 0.2 is PPO's (arXiv 1707.06347).
+    """
+
+    name: str = "grpo"
+    """The algorithm's name, chosen by algorithm=NAME."""
     aggregation: Aggregation = Aggregation.SEQUENCE_MEAN_TOKEN_MEAN
     clip_low: float = 0.2
     clip_high: float = 0.2
     kl: KL = KL.IN_LOSS
     kl_coef: float = 0.04
-    scale_by_std: bool = True  # divide by the standard deviation of the group's rewards
+    scale_by_std: bool = True
+    """Divide advantages by the standard deviation of the group's rewards."""
 
 
 @dataclass
 class RLOOConfig(GroupConfig):
-    """As in arXiv 2402.14740: sequence log-probs, KL in the reward, no clipping. The KL coefficient is our choice."""
+    """Configure RLOO as in arXiv 2402.14740.
 
-    name: str = "rloo"  # chosen by algorithm=NAME
+    It has log-probs of sequences, KL in the reward, and no clipping. The KL coefficient is
+    our choice.
+    """
+
+    name: str = "rloo"
+    """The algorithm's name, chosen by algorithm=NAME."""
     aggregation: Aggregation = Aggregation.SEQUENCE_MEAN_TOKEN_SUM
     kl: KL = KL.IN_REWARD
     kl_coef: float = 0.05
@@ -93,26 +145,43 @@ class RLOOConfig(GroupConfig):
 
 @dataclass
 class PPOConfig(PolicyConfig):
-    """Ratio clip, discount and KL coefficient of arXiv 2203.02155, lam and value clip of the code of 1909.08593."""
+    """Configure PPO.
 
-    name: str = "ppo"  # chosen by algorithm=NAME
+    Ratio clip, discount and KL coefficient are those of arXiv 2203.02155; ``lam`` and the
+    value clip are those of the code of arXiv 1909.08593.
+    """
+
+    name: str = "ppo"
+    """The algorithm's name, chosen by algorithm=NAME."""
     clip_low: float = 0.2
     clip_high: float = 0.2
     kl: KL = KL.IN_REWARD
     kl_coef: float = 0.02
     kl_estimator: KLEstimator = KLEstimator.K1
-    gamma: float = 1.0  # discount per sampled token
-    lam: float = 0.95  # 1: returns minus values, unbiased; 0: one step, the least variance
-    whiten: bool = True  # advantages of the batch to mean 0 and standard deviation 1
-    value_clip: float = 0.2  # values may move so far from the old ones before their loss stops pulling
+    gamma: float = 1.0
+    """The discount of rewards per sampled token; 1 discounts nothing."""
+    lam: float = 0.95
+    """The lambda of GAE: 1 takes returns minus values, without bias; 0 takes one step, with
+    the least variance."""
+    whiten: bool = True
+    """Shift and scale the advantages of a batch to mean 0 and standard deviation 1."""
+    value_clip: float = 0.2
+    """The critic's loss stops pulling a value that moved farther than this from its old
+    one; 0 does not clip values."""
 
     @property
     def needs(self) -> frozenset[str]:
-        """What every policy needs, and values."""
+        """The columns of every policy, and values."""
         return super().needs | {"values"}
 
 
 @dataclass
 class SFTConfig:
-    name: str = "sft"  # chosen by algorithm=NAME
-    aggregation: Aggregation = Aggregation.TOKEN_MEAN  # how the losses of tokens add up
+    """Configure supervised fine-tuning."""
+
+    name: str = "sft"
+    """The algorithm's name, chosen by algorithm=NAME."""
+    aggregation: Aggregation = Aggregation.TOKEN_MEAN
+    """How the losses of tokens add up to the loss of a step."""
+    aggregation_constant: int = 0
+    """The divisor of each row's loss under aggregation=constant, in tokens."""

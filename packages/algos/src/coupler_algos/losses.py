@@ -56,6 +56,8 @@ def policy_loss(config: PolicyConfig, out: Columns, batch: Columns, sequence_rat
         loss = loss * weight.clamp(max=config.correction_cap)
         metrics["correction_capped"] = _mean(weight > config.correction_cap, mask)
     metrics["policy_loss"] = _mean(loss, mask)
+    if sequence_ratio:
+        loss = count_once(loss, mask, batch["cu_seqlens"], batch["seq"])
     if config.kl is not KL.NONE:
         reference = valid(batch["ref_logprobs"])
         metrics["kl_ref"] = _mean(kl.estimate(KLEstimator.K3, logprobs.detach(), reference, torch), mask)
@@ -82,7 +84,8 @@ def value_loss(config: PPOConfig, out: Columns, batch: Columns) -> tuple[Tensor,
     if config.value_clip:
         near = old + (values - old).clamp(-config.value_clip, config.value_clip)
         clipped = (near - returns) ** 2 / 2
-        metrics["clip_fraction"] = _mean(clipped > loss, mask)
+        moved = (values - old).abs() > config.value_clip  # without it, rounding of ``near`` would count
+        metrics["clip_fraction"] = _mean(moved & (clipped > loss), mask)
         loss = torch.maximum(loss, clipped)
     return loss, {**metrics, "value_loss": _mean(loss, mask)}
 
@@ -105,6 +108,17 @@ def sum_over_sequence(per_token: Tensor, cu_seqlens: Tensor, seq: Tensor) -> Ten
     """
     total = torch.segment_reduce(per_token.detach(), "sum", offsets=cu_seqlens.long())
     return total[seq] + (per_token - per_token.detach())
+
+
+def count_once(per_token: Tensor, mask: Tensor, cu_seqlens: Tensor, seq: Tensor) -> Tensor:
+    """[T] -> [T]: divide the value that every token of a sequence repeats; leave gradients as they are.
+
+    The sum over the valid tokens of a sequence is then one loss per sequence, and so is the sum
+    of the gradients that :func:`sum_over_sequence` gave them.
+    """
+    valid = torch.segment_reduce(mask.to(per_token.dtype), "sum", offsets=cu_seqlens.long())
+    value = per_token.detach()
+    return value / valid.clamp(min=1)[seq] + (per_token - value)
 
 
 def _ratio_metrics(config: PolicyConfig, ratio: Tensor, advantages: Tensor, mask: Tensor) -> Metrics:

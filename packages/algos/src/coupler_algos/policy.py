@@ -24,7 +24,7 @@ class Policy(Algorithm):
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__(config)
         self.aggregation, self.constant = config.aggregation, config.aggregation_constant
-        self.needs = config.needs
+        self.needs, self.always = config.needs, config.always
         entropy = (Output("entropy"),) if config.log_entropy or config.entropy_coef else ()
         self.want = (Output("logprobs"), *entropy)
 

@@ -15,7 +15,7 @@ class SFT(Algorithm):
 
     def __init__(self, config: SFTConfig) -> None:
         super().__init__(config)
-        self.aggregation = config.aggregation
+        self.aggregation, self.constant = config.aggregation, config.aggregation_constant
 
     def advantages(self, batch: Batch) -> Batch:
         """Return the batch as it is: there is nothing to compare."""

@@ -20,10 +20,16 @@ def overlong_penalty(num_tokens: np.ndarray, max_tokens: int, buffer_tokens: int
 
 
 def kl_per_token(config: PolicyConfig, batch: Batch) -> np.ndarray:
-    """[T] estimated divergence of the policy that sampled from the reference; 0 outside ``loss_mask``."""
+    """Estimate the divergence of the policy before the step from the reference.
+
+    Both log-probs are the trainer's, so that equal weights have a divergence of 0.
+
+    Returns:
+        [T] float64 in nats; 0 outside ``loss_mask``.
+    """
     mask = batch["loss_mask"]
-    policy = batch["old_logprobs" if batch.has("old_logprobs") else "rollout_logprobs"]
-    policy, reference = (np.where(mask, c, 0).astype(np.float64) for c in (policy, batch["ref_logprobs"]))
+    both = batch["old_logprobs"], batch["ref_logprobs"]
+    policy, reference = (np.where(mask, column, 0).astype(np.float64) for column in both)
     return kl.estimate(config.kl_estimator, policy, reference, np)
 
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from coupler.interfaces import Aggregation
-from coupler_algos.config import KL, Behaviour, GroupConfig, KLEstimator, PolicyConfig, PPOConfig
+from coupler_algos.adaptive import MAX_ERROR
+from coupler_algos.config import KL, Behaviour, GroupConfig, KLEstimator, PolicyConfig, PPOConfig, SFTConfig
 
 if TYPE_CHECKING:
     from coupler import RunConfig
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 def problems(config: RunConfig) -> Iterator[str]:
     """Yield one sentence per problem, with key and fix; nothing if the algorithm is not one of ours with a policy."""
     algorithm = config.algorithm
+    if isinstance(algorithm, SFTConfig):
+        yield from _constant(algorithm, "the tokens of the longest answer, for example 1024")
     if not isinstance(algorithm, PolicyConfig):
         return
     if isinstance(algorithm, GroupConfig) and config.samples_per_prompt < 2:
@@ -23,8 +26,10 @@ def problems(config: RunConfig) -> Iterator[str]:
             "set samples_per_prompt=2 or more."
         )
     yield from _sampling(config, algorithm)
+    yield from _constant(algorithm, "the longest completion, algorithm.aggregation_constant=${sampling.max_tokens}")
     yield from _ratio(algorithm)
     yield from _kl(algorithm)
+    yield from _horizon(config, algorithm)
     yield from _overlong(config, algorithm)
     if isinstance(algorithm, PPOConfig):
         yield from _returns(algorithm)
@@ -37,10 +42,13 @@ def _sampling(config: RunConfig, a: PolicyConfig) -> Iterator[str]:
             "algorithm.behaviour=recomputed takes newer ones for the ratio's denominator: set "
             "algorithm.behaviour=rollout, or algorithm.correction_cap=2 to weigh the difference."
         )
+
+
+def _constant(a: PolicyConfig | SFTConfig, longest: str) -> Iterator[str]:
     if a.aggregation is Aggregation.CONSTANT and a.aggregation_constant < 1:
         yield (
             f"algorithm.aggregation=constant cannot divide by algorithm.aggregation_constant={a.aggregation_constant}: "
-            "set it to the longest completion, algorithm.aggregation_constant=${sampling.max_tokens}."
+            f"set it to {longest}."
         )
     if a.aggregation_constant and a.aggregation is not Aggregation.CONSTANT:
         yield (
@@ -78,12 +86,21 @@ def _kl(a: PolicyConfig) -> Iterator[str]:
             f"algorithm.kl_target={a.kl_target} adapts a coefficient that algorithm.kl=none does not use: "
             "set algorithm.kl=in_reward or in_loss."
         )
-    if a.kl_horizon < 1:
-        yield f"algorithm.kl_horizon={a.kl_horizon} must be at least 1 trajectory; 10000 is usual."
     if a.kl is KL.IN_LOSS and a.kl_estimator is KLEstimator.K1:
         yield (
             "algorithm.kl_estimator=k1 has a gradient of zero expectation in the loss: "
             "set algorithm.kl_estimator=k2 or k3, or algorithm.kl=in_reward."
+        )
+
+
+def _horizon(config: RunConfig, a: PolicyConfig) -> Iterator[str]:
+    trajectories = config.prompts_per_step * config.samples_per_prompt
+    if a.kl_horizon < 1:
+        yield f"algorithm.kl_horizon={a.kl_horizon} must be at least 1 trajectory; 10000 is usual."
+    elif a.kl_target > 0 and MAX_ERROR * trajectories >= a.kl_horizon:
+        yield (
+            f"algorithm.kl_horizon={a.kl_horizon} is so short that the {trajectories} trajectories of a step could "
+            f"take algorithm.kl_coef to 0 or below: set algorithm.kl_horizon={trajectories} or more; 10000 is usual."
         )
 
 

@@ -90,10 +90,13 @@ class AdamWConfig(EngineConfig):
         return f"{self.schedule}{over}" + (f", warm-up over {self.warmup_steps}" if self.warmup_steps else "")
 
     def for_run(self, num_steps: int) -> Self:
-        """Let a schedule whose end is not set end with the run, and count the steps of a warm-up given as a share."""
-        if not num_steps:
-            return self
-        return self._counted(self.total_steps or num_steps)._ending(num_steps)
+        """Let a schedule whose end is not set end with the run, and count the steps of a warm-up given as a share.
+
+        An engine that takes no step, a policy while its critic warms up, gets the shortest
+        schedule there is: its checkpoints hold an optimizer, and no step uses the rate.
+        """
+        counted = self._counted(self.total_steps or max(num_steps, 1))
+        return counted._ending(num_steps or counted._least)
 
     def _counted(self, num_steps: int) -> Self:
         if not self.warmup_ratio:

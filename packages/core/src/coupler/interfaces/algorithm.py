@@ -25,9 +25,12 @@ class Algorithm(ABC):
     """What to optimise: data in, columns and a loss out. Owns no process and keeps no state between steps.
 
     Attributes:
-        needs: columns that core adds before :meth:`advantages`: ``ref_logprobs``, ``old_logprobs``, ``values``. Core
-            leaves ``old_logprobs`` out where they equal the current ones (one optimizer step per batch): a loss then
-            uses its own log-probs without gradient.
+        needs: columns that core adds before :meth:`advantages`: ``ref_logprobs``,
+            ``old_logprobs``, ``values``. The loss gets no ``old_logprobs`` where they equal
+            the current ones (one optimizer step per batch): it then uses its own log-probs
+            without gradient, and core spares the forward pass.
+        always: columns of ``needs`` that :meth:`advantages` or the controller reads. Core
+            computes ``old_logprobs`` for them with one optimizer step per batch too.
         want: model outputs the loss reads.
         aggregation: how token losses add up.
         constant: divisor per sequence under ``Aggregation.CONSTANT``.
@@ -36,6 +39,7 @@ class Algorithm(ABC):
     """
 
     needs: frozenset[str] = frozenset()
+    always: frozenset[str] = frozenset()
     want: tuple[Output, ...] = (Output("logprobs"),)
     aggregation: Aggregation = Aggregation.TOKEN_MEAN
     constant: int = 1

@@ -27,7 +27,7 @@ from coupler.loop.engine_group import EngineGroup
 from coupler.loop.evaluator import Evaluator
 from coupler.loop.sampler import Sampler
 from coupler.loop.trainer import Provider, Trainer
-from coupler.loop.turns import warmup_steps
+from coupler.loop.turns import OLD_LOGPROBS, warmup_steps
 from coupler.metrics import Metrics, merge
 from coupler.plugins.manager import Plugins
 from coupler.rewards import RewardPool
@@ -38,7 +38,7 @@ from coupler.run.saving import Saving, due
 from coupler.run.step_record import Recorder
 from coupler.system.garbage import heap_set_aside
 
-REFERENCE, OLD = "ref_logprobs", "old_logprobs"
+REFERENCE = "ref_logprobs"
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # how config.json counts them, by family
 LOGPROBS, ROUTES = Output("logprobs"), Output("routed_experts")
 
@@ -174,7 +174,7 @@ def column_providers(
     critic: EngineGroup | None,
     residency: Residency,
 ) -> dict[str, Provider]:
-    """Who computes which column. One optimizer step per batch needs no old log-probs: they equal the current ones."""
+    """Name who computes which column; :meth:`Trainer.complete` asks for those it needs."""
 
     def forward_of(role: str, group: EngineGroup, replays: bool = False, **columns: Output) -> Provider:
         async def provide(batch: Batch) -> dict[str, np.ndarray]:
@@ -185,9 +185,8 @@ def column_providers(
         return provide
 
     providers: dict[str, Provider] = {}
-    if config.optimizer_steps_per_batch * config.epochs_per_batch > 1:
-        recorded = {ROUTED_EXPERTS: ROUTES} if config.router_replay is RouterReplay.R2 else {}
-        providers[OLD] = forward_of("policy", policy, replays=True, old_logprobs=LOGPROBS, **recorded)
+    recorded = {ROUTED_EXPERTS: ROUTES} if config.router_replay is RouterReplay.R2 else {}
+    providers[OLD_LOGPROBS] = forward_of("policy", policy, replays=True, old_logprobs=LOGPROBS, **recorded)
     providers[REFERENCE] = (
         forward_of("reference", reference, ref_logprobs=LOGPROBS)
         if reference

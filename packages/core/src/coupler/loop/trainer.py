@@ -17,7 +17,7 @@ from coupler.loop.engine_group import EngineGroup
 from coupler.loop.sampler import Sampler
 from coupler.loop.state import State
 from coupler.loop.step_metrics import Clock, describe, of_role, reproducible
-from coupler.loop.turns import Turn, turns_of
+from coupler.loop.turns import OLD_LOGPROBS, Turn, takes_one_step, turns_of
 from coupler.metrics import Metrics, merge
 
 Provider = Callable[[Batch], Awaitable[Mapping[str, np.ndarray]]]  # computes token columns, by their names
@@ -125,10 +125,23 @@ class Trainer:
         return not any(skips.in_a_row for skips in self.skips.values())
 
     async def complete(self, batch: Batch) -> Batch:
-        """Add every column that the algorithm needs; roles compute theirs side by side where memory allows."""
-        names = sorted(self.algorithm.needs & self.providers.keys())
+        """Add the columns that the algorithm needs; roles compute theirs side by side.
+
+        With one optimizer step a batch, ``old_logprobs`` cost a forward pass and tell the
+        loss nothing new, so only an algorithm that has them in ``always`` gets them.
+
+        Raises:
+            CouplerError: a column is not finite at a sampled token.
+        """
+        needs = self.algorithm.needs
+        if takes_one_step(self.config):
+            needs -= {OLD_LOGPROBS} - self.algorithm.always
+        names = sorted(needs & self.providers.keys())
+
         found = await asyncio.gather(*(self.providers[name](batch) for name in names))
-        return batch.with_tokens(**{name: column for columns in found for name, column in columns.items()})
+        columns = {name: column for provided in found for name, column in provided.items()}
+        check_finite(columns, batch["loss_mask"])
+        return batch.with_tokens(**columns)
 
     def control(self, batch: Batch) -> tuple[Batch, Metrics]:
         """Add advantages, under the controller's coefficient of this step; it then learns the next one's."""
@@ -176,6 +189,29 @@ class SkippedSteps:
                 "none of them was applied.\n"
                 f"  try:  a smaller {engine}.lr, {engine}.dtype=fp32, or look for a NaN in the rewards; "
                 "the limit is max_skipped_steps"
+            )
+
+
+def check_finite(columns: Mapping[str, np.ndarray], mask: np.ndarray) -> None:
+    """Refuse NaN and infinity in what engines computed for sampled tokens.
+
+    A loss that clamps ratios would turn them into a gradient of 0, and apply the step.
+
+    Args:
+        columns: [T, ...] by name.
+        mask: [T] True at sampled tokens; what stands at others is not read.
+
+    Raises:
+        CouplerError: there is one; names its column.
+    """
+    for name, column in columns.items():
+        bad = np.count_nonzero(~np.isfinite(column[mask])) if column.dtype.kind == "f" else 0
+        if bad:
+            engine = "critic.engine" if name == "values" else "engine"
+            raise CouplerError(
+                f"the column {name} is not finite at {bad} of {np.count_nonzero(mask)} sampled tokens, "
+                "and no step was taken on this batch.\n"
+                f"  try:  {engine}.dtype=fp32, or look for a NaN in the weights of the model that computed it"
             )
 
 

@@ -9,6 +9,8 @@ from coupler.batch import Batch
 from coupler.batch.columns import ROUTED_EXPERTS
 from coupler.config.schema import RunConfig
 
+OLD_LOGPROBS = "old_logprobs"  # column: the policy's log-probs before its first step on a batch
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:
@@ -24,11 +26,21 @@ def turns_of(config: RunConfig, roles: Collection[str], step: int, batch: Batch,
     """The turns of the trained ``roles`` at ``step``, whose batch the weights of ``version`` train on."""
     turns = {}
     if step > warmup_steps(config, "critic" in roles):
-        turns["policy"] = Turn(batch, config.optimizer_steps_per_batch, version, config.epochs_per_batch)
+        own = batch.without(OLD_LOGPROBS) if takes_one_step(config) else batch
+        turns["policy"] = Turn(own, config.optimizer_steps_per_batch, version, config.epochs_per_batch)
     if "critic" in roles:  # it has no version: nothing samples from it
         judged = batch.without(ROUTED_EXPERTS)
         turns["critic"] = Turn(judged, critic_steps_per_batch(config), None, config.epochs_per_batch)
     return turns
+
+
+def takes_one_step(config: RunConfig) -> bool:
+    """Tell if the policy takes one optimizer step a batch.
+
+    Its loss then gets no old log-probs: its own are the same, without the rounding of
+    another pass.
+    """
+    return config.optimizer_steps_per_batch * config.epochs_per_batch == 1
 
 
 def optimizer_steps(config: RunConfig, has_critic: bool) -> dict[str, int]:

@@ -118,7 +118,7 @@ def make_plan(
         needs = frozenset(c.removeprefix(NEEDS) for c in declared if c.startswith(NEEDS))
     workers = make_workers(config, needs, plugins, rollouts=trains)
     has_critic = trains and VALUES in needs
-    engines = trained_engines(config, has_critic)
+    engines, steps = trained_engines(config, has_critic), optimizer_steps(config, has_critic)
     path = weight_path(config, plugins) if trains else ("", "")
     plan = Plan(
         job=job,
@@ -127,11 +127,11 @@ def make_plan(
         samples_per_prompt=config.samples_per_prompt if trains else 1,
         optimizer_steps_per_batch=config.optimizer_steps_per_batch,
         epochs_per_batch=config.epochs_per_batch,
-        optimizer_steps=optimizer_steps(config, has_critic)["policy"],
+        optimizer_steps=steps["policy"],
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_completion_tokens=config.sampling.max_tokens if trains else 0,
         max_tokens_per_micro_batch=config.engine.micro_batch_limit[1] * config.engine.ranks_per_sequence,
-        rates={role: engine.rate for role, engine in engines.items() if engine.rate},
+        rates={role: engine.rate for role, engine in engines.items() if engine.rate and steps[role]},
         max_staleness=config.max_staleness,
         in_flight=on_sync(config, plugins) if trains else InFlight.DRAIN,
         num_rows=num_rows,

@@ -34,7 +34,8 @@ class CriticOf(Algorithm):
         super().__init__(policy.config)
         self.policy: Algorithm = policy
         self.value_loss: Algorithm = resolve(policy.critic)(policy.config)
-        self.needs, self.critic, self.want = policy.needs, policy.critic, self.value_loss.want
+        self.needs, self.always = policy.needs, policy.always
+        self.critic, self.want = policy.critic, self.value_loss.want
         self.aggregation, self.constant = self.value_loss.aggregation, self.value_loss.constant
 
     def advantages(self, batch: Batch) -> Batch:
@@ -120,7 +121,7 @@ def token_rows(batch: Batch, rows: list[int]) -> np.ndarray:
 
 def test_it_declares_what_core_knows(algorithm_subject: Subject, algorithm: Algorithm) -> None:
     """What it needs is known before it is imported: the capabilities ``needs:<column>`` say the same."""
-    assert algorithm.needs <= COLUMNS.keys()
+    assert algorithm.always <= algorithm.needs <= COLUMNS.keys()
     assert {f"needs:{column}" for column in algorithm.needs} == {
         c for c in algorithm_subject.backend.capabilities_of(algorithm_subject.config()) if c.startswith("needs:")
     }
@@ -143,10 +144,15 @@ def test_the_loss_is_per_token_and_finite(algorithm_subject: Subject, algorithm:
 
 
 def test_old_logprobs_may_be_left_out(algorithm_subject: Subject, algorithm: Algorithm, plain: Batch) -> None:
-    """Core omits them where there is one optimizer step per batch: they are the loss's own log-probs then."""
+    """With one optimizer step per batch the loss gets none: they are its own log-probs then.
+
+    Nor do :meth:`Algorithm.advantages` get any, unless the algorithm needs them always.
+    """
     if "old_logprobs" not in algorithm.needs:
         pytest.skip("it does not need them")
-    batch = prepare(algorithm.advantages(plain.select(*ALWAYS, *(algorithm.needs - {"old_logprobs"}))), algorithm)
+    given = algorithm.needs - ({"old_logprobs"} - algorithm.always)
+    batch = algorithm.advantages(plain.select(*ALWAYS, *given)).without("old_logprobs")
+    batch = prepare(batch, algorithm)
     found = Evaluated(algorithm_subject, algorithm, batch)
     assert np.isfinite(found.loss).all()
     assert found.grads[main_output(algorithm)].any()
