@@ -19,6 +19,9 @@ from coupler.engine_kit.rendezvous import keep_port
 from coupler.errors import CouplerError, WorkerFailed
 from coupler.interfaces import Rollout, open_transport
 from coupler.system.imports import resolve
+from coupler.system.log import PLAIN, get_logger
+
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +79,7 @@ class Host:
             os.chdir(folder)
         self.node = node
         self.thread = ThreadPoolExecutor(1, thread_name_prefix=log.stem)
-        print(f"pid {os.getpid()} on node {node}, {sys.executable}")
+        log.info(f"pid {os.getpid()} on node {node}, {sys.executable}", extra=PLAIN)
         self.object: Any = None
 
     async def start(self, build: str, spec: Any) -> Place | Failure:
@@ -130,7 +133,7 @@ class Host:
 
     def _failure(self, error: BaseException) -> Failure:
         failure = Failure.of(error)
-        print(failure.trace, file=self.log)
+        self.log.write(f"{failure.trace}\n")
         return failure
 
 

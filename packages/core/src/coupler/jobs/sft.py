@@ -16,6 +16,9 @@ from coupler.plugins.manager import Plugins
 from coupler.run.plan import make_plan, micro_batch_room
 from coupler.run.run_lock import claimed
 from coupler.run.saving import Saving
+from coupler.system.log import PLAIN, get_logger
+
+log = get_logger(__name__)
 
 
 def supervise(composed: Composed, plugins: Plugins) -> dict[str, float]:
@@ -34,16 +37,16 @@ async def _supervise(parts: Parts) -> dict[str, float]:
     data = fingerprint(rows)
     examples, dropped = supervised(rows, parts.codec, config.data, micro_batch_room(config.engine, "engine"))
     if dropped:
-        print(f"data: dropped {dropped} rows that are too long")
+        log.info(f"data: dropped {dropped} rows that are too long", extra=PLAIN)
     plan = make_plan(config, len(examples), parts.plugins, algorithm.needs, Job.SFT)
-    print(plan.render())
+    log.info(plan.render(), extra=PLAIN)
     with parts.recording(data, found, plan) as journal:
         await parts.place(plan.workers)
         policy = parts.engine("policy", trains=True)
         await policy.setup()
         last: dict[str, float] = {}
 
-        async def log(step: int, metrics: Metrics) -> dict[str, float]:
+        async def track(step: int, metrics: Metrics) -> dict[str, float]:
             last.update(journal.log(step, metrics))
             if step == done + 1:
                 await parts.report_unread()
@@ -54,7 +57,7 @@ async def _supervise(parts: Parts) -> dict[str, float]:
             trainer = SupervisedTrainer(config, policy=policy, algorithm=algorithm, examples=examples)
             if found:
                 await parts.restore(found, trained, trainer, data, nullcontext)
-            saving = Saving(config, checkpoints, trained, trainer, log, nullcontext)
+            saving = Saving(config, checkpoints, trained, trainer, track, nullcontext)
             with heap_set_aside():
                 await trainer.fit(saving.after, done)
         if config.checkpoint.export:
