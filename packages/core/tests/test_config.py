@@ -231,7 +231,7 @@ def test_preset_that_takes_the_name_of_a_backend_is_refused(tmp_path: Path, monk
     (tmp_path / "thief_conf" / "engine").mkdir(parents=True)
     (tmp_path / "thief_conf" / "__init__.py").touch()
     (tmp_path / "thief_conf" / "engine" / "toy.yaml").write_text("name: thief\n")
-    with pytest.raises(PluginError, match=r"several meanings, from thief \(coupler-engine-thief 0.1.0\) and coupler"):
+    with pytest.raises(PluginError, match=r"several meanings, from thief \(coupler-engine-thief 0.1.0\) and toy \(coupler"):
         compose(Plugins.load(), [*NEEDED, "engine=toy"])
 
 
