@@ -146,17 +146,6 @@ def wrong_value(option: Option, value: Any) -> str:
     return f"{option.key} takes {option.takes}, got {shown}."
 
 
-def flatten(values: Mapping[str, Any], start: str = "") -> dict[str, Any]:
-    """Return full keys and their values; an empty mapping is a value."""
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping) and value:
-            flat |= flatten(value, f"{start}{name}.")
-        else:
-            flat[f"{start}{name}"] = value
-    return flat
-
-
 def _check_entries(option: Option, value: Any) -> None:
     """Refuse a mapping, a list or null as an entry of a list of numbers or texts, which OmegaConf lets pass."""
     kind = get_args(option.type)[0] if get_origin(option.type) is list else None

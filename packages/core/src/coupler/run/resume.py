@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from coupler.config.options import flatten
 from coupler.config.schema import RunConfig
+from coupler.config.tree import flatten
 from coupler.errors import ConfigError
 from coupler.run import checkpoint
 from coupler.run.checkpoint import Checkpoint

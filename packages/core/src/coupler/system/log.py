@@ -37,7 +37,7 @@ def get_logger(module: str) -> logging.Logger:
         root.addHandler(Console())
         root.setLevel(LEVELS.get(_asked(), logging.INFO))
         root.propagate = False  # a handler of the root logger would show every message again
-    return logging.getLogger(module)
+    return logging.getLogger(module if module.partition(".")[0] == ROOT else f"{ROOT}.{module}")
 
 
 def configure() -> None:
