@@ -140,7 +140,7 @@ def bare_train(composed: Any, args: argparse.Namespace) -> None:
         }
         group = {"group": np.arange(args.prompts).repeat(args.samples)}
         batch = Batch(np.full(number, length), columns, group)
-        info = StepInfo(batch.num_tokens, number, 0)
+        info = StepInfo(batch.num_tokens, 0)
         start = synchronized()
         engine.forward_backward(batch, (Output("logprobs"),), surrogate, info)
         assert engine.step().applied

@@ -121,7 +121,7 @@ def run_engine(
 
     def train(*chosen: Batch) -> None:
         for batch in chosen:
-            engine.forward_backward(batch, want, surrogate, StepInfo(batch.num_tokens, len(batch), 0))
+            engine.forward_backward(batch, want, surrogate, StepInfo(batch.num_tokens, 0))
             assert engine.step().applied
 
     first = _timed(lambda: train(batches[0]))

@@ -141,7 +141,7 @@ def run(index: int, args: argparse.Namespace, folder: str, rendezvous: str) -> N
     layout = engine.setup(Rank(index=index, world=args.gpus, rendezvous=rendezvous if args.gpus > 1 else ""))
     config, shards = SHAPES[args.shape], layout.num_shards
     batches = [batch_of(config.vocab_size, layout.shard_of[index] + 97 * i, shards) for i in range(args.steps + 2)]
-    info = StepInfo(TOKENS * shards, len(batches[0]) * shards, 0)
+    info = StepInfo(TOKENS * shards, 0)
     metrics: Metrics = {}
 
     def train(batch: Batch) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -12,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from coupler.errors import ConfigError
-from coupler.run import run_lock as claim
 from coupler.run.run_lock import claimed
+from coupler.system.log import get_logger
 
 HOLDS = """
 import os, sys, time
@@ -61,15 +64,15 @@ def test_a_lock_file_that_its_holder_deletes_meanwhile_is_no_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between opening and locking it, that is."""
-    take, calls = claim._take, []
+    flock, calls = fcntl.flock, []
 
-    def late(file: object, folder: Path) -> None:
+    def late(file: int, operation: int) -> None:
         calls.append(file)
         if len(calls) == 1:
-            (folder / ".lock").unlink()
-        take(file, folder)  # type: ignore[arg-type]
+            (tmp_path / ".lock").unlink()
+        flock(file, operation)
 
-    monkeypatch.setattr(claim, "_take", late)
+    monkeypatch.setattr(fcntl, "flock", late)
     with claimed(tmp_path):
         assert len(calls) == 2 and (tmp_path / ".lock").exists()
         with pytest.raises(ConfigError, match="in use by"), claimed(tmp_path):
@@ -79,7 +82,45 @@ def test_a_lock_file_that_its_holder_deletes_meanwhile_is_no_lock(
 def test_without_locks_a_run_goes_on_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(claim, "fcntl", None)
-    with claimed(tmp_path):
+    def refused(_file: int, _operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    for number in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+        with claimed(tmp_path / "run"):
+            pass
+        warned = f"coupler: warning: no lock keeps a second process out of run_dir={tmp_path / 'run'}: "
+        assert capsys.readouterr().err == f"{warned}{os.strerror(number)}\n"
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    sentence = r"^run_dir=.*file/run cannot be written: Not a directory\."
+    with pytest.raises(ConfigError, match=sentence), claimed(tmp_path / "file" / "run"):
         pass
-    assert f"warning: no lock keeps a second process out of run_dir={tmp_path}: " in capsys.readouterr().err
+
+
+def test_messages_are_kept_with_their_time_beside_what_a_run_writes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = get_logger("coupler.test")
+    with claimed(tmp_path):
+        (tmp_path / "config.yaml").touch()
+        log.info("going on")
+        log.warning("something is off")
+        log.debug("nobody asked for this")
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("coupler: going on\n", "coupler: warning: something is off\n")
+    first, second = (tmp_path / "coupler.log").read_text().splitlines()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO coupler\.test: going on", first)
+    assert second.endswith(" WARNING coupler.test: something is off")
+    log.info("after the run")
+    assert "after the run" not in (tmp_path / "coupler.log").read_text()
+
+
+def test_messages_alone_leave_no_folder(tmp_path: Path) -> None:
+    with claimed(tmp_path / "run"):
+        get_logger("coupler.test").info("nothing was done")
+        assert (tmp_path / "run" / "coupler.log").exists()
+    assert list(tmp_path.iterdir()) == []

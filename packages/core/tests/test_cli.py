@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from importlib.metadata import version
@@ -13,6 +14,7 @@ import pytest
 from coupler.cli import main
 from coupler.config.compose import compose
 from coupler.plugins.manager import Plugins
+from coupler.system.log import get_logger
 
 NEEDED = [
     "engine=toy", "rollout=toy", "algorithm=toy", "model.path=/m", "data.source=x.jsonl", "reward.target=a:b",
@@ -62,6 +64,89 @@ def test_mistakes(arguments: list[str], sentence: str, capsys: pytest.CaptureFix
     assert lines[0].startswith(sentence)
     assert all(line.startswith("  ") for line in lines[1:])
     assert shown.out == ""
+
+
+ENTRIES = [
+    ("trackers=[{name: x}]", "trackers takes a list [...] of text, got [{'name': 'x'}].", "trackers=[console,jsonl]"),
+    ("trackers=[null]", "trackers takes a list [...] of text, got [None].", "trackers=[console,jsonl]"),
+    ("sampling.stop=[[a]]", "sampling.stop takes a list [...] of text, got [['a']].", "sampling.stop=[first,second]"),
+    ("profile.steps=[[1]]", "profile.steps takes a list [...] of integer, got [[1]].", "profile.steps=[1,2]"),
+]
+
+
+@pytest.mark.parametrize(("override", "sentence", "fix"), ENTRIES)
+def test_an_entry_of_a_list_that_is_no_text_or_number(
+    override: str, sentence: str, fix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key, _, value = override.partition("=")
+    (tmp_path / "run.yaml").write_text(f"{key}: {value}\n")
+    for given in ([override], ["--config", str(tmp_path / "run.yaml")]):
+        assert main(["plan", *NEEDED, *given]) == 2
+        assert capsys.readouterr().err == f"coupler: {sentence}\n  write it as:  {fix}\n"
+
+
+@pytest.mark.parametrize("command", [["plugins"], ["plugins", "--json"], ["config", "explain"]])
+@pytest.mark.parametrize("unbuffered", [[], ["-u"]])
+def test_a_closed_pipe_ends_a_command_quietly(command: list[str], unbuffered: list[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, *unbuffered, "-m", "coupler.cli", *command],
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        check=False,
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_a_pipe_of_something_else_that_breaks_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> Plugins:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(Plugins, "load", broken)
+    with pytest.raises(BrokenPipeError):
+        main(["plugins"])
+
+
+@pytest.mark.parametrize("command", ["train", "sft", "eval", "plan", "doctor", "config", "replay", "export"])
+def test_help_leads_to_the_options(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main([command, "--help"])
+    shown = capsys.readouterr().out
+    for text in ("sections: model, critic, data,", "engine, rollout, algorithm", "  coupler config explain sampling"):
+        assert text in shown
+    assert main(["config", "explain", "sampling"]) == 0
+    assert "sampling.top_p" in capsys.readouterr().out
+
+
+def test_help_of_plugins_has_no_options_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["plugins", "--help"])
+    assert "explain" not in capsys.readouterr().out
+
+
+def test_the_level_of_messages(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COUPLER_LOG", "loud")
+    assert main(["plugins"]) == 2
+    assert capsys.readouterr().err == (
+        "coupler: COUPLER_LOG=loud is no level.\n  set it to:  debug, info, warning, error\n"
+    )
+    for level, shown in (("warning", True), ("ERROR", False), ("", True)):
+        monkeypatch.setenv("COUPLER_LOG", level)
+        assert main(["config", "engine=toy", "--diff-default"]) == 0
+        capsys.readouterr()
+        get_logger("coupler.test").warning("look")
+        assert capsys.readouterr().err == ("coupler: warning: look\n" if shown else "")
+
+
+def test_a_program_with_a_handler_of_its_own_keeps_it() -> None:
+    code = (
+        "import logging, sys; mine = logging.StreamHandler(sys.stdout); logging.getLogger('coupler').addHandler(mine); "
+        "from coupler.system.log import get_logger; get_logger('coupler.x').warning('hello')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("hello\n", "")
 
 
 def test_interrupt_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from fake_plugins import install, plugin
+from hydra.core.config_store import ConfigStore
 
 from coupler.config.compose import Composed, compose, dump_yaml
 from coupler.config.explain import differences, explain
@@ -36,6 +37,14 @@ def plugins(tmp_path_factory: pytest.TempPathFactory) -> Plugins:
     fast = "defaults: [acme, _self_]\nlr: 0.5\nshape: very_flat\ninner: {width: '${steps}'}\n"
     (presets / "fast.yaml").write_text(fast)
     (presets / "wrong.yaml").write_text("lr: 0.5\n")
+    (presets / "faster.yaml").write_text("defaults: [fast, _self_]\nlr: 0.75\n")
+    (presets / "below.yaml").write_text("defaults: [fast]\nlr: 0.75\nextra_args: {a: 1}\n")
+    (presets / "lost.yaml").write_text("defaults: [fasst, _self_]\n")
+    (presets / "circle.yaml").write_text("defaults: [round, _self_]\n")
+    (presets / "round.yaml").write_text("defaults: [circle, _self_]\n")
+    (presets / "odd.yaml").write_text("defaults: [{override: x}]\n")
+    (presets / "broken.yaml").write_text("lr: [\n")
+    (presets / "row.yaml").write_text("- lr\n")
     sys.path.insert(0, str(folder))
     yield Plugins.load()
     sys.path.remove(str(folder))
@@ -69,6 +78,22 @@ def test_three_levels(plugins: Plugins, tmp_path: Path) -> None:
     assert composed.origin["sampling.max_tokens"] == "command line"
     assert "engine.shape" not in composed.set_keys
     assert "engine.lr" in composed.set_keys
+
+
+def test_a_preset_builds_on_another_one(plugins: Plugins) -> None:
+    composed = good(plugins, "engine=faster", "steps=4")
+    engine = composed.config.engine
+    assert (engine.name, engine.lr, engine.shape, engine.inner.width) == ("acme", 0.75, "very_flat", 4)
+    assert composed.origin["engine.lr"] == composed.origin["engine.shape"] == "preset faster"
+    below = good(plugins, "engine=below").config.engine  # without _self_ what it builds on wins
+    assert (below.lr, below.extra_args) == (0.5, {"a": 1})
+
+
+def test_composing_leaves_nothing_behind_in_hydra(plugins: Plugins) -> None:
+    before = set(ConfigStore.instance().repo)
+    good(plugins, "engine=fast")
+    assert not {"coupler.yaml", "engine", "rollout", "algorithm"} & set(ConfigStore.instance().repo)
+    assert set(ConfigStore.instance().repo) == before
 
 
 @pytest.mark.parametrize("text", ["engine: acme\n", "engine: {name: acme}\n", "engine.name: acme\n"])
@@ -168,6 +193,11 @@ def test_bad_option(plugins: Plugins, override: str, sentence: str, hint: str) -
         ("sync.transport=disc", "did you mean: transport=disk"),
         ("sync.manager=nope", "no sharding named 'nope' is installed"),
         ("engine=wrong", "the preset engine=wrong does not say which backend it is for"),
+        ("engine=lost", "no engine named 'fasst' is installed.\n  did you mean: engine=fast"),
+        ("engine=circle", "the preset engine=round cannot be composed: it builds on circle, which builds on it."),
+        ("engine=odd", "the preset engine=odd cannot be composed: its defaults are [{'override': 'x'}], and must be"),
+        ("engine=broken", "the preset engine=broken cannot be composed: while parsing"),
+        ("engine=row", "the preset engine=row cannot be composed: it is no mapping"),
     ],
 )
 def test_bad_choice(plugins: Plugins, override: str, text: str) -> None:
@@ -231,7 +261,9 @@ def test_preset_that_takes_the_name_of_a_backend_is_refused(tmp_path: Path, monk
     (tmp_path / "thief_conf" / "engine").mkdir(parents=True)
     (tmp_path / "thief_conf" / "__init__.py").touch()
     (tmp_path / "thief_conf" / "engine" / "toy.yaml").write_text("name: thief\n")
-    with pytest.raises(PluginError, match=r"several meanings, from thief \(coupler-engine-thief 0.1.0\) and toy"):
+    with pytest.raises(
+        PluginError, match=r"several meanings, from thief \(coupler-engine-thief 0.1.0\) and toy \(coupler"
+    ):
         compose(Plugins.load(), [*NEEDED, "engine=toy"])
 
 

@@ -64,7 +64,7 @@ def test_the_critic_is_like_the_policy_but_for_what_it_sets(plugins: Plugins, tm
     assert "critic.engine.lr" not in composed.set_keys
     text = explain(composed, "critic.engine.lr")
     assert "learning rate" in text and "0.25  (as in engine)" in text and "default:   0.001" in text
-    assert "so many first steps" in explain(composed, "critic.warmup_steps")
+    assert "train only the critic" in explain(composed, "critic.warmup_steps")
 
 
 def test_a_preset_reaches_the_critic_too(plugins: Plugins) -> None:

@@ -19,7 +19,6 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from coupler.batch import Batch
-from coupler.builtin.plugin import InprocConfig
 from coupler.builtin.trackers.jsonl import JsonlTracker
 from coupler.builtin.transports.disk import DiskTransport
 from coupler.builtin.transports.inproc import InprocTransport
@@ -245,7 +244,7 @@ def test_a_rank_that_does_not_write_still_iterates(tmp_path: Path) -> None:
 
 
 def test_jsonl_has_one_object_a_step_and_no_nan(tmp_path: Path) -> None:
-    tracker = JsonlTracker(InprocConfig(), tmp_path)
+    tracker = JsonlTracker(None, tmp_path)
     tracker.log(1, {"a": 1.5, "b": float("nan")})
     tracker.log(2, {"a": 2.0})
     tracker.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -14,6 +15,7 @@ from fake_plugins import install, plugin, run
 
 from coupler.config.compose import compose
 from coupler.errors import PluginError
+from coupler.plugins import Backend
 from coupler.plugins.manager import Plugins, accepts
 from coupler.run.plan import weight_path
 
@@ -211,3 +213,12 @@ def test_a_config_that_extends_nothing_is_refused_with_one_sentence(tmp_path: Pa
     install(tmp_path, "coupler-engine-acme", source)
     detail = states(tmp_path)["", "acme"]["detail"]
     assert detail == "PluginError: engine=acme: its config class Config does not extend coupler.EngineConfig"
+
+
+def test_a_backend_without_options_gets_a_config_class(tmp_path: Path) -> None:
+    made, again = (Backend(kind="tracker", name="mute", target="a:B") for _ in range(2))
+    assert made == again
+    assert (made.config().name, [f.name for f in dataclasses.fields(made.config)]) == ("mute", ["name"])
+    install(tmp_path, "coupler-engine-acme", plugin("engine", "acme").replace("config=Config,", ""))
+    detail = states(tmp_path)["", "acme"]["detail"]
+    assert detail == "TypeError: the backend engine=acme has no config class"

@@ -94,7 +94,7 @@ def loss(out: Columns, batch: Columns) -> tuple[torch.Tensor, Metrics]:
 
 
 def info(batch: Batch, index: int = 0) -> StepInfo:
-    return StepInfo(batch.num_tokens, len(batch), index)
+    return StepInfo(batch.num_tokens, index)
 
 
 @cache

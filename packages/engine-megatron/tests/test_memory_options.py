@@ -41,7 +41,7 @@ def calls(engine: MegatronEngine, reference: TransformersReference) -> tuple[lis
     for name, module in engine.chunks[0].named_modules():
         module.register_forward_hook(lambda *_, name=name: counts.update([name]))
     batch = weighted(make_batch(reference))
-    engine.forward_backward(batch, WANT, losses.surrogate, StepInfo(batch.num_tokens, len(batch), 0))
+    engine.forward_backward(batch, WANT, losses.surrogate, StepInfo(batch.num_tokens, 0))
     inside = "decoder.layers.0."
     parts = {name.removeprefix(inside): number for name, number in counts.items() if name.startswith(inside)}
     return [counts[f"decoder.layers.{i}"] for i in range(LAYERS)], parts
@@ -119,7 +119,7 @@ def overlapped(rank: Rank, model: str) -> Arrays:
     engine = started(reference.folder, rank, overlap_grad_reduce=True, overlap_param_gather=True, lr=1e-2)
     batch = weighted(make_batch(reference))
     shard = batch.take(batch.partition(rank.world)[rank.index])
-    info = StepInfo(batch.num_tokens, len(batch), 0)
+    info = StepInfo(batch.num_tokens, 0)
     engine.forward_backward(shard, WANT, losses.surrogate, info)
     before = {name: as_array(tensor) for name, tensor in engine.weights()}
     engine.step()

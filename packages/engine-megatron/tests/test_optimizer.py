@@ -47,7 +47,7 @@ def train(made: MegatronEngine, reference: TransformersReference, steps: int = 2
     rates = []
     for index in range(steps):
         batch = weighted(make_batch(reference, seed=index))
-        made.forward_backward(batch, WANT, losses.surrogate, StepInfo(batch.num_tokens, len(batch), index))
+        made.forward_backward(batch, WANT, losses.surrogate, StepInfo(batch.num_tokens, index))
         rates.append(made.step().lr)
     return rates
 
@@ -102,7 +102,7 @@ def test_a_gradient_is_copied_to_the_host_where_there_is_one(
     train(still, reference, 1)
     assert moved() == [False] and not any(tensor.any() for tensor in made._tensors(Part.GRADS))
     for each in (made, still):
-        each.forward_backward(batch, WANT, losses.surrogate, StepInfo(batch.num_tokens, len(batch), 1))
+        each.forward_backward(batch, WANT, losses.surrogate, StepInfo(batch.num_tokens, 1))
     assert moved() == [True]
     for each in (made, still):
         each.step()

@@ -180,7 +180,7 @@ def test_a_frozen_router_is_no_part_of_the_optimizer(reference_of: References) -
     engine = MegatronEngine(MegatronConfig(freeze_moe_router=True), Model(str(reference.folder)))
     engine.setup(Rank())
     batch = weighted(make_batch(reference))
-    info = StepInfo(batch.num_tokens, len(batch), 0)
+    info = StepInfo(batch.num_tokens, 0)
     engine.forward_backward(batch, (Output("logprobs"), Output("entropy")), losses.surrogate, info)
     for router in engine.routers.routers:
         assert router.weight.grad is None and not hasattr(router.weight, "main_grad")

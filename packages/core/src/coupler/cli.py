@@ -4,42 +4,110 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import select
 import sys
+import textwrap
 from collections.abc import Callable
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, is_dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from coupler.errors import CouplerError
 from coupler.plugins.manager import CORE, Plugins, Row
+from coupler.system.log import configure, get_logger
 
 if TYPE_CHECKING:
     from coupler.config.compose import Composed
 
-USER_ERROR, INTERRUPTED = 2, 130
+log = get_logger(__name__)
+
+USER_ERROR, INTERRUPTED, NO_READER = 2, 130, 141
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command and return the exit code: 2 for what the user can fix, which is printed without a traceback.
+    """Run one command and return the exit code.
 
-    ``doctor`` returns 1 where it found a problem.
+    It is 2 for what the user can fix, which is printed without a traceback, 130 for
+    Ctrl-C, and 141 where nobody reads the output any more. ``doctor`` returns 1 where it
+    found a problem.
     """
     try:
+        configure()
         arguments = _parse(sys.argv[1:] if argv is None else argv)
-        return arguments.command(arguments) or 0
+        code = arguments.command(arguments) or 0
+        sys.stdout.flush()  # A pipe that was closed shows here, not at the exit.
+        return code
     except CouplerError as exc:
         print(f"coupler: {exc}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
         print("coupler: interrupted", file=sys.stderr)
         return INTERRUPTED
+    except BrokenPipeError:
+        if not _reader_is_gone():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still in its buffer
+        return NO_READER
+
+
+def _reader_is_gone() -> bool:
+    """Tell a closed stdout, as in ``coupler plugins | head -1``, from other pipes."""
+    with suppress(OSError, ValueError, AttributeError):  # Windows has no poll.
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+        return any(events & select.POLLERR for _, events in poll.poll(0))
+    return False
+
+
+class _CommandParser(argparse.ArgumentParser):
+    """Ends its help with the way to the options of a run, which are no flags."""
+
+    takes_options = True
+
+    def format_help(self) -> str:
+        if self.takes_options:
+            self.epilog = _way_to_options()
+            self.formatter_class = argparse.RawDescriptionHelpFormatter
+        return super().format_help()
+
+
+def _way_to_options() -> str:
+    from coupler.config.options import SECTIONS
+    from coupler.config.schema import RunConfig
+
+    chosen = [path for path in SECTIONS if "." not in path]
+    sections = [name for name, value in vars(RunConfig()).items() if is_dataclass(value)]
+    others = [name for name in vars(RunConfig()) if name not in (*chosen, *sections)]
+    listed = (
+        ("sections", sections),
+        ("sections of the chosen backends", chosen),
+        ("options without a section", others),
+    )
+    wrapped = [textwrap.fill(f"{what}: {', '.join(names)}", 88, subsequent_indent="  ") for what, names in listed]
+    lines = (
+        "every option is written key=value, in any order:  steps=50 sampling.max_tokens=512 engine=NAME",
+        *wrapped,
+        "",
+        "what options mean, their defaults, and what they take:",
+        "  coupler config explain                      every option",
+        "  coupler config explain sampling             the options of a section",
+        "  coupler config explain engine engine=NAME   the options of a backend; names: coupler plugins",
+    )
+    return "\n".join(lines)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="coupler", description="Post-train language models.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="coupler",
+        description="Post-train language models.",
+        epilog="coupler COMMAND --help says more, and how to list the options of a run.",
+        allow_abbrev=False,
+    )
     parser.add_argument("--version", action="version", version=f"coupler {version(CORE)}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_CommandParser)
     _add_job(commands, "train", _train, "reinforcement learning")
     _add_job(commands, "sft", _sft, "supervised fine-tuning")
     _add_job(commands, "eval", _eval, "sample held-out prompts and score them")
@@ -49,6 +117,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     plugins = commands.add_parser("plugins", help="list what is installed, and what does not load")
     plugins.add_argument("--json", action="store_true", help="for programs")
     plugins.set_defaults(command=_plugins, overrides=[])
+    plugins.takes_options = False
     config = _add_job(
         commands, "config", _config, "print the resolved configuration; 'config explain KEY' explains one"
     )
@@ -78,11 +147,11 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _add_job(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    commands: argparse._SubParsersAction[_CommandParser],
     name: str,
     command: Callable[[argparse.Namespace], int | None],
     text: str,
-) -> argparse.ArgumentParser:
+) -> _CommandParser:
     parser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
     parser.add_argument("--config", metavar="FILE", help="YAML file of options")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="options; they win over the file's")
@@ -190,7 +259,7 @@ def _composed(arguments: argparse.Namespace, job: str, *, complete: bool = True)
     plugins = Plugins.load()
     composed = compose(plugins, arguments.overrides, arguments.config, Job(job), complete=complete)
     for text in (*plugins.warnings(), *composed.notes):
-        print(f"coupler: warning: {text}", file=sys.stderr)
+        log.warning(text)
     return composed, plugins
 
 
@@ -202,7 +271,7 @@ def _plugins(arguments: argparse.Namespace) -> None:
     else:
         print(_table(rows))
         for text in plugins.stale:
-            print(f"coupler: warning: {text}", file=sys.stderr)
+            log.warning(text)
 
 
 def _table(rows: list[Row]) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -35,7 +34,6 @@ class Batch:
     lengths: np.ndarray  # [B] int64, sums to T
     tokens: Mapping[str, np.ndarray] = field(default_factory=dict)  # each [T, ...]
     seqs: Mapping[str, np.ndarray] = field(default_factory=dict)  # each [B, ...]
-    meta: Mapping[str, Any] = field(default_factory=dict)  # plain JSON values
 
     def __post_init__(self) -> None:
         total, rows = int(self.lengths.sum()), len(self.lengths)
@@ -75,13 +73,10 @@ class Batch:
         return all(name in self.tokens or name in self.seqs for name in names)
 
     def with_tokens(self, **columns: np.ndarray) -> Batch:
-        return Batch(self.lengths, {**self.tokens, **columns}, self.seqs, self.meta)
+        return Batch(self.lengths, {**self.tokens, **columns}, self.seqs)
 
     def with_seqs(self, **columns: np.ndarray) -> Batch:
         return replace(self, seqs={**self.seqs, **columns})
-
-    def with_meta(self, **meta: Any) -> Batch:
-        return replace(self, meta={**self.meta, **meta})
 
     def select(self, *names: str) -> Batch:
         """Keep only these columns.
@@ -143,7 +138,7 @@ class Batch:
             start = end - size
             tokens = {k: v[a:b] for k, v in self.tokens.items()}
             seqs = {k: v[start:end] for k, v in self.seqs.items()}
-            yield Batch(self.lengths[start:end], tokens, seqs, self.meta)
+            yield Batch(self.lengths[start:end], tokens, seqs)
 
     def join(self, rows: Sequence[np.ndarray], parts: Sequence[np.ndarray]) -> np.ndarray:
         """[T, ...]: a token column in the order of this batch, from that of each part of :meth:`split`."""
@@ -188,7 +183,7 @@ class Batch:
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
-        """Join batches with the same columns; ``meta`` is the first one's.
+        """Join batches with the same columns.
 
         Raises:
             ValueError: there is no batch, or their columns differ.
@@ -208,7 +203,7 @@ class Batch:
         )
 
     def save(self, path: Path) -> None:
-        """Write an ``.npz`` without Python objects; ``meta`` does not travel."""
+        """Write an ``.npz`` without Python objects."""
         columns = {f"tokens/{k}": v for k, v in self.tokens.items()} | {f"seqs/{k}": v for k, v in self.seqs.items()}
         with path.open("wb") as file:
             np.savez(file, allow_pickle=False, lengths=self.lengths, **columns)

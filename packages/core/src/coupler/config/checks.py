@@ -3,58 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import reduce
+from dataclasses import fields, is_dataclass
 from math import inf
 from typing import Any
 
 from coupler.config.schema import ExecutorName, Job, OnSync, Placement, RunConfig
 
-LIMITS: dict[str, tuple[float, float]] = {  # lowest and highest value, both allowed
-    "critic.warmup_steps": (0, inf),
-    "critic.optimizer_steps_per_batch": (0, inf),
-    "data.max_prompt_tokens": (1, inf),
-    "data.limit": (0, inf),
-    "reward.num_workers": (1, inf),
-    "reward.timeout_s": (0.001, inf),
-    "reward.max_invalid_fraction": (0, 1),
-    "sampling.max_tokens": (1, inf),
-    "sampling.temperature": (0, inf),
-    "sampling.top_p": (1e-6, 1),
-    "eval.every_steps": (0, inf),
-    "eval.data.max_prompt_tokens": (1, inf),
-    "eval.data.limit": (0, inf),
-    "eval.samples_per_prompt": (1, inf),
-    "eval.temperature": (0, inf),
-    "eval.top_p": (1e-6, 1),
-    "eval.max_tokens": (0, inf),
-    "checkpoint.every_steps": (0, inf),
-    "checkpoint.keep_last": (0, inf),
-    "checkpoint.keep_best": (0, inf),
-    "checkpoint.deadline_s": (0.001, inf),
-    "record.every_steps": (0, inf),
-    "sync.deadline_s": (0.001, inf),
-    "sync.max_mean_logprob_diff": (0, inf),
-    "ray.num_cpus_per_worker": (1, inf),
-    "waits.deadline_s": (0.001, inf),
-    "waits.heartbeat_s": (0.001, inf),
-    "steps": (1, inf),
-    "prompts_per_step": (1, inf),
-    "samples_per_prompt": (1, inf),
-    "optimizer_steps_per_batch": (1, inf),
-    "epochs_per_batch": (1, inf),
-    "max_staleness": (0, inf),
-    "max_skipped_steps": (0, inf),
-    "max_rejected_factor": (1, inf),
-    "seed": (0, 2**63 - 1),
-}
-
 
 def problems(config: RunConfig, job: Job) -> Iterator[str]:
     """Yield what is out of range, or empty although the job needs it: one sentence each, with the key."""
-    for key, (low, high) in LIMITS.items():
-        value: Any = reduce(getattr, key.split("."), config)
-        if not low <= value <= high:
-            yield f"{key} must be {_range(low, high)}, got {value}."
+    yield from _out_of_range(config, "")
     for key, values in (("profile.steps", config.profile.steps), ("profile.ranks", config.profile.ranks)):
         if any(value < 0 for value in values):
             yield f"{key} counts from 0, got {min(values)}."
@@ -82,6 +40,18 @@ def problems(config: RunConfig, job: Job) -> Iterator[str]:
         yield from _training_problems(config)
     elif job is Job.SFT:
         yield from _supervised_problems(config)
+
+
+def _out_of_range(section: Any, start: str) -> Iterator[str]:
+    """Yield what breaks the bounds of its field; a plugin checks its own section."""
+    for field in fields(section):
+        value = getattr(section, field.name)
+        if is_dataclass(value) and field.type != "Any":
+            yield from _out_of_range(value, f"{start}{field.name}.")
+
+        low, high = field.metadata.get("ge", -inf), field.metadata.get("le", inf)
+        if field.metadata and not low <= value <= high:
+            yield f"{start}{field.name} must be {_range(low, high)}, got {value}."
 
 
 def does_evaluate(config: RunConfig, job: Job) -> bool:

@@ -6,36 +6,30 @@ command line chooses another name than the file, the file's section was written 
 ``engine@critic.engine=toy`` chooses the critic's engine, the policy's if left out; of the same choice, options that
 ``critic.engine`` does not set are those of ``engine``.
 
-Hydra composes presets. What comes out is merged once more onto the pristine dataclasses, because Hydra accepts
-``+unknown=1`` even under a schema and OmegaConf then drops it silently.
+All of it is merged as plain data, and then once onto the pristine dataclasses, which refuse an unknown key and a value
+of the wrong type.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from importlib.resources import files
 from math import isfinite
 from typing import Any, TypeVar
 
-from hydra import compose as hydra_compose
-from hydra import initialize
-from hydra.core.config_search_path import ConfigSearchPath
-from hydra.core.config_store import ConfigStore
-from hydra.core.plugins import Plugins as HydraPlugins
-from hydra.errors import HydraException
-from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from coupler.config.checks import does_evaluate, problems
-from coupler.config.options import SECTIONS, Options, flatten, in_full, section, wrong_value
-from coupler.config.overrides import merge, nest, parse_overrides, read_file
+from coupler.config.options import SECTIONS, Options, in_full, section, wrong_value
+from coupler.config.overrides import parse_overrides, read_file
 from coupler.config.plain import to_plain
+from coupler.config.presets import chosen_values, find_presets
 from coupler.config.schema import JOBS, Job, OnSync, RunConfig
+from coupler.config.tree import flatten, merge, nest, replace_at, value_at
 from coupler.errors import ConfigError, PluginError
 from coupler.plugins.backend import Kind
-from coupler.plugins.manager import Plugins, Source
+from coupler.plugins.manager import Plugins
 
 T = TypeVar("T")
 CRITIC = "critic.engine"
@@ -83,13 +77,13 @@ def compose(
     for path in SECTIONS:
         name = _choose(path, typed, written, config_file or "", notes)
         if not name and path == CRITIC:
-            wanted = _at(typed, path) or _at(written, path) or _needs_values(plugins, _base(plugins, choices))
+            wanted = value_at(typed, path) or value_at(written, path) or _needs_values(plugins, _base(plugins, choices))
             name = choices.get("engine", "") if wanted else ""
         if name:
             choices[path] = name
-        elif (complete and path in JOBS[job]) or _at(typed, path) or _at(written, path):
+        elif (complete and path in JOBS[job]) or value_at(typed, path) or value_at(written, path):
             kind = SECTIONS[path]
-            names = ", ".join(sorted([*plugins.of(kind), *_presets(plugins, kind)])) or "none"
+            names = ", ".join(sorted([*plugins.of(kind), *find_presets(plugins, kind)])) or "none"
             raise ConfigError(f"{path} is not chosen.\n  try:  {path}=NAME\n  installed:  {names}")
     base = _base(plugins, choices)
     inherited = _inherited(choices, written, typed)
@@ -121,48 +115,28 @@ def dump_yaml(config: RunConfig) -> str:
 def _choose(path: str, typed: dict[str, Any], written: dict[str, Any], file: str, notes: list[str]) -> str:
     """Take the choice of a section out of both layers, and a section of the file that is for another choice with it."""
     typed_name, written_name = _take_name(path, typed), _take_name(path, written)
-    if typed_name and written_name and typed_name != written_name and _at(written, path):
-        _replace(written, path, None)
+    if typed_name and written_name and typed_name != written_name and value_at(written, path):
+        replace_at(written, path, None)
         notes.append(f"{file}: section {path} is for {written_name} and not used, {path}={typed_name} was chosen")
     return typed_name or written_name
 
 
 def _take_name(path: str, layer: dict[str, Any]) -> str:
-    inner = _at(layer, path)
+    inner = value_at(layer, path)
     if isinstance(inner, Mapping):
         name = inner.get("name")
-        _replace(layer, path, {key: value for key, value in inner.items() if key != "name"})
+        replace_at(layer, path, {key: value for key, value in inner.items() if key != "name"})
     else:
         name = inner
-        _replace(layer, path, None)
+        replace_at(layer, path, None)
     if name is not None and not isinstance(name, str):
         raise ConfigError(f"{path} takes the name of a plugin's backend or preset, got {name!r}.")
     return name or ""
 
 
-def _at(values: Any, path: str) -> Any:
-    """What stands under a full key in nested mappings; None where nothing does."""
-    for name in path.split("."):
-        values = values.get(name) if isinstance(values, Mapping) else None
-    return values
-
-
-def _replace(layer: dict[str, Any], path: str, values: Mapping[str, Any] | None) -> None:
-    """Put other values under a full key; where there are none, take it out, so that no empty section looks set."""
-    first, _, rest = path.partition(".")
-    if rest and isinstance(layer.get(first), dict):
-        _replace(layer[first], rest, values)
-        values = layer[first]
-    elif rest:
-        return
-    layer.pop(first, None)
-    if values:
-        layer[first] = values
-
-
 def _needs_values(plugins: Plugins, base: Mapping[str, Any]) -> bool:
     """Whether the chosen algorithm trains a critic, whose engine then is a section of the run."""
-    name = _at(base, "algorithm.name")
+    name = value_at(base, "algorithm.name")
     if name is None:
         return False
     backend = plugins.get("algorithm", name)
@@ -177,65 +151,13 @@ def _inherited(choices: Mapping[str, str], written: Mapping[str, Any], typed: Ma
     return nest([(CRITIC, said)]) if said else {}
 
 
-class _PresetPackages(SearchPathPlugin):
-    """Hands the plugins' packages of YAML presets to Hydra. Hydra creates it, so what it says is set on the class."""
-
-    packages: tuple[str, ...] = ()
-
-    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        for package in self.packages:
-            search_path.append(provider=package, path=f"pkg://{package}")
-
-
 def _base(plugins: Plugins, choices: Mapping[str, str]) -> dict[str, Any]:
-    """Let Hydra compose the chosen backends' defaults and presets."""
-    store = ConfigStore.instance()
-    groups = {path: kind if path == kind else f"{kind}@{path}" for path, kind in SECTIONS.items()}
-    store.store(name="coupler", node={"defaults": ["_self_", *({groups[path]: None} for path in choices)]})
-    for path, name in choices.items():
-        kind = SECTIONS[path]
-        _locate(plugins, kind, name)
-        for backend in plugins.of(kind).values():
-            store.store(group=kind, name=backend.name, node=to_plain(backend.config()), provider=backend.target)
-    _PresetPackages.packages = tuple(package for package, _ in plugins.config_packages())
-    HydraPlugins.instance().register(_PresetPackages)
-    try:
-        with initialize(config_path=None, version_base="1.3"):
-            composed = hydra_compose("coupler", overrides=[f"{groups[path]}={name}" for path, name in choices.items()])
-        return OmegaConf.to_container(composed)  # type: ignore[return-value]
-    except (HydraException, OmegaConfBaseException) as exc:
-        chosen = ", ".join(f"{path}={name}" for path, name in choices.items())
-        raise PluginError(f"a preset among {chosen} cannot be composed: {str(exc).splitlines()[0]}") from None
-
-
-def _presets(plugins: Plugins, kind: str) -> dict[str, list[Source]]:
-    found: dict[str, list[Source]] = {}
-    for package, source in plugins.config_packages():
-        folder = files(package).joinpath(kind)
-        for file in folder.iterdir() if folder.is_dir() else ():
-            if file.name.endswith(".yaml"):
-                found.setdefault(file.name.removesuffix(".yaml"), []).append(source)
-    return found
-
-
-def _locate(plugins: Plugins, kind: str, name: str) -> None:
-    """Check that exactly one backend or preset is called so."""
-    presets = _presets(plugins, kind)
-    if name not in presets:
-        if name not in plugins.of(kind) and (kind, name) not in plugins.owner:
-            raise PluginError(plugins.missing(kind, name, also=tuple(presets)))
-        plugins.get(kind, name)
-        return
-    owners = presets[name] + ([plugins.owner[kind, name]] if (kind, name) in plugins.owner else [])
-    if len(owners) > 1:
-        raise PluginError(
-            f"{kind}={name} has several meanings, from {' and '.join(map(str, owners))}.\n"
-            f"  try:  COUPLER_DISABLE_PLUGINS={owners[-1].name}"
-        )
+    """Return the defaults of the chosen backends, and of the chosen presets on top."""
+    return nest([(path, chosen_values(plugins, SECTIONS[path], name)) for path, name in choices.items()])
 
 
 def _backend_name(base: Mapping[str, Any], path: str, choice: str) -> str:
-    name = _at(base, f"{path}.name")
+    name = value_at(base, f"{path}.name")
     if not name:
         raise PluginError(f"the preset {path}={choice} does not say which backend it is for; it needs a 'name'.")
     return name
@@ -289,7 +211,7 @@ def _instance(node: Any, owner: type[T], path: str) -> T:
 def _in_one_sentence(exc: OmegaConfBaseException, options: Options, values: Mapping[str, Any]) -> str:
     text = str(exc).splitlines()[0]
     option = options.table.get(exc.full_key or "")
-    if option is not None and "${" not in str(value := _at(values, option.key)):
+    if option is not None and "${" not in str(value := value_at(values, option.key)):
         return wrong_value(option, value)
     values = flatten(values)
     suspects = [f"{k}={v}" for k, v in values.items() if "${" in str(v) and exc.full_key in (None, "", k)]

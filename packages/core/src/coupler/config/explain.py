@@ -12,6 +12,7 @@ from typing import Any
 
 from coupler.config.compose import Composed, plain
 from coupler.config.options import Option
+from coupler.config.tree import value_at
 
 
 def explain(composed: Composed, key: str) -> str:
@@ -66,10 +67,7 @@ def description(option: Option) -> str:
 
 def value_of(composed: Composed, key: str) -> Any:
     """The plain value of an option; None where an entry of a mapping is not set."""
-    values = plain(composed.config)
-    for name in key.split("."):
-        values = values.get(name) if isinstance(values, dict) else None
-    return values
+    return value_at(plain(composed.config), key)
 
 
 def _described(source: str, name: str) -> str:

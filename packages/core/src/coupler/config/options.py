@@ -19,6 +19,7 @@ SECTIONS = {  # sections whose options come from the selected plugin, and its ki
     "algorithm": "algorithm",
     "critic.engine": "engine",
 }
+EXAMPLES = {str: "first,second", int: "1,2", float: "0.5,1", bool: "true,false"}  # entries of a list
 TYPE_NAMES = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "text"}
 
 
@@ -79,6 +80,7 @@ class Options:
                 raise ConfigError(f"{key} is a section, got {value!r}.\n  its options:  {', '.join(self.members(key))}")
             return {str(name): self._conform(f"{key}.{name}", inner) for name, inner in value.items()}
         option = self.find(key)
+        _check_entries(option, value)
         kind = _enum_in(option.type)
         if kind is None or not isinstance(value, str) or value.startswith("${"):
             return value
@@ -144,15 +146,14 @@ def wrong_value(option: Option, value: Any) -> str:
     return f"{option.key} takes {option.takes}, got {shown}."
 
 
-def flatten(values: Mapping[str, Any], start: str = "") -> dict[str, Any]:
-    """Return full keys and their values; an empty mapping is a value."""
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping) and value:
-            flat |= flatten(value, f"{start}{name}.")
-        else:
-            flat[f"{start}{name}"] = value
-    return flat
+def _check_entries(option: Option, value: Any) -> None:
+    """Refuse a mapping, a list or null as an entry of a list of numbers or texts, which OmegaConf lets pass."""
+    kind = get_args(option.type)[0] if get_origin(option.type) is list else None
+    if kind not in EXAMPLES or not isinstance(value, list):
+        return
+    if any(entry is None or isinstance(entry, Mapping | list) for entry in value):
+        example = ",".join(map(str, option.default)) or EXAMPLES[kind]
+        raise ConfigError(f"{wrong_value(option, value)}\n  write it as:  {option.key}=[{example}]")
 
 
 def _is_open(kind: Any) -> bool:

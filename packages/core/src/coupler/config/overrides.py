@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from coupler.config.options import SECTIONS
+from coupler.config.tree import nest
 from coupler.errors import ConfigError
 
 
@@ -23,7 +23,7 @@ def parse_overrides(overrides: list[str]) -> list[tuple[str, Any]]:
         ConfigError: one cannot be read, holds several values, or deletes.
     """
     parser = OverridesParser.create()
-    return [_parse(parser, text) for text in overrides]
+    return [_named(*_parse(parser, text)) for text in overrides]
 
 
 def read_file(path: str) -> dict[str, Any]:
@@ -40,29 +40,12 @@ def read_file(path: str) -> dict[str, Any]:
         raise ConfigError(f"{path} is not readable as YAML: {' '.join(str(exc).split())}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} is a list, but a configuration is a mapping of options to values.")
-    return nest([(str(key), value) for key, value in values.items()])
+    return nest([_named(str(key), value) for key, value in values.items()])
 
 
-def nest(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return nested mappings for dotted keys. The last value of a key wins; ``engine=x`` means ``engine.name=x``."""
-    tree: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in SECTIONS and isinstance(value, str):
-            key = f"{key}.name"
-        first, *inner = key.split(".")
-        for name in reversed(inner):
-            value = {name: value}
-        tree = merge(tree, {first: value})
-    return tree
-
-
-def merge(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``low`` with the values of ``high`` on top, section by section."""
-    merged = dict(low)
-    for name, value in high.items():
-        below = merged.get(name)
-        merged[name] = merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
-    return merged
+def _named(key: str, value: Any) -> tuple[str, Any]:
+    """Read ``engine=x`` as ``engine.name=x``."""
+    return (f"{key}.name", value) if key in SECTIONS and isinstance(value, str) else (key, value)
 
 
 def _parse(parser: OverridesParser, text: str) -> tuple[str, Any]:

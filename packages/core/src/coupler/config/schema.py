@@ -1,4 +1,9 @@
-"""The run's configuration. A default lives here, once; every unit is in a name."""
+"""Define the options of a run. A default, its bounds and its help live here, once.
+
+The text under a field is what ``coupler config explain`` shows, alone: a sentence that
+needs no neighbour. Bounds are the field's metadata, ``ge`` and ``le``, both of which are
+allowed values. A unit is part of the name.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,7 @@ from coupler.interfaces import InFlight
 
 
 class Job(StrEnum):
-    """What a run does; the names of the commands."""
+    """What a run does; the values are the names of the commands."""
 
     TRAIN = "train"
     SFT = "sft"
@@ -26,99 +31,181 @@ JOBS = {  # the sections that each job needs
 
 @dataclass
 class ModelConfig:
-    path: str = ""  # folder in Hugging Face layout, or "pkg.mod:function" or "file.py:function" that returns one
-    trust_remote_code: bool = False  # run Python code that the folder brings
+    """The model to train or to evaluate."""
+
+    path: str = ""
+    """The model's folder in Hugging Face layout, or a function "pkg.mod:name" or
+    "file.py:name" that returns one."""
+    trust_remote_code: bool = False
+    """Run Python code that the model's folder brings."""
 
 
 @dataclass
 class CriticModelConfig:
-    path: str = ""  # as model.path, which it is where this is empty; a value head in the folder is loaded
+    """The model that the critic starts from."""
+
+    path: str = ""
+    """The critic's model folder; empty takes model.path. A value head in the folder is
+    loaded, else the head is new."""
 
 
 @dataclass
 class CriticConfig:
-    """The critic of an algorithm that needs ``values``. What ``critic.engine`` does not set is as in ``engine``."""
+    """The critic of an algorithm that needs ``values``.
 
-    engine: Any = None  # a backend of kind engine; the policy's where none is chosen
+    What ``critic.engine`` does not set is as in ``engine``.
+    """
+
+    engine: Any = None
+    """The backend that trains the critic; the policy's if none is chosen."""
     model: CriticModelConfig = field(default_factory=CriticModelConfig)
-    warmup_steps: int = 0  # so many first steps train the critic only
-    optimizer_steps_per_batch: int = 0  # 0: as many as the policy takes
+    warmup_steps: int = field(default=0, metadata={"ge": 0})
+    """The first steps of the run train only the critic, this many of them."""
+    optimizer_steps_per_batch: int = field(default=0, metadata={"ge": 0})
+    """Optimizer steps that the critic takes on each batch; 0 takes as many as the
+    policy."""
 
 
 @dataclass
 class DataConfig:
     """Rows to train on or to evaluate."""
 
-    source: str = ""  # FILE.jsonl, FILE.json, FILE.parquet, a folder of datasets, or "pkg.mod:function"
-    args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of a function source
-    prompt_key: str = "prompt"  # a string, or a list of {role, content}
-    answer_key: str = "answer"  # what the reward compares with; the target text in supervised training
-    system_prompt: str = ""  # the first message of every prompt; needs a chat template
-    max_prompt_tokens: int = 1024  # a longer prompt is an error, or dropped if drop_overlong
-    drop_overlong: bool = False  # leave out what is too long, and say how many
-    shuffle: bool = True  # in a new order every epoch
-    limit: int = 0  # use the first n rows; 0 is all
+    source: str = ""
+    """The rows: FILE.jsonl, FILE.json, FILE.parquet, a folder of datasets, or a
+    function "pkg.mod:name"."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments for a source that is a function."""
+    prompt_key: str = "prompt"
+    """The field of a row that holds the prompt: text, or a list of {role, content}."""
+    answer_key: str = "answer"
+    """The field of a row that the reward compares with, or the target text in
+    supervised training."""
+    system_prompt: str = ""
+    """The first message of every prompt; it needs a chat template."""
+    max_prompt_tokens: int = field(default=1024, metadata={"ge": 1})
+    """The longest prompt that is allowed, in tokens; a longer one is an error, or is
+    dropped if drop_overlong is set."""
+    drop_overlong: bool = False
+    """Leave out rows that are too long, and say how many they are."""
+    shuffle: bool = True
+    """Take the rows in a new order in every epoch."""
+    limit: int = field(default=0, metadata={"ge": 0})
+    """Use only this many rows from the start of the source; 0 uses all."""
 
 
 @dataclass
 class RewardConfig:
-    target: str = ""  # "pkg.mod:function" or "file.py:function": (completion, answer, row) -> number | Graded | Invalid
-    num_workers: int = 1  # processes that score
-    timeout_s: float = 10.0  # per call; the process of a call that takes longer is killed
-    max_invalid_fraction: float = 0.01  # above it, and at least 5 calls, the run stops
+    """The function that scores completions, and the processes that run it."""
+
+    target: str = ""
+    """The reward function "pkg.mod:name" or "file.py:name"; it takes (completion,
+    answer, row) and returns a number, Graded or Invalid."""
+    num_workers: int = field(default=1, metadata={"ge": 1})
+    """Processes that score completions."""
+    timeout_s: float = field(default=10.0, metadata={"ge": 0.001})
+    """Seconds that one reward call may take; the process of a longer one is killed."""
+    max_invalid_fraction: float = field(default=0.01, metadata={"ge": 0, "le": 1})
+    """The run stops when more than this share of reward calls is invalid, and at least
+    5 of them are."""
 
 
 @dataclass
 class SamplingConfig:
-    max_tokens: int = 256  # of a completion; one that has so many was truncated
-    temperature: float = 1.0  # the logits are divided by it, of the policy too; above 0 in training
-    top_p: float = 1.0  # below 1 the log-probs change meaning: refused; evaluation has eval.top_p
-    stop: list[str] = field(default_factory=list)  # each one token of the tokenizer; end-of-turn is always there
+    """How completions are sampled in training."""
+
+    max_tokens: int = field(default=256, metadata={"ge": 1})
+    """The longest completion, in tokens; one that reaches it was truncated."""
+    temperature: float = field(default=1.0, metadata={"ge": 0})
+    """Logits are divided by this, in the rollout and in the policy; it must be above 0
+    in training."""
+    top_p: float = field(default=1.0, metadata={"ge": 1e-6, "le": 1})
+    """Training refuses values below 1, because below 1 the log-probs change meaning;
+    for evaluation set eval.top_p."""
+    stop: list[str] = field(default_factory=list)
+    """Texts that end a completion, each one token of the tokenizer; the end of a turn
+    always does."""
 
 
 @dataclass
 class EvalConfig:
-    every_steps: int = 0  # 0: never during training
+    """How held-out prompts are sampled and scored."""
+
+    every_steps: int = field(default=0, metadata={"ge": 0})
+    """Evaluate after every so many training steps; 0 never does during training."""
     data: DataConfig = field(default_factory=DataConfig)
-    samples_per_prompt: int = 1  # above 1: best of them, and the majority where the reward says what it read
-    temperature: float = 0.0  # 0 is greedy
-    top_p: float = 1.0  # sample among the fewest tokens that together have so much; of rollouts that know it
-    max_tokens: int = 0  # 0: as in sampling
-    at_start: bool = False  # before the first step too
+    samples_per_prompt: int = field(default=1, metadata={"ge": 1})
+    """Completions of each evaluated prompt. Above 1 the best of them is reported, too,
+    and the majority where the reward says which answer it read."""
+    temperature: float = field(default=0.0, metadata={"ge": 0})
+    """Sampling temperature of evaluation; 0 is greedy."""
+    top_p: float = field(default=1.0, metadata={"ge": 1e-6, "le": 1})
+    """Evaluation samples among the fewest tokens that together have this probability;
+    the rollout must support it."""
+    max_tokens: int = field(default=0, metadata={"ge": 0})
+    """The longest completion in evaluation, in tokens; 0 takes sampling.max_tokens."""
+    at_start: bool = False
+    """Evaluate before the first training step, too."""
 
 
 @dataclass
 class CheckpointConfig:
-    every_steps: int = 0  # 0: only at the end
-    resume: str = "auto"  # the last whole one of run_dir; disable: none; or a folder that an empty run_dir starts from
-    reset_data: bool = False  # a resumed run starts its data from the beginning: needed where the data changed
-    asynchronous: bool = True  # training goes on while a checkpoint is written
-    keep_last: int = 2  # 0 keeps all
-    keep_best: int = 0  # so many more, by best_metric; where both end, the last step with a finite gradient stays
-    best_metric: str = "eval/reward"  # higher is better
-    export: bool = True  # write a folder that AutoModelForCausalLM.from_pretrained loads
-    optimizer: bool = True  # its state is written too; without it, moments and schedule start anew
-    deadline_s: float = 1800.0  # for one to be on the disk
+    """When checkpoints are written, which are kept, and where a run goes on."""
+
+    every_steps: int = field(default=0, metadata={"ge": 0})
+    """Write a checkpoint after every so many steps; 0 writes one only at the end."""
+    resume: str = "auto"
+    """Where the run goes on: auto takes the last whole checkpoint of run_dir, disable
+    takes none, and a folder is what an empty run_dir starts from."""
+    reset_data: bool = False
+    """Start the data from the beginning when the run is resumed; needed if the data
+    changed."""
+    asynchronous: bool = True
+    """Let training go on while a checkpoint is written."""
+    keep_last: int = field(default=2, metadata={"ge": 0})
+    """Keep this many of the newest checkpoints; 0 keeps all."""
+    keep_best: int = field(default=0, metadata={"ge": 0})
+    """Also keep this many checkpoints with the best best_metric; the last one with a
+    finite gradient is always kept."""
+    best_metric: str = "eval/reward"
+    """The metric that checkpoint.keep_best compares; higher is better."""
+    export: bool = True
+    """Write the final model as a folder that AutoModelForCausalLM.from_pretrained
+    loads."""
+    optimizer: bool = True
+    """Write the optimizer's state, too; without it, moments and schedule start anew."""
+    deadline_s: float = field(default=1800.0, metadata={"ge": 0.001})
+    """Seconds until a checkpoint must be on the disk."""
 
 
 @dataclass
 class RecordConfig:
-    every_steps: int = 0  # keep the batch of every so many steps in record/, for coupler replay; 0: none
+    """Batches that are kept for ``coupler replay``."""
+
+    every_steps: int = field(default=0, metadata={"ge": 0})
+    """Keep the batch of every so many steps in record/ for coupler replay; 0 keeps
+    none."""
 
 
 @dataclass
 class ProfileConfig:
-    """Traces of torch.profiler, and on a GPU snapshots of its memory, of what engines do in some steps."""
+    """Traces of torch.profiler for chosen steps; on a GPU, snapshots of its memory, too."""
 
-    steps: list[int] = field(default_factory=list)  # optimizer steps of each trained role, from 0; none: no traces
-    ranks: list[int] = field(default_factory=lambda: [0])  # of each trained role
-    path: str = ""  # folder of the traces; empty: profile/ in run_dir
+    steps: list[int] = field(default_factory=list)
+    """Trace these optimizer steps of each trained role, counted from 0; an empty list
+    traces none."""
+    ranks: list[int] = field(default_factory=lambda: [0])
+    """Trace these ranks of each trained role."""
+    path: str = ""
+    """The folder for traces; empty means profile/ in run_dir."""
 
 
 class OnSync(StrEnum):
-    """What a sync does with requests that are being sampled: see :class:`~coupler.interfaces.InFlight`."""
+    """What a sync does with requests that are being sampled.
 
-    AUTO = "auto"  # recompute with max_staleness above 0, where the rollout can; else drain
+    See :class:`~coupler.interfaces.InFlight`.
+    """
+
+    AUTO = "auto"  # recompute if max_staleness is above 0 and the rollout can, else drain
     DRAIN = InFlight.DRAIN
     ABORT = InFlight.ABORT
     RECOMPUTE = InFlight.RECOMPUTE
@@ -127,12 +214,24 @@ class OnSync(StrEnum):
 
 @dataclass
 class SyncConfig:
-    manager: str = "stream"  # a backend of kind sharding
-    transport: str = ""  # empty: the best that engine and rollout share
-    deadline_s: float = 600.0  # for one sync
-    in_flight: OnSync = OnSync.AUTO  # abort, recompute and stale_kv need max_staleness > 0, where some are in flight
-    self_test: bool = True  # push a permuted copy first, so that a push that changes nothing cannot pass
-    max_mean_logprob_diff: float = 0.0  # limit of the probe of every sync; 0: by dtype of the model
+    """How new weights travel from the engine to the rollouts."""
+
+    manager: str = "stream"
+    """The backend of kind sharding that moves the weights."""
+    transport: str = ""
+    """The transport that carries the weights; empty takes the best that engine and
+    rollout share."""
+    deadline_s: float = field(default=600.0, metadata={"ge": 0.001})
+    """Seconds that one weight sync may take."""
+    in_flight: OnSync = OnSync.AUTO
+    """What a sync does with requests that are being sampled. abort, recompute and
+    stale_kv need max_staleness above 0, where some are."""
+    self_test: bool = True
+    """Push a permuted copy of the weights first, so that a push that changes nothing is
+    found out."""
+    max_mean_logprob_diff: float = field(default=0.0, metadata={"ge": 0})
+    """The largest mean difference of log-probs between engine and rollout after a sync;
+    0 takes the limit of the model's dtype."""
 
 
 class ExecutorName(StrEnum):
@@ -145,7 +244,7 @@ class ExecutorName(StrEnum):
 class Placement(StrEnum):
     """Which roles share devices."""
 
-    COLOCATED = "colocated"  # rank i of every engine and replica i of the rollout share the devices of bundle i
+    COLOCATED = "colocated"  # rank i of every engine and replica i share bundle i
     DISJOINT = "disjoint"  # rollouts have bundles of their own; engines share theirs
 
 
@@ -159,24 +258,35 @@ class Devices(StrEnum):
 
 @dataclass
 class RayConfig:
-    """Read under ``executor=ray``."""
+    """The Ray cluster of ``executor=ray``."""
 
-    address: str = ""  # of a cluster to join, host:port or auto; empty starts Ray on loopback for this run
+    address: str = ""
+    """The cluster to join, host:port or auto; empty starts Ray on loopback for this
+    run."""
     placement: Placement = Placement.COLOCATED
+    """Which roles share devices: all of them (colocated), or engines and rollouts each
+    have their own (disjoint)."""
     devices: Devices = Devices.AUTO
-    num_cpus_per_worker: int = 1  # logical CPUs that an engine rank or a rollout replica reserves
+    """What each worker gets: a GPU, the CPU, or a GPU wherever the cluster has any
+    (auto)."""
+    num_cpus_per_worker: int = field(default=1, metadata={"ge": 1})
+    """Logical CPUs that each engine rank and each rollout replica reserves."""
 
 
 @dataclass
 class WaitsConfig:
-    """Waits for workers: every one has a name, and none is without end."""
+    """Limits of waits for workers; every wait has a name and an end."""
 
-    deadline_s: float = 7200.0  # of one call; above the longest step; what blocks the only thread cannot be ended
-    heartbeat_s: float = 60.0  # what has been outstanding for longer is named on the console, so often
+    deadline_s: float = field(default=7200.0, metadata={"ge": 0.001})
+    """Seconds that one call of a worker may take; set it above the longest step. A call
+    that blocks the only thread cannot be ended."""
+    heartbeat_s: float = field(default=60.0, metadata={"ge": 0.001})
+    """A call that lasts longer than this many seconds is named on the console, again
+    and again at this interval."""
 
 
 class RouterReplay(StrEnum):
-    """Which experts tokens go to while the policy trains (a mixture of experts whose routers change their mind)."""
+    """Which experts tokens go to while a mixture of experts trains."""
 
     DISABLED = "disabled"  # where the router sends them
     R2 = "R2"  # where the pass for old log-probs sent them
@@ -185,12 +295,16 @@ class RouterReplay(StrEnum):
 
 @dataclass
 class RunConfig:
-    """Everything a run is. ``engine``, ``rollout``, ``algorithm`` and ``trackers`` come from plugins."""
+    """Everything a run is; four of its options come from plugins.
+
+    They are ``engine``, ``rollout``, ``algorithm`` and ``trackers``.
+    """
 
     engine: Any = None
     rollout: Any = None
     algorithm: Any = None
-    trackers: list[str] = field(default_factory=lambda: ["console", "jsonl"])  # what writes the metrics
+    trackers: list[str] = field(default_factory=lambda: ["console", "jsonl"])
+    """The backends that write the run's metrics."""
     model: ModelConfig = field(default_factory=ModelConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -202,19 +316,40 @@ class RunConfig:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
     executor: ExecutorName = ExecutorName.LOCAL
+    """Where workers live: in the process that runs the job (local), or each in a Ray
+    actor (ray)."""
     ray: RayConfig = field(default_factory=RayConfig)
     waits: WaitsConfig = field(default_factory=WaitsConfig)
-    run_dir: str = "runs/default"  # folder of the run; the same command in it goes on
-    steps: int = 100  # each samples a batch and trains on it
-    prompts_per_step: int = 8  # supervised training: rows per step
-    samples_per_prompt: int = 8  # completions of each prompt
-    optimizer_steps_per_batch: int = 1  # each over an equal part of the batch's sequences
-    epochs_per_batch: int = 1  # times that these steps are taken on the same batch
-    max_staleness: int = 0  # 0 is synchronous; n lets rollouts run up to n versions behind
-    max_skipped_steps: int = 3  # so many steps in a row with a non-finite gradient stop the run
-    max_rejected_factor: int = 10  # dynamic sampling gives up after so many times prompts_per_step rejected groups
+    run_dir: str = "runs/default"
+    """The folder of the run; the same command with the same folder goes on where it
+    ended."""
+    steps: int = field(default=100, metadata={"ge": 1})
+    """Training steps of the run; each samples a batch and trains on it."""
+    prompts_per_step: int = field(default=8, metadata={"ge": 1})
+    """Prompts that each step samples; in supervised training, the rows of each step."""
+    samples_per_prompt: int = field(default=8, metadata={"ge": 1})
+    """Completions that are sampled of each prompt."""
+    optimizer_steps_per_batch: int = field(default=1, metadata={"ge": 1})
+    """Optimizer steps on each batch, each over an equal part of its sequences."""
+    epochs_per_batch: int = field(default=1, metadata={"ge": 1})
+    """Times that training goes over the same batch."""
+    max_staleness: int = field(default=0, metadata={"ge": 0})
+    """Versions that the sampling weights may be behind the trained ones; 0 is
+    synchronous training."""
+    max_skipped_steps: int = field(default=3, metadata={"ge": 0})
+    """The run stops after this many steps in a row with a non-finite gradient."""
+    max_rejected_factor: int = field(default=10, metadata={"ge": 1})
+    """Dynamic sampling gives up when it has rejected this many times prompts_per_step
+    groups."""
     router_replay: RouterReplay = RouterReplay.DISABLED
-    offload: bool = False  # engine and rollout share a device and take turns on its memory
-    seed: int = 0  # of every random stream: order of the data, sampling, new weights
-    deterministic: bool = False  # two runs are equal but for time/*, without memory/*; slower, needs max_staleness=0
-    strict: bool = False  # an option that you set and nothing reads is an error, not a warning
+    """Which experts tokens go to while a mixture of experts trains: the router's choice
+    (disabled), that of the old log-probs (R2), or the rollout's (R3)."""
+    offload: bool = False
+    """Let engine and rollout share a device and take turns on its memory."""
+    seed: int = field(default=0, metadata={"ge": 0, "le": 2**63 - 1})
+    """The seed of every random stream: the order of the data, sampling, new weights."""
+    deterministic: bool = False
+    """Make two runs equal in everything but time/*, and leave out memory/*; this is
+    slower, and needs max_staleness=0."""
+    strict: bool = False
+    """Make an option that you set and nothing reads an error instead of a warning."""

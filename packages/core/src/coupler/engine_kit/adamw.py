@@ -1,4 +1,4 @@
-"""What engines that train with AdamW are told: one set of keys, one meaning."""
+"""Define the options of engines that train with AdamW, once for all of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from coupler.interfaces import EngineConfig
 
 
 class Schedule(StrEnum):
-    """Shape of the learning rate over the run: see :mod:`coupler.engine_kit.schedules`."""
+    """The shape of the learning rate over the run.
+
+    :mod:`coupler.engine_kit.schedules` has the formulas.
+    """
 
     CONSTANT = "constant"
     LINEAR = "linear"
@@ -32,20 +35,38 @@ READ_UNDER = {  # options that not every schedule reads
 class AdamWConfig(EngineConfig):
     """AdamW (arXiv 1711.05101), clipping and the learning rate; an engine's configuration extends it."""
 
-    lr: float = 1e-6  # the highest learning rate of the schedule
-    beta1: float = 0.9  # decay of the mean of gradients
-    beta2: float = 0.999  # decay of the mean of squared gradients
-    eps: float = 1e-8  # added to the root of that mean
-    weight_decay: float = 0.0  # never on biases and norms
-    max_grad_norm: float = 1.0  # 0: no clipping
+    lr: float = 1e-6
+    """The highest learning rate of the schedule."""
+    beta1: float = 0.9
+    """AdamW's decay of the running mean of gradients."""
+    beta2: float = 0.999
+    """AdamW's decay of the running mean of squared gradients."""
+    eps: float = 1e-8
+    """AdamW's epsilon, which is added to the denominator of an update."""
+    weight_decay: float = 0.0
+    """AdamW's weight decay; biases and norms never decay."""
+    max_grad_norm: float = 1.0
+    """Gradients whose norm is above this are scaled down to it; 0 never clips."""
     schedule: Schedule = Schedule.CONSTANT
-    warmup_steps: int = 0  # optimizer steps; the first one already has lr / warmup_steps
-    warmup_ratio: float = 0.0  # the same as a share of all optimizer steps of the schedule; at least one
-    init_lr_ratio: float = 0.0  # of lr, from which the warm-up rises
-    total_steps: int = 0  # optimizer steps after which the schedule has ended; 0: those of the whole run
-    decay_steps: int = 0  # optimizer steps at the end of the run over which wsd decays
-    min_lr_ratio: float = 0.0  # of lr, the lowest after the warm-up
-    num_cycles: float = 0.5  # of cosine: 0.5 falls to min_lr_ratio, 1 falls and rises again, 1.5 falls twice
+    """The shape of the learning rate over the run."""
+    warmup_steps: int = 0
+    """Optimizer steps over which the learning rate rises; the first one already has
+    lr / warmup_steps."""
+    warmup_ratio: float = 0.0
+    """The warm-up as a share of the schedule's optimizer steps, at least one step; it
+    stands instead of warmup_steps."""
+    init_lr_ratio: float = 0.0
+    """The share of lr from which the warm-up rises."""
+    total_steps: int = 0
+    """Optimizer steps after which the schedule has ended; 0 takes those of the whole
+    run."""
+    decay_steps: int = 0
+    """Optimizer steps at the end of the run over which the wsd schedule decays."""
+    min_lr_ratio: float = 0.0
+    """The lowest learning rate after the warm-up, as a share of lr."""
+    num_cycles: float = 0.5
+    """Cycles of the cosine schedule: 0.5 falls to min_lr_ratio, 1 falls and rises again,
+    1.5 falls twice."""
 
     def __post_init__(self) -> None:
         """Check the keys of this class.

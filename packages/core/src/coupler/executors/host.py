@@ -76,7 +76,7 @@ class Host:
             os.chdir(folder)
         self.node = node
         self.thread = ThreadPoolExecutor(1, thread_name_prefix=log.stem)
-        print(f"pid {os.getpid()} on node {node}, {sys.executable}")
+        print(f"pid {os.getpid()} on node {node}, {sys.executable}", flush=True)  # into the log file
         self.object: Any = None
 
     async def start(self, build: str, spec: Any) -> Place | Failure:
@@ -130,7 +130,7 @@ class Host:
 
     def _failure(self, error: BaseException) -> Failure:
         failure = Failure.of(error)
-        print(failure.trace, file=self.log)
+        self.log.write(f"{failure.trace}\n")
         return failure
 
 

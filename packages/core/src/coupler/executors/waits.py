@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
 import time
 from collections import defaultdict
@@ -13,6 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from coupler.errors import WaitTimeout, WorkerDied
+from coupler.system.log import URGENT, get_logger
+
+log = get_logger(__name__)
 
 SHOWN = 16  # of what is outstanding
 GRACE_S = 1.0  # after a worker failed: its peer may have died, and then the death is the cause
@@ -121,7 +123,7 @@ class Waits:
     def _beat(self) -> None:
         while not self.stop.wait(self.heartbeat_s):
             for line in self.overdue():
-                print(f"coupler: {line}", file=sys.stderr, flush=True)
+                log.info(line, extra=URGENT)
 
     def overdue(self) -> list[str]:
         """One line for each (method, role) that has been outstanding for ``heartbeat_s``."""

@@ -64,7 +64,6 @@ class StepInfo:
     """Global facts of one optimizer step, equal on every rank; engines weigh losses of their own with them."""
 
     total_tokens: int  # tokens of all sequences of the mini-batch, over all ranks
-    total_sequences: int
     index: int  # optimizer steps done before this one
 
 

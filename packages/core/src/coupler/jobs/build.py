@@ -23,9 +23,12 @@ from coupler.plugins.manager import Plugins
 from coupler.rewards import RewardPool
 from coupler.run.plan import VALUES, trained_engines
 from coupler.run.session import Session
+from coupler.system.log import PLAIN, get_logger
 from coupler.system.seeding import derive
 from coupler.worker.spec import WorkerSpec
 from coupler.worker.torch.profiling import NOTHING, Profile
+
+log = get_logger(__name__)
 
 
 class Builder:
@@ -130,7 +133,7 @@ class Builder:
             raise ConfigError(f"{key}.source is not set.\n  set it to:  a .jsonl or .parquet file, or pkg.mod:function")
         prompts, dropped = encode_prompts(load_rows(data, key), self.codec, data, key)
         if dropped:
-            print(f"{key}: dropped {dropped} prompts that are too long")
+            log.info(f"{key}: dropped {dropped} prompts that are too long", extra=PLAIN)
         return prompts
 
     def scorer(self, rollouts: RolloutGroup, rewards: RewardPool) -> Scorer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from coupler.config.options import SECTIONS, section
@@ -11,6 +10,9 @@ from coupler.executors.interpreter import check_interpreter
 from coupler.executors.placement import Role
 from coupler.jobs.build import Builder
 from coupler.plugins.tested import tested_ranges
+from coupler.system.log import get_logger
+
+log = get_logger(__name__)
 
 
 async def place(builder: Builder, roles: Sequence[Role]) -> None:
@@ -29,7 +31,7 @@ async def place(builder: Builder, roles: Sequence[Role]) -> None:
 
     for one in tested_ranges(plugins, ours):
         if not one.within:
-            print(f"coupler: warning: {one.distribution} {one.problem}", file=sys.stderr)
+            log.warning(f"{one.distribution} {one.problem}")
     await builder.executor.place(roles)
 
 
@@ -51,4 +53,4 @@ async def report_unread(builder: Builder, read_later: tuple[str, ...] = ()) -> N
     sentence = f"you set {', '.join(unread)}, and nothing read {'it' if len(unread) == 1 else 'them'}."
     if strict:
         raise ConfigError(f"{sentence}\n  try:  leave them out; what you wanted has another name or another backend")
-    print(f"coupler: warning: {sentence}", file=sys.stderr)
+    log.warning(sentence)

@@ -23,6 +23,9 @@ from coupler.metrics import Metrics, values
 from coupler.plugins.manager import Plugins
 from coupler.run import checkpoint, step_record
 from coupler.run.session import export_whole
+from coupler.system.log import get_logger
+
+log = get_logger(__name__)
 
 
 class Stage(StrEnum):
@@ -91,7 +94,7 @@ def export_run(composed: Composed, plugins: Plugins, run_dir: Path, step: int | 
     if step is None:
         found, skipped = checkpoint.newest(run_dir / "checkpoints")
         for line in skipped:
-            print(f"coupler: checkpoint skipped: {line}")
+            log.info(f"checkpoint skipped: {line}")
         if not found:
             raise CouplerError(f"{run_dir} has no whole checkpoint.\n  try:  a run folder with checkpoints/step_*")
         step = found.step

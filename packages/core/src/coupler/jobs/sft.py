@@ -19,6 +19,9 @@ from coupler.run.plan_checks import micro_batch_room
 from coupler.run.run_lock import claimed
 from coupler.run.saving import Saving
 from coupler.system.garbage import heap_set_aside
+from coupler.system.log import PLAIN, get_logger
+
+log = get_logger(__name__)
 
 
 def supervise(composed: Composed, plugins: Plugins) -> dict[str, float]:
@@ -37,16 +40,16 @@ async def _supervise(builder: Builder) -> dict[str, float]:
     data = fingerprint(rows)
     examples, dropped = supervised(rows, builder.codec, config.data, micro_batch_room(config.engine, "engine"))
     if dropped:
-        print(f"data: dropped {dropped} rows that are too long")
+        log.info(f"data: dropped {dropped} rows that are too long", extra=PLAIN)
     plan = make_plan(config, len(examples), builder.plugins, algorithm.needs, Job.SFT)
-    print(plan.render())
+    log.info(plan.render(), extra=PLAIN)
     with session.recording(data, found, plan) as journal:
         await place(builder, plan.workers)
         policy = builder.engine("policy", trains=True)
         await policy.setup()
         last: dict[str, float] = {}
 
-        async def log(step: int, metrics: Metrics) -> dict[str, float]:
+        async def track(step: int, metrics: Metrics) -> dict[str, float]:
             last.update(journal.log(step, metrics))
             if step == done + 1:
                 await report_unread(builder, read_later=("checkpoint.",))
@@ -57,7 +60,7 @@ async def _supervise(builder: Builder) -> dict[str, float]:
             trainer = SupervisedTrainer(config, policy=policy, algorithm=algorithm, examples=examples)
             if found:
                 await session.restore(found, trained, trainer, data, nullcontext)
-            saving = Saving(config, checkpoints, trained, trainer, log, nullcontext)
+            saving = Saving(config, checkpoints, trained, trainer, track, nullcontext)
             with heap_set_aside():
                 await trainer.fit(saving.after, done)
         if config.checkpoint.export:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -37,6 +36,9 @@ from coupler.run.run_lock import claimed
 from coupler.run.saving import Saving, due
 from coupler.run.step_record import Recorder
 from coupler.system.garbage import heap_set_aside
+from coupler.system.log import PLAIN, get_logger
+
+log = get_logger(__name__)
 
 REFERENCE = "ref_logprobs"
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # how config.json counts them, by family
@@ -60,9 +62,9 @@ async def _train(builder: Builder) -> dict[str, float]:
     held_out = builder.prompts(config.eval.data, "eval.data") if does_evaluate(config, Job.TRAIN) else []
     judge = builder.critic_model() if VALUES in algorithm.needs else None
     plan = make_plan(config, len(prompts), builder.plugins, algorithm.needs)
-    print(plan.render())
+    log.info(plan.render(), extra=PLAIN)
     if warning := unreplayed(config, Path(builder.model.path)):
-        print(f"coupler: warning: {warning}", file=sys.stderr)
+        log.warning(warning)
     with session.running(data, found, plan) as (journal, rewards):
         await place(builder, plan.workers)
         policy, rollouts = builder.engine("policy", trains=True), builder.rollouts()

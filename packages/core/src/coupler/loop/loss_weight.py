@@ -44,4 +44,4 @@ def prepare(batch: Batch, algorithm: Algorithm) -> Batch:
 
 def step_info(batch: Batch, index: int) -> StepInfo:
     """The global facts of the optimizer step that trains on ``batch``."""
-    return StepInfo(total_tokens=batch.num_tokens, total_sequences=len(batch), index=index)
+    return StepInfo(total_tokens=batch.num_tokens, index=index)

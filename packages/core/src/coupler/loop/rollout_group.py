@@ -11,7 +11,10 @@ import numpy as np
 from coupler.errors import CouplerError, ReplicaDied
 from coupler.executors import Executor
 from coupler.interfaces import Completion, Finish, InFlight, Memory, Model, Rank, Request, SyncReceipt, WeightUpdate
+from coupler.system.log import get_logger
 from coupler.worker.replica import RolloutSpec
+
+log = get_logger(__name__)
 
 FINISHES = get_args(Finish)
 FULLER = 1.125  # than the mean, a replica may be so that samples of one prompt meet in its prefix cache
@@ -178,7 +181,7 @@ class RolloutGroup:
                 raise ReplicaDied(
                     f"rollout replica {index} died {self.restarts[index]} times.\n  look at:  the log of this replica"
                 )
-            print(f"coupler: rollout replica {index} died; starting it again")
+            log.info(f"rollout replica {index} died; starting it again")
             self.replicas[index] = await self.executor.revive(self.replicas[index])
             self.num_workers[index] = await self.executor.call(self.replicas[index], "setup", self._alone(index))
             await self.executor.call(self.replicas[index], "pause", in_flight)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
 from enum import StrEnum
+from functools import cache
 from typing import Any
 
 from coupler.interfaces import API
@@ -64,10 +65,24 @@ class Backend:
     kind: str  # a Kind
     name: str
     target: str  # "package.module:Class", imported only in the process that runs it
-    config: type  # dataclass with a field ``name`` that defaults to ``name``; its module imports nothing heavy
+    config: type = None  # type: ignore[assignment] - see __post_init__
+    """A dataclass with a field ``name`` that defaults to ``name``; its module imports
+    nothing heavy. A transport, a sharding manager or a tracker without options leaves it
+    out, and gets one."""
     api: int = API
     capabilities: frozenset[str] | Callable[[Any], frozenset[str]] = frozenset()
     tested: Mapping[str, str] = field(default_factory=dict)  # distribution -> versions, such as {"torch": ">=2.11,<3"}
+
+    def __post_init__(self) -> None:
+        """Make the configuration class of a backend that has no options.
+
+        Raises:
+            TypeError: the kind needs one: its configuration travels to other processes.
+        """
+        if self.config is None and self.kind in (Kind.ENGINE, Kind.ROLLOUT, Kind.ALGORITHM):
+            raise TypeError(f"the backend {self.kind}={self.name} has no config class")
+        if self.config is None:
+            object.__setattr__(self, "config", _config_class(self.name))
 
     def capabilities_of(self, config: Any) -> frozenset[str]:
         """The capabilities under this configuration."""
@@ -76,3 +91,9 @@ class Backend:
     def load(self) -> type:
         """Import the class."""
         return resolve(self.target)
+
+
+@cache
+def _config_class(name: str) -> type:
+    """Make a configuration class that holds a backend's name."""
+    return make_dataclass(f"{name.title()}Config", [("name", str, name)], namespace={"__module__": __name__})

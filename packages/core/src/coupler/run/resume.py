@@ -8,11 +8,14 @@ from typing import Any
 
 import yaml
 
-from coupler.config.options import flatten
 from coupler.config.schema import RunConfig
+from coupler.config.tree import flatten
 from coupler.errors import ConfigError
 from coupler.run import checkpoint
 from coupler.run.checkpoint import Checkpoint
+from coupler.system.log import get_logger
+
+log = get_logger(__name__)
 
 AUTO, DISABLE = "auto", "disable"
 FREE = (  # what may change when a run goes on: how long it is, what is written, where it runs, when it gives up
@@ -40,11 +43,11 @@ def find(config: RunConfig, resolved: str) -> Checkpoint | None:
         _check_same(config, resolved)
         found = _newest(run_dir / "checkpoints")
         if found and named:
-            print(f"coupler: checkpoint.resume={wanted} is left aside: run_dir has checkpoints of its own")
+            log.info(f"checkpoint.resume={wanted} is left aside: run_dir has checkpoints of its own")
         if found:
-            print(f"coupler: going on from {found.folder}")
+            log.info(f"going on from {found.folder}")
             return found
-        print(f"coupler: no checkpoint yet, starting from {wanted if named else 'step 0'}")
+        log.info(f"no checkpoint yet, starting from {wanted if named else 'step 0'}")
     return _named(Path(wanted)) if named else None
 
 
@@ -82,14 +85,14 @@ def _named(folder: Path) -> Checkpoint:
             f"checkpoint.resume={folder} is no whole checkpoint: {problem}.\n"
             "  try:  checkpoint.resume=auto, disable, or the folder of one, or of a run that has one"
         )
-    print(f"coupler: starting from {found.folder}")
+    log.info(f"starting from {found.folder}")
     return found
 
 
 def _newest(folder: Path) -> Checkpoint | None:
     found, skipped = checkpoint.newest(folder)
     for line in skipped:
-        print(f"coupler: checkpoint skipped: {line}")
+        log.info(f"checkpoint skipped: {line}")
     if skipped and not found:
         raise ConfigError(
             f"no checkpoint in {folder} is whole; nothing was touched.\n"

@@ -1,93 +1,86 @@
-"""One process at a time in a run folder: a lock of the operating system, which ends with its process in any case."""
+"""Lock a run folder so that two processes never write to it.
+
+``filelock`` holds a lock of the operating system, which ends with its process in any
+case, and lets go of it in forked children, which would keep it as long as they live.
+Three things are added here: the file names its holder, the file and a folder that stayed
+empty go again, and a disk without locks costs a warning instead of the run.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+
+from filelock import FileLock, Timeout
 
 from coupler.errors import ConfigError
+from coupler.system.log import get_logger, log_file
 
-try:
-    import fcntl
-except ModuleNotFoundError:  # Windows
-    fcntl = None
+NAME, LOG = ".lock", "coupler.log"
+RETRY_S = 0.2  # A holder may delete the file between our opening and our locking it.
 
-NAME = ".lock"
-_held: set[IO[str]] = set()
+log = get_logger(__name__)
 
 
 @contextmanager
 def claimed(run_dir: Path) -> Iterator[None]:
-    """Hold ``run_dir``, which is made if it has to be, for as long as the block lasts; what it left empty goes again.
+    """Hold ``run_dir`` while the block lasts, and write messages to its ``coupler.log``.
 
-    Where there are no such locks, on Windows and on some network disks, a warning says so.
+    The folder is made if there is none. It is removed again if nothing but messages was
+    written to it. A warning says so where there are no locks, as on some network disks.
 
     Raises:
         ConfigError: another process holds it, or it cannot be written.
     """
     made = not run_dir.exists()
-    try:
-        file = _lock(run_dir)
-    except OSError as error:
-        raise ConfigError(f"run_dir={run_dir} cannot be written: {error.strerror}.\n  try:  another run_dir") from None
-    _held.add(file)
-    try:
-        yield
-    finally:
-        _held.discard(file)
-        with suppress(OSError):  # the file says nothing without its lock
-            (run_dir / NAME).unlink()
-            if made and not any(run_dir.iterdir()):
-                run_dir.rmdir()
-        file.close()
-
-
-def _lock(run_dir: Path) -> IO[str]:
-    run_dir.mkdir(parents=True, exist_ok=True)
     path = run_dir / NAME
-    while True:
-        file = path.open("a", encoding="utf-8")
-        try:
-            _take(file, run_dir)
-            with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(file.fileno()), path.stat()):  # else its last holder has deleted it since
-                    file.truncate(0)
-                    file.write(f"process {os.getpid()} on {socket.gethostname()}")
-                    file.flush()
-                    return file
-        except BaseException:
-            file.close()
-            raise
-        file.close()
+    lock = FileLock(path, thread_local=False, fallback_to_soft=False)
+    with _writing(run_dir):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        path.touch()
 
-
-def _take(file: IO[str], run_dir: Path) -> None:
+    _take(lock, run_dir)
     try:
-        if fcntl is None:
-            raise OSError("this system has none")
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = Path(file.name).read_text(encoding="utf-8") or "another process"
+        with _writing(run_dir), suppress(PermissionError):  # Windows: nobody writes to a locked file.
+            path.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
+        with log_file(run_dir / LOG):
+            yield
+    finally:
+        with suppress(OSError):  # The file says nothing without its lock.
+            path.unlink()
+        with suppress(OSError):
+            if made and {file.name for file in run_dir.iterdir()} <= {LOG}:
+                (run_dir / LOG).unlink(missing_ok=True)
+                run_dir.rmdir()
+        lock.release()
+
+
+def _take(lock: FileLock, run_dir: Path) -> None:
+    path = run_dir / NAME
+    try:
+        lock.acquire(timeout=RETRY_S, poll_interval=RETRY_S / 4)
+    except Timeout:
         raise ConfigError(
-            f"run_dir={run_dir} is in use by {holder}; nothing in it was touched.\n"
+            f"run_dir={run_dir} is in use by {_holder(path)}; nothing in it was touched.\n"
             "  try:  another run_dir, or the same command once that run has ended"
         ) from None
     except OSError as error:
         why = error.strerror or error
-        print(f"coupler: warning: no lock keeps a second process out of run_dir={run_dir}: {why}", file=sys.stderr)
+        log.warning(f"no lock keeps a second process out of run_dir={run_dir}: {why}")
 
 
-def _let_go() -> None:
-    """In a process that a fork made: the lock would last as long as its copy of the file is open."""
-    for file in _held:
-        file.close()
-    _held.clear()
+@contextmanager
+def _writing(run_dir: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"run_dir={run_dir} cannot be written: {error.strerror}.\n  try:  another run_dir") from None
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_let_go)
+def _holder(path: Path) -> str:
+    with suppress(OSError):  # It is gone by now, or locked against readers, too.
+        return path.read_text(encoding="utf-8") or "another process"
+    return "another process"

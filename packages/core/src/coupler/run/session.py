@@ -24,6 +24,9 @@ from coupler.run.run_folder import Journal
 from coupler.run.saving import Resumable, export_folder
 from coupler.system.files import writing
 from coupler.system.imports import file_of
+from coupler.system.log import get_logger
+
+log = get_logger(__name__)
 
 
 class Session:
@@ -50,7 +53,7 @@ class Session:
         """Return whether ``done`` steps are all that was asked for, with their export written."""
         exported = not self.config.checkpoint.export or export_folder(self.config.run_dir, "policy").exists()
         if complete := done >= self.config.steps and exported:
-            print(f"coupler: {self.config.run_dir} is complete at step {done}; there is nothing to train")
+            log.info(f"{self.config.run_dir} is complete at step {done}; there is nothing to train")
         return complete
 
     def facts(self, data: str) -> dict[str, str]:
@@ -125,9 +128,7 @@ class Session:
                 "  try:  the same data, or checkpoint.reset_data=true to start it from the beginning"
             )
         if Part.OPTIMIZER not in found.manifest["parts"]:
-            print(
-                f"coupler: {found.folder} holds no optimizer: its moments and the learning rate's schedule start anew"
-            )
+            log.info(f"{found.folder} holds no optimizer: its moments and the learning rate's schedule start anew")
 
         held = {role: group for role, group in roles.items() if role in found.manifest["roles"]}
         for role, group in held.items():
@@ -139,9 +140,7 @@ class Session:
 
         trainer.start_at(found.step)  # what it counted and sampled, it did in that configuration's units
         anew = ", ".join(["prompts", *(role for role in roles if role not in held)])
-        print(
-            f"coupler: {found.folder} is of another configuration: {', '.join(held)} as it was there; {anew} start anew"
-        )
+        log.info(f"{found.folder} is of another configuration: {', '.join(held)} as it was there; {anew} start anew")
 
     async def export(self, group: EngineGroup) -> None:
         """Write the model in Hugging Face layout, to ``export`` or ``export_critic``; it appears when it is whole."""

@@ -174,7 +174,7 @@ class World:
         self, shards: Sequence[Batch], loss: str, want: tuple[str, ...] = ("logprobs", "entropy"), index: int = 0
     ) -> tuple[Arrays, Metrics, list[list[Any]]]:
         """Run one whole step; return its gradient, the merged metrics and (applied, norm, lr) of every rank."""
-        info = asdict(StepInfo(sum(s.num_tokens for s in shards), sum(map(len, shards)), index))
+        info = asdict(StepInfo(sum(s.num_tokens for s in shards), index))
         out = str(self._path("grads"))
         same = {"want": want, "loss": loss, "info": info, "out": out}
         answers = self.call("gradient", [{"batch": b, **same} for b in self._shared(shards)])

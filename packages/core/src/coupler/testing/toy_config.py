@@ -1,4 +1,4 @@
-"""The toy backends as records: ``engine=toy``, ``rollout=toy``, ``algorithm=toy``."""
+"""Declare the toy backends: ``engine=toy``, ``rollout=toy``, ``algorithm=toy``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from coupler.plugins import Backend, hookimpl
 @dataclass
 class ToyEngineConfig(AdamWConfig):
     name: str = "toy"
-    max_tokens_per_gpu: int = 1024  # of one micro-batch
+    max_tokens_per_gpu: int = 1024
+    """The most tokens that one micro-batch of a rank has."""
     lr: float = 0.05
 
     @property
@@ -28,7 +29,8 @@ class ToyRolloutConfig(RolloutConfig):
 
 @dataclass
 class ToyAlgorithmConfig:
-    name: str = "toy"  # chosen by algorithm=NAME
+    name: str = "toy"
+    """The name of the algorithm, chosen by algorithm=NAME."""
 
 
 BACKENDS = (

@@ -19,12 +19,15 @@ from coupler.executors.ray import cluster
 from coupler.executors.waits import Waits
 from coupler.interfaces import Rank
 from coupler.system.imports import Late
+from coupler.system.log import PLAIN, get_logger
 
 if TYPE_CHECKING:
     import ray
     import ray.exceptions
 else:
     ray = Late("ray", "coupler-core[ray]")
+
+log = get_logger(__name__)
 
 WATCH_S = 600.0  # an actor is asked again so often whether it lives; its death shows at once
 FREE_S = 10.0  # what a run before this one held may take so long to be free again
@@ -98,7 +101,8 @@ class OnRay:
         if role not in self.shown:
             same = [f"that of {known}" for known, names in self.shown.items() if names == sorted(environment)]
             self.shown[role] = sorted(environment)
-            print(f"{role}: {python or 'our interpreter'}, environment: {(same or [' '.join(sorted(environment))])[0]}")
+            listed = (same or [" ".join(sorted(environment))])[0]
+            log.info(f"{role}: {python or 'our interpreter'}, environment: {listed}", extra=PLAIN)
         interpreter = {"py_executable": python} if python else {}
         runtime_env = {"env_vars": environment, **interpreter}
         host = cluster.create(Host, self.group, slot, self.config.num_cpus_per_worker, runtime_env)

@@ -79,7 +79,7 @@ def follow(pair: tuple[Engine, Served], reference: Reference, tolerance: float, 
             assert difference(engine, before) > 3 * bound, "the step changed too little for this test to see"
         before = samples
         batch = weighted(make_batch(reference, seed=step))
-        engine.forward_backward(batch, WANT, losses.surrogate, StepInfo(batch.num_tokens, len(batch), step))
+        engine.forward_backward(batch, WANT, losses.surrogate, StepInfo(batch.num_tokens, step))
         assert engine.step().applied
     assert difference(engine, before) > 3 * bound, "without a sync the rollout cannot follow"
 

@@ -1,0 +1,91 @@
+"""Read the YAML presets that plugins ship: ``CONF/engine/fast.yaml`` is ``engine=fast``.
+
+A preset names in ``defaults`` what it builds on: backends or other presets of its kind,
+and ``_self_`` for its own values. Later entries win. Without ``_self_`` its own values
+come first, as in Hydra.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from coupler.config.plain import to_plain
+from coupler.config.tree import merge
+from coupler.errors import PluginError
+from coupler.plugins.manager import Plugins, Source
+
+SELF = "_self_"
+Found = dict[str, list[tuple[Source, Traversable]]]
+
+
+def find_presets(plugins: Plugins, kind: str) -> Found:
+    """Return every preset of one kind by its name, with who ships it and its file."""
+    found: Found = {}
+    for package, source in plugins.config_packages():
+        folder = files(package).joinpath(kind)
+        for file in folder.iterdir() if folder.is_dir() else ():
+            if file.name.endswith(".yaml"):
+                found.setdefault(file.name.removesuffix(".yaml"), []).append((source, file))
+    return found
+
+
+def chosen_values(plugins: Plugins, kind: str, name: str) -> dict[str, Any]:
+    """Return the plain values of ``kind=name``, a backend's defaults or a preset's.
+
+    Raises:
+        PluginError: nothing is called so, several things are, or a preset is wrong.
+    """
+    return _values(plugins, kind, name, find_presets(plugins, kind), ())
+
+
+def _values(plugins: Plugins, kind: str, name: str, presets: Found, above: tuple[str, ...]) -> dict[str, Any]:
+    _check_one_meaning(plugins, kind, name, presets)
+    if name not in presets:
+        return to_plain(plugins.get(kind, name).config())
+
+    own = _read(kind, name, presets[name][0][1])
+    entries = own.pop("defaults", [])
+    if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
+        raise _wrong(kind, name, f"its defaults are {entries!r}, and must be a list of names")
+    if again := {*entries} & {*above, name}:
+        raise _wrong(kind, name, f"it builds on {', '.join(sorted(again))}, which builds on it")
+
+    values: dict[str, Any] = {}
+    for entry in entries if SELF in entries else (SELF, *entries):
+        values = merge(values, own if entry == SELF else _values(plugins, kind, entry, presets, (*above, name)))
+    return values
+
+
+def _check_one_meaning(plugins: Plugins, kind: str, name: str, presets: Found) -> None:
+    if name not in presets:
+        if name not in plugins.of(kind) and (kind, name) not in plugins.owner:
+            raise PluginError(plugins.missing(kind, name, also=tuple(presets)))
+        return
+    owners = [source for source, _ in presets[name]]
+    owners += [plugins.owner[kind, name]] if (kind, name) in plugins.owner else []
+    if len(owners) > 1:
+        raise PluginError(
+            f"{kind}={name} has several meanings, from {' and '.join(map(str, owners))}.\n"
+            f"  try:  COUPLER_DISABLE_PLUGINS={owners[-1].name}"
+        )
+
+
+def _read(kind: str, name: str, file: Traversable) -> dict[str, Any]:
+    try:
+        values = OmegaConf.to_container(OmegaConf.create(file.read_text(encoding="utf-8")))
+    except (YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
+        raise _wrong(kind, name, str(error).splitlines()[0]) from None
+    if not isinstance(values, Mapping):
+        raise _wrong(kind, name, "it is no mapping of options to values")
+    return {str(key): value for key, value in values.items()}
+
+
+def _wrong(kind: str, name: str, why: str) -> PluginError:
+    return PluginError(f"the preset {kind}={name} cannot be composed: {why}.")
