@@ -23,7 +23,7 @@ from coupler.system.seeding import stream
 from coupler_engine_fsdp.config import FSDPConfig
 from coupler_engine_fsdp.engine import FSDPEngine
 
-EVERY_FILE = {"config.yaml", "run.json", "metrics.jsonl", "tensorboard", "checkpoints", "export"}
+EVERY_FILE = {"config.yaml", "coupler.log", "run.json", "metrics.jsonl", "tensorboard", "checkpoints", "export"}
 NUM_TOKENS = 24
 
 
