@@ -86,11 +86,15 @@ def run_job(composed: Any, plugins: Any, folder: Path) -> list[dict[str, float]]
 
 
 def bare_generate(composed: Any, args: argparse.Namespace) -> None:
+    from coupler_rollout_vllm.compat.version import prepare
+
+    prepare()  # before the first import of vLLM
     from vllm import LLM
+    from vllm.inputs import tokens_input
 
     from coupler.interfaces import Model, Rank, Request
-    from coupler_rollout_vllm import compat
     from coupler_rollout_vllm.arguments import engine_arguments
+    from coupler_rollout_vllm.compat.engine import sampling_params
 
     config = composed.config
     llm = LLM(**engine_arguments(config.rollout, Model(config.model.path), Rank(seed=1)))
@@ -101,8 +105,8 @@ def bare_generate(composed: Any, args: argparse.Namespace) -> None:
         requests = [
             Request(p, args.tokens, seed=int(rng.integers(2**31))) for p in prompts for _ in range(args.samples)
         ]
-        inputs: list[Any] = [compat.tokens_input(list(r.prompt)) for r in requests]
-        params = [compat.sampling_params(r, 0, r.max_tokens, config.rollout.per_request_seeds) for r in requests]
+        inputs: list[Any] = [tokens_input(list(r.prompt)) for r in requests]
+        params = [sampling_params(r, 0, r.max_tokens, config.rollout.per_request_seeds) for r in requests]
         for each in params:
             each.flat_logprobs = True  # the quickest that it returns
         start = time.perf_counter()

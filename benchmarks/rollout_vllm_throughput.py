@@ -62,14 +62,18 @@ def through_coupler(folder: Path, config: VLLMConfig, requests: list[Request]) -
 
 
 def through_vllm(folder: Path, config: VLLMConfig, requests: list[Request]) -> None:
-    from vllm import LLM
+    from coupler_rollout_vllm.compat.version import prepare
 
-    from coupler_rollout_vllm import compat
+    prepare()  # before the first import of vLLM
+    from vllm import LLM
+    from vllm.inputs import tokens_input
+
     from coupler_rollout_vllm.arguments import engine_arguments
+    from coupler_rollout_vllm.compat.engine import sampling_params
 
     llm = LLM(**engine_arguments(config, Model(str(folder)), Rank(seed=1)))
-    prompts: list[Any] = [compat.tokens_input(list(r.prompt)) for r in requests]
-    params = [compat.sampling_params(r, 0, r.max_tokens, config.per_request_seeds) for r in requests]
+    prompts: list[Any] = [tokens_input(list(r.prompt)) for r in requests]
+    params = [sampling_params(r, 0, r.max_tokens, config.per_request_seeds) for r in requests]
     for each in params:
         each.flat_logprobs = True  # the quickest that it returns
     llm.generate(prompts[:WARM], params[:WARM], use_tqdm=False)

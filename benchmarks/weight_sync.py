@@ -32,9 +32,9 @@ from coupler.interfaces import InFlight, Memory, Model, Named, Rank
 from coupler.plugins.manager import Plugins
 from coupler.testing.edge import Edge
 from coupler.testing.subject import configured, parse_settings
-from coupler_rollout_vllm.checksums import checksum
 from coupler_rollout_vllm.config import VLLMConfig
 from coupler_rollout_vllm.rollout import VLLMRollout
+from coupler_rollout_vllm.worker.checksums import checksum
 
 SMALL = {"enforce_eager": True, "kv_cache_gib": 1.0, "max_model_len": 2048}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

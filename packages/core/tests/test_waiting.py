@@ -49,7 +49,7 @@ BOUNDED = {  # file, call: what ends it
     ),
     ("pool.py", "self._changed.wait_for(lambda: self._waiting or self._stopped)"): "close(), in a daemon thread",
     ("executor.py", "ray.shutdown()"): "Ray, which kills its processes",
-    ("compat.py", "engine.shutdown()"): "vLLM, which kills its processes after 5 s",
+    ("engine.py", "engine.shutdown()"): "vLLM, which kills its processes after 5 s",
     ("connection.py", "self.socket.accept()"): "the settimeout before it",
     ("nccl.py", "work.wait()"): "it is done by then, or only queued on a stream",
     ("weights.py", "work.wait()"): GROUP,

@@ -16,11 +16,11 @@ from coupler.config.schema import Job
 from coupler.errors import ConfigError, PluginError
 from coupler.interfaces import Model, Rank
 from coupler.plugins.manager import Plugins
-from coupler_rollout_vllm import compat
 from coupler_rollout_vllm.arguments import GIB, adapter_arguments, engine_arguments, memory_arguments
+from coupler_rollout_vllm.compat import engine, version
 from coupler_rollout_vllm.config import Precision, VLLMConfig
 from coupler_rollout_vllm.targets import checkpoint_names, checkpoint_tensors, linear_maps
-from coupler_rollout_vllm.worker import answering
+from coupler_rollout_vllm.worker.extension import answering
 
 MODEL = Model("/m")
 
@@ -103,22 +103,22 @@ def test_memory_in_gib_becomes_a_part_of_the_device(
     settings: dict[str, float], expected: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a GPU of 80 GiB."""
-    monkeypatch.setattr(compat, "device_bytes", lambda: 80 * GIB)
+    monkeypatch.setattr(engine, "device_bytes", lambda: 80 * GIB)
     assert memory_arguments(VLLMConfig(**settings), gpu=True) == pytest.approx(expected)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("key", ["gpu_memory_gib", "kv_cache_gib"])
 def test_more_memory_than_the_device_has_is_refused(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "device_bytes", lambda: 80 * GIB)
+    monkeypatch.setattr(engine, "device_bytes", lambda: 80 * GIB)
     with pytest.raises(ConfigError, match=rf"rollout\.{key}=81 is more than the device has, 80\.0\."):
         memory_arguments(VLLMConfig(**{key: 81.0}), gpu=True)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("found", ["0.25.1", "0.33.0", "0.33.0rc1", "1.0"])
 def test_another_release_of_vllm_is_refused(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "version", lambda name: found)
+    monkeypatch.setattr(version, "version", lambda name: found)
     with pytest.raises(PluginError) as refused:
-        compat.installed()
+        version.installed()
     assert str(refused.value) == (
         f"vllm {found} is outside the range >=0.26,<0.33 that rollout=vllm was tested with.\n"
         "  try:  pip install 'vllm>=0.26,<0.33'"
@@ -127,8 +127,8 @@ def test_another_release_of_vllm_is_refused(found: str, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("found", ["0.26.0", "0.26.0+cu129", "0.32.0", "0.32.1.dev3"])
 def test_a_release_of_the_tested_range_is_taken(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "version", lambda name: found)
-    assert compat.installed() == ("vllm", found)
+    monkeypatch.setattr(version, "version", lambda name: found)
+    assert version.installed() == ("vllm", found)
 
 
 def test_a_model_worker_that_runs_out_of_memory_says_so_by_its_class() -> None:

@@ -17,7 +17,7 @@ from coupler.errors import CouplerError, WeightSyncError
 from coupler.interfaces import Completion, InFlight, Memory, Request
 from coupler.testing.edge import Served
 from coupler.testing.reference import TransformersReference
-from coupler_rollout_vllm import compat
+from coupler_rollout_vllm.compat import engine
 
 POSITIONS = 256  # of the model
 
@@ -60,7 +60,7 @@ def test_logprobs_that_do_not_match_the_tokens_are_an_error() -> None:
     """Not an empty completion, and not an index error three calls later."""
     output = SimpleNamespace(new_token_ids=[1, 2], new_logprobs=SimpleNamespace(logprobs=np.array([[-0.5]])))
     with pytest.raises(CouplerError, match="1 log-probs of 2 tokens"):
-        compat.logprobs_of(output)
+        engine.logprobs_of(output)
 
 
 def test_hand_overs_leave_memory_flat(served: Served, reference: TransformersReference) -> None:
@@ -103,12 +103,12 @@ def test_answers_of_a_crowd_arrive_together(
     """Each ends at a step of its own; to wait for a message costs more than to read an answer."""
     messages: list[int] = []
 
-    async def counted(engine: Any, receive: Any = compat.next_outputs) -> list[Any]:
-        outputs = await receive(engine)
+    async def counted(of: Any, receive: Any = engine.next_outputs) -> list[Any]:
+        outputs = await receive(of)
         messages.append(len(outputs))
         return outputs
 
-    monkeypatch.setattr(compat, "next_outputs", counted)
+    monkeypatch.setattr(engine, "next_outputs", counted)
     requests = [Request((5, 6 + i), i + 1, seed=i) for i in range(128)]
     done = generate(served, *requests)
     assert [len(d.tokens) for d in done] == [r.max_tokens for r in requests]

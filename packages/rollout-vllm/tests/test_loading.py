@@ -13,8 +13,8 @@ import torch
 from coupler.errors import WeightSyncError
 from coupler.interfaces import Named
 from coupler.testing.reference import TransformersReference
-from coupler_rollout_vllm.checksums import checksum, of_plan
-from coupler_rollout_vllm.loading import copy, plans, record, shapes_of
+from coupler_rollout_vllm.worker.checksums import checksum, of_plan
+from coupler_rollout_vllm.worker.loading import copy, plans, record, shapes_of
 
 
 @pytest.fixture(scope="module")

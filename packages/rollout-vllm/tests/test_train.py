@@ -12,7 +12,7 @@ import pytest
 from coupler.cli import main
 from coupler.testing.models import read_tensors
 from coupler.testing.reference import TransformersReference
-from coupler_rollout_vllm import compat
+from coupler_rollout_vllm.compat import engine
 
 REWARD = """
 def score(completion, answer):
@@ -104,10 +104,10 @@ def test_requests_that_forget_the_adapter_are_found_before_the_first_step(
 ) -> None:
     """It is 0 then, and every log-prob is right without it."""
 
-    async def forgets(*arguments: object, adapted: bool, send: Any = compat.send_request) -> None:
+    async def forgets(*arguments: object, adapted: bool, send: Any = engine.send_request) -> None:
         await send(*arguments, adapted=False)
 
-    monkeypatch.setattr(compat, "send_request", forgets)
+    monkeypatch.setattr(engine, "send_request", forgets)
     assert main(arguments(tmp_path, reference, *ADAPTED)) == 2
     assert "a push of a random adapter left the rollout's log-probs within" in capsys.readouterr().err
 

@@ -9,15 +9,15 @@ import torch
 
 from coupler.errors import ConfigError
 from coupler.interfaces import Model, Rank
-from coupler_rollout_vllm import compat
+from coupler_rollout_vllm.compat import engine as vllm
 from coupler_rollout_vllm.config import FP32_ADAPTER, Precision, VLLMConfig
 from coupler_rollout_vllm.targets import has_experts, linear_maps
 
 GIB = 1 << 30
 CPU_CACHE_GIB = 0.25
 DTYPES = {Precision.BF16: "bfloat16", Precision.FP16: "float16", Precision.FP32: "float32"}
-WORKER = "coupler_rollout_vllm.worker.WorkerExtension"
-SCHEDULER = "coupler_rollout_vllm.gathering.scheduler"
+WORKER = "coupler_rollout_vllm.worker.extension.WorkerExtension"
+SCHEDULER = "coupler_rollout_vllm.scheduler.scheduler"
 
 
 def engine_arguments(config: VLLMConfig, model: Model, rank: Rank) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def adapter_arguments(rank: int, folder: Path, dtype: Precision, gpu: bool) -> d
         )
     return {
         "enable_lora": True,
-        "max_lora_rank": compat.adapter_size(rank),
+        "max_lora_rank": vllm.adapter_size(rank),
         "max_loras": 1,
         "lora_target_modules": linear_maps(folder) or None,
     }
@@ -96,7 +96,7 @@ def memory_arguments(config: VLLMConfig, gpu: bool) -> dict[str, Any]:
     if config.kv_cache_gib:
         found["kv_cache_memory_bytes"] = int(config.kv_cache_gib * GIB)
     if wanted := config.gpu_memory_gib or config.kv_cache_gib:  # so much must be free, says vLLM, before it starts
-        total = compat.device_bytes() / GIB
+        total = vllm.device_bytes() / GIB
         if wanted > total:
             key = "gpu_memory_gib" if config.gpu_memory_gib else "kv_cache_gib"
             raise ConfigError(f"rollout.{key}={wanted:g} is more than the device has, {total:.1f}.")

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from coupler_rollout_vllm import compat
+from coupler_rollout_vllm.compat import engine as vllm
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class Running:
     def take(self, output: Any) -> None:
         """Append what the scheduler sent."""
         self.tokens += output.new_token_ids
-        self.logprobs += compat.logprobs_of(output)
+        self.logprobs += vllm.logprobs_of(output)
         if output.routed_experts is not None:
             self.routes.append(output.routed_experts)
         if output.finish_reason is not None and not self.ended.done():
@@ -49,7 +49,7 @@ class Client:
         self.running: dict[str, Running] = {}
         self.idle = asyncio.Event()
         self.idle.set()
-        compat.hand_over_outputs(engine, asyncio.create_task(self._receive()))
+        vllm.hand_over_outputs(engine, asyncio.create_task(self._receive()))
 
     async def run(
         self, name: str, tokens: list[int], params: Any, salt: str, version: int, *, adapted: bool
@@ -62,10 +62,10 @@ class Client:
         request = self.running[name] = Running(asyncio.get_running_loop().create_future(), [(0, version)])
         self.idle.clear()
         try:
-            await compat.send_request(self.engine, name, tokens, params, salt, adapted=adapted)
+            await vllm.send_request(self.engine, name, tokens, params, salt, adapted=adapted)
             return request, await request.ended
         except asyncio.CancelledError:
-            await compat.send_abort(self.engine, [name])
+            await vllm.send_abort(self.engine, [name])
             raise
         finally:
             del self.running[name]
@@ -74,8 +74,8 @@ class Client:
 
     async def cut_off(self) -> None:
         """End all that runs, with what it has by now."""
-        await compat.freeze(self.engine)
-        await compat.send_abort(self.engine, list(self.running))
+        await vllm.freeze(self.engine)
+        await vllm.send_abort(self.engine, list(self.running))
         for request in self.running.values():
             if not request.ended.done():
                 request.ended.set_result("abort")
@@ -90,8 +90,8 @@ class Client:
     async def _receive(self) -> None:
         try:
             while True:
-                for output in await compat.next_outputs(self.engine):
+                for output in await vllm.next_outputs(self.engine):
                     if output.request_id in self.running:
                         self.running[output.request_id].take(output)
-        except compat.EngineDead as error:
+        except vllm.engine_dead() as error:
             self.lose(error)

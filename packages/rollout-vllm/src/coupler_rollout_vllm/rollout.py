@@ -19,9 +19,10 @@ from coupler import errors
 from coupler.engine_kit import resident_bytes
 from coupler.errors import CouplerError, ReplicaDied, WeightSyncError
 from coupler.interfaces import Completion, InFlight, Memory, Model, Rank, Request, Rollout, SyncReceipt, WeightUpdate
-from coupler_rollout_vllm import compat
 from coupler_rollout_vllm.arguments import engine_arguments
 from coupler_rollout_vllm.client import Client, Running
+from coupler_rollout_vllm.compat import engine as vllm
+from coupler_rollout_vllm.compat.version import prepare
 from coupler_rollout_vllm.config import bad_temperature
 from coupler_rollout_vllm.receipts import join
 
@@ -69,7 +70,13 @@ class VLLMRollout(Rollout):
     """
 
     def __init__(self, config: Any, model: Model) -> None:
+        """Prepare this process for vLLM, which :meth:`setup` starts.
+
+        Raises:
+            PluginError: vLLM is not installed, or outside the tested range.
+        """
         super().__init__(config, model)
+        prepare()
         self.version, self.updates = DUMMY, 0
         self.based, self.adapted = False, False  # the weights are real; an adapter stands upon them
         self.asleep: frozenset[Memory] = frozenset()
@@ -90,8 +97,8 @@ class VLLMRollout(Rollout):
         self.close()
         self.rank, self.version, self.asleep = rank, DUMMY, frozenset()
         self.based, self.adapted = False, False
-        self.engine = compat.start(engine_arguments(self.config, self.model, rank))
-        self.end = finalize(self, compat.stop, self.engine)  # with the process, at the latest
+        self.engine = vllm.start(engine_arguments(self.config, self.model, rank))
+        self.end = finalize(self, vllm.stop, self.engine)  # with the process, at the latest
         self.client = Client(self.engine)
         self.workers: list[dict[str, Any]] = await self._workers("coupler_facts")
         self.max_tokens: int = self.engine.model_config.max_model_len
@@ -124,7 +131,7 @@ class VLLMRollout(Rollout):
             raise CouplerError(
                 f"the rollout's {' and '.join(sorted(self.asleep))} sleep.\n  call:  wake() before generate()"
             )
-        params = compat.sampling_params(request, len(done.tokens), room, self.config.per_request_seeds)
+        params = vllm.sampling_params(request, len(done.tokens), room, self.config.per_request_seeds)
         prompt = [*request.prompt, *done.tokens]
         if self.watch is None:
             self.watch = asyncio.create_task(self._watch())
@@ -132,7 +139,7 @@ class VLLMRollout(Rollout):
             name = f"coupler-{next(self.names)}"
             salt = str(self.updates)
             stay, finish = await self.client.run(name, prompt, params, salt, self.version, adapted=self.adapted)
-        except compat.EngineDead as error:
+        except vllm.engine_dead() as error:
             raise self._died() from error
         done.add(stay, self.workers[0]["routers"])
         return finish
@@ -173,7 +180,7 @@ class VLLMRollout(Rollout):
     async def checksums(self) -> list[dict[str, int]]:
         """Of the weights in each model worker, without an adapter.
 
-        See :func:`~coupler_rollout_vllm.checksums.of_plan`.
+        See :func:`~coupler_rollout_vllm.worker.checksums.of_plan`.
         """
         return await self._workers("coupler_checksums")
 
@@ -188,7 +195,7 @@ class VLLMRollout(Rollout):
         self.gate.clear()
         self.paused = in_flight
         if in_flight is InFlight.STALE_KV:
-            await self._alive(compat.freeze(self.engine))
+            await self._alive(vllm.freeze(self.engine))
         elif self.running:
             if in_flight is not InFlight.DRAIN:
                 await self._alive(self.client.cut_off())
@@ -229,7 +236,10 @@ class VLLMRollout(Rollout):
     # --- the engine's process -----------------------------------------------------------------------------------------
 
     async def _workers(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of :class:`~coupler_rollout_vllm.worker.WorkerExtension` in every model worker, once."""
+        """Call a method of the worker extension in every model worker, once.
+
+        See :class:`~coupler_rollout_vllm.worker.extension.WorkerExtension`.
+        """
         answers = await self._alive(self.engine.collective_rpc(method, args=args))
         for answer in answers:
             if isinstance(answer, dict) and "error" in answer:
@@ -246,7 +256,7 @@ class VLLMRollout(Rollout):
                 if done:
                     return task.result()
                 await self.engine.check_health()
-        except compat.EngineDead as error:
+        except vllm.engine_dead() as error:
             raise self._died() from error
         except Exception as error:  # vLLM's for a call that failed; with a worker it fails first, then the engine ends
             if await self._ends():
@@ -261,7 +271,7 @@ class VLLMRollout(Rollout):
         while time.monotonic() < deadline:
             try:
                 await self.engine.check_health()
-            except compat.EngineDead:
+            except vllm.engine_dead():
                 return True
             await asyncio.sleep(0.1)
         return False
@@ -272,7 +282,7 @@ class VLLMRollout(Rollout):
             await asyncio.sleep(ALIVE_S)
             try:
                 await self.engine.check_health()
-            except compat.EngineDead as error:
+            except vllm.engine_dead() as error:
                 self.client.lose(error)
                 break
         self.watch = None

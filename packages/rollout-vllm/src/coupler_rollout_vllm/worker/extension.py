@@ -13,9 +13,11 @@ import torch
 
 from coupler.errors import CouplerError
 from coupler.interfaces import Endpoint, Memory, Rank, WeightUpdate
-from coupler_rollout_vllm import checksums, compat, memory
-from coupler_rollout_vllm.adapters import forget_adapter, load_adapter
-from coupler_rollout_vllm.loading import load, plans, shapes_of
+from coupler_rollout_vllm.compat.memory import device_bytes_of
+from coupler_rollout_vllm.compat.worker import model_of, rank_of, routers_of
+from coupler_rollout_vllm.worker import checksums, memory
+from coupler_rollout_vllm.worker.adapters import forget_adapter, load_adapter
+from coupler_rollout_vllm.worker.loading import load, plans, shapes_of
 
 
 def answering(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -40,15 +42,15 @@ class WorkerExtension:
 
     def coupler_facts(self) -> dict[str, Any]:
         """Where this worker is, and which of its layers have a router."""
-        routers = compat.routers_of(self)
-        return {"rank": compat.rank_of(self)[0], "device": _device(), "pid": os.getpid(), "routers": routers}
+        routers = routers_of(self)
+        return {"rank": rank_of(self)[0], "device": _device(), "pid": os.getpid(), "routers": routers}
 
     @answering
     def coupler_update(self, text: str) -> dict[str, Any]:
         """Receive a :class:`~coupler.interfaces.WeightUpdate`, given as JSON, and load it."""
         fields = json.loads(text)
         update = WeightUpdate(**{**fields, "endpoints": tuple(Endpoint(**e) for e in fields["endpoints"])})
-        index, world = compat.rank_of(self)
+        index, world = rank_of(self)
         start = time.perf_counter()
         place = Rank(index=index, world=world, devices=_device())
         if update.adapter:
@@ -60,7 +62,7 @@ class WorkerExtension:
 
     def coupler_checksums(self) -> dict[str, int]:
         """See :func:`checksums.of_plan`; layers that pack their weights have none."""
-        return checksums.of_plan(plans.get(compat.model_of(self), {}))
+        return checksums.of_plan(plans.get(model_of(self), {}))
 
     @answering
     def coupler_sleep(self, what: Iterable[str]) -> int:
@@ -74,7 +76,7 @@ class WorkerExtension:
 
     def coupler_device_bytes(self) -> int:
         """Device memory that this process holds now, without what sleeps."""
-        return compat.device_bytes_of(self)
+        return device_bytes_of(self)
 
 
 def _device() -> tuple[str, ...]:

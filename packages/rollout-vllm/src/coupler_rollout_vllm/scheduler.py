@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from coupler_rollout_vllm import compat
+from coupler_rollout_vllm.compat import scheduler as vllm
 
 LATE = 1 / 20  # of the steps that a completion took: so long it waits for others to leave with
 
@@ -26,7 +26,7 @@ LATE = 1 / 20  # of the steps that a completion took: so long it waits for other
 def scheduler(**arguments: Any) -> Any:
     """vLLM's scheduler of this configuration, with :class:`Gathering` in front; ``scheduler_cls`` names this."""
     threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
-    base = compat.scheduler_class(arguments["vllm_config"])
+    base = vllm.scheduler_class(arguments["vllm_config"])
     return type("GatheringScheduler", (Gathering, base), {})(**arguments)
 
 
@@ -58,14 +58,14 @@ class Gathering:
                 if part.finish_reason is not None:
                     self._end(part.request_id)
             sent.outputs = []
-        if compat.is_frozen(self):
+        if vllm.is_frozen(self):
             for name in list(self.held):
                 self._end(name)
             self.patience = 0
         if self.ended and (self.patience < 1 or not self.requests):  # type: ignore[attr-defined]
-            compat.outputs_of(clients).extend(self.ended)
+            vllm.outputs_of(clients).extend(self.ended)
             self.ended, self.patience = [], inf
-        return {client: sent for client, sent in clients.items() if sent.outputs or compat.says_more(sent)}
+        return {client: sent for client, sent in clients.items() if sent.outputs or vllm.says_more(sent)}
 
     def _end(self, name: str) -> None:
         """No more comes of a request, or not before a pause ends."""
@@ -75,7 +75,7 @@ class Gathering:
 
     def has_requests(self) -> bool:
         """Whether the engine has to step: also once more, to give out what ended or what a pause found."""
-        rest = self.ended or (self.held and compat.is_frozen(self))
+        rest = self.ended or (self.held and vllm.is_frozen(self))
         return super().has_requests() or bool(rest)  # type: ignore[misc]
 
     def finish_requests(self, *arguments: Any, **named: Any) -> Any:
@@ -92,7 +92,7 @@ def joined(parts: list[Any]) -> Any:
     if len(parts) > 1:
         last.new_token_ids = list(chain.from_iterable(part.new_token_ids for part in parts))
         logprobs = [part.new_logprobs for part in parts if part.new_logprobs is not None]
-        last.new_logprobs = compat.join_logprobs(logprobs) if logprobs else None
+        last.new_logprobs = vllm.join_logprobs(logprobs) if logprobs else None
         experts = [part.routed_experts for part in parts if part.routed_experts is not None]
         last.routed_experts = np.concatenate(experts) if experts else None
     return last

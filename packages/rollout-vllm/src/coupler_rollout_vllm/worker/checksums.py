@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from coupler_rollout_vllm.loading import Plan
+from coupler_rollout_vllm.worker.loading import Plan
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 CHUNK = 1 << 24  # elements looked at together: 64-bit copies of all of a large tensor would not fit

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from coupler.engine_kit.lora_names import A, partner
 from coupler.errors import WeightSyncError
 from coupler.interfaces import Named
-from coupler_rollout_vllm import compat
-from coupler_rollout_vllm.loading import COPY, Piece, Plan, Way, account, copy, region, unfit
+from coupler_rollout_vllm.compat import worker as vllm
+from coupler_rollout_vllm.worker.loading import COPY, Piece, Plan, Way, account, copy, region, unfit
 
 loaded: WeakKeyDictionary[torch.nn.Module, frozenset[str]] = WeakKeyDictionary()  # the model's adapter, by name
 plans: WeakKeyDictionary[torch.nn.Module, Plan] = WeakKeyDictionary()  # where each tensor of it went
@@ -28,7 +28,7 @@ def load_adapter(worker: Any, weights: Iterable[Named]) -> dict[str, Any]:
     Raises:
         WeightSyncError: its rank is above what vLLM was started for, or a tensor does not fit its layer.
     """
-    if plan := plans.get(compat.model_of(worker)):
+    if plan := plans.get(vllm.model_of(worker)):
         return copy(plan, weights)
     return record(worker, weights)
 
@@ -39,14 +39,14 @@ def record(worker: Any, weights: Iterable[Named]) -> dict[str, Any]:
     num_bytes = 0
     for name, tensor in weights:
         num_bytes += int(tensor.nbytes)
-        received[name] = compat.on_device(worker, tensor)
+        received[name] = vllm.on_device(worker, tensor)
     whole = {name: tensor for name, tensor in received.items() if partner(name) in received}
-    model, places = compat.model_of(worker), compat.adapter_places(worker)
-    ours = {name: compat.in_model(worker, name) for name in received}
-    rank = _rank(whole, compat.adapter_room(worker))
+    model, places = vllm.model_of(worker), vllm.adapter_places(worker)
+    ours = {name: vllm.in_model(worker, name) for name in received}
+    rank = _rank(whole, vllm.adapter_room(worker))
     with Writes(places, whole) as writes:
         try:
-            compat.put_adapter(worker, {ours[name]: tensor for name, tensor in whole.items()}, rank)
+            vllm.put_adapter(worker, {ours[name]: tensor for name, tensor in whole.items()}, rank)
         except RuntimeError as error:
             raise unfit(f"an adapter with {next(iter(whole))}", str(error)) from error
     for name in whole:
@@ -64,10 +64,10 @@ def record(worker: Any, weights: Iterable[Named]) -> dict[str, Any]:
 
 def forget_adapter(worker: Any) -> None:
     """The weights beneath it change: from now on they stand alone."""
-    if compat.adapter_room(worker):
-        compat.drop_adapters(worker)
+    if vllm.adapter_room(worker):
+        vllm.drop_adapters(worker)
         for known in (loaded, plans):
-            known.pop(compat.model_of(worker), None)
+            known.pop(vllm.model_of(worker), None)
 
 
 def _rank(tensors: dict[str, torch.Tensor], room: int) -> int:

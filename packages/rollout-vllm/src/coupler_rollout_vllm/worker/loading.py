@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from coupler.errors import WeightSyncError
 from coupler.interfaces import Named, Shapes
-from coupler_rollout_vllm import compat
+from coupler_rollout_vllm.compat import worker as vllm
 from coupler_rollout_vllm.targets import checkpoint_names, checkpoint_tensors
 
 COPY = torch.ops.aten.copy_.default
@@ -58,21 +58,21 @@ def load(worker: Any, weights: Iterable[Named]) -> dict[str, Any]:
     Raises:
         WeightSyncError: a tensor does not fit its parameter.
     """
-    folder = Path(compat.folder_of(worker))
-    if compat.packs(worker):
-        with compat.reloading(worker) as model:
-            return reload(model, compat.unfilled(model), weights, folder)
-    with compat.configured(worker) as model, torch.no_grad():
+    folder = Path(vllm.folder_of(worker))
+    if vllm.packs(worker):
+        with vllm.reloading(worker) as model:
+            return reload(model, vllm.unfilled(model), weights, folder)
+    with vllm.configured(worker) as model, torch.no_grad():
         return copy(plans[model], weights) if model in plans else record(model, weights, folder)
 
 
 def shapes_of(worker: Any) -> Shapes:
     """Of what the model takes: as it came before, else as in its checkpoint; none where the folder has none to read."""
-    known = plans.get(compat.model_of(worker))
+    known = plans.get(vllm.model_of(worker))
     if known is not None:
         return {name: way.shape for name, way in known.items()}
     try:
-        return checkpoint_tensors(Path(compat.folder_of(worker)))
+        return checkpoint_tensors(Path(vllm.folder_of(worker)))
     except SafetensorError:  # where a rollout runs, weights come over the wire: a pointer to a file serves as well
         return {}
 
@@ -81,7 +81,7 @@ def reload(model: Any, unfilled: frozenset[str], weights: Iterable[Named], folde
     """Give every tensor to the loader of a model whose layers keep what they get until they have all."""
     ledger = Ledger(model, unfilled)
     with ledger:
-        ledger.feed(model, ((name, compat.kept(tensor)) for name, tensor in weights))
+        ledger.feed(model, ((name, vllm.kept(tensor)) for name, tensor in weights))
     return ledger.answer(folder)
 
 
@@ -89,7 +89,7 @@ def record(model: Any, weights: Iterable[Named], folder: Path) -> dict[str, Any]
     """Give every tensor to the model's loader; keep its copies as the plan, if all was filled by copies alone."""
     ledger = Ledger(model, frozenset())
     with ledger:
-        ledger.feed(model, ((name, compat.as_tensor(tensor)) for name, tensor in weights))
+        ledger.feed(model, ((name, vllm.as_tensor(tensor)) for name, tensor in weights))
     answer = ledger.answer(folder)
     if not answer["missing"] and ledger.plannable:
         plans[model] = {name: ledger.ways[name] for name in ledger.received if name in ledger.used}
@@ -105,7 +105,7 @@ def copy(plan: Plan, weights: Iterable[Named]) -> dict[str, Any]:
     received: dict[str, None] = {}
     num_bytes = 0
     for name, sent in weights:
-        tensor = compat.as_tensor(sent).contiguous()
+        tensor = vllm.as_tensor(sent).contiguous()
         received[name] = None
         num_bytes += int(tensor.nbytes)
         if way := plan.get(name):

@@ -9,21 +9,22 @@ from typing import Any
 import torch
 
 from coupler.interfaces import Memory
-from coupler_rollout_vllm import compat
+from coupler_rollout_vllm.compat import memory as vllm
+from coupler_rollout_vllm.compat.worker import model_of
 
 _saved: dict[str, torch.Tensor] = {}  # buffers of the model, which no update brings
 
 
 def sleep(worker: Any, parts: Iterable[Memory]) -> int:
     """Discard what these parts hold; return how many bytes the device got back. On the CPU, nothing."""
-    if not compat.sleeps(worker):
+    if not vllm.sleeps(worker):
         return 0
     freed = 0
     for part in parts:
         if part is Memory.WEIGHTS:
-            _saved.update({name: buffer.cpu() for name, buffer in compat.model_of(worker).named_buffers()})
-        freed += compat.discard(part)
-    compat.forget_scratch()
+            _saved.update({name: buffer.cpu() for name, buffer in model_of(worker).named_buffers()})
+        freed += vllm.discard(part)
+    vllm.forget_scratch()
     gc.collect()
     torch.cuda.empty_cache()
     return freed
@@ -31,15 +32,15 @@ def sleep(worker: Any, parts: Iterable[Memory]) -> int:
 
 def wake(worker: Any, parts: Iterable[Memory]) -> int:
     """Map the memory again; return how many bytes the device gave. Weights and cache are undefined then."""
-    if not compat.sleeps(worker):
+    if not vllm.sleeps(worker):
         return 0
     taken = 0
     for part in parts:
-        taken += compat.restore(part)
+        taken += vllm.restore(part)
         if part is Memory.KV_CACHE:
-            compat.rebuild_beside_cache(worker)
+            vllm.rebuild_beside_cache(worker)
         else:
-            for name, buffer in compat.model_of(worker).named_buffers():
+            for name, buffer in model_of(worker).named_buffers():
                 buffer.copy_(_saved[name])
             _saved.clear()
     return taken

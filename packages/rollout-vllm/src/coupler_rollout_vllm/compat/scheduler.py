@@ -1,0 +1,51 @@
+"""Read and make what vLLM's scheduler sends, in the scheduler's process."""
+# pyright: reportMissingImports=false
+# The environment that is type-checked has no vLLM: its torch may be another.
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+CLIENT = 0  # The index of a scheduler's only client.
+
+
+def scheduler_class(config: Any) -> type:
+    """Return vLLM's scheduler for this configuration."""
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    return AsyncScheduler if config.scheduler_config.async_scheduling else Scheduler
+
+
+def is_frozen(scheduler: Any) -> bool:
+    """Tell whether the scheduler is paused with its requests kept."""
+    from vllm.v1.core.sched.interface import PauseState
+
+    return scheduler.pause_state is PauseState.PAUSED_ALL
+
+
+def outputs_of(clients: dict[int, Any]) -> list[Any]:
+    """Return the outputs for our client, the only one there is."""
+    from vllm.v1.engine import EngineCoreOutputs
+
+    if CLIENT not in clients:
+        clients[CLIENT] = EngineCoreOutputs(outputs=[])
+    return clients[CLIENT].outputs
+
+
+def says_more(sent: Any) -> bool:
+    """Tell whether a message without outputs carries anything."""
+    return bool(sent.finished_requests or sent.scheduler_stats or sent.utility_output)
+
+
+def join_logprobs(parts: list[Any]) -> Any:
+    """Join the log-probs of several steps of a request, as if they were of one step.
+
+    The tokens' ids and ranks are left out: nobody reads them.
+    """
+    from vllm.v1.outputs import LogprobsLists
+
+    nothing = np.empty((0, 1), np.int32)
+    return LogprobsLists(nothing, np.concatenate([part.logprobs for part in parts]), nothing[:, 0], None)

@@ -1,0 +1,1 @@
+"""Run inside vLLM's model workers: receive and load weights, give memory back."""
