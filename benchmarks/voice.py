@@ -20,9 +20,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 KEPT = Path(__file__).with_suffix(".json")
 OPENERS = {"What", "Whether", "Where", "Of", "Those", "As", "See"}
-LEANING = set(
-    "above added among and as at before below but by each else from in into its more of on or over so such than that "
-    "the their them then these this those to under upon what when where which while whose with without".split()
+LEANING = (
+    " above added among and as at before below but by each else from in into its more of on or over so such than "
+    "that the their them then these this those to under upon what when where which while whose with without "
 )
 WIDTH = 88
 LONG_FUNCTION = 12
@@ -92,7 +92,7 @@ def count_source(source: str) -> Counter[str]:
     for text in option_comments(tree, comments):
         total["options"] += 1
         total["lower"] += text[:1].islower()
-        total["leaning"] += text.split(maxsplit=1)[0].lower().rstrip(",:;.") in LEANING and text[:1].islower()
+        total["leaning"] += text[:1].islower() and f" {text.split(maxsplit=1)[0].rstrip(',:;.')} " in LEANING
 
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (body := code_of(node)):
