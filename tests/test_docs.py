@@ -40,6 +40,8 @@ FENCE = re.compile(r'^```(?P<language>\w*)(?: title="(?P<title>[^"]+)")?$')
 MARKER = re.compile(r"^<!-- (?P<text>.*) -->$")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 LINES = re.compile(r"\\\n\s*")
+FILES = re.compile(r"\.(py|md|png|yaml|jsonl?)$")
+ELSEWHERE = {"model.head", "critic.engine"}  # an attribute, and a section that plugins fill
 PARSED = "needs a run folder: parsed"
 FAMILIES = "sampled|reward|batch|advantages|staleness|train|critic|train_infer|sync|time|kl|moe"
 
@@ -221,6 +223,33 @@ def check_pytest(words: list[str], block: Block) -> None:
 def check_python(words: list[str], block: Block) -> None:
     """The script is there and compiles."""
     ast.parse((ROOT / words[0]).read_text(), block.place)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+def test_commands_and_options_within_a_sentence(page: Path) -> None:
+    """A command in a sentence is parsed; an option that it or another span names is one that there is."""
+    known = set(re.findall(r"^\| `([\w.]+)` \|", (DOCS / "options.md").read_text(), re.MULTILINE))
+    sections = {key.partition(".")[0] for key in known if "." in key}
+    unknown = []
+    for span in spans(page):
+        words = span.split()
+        if words[:1] == ["coupler"] and len(words) > 2 and "..." not in words:
+            assert cli._parse(words[1:]).command
+        for word in words:
+            key = (
+                word.partition("=")[0].removeprefix("critic.")
+                if word.startswith("critic.engine.")
+                else word.partition("=")[0]
+            )
+            is_option = re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", key) and key.partition(".")[0] in sections
+            if is_option and not (FILES.search(key) or key in known or any(k.startswith(f"{key}.") for k in known)):
+                unknown.append(word)
+    assert sorted(set(unknown) - ELSEWHERE) == []
+
+
+def spans(page: Path) -> list[str]:
+    """Code within sentences."""
+    return re.findall(r"(?<!`)`([^`\n]+)`(?!`)", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL))
 
 
 def test_an_unknown_command_fails(capfd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
