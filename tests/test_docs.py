@@ -236,11 +236,8 @@ def test_commands_and_options_within_a_sentence(page: Path) -> None:
         if words[:1] == ["coupler"] and len(words) > 2 and "..." not in words:
             assert cli._parse(words[1:]).command
         for word in words:
-            key = (
-                word.partition("=")[0].removeprefix("critic.")
-                if word.startswith("critic.engine.")
-                else word.partition("=")[0]
-            )
+            key = word.partition("=")[0]
+            key = key.removeprefix("critic.") if key.startswith("critic.engine.") else key
             is_option = re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", key) and key.partition(".")[0] in sections
             if is_option and not (FILES.search(key) or key in known or any(k.startswith(f"{key}.") for k in known)):
                 unknown.append(word)
