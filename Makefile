@@ -12,7 +12,7 @@ ifneq ($(wildcard $(HOME)/.cache/uv),)
 export UV_LINK_MODE = hardlink
 endif
 
-.PHONY: quickstart test suite-workspace suite-outside faults-rollout-vllm lint wheels fresh-install setup environments clean
+.PHONY: quickstart test suite-workspace suite-outside faults-rollout-vllm lint docs wheels fresh-install setup environments clean
 .PRECIOUS: .envs/%/.synced
 
 quickstart: .venv/.synced
@@ -98,6 +98,15 @@ lint: .venv/.synced
 	.venv/bin/lint-imports
 	.venv/bin/pyright --project .
 
+# The site of docs/ into site/, from an environment that holds its builder alone; a dead link is an error
+docs: .envs/docs/.synced
+	NO_MKDOCS_2_WARNING=true .envs/docs/bin/mkdocs build --strict --quiet
+
+.envs/docs/.synced: uv.lock pyproject.toml | $(UV)
+	$(UV) venv --quiet --allow-existing --python $(PYTHON) .envs/docs
+	UV_PROJECT_ENVIRONMENT=$(CURDIR)/.envs/docs $(UV) sync --frozen --only-group docs --quiet
+	touch $@
+
 wheels: | $(UV)
 	$(UV) build --all-packages --wheel --out-dir dist --quiet
 
@@ -106,4 +115,4 @@ fresh-install: | $(UV)
 	$(PYTHON) benchmarks/fresh_install.py $(ARGS)
 
 clean:
-	rm -rf .venv .envs dist
+	rm -rf .venv .envs dist site
