@@ -3,18 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 from coupler import RolloutConfig
 from coupler.engine_kit.adamw import AdamWConfig
-
-
-class Precision(StrEnum):
-    """What is computed in."""
-
-    AUTO = "auto"  # bf16 on a GPU, fp32 on the CPU
-    BF16 = "bf16"
-    FP32 = "fp32"
+from coupler.engine_kit.precision import Precision
 
 
 @dataclass

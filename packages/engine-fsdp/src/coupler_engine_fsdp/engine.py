@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from coupler.batch import Batch
-from coupler.errors import CouplerError
+from coupler.engine_kit.loss import weighted_loss
+from coupler.engine_kit.micro_batches import agreed_split
+from coupler.engine_kit.precision import dtype_of
+from coupler.engine_kit.process_group import Membership, join
+from coupler.engine_kit.tensors import columns
 from coupler.interfaces import (
     Engine,
     Layout,
@@ -29,13 +33,13 @@ from coupler.interfaces import (
 from coupler.metrics import Metrics, merge, read
 from coupler_engine_fsdp import checkpoint, weights
 from coupler_engine_fsdp.check import check
-from coupler_engine_fsdp.config import FSDPConfig, Precision
-from coupler_engine_fsdp.distributed import build_mesh, device_of
+from coupler_engine_fsdp.config import FSDPConfig
+from coupler_engine_fsdp.distributed import build_mesh, check_fsdp_size, prepare_device
 from coupler_engine_fsdp.lora import Adapter
 from coupler_engine_fsdp.masters import Masters
 from coupler_engine_fsdp.model import build, compile_layers, layers_of, materialise, shard
 from coupler_engine_fsdp.optimizer import Optimizer
-from coupler_engine_fsdp.packing import columns, pack, split
+from coupler_engine_fsdp.packing import pack, split
 from coupler_engine_fsdp.value import zero_absent
 
 BASE = "base_logprobs"
@@ -49,6 +53,7 @@ class FSDPEngine(Engine):
     def __init__(self, config: FSDPConfig, model: Model) -> None:
         super().__init__(config, model)
         self._optimizer: Optimizer | None = None
+        self._membership: Membership | None = None
         self._host: dict[str, Tensor] = {}  # memory of the last checkpoint's copies
         self._parked: dict[str, Tensor] = {}  # gradients that are off the device, by name
 
@@ -58,11 +63,13 @@ class FSDPEngine(Engine):
         Raises:
             CouplerError: ``model.path`` holds no model that this engine can train; the message says why.
         """
-        self.device = device_of(rank)
+        self.device = prepare_device(rank)
+        check_fsdp_size(rank, self.config.fsdp_size)
+        self._membership = join(rank, self.device)
         self.mesh = build_mesh(rank, self.device, self.config.fsdp_size)
         files = weights.files_of(Path(self.model.path)) if Path(self.model.path).is_dir() else {}
         self.policy = build(self.model, self.config.logits_tile, self.config.gradient_checkpointing)
-        self.dtype = _dtype(self.config.dtype, self.device)
+        self.dtype = dtype_of(self.config.dtype, self.device)
         self.adapter = Adapter(self.config.lora_rank, self.config.lora_alpha if self.config.lora_rank else 0.0)
         if self.config.lora_rank:
             self.adapter.insert(self.policy.causal, layers_of(self.policy))
@@ -132,15 +139,8 @@ class FSDPEngine(Engine):
         if not len(micro):
             torch.cat([*outputs.values()]).sum().backward()
             return {}
-        batch = columns(micro, self.device)
-        token_loss, metrics = loss(outputs, batch)
-        weight = batch["loss_weight"]
-        if token_loss.shape != weight.shape or not token_loss.requires_grad:
-            raise CouplerError(
-                f"the loss has shape {list(token_loss.shape)}, expected one differentiable loss per token, "
-                f"{list(weight.shape)}.\n  return losses that are not summed or averaged: loss_weight normalises them"
-            )
-        (torch.where(weight != 0, token_loss, 0.0) * weight).sum().backward()
+        total, metrics = weighted_loss(loss, outputs, columns(micro, self.device))
+        total.backward()
         return metrics
 
     def _outputs(self, micro: Batch, want: tuple[Output, ...]) -> dict[str, Tensor]:
@@ -155,24 +155,11 @@ class FSDPEngine(Engine):
         return {output.name: zeros.index_copy(0, packed.rows, computed[output.name]) for output in want}
 
     def _micro_batches(self, batch: Batch) -> list[np.ndarray]:
-        """Row sets of the micro-batches: as many on every rank, since each runs collectives; some may be empty."""
-        groups, problem = [], ""
-        try:
-            groups = split(batch, self.config.max_tokens_per_gpu)
-        except ValueError as error:
-            problem = f"{error}."
-        count, failed = len(groups), bool(problem)
-        if self.mesh.size() > 1:
-            agreed = torch.tensor([count, failed], device=self.device)
-            for axis in range(self.mesh.ndim):
-                dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self.mesh.get_group(axis))
-            count, failed = agreed.tolist()
-        if failed:
-            raise CouplerError(
-                f"{problem or 'another rank got a sequence that exceeds max_tokens_per_gpu.'}\n"
-                f"  try:  engine.max_tokens_per_gpu above {self.config.max_tokens_per_gpu}, or shorter sequences"
-            )
-        return groups + [np.zeros(0, np.int64)] * (count - len(groups))
+        """Cut a batch into micro-batches, as many on every rank; some may be empty."""
+        room = self.config.max_tokens_per_gpu
+        axes = range(self.mesh.ndim) if self.mesh.size() > 1 else ()
+        groups = [self.mesh.get_group(axis) for axis in axes]
+        return agreed_split(partial(split, batch, room), room, self.device, groups)
 
     def step(self) -> StepResult:
         """See :meth:`Engine.step`. A skipped step advances neither the schedule nor Adam's."""
@@ -192,7 +179,7 @@ class FSDPEngine(Engine):
         return weights.stream(self.adapter.apart(), {}, self._sync_dtype())
 
     def _sync_dtype(self) -> torch.dtype:
-        return _dtype(self.config.sync_dtype, self.device, self.dtype)
+        return dtype_of(self.config.sync_dtype, self.device, self.dtype)
 
     def gradients(self) -> Iterator[Named]:
         """See :meth:`Engine.gradients`; fp32."""
@@ -248,6 +235,11 @@ class FSDPEngine(Engine):
         """Memory that PyTorch holds on the device, caches included; 0 on the CPU."""
         return torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0
 
+    def close(self) -> None:
+        """Leave the process group; the last engine of this process destroys it."""
+        if self._membership is not None:
+            self._membership.leave()
+
     def _move(self, what: Parts, device: torch.device) -> None:
         if self.device.type == "cpu":
             return
@@ -282,9 +274,3 @@ class FSDPEngine(Engine):
         """Drop gathered parameters: FSDP keeps the root's after a forward without backward, and they would go stale."""
         for module in self.modules:
             module.reshard()
-
-
-def _dtype(precision: Precision, device: torch.device, auto: torch.dtype | None = None) -> torch.dtype:
-    if precision == Precision.AUTO:
-        return auto or (torch.bfloat16 if device.type == "cuda" else torch.float32)
-    return torch.bfloat16 if precision == Precision.BF16 else torch.float32

@@ -7,12 +7,7 @@ from enum import StrEnum
 from math import lcm
 
 from coupler.engine_kit.adamw import AdamWConfig
-
-
-class Precision(StrEnum):
-    AUTO = "auto"  # bf16 on a GPU, fp32 on the CPU
-    BF16 = "bf16"
-    FP32 = "fp32"
+from coupler.engine_kit.precision import Precision
 
 
 class Recompute(StrEnum):

@@ -10,14 +10,17 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
 from coupler.batch import Batch
 from coupler.batch.columns import ROUTED_EXPERTS
-from coupler.errors import CouplerError
+from coupler.engine_kit.loss import weighted_loss
+from coupler.engine_kit.micro_batches import Refusal, agreed_split, split
+from coupler.engine_kit.precision import dtype_of
+from coupler.engine_kit.process_group import Membership, device_of, join, require_same_ranks
+from coupler.engine_kit.tensors import columns
 from coupler.interfaces import (
     Engine,
     Head,
@@ -35,11 +38,11 @@ from coupler.interfaces import (
 )
 from coupler.metrics import Metrics, merge, read
 from coupler_engine_megatron import bridge, checkpoint, cpu, groups
-from coupler_engine_megatron.config import MegatronConfig, Precision
-from coupler_engine_megatron.distributed import device_of, join, split_world
+from coupler_engine_megatron.config import MegatronConfig
+from coupler_engine_megatron.distributed import destroy_groups, split_world
 from coupler_engine_megatron.memory import Parked
 from coupler_engine_megatron.optimizer import Optimizer, wrap
-from coupler_engine_megatron.packing import Alignment, Packed, columns, pack, split
+from coupler_engine_megatron.packing import Alignment, Packed, pack
 from coupler_engine_megatron.routing import Routers
 from coupler_engine_megatron.settings import be_deterministic, check_layout, transformer_settings
 from coupler_engine_megatron.weights import Catalogue, Folder
@@ -61,6 +64,7 @@ class MegatronEngine(Engine):
     def __init__(self, config: MegatronConfig, model: Model) -> None:
         super().__init__(config, model)
         self._optimizer: Optimizer | None = None
+        self._membership: Membership | None = None
         self._parked = Parked()
 
     def setup(self, rank: Rank) -> Layout:
@@ -78,8 +82,9 @@ class MegatronEngine(Engine):
             be_deterministic()
         shape = bridge.read_config(self.model)
         check_layout(self.config, shape, rank)
-        join(rank, self.device)
-        self.dtype = _dtype(self.config.dtype, self.device)
+        self._membership = join(rank, self.device)
+        require_same_ranks(rank)
+        self.dtype = dtype_of(self.config.dtype, self.device)
         settings = transformer_settings(self.config, shape, rank, fused=on_gpu and self.dtype == torch.bfloat16)
         with self._platform():
             layout = split_world(self.config, rank)
@@ -139,7 +144,10 @@ class MegatronEngine(Engine):
         return read(merge(parts)) | self.routers.metrics()
 
     def _loss(self, names: tuple[str, ...], loss: Loss, packed: Packed, outputs: Tensor) -> tuple[Tensor, Metrics]:
-        """The loss of one micro-batch, summed; outside ``loss_mask`` neither a gradient nor a NaN gets in or out."""
+        """Sum the loss of one micro-batch.
+
+        Neither a gradient nor a NaN gets in or out outside ``loss_mask``.
+        """
         if not len(packed.batch):
             return outputs.sum(), {}
         zeros = torch.zeros(packed.batch.num_tokens, device=self.device)
@@ -147,15 +155,7 @@ class MegatronEngine(Engine):
             name: zeros.index_copy(0, packed.rows, values)
             for name, values in zip(names, outputs.unbind(1), strict=True)
         }
-        batch = columns(packed.batch, self.device)
-        token_loss, metrics = loss(spread, batch)
-        weight = batch["loss_weight"]
-        if token_loss.shape != weight.shape or not token_loss.requires_grad:
-            raise CouplerError(
-                f"the loss has shape {list(token_loss.shape)}, expected one differentiable loss per token, "
-                f"{list(weight.shape)}.\n  return losses that are not summed or averaged: loss_weight normalises them"
-            )
-        return (torch.where(weight != 0, token_loss, 0.0) * weight).sum(), metrics
+        return weighted_loss(loss, spread, columns(packed.batch, self.device))
 
     def _run(
         self,
@@ -205,31 +205,18 @@ class MegatronEngine(Engine):
         return pack(batch, self.device, self.align, group.size(), group.rank())
 
     def _micro_batches(self, batch: Batch) -> list[np.ndarray]:
-        """Row sets of the micro-batches: as many on every rank, since each runs collectives; some may be empty."""
-        groups, problem = [], ""
-        room = self.config.max_tokens_per_gpu * self.config.context_parallel
-        try:
-            groups = split(batch, room)
-        except ValueError as error:
-            problem = f"{error}."
+        """Cut a batch into micro-batches, as many on every rank; some may be empty."""
         routes = self.routers.problem(batch)
-        agreed = torch.tensor([len(groups), bool(problem), bool(routes)], device=self.device)
-        dist.all_reduce(agreed, dist.ReduceOp.MAX)
-        count, too_long, refused = agreed.tolist()
-        if too_long:
-            raise CouplerError(
-                f"{problem or 'another rank got a sequence that exceeds max_tokens_per_gpu.'}\n"
-                f"  try:  engine.max_tokens_per_gpu above {self.config.max_tokens_per_gpu}, or shorter sequences"
-            )
-        if refused:
-            raise CouplerError(
-                f"{routes or 'another rank got routed_experts that it cannot replay'}.\n"
-                "  try:  router_replay=disabled, or look at what the rollout returns"
-            )
-        if len(self.chunks) > 1:  # parts of the model take turns over as many micro-batches as there are stages
-            stages = self.config.pipeline_parallel
-            count = -(-count // stages) * stages
-        return groups + [np.zeros(0, np.int64)] * (max(count, 1) - len(groups))
+        unroutable = Refusal(
+            f"{routes}." if routes else "",
+            "another rank got routed_experts that it cannot replay.",
+            "router_replay=disabled, or look at what the rollout returns",
+        )
+        limit = self.config.max_tokens_per_gpu
+        cut = partial(split, batch, limit * self.config.context_parallel)
+        # parts of the model take turns over as many micro-batches as there are stages
+        stages = self.config.pipeline_parallel if len(self.chunks) > 1 else 1
+        return agreed_split(cut, limit, self.device, [None], unroutable, multiple_of=stages)
 
     def step(self) -> StepResult:
         """See :meth:`Engine.step`. A skipped step advances neither the schedule nor Adam's."""
@@ -239,7 +226,7 @@ class MegatronEngine(Engine):
 
     def weights(self) -> Iterator[Named]:
         """See :meth:`Engine.weights`; in ``engine.sync_dtype``."""
-        dtype = _dtype(self.config.sync_dtype, self.device, self.dtype)
+        dtype = dtype_of(self.config.sync_dtype, self.device, self.dtype)
         if self._optimizer is not None:
             with self._platform():
                 self._optimizer.gather()
@@ -319,6 +306,11 @@ class MegatronEngine(Engine):
         """Memory that PyTorch holds on the device, caches included; 0 on the CPU."""
         return torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0
 
+    def close(self) -> None:
+        """Leave the process group; the last engine of this process destroys Megatron's groups and it."""
+        if self._membership is not None:
+            self._membership.leave(before=destroy_groups)
+
     def _trained(self) -> Optimizer:
         """The optimizer; where there is none yet, the model's parts get gradient buffers and one."""
         if self._optimizer is None:
@@ -352,9 +344,3 @@ def _unwrapped(chunk: Any) -> Any:
     while not hasattr(chunk, "decoder"):
         chunk = chunk.module
     return chunk
-
-
-def _dtype(precision: Precision, device: torch.device, auto: torch.dtype | None = None) -> torch.dtype:
-    if precision == Precision.AUTO:
-        return auto or (torch.bfloat16 if device.type == "cuda" else torch.float32)
-    return torch.bfloat16 if precision == Precision.BF16 else torch.float32
