@@ -1,4 +1,4 @@
-"""What engines that train with AdamW are told: one set of keys, one meaning."""
+"""Declare the options of every engine that trains with AdamW: one set of keys, one meaning."""
 
 from __future__ import annotations
 
@@ -32,20 +32,38 @@ READ_UNDER = {  # options that not every schedule reads
 class AdamWConfig(EngineConfig):
     """AdamW (arXiv 1711.05101), clipping and the learning rate; an engine's configuration extends it."""
 
-    lr: float = 1e-6  # the highest learning rate of the schedule
-    beta1: float = 0.9  # decay of the mean of gradients
-    beta2: float = 0.999  # decay of the mean of squared gradients
-    eps: float = 1e-8  # added to the root of that mean
-    weight_decay: float = 0.0  # never on biases and norms
-    max_grad_norm: float = 1.0  # 0: no clipping
+    lr: float = 1e-6
+    """The highest learning rate of the schedule."""
+    beta1: float = 0.9
+    """AdamW's decay of the mean of gradients."""
+    beta2: float = 0.999
+    """AdamW's decay of the mean of squared gradients."""
+    eps: float = 1e-8
+    """AdamW's epsilon, added to the root of the mean of squared gradients."""
+    weight_decay: float = 0.0
+    """AdamW's weight decay; biases and norms have none."""
+    max_grad_norm: float = 1.0
+    """The gradient is clipped to this global norm; 0 does not clip."""
     schedule: Schedule = Schedule.CONSTANT
-    warmup_steps: int = 0  # optimizer steps; the first one already has lr / warmup_steps
-    warmup_ratio: float = 0.0  # the same as a share of all optimizer steps of the schedule; at least one
-    init_lr_ratio: float = 0.0  # of lr, from which the warm-up rises
-    total_steps: int = 0  # optimizer steps after which the schedule has ended; 0: those of the whole run
-    decay_steps: int = 0  # optimizer steps at the end of the run over which wsd decays
-    min_lr_ratio: float = 0.0  # of lr, the lowest after the warm-up
-    num_cycles: float = 0.5  # of cosine: 0.5 falls to min_lr_ratio, 1 falls and rises again, 1.5 falls twice
+    """The shape of the learning rate over the run."""
+    warmup_steps: int = 0
+    """The learning rate rises over this many optimizer steps; the first one already has lr
+    / warmup_steps."""
+    warmup_ratio: float = 0.0
+    """The learning rate rises over this share of all optimizer steps of the schedule, over
+    one at least."""
+    init_lr_ratio: float = 0.0
+    """The warm-up rises from this share of lr."""
+    total_steps: int = 0
+    """The schedule has ended after this many optimizer steps; 0 is those of the whole run.
+    """
+    decay_steps: int = 0
+    """The wsd schedule decays over this many optimizer steps at its end."""
+    min_lr_ratio: float = 0.0
+    """The learning rate falls to this share of lr after the warm-up."""
+    num_cycles: float = 0.5
+    """Cycles of the cosine schedule: 0.5 falls to min_lr_ratio, 1 falls and rises again,
+    1.5 falls twice."""
 
     def __post_init__(self) -> None:
         """Check the keys of this class.
