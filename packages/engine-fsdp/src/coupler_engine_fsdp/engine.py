@@ -46,7 +46,10 @@ BASE = "base_logprobs"
 
 
 class FSDPEngine(Engine):
-    """Every rank reads its own data shard and answers. A rank that never trains holds no optimizer."""
+    """One rank of FSDP2, which reads its own data shard and answers.
+
+    A rank that never trains holds no optimizer.
+    """
 
     config: FSDPConfig
 
@@ -93,7 +96,7 @@ class FSDPEngine(Engine):
         return Layout(tuple(range(rank.world)), (True,) * rank.world)
 
     def forward(self, batch: Batch, want: tuple[Output, ...]) -> Batch:
-        """See :meth:`Engine.forward`.
+        """Compute the wanted outputs, one micro-batch after the other.
 
         Raises:
             CouplerError: a sequence is longer than ``engine.max_tokens_per_gpu``.
@@ -114,10 +117,11 @@ class FSDPEngine(Engine):
         return batch.with_tokens(**done)
 
     def forward_backward(self, batch: Batch, want: tuple[Output, ...], loss: Loss, step: StepInfo) -> Metrics:
-        """See :meth:`Engine.forward_backward`.
+        """Sum the gradient of all micro-batches.
 
         Raises:
-            CouplerError: a sequence is longer than ``engine.max_tokens_per_gpu``, or the loss is not one per token.
+            CouplerError: a sequence is longer than ``engine.max_tokens_per_gpu``, or the loss
+                is not one per token.
         """
         if self._optimizer is None:
             self._optimizer = self._new_optimizer()
@@ -144,7 +148,10 @@ class FSDPEngine(Engine):
         return metrics
 
     def _outputs(self, micro: Batch, want: tuple[Output, ...]) -> dict[str, Tensor]:
-        """Compute [T] columns, 0 outside ``loss_mask``: no gradient, and so no NaN, gets in or out there."""
+        """Compute [T] columns that are 0 outside ``loss_mask``.
+
+        There no gradient, and so no NaN, gets in or out.
+        """
         packed = pack(micro, self.device)
         names = frozenset(output.name for output in want)
         computed = self.policy(packed, names) if names != {BASE} else {}
@@ -162,32 +169,32 @@ class FSDPEngine(Engine):
         return agreed_split(partial(split, batch, room), room, self.device, groups)
 
     def step(self) -> StepResult:
-        """See :meth:`Engine.step`. A skipped step advances neither the schedule nor Adam's."""
+        """Apply the gradient; a skipped step advances neither the schedule nor Adam's count."""
         assert self._optimizer is not None, "step() follows forward_backward()"
         return self._optimizer.step(float(self._norm))
 
     def weights(self) -> Iterator[Named]:
-        """See :meth:`Engine.weights`; in ``engine.sync_dtype``."""
+        """Yield the weights in ``engine.sync_dtype``."""
         return weights.stream(self.adapter.merge(self.named), self.experts, self._sync_dtype())
 
     def base_weights(self) -> Iterator[Named]:
-        """See :meth:`Engine.base_weights`; in ``engine.sync_dtype``."""
+        """Yield the weights beneath the adapter in ``engine.sync_dtype``."""
         return weights.stream(self.named.items(), self.experts, self._sync_dtype())
 
     def adapter_weights(self) -> Iterator[Named]:
-        """See :meth:`Engine.adapter_weights`; in ``engine.sync_dtype``."""
+        """Yield the adapter in ``engine.sync_dtype``."""
         return weights.stream(self.adapter.apart(), {}, self._sync_dtype())
 
     def _sync_dtype(self) -> torch.dtype:
         return dtype_of(self.config.sync_dtype, self.device, self.dtype)
 
     def gradients(self) -> Iterator[Named]:
-        """See :meth:`Engine.gradients`; fp32."""
+        """Yield the gradient in fp32."""
         self.masters.settle()
         return weights.stream_gradients(self.tensors, self.experts)
 
     def save(self, path: Path, what: Parts) -> Pending:
-        """Copy parameters and optimizer to the host and write them while training goes on; see :mod:`checkpoint`.
+        """Copy parameters and optimizer to the host; write them while training goes on.
 
         There is no gradient to save: checkpoints are made between steps.
         """
@@ -218,7 +225,10 @@ class FSDPEngine(Engine):
         return state
 
     def _kept(self) -> dict[str, Tensor]:
-        """What a checkpoint holds of the parameters: with LoRA only what is trained, model.path has the others."""
+        """Return the parameters of a checkpoint: with LoRA only the trained ones.
+
+        The others are in ``model.path``.
+        """
         if not self.config.lora_rank:
             return self.named
         return {name: tensor for name, tensor in self.tensors.items() if tensor.requires_grad}
@@ -271,6 +281,9 @@ class FSDPEngine(Engine):
             tensor.grad = None
 
     def _reshard(self) -> None:
-        """Drop gathered parameters: FSDP keeps the root's after a forward without backward, and they would go stale."""
+        """Drop gathered parameters, which would go stale.
+
+        FSDP keeps those of the root after a forward pass without a backward pass.
+        """
         for module in self.modules:
             module.reshard()

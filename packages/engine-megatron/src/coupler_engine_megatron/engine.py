@@ -54,8 +54,9 @@ SAVED = {  # what of each parameter is in a checkpoint, and where
 
 
 class MegatronEngine(Engine):
-    """Ranks that split a model read the same data shard; the first of those with its last layer answers.
+    """One rank of Megatron-Core.
 
+    Ranks that split a model read the same data shard; the first one with its last layer answers.
     A rank that never trains holds neither gradients nor an optimizer.
     """
 
@@ -103,7 +104,7 @@ class MegatronEngine(Engine):
         return layout
 
     def forward(self, batch: Batch, want: tuple[Output, ...]) -> Batch:
-        """See :meth:`Engine.forward`.
+        """Compute the wanted outputs, one micro-batch after the other.
 
         Raises:
             CouplerError: a sequence is longer than ``engine.max_tokens_per_gpu``.
@@ -127,10 +128,11 @@ class MegatronEngine(Engine):
         return batch.with_tokens(**{output.name: done[output.name] for output in want})
 
     def forward_backward(self, batch: Batch, want: tuple[Output, ...], loss: Loss, step: StepInfo) -> Metrics:
-        """See :meth:`Engine.forward_backward`.
+        """Sum the gradient of all micro-batches.
 
         Raises:
-            CouplerError: a sequence is longer than ``engine.max_tokens_per_gpu``, or the loss is not one per token.
+            CouplerError: a sequence is longer than ``engine.max_tokens_per_gpu``, or the loss
+                is not one per token.
         """
         optimizer = self._trained()
         names = tuple(output.name for output in want)
@@ -165,11 +167,13 @@ class MegatronEngine(Engine):
         info: StepInfo | None = None,
         record: Tensor | None = None,
     ) -> list[Metrics]:
-        """Send the micro-batches through all pipeline stages; ``finish`` ends each one on the last stage.
+        """Send the micro-batches through all pipeline stages.
+
+        ``finish`` ends each one on the last stage.
 
         Args:
-            info: of the step whose gradient is wanted; None: none is.
-            record: where the experts of every token are noted, if they are.
+            info: facts of the step whose gradient is wanted; None for no gradient.
+            record: receives the experts of every token; None where nobody asks for them.
         """
         micros = [batch.take(rows) for rows in self._micro_batches(batch)]
         chunks, share = self.chunks, 1 / max(info.total_tokens, 1) if info else 0.0
@@ -219,13 +223,13 @@ class MegatronEngine(Engine):
         return agreed_split(cut, limit, self.device, [None], unroutable, multiple_of=stages)
 
     def step(self) -> StepResult:
-        """See :meth:`Engine.step`. A skipped step advances neither the schedule nor Adam's."""
+        """Apply the gradient; a skipped step advances neither the schedule nor Adam's count."""
         assert self._optimizer is not None, "step() follows forward_backward()"
         with self._platform():
             return self._optimizer.step(self._norm)
 
     def weights(self) -> Iterator[Named]:
-        """See :meth:`Engine.weights`; in ``engine.sync_dtype``."""
+        """Yield the weights in ``engine.sync_dtype``."""
         dtype = dtype_of(self.config.sync_dtype, self.device, self.dtype)
         if self._optimizer is not None:
             with self._platform():
@@ -233,12 +237,12 @@ class MegatronEngine(Engine):
         return self.catalogue.stream(lambda parameter: parameter, dtype, self.device)
 
     def gradients(self) -> Iterator[Named]:
-        """See :meth:`Engine.gradients`; fp32."""
+        """Yield the gradient in fp32."""
         source = partial(self._trained().whole, state="grad")
         return self.catalogue.stream(source, torch.float32, self.device)
 
     def save(self, path: Path, what: Parts) -> Pending:
-        """Copy parameters and optimizer to the host and write them while training goes on; see :mod:`checkpoint`.
+        """Copy parameters and optimizer to the host; write them while training goes on.
 
         There is no gradient to save: checkpoints are made between steps.
         """
@@ -298,7 +302,7 @@ class MegatronEngine(Engine):
             yield from self._optimizer.gradients() if part is Part.GRADS else self._optimizer.states()
 
     def _give_back(self) -> None:
-        """Copies to and from the host are done, and what they need no more belongs to others."""
+        """Wait for copies to and from the host, and give back what they no longer need."""
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
 
@@ -307,12 +311,12 @@ class MegatronEngine(Engine):
         return torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0
 
     def close(self) -> None:
-        """Leave the process group; the last engine of this process destroys Megatron's groups and it."""
+        """Leave the process group; the last engine of this process destroys all groups."""
         if self._membership is not None:
             self._membership.leave(before=destroy_groups)
 
     def _trained(self) -> Optimizer:
-        """The optimizer; where there is none yet, the model's parts get gradient buffers and one."""
+        """Return the optimizer; make it and the gradient buffers where there is none yet."""
         if self._optimizer is None:
             with self._platform():
                 self.chunks = wrap(self.config, self.chunks, self.transformer)
@@ -327,12 +331,12 @@ class MegatronEngine(Engine):
         self.catalogue.fill(folder.read, partial(self._put, "param"))
 
     def _platform(self) -> AbstractContextManager[None]:
-        """What Megatron-Core runs in: nothing on a GPU."""
+        """Return the context that Megatron-Core runs in; on a GPU it does nothing."""
         return cpu.cuda_as_cpu() if self.device.type == "cpu" else nullcontext()
 
 
 def _finalize(chunks: Sequence[nn.Module], _num_tokens: Tensor | None = None, **options: Any) -> None:
-    """Reduce gradients over all ranks; they are sums already, which no number of tokens divides."""
+    """Reduce gradients over all ranks; no number of tokens divides these sums."""
     finalize_model_grads(list(chunks), None, **options)
 
 
