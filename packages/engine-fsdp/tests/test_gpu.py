@@ -11,6 +11,8 @@ import torch
 from helpers import CONFIGS, WANT, arrays, closeness, info, loss, make_batch, make_engine, reference, worst
 
 from coupler.interfaces import EVERYTHING, Part, Rank
+from coupler_engine_fsdp import attention
+from coupler_engine_fsdp.packing import pack
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 Folder = Callable[[str], Path]
@@ -40,6 +42,37 @@ def test_bf16_through_fused_attention_is_near_fp32(
     got = arrays(engine.gradients())
     assert closeness(got, grads) > 0.98
     assert {tensor.dtype for _, tensor in engine.weights()} == {torch.bfloat16}
+
+
+KERNELS = {  # what attention._fused takes, of what is installed
+    "flash-4": {"FLASH_4": True},
+    "flash-2": {"FLASH_4": False, "FLASH_2": True},
+    "torch": {"FLASH_4": False, "FLASH_2": False},
+}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_shared_prompts_by_every_kernel_are_near_fp32(
+    folder_of: Folder, monkeypatch: pytest.MonkeyPatch, kernel: str, compiled: bool, checkpointing: bool
+) -> None:
+    """Keys of a shared prompt are gathered, and so are not contiguous; a compiled layer asks about strides."""
+    for name, chosen in KERNELS[kernel].items():
+        if chosen and not getattr(attention, name):
+            pytest.skip(f"{kernel} is not installed, or not for this GPU")
+        monkeypatch.setattr(attention, name, chosen)
+    torch._dynamo.reset()
+    batch = make_batch().take([0, 1, 2])
+    assert pack(batch, torch.device("cuda")).packing.keys is not None, "no prompt is shared"
+    plain = make_engine(folder_of("wide"), dtype="fp32")
+    settings = {"compile": compiled, "gradient_checkpointing": checkpointing}
+    engine = make_engine(folder_of("wide"), **settings)
+    outputs = [one.forward(batch, WANT)["logprobs"] for one in (engine, plain)]
+    assert np.abs(outputs[0] - outputs[1]).mean() < 0.05
+    for one in (engine, plain):
+        one.forward_backward(batch, WANT, loss, info(batch))
+    assert closeness(arrays(engine.gradients()), arrays(plain.gradients())) > 0.98
 
 
 def test_layers_compile_once_for_all_lengths(folder_of: Folder) -> None:

@@ -10,10 +10,10 @@ import torch
 from ranks import Arrays, on_ranks
 from safetensors.torch import load_file, save_file
 
+from coupler.engine_kit.process_group import join
 from coupler.errors import CouplerError
 from coupler.interfaces import Rank
 from coupler_engine_megatron.checkpoint import INDEX, Save, Saved
-from coupler_engine_megatron.distributed import join
 
 NAMES = ("params/a", "params/b", "exp_avg/a", "exp_avg/b", "exp_avg_sq/a")
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from ranks import Arrays, on_ranks
 
+from coupler.engine_kit.process_group import join
 from coupler.interfaces import Rank
-from coupler_engine_megatron.distributed import join
 from coupler_engine_megatron.vocab_parallel import token_logprobs
 
 ROWS, HIDDEN, VOCAB = 37, 24, 300

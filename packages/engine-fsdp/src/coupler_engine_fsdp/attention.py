@@ -21,9 +21,9 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from coupler.engine_kit.tensors import to_device
 from coupler.errors import CouplerError
 from coupler_engine_fsdp.attention_flash4 import HEAD_DIMS, flash_4
-from coupler_engine_fsdp.distributed import to_device
 
 NAME = "coupler_varlen"  # transformers builds no mask for a name that it does not know
 # torch 2.11 takes grouped heads as they are; later versions want to be told

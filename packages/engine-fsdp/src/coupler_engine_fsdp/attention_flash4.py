@@ -52,7 +52,7 @@ def flash_4(
         window_size_left=window - 1 if window else None,
         return_lse=True,
     )[:2]
-    return out, lse
+    return out.contiguous(), lse.contiguous()
 
 
 @flash_4.register_fake
@@ -76,7 +76,11 @@ def flash_4_backward(
     scaling: float,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value."""
+    """Gradients of query, key and value, contiguous whatever the strides of these.
+
+    The kernel gives a gradient the strides of its tensor: keys that are gathered for shared
+    prompts are not contiguous, and a compiled layer was promised that gradients are.
+    """
     from flash_attn.cute.interface import _flash_attn_bwd
 
     grads = _flash_attn_bwd(
@@ -94,7 +98,7 @@ def flash_4_backward(
         max_seqlen_q=longest_query,
         max_seqlen_k=longest_key,
     )
-    return grads[0], grads[1], grads[2]
+    return grads[0].contiguous(), grads[1].contiguous(), grads[2].contiguous()
 
 
 @flash_4_backward.register_fake

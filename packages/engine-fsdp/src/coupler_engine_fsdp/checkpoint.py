@@ -54,7 +54,7 @@ class Save:
             self._copied.put(None)
 
     def wait(self, seconds: float) -> FileHashes:
-        """See :meth:`coupler.interfaces.Pending.wait`.
+        """Wait until every file is on disk.
 
         Raises:
             Exception: the disk is full, or refuses for another reason.

@@ -1,31 +1,28 @@
-"""What users can set for ``engine=fsdp`` and ``rollout=hf``."""
+"""Declare the options of ``engine=fsdp`` and ``rollout=hf``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 from coupler import RolloutConfig
 from coupler.engine_kit.adamw import AdamWConfig
-
-
-class Precision(StrEnum):
-    """What is computed in."""
-
-    AUTO = "auto"  # bf16 on a GPU, fp32 on the CPU
-    BF16 = "bf16"
-    FP32 = "fp32"
+from coupler.engine_kit.precision import Precision
 
 
 @dataclass
 class HFConfig(RolloutConfig):
-    """``rollout=hf``."""
+    """Sampling with transformers in the engine's own package: ``rollout=hf``."""
 
     name: str = "hf"
     dtype: Precision = Precision.AUTO
-    max_sequences: int = 256  # decoded together; further requests wait
-    max_prefill_tokens: int = 8192  # of one forward over new prompts, padding included
-    kv_cache_gib: float = 4.0  # sequences are admitted while all could grow to the longest one's limit within it
+    """The dtype of weights and computation; auto is bf16 on a GPU and fp32 on the CPU."""
+    max_sequences: int = 256
+    """At most this many sequences are decoded together; further requests wait."""
+    max_prefill_tokens: int = 8192
+    """One forward pass over new prompts has at most this many tokens, padding included."""
+    kv_cache_gib: float = 4.0
+    """Sequences are admitted while the cache of all of them would fit into this many GiB
+    at the length that the longest one may reach."""
 
     def __post_init__(self) -> None:
         for key in ("max_sequences", "max_prefill_tokens", "kv_cache_gib"):
@@ -35,20 +32,41 @@ class HFConfig(RolloutConfig):
 
 @dataclass
 class FSDPConfig(AdamWConfig):
-    """PyTorch FSDP2 with AdamW. Master weights, optimizer state and gradient reduction are fp32."""
+    """PyTorch FSDP2 with AdamW.
+
+    Master weights, optimizer state and gradient reduction are fp32.
+    """
 
     name: str = "fsdp"
-    dtype: Precision = Precision.AUTO  # of activations and the weights they meet; auto: bf16 on a GPU, else fp32
-    sync_dtype: Precision = Precision.AUTO  # of the weights that a rollout gets; auto: as dtype
-    max_tokens_per_gpu: int = 16384  # of one micro-batch; performance only, no result depends on it
-    fsdp_size: int = 0  # ranks that share one copy of the model; 0 is all; fewer is hybrid sharding (HSDP)
-    reshard_after_forward: bool = True  # gather weights again for the backward pass: less memory, more traffic
-    sync_every_micro_batch: bool = True  # False reduces gradients once a step and holds them whole meanwhile
-    gradient_checkpointing: bool = True  # recompute activations of each layer in the backward pass
-    compile: bool = False  # torch.compile of each layer: a third less time a step on a GPU, a minute at the start
-    lora_rank: int = 0  # of the updates of the layers' linear maps (LoRA); 0 trains the weights themselves
-    lora_alpha: float = 16.0  # the updates are scaled by lora_alpha / lora_rank
-    logits_tile: int = 0  # elements of the fp32 logits that exist at a time; 0 chooses by device and rows
+    dtype: Precision = Precision.AUTO
+    """The dtype of activations and of the weights they meet; auto is bf16 on a GPU and
+    fp32 on the CPU."""
+    sync_dtype: Precision = Precision.AUTO
+    """The dtype of the weights that a rollout gets; auto is engine.dtype."""
+    max_tokens_per_gpu: int = 16384
+    """One micro-batch has at most this many tokens; it changes speed and memory, and no
+    result."""
+    fsdp_size: int = 0
+    """This many ranks share one copy of the model; 0 is all of them, and fewer is hybrid
+    sharding (HSDP)."""
+    reshard_after_forward: bool = True
+    """Gather weights again for the backward pass: less memory, more traffic."""
+    sync_every_micro_batch: bool = True
+    """Reduce gradients after each micro-batch; false reduces them once a step and holds
+    them whole meanwhile."""
+    gradient_checkpointing: bool = True
+    """Recompute the activations of each layer in the backward pass."""
+    compile: bool = False
+    """Compile each layer with torch.compile: a third less time a step on a GPU, a minute
+    at the start."""
+    lora_rank: int = 0
+    """The rank of the low-rank updates of the layers' linear maps (LoRA); 0 trains the
+    weights themselves."""
+    lora_alpha: float = 16.0
+    """The low-rank updates are scaled by lora_alpha / lora_rank."""
+    logits_tile: int = 0
+    """At most this many elements of the fp32 logits exist at a time; 0 chooses by device
+    and rows."""
 
     @property
     def micro_batch_limit(self) -> tuple[str, int]:

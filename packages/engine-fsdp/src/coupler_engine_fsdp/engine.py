@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from coupler.batch import Batch
-from coupler.errors import CouplerError
+from coupler.engine_kit.loss import weighted_loss
+from coupler.engine_kit.micro_batches import agreed_split
+from coupler.engine_kit.precision import dtype_of
+from coupler.engine_kit.process_group import Membership, join
+from coupler.engine_kit.tensors import columns
 from coupler.interfaces import (
     Engine,
     Layout,
@@ -29,26 +33,30 @@ from coupler.interfaces import (
 from coupler.metrics import Metrics, merge, read
 from coupler_engine_fsdp import checkpoint, weights
 from coupler_engine_fsdp.check import check
-from coupler_engine_fsdp.config import FSDPConfig, Precision
-from coupler_engine_fsdp.distributed import build_mesh, device_of
+from coupler_engine_fsdp.config import FSDPConfig
+from coupler_engine_fsdp.distributed import build_mesh, check_fsdp_size, prepare_device
 from coupler_engine_fsdp.lora import Adapter
 from coupler_engine_fsdp.masters import Masters
 from coupler_engine_fsdp.model import build, compile_layers, layers_of, materialise, shard
 from coupler_engine_fsdp.optimizer import Optimizer
-from coupler_engine_fsdp.packing import columns, pack, split
+from coupler_engine_fsdp.packing import pack, split
 from coupler_engine_fsdp.value import zero_absent
 
 BASE = "base_logprobs"
 
 
 class FSDPEngine(Engine):
-    """Every rank reads its own data shard and answers. A rank that never trains holds no optimizer."""
+    """One rank of FSDP2, which reads its own data shard and answers.
+
+    A rank that never trains holds no optimizer.
+    """
 
     config: FSDPConfig
 
     def __init__(self, config: FSDPConfig, model: Model) -> None:
         super().__init__(config, model)
         self._optimizer: Optimizer | None = None
+        self._membership: Membership | None = None
         self._host: dict[str, Tensor] = {}  # memory of the last checkpoint's copies
         self._parked: dict[str, Tensor] = {}  # gradients that are off the device, by name
 
@@ -58,11 +66,13 @@ class FSDPEngine(Engine):
         Raises:
             CouplerError: ``model.path`` holds no model that this engine can train; the message says why.
         """
-        self.device = device_of(rank)
+        self.device = prepare_device(rank)
+        check_fsdp_size(rank, self.config.fsdp_size)
+        self._membership = join(rank, self.device)
         self.mesh = build_mesh(rank, self.device, self.config.fsdp_size)
         files = weights.files_of(Path(self.model.path)) if Path(self.model.path).is_dir() else {}
         self.policy = build(self.model, self.config.logits_tile, self.config.gradient_checkpointing)
-        self.dtype = _dtype(self.config.dtype, self.device)
+        self.dtype = dtype_of(self.config.dtype, self.device)
         self.adapter = Adapter(self.config.lora_rank, self.config.lora_alpha if self.config.lora_rank else 0.0)
         if self.config.lora_rank:
             self.adapter.insert(self.policy.causal, layers_of(self.policy))
@@ -86,7 +96,7 @@ class FSDPEngine(Engine):
         return Layout(tuple(range(rank.world)), (True,) * rank.world)
 
     def forward(self, batch: Batch, want: tuple[Output, ...]) -> Batch:
-        """See :meth:`Engine.forward`.
+        """Compute the wanted outputs, one micro-batch after the other.
 
         Raises:
             CouplerError: a sequence is longer than ``engine.max_tokens_per_gpu``.
@@ -107,10 +117,11 @@ class FSDPEngine(Engine):
         return batch.with_tokens(**done)
 
     def forward_backward(self, batch: Batch, want: tuple[Output, ...], loss: Loss, step: StepInfo) -> Metrics:
-        """See :meth:`Engine.forward_backward`.
+        """Sum the gradient of all micro-batches.
 
         Raises:
-            CouplerError: a sequence is longer than ``engine.max_tokens_per_gpu``, or the loss is not one per token.
+            CouplerError: a sequence is longer than ``engine.max_tokens_per_gpu``, or the loss
+                is not one per token.
         """
         if self._optimizer is None:
             self._optimizer = self._new_optimizer()
@@ -132,19 +143,15 @@ class FSDPEngine(Engine):
         if not len(micro):
             torch.cat([*outputs.values()]).sum().backward()
             return {}
-        batch = columns(micro, self.device)
-        token_loss, metrics = loss(outputs, batch)
-        weight = batch["loss_weight"]
-        if token_loss.shape != weight.shape or not token_loss.requires_grad:
-            raise CouplerError(
-                f"the loss has shape {list(token_loss.shape)}, expected one differentiable loss per token, "
-                f"{list(weight.shape)}.\n  return losses that are not summed or averaged: loss_weight normalises them"
-            )
-        (torch.where(weight != 0, token_loss, 0.0) * weight).sum().backward()
+        total, metrics = weighted_loss(loss, outputs, columns(micro, self.device))
+        total.backward()
         return metrics
 
     def _outputs(self, micro: Batch, want: tuple[Output, ...]) -> dict[str, Tensor]:
-        """Compute [T] columns, 0 outside ``loss_mask``: no gradient, and so no NaN, gets in or out there."""
+        """Compute [T] columns that are 0 outside ``loss_mask``.
+
+        There no gradient, and so no NaN, gets in or out.
+        """
         packed = pack(micro, self.device)
         names = frozenset(output.name for output in want)
         computed = self.policy(packed, names) if names != {BASE} else {}
@@ -155,52 +162,39 @@ class FSDPEngine(Engine):
         return {output.name: zeros.index_copy(0, packed.rows, computed[output.name]) for output in want}
 
     def _micro_batches(self, batch: Batch) -> list[np.ndarray]:
-        """Row sets of the micro-batches: as many on every rank, since each runs collectives; some may be empty."""
-        groups, problem = [], ""
-        try:
-            groups = split(batch, self.config.max_tokens_per_gpu)
-        except ValueError as error:
-            problem = f"{error}."
-        count, failed = len(groups), bool(problem)
-        if self.mesh.size() > 1:
-            agreed = torch.tensor([count, failed], device=self.device)
-            for axis in range(self.mesh.ndim):
-                dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self.mesh.get_group(axis))
-            count, failed = agreed.tolist()
-        if failed:
-            raise CouplerError(
-                f"{problem or 'another rank got a sequence that exceeds max_tokens_per_gpu.'}\n"
-                f"  try:  engine.max_tokens_per_gpu above {self.config.max_tokens_per_gpu}, or shorter sequences"
-            )
-        return groups + [np.zeros(0, np.int64)] * (count - len(groups))
+        """Cut a batch into micro-batches, as many on every rank; some may be empty."""
+        room = self.config.max_tokens_per_gpu
+        axes = range(self.mesh.ndim) if self.mesh.size() > 1 else ()
+        groups = [self.mesh.get_group(axis) for axis in axes]
+        return agreed_split(partial(split, batch, room), room, self.device, groups)
 
     def step(self) -> StepResult:
-        """See :meth:`Engine.step`. A skipped step advances neither the schedule nor Adam's."""
+        """Apply the gradient; a skipped step advances neither the schedule nor Adam's count."""
         assert self._optimizer is not None, "step() follows forward_backward()"
         return self._optimizer.step(float(self._norm))
 
     def weights(self) -> Iterator[Named]:
-        """See :meth:`Engine.weights`; in ``engine.sync_dtype``."""
+        """Yield the weights in ``engine.sync_dtype``."""
         return weights.stream(self.adapter.merge(self.named), self.experts, self._sync_dtype())
 
     def base_weights(self) -> Iterator[Named]:
-        """See :meth:`Engine.base_weights`; in ``engine.sync_dtype``."""
+        """Yield the weights beneath the adapter in ``engine.sync_dtype``."""
         return weights.stream(self.named.items(), self.experts, self._sync_dtype())
 
     def adapter_weights(self) -> Iterator[Named]:
-        """See :meth:`Engine.adapter_weights`; in ``engine.sync_dtype``."""
+        """Yield the adapter in ``engine.sync_dtype``."""
         return weights.stream(self.adapter.apart(), {}, self._sync_dtype())
 
     def _sync_dtype(self) -> torch.dtype:
-        return _dtype(self.config.sync_dtype, self.device, self.dtype)
+        return dtype_of(self.config.sync_dtype, self.device, self.dtype)
 
     def gradients(self) -> Iterator[Named]:
-        """See :meth:`Engine.gradients`; fp32."""
+        """Yield the gradient in fp32."""
         self.masters.settle()
         return weights.stream_gradients(self.tensors, self.experts)
 
     def save(self, path: Path, what: Parts) -> Pending:
-        """Copy parameters and optimizer to the host and write them while training goes on; see :mod:`checkpoint`.
+        """Copy parameters and optimizer to the host; write them while training goes on.
 
         There is no gradient to save: checkpoints are made between steps.
         """
@@ -231,7 +225,10 @@ class FSDPEngine(Engine):
         return state
 
     def _kept(self) -> dict[str, Tensor]:
-        """What a checkpoint holds of the parameters: with LoRA only what is trained, model.path has the others."""
+        """Return the parameters of a checkpoint: with LoRA only the trained ones.
+
+        The others are in ``model.path``.
+        """
         if not self.config.lora_rank:
             return self.named
         return {name: tensor for name, tensor in self.tensors.items() if tensor.requires_grad}
@@ -247,6 +244,11 @@ class FSDPEngine(Engine):
     def device_bytes(self) -> int:
         """Memory that PyTorch holds on the device, caches included; 0 on the CPU."""
         return torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0
+
+    def close(self) -> None:
+        """Leave the process group; the last engine of this process destroys it."""
+        if self._membership is not None:
+            self._membership.leave()
 
     def _move(self, what: Parts, device: torch.device) -> None:
         if self.device.type == "cpu":
@@ -279,12 +281,9 @@ class FSDPEngine(Engine):
             tensor.grad = None
 
     def _reshard(self) -> None:
-        """Drop gathered parameters: FSDP keeps the root's after a forward without backward, and they would go stale."""
+        """Drop gathered parameters, which would go stale.
+
+        FSDP keeps those of the root after a forward pass without a backward pass.
+        """
         for module in self.modules:
             module.reshard()
-
-
-def _dtype(precision: Precision, device: torch.device, auto: torch.dtype | None = None) -> torch.dtype:
-    if precision == Precision.AUTO:
-        return auto or (torch.bfloat16 if device.type == "cuda" else torch.float32)
-    return torch.bfloat16 if precision == Precision.BF16 else torch.float32

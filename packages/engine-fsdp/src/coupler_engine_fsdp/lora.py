@@ -111,6 +111,9 @@ class Adapter:
             yield name, module.merged(tensor, *parts) if module is not None else tensor
 
     def apart(self) -> Iterator[Named]:
-        """Yield A and ``scale * B`` of the tensors of :meth:`bind`, as :mod:`coupler.engine_kit.lora_names` has them."""
+        """Yield A and ``scale * B`` of the tensors of :meth:`bind`.
+
+        Their names are those of :mod:`coupler.engine_kit.lora_names`.
+        """
         for name, (_, a, b) in self.updates.items():
             yield from zip(names_of(name), (a.detach(), b.detach() * self.scale), strict=True)

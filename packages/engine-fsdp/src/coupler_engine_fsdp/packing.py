@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from coupler.batch import Batch
-from coupler.batch.columns import loss_columns, temperature_of
-from coupler.batch.partition import micro_batches, whole_units
+from coupler.batch.columns import temperature_of
+from coupler.engine_kit import micro_batches
+from coupler.engine_kit.tensors import to_device
 from coupler.errors import CouplerError
 from coupler_engine_fsdp.attention import Packing, Piece
-from coupler_engine_fsdp.distributed import to_device
 
 SHARE_FROM = 0.1  # of the tokens: where fewer stand in prompts that repeat, gathering keys costs more than it saves
 
@@ -128,28 +127,19 @@ def _ranges(begin: np.ndarray, end: np.ndarray) -> np.ndarray:
     return np.arange(sizes.sum()) + np.repeat(begin - (np.cumsum(sizes) - sizes), sizes)
 
 
-def columns(batch: Batch, device: torch.device) -> dict[str, Any]:
-    """What a loss reads, on the device."""
-    arrays = loss_columns(batch)
-    return {"num_seqs": len(batch), **{name: to_device(array, device) for name, array in arrays.items()}}
-
-
 def split(batch: Batch, max_tokens: int) -> list[np.ndarray]:
-    """Row sets of micro-batches of ``max_tokens`` at most; rows that share a ``unit`` stay together.
+    """Cut into micro-batches of ``max_tokens`` at most; rows that share a ``unit`` stay together.
 
-    So do those of a prompt ``group``, where that makes one micro-batch more at most: their prompt is computed once.
+    So do those of a prompt ``group``, where that makes one micro-batch more at most: their prompt
+    is then computed once.
 
     Raises:
         ValueError: one unit alone is longer.
     """
-
-    def together(column: str) -> list[np.ndarray]:
-        return whole_units(batch.lengths, batch[column], lambda sizes: micro_batches(sizes, max_tokens))
-
-    parts = together("unit") if "unit" in batch.seqs else micro_batches(batch.lengths, max_tokens)
+    parts = micro_batches.split(batch, max_tokens)
     if len(parts) > 1 and "group" in batch.seqs:
         groups = np.unique(batch["group"], return_inverse=True)[1]
         if np.bincount(groups, weights=batch.lengths).max() <= max_tokens:
-            whole = together("group")
+            whole = micro_batches.split_by("group", batch, max_tokens)
             parts = whole if len(whole) <= len(parts) + 1 else parts
     return parts

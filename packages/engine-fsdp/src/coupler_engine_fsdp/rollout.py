@@ -65,7 +65,7 @@ class HFRollout(Rollout):
             raise CouplerError(f"the rollout's {' and '.join(asleep)} sleep.\n  call:  wake() before {call}")
 
     def _run(self) -> None:
-        """See to it that waiting and running sequences are worked on."""
+        """Make sure that waiting and running sequences are worked on."""
         if self._busy() and (self.task is None or self.task.done()):
             self.task = asyncio.get_running_loop().create_task(self._decode())
             self.task.add_done_callback(self._ended)

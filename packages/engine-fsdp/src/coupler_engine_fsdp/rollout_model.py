@@ -19,10 +19,10 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer
 
+from coupler.engine_kit.precision import Precision, dtype_of
 from coupler.errors import CouplerError
 from coupler.interfaces import Model, Named, Rank, SyncReceipt
-from coupler_engine_fsdp.config import Precision
-from coupler_engine_fsdp.distributed import device_of
+from coupler_engine_fsdp.distributed import prepare_device
 from coupler_engine_fsdp.rollout_columns import Shape, attend_columns, mask_per_head
 
 ATTENTION = "coupler_columns"
@@ -37,14 +37,13 @@ def build(model: Model, dtype: Precision, rank: Rank) -> PreTrainedModel:
     """
     config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     refuse_unsupported(config)
-    device = device_of(rank)
-    bf16 = dtype == Precision.BF16 or (dtype == Precision.AUTO and device.type == "cuda")
+    device = prepare_device(rank)
     AttentionInterface.register(ATTENTION, attend)
     with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
         torch.manual_seed(rank.seed)
         built = AutoModelForCausalLM.from_config(
             config,
-            dtype=torch.bfloat16 if bf16 else torch.float32,
+            dtype=dtype_of(dtype, device),
             attn_implementation=ATTENTION,
             trust_remote_code=model.trust_remote_code,
         )

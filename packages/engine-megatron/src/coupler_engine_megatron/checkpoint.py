@@ -43,7 +43,7 @@ class Save:
         threading.Thread(target=self._run, args=arguments, name=f"save {path.name}", daemon=True).start()
 
     def wait(self, seconds: float) -> None:
-        """See :meth:`coupler.interfaces.Pending.wait`.
+        """Wait until every file is on disk.
 
         Raises:
             Exception: the disk is full, or refuses for another reason.

@@ -1,4 +1,4 @@
-"""What users can set for ``engine=megatron``."""
+"""Declare the options of ``engine=megatron``."""
 
 from __future__ import annotations
 
@@ -7,24 +7,19 @@ from enum import StrEnum
 from math import lcm
 
 from coupler.engine_kit.adamw import AdamWConfig
-
-
-class Precision(StrEnum):
-    AUTO = "auto"  # bf16 on a GPU, fp32 on the CPU
-    BF16 = "bf16"
-    FP32 = "fp32"
+from coupler.engine_kit.precision import Precision
 
 
 class Recompute(StrEnum):
-    """Which activations the backward pass computes again."""
+    """The activations that the backward pass computes again."""
 
     NONE = "none"
-    SELECTIVE = "selective"  # of the parts of each layer that recompute_modules names
-    FULL = "full"  # of whole layers
+    SELECTIVE = "selective"  # those of the parts of each layer that recompute_modules names
+    FULL = "full"  # those of whole layers
 
 
 class RecomputeMethod(StrEnum):
-    """Which layers are computed again under ``gradient_checkpointing=full``."""
+    """The layers that are computed again under ``gradient_checkpointing=full``."""
 
     UNIFORM = "uniform"  # all of them, in groups of recompute_num_layers of which the first input is kept
     BLOCK = "block"  # the first recompute_num_layers of each rank's part of the model
@@ -54,33 +49,72 @@ RECOMPUTABLE = ("core_attn", "layernorm", "mlp", "moe_act", "shared_experts")  #
 
 @dataclass
 class MegatronConfig(AdamWConfig):
-    """Megatron-Core with its distributed AdamW. Master weights, optimizer state and gradient reduction are fp32."""
+    """Megatron-Core with its distributed AdamW.
+
+    Master weights, optimizer state and gradient reduction are fp32.
+    """
 
     name: str = "megatron"
-    tensor_parallel: int = 1  # ranks that split each matrix
-    pipeline_parallel: int = 1  # ranks that split the layers
-    virtual_pipeline: int = 1  # parts of the layers on each of these, taken in turns: smaller bubbles
-    first_stage_layers: int = 0  # of the pipeline's first ranks; 0: as many as the ranks between have
-    last_stage_layers: int = 0  # of its last ranks, which compute the outputs too
-    context_parallel: int = 1  # ranks that split each sequence
-    expert_parallel: int = 1  # ranks that split the experts of each layer
-    expert_tensor_parallel: int = 1  # ranks that split each matrix of an expert
-    sequence_parallel: bool = True  # split what lies between the split matrices over the tokens: less memory
-    dtype: Precision = Precision.AUTO  # of activations and of the weights they meet
-    sync_dtype: Precision = Precision.AUTO  # of the weights that a rollout gets; auto: as dtype
-    sync_bucket_mib: int = 512  # of whole tensors that a sync holds at a time: memory and speed
-    max_tokens_per_gpu: int = 16384  # of one micro-batch; performance only, no result depends on it
+    tensor_parallel: int = 1
+    """This many ranks split each matrix."""
+    pipeline_parallel: int = 1
+    """This many ranks split the layers."""
+    virtual_pipeline: int = 1
+    """Each rank of a pipeline has this many separate parts of the layers and takes turns
+    with them, for smaller bubbles."""
+    first_stage_layers: int = 0
+    """The first stage of the pipeline has this many layers; 0 gives it as many as the
+    stages between have."""
+    last_stage_layers: int = 0
+    """The last stage of the pipeline, which computes the outputs too, has this many
+    layers; 0 gives it as many as the stages between have."""
+    context_parallel: int = 1
+    """This many ranks split each sequence."""
+    expert_parallel: int = 1
+    """This many ranks split the experts of each layer."""
+    expert_tensor_parallel: int = 1
+    """This many ranks split each matrix of an expert."""
+    sequence_parallel: bool = True
+    """Split what lies between the split matrices over the tokens: less memory."""
+    dtype: Precision = Precision.AUTO
+    """The dtype of activations and of the weights they meet; auto is bf16 on a GPU and
+    fp32 on the CPU."""
+    sync_dtype: Precision = Precision.AUTO
+    """The dtype of the weights that a rollout gets; auto is engine.dtype."""
+    sync_bucket_mib: int = 512
+    """A weight sync holds at most this many MiB of whole tensors at a time: memory against
+    speed."""
+    max_tokens_per_gpu: int = 16384
+    """One micro-batch has at most this many tokens on each rank; it changes speed and
+    memory, and no result."""
     gradient_checkpointing: Recompute = Recompute.FULL
+    """Compute activations again in the backward pass: none, those of some parts of each
+    layer, or all."""
     recompute_method: RecomputeMethod = RecomputeMethod.UNIFORM
-    recompute_num_layers: int = 1  # of recompute_method
-    recompute_modules: list[str] = field(default_factory=lambda: ["core_attn"])  # computed again under selective
-    overlap_grad_reduce: bool = False  # sum gradients over ranks while the last backward pass goes on
-    overlap_param_gather: bool = False  # bring the weights of a step together while the next forward pass goes on
-    moe_aux_loss_coeff: float = 0.0  # of the loss that balances the experts of each sequence, summed over layers
-    moe_z_loss_coeff: float = 0.0  # of the loss that keeps the routers' logits small, summed over layers
-    freeze_moe_router: bool = False  # what decides where tokens go is not trained
-    lora_rank: int = 0  # must be 0: there are no adapters
-    logits_tile: int = 0  # elements of the fp32 logits that exist at a time; 0 chooses
+    """Choose the layers that are computed again under engine.gradient_checkpointing=full.
+    """
+    recompute_num_layers: int = 1
+    """The layers of one group under engine.recompute_method=uniform, or all that are
+    computed again under block."""
+    recompute_modules: list[str] = field(default_factory=lambda: ["core_attn"])
+    """Name the parts of each layer that are computed again under
+    engine.gradient_checkpointing=selective."""
+    overlap_grad_reduce: bool = False
+    """Sum gradients over ranks while the last backward pass goes on."""
+    overlap_param_gather: bool = False
+    """Bring the weights of a step together while the next forward pass goes on."""
+    moe_aux_loss_coeff: float = 0.0
+    """The weight of the loss that balances the experts of each sequence, summed over
+    layers."""
+    moe_z_loss_coeff: float = 0.0
+    """The weight of the loss that keeps the routers' logits small, summed over layers."""
+    freeze_moe_router: bool = False
+    """Do not train the routers, which decide where tokens go."""
+    lora_rank: int = 0
+    """It must be 0: this engine has no adapters, and engine=fsdp trains them."""
+    logits_tile: int = 0
+    """At most this many elements of the fp32 logits exist at a time; 0 chooses by device
+    and rows."""
 
     @property
     def micro_batch_limit(self) -> tuple[str, int]:
@@ -103,7 +137,10 @@ class MegatronConfig(AdamWConfig):
 
     @property
     def split(self) -> str:
-        """Every size above 1, the layers of a pipeline's ends where they are set, and what no test has together."""
+        """Every size above 1, and the layers of a pipeline's ends where they are set.
+
+        A note says where no test has these sizes together.
+        """
         sizes = {
             "tensor": self.tensor_parallel,
             "pipeline": self.pipeline_parallel,

@@ -10,14 +10,17 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
 from coupler.batch import Batch
 from coupler.batch.columns import ROUTED_EXPERTS
-from coupler.errors import CouplerError
+from coupler.engine_kit.loss import weighted_loss
+from coupler.engine_kit.micro_batches import Refusal, agreed_split, split
+from coupler.engine_kit.precision import dtype_of
+from coupler.engine_kit.process_group import Membership, device_of, join, require_same_ranks
+from coupler.engine_kit.tensors import columns
 from coupler.interfaces import (
     Engine,
     Head,
@@ -35,11 +38,11 @@ from coupler.interfaces import (
 )
 from coupler.metrics import Metrics, merge, read
 from coupler_engine_megatron import bridge, checkpoint, cpu, groups
-from coupler_engine_megatron.config import MegatronConfig, Precision
-from coupler_engine_megatron.distributed import device_of, join, split_world
+from coupler_engine_megatron.config import MegatronConfig
+from coupler_engine_megatron.distributed import destroy_groups, split_world
 from coupler_engine_megatron.memory import Parked
 from coupler_engine_megatron.optimizer import Optimizer, wrap
-from coupler_engine_megatron.packing import Alignment, Packed, columns, pack, split
+from coupler_engine_megatron.packing import Alignment, Packed, pack
 from coupler_engine_megatron.routing import Routers
 from coupler_engine_megatron.settings import be_deterministic, check_layout, transformer_settings
 from coupler_engine_megatron.weights import Catalogue, Folder
@@ -51,8 +54,9 @@ SAVED = {  # what of each parameter is in a checkpoint, and where
 
 
 class MegatronEngine(Engine):
-    """Ranks that split a model read the same data shard; the first of those with its last layer answers.
+    """One rank of Megatron-Core.
 
+    Ranks that split a model read the same data shard; the first one with its last layer answers.
     A rank that never trains holds neither gradients nor an optimizer.
     """
 
@@ -61,6 +65,7 @@ class MegatronEngine(Engine):
     def __init__(self, config: MegatronConfig, model: Model) -> None:
         super().__init__(config, model)
         self._optimizer: Optimizer | None = None
+        self._membership: Membership | None = None
         self._parked = Parked()
 
     def setup(self, rank: Rank) -> Layout:
@@ -78,8 +83,9 @@ class MegatronEngine(Engine):
             be_deterministic()
         shape = bridge.read_config(self.model)
         check_layout(self.config, shape, rank)
-        join(rank, self.device)
-        self.dtype = _dtype(self.config.dtype, self.device)
+        self._membership = join(rank, self.device)
+        require_same_ranks(rank)
+        self.dtype = dtype_of(self.config.dtype, self.device)
         settings = transformer_settings(self.config, shape, rank, fused=on_gpu and self.dtype == torch.bfloat16)
         with self._platform():
             layout = split_world(self.config, rank)
@@ -98,7 +104,7 @@ class MegatronEngine(Engine):
         return layout
 
     def forward(self, batch: Batch, want: tuple[Output, ...]) -> Batch:
-        """See :meth:`Engine.forward`.
+        """Compute the wanted outputs, one micro-batch after the other.
 
         Raises:
             CouplerError: a sequence is longer than ``engine.max_tokens_per_gpu``.
@@ -122,10 +128,11 @@ class MegatronEngine(Engine):
         return batch.with_tokens(**{output.name: done[output.name] for output in want})
 
     def forward_backward(self, batch: Batch, want: tuple[Output, ...], loss: Loss, step: StepInfo) -> Metrics:
-        """See :meth:`Engine.forward_backward`.
+        """Sum the gradient of all micro-batches.
 
         Raises:
-            CouplerError: a sequence is longer than ``engine.max_tokens_per_gpu``, or the loss is not one per token.
+            CouplerError: a sequence is longer than ``engine.max_tokens_per_gpu``, or the loss
+                is not one per token.
         """
         optimizer = self._trained()
         names = tuple(output.name for output in want)
@@ -139,7 +146,10 @@ class MegatronEngine(Engine):
         return read(merge(parts)) | self.routers.metrics()
 
     def _loss(self, names: tuple[str, ...], loss: Loss, packed: Packed, outputs: Tensor) -> tuple[Tensor, Metrics]:
-        """The loss of one micro-batch, summed; outside ``loss_mask`` neither a gradient nor a NaN gets in or out."""
+        """Sum the loss of one micro-batch.
+
+        Neither a gradient nor a NaN gets in or out outside ``loss_mask``.
+        """
         if not len(packed.batch):
             return outputs.sum(), {}
         zeros = torch.zeros(packed.batch.num_tokens, device=self.device)
@@ -147,15 +157,7 @@ class MegatronEngine(Engine):
             name: zeros.index_copy(0, packed.rows, values)
             for name, values in zip(names, outputs.unbind(1), strict=True)
         }
-        batch = columns(packed.batch, self.device)
-        token_loss, metrics = loss(spread, batch)
-        weight = batch["loss_weight"]
-        if token_loss.shape != weight.shape or not token_loss.requires_grad:
-            raise CouplerError(
-                f"the loss has shape {list(token_loss.shape)}, expected one differentiable loss per token, "
-                f"{list(weight.shape)}.\n  return losses that are not summed or averaged: loss_weight normalises them"
-            )
-        return (torch.where(weight != 0, token_loss, 0.0) * weight).sum(), metrics
+        return weighted_loss(loss, spread, columns(packed.batch, self.device))
 
     def _run(
         self,
@@ -165,11 +167,13 @@ class MegatronEngine(Engine):
         info: StepInfo | None = None,
         record: Tensor | None = None,
     ) -> list[Metrics]:
-        """Send the micro-batches through all pipeline stages; ``finish`` ends each one on the last stage.
+        """Send the micro-batches through all pipeline stages.
+
+        ``finish`` ends each one on the last stage.
 
         Args:
-            info: of the step whose gradient is wanted; None: none is.
-            record: where the experts of every token are noted, if they are.
+            info: facts of the step whose gradient is wanted; None for no gradient.
+            record: receives the experts of every token; None where nobody asks for them.
         """
         micros = [batch.take(rows) for rows in self._micro_batches(batch)]
         chunks, share = self.chunks, 1 / max(info.total_tokens, 1) if info else 0.0
@@ -205,53 +209,40 @@ class MegatronEngine(Engine):
         return pack(batch, self.device, self.align, group.size(), group.rank())
 
     def _micro_batches(self, batch: Batch) -> list[np.ndarray]:
-        """Row sets of the micro-batches: as many on every rank, since each runs collectives; some may be empty."""
-        groups, problem = [], ""
-        room = self.config.max_tokens_per_gpu * self.config.context_parallel
-        try:
-            groups = split(batch, room)
-        except ValueError as error:
-            problem = f"{error}."
+        """Cut a batch into micro-batches, as many on every rank; some may be empty."""
         routes = self.routers.problem(batch)
-        agreed = torch.tensor([len(groups), bool(problem), bool(routes)], device=self.device)
-        dist.all_reduce(agreed, dist.ReduceOp.MAX)
-        count, too_long, refused = agreed.tolist()
-        if too_long:
-            raise CouplerError(
-                f"{problem or 'another rank got a sequence that exceeds max_tokens_per_gpu.'}\n"
-                f"  try:  engine.max_tokens_per_gpu above {self.config.max_tokens_per_gpu}, or shorter sequences"
-            )
-        if refused:
-            raise CouplerError(
-                f"{routes or 'another rank got routed_experts that it cannot replay'}.\n"
-                "  try:  router_replay=disabled, or look at what the rollout returns"
-            )
-        if len(self.chunks) > 1:  # parts of the model take turns over as many micro-batches as there are stages
-            stages = self.config.pipeline_parallel
-            count = -(-count // stages) * stages
-        return groups + [np.zeros(0, np.int64)] * (max(count, 1) - len(groups))
+        unroutable = Refusal(
+            f"{routes}." if routes else "",
+            "another rank got routed_experts that it cannot replay.",
+            "router_replay=disabled, or look at what the rollout returns",
+        )
+        limit = self.config.max_tokens_per_gpu
+        cut = partial(split, batch, limit * self.config.context_parallel)
+        # parts of the model take turns over as many micro-batches as there are stages
+        stages = self.config.pipeline_parallel if len(self.chunks) > 1 else 1
+        return agreed_split(cut, limit, self.device, [None], unroutable, multiple_of=stages)
 
     def step(self) -> StepResult:
-        """See :meth:`Engine.step`. A skipped step advances neither the schedule nor Adam's."""
+        """Apply the gradient; a skipped step advances neither the schedule nor Adam's count."""
         assert self._optimizer is not None, "step() follows forward_backward()"
         with self._platform():
             return self._optimizer.step(self._norm)
 
     def weights(self) -> Iterator[Named]:
-        """See :meth:`Engine.weights`; in ``engine.sync_dtype``."""
-        dtype = _dtype(self.config.sync_dtype, self.device, self.dtype)
+        """Yield the weights in ``engine.sync_dtype``."""
+        dtype = dtype_of(self.config.sync_dtype, self.device, self.dtype)
         if self._optimizer is not None:
             with self._platform():
                 self._optimizer.gather()
         return self.catalogue.stream(lambda parameter: parameter, dtype, self.device)
 
     def gradients(self) -> Iterator[Named]:
-        """See :meth:`Engine.gradients`; fp32."""
+        """Yield the gradient in fp32."""
         source = partial(self._trained().whole, state="grad")
         return self.catalogue.stream(source, torch.float32, self.device)
 
     def save(self, path: Path, what: Parts) -> Pending:
-        """Copy parameters and optimizer to the host and write them while training goes on; see :mod:`checkpoint`.
+        """Copy parameters and optimizer to the host; write them while training goes on.
 
         There is no gradient to save: checkpoints are made between steps.
         """
@@ -311,7 +302,7 @@ class MegatronEngine(Engine):
             yield from self._optimizer.gradients() if part is Part.GRADS else self._optimizer.states()
 
     def _give_back(self) -> None:
-        """Copies to and from the host are done, and what they need no more belongs to others."""
+        """Wait for copies to and from the host, and give back what they no longer need."""
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
 
@@ -319,8 +310,13 @@ class MegatronEngine(Engine):
         """Memory that PyTorch holds on the device, caches included; 0 on the CPU."""
         return torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0
 
+    def close(self) -> None:
+        """Leave the process group; the last engine of this process destroys all groups."""
+        if self._membership is not None:
+            self._membership.leave(before=destroy_groups)
+
     def _trained(self) -> Optimizer:
-        """The optimizer; where there is none yet, the model's parts get gradient buffers and one."""
+        """Return the optimizer; make it and the gradient buffers where there is none yet."""
         if self._optimizer is None:
             with self._platform():
                 self.chunks = wrap(self.config, self.chunks, self.transformer)
@@ -335,12 +331,12 @@ class MegatronEngine(Engine):
         self.catalogue.fill(folder.read, partial(self._put, "param"))
 
     def _platform(self) -> AbstractContextManager[None]:
-        """What Megatron-Core runs in: nothing on a GPU."""
+        """Return the context that Megatron-Core runs in; on a GPU it does nothing."""
         return cpu.cuda_as_cpu() if self.device.type == "cpu" else nullcontext()
 
 
 def _finalize(chunks: Sequence[nn.Module], _num_tokens: Tensor | None = None, **options: Any) -> None:
-    """Reduce gradients over all ranks; they are sums already, which no number of tokens divides."""
+    """Reduce gradients over all ranks; no number of tokens divides these sums."""
     finalize_model_grads(list(chunks), None, **options)
 
 
@@ -352,9 +348,3 @@ def _unwrapped(chunk: Any) -> Any:
     while not hasattr(chunk, "decoder"):
         chunk = chunk.module
     return chunk
-
-
-def _dtype(precision: Precision, device: torch.device, auto: torch.dtype | None = None) -> torch.dtype:
-    if precision == Precision.AUTO:
-        return auto or (torch.bfloat16 if device.type == "cuda" else torch.float32)
-    return torch.bfloat16 if precision == Precision.BF16 else torch.float32

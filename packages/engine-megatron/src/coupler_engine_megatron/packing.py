@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from coupler.batch import Batch
-from coupler.batch.columns import loss_columns, temperature_of
-from coupler.batch.partition import micro_batches, whole_units
+from coupler.batch.columns import temperature_of
 from coupler.errors import CouplerError
 from coupler_engine_megatron.attention import positions
 from coupler_engine_megatron.routing import Params
@@ -114,20 +112,3 @@ def _params(edges: np.ndarray, device: torch.device) -> Params:
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
-
-
-def columns(batch: Batch, device: torch.device) -> dict[str, Any]:
-    """What a loss reads, on the device."""
-    tensors = {name: torch.from_numpy(array).to(device) for name, array in loss_columns(batch).items()}
-    return {"num_seqs": len(batch), **tensors}
-
-
-def split(batch: Batch, max_tokens: int) -> list[np.ndarray]:
-    """Row sets of micro-batches of ``max_tokens`` at most; rows that share a ``unit`` stay together.
-
-    Raises:
-        ValueError: one unit alone is longer.
-    """
-    if "unit" not in batch.seqs:
-        return micro_batches(batch.lengths, max_tokens)
-    return whole_units(batch.lengths, batch["unit"], lambda sizes: micro_batches(sizes, max_tokens))

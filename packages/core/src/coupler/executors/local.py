@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from coupler.system.imports import resolve
 from coupler.system.threads import DaemonThreads, in_daemon
 
 CLOSE_S = 3.0
+LEAVE_S = 15.0  # for an engine to leave its process group; one that hangs is left behind
 
 
 class Local:
@@ -31,6 +33,7 @@ class Local:
         self.loops: dict[Handle, asyncio.AbstractEventLoop] = {}
         self.serving: list[threading.Thread] = []  # of these loops; none that hangs keeps the process alive
         self.rollouts: list[Rollout] = []
+        self.workers: list[Any] = []  # of engines
 
     async def place(self, roles: Sequence[Role]) -> None:
         """Take nothing: whatever this process has is there."""
@@ -39,6 +42,8 @@ class Local:
         handle = Handle(role, index, resolve(build)(spec))
         if isinstance(handle.of, Rollout):
             self.rollouts.append(handle.of)
+        elif hasattr(handle.of, "close"):
+            self.workers.append(handle.of)
         if not self.inline:
             self.threads[handle] = DaemonThreads(1, f"{role}-{index}")
         return handle
@@ -101,3 +106,18 @@ class Local:
             thread.join(CLOSE_S)
         for pool in self.threads.values():
             pool.close(self.waits.deadline_s)
+        for worker in self.workers:
+            _close(worker)
+
+
+def _close(worker: Any) -> None:
+    """Close it in a thread that may hang, and report a failure: it must not hide that of the run."""
+    ending = DaemonThreads(1, "close")
+    done = ending.submit(worker.close)
+    ending.shutdown(wait=False)
+    try:
+        done.result(LEAVE_S)
+    except TimeoutError:
+        print(f"coupler: an engine did not close within {LEAVE_S:g} s; it is left behind.", file=sys.stderr)
+    except Exception as error:  # an engine is third-party code
+        print(f"coupler: an engine failed to close: {error}", file=sys.stderr)

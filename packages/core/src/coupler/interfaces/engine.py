@@ -233,3 +233,10 @@ class Engine(ABC):
     def device_bytes(self) -> int:
         """Device memory that this process holds now; 0 on the CPU."""
         return 0
+
+    def close(self) -> None:
+        """Let go of what would outlive the engine, such as its process group.
+
+        Whoever ends a worker calls it once at its end, on every rank, also after a call has
+        failed, and does not wait for long. No other method is called after it.
+        """

@@ -202,6 +202,8 @@ class World:
     def close(self) -> None:
         for process in self.processes:
             process.close()
+        if not self.processes:
+            self.host.engine.close()
         self.kept.close()
 
     def _shared(self, shards: Sequence[Batch]) -> list[str]:

@@ -125,6 +125,10 @@ class Worker:
         """Return the device memory that this process holds."""
         return self.engine.device_bytes()
 
+    def close(self) -> None:
+        """Close the engine, when the process or the run ends."""
+        self.engine.close()
+
 
 def reverse_elements(tensor: Any) -> Any:
     """The same shape with all elements in reverse order: weights that cannot be mistaken for the true ones."""

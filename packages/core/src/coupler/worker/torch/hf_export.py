@@ -16,16 +16,18 @@ from coupler.interfaces import Head, Named
 from coupler.system.files import writing
 
 MAX_SHARD_BYTES = 4 << 30
-COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")  # config, generation config, tokenizer
+# configuration, tokenizer, and the code that `auto_map` names: transformers reads it from the top of a folder
+COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
 
 
 def export(weights: Iterable[Named], folder: Path, source: Path, head: Head = Head.LM, *, write: bool) -> int:
-    """Stream ``weights`` into safetensors shards in ``folder``, beside the configuration files of ``source``.
+    """Stream ``weights`` into safetensors shards in ``folder``, and copy the other files of ``source``.
 
-    Every rank iterates, since producing a tensor is collective; the one with ``write`` writes. At most one shard is
-    held in host memory. The result is checked: each shard is read back, one tensor at a time, and is what was streamed
-    to the bit.
-    With ``Head.VALUE`` the folder is one for ``AutoModelForTokenClassification``.
+    These are the configuration, the tokenizer and the Python code of a model that brings its
+    own. Every rank iterates, since producing a tensor is collective; the one with ``write``
+    writes. At most one shard is held in host memory. Each shard is read back, one tensor at a
+    time, and compared with what was streamed to the bit. With ``Head.VALUE`` the folder is one
+    for ``AutoModelForTokenClassification``.
 
     Returns:
         The number of tensors.
@@ -108,7 +110,7 @@ def _verify(path: Path, written: Mapping[str, Any], framework: str) -> None:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two tensors are equal to the bit, a NaN too."""
+    """Tell if two tensors are equal to the bit, a NaN too."""
     return one.dtype == other.dtype and one.shape == other.shape and np.array_equal(_bytes(one), _bytes(other))
 
 
@@ -129,7 +131,7 @@ def _copy_configuration(source: Path, folder: Path) -> None:
 
 
 def _declare_value_head(path: Path) -> None:
-    """Say in a config.json that the model has one label a token: transformers then builds ``score`` with one row."""
+    """Declare one label a token in a config.json, so that ``score`` has one row."""
     config = json.loads(path.read_text())
     names = [name.replace("ForCausalLM", "ForTokenClassification") for name in config.get("architectures", [])]
     labels = {"architectures": names, "id2label": {"0": "value"}, "label2id": {"value": 0}}
