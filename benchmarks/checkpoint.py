@@ -34,10 +34,12 @@ from coupler.loop.engine_group import EngineGroup
 from coupler.loop.state import State
 from coupler.run.checkpoint import Checkpoints, newest
 from coupler.worker.spec import WorkerSpec
+from coupler.worker.worker import Worker
 from coupler_engine_fsdp.config import FSDPConfig
 from coupler_engine_fsdp.engine import FSDPEngine
 
 ENGINE = f"{Path(__file__).resolve()}:Timed"
+WORKER = f"{Path(__file__).resolve()}:TimedWorker"
 HIDDEN, INTERMEDIATE, VOCABULARY = 1024, 4096, 32_000
 LAYER = 4 * HIDDEN**2 + 3 * HIDDEN * INTERMEDIATE
 
@@ -72,6 +74,13 @@ class Timed(FSDPEngine):
             torch.cuda.synchronize()
 
 
+class TimedWorker(Worker):
+    """A worker that hands the benchmark's own calls to its engine."""
+
+    def timed(self, method: str, *args: Path) -> object:
+        return getattr(self.engine, method)(*args)
+
+
 def write_model(folder: Path, num_bytes: int) -> Path:
     """Write a Qwen2 of random weights whose training state has about ``num_bytes``."""
     from transformers import AutoModelForCausalLM, Qwen2Config
@@ -101,11 +110,11 @@ async def timed(work: Awaitable[object]) -> float:
 
 
 async def raw(group: EngineGroup, method: str, folder: Path) -> None:
-    await group.executor.each(group.ranks, "do", [(method, folder / str(i)) for i in range(len(group.ranks))])
+    await group.executor.each(group.ranks, "timed", [(method, folder / str(i)) for i in range(len(group.ranks))])
 
 
 async def measure(group: EngineGroup, folder: Path, saves: bool, repeats: int) -> dict[str, Any]:
-    size = sum(await group.all("do", "fill"))
+    size = sum(await group.all("timed", "fill"))
     files = folder / f"raw-{len(group.ranks)}"
     files.mkdir()
     found: dict[str, Any] = {"size": size, "saves": [], "loads": [], "stalls": []}
@@ -116,7 +125,7 @@ async def measure(group: EngineGroup, folder: Path, saves: bool, repeats: int) -
         await checkpoints.save(
             step, {"policy": group}, State({}), hold=lambda _: nullcontext(), values={}, healthy=True
         )
-        await group.all("do", "synchronize")  # until here the next step's kernels wait too
+        await group.all("timed", "synchronize")  # until here the next step's kernels wait too
         found["stalls"].append(time.perf_counter() - start)
         await checkpoints.settle()
 
@@ -146,7 +155,7 @@ def run(world: int, arguments: argparse.Namespace, saves: bool) -> dict[str, Any
 
     async def go() -> dict[str, Any]:
         await executor.place([Role("policy", world)])
-        group = EngineGroup(executor, spec, [Rank(index=i, world=world) for i in range(world)])
+        group = EngineGroup(executor, spec, [Rank(index=i, world=world) for i in range(world)], WORKER)
         await group.setup()
         return await measure(group, arguments.folder, saves, arguments.repeats)
 

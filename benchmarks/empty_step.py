@@ -99,8 +99,8 @@ def make_batch(sequences: int) -> Batch:
 async def step(group: EngineGroup, batch: Batch, update: WeightUpdate) -> None:
     column = (await group.forward(batch, LOGPROBS))["logprobs"]
     await group.train(batch.with_tokens(old_logprobs=column), 1, None)
-    await group.all("do", "offload", EVERYTHING)
-    await group.all("do", "onload", EVERYTHING)
+    await group.offload(EVERYTHING)
+    await group.onload(EVERYTHING)
     await group.all("push", update)
 
 

@@ -29,7 +29,7 @@ from coupler.interfaces.rollout import (
     Rollout,
     RolloutConfig,
 )
-from coupler.interfaces.sharding import ShardingManager
+from coupler.interfaces.sharding import DeviceTurns, EngineSide, RolloutSide, ShardingManager
 from coupler.interfaces.tracker import Tracker
 from coupler.interfaces.weights import (
     LORA,
@@ -54,9 +54,11 @@ __all__ = [
     "Columns",
     "Completion",
     "Controller",
+    "DeviceTurns",
     "Endpoint",
     "Engine",
     "EngineConfig",
+    "EngineSide",
     "FileHashes",
     "Finish",
     "Head",
@@ -74,6 +76,7 @@ __all__ = [
     "Request",
     "Rollout",
     "RolloutConfig",
+    "RolloutSide",
     "SendReceipt",
     "Shapes",
     "ShardingManager",

@@ -3,21 +3,195 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Protocol
 
+import numpy as np
+
+from coupler.batch import Batch
+from coupler.interfaces.engine import Output
+from coupler.interfaces.rollout import Completion, InFlight, Request
+from coupler.interfaces.weights import Endpoint, SendReceipt, SyncReceipt, WeightUpdate
 from coupler.metrics import Metrics
 
 
-class ShardingManager(ABC):
-    """Moves the weights of one edge (an engine, its rollouts) from the training to the inference layout."""
+class EngineSide(Protocol):
+    """The ranks of the engine whose weights are sent."""
 
-    @abstractmethod
+    async def bind(self, transport: str) -> list[Endpoint]:
+        """Call :meth:`Transport.bind` on every rank; return one endpoint a rank."""
+        ...
+
+    async def push(self, update: WeightUpdate) -> list[SendReceipt]:
+        """Send the weights from every rank, while the rollouts take them; return one receipt a rank."""
+        ...
+
+    async def forward(self, batch: Batch, want: tuple[Output, ...]) -> Mapping[str, np.ndarray]:
+        """Return a column ``[T]`` per wanted output, in the order of ``batch``."""
+        ...
+
+
+class RolloutSide(Protocol):
+    """The replicas that get the weights.
+
+    Attributes:
+        replicas: every replica, dead ones included.
+        dead: numbers of the replicas that died and were not started again.
+    """
+
+    replicas: Sequence[Any]
+    dead: Collection[int]
+
+    @property
+    def num_receivers(self) -> int:
+        """Model workers over all living replicas."""
+        ...
+
     async def setup(self) -> None:
-        """Prepare the edge and prove, before the first step, that weights arrive."""
+        """Start every replica, with dummy weights."""
+        ...
+
+    async def pause(self, in_flight: InFlight) -> None:
+        """Return when no living replica samples any more; later requests wait."""
+        ...
+
+    async def revive(self, in_flight: InFlight) -> None:
+        """Start the dead replicas again, paused and with dummy weights.
+
+        Raises:
+            ReplicaDied: one was started too often.
+        """
+        ...
+
+    async def update(self, update: WeightUpdate) -> list[SyncReceipt]:
+        """Bring the weights to every living replica; return one receipt each.
+
+        Raises:
+            ReplicaDied: one died of it. Call :meth:`revive`, and push again with another ``attempt``.
+        """
+        ...
+
+    async def holds_base(self) -> bool:
+        """Return whether every living replica holds the weights beneath an adapter."""
+        ...
+
+    async def sample_on_each(self, request: Request) -> list[Completion]:
+        """Sample one completion on every living replica."""
+        ...
+
+    async def resume(self) -> None:
+        """Undo :meth:`pause` on every living replica."""
+        ...
+
+
+class DeviceTurns(Protocol):
+    """The turns that roles take on devices they share; without sharing these do nothing."""
+
+    def syncing(self, phase: str) -> AbstractAsyncContextManager[None]:
+        """Hold the engine's parameters and the rollouts' weights on the device."""
+        ...
+
+    def generating(self, phase: str) -> AbstractAsyncContextManager[None]:
+        """Hold the rollouts' weights and their cache on the device, with the engine away."""
+        ...
+
+
+class ShardingManager(ABC):
+    """Moves the weights of one edge (an engine, its rollouts) from the training to the inference layout.
+
+    The trainer calls :meth:`setup` once, :meth:`prove` before the first step, and after every step
+    :meth:`check`, :meth:`sync`, and :meth:`probe` where the check could not judge. Only :meth:`sync`
+    has no default.
+
+    Attributes:
+        version: the last version that every rollout holds; -1 before the first sync.
+        endpoints: one per engine rank, from :meth:`setup` on.
+    """
+
+    version: int = -1
+    endpoints: tuple[Endpoint, ...] = ()
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        engine: EngineSide,
+        rollouts: RolloutSide,
+        weight_format: str,
+        transport: str,
+        probe_prompt: tuple[int, ...],
+        temperature: float,
+        residency: DeviceTurns,
+        in_flight: InFlight,
+    ) -> None:
+        """Keep the arguments; start nothing.
+
+        Args:
+            config: the options ``sync.*`` of the run.
+            weight_format: what engine, rollout and transport share, such as ``full`` or ``lora``.
+            transport: ``"package.module:Class"`` of the transport.
+            probe_prompt: token ids to sample from where log-probs are compared.
+            temperature: that the run samples at.
+            in_flight: what a pause does with requests that are being sampled.
+        """
+        self.config, self.engine, self.rollouts = config, engine, rollouts
+        self.weight_format, self.transport = weight_format, transport
+        self.probe_prompt, self.temperature = probe_prompt, temperature
+        self.residency, self.in_flight = residency, in_flight
+
+    async def setup(self) -> None:
+        """Start the rollouts and bind the transport on every engine rank."""
+        await self.rollouts.setup()
+        self.endpoints = tuple(await self.engine.bind(self.transport))
+
+    async def prove(self, version: int = 0) -> Metrics:
+        """Bring the first weights, as ``version``, and prove that they arrived; by default only bring them.
+
+        Raises:
+            WeightSyncError: the rollouts do not run the weights they were sent.
+        """
+        return await self.sync(version)
 
     @abstractmethod
     async def sync(self, version: int) -> Metrics:
-        """Bring every rollout to ``version``.
+        """Bring every rollout to ``version``, and set :attr:`version`.
 
         Raises:
             WeightSyncError: a replica did not load everything that was sent.
         """
+
+    def check(self, metrics: Metrics) -> bool:
+        """Judge the last sync by what a step measured (``train_infer/*``).
+
+        Returns:
+            Whether it could; where it could not, :meth:`probe` judges the next sync. By default True.
+
+        Raises:
+            WeightSyncError: the rollouts sampled with other weights than the engine's.
+        """
+        return True
+
+    async def probe(self) -> Metrics:
+        """Judge the last sync by tokens sampled for that alone; by default do nothing.
+
+        Raises:
+            WeightSyncError: the rollouts sample with other weights than the engine's.
+        """
+        return {}
+
+    def weight_update(
+        self, version: int, *, permuted: bool = False, attempt: int = 0, adapter: bool = False
+    ) -> WeightUpdate:
+        """Describe one transfer to both sides; arguments as in :class:`WeightUpdate`."""
+        return WeightUpdate(
+            version=version,
+            format=self.weight_format,
+            transport=self.transport,
+            endpoints=self.endpoints,
+            num_receivers=self.rollouts.num_receivers,
+            deadline_s=self.config.deadline_s,
+            permuted=permuted,
+            attempt=attempt,
+            adapter=adapter,
+        )

@@ -99,6 +99,13 @@ class Transport(ABC):
             WeightSyncError: a tensor has another shape than the worker's.
         """
 
+    def call_off(self, update: WeightUpdate, num_receivers: int) -> None:
+        """Tell senders that wait for receivers that so many of this update died.
+
+        Called on the controller. They give up once the other receivers came. A transport whose
+        senders wait for nobody needs none.
+        """
+
 
 @cache
 def open_transport(target: str) -> Transport:

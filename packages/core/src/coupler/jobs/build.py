@@ -20,13 +20,12 @@ from coupler.errors import ConfigError, CouplerError, DataError
 from coupler.executors import open_executor
 from coupler.executors.interpreter import check_interpreter
 from coupler.executors.placement import Role
-from coupler.interfaces import Algorithm, EngineConfig, Head, Model, Part, Rank
+from coupler.interfaces import Algorithm, EngineConfig, Head, Model, Part, Rank, ShardingManager
 from coupler.loop.device_memory import Residency
 from coupler.loop.engine_group import EngineGroup
 from coupler.loop.evaluator import Evaluator
 from coupler.loop.rollout_group import RolloutGroup
 from coupler.loop.sampler import Scorer
-from coupler.loop.weight_sync import StreamShardingManager
 from coupler.plugins.manager import Plugins
 from coupler.plugins.tested import tested_ranges
 from coupler.rewards import RewardPool
@@ -146,9 +145,7 @@ class Parts:
             print(f"{key}: dropped {dropped} prompts that are too long")
         return prompts
 
-    def edge(
-        self, engine: EngineGroup, rollouts: RolloutGroup, probe: Prompt, residency: Residency
-    ) -> StreamShardingManager:
+    def edge(self, engine: EngineGroup, rollouts: RolloutGroup, probe: Prompt, residency: Residency) -> ShardingManager:
         config, plugins = self.config, self.plugins
         weight_format, transport = weight_path(config, plugins)
         return plugins.get("sharding", config.sync.manager).load()(
@@ -322,7 +319,7 @@ async def export_whole(group: EngineGroup, folder: Path, source: Path) -> None:
     with writing(f"the export {folder}"):
         folder.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(part, ignore_errors=True)
-    await group.all("export", part, source)
+    await group.export(part, source)
     with writing(f"the export {folder}"):
         shutil.rmtree(folder, ignore_errors=True)
         part.rename(folder)

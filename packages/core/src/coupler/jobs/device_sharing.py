@@ -5,16 +5,15 @@ from __future__ import annotations
 from contextlib import AbstractAsyncContextManager
 
 from coupler.config.schema import ExecutorName, RunConfig
-from coupler.interfaces import Memory, Part
+from coupler.interfaces import Memory, Part, ShardingManager
 from coupler.loop.device_memory import Held, Holder, Residency
 from coupler.loop.engine_group import EngineGroup
 from coupler.loop.rollout_group import RolloutGroup
 from coupler.loop.trainer import TRAINED
-from coupler.loop.weight_sync import StreamShardingManager
 from coupler.system.process_memory import resident_bytes
 
 
-async def start(residency: Residency, weights: StreamShardingManager, *engines: EngineGroup | None) -> None:
+async def start(residency: Residency, weights: ShardingManager, *engines: EngineGroup | None) -> None:
     """Set up the engines, and then the rollouts that ``weights`` go to: what takes its share of the device last."""
     for group in filter(None, engines):
         await residency.start(group.spec.role, group.setup)
@@ -54,32 +53,32 @@ def _engine_holder(
     """Of engines in one process, the policy's number on the device is that of all."""
 
     async def evict(part: Held) -> None:
-        await group.all("do", "offload", frozenset({Part(part)}))
+        await group.offload(frozenset({Part(part)}))
 
     async def admit(part: Held) -> None:
-        await group.all("do", "onload", frozenset({Part(part)}))
+        await group.onload(frozenset({Part(part)}))
 
     async def device_bytes() -> int:
-        return max(await group.all("do", "device_bytes")) if apart or group.spec.role == "policy" else 0
+        return await group.device_bytes() if apart or group.spec.role == "policy" else 0
 
     async def host_bytes() -> int:
-        return max(await group.all("host_bytes")) if apart else 0
+        return await group.host_bytes() if apart else 0
 
     return Holder(parts, evict, admit, device_bytes, host_bytes)
 
 
 def _rollout_holder(rollouts: RolloutGroup, apart: bool) -> Holder:
     async def evict(part: Held) -> None:
-        await rollouts.tell("sleep", frozenset({Memory(part)}))
+        await rollouts.sleep(frozenset({Memory(part)}))
 
     async def admit(part: Held) -> None:
-        await rollouts.tell("wake", frozenset({Memory(part)}))
+        await rollouts.wake(frozenset({Memory(part)}))
 
     async def device_bytes() -> int:
-        return max(await rollouts.tell("device_bytes"), default=0)
+        return await rollouts.device_bytes()
 
     async def host_bytes() -> int:
-        most = max(await rollouts.tell("host_bytes"), default=0)
+        most = await rollouts.host_bytes()
         return most if apart else max(most - resident_bytes(), 0)  # else this process is one of its own
 
     return Holder(frozenset({Held.WEIGHTS, Held.KV_CACHE}), evict, admit, device_bytes, host_bytes)

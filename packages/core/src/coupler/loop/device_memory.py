@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -57,6 +57,14 @@ class Residency:
         self.ledger: dict[str, dict[str, int]] = {}  # phase -> most bytes seen at its end, on the device by role
         self.host: dict[str, dict[str, int]] = {}  # the same on hosts; of this process under no role
         self.lock = asyncio.Lock()
+
+    def syncing(self, phase: str) -> AbstractAsyncContextManager[None]:
+        """Hold the policy's parameters and the rollout's weights on the device."""
+        return self(phase, SYNCING)
+
+    def generating(self, phase: str) -> AbstractAsyncContextManager[None]:
+        """Hold the rollout's weights and its cache on the device, with the engines away."""
+        return self(phase, GENERATING)
 
     async def start(self, role: str, setup: Callable[[], Awaitable[None]]) -> None:
         """Set a role up while the others hold nothing; from then on it holds all that it can.

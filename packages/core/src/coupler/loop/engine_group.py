@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,11 @@ from coupler.batch import Batch
 from coupler.batch.columns import ROUTED_EXPERTS
 from coupler.executors import Executor
 from coupler.interfaces import (
+    Endpoint,
+    FileHashes,
     Layout,
     Output,
+    Parts,
     Rank,
     SendReceipt,
     WeightUpdate,
@@ -22,6 +26,8 @@ from coupler.interfaces import (
 from coupler.loop.loss_weight import prepare, step_info
 from coupler.metrics import Metric, merge
 from coupler.worker.spec import MiniBatch, Trained, WorkerSpec, build_algorithm
+
+WORKER = "coupler.worker.worker:Worker"
 
 
 def _again(mini: MiniBatch, steps_later: int) -> MiniBatch:
@@ -32,12 +38,12 @@ def _again(mini: MiniBatch, steps_later: int) -> MiniBatch:
 class EngineGroup:
     """The controller's view of one engine."""
 
-    def __init__(self, executor: Executor, spec: WorkerSpec, ranks: list[Rank]) -> None:
+    def __init__(self, executor: Executor, spec: WorkerSpec, ranks: list[Rank], worker: str = WORKER) -> None:
         self.executor, self.spec = executor, spec
         self.algorithm = build_algorithm(spec)
         python = spec.engine_config.python
         self.placed = ranks
-        self.ranks = [executor.spawn(spec.role, r.index, "coupler.worker.worker:Worker", spec, python) for r in ranks]
+        self.ranks = [executor.spawn(spec.role, r.index, worker, spec, python) for r in ranks]
         self.steps_done = 0
 
     async def setup(self) -> None:
@@ -48,6 +54,42 @@ class EngineGroup:
     async def all(self, method: str, *args: Any) -> list[Any]:
         """Same arguments to every rank; one result per rank."""
         return await self.executor.each(self.ranks, method, [args] * len(self.ranks))
+
+    async def bind(self, transport: str) -> list[Endpoint]:
+        """Open ``transport`` on every rank; return where each can be reached."""
+        return await self.all("bind", transport)
+
+    async def offload(self, what: Parts) -> None:
+        """Move ``what`` of every rank from its device to its host."""
+        await self.all("offload", what)
+
+    async def onload(self, what: Parts) -> None:
+        """Undo :meth:`offload`."""
+        await self.all("onload", what)
+
+    async def device_bytes(self) -> int:
+        """Return the device memory of the rank that holds most."""
+        return max(await self.all("device_bytes"))
+
+    async def host_bytes(self) -> int:
+        """Return the host memory of the rank that holds most."""
+        return max(await self.all("host_bytes"))
+
+    async def load(self, folder: Path, what: Parts) -> None:
+        """Read what :meth:`save` wrote, on every rank."""
+        await self.all("load", folder, what)
+
+    async def save(self, folder: Path, what: Parts) -> None:
+        """Start to write ``what`` into the existing ``folder``, on every rank."""
+        await self.all("save", folder, what)
+
+    async def saved(self) -> list[FileHashes | None]:
+        """Return the hashes that each rank computed; None of one that is still writing."""
+        return await self.all("saved")
+
+    async def export(self, folder: Path, source: Path) -> None:
+        """Write the weights to ``folder`` in Hugging Face layout, with the other files of ``source``."""
+        await self.all("export", folder, source)
 
     async def push(self, update: WeightUpdate) -> list[SendReceipt]:
         """Send the weights from every rank, while the caller's thread serves those who receive them."""

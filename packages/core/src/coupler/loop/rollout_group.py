@@ -8,10 +8,9 @@ from typing import Any, get_args
 
 import numpy as np
 
-from coupler.builtin.transports.connection import call_off
 from coupler.errors import CouplerError, ReplicaDied
 from coupler.executors import Executor
-from coupler.interfaces import Completion, Finish, InFlight, Model, Rank, Request, SyncReceipt, WeightUpdate
+from coupler.interfaces import Completion, Finish, InFlight, Memory, Model, Rank, Request, SyncReceipt, WeightUpdate
 from coupler.worker.replica import RolloutSpec
 
 FINISHES = get_args(Finish)
@@ -130,7 +129,7 @@ class RolloutGroup:
     async def _update(self, index: int, update: WeightUpdate) -> SyncReceipt:
         answer = await self._call(index, "update", update)
         if isinstance(answer, ReplicaDied):
-            await asyncio.to_thread(call_off, update, self.num_workers[index])
+            await asyncio.to_thread(update.open().call_off, update, self.num_workers[index])
             raise answer
         return answer
 
@@ -138,6 +137,34 @@ class RolloutGroup:
         """Pause every living replica; one that turns out to be dead is for :meth:`revive`."""
         self.pauses += 1
         await self.tell("pause", in_flight)
+
+    async def resume(self) -> None:
+        """Let every living replica sample again."""
+        await self.tell("resume")
+
+    async def holds_base(self) -> bool:
+        """Return whether every living replica holds the weights beneath an adapter."""
+        return all(await self.all("holds_base"))
+
+    async def sample_on_each(self, request: Request) -> list[Completion]:
+        """Sample one completion on every living replica."""
+        return await self.all("generate", request)
+
+    async def sleep(self, what: frozenset[Memory]) -> None:
+        """Free this memory on every living replica."""
+        await self.tell("sleep", what)
+
+    async def wake(self, what: frozenset[Memory]) -> None:
+        """Undo :meth:`sleep`."""
+        await self.tell("wake", what)
+
+    async def device_bytes(self) -> int:
+        """Return the device memory of the replica that holds most."""
+        return max(await self.tell("device_bytes"), default=0)
+
+    async def host_bytes(self) -> int:
+        """Return the host memory of the replica that holds most."""
+        return max(await self.tell("host_bytes"), default=0)
 
     async def revive(self, in_flight: InFlight) -> None:
         """Start those that died again; they are paused, and wait for weights like the others.

@@ -10,7 +10,7 @@ import numpy as np
 from coupler.batch import Batch
 from coupler.config.schema import RunConfig
 from coupler.errors import CouplerError, WeightSyncError
-from coupler.interfaces import Algorithm, StepResult
+from coupler.interfaces import Algorithm, ShardingManager, StepResult
 from coupler.loop.buffer import Buffer
 from coupler.loop.device_memory import GENERATING, Held, Residency
 from coupler.loop.engine_group import EngineGroup
@@ -18,7 +18,6 @@ from coupler.loop.sampler import Sampler
 from coupler.loop.state import State
 from coupler.loop.step_metrics import Clock, describe, of_role
 from coupler.loop.turns import Turn, turns_of
-from coupler.loop.weight_sync import StreamShardingManager
 from coupler.metrics import Metrics, merge
 from coupler.worker.train_infer import OF_REPLICA
 
@@ -40,7 +39,7 @@ class Trainer:
         *,
         policy: EngineGroup,
         critic: EngineGroup | None = None,
-        weights: StreamShardingManager,
+        weights: ShardingManager,
         algorithm: Algorithm,
         sampler: Sampler,
         buffer: Buffer,

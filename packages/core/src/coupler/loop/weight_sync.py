@@ -18,17 +18,18 @@ from coupler.errors import PeerLost, ReplicaDied, WaitTimeout, WeightSyncError
 from coupler.interfaces import (
     LORA,
     Completion,
+    DeviceTurns,
+    EngineSide,
     InFlight,
     Output,
     Request,
+    RolloutSide,
     SendReceipt,
     ShardingManager,
     SyncReceipt,
     WeightUpdate,
 )
-from coupler.loop.device_memory import GENERATING, SYNCING, Residency
-from coupler.loop.engine_group import EngineGroup
-from coupler.loop.rollout_group import MAX_RESTARTS, RolloutGroup
+from coupler.loop.rollout_group import MAX_RESTARTS
 from coupler.metrics import Metric, Metrics, merge
 from coupler.worker.train_infer import OF_REPLICA, differences
 
@@ -75,26 +76,28 @@ class StreamShardingManager(ShardingManager):
         self,
         config: SyncConfig,
         *,
-        engine: EngineGroup,
-        rollouts: RolloutGroup,
+        engine: EngineSide,
+        rollouts: RolloutSide,
         weight_format: str,
         transport: str,
         probe_prompt: tuple[int, ...],
         temperature: float,
-        residency: Residency,
+        residency: DeviceTurns,
         in_flight: InFlight,
     ) -> None:
-        self.residency, self.in_flight = residency, in_flight
-        self.config, self.engine, self.rollouts = config, engine, rollouts
-        self.weight_format, self.transport = weight_format, transport
+        super().__init__(
+            config,
+            engine=engine,
+            rollouts=rollouts,
+            weight_format=weight_format,
+            transport=transport,
+            probe_prompt=probe_prompt,
+            temperature=temperature or 1.0,
+            residency=residency,
+            in_flight=in_flight,
+        )
         self.synced = ADAPTER if weight_format == LORA else WEIGHTS
-        self.probe_prompt, self.temperature = probe_prompt, temperature or 1.0
-        self.version = -1
         self.limit = config.max_mean_logprob_diff
-
-    async def setup(self) -> None:
-        await self.rollouts.setup()
-        self.endpoints = tuple(await self.engine.all("bind", self.transport))
 
     async def prove(self, version: int = 0) -> Metrics:
         """Push what :data:`ALTERED` says, then the true weights as ``version``, and compare log-probs after each.
@@ -187,17 +190,7 @@ class StreamShardingManager(ShardingManager):
             )
 
     def _update(self, version: int, stream: Stream, attempt: int) -> WeightUpdate:
-        return WeightUpdate(
-            version=version,
-            format=self.weight_format,
-            transport=self.transport,
-            endpoints=self.endpoints,
-            num_receivers=self.rollouts.num_receivers,
-            deadline_s=self.config.deadline_s,
-            permuted=stream.permuted,
-            attempt=attempt,
-            adapter=stream.adapter,
-        )
+        return self.weight_update(version, permuted=stream.permuted, attempt=attempt, adapter=stream.adapter)
 
     async def _push(self, phase: str, version: int, *streams: Stream) -> list[Pushed]:
         """Push to all replicas; where one is dead or dies of it, start it again and push to all of them again.
@@ -209,19 +202,19 @@ class StreamShardingManager(ShardingManager):
         for attempt in range(1 + MAX_RESTARTS * len(self.rollouts.replicas)):
             await self.rollouts.pause(self.in_flight)
             if self.rollouts.dead:
-                async with self.residency("start_rollout", GENERATING):
+                async with self.residency.generating("start_rollout"):
                     await self.rollouts.revive(self.in_flight)
-            async with self.residency(phase, SYNCING):
+            async with self.residency.syncing(phase):
                 with suppress(ReplicaDied):  # the next attempt starts it again
                     needed = await self._needed(streams)
                     pushed = [await self._transfer(self._update(version, stream, attempt)) for stream in needed]
-                    await self.rollouts.tell("resume")
+                    await self.rollouts.resume()
                     return pushed
         raise AssertionError("a replica was started more often than revive() allows")
 
     async def _needed(self, streams: tuple[Stream, ...]) -> tuple[Stream, ...]:
         """With the weights ahead of an adapter that a replica holds none for."""
-        if not streams[0].adapter or all(await self.rollouts.all("holds_base")):
+        if not streams[0].adapter or await self.rollouts.holds_base():
             return streams
         return WEIGHTS, *streams
 
@@ -250,9 +243,9 @@ class StreamShardingManager(ShardingManager):
     async def _compared(self) -> list[Metrics]:
         """``train_infer/*`` of every replica, on tokens that it samples now."""
         request = Request(self.probe_prompt, PROBE_TOKENS, self.temperature, (), seed=0)
-        async with self.residency("prove", GENERATING):
-            sampled = await self.rollouts.all("generate", request)
-        async with self.residency("prove", SYNCING):  # the rollout's weights stay: nothing would bring them back
+        async with self.residency.generating("prove"):
+            sampled = await self.rollouts.sample_on_each(request)
+        async with self.residency.syncing("prove"):  # the rollout's weights stay: nothing would bring them back
             return [await self._differences(request, done) for done in sampled]
 
     async def _differences(self, request: Request, done: Completion) -> Metrics:

@@ -53,7 +53,7 @@ class Checkpoint:
     async def restore(self, role: str, group: EngineGroup) -> None:
         """Load what was saved of ``role`` into every rank of ``group``."""
         what = frozenset(Part(part) for part in self.manifest["parts"])
-        await group.all("do", "load", self.folder / role, what)
+        await group.load(self.folder / role, what)
         group.steps_done = self.manifest["roles"][role]["steps_done"]
 
 
@@ -90,7 +90,7 @@ class Checkpoints:
         what = EVERYTHING - {Part.GRADS} if self.settings.optimizer else frozenset({Part.PARAMS})
         for role, group in roles.items():
             async with hold(role):
-                await group.all("save", part / role, what)
+                await group.save(part / role, what)
         manifest = self._manifest(step, roles, what, values, healthy)
         self.under_way = asyncio.create_task(self._finish(part, roles, manifest))
         if not self.settings.asynchronous:
@@ -135,7 +135,7 @@ class Checkpoints:
         end = time.monotonic() + self.settings.deadline_s
         hashed: dict[str, Sequence[str]] = {}
         for role, group in roles.items():
-            while None in (written := await group.all("saved")):
+            while None in (written := await group.saved()):
                 if time.monotonic() > end:
                     raise self._late(part)
                 await asyncio.sleep(POLL_S)

@@ -109,9 +109,21 @@ class Worker:
         """Memory of this process on its host."""
         return resident_bytes()
 
-    def do(self, method: str, *args: Any) -> Any:
-        """Call a plain method of the engine: load, offload, onload."""
-        return getattr(self.engine, method)(*args)
+    def load(self, folder: Path, what: Parts) -> None:
+        """Read what :meth:`save` wrote."""
+        self.engine.load(folder, what)
+
+    def offload(self, what: Parts) -> None:
+        """Move ``what`` from the device to the host."""
+        self.engine.offload(what)
+
+    def onload(self, what: Parts) -> None:
+        """Undo :meth:`offload`."""
+        self.engine.onload(what)
+
+    def device_bytes(self) -> int:
+        """Return the device memory that this process holds."""
+        return self.engine.device_bytes()
 
 
 def reverse_elements(tensor: Any) -> Any:

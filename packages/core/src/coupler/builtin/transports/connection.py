@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from coupler.errors import PeerLost, WaitTimeout
-from coupler.interfaces import Rank, WeightUpdate
+from coupler.interfaces import Rank, Transport, WeightUpdate
 
 LENGTH = struct.Struct(">Q")
 MAX_HEADER = 1 << 24
@@ -120,13 +120,14 @@ def connected(address: str, update: WeightUpdate, **facts: Any) -> Iterator[sock
         raise PeerLost(f"the sender of weights version {update.version} went away: {error}.") from None
 
 
-def call_off(update: WeightUpdate, num_receivers: int) -> None:
-    """Tell senders that still wait that so many receivers of this update died; they give up once the others came.
+class ConnectedTransport(Transport):
+    """A transport whose sender waits for connections at a :class:`Listener`."""
 
-    Senders that listen to nobody (files, the same process) wait for nobody.
-    """
-    for endpoint in update.endpoints:
-        if endpoint.address.startswith("{"):
+    def call_off(self, update: WeightUpdate, num_receivers: int) -> None:
+        """Tell every listener of this update how many of its receivers died."""
+        for endpoint in update.endpoints:
+            if not endpoint.address:
+                continue
             at = json.loads(endpoint.address)
             with suppress(OSError), socket.create_connection((at["host"], at["port"]), timeout=GREETING_S) as sender:
                 send(sender, {"token": at["token"], "key": update.key, "off": num_receivers})

@@ -15,11 +15,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from coupler.builtin.transports.connection import Listener, connected, header, send
+from coupler.builtin.transports.connection import ConnectedTransport, Listener, connected, header, send
 from coupler.builtin.transports.shape_check import check_fits
 from coupler.builtin.transports.torch.packing import ALIGNMENT, Entry, Packer, let_go, tensor_of
 from coupler.errors import CouplerError, WeightSyncError
-from coupler.interfaces import Endpoint, Named, Rank, SendReceipt, Shapes, Transport, WeightUpdate
+from coupler.interfaces import Endpoint, Named, Rank, SendReceipt, Shapes, WeightUpdate
 from coupler.system.imports import Late
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ ARENA_BYTES = 512 << 20  # of shared memory, or as much as the largest tensor
 WHOLE = 2  # both halves
 
 
-class IpcTransport(Transport):
+class IpcTransport(ConnectedTransport):
     """Rank i of the engine sends to the workers that run on the same device."""
 
     def __init__(self) -> None:

@@ -19,13 +19,21 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from coupler.builtin.transports.connection import Listener, connected, header, headers, is_open, send
+from coupler.builtin.transports.connection import (
+    ConnectedTransport,
+    Listener,
+    connected,
+    header,
+    headers,
+    is_open,
+    send,
+)
 from coupler.builtin.transports.shape_check import check_fits
 from coupler.builtin.transports.torch.packing import Entry, Packer, tensor_of
 from coupler.builtin.transports.waiting import wait_until
 from coupler.engine_kit.rendezvous import serve_store
 from coupler.errors import WeightSyncError
-from coupler.interfaces import Endpoint, Named, Rank, SendReceipt, Shapes, Transport, WeightUpdate
+from coupler.interfaces import Endpoint, Named, Rank, SendReceipt, Shapes, WeightUpdate
 from coupler.system.imports import Late
 
 if TYPE_CHECKING:
@@ -39,7 +47,7 @@ POLL_S = 0.0001
 GRACE_S = 1.0  # after a collective failed: until its peer's end shows
 
 
-class NcclTransport(Transport):
+class NcclTransport(ConnectedTransport):
     """Rank 0 of the engine is rank 0 of the group; workers follow in the order in which they came."""
 
     def __init__(self) -> None:

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from coupler.builtin.transports.connection import Listener, connected, header, read, send
+from coupler.builtin.transports.connection import ConnectedTransport, Listener, connected, header, read, send
 from coupler.builtin.transports.shape_check import check_fits
 from coupler.builtin.transports.waiting import num_bytes
-from coupler.interfaces import Endpoint, Named, Rank, SendReceipt, Shapes, Transport, WeightUpdate
+from coupler.interfaces import Endpoint, Named, Rank, SendReceipt, Shapes, WeightUpdate
 
 
-class TcpTransport(Transport):
+class TcpTransport(ConnectedTransport):
     """Rank 0 sends to everybody."""
 
     def __init__(self) -> None:
