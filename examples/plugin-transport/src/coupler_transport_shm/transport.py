@@ -69,4 +69,6 @@ def tensor_of(data, library, dtype, shape):
         return data.view(dtype).reshape(shape)
     import torch
 
-    return torch.tensor(data).view(getattr(torch, dtype)).reshape(shape)
+    tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+    tensor.reshape(-1).view(torch.uint8).numpy()[:] = data
+    return tensor
