@@ -5,15 +5,25 @@ Each name says the fault; ``CAUGHT_BY`` says which test of the kit must fail on 
 
 from __future__ import annotations
 
+import json
+import re
+import time
 from collections.abc import Iterable
+from contextlib import nullcontext, suppress
 from dataclasses import field, make_dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
-from coupler import Backend, hookimpl
+from coupler import Backend, Metric, hookimpl
 from coupler.batch.partition import micro_batches
+from coupler.builtin import plugin as builtin
+from coupler.builtin.trackers.jsonl import JsonlTracker
+from coupler.errors import ReplicaDied
 from coupler.interfaces import InFlight, StepResult
+from coupler.loop.weight_sync import StreamShardingManager, both_sides, verify
+from coupler.rewards import Invalid
 from coupler.testing import toy
 from coupler.testing.models import read_tensors
 from coupler.testing.toy_config import BACKENDS
@@ -21,12 +31,11 @@ from coupler.testing.toy_config import BACKENDS
 CAUGHT_BY: dict[tuple[str, str], str] = {}
 
 
-def fault(test: str):
-    """Declare a backend: kind and name come from the class, the target from this module."""
+def fault(test: str, kind: str = ""):
+    """Declare a backend: its name comes from the class, the target from this module, the kind from the toy's name."""
 
     def declare(cls: type) -> type:
-        kind = cls.__mro__[1].__name__.removeprefix("Toy").lower()
-        CAUGHT_BY[kind, cls.__name__] = test
+        CAUGHT_BY[kind or cls.__mro__[1].__name__.removeprefix("Toy").lower(), cls.__name__] = test
         return cls
 
     return declare
@@ -34,7 +43,7 @@ def fault(test: str):
 
 @hookimpl
 def coupler_backends() -> Iterable[Backend]:
-    like = {backend.kind: backend for backend in BACKENDS}
+    like = {backend.kind: backend for backend in (*builtin.coupler_backends(), *BACKENDS)}
     for kind, name in CAUGHT_BY:
         named = [("name", str, field(default=name))]
         config = make_dataclass(f"{name}Config", named, bases=(like[kind].config,))
@@ -267,3 +276,229 @@ class ReducesAnEmptyBatch(toy.ToyAlgorithm):
     def loss(self, out, batch):
         losses, metrics = super().loss(out, batch)
         return losses - 0 * out["logprobs"].max(), metrics
+
+
+# --- sharding managers -----------------------------------------------------------------------------------------------
+
+
+@fault("test_every_replica_runs_the_weights_just_trained", kind="sharding")
+class ForgetsToResume(StreamShardingManager):
+    async def sync(self, version):
+        metrics = await super().sync(version)
+        await self.rollouts.pause(self.in_flight)
+        return metrics
+
+
+@fault("test_every_replica_runs_the_weights_just_trained", kind="sharding")
+class NeverSends(StreamShardingManager):
+    async def sync(self, version):
+        self.version = version
+        return {}
+
+
+@fault("test_every_replica_runs_the_weights_just_trained", kind="sharding")
+class ReportsTheVersionBefore(StreamShardingManager):
+    async def sync(self, version):
+        metrics = await super().sync(version)
+        self.version = version - 1
+        return metrics
+
+
+@fault("test_every_replica_runs_the_weights_just_trained", kind="sharding")
+class SendsThePermutedCopy(StreamShardingManager):
+    def weight_update(self, version, *, permuted=False, attempt=0, adapter=False):
+        permuted = permuted or version > 3
+        return super().weight_update(version, permuted=permuted, attempt=attempt, adapter=adapter)
+
+
+@fault("test_metrics_are_numbers", kind="sharding")
+class MeasuresNothing(StreamShardingManager):
+    async def sync(self, version):
+        return {**await super().sync(version), "sync/ratio": Metric(float("nan"))}
+
+
+@fault("test_nothing_is_sampled_during_a_sync", kind="sharding")
+class DoesNotPause(StreamShardingManager):
+    async def _push(self, phase, version, *streams):
+        pushed = [await self._transfer(self._update(version, stream, 0)) for stream in streams]
+        await self.rollouts.resume()
+        return pushed
+
+
+@fault("test_requests_in_flight_are_treated_as_the_run_says", kind="sharding")
+class AlwaysDrains(StreamShardingManager):
+    async def sync(self, version):
+        self.in_flight = InFlight.DRAIN
+        return await super().sync(version)
+
+
+@fault("test_weights_move_in_their_turn", kind="sharding")
+class TakesNoTurn(StreamShardingManager):
+    async def _push(self, phase, version, *streams):
+        self.residency = SimpleNamespace(syncing=nullcontext, generating=nullcontext)
+        return await super()._push(phase, version, *streams)
+
+
+@fault("test_a_replica_that_died_gets_the_weights", kind="sharding")
+class LeavesTheDead(StreamShardingManager):
+    async def _push(self, phase, version, *streams):
+        await self.rollouts.pause(self.in_flight)
+        with suppress(ReplicaDied):
+            pushed = [await self._transfer(self._update(version, stream, 0)) for stream in streams]
+        await self.rollouts.resume()
+        return pushed
+
+
+@fault("test_a_replica_that_always_dies_ends_the_run", kind="sharding")
+class GivesUpQuietly(StreamShardingManager):
+    async def sync(self, version):
+        try:
+            return await super().sync(version)
+        except ReplicaDied:
+            return {}
+
+
+@fault("test_an_incomplete_receipt_is_refused", kind="sharding")
+class ReadsOneReceipt(StreamShardingManager):
+    async def _transfer(self, update):
+        sent, receipts = await both_sides(self.engine.push(update), self.rollouts.update(update))
+        verify(sent[0], receipts[0], 0)
+        return sent[0], receipts
+
+
+# --- trackers --------------------------------------------------------------------------------------------------------
+
+
+@fault("test_a_rewind_forgets_what_comes_after", kind="tracker")
+class IgnoresRewind(JsonlTracker):
+    def rewind(self, step):
+        pass
+
+
+@fault("test_a_rewind_forgets_what_comes_after", kind="tracker")
+class ForgetsEverything(JsonlTracker):
+    def rewind(self, step):
+        super().rewind(-1)
+
+
+@fault("test_it_writes_under_the_run_folder_alone", kind="tracker")
+class WritesBesideTheRun(JsonlTracker):
+    def __init__(self, config, run_dir):
+        super().__init__(config, run_dir.parent)
+
+
+@fault("test_it_writes_under_the_run_folder_alone", kind="tracker")
+class WritesWhereItStarted(JsonlTracker):
+    def log(self, step, values):
+        super().log(step, values)
+        Path("last_step").write_text(str(step))
+
+
+@fault("test_logging_does_not_block", kind="tracker")
+class Blocks(JsonlTracker):
+    def log(self, step, values):
+        super().log(step, values)
+        time.sleep(1.2)
+
+
+@fault("test_whatever_is_logged_is_taken", kind="tracker")
+class RefusesNaN(JsonlTracker):
+    def log(self, step, values):
+        self.file.write(json.dumps({"step": step, **values}, allow_nan=False) + "\n")
+
+
+@fault("test_whatever_is_logged_is_taken", kind="tracker")
+class FilesByName(JsonlTracker):
+    def log(self, step, values):
+        for name, value in values.items():
+            (self.run_dir / f"{name.replace('/', '_')}.{'x' * 60}").write_text(str(value))
+
+
+@fault("test_names_come_and_go", kind="tracker")
+class KeepsTheFirstColumns(JsonlTracker):
+    def log(self, step, values):
+        self.columns = getattr(self, "columns", list(values))
+        super().log(step, {name: values[name] for name in self.columns if name in values})
+
+
+@fault("test_numbers_beside_odd_ones_are_kept", kind="tracker")
+class DropsAStepWithNaN(JsonlTracker):
+    def log(self, step, values):
+        if all(np.isfinite(value) for value in values.values()):
+            super().log(step, values)
+
+
+@fault("test_a_run_that_logs_nothing_closes", kind="tracker")
+class ClosesWhatItNeverOpened(JsonlTracker):
+    def log(self, step, values):
+        super().log(step, values)
+        self.logged = True
+
+    def close(self):
+        assert self.logged
+
+
+@fault("test_a_rewind_of_nothing_is_none", kind="tracker")
+class RewindsWhatIsNotThere(JsonlTracker):
+    def rewind(self, step):
+        (self.run_dir / "metrics.jsonl.old").read_text()
+
+
+@fault("test_a_full_disk_ends_in_a_sentence", kind="tracker")
+class RaisesItsOwn(JsonlTracker):
+    def log(self, step, values):
+        try:
+            super().log(step, values)
+        except OSError:
+            raise KeyError(step) from None
+
+
+# --- rewards: functions, which no record declares --------------------------------------------------------------------
+
+REWARDS_CAUGHT_BY: dict[str, str] = {}
+
+
+def reward_fault(test: str):
+    """Declare a reward function."""
+
+    def declare(function):
+        REWARDS_CAUGHT_BY[function.__name__] = test
+        return function
+
+    return declare
+
+
+@reward_fault("test_no_completion_makes_it_raise")
+def reads_the_first_word(completion):
+    return float(completion.split()[0] == "42")
+
+
+@reward_fault("test_what_it_returns_is_a_number_graded_or_invalid")
+def divides_by_the_length(completion):
+    return np.float64(completion.count("4")) / np.float64(len(completion))
+
+
+@reward_fault("test_what_it_returns_is_a_number_graded_or_invalid")
+def returns_text(completion):
+    return "right" if "42" in completion else "wrong"
+
+
+@reward_fault("test_every_call_ends_in_time")
+def backtracks(completion):
+    return float(bool(re.fullmatch(r"a(\s*)*b?c", completion)))
+
+
+@reward_fault("test_something_is_a_number")
+def finds_everything_invalid(completion):
+    return Invalid("no such task")
+
+
+@reward_fault("test_equal_calls_give_equal_rewards")
+def counts_its_calls(completion, calls=[]):  # noqa: B006 - the fault
+    calls.append(completion)
+    return float(len(calls))
+
+
+@reward_fault("test_equal_calls_give_equal_rewards")
+def hashes(completion):
+    return float(hash(completion) % 97)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from broken_backends import CAUGHT_BY
+from broken_backends import CAUGHT_BY, REWARDS_CAUGHT_BY
 
 from coupler.errors import ConfigError, CouplerError, TooFewDevices, WaitTimeout
 from coupler.testing import losses, plugin, ranks
@@ -61,10 +62,48 @@ def test_the_toy_backends_conform(tmp_path: Path) -> None:
     assert (code, failed) == (0, {}), printed
 
 
+def test_core_s_own_backends_conform(tmp_path: Path) -> None:
+    trackers = ["console", "jsonl", *(["tensorboard"] if find_spec("tensorboard") else [])]
+    chosen = ["--coupler=sharding=stream", *(f"--coupler=tracker={name}" for name in trackers)]
+    code, failed, printed = kit(tmp_path, *chosen, "-rs")
+    assert (code, failed) == (0, {}), printed
+    assert "tracker=console keeps no file" in printed
+    assert "tracker=jsonl" not in printed, "of jsonl nothing may be skipped"
+
+
+def test_a_good_reward_conforms(tmp_path: Path) -> None:
+    """On the kit's rows, and on rows of its own task, whose columns it reads."""
+    (tmp_path / "good.py").write_text(
+        "from coupler.rewards import Graded, Invalid\n"
+        "def exact(completion, answer):\n    return Graded(float(completion == answer), completion[:9])\n"
+        "def reads(completion, row):\n    return row['unit'] in completion\n"
+    )
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "How far?", "answer": "3 km", "unit": "km"}\n')
+    code, failed, printed = kit(tmp_path, "--coupler=reward=good:exact", f"--coupler=reward=good:reads,rows={rows}")
+    assert (code, failed) == (0, {}), printed
+    _, failed, printed = kit(tmp_path, "--coupler=reward=good:reads")
+    assert "test_no_completion_makes_it_raise" in failed["reward=good:reads"]
+    assert "KeyError: 'unit'" in printed
+    code, _, printed = kit(tmp_path, "--coupler=reward=good:reads,row=3")
+    assert code == 4 and "has no setting 'row'" in printed
+
+
+@pytest.fixture(scope="module")
+def reward_faults(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
+    chosen = [f"--coupler=reward=broken_backends:{name},timeout_s=1" for name in REWARDS_CAUGHT_BY]
+    return kit(tmp_path_factory.mktemp("rewards"), *chosen)[1]
+
+
+@pytest.mark.parametrize("name", REWARDS_CAUGHT_BY)
+def test_a_fault_of_a_reward_is_caught(reward_faults: dict[str, set[str]], name: str) -> None:
+    assert REWARDS_CAUGHT_BY[name] in reward_faults.get(f"reward=broken_backends:{name}", set())
+
+
 @pytest.fixture(scope="module")
 def faults(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     chosen = [f"--coupler={kind}={name}" for kind, name in CAUGHT_BY]
-    tests = " or ".join(sorted(set(CAUGHT_BY.values())))
+    tests = " or ".join(f"({name} and {test} and not tcp)" for (_, name), test in CAUGHT_BY.items())
     return kit(tmp_path_factory.mktemp("faults"), *chosen, "-k", tests)[1]
 
 
@@ -83,7 +122,7 @@ def test_selecting_what_is_not_installed_says_what_is(tmp_path: Path) -> None:
 def test_only_the_selected_kinds_run(tmp_path: Path) -> None:
     _, _, printed = kit(tmp_path, "--coupler=transport=disk", "--collect-only")
     assert "test_transport.py" in printed
-    assert not any(f"test_{other}.py" in printed for other in ("engine", "rollout", "algorithm", "pair"))
+    assert not any(f"test_{other}.py" in printed for other in ("engine", "rollout", "algorithm", "pair", "tracker"))
 
 
 def chosen(*selected: str, fixtures: tuple[str, ...] = ()) -> list[tuple[str, float, str]]:

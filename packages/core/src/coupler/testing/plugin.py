@@ -13,9 +13,11 @@ import pytest
 
 if TYPE_CHECKING:
     from coupler.plugins.manager import Plugins
+    from coupler.testing.rewards import RewardSubject
     from coupler.testing.subject import Subject
 
-KINDS = ("engine", "rollout", "algorithm", "transport")
+KINDS = ("engine", "rollout", "algorithm", "transport", "sharding", "tracker")  # of backends
+REWARD = "reward"  # no backend: --coupler reward=package.module:function
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -71,6 +73,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
     An engine and a rollout meet only where they run the same models; ``model_name`` is one of these.
     """
+    if "reward_subject" in metafunc.fixturenames:
+        rewards = reward_subjects(metafunc.config)
+        metafunc.parametrize("reward_subject", rewards, ids=map(str, rewards), scope="module")
+        return
     kinds = [kind for kind in KINDS if f"{kind}_subject" in metafunc.fixturenames]
     if not kinds:
         return
@@ -112,6 +118,7 @@ def pytest_configure(config: pytest.Config) -> None:
         for kind in KINDS:
             for subject in subjects(config, kind):
                 subject.config()
+        reward_subjects(config)
     except CouplerError as exc:
         raise pytest.UsageError(str(exc)) from None
 
@@ -138,8 +145,8 @@ def subjects(config: pytest.Config, kind: str) -> list[Subject]:
     only = tuple(config.getoption("--coupler-model") or ())
     chosen = [text.partition("=")[::2] for text in selected(config)]
     for wanted, named in chosen:
-        if wanted not in KINDS or not named:
-            raise CouplerError(f"--coupler takes KIND=NAME, where KIND is one of {', '.join(KINDS)}.")
+        if wanted not in (*KINDS, REWARD) or not named:
+            raise CouplerError(f"--coupler takes KIND=NAME, where KIND is one of {', '.join((*KINDS, REWARD))}.")
     if not chosen:
         return [Subject(backend, settings, only) for backend in plugins.of(kind).values()]
     found = []
@@ -155,6 +162,19 @@ def subjects(config: pytest.Config, kind: str) -> list[Subject]:
             )
         found.append(replace(every, only=models or only))
     return found
+
+
+def reward_subjects(config: pytest.Config) -> list[RewardSubject]:
+    """The reward functions to check: those that ``--coupler`` named.
+
+    Raises:
+        CouplerError: a setting is none of a reward's.
+    """
+    from coupler.testing.rewards import RewardSubject
+
+    chosen = (text.partition("=")[::2] for text in selected(config))
+    common = config.getoption("--coupler-set") or []
+    return [RewardSubject.parse(named, common) for wanted, named in chosen if wanted == REWARD]
 
 
 _PLUGINS: pytest.StashKey[Plugins] = pytest.StashKey()

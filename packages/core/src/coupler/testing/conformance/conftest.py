@@ -14,7 +14,7 @@ import pytest
 from coupler.errors import TooFewDevices
 from coupler.interfaces import Head
 from coupler.testing.models import write_qwen2, write_qwen3_moe, write_toy, write_value_head
-from coupler.testing.plugin import KINDS, selected
+from coupler.testing.plugin import KINDS, REWARD, selected
 from coupler.testing.ranks import World
 from coupler.testing.reference import (
     Reference,
@@ -40,7 +40,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Leave out the files of kinds that were not selected."""
     chosen = {text.partition("=")[0] for text in selected(config)}
     topic = collection_path.stem.removeprefix("test_")
-    needed = NEEDS.get(topic, (topic,) if topic in KINDS else ())
+    needed = NEEDS.get(topic, (topic,) if topic in (*KINDS, REWARD) else ())
     return True if chosen and not set(needed) <= chosen else None
 
 

@@ -1,0 +1,1 @@
+"""Provide ``algorithm=reinforce``; the README says how."""

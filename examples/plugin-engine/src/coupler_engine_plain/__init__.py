@@ -1,0 +1,1 @@
+"""Provide ``engine=plain``; the README says how."""

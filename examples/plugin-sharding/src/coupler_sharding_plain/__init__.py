@@ -1,0 +1,1 @@
+"""Provide ``sync.manager=plain``; the README says how."""

@@ -1,0 +1,1 @@
+"""Provide ``trackers=[sqlite]``; the README says how."""

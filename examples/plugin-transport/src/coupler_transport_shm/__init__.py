@@ -1,0 +1,1 @@
+"""Provide ``sync.transport=shm``; the README says how."""

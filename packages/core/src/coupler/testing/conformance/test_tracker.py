@@ -1,0 +1,197 @@
+"""What every tracker must do: keep the numbers of a run in its folder, and forget those that a resumed run repeats."""
+
+from __future__ import annotations
+
+import resource
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from coupler.errors import CouplerError, PluginError
+from coupler.interfaces import Tracker
+from coupler.system.files import writing
+from coupler.testing.recorded import holds
+from coupler.testing.subject import Subject
+
+KEPT, FORGOTTEN, LATER = 27182.5, 31415.5, 16180.5  # few digits, which text keeps; exact in float32
+ODD = {  # names that a user's metrics or a plugin's may have
+    "reward/mean": 0.5,
+    "time/a b": 1.0,
+    "Belohnung/größe": 2.0,
+    'it\'s "quoted", with commas; and; more': 3.0,
+    "a=b%s{}\\n": 4.0,
+    "step": 5.0,
+    "value": 6.0,
+    "../../outside": 7.0,
+    "x" * 200: 8.0,
+    "": 9.0,
+}
+EXTREME = {"nan": float("nan"), "inf": float("inf"), "minus_inf": float("-inf"), "large": 1e308, "tiny": 5e-324}
+MANY = {f"train_infer/replica_{i}": float(i) for i in range(2000)}
+SLOW_S = 1.0  # of the fastest of a few calls
+FULL = 4096  # bytes, of a file on a disk that is full
+
+Open = Callable[[], Tracker]
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    folder = tmp_path / "runs" / "run"
+    folder.mkdir(parents=True)
+    return folder
+
+
+@pytest.fixture
+def start(tracker_subject: Subject, run_dir: Path) -> Iterator[Open]:
+    """Make the tracker as a run does, when it starts and again when it is resumed; each ends with the test."""
+    made: list[Tracker] = []
+
+    def make() -> Tracker:
+        try:
+            made.append(tracker_subject.backend.load()(tracker_subject.config(), run_dir))
+        except PluginError as error:
+            if tracker_subject.selected:
+                raise
+            pytest.skip(str(error).splitlines()[0])
+        return made[-1]
+
+    yield make
+    for tracker in made:
+        with suppress(Exception):  # the test has judged it, and may have closed it
+            tracker.close()
+
+
+def readable(subject: Subject, run_dir: Path, number: float = KEPT) -> None:
+    """Skip where the kit cannot read what the tracker keeps."""
+    if not holds(run_dir, number):
+        pytest.skip(f"{subject} keeps no file in which the kit finds a number")
+
+
+@pytest.mark.parametrize("case", ["odd names", "not finite", "many", "none"])
+def test_whatever_is_logged_is_taken(start: Open, case: str) -> None:
+    values: Mapping[str, float] = {"odd names": ODD, "not finite": EXTREME, "many": MANY, "none": {}}[case]
+    tracker = start()
+    for step in (0, 1):
+        try:
+            tracker.log(step, {**values, "run/steps": 2.0})
+        except Exception as error:
+            raise AssertionError(f"expected log() to take {case}, came {type(error).__name__}: {error}") from error
+    tracker.close()
+
+
+def test_numbers_beside_odd_ones_are_kept(tracker_subject: Subject, start: Open, run_dir: Path) -> None:
+    tracker = start()
+    tracker.log(0, {"reward/mean": KEPT})
+    tracker.log(1, {**ODD, **EXTREME, "reward/mean": LATER})
+    tracker.close()
+    readable(tracker_subject, run_dir)
+    assert holds(run_dir, LATER), f"expected reward/mean={LATER} of step 1 beside odd names and NaN, it is not there"
+
+
+def test_names_come_and_go(tracker_subject: Subject, start: Open, run_dir: Path) -> None:
+    """An evaluation logs its numbers at some steps only; steps may be left out."""
+    tracker = start()
+    tracker.log(0, {"reward/mean": KEPT})
+    tracker.log(3, {"reward/mean": 1.5, "eval/reward": LATER})
+    tracker.log(4, {"loss": FORGOTTEN})
+    tracker.close()
+    readable(tracker_subject, run_dir)
+    for name, number in (("eval/reward", LATER), ("loss", FORGOTTEN)):
+        assert holds(run_dir, number), f"expected {name}={number}, which steps before did not have; it is not there"
+
+
+def test_a_run_that_logs_nothing_closes(start: Open) -> None:
+    start().close()
+
+
+@pytest.mark.parametrize("done", [1, -1])
+def test_a_rewind_forgets_what_comes_after(tracker_subject: Subject, start: Open, run_dir: Path, done: int) -> None:
+    """A resumed run makes the tracker anew and rewinds it, to -1 where it starts from the beginning."""
+    first = start()
+    if done >= 0:
+        first.log(done, {"reward/mean": KEPT})
+    first.log(done + 1, {"reward/mean": FORGOTTEN, "eval/reward": FORGOTTEN})
+    first.close()
+    readable(tracker_subject, run_dir, FORGOTTEN)
+    time.sleep(1.1)  # as a resumed run is later: TensorBoard orders its files by the second
+
+    resumed = start()
+    resumed.rewind(done)
+    resumed.log(done + 1, {"reward/mean": LATER})
+    resumed.close()
+
+    assert not holds(run_dir, FORGOTTEN), f"expected {FORGOTTEN} of step {done + 1} to be forgotten by rewind({done})"
+    assert holds(run_dir, LATER), f"expected {LATER} of step {done + 1}, logged after rewind({done}); it is not there"
+    kept = done < 0 or holds(run_dir, KEPT)
+    assert kept, f"expected {KEPT} of step {done} to outlive rewind({done}), it is not there"
+
+
+def test_a_rewind_of_nothing_is_none(start: Open) -> None:
+    """A run that ended before its first step."""
+    tracker = start()
+    tracker.rewind(-1)
+    tracker.log(0, {"reward/mean": KEPT})
+    tracker.close()
+
+
+def test_it_writes_under_the_run_folder_alone(
+    start: Open, run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run's folder is all that a user copies, deletes or mounts."""
+    folders = {"HOME": tmp_path / "home", "TMPDIR": tmp_path / "tmp", "PWD": tmp_path / "here"}
+    for name, folder in folders.items():
+        folder.mkdir()
+        monkeypatch.setenv(name, str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.chdir(folders["PWD"])
+
+    tracker = start()
+    tracker.log(0, ODD)
+    tracker.rewind(-1)
+    tracker.log(0, {"reward/mean": KEPT})
+    tracker.close()
+
+    written = [path for path in tmp_path.rglob("*") if path.is_file() and run_dir not in path.parents]
+    assert not written, f"expected files in run_dir alone, came {[str(path.relative_to(tmp_path)) for path in written]}"
+
+
+def test_logging_does_not_block(start: Open) -> None:
+    """Every step waits for it."""
+    tracker, took = start(), []
+    for step in range(3):
+        begun = time.monotonic()
+        tracker.log(step, dict(list(MANY.items())[:100]))
+        took.append(time.monotonic() - begun)
+    assert min(took) < SLOW_S, f"expected log() to return within {SLOW_S} s, it took {min(took):.1f} s"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # a writer's thread may end of it
+def test_a_full_disk_ends_in_a_sentence(tracker_subject: Subject, start: Open) -> None:
+    """Core makes one of an ``OSError``; a library's own exception has to become one, or a ``CouplerError``."""
+    tracker = start()
+    try:
+        with _full_disk(), writing(f"the numbers of {tracker_subject}"):
+            for step in range(100):
+                tracker.log(step, dict(list(MANY.items())[:50]))
+            tracker.close()
+    except CouplerError:
+        return
+    except Exception as error:
+        raise AssertionError(
+            f"expected OSError or CouplerError where the disk is full, came {type(error).__name__}: {error}"
+        ) from error
+
+
+@contextmanager
+def _full_disk() -> Iterator[None]:
+    """Let no file of this process grow above ``FULL`` bytes: writing more raises an ``OSError``."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (FULL, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
