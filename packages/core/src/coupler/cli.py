@@ -158,10 +158,12 @@ def _export(arguments: argparse.Namespace) -> None:
 def _composed_of_run(arguments: argparse.Namespace) -> tuple[Composed, Plugins]:
     """The configuration that a run folder holds, to look into it with one process."""
     from coupler.config.overrides import read_file
+    from coupler.run.run_folder import read_starts
 
     path = arguments.run / "config.yaml"
     if not path.is_file():
         raise CouplerError(f"{arguments.run} is no run folder: it has no config.yaml.")
+    read_starts(arguments.run)  # of a format that is known
     arguments.config = str(path)
     critic = read_file(str(path)).get("critic", {}).get("engine")
     one_rank = ["engine.ranks=1", "critic.engine.ranks=1"] if critic else ["engine.ranks=1"]

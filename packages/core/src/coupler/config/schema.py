@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from coupler.interfaces import InFlight
+from coupler.interfaces import NO_EFFECT, InFlight, no_effect
 
 
 class Job(StrEnum):
@@ -63,9 +63,9 @@ class DataConfig:
 @dataclass
 class RewardConfig:
     target: str = ""  # "pkg.mod:function" or "file.py:function": (completion, answer, row) -> number | Graded | Invalid
-    num_workers: int = 1  # processes that score
-    timeout_s: float = 10.0  # per call; the process of a call that takes longer is killed
-    max_invalid_fraction: float = 0.01  # above it, and at least 5 calls, the run stops
+    num_workers: int = no_effect(1)  # processes that score
+    timeout_s: float = no_effect(10.0)  # per call; the process of a call that takes longer is killed
+    max_invalid_fraction: float = no_effect(0.01)  # above it, and at least 5 calls, the run stops
 
 
 @dataclass
@@ -128,11 +128,11 @@ class OnSync(StrEnum):
 @dataclass
 class SyncConfig:
     manager: str = "stream"  # a backend of kind sharding
-    transport: str = ""  # empty: the best that engine and rollout share
-    deadline_s: float = 600.0  # for one sync
+    transport: str = no_effect("")  # empty: the best that engine and rollout share
+    deadline_s: float = no_effect(600.0)  # for one sync
     in_flight: OnSync = OnSync.AUTO  # abort, recompute and stale_kv need max_staleness > 0, where some are in flight
-    self_test: bool = True  # push a permuted copy first, so that a push that changes nothing cannot pass
-    max_mean_logprob_diff: float = 0.0  # limit of the probe of every sync; 0: by dtype of the model
+    self_test: bool = no_effect(True)  # push a permuted copy first, so that a push that changes nothing cannot pass
+    max_mean_logprob_diff: float = no_effect(0.0)  # limit of the probe of every sync; 0: by dtype of the model
 
 
 class ExecutorName(StrEnum):
@@ -190,31 +190,31 @@ class RunConfig:
     engine: Any = None
     rollout: Any = None
     algorithm: Any = None
-    trackers: list[str] = field(default_factory=lambda: ["console", "jsonl"])  # what writes the metrics
+    trackers: list[str] = field(default_factory=lambda: ["console", "jsonl"], metadata=NO_EFFECT)  # writers of metrics
     model: ModelConfig = field(default_factory=ModelConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    eval: EvalConfig = field(default_factory=EvalConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    record: RecordConfig = field(default_factory=RecordConfig)
-    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig, metadata=NO_EFFECT)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig, metadata=NO_EFFECT)
+    record: RecordConfig = field(default_factory=RecordConfig, metadata=NO_EFFECT)
+    profile: ProfileConfig = field(default_factory=ProfileConfig, metadata=NO_EFFECT)
     sync: SyncConfig = field(default_factory=SyncConfig)
-    executor: ExecutorName = ExecutorName.LOCAL
-    ray: RayConfig = field(default_factory=RayConfig)
-    waits: WaitsConfig = field(default_factory=WaitsConfig)
-    run_dir: str = "runs/default"  # folder of the run; the same command in it goes on
-    steps: int = 100  # each samples a batch and trains on it
+    executor: ExecutorName = field(default=ExecutorName.LOCAL, metadata=NO_EFFECT)
+    ray: RayConfig = field(default_factory=RayConfig, metadata=NO_EFFECT)
+    waits: WaitsConfig = field(default_factory=WaitsConfig, metadata=NO_EFFECT)
+    run_dir: str = no_effect("runs/default")  # folder of the run; the same command in it goes on
+    steps: int = no_effect(100)  # each samples a batch and trains on it
     prompts_per_step: int = 8  # supervised training: rows per step
     samples_per_prompt: int = 8  # completions of each prompt
     optimizer_steps_per_batch: int = 1  # each over an equal part of the batch's sequences
     epochs_per_batch: int = 1  # times that these steps are taken on the same batch
     max_staleness: int = 0  # 0 is synchronous; n lets rollouts run up to n versions behind
-    max_skipped_steps: int = 3  # so many steps in a row with a non-finite gradient stop the run
-    max_rejected_factor: int = 10  # dynamic sampling gives up after so many times prompts_per_step rejected groups
+    max_skipped_steps: int = no_effect(3)  # so many steps in a row with a non-finite gradient stop the run
+    max_rejected_factor: int = no_effect(10)  # dynamic sampling gives up after so many x prompts_per_step rejected groups
     router_replay: RouterReplay = RouterReplay.DISABLED
-    offload: bool = False  # engine and rollout share a device and take turns on its memory
+    offload: bool = no_effect(False)  # engine and rollout share a device and take turns on its memory
     seed: int = 0  # of every random stream: order of the data, sampling, new weights
     deterministic: bool = False  # two runs are equal but for time/*, without memory/*; slower, needs max_staleness=0
-    strict: bool = False  # an option that you set and nothing reads is an error, not a warning
+    strict: bool = no_effect(False)  # an option that you set and nothing reads is an error, not a warning

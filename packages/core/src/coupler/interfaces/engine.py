@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol, Self
 
 from coupler.batch import Batch
 from coupler.interfaces.model import Model, Rank
+from coupler.interfaces.options import no_effect
 from coupler.interfaces.weights import Named
 from coupler.metrics import Metrics
 
@@ -105,8 +106,8 @@ class EngineConfig:
     """What every engine can be told; the config class of an engine extends it and gives ``name`` its default."""
 
     name: str = ""  # of the backend; chosen by engine=NAME
-    ranks: int = 1  # processes that share one copy of the model or more; above 1 under executor=ray
-    python: str = ""  # interpreter of these ranks, under executor=ray; empty: the one that runs the job
+    ranks: int = no_effect(1)  # processes that share one copy of the model or more; above 1 under executor=ray
+    python: str = no_effect("")  # interpreter of these ranks, under executor=ray; empty: the one that runs the job
 
     @property
     def ranks_per_shard(self) -> int:
