@@ -165,8 +165,14 @@ def _composed_of_run(arguments: argparse.Namespace) -> tuple[Composed, Plugins]:
         raise CouplerError(f"{arguments.run} is no run folder: it has no config.yaml.")
     read_starts(arguments.run)  # of a format that is known
     arguments.config = str(path)
-    critic = read_file(str(path)).get("critic", {}).get("engine")
-    one_rank = ["engine.ranks=1", "critic.engine.ranks=1"] if critic else ["engine.ranks=1"]
+    plugins, written = Plugins.load(), read_file(str(path))
+    engines = {"engine": written.get("engine"), "critic.engine": written.get("critic", {}).get("engine")}
+    one_rank = [
+        f"{section}.{key}={value}"
+        for section, engine in engines.items()
+        if engine
+        for key, value in plugins.get("engine", engine["name"]).config.one_rank.items()
+    ]
     arguments.overrides = ["executor=local", *one_rank, *arguments.overrides]
     return _composed(arguments, "train", complete=False)
 
