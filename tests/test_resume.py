@@ -340,6 +340,43 @@ def test_a_format_of_a_later_release_is_refused_in_a_sentence(
     assert resume() == 0
 
 
+def test_a_configuration_that_a_run_wrote_sets_what_is_not_a_default(
+    toy: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing reads ``profile.ranks`` here, which the file has at its default."""
+    assert toy("run") == 0
+    given = ["train", "--config", str(tmp_path / "run" / "config.yaml"), f"run_dir={tmp_path / 'again'}"]
+    capsys.readouterr()
+    assert main(given) == 0
+    assert "you set" not in capsys.readouterr().err
+    assert main([*given[:-1], f"run_dir={tmp_path / 'typed'}", "profile.ranks=[0]"]) == 0
+    assert "you set profile.ranks, and nothing read it" in capsys.readouterr().err
+
+
+def test_the_export_of_a_run_is_evaluated(
+    toy: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held_out = (f"eval.data.source={tmp_path / 'rows.jsonl'}", "eval.data.max_prompt_tokens=64")
+    run_dir = tmp_path / "run"
+    assert toy("run", "checkpoint.export=false", "strict=true") == 0
+    before = sorted(run_dir.iterdir())
+    assert main(["eval", str(run_dir), *held_out]) == 2
+    advice = capsys.readouterr().err.partition("try:  coupler ")[2]
+    assert main(shlex.split(advice)) == 0
+    assert main(["eval", f"{run_dir}/", *held_out]) == 0
+    assert "you set" not in capsys.readouterr().err
+    assert sorted({*run_dir.iterdir()} - {*before}) == [run_dir / "eval_2", run_dir / "export"]
+    (scored,) = metrics(run_dir / "eval_2")
+    assert toy("other", "steps=4", "eval.every_steps=2", *held_out) == 0
+    assert scored["eval/reward"] == pytest.approx(metrics(tmp_path / "other")[2]["eval/reward"])
+    assert main(["eval", str(run_dir), *held_out]) == 2
+    assert "eval_2 holds a run already" in capsys.readouterr().err
+    assert main(["eval", str(run_dir), *held_out, f"run_dir={tmp_path / 'more'}", "eval.limit=1"]) == 2
+    assert main(["eval", str(run_dir), *held_out, f"run_dir={tmp_path / 'more'}", "eval.temperature=1"]) == 0
+    assert main(["eval", str(tmp_path)]) == 2
+    assert "it has no config.yaml" in capsys.readouterr().err
+
+
 def test_a_run_that_began_elsewhere_goes_on_from_its_own_checkpoints(
     toy: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -105,10 +105,36 @@ def _sft(arguments: argparse.Namespace) -> None:
 
 
 def _eval(arguments: argparse.Namespace) -> None:
-    composed, plugins = _composed(arguments, "eval")
+    runs = [text for text in arguments.overrides if "=" not in text]
+    composed, plugins = _composed_of_export(arguments, Path(runs[0])) if runs else _composed(arguments, "eval")
     from coupler.jobs import evaluate
 
     evaluate(composed, plugins)
+
+
+def _composed_of_export(arguments: argparse.Namespace, run: Path) -> tuple[Composed, Plugins]:
+    """The configuration to evaluate the export of a run with, in a new folder inside the run's."""
+    from coupler.run.checkpoint import folders
+    from coupler.run.run_folder import read_starts
+
+    path, export = run / "config.yaml", run / "export"
+    if arguments.config or not path.is_file():
+        why = "--config names another configuration" if arguments.config else "it has no config.yaml"
+        raise CouplerError(f"coupler eval {run} needs the folder of a run: {why}.\n  try:  coupler eval RUN key=value")
+    read_starts(run)  # of a format that is known
+    if not export.is_dir():
+        raise CouplerError(f"{run} has no export to evaluate.\n  try:  coupler export {run} --out {export}")
+    steps = [folder.name.removeprefix("step_") for folder in folders(run / "checkpoints")] or ["export"]
+    given = [text for text in arguments.overrides if text != str(run) and text.rstrip("/") != str(run)]
+    arguments.config = str(path)
+    arguments.overrides = [f"model.path={_quoted(export)}", f"run_dir={_quoted(run / f'eval_{steps[0]}')}", *given]
+    composed, plugins = _composed(arguments, "eval")
+    origin = {key: origin for key, origin in composed.origin.items() if origin != arguments.config}
+    return replace(composed, origin=origin), plugins  # what the run was told, its user does not tell an evaluation
+
+
+def _quoted(path: Path) -> str:
+    return "'" + str(path).replace("'", "\\'") + "'"
 
 
 def _plan(arguments: argparse.Namespace) -> None:
