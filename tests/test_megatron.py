@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from job_run import arguments, metrics, reproducible, run, write_inputs
+from job_run import arguments, metrics, replayed, reproducible, run, write_inputs
+from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
@@ -31,7 +33,7 @@ from coupler.testing.subject import configured
 from coupler.worker.spec import WorkerSpec
 from coupler_engine_megatron.config import MegatronConfig
 
-ENGINE = ("engine=megatron", "trackers=[jsonl]", "deterministic=true", "profile.steps=[1]")
+ENGINE = ("engine=megatron", "trackers=[jsonl]", "deterministic=true", "profile.steps=[1]", "record.every_steps=1")
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +53,25 @@ def test_the_export_is_the_trained_model_in_the_layout_it_came_in(trained: Path,
     assert {n: t.shape for n, t in exported.items()} == {n: t.shape for n, t in before.items()}
     assert any(not torch.equal(exported[name], tensor) for name, tensor in before.items())
     assert AutoModelForCausalLM.from_pretrained(trained / "export").config.model_type == "qwen2"
+
+
+def test_a_run_of_any_layout_is_exported_and_replayed_by_one_rank(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Checkpoints are the same for every layout; the folder says that many ranks made this one."""
+    shutil.copytree(trained, tmp_path / "run")
+    config = tmp_path / "run" / "config.yaml"
+    layout = {
+        "ranks": 64, "tensor_parallel": 2, "pipeline_parallel": 2, "virtual_pipeline": 2, "context_parallel": 2,
+        "expert_parallel": 2, "expert_tensor_parallel": 2, "first_stage_layers": 3, "last_stage_layers": 5,
+    }  # fmt: skip
+    values = OmegaConf.load(config)
+    values.engine.update(layout)
+    OmegaConf.save(OmegaConf.merge(values, {"executor": "ray"}), config)
+    assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 0
+    exported, before = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", trained / "export"))
+    assert exported.keys() == before.keys() and all(torch.equal(exported[name], before[name]) for name in before)
+    assert replayed(tmp_path / "run", 1, "train", capsys)
 
 
 def test_a_plan_prints_how_ranks_split_the_work(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from job_run import arguments, metrics, replayed, reproducible, run, write_inputs
+from safetensors.numpy import load_file
 
 from coupler.cli import main
 from coupler.config.schema import Devices, Placement, RayConfig
@@ -88,17 +89,28 @@ def test_a_transformer_gives_the_same_numbers(cluster: str, model: Path, tmp_pat
     assert reproducible(ray) == reproducible(local)
 
 
-def test_megatron_gives_the_same_numbers(cluster: str, model: Path, tmp_path: Path) -> None:
+def test_megatron_gives_the_same_numbers(
+    cluster: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """One rank alone, and two that split every matrix, with whole weights for the rollout after each step."""
     options = ("engine=megatron", "algorithm.kl=none", "steps=2", "checkpoint.export=false")
     local = run("train", model, tmp_path / "local" / "run", *options)
     ray = run("train", model, tmp_path / "ray" / "run", *options, "executor=ray")
     assert reproducible(ray) == reproducible(local)
     split = ("executor=ray", "engine.ranks=2", "engine.tensor_parallel=2")
-    two = metrics(run("train", model, tmp_path / "two" / "run", *options, *split))
-    for a, b in zip(metrics(local)[1:], two[1:], strict=True):
+    kept = ("checkpoint.every_steps=1", "record.every_steps=1")
+    two = run("train", model, tmp_path / "two" / "run", *options, *split, *kept)
+    for a, b in zip(metrics(local)[1:], metrics(two)[1:], strict=True):
         for name in ("reward/mean", "loss", "train/grad_norm", "entropy", "batch/tokens"):
             assert b[name] == pytest.approx(a[name], rel=1e-3, abs=1e-6), name
+    then, now, _ = replayed(two, 2, "train", capsys)["train/grad_norm"]  # by one rank
+    assert now == pytest.approx(then, rel=1e-3)
+    exported = []
+    for folder in (local, two):
+        assert main(["export", str(folder), "--out", str(folder / "out")]) == 0
+        exported.append(load_file(folder / "out" / "model.safetensors"))
+    assert exported[0].keys() == exported[1].keys()
+    assert all(exported[0][name].shape == exported[1][name].shape for name in exported[0])
 
 
 def test_two_ranks_and_two_replicas_over_two_nodes(cluster: str, model: Path, tmp_path: Path) -> None:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import os
 import random
+import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from importlib.metadata import version
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from forking import Forks
 from job_run import arguments, metrics, replayed, reproducible, run, write_inputs
 from safetensors.numpy import load_file
@@ -237,6 +241,140 @@ def test_another_run_is_refused(
     assert main(command("train", model, whole["train"], "steps=8", *overrides)) == 2
     assert says in capsys.readouterr().err
     assert (whole["train"] / "metrics.jsonl").read_bytes() == before
+
+
+def ways_out(said: str) -> list[list[str]]:
+    """The overrides of each line of advice, as a shell reads them."""
+    lines = [line[6:].strip() for line in said.splitlines() if line.startswith(("  try:", "  or: "))]
+    found = [[word for word in shlex.split(line) if "=" in word] for line in lines]
+    return [
+        [*given, "run_dir"] if "another run_dir" in line else given for given, line in zip(found, lines, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        (("sampling.stop=[]",), ("engine.lr=0.2", "sampling.stop=['+']", "data.answer_key=prompt")),
+        (("data.args={}",), ("data.limit=5",)),
+        (("max_staleness=1",), ("max_staleness=0", "seed=3")),
+    ],
+)
+def test_each_advice_of_a_refusal_works(
+    before: tuple[str, ...],
+    now: tuple[str, ...],
+    toy: Callable[..., int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert toy("run", *before) == 0
+    capsys.readouterr()
+    assert toy("run", "steps=3", *now) == 2
+    said = capsys.readouterr().err
+    assert all(f"differs:  {text.split('=')[0]}" in said for text in now)
+    ways = ways_out(said)
+    assert len(ways) == (4 if "data.limit=5" in now else 3)
+    for number, way in enumerate(ways):
+        shutil.copytree(tmp_path / "run", tmp_path / str(number))
+        renamed = [text.replace(str(tmp_path / "run"), str(tmp_path / str(number))) for text in way]
+        folder = f"new{number}" if "run_dir" in way else str(number)
+        given = [text for text in renamed if text != "run_dir"]
+        more = ["checkpoint.reset_data=true"] if "checkpoint.resume" in str(way) else []  # what it then advises
+        assert toy(folder, "steps=3", *now, *given, *more) == 0, way
+        steps = [line["step"] for line in metrics(tmp_path / folder)]
+        assert steps == ([3] if more else [0, 1, 2, 3]), way
+
+
+def test_what_changes_no_result_refuses_nothing(
+    toy: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    others = ("sync.self_test=false", "sync.deadline_s=9", "engine.max_tokens_per_gpu=512", "profile.ranks=[1]")
+    assert toy("one", "steps=3") == toy("two") == 0
+    assert toy("two", "steps=3", "sync.transport=disk", *others) == 0
+    assert "another configuration" not in capsys.readouterr().out
+    one, two = (reproducible(tmp_path / name, but=("time/", "memory/", "sync/", "run/")) for name in ("one", "two"))
+    assert one == two
+
+
+def test_options_that_came_or_went_with_a_release_refuse_nothing_at_their_defaults(
+    toy: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert toy("run") == 0
+    config, about = (tmp_path / "run" / name for name in ("config.yaml", "run.json"))
+    values = yaml.safe_load(config.read_text())
+    del values["engine"]["num_cycles"], values["router_replay"], values["waits"]
+    config.write_text(yaml.safe_dump({**values, "left": 7}))
+    (start,) = json.loads(about.read_text())
+    about.write_text(json.dumps([{**start, "not_default": [*start["not_default"], "left"]}]))
+    assert toy("run", "steps=3") == 2
+    assert "differs:  left was 7, this release has no such option\n  try:  another run_dir" in capsys.readouterr().err
+    about.write_text(json.dumps([start]))
+    assert "engine.lr" in start["not_default"] and "engine.eps" not in start["not_default"]
+    assert toy("run", "steps=3", "router_replay=R2") == 2
+    assert "differs:  router_replay was disabled, is R2\n  try:  router_replay=disabled " in capsys.readouterr().err
+    assert toy("run", "steps=3") == 0
+    assert "another configuration" not in capsys.readouterr().out
+
+
+def test_a_format_of_a_later_release_is_refused_in_a_sentence(
+    toy: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert toy("run", "record.every_steps=1") == 0
+    files = [
+        tmp_path / "run" / name
+        for name in ("run.json", "checkpoints/step_2/MANIFEST.json", "record/step_2/record.json")
+    ]
+    replay = partial(main, ["replay", str(tmp_path / "run"), "--step", "2", "--stage", "advantages"])
+    export = partial(main, ["export", str(tmp_path / "run"), "--out", str(tmp_path / "out")])
+    resume = partial(toy, "run", "steps=3")
+    for file, commands in zip(files, [(resume, export, replay), (resume, export), (replay,)], strict=True):
+        text = file.read_text()
+        assert json.loads(text)["format"] == 1 if text[0] != "[" else json.loads(text)[0]["format"] == 1
+        file.write_text(text.replace('"format": 1', '"format": 2'))
+        for command in commands:
+            assert command() == 2
+            said = capsys.readouterr().err
+            assert f"{file} has format 2, and coupler-core {version('coupler-core')} reads formats up to 1." in said
+            assert said.endswith("try:  pip install --upgrade coupler-core\n")
+        file.write_text(text)
+    assert resume() == 0
+
+
+def test_a_configuration_that_a_run_wrote_sets_what_is_not_a_default(
+    toy: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing reads ``profile.ranks`` here, which the file has at its default."""
+    assert toy("run") == 0
+    given = ["train", "--config", str(tmp_path / "run" / "config.yaml"), f"run_dir={tmp_path / 'again'}"]
+    capsys.readouterr()
+    assert main(given) == 0
+    assert "you set" not in capsys.readouterr().err
+    assert main([*given[:-1], f"run_dir={tmp_path / 'typed'}", "profile.ranks=[0]"]) == 0
+    assert "you set profile.ranks, and nothing read it" in capsys.readouterr().err
+
+
+def test_the_export_of_a_run_is_evaluated(
+    toy: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held_out = (f"eval.data.source={tmp_path / 'rows.jsonl'}", "eval.data.max_prompt_tokens=64")
+    run_dir = tmp_path / "run"
+    assert toy("run", "checkpoint.export=false", "strict=true") == 0
+    before = sorted(run_dir.iterdir())
+    assert main(["eval", str(run_dir), *held_out]) == 2
+    advice = capsys.readouterr().err.partition("try:  coupler ")[2]
+    assert main(shlex.split(advice)) == 0
+    assert main(["eval", f"{run_dir}/", *held_out]) == 0
+    assert "you set" not in capsys.readouterr().err
+    assert sorted({*run_dir.iterdir()} - {*before}) == [run_dir / "eval_2", run_dir / "export"]
+    (scored,) = metrics(run_dir / "eval_2")
+    assert toy("other", "steps=4", "eval.every_steps=2", *held_out) == 0
+    assert scored["eval/reward"] == pytest.approx(metrics(tmp_path / "other")[2]["eval/reward"])
+    assert main(["eval", str(run_dir), *held_out]) == 2
+    assert "eval_2 holds a run already" in capsys.readouterr().err
+    assert main(["eval", str(run_dir), *held_out, f"run_dir={tmp_path / 'more'}", "eval.limit=1"]) == 2
+    assert main(["eval", str(run_dir), *held_out, f"run_dir={tmp_path / 'more'}", "eval.temperature=1"]) == 0
+    assert main(["eval", str(tmp_path)]) == 2
+    assert "it has no config.yaml" in capsys.readouterr().err
 
 
 def test_a_run_that_began_elsewhere_goes_on_from_its_own_checkpoints(

@@ -10,7 +10,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, is_dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -174,10 +174,36 @@ def _sft(arguments: argparse.Namespace) -> None:
 
 
 def _eval(arguments: argparse.Namespace) -> None:
-    composed, plugins = _composed(arguments, "eval")
+    runs = [text for text in arguments.overrides if "=" not in text]
+    composed, plugins = _composed_of_export(arguments, Path(runs[0])) if runs else _composed(arguments, "eval")
     from coupler.jobs import evaluate
 
     evaluate(composed, plugins)
+
+
+def _composed_of_export(arguments: argparse.Namespace, run: Path) -> tuple[Composed, Plugins]:
+    """The configuration to evaluate the export of a run with, in a new folder inside the run's."""
+    from coupler.run.checkpoint import folders
+    from coupler.run.run_folder import read_starts
+
+    path, export = run / "config.yaml", run / "export"
+    if arguments.config or not path.is_file():
+        why = "--config names another configuration" if arguments.config else "it has no config.yaml"
+        raise CouplerError(f"coupler eval {run} needs the folder of a run: {why}.\n  try:  coupler eval RUN key=value")
+    read_starts(run)  # of a format that is known
+    if not export.is_dir():
+        raise CouplerError(f"{run} has no export to evaluate.\n  try:  coupler export {run} --out {export}")
+    steps = [folder.name.removeprefix("step_") for folder in folders(run / "checkpoints")] or ["export"]
+    given = [text for text in arguments.overrides if text != str(run) and text.rstrip("/") != str(run)]
+    arguments.config = str(path)
+    arguments.overrides = [f"model.path={_quoted(export)}", f"run_dir={_quoted(run / f'eval_{steps[0]}')}", *given]
+    composed, plugins = _composed(arguments, "eval")
+    origin = {key: origin for key, origin in composed.origin.items() if origin != arguments.config}
+    return replace(composed, origin=origin), plugins  # what the run was told, its user does not tell an evaluation
+
+
+def _quoted(path: Path) -> str:
+    return "'" + str(path).replace("'", "\\'") + "'"
 
 
 def _plan(arguments: argparse.Namespace) -> None:
@@ -227,13 +253,21 @@ def _export(arguments: argparse.Namespace) -> None:
 def _composed_of_run(arguments: argparse.Namespace) -> tuple[Composed, Plugins]:
     """The configuration that a run folder holds, to look into it with one process."""
     from coupler.config.overrides import read_file
+    from coupler.run.run_folder import read_starts
 
     path = arguments.run / "config.yaml"
     if not path.is_file():
         raise CouplerError(f"{arguments.run} is no run folder: it has no config.yaml.")
+    read_starts(arguments.run)  # of a format that is known
     arguments.config = str(path)
-    critic = read_file(str(path)).get("critic", {}).get("engine")
-    one_rank = ["engine.ranks=1", "critic.engine.ranks=1"] if critic else ["engine.ranks=1"]
+    plugins, written = Plugins.load(), read_file(str(path))
+    engines = {"engine": written.get("engine"), "critic.engine": written.get("critic", {}).get("engine")}
+    one_rank = [
+        f"{section}.{key}={value}"
+        for section, engine in engines.items()
+        if engine
+        for key, value in plugins.get("engine", engine["name"]).config.one_rank.items()
+    ]
     arguments.overrides = ["executor=local", *one_rank, *arguments.overrides]
     return _composed(arguments, "train", complete=False)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import lcm
+from typing import Any, ClassVar
 
 from coupler.engine_kit.adamw import AdamWConfig
 from coupler.engine_kit.precision import Precision
@@ -53,6 +55,12 @@ class MegatronConfig(AdamWConfig):
 
     Master weights, optimizer state and gradient reduction are fp32.
     """
+
+    one_rank: ClassVar[Mapping[str, Any]] = {
+        **AdamWConfig.one_rank,
+        "tensor_parallel": 1, "pipeline_parallel": 1, "virtual_pipeline": 1, "context_parallel": 1,
+        "expert_parallel": 1, "expert_tensor_parallel": 1, "first_stage_layers": 0, "last_stage_layers": 0,
+    }  # fmt: skip
 
     name: str = "megatron"
     tensor_parallel: int = 1

@@ -21,6 +21,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from coupler.config.checks import does_evaluate, problems
+from coupler.config.effect import not_default
 from coupler.config.options import SECTIONS, Options, in_full, section, wrong_value
 from coupler.config.overrides import parse_overrides, read_file
 from coupler.config.plain import to_plain
@@ -35,6 +36,7 @@ T = TypeVar("T")
 CRITIC = "critic.engine"
 NEEDS_VALUES, GIVES_VALUES = "needs:values", "output:values"  # capabilities of an algorithm, and of an engine
 TOP_P = "sampling:top_p"  # capability of a rollout
+COMMAND_LINE = "command line"  # origin of what was typed
 AS_ENGINE = "as in engine"  # origin of what the critic's engine has from the policy's
 
 
@@ -49,8 +51,17 @@ class Composed:
 
     @property
     def set_keys(self) -> list[str]:
-        """Keys that the user set, on the command line or in the file."""
-        return [key for key, origin in self.origin.items() if origin != AS_ENGINE and not origin.startswith("preset ")]
+        """Keys that the user set, on the command line or in the file.
+
+        A file that repeats a default sets nothing: one that a run wrote names every key.
+        """
+        repeated = self.options.table.keys() - not_default(self.config)
+        return [
+            key
+            for key, origin in self.origin.items()
+            if origin == COMMAND_LINE
+            or (origin != AS_ENGINE and not origin.startswith("preset ") and key not in repeated)
+        ]
 
 
 def compose(
@@ -97,7 +108,7 @@ def compose(
         given = section(config, path).extra_args if extra else {}
         notes += [f"{path}.extra_args is passed through unchecked: {', '.join(given)}"] if given else []
     origin = _preset_origin(base, choices, options) | dict.fromkeys(flatten(inherited), AS_ENGINE)
-    origin |= dict.fromkeys(flatten(written), config_file or "") | dict.fromkeys(flatten(typed), "command line")
+    origin |= dict.fromkeys(flatten(written), config_file or "") | dict.fromkeys(flatten(typed), COMMAND_LINE)
     return Composed(config=config, origin=origin, notes=tuple(notes), options=options)
 
 

@@ -31,6 +31,7 @@ class Option:
     type: Any
     default: Any
     owner: type  # the dataclass it is a field of
+    affects_results: bool = True  # see coupler.interfaces.no_effect
 
     @property
     def takes(self) -> str:
@@ -109,15 +110,16 @@ class Options:
             lines.append(f"  options of the backend's own go under:  {start}extra_args.{wanted}")
         return "\n".join(lines)
 
-    def _walk(self, owner: type, start: str) -> Iterator[Option]:
+    def _walk(self, owner: type, start: str, affects: bool = True) -> Iterator[Option]:
         hints = get_type_hints(owner)
         for field in fields(owner):
             key = start + field.name
+            matters = affects and field.metadata.get("affects_results", True)
             inner = self.sections.get(key) if key in SECTIONS else hints[field.name]
             if is_dataclass(inner):
-                yield from self._walk(inner, f"{key}.")  # type: ignore[arg-type]
+                yield from self._walk(inner, f"{key}.", matters)  # type: ignore[arg-type]
             elif inner is not None:
-                yield Option(key, inner, default_of(field), owner)
+                yield Option(key, inner, default_of(field), owner, matters)
 
 
 def section(config: RunConfig, path: str) -> Any:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from coupler.interfaces import InFlight
+from coupler.interfaces import NO_EFFECT, InFlight, no_effect
 
 
 class Job(StrEnum):
@@ -100,11 +100,11 @@ class RewardConfig:
     target: str = ""
     """The reward function "pkg.mod:name" or "file.py:name"; it takes (completion,
     answer, row) and returns a number, Graded or Invalid."""
-    num_workers: int = field(default=1, metadata={"ge": 1})
+    num_workers: int = no_effect(1, ge=1)
     """Processes that score completions."""
-    timeout_s: float = field(default=10.0, metadata={"ge": 0.001})
+    timeout_s: float = no_effect(10.0, ge=0.001)
     """Seconds that one reward call may take; the process of a longer one is killed."""
-    max_invalid_fraction: float = field(default=0.01, metadata={"ge": 0, "le": 1})
+    max_invalid_fraction: float = no_effect(0.01, ge=0, le=1)
     """The run stops when more than this share of reward calls is invalid, and at least
     5 of them are."""
 
@@ -218,18 +218,18 @@ class SyncConfig:
 
     manager: str = "stream"
     """The backend of kind sharding that moves the weights."""
-    transport: str = ""
+    transport: str = no_effect("")
     """The transport that carries the weights; empty takes the best that engine and
     rollout share."""
-    deadline_s: float = field(default=600.0, metadata={"ge": 0.001})
+    deadline_s: float = no_effect(600.0, ge=0.001)
     """Seconds that one weight sync may take."""
     in_flight: OnSync = OnSync.AUTO
     """What a sync does with requests that are being sampled. abort, recompute and
     stale_kv need max_staleness above 0, where some are."""
-    self_test: bool = True
+    self_test: bool = no_effect(True)
     """Push a permuted copy of the weights first, so that a push that changes nothing is
     found out."""
-    max_mean_logprob_diff: float = field(default=0.0, metadata={"ge": 0})
+    max_mean_logprob_diff: float = no_effect(0.0, ge=0)
     """The largest mean difference of log-probs between engine and rollout after a sync;
     0 takes the limit of the model's dtype."""
 
@@ -303,27 +303,27 @@ class RunConfig:
     engine: Any = None
     rollout: Any = None
     algorithm: Any = None
-    trackers: list[str] = field(default_factory=lambda: ["console", "jsonl"])
+    trackers: list[str] = field(default_factory=lambda: ["console", "jsonl"], metadata=NO_EFFECT)
     """The backends that write the run's metrics."""
     model: ModelConfig = field(default_factory=ModelConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    eval: EvalConfig = field(default_factory=EvalConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    record: RecordConfig = field(default_factory=RecordConfig)
-    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig, metadata=NO_EFFECT)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig, metadata=NO_EFFECT)
+    record: RecordConfig = field(default_factory=RecordConfig, metadata=NO_EFFECT)
+    profile: ProfileConfig = field(default_factory=ProfileConfig, metadata=NO_EFFECT)
     sync: SyncConfig = field(default_factory=SyncConfig)
-    executor: ExecutorName = ExecutorName.LOCAL
+    executor: ExecutorName = field(default=ExecutorName.LOCAL, metadata=NO_EFFECT)
     """Where workers live: in the process that runs the job (local), or each in a Ray
     actor (ray)."""
     ray: RayConfig = field(default_factory=RayConfig)
     waits: WaitsConfig = field(default_factory=WaitsConfig)
-    run_dir: str = "runs/default"
+    run_dir: str = no_effect("runs/default")
     """The folder of the run; the same command with the same folder goes on where it
     ended."""
-    steps: int = field(default=100, metadata={"ge": 1})
+    steps: int = no_effect(100, ge=1)
     """Training steps of the run; each samples a batch and trains on it."""
     prompts_per_step: int = field(default=8, metadata={"ge": 1})
     """Prompts that each step samples; in supervised training, the rows of each step."""
@@ -336,20 +336,20 @@ class RunConfig:
     max_staleness: int = field(default=0, metadata={"ge": 0})
     """Versions that the sampling weights may be behind the trained ones; 0 is
     synchronous training."""
-    max_skipped_steps: int = field(default=3, metadata={"ge": 0})
+    max_skipped_steps: int = no_effect(3, ge=0)
     """The run stops after this many steps in a row with a non-finite gradient."""
-    max_rejected_factor: int = field(default=10, metadata={"ge": 1})
+    max_rejected_factor: int = no_effect(10, ge=1)
     """Dynamic sampling gives up when it has rejected this many times prompts_per_step
     groups."""
     router_replay: RouterReplay = RouterReplay.DISABLED
     """Which experts tokens go to while a mixture of experts trains: the router's choice
     (disabled), that of the old log-probs (R2), or the rollout's (R3)."""
-    offload: bool = False
+    offload: bool = no_effect(False)
     """Let engine and rollout share a device and take turns on its memory."""
     seed: int = field(default=0, metadata={"ge": 0, "le": 2**63 - 1})
     """The seed of every random stream: the order of the data, sampling, new weights."""
     deterministic: bool = False
     """Make two runs equal in everything but time/*, and leave out memory/*; this is
     slower, and needs max_staleness=0."""
-    strict: bool = False
+    strict: bool = no_effect(False)
     """Make an option that you set and nothing reads an error instead of a warning."""

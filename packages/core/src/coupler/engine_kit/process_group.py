@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +11,9 @@ from typing import TYPE_CHECKING
 from coupler.engine_kit.rendezvous import store_of
 from coupler.errors import CouplerError, TooFewDevices
 from coupler.interfaces import Rank
+from coupler.system.log import get_logger
+
+log = get_logger(__name__)
 
 if TYPE_CHECKING:
     import torch
@@ -77,7 +79,7 @@ class Membership:
             if before is not None:
                 before()
             if not _ends_in_time(dist.destroy_process_group) and not _ends_in_time(_abort):
-                print("coupler: the engine's process group did not end; it is left behind.", file=sys.stderr)
+                log.warning("the engine's process group did not end; it is left behind.")
 
 
 def join(rank: Rank, device: torch.device) -> Membership:
@@ -166,4 +168,4 @@ def _quietly(function: Callable[[], None]) -> None:
     try:
         function()
     except Exception as error:  # torch raises whatever its backend does
-        print(f"coupler: {function.__name__} of the engine's process group: {error}", file=sys.stderr)
+        log.warning(f"{function.__name__} of the engine's process group: {error}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,7 +12,10 @@ from coupler.executors.placement import Role
 from coupler.executors.waits import Waits
 from coupler.interfaces import Rank, Rollout
 from coupler.system.imports import resolve
+from coupler.system.log import get_logger
 from coupler.system.threads import DaemonThreads, in_daemon
+
+log = get_logger(__name__)
 
 CLOSE_S = 3.0
 LEAVE_S = 15.0  # for an engine to leave its process group; one that hangs is left behind
@@ -118,6 +120,6 @@ def _close(worker: Any) -> None:
     try:
         done.result(LEAVE_S)
     except TimeoutError:
-        print(f"coupler: an engine did not close within {LEAVE_S:g} s; it is left behind.", file=sys.stderr)
+        log.warning(f"an engine did not close within {LEAVE_S:g} s; it is left behind.")
     except Exception as error:  # an engine is third-party code
-        print(f"coupler: an engine failed to close: {error}", file=sys.stderr)
+        log.warning(f"an engine failed to close: {error}")

@@ -20,6 +20,7 @@ from coupler.interfaces.engine import (
     StepResult,
 )
 from coupler.interfaces.model import Head, Model, Rank
+from coupler.interfaces.options import NO_EFFECT, no_effect
 from coupler.interfaces.rollout import (
     Completion,
     Finish,
@@ -49,6 +50,7 @@ __all__ = [
     "API",
     "EVERYTHING",
     "LORA",
+    "NO_EFFECT",
     "Aggregation",
     "Algorithm",
     "Columns",
@@ -86,5 +88,6 @@ __all__ = [
     "Tracker",
     "Transport",
     "WeightUpdate",
+    "no_effect",
     "open_transport",
 ]

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self
+from typing import Any, ClassVar, Literal, Protocol, Self
 
 from coupler.batch import Batch
 from coupler.interfaces.model import Model, Rank
+from coupler.interfaces.options import no_effect
 from coupler.interfaces.weights import Named
 from coupler.metrics import Metrics
 
@@ -101,11 +102,17 @@ class Pending(Protocol):
 
 @dataclass
 class EngineConfig:
-    """What every engine can be told; the config class of an engine extends it and gives ``name`` its default."""
+    """What every engine can be told; the config class of an engine extends it and gives ``name`` its default.
 
+    ``one_rank`` has the options, by name, that say how ranks share the work, with the
+    values that leave it to one. A checkpoint of any layout is looked into so. An
+    engine that can split the model adds its own.
+    """
+
+    one_rank: ClassVar[Mapping[str, Any]] = {"ranks": 1}
     name: str = ""  # of the backend; chosen by engine=NAME
-    ranks: int = 1  # processes that share one copy of the model or more; above 1 under executor=ray
-    python: str = ""  # interpreter of these ranks, under executor=ray; empty: the one that runs the job
+    ranks: int = no_effect(1)  # processes that share one copy of the model or more; above 1 under executor=ray
+    python: str = no_effect("")  # interpreter of these ranks, under executor=ray; empty: the one that runs the job
 
     @property
     def ranks_per_shard(self) -> int:

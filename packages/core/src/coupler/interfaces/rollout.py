@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from coupler.errors import CouplerError
 from coupler.interfaces.model import Model, Rank
+from coupler.interfaces.options import no_effect
 from coupler.interfaces.weights import SyncReceipt, WeightUpdate
 from coupler.system.process_memory import resident_bytes
 
@@ -18,8 +19,8 @@ class RolloutConfig:
     """What every rollout can be told; the config class of a rollout extends it and gives ``name`` its default."""
 
     name: str = ""  # of the backend; chosen by rollout=NAME
-    replicas: int = 1  # independent copies that share the requests; above 1 under executor=ray
-    python: str = ""  # interpreter of these replicas, under executor=ray; empty: the one that runs the job
+    replicas: int = no_effect(1)  # independent copies that share the requests; above 1 under executor=ray
+    python: str = no_effect("")  # interpreter of these replicas, under executor=ray; empty: the one that runs the job
 
     @property
     def devices_per_replica(self) -> int:

@@ -25,6 +25,7 @@ from coupler.errors import WaitTimeout
 from coupler.interfaces import EVERYTHING, Part, Parts
 from coupler.loop.engine_group import EngineGroup
 from coupler.loop.state import State
+from coupler.run.format import FORMAT, KEY, check_format
 from coupler.system.files import writing
 from coupler.system.hashing import CHUNK_BYTES, hash_files
 from coupler.system.threads import in_daemon
@@ -120,6 +121,7 @@ class Checkpoints:
     ) -> dict[str, Any]:
         best = values.get(self.settings.best_metric)
         return {
+            KEY: FORMAT,
             "step": step,
             "parts": sorted(str(Part(part)) for part in what),
             "roles": {
@@ -211,7 +213,12 @@ def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def check(folder: Path) -> str:
-    """What is wrong with a checkpoint; empty if nothing is."""
+    """What is wrong with a checkpoint; empty if nothing is.
+
+    Raises:
+        CouplerError: a newer release wrote it, in a format that this one does not know.
+    """
+    check_format(_facts(folder), folder / MANIFEST)
     manifest = _manifest(folder)
     if manifest is None:
         if (folder / MANIFEST).exists():
@@ -238,11 +245,17 @@ def folders(folder: Path) -> list[Path]:
 
 def _manifest(folder: Path) -> dict[str, Any] | None:
     """What it says, if that is what was written."""
+    manifest = _facts(folder)
+    return manifest if manifest and manifest.get(OF_THE_REST) == _hash(manifest) else None
+
+
+def _facts(folder: Path) -> dict[str, Any]:
+    """What the manifest says, altered or not; nothing where none can be read."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
     except (OSError, ValueError):
-        return None
-    return manifest if isinstance(manifest, dict) and manifest.get(OF_THE_REST) == _hash(manifest) else None
+        return {}
+    return manifest if isinstance(manifest, dict) else {}
 
 
 def _hash(manifest: Mapping[str, Any]) -> str:

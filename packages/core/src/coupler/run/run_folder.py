@@ -8,13 +8,17 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+from coupler.config.effect import not_default
 from coupler.config.schema import RunConfig
 from coupler.interfaces import Tracker
 from coupler.loop.sampler import Scored
 from coupler.metrics import Metrics, values
 from coupler.plugins.manager import Plugins
+from coupler.run.format import FORMAT, KEY, check_format
 from coupler.run.provenance import describe_run
 from coupler.system.files import write_whole, writing
+
+NOT_DEFAULT = "not_default"  # key of run.json: options whose values were not the defaults of that release
 
 
 class Journal:
@@ -38,6 +42,7 @@ class Journal:
         self.run_dir = Path(config.run_dir)
         self.resolved = resolved
         self.plugins, self.facts, self.code = plugins, facts, code
+        self.not_default = not_default(config)
         self.total_steps = config.steps
         self.trackers: dict[str, Tracker] = {}
         for name in config.trackers:
@@ -63,8 +68,8 @@ class Journal:
     def _write_manifest(self) -> None:
         """Add this start to ``run.json``: one object per start of the run."""
         path = self.run_dir / "run.json"
-        starts = json.loads(path.read_text()) if path.exists() else []
-        write_whole(path, json.dumps([*starts, {**describe_run(self.code), **self.facts}], indent=2))
+        about = {KEY: FORMAT, **describe_run(self.code), NOT_DEFAULT: self.not_default, **self.facts}
+        write_whole(path, json.dumps([*read_starts(self.run_dir), about], indent=2))
 
     def write_samples(self, name: str, scored: Iterable[Scored], decode: Callable[[Sequence[int]], str]) -> None:
         """Write every scored completion as one JSON object a line."""
@@ -96,3 +101,16 @@ class Journal:
 
     def _tracking(self, name: str) -> AbstractContextManager[None]:
         return writing(f"the numbers of tracker {name} in {self.run_dir}")
+
+
+def read_starts(run_dir: Path) -> list[dict[str, Any]]:
+    """What ``run.json`` says of each start of the run in ``run_dir``; nothing where there is none.
+
+    Raises:
+        CouplerError: a newer release wrote it, in a format that this one does not know.
+    """
+    path = run_dir / "run.json"
+    starts = json.loads(path.read_text()) if path.exists() else []
+    for start in starts:
+        check_format(start, path)
+    return starts

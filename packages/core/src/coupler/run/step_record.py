@@ -11,9 +11,10 @@ from pathlib import Path
 from coupler.batch import Batch
 from coupler.errors import CouplerError
 from coupler.metrics import Metrics, values
+from coupler.run.format import FORMAT, KEY, check_format
 from coupler.system.files import writing
 
-BATCH, NUMBERS = "batch.npz", "trained.json"
+BATCH, NUMBERS, ABOUT = "batch.npz", "trained.json", "record.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class Recorder:
             part.mkdir(parents=True)
             batch.save(part / BATCH)
             (part / NUMBERS).write_text(json.dumps(values(trained)))
+            (part / ABOUT).write_text(json.dumps({KEY: FORMAT}))
             shutil.rmtree(folder, ignore_errors=True)
             part.rename(folder)
 
@@ -46,7 +48,7 @@ def read(folder: Path, step: int) -> tuple[Batch, Mapping[str, float]]:
     """The batch of ``step`` and the numbers of training on it.
 
     Raises:
-        CouplerError: it was not recorded.
+        CouplerError: it was not recorded, or by a newer release in a format of its own.
     """
     path = folder / f"step_{step}"
     if not path.is_dir():
@@ -54,4 +56,6 @@ def read(folder: Path, step: int) -> tuple[Batch, Mapping[str, float]]:
             f"{folder.parent} has no record of step {step}.\n"
             f"  it has:  {', '.join(map(str, steps(folder))) or 'none; set record.every_steps'}"
         )
+    about = path / ABOUT
+    check_format(json.loads(about.read_text()) if about.exists() else {}, about)
     return Batch.load(path / BATCH), json.loads((path / NUMBERS).read_text())

@@ -6,14 +6,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from coupler.engine_kit.adamw import AdamWConfig
-from coupler.interfaces import RolloutConfig
+from coupler.interfaces import RolloutConfig, no_effect
 from coupler.plugins import Backend, hookimpl
 
 
 @dataclass
 class ToyEngineConfig(AdamWConfig):
     name: str = "toy"
-    max_tokens_per_gpu: int = 1024
+    max_tokens_per_gpu: int = no_effect(1024)
     """The most tokens that one micro-batch of a rank has."""
     lr: float = 0.05
 
