@@ -19,9 +19,6 @@ from coupler.engine_kit.rendezvous import keep_port
 from coupler.errors import CouplerError, WorkerFailed
 from coupler.interfaces import Rollout, open_transport
 from coupler.system.imports import resolve
-from coupler.system.log import PLAIN, get_logger
-
-log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +76,7 @@ class Host:
             os.chdir(folder)
         self.node = node
         self.thread = ThreadPoolExecutor(1, thread_name_prefix=log.stem)
-        log.info(f"pid {os.getpid()} on node {node}, {sys.executable}", extra=PLAIN)
+        self.log.write(f"pid {os.getpid()} on node {node}, {sys.executable}\n")
         self.object: Any = None
 
     async def start(self, build: str, spec: Any) -> Place | Failure:
