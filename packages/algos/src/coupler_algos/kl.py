@@ -4,11 +4,11 @@ J. Schulman, "Approximating KL Divergence" (http://joschu.net/blog/kl-approx.htm
 ``d = log reference - log policy``:
 
 =========  ===========  ===================  ===========================================
-estimator  per token    value                gradient of the value, as a term of the loss
+estimator  per token    value                gradient of the value, as a loss
 =========  ===========  ===================  ===========================================
 k1         -d           unbiased, may be <0  zero in expectation: it estimates nothing
-k2         d ** 2 / 2   biased, never < 0    unbiased for that of KL(policy || reference)
-k3         exp(d)-d-1   unbiased, never < 0  unbiased for that of KL(reference || policy)
+k2         d ** 2 / 2   biased, never < 0    unbiased: that of KL(policy || reference)
+k3         exp(d)-d-1   unbiased, never < 0  unbiased: that of KL(reference || policy)
 =========  ===========  ===================  ===========================================
 
 The gradient of k3 is that of the other direction. Its value is DeepSeekMath (arXiv
