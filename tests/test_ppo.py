@@ -113,6 +113,20 @@ def test_two_runs_are_equal_and_a_critic_can_start_elsewhere(trained: Path, mode
     assert other[1]["critic/values"] != 0.0
 
 
+def test_the_start_has_no_kl_with_one_optimizer_step_a_batch(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Policy and reference are the same weights in the same engine, whatever the rollout rounds."""
+    settings = ("algorithm=rloo", "algorithm.kl_target=1.0", "algorithm.log_entropy=false")
+    kept = ("record.every_steps=1", "checkpoint.every_steps=1")
+    folder = run("train", model, tmp_path / "run", *settings, *kept)
+    log = metrics(folder)
+    assert log[1]["kl/trajectory"] == 0.0 != log[2]["kl/trajectory"]
+    assert {line["ratio_max"] for line in log[1:]} == {1.0}
+    for stage in ("train", "advantages"):
+        assert {row[-1] for row in replayed(folder, 3, stage, capsys).values()} == {0.0}, stage
+
+
 def test_rollouts_may_run_ahead(model: Path, tmp_path: Path) -> None:
     """Policy and critic train in threads side by side while the rollout samples."""
     folder = run("train", model, tmp_path / "run", *PPO, "max_staleness=1", "algorithm.behaviour=rollout")

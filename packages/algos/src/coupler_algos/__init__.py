@@ -1,1 +1,1 @@
-"""Algorithms for Coupler: GRPO with its variants, RLOO, PPO, and supervised fine-tuning."""
+"""Train with GRPO and its variants, RLOO, PPO, or supervised fine-tuning."""

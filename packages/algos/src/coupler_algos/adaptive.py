@@ -1,4 +1,7 @@
-"""A KL coefficient that keeps the divergence from the reference near a target: arXiv 1909.08593, section 2.2."""
+"""Adapt the KL coefficient so that the divergence stays near a target.
+
+The method is that of Ziegler et al. 2019 (arXiv 1909.08593), section 2.2.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,18 @@ from coupler_algos.groups import trajectories
 from coupler_algos.kl import KL_COEF
 from coupler_algos.shaping import kl_per_token
 
-MAX_ERROR = 0.2
+MAX_ERROR = 0.2  # the paper's clip of the proportional error
 
 
 class AdaptiveKL(Controller):
-    """Multiplies the coefficient by ``1 + clip(KL / target - 1, -0.2, 0.2) * n / horizon`` after n trajectories.
+    """Multiply the coefficient after every batch, by how far its KL is from the target.
 
-    KL is the mean over the batch of the sum over a trajectory, in nats, by ``kl_estimator``.
+    After n trajectories the factor is
+    ``1 + clip(KL / target - 1, -0.2, 0.2) * n / horizon``.
+
+    KL is the mean over trajectories of the sum over their tokens, in nats, by
+    ``kl_estimator``. A horizon that could make the factor 0 or negative is refused
+    before the run.
     """
 
     def __init__(self, config: PolicyConfig) -> None:
@@ -31,16 +39,21 @@ class AdaptiveKL(Controller):
         return batch.with_seqs(**{KL_COEF: np.full(len(batch), self.value, np.float32)})
 
     def update(self, batch: Batch) -> Metrics:
-        """Adapt to the divergence of ``batch``; report it with the coefficient that was in force."""
+        """Adapt to the divergence of ``batch``.
+
+        Returns:
+            The divergence, and the coefficient that was in force for this batch.
+        """
         number = len(trajectories(batch)[0])
         total = float(kl_per_token(self.config, batch).sum())
         used = self.value
+
         error = float(np.clip(total / max(number, 1) / self.config.kl_target - 1, -MAX_ERROR, MAX_ERROR))
         self.value *= 1 + error * number / self.config.kl_horizon
         return {"kl/coef": Metric(used), "kl/trajectory": Metric(total, number)}
 
     def state(self) -> dict[str, float]:
-        """The coefficient."""
+        """Return the coefficient."""
         return {"value": self.value}
 
     def restore(self, state: Mapping[str, float]) -> None:

@@ -50,26 +50,26 @@ class PolicyConfig:
     clip_high: float = 0.0
     """The ratio is clipped above at 1 + clip_high; 0 does not clip it there."""
     dual_clip: float = 0.0
-    """Bounds the loss of a negative advantage at -advantage * dual_clip; it must be above
-    1, or 0 for no bound."""
+    """Bound the loss of a negative advantage at -advantage * dual_clip; it must be
+    above 1, or 0 for no bound."""
     behaviour: Behaviour = Behaviour.RECOMPUTED
-    """Whose log-probs are the denominator of the ratio: recomputed by the trainer before
+    """The log-probs in the denominator of the ratio: recomputed by the trainer before
     the batch's first optimizer step, or reported by the rollout."""
     correction_cap: float = 0.0
-    """Weighs the loss with min(recomputed / rollout probability, correction_cap); 0 does
-    not weigh it."""
+    """Weigh the loss with min(recomputed / rollout probability, correction_cap); 0
+    does not weigh it."""
     kl: KL = KL.NONE
     """Where the divergence from the reference enters: in the reward, in the loss, or
     nowhere."""
     kl_coef: float = 0.0
-    """The weight of the divergence from the reference; with kl_target, the weight of the
-    first step."""
+    """The weight of the divergence from the reference; with kl_target, the weight of
+    the first step."""
     kl_target: float = 0.0
-    """The divergence that an adaptive coefficient aims at, in nats per trajectory; 0 keeps
-    kl_coef as it is."""
+    """The divergence that an adaptive coefficient aims at, in nats per trajectory; 0
+    keeps kl_coef as it is."""
     kl_horizon: int = 10_000
-    """Trajectories over which the adaptive coefficient follows the divergence; more make
-    it slower."""
+    """Trajectories over which the adaptive coefficient follows the divergence; more
+    make it slower."""
     kl_estimator: KLEstimator = KLEstimator.K3
     """How the divergence of a token is estimated, in the reward or in the loss."""
     entropy_coef: float = 0.0
@@ -94,8 +94,8 @@ class PolicyConfig:
     def always(self) -> frozenset[str]:
         """The columns that KL reads before training: ``Algorithm.always``.
 
-        The policy's log-probs come from the trainer, as the reference's do. Those of the
-        rollout differ by rounding, which would count as divergence.
+        The policy's log-probs come from the trainer, as the reference's do. Those of
+        the rollout differ by rounding, which would count as divergence.
         """
         reads = self.kl is KL.IN_REWARD or self.kl_target > 0
         return frozenset({"old_logprobs"} if reads else ())
@@ -131,8 +131,8 @@ class GRPOConfig(GroupConfig):
 class RLOOConfig(GroupConfig):
     """Configure RLOO as in arXiv 2402.14740.
 
-    It has log-probs of sequences, KL in the reward, and no clipping. The KL coefficient is
-    our choice.
+    It has log-probs of sequences, KL in the reward, and no clipping. The KL coefficient
+    is our choice.
     """
 
     name: str = "rloo"
@@ -147,8 +147,8 @@ class RLOOConfig(GroupConfig):
 class PPOConfig(PolicyConfig):
     """Configure PPO.
 
-    Ratio clip, discount and KL coefficient are those of arXiv 2203.02155; ``lam`` and the
-    value clip are those of the code of arXiv 1909.08593.
+    Ratio clip, discount and KL coefficient are those of arXiv 2203.02155; ``lam`` and
+    the value clip are those of the code of arXiv 1909.08593.
     """
 
     name: str = "ppo"
@@ -161,8 +161,8 @@ class PPOConfig(PolicyConfig):
     gamma: float = 1.0
     """The discount of rewards per sampled token; 1 discounts nothing."""
     lam: float = 0.95
-    """The lambda of GAE: 1 takes returns minus values, without bias; 0 takes one step, with
-    the least variance."""
+    """The lambda of GAE: 1 takes returns minus values, without bias; 0 takes one step,
+    with the least variance."""
     whiten: bool = True
     """Shift and scale the advantages of a batch to mean 0 and standard deviation 1."""
     value_clip: float = 0.2

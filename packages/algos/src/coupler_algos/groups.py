@@ -1,4 +1,7 @@
-"""Statistics of prompt groups. Membership comes from ids that core assigned, never from order or text."""
+"""Compare the members of a prompt group with each other.
+
+Membership comes from ids that core assigned, never from order or text.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,13 @@ from coupler.errors import CouplerError
 
 
 def trajectories(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-    """Return ([N] the first row of each trajectory, [B] the trajectory that each row belongs to).
+    """Find the trajectories of a batch.
 
-    Rows with equal ``trajectory`` are pieces of one rollout and carry its reward each; without that column every row is
-    a trajectory.
+    Rows with equal ``trajectory`` are pieces of one rollout, and each carries its
+    reward. Without that column every row is a trajectory.
+
+    Returns:
+        [N] the first row of each trajectory, and [B] the trajectory of each row.
     """
     if not batch.has("trajectory"):
         return np.arange(len(batch)), np.arange(len(batch))
@@ -21,7 +27,7 @@ def trajectories(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Groups:
-    """N members in prompt groups.
+    """Divide N members into prompt groups.
 
     Raises:
         CouplerError: a group has one member, which no other can be compared with.
@@ -38,15 +44,24 @@ class Groups:
             )
 
     def centred(self, values: np.ndarray) -> np.ndarray:
-        """[N] minus the mean of the member's group; exactly 0 where all values of the group are equal."""
+        """Subtract the mean of the member's group from [N].
+
+        The result is exactly 0 where all values of a group are equal.
+        """
         shifted = values - values[self._first][self._of]
         return shifted - (np.bincount(self._of, shifted) / self._size)[self._of]
 
     def std(self, values: np.ndarray) -> np.ndarray:
-        """[N] standard deviation in the member's group, with Bessel's correction."""
+        """Return [N] the standard deviation of each member's group.
+
+        It has Bessel's correction.
+        """
         variance = np.bincount(self._of, self.centred(values) ** 2) / (self._size - 1)
         return np.sqrt(variance)[self._of]
 
     def minus_others(self, values: np.ndarray) -> np.ndarray:
-        """[N] minus the mean of the *other* members of the group: n / (n - 1) times :meth:`centred`."""
+        """Subtract the mean of the *other* members of the group from [N].
+
+        The result is n / (n - 1) times :meth:`centred`.
+        """
         return self.centred(values) * (self._size / (self._size - 1))[self._of]

@@ -1,7 +1,8 @@
-"""Group Relative Policy Optimization: DeepSeekMath (arXiv 2402.03300) eq. 3, outcome supervision (section 4.1.2).
+"""Group Relative Policy Optimization: DeepSeekMath (arXiv 2402.03300) eq. 3.
 
-``A_i = (r_i - mean(r)) / std(r)`` over the samples of one prompt. Without ``scale_by_std`` and with the aggregation
-``constant`` it is Dr. GRPO (arXiv 2503.20783).
+Supervision is by outcome (section 4.1.2): ``A_i = (r_i - mean(r)) / std(r)`` over the
+samples of one prompt. Without ``scale_by_std`` and with the aggregation ``constant`` it
+is Dr. GRPO (arXiv 2503.20783).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ _EPSILON = 1e-6
 
 
 class GRPO(GroupPolicy):
-    """``algorithm=grpo``, configured by :class:`~coupler_algos.config.GRPOConfig`."""
+    """Run ``algorithm=grpo``, by :class:`~coupler_algos.config.GRPOConfig`."""
 
     def compare(self, scores: np.ndarray, groups: Groups) -> np.ndarray:
         centred = groups.centred(scores)

@@ -1,7 +1,9 @@
-"""Losses per token, in torch: imported where an engine computes them, never on the controller.
+"""Compute losses per token, in torch.
 
-Nothing here divides by a number of tokens: core's column ``loss_weight`` does. What stands outside ``loss_mask`` is
-replaced before any arithmetic, so that neither the loss nor its gradient can depend on it, NaN included.
+Engines import this module; the controller never does. Nothing here divides by the
+tokens of a batch: core's column ``loss_weight`` does. Values outside ``loss_mask`` are
+replaced before any arithmetic, so that neither the loss nor its gradient can depend on
+them, NaN included.
 """
 
 from __future__ import annotations
@@ -26,11 +28,17 @@ def nll_loss(out: Columns, batch: Columns) -> tuple[Tensor, Metrics]:
 
 
 def policy_loss(config: PolicyConfig, out: Columns, batch: Columns, sequence_ratio: bool) -> tuple[Tensor, Metrics]:
-    """Return the clipped surrogate, plus ``kl_coef * KL`` and minus ``entropy_coef * entropy``, per token [T].
+    """Return the clipped surrogate, with KL and entropy bonus, per token [T].
 
-    The log of the ratio is limited to +-20 (its gradient is zero beyond). With ``correction_cap`` the surrogate is
-    weighted by ``min(p_recomputed / p_rollout, cap)``: the decoupled objective of arXiv 2110.00641 with the truncated
-    weights of arXiv 1802.01561.
+    ``kl_coef * KL`` is added and ``entropy_coef * entropy`` subtracted. The log of the
+    ratio is limited to +-20, and its gradient is zero beyond. With ``correction_cap``
+    the surrogate is weighted by ``min(p_recomputed / p_rollout, cap)``: the decoupled
+    objective of arXiv 2110.00641 with the truncated weights of arXiv 1802.01561.
+
+    Args:
+        sequence_ratio: take one ratio per sequence, the product over its tokens. A
+            sequence then has one surrogate, of which each valid token holds an equal
+            part.
     """
     mask = batch["loss_mask"]
 
@@ -48,6 +56,7 @@ def policy_loss(config: PolicyConfig, out: Columns, batch: Columns, sequence_rat
         old = valid(batch["rollout_logprobs"])
     else:
         old = valid(batch["old_logprobs"]) if "old_logprobs" in batch else logprobs.detach()
+
     ratio = log_ratio(logprobs, old).exp()
     loss = clipped_surrogate(ratio, advantages, config.clip_low, config.clip_high, config.dual_clip)
     metrics = _ratio_metrics(config, ratio.detach(), advantages, mask)
@@ -58,6 +67,7 @@ def policy_loss(config: PolicyConfig, out: Columns, batch: Columns, sequence_rat
     metrics["policy_loss"] = _mean(loss, mask)
     if sequence_ratio:
         loss = count_once(loss, mask, batch["cu_seqlens"], batch["seq"])
+
     if config.kl is not KL.NONE:
         reference = valid(batch["ref_logprobs"])
         metrics["kl_ref"] = _mean(kl.estimate(KLEstimator.K3, logprobs.detach(), reference, torch), mask)
@@ -73,9 +83,11 @@ def policy_loss(config: PolicyConfig, out: Columns, batch: Columns, sequence_rat
 
 
 def value_loss(config: PPOConfig, out: Columns, batch: Columns) -> tuple[Tensor, Metrics]:
-    """Return ``max((v - G)^2, (clip(v, old - c, old + c) - G)^2) / 2`` [T] with returns G; without a limit c the first.
+    """Return the squared error of values against returns [T], halved and clipped.
 
-    Squared-error loss of PPO (arXiv 1707.06347) eq. 9, clipped as in the code that was published with it.
+    It is ``max((v - G)^2, (clip(v, old - c, old + c) - G)^2) / 2`` with returns G, and
+    its first part without a limit c: PPO (arXiv 1707.06347) eq. 9, clipped as in the
+    code that was published with it.
     """
     mask = batch["loss_mask"]
     values, old, returns = (torch.where(mask, c, 0.0) for c in (out["values"], batch["values"], batch["returns"]))
@@ -84,17 +96,18 @@ def value_loss(config: PPOConfig, out: Columns, batch: Columns) -> tuple[Tensor,
     if config.value_clip:
         near = old + (values - old).clamp(-config.value_clip, config.value_clip)
         clipped = (near - returns) ** 2 / 2
-        moved = (values - old).abs() > config.value_clip  # without it, rounding of ``near`` would count
+        moved = (values - old).abs() > config.value_clip  # else rounding of near counts
         metrics["clip_fraction"] = _mean(moved & (clipped > loss), mask)
         loss = torch.maximum(loss, clipped)
     return loss, {**metrics, "value_loss": _mean(loss, mask)}
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float) -> Tensor:
-    """Return ``max(-A * r, -A * clip(r, 1 - low, 1 + high))`` [T]; a limit of 0 is none.
+    """Return ``max(-A * r, -A * clip(r, 1 - low, 1 + high))`` [T].
 
-    PPO (arXiv 1707.06347) eq. 7 with the two limits of DAPO (arXiv 2503.14476) eq. 10. Where A < 0, ``dual`` bounds the
-    loss by ``-A * dual``: dual-clip PPO (arXiv 1912.09729).
+    It is PPO (arXiv 1707.06347) eq. 7 with the two limits of DAPO (arXiv 2503.14476)
+    eq. 10; a limit of 0 is none. If A < 0, ``dual`` bounds the loss by ``-A * dual``:
+    dual-clip PPO (arXiv 1912.09729).
     """
     clipped = ratio.clamp(1 - (low or math.inf), 1 + (high or math.inf))
     loss = torch.maximum(-advantages * ratio, -advantages * clipped)
@@ -102,19 +115,26 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float
 
 
 def sum_over_sequence(per_token: Tensor, cu_seqlens: Tensor, seq: Tensor) -> Tensor:
-    """[T] -> [T]: on every token the sum over its sequence, with the gradient of the token's own value only.
+    """Give every token the sum over its sequence, with its own gradient only.
 
-    Summed over a sequence, the gradients are then those of one loss per sequence: GSPO (arXiv 2507.18071) section 4.3.
+    Summed over a sequence, the gradients are then those of one loss per sequence: GSPO
+    (arXiv 2507.18071) section 4.3.
+
+    Returns:
+        [T] as ``per_token``.
     """
     total = torch.segment_reduce(per_token.detach(), "sum", offsets=cu_seqlens.long())
     return total[seq] + (per_token - per_token.detach())
 
 
 def count_once(per_token: Tensor, mask: Tensor, cu_seqlens: Tensor, seq: Tensor) -> Tensor:
-    """[T] -> [T]: divide the value that every token of a sequence repeats; leave gradients as they are.
+    """Divide a loss that all tokens of a sequence repeat among its valid tokens.
 
-    The sum over the valid tokens of a sequence is then one loss per sequence, and so is the sum
-    of the gradients that :func:`sum_over_sequence` gave them.
+    Their sum is then one loss per sequence, as it is for the gradients, which
+    :func:`sum_over_sequence` divided already: they pass as they are.
+
+    Returns:
+        [T] as ``per_token``.
     """
     valid = torch.segment_reduce(mask.to(per_token.dtype), "sum", offsets=cu_seqlens.long())
     value = per_token.detach()

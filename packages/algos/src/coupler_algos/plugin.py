@@ -1,4 +1,4 @@
-"""Entry point: the algorithms of this distribution, their presets, and what is wrong with a configuration of them."""
+"""Declare the algorithms of this distribution, and judge their configurations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What algorithms share: columns, the policy's loss, and how GRPO and RLOO compare the samples of one prompt."""
+"""Share columns and the policy's loss between algorithms.
+
+GRPO and RLOO also share how they compare the samples of one prompt.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from coupler_algos.shaping import scores
 
 
 class Policy(Algorithm):
-    """Base of every algorithm with a ratio of probabilities."""
+    """Base class of every algorithm with a ratio of probabilities."""
 
     sequence_ratio = False  # True: one probability ratio per sequence, not per token
 
@@ -29,22 +32,25 @@ class Policy(Algorithm):
         self.want = (Output("logprobs"), *entropy)
 
     def loss(self, out: Columns, batch: Columns) -> tuple[Any, Metrics]:
-        """See :func:`coupler_algos.losses.policy_loss`."""
+        """Return :func:`coupler_algos.losses.policy_loss`."""
         from coupler_algos import losses
 
         return losses.policy_loss(self.config, out, batch, self.sequence_ratio)
 
     def controller(self) -> Controller | None:
-        """With ``kl_target``, return an :class:`~coupler_algos.adaptive.AdaptiveKL`."""
+        """Return an adaptive KL coefficient if ``kl_target`` is set."""
         return AdaptiveKL(self.config) if self.config.kl_target else None
 
 
 class GroupPolicy(Policy):
-    """Base of GRPO and RLOO. One advantage per trajectory, the same for all its tokens."""
+    """Base class of GRPO and RLOO.
+
+    A trajectory has one advantage, the same for all its tokens.
+    """
 
     @abstractmethod
     def compare(self, scores: np.ndarray, groups: Groups) -> np.ndarray:
-        """[N] scores of trajectories -> [N] advantages."""
+        """Turn [N] scores of trajectories into [N] advantages."""
 
     def advantages(self, batch: Batch) -> Batch:
         """Add ``advantages`` [T] float32; 0 outside ``loss_mask``.
@@ -58,8 +64,8 @@ class GroupPolicy(Policy):
         return batch.with_tokens(advantages=np.where(batch["loss_mask"], per_token, 0).astype(np.float32))
 
     def keep(self, group: Batch) -> bool:
-        """With ``dynamic_sampling``, reject a group whose rewards, before shaping, are all equal.
+        """Reject a group whose rewards are all equal, if ``dynamic_sampling`` is set.
 
-        DAPO (arXiv 2503.14476) eq. 11.
+        The rewards are those before shaping: DAPO (arXiv 2503.14476) eq. 11.
         """
         return not self.config.dynamic_sampling or bool(np.ptp(group["reward"]) > 0)

@@ -1,7 +1,8 @@
-"""Proximal Policy Optimization (Schulman et al., arXiv 1707.06347) with a critic, one token as one action.
+"""Proximal Policy Optimization (arXiv 1707.06347): each token is one action.
 
-The reward stands at a sequence's last sampled token, minus ``kl_coef * KL`` at every token; advantages come from
-:mod:`coupler_algos.gae`, the policy's loss is eq. 7 and the critic's the squared error of eq. 9.
+The reward stands at a sequence's last sampled token, minus ``kl_coef * KL`` at every
+token. Advantages come from :mod:`coupler_algos.gae`. The policy's loss is eq. 7, the
+critic's the squared error of eq. 9.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from coupler_algos.shaping import kl_coefficient, kl_per_token, overlong_penalty
 
 
 class PPO(Policy):
-    """``algorithm=ppo``, configured by :class:`~coupler_algos.config.PPOConfig`."""
+    """Run ``algorithm=ppo``, by :class:`~coupler_algos.config.PPOConfig`."""
 
     config: PPOConfig
     critic = "coupler_algos.ppo:ValueLoss"
@@ -37,7 +38,7 @@ class PPO(Policy):
 
 
 class ValueLoss(Algorithm):
-    """What PPO's critic minimises: the error of its values against the returns."""
+    """Train PPO's critic: minimise the error of its values against the returns."""
 
     config: PPOConfig
     want = (Output("values"),)
@@ -48,31 +49,38 @@ class ValueLoss(Algorithm):
         self.needs = frozenset({"values"})
 
     def advantages(self, batch: Batch) -> Batch:
-        """Return the batch as it is: PPO added ``returns``."""
+        """Return the batch as it is, since PPO added ``returns``."""
         return batch
 
     def loss(self, out: Columns, batch: Columns) -> tuple[Any, Metrics]:
-        """See :func:`coupler_algos.losses.value_loss`."""
+        """Return :func:`coupler_algos.losses.value_loss`."""
         from coupler_algos import losses
 
         return losses.value_loss(self.config, out, batch)
 
 
 def token_rewards(config: PPOConfig, batch: Batch) -> np.ndarray:
-    """[T] float64 rewards of tokens; 0 outside ``loss_mask``.
+    """Give every token its reward, with the penalties for KL and length.
 
-    They are ``token_reward`` where the batch has that column, which then stands for ``reward`` too; otherwise
-    ``reward`` at each sequence's last token under ``loss_mask``.
+    A batch with the column ``token_reward`` takes its rewards from there, and its
+    ``reward`` is not added. Otherwise ``reward`` stands at each sequence's last token
+    under ``loss_mask``.
+
+    Returns:
+        [T] float64; 0 outside ``loss_mask``.
     """
     mask = batch["loss_mask"]
     valid = batch.sum_by_sequence(mask)
     rows = np.flatnonzero(mask)
-    last = rows[np.cumsum(valid[valid > 0]).astype(np.int64) - 1]  # of each sequence that has a valid token
+    # The last valid token of each sequence that has one.
+    last = rows[np.cumsum(valid[valid > 0]).astype(np.int64) - 1]
+
     rewards = np.zeros(batch.num_tokens)
     if batch.has("token_reward"):
         rewards[rows] = batch["token_reward"][rows]
     else:
         rewards[last] = batch["reward"][valid > 0]
+
     if config.overlong_buffer_tokens:
         penalty = overlong_penalty(valid, config.overlong_max_tokens, config.overlong_buffer_tokens)
         rewards[last] += penalty[valid > 0]

@@ -1,8 +1,9 @@
 """REINFORCE Leave-One-Out: "Back to Basics" (arXiv 2402.14740).
 
-``A_i = r_i - mean of the other r_j`` over the samples of one prompt, and a completion as one action: the gradient is
-``-A_i * grad log p(completion)``, the sum over its tokens. Where the policy has moved since sampling, it is weighted by
-the probability ratio of the whole sequence.
+``A_i = r_i - mean of the other r_j`` over the samples of one prompt. A completion is
+one action: the gradient is ``-A_i * grad log p(completion)``, the sum over its tokens.
+If the policy has moved since sampling, the gradient is weighted by the probability
+ratio of the whole sequence.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from coupler_algos.policy import GroupPolicy
 
 
 class RLOO(GroupPolicy):
-    """``algorithm=rloo``, configured by :class:`~coupler_algos.config.RLOOConfig`."""
+    """Run ``algorithm=rloo``, by :class:`~coupler_algos.config.RLOOConfig`."""
 
     sequence_ratio = True
 

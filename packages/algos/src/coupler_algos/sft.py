@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the negative log-likelihood of the target tokens."""
+"""Supervised fine-tuning minimises the negative log-likelihood of the target tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from coupler_algos.config import SFTConfig
 
 
 class SFT(Algorithm):
-    """``algorithm=sft``, configured by :class:`~coupler_algos.config.SFTConfig`."""
+    """Run ``algorithm=sft``, by :class:`~coupler_algos.config.SFTConfig`."""
 
     def __init__(self, config: SFTConfig) -> None:
         super().__init__(config)
@@ -22,7 +22,7 @@ class SFT(Algorithm):
         return batch
 
     def loss(self, out: Columns, batch: Columns) -> tuple[Any, Metrics]:
-        """See :func:`coupler_algos.losses.nll_loss`."""
+        """Return :func:`coupler_algos.losses.nll_loss`."""
         from coupler_algos import losses
 
         return losses.nll_loss(out, batch)

@@ -1,4 +1,4 @@
-"""What is added to the reward of a trajectory before advantages are computed, in NumPy."""
+"""Shape the reward of a trajectory before advantages are computed, in NumPy."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from coupler_algos.kl import KL_COEF
 
 
 def overlong_penalty(num_tokens: np.ndarray, max_tokens: int, buffer_tokens: int) -> np.ndarray:
-    """Soft overlong punishment, in [-1, 0]: DAPO (arXiv 2503.14476) eq. 13 with L_max and L_cache.
+    """Punish overlong completions softly, by DAPO (arXiv 2503.14476) eq. 13.
 
-    0 up to ``max_tokens - buffer_tokens``, falling linearly to -1 at ``max_tokens``, and -1 beyond.
+    The penalty is 0 up to ``max_tokens - buffer_tokens``. From there it falls linearly
+    to -1 at ``max_tokens``, and it is -1 beyond.
     """
     return np.clip((max_tokens - buffer_tokens - num_tokens) / buffer_tokens, -1, 0)
 
@@ -34,12 +35,15 @@ def kl_per_token(config: PolicyConfig, batch: Batch) -> np.ndarray:
 
 
 def kl_coefficient(config: PolicyConfig, batch: Batch) -> np.ndarray:
-    """[B] the coefficient in force: the controller's, where there is one."""
+    """Return [B] the coefficient in force: the controller's if there is one."""
     return batch[KL_COEF].astype(np.float64) if batch.has(KL_COEF) else np.full(len(batch), config.kl_coef)
 
 
 def scores(config: PolicyConfig, batch: Batch) -> np.ndarray:
-    """[N] reward per trajectory, in order of :func:`~coupler_algos.groups.trajectories`, plus what the switches add."""
+    """Return [N] the reward of each trajectory, with its penalties.
+
+    The order is that of :func:`~coupler_algos.groups.trajectories`.
+    """
     first, of_row = trajectories(batch)
 
     def total(per_token: np.ndarray) -> np.ndarray:

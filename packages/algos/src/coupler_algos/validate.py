@@ -1,4 +1,4 @@
-"""Problems of a composed configuration, found before any device is taken."""
+"""Find problems of a composed configuration before any device is taken."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 
 def problems(config: RunConfig) -> Iterator[str]:
-    """Yield one sentence per problem, with key and fix; nothing if the algorithm is not one of ours with a policy."""
+    """Yield one sentence per problem, with key and fix.
+
+    Algorithms of other plugins have none.
+    """
     algorithm = config.algorithm
     if isinstance(algorithm, SFTConfig):
         yield from _constant(algorithm, "the tokens of the longest answer, for example 1024")
