@@ -66,7 +66,7 @@ def test_metrics_are_numbers(edge: Make) -> None:
         await one.engine.setup()
         await one.manager.setup()
         for name, work in (("prove", one.manager.prove(0)), ("sync", one.manager.sync(1))):
-            found = values(await work)
+            found = values(await within(work, name))
             odd = {key: value for key, value in found.items() if not isfinite(value)}
             assert not odd, f"expected finite metrics from {name}(), came {odd}"
         judged = one.manager.check({})
@@ -113,9 +113,10 @@ def test_requests_in_flight_are_treated_as_the_run_says(edge: Make) -> None:
     async def steps(one: WholeEdge) -> None:
         await one.start()
         asked = asyncio.ensure_future(one.rollouts.generate(Request(PROMPT, 400, 1.0, (), seed=1)))
-        await asyncio.sleep(0)
-        while not any(replica.active for replica in one.replicas):
+        for _ in range(20):
             await asyncio.sleep(0)
+        active = sum(replica.active for replica in one.replicas)
+        assert active == 1, "expected the request to be sampled after prove(): were the rollouts resumed?"
         one.train()
         await one.sync(1)
         done = await within(asked, "the request to end after the sync")
@@ -153,7 +154,8 @@ async def _both_die(one: WholeEdge) -> None:
 
 async def _died_before(one: WholeEdge) -> None:
     one.replicas[0].dies_sampling = True
-    done = await one.rollouts.generate(Request(PROMPT, 4, 1.0, (), seed=0))
+    asked = one.rollouts.generate(Request(PROMPT, 4, 1.0, (), seed=0))
+    done = await within(asked, "a completion of the other replica")
     assert done.replica == 1 and one.rollouts.dead == {0}
 
 
