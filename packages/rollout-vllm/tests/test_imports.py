@@ -45,5 +45,13 @@ def test_imports_change_no_environment_and_raise_nothing() -> None:
     assert not json.loads(printed(IMPORTS))[2], "vLLM changes the environment when it is imported"
 
 
+def test_a_rollout_says_what_to_install_where_neither_vllm_nor_torch_is() -> None:
+    absent = "import sys, importlib.metadata as found; sys.modules.update(vllm=None, torch=None)\n"
+    absent += "def none(name): raise found.PackageNotFoundError(name)\nfound.version = none\n"
+    caught = MADE.replace("VLLMRollout(VLLMConfig()", "try: VLLMRollout(VLLMConfig()")
+    caught = caught.partition("\nprint")[0] + "\nexcept ImportError as error: print(error)"
+    assert "pip install 'coupler-rollout-vllm[cuda]'" in printed(absent + caught)
+
+
 def test_a_rollout_prepares_its_process_and_keeps_what_the_user_set() -> None:
     assert printed(MADE, VLLM_LOGGING_LEVEL="DEBUG").split() == ["spawn", "DEBUG"]

@@ -1,11 +1,9 @@
-"""From our configuration to vLLM's engine arguments."""
+"""Turn our configuration into vLLM's engine arguments, in the rollout's process."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from coupler.errors import ConfigError
 from coupler.interfaces import Model, Rank
@@ -26,6 +24,8 @@ def engine_arguments(config: VLLMConfig, model: Model, rank: Rank) -> dict[str, 
     Raises:
         ConfigError: a key needs a GPU.
     """
+    import torch  # comes with vLLM: without both, a rollout can still say what is missing
+
     gpu = torch.cuda.is_available()
     if config.routed_experts and not gpu:
         raise ConfigError("rollout.routed_experts=true needs a GPU: vLLM's CPU build records no routes.")

@@ -1,6 +1,7 @@
-"""Requests in one engine, sent to its scheduler and answered from there, past vLLM's front end.
+"""Send requests to an engine's scheduler, in the rollout's process, past vLLM's front end.
 
-That one handles every token on its own, and clones and checks what we have made and checked ourselves.
+That front end handles every token on its own, and clones and checks each request that we
+have made and checked ourselves.
 """
 
 from __future__ import annotations

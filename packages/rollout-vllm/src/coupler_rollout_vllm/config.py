@@ -1,4 +1,4 @@
-"""What users can set for ``rollout=vllm``."""
+"""Declare the options of ``rollout=vllm``; every process may read them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 
 from coupler import RolloutConfig
 
-OURS = {  # what decides the meaning of tokens, log-probs and versions, and our key where there is one
+# These engine arguments decide what tokens, log-probs and versions mean. Each has our own
+# key for it, or an empty text where there is none.
+OURS = {
     "model": "model.path", "trust_remote_code": "model.trust_remote_code", "dtype": "rollout.dtype",
     "tensor_parallel_size": "rollout.tensor_parallel", "max_num_seqs": "rollout.max_sequences",
     "max_num_batched_tokens": "rollout.max_batched_tokens", "max_model_len": "rollout.max_model_len",
@@ -43,21 +45,40 @@ class VLLMConfig(RolloutConfig):
     """``rollout=vllm``. Memory is of one device, in GiB."""
 
     name: str = "vllm"
-    dtype: Precision = Precision.AUTO  # of weights and computation
-    tensor_parallel: int = 1  # devices of one replica
-    max_sequences: int = 256  # decoded together; further requests wait
-    max_batched_tokens: int = 0  # of one step, prompts in chunks included; 0: vLLM chooses
-    max_model_len: int = 0  # tokens of a prompt and its completion; 0: as many as the model has positions
-    gpu_memory_gib: float = 0.0  # weights, activations and cache together; 0: nine tenths of the device
-    kv_cache_gib: float = 0.0  # 0: what gpu_memory_gib leaves; on the CPU a quarter
-    prefix_caching: bool = True  # samples of one prompt compute it once
-    chunked_prefill: bool = True  # long prompts in pieces, between the tokens of others; on the CPU without seeds
-    enforce_eager: bool = False  # no CUDA graphs and no compilation: a quick start, slower tokens
-    per_request_seeds: bool = True  # equal requests give equal tokens; false is faster on a GPU
-    sleep_mode: bool = True  # memory can be given back while others need it (offload=true); no cost while awake
-    max_lora_rank: int = 0  # of an adapter that vLLM runs, so that a sync brings that alone; 0: it brings the sum
-    routed_experts: bool = False  # say which experts every token went to (router replay); on a GPU
-    extra_args: dict[str, Any] = field(default_factory=dict)  # further engine arguments, under vLLM's own names
+    dtype: Precision = Precision.AUTO
+    """Dtype of weights and computation. `auto` is bf16 on a GPU and fp32 on the CPU."""
+    tensor_parallel: int = 1
+    """Devices that one replica is split over, all of one node."""
+    max_sequences: int = 256
+    """Most sequences that are decoded together. Further requests wait."""
+    max_batched_tokens: int = 0
+    """Most tokens of one step, with those of prompts in chunks. 0 lets vLLM choose."""
+    max_model_len: int = 0
+    """Most tokens of a prompt with its completion. 0 takes all positions of the model."""
+    gpu_memory_gib: float = 0.0
+    """GiB on each device for weights, activations and cache. 0 takes nine tenths of it."""
+    kv_cache_gib: float = 0.0
+    """GiB on each device for the KV cache. 0 takes what `rollout.gpu_memory_gib` leaves,
+    and a quarter of a GiB on the CPU."""
+    prefix_caching: bool = True
+    """Compute a prompt once for all samples that share it."""
+    chunked_prefill: bool = True
+    """Compute long prompts in pieces, between the tokens of other requests. The CPU does so
+    only with `rollout.per_request_seeds=false`."""
+    enforce_eager: bool = False
+    """Leave out CUDA graphs and compilation. The start is quicker, and tokens are slower."""
+    per_request_seeds: bool = True
+    """Give equal tokens to equal requests. `false` is faster on a GPU."""
+    sleep_mode: bool = True
+    """Let device memory be given back while others need it, as `offload=true` does. It
+    costs nothing while the rollout is awake."""
+    max_lora_rank: int = 0
+    """Highest rank of an adapter that vLLM runs itself, so that a sync brings the adapter
+    alone. With 0 a sync brings the sum of weights and adapter."""
+    routed_experts: bool = False
+    """Return which experts each token went to, for router replay. It needs a GPU."""
+    extra_args: dict[str, Any] = field(default_factory=dict)
+    """Further engine arguments, under vLLM's own names."""
 
     @property
     def devices_per_replica(self) -> int:

@@ -1,4 +1,4 @@
-"""What the model workers of a replica loaded, as one receipt."""
+"""Join what model workers loaded into one receipt, in the rollout's process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""``rollout=vllm``: vLLM's asynchronous engine, whose scheduler and model workers are processes of their own."""
+"""Implement ``rollout=vllm`` in the process of one replica, which starts vLLM.
+
+vLLM's scheduler and model workers are processes of their own.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""In the scheduler's process: a request's tokens leave it together, not one message for each of them.
+"""Send the tokens of a request together, from the process of vLLM's scheduler.
 
-vLLM sends every token of every request as it is sampled, and whoever asks unpacks them one by one: a millisecond or
-more a request. Nobody here reads a completion before its end, or before a pause. And a message costs whoever asks more
-than a request does: a completion waits for others to leave with, for a small part of the steps that it took.
+vLLM sends every token of every request as it is sampled. The rollout's process would unpack
+them one by one, for a millisecond or more a request, and it reads no completion before its
+end or a pause. A message costs that process more than a request does, so that a completion
+waits for others to leave with, for a small part of the steps that it took.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What the checkpoint of a model holds, and which of its layers vLLM makes ready for an adapter."""
+"""Read which tensors a checkpoint has, and which layers an adapter can be for.
+
+The rollout's process and vLLM's model workers both do.
+"""
 
 from __future__ import annotations
 

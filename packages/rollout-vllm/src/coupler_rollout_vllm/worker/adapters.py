@@ -1,4 +1,4 @@
-"""Load received adapters into vLLM's place for one, and account for every tensor of them."""
+"""Load received adapters into a model worker's place for one, and count every tensor."""
 
 from __future__ import annotations
 

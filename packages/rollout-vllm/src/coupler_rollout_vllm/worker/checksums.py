@@ -1,4 +1,4 @@
-"""Checksums of weights as the model workers hold them, under the names of the checkpoint."""
+"""Compute checksums of the weights in a model worker, by the checkpoint's names."""
 
 from __future__ import annotations
 

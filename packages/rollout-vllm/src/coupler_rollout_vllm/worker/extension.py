@@ -1,4 +1,4 @@
-"""What runs inside vLLM's model workers: weights are received and loaded there, memory is given back there."""
+"""Answer the rollout's calls inside vLLM's model workers."""
 
 from __future__ import annotations
 

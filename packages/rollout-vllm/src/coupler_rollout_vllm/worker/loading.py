@@ -1,4 +1,4 @@
-"""Load received tensors into a vLLM model, and account for every element of every parameter."""
+"""Load received tensors into a model worker's model, and count every element written."""
 
 from __future__ import annotations
 

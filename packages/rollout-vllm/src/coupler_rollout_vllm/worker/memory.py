@@ -1,4 +1,7 @@
-"""Device memory of a vLLM worker, given back and taken again by part. Addresses stay: CUDA graphs stay valid."""
+"""Give back a model worker's device memory and take it again, by part.
+
+Addresses stay, and so CUDA graphs stay valid.
+"""
 
 from __future__ import annotations
 
