@@ -212,7 +212,7 @@ class RunConfig:
     epochs_per_batch: int = 1  # times that these steps are taken on the same batch
     max_staleness: int = 0  # 0 is synchronous; n lets rollouts run up to n versions behind
     max_skipped_steps: int = no_effect(3)  # so many steps in a row with a non-finite gradient stop the run
-    max_rejected_factor: int = no_effect(10)  # dynamic sampling gives up after so many x prompts_per_step rejected groups
+    max_rejected_factor: int = no_effect(10)  # dynamic sampling gives up after so many x prompts_per_step rejections
     router_replay: RouterReplay = RouterReplay.DISABLED
     offload: bool = no_effect(False)  # engine and rollout share a device and take turns on its memory
     seed: int = 0  # of every random stream: order of the data, sampling, new weights
