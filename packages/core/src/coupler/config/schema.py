@@ -318,8 +318,8 @@ class RunConfig:
     executor: ExecutorName = field(default=ExecutorName.LOCAL, metadata=NO_EFFECT)
     """Where workers live: in the process that runs the job (local), or each in a Ray
     actor (ray)."""
-    ray: RayConfig = field(default_factory=RayConfig)
-    waits: WaitsConfig = field(default_factory=WaitsConfig)
+    ray: RayConfig = field(default_factory=RayConfig, metadata=NO_EFFECT)
+    waits: WaitsConfig = field(default_factory=WaitsConfig, metadata=NO_EFFECT)
     run_dir: str = no_effect("runs/default")
     """The folder of the run; the same command with the same folder goes on where it
     ended."""
