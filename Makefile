@@ -68,7 +68,7 @@ $(VLLM_TESTS): export VLLM_CPU_OMP_THREADS_BIND = nobind
 $(VLLM_TESTS): export VLLM_ENABLE_V1_MULTIPROCESSING = 0
 # The two longest suites are cut in two: what starts clusters and makes environments, of tests/; what kills vLLM or
 # starts a cluster
-OUTSIDE := $(patsubst %,tests/test_%.py,ray replicas interpreters packaging plugin_minimal)
+OUTSIDE := $(patsubst %,tests/test_%.py,ray replicas interpreters packaging examples)
 FAULTS := $(patsubst %,packages/rollout-vllm/tests/test_%.py,faults ray)
 SUITE_rollout-vllm := $(FAULTS:%=--ignore=%)
 

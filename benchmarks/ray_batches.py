@@ -2,9 +2,10 @@
 
     python benchmarks/ray_batches.py [--sequences 1024] [--tokens 4096] [--repeats 5]
 
-Ours is all that :class:`coupler.loop.engine_group.EngineGroup` does: partition rows, take them, put each shard once, call, join
-the answers and bring them into the order of the batch. Bare is ``ray.put`` of two halves of every column, an actor that
-returns what it got, and ``ray.get``. Goal: at most 1.3 times bare. Rounds alternate; the medians are compared.
+Ours is all that :class:`coupler.loop.engine_group.EngineGroup` does: partition rows, take them, put
+each shard once, call, join the answers and bring them into the order of the batch. Bare is
+``ray.put`` of two halves of every column, an actor that returns what it got, and ``ray.get``. Goal:
+at most 1.3 times bare. Rounds alternate; the medians are compared.
 """
 
 from __future__ import annotations

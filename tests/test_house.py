@@ -37,8 +37,18 @@ def rooms() -> dict[str, int]:
 
 
 def table() -> str:
-    cells = [f"`{name}` {STEP * -(-number // STEP)}" for name, number in rooms().items()]
-    return f"{START}\n{', '.join(cells)}.\nThe kernel ({', '.join(KERNEL[:6])} and the local executor) has {STEP * -(-kernel() // STEP)}, at most {MAX_KERNEL}.\n\n"
+    cells = ", ".join(f"`{name}` {rounded(number)}" for name, number in rooms().items())
+    kernel_rooms = ", ".join(KERNEL[:6])
+    limit = f"{rounded(kernel())}, at most {MAX_KERNEL}"
+    return f"{START}
+{cells}.
+The kernel ({kernel_rooms} and the local executor) has {limit}.
+
+"
+
+
+def rounded(number: int) -> int:
+    return STEP * -(-number // STEP)
 
 
 def shown() -> dict[str, int]:

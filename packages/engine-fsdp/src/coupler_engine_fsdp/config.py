@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from coupler import RolloutConfig
 from coupler.engine_kit.adamw import AdamWConfig
 from coupler.engine_kit.precision import Precision
+from coupler.interfaces import no_effect
 
 
 @dataclass
@@ -16,11 +17,11 @@ class HFConfig(RolloutConfig):
     name: str = "hf"
     dtype: Precision = Precision.AUTO
     """The dtype of weights and computation; auto is bf16 on a GPU and fp32 on the CPU."""
-    max_sequences: int = 256
+    max_sequences: int = no_effect(256)
     """At most this many sequences are decoded together; further requests wait."""
-    max_prefill_tokens: int = 8192
+    max_prefill_tokens: int = no_effect(8192)
     """One forward pass over new prompts has at most this many tokens, padding included."""
-    kv_cache_gib: float = 4.0
+    kv_cache_gib: float = no_effect(4.0)
     """Sequences are admitted while the cache of all of them would fit into this many GiB
     at the length that the longest one may reach."""
 
@@ -43,18 +44,18 @@ class FSDPConfig(AdamWConfig):
     fp32 on the CPU."""
     sync_dtype: Precision = Precision.AUTO
     """The dtype of the weights that a rollout gets; auto is engine.dtype."""
-    max_tokens_per_gpu: int = 16384
+    max_tokens_per_gpu: int = no_effect(16384)
     """One micro-batch has at most this many tokens; it changes speed and memory, and no
     result."""
-    fsdp_size: int = 0
+    fsdp_size: int = no_effect(0)
     """This many ranks share one copy of the model; 0 is all of them, and fewer is hybrid
     sharding (HSDP)."""
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool = no_effect(True)
     """Gather weights again for the backward pass: less memory, more traffic."""
-    sync_every_micro_batch: bool = True
+    sync_every_micro_batch: bool = no_effect(True)
     """Reduce gradients after each micro-batch; false reduces them once a step and holds
     them whole meanwhile."""
-    gradient_checkpointing: bool = True
+    gradient_checkpointing: bool = no_effect(True)
     """Recompute the activations of each layer in the backward pass."""
     compile: bool = False
     """Compile each layer with torch.compile: a third less time a step on a GPU, a minute
@@ -64,7 +65,7 @@ class FSDPConfig(AdamWConfig):
     weights themselves."""
     lora_alpha: float = 16.0
     """The low-rank updates are scaled by lora_alpha / lora_rank."""
-    logits_tile: int = 0
+    logits_tile: int = no_effect(0)
     """At most this many elements of the fp32 logits exist at a time; 0 chooses by device
     and rows."""
 

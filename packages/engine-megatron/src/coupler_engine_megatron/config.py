@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from coupler.engine_kit.adamw import AdamWConfig
 from coupler.engine_kit.precision import Precision
+from coupler.interfaces import NO_EFFECT, no_effect
 
 
 class Recompute(StrEnum):
@@ -63,53 +64,53 @@ class MegatronConfig(AdamWConfig):
     }  # fmt: skip
 
     name: str = "megatron"
-    tensor_parallel: int = 1
+    tensor_parallel: int = no_effect(1)
     """This many ranks split each matrix."""
-    pipeline_parallel: int = 1
+    pipeline_parallel: int = no_effect(1)
     """This many ranks split the layers."""
-    virtual_pipeline: int = 1
+    virtual_pipeline: int = no_effect(1)
     """Each rank of a pipeline has this many separate parts of the layers and takes turns
     with them, for smaller bubbles."""
-    first_stage_layers: int = 0
+    first_stage_layers: int = no_effect(0)
     """The first stage of the pipeline has this many layers; 0 gives it as many as the
     stages between have."""
-    last_stage_layers: int = 0
+    last_stage_layers: int = no_effect(0)
     """The last stage of the pipeline, which computes the outputs too, has this many
     layers; 0 gives it as many as the stages between have."""
-    context_parallel: int = 1
+    context_parallel: int = no_effect(1)
     """This many ranks split each sequence."""
-    expert_parallel: int = 1
+    expert_parallel: int = no_effect(1)
     """This many ranks split the experts of each layer."""
-    expert_tensor_parallel: int = 1
+    expert_tensor_parallel: int = no_effect(1)
     """This many ranks split each matrix of an expert."""
-    sequence_parallel: bool = True
+    sequence_parallel: bool = no_effect(True)
     """Split what lies between the split matrices over the tokens: less memory."""
     dtype: Precision = Precision.AUTO
     """The dtype of activations and of the weights they meet; auto is bf16 on a GPU and
     fp32 on the CPU."""
     sync_dtype: Precision = Precision.AUTO
     """The dtype of the weights that a rollout gets; auto is engine.dtype."""
-    sync_bucket_mib: int = 512
+    sync_bucket_mib: int = no_effect(512)
     """A weight sync holds at most this many MiB of whole tensors at a time: memory against
     speed."""
-    max_tokens_per_gpu: int = 16384
+    max_tokens_per_gpu: int = no_effect(16384)
     """One micro-batch has at most this many tokens on each rank; it changes speed and
     memory, and no result."""
-    gradient_checkpointing: Recompute = Recompute.FULL
+    gradient_checkpointing: Recompute = field(default=Recompute.FULL, metadata=NO_EFFECT)
     """Compute activations again in the backward pass: none, those of some parts of each
     layer, or all."""
-    recompute_method: RecomputeMethod = RecomputeMethod.UNIFORM
+    recompute_method: RecomputeMethod = field(default=RecomputeMethod.UNIFORM, metadata=NO_EFFECT)
     """Choose the layers that are computed again under engine.gradient_checkpointing=full.
     """
-    recompute_num_layers: int = 1
+    recompute_num_layers: int = no_effect(1)
     """The layers of one group under engine.recompute_method=uniform, or all that are
     computed again under block."""
-    recompute_modules: list[str] = field(default_factory=lambda: ["core_attn"])
+    recompute_modules: list[str] = field(default_factory=lambda: ["core_attn"], metadata=NO_EFFECT)
     """Name the parts of each layer that are computed again under
     engine.gradient_checkpointing=selective."""
-    overlap_grad_reduce: bool = False
+    overlap_grad_reduce: bool = no_effect(False)
     """Sum gradients over ranks while the last backward pass goes on."""
-    overlap_param_gather: bool = False
+    overlap_param_gather: bool = no_effect(False)
     """Bring the weights of a step together while the next forward pass goes on."""
     moe_aux_loss_coeff: float = 0.0
     """The weight of the loss that balances the experts of each sequence, summed over
@@ -120,7 +121,7 @@ class MegatronConfig(AdamWConfig):
     """Do not train the routers, which decide where tokens go."""
     lora_rank: int = 0
     """It must be 0: this engine has no adapters, and engine=fsdp trains them."""
-    logits_tile: int = 0
+    logits_tile: int = no_effect(0)
     """At most this many elements of the fp32 logits exist at a time; 0 chooses by device
     and rows."""
 

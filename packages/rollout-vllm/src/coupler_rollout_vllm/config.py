@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import Any
 
 from coupler import RolloutConfig
+from coupler.interfaces import no_effect
 
 # These engine arguments decide what tokens, log-probs and versions mean. Each has our own
 # key for it, or an empty text where there is none.
@@ -47,29 +48,29 @@ class VLLMConfig(RolloutConfig):
     name: str = "vllm"
     dtype: Precision = Precision.AUTO
     """Dtype of weights and computation. `auto` is bf16 on a GPU and fp32 on the CPU."""
-    tensor_parallel: int = 1
+    tensor_parallel: int = no_effect(1)
     """Devices that one replica is split over, all of one node."""
-    max_sequences: int = 256
+    max_sequences: int = no_effect(256)
     """Most sequences that are decoded together. Further requests wait."""
-    max_batched_tokens: int = 0
+    max_batched_tokens: int = no_effect(0)
     """Most tokens of one step, with those of prompts in chunks. 0 lets vLLM choose."""
     max_model_len: int = 0
     """Most tokens of a prompt with its completion. 0 takes all positions of the model."""
-    gpu_memory_gib: float = 0.0
+    gpu_memory_gib: float = no_effect(0.0)
     """GiB on each device for weights, activations and cache. 0 takes nine tenths of it."""
-    kv_cache_gib: float = 0.0
+    kv_cache_gib: float = no_effect(0.0)
     """GiB on each device for the KV cache. 0 takes what `rollout.gpu_memory_gib` leaves,
     and a quarter of a GiB on the CPU."""
-    prefix_caching: bool = True
+    prefix_caching: bool = no_effect(True)
     """Compute a prompt once for all samples that share it."""
     chunked_prefill: bool = True
     """Compute long prompts in pieces, between the tokens of other requests. The CPU does so
     only with `rollout.per_request_seeds=false`."""
-    enforce_eager: bool = False
+    enforce_eager: bool = no_effect(False)
     """Leave out CUDA graphs and compilation. The start is quicker, and tokens are slower."""
     per_request_seeds: bool = True
     """Give equal tokens to equal requests. `false` is faster on a GPU."""
-    sleep_mode: bool = True
+    sleep_mode: bool = no_effect(True)
     """Let device memory be given back while others need it, as `offload=true` does. It
     costs nothing while the rollout is awake."""
     max_lora_rank: int = 0

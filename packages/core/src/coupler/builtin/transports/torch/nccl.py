@@ -1,10 +1,12 @@
 """Weights through a collective, from engine rank 0 to workers on devices of their own: NCCL, or gloo on the CPU.
 
-Names, dtypes and shapes of each bucket travel over :mod:`coupler.builtin.transports.connection`. Before the collective starts,
-every receiver holds them against its own model, and answers with what it understood. The group is made anew when its
-members change. On GPUs both sides only start work, which their streams put in order, and wait for the last collective
-alone: none waits for a process. Every receiver says when it has all. One that closes its connection before that went
-away, and ends every wait at once.
+Names, dtypes and shapes of each bucket travel over
+:mod:`coupler.builtin.transports.connection`. Before the collective starts, every
+receiver holds them against its own model, and answers with what it understood. The
+group is made anew when its members change. On GPUs both sides only start work, which
+their streams put in order, and wait for the last collective alone: none waits for a
+process. Every receiver says when it has all. One that closes its connection before that
+went away, and ends every wait at once.
 """
 
 from __future__ import annotations
