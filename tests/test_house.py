@@ -40,11 +40,7 @@ def table() -> str:
     cells = ", ".join(f"`{name}` {rounded(number)}" for name, number in rooms().items())
     kernel_rooms = ", ".join(KERNEL[:6])
     limit = f"{rounded(kernel())}, at most {MAX_KERNEL}"
-    return f"{START}
-{cells}.
-The kernel ({kernel_rooms} and the local executor) has {limit}.
-
-"
+    return f"{START}\n{cells}.\nThe kernel ({kernel_rooms} and the local executor) has {limit}.\n\n"
 
 
 def rounded(number: int) -> int:
