@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 CORE = ROOT / "packages" / "core" / "src" / "coupler"
 KERNEL = (
     "batch", "interfaces", "plugins", "config", "worker", "loop",
-    "executors/__init__.py", "executors/handle.py", "executors/local.py", "executors/waits.py",
+    "executors/__init__.py", "executors/handle.py", "executors/local.py",
 )  # fmt: skip
 NOT_KERNEL = "worker/torch"
 MAX_KERNEL, MAX_ENTRIES, MAX_FILE, MAX_FUNCTION = 6000, 20, 400, 65

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from coupler.config.effect import changes
 from coupler.config.options import Options
 from coupler.config.overrides import parse_overrides
 from coupler.interfaces import NO_EFFECT, EngineConfig, no_effect
+from coupler.run.effect import changes
 
 
 @dataclass

@@ -1,60 +1,12 @@
-"""Compare two configurations by their effect: what cannot change a result is no difference."""
+"""Say which options of a composed configuration are not as they are by default."""
 
 from __future__ import annotations
-
-import json
-import re
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
 
 from coupler.config.options import SECTIONS, Options, section
 from coupler.config.plain import to_plain
 from coupler.config.reads import original
 from coupler.config.schema import RunConfig
-from coupler.config.tree import flatten, value_at
-
-PLAIN_TEXT = re.compile(r"[A-Za-z_./][\w./:-]*")  # text that the command line takes without quotes
-WORDS = ("null", "true", "false", "nan", "inf")
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """One option that has another value than it had, and on which results depend."""
-
-    key: str
-    was: Any
-    now: Any
-    known: bool  # this release has such an option
-
-    def __str__(self) -> str:
-        ending = f"is {self.now}" if self.known else "this release has no such option"
-        return f"{self.key} was {self.was}, {ending}"
-
-    @property
-    def undo(self) -> str:
-        """The override that brings the old value back; empty where the option is gone."""
-        key = self.key.removesuffix(".name") if self.key.removesuffix(".name") in SECTIONS else self.key
-        key = f"{SECTIONS[key]}@{key}" if SECTIONS.get(key, key) != key else key
-        text = f"{key}={_typed(self.was)}"
-        return "" if not self.known else f'"{text}"' if "'" in text or " " in text else text
-
-
-def changes(
-    old: Mapping[str, Any], new: Mapping[str, Any], options: Options, gone: Collection[str] | None = None
-) -> list[Change]:
-    """List what differs in effect between two configurations, given as plain nested values.
-
-    An option that one side does not name has today's default there.
-
-    Args:
-        options: those of the configuration that is ``new``.
-        gone: keys of ``old`` whose values were not the defaults then; None if nobody knows.
-    """
-    before, now = _by_option(old, options), _by_option(new, options)
-    found = [*_of_options(before, now, options), *_of_unknown(before, now, options, gone)]
-    chosen_anew = [change.key.removesuffix("name") for change in found if change.key.removesuffix(".name") in SECTIONS]
-    return [c for c in found if c.key.endswith(".name") or not any(c.key.startswith(start) for start in chosen_anew)]
+from coupler.config.tree import value_at
 
 
 def options_of(config: RunConfig) -> Options:
@@ -69,46 +21,3 @@ def not_default(config: RunConfig) -> list[str]:
     config = original(config)
     values, options = to_plain(config), options_of(config)
     return [key for key, option in options.table.items() if value_at(values, key) != to_plain(option.default)]
-
-
-def _of_options(before: Mapping[str, Any], now: Mapping[str, Any], options: Options) -> Iterator[Change]:
-    for key, option in options.table.items():
-        default = to_plain(option.default)
-        was, is_now = before.get(key, default), now.get(key, default)
-        if option.affects_results and was != is_now:
-            yield Change(key, was, is_now, known=True)
-
-
-def _of_unknown(
-    before: Mapping[str, Any], now: Mapping[str, Any], options: Options, gone: Collection[str] | None
-) -> Iterator[Change]:
-    """Yield what ``before`` says of options that are none today, but for defaults of then.
-
-    A section that is not chosen today has another reason, which is a difference of its own.
-    """
-    without = tuple(f"{path}." for path in SECTIONS.keys() - options.sections.keys())
-    for key in sorted(before.keys() - options.table.keys() - SECTIONS.keys()):
-        had_default = gone is not None and key not in gone
-        if not key.startswith(without) and not had_default and before[key] != now.get(key):
-            yield Change(key, before[key], None, known=False)
-
-
-def _by_option(values: Mapping[str, Any], options: Options) -> dict[str, Any]:
-    """Return the values by full key; a mapping that is one option's value stays whole."""
-    inside = [f"{key}." for key, option in options.table.items() if isinstance(to_plain(option.default), dict)]
-    flat = {key: value for key, value in flatten(values).items() if not key.startswith(tuple(inside))}
-    whole = {key[:-1]: value_at(values, key[:-1]) for key in inside}
-    return flat | {key: value for key, value in whole.items() if value is not None}
-
-
-def _typed(value: Any) -> str:
-    """Write a value as the command line takes it."""
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{_typed(str(key))}:{_typed(inner)}" for key, inner in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ",".join(map(_typed, value)) + "]"
-    if not isinstance(value, str):
-        return json.dumps(value)
-    if PLAIN_TEXT.fullmatch(value) and value.lower() not in WORDS:
-        return value
-    return "'" + value.replace("'", "\\'") + "'"

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from coupler.config.effect import Change, changes, options_of
+from coupler.config.effect import options_of
 from coupler.config.options import Options
 from coupler.config.schema import RunConfig
 from coupler.config.tree import flatten
@@ -18,6 +18,7 @@ from coupler.errors import ConfigError
 from coupler.interfaces import EngineConfig, RolloutConfig
 from coupler.run import checkpoint
 from coupler.run.checkpoint import Checkpoint
+from coupler.run.effect import Change, changes
 from coupler.run.run_folder import NOT_DEFAULT, read_starts
 from coupler.system.log import get_logger
 
