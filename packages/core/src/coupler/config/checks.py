@@ -50,7 +50,7 @@ def _out_of_range(section: Any, start: str) -> Iterator[str]:
             yield from _out_of_range(value, f"{start}{field.name}.")
 
         low, high = field.metadata.get("ge", -inf), field.metadata.get("le", inf)
-        if field.metadata and not low <= value <= high:
+        if field.metadata.keys() & {"ge", "le"} and not low <= value <= high:
             yield f"{start}{field.name} must be {_range(low, high)}, got {value}."
 
 
