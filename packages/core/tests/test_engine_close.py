@@ -68,7 +68,7 @@ def test_an_engine_of_this_process_is_closed_after_its_calls(model: Model, inlin
     executor, handle = started(model, "Closing", inline)
 
     async def leave() -> None:
-        call = asyncio.ensure_future(executor.call(handle, "do", "device_bytes"))
+        call = asyncio.ensure_future(executor.call(handle, "device_bytes"))
         await asyncio.wait([call], timeout=0.05)
 
     asyncio.run(leave())
