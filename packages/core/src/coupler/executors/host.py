@@ -17,7 +17,7 @@ from coupler import errors
 from coupler.config.plain import RECEIVED
 from coupler.engine_kit.rendezvous import keep_port
 from coupler.errors import CouplerError, WorkerFailed
-from coupler.interfaces import Rollout, open_transport
+from coupler.interfaces import open_transport
 from coupler.system.imports import resolve
 
 
@@ -119,11 +119,16 @@ class Host:
         faulthandler.dump_traceback(self.log)
 
     async def close(self) -> None:
-        """Let go of what would outlive the process: a rollout's own processes, a transport's folder."""
-        if isinstance(self.object, Rollout):
-            await self._in_thread(self.object.close)
-        self.object = None
-        open_transport.cache_clear()
+        """Let go of what would outlive the process, such as a rollout's own processes.
+
+        An engine leaves its process group. The executor ends this process if that takes long.
+        """
+        try:
+            if hasattr(self.object, "close"):
+                await self._in_thread(self.object.close)
+        finally:
+            self.object = None
+            open_transport.cache_clear()
 
     async def _in_thread(self, function: Any, *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self.thread, function, *args)

@@ -114,6 +114,7 @@ class Builder:
             path: the format and the name of the transport.
             in_flight: what a sync does with requests that are being sampled.
         """
+        self.reads.keys.update(("sync.transport", "sync.in_flight"))  # the plan resolved them
         weight_format, transport = path
         return self.plugins.get("sharding", self.config.sync.manager).load()(
             self.config.sync,
