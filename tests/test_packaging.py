@@ -160,7 +160,9 @@ def test_core_works_alone(uv: str, wheels: dict[str, ZipFile], tmp_path: Path) -
         failed = dict(line.split() for line in call(python, "-c", system + PROBE, "coupler").splitlines())
         assert set(failed.values()) == {"pytest"}
         assert all(module.startswith(OF_PYTEST) for module in failed), failed
-    for module, package in (("transports.nccl", "torch"), ("transports.ipc", "torch"), ("executors.cluster", "ray")):
+    transports = "builtin.transports.torch"
+    late = ((f"{transports}.nccl", "torch"), (f"{transports}.ipc", "torch"), ("executors.ray.cluster", "ray"))
+    for module, package in late:
         code = f"import coupler.{module} as m; from coupler.errors import CouplerError\n"
         code += f"try: m.{package}.anything\nexcept CouplerError as error: print(error)"
         assert f"{package} is not installed.\n  try:  pip install 'coupler-core[" in call(python, "-c", code)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -189,6 +188,7 @@ def test_a_full_disk_ends_in_a_sentence(tracker_subject: Subject, start: Open) -
 @contextmanager
 def _full_disk() -> Iterator[None]:
     """Let no file of this process grow above ``FULL`` bytes: writing more raises an ``OSError``."""
+    resource = pytest.importorskip("resource")  # Windows limits no file
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (FULL, before[1]))
     try:
