@@ -230,7 +230,8 @@ def test_a_folder_that_holds_a_run_is_refused(
     assert contents(trained) == before
     shown = capfd.readouterr().err
     assert f"coupler: run_dir={trained} holds a run " in shown and "; nothing in it was touched" in shown
-    assert "another run_dir" in shown
+    advice = "\n  try:  another run_dir" if job is Job.EVAL else "\n  or:   another run_dir to start anew"
+    assert advice in shown
     assert "Traceback" not in shown
 
 

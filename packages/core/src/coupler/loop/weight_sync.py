@@ -7,15 +7,12 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from math import isfinite
+from typing import Any
 
 from coupler.config.schema import SyncConfig
 from coupler.errors import ReplicaDied, WaitTimeout, WeightSyncError
 from coupler.interfaces import (
     LORA,
-    DeviceTurns,
-    EngineSide,
-    InFlight,
-    RolloutSide,
     SendReceipt,
     ShardingManager,
     SyncReceipt,
@@ -39,11 +36,7 @@ class Stream:
 
 
 Pushed = tuple[SendReceipt, list[SyncReceipt]]  # of one stream: the sender's, and every replica's
-
-
 WEIGHTS, ADAPTER = Stream(), Stream(adapter=True)
-
-
 ALTERED: dict[str, dict[str, tuple[Stream, ...]]] = {  # by format, and the metric of its probe: pushes of the proof
     "full": {"sync/probe_permuted": (Stream(permuted=True),)},
     # the weights alone, and then an adapter upon the true ones: what ignores it would look right while it is 0
@@ -68,33 +61,13 @@ class StreamShardingManager(ShardingManager):
     is compared is sampled with the engine away.
     """
 
-    def __init__(
-        self,
-        config: SyncConfig,
-        *,
-        engine: EngineSide,
-        rollouts: RolloutSide,
-        weight_format: str,
-        transport: str,
-        probe_prompt: tuple[int, ...],
-        temperature: float,
-        residency: DeviceTurns,
-        in_flight: InFlight,
-    ) -> None:
-        super().__init__(
-            config,
-            engine=engine,
-            rollouts=rollouts,
-            weight_format=weight_format,
-            transport=transport,
-            probe_prompt=probe_prompt,
-            temperature=temperature or 1.0,
-            residency=residency,
-            in_flight=in_flight,
-        )
-        self.synced = ADAPTER if weight_format == LORA else WEIGHTS
+    def __init__(self, config: SyncConfig, **edge: Any) -> None:
+        """Take what :class:`ShardingManager` takes."""
+        super().__init__(config, **edge)
+        self.temperature = self.temperature or 1.0
+        self.synced = ADAPTER if self.weight_format == LORA else WEIGHTS
         self.limit = config.max_mean_logprob_diff
-        self.comparison = SyncProbe(engine, rollouts, residency, probe_prompt, self.temperature)
+        self.comparison = SyncProbe(self.engine, self.rollouts, self.residency, self.probe_prompt, self.temperature)
 
     async def prove(self, version: int = 0) -> Metrics:
         """Push what :data:`ALTERED` says, then the true weights as ``version``, and compare log-probs after each.

@@ -13,8 +13,6 @@ from coupler.config.plain import to_plain
 from coupler.config.tree import flatten, value_at
 
 PLAIN_TEXT = re.compile(r"[A-Za-z_./][\w./:-]*")  # text that the command line takes without quotes
-
-
 WORDS = ("null", "true", "false", "nan", "inf")
 
 

@@ -19,11 +19,7 @@ from coupler.run.plan_text import render
 from coupler.system.words import ceil_div, count
 
 RECOMPUTES = "in_flight:recompute"  # capability of a rollout
-
-
 VALUES = "values"  # column of a critic
-
-
 NEEDS = "needs:"  # capability of an algorithm: a column that core adds, for example needs:ref_logprobs
 
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 
 FREES_MEMORY = {"engine": "memory:offload", "rollout": "memory:sleep"}
-
-
 ROUTES = "output:routed_experts"  # capability of an engine, and of a rollout
 
 

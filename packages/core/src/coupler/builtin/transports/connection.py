@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from coupler.errors import PeerLost, WaitTimeout
-from coupler.interfaces import Rank, Transport, WeightUpdate
+from coupler.interfaces import Endpoint, Rank, Transport, WeightUpdate
 
 LENGTH = struct.Struct(">Q")
 MAX_HEADER = 1 << 24
@@ -122,6 +122,18 @@ def connected(address: str, update: WeightUpdate, **facts: Any) -> Iterator[sock
 
 class ConnectedTransport(Transport):
     """A transport whose sender waits for connections at a :class:`Listener`."""
+
+    def __init__(self) -> None:
+        self.listeners: dict[str, Listener] = {}  # by address, one per engine in this process
+
+    def bind(self, rank: Rank) -> Endpoint:
+        """Listen on rank 0, which sends to everybody."""
+        return Endpoint() if rank.index else self.listen(Listener(rank))
+
+    def listen(self, listener: Listener) -> Endpoint:
+        """Keep ``listener`` for the updates to come, and return where it is."""
+        self.listeners[listener.address] = listener
+        return Endpoint(listener.address)
 
     def call_off(self, update: WeightUpdate, num_receivers: int) -> None:
         """Tell every listener of this update how many of its receivers died."""

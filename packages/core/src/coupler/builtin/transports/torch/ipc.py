@@ -35,7 +35,7 @@ class IpcTransport(ConnectedTransport):
     """Rank i of the engine sends to the workers that run on the same device."""
 
     def __init__(self) -> None:
-        self.listeners: dict[str, Listener] = {}
+        super().__init__()
         self.largest = ARENA_BYTES  # that an update needed: the next one begins with as much
 
     def bind(self, rank: Rank) -> Endpoint:
@@ -44,9 +44,7 @@ class IpcTransport(ConnectedTransport):
         Raises:
             CouplerError: this process has no GPU.
         """
-        listener = Listener(rank, device=_device())
-        self.listeners[listener.address] = listener
-        return Endpoint(listener.address)
+        return self.listen(Listener(rank, device=_device()))
 
     def send(self, weights: Iterable[Named], update: WeightUpdate, rank: Rank) -> SendReceipt:
         start = time.perf_counter()

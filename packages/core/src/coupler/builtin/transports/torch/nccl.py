@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 
 from coupler.builtin.transports.connection import (
     ConnectedTransport,
-    Listener,
     connected,
     header,
     headers,
@@ -35,7 +34,7 @@ from coupler.builtin.transports.torch.packing import Entry, Packer, tensor_of
 from coupler.builtin.transports.waiting import wait_until
 from coupler.engine_kit.rendezvous import serve_store
 from coupler.errors import WeightSyncError
-from coupler.interfaces import Endpoint, Named, Rank, SendReceipt, Shapes, WeightUpdate
+from coupler.interfaces import Named, Rank, SendReceipt, Shapes, WeightUpdate
 from coupler.system.imports import Late
 
 if TYPE_CHECKING:
@@ -53,15 +52,8 @@ class NcclTransport(ConnectedTransport):
     """Rank 0 of the engine is rank 0 of the group; workers follow in the order in which they came."""
 
     def __init__(self) -> None:
-        self.listeners: dict[str, Listener] = {}
+        super().__init__()
         self.groups: dict[tuple[str, int], Group] = {}  # (address of the sender, worker; -1: the sender itself)
-
-    def bind(self, rank: Rank) -> Endpoint:
-        if rank.index:
-            return Endpoint()
-        listener = Listener(rank)
-        self.listeners[listener.address] = listener
-        return Endpoint(listener.address)
 
     def send(self, weights: Iterable[Named], update: WeightUpdate, rank: Rank) -> SendReceipt:
         start = time.perf_counter()

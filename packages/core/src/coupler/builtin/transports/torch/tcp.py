@@ -11,24 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from coupler.builtin.transports.connection import ConnectedTransport, Listener, connected, header, read, send
+from coupler.builtin.transports.connection import ConnectedTransport, connected, header, read, send
 from coupler.builtin.transports.shape_check import check_fits
 from coupler.builtin.transports.waiting import num_bytes
-from coupler.interfaces import Endpoint, Named, Rank, SendReceipt, Shapes, WeightUpdate
+from coupler.interfaces import Named, Rank, SendReceipt, Shapes, WeightUpdate
 
 
 class TcpTransport(ConnectedTransport):
     """Rank 0 sends to everybody."""
-
-    def __init__(self) -> None:
-        self.listeners: dict[str, Listener] = {}  # by address, one per engine in this process
-
-    def bind(self, rank: Rank) -> Endpoint:
-        if rank.index:
-            return Endpoint()
-        listener = Listener(rank)
-        self.listeners[listener.address] = listener
-        return Endpoint(listener.address)
 
     def send(self, weights: Iterable[Named], update: WeightUpdate, rank: Rank) -> SendReceipt:
         start = time.perf_counter()
