@@ -16,13 +16,21 @@ REPEATS = 15
 
 
 def main() -> None:
-    print(f"Python {platform.python_version()}, NumPy {np.__version__}, {platform.processor() or platform.machine()}")
+    print(
+        f"Python {platform.python_version()}, NumPy {np.__version__}, "
+        f"{platform.processor() or platform.machine()}"
+    )
     print("| n | k | sigma | median ms | worst max/mean - 1 |\n|---|---|---|---|---|")
     for n in (16_384, 32_768):
         for k in (2, 8, 32, 64, 256):
             for sigma in (0.5, 1.0, 1.5):
-                seconds, imbalance = zip(*(measure(n, k, sigma, seed) for seed in range(REPEATS)), strict=True)
-                print(f"| {n:,} | {k} | {sigma} | {1e3 * np.median(seconds):.1f} | {max(imbalance):.1e} |")
+                seconds, imbalance = zip(
+                    *(measure(n, k, sigma, seed) for seed in range(REPEATS)), strict=True
+                )
+                print(
+                    f"| {n:,} | {k} | {sigma} | {1e3 * np.median(seconds):.1f} | "
+                    f"{max(imbalance):.1e} |"
+                )
 
 
 def measure(n: int, k: int, sigma: float, seed: int) -> tuple[float, float]:

@@ -1,12 +1,16 @@
-"""Save and load of a checkpoint on 2, 1 and 3 ranks of engine=fsdp, against the same bytes as one raw file per rank.
+"""Save and load of a checkpoint on 2, 1 and 3 ranks of engine=fsdp, against the same
+bytes as one raw file per rank.
 
     python benchmarks/checkpoint.py [--gib 2] [--repeats 5] [--folder DIR]
-    python benchmarks/checkpoint.py --gpu     # one rank, its state on a GPU: how long the training step stalls
+    python benchmarks/checkpoint.py --gpu     # one rank, its state on a GPU: how long
+    the training step stalls
 
-Ours is all that a job does. A save copies the state, writes and hashes it, writes the manifest, renames the folder and
-deletes an older one; a load finds the newest checkpoint, verifies every byte of it and fills the engines. The state is
-a transformer's: parameters and two moments in fp32. Both sides write and fsync, or read with nothing of the files in
-the page cache, in the same processes and by turns; a time lasts until the slowest rank is done, and the median counts.
+Ours is all that a job does. A save copies the state, writes and hashes it, writes the
+manifest, renames the folder and deletes an older one; a load finds the newest
+checkpoint, verifies every byte of it and fills the engines. The state is a
+transformer's: parameters and two moments in fp32. Both sides write and fsync, or read
+with nothing of the files in the page cache, in the same processes and by turns; a time
+lasts until the slowest rank is done, and the median counts.
 """
 
 from __future__ import annotations
@@ -49,7 +53,10 @@ class Timed(FSDPEngine):
 
     def fill(self) -> int:
         """Make the state random, as a trained one looks to a disk; return its bytes."""
-        held = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in self.state().values()]
+        held = [
+            tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            for tensor in self.state().values()
+        ]
         for tensor in held:
             tensor.copy_(torch.rand(tensor.shape, device=tensor.device))
         size = sum(tensor.nbytes for tensor in held)
@@ -57,7 +64,11 @@ class Timed(FSDPEngine):
         return size
 
     def state(self) -> dict[str, Tensor]:
-        return {name: tensor.detach() for name, tensor in self._state(EVERYTHING).items() if tensor.is_floating_point()}
+        return {
+            name: tensor.detach()
+            for name, tensor in self._state(EVERYTHING).items()
+            if tensor.is_floating_point()
+        }
 
     def raw_write(self, path: Path) -> None:
         with path.open("wb") as file:
@@ -87,7 +98,8 @@ def write_model(folder: Path, num_bytes: int) -> Path:
 
     layers = max(1, round((num_bytes / 12 - VOCABULARY * HIDDEN) / LAYER))
     config = Qwen2Config(
-        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, num_hidden_layers=layers,
+        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=INTERMEDIATE,
+        num_hidden_layers=layers,
         num_attention_heads=16, num_key_value_heads=16, tie_word_embeddings=True, dtype="bfloat16",
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config, trust_remote_code=False).save_pretrained(folder)
@@ -95,7 +107,9 @@ def write_model(folder: Path, num_bytes: int) -> Path:
 
 
 def evict(folder: Path) -> None:
-    """Drop the files below ``folder`` from the page cache, where the file system lets us."""
+    """Drop the files below ``folder`` from the page cache, where the file system lets
+    us.
+    """
     for path in filter(Path.is_file, folder.rglob("*")):
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
@@ -110,7 +124,9 @@ async def timed(work: Awaitable[object]) -> float:
 
 
 async def raw(group: EngineGroup, method: str, folder: Path) -> None:
-    await group.executor.each(group.ranks, "timed", [(method, folder / str(i)) for i in range(len(group.ranks))])
+    await group.executor.each(
+        group.ranks, "timed", [(method, folder / str(i)) for i in range(len(group.ranks))]
+    )
 
 
 async def measure(group: EngineGroup, folder: Path, saves: bool, repeats: int) -> dict[str, Any]:
@@ -123,9 +139,15 @@ async def measure(group: EngineGroup, folder: Path, saves: bool, repeats: int) -
     async def save(step: int) -> None:
         start = time.perf_counter()
         await checkpoints.save(
-            step, {"policy": group}, State({}), hold=lambda _: nullcontext(), values={}, healthy=True
+            step,
+            {"policy": group},
+            State({}),
+            hold=lambda _: nullcontext(),
+            values={},
+            healthy=True,
         )
-        await group.all("timed", "synchronize")  # until here the next step's kernels wait too
+        # until here the next step's kernels wait too
+        await group.all("timed", "synchronize")
         found["stalls"].append(time.perf_counter() - start)
         await checkpoints.settle()
 
@@ -149,13 +171,17 @@ async def measure(group: EngineGroup, folder: Path, saves: bool, repeats: int) -
 def run(world: int, arguments: argparse.Namespace, saves: bool) -> dict[str, Any]:
     """Start an engine of ``world`` ranks, measure, and end it."""
     devices = Devices.GPU if arguments.gpu else Devices.CPU
-    config = RunConfig(executor=ExecutorName.RAY, run_dir=str(arguments.folder), ray=RayConfig(devices=devices))
+    config = RunConfig(
+        executor=ExecutorName.RAY, run_dir=str(arguments.folder), ray=RayConfig(devices=devices)
+    )
     executor = open_executor(config)
     spec = WorkerSpec("policy", ENGINE, FSDPConfig(), Model(str(arguments.folder / "model")), None)
 
     async def go() -> dict[str, Any]:
         await executor.place([Role("policy", world)])
-        group = EngineGroup(executor, spec, [Rank(index=i, world=world) for i in range(world)], WORKER)
+        group = EngineGroup(
+            executor, spec, [Rank(index=i, world=world) for i in range(world)], WORKER
+        )
         await group.setup()
         return await measure(group, arguments.folder, saves, arguments.repeats)
 
@@ -172,10 +198,14 @@ def line(what: str, size: int, pairs: list[tuple[float, float]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gib", type=float, default=2.0)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--folder", type=Path, default=Path("checkpoint-benchmark"), help="made and removed")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("checkpoint-benchmark"), help="made and removed"
+    )
     parser.add_argument("--gpu", action="store_true")
     arguments = parser.parse_args()
     arguments.folder = arguments.folder.absolute()
@@ -188,8 +218,13 @@ def main() -> None:
             ranks = f"{world} rank{'s' * (world > 1)}"
             if saves := found["saves"]:
                 print(line(f"save, {ranks}", found["size"], saves))
-                stall = statistics.median(s / save for s, (save, _) in zip(found["stalls"], saves, strict=True))
-                print(f"  the caller waits {'':5}  {statistics.median(found['stalls']):8.3f}  {100 * stall:15.1f} %")
+                stall = statistics.median(
+                    s / save for s, (save, _) in zip(found["stalls"], saves, strict=True)
+                )
+                print(
+                    f"  the caller waits {'':5}  {statistics.median(found['stalls']):8.3f}  "
+                    f"{100 * stall:15.1f} %"
+                )
             print(line(f"load, {ranks}", found["size"], found["loads"]), flush=True)
     finally:
         shutil.rmtree(arguments.folder)

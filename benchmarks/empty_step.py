@@ -1,9 +1,11 @@
-"""What core itself costs: one step of five stages over engines that do nothing, 2, 64 and 1,024 of them, inline.
+"""What core itself costs: one step of five stages over engines that do nothing, 2, 64
+and 1,024 of them, inline.
 
     python benchmarks/empty_step.py [--repeats 20]
 
-The stages: complete (a forward for one column), train (one optimizer step), offload, onload, push. Every rank has one
-sequence of one token. Goal: at most 5 ms at 2 workers and 50 ms at 1,024.
+The stages: complete (a forward for one column), train (one optimizer step), offload,
+onload, push. Every rank has one sequence of one token. Goal: at most 5 ms at 2 workers
+and 50 ms at 1,024.
 """
 
 from __future__ import annotations
@@ -93,7 +95,9 @@ def make_batch(sequences: int) -> Batch:
         "loss_mask": np.ones(sequences, bool),
         "advantages": np.zeros(sequences, np.float32),
     }
-    return Batch(np.ones(sequences, np.int64), columns, {"temperature": np.ones(sequences, np.float32)})
+    return Batch(
+        np.ones(sequences, np.int64), columns, {"temperature": np.ones(sequences, np.float32)}
+    )
 
 
 async def step(group: EngineGroup, batch: Batch, update: WeightUpdate) -> None:
@@ -106,7 +110,9 @@ async def step(group: EngineGroup, batch: Batch, update: WeightUpdate) -> None:
 
 async def measure(workers: int, repeats: int) -> list[float]:
     algorithm = ("coupler.testing.toy:ToyAlgorithm", ToyAlgorithmConfig())
-    spec = WorkerSpec("policy", f"{HERE}:Idle", EngineConfig("idle", ranks=workers), Model(""), algorithm)
+    spec = WorkerSpec(
+        "policy", f"{HERE}:Idle", EngineConfig("idle", ranks=workers), Model(""), algorithm
+    )
     executor = Local(inline=True, waits=Waits(60.0, 60.0))
     group = EngineGroup(executor, spec, [Rank(index=i, world=workers) for i in range(workers)])
     await group.setup()

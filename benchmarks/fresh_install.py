@@ -1,10 +1,12 @@
-"""What a user's first hour takes: wheels into an empty environment, and a GRPO run from them; nothing of this checkout.
+"""What a user's first hour takes: wheels into an empty environment, and a GRPO run from
+them; nothing of this checkout.
 
     python benchmarks/fresh_install.py          # vLLM's CPU build
     python benchmarks/fresh_install.py cuda     # on a machine with a GPU
 
-The wheels' own metadata says what is installed. Of this workspace uv reads one thing: that plain torch serves the CPU
-build of vLLM (``dependency-metadata``), whose wheel asks for a build that the public registry has not.
+The wheels' own metadata says what is installed. Of this workspace uv reads one thing:
+that plain torch serves the CPU build of vLLM (``dependency-metadata``), whose wheel
+asks for a build that the public registry has not.
 """
 
 from __future__ import annotations
@@ -22,14 +24,23 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("coupler-core", "coupler-engine-fsdp", "coupler-algos", "coupler-rollout-vllm")
 REWARD = "def score(completion):\n    return len(set(completion)) / (1 + len(completion))\n"
-WRITE = "from pathlib import Path; from coupler.testing.models import write_qwen2 as w; w(Path('model'), tied=True)"
-ON_CPU = {"VLLM_CPU_CI_ENV": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+WRITE = (
+    "from pathlib import Path; from coupler.testing.models import write_qwen2 as w; "
+    "w(Path('model'), tied=True)"
+)
+ON_CPU = {
+    "VLLM_CPU_CI_ENV": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
 STEPS = 2
 SHOWN = ("torch", "transformers", "vllm", "vllm-cpu", *PACKAGES)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("build", choices=("cpu", "cuda"), nargs="?", default="cpu", help="of vLLM")
     build = parser.parse_args().build
     found = ROOT / ".tools" / "bin" / "uv"
@@ -39,29 +50,59 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="fresh-install-") as name:
         folder = Path(name)
         environment = {**clean(), **(ON_CPU if build == "cpu" else {})}
-        rows = [("build the wheels", timed(uv, "build", "--all-packages", "--wheel", "--out-dir", name, "--quiet"))]
-        rows.append(("make the environment", timed(uv, "venv", "--quiet", "--python", sys.executable, f"{name}/venv")))
+        rows = [
+            (
+                "build the wheels",
+                timed(uv, "build", "--all-packages", "--wheel", "--out-dir", name, "--quiet"),
+            )
+        ]
+        rows.append(
+            (
+                "make the environment",
+                timed(uv, "venv", "--quiet", "--python", sys.executable, f"{name}/venv"),
+            )
+        )
         python = folder / "venv" / "bin" / "python"
-        install = [uv, "pip", "install", "--quiet", "--python", str(python), *requirements(folder, build)]
+        install = [
+            uv,
+            "pip",
+            "install",
+            "--quiet",
+            "--python",
+            str(python),
+            *requirements(folder, build),
+        ]
         rows.append(("install", timed(*install)))
-        listing = subprocess.check_output([uv, "pip", "list", "--python", str(python), "--format", "json"], timeout=60)
+        listing = subprocess.check_output(
+            [uv, "pip", "list", "--python", str(python), "--format", "json"], timeout=60
+        )
         versions = {each["name"]: each["version"] for each in json.loads(listing)}
         rows.append(("GRPO run", train(folder, python, environment)))
-        steps = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+        steps = [
+            json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
+        ]
     for what, seconds in rows:
         print(f"{what:22} {seconds:7.1f} s")
-    print(f"{len(versions)} packages: " + ", ".join(f"{n} {v}" for n, v in versions.items() if n in SHOWN))
+    print(
+        f"{len(versions)} packages: "
+        + ", ".join(f"{n} {v}" for n, v in versions.items() if n in SHOWN)
+    )
     start, last = steps[0], steps[-1]
     print(
         f"{len(steps) - 1} steps; probe of the weights {start['sync/probe']:.1e}, permuted "
-        f"{start['sync/probe_permuted']:.2f}; train_infer/abs_diff {last['train_infer/abs_diff']:.1e}"
+        f"{start['sync/probe_permuted']:.2f}; train_infer/abs_diff "
+        f"{last['train_infer/abs_diff']:.1e}"
     )
     return 0
 
 
 def clean() -> dict[str, str]:
     """The environment without what would lead back to this checkout."""
-    return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "VIRTUAL_ENV")
+    }
 
 
 def requirements(folder: Path, build: str) -> list[str]:
@@ -83,10 +124,15 @@ def train(folder: Path, python: Path, environment: dict[str, str]) -> float:
     options = {
         "engine": "fsdp", "engine.max_tokens_per_gpu": 256, "rollout": "vllm", "algorithm": "grpo",
         "model.path": "model", "data.source": "rows.jsonl", "data.max_prompt_tokens": 64,
-        "reward.target": "reward.py:score", "steps": STEPS, "prompts_per_step": 2, "samples_per_prompt": 4,
+        "reward.target": "reward.py:score", "steps": STEPS, "prompts_per_step": 2,
+        "samples_per_prompt": 4,
         "sampling.max_tokens": 8, "run_dir": "run", "strict": "true",
     }  # fmt: skip
-    command = [str(python.parent / "coupler"), "train", *(f"{key}={value}" for key, value in options.items())]
+    command = [
+        str(python.parent / "coupler"),
+        "train",
+        *(f"{key}={value}" for key, value in options.items()),
+    ]
     return timed(*command, cwd=folder, env=environment)
 
 

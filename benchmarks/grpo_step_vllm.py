@@ -1,13 +1,17 @@
-"""Where the time of a GRPO step goes: engine=fsdp and rollout=vllm on one GPU, against its parts done bare.
+"""Where the time of a GRPO step goes: engine=fsdp and rollout=vllm on one GPU, against
+its parts done bare.
 
-    python benchmarks/grpo_step_vllm.py                                    # SmolLM2-135M's shape, 256 samples a step
-    python benchmarks/grpo_step_vllm.py offload=true                       # engine and rollout take turns
-    python benchmarks/grpo_step_vllm.py --shape tiny --prompts 2 --samples 2 --tokens 8 --steps 3     # anywhere
+    python benchmarks/grpo_step_vllm.py                                    #
+    SmolLM2-135M's shape, 256 samples a step python benchmarks/grpo_step_vllm.py
+    offload=true                       # engine and rollout take turns python
+    benchmarks/grpo_step_vllm.py --shape tiny --prompts 2 --samples 2 --tokens 8 --steps
+    3     # anywhere
 
-"Bare" is the sum of vLLM's own ``LLM.generate`` of as many requests with the same engine arguments, forward, backward
-and AdamW step of the engine alone on as many tokens, and one copy of the weights on the device. Every prompt has 96
-tokens and every completion is as long as allowed, but for a random stop in some hundred of them. Weights are random.
-All sides start together and are measured one after the other.
+"Bare" is the sum of vLLM's own ``LLM.generate`` of as many requests with the same
+engine arguments, forward, backward and AdamW step of the engine alone on as many
+tokens, and one copy of the weights on the device. Every prompt has 96 tokens and every
+completion is as long as allowed, but for a random stop in some hundred of them. Weights
+are random. All sides start together and are measured one after the other.
 """
 
 from __future__ import annotations
@@ -37,24 +41,32 @@ PHASES = ("time/sample", "time/complete", "time/train", "time/sync")
 
 
 def write_job(folder: Path, shape: str) -> None:
-    """Write a model with random weights, a tokenizer of single characters, and prompts."""
+    """Write a model with random weights, a tokenizer of single characters, and
+    prompts.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
-    vocabulary = {"<pad>": 0, "<eos>": 1} | {character: i + 2 for i, character in enumerate(ALPHABET)}
+    vocabulary = {"<pad>": 0, "<eos>": 1} | {
+        character: i + 2 for i, character in enumerate(ALPHABET)
+    }
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(
-        folder / "model"
-    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"
+    ).save_pretrained(folder / "model")
     config = Qwen2Config(
-        max_position_embeddings=2048, pad_token_id=0, eos_token_id=1, bos_token_id=None, **SHAPES[shape]
+        max_position_embeddings=2048,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+        **SHAPES[shape],
     )
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False).save_pretrained(
-        folder / "model"
-    )
+    AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, trust_remote_code=False
+    ).save_pretrained(folder / "model")
     rng = random.Random(0)
     with (folder / "prompts.jsonl").open("w") as file:
         for _ in range(2048):
@@ -64,11 +76,15 @@ def write_job(folder: Path, shape: str) -> None:
 
 def options(args: argparse.Namespace, folder: Path) -> list[str]:
     given = {
-        "engine": "fsdp", "engine.gradient_checkpointing": "false", "engine.max_tokens_per_gpu": 65536,
-        "rollout": "vllm", "rollout.max_model_len": PROMPT + args.tokens, "algorithm": "grpo", "algorithm.kl": "none",
+        "engine": "fsdp", "engine.gradient_checkpointing": "false",
+        "engine.max_tokens_per_gpu": 65536,
+        "rollout": "vllm", "rollout.max_model_len": PROMPT + args.tokens, "algorithm": "grpo",
+        "algorithm.kl": "none",
         "model.path": folder / "model", "data.source": folder / "prompts.jsonl",
-        "reward.target": f"{TASK}:score", "sampling.max_tokens": args.tokens, "run_dir": folder / "run",
-        "trackers": "[jsonl]", "checkpoint.export": "false", "checkpoint.optimizer": "false", "steps": args.steps,
+        "reward.target": f"{TASK}:score", "sampling.max_tokens": args.tokens,
+        "run_dir": folder / "run",
+        "trackers": "[jsonl]", "checkpoint.export": "false", "checkpoint.optimizer": "false",
+        "steps": args.steps,
         "prompts_per_step": args.prompts, "samples_per_prompt": args.samples,
     }  # fmt: skip
     if GPU:
@@ -81,7 +97,9 @@ def run_job(composed: Any, plugins: Any, folder: Path) -> list[dict[str, float]]
     from coupler import jobs
 
     jobs.train(composed, plugins)
-    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     return [row for row in rows if row["step"] > WARM_UP] or rows[-1:]
 
 
@@ -101,12 +119,18 @@ def bare_generate(composed: Any, args: argparse.Namespace) -> None:
     rng = np.random.default_rng(0)
 
     def generate() -> dict[str, float]:
-        prompts = [tuple(map(int, rng.integers(2, len(ALPHABET), PROMPT))) for _ in range(args.prompts)]
+        prompts = [
+            tuple(map(int, rng.integers(2, len(ALPHABET), PROMPT))) for _ in range(args.prompts)
+        ]
         requests = [
-            Request(p, args.tokens, seed=int(rng.integers(2**31))) for p in prompts for _ in range(args.samples)
+            Request(p, args.tokens, seed=int(rng.integers(2**31)))
+            for p in prompts
+            for _ in range(args.samples)
         ]
         inputs: list[Any] = [tokens_input(list(r.prompt)) for r in requests]
-        params = [sampling_params(r, 0, r.max_tokens, config.rollout.per_request_seeds) for r in requests]
+        params = [
+            sampling_params(r, 0, r.max_tokens, config.rollout.per_request_seeds) for r in requests
+        ]
         for each in params:
             each.flat_logprobs = True  # the quickest that it returns
         start = time.perf_counter()
@@ -117,7 +141,9 @@ def bare_generate(composed: Any, args: argparse.Namespace) -> None:
 
 
 def bare_train(composed: Any, args: argparse.Namespace) -> None:
-    """Forward, backward and AdamW on sequences of full length, and a copy of the weights that a rollout gets."""
+    """Forward, backward and AdamW on sequences of full length, and a copy of the
+    weights that a rollout gets.
+    """
     from coupler.batch import Batch
     from coupler.interfaces import Columns, Model, Output, Rank, StepInfo
     from coupler.metrics import Metrics
@@ -135,7 +161,9 @@ def bare_train(composed: Any, args: argparse.Namespace) -> None:
     def train() -> dict[str, float]:
         mask = np.tile(np.arange(length) >= PROMPT, number)
         tokens = rng.integers(2, len(ALPHABET), (args.prompts, 1, length)).repeat(args.samples, 1)
-        tokens[:, :, PROMPT:] = rng.integers(2, len(ALPHABET), (args.prompts, args.samples, args.tokens))
+        tokens[:, :, PROMPT:] = rng.integers(
+            2, len(ALPHABET), (args.prompts, args.samples, args.tokens)
+        )
         columns = {
             "tokens": tokens.reshape(-1).astype(np.int32),
             "loss_mask": mask,
@@ -165,20 +193,28 @@ def synchronized() -> float:
 BARE = {"generate": bare_generate, "train": bare_train}
 
 
-def report(rows: list[dict[str, float]], bare: dict[str, list[dict[str, float]]], args: argparse.Namespace) -> None:
+def report(
+    rows: list[dict[str, float]], bare: dict[str, list[dict[str, float]]], args: argparse.Namespace
+) -> None:
     def middle(column: str) -> float:
         return statistics.median(row.get(column, 0.0) for row in rows)
 
     step, phases = middle("time/step"), {name: middle(name) for name in PHASES}
     parts = {name: statistics.median(f["seconds"] for f in found) for name, found in bare.items()}
     parts["copy"] = statistics.median(found["copy"] for found in bare["train"])
-    split = ", ".join(f"{name.removeprefix('time/')} {1e3 * seconds:.1f}" for name, seconds in phases.items())
-    print(f"RESULT step {1e3 * step:.1f} ms: {split}, rest {1e3 * (step - sum(phases.values())):.1f}")
-    print(
-        f"RESULT bare {1e3 * sum(parts.values()):.1f} ms: " + ", ".join(f"{n} {1e3 * s:.1f}" for n, s in parts.items())
+    split = ", ".join(
+        f"{name.removeprefix('time/')} {1e3 * seconds:.1f}" for name, seconds in phases.items()
     )
     print(
-        f"RESULT grpo step {args.shape}, {args.prompts} x {args.samples} samples of {args.tokens} tokens "
+        f"RESULT step {1e3 * step:.1f} ms: {split}, rest {1e3 * (step - sum(phases.values())):.1f}"
+    )
+    print(
+        f"RESULT bare {1e3 * sum(parts.values()):.1f} ms: "
+        + ", ".join(f"{n} {1e3 * s:.1f}" for n, s in parts.items())
+    )
+    print(
+        f"RESULT grpo step {args.shape}, {args.prompts} x {args.samples} samples of "
+        f"{args.tokens} tokens "
         f"({middle('batch/completion_tokens'):.1f} in the mean) {' '.join(args.settings)}: "
         f"{step / sum(parts.values()):.3f} of the bare parts; median of {len(rows)} steps"
     )
@@ -189,11 +225,18 @@ def compare(args: argparse.Namespace) -> None:
         folder = Path(name)
         write_job(folder, args.shape)
         again = [arg for arg in sys.argv[1:] if not arg.startswith("--side")]
-        sides = {side: Side(__file__, f"--side={side}", f"--folder={folder}", *again) for side in BARE}
+        sides = {
+            side: Side(__file__, f"--side={side}", f"--folder={folder}", *again) for side in BARE
+        }
         for side in sides.values():
-            side.ready()  # before the job: engines that start at once would take each other's memory for their own
+            # before the job: engines that start at once would take each other's memory
+            # for their own
+            side.ready()
         rows = run_job(*composed_of(args, folder), folder)
-        bare = {name: [side.measure() for _ in range(WARM_UP + args.rounds)][WARM_UP:] for name, side in sides.items()}
+        bare = {
+            name: [side.measure() for _ in range(WARM_UP + args.rounds)][WARM_UP:]
+            for name, side in sides.items()
+        }
         for side in sides.values():
             side.close()
         report(rows, bare, args)
@@ -208,7 +251,9 @@ def composed_of(args: argparse.Namespace, folder: Path) -> tuple[Any, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=SHAPES, default="135m")
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--samples", type=int, default=8)

@@ -1,4 +1,6 @@
-"""The task of grpo_vs_trl: sums to complete, scored by the form of the answer. Standard library only."""
+"""The task of grpo_vs_trl: sums to complete, scored by the form of the answer. Standard
+library only.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,18 @@ LONGEST_ANSWER = 3  # characters
 
 
 def score(completion: str, answer: str, row: dict[str, Any]) -> float:
-    """How much it looks like an answer: the share of digits, less where it is longer than a sum can be.
+    """How much it looks like an answer: the share of digits, less where it is longer
+    than a sum can be.
 
-    A random model improves it from the first step on, which the right answer's reward would not let it do in 20 steps.
+    A random model improves it from the first step on, which the right answer's reward
+    would not let it do in 20 steps.
     """
     length = max(len(completion), 1)
-    return sum(character.isdigit() for character in completion) / length * min(1.0, LONGEST_ANSWER / length)
+    return (
+        sum(character.isdigit() for character in completion)
+        / length
+        * min(1.0, LONGEST_ANSWER / length)
+    )
 
 
 def write_prompts(path: Path, num_rows: int = 4096) -> None:

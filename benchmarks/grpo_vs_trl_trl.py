@@ -1,7 +1,9 @@
-"""The TRL side of grpo_vs_trl.py: one job, run by TRL's interpreter; prints one JSON line.
+"""The TRL side of grpo_vs_trl.py: one job, run by TRL's interpreter; prints one JSON
+line.
 
-Settings are the fastest that were found for TRL on a CPU: no reference model (beta 0), one micro-batch for the whole
-step, no gradient checkpointing, no logging, saving or tracking, fp32, sdpa attention (eager was slower at 48 tokens).
+Settings are the fastest that were found for TRL on a CPU: no reference model (beta 0),
+one micro-batch for the whole step, no gradient checkpointing, no logging, saving or
+tracking, fp32, sdpa attention (eager was slower at 48 tokens).
 """
 
 from __future__ import annotations

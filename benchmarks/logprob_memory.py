@@ -1,12 +1,15 @@
-"""Log-probs and entropy without the logits: peak memory and speed against the full logits.
+"""Log-probs and entropy without the logits: peak memory and speed against the full
+logits.
 
-    python benchmarks/logprob_memory.py                       # a GPU: T=4096, V=151936, H=2048, bf16
-    python benchmarks/logprob_memory.py --device cpu --tokens 512 --hidden 896 --dtype float32
+    python benchmarks/logprob_memory.py                       # a GPU: T=4096, V=151936,
+    H=2048, bf16 python benchmarks/logprob_memory.py --device cpu --tokens 512 --hidden
+    896 --dtype float32
 
-"extra" is the peak above inputs and their gradients, in percent of the fp32 logits [T, V]. On the CPU it is summed from
-PyTorch's own record of allocations. "time" is forward and backward, the median of several, as a multiple of the full
-logits'. "error" is max|dg| / max|g| of the gradient of hidden states and head, against the full logits in fp64 (where
-they fit; fp32 else).
+"extra" is the peak above inputs and their gradients, in percent of the fp32 logits [T,
+V]. On the CPU it is summed from PyTorch's own record of allocations. "time" is forward
+and backward, the median of several, as a multiple of the full logits'. "error" is
+max|dg| / max|g| of the gradient of hidden states and head, against the full logits in
+fp64 (where they fit; fp32 else).
 """
 
 from __future__ import annotations
@@ -31,11 +34,17 @@ def full_logits(
 ) -> tuple[Tensor, ...]:
     """What frameworks compute: logits, fp32, log_softmax, gather."""
     log_p = ((hidden @ weight.t()).float() / temperature[:, None]).log_softmax(-1)
-    return log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1) if entropy else None
+    return log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(
+        -1
+    ) if entropy else None
 
 
-def step(function: Callable, leaves: list[Tensor], targets: Tensor, temperature: Tensor, entropy: bool) -> list[Tensor]:
-    """Forward and backward with an upstream gradient that differs from token to token."""
+def step(
+    function: Callable, leaves: list[Tensor], targets: Tensor, temperature: Tensor, entropy: bool
+) -> list[Tensor]:
+    """Forward and backward with an upstream gradient that differs from token to
+    token.
+    """
     logprobs, values = function(*leaves, targets, temperature, entropy)
     slope = torch.linspace(-1, 1, len(logprobs), device=logprobs.device, dtype=logprobs.dtype)
     total = (logprobs * slope).sum() + ((values * slope.flip(0)).sum() if entropy else 0)
@@ -73,7 +82,9 @@ def peak_bytes(run: Run, device: torch.device) -> int:
 
 
 def error(got: list[Tensor], want: list[Tensor]) -> float:
-    return max(float((g.to(w) - w).abs().max() / w.abs().max()) for g, w in zip(got, want, strict=True))
+    return max(
+        float((g.to(w) - w).abs().max() / w.abs().max()) for g, w in zip(got, want, strict=True)
+    )
 
 
 def _wait(device: torch.device) -> None:
@@ -82,19 +93,27 @@ def _wait(device: torch.device) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--vocabulary", type=int, default=151936)
-    parser.add_argument("--tile", type=int, nargs="*", default=[0], help="elements; 0 is the default choice")
+    parser.add_argument(
+        "--tile", type=int, nargs="*", default=[0], help="elements; 0 is the default choice"
+    )
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
     device, dtype = torch.device(arguments.device), getattr(torch, arguments.dtype)
     torch.manual_seed(0)
     hidden = torch.randn(arguments.tokens, arguments.hidden, device=device)
-    weight = torch.randn(arguments.vocabulary, arguments.hidden, device=device) * 3 * arguments.hidden**-0.5
+    weight = (
+        torch.randn(arguments.vocabulary, arguments.hidden, device=device)
+        * 3
+        * arguments.hidden**-0.5
+    )
     leaves = [leaf.to(dtype).requires_grad_() for leaf in (hidden, weight)]
     targets = torch.randint(0, arguments.vocabulary, (arguments.tokens,), device=device)
     temperature = torch.rand(arguments.tokens, device=device) + 0.5
@@ -105,11 +124,16 @@ def main() -> None:
     print(f"{'method':>22} {'entropy':>8} {'extra %':>8} {'ms':>9} {'time':>6} {'error':>9}")
     for entropy in (False, True):
         data = (targets, temperature, entropy)
-        exact = [leaf.detach().to(torch.float64 if device.type == "cuda" else torch.float32) for leaf in leaves]
+        exact = [
+            leaf.detach().to(torch.float64 if device.type == "cuda" else torch.float32)
+            for leaf in leaves
+        ]
         want = [g.float() for g in step(token_exact, [e.requires_grad_() for e in exact], *data)]
         methods = {"full logits": full_logits}
         for tile in arguments.tile:
-            methods[f"tile {tile or 'default'}"] = lambda *a, tile=tile: token_logprobs(a[0], a[1], None, *a[2:], tile)
+            methods[f"tile {tile or 'default'}"] = lambda *a, tile=tile: token_logprobs(
+                a[0], a[1], None, *a[2:], tile
+            )
         base = 0.0
         for name, function in methods.items():
             run = partial(step, function, leaves, *data)
@@ -118,7 +142,10 @@ def main() -> None:
             taken = seconds(run, device, arguments.repeats)
             base = base or taken
             print(
-                f"{name:>22} {entropy!s:>8} {extra:>8.2f} {1e3 * taken:>9.1f} {taken / base:>6.2f} {wrong:>9.1e}",
+                (
+                    f"{name:>22} {entropy!s:>8} {extra:>8.2f} {1e3 * taken:>9.1f} "
+                    f"{taken / base:>6.2f} {wrong:>9.1e}"
+                ),
                 flush=True,
             )
 
@@ -126,7 +153,9 @@ def main() -> None:
 def token_exact(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, entropy: bool
 ) -> tuple[Tensor, ...]:
-    """The full logits in blocks of rows, each differentiated by itself: fp64 would not fit otherwise."""
+    """The full logits in blocks of rows, each differentiated by itself: fp64 would not
+    fit otherwise.
+    """
     outs = [
         torch.utils.checkpoint.checkpoint(_exact_rows, *rows, weight, entropy, use_reentrant=False)
         for rows in zip(hidden.split(256), targets.split(256), temperature.split(256), strict=True)
@@ -138,7 +167,9 @@ def _exact_rows(
     hidden: Tensor, targets: Tensor, temperature: Tensor, weight: Tensor, entropy: bool
 ) -> tuple[Tensor, ...]:
     log_p = ((hidden @ weight.t()) / temperature[:, None]).log_softmax(-1)
-    return log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1) if entropy else None
+    return log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(
+        -1
+    ) if entropy else None
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""How long ``coupler plugins`` takes, against Python's own start, and which heavy modules it imports (it must be none).
+"""How long ``coupler plugins`` takes, against Python's own start, and which heavy
+modules it imports (it must be none).
 
 python benchmarks/plugins_startup.py [RUNS]
 """
@@ -11,13 +12,28 @@ import subprocess
 import sys
 import time
 
-HEAVY = ("torch", "ray", "transformers", "vllm", "sglang", "megatron", "hydra", "omegaconf", "rich", "pyarrow")
+HEAVY = (
+    "torch",
+    "ray",
+    "transformers",
+    "vllm",
+    "sglang",
+    "megatron",
+    "hydra",
+    "omegaconf",
+    "rich",
+    "pyarrow",
+)
 LISTING = "import sys; from coupler.cli import main; code = main(['plugins'])"
-SHOW = f"; print(*(name for name in {HEAVY} if name in sys.modules), file=sys.stderr); sys.exit(code)"
+SHOW = (
+    f"; print(*(name for name in {HEAVY} if name in sys.modules), file=sys.stderr); sys.exit(code)"
+)
 
 
 def seconds(code: str) -> tuple[float, float]:
-    """Wall and CPU seconds of one interpreter; on a busy machine only the second says something."""
+    """Wall and CPU seconds of one interpreter; on a busy machine only the second says
+    something.
+    """
     start, used = time.perf_counter(), os.times()
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
     now = os.times()
@@ -33,9 +49,14 @@ def main() -> None:
         ("import coupler", "import coupler"),
         ("coupler plugins", LISTING),
     ):
-        wall, cpu = (statistics.median(times) for times in zip(*(seconds(code) for _ in range(runs)), strict=True))
+        wall, cpu = (
+            statistics.median(times)
+            for times in zip(*(seconds(code) for _ in range(runs)), strict=True)
+        )
         print(f"{label:16} {wall:.3f} s, of CPU {cpu:.3f} s (medians of {runs})")
-    shown = subprocess.run([sys.executable, "-c", LISTING + SHOW], check=True, capture_output=True, text=True)
+    shown = subprocess.run(
+        [sys.executable, "-c", LISTING + SHOW], check=True, capture_output=True, text=True
+    )
     imported = shown.stderr.splitlines()[-1].split()
     print(f"heavy modules    {', '.join(imported) or 'none'}")
     sys.exit(bool(imported))

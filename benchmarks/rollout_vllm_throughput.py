@@ -1,11 +1,14 @@
-"""Tokens per second of rollout=vllm against vLLM's own ``LLM.generate`` with the same engine arguments.
+"""Tokens per second of rollout=vllm against vLLM's own ``LLM.generate`` with the same
+engine arguments.
 
     python benchmarks/rollout_vllm_throughput.py --shape 0.5b
-    python benchmarks/rollout_vllm_throughput.py --shape tiny --requests 32 --rounds 1      # anywhere
+    python benchmarks/rollout_vllm_throughput.py --shape tiny --requests 32 --rounds 1
+    # anywhere
 
-512 requests of 256 prompt tokens; each ends after a stored number of tokens (lognormal, 363 in the mean). Both sides
-start together in processes of their own and measure in turns, each after 64 requests to warm up. "Driver" is CPU time
-of the process that asks, per request. Weights are random.
+512 requests of 256 prompt tokens; each ends after a stored number of tokens (lognormal,
+363 in the mean). Both sides start together in processes of their own and measure in
+turns, each after 64 requests to warm up. "Driver" is CPU time of the process that asks,
+per request. Weights are random.
 """
 
 from __future__ import annotations
@@ -36,7 +39,9 @@ CACHE_GIB = 16.0  # of each side: both are on the GPU at once
 def make_requests(count: int, vocabulary: int) -> list[Request]:
     lengths = json.loads(LENGTHS.read_text())[:count]
     return [
-        Request(tuple((7 * i + 13 * j) % (vocabulary - 10) + 5 for j in range(PROMPT)), length, seed=i)
+        Request(
+            tuple((7 * i + 13 * j) % (vocabulary - 10) + 5 for j in range(PROMPT)), length, seed=i
+        )
         for i, length in enumerate(lengths)
     ]
 
@@ -95,9 +100,17 @@ SIDES = {"coupler": through_coupler, "vllm": through_vllm}
 
 
 def compare(args: argparse.Namespace, folder: str) -> None:
-    shared = [f"--shape={args.shape}", f"--requests={args.requests}", f"--folder={folder}", *args.settings]
+    shared = [
+        f"--shape={args.shape}",
+        f"--requests={args.requests}",
+        f"--folder={folder}",
+        *args.settings,
+    ]
     seeds = ["--no-seeds"] if args.no_seeds else []
-    sides = {name: Side(__file__, f"--side={name}", *seeds, *shared) for name in ([args.only] if args.only else SIDES)}
+    sides = {
+        name: Side(__file__, f"--side={name}", *seeds, *shared)
+        for name in ([args.only] if args.only else SIDES)
+    }
     for side in sides.values():
         side.ready()
     rounds = {name: [] for name in sides}
@@ -112,7 +125,8 @@ def compare(args: argparse.Namespace, folder: str) -> None:
         median[name] = statistics.median(rates)
         driver = statistics.median(each["driver_ms"] for each in found)
         print(
-            f"RESULT {name}: {median[name]:,.0f} tokens/s ({', '.join(f'{r:,.0f}' for r in rates)}), "
+            f"RESULT {name}: {median[name]:,.0f} tokens/s "
+            f"({', '.join(f'{r:,.0f}' for r in rates)}), "
             f"driver {driver:.2f} ms a request"
         )
     if not args.only:
@@ -121,11 +135,15 @@ def compare(args: argparse.Namespace, folder: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=SHAPES, default="0.5b")
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--no-seeds", action="store_true", help="sample from the engine's own random stream")
+    parser.add_argument(
+        "--no-seeds", action="store_true", help="sample from the engine's own random stream"
+    )
     parser.add_argument("--only", choices=SIDES, help="measure one side, without a ratio")
     parser.add_argument("--side", choices=SIDES, help="be one side; the script starts both")
     parser.add_argument("--folder", type=Path, help="of the model; the script writes one")
@@ -137,9 +155,15 @@ def main() -> None:
             compare(args, folder)
         return
     cache = {"kv_cache_gib": CACHE_GIB} if torch.cuda.is_available() else {}
-    settings = {"prefix_caching": False, **cache, **parse_settings(args.settings).get("rollout", {})}
+    settings = {
+        "prefix_caching": False,
+        **cache,
+        **parse_settings(args.settings).get("rollout", {}),
+    }
     config = configured(VLLMConfig, {**settings, "per_request_seeds": not args.no_seeds})
-    SIDES[args.side](args.folder, config, make_requests(args.requests, SHAPES[args.shape]["vocab_size"]))
+    SIDES[args.side](
+        args.folder, config, make_requests(args.requests, SHAPES[args.shape]["vocab_size"])
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Sides of a comparison that start together, each in a process of its own, and are measured in turns.
+"""Sides of a comparison that start together, each in a process of its own, and are
+measured in turns.
 
-A start of an inference engine takes a minute, which is not measured: so all start at once, say when they are ready, and
-measure when they are told to, one at a time.
+A start of an inference engine takes a minute, which is not measured: so all start at
+once, say when they are ready, and measure when they are told to, one at a time.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ class Side:
     def __init__(self, script: str, *arguments: str) -> None:
         self.name = " ".join(arguments)
         self.process = subprocess.Popen(
-            [sys.executable, script, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+            [sys.executable, script, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
         )
 
     def ready(self) -> Side:

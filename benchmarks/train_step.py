@@ -1,12 +1,15 @@
-"""Share of the GPU's matmul peak that a training step of engine=fsdp reaches, next to plain transformers.
+"""Share of the GPU's matmul peak that a training step of engine=fsdp reaches, next to
+plain transformers.
 
-    python benchmarks/train_step.py engine.compile=true engine.gradient_checkpointing=false --profile step.txt
-    python benchmarks/train_step.py --plain
+    python benchmarks/train_step.py engine.compile=true
+    engine.gradient_checkpointing=false --profile step.txt python
+    benchmarks/train_step.py --plain
 
-One GPU; a Qwen2.5 shape of 1.5 B parameters with random weights; 16,384 tokens a step, for the engine in sequences of
-lognormal lengths, 2,048 in the mean. A step is forward, log-probs, backward, clipping and AdamW with fp32 weights (for
-plain transformers: AdamW in bf16, 8 x 2,048 tokens). Model FLOPs: 6 x parameters x tokens, and causal attention. The
-peak is a bf16 product of 8,192 x 8,192 x 8,192, measured before each run.
+One GPU; a Qwen2.5 shape of 1.5 B parameters with random weights; 16,384 tokens a step,
+for the engine in sequences of lognormal lengths, 2,048 in the mean. A step is forward,
+log-probs, backward, clipping and AdamW with fp32 weights (for plain transformers: AdamW
+in bf16, 8 x 2,048 tokens). Model FLOPs: 6 x parameters x tokens, and causal attention.
+The peak is a bf16 product of 8,192 x 8,192 x 8,192, measured before each run.
 """
 
 from __future__ import annotations
@@ -45,7 +48,9 @@ SHAPE = {
 
 
 def peak_flops() -> tuple[float, float]:
-    """FLOP/s of a large product on random data: at first, and after a second, when power has become the limit."""
+    """FLOP/s of a large product on random data: at first, and after a second, when
+    power has become the limit.
+    """
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     _timed(lambda: [a @ b for _ in range(5)])
     time.sleep(0.5)
@@ -69,24 +74,34 @@ def _timed(work: Callable[[], object]) -> float:
 
 
 def model_flops(parameters: int, lengths: np.ndarray) -> float:
-    """Of forward and backward; the head is among the parameters, and attention looks at half of the square."""
+    """Of forward and backward; the head is among the parameters, and attention looks at
+    half of the square.
+    """
     heads = SHAPE["num_hidden_layers"] * SHAPE["hidden_size"]
-    return 6 * parameters * float(lengths.sum()) + 6 * heads * float((lengths.astype(float) ** 2).sum())
+    return 6 * parameters * float(lengths.sum()) + 6 * heads * float(
+        (lengths.astype(float) ** 2).sum()
+    )
 
 
 def ragged(random: np.random.Generator, num_micro_batches: int) -> np.ndarray:
-    """Lengths of sequences, lognormal with a mean of 2,048, a little below ``TOKENS`` a micro-batch."""
+    """Lengths of sequences, lognormal with a mean of 2,048, a little below ``TOKENS`` a
+    micro-batch.
+    """
     lengths: list[int] = []
     for _ in range(num_micro_batches):
         left = TOKENS - int(random.integers(0, 256))
         while left > 0:
-            lengths.append(min(left, int(np.clip(random.lognormal(np.log(2048) - 0.32, 0.8), 64, 8192))))
+            lengths.append(
+                min(left, int(np.clip(random.lognormal(np.log(2048) - 0.32, 0.8), 64, 8192)))
+            )
             left -= lengths[-1]
     return np.array(lengths)
 
 
 def batch_of(random: np.random.Generator, lengths: np.ndarray) -> Batch:
-    """Random tokens, all but the first of each sequence trained, weights and advantages as GRPO would give."""
+    """Random tokens, all but the first of each sequence trained, weights and advantages
+    as GRPO would give.
+    """
     total = int(lengths.sum())
     mask = np.ones(total, bool)
     mask[np.cumsum(lengths) - lengths] = False
@@ -104,11 +119,17 @@ def batch_of(random: np.random.Generator, lengths: np.ndarray) -> Batch:
 def surrogate(out: Columns, batch: Columns) -> tuple[torch.Tensor, Metrics]:
     """The policy gradient of one step on fresh samples."""
     ratio = (out["logprobs"] - out["logprobs"].detach()).exp()
-    return -batch["advantages"] * ratio, {"ratio": Metric(ratio.detach().sum(), batch["loss_mask"].sum())}
+    return -batch["advantages"] * ratio, {
+        "ratio": Metric(ratio.detach().sum(), batch["loss_mask"].sum())
+    }
 
 
 def run_engine(
-    folder: Path, settings: Mapping[str, object], steps: int, num_micro_batches: int, out: Path | None
+    folder: Path,
+    settings: Mapping[str, object],
+    steps: int,
+    num_micro_batches: int,
+    out: Path | None,
 ) -> None:
     """Time whole steps, each on other lengths, and print the share of the peak."""
     peak = peak_flops()
@@ -138,7 +159,9 @@ def run_engine(
 
 
 def run_plain(folder: Path, mode: str, steps: int) -> None:
-    """Time transformers' own model with SDPA and AdamW in bf16: ``eager``, ``compiled`` or ``recomputed`` layers."""
+    """Time transformers' own model with SDPA and AdamW in bf16: ``eager``, ``compiled``
+    or ``recomputed`` layers.
+    """
     torch._dynamo.reset()
     peak = peak_flops()
     model = AutoModelForCausalLM.from_pretrained(
@@ -169,15 +192,23 @@ def run_plain(folder: Path, mode: str, steps: int) -> None:
 
 
 def _report(
-    name: str, settings: Mapping, peak: tuple[float, float], flops: float, seconds: float, steps: int, note: str
+    name: str,
+    settings: Mapping,
+    peak: tuple[float, float],
+    flops: float,
+    seconds: float,
+    steps: int,
+    note: str,
 ) -> None:
     said = " ".join(f"{key}={value}" for key, value in settings.items())
     memory = torch.cuda.max_memory_allocated() / 2**30
     burst, sustained = peak
     print(
-        f"RESULT {name} {said}: {flops / seconds / 1e12:.0f} TFLOP/s, {flops / seconds / burst:.3f} of the peak "
+        f"RESULT {name} {said}: {flops / seconds / 1e12:.0f} TFLOP/s, "
+        f"{flops / seconds / burst:.3f} of the peak "
         f"{burst / 1e12:.0f} (of what a second of products sustains, {sustained / 1e12:.0f}: "
-        f"{flops / seconds / sustained:.3f}), {seconds / steps * 1e3:.1f} ms a step, {memory:.0f} GiB; {note}",
+        f"{flops / seconds / sustained:.3f}), {seconds / steps * 1e3:.1f} ms a step, "
+        f"{memory:.0f} GiB; {note}",
         flush=True,
     )
 
@@ -185,21 +216,34 @@ def _report(
 def _profile(work: Callable[[], object], out: Path) -> None:
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
         work()
-    out.write_text(found.key_averages().table(sort_by="self_cuda_time_total", row_limit=70, max_name_column_width=90))
+    out.write_text(
+        found.key_averages().table(
+            sort_by="self_cuda_time_total", row_limit=70, max_name_column_width=90
+        )
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("settings", nargs="*", help="engine.KEY=VALUE")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--micro-batches", type=int, default=1)
     parser.add_argument("--plain", action="store_true", help="also measure plain transformers")
-    parser.add_argument("--profile", type=Path, help="write a table of the kernels of one step here")
-    parser.add_argument("--layers", type=int, default=SHAPE["num_hidden_layers"], help="fewer for a try")
+    parser.add_argument(
+        "--profile", type=Path, help="write a table of the kernels of one step here"
+    )
+    parser.add_argument(
+        "--layers", type=int, default=SHAPE["num_hidden_layers"], help="fewer for a try"
+    )
     args = parser.parse_args()
     SHAPE["num_hidden_layers"] = args.layers
     print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {copy_bandwidth() / 1e12:.2f} TB/s",
+        (
+            f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy "
+            f"{copy_bandwidth() / 1e12:.2f} TB/s"
+        ),
         flush=True,
     )
     with tempfile.TemporaryDirectory() as folder:

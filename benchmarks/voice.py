@@ -1,8 +1,9 @@
 """Count how the sources read: docstrings, option comments, blank lines, tokens a line.
 
-``python benchmarks/voice.py`` prints one row per package. ``--write`` stores the values in
-``benchmarks/voice.json``, where ``tests/test_voice.py`` reads them: a value may only fall.
-``--root FOLDER`` counts another checkout, for example one unpacked from ``git archive``.
+``python benchmarks/voice.py`` prints one row per package. ``--write`` stores the values
+in ``benchmarks/voice.json``, where ``tests/test_voice.py`` reads them: a value may only
+fall. ``--root FOLDER`` counts another checkout, for example one unpacked from ``git
+archive``.
 """
 
 from __future__ import annotations
@@ -21,12 +22,22 @@ ROOT = Path(__file__).parents[1]
 KEPT = Path(__file__).with_suffix(".json")
 OPENERS = {"What", "Whether", "Where", "Of", "Those", "As", "See"}
 LEANING = (
-    " above added among and as at before below but by each else from in into its more of on or over so such than "
-    "that the their them then these this those to under upon what when where which while whose with without "
+    " above added among and as at before below but by each else from in into its more of on "
+    "or over so such than "
+    "that the their them then these this those to under upon what when where which while "
+    "whose with without "
 )
 WIDTH = 88
 LONG_FUNCTION = 12
-LAYOUT = {token.NEWLINE, token.INDENT, token.DEDENT, token.ENDMARKER, tokenize.NL, tokenize.COMMENT, tokenize.ENCODING}
+LAYOUT = {
+    token.NEWLINE,
+    token.INDENT,
+    token.DEDENT,
+    token.ENDMARKER,
+    tokenize.NL,
+    tokenize.COMMENT,
+    tokenize.ENCODING,
+}
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 COUNTERS = {
@@ -42,7 +53,9 @@ COUNTERS = {
 
 def measure(root: Path = ROOT) -> dict[str, dict[str, float]]:
     """Return every counter of every package under ``root``."""
-    return {package.name: count(sorted((package / "src").rglob("*.py"))) for package in packages(root)}
+    return {
+        package.name: count(sorted((package / "src").rglob("*.py"))) for package in packages(root)
+    }
 
 
 def packages(root: Path) -> list[Path]:
@@ -73,7 +86,11 @@ def count(files: list[Path]) -> dict[str, float]:
 def count_source(source: str) -> Counter[str]:
     """Count one file; every key is a plain number that adds up over files."""
     tree, lines = ast.parse(source), source.splitlines()
-    comments = {t.start[0]: t.string.lstrip("#").strip() for t in tokens(source) if t.type == tokenize.COMMENT}
+    comments = {
+        t.start[0]: t.string.lstrip("#").strip()
+        for t in tokens(source)
+        if t.type == tokenize.COMMENT
+    }
     total: Counter[str] = Counter()
 
     doc_lines: set[int] = set()
@@ -92,12 +109,16 @@ def count_source(source: str) -> Counter[str]:
     for text in option_comments(tree, comments):
         total["options"] += 1
         total["lower"] += text[:1].islower()
-        total["leaning"] += text[:1].islower() and f" {text.split(maxsplit=1)[0].rstrip(',:;.')} " in LEANING
+        total["leaning"] += (
+            text[:1].islower() and f" {text.split(maxsplit=1)[0].rstrip(',:;.')} " in LEANING
+        )
 
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (body := code_of(node)):
             total["functions"] += len(body) >= LONG_FUNCTION
-            total["solid"] += len(body) >= LONG_FUNCTION and all(lines[number - 1].strip() for number in body)
+            total["solid"] += len(body) >= LONG_FUNCTION and all(
+                lines[number - 1].strip() for number in body
+            )
 
     code = [t for t in tokens(source) if t.type not in LAYOUT and t.start[0] not in doc_lines]
     total["tokens"] += len(code)
@@ -115,7 +136,9 @@ def docstring(node: Documented) -> ast.Constant | None:
 
 
 def code_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> range:
-    """Return the line numbers of a function without its docstring: the ``def`` and its body."""
+    """Return the line numbers of a function without its docstring: the ``def`` and its
+    body.
+    """
     end = (node.end_lineno or node.lineno) + 1
     expression = docstring(node)
     if expression is None:
@@ -124,7 +147,9 @@ def code_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> range:
 
 
 def option_comments(tree: ast.Module, comments: dict[int, str]) -> Iterator[str]:
-    """Yield what is written at each field of a configuration: on its line, or under it."""
+    """Yield what is written at each field of a configuration: on its line, or under
+    it.
+    """
     for node in ast.walk(tree):
         if not isinstance(node, ast.ClassDef) or not node.name.endswith("Config"):
             continue

@@ -1,16 +1,20 @@
-"""Time of a weight sync into rollout=vllm, and of its sleep and wake, next to plain copies of the bytes.
+"""Time of a weight sync into rollout=vllm, and of its sleep and wake, next to plain
+copies of the bytes.
 
-    python benchmarks/weight_sync.py --shape 1.5b --transport ipc           # same GPU, two processes
-    python benchmarks/weight_sync.py --shape 7b --transport nccl            # engine on GPU 0, vLLM on GPU 1
-    python benchmarks/weight_sync.py --shape 7b --adapter 32                # and an adapter of rank 32 alone
-    python benchmarks/weight_sync.py --shape tiny --transport tcp           # anywhere
+    python benchmarks/weight_sync.py --shape 1.5b --transport ipc           # same GPU,
+    two processes python benchmarks/weight_sync.py --shape 7b --transport nccl
+    # engine on GPU 0, vLLM on GPU 1 python benchmarks/weight_sync.py --shape 7b
+    --adapter 32                # and an adapter of rank 32 alone python
+    benchmarks/weight_sync.py --shape tiny --transport tcp           # anywhere
 
-The sender holds random weights under the names of the checkpoint, as an engine yields them. A round changes them,
-pushes them; the first and the last compare a checksum of every tensor on both sides. "Copy" is one device-to-device
-copy of the same bytes (with nccl: a peer-to-peer copy to the other GPU), "extra" the most memory the sync took on the
-sender's side. Then the rollout sleeps and wakes, next to a copy of the bytes to pinned host memory and back; "residue"
-is what the device misses while it sleeps, measured from before it started: PyTorch's caches in the model worker, and
-the CUDA context with its libraries.
+The sender holds random weights under the names of the checkpoint, as an engine yields
+them. A round changes them, pushes them; the first and the last compare a checksum of
+every tensor on both sides. "Copy" is one device-to-device copy of the same bytes (with
+nccl: a peer-to-peer copy to the other GPU), "extra" the most memory the sync took on
+the sender's side. Then the rollout sleeps and wakes, next to a copy of the bytes to
+pinned host memory and back; "residue" is what the device misses while it sleeps,
+measured from before it started: PyTorch's caches in the model worker, and the CUDA
+context with its libraries.
 """
 
 from __future__ import annotations
@@ -45,7 +49,10 @@ class Weights:
 
     def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
         dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
-        self.tensors = {name: torch.randn(shape, device=DEVICE).to(dtype) * 0.02 for name, shape in shapes.items()}
+        self.tensors = {
+            name: torch.randn(shape, device=DEVICE).to(dtype) * 0.02
+            for name, shape in shapes.items()
+        }
         self.num_bytes = sum(t.nbytes for t in self.tensors.values())
 
     def stream(self) -> Iterator[Named]:
@@ -110,15 +117,22 @@ async def measure(folder: Path, args: argparse.Namespace, settings: dict[str, ob
         os.environ["CUDA_VISIBLE_DEVICES"] = "1"
     config = configured(VLLMConfig, {**SMALL, "max_lora_rank": args.adapter, **settings})
     rollout = VLLMRollout(config, Model(str(folder)))
-    edge = Edge(Plugins.load().get("transport", args.transport), rollout, await rollout.setup(Rank(seed=1)))
+    edge = Edge(
+        Plugins.load().get("transport", args.transport), rollout, await rollout.setup(Rank(seed=1))
+    )
     await rollout.pause(InFlight.DRAIN)
     times, extra = [], 0
     for i in range(args.rounds + 2):
         seconds, more = await push(edge, weights)
         times.append(seconds)
         extra = max(extra, more)
-        if DEVICE == "cuda" and i in (0, args.rounds + 1):  # on the CPU the layers keep their weights packed
-            assert await rollout.checksums() == [weights.checksums()], "what arrived is not what was sent"
+        if DEVICE == "cuda" and i in (
+            0,
+            args.rounds + 1,
+        ):  # on the CPU the layers keep their weights packed
+            assert await rollout.checksums() == [weights.checksums()], (
+                "what arrived is not what was sent"
+            )
     report_sync(args, weights.num_bytes, times, copied, extra)
     if args.adapter:
         await push_adapters(edge, weights, args, statistics.median(times[2:]))
@@ -127,7 +141,9 @@ async def measure(folder: Path, args: argparse.Namespace, settings: dict[str, ob
 
 
 async def push(edge: Edge, weights: Weights) -> tuple[float, int]:
-    """Change the weights and send them; return seconds and the extra memory of this process."""
+    """Change the weights and send them; return seconds and the extra memory of this
+    process.
+    """
     weights.change()
     synchronize()
     before = 0
@@ -148,32 +164,44 @@ async def timed(edge: Edge, tensors: Iterator[Named], *, adapter: bool = False) 
     return seconds
 
 
-def report_sync(args: argparse.Namespace, num_bytes: int, times: list[float], copied: float, extra: int) -> None:
+def report_sync(
+    args: argparse.Namespace, num_bytes: int, times: list[float], copied: float, extra: int
+) -> None:
     sync = statistics.median(times[2:])
     every = ", ".join(f"{1e3 * seconds:.0f}" for seconds in times[2:])
     print(
-        f"RESULT sync {args.shape} {args.transport}: {num_bytes / 1e9:.2f} GB in {1e3 * sync:.1f} ms ({every}; first "
+        f"RESULT sync {args.shape} {args.transport}: {num_bytes / 1e9:.2f} GB in "
+        f"{1e3 * sync:.1f} ms ({every}; first "
         f"{1e3 * times[0]:.0f}), copy {1e3 * copied:.1f} ms, {sync / copied:.2f} times the copy "
-        f"({sync / (3 * copied + 0.02):.2f} of 3 copies + 20 ms), {num_bytes / sync / 1e9:.1f} GB/s, "
+        f"({sync / (3 * copied + 0.02):.2f} of 3 copies + 20 ms), "
+        f"{num_bytes / sync / 1e9:.1f} GB/s, "
         f"{copied / sync:.2f} of the copy's rate, extra {extra / 2**20:.0f} MiB",
         flush=True,
     )
 
 
-async def push_adapters(edge: Edge, weights: Weights, args: argparse.Namespace, whole: float) -> None:
-    """Time what a run with LoRA sends in each step: A and B of every projection, upon weights that came once."""
+async def push_adapters(
+    edge: Edge, weights: Weights, args: argparse.Namespace, whole: float
+) -> None:
+    """Time what a run with LoRA sends in each step: A and B of every projection, upon
+    weights that came once.
+    """
     tensors: list[Named] = []
     for name, weight in weights.tensors.items():
         if name.endswith("_proj.weight"):
             shapes = ((args.adapter, weight.shape[1]), (weight.shape[0], args.adapter))
-            tensors += ((n, random_like(n, weight.new_empty(s))) for n, s in zip(names_of(name), shapes, strict=True))
+            tensors += (
+                (n, random_like(n, weight.new_empty(s)))
+                for n, s in zip(names_of(name), shapes, strict=True)
+            )
     num_bytes, times = sum(tensor.nbytes for _, tensor in tensors), []
     for _ in range(args.rounds + 2):
         synchronize()
         times.append(await timed(edge, iter(tensors), adapter=True))
     adapter = statistics.median(times[2:])
     print(
-        f"RESULT adapter of rank {args.adapter}: {num_bytes / 1e6:.0f} MB in {1e3 * adapter:.1f} ms, "
+        f"RESULT adapter of rank {args.adapter}: {num_bytes / 1e6:.0f} MB in "
+        f"{1e3 * adapter:.1f} ms, "
         f"{adapter / whole:.2f} of the sync of all weights",
         flush=True,
     )
@@ -191,15 +219,19 @@ async def sleep_and_wake(rollout: VLLMRollout, free: int, device: int, pinned: f
         times.append((slept - start, time.perf_counter() - again))
     sleep, wake = (statistics.median(column) for column in zip(*times[1:], strict=True))
     print(
-        f"RESULT sleep {1e3 * sleep:.1f} ms + wake {1e3 * wake:.1f} ms: {(sleep + wake) / pinned:.2f} of a copy of the "
-        f"weights to pinned memory and back, {1e3 * pinned:.1f} ms; residue {residue / 2**30:.2f} GiB, "
+        f"RESULT sleep {1e3 * sleep:.1f} ms + wake {1e3 * wake:.1f} ms: "
+        f"{(sleep + wake) / pinned:.2f} of a copy of the "
+        f"weights to pinned memory and back, {1e3 * pinned:.1f} ms; residue "
+        f"{residue / 2**30:.2f} GiB, "
         f"{held / 2**30:.2f} of it PyTorch's in the model worker",
         flush=True,
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=SHAPES, default="1.5b")
     parser.add_argument("--transport", default="ipc")
     parser.add_argument("--rounds", type=int, default=7)

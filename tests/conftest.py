@@ -10,7 +10,9 @@ import pytest
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a small Qwen2 of tied embeddings, and its tokenizer with a chat template. Nobody writes into it."""
+    """A folder with a small Qwen2 of tied embeddings, and its tokenizer with a chat
+    template. Nobody writes into it.
+    """
     from coupler.testing.models import write_qwen2
 
     return write_qwen2(tmp_path_factory.mktemp("qwen2"), tied=True)
@@ -25,7 +27,9 @@ def cluster() -> Iterator[str]:
         import ray
         from ray.cluster_utils import Cluster
 
-        nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
+        nodes = Cluster(
+            initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False}
+        )
         nodes.add_node(num_cpus=4)
         ray.init(address=nodes.address, log_to_driver=False, configure_logging=False)
     yield nodes.address

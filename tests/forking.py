@@ -1,4 +1,6 @@
-"""Starts commands in processes that have everything imported: a server that forks, since it never ran a thread."""
+"""Starts commands in processes that have everything imported: a server that forks,
+since it never ran a thread.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ class Forks:
     def __init__(self, log: Path) -> None:
         self.log = log
         pipe = subprocess.PIPE
-        self.server = subprocess.Popen([sys.executable, __file__, str(log)], stdin=pipe, stdout=pipe, text=True)
+        self.server = subprocess.Popen(
+            [sys.executable, __file__, str(log)], stdin=pipe, stdout=pipe, text=True
+        )
         self._ask("ready")
 
     def start(self, argv: list[str]) -> int:
@@ -33,7 +37,8 @@ class Forks:
 
     def kill(self, pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
-        assert self.wait(pid, 10) in (-signal.SIGKILL, 0)  # 0: it had just ended by itself
+        # 0: it had just ended by itself
+        assert self.wait(pid, 10) in (-signal.SIGKILL, 0)
 
     def close(self) -> None:
         self.server.kill()

@@ -1,4 +1,6 @@
-"""A job as a user starts it, on a small Qwen2: arguments, data, a reward, and how to read what it leaves behind."""
+"""A job as a user starts it, on a small Qwen2: arguments, data, a reward, and how to
+read what it leaves behind.
+"""
 
 from __future__ import annotations
 
@@ -18,24 +20,40 @@ COMMON = (
     "engine.max_tokens_per_gpu=256", "trackers=[console,jsonl,tensorboard]",
 )  # fmt: skip
 SAMPLING = ("rollout=hf", "rollout.dtype=fp32", "sampling.max_tokens=8", "samples_per_prompt=4")
-MEASURED = ("time/", "memory/")  # what two equal runs may differ in; deterministic=true has no memory/
+MEASURED = (
+    "time/",
+    "memory/",
+)  # what two equal runs may differ in; deterministic=true has no memory/
 
 
 def write_inputs(folder: Path) -> None:
     """``rows.jsonl`` and ``reward.py``."""
-    rows = [{"prompt": f"what is {i} + 2 ?", "answer": str(i + 2), "difficulty": i % 2} for i in range(6)]
+    rows = [
+        {"prompt": f"what is {i} + 2 ?", "answer": str(i + 2), "difficulty": i % 2}
+        for i in range(6)
+    ]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "reward.py").write_text(REWARD)
 
 
 def arguments(job: str, model: Path, inputs: Path, run_dir: Path) -> list[str]:
     """The command line of ``job``, three steps if it trains."""
-    given = [job, *COMMON, f"model.path={model}", f"run_dir={run_dir}", f"data.source={inputs / 'rows.jsonl'}"]
+    given = [
+        job,
+        *COMMON,
+        f"model.path={model}",
+        f"run_dir={run_dir}",
+        f"data.source={inputs / 'rows.jsonl'}",
+    ]
     if job == "sft":
         return [*given, "algorithm=sft", "steps=3", "prompts_per_step=4"]
     scored = [*given, *SAMPLING, f"reward.target={inputs / 'reward.py'}:score"]
     held_out = [f"eval.data.source={inputs / 'rows.jsonl'}", "eval.data.max_prompt_tokens=64"]
-    return [*scored, *held_out] if job == "eval" else [*scored, "algorithm=grpo", "steps=3", "prompts_per_step=2"]
+    return (
+        [*scored, *held_out]
+        if job == "eval"
+        else [*scored, "algorithm=grpo", "steps=3", "prompts_per_step=2"]
+    )
 
 
 def run(job: str, model: Path, run_dir: Path, *overrides: str) -> Path:
@@ -56,9 +74,17 @@ def reproducible(run_dir: Path, but: tuple[str, ...] = MEASURED) -> list[dict[st
     return [{k: v for k, v in line.items() if not k.startswith(but)} for line in metrics(run_dir)]
 
 
-def replayed(run_dir: Path, step: int, stage: str, capsys: pytest.CaptureFixture[str]) -> dict[str, list[float]]:
-    """What ``coupler replay`` prints: by name, what was recorded, what it is now, and their difference."""
+def replayed(
+    run_dir: Path, step: int, stage: str, capsys: pytest.CaptureFixture[str]
+) -> dict[str, list[float]]:
+    """What ``coupler replay`` prints: by name, what was recorded, what it is now, and
+    their difference.
+    """
     capsys.readouterr()
     assert main(["replay", str(run_dir), "--step", str(step), "--stage", stage]) == 0
     printed = [line.partition(" recorded ") for line in capsys.readouterr().out.splitlines()]
-    return {name.strip(): [float(word) for word in rest.split()[::2]] for name, found, rest in printed if found}
+    return {
+        name.strip(): [float(word) for word in rest.split()[::2]]
+        for name, found, rest in printed
+        if found
+    }

@@ -1,4 +1,6 @@
-"""A rollout that takes its time, and dies on demand; test_replicas.py has it built in actors."""
+"""A rollout that takes its time, and dies on demand; test_replicas.py has it built in
+actors.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""``rollout=routing``: transformers, one sequence at a time, that says which experts each token went to.
+"""``rollout=routing``: transformers, one sequence at a time, that says which experts
+each token went to.
 
-It sends every fourth token to other experts than the router chose, as kernels with other rounding do now and then.
+It sends every fourth token to other experts than the router chose, as kernels with
+other rounding do now and then.
 """
 
 from __future__ import annotations
@@ -15,7 +17,15 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from coupler import Backend, RolloutConfig, hookimpl
-from coupler.interfaces import Completion, InFlight, Rank, Request, Rollout, SyncReceipt, WeightUpdate
+from coupler.interfaces import (
+    Completion,
+    InFlight,
+    Rank,
+    Request,
+    Rollout,
+    SyncReceipt,
+    WeightUpdate,
+)
 from coupler_engine_fsdp.weights import files_of, match
 
 
@@ -33,19 +43,25 @@ class RoutingRollout(Rollout):
     async def setup(self, rank: Rank) -> int:
         """Build a Qwen3-MoE with random weights."""
         self.rank, self.version = rank, -1
-        self.hf = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(self.model.path), dtype=torch.float32)
+        self.hf = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(self.model.path), dtype=torch.float32
+        )
         self.hf.eval().requires_grad_(False)
         matched, experts = match(self.hf, list(files_of(Path(self.model.path))))
         self.targets = {name: tensor for name, tensor in matched.items() if name not in experts}
         for key, places in experts.items():
             self.targets |= {name: place.of(matched[key]) for name, place in places.items()}
-        self.routers = [module for name, module in self.hf.named_modules() if name.endswith("mlp.gate")]
+        self.routers = [
+            module for name, module in self.hf.named_modules() if name.endswith("mlp.gate")
+        ]
         for router in self.routers:
             router.register_forward_hook(self._elsewhere)
         return 1
 
     def _elsewhere(self, router: Any, _args: Any, out: Any) -> Any:
-        """Note where the tokens of this pass go; the experts' weights are of the current scores."""
+        """Note where the tokens of this pass go; the experts' weights are of the
+        current scores.
+        """
         logits, _, chosen = out
         moved = (torch.arange(len(chosen)) + self.fed) % 4 == 1
         chosen = torch.where(moved[:, None], (chosen + 1) % router.num_experts, chosen)
@@ -57,10 +73,15 @@ class RoutingRollout(Rollout):
         ids, logprobs, self.fed = list(request.prompt), list[float](), 0
         generator = torch.Generator().manual_seed(request.seed % 2**63)
         cache, passes = DynamicCache(config=self.hf.config), list[torch.Tensor]()
-        room, finish = request.room(self.hf.config.max_position_embeddings, self.hf.config.vocab_size), "length"
+        room, finish = (
+            request.room(self.hf.config.max_position_embeddings, self.hf.config.vocab_size),
+            "length",
+        )
         while len(logprobs) < room and finish == "length":
             self.routes: list[torch.Tensor] = []
-            logits = self.hf(input_ids=torch.tensor([ids[self.fed :]]), past_key_values=cache).logits[0, -1]
+            logits = self.hf(
+                input_ids=torch.tensor([ids[self.fed :]]), past_key_values=cache
+            ).logits[0, -1]
             passes.append(torch.stack(self.routes, 1))
             self.fed = len(ids)
             log_p = (logits / request.temperature).log_softmax(-1)
@@ -73,7 +94,9 @@ class RoutingRollout(Rollout):
             routes[self.config.silent] = -1
         versions = (self.version,) * len(logprobs)
         tokens = tuple(ids[len(request.prompt) :])
-        return Completion(tokens, tuple(logprobs), versions, finish, routes if request.routed_experts else None)
+        return Completion(
+            tokens, tuple(logprobs), versions, finish, routes if request.routed_experts else None
+        )
 
     async def update(self, update: WeightUpdate) -> SyncReceipt:
         number = size = 0

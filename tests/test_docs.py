@@ -1,10 +1,12 @@
-"""Every command and snippet of the documents: run, planned, composed, executed or checked against what it names.
+"""Every command and snippet of the documents: run, planned, composed, executed or
+checked against what it names.
 
-A page is a script. Snippets with a title are files of its folder, and commands run there in order. A block is checked
-by its language; ``text`` is output. Above a block of commands a comment may say more:
+A page is a script. Snippets with a title are files of its folder, and commands run
+there in order. A block is checked by its language; ``text`` is output. Above a block of
+commands a comment may say more:
 
-``<!-- run: key=value -->``  run the commands, with these overrides, in place of planning them
-``<!-- needs a run folder: parsed -->``  only parse them
+``<!-- run: key=value -->``  run the commands, with these overrides, in place of
+planning them ``<!-- needs a run folder: parsed -->``  only parse them
 
 A line that no check knows fails.
 """
@@ -41,7 +43,8 @@ MARKER = re.compile(r"^<!-- (?P<text>.*) -->$")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 LINES = re.compile(r"\\\n\s*")
 FILES = re.compile(r"\.(py|md|png|yaml|jsonl?)$")
-ELSEWHERE = {"model.head", "critic.engine"}  # an attribute, and a section that plugins fill
+# an attribute, and a section that plugins fill
+ELSEWHERE = {"model.head", "critic.engine"}
 PARSED = "needs a run folder: parsed"
 FAMILIES = "sampled|reward|batch|advantages|staleness|train|critic|train_infer|sync|time|kl|moe"
 
@@ -75,7 +78,9 @@ def blocks(page: Path) -> list[Block]:
         if opened is not None:
             if line == "```":
                 text = "\n".join(lines[start + 1 : number]) + "\n"
-                found.append(Block(page, start + 1, opened["language"], opened["title"] or "", marker, text))
+                found.append(
+                    Block(page, start + 1, opened["language"], opened["title"] or "", marker, text)
+                )
                 opened, marker = None, ""
         elif line.startswith("```"):
             opened, start = FENCE.match(line), number
@@ -98,7 +103,9 @@ def of_language(*languages: str) -> Any:
 
 @pytest.fixture
 def folder(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that looks like a checkout, with a small model and the files of the page on data."""
+    """A folder that looks like a checkout, with a small model and the files of the page
+    on data.
+    """
     for name in ("recipes", "examples", "benchmarks"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "models").mkdir()
@@ -121,7 +128,11 @@ def test_every_block_has_a_check() -> None:
     known = {"", "python", "yaml", "json", "toml", "text"}
     assert not [b.place for page in PAGES for b in BLOCKS[page] if b.language not in known]
     markers = [b for page in PAGES for b in BLOCKS[page] if b.marker]
-    assert not [b.place for b in markers if b.language or not (b.marker.startswith("run") or b.marker == PARSED)]
+    assert not [
+        b.place
+        for b in markers
+        if b.language or not (b.marker.startswith("run") or b.marker == PARSED)
+    ]
 
 
 @of_language("python")
@@ -215,7 +226,11 @@ def check_pip(words: list[str], block: Block) -> None:
 
 def check_pytest(words: list[str], block: Block) -> None:
     """The module is there, and the kit has the options."""
-    declared = set(re.findall(r'"(--[\w-]+)"', (ROOT / "packages/core/src/coupler/testing/plugin.py").read_text()))
+    declared = set(
+        re.findall(
+            r'"(--[\w-]+)"', (ROOT / "packages/core/src/coupler/testing/plugin.py").read_text()
+        )
+    )
     assert words[0] == "--pyargs" and importlib.util.find_spec(words[1]), block.place
     assert {word for word in words[2:] if word.startswith("--")} <= declared, block.place
 
@@ -227,7 +242,9 @@ def check_python(words: list[str], block: Block) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
 def test_commands_and_options_within_a_sentence(page: Path) -> None:
-    """A command in a sentence is parsed; an option that it or another span names is one that there is."""
+    """A command in a sentence is parsed; an option that it or another span names is one
+    that there is.
+    """
     known = set(re.findall(r"^\| `([\w.]+)` \|", (DOCS / "options.md").read_text(), re.MULTILINE))
     sections = {key.partition(".")[0] for key in known if "." in key}
     unknown = []
@@ -238,15 +255,21 @@ def test_commands_and_options_within_a_sentence(page: Path) -> None:
         for word in words:
             key = word.partition("=")[0]
             key = key.removeprefix("critic.") if key.startswith("critic.engine.") else key
-            is_option = re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", key) and key.partition(".")[0] in sections
-            if is_option and not (FILES.search(key) or key in known or any(k.startswith(f"{key}.") for k in known)):
+            is_option = (
+                re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", key) and key.partition(".")[0] in sections
+            )
+            if is_option and not (
+                FILES.search(key) or key in known or any(k.startswith(f"{key}.") for k in known)
+            ):
                 unknown.append(word)
     assert sorted(set(unknown) - ELSEWHERE) == []
 
 
 def spans(page: Path) -> list[str]:
     """Code within sentences."""
-    return re.findall(r"(?<!`)`([^`\n]+)`(?!`)", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL))
+    return re.findall(
+        r"(?<!`)`([^`\n]+)`(?!`)", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    )
 
 
 def test_an_unknown_command_fails(capfd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,7 +300,10 @@ def test_links_lead_somewhere() -> None:
 
 def anchors(page: Path) -> set[str]:
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
-    return {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip()) for heading in headings}
+    return {
+        re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip())
+        for heading in headings
+    }
 
 
 def test_every_page_is_in_the_navigation() -> None:
@@ -301,7 +327,11 @@ def names_of_metrics() -> Iterator[str]:
         if "testing" in file.parts:
             continue
         for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and pattern.fullmatch(node.value):
+            if (
+                isinstance(node, ast.Constant)
+                and isinstance(node.value, str)
+                and pattern.fullmatch(node.value)
+            ):
                 yield node.value
 
 
@@ -312,7 +342,9 @@ def test_every_metric_is_explained() -> None:
 
 
 def test_a_stranger_finds_the_file() -> None:
-    rows = re.findall(r"^\| \d+ \| (.*?\?) \| `(.*?)` \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| \d+ \| (.*?\?) \| `(.*?)` \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE
+    )
     assert len(rows) >= 20
     assert not [question for question, file in rows if not (ROOT / "packages" / file).is_file()]
 

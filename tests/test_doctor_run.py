@@ -1,4 +1,6 @@
-"""``coupler doctor`` with a configuration: tokenizer, chat template, data and reward, each broken for real."""
+"""``coupler doctor`` with a configuration: tokenizer, chat template, data and reward,
+each broken for real.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +36,16 @@ def model(whole: Path, tmp_path: Path) -> Path:
 def findings(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Write rows and a reward, run doctor on them; return its findings by name."""
 
-    def run(*overrides: str, rows: str = '{"prompt": "1 + 1 ?", "answer": "2"}\n' * 3, reward: str = GOOD) -> dict:
+    def run(
+        *overrides: str,
+        rows: str = '{"prompt": "1 + 1 ?", "answer": "2"}\n' * 3,
+        reward: str = GOOD,
+    ) -> dict:
         (tmp_path / "rows.jsonl").write_text(rows)
         (tmp_path / "reward.py").write_text(reward)
         code = main(
-            ["doctor", "--json", f"model.path={model}", f"data.source={tmp_path}/rows.jsonl", f"run_dir={tmp_path}/r",
+            ["doctor", "--json", f"model.path={model}", f"data.source={tmp_path}/rows.jsonl",
+            f"run_dir={tmp_path}/r",
              f"reward.target={tmp_path}/reward.py:score", *overrides]
         )  # fmt: skip
         found = json.loads(capsys.readouterr().out)
@@ -50,9 +57,21 @@ def findings(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 
 def test_all_is_well(findings) -> None:
     found = findings()
-    names = ("model", "weights", "tokenizer", "chat template", "data", "reward", "torch", "transformers")
+    names = (
+        "model",
+        "weights",
+        "tokenizer",
+        "chat template",
+        "data",
+        "reward",
+        "torch",
+        "transformers",
+    )
     assert {name: found[name]["verdict"] for name in names} == dict.fromkeys(names, "ok"), found
-    assert "gives [1.0, 1.0] for the answers of 2 rows, [0.0, 0.0] for nothing" in found["reward"]["text"]
+    assert (
+        "gives [1.0, 1.0] for the answers of 2 rows, [0.0, 0.0] for nothing"
+        in found["reward"]["text"]
+    )
 
 
 def expect(finding: dict, text: str, fix: str) -> None:
@@ -88,16 +107,30 @@ def test_a_template_that_rewrites_turns_is_a_warning(findings, model: Path) -> N
 
 def test_no_data_and_bad_data(findings, tmp_path: Path) -> None:
     expect(findings(rows="")["data"], "rows.jsonl", "")
-    expect(findings(rows='{"question": "1 + 1 ?", "answer": "2"}\n')["data"], "prompt", "prompt_key")
-    expect(findings("data.max_prompt_tokens=2")["data"], "longer than data.max_prompt_tokens=2", "max_prompt_tokens=")
+    expect(
+        findings(rows='{"question": "1 + 1 ?", "answer": "2"}\n')["data"], "prompt", "prompt_key"
+    )
+    expect(
+        findings("data.max_prompt_tokens=2")["data"],
+        "longer than data.max_prompt_tokens=2",
+        "max_prompt_tokens=",
+    )
     expect(findings(f"eval.data.source={tmp_path}/no.jsonl")["eval.data"], "no.jsonl", "")
 
 
 def test_a_reward_that_fails(findings) -> None:
     expect(findings(reward="import nothing_of_this_name")["reward"], "nothing_of_this_name", "")
-    expect(findings(reward="def score(completion):\n    return 1 / 0\n")["reward"], "division by zero", "finite number")
+    expect(
+        findings(reward="def score(completion):\n    return 1 / 0\n")["reward"],
+        "division by zero",
+        "finite number",
+    )
     hangs = "import time\ndef score(completion):\n    time.sleep(99)\n"
-    expect(findings("reward.timeout_s=0.2", reward=hangs)["reward"], "took longer than 0.2 s", "finite number")
+    expect(
+        findings("reward.timeout_s=0.2", reward=hangs)["reward"],
+        "took longer than 0.2 s",
+        "finite number",
+    )
 
 
 def test_remote_code_is_pointed_out(findings, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,11 +140,19 @@ def test_remote_code_is_pointed_out(findings, capsys: pytest.CaptureFixture[str]
 
 
 def test_a_kernel_of_another_torch(tmp_path: Path) -> None:
-    (tmp_path / "flash_attn.py").write_text("raise ImportError('undefined symbol: _ZN3c104cuda9SetDeviceEi')")
-    code = (
-        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from coupler.cli import main; sys.exit(main(['doctor']))"
+    (tmp_path / "flash_attn.py").write_text(
+        "raise ImportError('undefined symbol: _ZN3c104cuda9SetDeviceEi')"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from coupler.cli import main; "
+        "sys.exit(main(['doctor']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 1, done.stderr
-    assert "problem  flash-attn     is installed but cannot be imported: ImportError: undefined symbol" in done.stdout
+    assert (
+        "problem  flash-attn     is installed but cannot be imported: ImportError: undefined symbol"
+        in done.stdout
+    )
     assert "pip install --force-reinstall --no-build-isolation --no-deps flash-attn" in done.stdout

@@ -1,4 +1,6 @@
-"""engine=megatron trains as engine=fsdp does: the same model, data and seeds, however its ranks split the work."""
+"""engine=megatron trains as engine=fsdp does: the same model, data and seeds, however
+its ranks split the work.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,10 @@ References = Callable[[str], TransformersReference]
 def surrogate(out: Columns, batch: Columns) -> tuple[object, Metrics]:
     """The kit's loss, and what it adds up to."""
     token_loss, metrics = losses.surrogate(out, batch)
-    return token_loss, {**metrics, "loss": Metric((token_loss.detach() * batch["loss_weight"]).sum(), how="sum")}
+    return token_loss, {
+        **metrics,
+        "loss": Metric((token_loss.detach() * batch["loss_weight"]).sum(), how="sum"),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +49,9 @@ def reference_of(tmp_path_factory: pytest.TempPathFactory) -> References:
     @cache
     def make(name: str) -> TransformersReference:
         folder = tmp_path_factory.mktemp(name)
-        return TransformersReference(write_qwen3_moe(folder) if name == "moe" else write_qwen2(folder, tied=False))
+        return TransformersReference(
+            write_qwen3_moe(folder) if name == "moe" else write_qwen2(folder, tied=False)
+        )
 
     return make
 
@@ -53,7 +60,9 @@ def batches(reference: TransformersReference, number: int = STEPS) -> list[Batch
     return [weighted(make_batch(reference, seed=seed)) for seed in range(number)]
 
 
-def trained(engine: str, reference: TransformersReference, ranks: int, folder: Path, **more: object) -> np.ndarray:
+def trained(
+    engine: str, reference: TransformersReference, ranks: int, folder: Path, **more: object
+) -> np.ndarray:
     """[2, STEPS] losses and gradient norms."""
     subject = Subject(Plugins.load().get("engine", engine))
     settings = {"lr": 1e-3, "dtype": "fp32", "max_tokens_per_gpu": 28, **more}
@@ -69,7 +78,9 @@ def trained(engine: str, reference: TransformersReference, ranks: int, folder: P
 
 
 @pytest.fixture(scope="module")
-def alone(reference_of: References, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], np.ndarray]:
+def alone(
+    reference_of: References, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], np.ndarray]:
     """One rank of FSDP."""
 
     @cache
@@ -86,13 +97,19 @@ def test_losses_and_the_first_gradient_are_equal(
     name, ranks, settings = LAYOUTS[layout]
     found, norms = trained("megatron", reference_of(name), ranks, tmp_path / "world", **settings)
     want, want_norms = alone(name)
-    assert np.abs(want - want[0]).max() > 0.05 * np.abs(want).max(), "the losses hardly differ: nothing is compared"
+    assert np.abs(want - want[0]).max() > 0.05 * np.abs(want).max(), (
+        "the losses hardly differ: nothing is compared"
+    )
     np.testing.assert_allclose(found, want, rtol=1e-3)
     assert norms[0] == pytest.approx(want_norms[0], rel=1e-3)
 
 
-def test_what_one_engine_exports_the_other_trains_on(reference_of: References, tmp_path: Path) -> None:
-    """Two steps on TP2 x PP2, its weights in a Hugging Face folder, and the same log-probs from FSDP."""
+def test_what_one_engine_exports_the_other_trains_on(
+    reference_of: References, tmp_path: Path
+) -> None:
+    """Two steps on TP2 x PP2, its weights in a Hugging Face folder, and the same
+    log-probs from FSDP.
+    """
     plugins, worlds, reference = Plugins.load(), [], reference_of("dense")
     *first, last = batches(reference, 3)
 
@@ -100,7 +117,9 @@ def test_what_one_engine_exports_the_other_trains_on(reference_of: References, t
         place = tmp_path / engine
         place.mkdir()
         settings = {"lr": 1e-2, "dtype": "fp32", **more}
-        worlds.append(World(Subject(plugins.get("engine", engine)).recipe(folder, **settings), ranks, place))
+        worlds.append(
+            World(Subject(plugins.get("engine", engine)).recipe(folder, **settings), ranks, place)
+        )
         return worlds[-1]
 
     split = start("megatron", reference.folder, 4, tensor_parallel=2, pipeline_parallel=2)
@@ -110,6 +129,8 @@ def test_what_one_engine_exports_the_other_trains_on(reference_of: References, t
     whole = start("fsdp", folder, 1)
     (want,), (got,) = (world.forward([last], ("logprobs",)) for world in (split, whole))
     np.testing.assert_allclose(got["logprobs"], want["logprobs"], atol=5e-5)
-    assert np.abs(want["logprobs"] - reference.outputs(last)["logprobs"]).max() > 1e-2, "nothing was trained"
+    assert np.abs(want["logprobs"] - reference.outputs(last)["logprobs"]).max() > 1e-2, (
+        "nothing was trained"
+    )
     for world in worlds:
         world.close()

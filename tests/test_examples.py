@@ -1,4 +1,6 @@
-"""Every kind of plugin as a third party publishes it: seven wheels that know core, and no core that knows them."""
+"""Every kind of plugin as a third party publishes it: seven wheels that know core, and
+no core that knows them.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ CHOSEN = (
 
 def call(*command: object, cwd: Path, timeout_s: float = 300) -> str:
     """Run a command away from the sources, and return what it printed."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "COUPLER_PLUGINS")}
+    environment = {
+        k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "COUPLER_PLUGINS")
+    }
     environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [str(word) for word in command],
@@ -61,7 +65,14 @@ def call(*command: object, cwd: Path, timeout_s: float = 300) -> str:
 def code_lines(path: Path) -> int:
     """Lines of a module that hold code."""
     text = path.read_text()
-    nothing = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    nothing = {
+        tokenize.COMMENT,
+        tokenize.NL,
+        tokenize.NEWLINE,
+        tokenize.INDENT,
+        tokenize.DEDENT,
+        tokenize.ENDMARKER,
+    }
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in nothing:
@@ -70,7 +81,11 @@ def code_lines(path: Path) -> int:
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             first = node.body[0] if node.body else None
-            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and ast.get_docstring(node):
+            if (
+                isinstance(first, ast.Expr)
+                and isinstance(first.value, ast.Constant)
+                and ast.get_docstring(node)
+            ):
                 lines -= set(range(first.lineno, (first.end_lineno or first.lineno) + 1))
     return len(lines)
 
@@ -81,26 +96,42 @@ def test_every_kind_has_an_example() -> None:
 
 @pytest.mark.parametrize("folder", LIMITS)
 def test_an_example_is_short(folder: str) -> None:
-    """What announces a backend, ``plugin.py``, is not counted: it is the same for all."""
-    counted = {path: code_lines(path) for path in (EXAMPLES / folder / "src").rglob("*.py") if path.name != "plugin.py"}
+    """What announces a backend, ``plugin.py``, is not counted: it is the same for
+    all.
+    """
+    counted = {
+        path: code_lines(path)
+        for path in (EXAMPLES / folder / "src").rglob("*.py")
+        if path.name != "plugin.py"
+    }
     assert 0 < sum(counted.values()) <= LIMITS[folder], counted
 
 
 def test_code_is_counted_without_comments_and_docstrings(tmp_path: Path) -> None:
     module = tmp_path / "module.py"
     module.write_text(
-        '"""Doc.\n\nMore.\n"""\n\n# no\nx = """a\nb"""\n\ndef f():\n    """Doc."""\n    return 1  # yes\n'
+        '"""Doc.\n\nMore.\n"""\n\n# no\nx = """a\nb"""\n\ndef f():\n    """Doc."""\n    '
+        "return 1  # yes\n"
     )
     assert code_lines(module) == 4
 
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of an environment with wheels of core and of every example, built from copies.
+    """The interpreter of an environment with wheels of core and of every example, built
+    from copies.
 
-    Heavy dependencies are those of the interpreter that runs the tests; its editable packages are not among them.
+    Heavy dependencies are those of the interpreter that runs the tests; its editable
+    packages are not among them.
     """
-    uv = next((path for path in (ROOT / ".tools/bin/uv", shutil.which("uv")) if path and Path(path).exists()), None)
+    uv = next(
+        (
+            path
+            for path in (ROOT / ".tools/bin/uv", shutil.which("uv"))
+            if path and Path(path).exists()
+        ),
+        None,
+    )
     if uv is None:
         pytest.skip("uv is not installed: make setup installs it")
     folder = tmp_path_factory.mktemp("examples")
@@ -128,13 +159,24 @@ def test_they_come_from_wheels(python: Path, tmp_path: Path) -> None:
 def test_they_conform(python: Path, tmp_path: Path) -> None:
     """All at once: the engine and the rollout are checked as a pair too."""
     chosen = [f"--coupler={one}" for one in CHOSEN]
-    kit = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", "--pyargs", "coupler.testing.conformance")
+    kit = (
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--tb=short",
+        "--pyargs",
+        "coupler.testing.conformance",
+    )
     printed = call(python, *kit, *chosen, cwd=tmp_path, timeout_s=300)
     assert " passed" in printed or "[100%]" in printed
 
 
 def test_a_run_of_nothing_but_examples(python: Path, tmp_path: Path) -> None:
-    """No backend of this repository takes part, and the numbers are in the tracker's database."""
+    """No backend of this repository takes part, and the numbers are in the tracker's
+    database.
+    """
     model = write_qwen2(tmp_path / "model", tied=True)
     run_dir = tmp_path / "run"
     options = (
@@ -159,8 +201,12 @@ def test_a_run_of_nothing_but_examples(python: Path, tmp_path: Path) -> None:
     logged = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in logged] == [0, 1, 2, 3], "the proof and three steps"
     found = {line["step"]: line["train_infer/abs_diff"] for line in logged[1:]}
-    assert all(difference < 1e-4 for difference in found.values()), "the rollout runs the engine's weights"
+    assert all(difference < 1e-4 for difference in found.values()), (
+        "the rollout runs the engine's weights"
+    )
     database = sqlite3.connect(run_dir / "metrics.sqlite")
-    rows = dict(database.execute("SELECT step, value FROM metrics WHERE name = 'train_infer/abs_diff'"))
+    rows = dict(
+        database.execute("SELECT step, value FROM metrics WHERE name = 'train_infer/abs_diff'")
+    )
     database.close()
     assert rows == found

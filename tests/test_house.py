@@ -1,4 +1,5 @@
-"""The tree stays easy to find one's way in: few rooms, a thin kernel, short files and functions.
+"""The tree stays easy to find one's way in: few rooms, a thin kernel, short files and
+functions.
 
 ``python tests/test_house.py`` writes the table of lines in ARCHITECTURE.md again.
 """
@@ -18,13 +19,18 @@ KERNEL = (
 )  # fmt: skip
 NOT_KERNEL = "worker/torch"
 MAX_KERNEL, MAX_ENTRIES, MAX_FILE, MAX_FUNCTION = 6000, 20, 400, 65
-START, END = "Lines, blank ones and docstrings included:", "## How a step goes"
+START, END = "Lines, docstrings included, blank ones not:", "## How a step goes"
 STEP = 100  # lines to which the table rounds
 
 
 def lines(path: Path) -> int:
     files = path.rglob("*.py") if path.is_dir() else [path]
-    return sum(len(file.read_text().splitlines()) for file in files)
+    return sum(written(file.read_text().splitlines()) for file in files)
+
+
+def written(source: list[str]) -> int:
+    """Count the lines that are not blank, since blank lines cost a reader nothing."""
+    return sum(bool(line.strip()) for line in source)
 
 
 def kernel() -> int:
@@ -32,7 +38,9 @@ def kernel() -> int:
 
 
 def rooms() -> dict[str, int]:
-    entries = sorted(path for path in CORE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists())
+    entries = sorted(
+        path for path in CORE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+    )
     return {path.name: lines(path) for path in entries}
 
 
@@ -54,10 +62,11 @@ def shown() -> dict[str, int]:
 
 
 def functions(file: Path) -> Iterator[tuple[str, int]]:
-    for node in ast.walk(ast.parse(file.read_text())):
+    source = file.read_text()
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            assert node.end_lineno
-            yield f"{file.relative_to(ROOT)}:{node.name}", node.end_lineno - node.lineno + 1
+            body = source.splitlines()[node.lineno - 1 : node.end_lineno]
+            yield f"{file.relative_to(ROOT)}:{node.name}", written(body)
 
 
 def test_the_kernel_is_thin() -> None:
@@ -69,9 +78,13 @@ def test_core_has_few_rooms() -> None:
 
 
 def test_files_and_functions_are_short() -> None:
-    files = [file for file in ROOT.glob("packages/*/src/**/*.py") if "conformance" not in file.parts]
+    files = [
+        file for file in ROOT.glob("packages/*/src/**/*.py") if "conformance" not in file.parts
+    ]
     assert len(files) > 100
-    assert not {str(file.relative_to(ROOT)): lines(file) for file in files if lines(file) > MAX_FILE}
+    assert not {
+        str(file.relative_to(ROOT)): lines(file) for file in files if lines(file) > MAX_FILE
+    }
     found = dict(each for file in files for each in functions(file))
     assert not {name: size for name, size in found.items() if size > MAX_FUNCTION}
 
@@ -79,7 +92,11 @@ def test_files_and_functions_are_short() -> None:
 def test_the_architecture_says_how_large_each_room_is() -> None:
     said = shown()
     assert said.keys() == rooms().keys()
-    assert not {name: (number, said[name]) for name, number in rooms().items() if abs(number - said[name]) > 2 * STEP}
+    assert not {
+        name: (number, said[name])
+        for name, number in rooms().items()
+        if abs(number - said[name]) > 2 * STEP
+    }
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""The three jobs from their command line: engine=fsdp and rollout=hf on a small Qwen2, and the folders they leave."""
+"""The three jobs from their command line: engine=fsdp and rollout=hf on a small Qwen2,
+and the folders they leave.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,23 @@ from coupler.system.seeding import stream
 from coupler_engine_fsdp.config import FSDPConfig
 from coupler_engine_fsdp.engine import FSDPEngine
 
-EVERY_FILE = {"config.yaml", "coupler.log", "run.json", "metrics.jsonl", "tensorboard", "checkpoints", "export"}
+EVERY_FILE = {
+    "config.yaml",
+    "coupler.log",
+    "run.json",
+    "metrics.jsonl",
+    "tensorboard",
+    "checkpoints",
+    "export",
+}
 NUM_TOKENS = 24
 
 
 @pytest.fixture(scope="module")
 def trained(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of GRPO as it comes: KL in the loss, one optimizer step per batch, synchronous."""
+    """The run folder of GRPO as it comes: KL in the loss, one optimizer step per batch,
+    synchronous.
+    """
     return run("train", model, tmp_path_factory.mktemp("trained") / "run")
 
 
@@ -49,8 +61,13 @@ def engine_logprobs(model: Path, checkpoint: Path) -> Tensor:
     engine = FSDPEngine(FSDPConfig(), Model(str(model)))
     engine.setup(Rank())
     engine.load(checkpoint, frozenset({Part.PARAMS}))
-    columns = {"tokens": tokens().int().numpy(), "loss_mask": (torch.arange(NUM_TOKENS) > 0).numpy()}
-    batch = Batch(torch.tensor([NUM_TOKENS]).numpy(), columns, {"temperature": torch.ones(1).numpy()})
+    columns = {
+        "tokens": tokens().int().numpy(),
+        "loss_mask": (torch.arange(NUM_TOKENS) > 0).numpy(),
+    }
+    batch = Batch(
+        torch.tensor([NUM_TOKENS]).numpy(), columns, {"temperature": torch.ones(1).numpy()}
+    )
     return torch.from_numpy(engine.forward(batch, (Output("logprobs"),))["logprobs"][1:])
 
 
@@ -59,13 +76,19 @@ def test_the_run_folder(trained: Path, model: Path) -> None:
     assert [line["step"] for line in metrics(trained)] == [0, 1, 2, 3]
     given = arguments("train", model, trained.parent, trained)[1:]
     plugins = Plugins.load()
-    assert compose(plugins, [], str(trained / "config.yaml")).config == compose(plugins, given).config
+    assert (
+        compose(plugins, [], str(trained / "config.yaml")).config == compose(plugins, given).config
+    )
 
 
 def test_the_checkpoint_holds_what_its_manifest_says(trained: Path) -> None:
     (folder,) = (trained / "checkpoints").iterdir()
     manifest = json.loads((folder / "MANIFEST.json").read_text())
-    assert (folder.name, manifest["step"], manifest["parts"]) == ("step_3", 3, ["optimizer", "params"])
+    assert (folder.name, manifest["step"], manifest["parts"]) == (
+        "step_3",
+        3,
+        ["optimizer", "params"],
+    )
     written = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
     assert manifest["files"].keys() == written - {"MANIFEST.json"}
     for name, entry in manifest["files"].items():
@@ -73,7 +96,11 @@ def test_the_checkpoint_holds_what_its_manifest_says(trained: Path) -> None:
 
 
 def test_every_start_says_what_it_was_made_of(
-    trained: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    trained: Path,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The data and the configuration as the checkpoint has them; other ones show."""
     (start,) = json.loads((trained / "run.json").read_text())
@@ -82,15 +109,21 @@ def test_every_start_says_what_it_was_made_of(
         name: manifest[name] for name in ("data", "config", "packages")
     }
     monkeypatch.setattr(
-        "coupler.plugins.tested.version", lambda name: "99" if name == "transformers" else version(name)
+        "coupler.plugins.tested.version",
+        lambda name: "99" if name == "transformers" else version(name),
     )
-    (other,) = json.loads((run("train", model, tmp_path / "run", "data.limit=4", "steps=1") / "run.json").read_text())
+    (other,) = json.loads(
+        (run("train", model, tmp_path / "run", "data.limit=4", "steps=1") / "run.json").read_text()
+    )
     assert other["data"] != start["data"] and other["config"] != start["config"]
     plan = start["plan"]
     assert (plan["sequences_per_step"], plan["num_shards"], plan["max_micro_batches"]) == (8, 1, 3)
     assert [worker["name"] for worker in plan["workers"]] == ["policy", "reference", "rollout"]
     (warned,) = [line for line in capsys.readouterr().err.splitlines() if "tested with" in line]
-    assert warned.startswith("coupler: warning: transformers 99 is outside the range ") and "fsdp (" in warned
+    assert (
+        warned.startswith("coupler: warning: transformers 99 is outside the range ")
+        and "fsdp (" in warned
+    )
 
 
 def test_tensorboard_shows_the_same_numbers(trained: Path) -> None:
@@ -100,12 +133,16 @@ def test_tensorboard_shows_the_same_numbers(trained: Path) -> None:
     events.Reload()
     for name in ("reward/mean", "loss", "sync/probe"):
         shown = {event.step: event.value for event in events.Scalars(name)}
-        assert shown == pytest.approx({line["step"]: line[name] for line in metrics(trained) if name in line}, rel=1e-6)
+        assert shown == pytest.approx(
+            {line["step"]: line[name] for line in metrics(trained) if name in line}, rel=1e-6
+        )
 
 
 def test_the_export_is_the_trained_model(trained: Path, model: Path) -> None:
     exported = logprobs(trained / "export")
-    assert (exported - engine_logprobs(model, trained / "checkpoints" / "step_3" / "policy")).abs().max() < 1e-4
+    assert (
+        exported - engine_logprobs(model, trained / "checkpoints" / "step_3" / "policy")
+    ).abs().max() < 1e-4
     assert (exported - logprobs(model)).abs().mean() > 0.1
     text = "what is 1 + 2 ?"
     here, there = (AutoTokenizer.from_pretrained(folder) for folder in (trained / "export", model))
@@ -115,7 +152,11 @@ def test_the_export_is_the_trained_model(trained: Path, model: Path) -> None:
 def test_what_training_reports(trained: Path) -> None:
     start, *steps = metrics(trained)
     assert start["sync/probe"] < 1e-5 < 0.1 < start["sync/probe_permuted"]
-    assert [line["kl_ref"] > 0 for line in steps] == [False, True, True]  # the reference stays where the policy began
+    assert [line["kl_ref"] > 0 for line in steps] == [
+        False,
+        True,
+        True,
+    ]  # the reference stays where the policy began
     for line in steps:
         assert line["train_infer/abs_diff"] < 1e-5 < line["train/grad_norm"]
         assert line["loss"] == pytest.approx(line["policy_loss"] + 0.04 * line["kl_ref"], abs=1e-6)
@@ -135,10 +176,14 @@ def test_another_seed_gives_others(trained: Path, model: Path, tmp_path: Path) -
 
 
 def test_kl_in_the_reward(model: Path, tmp_path: Path) -> None:
-    """Where the policy is the reference the penalty is zero, whatever its coefficient; a step later it is not."""
+    """Where the policy is the reference the penalty is zero, whatever its coefficient;
+    a step later it is not.
+    """
     options = ("algorithm=grpo", "algorithm.kl=in_reward", "steps=2")
     weak, strong = (
-        reproducible(run("train", model, tmp_path / str(coef) / "run", *options, f"algorithm.kl_coef={coef}"))
+        reproducible(
+            run("train", model, tmp_path / str(coef) / "run", *options, f"algorithm.kl_coef={coef}")
+        )
         for coef in (0.04, 4)
     )
     assert weak[1] == strong[1] and weak[2]["kl_ref"] == strong[2]["kl_ref"] > 0
@@ -158,9 +203,12 @@ def test_with_lora_the_policy_is_its_own_reference(
 
 def test_several_optimizer_steps_evaluations_and_checkpoints(model: Path, tmp_path: Path) -> None:
     folder = run(
-        "train", model, tmp_path / "run", "algorithm=rloo", "steps=3", "optimizer_steps_per_batch=2", "engine.lr=1e-3",
-        f"eval.data.source={tmp_path / 'rows.jsonl'}", "eval.data.max_prompt_tokens=64", "eval.every_steps=2",
-        "eval.at_start=true", "checkpoint.every_steps=1", "checkpoint.optimizer=false", "checkpoint.export=false",
+        "train", model, tmp_path / "run", "algorithm=rloo", "steps=3",
+        "optimizer_steps_per_batch=2", "engine.lr=1e-3",
+        f"eval.data.source={tmp_path / 'rows.jsonl'}", "eval.data.max_prompt_tokens=64",
+        "eval.every_steps=2",
+        "eval.at_start=true", "checkpoint.every_steps=1", "checkpoint.optimizer=false",
+        "checkpoint.export=false",
     )  # fmt: skip
     _, *steps = metrics(folder)
     for line in steps:
@@ -170,11 +218,15 @@ def test_several_optimizer_steps_evaluations_and_checkpoints(model: Path, tmp_pa
     samples = {f"eval_{step}.jsonl" for step in evaluated}
     assert {path.name for path in folder.iterdir()} == (EVERY_FILE - {"export"}) | samples
     for step in (2, 3):
-        manifest = json.loads((folder / "checkpoints" / f"step_{step}" / "MANIFEST.json").read_text())
+        manifest = json.loads(
+            (folder / "checkpoints" / f"step_{step}" / "MANIFEST.json").read_text()
+        )
         assert (manifest["step"], manifest["parts"]) == (step, ["params"])
 
 
-def test_staleness_is_bounded(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_staleness_is_bounded(
+    model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     asynchronous = ("max_staleness=1", "algorithm.behaviour=rollout", "steps=4")
     _, *steps = metrics(run("train", model, tmp_path / "run", *asynchronous))
     assert steps[0]["staleness/max"] == 0
@@ -191,9 +243,13 @@ def test_supervised_training_lowers_the_loss(model: Path, tmp_path: Path) -> Non
     assert len(losses) == 3 and losses[0] > losses[1] > losses[2]
     assert {path.name for path in folder.iterdir()} == EVERY_FILE
     exported = logprobs(folder / "export")
-    assert (exported - engine_logprobs(model, folder / "checkpoints" / "step_3" / "policy")).abs().max() < 1e-4
+    assert (
+        exported - engine_logprobs(model, folder / "checkpoints" / "step_3" / "policy")
+    ).abs().max() < 1e-4
     assert (exported - logprobs(model)).abs().mean() > 0.1
-    assert reproducible(run("sft", model, tmp_path / "again" / "run", *options)) == reproducible(folder)
+    assert reproducible(run("sft", model, tmp_path / "again" / "run", *options)) == reproducible(
+        folder
+    )
 
 
 def test_evaluation_with_a_top_p_that_leaves_one_token_is_greedy(
@@ -229,8 +285,15 @@ def test_a_folder_that_holds_a_run_is_refused(
     assert main(arguments(job, model, tmp_path, trained)) == 2
     assert contents(trained) == before
     shown = capfd.readouterr().err
-    assert f"coupler: run_dir={trained} holds a run " in shown and "; nothing in it was touched" in shown
-    advice = "\n  try:  another run_dir" if job is Job.EVAL else "\n  or:   another run_dir to start anew"
+    assert (
+        f"coupler: run_dir={trained} holds a run " in shown
+        and "; nothing in it was touched" in shown
+    )
+    advice = (
+        "\n  try:  another run_dir"
+        if job is Job.EVAL
+        else "\n  or:   another run_dir to start anew"
+    )
     assert advice in shown
     assert "Traceback" not in shown
 

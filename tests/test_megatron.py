@@ -1,4 +1,6 @@
-"""GRPO with engine=megatron and rollout=hf from the command line: policy and reference in one process, on the CPU."""
+"""GRPO with engine=megatron and rollout=hf from the command line: policy and reference
+in one process, on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,13 @@ from coupler.testing.subject import configured
 from coupler.worker.spec import WorkerSpec
 from coupler_engine_megatron.config import MegatronConfig
 
-ENGINE = ("engine=megatron", "trackers=[jsonl]", "deterministic=true", "profile.steps=[1]", "record.every_steps=1")
+ENGINE = (
+    "engine=megatron",
+    "trackers=[jsonl]",
+    "deterministic=true",
+    "profile.steps=[1]",
+    "record.every_steps=1",
+)
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +56,12 @@ def test_it_trains_and_rollouts_follow(trained: Path) -> None:
     assert all(line["train_infer/abs_diff"] < 1e-3 for line in lines[1:])
 
 
-def test_the_export_is_the_trained_model_in_the_layout_it_came_in(trained: Path, model: Path) -> None:
-    exported, before = (load_file(folder / "model.safetensors") for folder in (trained / "export", model))
+def test_the_export_is_the_trained_model_in_the_layout_it_came_in(
+    trained: Path, model: Path
+) -> None:
+    exported, before = (
+        load_file(folder / "model.safetensors") for folder in (trained / "export", model)
+    )
     assert {n: t.shape for n, t in exported.items()} == {n: t.shape for n, t in before.items()}
     assert any(not torch.equal(exported[name], tensor) for name, tensor in before.items())
     assert AutoModelForCausalLM.from_pretrained(trained / "export").config.model_type == "qwen2"
@@ -58,26 +70,44 @@ def test_the_export_is_the_trained_model_in_the_layout_it_came_in(trained: Path,
 def test_a_run_of_any_layout_is_exported_and_replayed_by_one_rank(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """Checkpoints are the same for every layout; the folder says that many ranks made this one."""
+    """Checkpoints are the same for every layout; the folder says that many ranks made
+    this one.
+    """
     shutil.copytree(trained, tmp_path / "run")
     config = tmp_path / "run" / "config.yaml"
     layout = {
-        "ranks": 64, "tensor_parallel": 2, "pipeline_parallel": 2, "virtual_pipeline": 2, "context_parallel": 2,
-        "expert_parallel": 2, "expert_tensor_parallel": 2, "first_stage_layers": 3, "last_stage_layers": 5,
+        "ranks": 64, "tensor_parallel": 2, "pipeline_parallel": 2, "virtual_pipeline": 2,
+        "context_parallel": 2,
+        "expert_parallel": 2, "expert_tensor_parallel": 2, "first_stage_layers": 3,
+        "last_stage_layers": 5,
     }  # fmt: skip
     values = OmegaConf.load(config)
     values.engine.update(layout)
     OmegaConf.save(OmegaConf.merge(values, {"executor": "ray"}), config)
     assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 0
-    exported, before = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", trained / "export"))
-    assert exported.keys() == before.keys() and all(torch.equal(exported[name], before[name]) for name in before)
+    exported, before = (
+        load_file(folder / "model.safetensors") for folder in (tmp_path / "out", trained / "export")
+    )
+    assert exported.keys() == before.keys() and all(
+        torch.equal(exported[name], before[name]) for name in before
+    )
     assert replayed(tmp_path / "run", 1, "train", capsys)
 
 
-def test_a_plan_prints_how_ranks_split_the_work(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    sizes = ("engine.ranks=4", "engine.tensor_parallel=2", "engine.pipeline_parallel=2", "executor=ray")
+def test_a_plan_prints_how_ranks_split_the_work(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    sizes = (
+        "engine.ranks=4",
+        "engine.tensor_parallel=2",
+        "engine.pipeline_parallel=2",
+        "executor=ray",
+    )
     write_inputs(tmp_path)
-    assert main([*arguments("plan", model, tmp_path, tmp_path / "run"), "engine=megatron", *sizes]) == 0
+    assert (
+        main([*arguments("plan", model, tmp_path, tmp_path / "run"), "engine=megatron", *sizes])
+        == 0
+    )
     printed = " ".join(capsys.readouterr().out.split())
     assert "1 data shard; policy (engine megatron: tensor 2 x pipeline 2) x 4" in printed
 
@@ -87,17 +117,23 @@ def test_two_runs_are_equal(trained: Path, model: Path, tmp_path: Path) -> None:
 
 
 def test_a_policy_and_a_critic_go_on_with_equal_bits(model: Path, tmp_path: Path) -> None:
-    """PPO in one go, and as two steps of which the second goes on: metrics, both exports, and `coupler export`."""
+    """PPO in one go, and as two steps of which the second goes on: metrics, both
+    exports, and `coupler export`.
+    """
     ppo = (*ENGINE[:3], "algorithm=ppo", "critic.engine.lr=3e-3", "optimizer_steps_per_batch=2")
     whole, again = (tmp_path / name / "run" for name in ("whole", "again"))
     run("train", model, whole, *ppo, "steps=2")
     for steps in (1, 2):
         run("train", model, again, *ppo, f"steps={steps}")
-    found, want = ([line | {"run/steps": 0} for line in reproducible(folder)] for folder in (again, whole))
+    found, want = (
+        [line | {"run/steps": 0} for line in reproducible(folder)] for folder in (again, whole)
+    )
     assert found == want and want[-1]["critic/loss"] > 0 and want[-1]["critic/values"] != 0
     assert main(["export", str(again), "--out", str(tmp_path / "exported")]) == 0
     folders = [again / "export", again / "export_critic", tmp_path / "exported"]
-    for folder, same in zip(folders, (whole / "export", whole / "export_critic", whole / "export"), strict=True):
+    for folder, same in zip(
+        folders, (whole / "export", whole / "export_critic", whole / "export"), strict=True
+    ):
         tensors, expected = (load_file(each / "model.safetensors") for each in (folder, same))
         assert tensors.keys() == expected.keys()
         assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items()), folder
@@ -111,17 +147,27 @@ def test_supervised_training_is_that_of_fsdp(model: Path, tmp_path: Path) -> Non
         for engine in ("megatron", "fsdp")
     )
     for name in ("nll", "train/grad_norm"):
-        assert [line[name] for line in ours] == pytest.approx([line[name] for line in theirs], rel=1e-3)
+        assert [line[name] for line in ours] == pytest.approx(
+            [line[name] for line in theirs], rel=1e-3
+        )
 
 
 def test_recorded_routes_are_replayed(tmp_path: Path) -> None:
-    """Two optimizer steps on a mixture of experts, sent where the pass for old log-probs sent the tokens."""
+    """Two optimizer steps on a mixture of experts, sent where the pass for old
+    log-probs sent the tokens.
+    """
     reference = TransformersReference(write_qwen3_moe(tmp_path / "model"))
     plugins = Plugins.load()
     algorithm = plugins.get("algorithm", "grpo")
     engine = MegatronConfig(lr=1e-2, max_tokens_per_gpu=28)
     trained = (algorithm.target, configured(algorithm.config, {"kl": "none"}))
-    spec = WorkerSpec("policy", plugins.get("engine", "megatron").target, engine, Model(str(reference.folder)), trained)
+    spec = WorkerSpec(
+        "policy",
+        plugins.get("engine", "megatron").target,
+        engine,
+        Model(str(reference.folder)),
+        trained,
+    )
     policy = EngineGroup(Local(inline=True, waits=Waits(60.0, 60.0)), spec, [Rank()])
 
     async def go() -> tuple[Batch, Metrics]:
@@ -135,27 +181,48 @@ def test_recorded_routes_are_replayed(tmp_path: Path) -> None:
         return batch, (await policy.train(batch, 2, None)).metrics
 
     batch, metrics = asyncio.run(go())
-    np.testing.assert_array_equal(np.sort(batch["routed_experts"], 2), np.sort(reference.routes(batch), 2))
-    np.testing.assert_allclose(batch["old_logprobs"], reference.outputs(batch)["logprobs"], atol=1e-4)
+    np.testing.assert_array_equal(
+        np.sort(batch["routed_experts"], 2), np.sort(reference.routes(batch), 2)
+    )
+    np.testing.assert_allclose(
+        batch["old_logprobs"], reference.outputs(batch)["logprobs"], atol=1e-4
+    )
     moved = metrics["moe/route_disagreement"]
-    assert 0 < moved.value < 0.5, "the second step's weights choose others now and then; the first one's do not"
+    assert 0 < moved.value < 0.5, (
+        "the second step's weights choose others now and then; the first one's do not"
+    )
     assert 1 <= metrics["moe/max_load"].value <= 4
 
 
 @pytest.fixture
 def routed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], Path]:
-    """The command line of a job whose rollout sends some tokens to other experts than the routers would; its folder."""
+    """The command line of a job whose rollout sends some tokens to other experts than
+    the routers would; its folder.
+    """
     monkeypatch.setenv("COUPLER_PLUGINS", "routing_rollout")
     experts, folder = write_qwen3_moe(tmp_path / "experts"), tmp_path / "run"
     write_inputs(tmp_path)
     plain = [
-        each for each in arguments("train", experts, tmp_path, folder) if not each.startswith(("rollout", "engine"))
+        each
+        for each in arguments("train", experts, tmp_path, folder)
+        if not each.startswith(("rollout", "engine"))
     ]
-    return [*plain, *ENGINE[:2], "rollout=routing", "sync.self_test=false", "steps=1", "engine.dtype=fp32"], folder
+    return [
+        *plain,
+        *ENGINE[:2],
+        "rollout=routing",
+        "sync.self_test=false",
+        "steps=1",
+        "engine.dtype=fp32",
+    ], folder
 
 
-def test_routes_of_the_rollout_are_replayed(routed: tuple[list[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
-    """Engine and rollout then have equal log-probs. Without, and where one route is missing, the run ends."""
+def test_routes_of_the_rollout_are_replayed(
+    routed: tuple[list[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Engine and rollout then have equal log-probs. Without, and where one route is
+    missing, the run ends.
+    """
     job, folder = routed
     assert main([*job, "router_replay=R3"]) == 0
     step = metrics(folder)[-1]
@@ -171,19 +238,40 @@ def test_routes_of_the_rollout_are_replayed(routed: tuple[list[str], Path], caps
         assert what in capsys.readouterr().err
 
 
-def test_routes_need_someone_who_says_them(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_routes_need_someone_who_says_them(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     experts = write_qwen3_moe(tmp_path / "experts")
     write_inputs(tmp_path)
     for folder, options, what in (
-        (experts, ["router_replay=R3"], "router_replay=R3 needs rollout=hf to say which experts tokens go to"),
-        (experts, ["router_replay=R2"], "router_replay=R2 records routes in the pass for old log-probs, and there is"),
+        (
+            experts,
+            ["router_replay=R3"],
+            "router_replay=R3 needs rollout=hf to say which experts tokens go to",
+        ),
+        (
+            experts,
+            ["router_replay=R2"],
+            "router_replay=R2 records routes in the pass for old log-probs, and there is",
+        ),
         (model, ["router_replay=R2"], "router_replay=R2 needs a model with experts"),
     ):
-        assert main([*arguments("train", folder, tmp_path, tmp_path / "run"), "engine=megatron", *options]) == 2
+        assert (
+            main(
+                [
+                    *arguments("train", folder, tmp_path, tmp_path / "run"),
+                    "engine=megatron",
+                    *options,
+                ]
+            )
+            == 2
+        )
         assert what in capsys.readouterr().err
 
 
 def test_the_profiled_step_left_a_trace_and_no_other_did(trained: Path) -> None:
     (path,) = (trained / "profile").iterdir()
     assert path.name == "policy-rank0-step1.trace.json"
-    assert any("mm" in event.get("name", "") for event in json.loads(path.read_text())["traceEvents"])
+    assert any(
+        "mm" in event.get("name", "") for event in json.loads(path.read_text())["traceEvents"]
+    )

@@ -1,4 +1,6 @@
-"""transport=nccl, over gloo on the CPU: its group outlives an update and follows its members; its waits end."""
+"""transport=nccl, over gloo on the CPU: its group outlives an update and follows its
+members; its waits end.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +30,27 @@ def weights() -> list[Named]:
     return [(f"w{i}", torch.randn(11, 1 + 7 * i)) for i in range(6)]
 
 
-def update_of(endpoint: Endpoint, version: int, count: int, deadline_s: float = 20.0) -> WeightUpdate:
+def update_of(
+    endpoint: Endpoint, version: int, count: int, deadline_s: float = 20.0
+) -> WeightUpdate:
     return WeightUpdate(version, "full", TARGET, (endpoint,), count, deadline_s)
 
 
-def carry(sender: NcclTransport, receivers: dict[int, NcclTransport], update: WeightUpdate, delay_s: float = 0) -> None:
+def carry(
+    sender: NcclTransport,
+    receivers: dict[int, NcclTransport],
+    update: WeightUpdate,
+    delay_s: float = 0,
+) -> None:
     """Send to all of them; the later one waits before it comes."""
     sent = weights()
 
     def receive(index: int, transport: NcclTransport) -> list[Named]:
         time.sleep(delay_s * index)
-        return [(name, tensor.clone()) for name, tensor in transport.receive(update, Rank(index=index), {})]
+        return [
+            (name, tensor.clone())
+            for name, tensor in transport.receive(update, Rank(index=index), {})
+        ]
 
     with ThreadPoolExecutor(1 + len(receivers)) as pool:
         sending = pool.submit(sender.send, iter(sent), update, Rank())
@@ -52,15 +64,22 @@ def test_a_group_meets_on_loopback_alone() -> None:
     sender = NcclTransport()
     carry(sender, {0: NcclTransport()}, update_of(sender.bind(Rank()), 0, 1))
     (group,) = sender.groups.values()
-    lines = [line for kind in ("tcp", "tcp6") for line in Path(f"/proc/net/{kind}").read_text().splitlines()]
-    found = [line.split()[1:4:2] for line in lines]
-    assert [local for local, state in found if state == "0A" and local.endswith(f":{group.store.port:04X}")] == [
-        f"0100007F:{group.store.port:04X}"
+    lines = [
+        line
+        for kind in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{kind}").read_text().splitlines()
     ]
+    found = [line.split()[1:4:2] for line in lines]
+    assert [
+        local
+        for local, state in found
+        if state == "0A" and local.endswith(f":{group.store.port:04X}")
+    ] == [f"0100007F:{group.store.port:04X}"]
 
 
 def test_the_group_stays_while_its_members_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl, "BUFFER_BYTES", 1000)  # several buckets, and tensors larger than one
+    # several buckets, and tensors larger than one
+    monkeypatch.setattr(nccl, "BUFFER_BYTES", 1000)
     sender = NcclTransport()
     endpoint = sender.bind(Rank())
     receivers = {i: NcclTransport() for i in range(2)}
@@ -90,12 +109,16 @@ def test_a_collective_that_a_worker_never_joins_ends_at_the_deadline(joins: bool
 
     def absent() -> None:
         """Understand everything, and take part in nothing."""
-        with connected(update.endpoints[0].address, replace(update, deadline_s=20.0), group="") as connection:
+        with connected(
+            update.endpoints[0].address, replace(update, deadline_s=20.0), group=""
+        ) as connection:
             said = header(connection)
             group = None
             if joins:
                 store = torch.distributed.TCPStore(said["host"], said["port"], is_master=False)
-                group = nccl.Group(store, said["rank"], said["world"], nccl.Watch(update, [connection]))
+                group = nccl.Group(
+                    store, said["rank"], said["world"], nccl.Watch(update, [connection])
+                )
                 said = header(connection)
                 send(connection, {"digest": nccl._digest(said["entries"], said["nbytes"])})
             with suppress(ConnectionError):
@@ -107,7 +130,8 @@ def test_a_collective_that_a_worker_never_joins_ends_at_the_deadline(joins: bool
     with ThreadPoolExecutor(1) as pool:
         pool.submit(absent)
         with pytest.raises(
-            WaitTimeout, match="a receiver took no weights" if joins else "the group that carries weights"
+            WaitTimeout,
+            match="a receiver took no weights" if joins else "the group that carries weights",
         ):
             sender.send(iter([("w", torch.zeros(64 << 20, dtype=torch.uint8))]), update, Rank())
         assert time.monotonic() - start < 4
@@ -121,7 +145,8 @@ from coupler.builtin.transports.torch import nccl
 from coupler.builtin.transports.connection import connected, header, send
 
 said, moment = json.loads(sys.argv[1]), sys.argv[2]
-update = WeightUpdate(**{**said, "endpoints": tuple(Endpoint(**each) for each in said["endpoints"])})
+endpoints = tuple(Endpoint(**each) for each in said["endpoints"])
+update = WeightUpdate(**{**said, "endpoints": endpoints})
 
 def reached(name):
     if name == moment:
@@ -143,11 +168,16 @@ with connected(update.endpoints[0].address, update, group="") as sender:
 
 
 @pytest.mark.parametrize(
-    "moment", ["before the group", "in the collective", "after the last header", "never: it hangs up"]
+    "moment",
+    ["before the group", "in the collective", "after the last header", "never: it hangs up"],
 )
-@pytest.mark.parametrize("num_bytes", [1 << 10, 64 << 20])  # what a socket holds, and what waits for its reader
+@pytest.mark.parametrize(
+    "num_bytes", [1 << 10, 64 << 20]
+)  # what a socket holds, and what waits for its reader
 def test_a_receiver_that_goes_away_ends_the_wait(moment: str, num_bytes: int) -> None:
-    """Long before the deadline, and with the name that lets a sync try again once that replica is back."""
+    """Long before the deadline, and with the name that lets a sync try again once that
+    replica is back.
+    """
     sender = NcclTransport()
     update = update_of(sender.bind(Rank()), 0, 1, deadline_s=60.0)
     victim = subprocess.Popen([sys.executable, "-c", VICTIM, json.dumps(asdict(update)), moment])

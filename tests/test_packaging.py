@@ -1,4 +1,6 @@
-"""What users install: every file is in the wheel, every import is declared, and core works alone."""
+"""What users install: every file is in the wheel, every import is declared, and core
+works alone.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,16 @@ FOLDERS = {
     "coupler-rollout-vllm": "rollout-vllm",
     "coupler-algos": "algos",
 }
-WITHOUT_DECLARATION = {  # imports of distributions that a package does not ask for, and why it works
+# imports of distributions that a package does not ask for, and why it works
+WITHOUT_DECLARATION = {
     "coupler-core": {
-        "torch": "where an engine or a rollout brings its own tensors: functions, and transports between GPUs",
+        "torch": (
+            "where an engine or a rollout brings its own tensors: functions, and "
+            "transports between GPUs"
+        ),
         "transformers": "in functions, for tokenizers; engines bring it",
         "tokenizers": "in functions, comes with transformers",
-        "jinja2": "in functions, comes with transformers",
+        "sympy": "in functions, comes with reasoning-gym",
         "datasets": "in a function, for folders of save_to_disk; the error says what to install",
     },
     "coupler-engine-fsdp": {
@@ -38,8 +44,13 @@ WITHOUT_DECLARATION = {  # imports of distributions that a package does not ask 
     "coupler-algos": {"numpy": "comes with coupler-core, whose batches it is"},
     "coupler-rollout-vllm": {},
 }
-OF_PYTEST = ("coupler.testing.plugin", "coupler.testing.conformance.")  # of the extra testing: tests, and their plugin
-WITHOUT_BACKEND = {  # listed and planned with where their backend is not; it comes with an extra
+OF_PYTEST = (
+    "coupler.testing.plugin",
+    "coupler.testing.limits",
+    "coupler.testing.conformance.",
+)  # of the extra testing: tests, and their plugin
+# listed and planned with where their backend is not; it comes with an extra
+WITHOUT_BACKEND = {
     "coupler-rollout-vllm": {"vllm", "torch"},
 }
 PROBE = """
@@ -54,7 +65,8 @@ for found in pkgutil.walk_packages(package.__path__, sys.argv[1] + "."):
 ELSEWHERE = """
 import os, signal, sys
 sys.modules.update(dict.fromkeys(("fcntl", "resource", "pwd", "grp", "termios")))
-for module, names in ((os, ("killpg", "fork", "sched_getaffinity")), (signal, ("SIGKILL", "SIGUSR1"))):
+of_os, of_signal = ("killpg", "fork", "sched_getaffinity"), ("SIGKILL", "SIGUSR1")
+for module, names in ((os, of_os), (signal, of_signal)):
     for name in names:
         delattr(module, name)
 """  # what Windows lacks
@@ -80,7 +92,9 @@ def wheels(uv: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, ZipFi
 
 
 def call(*command: str) -> str:
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -119,7 +133,9 @@ def test_the_wheel_holds_every_file(name: str, wheels: dict[str, ZipFile]) -> No
         ("coupler-rollout-vllm", "vllm", "coupler-rollout-vllm[cuda]"),
     ],
 )
-def test_a_plugin_is_found_and_core_offers_it(name: str, entry: str, offered: str, wheels: dict[str, ZipFile]) -> None:
+def test_a_plugin_is_found_and_core_offers_it(
+    name: str, entry: str, offered: str, wheels: dict[str, ZipFile]
+) -> None:
     (points,) = [n for n in wheels[name].namelist() if n.endswith("entry_points.txt")]
     module = f"{name.replace('-', '_')}.plugin"
     assert f"[coupler]\n{entry} = {module}" in wheels[name].read(points).decode()
@@ -131,7 +147,10 @@ def test_a_plugin_is_found_and_core_offers_it(name: str, entry: str, offered: st
 @pytest.mark.parametrize("name", FOLDERS)
 def test_every_import_is_declared(name: str, wheels: dict[str, ZipFile]) -> None:
     declared, allowed = set(map(canonical, requirements(wheels[name]))), WITHOUT_DECLARATION[name]
-    distributions = {**packages_distributions(), "coupler": ["coupler-core"]}  # an editable install names no module
+    distributions = {
+        **packages_distributions(),
+        "coupler": ["coupler-core"],
+    }  # an editable install names no module
     undeclared: dict[str, str] = {}
     for path in source(name).rglob("*.py"):
         for module in imported(path) - set(sys.stdlib_module_names) - {name.replace("-", "_")}:
@@ -155,42 +174,87 @@ def imported(path: Path) -> set[str]:
 
 def test_core_works_alone(uv: str, wheels: dict[str, ZipFile], tmp_path: Path) -> None:
     python = installed_alone(uv, "coupler-core", wheels, tmp_path)
-    call(python, "-c", "import importlib.util as u, sys; sys.exit(bool(u.find_spec('torch') or u.find_spec('pytest')))")
+    call(
+        python,
+        "-c",
+        (
+            "import importlib.util as u, sys; sys.exit(bool(u.find_spec('torch') or "
+            "u.find_spec('pytest')))"
+        ),
+    )
     for system in ("", ELSEWHERE):
-        failed = dict(line.split() for line in call(python, "-c", system + PROBE, "coupler").splitlines())
+        failed = dict(
+            line.split() for line in call(python, "-c", system + PROBE, "coupler").splitlines()
+        )
         assert set(failed.values()) == {"pytest"}
         assert all(module.startswith(OF_PYTEST) for module in failed), failed
     transports = "builtin.transports.torch"
-    late = ((f"{transports}.nccl", "torch"), (f"{transports}.ipc", "torch"), ("executors.ray.cluster", "ray"))
+    late = (
+        (f"{transports}.nccl", "torch"),
+        (f"{transports}.ipc", "torch"),
+        ("executors.ray.cluster", "ray"),
+    )
     for module, package in late:
         code = f"import coupler.{module} as m; from coupler.errors import CouplerError\n"
         code += f"try: m.{package}.anything\nexcept CouplerError as error: print(error)"
-        assert f"{package} is not installed.\n  try:  pip install 'coupler-core[" in call(python, "-c", code)
+        assert f"{package} is not installed.\n  try:  pip install 'coupler-core[" in call(
+            python, "-c", code
+        )
     listed = {tuple(line.split()[:3]) for line in call(python, "-c", LISTING).splitlines()}
     assert {("engine", "toy", "available"), ("transport", "inproc", "available")} <= listed
 
 
-def test_a_third_party_s_wheel_is_found(uv: str, wheels: dict[str, ZipFile], tmp_path: Path) -> None:
+def test_a_third_party_s_wheel_is_found(
+    uv: str, wheels: dict[str, ZipFile], tmp_path: Path
+) -> None:
     """By its entry point alone, next to a core that does not know of it."""
     python = installed_alone(uv, "coupler-core", wheels, tmp_path / "env")
-    call(uv, "build", "--quiet", "--wheel", str(ROOT / "examples" / "plugin-minimal"), "--out-dir", str(tmp_path))
+    call(
+        uv,
+        "build",
+        "--quiet",
+        "--wheel",
+        str(ROOT / "examples" / "plugin-minimal"),
+        "--out-dir",
+        str(tmp_path),
+    )
     (wheel,) = map(str, tmp_path.glob("*.whl"))
     call(uv, "pip", "install", "--quiet", "--no-deps", "--python", python, wheel)
-    assert ["rollout", "minimal"] in [line.split()[:2] for line in call(python, "-c", LISTING).splitlines()]
+    assert ["rollout", "minimal"] in [
+        line.split()[:2] for line in call(python, "-c", LISTING).splitlines()
+    ]
 
 
 @pytest.mark.parametrize("name", [name for name in FOLDERS if name != "coupler-core"])
-def test_a_plugin_works_alone(name: str, uv: str, wheels: dict[str, ZipFile], tmp_path: Path) -> None:
+def test_a_plugin_works_alone(
+    name: str, uv: str, wheels: dict[str, ZipFile], tmp_path: Path
+) -> None:
     python = installed_alone(uv, name, wheels, tmp_path)
-    missing = {line.split()[1] for line in call(python, "-c", PROBE, name.replace("-", "_")).splitlines()}
+    missing = {
+        line.split()[1] for line in call(python, "-c", PROBE, name.replace("-", "_")).splitlines()
+    }
     assert missing <= WITHOUT_BACKEND.get(name, set())
-    kinds = {line.split()[0] for line in call(python, "-c", LISTING).splitlines() if f" {name} " in line}
+    kinds = {
+        line.split()[0] for line in call(python, "-c", LISTING).splitlines() if f" {name} " in line
+    }
     assert kinds & {"engine", "algorithm", "rollout"}
 
 
 def installed_alone(uv: str, name: str, wheels: dict[str, ZipFile], folder: Path) -> str:
-    """The interpreter of an empty environment that the wheel and what it asks for went into."""
+    """The interpreter of an empty environment that the wheel and what it asks for went
+    into.
+    """
     python, wheel = str(folder / "bin" / "python"), Path(str(wheels[name].filename))
     call(uv, "venv", "--quiet", "--python", sys.executable, str(folder))
-    call(uv, "pip", "install", "--quiet", "--python", python, "--find-links", str(wheel.parent), str(wheel))
+    call(
+        uv,
+        "pip",
+        "install",
+        "--quiet",
+        "--python",
+        python,
+        "--find-links",
+        str(wheel.parent),
+        str(wheel),
+    )
     return python

@@ -18,7 +18,9 @@ def test_a_tensor_that_was_let_go_holds_no_memory() -> None:
         ("c", torch.ones(0, 2)),
     ]
     buffer, entries = torch.zeros(4096, dtype=torch.uint8), []
-    packer = Packer(lambda: buffer, lambda _, shipped: entries.extend(shipped), lambda *_: None, len(buffer))
+    packer = Packer(
+        lambda: buffer, lambda _, shipped: entries.extend(shipped), lambda *_: None, len(buffer)
+    )
     packer.pack(iter(sent))
     before, kept = users(buffer), [tensor_of(buffer, entry) for entry in entries]
     for (name, tensor), entry, got in zip(sent, entries, kept, strict=True):

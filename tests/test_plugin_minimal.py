@@ -1,4 +1,6 @@
-"""The guide shows the code of the smallest example; ``test_examples.py`` installs and runs it."""
+"""The guide shows the code of the smallest example; ``test_examples.py`` installs and
+runs it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,11 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PLUGIN = ROOT / "examples" / "plugin-minimal"
-FILES = ("pyproject.toml", "src/coupler_rollout_minimal/plugin.py", "src/coupler_rollout_minimal/rollout.py")
+FILES = (
+    "pyproject.toml",
+    "src/coupler_rollout_minimal/plugin.py",
+    "src/coupler_rollout_minimal/rollout.py",
+)
 
 
 @pytest.mark.parametrize("file", FILES)

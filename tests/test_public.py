@@ -1,7 +1,9 @@
-"""What users and plugins rely on: the public names of core, and every option with its default.
+"""What users and plugins rely on: the public names of core, and every option with its
+default.
 
-``python tests/test_public.py`` writes the two lists anew. A changed default belongs into CHANGELOG.md; a name that a
-plugin calls or implements differently raises ``coupler.API``.
+``python tests/test_public.py`` writes the two lists anew. A changed default belongs
+into CHANGELOG.md; a name that a plugin calls or implements differently raises
+``coupler.API``.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from coupler.plugins.manager import Plugins
 
 LISTS = Path(__file__).parent / "public"
 KINDS = ("engine", "rollout", "algorithm")
-OURS = "coupler-"  # a plugin of somebody else that is installed beside ours is not listed
+# a plugin of somebody else that is installed beside ours is not listed
+OURS = "coupler-"
 
 
 def backends() -> Iterator[tuple[str, Backend]]:
@@ -45,13 +48,16 @@ def options() -> Iterator[str]:
 
 
 def names() -> Iterator[str]:
-    """Every public name of core: fields of records, members of enums, signatures of methods."""
+    """Every public name of core: fields of records, members of enums, signatures of
+    methods.
+    """
     for name in coupler.__all__:
         thing = getattr(coupler, name)
         if not isinstance(thing, type):
             yield f"{name}: {thing if isinstance(thing, int) else type(thing).__name__}"
             continue
-        yield f"{name}({', '.join(base.__name__ for base in thing.__bases__ if base is not object)})"
+        bases = ", ".join(base.__name__ for base in thing.__bases__ if base is not object)
+        yield f"{name}({bases})"
         yield from (f"{name}.{line}" for line in members(thing))
 
 
@@ -74,12 +80,19 @@ def members(thing: type) -> Iterator[str]:
 def test_the_public_list_is_what_there_is(listed: Any) -> None:
     known, now = (LISTS / f"{listed.__name__}.txt").read_text().splitlines(), list(listed())
     gone, new = sorted(set(known) - set(now)), sorted(set(now) - set(known))
-    assert (gone, new) == ([], []), "if you mean it: python tests/test_public.py, CHANGELOG.md, and coupler.API"
+    assert (gone, new) == ([], []), (
+        "if you mean it: python tests/test_public.py, CHANGELOG.md, and coupler.API"
+    )
 
 
 def test_every_option_is_described() -> None:
-    tables = [Options({}).table, *(Options({kind: backend.config}).table for kind, backend in backends())]
-    assert not sorted({key for table in tables for key, option in table.items() if not description(option)})
+    tables = [
+        Options({}).table,
+        *(Options({kind: backend.config}).table for kind, backend in backends()),
+    ]
+    assert not sorted(
+        {key for table in tables for key, option in table.items() if not description(option)}
+    )
 
 
 if __name__ == "__main__":

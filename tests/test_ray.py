@@ -1,4 +1,6 @@
-"""executor=ray, on two Ray nodes of this machine: the same numbers as executor=local, and the root cause first."""
+"""executor=ray, on two Ray nodes of this machine: the same numbers as executor=local,
+and the root cause first.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ from coupler.interfaces import Rank
 from coupler.testing.models import read_tensors, write_tokenizer, write_toy
 
 PROBE = f"{Path(__file__).with_name('ray_worker.py')}:Probe"
-TOY = ("engine=toy", "rollout=toy", "algorithm=toy", "steps=3", "prompts_per_step=2", "samples_per_prompt=4",
+TOY = ("engine=toy", "rollout=toy", "algorithm=toy", "steps=3", "prompts_per_step=2",
+       "samples_per_prompt=4",
        "sampling.max_tokens=8", "data.max_prompt_tokens=64")  # fmt: skip
 
 
@@ -36,14 +39,22 @@ def toy(tmp_path: Path) -> list[str]:
     write_inputs(tmp_path)
     write_toy(tmp_path / "toy")
     write_tokenizer(tmp_path / "toy")
-    inputs = (f"data.source={tmp_path / 'rows.jsonl'}", f"reward.target={tmp_path / 'reward.py'}:score")
+    inputs = (
+        f"data.source={tmp_path / 'rows.jsonl'}",
+        f"reward.target={tmp_path / 'reward.py'}:score",
+    )
     return ["train", *TOY, *inputs, f"model.path={tmp_path / 'toy'}"]
 
 
 def probes(
-    logs: Path, use: Callable[[Any, list[Any], list[Rank]], Awaitable[None]], spec: str = "", waits: Waits | None = None
+    logs: Path,
+    use: Callable[[Any, list[Any], list[Rank]], Awaitable[None]],
+    spec: str = "",
+    waits: Waits | None = None,
 ) -> None:
-    """Two probes as ranks of a policy, each on another node; ``use`` gets executor, handles and ranks."""
+    """Two probes as ranks of a policy, each on another node; ``use`` gets executor,
+    handles and ranks.
+    """
     from coupler.executors.ray.executor import OnRay
 
     executor = OnRay(RayConfig(num_cpus_per_worker=3), waits or Waits(60.0, 60.0), logs)
@@ -51,7 +62,11 @@ def probes(
     async def go() -> None:
         await executor.place([Role("policy", 2)])
         handles = [executor.spawn("policy", i, PROBE, spec) for i in range(2)]
-        await use(executor, handles, await executor.locate(handles, [Rank(index=i, world=2) for i in range(2)]))
+        await use(
+            executor,
+            handles,
+            await executor.locate(handles, [Rank(index=i, world=2) for i in range(2)]),
+        )
 
     try:
         asyncio.run(go())
@@ -60,10 +75,17 @@ def probes(
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_the_toy_backends_give_the_same_numbers(cluster: str, toy: list[str], tmp_path: Path, staleness: int) -> None:
+def test_the_toy_backends_give_the_same_numbers(
+    cluster: str, toy: list[str], tmp_path: Path, staleness: int
+) -> None:
     folders = [tmp_path / name for name in ("local", "ray")]
     for folder in folders:
-        given = [f"executor={folder.name}", f"run_dir={folder}", f"max_staleness={staleness}", "strict=true"]
+        given = [
+            f"executor={folder.name}",
+            f"run_dir={folder}",
+            f"max_staleness={staleness}",
+            "strict=true",
+        ]
         assert main([*toy, *given, "engine.lr=0.1"]) == 0
     local, ray = map(reproducible, folders)
     assert (folders[1] / "logs" / "policy-0.log").is_file()
@@ -71,13 +93,21 @@ def test_the_toy_backends_give_the_same_numbers(cluster: str, toy: list[str], tm
         assert ray == local
     else:
         assert [line["step"] for line in ray] == [0, 1, 2, 3]
-        assert all(line["staleness/violations"] == 0 and line["staleness/max"] <= 1 for line in ray[1:])
+        assert all(
+            line["staleness/violations"] == 0 and line["staleness/max"] <= 1 for line in ray[1:]
+        )
 
 
 def test_an_option_that_nothing_reads_is_found_in_other_processes(
     cluster: str, toy: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    given = ["executor=ray", f"run_dir={tmp_path / 'run'}", "strict=true", "engine.lr=0.1", "eval.temperature=0.5"]
+    given = [
+        "executor=ray",
+        f"run_dir={tmp_path / 'run'}",
+        "strict=true",
+        "engine.lr=0.1",
+        "eval.temperature=0.5",
+    ]
     assert main([*toy, *given]) == 2
     assert "coupler: you set eval.temperature, and nothing read it." in capfd.readouterr().err
 
@@ -92,7 +122,9 @@ def test_a_transformer_gives_the_same_numbers(cluster: str, model: Path, tmp_pat
 def test_megatron_gives_the_same_numbers(
     cluster: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One rank alone, and two that split every matrix, with whole weights for the rollout after each step."""
+    """One rank alone, and two that split every matrix, with whole weights for the
+    rollout after each step.
+    """
     options = ("engine=megatron", "algorithm.kl=none", "steps=2", "checkpoint.export=false")
     local = run("train", model, tmp_path / "local" / "run", *options)
     ray = run("train", model, tmp_path / "ray" / "run", *options, "executor=ray")
@@ -113,7 +145,9 @@ def test_megatron_gives_the_same_numbers(
     assert all(exported[0][name].shape == exported[1][name].shape for name in exported[0])
 
 
-def test_two_ranks_and_two_replicas_over_two_nodes(cluster: str, model: Path, tmp_path: Path) -> None:
+def test_two_ranks_and_two_replicas_over_two_nodes(
+    cluster: str, model: Path, tmp_path: Path
+) -> None:
     options = ("algorithm.kl=none", "steps=2", "checkpoint.export=false")
     one = metrics(run("train", model, tmp_path / "one" / "run", *options))
     many = ("executor=ray", "engine.ranks=2", "rollout.replicas=2", "ray.placement=disjoint")
@@ -126,8 +160,15 @@ def test_two_ranks_and_two_replicas_over_two_nodes(cluster: str, model: Path, tm
 def test_ranks_of_every_role_go_on_from_one_rank(
     cluster: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """PPO with a critic and a reference, stopped after its first checkpoint in one process, on two ranks each."""
-    ppo = ("algorithm=ppo", "algorithm.kl=in_loss", "algorithm.kl_estimator=k3", "critic.engine.lr=3e-3")
+    """PPO with a critic and a reference, stopped after its first checkpoint in one
+    process, on two ranks each.
+    """
+    ppo = (
+        "algorithm=ppo",
+        "algorithm.kl=in_loss",
+        "algorithm.kl_estimator=k3",
+        "critic.engine.lr=3e-3",
+    )
     one = run("train", model, tmp_path / "run", *ppo)
     two = tmp_path / "two"
     given = [*arguments("train", model, tmp_path, two), *ppo]
@@ -136,7 +177,14 @@ def test_ranks_of_every_role_go_on_from_one_rank(
     assert main([*given, *ranks]) == 0
     assert [line["step"] for line in metrics(two)] == [0, 1, 2, 3]
     for a, b in zip(metrics(one)[1:], metrics(two)[1:], strict=True):
-        for name in ("reward/mean", "loss", "kl_ref", "train/grad_norm", "critic/loss", "critic/grad_norm"):
+        for name in (
+            "reward/mean",
+            "loss",
+            "kl_ref",
+            "train/grad_norm",
+            "critic/loss",
+            "critic/grad_norm",
+        ):
             assert b[name] == pytest.approx(a[name], rel=1e-3, abs=1e-6), name
     again = replayed(two, 3, "train", capsys)  # with one rank each
     for name in ("loss", "critic/loss", "train/grad_norm", "critic/grad_norm"):
@@ -158,10 +206,16 @@ def test_arguments_arrive_without_a_copy_and_workers_know_their_place(
         column = executor.put(np.ones(1 << 20))
         for writeable, owns, total in await executor.each(handles, "look", [(column,), (column,)]):
             assert (writeable, owns, total) == (False, False, 1 << 20)
-        assert ranks[0].rendezvous == ranks[1].rendezvous and ranks[0].rendezvous.startswith(f"{ranks[0].node}:")
+        assert ranks[0].rendezvous == ranks[1].rendezvous and ranks[0].rendezvous.startswith(
+            f"{ranks[0].node}:"
+        )
         assert len({executor.slots["policy"][i].bundle for i in range(2)}) == 2
         for found in await executor.each(handles, "environment", [(), ()]):
-            assert found["COUPLER_TEST"] == "1" and "RANK" not in found and found["CUDA_VISIBLE_DEVICES"] == ""
+            assert (
+                found["COUPLER_TEST"] == "1"
+                and "RANK" not in found
+                and found["CUDA_VISIBLE_DEVICES"] == ""
+            )
 
     monkeypatch.setenv("COUPLER_TEST", "1")
     monkeypatch.setenv("RANK", "7")
@@ -173,7 +227,9 @@ def test_what_a_worker_raises_is_raised(cluster: str, tmp_path: Path) -> None:
     async def use(executor: Any, handles: list[Any], ranks: list[Rank]) -> None:
         with pytest.raises(ConfigError) as refused:
             await executor.each(handles, "refuse", [(), ()])
-        assert str(refused.value).startswith("engine.lr is odd.\n  try:  engine.lr=1\n  raised by:  policy rank ")
+        assert str(refused.value).startswith(
+            "engine.lr is odd.\n  try:  engine.lr=1\n  raised by:  policy rank "
+        )
         with pytest.raises(ConfigError):
             await executor.call(handles[0], "refuse")
         with pytest.raises(WorkerFailed, match="SystemExit: 3"):
@@ -199,14 +255,20 @@ def test_a_killed_worker_is_the_cause(cluster: str, tmp_path: Path) -> None:
             await executor.each(handles, "die", [(0,), (1,)])
         assert time.monotonic() - start < 5
         text = str(died.value)
-        assert text.startswith("policy rank 1 (pid ") and ") died in die: " in text and "| dying soon" in text
+        assert (
+            text.startswith("policy rank 1 (pid ")
+            and ") died in die: " in text
+            and "| dying soon" in text
+        )
         with pytest.raises(WorkerDied):  # whatever else is waited for
             await executor.call(handles[0], "sleep", 60)
 
     probes(tmp_path, use)
 
 
-def test_a_wait_is_announced_and_ends(cluster: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_wait_is_announced_and_ends(
+    cluster: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     waits = Waits(deadline_s=6.0, heartbeat_s=0.5)
 
     async def use(executor: Any, handles: list[Any], ranks: list[Rank]) -> None:
@@ -221,10 +283,14 @@ def test_a_wait_is_announced_and_ends(cluster: str, tmp_path: Path, capfd: pytes
 
 
 @pytest.mark.parametrize("devices", [Devices.CPU, Devices.GPU])
-def test_a_cluster_that_is_too_small_is_refused(cluster: str, tmp_path: Path, devices: Devices) -> None:
+def test_a_cluster_that_is_too_small_is_refused(
+    cluster: str, tmp_path: Path, devices: Devices
+) -> None:
     from coupler.executors.ray.executor import OnRay
 
-    executor = OnRay(RayConfig(placement=Placement.DISJOINT, devices=devices), Waits(60.0, 60.0), tmp_path)
+    executor = OnRay(
+        RayConfig(placement=Placement.DISJOINT, devices=devices), Waits(60.0, 60.0), tmp_path
+    )
     roles = [Role("policy", 5), Role("rollout", 5)]
     with pytest.raises(PlacementError) as refused:
         asyncio.run(executor.place(roles))
@@ -238,7 +304,9 @@ def test_a_cluster_that_is_too_small_is_refused(cluster: str, tmp_path: Path, de
 def test_another_token_is_refused(cluster: str, toy: list[str], tmp_path: Path) -> None:
     environment = {**os.environ, "RAY_AUTH_TOKEN": token()[::-1], "RAY_NUM_REDIS_GET_RETRIES": "1"}
     command = [sys.executable, "-m", "coupler.cli", *toy, "executor=ray", f"ray.address={cluster}"]
-    done = subprocess.run([*command, f"run_dir={tmp_path / 'run'}"], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, f"run_dir={tmp_path / 'run'}"], env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 2, done.stderr
     assert f"coupler: ray.address={cluster} cannot be joined: " in done.stderr
 
@@ -255,11 +323,19 @@ def test_ray_of_its_own_listens_on_loopback(toy: list[str], tmp_path: Path) -> N
     ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
-    assert "coupler: the run needs 1 GPUs (policy/rollout 1), the cluster has 0: node 127.0.0.1 (" in done.stderr
+    assert (
+        "coupler: the run needs 1 GPUs (policy/rollout 1), the cluster has 0: node 127.0.0.1 ("
+        in done.stderr
+    )
     assert "Traceback" not in done.stderr
 
 
-def test_one_process_has_one_rank(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_one_process_has_one_rank(
+    model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     write_inputs(tmp_path)
     assert main([*arguments("train", model, tmp_path, tmp_path / "run"), "engine.ranks=2"]) == 2
-    assert "coupler: engine.ranks=2 needs more than one process: set executor=ray" in capfd.readouterr().err
+    assert (
+        "coupler: engine.ranks=2 needs more than one process: set executor=ray"
+        in capfd.readouterr().err
+    )

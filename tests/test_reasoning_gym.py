@@ -3,33 +3,48 @@
 from __future__ import annotations
 
 import json
+import time
+from pathlib import Path
 
 import pytest
+import sympy
 
 from coupler.config.schema import DataConfig
 from coupler.data import Row, fingerprint, load_rows
 from coupler.data.reasoning_gym import literal
 from coupler.errors import DataError
 from coupler.rewards import Graded, check_reward
-from coupler.rewards.reasoning_gym import Exact, LastNumber, Score
+from coupler.rewards.reasoning_gym import Exact, LastNumber, Score, _guard, last_answer
+from coupler.rewards.verifiers import EVALUATORS, expression
 
 SOURCE = "coupler.data.reasoning_gym:rows"
 
 
 def rows(task: str, size: int = 3, seed: int = 1, **config: object) -> list[Row]:
-    return load_rows(DataConfig(source=SOURCE, args={"task": task, "size": size, "seed": seed, **config}))
+    return load_rows(
+        DataConfig(source=SOURCE, args={"task": task, "size": size, "seed": seed, **config})
+    )
 
 
 def test_rows_follow_the_seed_and_the_task_config() -> None:
     few = {"min_terms": 2, "max_terms": 2}
     assert fingerprint(rows("chain_sum", **few)) == fingerprint(rows("chain_sum", **few))
     assert fingerprint(rows("chain_sum", **few)) != fingerprint(rows("chain_sum", seed=2, **few))
-    assert all(str(row.prompt).count("+") + str(row.prompt).count("-") <= 2 for row in rows("chain_sum", **few))
+    assert all(
+        str(row.prompt).count("+") + str(row.prompt).count("-") <= 2
+        for row in rows("chain_sum", **few)
+    )
 
 
 def test_the_verifier_in_another_process_knows_the_entry() -> None:
-    """word_ladder generates other entries in each process, knights_knaves holds NumPy strings, rearc tuples."""
-    found = [row for task in ("chain_sum", "word_ladder", "knights_knaves", "rearc") for row in rows(task, size=2)]
+    """word_ladder generates other entries in each process, knights_knaves holds NumPy
+    strings, rearc tuples.
+    """
+    found = [
+        row
+        for task in ("chain_sum", "word_ladder", "knights_knaves", "rearc")
+        for row in rows(task, size=2)
+    ]
     plain = [(row, json.loads(json.dumps(row.extra))) for row in found]
     samples = [(text, "", extra) for row, extra in plain for text in (row.answer, "no idea")]
     scored = check_reward("coupler.rewards.reasoning_gym:Exact", samples, 60.0)
@@ -40,10 +55,14 @@ def test_partial_credit_is_only_in_score() -> None:
     (row,) = rows("chain_sum", size=1)
     score, exact = Score(), Exact()
     sentence = f"it could be {row.answer}"
-    assert 0 < float(score(sentence, row.extra)) < 1
+    partial = score(sentence, row.extra)
+    assert isinstance(partial, Graded)
+    assert 0 < partial.reward < 1
     assert exact(sentence, row.extra) == Graded(0.0, sentence)
     assert exact(f"  {row.answer}\n", row.extra) == Graded(1.0, row.answer)
-    assert exact(f"<answer>0.5</answer> no, <answer>\n{row.answer} </answer>.", row.extra) == Graded(1.0, row.answer)
+    assert exact(
+        f"<answer>0.5</answer> no, <answer>\n{row.answer} </answer>.", row.extra
+    ) == Graded(1.0, row.answer)
 
 
 def test_the_last_number_counts_however_it_is_worded() -> None:
@@ -57,9 +76,18 @@ def test_the_last_number_counts_however_it_is_worded() -> None:
 @pytest.mark.parametrize(
     ("args", "what"),
     [
-        ({"task": "chain_sun", "size": 1, "seed": 0}, "no task 'chain_sun' - did you mean 'chain_sum'"),
-        ({"task": "chain_sum", "size": 1, "seed": 0, "terms": 3}, "(?s)chain_sum refuses data.args.*terms"),
-        ({"task": "chain_sum", "size": 1, "seed": 0, "min_terms": -1}, "chain_sum refuses data.args"),
+        (
+            {"task": "chain_sun", "size": 1, "seed": 0},
+            "no task 'chain_sun' - did you mean 'chain_sum'",
+        ),
+        (
+            {"task": "chain_sum", "size": 1, "seed": 0, "terms": 3},
+            "(?s)chain_sum refuses data.args.*terms",
+        ),
+        (
+            {"task": "chain_sum", "size": 1, "seed": 0, "min_terms": -1},
+            "chain_sum refuses data.args",
+        ),
         ({"task": "chain_sum"}, "data.args does not fit"),
     ],
 )
@@ -70,5 +98,73 @@ def test_wrong_arguments_are_named(args: dict[str, object], what: str) -> None:
 
 @pytest.mark.parametrize("value", [object(), float("nan"), complex])
 def test_an_entry_that_cannot_be_written_down_is_refused(value: object) -> None:
-    with pytest.raises(DataError, match="entry 3 of the reasoning-gym task codeio cannot be written down"):
+    with pytest.raises(
+        DataError, match="entry 3 of the reasoning-gym task codeio cannot be written down"
+    ):
         literal({"question": "x", "metadata": value}, "codeio", 3)
+
+
+EVALUATING = sorted(path.partition(".")[2] for path in EVALUATORS)
+
+
+@pytest.mark.parametrize("task", EVALUATING)
+def test_the_right_answer_of_a_task_that_evaluates_scores_as_before(task: str) -> None:
+    for row in rows(task, size=4, seed=7):
+        assert Score()(row.answer, row.extra) == Graded(1.0, row.answer.strip())
+        wrong = Score()(f"{row.answer} banana", row.extra)
+        assert isinstance(wrong, Graded)
+        assert wrong.reward < 0.2
+
+
+@pytest.mark.parametrize("task", EVALUATING)
+def test_the_text_of_a_model_is_not_executed(task: str, tmp_path: Path) -> None:
+    (row,) = rows(task, size=1)
+    canary = tmp_path / "canary"
+    for text in (f"open({str(canary)!r}, 'w')", f"__import__('os').system('touch {canary}')"):
+        for wrapped in (text, f"[{text}]", f"({text})", f"{row.answer} + {text}"):
+            result = Score()(f"<answer>{wrapped}</answer>", row.extra)
+            assert isinstance(result, Graded)
+            assert result.reward < 0.2
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("2*x**3/3 + C", "2*x**3/3 + C"),
+        ("exp(-2*x)*sin(x)", "exp(-2*x)*sin(x)"),
+        ("(3 + 5)*2/4", "4"),
+        (" 1.50 ", "1.50"),
+        ("3 ^ 5", "6"),
+    ],
+)
+def test_the_grammar_of_expressions(text: str, value: str) -> None:
+    assert str(expression(text)) == str(sympy.sympify(value))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("x.real", "x[0]", "f(x)", "lambda: 1", "[1]", "x = 1", "'a'", "S(1)", "Symbol('a')"),
+        *("9**9**9", "((x+1)**100)**100", "9" * 400, "(" * 60 + ")" * 60, "1+" * 400 + "1"),
+    ],
+)
+def test_what_the_grammar_of_expressions_refuses(text: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        expression(text)
+
+
+def test_the_guard_refuses_what_a_parser_would_have_missed(tmp_path: Path) -> None:
+    guard = _guard()
+    for wrong in ("eval", "open"):
+        with pytest.raises(PermissionError), guard.on():
+            _ = eval("1 + 1") if wrong == "eval" else (tmp_path / "x").open("w")
+        assert guard.refused == {"eval": "exec", "open": "open"}[wrong]
+    assert eval("1 + 1") == 2
+
+
+def test_the_last_tags_are_found_in_bounded_time() -> None:
+    start = time.monotonic()
+    assert last_answer("<answer>" * 200_000) == "<answer>" * 200_000
+    assert last_answer("a<answer>1</answer><answer>2<answer>3</answer><answer>4") == "2<answer>3"
+    assert time.monotonic() - start < 20

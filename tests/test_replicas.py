@@ -1,4 +1,6 @@
-"""executor=ray: the process of a rollout replica is killed. It comes back; nothing is lost or used twice."""
+"""executor=ray: the process of a rollout replica is killed. It comes back; nothing is
+lost or used twice.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def told(folder: Path, story: Story, count: int = 2) -> None:
 
     async def go() -> None:
         await executor.place([Role("policy", 1), Role("rollout", count)])
-        spec = WorkerSpec("policy", plugins.get("engine", "toy").target, ToyEngineConfig(), model, None)
+        spec = WorkerSpec(
+            "policy", plugins.get("engine", "toy").target, ToyEngineConfig(), model, None
+        )
         ranks = [Rank(index=i, world=count) for i in range(count)]
         group = RolloutGroup(executor, SLOW, ToyRolloutConfig(), model, ranks)
         edge = StreamShardingManager(
@@ -132,7 +136,8 @@ def test_the_last_one_s_death_names_how_it_died(tmp_path: Path) -> None:
         killed = pid(group, 0)
         os.kill(killed, signal.SIGKILL)
         with pytest.raises(
-            ReplicaDied, match=rf"(?s)rollout replica 0 \(pid {killed}, node .* died in generate: .*log: "
+            ReplicaDied,
+            match=rf"(?s)rollout replica 0 \(pid {killed}, node .* died in generate: .*log: ",
         ):
             await running
         for _ in range(MAX_RESTARTS):
@@ -146,13 +151,19 @@ def test_the_last_one_s_death_names_how_it_died(tmp_path: Path) -> None:
     told(tmp_path, story, 1)
 
 
-def test_a_job_gives_the_numbers_of_an_undisturbed_one(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_job_gives_the_numbers_of_an_undisturbed_one(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     write_inputs(tmp_path)
     write_tokenizer(write_toy(tmp_path / "toy"))
-    given = ["train", "engine=toy", "rollout=toy", "algorithm=toy", "steps=12", "prompts_per_step=2",
-             "samples_per_prompt=4", "sampling.max_tokens=64", "data.max_prompt_tokens=64", "executor=ray",
-             "rollout.replicas=2", "ray.placement=disjoint", "engine.lr=0.1", f"model.path={tmp_path / 'toy'}",
-             f"data.source={tmp_path / 'rows.jsonl'}", f"reward.target={tmp_path / 'reward.py'}:score"]  # fmt: skip
+    given = ["train", "engine=toy", "rollout=toy", "algorithm=toy", "steps=12",
+             "prompts_per_step=2",
+             "samples_per_prompt=4", "sampling.max_tokens=64", "data.max_prompt_tokens=64",
+             "executor=ray",
+             "rollout.replicas=2", "ray.placement=disjoint", "engine.lr=0.1",
+             f"model.path={tmp_path / 'toy'}",
+             f"data.source={tmp_path / 'rows.jsonl'}",
+             f"reward.target={tmp_path / 'reward.py'}:score"]  # fmt: skip
     assert main([*given, f"run_dir={tmp_path / 'one'}"]) == 0
     killer = threading.Thread(target=kill, args=(tmp_path / "two",))
     killer.start()

@@ -1,4 +1,6 @@
-"""A run that ends at any instant goes on, with the same command, as if it had not ended."""
+"""A run that ends at any instant goes on, with the same command, as if it had not
+ended.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,11 @@ from coupler.run.run_folder import Journal
 from coupler.testing.models import write_tokenizer, write_toy
 
 KILLS = int(os.environ.get("COUPLER_KILLS", "4"))
-KILL_AFTER = tuple(map(float, os.environ.get("COUPLER_KILL_AFTER", "0.3,2").split(",")))  # seconds
-KILL_WITH = tuple(os.environ.get("COUPLER_KILL_WITH", "").split())  # options: "algorithm=ppo executor=ray", say
+# seconds
+KILL_AFTER = tuple(map(float, os.environ.get("COUPLER_KILL_AFTER", "0.3,2").split(",")))
+KILL_WITH = tuple(
+    os.environ.get("COUPLER_KILL_WITH", "").split()
+)  # options: "algorithm=ppo executor=ray", say
 MORE = (
     "steps=6",
     "checkpoint.every_steps=2",
@@ -41,12 +46,16 @@ MORE = (
 )
 
 TOY = (
-    "engine=toy", "engine.lr=0.1", "rollout=toy", "algorithm=toy", "data.max_prompt_tokens=64", "steps=2",
-    "checkpoint.every_steps=1", "prompts_per_step=2", "samples_per_prompt=4", "sampling.max_tokens=8",
+    "engine=toy", "engine.lr=0.1", "rollout=toy", "algorithm=toy", "data.max_prompt_tokens=64",
+    "steps=2",
+    "checkpoint.every_steps=1", "prompts_per_step=2", "samples_per_prompt=4",
+    "sampling.max_tokens=8",
 )  # fmt: skip
 
 
-def command(job: str, model: Path, run_dir: Path, *overrides: str, inputs: Path | None = None) -> list[str]:
+def command(
+    job: str, model: Path, run_dir: Path, *overrides: str, inputs: Path | None = None
+) -> list[str]:
     inputs = inputs or run_dir.parent
     more = [text.replace("=rows", f"={inputs}/rows") for text in MORE]
     more = more if job == "train" else ["steps=6", "checkpoint.every_steps=2"]
@@ -55,8 +64,14 @@ def command(job: str, model: Path, run_dir: Path, *overrides: str, inputs: Path 
 
 def often_equal(folder: Path) -> tuple[str, ...]:
     """Dynamic sampling on a reward that most groups have in common."""
-    (folder / "odd.py").write_text("def score(completion):\n    return float(len(completion) % 2)\n")
-    return ("algorithm.dynamic_sampling=true", f"reward.target={folder}/odd.py:score", "samples_per_prompt=2")
+    (folder / "odd.py").write_text(
+        "def score(completion):\n    return float(len(completion) % 2)\n"
+    )
+    return (
+        "algorithm.dynamic_sampling=true",
+        f"reward.target={folder}/odd.py:score",
+        "samples_per_prompt=2",
+    )
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +83,9 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
 
 @pytest.fixture
 def toy(tmp_path: Path) -> Callable[..., int]:
-    """Runs two steps on the toy backends in ``tmp_path/NAME``; a checkpoint after each."""
+    """Runs two steps on the toy backends in ``tmp_path/NAME``; a checkpoint after
+    each.
+    """
     write_inputs(tmp_path)
     write_toy(tmp_path / "toy")
     write_tokenizer(tmp_path / "toy")
@@ -91,13 +108,19 @@ def batch_of(run_dir: Path, step: int) -> Batch:
 
 def same(one: Path, other: Path) -> None:
     assert reproducible(one) == reproducible(other)
-    for first, second in zip(*(sorted(run_dir.glob("export*/*.safetensors")) for run_dir in (one, other)), strict=True):
+    for first, second in zip(
+        *(sorted(run_dir.glob("export*/*.safetensors")) for run_dir in (one, other)), strict=True
+    ):
         assert first.parent.name == second.parent.name and first.read_bytes() == second.read_bytes()
 
 
 def used_once(run_dir: Path, steps: int, *, lost: bool = False) -> None:
-    """Hold every step's prompt groups, two each, against each other; ``lost`` if some may have been rejected."""
-    used = np.concatenate([np.unique(batch_of(run_dir, step)["group"]) for step in range(1, steps + 1)]).tolist()
+    """Hold every step's prompt groups, two each, against each other; ``lost`` if some
+    may have been rejected.
+    """
+    used = np.concatenate(
+        [np.unique(batch_of(run_dir, step)["group"]) for step in range(1, steps + 1)]
+    ).tolist()
     assert len(used) == len(set(used)) == steps * 2
     assert lost or sorted(used) == list(range(steps * 2))
     assert all(line["staleness/violations"] == 0 for line in metrics(run_dir)[1:])
@@ -116,10 +139,16 @@ def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
 
 
 def started(forks: Forks, given: list[str], run_dir: Path) -> int:
-    """Start it; with other options than the test's own, which may take long to start, wait for its first step too."""
+    """Start it; with other options than the test's own, which may take long to start,
+    wait for its first step too.
+    """
     file, process = run_dir / "run.json", forks.start(given)
     before = file.read_bytes() if file.exists() else b""
-    while KILL_WITH and (file.read_bytes() if file.exists() else b"") == before and forks.wait(process, 0) is None:
+    while (
+        KILL_WITH
+        and (file.read_bytes() if file.exists() else b"") == before
+        and forks.wait(process, 0) is None
+    ):
         time.sleep(0.005)
     return process
 
@@ -128,14 +157,21 @@ def started(forks: Forks, given: list[str], run_dir: Path) -> int:
 def test_kills_at_random_instants_change_nothing(
     job: str, model: Path, whole: dict[str, Path], forks: Forks, tmp_path: Path
 ) -> None:
-    """At max_staleness=0 and in fp32 on the CPU, bit by bit; else nothing is used twice, and nothing lost."""
+    """At max_staleness=0 and in fp32 on the CPU, bit by bit; else nothing is used
+    twice, and nothing lost.
+    """
     instants, kills, runs = random.Random(KILLS), 0, count()
-    synchronous, unharmed = not any(text.startswith("max_staleness=") for text in KILL_WITH), whole[job]
+    synchronous, unharmed = (
+        not any(text.startswith("max_staleness=") for text in KILL_WITH),
+        whole[job],
+    )
     if KILL_WITH and synchronous:
         unharmed = tmp_path / "unharmed" / "run"
         unharmed.parent.mkdir()
         write_inputs(unharmed.parent)
-        assert forks.wait(forks.start(command(job, model, unharmed, *KILL_WITH)), 300) == 0, forks.log.read_text()
+        assert forks.wait(forks.start(command(job, model, unharmed, *KILL_WITH)), 300) == 0, (
+            forks.log.read_text()
+        )
     while kills < KILLS:
         folder = tmp_path / str(next(runs))
         folder.mkdir()
@@ -153,20 +189,31 @@ def test_kills_at_random_instants_change_nothing(
             used_once(folder / "run", 6)
 
 
-def test_more_steps_later_are_the_same_as_at_once(model: Path, whole: dict[str, Path], tmp_path: Path) -> None:
-    """Where the last step of the shorter run is one that is evaluated in the longer one too."""
+def test_more_steps_later_are_the_same_as_at_once(
+    model: Path, whole: dict[str, Path], tmp_path: Path
+) -> None:
+    """Where the last step of the shorter run is one that is evaluated in the longer one
+    too.
+    """
     write_inputs(tmp_path)
     assert main(command("train", model, tmp_path / "run", "steps=3")) == 0
     assert main(command("train", model, tmp_path / "run")) == 0
-    steps = [{k: v for k, v in line.items() if k != "run/steps"} for line in reproducible(tmp_path / "run")]
-    assert steps == [{k: v for k, v in line.items() if k != "run/steps"} for line in reproducible(whole["train"])]
+    steps = [
+        {k: v for k, v in line.items() if k != "run/steps"}
+        for line in reproducible(tmp_path / "run")
+    ]
+    assert steps == [
+        {k: v for k, v in line.items() if k != "run/steps"} for line in reproducible(whole["train"])
+    ]
     assert len(json.loads((tmp_path / "run" / "run.json").read_text())) == 2
 
 
 def test_a_schedule_without_a_length_ends_with_the_run_that_became_longer(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From the resume on, rates are those of the longer run; a length that was set stays."""
+    """From the resume on, rates are those of the longer run; a length that was set
+    stays.
+    """
     write_inputs(tmp_path)
 
     def rates(run_dir: Path) -> list[float]:
@@ -183,7 +230,9 @@ def test_a_schedule_without_a_length_ends_with_the_run_that_became_longer(
     assert "policy linear over 4 optimizer steps" in capsys.readouterr().out
 
 
-def test_a_complete_run_is_left_alone(model: Path, whole: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_complete_run_is_left_alone(
+    model: Path, whole: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     before = (whole["train"] / "metrics.jsonl").read_bytes()
     assert main(command("train", model, whole["train"])) == 0
     assert "complete at step 6" in capsys.readouterr().out
@@ -192,7 +241,11 @@ def test_a_complete_run_is_left_alone(model: Path, whole: dict[str, Path], capsy
 
 @pytest.mark.parametrize("damage", ["altered", "truncated", "missing", "without manifest"])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
-    damage: str, model: Path, whole: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    damage: str,
+    model: Path,
+    whole: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     run_dir = tmp_path / "run"
     shutil.copytree(whole["train"], run_dir)
@@ -235,7 +288,11 @@ def test_where_no_checkpoint_is_whole_nothing_is_touched(
     ],
 )
 def test_another_run_is_refused(
-    overrides: tuple[str, ...], says: str, model: Path, whole: dict[str, Path], capsys: pytest.CaptureFixture[str]
+    overrides: tuple[str, ...],
+    says: str,
+    model: Path,
+    whole: dict[str, Path],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     before = (whole["train"] / "metrics.jsonl").read_bytes()
     assert main(command("train", model, whole["train"], "steps=8", *overrides)) == 2
@@ -245,10 +302,13 @@ def test_another_run_is_refused(
 
 def ways_out(said: str) -> list[list[str]]:
     """The overrides of each line of advice, as a shell reads them."""
-    lines = [line[6:].strip() for line in said.splitlines() if line.startswith(("  try:", "  or: "))]
+    lines = [
+        line[6:].strip() for line in said.splitlines() if line.startswith(("  try:", "  or: "))
+    ]
     found = [[word for word in shlex.split(line) if "=" in word] for line in lines]
     return [
-        [*given, "run_dir"] if "another run_dir" in line else given for given, line in zip(found, lines, strict=True)
+        [*given, "run_dir"] if "another run_dir" in line else given
+        for given, line in zip(found, lines, strict=True)
     ]
 
 
@@ -279,7 +339,9 @@ def test_each_advice_of_a_refusal_works(
         renamed = [text.replace(str(tmp_path / "run"), str(tmp_path / str(number))) for text in way]
         folder = f"new{number}" if "run_dir" in way else str(number)
         given = [text for text in renamed if text != "run_dir"]
-        more = ["checkpoint.reset_data=true"] if "checkpoint.resume" in str(way) else []  # what it then advises
+        more = (
+            ["checkpoint.reset_data=true"] if "checkpoint.resume" in str(way) else []
+        )  # what it then advises
         assert toy(folder, "steps=3", *now, *given, *more) == 0, way
         steps = [line["step"] for line in metrics(tmp_path / folder)]
         assert steps == ([3] if more else [0, 1, 2, 3]), way
@@ -288,11 +350,19 @@ def test_each_advice_of_a_refusal_works(
 def test_what_changes_no_result_refuses_nothing(
     toy: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    others = ("sync.self_test=false", "sync.deadline_s=9", "engine.max_tokens_per_gpu=512", "profile.ranks=[1]")
+    others = (
+        "sync.self_test=false",
+        "sync.deadline_s=9",
+        "engine.max_tokens_per_gpu=512",
+        "profile.ranks=[1]",
+    )
     assert toy("one", "steps=3") == toy("two") == 0
     assert toy("two", "steps=3", "sync.transport=disk", *others) == 0
     assert "another configuration" not in capsys.readouterr().out
-    one, two = (reproducible(tmp_path / name, but=("time/", "memory/", "sync/", "run/")) for name in ("one", "two"))
+    one, two = (
+        reproducible(tmp_path / name, but=("time/", "memory/", "sync/", "run/"))
+        for name in ("one", "two")
+    )
     assert one == two
 
 
@@ -307,11 +377,17 @@ def test_options_that_came_or_went_with_a_release_refuse_nothing_at_their_defaul
     (start,) = json.loads(about.read_text())
     about.write_text(json.dumps([{**start, "not_default": [*start["not_default"], "left"]}]))
     assert toy("run", "steps=3") == 2
-    assert "differs:  left was 7, this release has no such option\n  try:  another run_dir" in capsys.readouterr().err
+    assert (
+        "differs:  left was 7, this release has no such option\n  try:  another run_dir"
+        in capsys.readouterr().err
+    )
     about.write_text(json.dumps([start]))
     assert "engine.lr" in start["not_default"] and "engine.eps" not in start["not_default"]
     assert toy("run", "steps=3", "router_replay=R2") == 2
-    assert "differs:  router_replay was disabled, is R2\n  try:  router_replay=disabled " in capsys.readouterr().err
+    assert (
+        "differs:  router_replay was disabled, is R2\n  try:  router_replay=disabled "
+        in capsys.readouterr().err
+    )
     assert toy("run", "steps=3") == 0
     assert "another configuration" not in capsys.readouterr().out
 
@@ -324,17 +400,28 @@ def test_a_format_of_a_later_release_is_refused_in_a_sentence(
         tmp_path / "run" / name
         for name in ("run.json", "checkpoints/step_2/MANIFEST.json", "record/step_2/record.json")
     ]
-    replay = partial(main, ["replay", str(tmp_path / "run"), "--step", "2", "--stage", "advantages"])
+    replay = partial(
+        main, ["replay", str(tmp_path / "run"), "--step", "2", "--stage", "advantages"]
+    )
     export = partial(main, ["export", str(tmp_path / "run"), "--out", str(tmp_path / "out")])
     resume = partial(toy, "run", "steps=3")
-    for file, commands in zip(files, [(resume, export, replay), (resume, export), (replay,)], strict=True):
+    for file, commands in zip(
+        files, [(resume, export, replay), (resume, export), (replay,)], strict=True
+    ):
         text = file.read_text()
-        assert json.loads(text)["format"] == 1 if text[0] != "[" else json.loads(text)[0]["format"] == 1
+        assert (
+            json.loads(text)["format"] == 1
+            if text[0] != "["
+            else json.loads(text)[0]["format"] == 1
+        )
         file.write_text(text.replace('"format": 1', '"format": 2'))
         for command in commands:
             assert command() == 2
             said = capsys.readouterr().err
-            assert f"{file} has format 2, and coupler-core {version('coupler-core')} reads formats up to 1." in said
+            assert (
+                f"{file} has format 2, and coupler-core {version('coupler-core')} reads "
+                "formats up to 1."
+            ) in said
             assert said.endswith("try:  pip install --upgrade coupler-core\n")
         file.write_text(text)
     assert resume() == 0
@@ -345,7 +432,12 @@ def test_a_configuration_that_a_run_wrote_sets_what_is_not_a_default(
 ) -> None:
     """Nothing reads ``profile.ranks`` here, which the file has at its default."""
     assert toy("run") == 0
-    given = ["train", "--config", str(tmp_path / "run" / "config.yaml"), f"run_dir={tmp_path / 'again'}"]
+    given = [
+        "train",
+        "--config",
+        str(tmp_path / "run" / "config.yaml"),
+        f"run_dir={tmp_path / 'again'}",
+    ]
     capsys.readouterr()
     assert main(given) == 0
     assert "you set" not in capsys.readouterr().err
@@ -371,8 +463,15 @@ def test_the_export_of_a_run_is_evaluated(
     assert scored["eval/reward"] == pytest.approx(metrics(tmp_path / "other")[2]["eval/reward"])
     assert main(["eval", str(run_dir), *held_out]) == 2
     assert "eval_2 holds a run already" in capsys.readouterr().err
-    assert main(["eval", str(run_dir), *held_out, f"run_dir={tmp_path / 'more'}", "eval.limit=1"]) == 2
-    assert main(["eval", str(run_dir), *held_out, f"run_dir={tmp_path / 'more'}", "eval.temperature=1"]) == 0
+    assert (
+        main(["eval", str(run_dir), *held_out, f"run_dir={tmp_path / 'more'}", "eval.limit=1"]) == 2
+    )
+    assert (
+        main(
+            ["eval", str(run_dir), *held_out, f"run_dir={tmp_path / 'more'}", "eval.temperature=1"]
+        )
+        == 0
+    )
     assert main(["eval", str(tmp_path)]) == 2
     assert "it has no config.yaml" in capsys.readouterr().err
 
@@ -387,12 +486,18 @@ def test_a_run_that_began_elsewhere_goes_on_from_its_own_checkpoints(
     capsys.readouterr()
     assert toy("two", start, "steps=4") == 0
     said = capsys.readouterr().out
-    assert f"going on from {tmp_path / 'two' / 'checkpoints' / 'step_3'}" in said and f"{start} is left aside" in said
+    assert (
+        f"going on from {tmp_path / 'two' / 'checkpoints' / 'step_3'}" in said
+        and f"{start} is left aside" in said
+    )
     assert [line["step"] for line in metrics(tmp_path / "two")] == [3, 4]
 
 
 def test_a_run_that_lives_has_its_folder_alone(
-    toy: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    toy: Callable[..., int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """It can be looked into meanwhile."""
     run_dir, log, seen = tmp_path / "run", Journal.log, []
@@ -400,10 +505,18 @@ def test_a_run_that_lives_has_its_folder_alone(
     def amid(journal: Journal, step: int, numbers: Metrics) -> dict[str, float]:
         if step == 2 and not seen:
             before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
-            with ThreadPoolExecutor(1) as thread:  # where there is no event loop, as in another process
+            with ThreadPoolExecutor(
+                1
+            ) as thread:  # where there is no event loop, as in another process
                 seen.append(thread.submit(toy, "run", "steps=3").result(60))
-                assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
-                seen.append(thread.submit(main, ["export", str(run_dir), "--out", str(tmp_path / "out")]).result(60))
+                assert {
+                    path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()
+                } == before
+                seen.append(
+                    thread.submit(
+                        main, ["export", str(run_dir), "--out", str(tmp_path / "out")]
+                    ).result(60)
+                )
                 seen.append(thread.submit(main, ["replay", str(run_dir), "--step", "1"]).result(60))
         return log(journal, step, numbers)
 
@@ -419,9 +532,14 @@ def test_a_run_does_not_go_on_in_the_folder_of_another(
 ) -> None:
     assert toy("one") == toy("two", "engine.lr=0.2") == 0
     files = {path: path.read_bytes() for path in (tmp_path / "two").rglob("*") if path.is_file()}
-    assert toy("two", "steps=4", f"checkpoint.resume={tmp_path / 'one' / 'checkpoints' / 'step_1'}") == 2
+    assert (
+        toy("two", "steps=4", f"checkpoint.resume={tmp_path / 'one' / 'checkpoints' / 'step_1'}")
+        == 2
+    )
     assert "holds a run of another configuration" in capsys.readouterr().err
-    assert {path: path.read_bytes() for path in (tmp_path / "two").rglob("*") if path.is_file()} == files
+    assert {
+        path: path.read_bytes() for path in (tmp_path / "two").rglob("*") if path.is_file()
+    } == files
 
 
 def test_the_folder_of_a_run_means_its_newest_whole_checkpoint(
@@ -436,7 +554,10 @@ def test_the_folder_of_a_run_means_its_newest_whole_checkpoint(
     assert [line["step"] for line in metrics(tmp_path / "two")] == [2]
     for folder in ("nowhere", "two/export"):
         assert toy("three", f"checkpoint.resume={tmp_path / folder}") == 2
-        assert f"checkpoint.resume={tmp_path / folder} is no whole checkpoint" in capsys.readouterr().err
+        assert (
+            f"checkpoint.resume={tmp_path / folder} is no whole checkpoint"
+            in capsys.readouterr().err
+        )
 
 
 @pytest.mark.parametrize(
@@ -448,14 +569,27 @@ def test_the_folder_of_a_run_means_its_newest_whole_checkpoint(
     ],
 )
 def test_a_run_of_another_configuration_gives_its_engines_alone(
-    before: str, now: str, size: int, toy: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    before: str,
+    now: str,
+    size: int,
+    toy: Callable[..., int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert toy("one", before) == 0
     capsys.readouterr()
-    assert toy("two", now, "steps=4", f"checkpoint.resume={tmp_path / 'one'}", "record.every_steps=1") == 0
-    assert "is of another configuration: policy as it was there; prompts start anew" in capsys.readouterr().out
+    assert (
+        toy("two", now, "steps=4", f"checkpoint.resume={tmp_path / 'one'}", "record.every_steps=1")
+        == 0
+    )
+    assert (
+        "is of another configuration: policy as it was there; prompts start anew"
+        in capsys.readouterr().out
+    )
     after = metrics(tmp_path / "two")
-    assert [line["step"] for line in after] == [3, 4] and not any(line["staleness/violations"] for line in after)
+    assert [line["step"] for line in after] == [3, 4] and not any(
+        line["staleness/violations"] for line in after
+    )
     numbers = [np.unique(batch_of(tmp_path / "two", step)["group"]).tolist() for step in (3, 4)]
     assert numbers == [list(range(2 * size, 3 * size)), list(range(3 * size, 4 * size))]
 
@@ -471,7 +605,10 @@ def test_reinforcement_learning_starts_from_a_fine_tuned_checkpoint(
 
 
 def test_a_longer_run_that_ends_before_its_export_is_not_complete(
-    toy: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    toy: Callable[..., int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     async def die(*_: object) -> None:
         raise Killed
@@ -520,17 +657,27 @@ def test_other_data_is_refused_unless_it_starts_anew(
 ) -> None:
     write_inputs(tmp_path)
     rows = tmp_path / "rows.jsonl"
-    rows.write_text(rows.read_text() + json.dumps({"prompt": "and 9 + 2 ?", "answer": "11", "difficulty": 0}) + "\n")
+    rows.write_text(
+        rows.read_text()
+        + json.dumps({"prompt": "and 9 + 2 ?", "answer": "11", "difficulty": 0})
+        + "\n"
+    )
     resume = f"checkpoint.resume={whole['train'] / 'checkpoints' / 'step_4'}"
     assert main(command("train", model, tmp_path / "run", resume)) == 2
     assert "checkpoint.reset_data=true" in capsys.readouterr().err
-    assert main(command("train", model, tmp_path / "run", resume, "checkpoint.reset_data=true")) == 0
+    assert (
+        main(command("train", model, tmp_path / "run", resume, "checkpoint.reset_data=true")) == 0
+    )
     assert [line["step"] for line in metrics(tmp_path / "run")] == [5, 6]
 
 
 def test_old_checkpoints_go_the_best_stays(model: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    keep = ("checkpoint.every_steps=1", "checkpoint.keep_best=1", "checkpoint.best_metric=reward/mean")
+    keep = (
+        "checkpoint.every_steps=1",
+        "checkpoint.keep_best=1",
+        "checkpoint.best_metric=reward/mean",
+    )
     write_inputs(tmp_path)
     assert main(command("train", model, run_dir, *keep)) == 0
     rewards = {line["step"]: line["reward/mean"] for line in metrics(run_dir) if line["step"]}
@@ -540,7 +687,9 @@ def test_old_checkpoints_go_the_best_stays(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rejecting", [False, True])
-def test_an_asynchronous_run_uses_nothing_twice(rejecting: bool, model: Path, forks: Forks, tmp_path: Path) -> None:
+def test_an_asynchronous_run_uses_nothing_twice(
+    rejecting: bool, model: Path, forks: Forks, tmp_path: Path
+) -> None:
     write_inputs(tmp_path)
     more = (
         "max_staleness=2",
@@ -580,7 +729,10 @@ def test_a_full_disk_ends_a_run_in_a_sentence_and_it_goes_on_later(
     given = ("eval.every_steps=2", f"eval.data.source={tmp_path / 'rows.jsonl'}")
     assert toy("run", *given) == 2
     said = capsys.readouterr().err
-    assert f"coupler: the samples {full} cannot be written: [Errno 28] No space left on device.\n  try:  room " in said
+    assert (
+        f"coupler: the samples {full} cannot be written: [Errno 28] No space left on "
+        "device.\n  try:  room "
+    ) in said
     assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_1"]
     full.unlink()
     assert toy("run", *given) == 0
@@ -591,18 +743,28 @@ def test_replaying_a_stage_gives_what_the_run_had(
     model: Path, whole: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     for stage in ("train", "logprobs", "advantages"):
-        worst = max(abs(difference) for *_, difference in replayed(whole["train"], 5, stage, capsys).values())
+        worst = max(
+            abs(difference)
+            for *_, difference in replayed(whole["train"], 5, stage, capsys).values()
+        )
         assert worst <= (1e-4 if stage == "logprobs" else 0), stage
     assert main(["replay", str(whole["train"]), "--step", "5", "--stage", "values"]) == 2
     assert "needs a run with a critic; algorithm=grpo has none" in capsys.readouterr().err
     assert main(["replay", str(whole["train"]), "--step", "3"]) == 2
     said = capsys.readouterr().err
     assert "step_2: none was made then, or it was deleted since.\n  kept:  step_4, step_6\n" in said
-    assert "  try:   --step 1, 5, or --stage advantages, which takes no weights; a run with checkpoint." in said
-    assert main(["export", str(whole["train"]), "--out", str(whole["train"] / "out"), "--step", "3"]) == 2
-    assert "step_3: none was made then, or it was deleted since.\n  kept:  step_4, step_6\n  try:   --step 4, 6\n" in (
-        capsys.readouterr().err
+    assert (
+        "  try:   --step 1, 5, or --stage advantages, which takes no weights; a run with "
+        "checkpoint."
+    ) in said
+    assert (
+        main(["export", str(whole["train"]), "--out", str(whole["train"] / "out"), "--step", "3"])
+        == 2
     )
+    assert (
+        "step_3: none was made then, or it was deleted since.\n  kept:  step_4, step_6\n  "
+        "try:   --step 4, 6\n"
+    ) in (capsys.readouterr().err)
     assert main(["replay", str(whole["train"]), "--step", "99"]) == 2
     assert "it has:  1, 2, 3, 4, 5, 6" in capsys.readouterr().err
 
@@ -624,16 +786,23 @@ def test_an_export_says_which_checkpoints_it_skipped(
     assert "coupler: checkpoint skipped: step_6: state.json is missing" in capsys.readouterr().out
 
 
-def test_a_resume_without_an_optimizer_says_so(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resume_without_an_optimizer_says_so(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_inputs(tmp_path)
     given = [*command("sft", model, tmp_path / "run"), "checkpoint.optimizer=false"]
     assert main([*given, "steps=2"]) == 0
     assert "holds no optimizer" not in capsys.readouterr().out
     assert main([*given, "steps=3"]) == 0
-    assert "step_2 holds no optimizer: its moments and the learning rate's schedule start" in capsys.readouterr().out
+    assert (
+        "step_2 holds no optimizer: its moments and the learning rate's schedule start"
+        in capsys.readouterr().out
+    )
 
 
-def test_two_deterministic_runs_are_equal_with_dynamic_sampling(model: Path, tmp_path: Path) -> None:
+def test_two_deterministic_runs_are_equal_with_dynamic_sampling(
+    model: Path, tmp_path: Path
+) -> None:
     more = ("deterministic=true", "reward.num_workers=2", *often_equal(tmp_path))
     one, two = (run("train", model, tmp_path / name / "run", *more) for name in "ab")
     assert reproducible(one, but=("time/",)) == reproducible(two, but=("time/",))

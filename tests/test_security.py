@@ -1,4 +1,6 @@
-"""What no file of ours may do: unpickle, evaluate text, trust a model's code, open a port to the network."""
+"""What no file of ours may do: unpickle, evaluate text, trust a model's code, open a
+port to the network.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,25 @@ SOURCES = sorted(
     )
     for path in ROOT.glob(pattern)
 )
-ALLOWED: dict[tuple[str, str], str] = {}  # (file, what is found there) -> why it is no danger
-PICKLES = {"pickle", "_pickle", "cPickle", "marshal", "dill", "cloudpickle", "shelve", "joblib", "jsonpickle"}
+# (file, what is found there) -> why it is no danger
+ALLOWED: dict[tuple[str, str], str] = {}
+PICKLES = {
+    "pickle",
+    "_pickle",
+    "cPickle",
+    "marshal",
+    "dill",
+    "cloudpickle",
+    "shelve",
+    "joblib",
+    "jsonpickle",
+}
 EVALUATES = {"eval", "exec", "compile", "__import__"}
 EVERYWHERE = {"", "0.0.0.0", "::", "*"}
-OBJECTS = {"send_pyobj", "recv_pyobj", "read_pickle", "to_pickle", "all_gather_object", "gather_object",
-           "broadcast_object_list", "scatter_object_list", "send_object_list", "recv_object_list"}  # fmt: skip
+OBJECTS = {"send_pyobj", "recv_pyobj", "read_pickle", "to_pickle", "all_gather_object",
+           "gather_object",
+           "broadcast_object_list", "scatter_object_list", "send_object_list",
+           "recv_object_list"}  # fmt: skip
 LOADS = re.compile(r"Auto\w+\.from_(pretrained|config)")
 DCP = "torch.distributed.checkpoint"
 
@@ -91,31 +106,47 @@ def _called(node: ast.AST) -> Iterator[str]:
 
 
 def _trusted(node: ast.AST) -> Iterator[str]:
-    """``trust_remote_code`` may be passed on, or be False; nothing in the code says True."""
-    if isinstance(node, ast.keyword) and node.arg in ("trust_remote_code", "weights_only", "allow_pickle"):
+    """``trust_remote_code`` may be passed on, or be False; nothing in the code says
+    True.
+    """
+    if isinstance(node, ast.keyword) and node.arg in (
+        "trust_remote_code",
+        "weights_only",
+        "allow_pickle",
+    ):
         safe = node.arg == "weights_only"
         if isinstance(node.value, ast.Constant) and node.value.value is not safe:
             yield f"{node.arg}={node.value.value}"
     if isinstance(node, ast.AnnAssign | ast.Assign) and node.value:
         targets = [node.target] if isinstance(node, ast.AnnAssign) else node.targets
-        if any(ast.unparse(t).endswith("trust_remote_code") for t in targets) and _is(node.value, True):
+        if any(ast.unparse(t).endswith("trust_remote_code") for t in targets) and _is(
+            node.value, True
+        ):
             yield "trust_remote_code = True"
     if isinstance(node, ast.Dict):
         for key, value in zip(node.keys, node.values, strict=True):
             if _is(key, "trust_remote_code") and _is(value, True):
                 yield "'trust_remote_code': True"
     loads = isinstance(node, ast.Call) and LOADS.fullmatch(ast.unparse(node.func))
-    if loads and not any(k.arg == "trust_remote_code" for k in node.keywords):  # transformers would ask on the terminal
+    if loads and not any(
+        k.arg == "trust_remote_code" for k in node.keywords
+    ):  # transformers would ask on the terminal
         yield f"{ast.unparse(node.func)} does not say trust_remote_code"
 
 
 def _is(node: ast.AST | None, value: object) -> bool:
-    return isinstance(node, ast.Constant) and type(node.value) is type(value) and node.value == value
+    return (
+        isinstance(node, ast.Constant) and type(node.value) is type(value) and node.value == value
+    )
 
 
 def _address(call: ast.Call) -> object:
-    """The constant host in ``bind((host, port))`` or ``start_server(handler, host, port)``, else None."""
-    values = [element for a in call.args for element in (a.elts[:1] if isinstance(a, ast.Tuple) else [a])]
+    """The constant host in ``bind((host, port))`` or ``start_server(handler, host,
+    port)``, else None.
+    """
+    values = [
+        element for a in call.args for element in (a.elts[:1] if isinstance(a, ast.Tuple) else [a])
+    ]
     hosts = [v.value for v in values if isinstance(v, ast.Constant) and isinstance(v.value, str)]
     return hosts[0] if hosts else None
 
@@ -123,7 +154,9 @@ def _address(call: ast.Call) -> object:
 def test_no_source_does_what_is_refused() -> None:
     assert len(SOURCES) > 100
     found = {
-        (str(path.relative_to(ROOT)), what): line for path in SOURCES for line, what in dangers(path.read_text("utf-8"))
+        (str(path.relative_to(ROOT)), what): line
+        for path in SOURCES
+        for line, what in dangers(path.read_text("utf-8"))
     }
     new = [f"{file}:{found[file, what]}: {what}" for file, what in found.keys() - ALLOWED.keys()]
     assert not new, "\n".join(sorted(new))
@@ -193,7 +226,9 @@ def test_what_is_no_danger_passes(source: str) -> None:
 
 
 def test_a_reward_process_has_pipes_and_no_file_or_port(tmp_path: Path) -> None:
-    """Its protocol is on anonymous pipes, which nobody else can open; the reward itself sees neither of them."""
+    """Its protocol is on anonymous pipes, which nobody else can open; the reward itself
+    sees neither of them.
+    """
     (tmp_path / "reward.py").write_text(
         "import os, sys\n"
         "def score(completion):\n"
@@ -202,7 +237,10 @@ def test_a_reward_process_has_pipes_and_no_file_or_port(tmp_path: Path) -> None:
     worker = WorkerProcess(f"{tmp_path}/reward.py:score")
     try:
         worker.wait_ready("reward")
-        kinds = {os.readlink(path).partition(":")[0] for path in Path(f"/proc/{worker.process.pid}/fd").iterdir()}
+        kinds = {
+            os.readlink(path).partition(":")[0]
+            for path in Path(f"/proc/{worker.process.pid}/fd").iterdir()
+        }
         assert kinds <= {"pipe", "/dev/null"}
         assert all(stat.S_ISFIFO(os.fstat(fd).st_mode) for fd in (worker.stdin, worker.stdout))
         worker.send(b'[["x", "", {}]]\n', 10)

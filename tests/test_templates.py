@@ -17,8 +17,13 @@ from coupler.interfaces import Model
 
 TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 START = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-REASONING_DROPPED = TURNS.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1].strip() }}")
-STRICT = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + TURNS
+REASONING_DROPPED = TURNS.replace(
+    "{{ m.content }}", "{{ m.content.split('</think>')[-1].strip() }}"
+)
+STRICT = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    + TURNS
+)
 
 
 def folder(path: Path, template: str | None, eos: str = "<|endoftext|>") -> Path:
@@ -54,9 +59,13 @@ def test_a_string_becomes_one_user_message(chat: Codec) -> None:
 
 
 def test_the_system_prompt_comes_first_and_once(chat: Codec) -> None:
-    assert text_of(chat, chat.prompt_ids("x", "be brief")).startswith("<|im_start|>system\nbe brief<|im_end|>\n")
+    assert text_of(chat, chat.prompt_ids("x", "be brief")).startswith(
+        "<|im_start|>system\nbe brief<|im_end|>\n"
+    )
     with pytest.raises(CouplerError, match="system message of its own"):
-        chat.prompt_ids(({"role": "system", "content": "a"}, {"role": "user", "content": "x"}), "be brief")
+        chat.prompt_ids(
+            ({"role": "system", "content": "a"}, {"role": "user", "content": "x"}), "be brief"
+        )
 
 
 def test_a_target_ends_the_turn_and_decodes_to_itself(chat: Codec) -> None:
@@ -66,7 +75,9 @@ def test_a_target_ends_the_turn_and_decodes_to_itself(chat: Codec) -> None:
     assert chat.decode(chat.target_ids("é \n 中")) == "é \n 中"
 
 
-def test_stops_come_from_the_template_the_tokenizer_and_the_generation_config(tmp_path: Path) -> None:
+def test_stops_come_from_the_template_the_tokenizer_and_the_generation_config(
+    tmp_path: Path,
+) -> None:
     path = folder(tmp_path, TURNS + START)
     ids = Codec(Model(str(path))).tokenizer.convert_tokens_to_ids
     assert Codec(Model(str(path))).stop_ids([]) == (ids("<|im_end|>"), ids("<|endoftext|>"))
@@ -110,7 +121,12 @@ def test_a_refusal_of_the_template_names_the_row(tmp_path: Path) -> None:
 
 
 def test_overlong_prompts_are_an_error_or_dropped_and_counted(chat: Codec) -> None:
-    rows = [Row("x", "", 0, {}), Row("x" * 100, "", 1, {}), Row("x" * 90, "", 2, {}), Row("y", "", 3, {})]
+    rows = [
+        Row("x", "", 0, {}),
+        Row("x" * 100, "", 1, {}),
+        Row("x" * 90, "", 2, {}),
+        Row("y", "", 3, {}),
+    ]
     short = len(chat.prompt_ids("x", ""))
     config = DataConfig(source="a.jsonl", max_prompt_tokens=short)
     with pytest.raises(DataError) as error:

@@ -1,4 +1,6 @@
-"""rollout=vllm where vLLM is not: listed, planned with, and one sentence when a run needs it."""
+"""rollout=vllm where vLLM is not: listed, planned with, and one sentence when a run
+needs it.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,20 @@ from coupler.cli import main
 pytestmark = pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")
 
 
-def test_it_can_be_planned_with(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_can_be_planned_with(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_inputs(tmp_path)
-    planned = [a for a in arguments("train", model, tmp_path, tmp_path / "run") if a != "rollout=hf"]
+    planned = [
+        a for a in arguments("train", model, tmp_path, tmp_path / "run") if a != "rollout=hf"
+    ]
     assert main(["plan", *planned[1:], "rollout=vllm"]) == 0
     assert "rollout (vllm)" in capsys.readouterr().out
 
 
-def test_a_run_says_what_to_install(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_says_what_to_install(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_inputs(tmp_path)
     given = [a for a in arguments("train", model, tmp_path, tmp_path / "run") if a != "rollout=hf"]
     assert main([*given, "rollout=vllm"]) == 2

@@ -1,4 +1,6 @@
-"""The counters of how the sources read: none rises, and the counters count what they say."""
+"""The counters of how the sources read: none rises, and the counters count what they
+say.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def test_no_counter_rises(counter: str, now: dict[str, dict[str, float]]) -> Non
         for name in KEPT
         if now[name][counter] > KEPT[name][counter]
     }
-    assert not risen, f"{voice.COUNTERS[counter]}: rewrite what you added; python benchmarks/voice.py prints all"
+    assert not risen, (
+        f"{voice.COUNTERS[counter]}: rewrite what you added; python benchmarks/voice.py prints all"
+    )
 
 
 @pytest.mark.parametrize("counter", voice.COUNTERS)
@@ -71,13 +75,22 @@ def test_a_fall_is_kept(counter: str, now: dict[str, dict[str, float]]) -> None:
 
 def test_what_is_counted() -> None:
     total = voice.count_source(SAMPLE)
-    wanted = {"docstrings": 2, "openers": 2, "semicolons": 1, "options": 3, "leaning": 2, "lower": 2}
+    wanted = {
+        "docstrings": 2,
+        "openers": 2,
+        "semicolons": 1,
+        "options": 3,
+        "leaning": 2,
+        "lower": 2,
+    }
     wanted |= {"functions": 1, "solid": 1, "doc lines": 2}
     assert {name: total[name] for name in wanted} == wanted
 
 
 def test_a_blank_line_and_a_short_docstring_count() -> None:
-    better = SAMPLE.replace("    x = 6\n", "\n    x = 6\n").replace("Of things; and of others.", "Hold things.")
+    better = SAMPLE.replace("    x = 6\n", "\n    x = 6\n").replace(
+        "Of things; and of others.", "Hold things."
+    )
     total = voice.count_source(better)
     assert (total["solid"], total["semicolons"], total["openers"]) == (0, 0, 1)
 

@@ -1,4 +1,6 @@
-"""The quickstart's model: a Llama of 0.1 M parameters with random weights, and a tokenizer for its task."""
+"""The quickstart's model: a Llama of 0.1 M parameters with random weights, and a
+tokenizer for its task.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ END = "<end>"
 
 
 def build(folder: Path, texts: Iterable[str], seed: int) -> int:
-    """Write config, random weights and tokenizer in Hugging Face layout; return the number of parameters."""
+    """Write config, random weights and tokenizer in Hugging Face layout; return the
+    number of parameters.
+    """
     tokenizer = _tokenizer(texts)
     torch.manual_seed(seed)
     model = LlamaForCausalLM(
@@ -37,9 +41,13 @@ def build(folder: Path, texts: Iterable[str], seed: int) -> int:
 
 
 def _tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Byte-pair encoding in which every letter of the last word is a token, and the instruction before it one token."""
+    """Byte-pair encoding in which every letter of the last word is a token, and the
+    instruction before it one token.
+    """
     tokenizer = Tokenizer(BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[A-Za-z](?=[A-Za-z]*$)"), behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(
+        Regex(r"[A-Za-z](?=[A-Za-z]*$)"), behavior="isolated"
+    )
     tokenizer.decoder = decoders.Fuse()
     trainer = trainers.BpeTrainer(vocab_size=256, special_tokens=[END], show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)

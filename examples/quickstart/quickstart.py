@@ -1,8 +1,10 @@
-"""Warm-start a small language model, train it with GRPO, and score it on held-out problems: ``make quickstart``.
+"""Warm-start a small language model, train it with GRPO, and score it on held-out
+problems: ``make quickstart``.
 
 ``make quickstart ARGS="--algorithm ppo"`` trains it with PPO and a critic instead.
 
-Everything it does is a job of the command line too; ``config.yaml`` in each stage of the run folder says which.
+Everything it does is a job of the command line too; ``config.yaml`` in each stage of
+the run folder says which.
 """
 
 from __future__ import annotations
@@ -30,13 +32,23 @@ def main() -> None:
     start = time.perf_counter()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--run-dir", type=Path, default=Path("runs") / time.strftime("quickstart-%Y%m%d-%H%M%S"))
+    parser.add_argument(
+        "--run-dir", type=Path, default=Path("runs") / time.strftime("quickstart-%Y%m%d-%H%M%S")
+    )
     parser.add_argument("--algorithm", choices=TRAIN, default="grpo")
     parser.add_argument("--sft-steps", type=int, help="of the warm start; default: sft.yaml's")
-    parser.add_argument("--held-out", type=int, default=0, help="score on so many held-out problems; default: all")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="options of the reinforcement-learning run")
+    parser.add_argument(
+        "--held-out", type=int, default=0, help="score on so many held-out problems; default: all"
+    )
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="options of the reinforcement-learning run",
+    )
     arguments = parser.parse_args()
-    warnings.filterwarnings("ignore", category=SyntaxWarning)  # of a dependency of reasoning-gym
+    # of a dependency of reasoning-gym
+    warnings.filterwarnings("ignore", category=SyntaxWarning)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     more = {
         Job.SFT: [] if arguments.sft_steps is None else [f"steps={arguments.sft_steps}"],
@@ -57,7 +69,8 @@ def run(folder: Path, seed: int, algorithm: str, more: Mapping[Job, list[str]]) 
     """Run all stages, each with the options of its job in ``more``.
 
     Returns:
-        The held-out accuracy before, after ``sft``, and after the algorithm, by these names.
+        The held-out accuracy before, after ``sft``, and after the algorithm, by these
+        names.
     """
     from model import build
     from task import problems
@@ -69,7 +82,12 @@ def run(folder: Path, seed: int, algorithm: str, more: Mapping[Job, list[str]]) 
     plugins = Plugins.load()
 
     def stage(job: Job, name: str, model: str) -> tuple[Job, Composed]:
-        given = [f"model.path={folder / model}", f"run_dir={folder / name}", f"seed={seed}", *more[job]]
+        given = [
+            f"model.path={folder / model}",
+            f"run_dir={folder / name}",
+            f"seed={seed}",
+            *more[job],
+        ]
         file = TRAIN[algorithm] if job is Job.TRAIN else f"{job}.yaml"
         return job, compose(plugins, given, str(HERE / file), job)
 
@@ -122,7 +140,11 @@ def _plot(rewards: list[float], path: Path, algorithm: str) -> None:
 
     figure, axes = pyplot.subplots(figsize=(7, 4))
     axes.plot(range(1, len(rewards) + 1), rewards)
-    axes.set(xlabel=f"{algorithm} step", ylabel="mean reward of all samples, rejected groups included", ylim=(0, 1))
+    axes.set(
+        xlabel=f"{algorithm} step",
+        ylabel="mean reward of all samples, rejected groups included",
+        ylim=(0, 1),
+    )
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120, bbox_inches="tight")
 

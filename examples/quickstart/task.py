@@ -1,4 +1,6 @@
-"""The quickstart's problems: words of reasoning-gym to spell backward; no held-out word is among those to train on."""
+"""The quickstart's problems: words of reasoning-gym to spell backward; no held-out word
+is among those to train on.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ def problems(size: int, seed: int) -> Iterator[dict[str, Any]]:
 
 
 def held_out(size: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Distinct problems that :func:`problems` never yields, out of ``size`` generated ones."""
+    """Distinct problems that :func:`problems` never yields, out of ``size`` generated
+    ones.
+    """
     return (row for row in _distinct(size, seed) if _held_out(row))
 
 

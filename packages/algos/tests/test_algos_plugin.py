@@ -1,4 +1,6 @@
-"""What core sees of this distribution: backends, problems of a configuration, and no torch on the controller."""
+"""What core sees of this distribution: backends, problems of a configuration, and no
+torch on the controller.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,15 @@ import pytest
 from coupler.config.schema import RunConfig, SamplingConfig
 from coupler.interfaces import Aggregation, Algorithm
 from coupler_algos import plugin
-from coupler_algos.config import KL, Behaviour, GRPOConfig, KLEstimator, PPOConfig, RLOOConfig, SFTConfig
+from coupler_algos.config import (
+    KL,
+    Behaviour,
+    GRPOConfig,
+    KLEstimator,
+    PPOConfig,
+    RLOOConfig,
+    SFTConfig,
+)
 from coupler_algos.ppo import PPO
 
 
@@ -44,21 +54,49 @@ def test_ppo_needs_no_second_sample():
 @pytest.mark.parametrize(
     ("algorithm", "changes", "words"),
     [
-        (GRPOConfig(), {"samples_per_prompt": 1}, ["samples_per_prompt=1", "set samples_per_prompt=2"]),
-        (GRPOConfig(), {"max_staleness": 2}, ["max_staleness=2", "behaviour=rollout", "correction_cap=2"]),
+        (
+            GRPOConfig(),
+            {"samples_per_prompt": 1},
+            ["samples_per_prompt=1", "set samples_per_prompt=2"],
+        ),
+        (
+            GRPOConfig(),
+            {"max_staleness": 2},
+            ["max_staleness=2", "behaviour=rollout", "correction_cap=2"],
+        ),
         (GRPOConfig(kl_coef=0.0), {}, ["algorithm.kl=in_loss", "algorithm.kl=none"]),
         (RLOOConfig(kl_coef=0.0), {}, ["algorithm.kl=in_reward", "algorithm.kl=none"]),
         (GRPOConfig(kl_estimator=KLEstimator.K1), {}, ["kl_estimator=k1", "k2 or k3"]),
-        (GRPOConfig(aggregation=Aggregation.CONSTANT), {}, ["aggregation_constant=0", "${sampling.max_tokens}"]),
-        (SFTConfig(aggregation=Aggregation.CONSTANT), {}, ["aggregation_constant=0", "the longest answer"]),
-        (SFTConfig(aggregation_constant=8), {}, ["aggregation_constant=8", "does nothing with token_mean"]),
-        (GRPOConfig(overlong_buffer_tokens=4), {}, ["overlong_buffer_tokens=4", "algorithm.overlong_max_tokens=$"]),
+        (
+            GRPOConfig(aggregation=Aggregation.CONSTANT),
+            {},
+            ["aggregation_constant=0", "${sampling.max_tokens}"],
+        ),
+        (
+            SFTConfig(aggregation=Aggregation.CONSTANT),
+            {},
+            ["aggregation_constant=0", "the longest answer"],
+        ),
+        (
+            SFTConfig(aggregation_constant=8),
+            {},
+            ["aggregation_constant=8", "does nothing with token_mean"],
+        ),
+        (
+            GRPOConfig(overlong_buffer_tokens=4),
+            {},
+            ["overlong_buffer_tokens=4", "algorithm.overlong_max_tokens=$"],
+        ),
         (
             GRPOConfig(overlong_buffer_tokens=4, overlong_max_tokens=500),
             {},
             ["overlong_max_tokens=500 punishes no completion", "set it to ${sampling.max_tokens}"],
         ),
-        (GRPOConfig(overlong_buffer_tokens=-1), {}, ["overlong_buffer_tokens=-1", "0 switches it off"]),
+        (
+            GRPOConfig(overlong_buffer_tokens=-1),
+            {},
+            ["overlong_buffer_tokens=-1", "0 switches it off"],
+        ),
         (
             GRPOConfig(overlong_buffer_tokens=100, overlong_max_tokens=100),
             {"sampling": SamplingConfig(max_tokens=100)},
@@ -76,11 +114,23 @@ def test_ppo_needs_no_second_sample():
         (
             PPOConfig(kl_target=6.0, kl_horizon=12),
             {"prompts_per_step": 15, "samples_per_prompt": 4},
-            ["algorithm.kl_horizon=12", "60 trajectories of a step", "set algorithm.kl_horizon=60 or more"],
+            [
+                "algorithm.kl_horizon=12",
+                "60 trajectories of a step",
+                "set algorithm.kl_horizon=60 or more",
+            ],
         ),
-        (GRPOConfig(kl=KL.NONE, kl_target=6.0), {}, ["algorithm.kl_target=6.0", "algorithm.kl=in_reward"]),
+        (
+            GRPOConfig(kl=KL.NONE, kl_target=6.0),
+            {},
+            ["algorithm.kl_target=6.0", "algorithm.kl=in_reward"],
+        ),
         (PPOConfig(), {"max_staleness": 2}, ["max_staleness=2", "behaviour=rollout"]),
-        (GRPOConfig(correction_cap=2.0, behaviour=Behaviour.ROLLOUT), {}, ["correction_cap", "does nothing"]),
+        (
+            GRPOConfig(correction_cap=2.0, behaviour=Behaviour.ROLLOUT),
+            {},
+            ["correction_cap", "does nothing"],
+        ),
     ],
 )
 def test_one_mistake_is_one_sentence_with_key_and_fix(algorithm, changes, words):
@@ -91,7 +141,9 @@ def test_one_mistake_is_one_sentence_with_key_and_fix(algorithm, changes, words)
 
 
 def test_the_shortest_horizon_that_is_accepted_keeps_the_coefficient_positive(pack):
-    """Sixty trajectories without any KL: the error is -0.2, and 1 - 0.2 * 60 / 13 is above 0."""
+    """Sixty trajectories without any KL: the error is -0.2, and 1 - 0.2 * 60 / 13 is
+    above 0.
+    """
     config = PPOConfig(kl_target=6.0, kl_horizon=13)
     assert problems(config, prompts_per_step=15, samples_per_prompt=4) == []
     zeros = np.zeros(120, np.float32)
@@ -112,14 +164,16 @@ def test_either_fix_for_staleness_is_accepted():
 
 
 def test_the_controller_needs_no_torch():
-    """Constructing an algorithm and computing advantages happens where no tensor library may be."""
+    """Constructing an algorithm and computing advantages happens where no tensor
+    library may be.
+    """
     code = """
 import sys
 import numpy as np
 from coupler.batch import Batch
 from coupler_algos import plugin
-batch = Batch(np.array([2, 2]), {"loss_mask": np.array([False, True] * 2), "old_logprobs": np.zeros(4),
-              "ref_logprobs": np.zeros(4), "values": np.zeros(4)},
+tokens = {name: np.zeros(4) for name in ("old_logprobs", "ref_logprobs", "values")}
+batch = Batch(np.array([2, 2]), {"loss_mask": np.array([False, True] * 2), **tokens},
               {"reward": np.array([1.0, 0.0]), "group": np.zeros(2, int)})
 for backend in plugin.coupler_backends():
     algorithm = backend.load()(backend.config())
@@ -127,5 +181,7 @@ for backend in plugin.coupler_backends():
     algorithm.advantages(batch)
 assert "torch" not in sys.modules
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0, done.stderr

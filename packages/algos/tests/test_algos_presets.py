@@ -32,7 +32,9 @@ def test_dapo_is_grpo_with_the_papers_switches():
 def test_dapo_says_what_to_do_about_short_completions():
     with pytest.raises(ConfigError, match="set it to a fifth, 51"):
         composed("algorithm=dapo", "sampling.max_tokens=256")
-    assert composed("algorithm=dapo", "sampling.max_tokens=256", "algorithm.overlong_buffer_tokens=51")
+    assert composed(
+        "algorithm=dapo", "sampling.max_tokens=256", "algorithm.overlong_buffer_tokens=51"
+    )
 
 
 def test_dr_grpo_divides_by_the_longest_completion_and_by_no_std():
@@ -43,7 +45,9 @@ def test_dr_grpo_divides_by_the_longest_completion_and_by_no_std():
 
 
 def test_the_command_line_wins_over_a_preset():
-    assert composed("algorithm=dr_grpo", "algorithm.kl=in_reward").config.algorithm.kl is KL.IN_REWARD
+    assert (
+        composed("algorithm=dr_grpo", "algorithm.kl=in_reward").config.algorithm.kl is KL.IN_REWARD
+    )
 
 
 def test_problems_reach_the_user():

@@ -38,7 +38,9 @@ def test_expected_value(policy, estimator, unbiased):
 
 @pytest.mark.parametrize("estimator", KLEstimator)
 def test_gradient_as_a_loss_term(policy, estimator):
-    """Tokens are drawn without gradient, then the estimate is differentiated: what a loss does."""
+    """Tokens are drawn without gradient, then the estimate is differentiated: what a
+    loss does.
+    """
     logprobs = torch.log_softmax(policy, 0)
     sampled = logprobs.detach().exp()
     grad = gradient((sampled * estimate(estimator, logprobs, REFERENCE, torch)).sum(), policy)

@@ -1,4 +1,6 @@
-"""GAE, the rewards of tokens, PPO's two losses and the KL controller, against values worked out by hand."""
+"""GAE, the rewards of tokens, PPO's two losses and the KL controller, against values
+worked out by hand.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,15 @@ def column(*numbers: float) -> np.ndarray:
     return np.array(numbers, np.float32)
 
 
-# --- advantages ------------------------------------------------------------------------------------------------------
+# --- advantages
 
 
 def test_gae_by_hand(pack):
     """gamma = 0.5, lam = 0.5, so each delta counts a quarter one token earlier.
 
-    Sequence 1: V = 1, 2, 3, rewards 0, 0, 8: delta = 0.5 * 2 - 1 = 0, 0.5 * 3 - 2 = -0.5 and 8 - 3 = 5;
-    A = 5, then -0.5 + 5 / 4 = 0.75, then 0 + 0.75 / 4 = 0.1875. Sequence 2: V = 4, reward 1: A = -3.
+    Sequence 1: V = 1, 2, 3, rewards 0, 0, 8: delta = 0.5 * 2 - 1 = 0, 0.5 * 3 - 2 =
+    -0.5 and 8 - 3 = 5; A = 5, then -0.5 + 5 / 4 = 0.75, then 0 + 0.75 / 4 = 0.1875.
+    Sequence 2: V = 4, reward 1: A = -3.
     """
     batch = pack([4, 2], [8, 1], [0, 0], values=column(9, 1, 2, 3, 9, 4))
     done = ppo(gamma=0.5, lam=0.5).advantages(batch)
@@ -41,7 +44,9 @@ def test_gae_by_hand(pack):
 
 
 def test_an_observation_is_no_step(pack):
-    """The sequence of the test above with two observed tokens inside and one at the end: the same numbers."""
+    """The sequence of the test above with two observed tokens inside and one at the
+    end: the same numbers.
+    """
     batch = pack([7], [8], [0], values=column(9, 1, 77, 2, -77, 3, 77))
     batch = batch.with_tokens(loss_mask=np.array([0, 1, 0, 1, 0, 1, 0], bool))
     done = ppo(gamma=0.5, lam=0.5).advantages(batch)
@@ -51,13 +56,19 @@ def test_an_observation_is_no_step(pack):
 
 @pytest.mark.parametrize(("lam", "expected"), [(1.0, [0.5, 1.5, 0.5]), (0.0, [-1.0, 1.0, 0.5])])
 def test_lam_is_between_returns_minus_values_and_one_step(pack, lam, expected):
-    """V = 1, 0, 1, reward 1.5, no discount. lam=1: 1.5 - V; lam=0: delta = -1, 1, 0.5."""
+    """V = 1, 0, 1, reward 1.5, no discount. lam=1: 1.5 - V; lam=0: delta = -1, 1,
+    0.5.
+    """
     batch = pack([4], [1.5], [0], values=column(0, 1, 0, 1))
-    np.testing.assert_allclose(ppo(lam=lam).advantages(batch)["advantages"][1:], expected, rtol=1e-6)
+    np.testing.assert_allclose(
+        ppo(lam=lam).advantages(batch)["advantages"][1:], expected, rtol=1e-6
+    )
 
 
 def test_gae_equals_its_sum(random_batch):
-    """Eq. 16 as it is written: the sum over l of (gamma lam)^l delta_{t+l}, on sequences with gaps in the mask."""
+    """Eq. 16 as it is written: the sum over l of (gamma lam)^l delta_{t+l}, on
+    sequences with gaps in the mask.
+    """
     rng = np.random.default_rng(3)
     mask = random_batch["loss_mask"] & (rng.random(random_batch.num_tokens) < 0.7)
     batch = random_batch.with_tokens(loss_mask=mask)
@@ -68,7 +79,8 @@ def test_gae_equals_its_sum(random_batch):
     for start, stop in zip(batch.starts[:-1], batch.starts[1:], strict=True):
         rows = start + np.flatnonzero(mask[start:stop])
         delta = [
-            rewards[t] + gamma * (v[n] if n >= 0 else 0) - v[t] for t, n in zip(rows, [*rows[1:], -1], strict=False)
+            rewards[t] + gamma * (v[n] if n >= 0 else 0) - v[t]
+            for t, n in zip(rows, [*rows[1:], -1], strict=False)
         ]
         for i, t in enumerate(rows):
             expected[t] = sum((gamma * lam) ** k * d for k, d in enumerate(delta[i:]))
@@ -76,7 +88,9 @@ def test_gae_equals_its_sum(random_batch):
 
 
 def test_whitening_is_over_valid_tokens_and_leaves_returns_alone(pack):
-    """lam=1: A = 1, 3 on one sequence and -4, 0 on the other; mean 0, variance 26 / 4."""
+    """lam=1: A = 1, 3 on one sequence and -4, 0 on the other; mean 0, variance 26 /
+    4.
+    """
     batch = pack([3, 3], [3, 0], [0, 0], values=column(50, 2, 0, 50, 4, 0))
     plain, white = ppo(lam=1.0).advantages(batch), ppo(lam=1.0, whiten=True).advantages(batch)
     np.testing.assert_array_equal(plain["advantages"], column(0, 1, 3, 0, -4, 0))
@@ -85,12 +99,20 @@ def test_whitening_is_over_valid_tokens_and_leaves_returns_alone(pack):
 
 
 def test_masked_tokens_change_nothing(random_batch):
-    """Neither NaN under the mask nor tokens inserted there reach an advantage, a return or a loss weight."""
+    """Neither NaN under the mask nor tokens inserted there reach an advantage, a return
+    or a loss weight.
+    """
     config = {"kl": KL.IN_REWARD, "kl_coef": 0.1, "whiten": True}
-    batch = random_batch.with_tokens(values=np.cos(np.arange(random_batch.num_tokens)).astype(np.float32))
+    batch = random_batch.with_tokens(
+        values=np.cos(np.arange(random_batch.num_tokens)).astype(np.float32)
+    )
     clean = ppo(**config).advantages(batch)
     mask = batch["loss_mask"]
-    dirt = {n: np.where(mask, c, np.nan).astype("f4") for n, c in batch.tokens.items() if c.dtype.kind == "f"}
+    dirt = {
+        n: np.where(mask, c, np.nan).astype("f4")
+        for n, c in batch.tokens.items()
+        if c.dtype.kind == "f"
+    }
     dirty = ppo(**config).advantages(batch.with_tokens(**dirt))
     for name in ("advantages", "returns"):
         np.testing.assert_array_equal(dirty[name], clean[name], err_msg=name)
@@ -117,44 +139,63 @@ def test_rewards_of_tokens_replace_the_sequence_reward(pack):
 
 
 def test_kl_and_length_in_the_reward(pack):
-    """k1 = log p - log ref = 0.5, -0.25 and 1; beta = 0.1. Two sampled tokens of at most 2, buffer 2: -1 in all."""
+    """k1 = log p - log ref = 0.5, -0.25 and 1; beta = 0.1. Two sampled tokens of at
+    most 2, buffer 2: -1 in all.
+    """
     batch = pack(
-        [3, 2], [1, 1], [0, 0], old_logprobs=column(9, -1, -2, 9, -3), ref_logprobs=column(9, -1.5, -1.75, 9, -4)
+        [3, 2],
+        [1, 1],
+        [0, 0],
+        old_logprobs=column(9, -1, -2, 9, -3),
+        ref_logprobs=column(9, -1.5, -1.75, 9, -4),
     )
-    config = {"kl": KL.IN_REWARD, "kl_coef": 0.1, "overlong_buffer_tokens": 2, "overlong_max_tokens": 2}
+    config = {
+        "kl": KL.IN_REWARD,
+        "kl_coef": 0.1,
+        "overlong_buffer_tokens": 2,
+        "overlong_max_tokens": 2,
+    }
     expected = [0, -0.05, 1 + 0.025 - 1, 0, 1 - 0.1 - 0.5]
     np.testing.assert_allclose(token_rewards(ppo(**config).config, batch), expected, rtol=1e-6)
 
 
-# --- losses ----------------------------------------------------------------------------------------------------------
+# --- losses
 
 
 @pytest.fixture
 def run_critic(columns):
-    """(config, batch, values) -> token loss, its metrics, and the gradient of the step's loss by the values."""
+    """(config, batch, values) -> token loss, its metrics, and the gradient of the
+    step's loss by the values.
+    """
 
     def compute(config, batch, values):
         critic = ValueLoss(config)
         free = torch.tensor(values, requires_grad=True)
         loss, metrics = critic.loss({"values": free}, columns(batch))
-        (loss * torch.from_numpy(loss_weight(batch, critic.aggregation, critic.constant))).sum().backward()
+        (
+            loss * torch.from_numpy(loss_weight(batch, critic.aggregation, critic.constant))
+        ).sum().backward()
         return loss.detach().numpy(), read(metrics), free.grad.numpy()
 
     return compute
 
 
 def test_value_loss_by_hand(pack, run_critic):
-    """old = 0, clip 0.5: inside, beyond towards the return, beyond away from it, and past it on the far side.
+    """old = 0, clip 0.5: inside, beyond towards the return, beyond away from it, and
+    past it on the far side.
 
-    v, G = 0.25, 1: (0.75)^2 / 2.  v, G = 0.75, 1: the clipped 0.5 is farther, 0.5^2 / 2, no gradient.
-    v, G = -1, 1: 2^2 / 2, gradient -2.  v, G = 3, 0: 3^2 / 2 and not the clipped 0.5^2 / 2.
+    v, G = 0.25, 1: (0.75)^2 / 2.  v, G = 0.75, 1: the clipped 0.5 is farther, 0.5^2 /
+    2, no gradient. v, G = -1, 1: 2^2 / 2, gradient -2.  v, G = 3, 0: 3^2 / 2 and not
+    the clipped 0.5^2 / 2.
     """
     batch = pack([5], [0], [0], values=np.zeros(5, np.float32), returns=column(9, 1, 1, 1, 0))
     values = column(9, 0.25, 0.75, -1, 3)
     loss, metrics, grad = run_critic(PPOConfig(value_clip=0.5), batch, values)
     np.testing.assert_allclose(loss, [0, 0.28125, 0.125, 2, 4.5])
     np.testing.assert_allclose(grad, np.array([0, -0.75, 0, -2, 3]) / 4)
-    assert metrics == pytest.approx({"clip_fraction": 0.25, "value_loss": (0.28125 + 0.125 + 2 + 4.5) / 4})
+    assert metrics == pytest.approx(
+        {"clip_fraction": 0.25, "value_loss": (0.28125 + 0.125 + 2 + 4.5) / 4}
+    )
     loss, metrics, grad = run_critic(PPOConfig(value_clip=0.0), batch, values)
     np.testing.assert_allclose(loss, [0, 0.28125, 0.03125, 2, 4.5])
     np.testing.assert_allclose(grad, np.array([0, -0.75, -0.25, -2, 3]) / 4)
@@ -162,7 +203,9 @@ def test_value_loss_by_hand(pack, run_critic):
 
 
 def test_rounding_is_no_clipping(pack, run_critic):
-    """Values that moved less than the limit count nowhere, however ``old + (v - old)`` rounds."""
+    """Values that moved less than the limit count nowhere, however ``old + (v - old)``
+    rounds.
+    """
     rng = np.random.default_rng(8)
     old, returns = rng.normal(0, 0.1, (2, 1000)).astype(np.float32)
     now = (old + rng.uniform(-0.19, 0.19, 1000)).astype(np.float32)
@@ -184,11 +227,15 @@ def test_value_gradient_equals_autograd_of_the_formula(random_batch, run_critic)
 
 
 def test_policy_gradient_equals_autograd_of_the_formula(random_batch, run):
-    """Clipped, dual-clipped surrogate with PPO's advantages, every token on its own ratio, token mean."""
+    """Clipped, dual-clipped surrogate with PPO's advantages, every token on its own
+    ratio, token mean.
+    """
     algorithm = ppo(kl=KL.IN_REWARD, whiten=True, dual_clip=1.5)
     now_values = np.sin(np.arange(random_batch.num_tokens)).astype(np.float32)
     batch = prepare(algorithm.advantages(random_batch.with_tokens(values=now_values)), algorithm)
-    now = (batch["old_logprobs"] + np.random.default_rng(6).normal(0, 0.5, batch.num_tokens)).astype(np.float32)
+    now = (
+        batch["old_logprobs"] + np.random.default_rng(6).normal(0, 0.5, batch.num_tokens)
+    ).astype(np.float32)
     _, metrics, grads = run(algorithm, batch, now)
     mask = torch.from_numpy(batch["loss_mask"])
     free = torch.tensor(now, dtype=torch.float64, requires_grad=True)
@@ -203,20 +250,23 @@ def test_policy_gradient_equals_autograd_of_the_formula(random_batch, run):
     assert sum(measured[k] for k in ("clip_low", "clip_high")) > 0
 
 
-# --- the controller --------------------------------------------------------------------------------------------------
+# --- the controller
 
 
 def drifted(pack, *kl: float):
     """One sequence per number: two sampled tokens whose k1 adds up to it."""
     halves = np.concatenate([column(9, d / 2, d / 2) for d in kl])
     zeros = np.zeros(3 * len(kl), np.float32)
-    return pack([3] * len(kl), [0.0] * len(kl), [0] * len(kl), old_logprobs=halves, ref_logprobs=zeros)
+    return pack(
+        [3] * len(kl), [0.0] * len(kl), [0] * len(kl), old_logprobs=halves, ref_logprobs=zeros
+    )
 
 
 @pytest.mark.parametrize(
     ("kl", "factor"),
     [
-        ((6.6, 6.6), 1 + 0.1 * 2 / 10),  # 10 % above the target, two trajectories, horizon 10
+        # 10 % above the target, two trajectories, horizon 10
+        ((6.6, 6.6), 1 + 0.1 * 2 / 10),
         ((3.0, 10.2), 1 + 0.1 * 2 / 10),  # the same mean
         ((36.0,), 1 + 0.2 / 10),  # far above: the error is cut at 0.2
         ((0.0,), 1 - 0.2 / 10),
@@ -228,19 +278,25 @@ def test_adaptive_kl_by_hand(pack, kl, factor):
     controller = ppo(kl=KL.IN_REWARD, kl_coef=0.5, kl_target=6.0, kl_horizon=10).controller()
     batch = controller.apply(drifted(pack, *kl))
     np.testing.assert_array_equal(batch["kl_coef"], np.full(len(kl), 0.5, np.float32))
-    assert read(controller.update(batch)) == pytest.approx({"kl/coef": 0.5, "kl/trajectory": np.mean(kl)}, rel=1e-6)
+    assert read(controller.update(batch)) == pytest.approx(
+        {"kl/coef": 0.5, "kl/trajectory": np.mean(kl)}, rel=1e-6
+    )
     assert controller.state()["value"] == pytest.approx(0.5 * factor, rel=1e-6)
 
 
 def test_the_coefficient_in_force_is_the_one_of_reward_and_loss(pack, run):
     settings = {"kl_coef": 0.5, "kl_target": 6.0}
     batch = drifted(pack, 6.0).with_seqs(kl_coef=np.full(1, 0.25, np.float32))
-    np.testing.assert_allclose(token_rewards(ppo(kl=KL.IN_REWARD, **settings).config, batch), [0, -0.75, -0.75])
+    np.testing.assert_allclose(
+        token_rewards(ppo(kl=KL.IN_REWARD, **settings).config, batch), [0, -0.75, -0.75]
+    )
     in_loss = batch.with_tokens(advantages=np.zeros(3, np.float32))
     plain = Batch(batch.lengths, in_loss.tokens, {})
     grads = []
     for coefficient, given in ((0.5, in_loss), (0.25, plain)):
-        algorithm = GRPO(GRPOConfig(kl=KL.IN_LOSS, kl_coef=coefficient, kl_estimator=KLEstimator.K2))
+        algorithm = GRPO(
+            GRPOConfig(kl=KL.IN_LOSS, kl_coef=coefficient, kl_estimator=KLEstimator.K2)
+        )
         _, _, found = run(algorithm, given, batch["old_logprobs"])
         grads.append(found["logprobs"].numpy())
     np.testing.assert_allclose(grads[0], grads[1])

@@ -1,4 +1,5 @@
-"""Toy backends with one fault each, of the kind that users of other frameworks reported. The kit must see them all.
+"""Toy backends with one fault each, of the kind that users of other frameworks
+reported. The kit must see them all.
 
 Each name says the fault; ``CAUGHT_BY`` says which test of the kit must fail on it.
 """
@@ -32,7 +33,9 @@ CAUGHT_BY: dict[tuple[str, str], str] = {}
 
 
 def fault(test: str, kind: str = ""):
-    """Declare a backend: its name comes from the class, the target from this module, the kind from the toy's name."""
+    """Declare a backend: its name comes from the class, the target from this module,
+    the kind from the toy's name.
+    """
 
     def declare(cls: type) -> type:
         CAUGHT_BY[kind or cls.__mro__[1].__name__.removeprefix("Toy").lower(), cls.__name__] = test
@@ -94,7 +97,9 @@ class WritesIntoTheBatch(toy.ToyEngine):
 class MultipliesByTheMask(toy.ToyEngine):
     def forward_backward(self, batch, want, loss, step):
         touched = batch["advantages"].sum() * 0
-        return super().forward_backward(batch.with_tokens(loss_weight=batch["loss_weight"] + touched), want, loss, step)
+        return super().forward_backward(
+            batch.with_tokens(loss_weight=batch["loss_weight"] + touched), want, loss, step
+        )
 
 
 @fault("test_a_gradient_that_is_not_finite_is_not_applied")
@@ -144,7 +149,9 @@ class ResetsTheMoments(toy.ToyEngine):
 class ReadsTheCheckpoint(toy.ToyRollout):
     async def setup(self, rank):
         workers = await super().setup(rank)
-        self.weights = {k: v.astype(np.float64) for k, v in read_tensors(Path(self.model.path)).items()}
+        self.weights = {
+            k: v.astype(np.float64) for k, v in read_tensors(Path(self.model.path)).items()
+        }
         return workers
 
 
@@ -199,7 +206,9 @@ class TakesAPriority(toy.ToyRollout):
 @fault("test_routes_have_a_row_for_every_token")
 class RoutesNobodyAskedFor(toy.ToyRollout):
     async def generate(self, request):
-        return replace(await super().generate(request), routed_experts=np.zeros((1, 1, 1), np.int16))
+        return replace(
+            await super().generate(request), routed_experts=np.zeros((1, 1, 1), np.int16)
+        )
 
 
 @fault("test_samples_follow_the_distribution_they_report")
@@ -216,13 +225,17 @@ class DropsTheStopToken(toy.ToyRollout):
         done = await super().generate(request)
         if done.finish != "stop" or len(done.tokens) == 1:
             return done
-        return replace(done, tokens=done.tokens[:-1], logprobs=done.logprobs[:-1], versions=done.versions[:-1])
+        return replace(
+            done, tokens=done.tokens[:-1], logprobs=done.logprobs[:-1], versions=done.versions[:-1]
+        )
 
 
 @fault("test_the_seed_decides")
 class IgnoresTheSeed(toy.ToyRollout):
     async def generate(self, request):
-        return await super().generate(replace(request, seed=int(np.random.default_rng().integers(1 << 30))))
+        return await super().generate(
+            replace(request, seed=int(np.random.default_rng().integers(1 << 30)))
+        )
 
 
 @fault("test_drain_waits_for_what_runs")
@@ -278,7 +291,7 @@ class ReducesAnEmptyBatch(toy.ToyAlgorithm):
         return losses - 0 * out["logprobs"].max(), metrics
 
 
-# --- sharding managers -----------------------------------------------------------------------------------------------
+# --- sharding managers ---
 
 
 @fault("test_every_replica_runs_the_weights_just_trained", kind="sharding")
@@ -366,7 +379,7 @@ class ReadsOneReceipt(StreamShardingManager):
         return sent[0], receipts
 
 
-# --- trackers --------------------------------------------------------------------------------------------------------
+# --- trackers ---
 
 
 @fault("test_a_rewind_forgets_what_comes_after", kind="tracker")
@@ -453,7 +466,8 @@ class RaisesItsOwn(JsonlTracker):
             raise KeyError(step) from None
 
 
-# --- rewards: functions, which no record declares --------------------------------------------------------------------
+# --- rewards: functions, which no record declares
+# --------------------------------------------------------------------
 
 REWARDS_CAUGHT_BY: dict[str, str] = {}
 

@@ -1,4 +1,6 @@
-"""Distributions as folders: a module and the ``dist-info`` that pip would write. Real wheels take too long."""
+"""Distributions as folders: a module and the ``dist-info`` that pip would write. Real
+wheels take too long.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,8 @@ class Config({base}):
 
 @hookimpl
 def coupler_backends():
-    return [Backend(kind="{kind}", name="{name}", target="not_there:Never", config=Config, api={api},
-                    capabilities=frozenset({{"weights:full"}}))]
+    return [Backend(kind="{kind}", name="{name}", target="not_there:Never", config=Config,
+                    api={api}, capabilities=frozenset({{"weights:full"}}))]
 """
 
 
@@ -58,13 +60,22 @@ def install(folder: Path, dist: str, source: str, version: str = "0.1.0", entry:
     info = folder / f"{module}-{version}.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {dist}\nVersion: {version}\n")
-    (info / "entry_points.txt").write_text(f"[coupler]\n{entry or dist.rpartition('-')[2]} = {module}\n")
+    (info / "entry_points.txt").write_text(
+        f"[coupler]\n{entry or dist.rpartition('-')[2]} = {module}\n"
+    )
     return module
 
 
-def run(*arguments: str, folders: tuple[Path, ...] = (), **variables: str) -> subprocess.CompletedProcess[str]:
+def run(
+    *arguments: str, folders: tuple[Path, ...] = (), **variables: str
+) -> subprocess.CompletedProcess[str]:
     """Run ``coupler`` in a fresh interpreter that has these folders on its path."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("COUPLER_")}
-    environment |= {"PYTHONPATH": os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")]), **variables}
+    environment |= {
+        "PYTHONPATH": os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")]),
+        **variables,
+    }
     command = [sys.executable, "-m", "coupler.cli", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )

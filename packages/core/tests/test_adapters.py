@@ -1,4 +1,6 @@
-"""Adapters that travel apart: the weights beneath them once, then A and B; and a proof that finds who ignores them."""
+"""Adapters that travel apart: the weights beneath them once, then A and B; and a proof
+that finds who ignores them.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,16 @@ from coupler.engine_kit.lora_names import names_of, partner, random_like
 from coupler.errors import ConfigError, ReplicaDied, WeightSyncError
 from coupler.executors import Local
 from coupler.executors.waits import Waits
-from coupler.interfaces import InFlight, Layout, Memory, Model, Named, Rank, SyncReceipt, WeightUpdate
+from coupler.interfaces import (
+    InFlight,
+    Layout,
+    Memory,
+    Model,
+    Named,
+    Rank,
+    SyncReceipt,
+    WeightUpdate,
+)
 from coupler.loop.device_memory import Residency
 from coupler.loop.engine_group import EngineGroup
 from coupler.loop.rollout_group import RolloutGroup
@@ -35,7 +46,9 @@ RANK = 2
 
 
 class AdaptedEngine(ToyEngine):
-    """Its head is adapted; ``B`` is 0 at the start, and tests set it in place of training."""
+    """Its head is adapted; ``B`` is 0 at the start, and tests set it in place of
+    training.
+    """
 
     def setup(self, rank: Rank) -> Layout:
         layout = super().setup(rank)
@@ -95,13 +108,18 @@ class AdaptedRollout(ToyRollout):
 
 
 def make_edge(folder: Path, count: int = 1) -> StreamShardingManager:
-    executor, model = Local(inline=True, waits=Waits(60.0, 60.0)), Model(str(write_toy(folder / "model")))
+    executor, model = (
+        Local(inline=True, waits=Waits(60.0, 60.0)),
+        Model(str(write_toy(folder / "model"))),
+    )
     ranks = [Rank(index=i, world=count) for i in range(count)]
     spec = WorkerSpec("policy", "test_adapters:AdaptedEngine", ToyEngineConfig(), model, None)
     return StreamShardingManager(
         SyncConfig(deadline_s=20.0),
         engine=EngineGroup(executor, spec, [Rank()]),
-        rollouts=RolloutGroup(executor, "test_adapters:AdaptedRollout", ToyRolloutConfig(), model, ranks),
+        rollouts=RolloutGroup(
+            executor, "test_adapters:AdaptedRollout", ToyRolloutConfig(), model, ranks
+        ),
         weight_format="lora",
         transport=Plugins.load().get("transport", "disk").target,
         probe_prompt=(5, 6),
@@ -130,7 +148,12 @@ def test_the_weights_travel_at_the_start_and_adapters_after(tmp_path: Path) -> N
         assert found["sync/probe"].value < 1e-6
         assert found["sync/probe_permuted"].value > 0.1 and found["sync/probe_adapter"].value > 0.1
         for replica in replicas:
-            assert replica.seen == ["base", "base", "adapter", "adapter"]  # permuted, true, random, true
+            assert replica.seen == [
+                "base",
+                "base",
+                "adapter",
+                "adapter",
+            ]  # permuted, true, random, true
         for version in range(1, 4):
             engine.move(version)
             synced = await edge.sync(version)
@@ -149,8 +172,12 @@ def test_the_weights_travel_at_the_start_and_adapters_after(tmp_path: Path) -> N
         ("base", "differ from the engine's"),
     ],
 )
-def test_a_rollout_that_ignores_what_it_says_it_loaded_is_found(tmp_path: Path, ignored: str, message: str) -> None:
-    """The adapter is 0 before the first step: every log-prob would be right, and stay as it is for ever."""
+def test_a_rollout_that_ignores_what_it_says_it_loaded_is_found(
+    tmp_path: Path, ignored: str, message: str
+) -> None:
+    """The adapter is 0 before the first step: every log-prob would be right, and stay
+    as it is for ever.
+    """
 
     async def story() -> None:
         edge = make_edge(tmp_path)
@@ -182,7 +209,9 @@ def test_weights_that_slept_go_ahead_of_the_next_adapter(tmp_path: Path) -> None
 
 
 def test_a_replica_that_died_gets_the_weights_again(tmp_path: Path) -> None:
-    """It dies while the adapter comes: the others, which hold the weights, get everything once more with it."""
+    """It dies while the adapter comes: the others, which hold the weights, get
+    everything once more with it.
+    """
 
     async def story() -> None:
         edge = make_edge(tmp_path, count=2)
@@ -231,30 +260,58 @@ FORMATS = {"weights:full", "weights:lora"}
 
 @pytest.mark.parametrize(
     ("engine", "rollout", "chosen"),
-    [(FORMATS, FORMATS, "lora"), (FORMATS, {"weights:full"}, "full"), ({"weights:full"}, FORMATS, "full")],
+    [
+        (FORMATS, FORMATS, "lora"),
+        (FORMATS, {"weights:full"}, "full"),
+        ({"weights:full"}, FORMATS, "full"),
+    ],
 )
-def test_adapters_travel_apart_where_both_sides_can(engine: set[str], rollout: set[str], chosen: str) -> None:
+def test_adapters_travel_apart_where_both_sides_can(
+    engine: set[str], rollout: set[str], chosen: str
+) -> None:
     plugins = Plugins.load()
     sides = {
         kind: Backend(kind=kind, name="x", target="", config=config, capabilities=frozenset(able))
-        for kind, config, able in (("engine", ToyEngineConfig, engine), ("rollout", ToyRolloutConfig, rollout))
+        for kind, config, able in (
+            ("engine", ToyEngineConfig, engine),
+            ("rollout", ToyRolloutConfig, rollout),
+        )
     }
     config = compose(plugins, NEEDED).config
     transports = plugins.of("transport")
-    assert plugins.call("coupler_weight_path", **sides, transports=transports, config=config)[0] == chosen
+    assert (
+        plugins.call("coupler_weight_path", **sides, transports=transports, config=config)[0]
+        == chosen
+    )
 
 
 NEEDED = [
-    "engine=toy", "rollout=toy", "algorithm=toy", "model.path=/m", "data.source=x.jsonl", "reward.target=a:b",
+    "engine=toy", "rollout=toy", "algorithm=toy", "model.path=/m", "data.source=x.jsonl",
+    "reward.target=a:b",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("trained", "limit", "sentence"),
     [
-        (("rank", 0), 8, "rollout.room=8 is for an adapter, and engine=toy trains none: set engine.rank above 0, or "),
-        (("", 0), 8, "rollout.room=8 is for an adapter, and engine=toy trains none: set rollout.room=0."),
-        (("rank", 16), 8, "engine.rank=16 is more than rollout.room=8 has room for: set rollout.room=16, or 0"),
+        (
+            ("rank", 0),
+            8,
+            (
+                "rollout.room=8 is for an adapter, and engine=toy trains none: set engine.rank "
+                "above 0, or "
+            ),
+        ),
+        (
+            ("", 0),
+            8,
+            "rollout.room=8 is for an adapter, and engine=toy trains none: set rollout.room=0.",
+        ),
+        (
+            ("rank", 16),
+            8,
+            "engine.rank=16 is more than rollout.room=8 has room for: set rollout.room=16, or 0",
+        ),
         (("rank", 8), 8, ""),
         (("rank", 16), 0, ""),
         (("", 0), 0, ""),

@@ -1,4 +1,6 @@
-"""Batch, balance, metrics, trajectory and loss weights: the arithmetic that everything stands on."""
+"""Batch, balance, metrics, trajectory and loss weights: the arithmetic that everything
+stands on.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,11 @@ def make(lengths: tuple[int, ...] = (3, 1, 0, 4)) -> Batch:
     mask[[s for s, n in zip(starts, lengths, strict=True) if n]] = False
     return Batch(
         np.array(lengths),
-        {"tokens": np.arange(total, dtype=np.int32), "loss_mask": mask, "advantages": np.ones(total, np.float32)},
+        {
+            "tokens": np.arange(total, dtype=np.int32),
+            "loss_mask": mask,
+            "advantages": np.ones(total, np.float32),
+        },
         {"reward": np.arange(len(lengths), dtype=np.float32)},
     )
 
@@ -75,7 +81,9 @@ def test_save_and_load(tmp_path: Path) -> None:
 def test_partition_covers_every_row_once_and_keeps_units_together() -> None:
     random = np.random.default_rng(0)
     lengths = random.integers(1, 50, 40)
-    batch = Batch(lengths, {"tokens": np.zeros(lengths.sum(), np.int32)}, {"unit": np.arange(40) // 2})
+    batch = Batch(
+        lengths, {"tokens": np.zeros(lengths.sum(), np.int32)}, {"unit": np.arange(40) // 2}
+    )
     shards = batch.partition(3)
     assert sorted(np.concatenate(shards).tolist()) == list(range(40))
     owner = {int(row): i for i, shard in enumerate(shards) for row in shard}
@@ -122,8 +130,12 @@ def test_ranges_are_as_even_as_they_say(n: int, k: int, slack: float) -> None:
 
 def test_ranges_of_one_length_are_even() -> None:
     assert [part.tolist() for part in contiguous(np.full(6, 7), 3, 0.0)] == [[0, 1], [2, 3], [4, 5]]
-    assert contiguous(np.array([1, 9, 1, 9]), 2, 0.0) and not contiguous(np.array([9, 9, 1, 1]), 2, 0.05)
-    assert contiguous(np.zeros(3, np.int64), 2, 0.0) == contiguous(np.zeros(0, np.int64), 2, 0.0) == []
+    assert contiguous(np.array([1, 9, 1, 9]), 2, 0.0) and not contiguous(
+        np.array([9, 9, 1, 1]), 2, 0.05
+    )
+    assert (
+        contiguous(np.zeros(3, np.int64), 2, 0.0) == contiguous(np.zeros(0, np.int64), 2, 0.0) == []
+    )
 
 
 @pytest.mark.parametrize("equal", [True, False])
@@ -136,7 +148,9 @@ def test_shards_that_are_ranges_are_not_copied(equal: bool) -> None:
     for row, part in zip(rows, parts, strict=True):
         assert part["tokens"].tolist() == batch.take(row)["tokens"].tolist()
         assert part["group"].tolist() == batch["group"][row].tolist()
-    np.testing.assert_array_equal(batch.join(rows, [part["tokens"] for part in parts]), batch["tokens"])
+    np.testing.assert_array_equal(
+        batch.join(rows, [part["tokens"] for part in parts]), batch["tokens"]
+    )
 
 
 def test_micro_batches_respect_the_limit() -> None:
@@ -178,7 +192,10 @@ def test_prepare_clears_what_is_under_the_mask() -> None:
 
 
 def test_metrics_merge_as_sums() -> None:
-    parts = [{"m": Metric(3, 1), "max": Metric(1, how="max")}, {"m": Metric(1, 3), "max": Metric(2, how="max")}]
+    parts = [
+        {"m": Metric(3, 1), "max": Metric(1, how="max")},
+        {"m": Metric(1, 3), "max": Metric(2, how="max")},
+    ]
     assert values(merge(parts)) == {"m": 1.0, "max": 2.0}
     with pytest.raises(ValueError, match="cannot merge"):
         Metric(1) | Metric(1, how="sum")

@@ -1,4 +1,6 @@
-"""A run folder has one process at a time, and a process that ends in any way lets it go."""
+"""A run folder has one process at a time, and a process that ends in any way lets it
+go.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,15 @@ with claimed(Path(sys.argv[1])):
 
 def test_a_second_process_is_refused_until_the_first_is_killed(tmp_path: Path) -> None:
     """Its children, which a fork gave the open file, do not count."""
-    holder = subprocess.Popen([sys.executable, "-c", HOLDS, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDS, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True
+    )
     assert holder.stdout
     child = int(holder.stdout.readline())
     try:
-        who = f"in use by process {holder.pid} on {socket.gethostname()}; nothing in it was touched."
+        who = (
+            f"in use by process {holder.pid} on {socket.gethostname()}; nothing in it was touched."
+        )
         with pytest.raises(ConfigError, match=who), claimed(tmp_path / "run"):
             pass
     finally:
@@ -45,7 +51,9 @@ def test_a_second_process_is_refused_until_the_first_is_killed(tmp_path: Path) -
         holder.wait(10)
     try:
         with claimed(tmp_path / "run"):
-            assert (tmp_path / "run" / ".lock").read_text() == f"process {os.getpid()} on {socket.gethostname()}"
+            assert (
+                tmp_path / "run" / ".lock"
+            ).read_text() == f"process {os.getpid()} on {socket.gethostname()}"
     finally:
         os.kill(child, signal.SIGKILL)
     assert list((tmp_path / "run").iterdir()) == []
@@ -89,7 +97,9 @@ def test_without_locks_a_run_goes_on_with_a_warning(
     for number in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
         with claimed(tmp_path / "run"):
             pass
-        warned = f"coupler: warning: no lock keeps a second process out of run_dir={tmp_path / 'run'}: "
+        warned = (
+            f"coupler: warning: no lock keeps a second process out of run_dir={tmp_path / 'run'}: "
+        )
         assert capsys.readouterr().err == f"{warned}{os.strerror(number)}\n"
         assert list(tmp_path.iterdir()) == []
 

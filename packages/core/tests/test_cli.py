@@ -1,4 +1,6 @@
-"""What the commands print, and that mistakes of the user end with code 2 and no traceback."""
+"""What the commands print, and that mistakes of the user end with code 2 and no
+traceback.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from coupler.plugins.manager import Plugins
 from coupler.system.log import get_logger
 
 NEEDED = [
-    "engine=toy", "rollout=toy", "algorithm=toy", "model.path=/m", "data.source=x.jsonl", "reward.target=a:b",
+    "engine=toy", "rollout=toy", "algorithm=toy", "model.path=/m", "data.source=x.jsonl",
+    "reward.target=a:b",
 ]  # fmt: skip
 
 
@@ -47,14 +50,23 @@ def test_plugins_table_and_json(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", *NEEDED, "engine=nope"], "coupler: no engine named 'nope' is installed."),
         (["train", *NEEDED, "sampling.top_p=0.5"], "coupler: sampling.top_p must be 1 in training"),
         (["train"], "coupler: engine is not chosen."),
-        (["train", "--config", "/none.yaml"], "coupler: there is no configuration file /none.yaml."),
+        (
+            ["train", "--config", "/none.yaml"],
+            "coupler: there is no configuration file /none.yaml.",
+        ),
         (["train", "--steps=3", *NEEDED], "coupler: unknown argument --steps=3."),
         (["sft", *NEEDED, "model.path=''"], "coupler: model.path is empty"),
         (["eval", *NEEDED], "coupler: eval.data.source is empty"),
-        (["plan", *NEEDED, "optimizer_steps_per_batch=3"], "coupler: optimizer_steps_per_batch=3 does not divide"),
+        (
+            ["plan", *NEEDED, "optimizer_steps_per_batch=3"],
+            "coupler: optimizer_steps_per_batch=3 does not divide",
+        ),
         (["plugins", "check", "fsdp"], "coupler: coupler plugins takes no check."),
         (["config", "explain", "engine.lrr", *NEEDED], "coupler: unknown option engine.lrr."),
-        (["config", "explain", "engine.lr"], "coupler: the options of engine are known once one is chosen."),
+        (
+            ["config", "explain", "engine.lr"],
+            "coupler: the options of engine are known once one is chosen.",
+        ),
     ],
 )
 def test_mistakes(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,10 +79,26 @@ def test_mistakes(arguments: list[str], sentence: str, capsys: pytest.CaptureFix
 
 
 ENTRIES = [
-    ("trackers=[{name: x}]", "trackers takes a list [...] of text, got [{'name': 'x'}].", "trackers=[console,jsonl]"),
-    ("trackers=[null]", "trackers takes a list [...] of text, got [None].", "trackers=[console,jsonl]"),
-    ("sampling.stop=[[a]]", "sampling.stop takes a list [...] of text, got [['a']].", "sampling.stop=[first,second]"),
-    ("profile.steps=[[1]]", "profile.steps takes a list [...] of integer, got [[1]].", "profile.steps=[1,2]"),
+    (
+        "trackers=[{name: x}]",
+        "trackers takes a list [...] of text, got [{'name': 'x'}].",
+        "trackers=[console,jsonl]",
+    ),
+    (
+        "trackers=[null]",
+        "trackers takes a list [...] of text, got [None].",
+        "trackers=[console,jsonl]",
+    ),
+    (
+        "sampling.stop=[[a]]",
+        "sampling.stop takes a list [...] of text, got [['a']].",
+        "sampling.stop=[first,second]",
+    ),
+    (
+        "profile.steps=[[1]]",
+        "profile.steps takes a list [...] of integer, got [[1]].",
+        "profile.steps=[1,2]",
+    ),
 ]
 
 
@@ -100,7 +128,9 @@ def test_a_closed_pipe_ends_a_command_quietly(command: list[str], unbuffered: li
     assert (done.returncode, done.stderr) == (141, b"")
 
 
-def test_a_pipe_of_something_else_that_breaks_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipe_of_something_else_that_breaks_is_not_hidden(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def broken() -> Plugins:
         raise BrokenPipeError
 
@@ -109,12 +139,18 @@ def test_a_pipe_of_something_else_that_breaks_is_not_hidden(monkeypatch: pytest.
         main(["plugins"])
 
 
-@pytest.mark.parametrize("command", ["train", "sft", "eval", "plan", "doctor", "config", "replay", "export"])
+@pytest.mark.parametrize(
+    "command", ["train", "sft", "eval", "plan", "doctor", "config", "replay", "export"]
+)
 def test_help_leads_to_the_options(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main([command, "--help"])
     shown = capsys.readouterr().out
-    for text in ("sections: model, critic, data,", "engine, rollout, algorithm", "  coupler config explain sampling"):
+    for text in (
+        "sections: model, critic, data,",
+        "engine, rollout, algorithm",
+        "  coupler config explain sampling",
+    ):
         assert text in shown
     assert main(["config", "explain", "sampling"]) == 0
     assert "sampling.top_p" in capsys.readouterr().out
@@ -126,7 +162,9 @@ def test_help_of_plugins_has_no_options_of_a_run(capsys: pytest.CaptureFixture[s
     assert "explain" not in capsys.readouterr().out
 
 
-def test_the_level_of_messages(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_level_of_messages(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("COUPLER_LOG", "loud")
     assert main(["plugins"]) == 2
     assert capsys.readouterr().err == (
@@ -142,14 +180,17 @@ def test_the_level_of_messages(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 def test_a_program_with_a_handler_of_its_own_keeps_it() -> None:
     code = (
-        "import logging, sys; mine = logging.StreamHandler(sys.stdout); logging.getLogger('coupler').addHandler(mine); "
+        "import logging, sys; mine = logging.StreamHandler(sys.stdout); "
+        "logging.getLogger('coupler').addHandler(mine); "
         "from coupler.system.log import get_logger; get_logger('coupler.x').warning('hello')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("hello\n", "")
 
 
-def test_interrupt_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_interrupt_ends_with_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def interrupted() -> Plugins:
         raise KeyboardInterrupt
 
@@ -176,9 +217,23 @@ def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
     assert "coupler.testing.toy_config:ToyEngineConfig" in capsys.readouterr().out
 
 
-def test_overrides_may_stand_on_both_sides_of_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_overrides_may_stand_on_both_sides_of_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "run.yaml").write_text("steps: 3\nseed: 4\n")
-    assert main(["config", "--diff-default", "seed=5", "--config", str(tmp_path / "run.yaml"), "max_staleness=1"]) == 0
+    assert (
+        main(
+            [
+                "config",
+                "--diff-default",
+                "seed=5",
+                "--config",
+                str(tmp_path / "run.yaml"),
+                "max_staleness=1",
+            ]
+        )
+        == 0
+    )
     shown = capsys.readouterr().out
     assert "steps: 3  #" in shown
     assert "seed: 5  #" in shown
@@ -195,8 +250,12 @@ def test_plan_counts_the_rows_of_a_file(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_plan_imports_no_backend() -> None:
     probe = (
-        f"import sys; from coupler.cli import main; code = main(['plan', 'data.max_prompt_tokens=9', *{NEEDED}]); "
-        "sys.exit(code or bool({'torch', 'transformers', 'coupler.testing.toy'} & set(sys.modules)))"
+        "import sys; from coupler.cli import main; code = main(['plan', "
+        f"'data.max_prompt_tokens=9', *{NEEDED}]); "
+        "sys.exit(code or bool({'torch', 'transformers', 'coupler.testing.toy'} & "
+        "set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", probe], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,6 @@
-"""A configuration is composed from three levels, strictly, and says where its values come from."""
+"""A configuration is composed from three levels, strictly, and says where its values
+come from.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,17 @@ from coupler.errors import ConfigError, PluginError
 from coupler.plugins.manager import Plugins
 
 NEEDED = [
-    "engine=acme", "rollout=toy", "algorithm=toy", "model.path=/m", "data.source=x.jsonl", "reward.target=a:b",
+    "engine=acme", "rollout=toy", "algorithm=toy", "model.path=/m", "data.source=x.jsonl",
+    "reward.target=a:b",
 ]  # fmt: skip
 PRESETS = "\n@hookimpl\ndef coupler_config_paths():\n    return ['acme_conf']\n"
 
 
 @pytest.fixture(scope="module")
 def plugins(tmp_path_factory: pytest.TempPathFactory) -> Plugins:
-    """A plugin with ``engine=acme``, nested options, and presets ``fast`` and ``wrong`` of it."""
+    """A plugin with ``engine=acme``, nested options, and presets ``fast`` and ``wrong``
+    of it.
+    """
     folder = tmp_path_factory.mktemp("site")
     install(folder, "coupler-engine-acme", plugin("engine", "acme") + PRESETS)
     install(folder, "coupler-rollout-blunt", plugin("rollout", "blunt"))
@@ -52,15 +57,23 @@ def plugins(tmp_path_factory: pytest.TempPathFactory) -> Plugins:
         sys.modules.pop(name, None)
 
 
-def good(plugins: Plugins, *overrides: str, file: str | None = None, job: Job = Job.TRAIN) -> Composed:
+def good(
+    plugins: Plugins, *overrides: str, file: str | None = None, job: Job = Job.TRAIN
+) -> Composed:
     return compose(plugins, [*NEEDED, *overrides], file, job)
 
 
 def test_sections_are_instances_of_the_plugins_classes(plugins: Plugins) -> None:
-    config = good(plugins, "engine.lr=1e-2", "engine.inner.width=5", "engine.shape=very_flat").config
+    config = good(
+        plugins, "engine.lr=1e-2", "engine.inner.width=5", "engine.shape=very_flat"
+    ).config
     assert isinstance(config, RunConfig)
     assert type(config.engine) is plugins.get("engine", "acme").config
-    assert (config.engine.lr, config.engine.inner.width, config.engine.shape) == (0.01, 5, "very_flat")
+    assert (config.engine.lr, config.engine.inner.width, config.engine.shape) == (
+        0.01,
+        5,
+        "very_flat",
+    )
     assert type(config.engine.shape).__name__ == "Shape"
     assert isinstance(config.sampling, SamplingConfig)
 
@@ -71,7 +84,11 @@ def test_three_levels(plugins: Plugins, tmp_path: Path) -> None:
     overrides = [text for text in NEEDED if not text.startswith("engine")]
     composed = compose(plugins, [*overrides, "sampling.max_tokens=11"], str(file))
     config = composed.config
-    assert (config.engine.name, config.engine.lr, config.engine.shape) == ("acme", 0.25, "very_flat")
+    assert (config.engine.name, config.engine.lr, config.engine.shape) == (
+        "acme",
+        0.25,
+        "very_flat",
+    )
     assert (config.steps, config.engine.inner.width, config.sampling.max_tokens) == (7, 7, 11)
     assert composed.origin["engine.lr"] == str(file)
     assert composed.origin["engine.shape"] == "preset fast"
@@ -83,9 +100,15 @@ def test_three_levels(plugins: Plugins, tmp_path: Path) -> None:
 def test_a_preset_builds_on_another_one(plugins: Plugins) -> None:
     composed = good(plugins, "engine=faster", "steps=4")
     engine = composed.config.engine
-    assert (engine.name, engine.lr, engine.shape, engine.inner.width) == ("acme", 0.75, "very_flat", 4)
+    assert (engine.name, engine.lr, engine.shape, engine.inner.width) == (
+        "acme",
+        0.75,
+        "very_flat",
+        4,
+    )
     assert composed.origin["engine.lr"] == composed.origin["engine.shape"] == "preset faster"
-    below = good(plugins, "engine=below").config.engine  # without _self_ what it builds on wins
+    # without _self_ what it builds on wins
+    below = good(plugins, "engine=below").config.engine
     assert (below.lr, below.extra_args) == (0.5, {"a": 1})
 
 
@@ -96,7 +119,9 @@ def test_composing_leaves_nothing_behind_in_hydra(plugins: Plugins) -> None:
     assert set(ConfigStore.instance().repo) == before
 
 
-@pytest.mark.parametrize("text", ["engine: acme\n", "engine: {name: acme}\n", "engine.name: acme\n"])
+@pytest.mark.parametrize(
+    "text", ["engine: acme\n", "engine: {name: acme}\n", "engine.name: acme\n"]
+)
 def test_choice_in_the_file(plugins: Plugins, tmp_path: Path, text: str) -> None:
     (tmp_path / "run.yaml").write_text(text)
     config = compose(plugins, NEEDED[1:], str(tmp_path / "run.yaml")).config
@@ -121,11 +146,17 @@ def test_other_choice_drops_the_section_of_the_file(plugins: Plugins, tmp_path: 
     [
         [],
         ["engine=fast", "engine.extra_args.deep.x=1"],
-        ["run_dir='a${b}'", "data.args={q: [1, '1e3'], n: null}", "sampling.stop=['</s>', \"it's: #1\"]"],
+        [
+            "run_dir='a${b}'",
+            "data.args={q: [1, '1e3'], n: null}",
+            "sampling.stop=['</s>', \"it's: #1\"]",
+        ],
         ["seed=3", "sampling.temperature=1e-7", "sync.in_flight=drain", "trackers=[]"],
     ],
 )
-def test_saved_form_composes_to_the_same(plugins: Plugins, tmp_path: Path, overrides: list[str]) -> None:
+def test_saved_form_composes_to_the_same(
+    plugins: Plugins, tmp_path: Path, overrides: list[str]
+) -> None:
     overrides = [text.replace("${", "\\${") for text in overrides]
     config = good(plugins, *overrides).config
     file = tmp_path / "config.yaml"
@@ -136,7 +167,11 @@ def test_saved_form_composes_to_the_same(plugins: Plugins, tmp_path: Path, overr
 BAD = [
     ("engine.lrr=1", "unknown option engine.lrr.", "did you mean:  engine.lr"),
     ("+engine.lrr=1", "unknown option engine.lrr.", "engine.extra_args.lrr"),
-    ("++engine.lrr=1", "unknown option engine.lrr.", "options of engine:  name, ranks, python, lr, shape"),
+    (
+        "++engine.lrr=1",
+        "unknown option engine.lrr.",
+        "options of engine:  name, ranks, python, lr, shape",
+    ),
     ("engine.inner.widht=1", "unknown option engine.inner.widht.", "engine.inner.width"),
     ("lr=1", "unknown option lr.", "did you mean:  engine.lr"),
     ("sampling.max_token=1", "unknown option sampling.max_token.", "sampling.max_tokens"),
@@ -150,12 +185,24 @@ BAD = [
     ("steps=${nope}", "steps=${nope} cannot be resolved", ""),
     ("steps=1,2", "steps is given several values, and a run takes one.", "steps=[1,2]"),
     ("prompts_per_step=-1", "prompts_per_step must be at least 1, got -1.", ""),
-    ("reward.max_invalid_fraction=2", "reward.max_invalid_fraction must be between 0 and 1, got 2.0.", ""),
+    (
+        "reward.max_invalid_fraction=2",
+        "reward.max_invalid_fraction must be between 0 and 1, got 2.0.",
+        "",
+    ),
     ("sampling.temperature=nan", "sampling.temperature must be a finite number, got nan.", ""),
     ("waits.heartbeat_s=inf", "waits.heartbeat_s must be a finite number, got inf.", ""),
     ("engine.lr=inf", "engine.lr must be a finite number, got inf.", ""),
-    ("checkpoint.keep_best=2", "checkpoint.keep_best needs eval/reward: set eval.every_steps, or checkpoint.best_", ""),
-    ("sampling.top_p=0.9", "sampling.top_p must be 1 in training", "log-probs are of another distribution"),
+    (
+        "checkpoint.keep_best=2",
+        "checkpoint.keep_best needs eval/reward: set eval.every_steps, or checkpoint.best_",
+        "",
+    ),
+    (
+        "sampling.top_p=0.9",
+        "sampling.top_p must be 1 in training",
+        "log-probs are of another distribution",
+    ),
     ("sampling.temperature=0", "sampling.temperature must be above 0 in training", ""),
     ("sampling=3", "sampling is a section, got 3.", "max_tokens"),
     ("data.args=3", "data.args takes a mapping", ""),
@@ -172,7 +219,9 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("override", "sentence", "hint"), BAD, ids=[override for override, _, _ in BAD])
+@pytest.mark.parametrize(
+    ("override", "sentence", "hint"), BAD, ids=[override for override, _, _ in BAD]
+)
 def test_bad_option(plugins: Plugins, override: str, sentence: str, hint: str) -> None:
     with pytest.raises(ConfigError) as error:
         good(plugins, override)
@@ -194,8 +243,17 @@ def test_bad_option(plugins: Plugins, override: str, sentence: str, hint: str) -
         ("sync.manager=nope", "no sharding named 'nope' is installed"),
         ("engine=wrong", "the preset engine=wrong does not say which backend it is for"),
         ("engine=lost", "no engine named 'fasst' is installed.\n  did you mean: engine=fast"),
-        ("engine=circle", "the preset engine=round cannot be composed: it builds on circle, which builds on it."),
-        ("engine=odd", "the preset engine=odd cannot be composed: its defaults are [{'override': 'x'}], and must be"),
+        (
+            "engine=circle",
+            "the preset engine=round cannot be composed: it builds on circle, which builds on it.",
+        ),
+        (
+            "engine=odd",
+            (
+                "the preset engine=odd cannot be composed: its defaults are [{'override': 'x'}], "
+                "and must be"
+            ),
+        ),
         ("engine=broken", "the preset engine=broken cannot be composed: while parsing"),
         ("engine=row", "the preset engine=row cannot be composed: it is no mapping"),
     ],
@@ -207,12 +265,16 @@ def test_bad_choice(plugins: Plugins, override: str, text: str) -> None:
 
 
 def test_several_problems_are_reported_at_once(plugins: Plugins) -> None:
-    with pytest.raises(ConfigError, match=r"2 problems:\n  - steps must be.*\n  - model.path is empty"):
+    with pytest.raises(
+        ConfigError, match=r"2 problems:\n  - steps must be.*\n  - model.path is empty"
+    ):
         good(plugins, "steps=0", "model.path=''")
 
 
 def test_section_that_is_not_chosen(plugins: Plugins) -> None:
-    with pytest.raises(ConfigError, match=r"^engine is not chosen.\n  try:  engine=NAME\n  installed:  .*acme"):
+    with pytest.raises(
+        ConfigError, match=r"^engine is not chosen.\n  try:  engine=NAME\n  installed:  .*acme"
+    ):
         compose(plugins, NEEDED[1:])
     with pytest.raises(ConfigError, match="rollout is not chosen"):
         compose(plugins, [t for t in NEEDED if t != "rollout=toy"])
@@ -240,12 +302,16 @@ def test_top_p_is_of_evaluation_with_a_rollout_that_knows_it(plugins: Plugins) -
     evaluates = ["eval.data.source=x", "eval.temperature=1", "eval.top_p=0.9"]
     for job, more in ((Job.EVAL, []), (Job.TRAIN, ["eval.at_start=true"])):
         assert good(plugins, *evaluates, *more, job=job).config.eval.top_p == 0.9
-        with pytest.raises(ConfigError, match=r"^eval.top_p=0.9: rollout=blunt cannot; leave it out."):
+        with pytest.raises(
+            ConfigError, match=r"^eval.top_p=0.9: rollout=blunt cannot; leave it out."
+        ):
             good(plugins, *evaluates, *more, "rollout=blunt", job=job)
         with pytest.raises(ConfigError, match=r"^eval.top_p=0.9 needs eval.temperature above 0: "):
             good(plugins, *evaluates, *more, "eval.temperature=0", job=job)
     good(plugins, *evaluates, "rollout=blunt")  # there is no evaluation
-    with pytest.raises(ConfigError, match=r"^sampling.top_p=0.9 is not of evaluation: set eval.top_p.$"):
+    with pytest.raises(
+        ConfigError, match=r"^sampling.top_p=0.9 is not of evaluation: set eval.top_p.$"
+    ):
         good(plugins, "eval.data.source=x", "sampling.top_p=0.9", job=Job.EVAL)
 
 
@@ -255,14 +321,21 @@ def test_pass_through_options_are_announced(plugins: Plugins) -> None:
     assert composed.notes == ("engine.extra_args is passed through unchecked: chunk",)
 
 
-def test_preset_that_takes_the_name_of_a_backend_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preset_that_takes_the_name_of_a_backend_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(tmp_path)
-    install(tmp_path, "coupler-engine-thief", plugin("engine", "thief") + PRESETS.replace("acme_conf", "thief_conf"))
+    install(
+        tmp_path,
+        "coupler-engine-thief",
+        plugin("engine", "thief") + PRESETS.replace("acme_conf", "thief_conf"),
+    )
     (tmp_path / "thief_conf" / "engine").mkdir(parents=True)
     (tmp_path / "thief_conf" / "__init__.py").touch()
     (tmp_path / "thief_conf" / "engine" / "toy.yaml").write_text("name: thief\n")
     with pytest.raises(
-        PluginError, match=r"several meanings, from thief \(coupler-engine-thief 0.1.0\) and toy \(coupler"
+        PluginError,
+        match=r"several meanings, from thief \(coupler-engine-thief 0.1.0\) and toy \(coupler",
     ):
         compose(Plugins.load(), [*NEEDED, "engine=toy"])
 
@@ -273,7 +346,13 @@ def test_preset_that_takes_the_name_of_a_backend_is_refused(tmp_path: Path, monk
 def test_explain_an_option_and_a_section(plugins: Plugins) -> None:
     composed = good(plugins, "engine.lr=0.5")
     text = explain(composed, "engine.lr")
-    for part in ("learning rate", "a number", "0.001", "0.5  (command line)", "coupler_engine_acme:Config"):
+    for part in (
+        "learning rate",
+        "a number",
+        "0.001",
+        "0.5  (command line)",
+        "coupler_engine_acme:Config",
+    ):
         assert part in text
     assert "engine.inner.width" in explain(composed, "engine")
     assert "below 1 the log-probs change meaning" in explain(composed, "sampling.top_p")
@@ -292,7 +371,9 @@ def test_differences_from_the_defaults(plugins: Plugins) -> None:
 
 
 def test_unread_options(plugins: Plugins) -> None:
-    composed = good(plugins, "engine.lr=0.5", "seed=1", "engine.inner.width=3", "data.args.n=1", "data.args.m=2")
+    composed = good(
+        plugins, "engine.lr=0.5", "seed=1", "engine.inner.width=3", "data.args.n=1", "data.args.m=2"
+    )
     config, reads = track(composed.config)
     assert reads.unread(composed.set_keys) == composed.set_keys
     assert (config.engine.lr, config.engine.inner.width, config.data.args["n"]) == (0.5, 3, 1)

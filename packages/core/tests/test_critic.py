@@ -1,4 +1,6 @@
-"""The loop with a critic on the toy backends: it judges, it warms up, it takes turns, and what fails has a name."""
+"""The loop with a critic on the toy backends: it judges, it warms up, it takes turns,
+and what fails has a name.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ class Squares(Algorithm):
 
 
 class Judged(ToyAlgorithm):
-    """REINFORCE with the critic as baseline: reward minus value on every sampled token."""
+    """REINFORCE with the critic as baseline: reward minus value on every sampled
+    token.
+    """
 
     needs = frozenset({"values"})
     critic = "test_critic:Squares"
@@ -86,11 +90,18 @@ class Controlled(ToyAlgorithm):
 
 
 def config(**changes: Any) -> RunConfig:
-    settings = {"steps": 4, "prompts_per_step": 4, "samples_per_prompt": 4, "sampling": SamplingConfig(max_tokens=8)}
+    settings = {
+        "steps": 4,
+        "prompts_per_step": 4,
+        "samples_per_prompt": 4,
+        "sampling": SamplingConfig(max_tokens=8),
+    }
     return RunConfig(**{**settings, **changes})
 
 
-def trained(folder: Path, algorithm: str = "Judged", **changes: Any) -> tuple[ToyRun, list[dict[str, float]]]:
+def trained(
+    folder: Path, algorithm: str = "Judged", **changes: Any
+) -> tuple[ToyRun, list[dict[str, float]]]:
     folder.mkdir(exist_ok=True)
     run = ToyRun(folder, config(**changes), algorithm=f"test_critic:{algorithm}")
     return run, run.run()
@@ -98,7 +109,9 @@ def trained(folder: Path, algorithm: str = "Judged", **changes: Any) -> tuple[To
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_policy_and_critic_learn(tmp_path: Path, max_staleness: int) -> None:
-    """The reward rises, and the critic, which starts at 0, comes to explain it. Inline, and in threads side by side."""
+    """The reward rises, and the critic, which starts at 0, comes to explain it. Inline,
+    and in threads side by side.
+    """
     _, log = trained(tmp_path, steps=40, max_staleness=max_staleness)
     first, last = log[1], log[-1]
     assert last["reward/mean"] > first["reward/mean"] + 0.2
@@ -110,13 +123,17 @@ def test_policy_and_critic_learn(tmp_path: Path, max_staleness: int) -> None:
 
 def test_while_the_critic_warms_up_the_policy_stays(tmp_path: Path) -> None:
     run, log = trained(tmp_path, critic=CriticConfig(warmup_steps=2))
-    assert [("loss" in step, "critic/loss" in step) for step in log[1:]] == [(False, True)] * 2 + [(True, True)] * 2
+    assert [("loss" in step, "critic/loss" in step) for step in log[1:]] == [(False, True)] * 2 + [
+        (True, True)
+    ] * 2
     assert run.policy.steps_done == 2
     assert run.critic and run.critic.steps_done == 4
 
 
 def test_the_critic_takes_steps_of_its_own_number(tmp_path: Path) -> None:
-    run, _ = trained(tmp_path, optimizer_steps_per_batch=2, critic=CriticConfig(optimizer_steps_per_batch=8))
+    run, _ = trained(
+        tmp_path, optimizer_steps_per_batch=2, critic=CriticConfig(optimizer_steps_per_batch=8)
+    )
     assert run.critic and (run.policy.steps_done, run.critic.steps_done) == (8, 32)
     (tmp_path / "same").mkdir()
     run, _ = trained(tmp_path / "same", optimizer_steps_per_batch=2)
@@ -124,7 +141,9 @@ def test_the_critic_takes_steps_of_its_own_number(tmp_path: Path) -> None:
 
 
 def test_a_critic_whose_gradient_is_not_finite_stops_the_run(tmp_path: Path) -> None:
-    with pytest.raises(CouplerError, match="the critic's gradient was not finite in 4 optimizer steps") as caught:
+    with pytest.raises(
+        CouplerError, match="the critic's gradient was not finite in 4 optimizer steps"
+    ) as caught:
         trained(tmp_path, "JudgedBadly", steps=8)
     assert "a smaller critic.engine.lr, critic.engine.dtype=fp32" in str(caught.value)
 
@@ -136,7 +155,9 @@ def test_a_controllers_coefficient_is_in_force_for_one_step(tmp_path: Path) -> N
 
 
 def test_on_a_shared_device_policy_and_critic_take_turns(tmp_path: Path) -> None:
-    """offload=true: each trains with the other's memory gone; the rollout's weights survive a checkpoint of both."""
+    """offload=true: each trains with the other's memory gone; the rollout's weights
+    survive a checkpoint of both.
+    """
     run = ToyRun(tmp_path, config(offload=True), algorithm="test_critic:Judged")
     held: dict[str, set[str]] = {"policy": set(), "critic": set()}
     inside: list[str] = []
@@ -146,7 +167,9 @@ def test_on_a_shared_device_policy_and_critic_take_turns(tmp_path: Path) -> None
         for group in (run.policy, run.critic):
             watch(group, held[group.spec.role], inside, held)
         await start(run.residency, run.weights, run.policy, run.critic)
-        assert held == {"policy": set(), "critic": set()}, "the rollout started with the device to itself"
+        assert held == {"policy": set(), "critic": set()}, (
+            "the rollout started with the device to itself"
+        )
         for role, own in held.items():
             async with hold_trained(run.residency, role):
                 assert own == {"params", "grads", "optimizer"}
@@ -192,7 +215,9 @@ def watch(group: Any, own: set[str], inside: list[str], held: dict[str, set[str]
 
 
 def test_explained_variance_by_hand() -> None:
-    """Returns 0, 2, 4 have variance 8 / 3; off by 1, 0, -1 leaves 2 / 3: a quarter is not explained."""
+    """Returns 0, 2, 4 have variance 8 / 3; off by 1, 0, -1 leaves 2 / 3: a quarter is
+    not explained.
+    """
     found = describe_values(np.array([-1.0, 2.0, 5.0]), np.array([0.0, 2.0, 4.0]))
     assert found["critic/explained_variance"].value == pytest.approx(0.75)
     assert (found["critic/values"].value, found["critic/returns"].value) == (2.0, 2.0)
@@ -202,7 +227,9 @@ def test_explained_variance_by_hand() -> None:
 
 def test_the_export_of_a_critic_has_the_score_and_no_head(tmp_path: Path) -> None:
     source = write_toy(tmp_path / "model")
-    engine = ToyEngine(ToyEngineConfig(), replace(ToyRun(tmp_path, config()).model, head=Head.VALUE))
+    engine = ToyEngine(
+        ToyEngineConfig(), replace(ToyRun(tmp_path, config()).model, head=Head.VALUE)
+    )
     engine.setup(Rank())
     export(engine.weights(), tmp_path / "out", source, Head.VALUE, write=True)
     with safe_open(tmp_path / "out" / "model.safetensors", "np") as file:

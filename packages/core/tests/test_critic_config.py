@@ -1,4 +1,6 @@
-"""``critic.engine``: a plugin's section inside another one, like the policy's unless it is said otherwise."""
+"""``critic.engine``: a plugin's section inside another one, like the policy's unless it
+is said otherwise.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from coupler.plugins.manager import Plugins
 from coupler.run.plan import make_plan
 
 NEEDED = [
-    "engine=acme", "rollout=toy", "algorithm=judge", "model.path=/m", "data.source=x.jsonl", "reward.target=a:b",
+    "engine=acme", "rollout=toy", "algorithm=judge", "model.path=/m", "data.source=x.jsonl",
+    "reward.target=a:b",
     "prompts_per_step=2", "samples_per_prompt=4",
 ]  # fmt: skip
 DECLARED = 'frozenset({"weights:full"})'
@@ -27,23 +30,41 @@ PRESETS = "\n@hookimpl\ndef coupler_config_paths():\n    return ['critic_conf']\
 
 @pytest.fixture(scope="module")
 def plugins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plugins]:
-    """``engine=acme`` and ``engine=other`` that compute values, ``engine=blind`` that does not; ``algorithm=judge``."""
+    """``engine=acme`` and ``engine=other`` that compute values, ``engine=blind`` that
+    does not; ``algorithm=judge``.
+    """
     folder = tmp_path_factory.mktemp("site")
     able = 'frozenset({"weights:full", "output:values"})'
-    check = "    def __post_init__(self):\n        if self.lr < 0: raise ValueError('engine.lr must be above 0')\n"
-    acme = plugin("engine", "acme").replace(DECLARED, able).replace("\n@hookimpl", f"{check}\n@hookimpl", 1)
+    check = (
+        "    def __post_init__(self):\n        if self.lr < 0: raise "
+        "ValueError('engine.lr must be above 0')\n"
+    )
+    acme = (
+        plugin("engine", "acme")
+        .replace(DECLARED, able)
+        .replace("\n@hookimpl", f"{check}\n@hookimpl", 1)
+    )
     install(folder, "critic-engine-acme", acme + PRESETS)
     install(folder, "critic-engine-other", plugin("engine", "other").replace(DECLARED, able))
     install(folder, "critic-engine-blind", plugin("engine", "blind"))
-    judge = plugin("algorithm", "judge").replace(DECLARED, 'frozenset({"job:train", "needs:values"})')
+    judge = plugin("algorithm", "judge").replace(
+        DECLARED, 'frozenset({"job:train", "needs:values"})'
+    )
     install(folder, "critic-algorithm-judge", judge)
     (folder / "critic_conf" / "engine").mkdir(parents=True)
     (folder / "critic_conf" / "__init__.py").touch()
-    (folder / "critic_conf" / "engine" / "fast.yaml").write_text("defaults: [acme, _self_]\nlr: 0.5\n")
+    (folder / "critic_conf" / "engine" / "fast.yaml").write_text(
+        "defaults: [acme, _self_]\nlr: 0.5\n"
+    )
     sys.path.insert(0, str(folder))
     yield Plugins.load()
     sys.path.remove(str(folder))
-    for name in ("critic_engine_acme", "critic_engine_other", "critic_engine_blind", "critic_algorithm_judge"):
+    for name in (
+        "critic_engine_acme",
+        "critic_engine_other",
+        "critic_engine_blind",
+        "critic_algorithm_judge",
+    ):
         sys.modules.pop(name, None)
 
 
@@ -51,16 +72,28 @@ def good(plugins: Plugins, *overrides: str, file: str | None = None) -> Composed
     return compose(plugins, [*NEEDED, *overrides], file)
 
 
-def test_the_critic_is_like_the_policy_but_for_what_it_sets(plugins: Plugins, tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text("engine: {shape: very_flat, inner: {width: 3}}\ncritic: {warmup_steps: 4}\n")
-    composed = good(plugins, "engine.lr=0.25", "critic.engine.inner.width=9", file=str(tmp_path / "run.yaml"))
+def test_the_critic_is_like_the_policy_but_for_what_it_sets(
+    plugins: Plugins, tmp_path: Path
+) -> None:
+    (tmp_path / "run.yaml").write_text(
+        "engine: {shape: very_flat, inner: {width: 3}}\ncritic: {warmup_steps: 4}\n"
+    )
+    composed = good(
+        plugins, "engine.lr=0.25", "critic.engine.inner.width=9", file=str(tmp_path / "run.yaml")
+    )
     critic = composed.config.critic
     assert type(critic.engine) is plugins.get("engine", "acme").config
-    assert (critic.engine.lr, critic.engine.shape, critic.engine.inner.width) == (0.25, "very_flat", 9)
+    assert (critic.engine.lr, critic.engine.shape, critic.engine.inner.width) == (
+        0.25,
+        "very_flat",
+        9,
+    )
     assert critic.warmup_steps == 4
     assert composed.config.engine.inner.width == 3
     assert composed.origin["critic.engine.lr"] == "as in engine"
-    assert {"critic.engine.inner.width", "critic.warmup_steps", "engine.lr"} <= set(composed.set_keys)
+    assert {"critic.engine.inner.width", "critic.warmup_steps", "engine.lr"} <= set(
+        composed.set_keys
+    )
     assert "critic.engine.lr" not in composed.set_keys
     text = explain(composed, "critic.engine.lr")
     assert "learning rate" in text and "0.25  (as in engine)" in text and "default:   0.001" in text
@@ -73,14 +106,22 @@ def test_a_preset_reaches_the_critic_too(plugins: Plugins) -> None:
     assert composed.origin["critic.engine.lr"] == "preset fast"
 
 
-@pytest.mark.parametrize("choice", ["engine@critic.engine=other", "critic.engine=other", "critic.engine.name=other"])
+@pytest.mark.parametrize(
+    "choice", ["engine@critic.engine=other", "critic.engine=other", "critic.engine.name=other"]
+)
 def test_another_engine_has_its_own_defaults(plugins: Plugins, choice: str) -> None:
     config = good(plugins, "engine.lr=0.25", choice, "critic.engine.inner.width=9").config
     assert type(config.critic.engine) is plugins.get("engine", "other").config
-    assert (config.engine.name, config.critic.engine.lr, config.critic.engine.inner.width) == ("acme", 1e-3, 9)
+    assert (config.engine.name, config.critic.engine.lr, config.critic.engine.inner.width) == (
+        "acme",
+        1e-3,
+        9,
+    )
 
 
-@pytest.mark.parametrize("section", ["critic: {engine: other}", "critic.engine: {name: other}", "critic.engine: other"])
+@pytest.mark.parametrize(
+    "section", ["critic: {engine: other}", "critic.engine: {name: other}", "critic.engine: other"]
+)
 def test_the_choice_in_the_file_and_over_it(plugins: Plugins, tmp_path: Path, section: str) -> None:
     file = str(tmp_path / "run.yaml")
     Path(file).write_text(f"{section}\nsteps: 3\n")
@@ -122,18 +163,37 @@ BAD = [
     ("critic.warmup=1", "unknown option critic.warmup.", "did you mean:  critic.warmup_steps"),
     ("critic.engine.inner.width=0", "critic.engine.inner.width must be at least 1", ""),
     ("critic.engine.lr=-1", "critic.engine.lr must be above 0", ""),
-    ("critic.engine.shape=square", "critic.engine.shape takes one of round, very_flat, got 'square'.", ""),
+    (
+        "critic.engine.shape=square",
+        "critic.engine.shape takes one of round, very_flat, got 'square'.",
+        "",
+    ),
     ("critic.warmup_steps=-1", "critic.warmup_steps must be at least 0, got -1.", ""),
     ("critic=3", "critic is a section, got 3.", "engine, model, warmup_steps"),
     ("critic.engine=3", "critic.engine takes the name of a plugin's backend or preset, got 3.", ""),
-    ("rollout@critic.engine=toy", "a key with '@' chooses the backend of another role: engine@critic.engine.", ""),
-    ("engine@actor=toy", "a key with '@' chooses the backend of another role: engine@critic.engine.", ""),
+    (
+        "rollout@critic.engine=toy",
+        "a key with '@' chooses the backend of another role: engine@critic.engine.",
+        "",
+    ),
+    (
+        "engine@actor=toy",
+        "a key with '@' chooses the backend of another role: engine@critic.engine.",
+        "",
+    ),
     (
         "engine@critic.engine=blind",
-        "algorithm=judge trains a critic, and critic.engine=blind does not compute values (output:values): ",
+        (
+            "algorithm=judge trains a critic, and critic.engine=blind does not compute values "
+            "(output:values): "
+        ),
         "set engine@critic.engine to one of acme",
     ),
-    ("engine=blind", "algorithm=judge trains a critic, and critic.engine=blind does not", "one of acme"),
+    (
+        "engine=blind",
+        "algorithm=judge trains a critic, and critic.engine=blind does not",
+        "one of acme",
+    ),
 ]
 
 
@@ -156,15 +216,25 @@ def test_the_plan_knows_the_critic(plugins: Plugins) -> None:
     assert plan.roles == ("policy (engine acme)", "critic (engine acme)", "rollout (toy)")
     warm = make_plan(good(plugins, "critic.warmup_steps=5").config, None, plugins).roles
     assert "critic (engine acme, alone for the first 5 steps)" in warm
-    with pytest.raises(ConfigError, match=r"critic\.optimizer_steps_per_batch=3 does not divide the 8 sequences"):
+    with pytest.raises(
+        ConfigError, match=r"critic\.optimizer_steps_per_batch=3 does not divide the 8 sequences"
+    ):
         make_plan(good(plugins, "critic.optimizer_steps_per_batch=3").config, None, plugins)
     with pytest.raises(ConfigError, match="offload=true needs engine=acme to free device memory"):
         make_plan(good(plugins, "offload=true").config, None, plugins)
     toy = compose(
         plugins,
-        [*NEEDED, "engine=toy", "engine.max_tokens_per_gpu=4096", "critic.engine.max_tokens_per_gpu=9"],
+        [
+            *NEEDED,
+            "engine=toy",
+            "engine.max_tokens_per_gpu=4096",
+            "critic.engine.max_tokens_per_gpu=9",
+        ],
         None,
         Job.TRAIN,
     )
-    with pytest.raises(ConfigError, match=r"critic\.engine\.max_tokens_per_gpu=9 is less than one sequence can have"):
+    with pytest.raises(
+        ConfigError,
+        match=r"critic\.engine\.max_tokens_per_gpu=9 is less than one sequence can have",
+    ):
         make_plan(toy.config, None, plugins)

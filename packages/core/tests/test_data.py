@@ -48,7 +48,9 @@ def write(path: Path, records: list[Any]) -> str:
 
 @pytest.mark.parametrize("records", [RECORDS, COMMON])
 def test_every_format_gives_the_same_rows(tmp_path: Path, records: list[dict[str, Any]]) -> None:
-    sources = [write(tmp_path / f"data{suffix}", records) for suffix in (".jsonl", ".json", ".parquet")]
+    sources = [
+        write(tmp_path / f"data{suffix}", records) for suffix in (".jsonl", ".json", ".parquet")
+    ]
     jsonl, as_list, parquet = (load_rows(DataConfig(source=s)) for s in sources)
     assert jsonl == as_list == parquet
     assert fingerprint(jsonl) == fingerprint(parquet)
@@ -67,10 +69,15 @@ def test_columns_become_rows(tmp_path: Path) -> None:
 
 
 def test_keys_limits_and_answers(tmp_path: Path) -> None:
-    source = write(tmp_path / "a.jsonl", [{"q": "x", "a": 72}, {"q": "y", "a": {"target": [1]}}, {"q": "z", "a": "t"}])
+    source = write(
+        tmp_path / "a.jsonl",
+        [{"q": "x", "a": 72}, {"q": "y", "a": {"target": [1]}}, {"q": "z", "a": "t"}],
+    )
     rows = load_rows(DataConfig(source=source, prompt_key="q", answer_key="a", limit=2))
     assert [(r.prompt, r.answer) for r in rows] == [("x", "72"), ("y", '{"target": [1]}')]
-    assert [r.answer for r in load_rows(DataConfig(source=source, prompt_key="q", answer_key=""))] == ["", "", ""]
+    assert [
+        r.answer for r in load_rows(DataConfig(source=source, prompt_key="q", answer_key=""))
+    ] == ["", "", ""]
 
 
 def test_the_fingerprint_sees_every_change() -> None:
@@ -97,7 +104,10 @@ def test_the_fingerprint_sees_every_change() -> None:
             '{"promt": "x", "answer": ""}',
             r"line 1 has no 'prompt' - did you mean data.prompt_key=promt\?\n  it has:  promt",
         ),
-        ('{"prompt": "x", "answers": ""}', r"line 1 has no 'answer' - did you mean data.answer_key=answers"),
+        (
+            '{"prompt": "x", "answers": ""}',
+            r"line 1 has no 'answer' - did you mean data.answer_key=answers",
+        ),
         ('{"prompt": "x", "reward_model": {}}', r"has no 'answer'"),
         ('{"prompt": " ", "answer": ""}', "'prompt' is empty"),
         ('{"prompt": [], "answer": ""}', "'prompt' has no messages"),
@@ -105,7 +115,10 @@ def test_the_fingerprint_sees_every_change() -> None:
         ('{"prompt": 3, "answer": ""}', "'prompt' is a int; it must be a string or a list"),
         ('{"prompt": [{"role": "user"}], "answer": ""}', "needs a role and a content"),
         ('{"prompt": ["x"], "answer": ""}', "needs a role and a content"),
-        ('{"prompt": [{"role": "user", "content": [{"type": "image"}]}], "answer": ""}', "both strings"),
+        (
+            '{"prompt": [{"role": "user", "content": [{"type": "image"}]}], "answer": ""}',
+            "both strings",
+        ),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, text: str | bytes, what: str) -> None:
@@ -132,9 +145,15 @@ def test_a_bad_source_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         (DataConfig(source="x.json", args={"n": 1}), "data.args has n, but"),
         (DataConfig(source="no_such_module:rows"), "cannot be imported"),
         (DataConfig(source="gen.py:value"), "is a int, not a function"),
-        (DataConfig(source="gen.py:rows", args={"m": 1}), r"(?s)data.args does not fit.*it takes:  \(n\)"),
+        (
+            DataConfig(source="gen.py:rows", args={"m": 1}),
+            r"(?s)data.args does not fit.*it takes:  \(n\)",
+        ),
         (DataConfig(source="gen.py:rows", args={"n": 1}), r"row 0 \(from 0\) has no 'answer'"),
-        (DataConfig(source="gen.py:rows", args={"n": 1}, answer_key=""), r"row 1 \(from 0\) is a int, not a mapping"),
+        (
+            DataConfig(source="gen.py:rows", args={"n": 1}, answer_key=""),
+            r"row 1 \(from 0\) is a int, not a mapping",
+        ),
     ):
         with pytest.raises(DataError, match=what):
             load_rows(config)
@@ -193,18 +212,33 @@ def test_a_restored_stream_goes_on_exactly(drawn: int) -> None:
 
 
 def test_a_model_without_a_tokenizer_is_named(tmp_path: Path) -> None:
-    for path, what in (("", "is no folder"), (str(tmp_path / "no"), "is no folder"), (str(tmp_path), "no tokenizer")):
+    for path, what in (
+        ("", "is no folder"),
+        (str(tmp_path / "no"), "is no folder"),
+        (str(tmp_path), "no tokenizer"),
+    ):
         with pytest.raises(CouplerError, match=rf"model\.path=.*{what}"):
             Codec(Model(path))
 
 
 def test_importing_it_imports_nothing_heavy() -> None:
-    code = "import sys, coupler.data, coupler.rewards.worker; print([m for m in sys.modules if '.' not in m])"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert not [m for m in ("torch", "transformers", "ray", "pyarrow", "reasoning_gym") if f"'{m}'" in loaded]
+    code = (
+        "import sys, coupler.data, coupler.rewards.worker; print([m for m in sys.modules "
+        "if '.' not in m])"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
+    assert not [
+        m
+        for m in ("torch", "transformers", "ray", "pyarrow", "reasoning_gym")
+        if f"'{m}'" in loaded
+    ]
 
 
 def test_limits_do_not_exhaust_an_endless_source(tmp_path: Path) -> None:
-    (tmp_path / "endless.py").write_text("def rows():\n    while True: yield {'prompt': 'x', 'answer': 'y'}")
+    (tmp_path / "endless.py").write_text(
+        "def rows():\n    while True: yield {'prompt': 'x', 'answer': 'y'}"
+    )
     rows = load_rows(DataConfig(source=f"{tmp_path}/endless.py:rows", limit=5))
     assert [r.index for r in islice(rows, 10)] == [0, 1, 2, 3, 4]

@@ -24,32 +24,50 @@ from coupler.testing.models import write_toy
 ISOLATED = ["unshare", "--user", "--map-root-user", "--mount", "--uts", "--net", "sh", "-c"]
 
 
-def command(*arguments: str, folders: tuple[Path, ...] = (), **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run in a fresh interpreter's environment that has ``folders`` first on its path."""
+def command(
+    *arguments: str, folders: tuple[Path, ...] = (), **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run in a fresh interpreter's environment that has ``folders`` first on its
+    path.
+    """
     path = os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path, **variables}
-    return subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        arguments, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
 
 
-def doctor(*arguments: str, folders: tuple[Path, ...] = (), **variables: str) -> subprocess.CompletedProcess[str]:
-    return command(sys.executable, "-m", "coupler.cli", "doctor", *arguments, folders=folders, **variables)
+def doctor(
+    *arguments: str, folders: tuple[Path, ...] = (), **variables: str
+) -> subprocess.CompletedProcess[str]:
+    return command(
+        sys.executable, "-m", "coupler.cli", "doctor", *arguments, folders=folders, **variables
+    )
 
 
 def found(done: subprocess.CompletedProcess[str], name: str) -> list[tuple[str, str]]:
-    """(text, fix) of the problems that ``name`` has; each is one line, and so is its fix."""
+    """(text, fix) of the problems that ``name`` has; each is one line, and so is its
+    fix.
+    """
     assert "Traceback" not in done.stderr, done.stderr
     lines = done.stdout.splitlines()
     at = [i for i, line in enumerate(lines) if line.startswith(f"problem  {name:14} ")]
     assert all(lines[i + 1].split()[0] == "fix:" for i in at), done.stdout
-    assert sum("fix:" in line[:20] for line in lines) == sum(line.startswith("problem") for line in lines)
+    assert sum("fix:" in line[:20] for line in lines) == sum(
+        line.startswith("problem") for line in lines
+    )
     return [(lines[i][24:], lines[i + 1].partition("fix:")[2].strip()) for i in at]
 
 
 def in_namespace(script: str) -> subprocess.CompletedProcess[str]:
-    """Run a shell script that may change this machine: it has a network, a host name and mounts of its own."""
+    """Run a shell script that may change this machine: it has a network, a host name
+    and mounts of its own.
+    """
     if not shutil.which("unshare") or command(*ISOLATED, "mount -t tmpfs none /mnt").returncode:
         pytest.skip("this machine does not let us make namespaces")
-    return command(*ISOLATED, script.replace("doctor", f"exec {sys.executable} -m coupler.cli doctor"))
+    return command(
+        *ISOLATED, script.replace("doctor", f"exec {sys.executable} -m coupler.cli doctor")
+    )
 
 
 def test_a_good_machine_has_exit_code_0_and_says_what_was_checked() -> None:
@@ -57,7 +75,16 @@ def test_a_good_machine_has_exit_code_0_and_says_what_was_checked() -> None:
     findings = json.loads(done.stdout)
     problems = [f for f in findings if f["verdict"] == "problem"]
     assert done.returncode == bool(problems), problems
-    checked = {"python", "host name", "ports", "shared memory", "torch", "plugins", "requirements", "disk"}
+    checked = {
+        "python",
+        "host name",
+        "ports",
+        "shared memory",
+        "torch",
+        "plugins",
+        "requirements",
+        "disk",
+    }
     assert checked <= {f["name"] for f in findings}
 
 
@@ -85,7 +112,9 @@ def test_no_loopback() -> None:
 
 
 def test_every_port_is_taken() -> None:
-    done = in_namespace("ip link set lo up && echo '50000 50010' > /proc/sys/net/ipv4/ip_local_port_range && doctor")
+    done = in_namespace(
+        "ip link set lo up && echo '50000 50010' > /proc/sys/net/ipv4/ip_local_port_range && doctor"
+    )
     [(text, fix)] = found(done, "ports")
     assert "in use" in text
     assert "ip_local_port_range" in fix
@@ -99,14 +128,19 @@ def test_a_host_name_without_an_address() -> None:
 
 
 def test_little_shared_memory() -> None:
-    [(text, fix)] = found(in_namespace("mount -t tmpfs -o size=64m none /dev/shm && doctor"), "shared memory")
+    [(text, fix)] = found(
+        in_namespace("mount -t tmpfs -o size=64m none /dev/shm && doctor"), "shared memory"
+    )
     assert "64" not in fix
     assert "--shm-size=8g" in fix
     assert "too little" in text
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
-    [(text, fix)] = found(in_namespace(f"mount -t tmpfs -o size=4m none {tmp_path} && cd {tmp_path} && doctor"), "disk")
+    [(text, fix)] = found(
+        in_namespace(f"mount -t tmpfs -o size=4m none {tmp_path} && cd {tmp_path} && doctor"),
+        "disk",
+    )
     assert str(tmp_path) in text
     assert "run_dir" in fix
 
@@ -146,7 +180,10 @@ def test_a_version_outside_the_tested_range(tmp_path: Path, version: str, code: 
     done = doctor(folders=(tmp_path,))
     expected = [
         (
-            f"{version} is outside the range >=1,<2 that acme (coupler-engine-acme 0.4.2) was tested with",
+            (
+                f"{version} is outside the range >=1,<2 that acme (coupler-engine-acme 0.4.2) was "
+                "tested with"
+            ),
             "pip install 'heavylib>=1,<2'  or  pip install --upgrade coupler-engine-acme",
         )
     ]
@@ -159,11 +196,17 @@ def test_a_plugin_that_fails_to_load_lacks_a_requirement_or_has_a_twin(tmp_path:
     install(tmp_path, "coupler-engine-one", plugin("engine", "acme"), entry="one")
     install(tmp_path, "coupler-engine-two", plugin("engine", "acme"), entry="two")
     with (tmp_path / "coupler_engine_one-0.1.0.dist-info/METADATA").open("a") as file:
-        file.write("Requires-Dist: numpy>=99\nRequires-Dist: no-such-thing\nRequires-Dist: other; extra == 'x'\n")
+        file.write(
+            "Requires-Dist: numpy>=99\nRequires-Dist: no-such-thing\nRequires-Dist: other; "
+            "extra == 'x'\n"
+        )
     done = doctor(folders=(tmp_path,))
     assert done.returncode == 1
     fixes = dict(found(done, "plugin"))
-    broken = "broken (coupler-engine-broken 0.1.0) failed to load: ModuleNotFoundError: No module named 'acme_kernels'"
+    broken = (
+        "broken (coupler-engine-broken 0.1.0) failed to load: ModuleNotFoundError: No "
+        "module named 'acme_kernels'"
+    )
     assert fixes[broken] == "pip install --upgrade coupler-engine-broken"
     assert any("COUPLER_DISABLE_PLUGINS=coupler-engine-two" in fix for fix in fixes.values())
     unmet = found(done, "coupler-engine-one")
@@ -179,7 +222,9 @@ def test_a_plugin_brings_checks_and_a_failing_one_is_shown(tmp_path: Path) -> No
         yield problem("acme", f"the licence is missing, config {config is not None}", "acme login")
         raise RuntimeError("no server")
     """
-    install(tmp_path, "coupler-engine-acme", plugin("engine", "acme") + checks.replace("\n    ", "\n"))
+    install(
+        tmp_path, "coupler-engine-acme", plugin("engine", "acme") + checks.replace("\n    ", "\n")
+    )
     done = doctor(folders=(tmp_path,))
     assert found(done, "acme") == [("the licence is missing, config False", "acme login")]
     [(text, _)] = found(done, "plugin")
@@ -188,7 +233,9 @@ def test_a_plugin_brings_checks_and_a_failing_one_is_shown(tmp_path: Path) -> No
 
 
 def test_a_torch_that_cannot_be_imported(tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.99: cannot open shared object file')")
+    (tmp_path / "torch.py").write_text(
+        "raise OSError('libcudart.so.99: cannot open shared object file')"
+    )
     distribution(tmp_path, "torch", "2.12.0+cu130")
     done = doctor(folders=(tmp_path,))
     [(text, fix)] = found(done, "torch")
@@ -224,7 +271,8 @@ def test_a_whole_model(sharded: Path, tmp_path: Path) -> None:
         ("model-1.safetensors", b"\xff" * 64, "weights"),
         ("model.safetensors.index.json", b"{", "weights"),
         ("model.safetensors.index.json", b"{}", "weights"),
-        ("model.safetensors.index.json", None, "weights"),  # and then there is no model.safetensors
+        # and then there is no model.safetensors
+        ("model.safetensors.index.json", None, "weights"),
         ("config.json", None, "model"),
         ("config.json", b"{}", "model"),
         ("config.json", b"[", "model"),
@@ -254,7 +302,9 @@ def test_a_truncated_shard(sharded: Path) -> None:
 def test_no_model_folder(tmp_path: Path) -> None:
     done = doctor(f"model.path={tmp_path}/none")
     assert done.returncode == 1
-    assert [text for text, _ in found(done, "model")] == [f"model.path={tmp_path}/none is no folder"]
+    assert [text for text, _ in found(done, "model")] == [
+        f"model.path={tmp_path}/none is no folder"
+    ]
 
 
 def test_a_driver_older_than_torch(tmp_path: Path) -> None:
@@ -264,8 +314,13 @@ def test_a_driver_older_than_torch(tmp_path: Path) -> None:
     (tmp_path / "cuda.c").write_text("int cuDriverGetVersion(int *v) { *v = 12040; return 0; }")
     library = tmp_path / "libcuda.so.1"
     subprocess.run(["gcc", "-shared", "-o", str(library), str(tmp_path / "cuda.c")], check=True)
-    for built, name, fix in (("'13.0'", "driver", "update the NVIDIA driver"), ("None", "torch", "/cu124")):
-        (tmp_path / "torch.py").write_text(f"__version__ = '2.13.0'\nclass version:\n    cuda = {built}\n")
+    for built, name, fix in (
+        ("'13.0'", "driver", "update the NVIDIA driver"),
+        ("None", "torch", "/cu124"),
+    ):
+        (tmp_path / "torch.py").write_text(
+            f"__version__ = '2.13.0'\nclass version:\n    cuda = {built}\n"
+        )
         if not list(tmp_path.glob("torch-*")):
             distribution(tmp_path, "torch", "2.13.0")
         done = doctor(folders=(tmp_path,), LD_LIBRARY_PATH=str(tmp_path))
@@ -273,8 +328,12 @@ def test_a_driver_older_than_torch(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "__pycache__", ignore_errors=True)
 
 
-def on_a_host(*free: float, available: bool = True, apart: Collection[tuple[int, int]] = ()) -> dict[str, Finding]:
-    """What is found, by name, where torch sees GPUs of 80 GiB, so much of each free, with no access between some."""
+def on_a_host(
+    *free: float, available: bool = True, apart: Collection[tuple[int, int]] = ()
+) -> dict[str, Finding]:
+    """What is found, by name, where torch sees GPUs of 80 GiB, so much of each free,
+    with no access between some.
+    """
     cuda = SimpleNamespace(
         is_available=lambda: available,
         device_count=lambda: len(free),
@@ -287,7 +346,9 @@ def on_a_host(*free: float, available: bool = True, apart: Collection[tuple[int,
 
 
 def test_gpus_as_torch_sees_them() -> None:
-    assert {name: f.text for name, f in on_a_host(79).items()} == {"GPU 0": "H100, 79.0 of 80.0 GiB free"}
+    assert {name: f.text for name, f in on_a_host(79).items()} == {
+        "GPU 0": "H100, 79.0 of 80.0 GiB free"
+    }
     found = on_a_host(79, 12.5)
     assert [found[f"GPU {i}"].verdict for i in range(2)] == [Verdict.OK, Verdict.WARNING]
     assert found["GPU 1"].text == "H100, 12.5 of 80.0 GiB free: another process holds the rest"
@@ -296,7 +357,13 @@ def test_gpus_as_torch_sees_them() -> None:
     assert apart.verdict is Verdict.WARNING and "between GPUs 0-2, 2-0: " in apart.text
 
 
-@pytest.mark.parametrize(("free", "fix"), [((), "unset CUDA_VISIBLE_DEVICES"), ((79,), "nvidia-smi")])
+@pytest.mark.parametrize(
+    ("free", "fix"), [((), "unset CUDA_VISIBLE_DEVICES"), ((79,), "nvidia-smi")]
+)
 def test_a_driver_whose_gpus_torch_does_not_find(free: tuple[float, ...], fix: str) -> None:
     [finding] = on_a_host(*free, available=False).values()
-    assert finding.verdict is Verdict.PROBLEM and "torch finds no GPU" in finding.text and fix in finding.fix
+    assert (
+        finding.verdict is Verdict.PROBLEM
+        and "torch finds no GPU" in finding.text
+        and fix in finding.fix
+    )

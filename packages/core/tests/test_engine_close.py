@@ -1,4 +1,6 @@
-"""The end of a worker closes its engine, after its calls, and waits for it within bounds."""
+"""The end of a worker closes its engine, after its calls, and waits for it within
+bounds.
+"""
 
 from __future__ import annotations
 
@@ -77,10 +79,15 @@ def test_an_engine_of_this_process_is_closed_after_its_calls(model: Model, inlin
 
 
 @pytest.mark.parametrize(
-    ("engine", "said"), [("Failing", "failed to close: no route to host"), ("Hanging", "did not close within 0.2 s")]
+    ("engine", "said"),
+    [("Failing", "failed to close: no route to host"), ("Hanging", "did not close within 0.2 s")],
 )
 def test_an_engine_that_cannot_close_does_not_hold_the_run_up(
-    model: Model, engine: str, said: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    model: Model,
+    engine: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(local, "LEAVE_S", 0.2)
     executor, _ = started(model, engine, inline=True)
@@ -92,7 +99,9 @@ def test_an_engine_that_cannot_close_does_not_hold_the_run_up(
 
 def test_an_engine_in_a_process_of_its_own_is_closed(model: Model, tmp_path: Path) -> None:
     """A host redirects the output of its process, so that it gets one."""
-    process = multiprocessing.get_context("spawn").Process(target=live, args=(tmp_path, spec(model, "Noting")))
+    process = multiprocessing.get_context("spawn").Process(
+        target=live, args=(tmp_path, spec(model, "Noting"))
+    )
     process.start()
     process.join(60)
     assert process.exitcode == 0, (tmp_path / "policy.log").read_text()

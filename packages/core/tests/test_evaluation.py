@@ -1,4 +1,6 @@
-"""What evaluation reports: of every source of rows, and of the answer that most samples give."""
+"""What evaluation reports: of every source of rows, and of the answer that most samples
+give.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,15 @@ class Scripted:
     async def sample(self, prompt: Prompt, *_: Any, **__: Any) -> list[Scored]:
         done = Completion((1, 2), (0.0, 0.0), (0, 0), "stop")
         found = SAMPLES[prompt.row.index]
-        return [Scored(prompt, done, reward, answer if self.reads else None) for reward, answer in found]
+        return [
+            Scored(prompt, done, reward, answer if self.reads else None) for reward, answer in found
+        ]
 
 
 def evaluated(*sources: str, reads: bool = True) -> dict[str, float]:
-    prompts = [Prompt(Row("p", "a", i, {"data_source": source}), (1,)) for i, source in enumerate(sources)]
+    prompts = [
+        Prompt(Row("p", "a", i, {"data_source": source}), (1,)) for i, source in enumerate(sources)
+    ]
     scorer: Any = Scripted(reads)
     return values(asyncio.run(Evaluator(scorer, prompts, 3, 8, 1.0, 1.0, 0).run())[0])
 

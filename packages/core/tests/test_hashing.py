@@ -1,4 +1,6 @@
-"""Hashes of chunks: the same from memory while a file is written as from the file, and plain SHA-256."""
+"""Hashes of chunks: the same from memory while a file is written as from the file, and
+plain SHA-256.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,28 @@ def test_what_is_written_is_hashed_wherever_pieces_begin(
 
 
 def test_files_are_read_for_their_hashes(tmp_path: Path) -> None:
-    contents = {"whole": CONTENT, "empty": b"", "short": b"abc", "altered": CONTENT[:350] + b"!" + CONTENT[351:]}
+    contents = {
+        "whole": CONTENT,
+        "empty": b"",
+        "short": b"abc",
+        "altered": CONTENT[:350] + b"!" + CONTENT[351:],
+    }
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
-    found = dict(zip(contents, hash_files([tmp_path / name for name in contents], CHUNK), strict=True))
+    found = dict(
+        zip(contents, hash_files([tmp_path / name for name in contents], CHUNK), strict=True)
+    )
     assert found["whole"] == HASHES and found["empty"] == []
-    assert found["short"] == hash_files([tmp_path / "short"])[0] == [hashlib.sha256(b"abc").hexdigest()]
-    assert [i for i, pair in enumerate(zip(found["altered"], HASHES, strict=True)) if len(set(pair)) == 2] == [3]
+    assert (
+        found["short"]
+        == hash_files([tmp_path / "short"])[0]
+        == [hashlib.sha256(b"abc").hexdigest()]
+    )
+    assert [
+        i
+        for i, pair in enumerate(zip(found["altered"], HASHES, strict=True))
+        if len(set(pair)) == 2
+    ] == [3]
 
 
 def test_what_fails_to_be_written_is_raised(tmp_path: Path) -> None:

@@ -30,7 +30,9 @@ def interpreter(folder: Path, change: Callable[[dict[str, Any]], None]) -> str:
 
 def test_our_own_interpreter_fits(tmp_path: Path) -> None:
     program = tmp_path / "python"
-    program.write_text(f'#!/bin/sh\nPYTHONPATH={os.pathsep.join(sys.path)} exec {sys.executable} "$@"\n')
+    program.write_text(
+        f'#!/bin/sh\nPYTHONPATH={os.pathsep.join(sys.path)} exec {sys.executable} "$@"\n'
+    )
     program.chmod(0o755)
     check_interpreter("rollout", "toy", str(program), Plugins.load())
 
@@ -54,7 +56,9 @@ def newer_toy(said: dict[str, Any]) -> None:
         (newer_toy, "coupler-core is 9.9 there and "),
     ],
 )
-def test_a_difference_is_one_sentence(tmp_path: Path, change: Callable[[dict[str, Any]], None], sentence: str) -> None:
+def test_a_difference_is_one_sentence(
+    tmp_path: Path, change: Callable[[dict[str, Any]], None], sentence: str
+) -> None:
     path = interpreter(tmp_path, change)
     with pytest.raises(ConfigError) as error:
         check_interpreter("rollout", "toy", path, Plugins.load())
@@ -66,5 +70,7 @@ def test_a_difference_is_one_sentence(tmp_path: Path, change: Callable[[dict[str
 def test_what_is_no_interpreter_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"rollout\.python=/not/there does not start: "):
         check_interpreter("rollout", "toy", "/not/there", Plugins.load())
-    with pytest.raises(ConfigError, match=r"rollout\.python=/bin/false has no working coupler: it printed nothing"):
+    with pytest.raises(
+        ConfigError, match=r"rollout\.python=/bin/false has no working coupler: it printed nothing"
+    ):
         check_interpreter("rollout", "toy", "/bin/false", Plugins.load())

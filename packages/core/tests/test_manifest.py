@@ -1,4 +1,6 @@
-"""What a run says of the code that it ran: not where it was started, but where that code is."""
+"""What a run says of the code that it ran: not where it was started, but where that
+code is.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from coupler.system.imports import file_of
 def git(folder: Path, *arguments: str) -> str:
     identity = ("-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false")
     command = ["git", "-C", str(folder), *identity, *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=10).stdout.strip()
+    return subprocess.run(
+        command, check=True, capture_output=True, text=True, timeout=10
+    ).stdout.strip()
 
 
 def test_checkouts_are_those_of_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,8 +30,12 @@ def test_checkouts_are_those_of_the_code(tmp_path: Path, monkeypatch: pytest.Mon
         git(tmp_path / name, "commit", "-q", "-m", name)
     monkeypatch.chdir(tmp_path / "here")
     (tmp_path / "mine" / ".venv").mkdir()
-    (tmp_path / "mine" / ".venv" / "package.py").touch()  # of an environment: git does not track it
-    files = {"reward": tmp_path / "mine" / "reward.py", "engine": tmp_path / "mine" / ".venv" / "package.py"}
+    # of an environment: git does not track it
+    (tmp_path / "mine" / ".venv" / "package.py").touch()
+    files = {
+        "reward": tmp_path / "mine" / "reward.py",
+        "engine": tmp_path / "mine" / ".venv" / "package.py",
+    }
     files["algorithm"] = tmp_path / "no_repository.py"
     commit = git(tmp_path / "mine", "rev-parse", "HEAD")
     here = {"folder": str(tmp_path / "mine"), "commit": commit, "modified": False, "of": ["reward"]}

@@ -1,4 +1,6 @@
-"""A worker that runs out of memory, as a job shows it; and roles with devices of their own, which never sleep."""
+"""A worker that runs out of memory, as a job shows it; and roles with devices of their
+own, which never sleep.
+"""
 
 from __future__ import annotations
 
@@ -65,14 +67,19 @@ class FullStart(ToyRollout):
 def test_the_phase_that_ran_out_of_memory_is_named(
     tmp_path: Path, backends: dict[str, str], phase: str, size: int
 ) -> None:
-    with pytest.raises(CouplerError, match=rf"out of memory in phase {phase}: .*Tried to allocate {size} GiB") as error:
+    with pytest.raises(
+        CouplerError, match=rf"out of memory in phase {phase}: .*Tried to allocate {size} GiB"
+    ) as error:
         ToyRun(tmp_path, small(steps=3), **backends).run()
     assert "try:  offload=true, a smaller engine.max_tokens_per_gpu" in str(error.value)
 
 
 def test_a_failure_of_another_process_keeps_its_words() -> None:
     """Of whatever class it was there: its name reads as one of these two."""
-    for raised in (MemoryError("4 GiB"), RuntimeError("CUDA out of memory. Tried to allocate 4 GiB")):
+    for raised in (
+        MemoryError("4 GiB"),
+        RuntimeError("CUDA out of memory. Tried to allocate 4 GiB"),
+    ):
         error = Failure.of(raised).error("policy rank 0", "train", Path("/none"), [])
         assert isinstance(error, RuntimeError) and "out of memory" in str(error)
 
@@ -137,7 +144,9 @@ class OffRollout(ToyRollout):
 
 
 def test_on_a_shared_device_no_phase_has_more_than_its_turn(tmp_path: Path) -> None:
-    """A rollout starts, and is started again, with the device to itself; nothing is ever beside a cache."""
+    """A rollout starts, and is started again, with the device to itself; nothing is
+    ever beside a cache.
+    """
     run = ToyRun(
         tmp_path,
         small(steps=2, offload=True),
@@ -151,11 +160,23 @@ def test_on_a_shared_device_no_phase_has_more_than_its_turn(tmp_path: Path) -> N
     proof = [f"pushed: {pushed}", f"sampled: {alone}", f"compared: {compared}"]
     rows, trained = [f"sampled: {alone}"] * 16, f"trained: engine {engine}; rollout nothing"
     assert seen == [
-        *(f"engine starts: engine {engine}; rollout nothing", f"rollout starts: {alone}", *proof, *proof),
+        *(
+            f"engine starts: engine {engine}; rollout nothing",
+            f"rollout starts: {alone}",
+            *proof,
+            *proof,
+        ),
         *(*rows, trained, f"pushed: {pushed}", f"rollout starts: {alone}", f"pushed: {pushed}"),
         *(*rows, trained, f"pushed: {pushed}"),
     ]
-    assert list(run.residency.ledger) == ["start_policy", "start_rollout", "prove", "sample", "train", "sync"]
+    assert list(run.residency.ledger) == [
+        "start_policy",
+        "start_rollout",
+        "prove",
+        "sample",
+        "train",
+        "sync",
+    ]
 
 
 SLEPT: list[frozenset[Memory]] = []
@@ -167,11 +188,22 @@ class Sleeper(ToyRollout):
 
 
 def test_devices_of_their_own_are_never_given_back(tmp_path: Path) -> None:
-    """Roles that take no turns keep what they have; to ask for both is a contradiction, said before the start."""
+    """Roles that take no turns keep what they have; to ask for both is a contradiction,
+    said before the start.
+    """
     SLEPT.clear()
     ToyRun(tmp_path, small(steps=3), rollout="test_memory:Sleeper").run()
     assert not SLEPT
-    needed = ["engine=toy", "rollout=toy", "algorithm=toy", "model.path=/m", "data.source=x.jsonl", "reward.target=a:b"]
+    needed = [
+        "engine=toy",
+        "rollout=toy",
+        "algorithm=toy",
+        "model.path=/m",
+        "data.source=x.jsonl",
+        "reward.target=a:b",
+    ]
     both = ["executor=ray", "ray.placement=disjoint", "offload=true"]
-    with pytest.raises(ConfigError, match=r"offload=true needs ray\.placement=colocated: with devices of their own"):
+    with pytest.raises(
+        ConfigError, match=r"offload=true needs ray\.placement=colocated: with devices of their own"
+    ):
         compose(Plugins.load(), [*needed, *both])

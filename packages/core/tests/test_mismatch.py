@@ -1,4 +1,6 @@
-"""``train_infer/*``: how far the log-probs of engine and rollout are apart, on tokens of the current weights."""
+"""``train_infer/*``: how far the log-probs of engine and rollout are apart, on tokens
+of the current weights.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ def of(rows: slice) -> dict[str, np.ndarray]:
 
 
 def test_they_are_the_closed_form_over_micro_batches() -> None:
-    parts = [mismatch({"logprobs": TRAIN[rows]}, of(rows), 3) for rows in (slice(0, 1), slice(1, 5), slice(5, 5))]
+    parts = [
+        mismatch({"logprobs": TRAIN[rows]}, of(rows), 3)
+        for rows in (slice(0, 1), slice(1, 5), slice(5, 5))
+    ]
     ratio = np.array([0.5, 1.25, 1.0])
     assert values(merge(parts)) == pytest.approx(
         {
@@ -39,7 +44,9 @@ def test_they_are_the_closed_form_over_micro_batches() -> None:
 
 
 def test_each_replica_has_a_mean_of_its_own() -> None:
-    """Sequences of 2, 2 and 1 tokens, of replicas 1, 0 and 1; replica 2 of three sampled nothing."""
+    """Sequences of 2, 2 and 1 tokens, of replicas 1, 0 and 1; replica 2 of three
+    sampled nothing.
+    """
     of_sequences = {"seq": np.array([0, 0, 1, 1, 2]), "replica": np.array([1, 0, 1])}
     found = values(mismatch({"logprobs": TRAIN}, {**COLUMNS, **of_sequences}, 3, num_replicas=3))
     assert found[f"{OF_REPLICA}1"] == pytest.approx((np.log(2) + np.log(1.25)) / 2)
@@ -65,9 +72,15 @@ def test_nothing_is_said_of_weights_that_a_step_has_changed() -> None:
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
 def test_a_run_logs_them_every_step(tmp_path: Path, max_staleness: int) -> None:
-    """Of the batch, or of tokens sampled for that where all of it is older than the last sync."""
+    """Of the batch, or of tokens sampled for that where all of it is older than the
+    last sync.
+    """
     log = ToyRun(tmp_path, small(steps=6, max_staleness=max_staleness)).run()
     assert len(log) == 7
     for step in log[1:]:
-        assert step["train_infer/ratio"] == pytest.approx(1) == pytest.approx(step["train_infer/ratio_max"])
+        assert (
+            step["train_infer/ratio"]
+            == pytest.approx(1)
+            == pytest.approx(step["train_infer/ratio_max"])
+        )
         assert 0 <= step["train_infer/kl"] < 1e-9

@@ -44,7 +44,9 @@ from coupler.worker.worker import reverse_elements
 def policy(tmp_path: Path) -> EngineGroup:
     model = Model(str(write_toy(tmp_path / "model")))
     algorithm = ("coupler.testing.toy:ToyAlgorithm", ToyAlgorithmConfig())
-    spec = WorkerSpec("policy", "coupler.testing.toy:ToyEngine", ToyEngineConfig(), model, algorithm)
+    spec = WorkerSpec(
+        "policy", "coupler.testing.toy:ToyEngine", ToyEngineConfig(), model, algorithm
+    )
     group = EngineGroup(Local(inline=True, waits=Waits(60.0, 60.0)), spec, [Rank()])
     asyncio.run(group.setup())
     return group
@@ -68,9 +70,15 @@ def test_a_checkpoint_is_complete_and_says_what_it_is(tmp_path: Path) -> None:
     (folder / "old").touch()
     save(group, folder.parent, 3)
     manifest = json.loads((folder / MANIFEST).read_text())
-    assert manifest["step"] == 3 and manifest["parts"] == ["optimizer", "params"] and manifest["data"] == "d"
+    assert (
+        manifest["step"] == 3
+        and manifest["parts"] == ["optimizer", "params"]
+        and manifest["data"] == "d"
+    )
     written = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
-    assert written == {MANIFEST, *manifest["files"]} and any(name.startswith("policy/") for name in written)
+    assert written == {MANIFEST, *manifest["files"]} and any(
+        name.startswith("policy/") for name in written
+    )
     for name, entry in manifest["files"].items():
         content = (folder / name).read_bytes()
         assert entry == {"bytes": len(content), "sha256": [hashlib.sha256(content).hexdigest()]}
@@ -91,7 +99,8 @@ from coupler.config.schema import CheckpointConfig
 from test_outputs import policy
 
 async def save():
-    async with Checkpoints(folder / "checkpoints", CheckpointConfig(deadline_s=1.0), {}) as checkpoints:
+    settings = CheckpointConfig(deadline_s=1.0)
+    async with Checkpoints(folder / "checkpoints", settings, {}) as checkpoints:
         hold = lambda role: nullcontext()
         await checkpoints.save(3, {"policy": group}, State({}), hold=hold, values={}, healthy=True)
 
@@ -106,7 +115,9 @@ sys.exit(cli.main(["plugins"]))
 @pytest.mark.parametrize("what", ["os.fsync", "hashing._read", "Checkpoints._prune"])
 def test_a_disk_that_hangs_ends_the_process_at_the_deadline(tmp_path: Path, what: str) -> None:
     command = [sys.executable, "-c", HANGS.replace("WHAT", what), str(tmp_path)]
-    ended = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=30, check=False)
+    ended = subprocess.run(
+        command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=30, check=False
+    )
     assert (ended.returncode, ended.stderr) == (
         2,
         f"coupler: {tmp_path}/checkpoints/step_3.part was not written after 1 s.\n"
@@ -119,7 +130,10 @@ def test_an_altered_manifest_does_not_count(tmp_path: Path) -> None:
     path = tmp_path / "step_3" / MANIFEST
     manifest = json.loads(path.read_text())
     others = [{name: value for name, value in manifest.items() if name != key} for key in manifest]
-    others += [{**manifest, **changed} for changed in ({"step": 4}, {"parts": ["params"]}, {"roles": {}}, {"more": 1})]
+    others += [
+        {**manifest, **changed}
+        for changed in ({"step": 4}, {"parts": ["params"]}, {"roles": {}}, {"more": 1})
+    ]
     for text in (*map(json.dumps, others), "[]", "", path.read_text()[:-2]):
         path.write_text(text)
         assert check(tmp_path / "step_3") == "MANIFEST.json was altered after it was written", text
@@ -128,16 +142,24 @@ def test_an_altered_manifest_does_not_count(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keep_last", [0, 1])
-def test_what_a_kill_left_unfinished_goes_with_the_next_checkpoint(keep_last: int, tmp_path: Path) -> None:
+def test_what_a_kill_left_unfinished_goes_with_the_next_checkpoint(
+    keep_last: int, tmp_path: Path
+) -> None:
     for name in ("step_1", "step_2", "step_5", "step_1.part", "step_9.part", "step_mine.part"):
         (tmp_path / name / "policy").mkdir(parents=True)
     (tmp_path / "step_2" / MANIFEST).write_text("altered: left to be looked at")
     save(policy(tmp_path), tmp_path, 3, keep_last=keep_last)
-    assert {p.name for p in tmp_path.glob("step_*")} == {"step_2", "step_3", "step_5", "step_mine.part"}
+    assert {p.name for p in tmp_path.glob("step_*")} == {
+        "step_2",
+        "step_3",
+        "step_5",
+        "step_mine.part",
+    }
 
 
 def test_export_holds_what_the_engine_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coupler.worker.torch.hf_export.MAX_SHARD_BYTES", 11_000)  # two shards
+    # two shards
+    monkeypatch.setattr("coupler.worker.torch.hf_export.MAX_SHARD_BYTES", 11_000)
     group = policy(tmp_path)
     asyncio.run(group.all("export", tmp_path / "out", tmp_path / "model"))
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
@@ -163,7 +185,11 @@ def test_an_export_is_compared_with_what_was_streamed(
     stream = [("a", np.array([1, np.nan, 2, 0], np.float32))]
     assert export(stream, tmp_path / "good", tmp_path, write=True) == 1
     monkeypatch.setattr("safetensors.numpy.save_file", other)
-    says = "cannot be read back" if change == "truncated" else "does not hold what was written.\n  first difference: a"
+    says = (
+        "cannot be read back"
+        if change == "truncated"
+        else "does not hold what was written.\n  first difference: a"
+    )
     with pytest.raises(CouplerError, match=says):
         export(stream, tmp_path / "bad", tmp_path, write=True)
 
@@ -181,15 +207,21 @@ def test_a_full_disk_is_named_whatever_the_engine_raises(
         raise error
 
     group = policy(tmp_path)
-    monkeypatch.setattr("coupler.testing.toy.ToyEngine.save" if during else "coupler.testing.toy.Done.wait", fail)
+    monkeypatch.setattr(
+        "coupler.testing.toy.ToyEngine.save" if during else "coupler.testing.toy.Done.wait", fail
+    )
     part = tmp_path / "step_3.part" / "policy"
-    with pytest.raises(CouplerError, match=f"the checkpoint {part} cannot be written: .*No space left on device"):
+    with pytest.raises(
+        CouplerError, match=f"the checkpoint {part} cannot be written: .*No space left on device"
+    ):
         save(group, tmp_path, 3)
 
 
 @pytest.fixture
 def journal(tmp_path: Path) -> Journal:
-    return Journal(RunConfig(run_dir=str(tmp_path), trackers=["jsonl"]), "steps: 3", Plugins.load(), {}, {})
+    return Journal(
+        RunConfig(run_dir=str(tmp_path), trackers=["jsonl"]), "steps: 3", Plugins.load(), {}, {}
+    )
 
 
 @pytest.mark.parametrize("cause", [None, KeyError("cause")])
@@ -207,7 +239,9 @@ def test_the_end_of_a_journal_hides_no_failure(cause: Exception | None, journal:
                 raise cause
 
     journal.trackers = {name: Full(None, journal.run_dir) for name in ("one", "two")}
-    with pytest.raises(KeyError if cause else CouplerError, match="cause" if cause else "of tracker one in"):
+    with pytest.raises(
+        KeyError if cause else CouplerError, match="cause" if cause else "of tracker one in"
+    ):
         run()
     assert all(tracker.file.closed for tracker in journal.trackers.values())  # type: ignore[attr-defined]
 
@@ -218,10 +252,16 @@ def test_the_end_of_a_journal_hides_no_failure(cause: Exception | None, journal:
         ("metrics.jsonl", lambda journal: journal.log(1, {}), "the numbers of tracker jsonl in {}"),
         ("config.yaml.part", lambda journal: journal.log(1, {}), "what {} says of the run"),
         ("run.json.part", lambda journal: journal.log(1, {}), "what {} says of the run"),
-        ("record", lambda journal: Recorder(journal.run_dir / "record", 1).write(1, BATCH, {}), "the record {}/record"),
+        (
+            "record",
+            lambda journal: Recorder(journal.run_dir / "record", 1).write(1, BATCH, {}),
+            "the record {}/record",
+        ),
         (
             "export",
-            lambda journal: export([("a", np.zeros(1))], journal.run_dir / "export", journal.run_dir, write=True),
+            lambda journal: export(
+                [("a", np.zeros(1))], journal.run_dir / "export", journal.run_dir, write=True
+            ),
             "the export {}/export",
         ),
     ],
@@ -229,10 +269,17 @@ def test_the_end_of_a_journal_hides_no_failure(cause: Exception | None, journal:
 def test_what_cannot_be_written_is_named(
     taken: str, write: Callable[[Journal], None], what: str, tmp_path: Path
 ) -> None:
-    """A file without room, or in place of a folder; of which a full disk is one case, and a wrong owner another."""
+    """A file without room, or in place of a folder; of which a full disk is one case,
+    and a wrong owner another.
+    """
     (tmp_path / taken).symlink_to("/dev/full")
-    journal = Journal(RunConfig(run_dir=str(tmp_path), trackers=["jsonl"]), "steps: 3", Plugins.load(), {}, {})
-    with pytest.raises(CouplerError, match=rf"^{what.format(tmp_path)}.* cannot be written: \[Errno .*\n  try:  room"):
+    journal = Journal(
+        RunConfig(run_dir=str(tmp_path), trackers=["jsonl"]), "steps: 3", Plugins.load(), {}, {}
+    )
+    with pytest.raises(
+        CouplerError,
+        match=rf"^{what.format(tmp_path)}.* cannot be written: \[Errno .*\n  try:  room",
+    ):
         write(journal)
 
 

@@ -1,4 +1,6 @@
-"""Bundles, what a cluster lacks, what workers see of the environment, and configurations that cross as plain values."""
+"""Bundles, what a cluster lacks, what workers see of the environment, and
+configurations that cross as plain values.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,12 @@ def test_a_replica_of_two_devices_takes_two_bundles() -> None:
 
 
 def test_what_fits_is_not_refused() -> None:
-    assert shortage(make_shares(ROLES, Placement.DISJOINT), 1, True, [node("a", 8, 4), node("b", 8, 2)]) == ""
+    assert (
+        shortage(
+            make_shares(ROLES, Placement.DISJOINT), 1, True, [node("a", 8, 4), node("b", 8, 2)]
+        )
+        == ""
+    )
 
 
 @pytest.mark.parametrize(
@@ -57,27 +64,41 @@ def test_what_fits_is_not_refused() -> None:
         (
             Placement.DISJOINT,
             [node("a", 64, 2)],
-            "the run needs 6 GPUs (policy/reference 4 + rollout 2), the cluster has 2: node a 2/2 free.",
+            (
+                "the run needs 6 GPUs (policy/reference 4 + rollout 2), the cluster has 2: node a "
+                "2/2 free."
+            ),
         ),
         (
             Placement.COLOCATED,
             [node("a", 64, 2), node("b", 64, 2, free=1)],
-            "the run needs 4 GPUs (policy/reference/rollout 4), the cluster has 4: node a 2/2 free, node b 1/2 free.",
+            (
+                "the run needs 4 GPUs (policy/reference/rollout 4), the cluster has 4: node a 2/2 "
+                "free, node b 1/2 free."
+            ),
         ),
         (
             Placement.COLOCATED,
             [node("a", 8, 4)],
-            "the run needs 12 CPUs (policy/reference/rollout 12), the cluster has 8: node a 8/8 free.",
+            (
+                "the run needs 12 CPUs (policy/reference/rollout 12), the cluster has 8: node a "
+                "8/8 free."
+            ),
         ),
     ],
 )
-def test_what_does_not_fit_is_counted(placement: Placement, nodes: list[Node], sentence: str) -> None:
+def test_what_does_not_fit_is_counted(
+    placement: Placement, nodes: list[Node], sentence: str
+) -> None:
     assert shortage(make_shares(ROLES, placement), 1, True, nodes).splitlines()[0] == sentence
 
 
 def test_a_bundle_is_of_one_node() -> None:
-    halves = [node(name, 2, 8) for name in "abcdef"]  # 12 CPUs in all, but no node has 3
-    assert "a bundle takes its share of one node" in shortage(make_shares(ROLES, Placement.COLOCATED), 1, False, halves)
+    # 12 CPUs in all, but no node has 3
+    halves = [node(name, 2, 8) for name in "abcdef"]
+    assert "a bundle takes its share of one node" in shortage(
+        make_shares(ROLES, Placement.COLOCATED), 1, False, halves
+    )
 
 
 def test_what_is_of_this_process_is_not_forwarded() -> None:
@@ -89,10 +110,17 @@ def test_what_is_of_this_process_is_not_forwarded() -> None:
         "CUDA_VISIBLE_DEVICES": "0",
     }
     given = forwarded(ours, own_interpreter=False, devices=("GPU-a", "GPU-b"))
-    pinned = {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+    pinned = {
+        "CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b",
+        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+    }
     assert given == {"HF_HUB_OFFLINE": "1", "PYTHONPATH": "/ours", **pinned}
     apart = forwarded(ours, own_interpreter=True, devices=())
-    assert (apart["PYTHONPATH"], apart["PYTHONNOUSERSITE"], apart["CUDA_VISIBLE_DEVICES"]) == ("", "1", "")
+    assert (apart["PYTHONPATH"], apart["PYTHONNOUSERSITE"], apart["CUDA_VISIBLE_DEVICES"]) == (
+        "",
+        "1",
+        "",
+    )
 
 
 class Shape(StrEnum):
@@ -116,10 +144,15 @@ class Outer:
 
 def test_configurations_survive_as_plain_values() -> None:
     config = Outer(
-        inner=Inner([Shape.FLAT], Shape.ROUND), by_name={"a": Shape.FLAT}, extra_args={"x": [1, {"y": None}]}
+        inner=Inner([Shape.FLAT], Shape.ROUND),
+        by_name={"a": Shape.FLAT},
+        extra_args={"x": [1, {"y": None}]},
     )
     values = to_plain(config)
-    assert values["inner"] == {"shapes": ["very_flat"], "limit": "round"} and type(values["by_name"]["a"]) is str
+    assert (
+        values["inner"] == {"shapes": ["very_flat"], "limit": "round"}
+        and type(values["by_name"]["a"]) is str
+    )
     made = from_plain(Outer, values)
     assert made == config and type(made.inner.limit) is Shape
 

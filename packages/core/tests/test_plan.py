@@ -1,4 +1,6 @@
-"""The plan is arithmetic on the configuration, and contradictions name values that work."""
+"""The plan is arithmetic on the configuration, and contradictions name values that
+work.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,19 @@ from coupler.plugins.manager import Plugins
 from coupler.run.plan import Plan, make_plan
 
 NEEDED = [
-    "engine=toy", "rollout=toy", "algorithm=toy", "model.path=/m", "data.source=x.jsonl", "reward.target=a:b",
+    "engine=toy", "rollout=toy", "algorithm=toy", "model.path=/m", "data.source=x.jsonl",
+    "reward.target=a:b",
     "data.max_prompt_tokens=100", "sampling.max_tokens=28",
 ]  # fmt: skip
 
 
-def planned(*overrides: str, num_rows: int | None = None, job: Job = Job.TRAIN, **known: frozenset[str]) -> Plan:
+def planned(
+    *overrides: str, num_rows: int | None = None, job: Job = Job.TRAIN, **known: frozenset[str]
+) -> Plan:
     plugins = Plugins.load()
-    return make_plan(compose(plugins, [*NEEDED, *overrides], job=job).config, num_rows, plugins, job=job, **known)
+    return make_plan(
+        compose(plugins, [*NEEDED, *overrides], job=job).config, num_rows, plugins, job=job, **known
+    )
 
 
 def test_arithmetic() -> None:
@@ -45,10 +52,17 @@ def test_arithmetic() -> None:
 
 
 def test_epochs_over_a_batch_are_more_steps_of_the_same_size() -> None:
-    plan = planned("prompts_per_step=64", "optimizer_steps_per_batch=2", "epochs_per_batch=3", "steps=10")
+    plan = planned(
+        "prompts_per_step=64", "optimizer_steps_per_batch=2", "epochs_per_batch=3", "steps=10"
+    )
     assert (plan.sequences_per_optimizer_step, plan.optimizer_steps) == (256, 60)
-    assert "6 optimizer steps of 256 sequences per step, in 3 epochs (steps 2-6 are off-policy)" in plan.render()
-    with pytest.raises(ConfigError, match=r"^epochs_per_batch=2 is of coupler train, for batches of samples"):
+    assert (
+        "6 optimizer steps of 256 sequences per step, in 3 epochs (steps 2-6 are off-policy)"
+        in plan.render()
+    )
+    with pytest.raises(
+        ConfigError, match=r"^epochs_per_batch=2 is of coupler train, for batches of samples"
+    ):
         planned("epochs_per_batch=2", job=Job.SFT)
 
 
@@ -70,8 +84,14 @@ def test_supervised() -> None:
     [
         ([], "policy constant"),
         (["engine.schedule=cosine"], "policy cosine over 40 optimizer steps"),
-        (["engine.schedule=cosine", "engine.total_steps=70"], "policy cosine over 70 optimizer steps"),
-        (["engine.schedule=linear", "engine.warmup_steps=4"], "policy linear over 40 optimizer steps, warm-up over 4"),
+        (
+            ["engine.schedule=cosine", "engine.total_steps=70"],
+            "policy cosine over 70 optimizer steps",
+        ),
+        (
+            ["engine.schedule=linear", "engine.warmup_steps=4"],
+            "policy linear over 40 optimizer steps, warm-up over 4",
+        ),
         (
             ["engine.schedule=wsd", "engine.decay_steps=3", "engine.warmup_ratio=0.1"],
             "policy wsd over 40 optimizer steps, warm-up over 4",
@@ -81,18 +101,32 @@ def test_supervised() -> None:
 )
 def test_a_schedule_ends_with_the_run(options: list[str], text: str) -> None:
     for job in (Job.TRAIN, Job.SFT):
-        lines = planned("steps=20", "optimizer_steps_per_batch=2", *options, job=job).render().splitlines()
-        (line,) = [line.partition("  ")[2].strip() for line in lines if line.startswith("learning rate")]
+        lines = (
+            planned("steps=20", "optimizer_steps_per_batch=2", *options, job=job)
+            .render()
+            .splitlines()
+        )
+        (line,) = [
+            line.partition("  ")[2].strip() for line in lines if line.startswith("learning rate")
+        ]
         assert line == text
 
 
 def test_the_critic_s_schedule_ends_after_the_critic_s_steps() -> None:
     """The policy's after its own, which begin when the critic has been alone."""
-    options = ["steps=20", "optimizer_steps_per_batch=2", "engine.schedule=cosine", "critic.warmup_steps=5"]
+    options = [
+        "steps=20",
+        "optimizer_steps_per_batch=2",
+        "engine.schedule=cosine",
+        "critic.warmup_steps=5",
+    ]
     options += ["engine@critic.engine=toy", "critic.optimizer_steps_per_batch=4"]
     plan = planned(*options, needs=frozenset({"values"}))
     assert plan.optimizer_steps == 30
-    assert "policy cosine over 30 optimizer steps; critic cosine over 80 optimizer steps" in plan.render()
+    assert (
+        "policy cosine over 30 optimizer steps; critic cosine over 80 optimizer steps"
+        in plan.render()
+    )
     assert "20 steps = 40 optimizer steps" in planned(*options[:2]).render()
     alone = planned(*options, "critic.warmup_steps=20", needs=frozenset({"values"}))
     assert dict(alone.rates) == {"critic": "cosine over 80 optimizer steps"}
@@ -100,11 +134,17 @@ def test_the_critic_s_schedule_ends_after_the_critic_s_steps() -> None:
 
 @pytest.mark.parametrize("path", ["engine", "critic.engine"])
 def test_a_schedule_that_does_not_fit_into_the_run(path: str) -> None:
-    sets = [f"{path}.schedule=wsd", f"{path}.decay_steps=5", f"{path}.warmup_steps=16", "engine@critic.engine=toy"]
+    sets = [
+        f"{path}.schedule=wsd",
+        f"{path}.decay_steps=5",
+        f"{path}.warmup_steps=16",
+        "engine@critic.engine=toy",
+    ]
     with pytest.raises(ConfigError) as error:
         planned("steps=20", *sets, needs=frozenset({"values"}))
     assert str(error.value) == (
-        f"{path}.warmup_steps and {path}.decay_steps take 21 optimizer steps under {path}.schedule=wsd, "
+        f"{path}.warmup_steps and {path}.decay_steps take 21 optimizer steps under "
+        f"{path}.schedule=wsd, "
         f"and the run has 20.\n  try:  fewer of them, more steps, or {path}.total_steps"
     )
 
@@ -117,7 +157,10 @@ def test_reference_is_a_role_when_the_algorithm_needs_it() -> None:
 
 def test_staleness() -> None:
     assert "take turns" in planned().render()
-    assert "at most 2 versions behind; what they sample during a sync: recompute" in planned("max_staleness=2").render()
+    assert (
+        "at most 2 versions behind; what they sample during a sync: recompute"
+        in planned("max_staleness=2").render()
+    )
 
 
 @pytest.mark.parametrize(
@@ -130,12 +173,16 @@ def test_staleness() -> None:
         (("max_staleness=1", "sync.in_flight=abort"), True, InFlight.ABORT),
     ],
 )
-def test_what_a_sync_does_with_what_is_being_sampled(overrides: tuple[str, ...], able: bool, how: InFlight) -> None:
+def test_what_a_sync_does_with_what_is_being_sampled(
+    overrides: tuple[str, ...], able: bool, how: InFlight
+) -> None:
     plugins = Plugins.load()
     config = compose(plugins, [*NEEDED, *overrides]).config
     if not able:
         toy = plugins.get("rollout", "toy")
-        less = dataclasses.replace(toy, capabilities=toy.capabilities_of(config.rollout) - {"in_flight:recompute"})
+        less = dataclasses.replace(
+            toy, capabilities=toy.capabilities_of(config.rollout) - {"in_flight:recompute"}
+        )
         get = plugins.get
         plugins.get = lambda kind, name: less if kind == "rollout" else get(kind, name)  # type: ignore[method-assign]
     assert make_plan(config, None, plugins).in_flight is how
@@ -153,7 +200,9 @@ def test_indivisible_batch_names_the_nearest_values() -> None:
 
 
 def test_sequence_that_fits_no_micro_batch() -> None:
-    with pytest.raises(ConfigError, match=r"engine.max_tokens_per_gpu=127 .* = 128\.\n  try:  .*=128"):
+    with pytest.raises(
+        ConfigError, match=r"engine.max_tokens_per_gpu=127 .* = 128\.\n  try:  .*=128"
+    ):
         planned("engine.max_tokens_per_gpu=127")
     assert planned("engine.max_tokens_per_gpu=128").max_micro_batches == 64
 
@@ -173,7 +222,12 @@ def test_no_weight_path_lists_what_each_side_offers() -> None:
     engine, rollout = plugins.get("engine", "toy"), plugins.get("rollout", "toy")
     ask = partial(plugins.call, "coupler_weight_path")
     with pytest.raises(PluginError) as error:
-        ask(engine=plugins.get("algorithm", "toy"), rollout=rollout, transports=plugins.of("transport"), config=config)
+        ask(
+            engine=plugins.get("algorithm", "toy"),
+            rollout=rollout,
+            transports=plugins.of("transport"),
+            config=config,
+        )
     assert "engine offers:  nothing" in str(error.value)
     assert "rollout takes:  weights:full" in str(error.value)
     assert "transport disk carries:" in str(error.value)
@@ -197,11 +251,15 @@ def test_no_weight_path_lists_what_each_side_offers() -> None:
 def test_remote_workers_are_reached_from_device_to_device(
     monkeypatch: pytest.MonkeyPatch, gpu: bool, options: list[str], expected: str
 ) -> None:
-    """Not through the process, and not through the host's memory where there are GPUs."""
+    """Not through the process, and not through the host's memory where there are
+    GPUs.
+    """
     monkeypatch.setattr("coupler.builtin.weight_path.gpu_is_visible", lambda: gpu)
     plugins = Plugins.load()
     rollout = plugins.get("rollout", "toy")
-    remote = dataclasses.replace(rollout, capabilities=frozenset({"weights:full", "workers:remote"}))
+    remote = dataclasses.replace(
+        rollout, capabilities=frozenset({"weights:full", "workers:remote"})
+    )
     found = plugins.call(
         "coupler_weight_path",
         engine=plugins.get("engine", "toy"),
@@ -221,20 +279,28 @@ def test_planning_reads_no_option() -> None:
 
 def test_processes_and_bundles() -> None:
     plugins = Plugins.load()
-    base = compose(plugins, [*NEEDED, "executor=ray", "rollout.replicas=3", "ray.placement=disjoint"]).config
+    base = compose(
+        plugins, [*NEEDED, "executor=ray", "rollout.replicas=3", "ray.placement=disjoint"]
+    ).config
     text = make_plan(base, None, plugins, frozenset({"ref_logprobs"})).render()
-    assert "ray: 5 processes, disjoint: policy and reference on 1 bundle; rollout on 3 bundles" in text
+    assert (
+        "ray: 5 processes, disjoint: policy and reference on 1 bundle; rollout on 3 bundles" in text
+    )
     assert "rollout (toy) x 3" in text
     assert "toy -> tcp (full) -> toy" in text
     assert "local: one process" in planned().render()
 
 
 def test_an_engine_of_one_rank_is_not_given_two() -> None:
-    with pytest.raises(ConfigError, match=r"engine=toy runs on one rank\.\n  try:  engine\.ranks=1"):
+    with pytest.raises(
+        ConfigError, match=r"engine=toy runs on one rank\.\n  try:  engine\.ranks=1"
+    ):
         planned("executor=ray", "engine.ranks=2")
 
 
-@pytest.mark.parametrize("option", ["engine.ranks=2", "rollout.replicas=2", "rollout.python=/x", "engine.python=/x"])
+@pytest.mark.parametrize(
+    "option", ["engine.ranks=2", "rollout.replicas=2", "rollout.python=/x", "engine.python=/x"]
+)
 def test_one_process_has_one_worker_per_role(option: str) -> None:
     with pytest.raises(ConfigError, match=f"{option} needs .*set executor=ray"):
         planned(option)

@@ -1,4 +1,6 @@
-"""Plugins are found without a backend being imported, and a bad one harms only those who select it."""
+"""Plugins are found without a backend being imported, and a bad one harms only those
+who select it.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,20 @@ from coupler.plugins import Backend
 from coupler.plugins.manager import Plugins, accepts
 from coupler.run.plan import weight_path
 
-NEEDED = ("model.path=/m", "data.source=x.jsonl", "reward.target=a:b", "rollout=toy", "algorithm=toy")
+NEEDED = (
+    "model.path=/m",
+    "data.source=x.jsonl",
+    "reward.target=a:b",
+    "rollout=toy",
+    "algorithm=toy",
+)
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder on the path for fake distributions, whose modules are forgotten after the test."""
+    """A folder on the path for fake distributions, whose modules are forgotten after
+    the test.
+    """
     before = set(sys.modules)
     monkeypatch.syspath_prepend(tmp_path)
     yield tmp_path
@@ -43,18 +53,40 @@ def test_listing_names_core_and_installed_backends(tmp_path: Path) -> None:
     install(tmp_path, "coupler-engine-acme", plugin("engine", "acme"), version="2.1")
     found = states(tmp_path)
     assert found["engine", "acme"] == {
-        "kind": "engine", "name": "acme", "state": "available", "distribution": "coupler-engine-acme",
+        "kind": "engine", "name": "acme", "state": "available",
+        "distribution": "coupler-engine-acme",
         "version": "2.1", "capabilities": ["weights:full"], "detail": "",
     }  # fmt: skip
-    for key in (("transport", "inproc"), ("transport", "disk"), ("tracker", "jsonl"), ("engine", "toy")):
+    for key in (
+        ("transport", "inproc"),
+        ("transport", "disk"),
+        ("tracker", "jsonl"),
+        ("engine", "toy"),
+    ):
         assert found[key]["state"] == "available"
         assert found[key]["distribution"] == "coupler-core"
 
 
 def test_listing_imports_nothing_heavy() -> None:
-    heavy = ("torch", "ray", "transformers", "vllm", "sglang", "megatron", "hydra", "omegaconf", "rich", "pyarrow")
-    probe = f"import sys; from coupler.cli import main; main(['plugins']); assert not set({heavy}) & set(sys.modules)"
-    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=False)
+    heavy = (
+        "torch",
+        "ray",
+        "transformers",
+        "vllm",
+        "sglang",
+        "megatron",
+        "hydra",
+        "omegaconf",
+        "rich",
+        "pyarrow",
+    )
+    probe = (
+        "import sys; from coupler.cli import main; main(['plugins']); assert not "
+        f"set({heavy}) & set(sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", probe], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -81,7 +113,10 @@ def test_broken_plugin_is_a_warning_for_others_and_an_error_when_selected(tmp_pa
     ]
     selected = run("config", *NEEDED, "engine=acme", folders=(tmp_path,))
     assert selected.returncode == 2
-    assert "engine=acme cannot be used: the plugin acme (coupler-engine-acme 0.1.0) failed to load" in selected.stderr
+    assert (
+        "engine=acme cannot be used: the plugin acme (coupler-engine-acme 0.1.0) failed to load"
+        in selected.stderr
+    )
     assert "pip install --upgrade coupler-engine-acme" in selected.stderr
     assert "No module named 'acme_kernels'" in selected.stderr
     assert "Traceback" not in selected.stderr
@@ -98,7 +133,9 @@ def test_broken_plugin_is_a_warning_for_others_and_an_error_when_selected(tmp_pa
         (("return [Backend", "raise SystemExit('no'); return [Backend"), "SystemExit: no"),
     ],
 )
-def test_mistake_in_a_plugin_breaks_that_plugin_alone(folder: Path, change: tuple[str, str], cause: str) -> None:
+def test_mistake_in_a_plugin_breaks_that_plugin_alone(
+    folder: Path, change: tuple[str, str], cause: str
+) -> None:
     install(folder, "coupler-engine-acme", plugin("engine", "acme").replace(*change))
     install(folder, "coupler-engine-acmegood", plugin("engine", "acmegood"))
     plugins = Plugins.load()
@@ -141,17 +178,23 @@ def test_other_generation_is_listed_refused_and_its_hooks_stay_unused(folder: Pa
     assert row.state == "incompatible"
     assert "acme" not in plugins.of("engine")
     assert plugins.call("coupler_step_end", step=1, values={}) == []
-    with pytest.raises(PluginError, match=r"API generation 7.*\n.*pip install --upgrade coupler-core"):
+    with pytest.raises(
+        PluginError, match=r"API generation 7.*\n.*pip install --upgrade coupler-core"
+    ):
         plugins.get("engine", "acme")
 
 
-def test_a_hook_that_raises_is_named_and_is_not_asked_about_a_run_without_its_plugin(folder: Path) -> None:
+def test_a_hook_that_raises_is_named_and_is_not_asked_about_a_run_without_its_plugin(
+    folder: Path,
+) -> None:
     hook = "\n@hookimpl\ndef coupler_weight_path(engine):\n    raise SystemExit('mine')\n"
     install(folder, "coupler-engine-acme", plugin("engine", "acme") + hook)
     plugins = Plugins.load()
     config = compose(plugins, [*NEEDED, "engine=toy"]).config
     assert weight_path(config, plugins) == ("full", "inproc")
-    with pytest.raises(PluginError, match=r"coupler_weight_path of a plugin raised SystemExit\('mine'\).\n  at:  /"):
+    with pytest.raises(
+        PluginError, match=r"coupler_weight_path of a plugin raised SystemExit\('mine'\).\n  at:  /"
+    ):
         weight_path(compose(plugins, [*NEEDED, "engine=acme"]).config, plugins)
 
 
@@ -179,12 +222,16 @@ def test_disabled_and_ad_hoc_plugins(folder: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("COUPLER_PLUGINS", "acme_research")
     plugins = Plugins.load()
     assert plugins.get("algorithm", "mine").name == "mine"
-    assert [r.state for r in plugins.rows() if r.distribution == "coupler-engine-acme"] == ["disabled"]
+    assert [r.state for r in plugins.rows() if r.distribution == "coupler-engine-acme"] == [
+        "disabled"
+    ]
     with pytest.raises(PluginError, match="disabled by COUPLER_DISABLE_PLUGINS: acme"):
         plugins.get("engine", "acme")
 
 
-def test_second_installation_of_a_plugin_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_installation_of_a_plugin_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for place, version in (("used", "2.0"), ("stale", "1.0")):
         (folder / place).mkdir()
         install(folder / place, "coupler-engine-acme", plugin("engine", "acme"), version=version)
@@ -200,11 +247,16 @@ def test_second_installation_of_a_plugin_is_named(folder: Path, monkeypatch: pyt
 def test_only_selected_plugins_validate(folder: Path) -> None:
     from coupler.config.compose import compose
 
-    hook = "\n@hookimpl\ndef coupler_validate(config):\n    yield 'acme never agrees'\n    yield 'and says so twice'\n"
+    hook = (
+        "\n@hookimpl\ndef coupler_validate(config):\n    yield 'acme never agrees'\n    "
+        "yield 'and says so twice'\n"
+    )
     install(folder, "coupler-engine-acme", plugin("engine", "acme") + hook)
     plugins = Plugins.load()
     assert compose(plugins, [*NEEDED, "engine=toy"]).config.engine.name == "toy"
-    with pytest.raises(Exception, match="2 problems:\n  - acme never agrees\n  - and says so twice"):
+    with pytest.raises(
+        Exception, match="2 problems:\n  - acme never agrees\n  - and says so twice"
+    ):
         compose(plugins, [*NEEDED, "engine=acme"])
 
 
@@ -212,13 +264,19 @@ def test_a_config_that_extends_nothing_is_refused_with_one_sentence(tmp_path: Pa
     source = plugin("engine", "acme").replace("coupler.EngineConfig", "object")
     install(tmp_path, "coupler-engine-acme", source)
     detail = states(tmp_path)["", "acme"]["detail"]
-    assert detail == "PluginError: engine=acme: its config class Config does not extend coupler.EngineConfig"
+    assert (
+        detail
+        == "PluginError: engine=acme: its config class Config does not extend coupler.EngineConfig"
+    )
 
 
 def test_a_backend_without_options_gets_a_config_class(tmp_path: Path) -> None:
     made, again = (Backend(kind="tracker", name="mute", target="a:B") for _ in range(2))
     assert made == again
-    assert (made.config().name, [f.name for f in dataclasses.fields(made.config)]) == ("mute", ["name"])
+    assert (made.config().name, [f.name for f in dataclasses.fields(made.config)]) == (
+        "mute",
+        ["name"],
+    )
     install(tmp_path, "coupler-engine-acme", plugin("engine", "acme").replace("config=Config,", ""))
     detail = states(tmp_path)["", "acme"]["detail"]
     assert detail == "TypeError: the backend engine=acme has no config class"

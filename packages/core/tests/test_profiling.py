@@ -14,7 +14,8 @@ from coupler.worker.torch.profiling import Profile
 def test_what_nobody_asked_for_imports_nothing() -> None:
     code = (
         "import sys; from coupler.worker.torch.profiling import Profile\n"
-        "with Profile((0,), (3,), 'x').of('policy', 0, 2), Profile((0,), (3,), 'x').of('policy', 1, 3): pass\n"
+        "with Profile((0,), (3,), 'x').of('policy', 0, 2), Profile((0,), (3,), "
+        "'x').of('policy', 1, 3): pass\n"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -33,4 +34,6 @@ def test_a_wanted_step_is_traced(tmp_path: Path) -> None:
         for step in (1, 2):
             with profile.of("critic", rank, step):
                 torch.ones(8) @ torch.ones(8)
-    assert [path.name for path in (tmp_path / "traces").iterdir()] == ["critic-rank1-step2.trace.json"]
+    assert [path.name for path in (tmp_path / "traces").iterdir()] == [
+        "critic-rank1-step2.trace.json"
+    ]

@@ -12,7 +12,9 @@ from coupler.engine_kit.rendezvous import keep_port
 HOST = "127.0.0.1"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems let no server listen beside the socket")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="other systems let no server listen beside the socket"
+)
 def test_a_kept_port_is_taken_by_its_server_alone() -> None:
     port, kept = keep_port(HOST)
     with kept:
@@ -20,7 +22,10 @@ def test_a_kept_port_is_taken_by_its_server_alone() -> None:
             other.bind((HOST, port))
         assert port not in {found for found, _ in _ports(200)}
         with socket.create_server((HOST, port)) as server:
-            with socket.create_connection((HOST, port), timeout=10), pytest.raises(OSError, match="in use"):
+            with (
+                socket.create_connection((HOST, port), timeout=10),
+                pytest.raises(OSError, match="in use"),
+            ):
                 socket.create_server((HOST, port))
             assert server.getsockname()[1] == port
 

@@ -52,7 +52,9 @@ def test_grads_and_optimizer_leave_before_rollout_weights_wake() -> None:
     async def go() -> None:
         async with residency("train", {"policy": ENGINE}):
             moves.append("train")
-        async with residency("sync", {"policy": frozenset({Held.PARAMS}), "rollout": frozenset({Held.WEIGHTS})}):
+        async with residency(
+            "sync", {"policy": frozenset({Held.PARAMS}), "rollout": frozenset({Held.WEIGHTS})}
+        ):
             moves.append("sync")
         async with residency("sample", {"rollout": ROLLOUT}):
             moves.append("sample")
@@ -80,15 +82,24 @@ def test_grads_and_optimizer_leave_before_rollout_weights_wake() -> None:
     ]
     found = {name: metric.value for name, metric in residency.metrics().items() if "sync" in name}
     assert found.pop("memory/sync/host_gib") > 0
-    device = {"memory/sync/policy_gib": 1, "memory/sync/rollout_gib": 2, "memory/sync/device_gib": 3}
-    assert found == {**device, "memory/sync/rollout_host_gib": 3}, "a role in this process has no number of its own"
+    device = {
+        "memory/sync/policy_gib": 1,
+        "memory/sync/rollout_gib": 2,
+        "memory/sync/device_gib": 3,
+    }
+    assert found == {**device, "memory/sync/rollout_host_gib": 3}, (
+        "a role in this process has no number of its own"
+    )
 
 
 def test_nothing_moves_where_devices_are_not_shared() -> None:
     residency, moves = build(shared=False)
 
     async def go() -> None:
-        async with residency("train", {"policy": ENGINE}), residency("sample", {"rollout": ROLLOUT}):
+        async with (
+            residency("train", {"policy": ENGINE}),
+            residency("sample", {"rollout": ROLLOUT}),
+        ):
             moves.append("both")
 
     asyncio.run(go())

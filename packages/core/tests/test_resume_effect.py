@@ -31,11 +31,16 @@ def differing(old: dict[str, Any], new: dict[str, Any], gone: list[str] | None =
 def test_a_backend_says_which_options_change_nothing() -> None:
     assert OneConfig().buffers == 2 and OneConfig(buffers=3).buffers == 3
     old, new = {"buffers": 2, "hints": [], "ranks": 1}, {"buffers": 9, "hints": ["a"], "ranks": 4}
-    assert differing({"engine": {**old, "width": 1}}, {"engine": {**new, "width": 2}}) == ["engine.width was 1, is 2"]
+    assert differing({"engine": {**old, "width": 1}}, {"engine": {**new, "width": 2}}) == [
+        "engine.width was 1, is 2"
+    ]
 
 
 def test_what_one_side_does_not_name_has_its_default() -> None:
-    assert differing({"engine": {"name": "one"}}, {"engine": {"name": "one", "width": 1}, "seed": 0}) == []
+    assert (
+        differing({"engine": {"name": "one"}}, {"engine": {"name": "one", "width": 1}, "seed": 0})
+        == []
+    )
     assert differing({"engine": {"name": "one", "width": 3}}, {}) == ["engine.width was 3, is 1"]
     assert differing({"data": {"args": {"a": 1, "b": 2}}}, {"data": {"args": {}}}) == [
         "data.args was {'a': 1, 'b': 2}, is {}"
@@ -50,13 +55,17 @@ def test_an_option_that_left_refuses_what_had_another_value() -> None:
 
 
 def test_of_another_backend_the_choice_alone_is_named() -> None:
-    old = {"engine": {"name": "two", "width": 5, "height": 4}, "critic": {"engine": {"name": "two", "width": 1}}}
+    old = {
+        "engine": {"name": "two", "width": 5, "height": 4},
+        "critic": {"engine": {"name": "two", "width": 1}},
+    }
     (change,) = changes(old, {"engine": {"name": "one"}}, OPTIONS)
     assert str(change) == "engine.name was two, is one" and change.undo == "engine=two"
 
 
 @pytest.mark.parametrize(
-    "value", ["a b", "it's", "null", "1e-3", "x.py:f", 1e-08, True, None, [1, "a,b"], {"k": [0.5]}, "${x}"]
+    "value",
+    ["a b", "it's", "null", "1e-3", "x.py:f", 1e-08, True, None, [1, "a,b"], {"k": [0.5]}, "${x}"],
 )
 def test_what_undoes_a_change_is_read_as_the_value_it_had(value: Any) -> None:
     old = {"data": {"args": value}} if isinstance(value, dict) else {"model": {"path": value}}

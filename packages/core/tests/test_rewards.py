@@ -1,4 +1,6 @@
-"""Rewards in real processes: whatever a reward function does, every call gets its own answer or a named reason."""
+"""Rewards in real processes: whatever a reward function does, every call gets its own
+answer or a named reason.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ import ctypes, math, os, signal, subprocess, sys, time
 from coupler.rewards import Graded, Invalid
 
 def length(completion): return len(completion)
-def keywords(completion, answer, row, prompt): return float(completion == answer == row["answer"] and prompt == "p")
+def keywords(completion, answer, row, prompt):
+    return float(completion == answer == row["answer"] and prompt == "p")
 def anything(**given): return len(given)
 def whole(completion, row): return row["number"]
 
@@ -38,7 +41,8 @@ def odd(completion):
         case "true": return True
         case "graded": return Graded(0.25, "x")
         case "noise":
-            os.write(1, b"[1.0, garbage\\n"); print("[2, 3]"); subprocess.run(["echo", "{}"]); return 0.5
+            os.write(1, b"[1.0, garbage\\n"); print("[2, 3]"); subprocess.run(["echo", "{}"])
+            return 0.5
         case "stdin": return float(sys.stdin.read() == "")
         case "loop":
             while True: pass
@@ -48,7 +52,8 @@ def odd(completion):
         case "segv": os.kill(os.getpid(), signal.SIGSEGV)
         case "pid": return os.getpid()
         case "alarm":
-            signal.signal(signal.SIGALRM, lambda *_: None); signal.alarm(1); signal.alarm(0); return 1.0
+            signal.signal(signal.SIGALRM, lambda *_: None); signal.alarm(1); signal.alarm(0)
+            return 1.0
         case "child": subprocess.run(["sleep", "1000"])
     return float(completion)
 
@@ -68,7 +73,9 @@ def rewards(tmp_path: Path) -> str:
 
 
 @contextmanager
-def running(target: str, workers: int = 1, timeout_s: float = 20.0, limit: float = 1.0) -> Iterator[RewardPool]:
+def running(
+    target: str, workers: int = 1, timeout_s: float = 20.0, limit: float = 1.0
+) -> Iterator[RewardPool]:
     pool = RewardPool(target, workers, timeout_s, limit)
     pool.start()
     try:
@@ -79,14 +86,19 @@ def running(target: str, workers: int = 1, timeout_s: float = 20.0, limit: float
 
 def scores(pool: RewardPool, completions: list[str]) -> list[float | Invalid]:
     async def all_of_them() -> list[float | Invalid]:
-        return [scored.result for scored in await asyncio.gather(*(pool.score(c, "a", ROW) for c in completions))]
+        return [
+            scored.result
+            for scored in await asyncio.gather(*(pool.score(c, "a", ROW) for c in completions))
+        ]
 
     return asyncio.run(all_of_them())
 
 
 def running_in_group(group: int) -> list[str]:
     """States of the processes of a group that are no zombies."""
-    fields = (path.read_text().rpartition(") ")[2].split() for path in Path("/proc").glob("[0-9]*/stat"))
+    fields = (
+        path.read_text().rpartition(") ")[2].split() for path in Path("/proc").glob("[0-9]*/stat")
+    )
     return [f[0] for f in fields if int(f[2]) == group and f[0] != "Z"]
 
 
@@ -115,7 +127,9 @@ def test_functions_get_the_keywords_they_take(rewards: str) -> None:
         ("invalid", "not judged"),
     ],
 )
-def test_what_is_no_finite_number_is_invalid_and_never_zero(rewards: str, completion: str, reason: str) -> None:
+def test_what_is_no_finite_number_is_invalid_and_never_zero(
+    rewards: str, completion: str, reason: str
+) -> None:
     with running(f"{rewards}:odd") as pool:
         assert scores(pool, ["1", completion, "2"]) == [1.0, Invalid(reason), 2.0]
 
@@ -125,9 +139,18 @@ def test_a_reward_may_say_what_it_read(rewards: str) -> None:
     assert [(s.result, s.answer) for s in scored] == [(0.25, "x"), (1.0, None)]
 
 
-def test_prints_and_reads_do_not_touch_the_protocol(rewards: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_prints_and_reads_do_not_touch_the_protocol(
+    rewards: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     with running(f"{rewards}:odd") as pool:
-        assert scores(pool, ["noise", "1", "noise", "stdin", "true", "alarm"]) == [0.5, 1.0, 0.5, 1.0, 1.0, 1.0]
+        assert scores(pool, ["noise", "1", "noise", "stdin", "true", "alarm"]) == [
+            0.5,
+            1.0,
+            0.5,
+            1.0,
+            1.0,
+            1.0,
+        ]
     assert "garbage" in capfd.readouterr().err  # the user still sees them
 
 
@@ -135,9 +158,13 @@ def test_prints_and_reads_do_not_touch_the_protocol(rewards: str, capfd: pytest.
 def test_a_call_that_hangs_is_killed_and_costs_no_other_call(rewards: str, hang: str) -> None:
     with running(f"{rewards}:odd", timeout_s=0.5) as pool:
         start = time.monotonic()
-        assert scores(pool, ["pid"] + ["1"] * 100)[1:] == [1.0] * 100  # the pool learns that it is quick: long messages
+        assert (
+            scores(pool, ["pid"] + ["1"] * 100)[1:] == [1.0] * 100
+        )  # the pool learns that it is quick: long messages
         outcome = scores(pool, ["1"] * 30 + [hang] + [str(i) for i in range(30)])
-        assert outcome == [1.0] * 30 + [Invalid("took longer than 0.5 s")] + [float(i) for i in range(30)]
+        assert outcome == [1.0] * 30 + [Invalid("took longer than 0.5 s")] + [
+            float(i) for i in range(30)
+        ]
         assert time.monotonic() - start < 10
         measured = values(pool.metrics())
         assert measured["reward/timeout_rate"] == pytest.approx(1 / 162)
@@ -249,11 +276,19 @@ def test_a_wrong_signature_is_an_error_at_start(rewards: str, name: str, what: s
 @pytest.mark.parametrize(
     ("source", "what"),
     [
-        ("print('loading')\nimport no_such_module", r"(?s)ModuleNotFoundError: No module named.*stderr:  loading"),
-        ("import os; os.write(2, b'out of luck'); os._exit(9)", r"(?s)exited with code 9.*out of luck"),
+        (
+            "print('loading')\nimport no_such_module",
+            r"(?s)ModuleNotFoundError: No module named.*stderr:  loading",
+        ),
+        (
+            "import os; os.write(2, b'out of luck'); os._exit(9)",
+            r"(?s)exited with code 9.*out of luck",
+        ),
     ],
 )
-def test_a_reward_that_cannot_be_imported_is_an_error_at_start(tmp_path: Path, source: str, what: str) -> None:
+def test_a_reward_that_cannot_be_imported_is_an_error_at_start(
+    tmp_path: Path, source: str, what: str
+) -> None:
     (tmp_path / "broken.py").write_text(source)
     with pytest.raises(CouplerError, match=what):
         RewardPool(f"{tmp_path / 'broken.py'}:score", 1, 5.0, 0.01).start()
@@ -297,11 +332,16 @@ def test_a_row_that_json_cannot_hold_is_an_error(rewards: str) -> None:
 
 def test_check_reward_also_runs_inside_an_event_loop(rewards: str) -> None:
     async def check() -> list[float | Invalid]:
-        return [s.result for s in check_reward(f"{rewards}:odd", [("1", "", ROW), ("raise", "", ROW)], 5.0)]
+        return [
+            s.result
+            for s in check_reward(f"{rewards}:odd", [("1", "", ROW), ("raise", "", ROW)], 5.0)
+        ]
 
     assert asyncio.run(check()) == [1.0, Invalid("ValueError: no such luck")]
 
 
-def test_modules_are_found_as_the_parent_finds_them(rewards: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_are_found_as_the_parent_finds_them(
+    rewards: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(Path(rewards).parent))
     assert check_reward("my_rewards:length", [("abc", "", ROW)], 5.0)[0].result == 3.0

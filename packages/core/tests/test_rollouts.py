@@ -15,7 +15,16 @@ from coupler.data import Prompt, Row
 from coupler.errors import CouplerError, ReplicaDied, WaitTimeout
 from coupler.executors import Local
 from coupler.executors.waits import Waits
-from coupler.interfaces import Completion, InFlight, Memory, Model, Rank, Request, SyncReceipt, WeightUpdate
+from coupler.interfaces import (
+    Completion,
+    InFlight,
+    Memory,
+    Model,
+    Rank,
+    Request,
+    SyncReceipt,
+    WeightUpdate,
+)
 from coupler.loop.device_memory import Residency
 from coupler.loop.engine_group import EngineGroup
 from coupler.loop.rollout_group import FULLER, MAX_RESTARTS, RolloutGroup
@@ -58,14 +67,18 @@ class MortalRollout(ToyRollout):
         await super().pause(in_flight)
 
     async def update(self, update: WeightUpdate) -> SyncReceipt:
-        if self.dies_in == "update, half way":  # in a thread of its own: the sender is served meanwhile
+        if (
+            self.dies_in == "update, half way"
+        ):  # in a thread of its own: the sender is served meanwhile
             received = update.receive(Rank())
             await asyncio.to_thread(next, received)
             received.close()
             self.dies_in, self.dead = "", True
         self.check("update")
         await asyncio.sleep(self.late_s)
-        return await asyncio.to_thread(asyncio.run, super().update(update))  # several receive at once
+        return await asyncio.to_thread(
+            asyncio.run, super().update(update)
+        )  # several receive at once
 
     async def wake(self, what: frozenset[Memory]) -> None:
         self.check("wake")
@@ -112,7 +125,9 @@ def test_requests_of_a_dead_replica_go_elsewhere(tmp_path: Path) -> None:
     assert asyncio.run(story(True)) == asyncio.run(story(False))
 
 
-def test_a_dead_replica_is_started_before_the_next_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dead_replica_is_started_before_the_next_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     async def story() -> None:
         group = make_group(tmp_path, 2)
         await group.setup()
@@ -156,16 +171,25 @@ class AsItIs:
         return Scored(result=1.0, seconds=0.0)
 
 
-@pytest.mark.parametrize(("groups", "count", "together"), [(64, 4, True), (9, 4, False), (2, 4, False), (3, 1, True)])
-def test_samples_of_one_prompt_meet_on_one_replica(tmp_path: Path, groups: int, count: int, together: bool) -> None:
-    """Where all replicas have as much to do; and what it takes to know them is forgotten with them."""
+@pytest.mark.parametrize(
+    ("groups", "count", "together"), [(64, 4, True), (9, 4, False), (2, 4, False), (3, 1, True)]
+)
+def test_samples_of_one_prompt_meet_on_one_replica(
+    tmp_path: Path, groups: int, count: int, together: bool
+) -> None:
+    """Where all replicas have as much to do; and what it takes to know them is
+    forgotten with them.
+    """
 
     async def story() -> None:
         group = make_group(tmp_path, count)
         await group.setup()
         scorer = Scorer(group, AsItIs(), AsItIs(), ())  # type: ignore[arg-type]
         prompts = [Prompt(Row(str(i), "", i, {}), (5, 6 + i)) for i in range(groups)]
-        running = [asyncio.ensure_future(scorer.sample(p, list(range(8)), 20, 1.0, groups=groups)) for p in prompts]
+        running = [
+            asyncio.ensure_future(scorer.sample(p, list(range(8)), 20, 1.0, groups=groups))
+            for p in prompts
+        ]
         while sum(group.outstanding) < 22 * 8 * groups:
             await asyncio.sleep(0)
         assert max(group.outstanding) * count <= FULLER * sum(group.outstanding)
@@ -250,7 +274,9 @@ def make_edge(group: RolloutGroup, transport: str) -> StreamShardingManager:
 def test_a_replica_that_dies_in_a_sync_gets_the_weights_when_it_is_back(
     tmp_path: Path, count: int, late_s: float, when: str, transport: str
 ) -> None:
-    """Also before it came to the sender, which waits for it; the others get them once more, if they come late too."""
+    """Also before it came to the sender, which waits for it; the others get them once
+    more, if they come late too.
+    """
 
     async def story() -> None:
         group = make_group(tmp_path, count)
@@ -338,8 +364,12 @@ class Stuck(ToyRollout):
 
 @pytest.mark.parametrize("inline", [True, False])
 @pytest.mark.parametrize("rollout", ["Silent", "Stuck"])
-def test_a_rollout_that_never_answers_ends_at_the_deadline(tmp_path: Path, inline: bool, rollout: str) -> None:
-    """One that waits for what never comes; and one that blocks its thread, where it has one of its own."""
+def test_a_rollout_that_never_answers_ends_at_the_deadline(
+    tmp_path: Path, inline: bool, rollout: str
+) -> None:
+    """One that waits for what never comes; and one that blocks its thread, where it has
+    one of its own.
+    """
     if inline and rollout == "Stuck":
         pytest.skip("it blocks the only thread there is, which the heartbeat says")
     executor = Local(inline=inline, waits=Waits(0.5, 60))
@@ -348,7 +378,9 @@ def test_a_rollout_that_never_answers_ends_at_the_deadline(tmp_path: Path, inlin
 
     async def story() -> None:
         await group.setup()
-        with pytest.raises(WaitTimeout, match=r"waited 0\.5 s for generate of rollout \[0\]\.\n.*waits\.deadline_s"):
+        with pytest.raises(
+            WaitTimeout, match=r"waited 0\.5 s for generate of rollout \[0\]\.\n.*waits\.deadline_s"
+        ):
             await group.generate(Request((5, 6), 4))
 
     start = time.monotonic()

@@ -1,4 +1,6 @@
-"""Router replay: routes get from where they were recorded to every pass that replays them, and to no other."""
+"""Router replay: routes get from where they were recorded to every pass that replays
+them, and to no other.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,14 @@ from coupler.testing.toy import ToyAlgorithm, ToyEngine, ToyRollout
 from coupler.testing.toy_config import ToyRolloutConfig
 
 LAYERS, TOPK = 3, 2
-SEEN: list[tuple[str, np.ndarray | None]] = []  # what passes of the engine got to replay
+# what passes of the engine got to replay
+SEEN: list[tuple[str, np.ndarray | None]] = []
 
 
 class RoutedEngine(ToyEngine):
-    """Says that token t of id i went to experts i and i + 1, and notes what it was told."""
+    """Says that token t of id i went to experts i and i + 1, and notes what it was
+    told.
+    """
 
     def forward(self, batch: Batch, want: tuple[Output, ...]) -> Batch:
         SEEN.append(("forward", batch.tokens.get("routed_experts")))
@@ -45,7 +50,9 @@ class RoutedEngine(ToyEngine):
         routes = batch["tokens"][:, None, None] + np.arange(TOPK) + np.zeros((LAYERS, 1), int)
         return done.with_tokens(routed_experts=routes.astype(np.int16))
 
-    def forward_backward(self, batch: Batch, want: tuple[Output, ...], loss: Loss, step: StepInfo) -> Metrics:
+    def forward_backward(
+        self, batch: Batch, want: tuple[Output, ...], loss: Loss, step: StepInfo
+    ) -> Metrics:
         SEEN.append(("train", batch.tokens.get("routed_experts")))
         return super().forward_backward(batch, want, loss, step)
 
@@ -67,7 +74,9 @@ class WantsOld(ToyAlgorithm):
 
 
 def run(folder: Path, mode: RouterReplay, steps: int) -> list[tuple[str, np.ndarray | None]]:
-    """What the passes of one step got: the old log-probs', and one for each optimizer step."""
+    """What the passes of one step got: the old log-probs', and one for each optimizer
+    step.
+    """
     SEEN.clear()
     config = RunConfig(
         steps=1,
@@ -78,7 +87,11 @@ def run(folder: Path, mode: RouterReplay, steps: int) -> list[tuple[str, np.ndar
         router_replay=mode,
     )
     here = "test_router_replay:"
-    parts = {"engine": f"{here}RoutedEngine", "rollout": f"{here}RoutedRollout", "algorithm": f"{here}WantsOld"}
+    parts = {
+        "engine": f"{here}RoutedEngine",
+        "rollout": f"{here}RoutedRollout",
+        "algorithm": f"{here}WantsOld",
+    }
     ToyRun(folder, config, **parts).run()
     return SEEN[-1 - steps :] if steps > 1 else SEEN[-1:]
 
@@ -112,7 +125,14 @@ def test_disabled_replays_nothing(steps: int, tmp_path: Path) -> None:
 )
 def test_a_plan_refuses_what_nobody_can_replay(overrides: list[str], what: str) -> None:
     plugins = Plugins.load()
-    needed = ["engine=toy", "rollout=toy", "algorithm=toy", "model.path=/m", "data.source=x", "reward.target=a:b"]
+    needed = [
+        "engine=toy",
+        "rollout=toy",
+        "algorithm=toy",
+        "model.path=/m",
+        "data.source=x",
+        "reward.target=a:b",
+    ]
     needed += ["data.max_prompt_tokens=100"]
     config = compose(plugins, [*needed, *overrides], job=Job.TRAIN).config
     with pytest.raises(ConfigError, match=what):
@@ -133,9 +153,13 @@ def test_routes_of_another_number_of_tokens_are_an_error() -> None:
         packed(np.zeros((4, LAYERS, TOPK), np.int8))
 
 
-@pytest.mark.parametrize("where", [(0,), (3,), (2, 1), (1, 0, 1)], ids=["prompt", "sampled", "one layer", "one expert"])
+@pytest.mark.parametrize(
+    "where", [(0,), (3,), (2, 1), (1, 0, 1)], ids=["prompt", "sampled", "one layer", "one expert"]
+)
 def test_only_the_last_token_may_have_no_routes(where: tuple[int, ...]) -> None:
-    """The engine would leave the token to its router, where the rollout's may have sent it elsewhere."""
+    """The engine would leave the token to its router, where the rollout's may have sent
+    it elsewhere.
+    """
     routes = np.zeros((5, LAYERS, TOPK), np.int8)
     routes[-1] = -1
     np.testing.assert_array_equal(packed(routes)["routed_experts"], routes)
@@ -164,7 +188,9 @@ class Silent(ToyRollout):
 
 def group_of(folder: Path, rollout: str) -> RolloutGroup:
     executor = Local(inline=True, waits=Waits(60.0, 60.0))
-    return RolloutGroup(executor, rollout, ToyRolloutConfig(), Model(str(write_toy(folder / "model"))), [Rank()])
+    return RolloutGroup(
+        executor, rollout, ToyRolloutConfig(), Model(str(write_toy(folder / "model"))), [Rank()]
+    )
 
 
 async def sample(group: RolloutGroup) -> Completion:
@@ -175,7 +201,9 @@ async def sample(group: RolloutGroup) -> Completion:
 def test_a_completion_that_was_cut_off_keeps_the_routes_that_sampled_it(tmp_path: Path) -> None:
     done = asyncio.run(sample(group_of(tmp_path, "test_router_replay:CutOff")))
     assert len(done.tokens) == 6 and done.finish == "length"
-    assert done.routed_experts[:, 0, 0].tolist() == [7] * 4 + [8] * 4 + [-1]  # token 5 was fed in the second part only
+    assert done.routed_experts[:, 0, 0].tolist() == [7] * 4 + [8] * 4 + [
+        -1
+    ]  # token 5 was fed in the second part only
 
 
 def test_a_rollout_that_does_not_say_is_an_error(tmp_path: Path) -> None:

@@ -33,18 +33,30 @@ def test_warmup_rises_in_equal_steps(shape: str) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "settings"),
-    [(constant, {}), (linear, {"total": 100}), (cosine, {"total": 100}), (wsd, {"total": 100, "decay": 20})],
+    [
+        (constant, {}),
+        (linear, {"total": 100}),
+        (cosine, {"total": 100}),
+        (wsd, {"total": 100, "decay": 20}),
+    ],
 )
-def test_warmup_starts_at_a_share_of_the_rate(shape: Callable[..., float], settings: dict[str, int]) -> None:
+def test_warmup_starts_at_a_share_of_the_rate(
+    shape: Callable[..., float], settings: dict[str, int]
+) -> None:
     rates = [shape(step, warmup=4, init=0.2, **settings) for step in range(5)]
     assert rates == pytest.approx([0.4, 0.6, 0.8, 1, 1])
 
 
 def test_a_cosine_of_several_cycles() -> None:
     def rates(cycles: float) -> list[float]:
-        return [cosine(step, total=110, warmup=10, floor=0.2, cycles=cycles) for step in (10, 35, 60, 85, 110, 999)]
+        return [
+            cosine(step, total=110, warmup=10, floor=0.2, cycles=cycles)
+            for step in (10, 35, 60, 85, 110, 999)
+        ]
 
-    assert rates(0.5) == pytest.approx([1, 0.6 + 0.4 * math.cos(math.pi / 4), 0.6, 0.6 - 0.4 * 0.5**0.5, 0.2, 0.2])
+    assert rates(0.5) == pytest.approx(
+        [1, 0.6 + 0.4 * math.cos(math.pi / 4), 0.6, 0.6 - 0.4 * 0.5**0.5, 0.2, 0.2]
+    )
     assert rates(1) == pytest.approx([1, 0.6, 0.2, 0.6, 1, 1])
     assert rates(2) == pytest.approx([1, 0.2, 1, 0.2, 1, 1])
 
@@ -71,7 +83,8 @@ def test_a_run_that_is_all_warmup_never_divides_by_zero() -> None:
 
 LENGTH = {"total_steps": 100}
 WHOLE = AdamWConfig(schedule=Schedule.COSINE, warmup_steps=10, **LENGTH)
-OTHERS = {  # of every option of the rate, another value than that of the configuration beside it
+# of every option of the rate, another value than that of the configuration beside it
+OTHERS = {
     "schedule": (WHOLE, Schedule.LINEAR),
     "warmup_steps": (WHOLE, 20),
     "warmup_ratio": (replace(WHOLE, warmup_steps=0), 0.2),
@@ -84,7 +97,17 @@ OTHERS = {  # of every option of the rate, another value than that of the config
 
 
 def test_every_option_of_the_rate_changes_it() -> None:
-    beside = {"lr", "beta1", "beta2", "eps", "weight_decay", "max_grad_norm", "name", "ranks", "python"}
+    beside = {
+        "lr",
+        "beta1",
+        "beta2",
+        "eps",
+        "weight_decay",
+        "max_grad_norm",
+        "name",
+        "ranks",
+        "python",
+    }
     assert {f.name for f in fields(AdamWConfig)} - beside == OTHERS.keys()
     for key, (config, value) in OTHERS.items():
         plain, other = multiplier(config), multiplier(replace(config, **{key: value}).for_run(100))
@@ -106,7 +129,10 @@ def test_every_option_of_the_rate_changes_it() -> None:
 def test_an_option_that_the_schedule_does_not_read_is_refused(
     schedule: str, key: str, value: float, needs: str
 ) -> None:
-    settings = {"schedule": Schedule(schedule), **({} if schedule == "constant" else {"total_steps": 9})}
+    settings = {
+        "schedule": Schedule(schedule),
+        **({} if schedule == "constant" else {"total_steps": 9}),
+    }
     settings |= {"decay_steps": 2, "warmup_steps": 3} if schedule == "wsd" else {}
     AdamWConfig(**settings)
     with pytest.raises(ValueError, match=re.escape(f"engine.{key} needs {needs}, got {value}.")):
@@ -131,12 +157,18 @@ def test_a_schedule_without_a_length_takes_the_run_s() -> None:
     ],
 )
 def test_an_engine_that_takes_no_step_has_a_schedule_too(settings: dict[str, Any]) -> None:
-    """A policy whose run is the critic's warm-up: its checkpoint holds an optimizer, whose rate nothing uses."""
+    """A policy whose run is the critic's warm-up: its checkpoint holds an optimizer,
+    whose rate nothing uses.
+    """
     assert 0 < multiplier(AdamWConfig(**settings).for_run(0))(0) <= 1
 
 
 def test_a_warm_up_is_a_share_of_the_schedule() -> None:
-    for settings, steps in (({}, 5), ({"schedule": Schedule.LINEAR}, 5), ({"schedule": WHOLE.schedule, **LENGTH}, 10)):
+    for settings, steps in (
+        ({}, 5),
+        ({"schedule": Schedule.LINEAR}, 5),
+        ({"schedule": WHOLE.schedule, **LENGTH}, 10),
+    ):
         config = AdamWConfig(**settings, warmup_ratio=0.1, init_lr_ratio=0.5).for_run(50)
         assert (config.warmup_steps, config.warmup_ratio) == (steps, 0.0)
         assert multiplier(config)(0) == pytest.approx(0.5 + 0.5 / steps)
@@ -151,7 +183,8 @@ def test_a_schedule_that_was_not_told_the_length_is_an_error(settings: dict[str,
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("warmup_ratio", 1.0), ("init_lr_ratio", 1.1), ("init_lr_ratio", -0.1), ("num_cycles", 0.0)]
+    ("key", "value"),
+    [("warmup_ratio", 1.0), ("init_lr_ratio", 1.1), ("init_lr_ratio", -0.1), ("num_cycles", 0.0)],
 )
 def test_a_value_out_of_range_is_named(key: str, value: float) -> None:
     with pytest.raises(ValueError, match=rf"engine\.{key} must be"):

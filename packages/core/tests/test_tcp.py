@@ -1,4 +1,6 @@
-"""transport=tcp: who does not know the token gets nothing, and who goes away is named."""
+"""transport=tcp: who does not know the token gets nothing, and who goes away is
+named.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from coupler.builtin.transports.connection import LENGTH
+from coupler.builtin.transports.gate import LENGTH
 from coupler.builtin.transports.torch.tcp import TcpTransport
 from coupler.errors import WaitTimeout, WeightSyncError
 from coupler.interfaces import Endpoint, Named, Rank, WeightUpdate
@@ -19,7 +21,9 @@ from coupler.interfaces import Endpoint, Named, Rank, WeightUpdate
 
 def update_of(transport: TcpTransport, deadline_s: float = 5.0) -> WeightUpdate:
     endpoints = (transport.bind(Rank()),)
-    return WeightUpdate(1, "full", "coupler.builtin.transports.torch.tcp:TcpTransport", endpoints, 1, deadline_s)
+    return WeightUpdate(
+        1, "full", "coupler.builtin.transports.torch.tcp:TcpTransport", endpoints, 1, deadline_s
+    )
 
 
 def with_token(update: WeightUpdate, token: str) -> WeightUpdate:

@@ -1,4 +1,6 @@
-"""The conformance kit: the toy backends pass it, and each of many faults is caught by the test that is about it."""
+"""The conformance kit: the toy backends pass it, and each of many faults is caught by
+the test that is about it.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,20 @@ HERE = Path(__file__).parent
 
 
 def kit(folder: Path, *arguments: str) -> tuple[int, dict[str, set[str]], str]:
-    """Run the kit; return its exit code, the tests that failed per id of a backend, and what it printed."""
+    """Run the kit; return its exit code, the tests that failed per id of a backend, and
+    what it printed.
+    """
     report = folder / "report.xml"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", f"--junitxml={report}"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--tb=short",
+        f"--junitxml={report}",
+    ]
     environment = {
         **os.environ,
         "COUPLER_PLUGINS": "broken_backends",
@@ -58,7 +71,9 @@ def kit(folder: Path, *arguments: str) -> tuple[int, dict[str, set[str]], str]:
 
 def test_the_toy_backends_conform(tmp_path: Path) -> None:
     chosen = [f"--coupler={kind}=toy" for kind in ("engine", "rollout", "algorithm")]
-    code, failed, printed = kit(tmp_path, *chosen, "--coupler=transport=disk", "--coupler=transport=tcp")
+    code, failed, printed = kit(
+        tmp_path, *chosen, "--coupler=transport=disk", "--coupler=transport=tcp"
+    )
     assert (code, failed) == (0, {}), printed
 
 
@@ -75,12 +90,15 @@ def test_a_good_reward_conforms(tmp_path: Path) -> None:
     """On the kit's rows, and on rows of its own task, whose columns it reads."""
     (tmp_path / "good.py").write_text(
         "from coupler.rewards import Graded, Invalid\n"
-        "def exact(completion, answer):\n    return Graded(float(completion == answer), completion[:9])\n"
+        "def exact(completion, answer):\n    return Graded(float(completion == answer), "
+        "completion[:9])\n"
         "def reads(completion, row):\n    return row['unit'] in completion\n"
     )
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "How far?", "answer": "3 km", "unit": "km"}\n')
-    code, failed, printed = kit(tmp_path, "--coupler=reward=good:exact", f"--coupler=reward=good:reads,rows={rows}")
+    code, failed, printed = kit(
+        tmp_path, "--coupler=reward=good:exact", f"--coupler=reward=good:reads,rows={rows}"
+    )
     assert (code, failed) == (0, {}), printed
     _, failed, printed = kit(tmp_path, "--coupler=reward=good:reads")
     assert "test_no_completion_makes_it_raise" in failed["reward=good:reads"]
@@ -122,19 +140,30 @@ def test_selecting_what_is_not_installed_says_what_is(tmp_path: Path) -> None:
 def test_only_the_selected_kinds_run(tmp_path: Path) -> None:
     _, _, printed = kit(tmp_path, "--coupler=transport=disk", "--collect-only")
     assert "test_transport.py" in printed
-    assert not any(f"test_{other}.py" in printed for other in ("engine", "rollout", "algorithm", "pair", "tracker"))
+    assert not any(
+        f"test_{other}.py" in printed
+        for other in ("engine", "rollout", "algorithm", "pair", "tracker")
+    )
 
 
 def chosen(*selected: str, fixtures: tuple[str, ...] = ()) -> list[tuple[str, float, str]]:
-    """Id, setting and model of each test that takes an engine, where these were selected."""
+    """Id, setting and model of each test that takes an engine, where these were
+    selected.
+    """
     options = {"--coupler": list(selected), "--coupler-set": ["engine.lr=0.5"]}
     config, found = SimpleNamespace(getoption=options.get, stash={}), []
 
-    def parametrize(_names: list[str], values: list[tuple[Subject, str]], *, ids: list[str], **_: object) -> None:
-        found.extend((i, subject.config().lr, model) for i, (subject, model) in zip(ids, values, strict=True))
+    def parametrize(
+        _names: list[str], values: list[tuple[Subject, str]], *, ids: list[str], **_: object
+    ) -> None:
+        found.extend(
+            (i, subject.config().lr, model) for i, (subject, model) in zip(ids, values, strict=True)
+        )
 
     names = ["engine_subject", "model_name", *fixtures]
-    plugin.pytest_generate_tests(SimpleNamespace(config=config, fixturenames=names, parametrize=parametrize))  # type: ignore[arg-type]
+    plugin.pytest_generate_tests(
+        SimpleNamespace(config=config, fixturenames=names, parametrize=parametrize)
+    )  # type: ignore[arg-type]
     return found
 
 
@@ -149,7 +178,9 @@ def test_a_backend_is_checked_under_several_settings() -> None:
 
 
 def test_settings_reach_the_configuration() -> None:
-    settings = parse_settings(["engine.lr=1e-3", "engine.max_tokens_per_gpu=64", "rollout.name=toy"])
+    settings = parse_settings(
+        ["engine.lr=1e-3", "engine.max_tokens_per_gpu=64", "rollout.name=toy"]
+    )
     assert settings["rollout"] == {"name": "toy"}
     config = configured(ToyEngineConfig, settings["engine"])
     assert (config.lr, config.max_tokens_per_gpu) == (1e-3, 64)
@@ -160,7 +191,9 @@ def test_settings_reach_the_configuration() -> None:
 
 
 def test_the_toy_gradient_equals_finite_differences(tmp_path: Path) -> None:
-    """The one closed form that everything in NumPy is compared with, against differences of the loss itself."""
+    """The one closed form that everything in NumPy is compared with, against
+    differences of the loss itself.
+    """
     reference = ToyReference(write_toy(tmp_path))
     batch = weighted(make_batch(reference))
     grads = reference.gradient(batch, losses.surrogate).grads
@@ -178,7 +211,9 @@ def test_the_toy_gradient_equals_finite_differences(tmp_path: Path) -> None:
         weight -= 2e-6 * direction
         down = total()
         weight += 1e-6 * direction
-        assert (up - down) / 2e-6 == pytest.approx(float((grads[name] * direction).sum()), rel=1e-5), name
+        assert (up - down) / 2e-6 == pytest.approx(
+            float((grads[name] * direction).sum()), rel=1e-5
+        ), name
 
 
 def recipe_of(target: str, model: str = "") -> dict[str, object]:
@@ -194,11 +229,14 @@ def test_a_rank_that_fails_is_shown_and_the_others_end(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_lacks_devices_is_told_apart_from_one_that_fails(tmp_path: Path) -> None:
-    """The kit skips its tests on several ranks then; the message says how many devices they need."""
+    """The kit skips its tests on several ranks then; the message says how many devices
+    they need.
+    """
     lacking = tmp_path / "lacking.py"
     lacking.write_text(
         "from coupler.errors import TooFewDevices\n"
-        "class Engine:\n    def __init__(self, config, model): raise TooFewDevices('needs 2 GPUs')\n"
+        "class Engine:\n    def __init__(self, config, model): raise TooFewDevices('needs 2 "
+        "GPUs')\n"
     )
     recipe = recipe_of(f"{lacking}:Engine")
     with pytest.raises(TooFewDevices, match="needs 2 GPUs"):
@@ -213,7 +251,8 @@ def test_ranks_that_may_share_a_gpu_are_hosts_of_their_own_to_nccl(
         "import os\n"
         "class Engine:\n"
         "    def __init__(self, config, model): pass\n"
-        "    def setup(self, rank): raise ValueError(f'{rank.index} is on host {os.environ.get(\"NCCL_HOSTID\")}')\n"
+        "    def setup(self, rank): raise ValueError(f'{rank.index} is on host "
+        '{os.environ.get("NCCL_HOSTID")}\')\n'
     )
     recipe = recipe_of(f"{engine}:Engine")
     with pytest.raises(RankFailed, match="is on host None"):
@@ -226,7 +265,9 @@ def test_ranks_that_may_share_a_gpu_are_hosts_of_their_own_to_nccl(
 
 def test_a_rank_that_says_nothing_is_named(tmp_path: Path) -> None:
     sleeper = tmp_path / "sleeper.py"
-    sleeper.write_text("import time\nclass Engine:\n    def __init__(self, config, model): time.sleep(60)\n")
+    sleeper.write_text(
+        "import time\nclass Engine:\n    def __init__(self, config, model): time.sleep(60)\n"
+    )
     recipe = recipe_of(f"{sleeper}:Engine")
     with pytest.raises(WaitTimeout, match=r"ranks \[0, 1\] of 2"):
         World(recipe, 2, tmp_path, deadline_s=3)
@@ -237,7 +278,9 @@ def test_listing_backends_imports_none_of_them() -> None:
         "import sys; from coupler.plugins.manager import Plugins; Plugins.load().rows();"
         "print(sorted({'torch', 'transformers', 'ray', 'coupler.testing.toy'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout.strip() == "[]"
 
 

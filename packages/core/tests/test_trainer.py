@@ -1,4 +1,6 @@
-"""The loop on the toy backends: it learns, it is deterministic, and it finds what would be wrong silently."""
+"""The loop on the toy backends: it learns, it is deterministic, and it finds what would
+be wrong silently.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def test_two_runs_are_equal(tmp_path: Path) -> None:
 def test_seeds_differ(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    first, second = (numbers(ToyRun(tmp_path / str(n), small(seed=i)).run()) for i, n in enumerate("ab"))
+    first, second = (
+        numbers(ToyRun(tmp_path / str(n), small(seed=i)).run()) for i, n in enumerate("ab")
+    )
     assert first != second
 
 
@@ -51,7 +55,9 @@ def test_disk_transport_gives_the_same_numbers(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     inproc = ToyRun(tmp_path / "a", small()).run()
-    disk = ToyRun(tmp_path / "b", small(), transport="coupler.builtin.transports.disk:DiskTransport").run()
+    disk = ToyRun(
+        tmp_path / "b", small(), transport="coupler.builtin.transports.disk:DiskTransport"
+    ).run()
     assert [s.get("reward/mean") for s in inproc] == [s.get("reward/mean") for s in disk]
 
 
@@ -95,7 +101,10 @@ def test_several_optimizer_steps(tmp_path: Path) -> None:
 
 
 def test_epochs_over_a_batch_are_as_many_batches_of_the_same_rows(tmp_path: Path) -> None:
-    run, batches = ToyRun(tmp_path, small(steps=1, optimizer_steps_per_batch=2, epochs_per_batch=3)), []
+    run, batches = (
+        ToyRun(tmp_path, small(steps=1, optimizer_steps_per_batch=2, epochs_per_batch=3)),
+        [],
+    )
     train = run.policy.train
     run.policy.train = lambda batch, *rest: batches.append(batch) or train(batch, *rest)
     run.run()
@@ -157,7 +166,9 @@ def test_dynamic_sampling_asks_for_more(tmp_path: Path) -> None:
         ("test_trainer:NotFinite", "the policy's gradient was not finite in 4 optimizer steps"),
     ],
 )
-def test_an_algorithm_that_cannot_train_stops_the_run(tmp_path: Path, algorithm: str, what: str) -> None:
+def test_an_algorithm_that_cannot_train_stops_the_run(
+    tmp_path: Path, algorithm: str, what: str
+) -> None:
     with pytest.raises(CouplerError, match=what):
         ToyRun(tmp_path, small(steps=8), algorithm=algorithm).run()
 
@@ -171,7 +182,9 @@ class OffByALittle(ToyRollout):
 
 
 class ReadsOld(ToyAlgorithm):
-    """Compares the log-probs of trainer and rollout before training, and notes what the loss gets."""
+    """Compares the log-probs of trainer and rollout before training, and notes what the
+    loss gets.
+    """
 
     needs = frozenset({"old_logprobs"})
     always = frozenset({"old_logprobs"})
@@ -190,11 +203,15 @@ class ReadsOld(ToyAlgorithm):
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_old_logprobs_that_are_always_needed_are_the_trainer_s(tmp_path: Path, number: int) -> None:
-    """With one optimizer step the loss still gets none: its own log-probs are the old ones, to the bit."""
+    """With one optimizer step the loss still gets none: its own log-probs are the old
+    ones, to the bit.
+    """
     ReadsOld.differences.clear()
     ReadsOld.in_loss.clear()
     config = small(steps=2, optimizer_steps_per_batch=number)
-    ToyRun(tmp_path, config, algorithm="test_trainer:ReadsOld", rollout="test_trainer:OffByALittle").run()
+    ToyRun(
+        tmp_path, config, algorithm="test_trainer:ReadsOld", rollout="test_trainer:OffByALittle"
+    ).run()
     assert len(ReadsOld.differences) == 2
     for difference in ReadsOld.differences:
         np.testing.assert_allclose(difference, 0.002, atol=1e-5)
@@ -206,7 +223,8 @@ class OneIsNaN(ToyEngine):
 
     def forward(self, batch, want):  # type: ignore[no-untyped-def]
         done = super().forward(batch, want)
-        if len(batch) < 16:  # the proof of the weights, which is not what is tested here
+        # the proof of the weights, which is not what is tested here
+        if len(batch) < 16:
             return done
         logprobs = done["logprobs"].copy()
         logprobs[np.flatnonzero(batch["loss_mask"])[5]] = np.nan
@@ -222,9 +240,15 @@ class NaNUnderTheMask(ToyEngine):
 
 
 def test_a_column_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
-    """A clamp in the loss would turn it into a gradient of 0, and the step would be applied."""
-    run = ToyRun(tmp_path, small(), algorithm="test_trainer:ReadsOld", engine="test_trainer:OneIsNaN")
-    with pytest.raises(CouplerError, match=r"old_logprobs is not finite at 1 of \d+ sampled tokens"):
+    """A clamp in the loss would turn it into a gradient of 0, and the step would be
+    applied.
+    """
+    run = ToyRun(
+        tmp_path, small(), algorithm="test_trainer:ReadsOld", engine="test_trainer:OneIsNaN"
+    )
+    with pytest.raises(
+        CouplerError, match=r"old_logprobs is not finite at 1 of \d+ sampled tokens"
+    ):
         run.run()
     assert run.policy.steps_done == 0
 
@@ -243,16 +267,25 @@ class MayLackOld(ToyAlgorithm):
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_one_optimizer_step_costs_no_pass_for_old_logprobs(tmp_path: Path, number: int) -> None:
-    run = ToyRun(tmp_path, small(steps=2, optimizer_steps_per_batch=number), algorithm="test_trainer:MayLackOld")
+    run = ToyRun(
+        tmp_path,
+        small(steps=2, optimizer_steps_per_batch=number),
+        algorithm="test_trainer:MayLackOld",
+    )
     passes, forward = [], run.policy.forward
     run.policy.forward = lambda batch, want: passes.append(want) or forward(batch, want)  # type: ignore
     run.run()
-    assert len(passes) == (2 + 2 if number > 1 else 2)  # the proof of the weights takes two
+    # the proof of the weights takes two
+    assert len(passes) == (2 + 2 if number > 1 else 2)
 
 
 def test_a_reward_that_raises_stops_the_run_with_its_traceback(tmp_path: Path) -> None:
     with pytest.raises(RewardError, match=r"(?s)ValueError: no such thing"):
-        ToyRun(tmp_path, small(), reward="def score(completion):\n    raise ValueError('no such thing')\n").run()
+        ToyRun(
+            tmp_path,
+            small(),
+            reward="def score(completion):\n    raise ValueError('no such thing')\n",
+        ).run()
 
 
 class Deaf(ToyRollout):
@@ -277,7 +310,9 @@ class FirstOnly(ToyRollout):
 
 
 class FromDisk(ToyRollout):
-    """Reads the checkpoint instead of what it is sent: clean at first, stale ever after."""
+    """Reads the checkpoint instead of what it is sent: clean at first, stale ever
+    after.
+    """
 
     async def update(self, update):  # type: ignore[no-untyped-def]
         from coupler.testing.models import read_tensors
@@ -304,21 +339,33 @@ FOUND_AT_START = [
 ]
 
 
-@pytest.mark.parametrize(("rollout", "what"), [*FOUND_AT_START, ("test_trainer:FirstOnly", "at version 1, limit")])
-def test_a_rollout_that_does_not_run_the_new_weights_is_found(tmp_path: Path, rollout: str, what: str) -> None:
+@pytest.mark.parametrize(
+    ("rollout", "what"), [*FOUND_AT_START, ("test_trainer:FirstOnly", "at version 1, limit")]
+)
+def test_a_rollout_that_does_not_run_the_new_weights_is_found(
+    tmp_path: Path, rollout: str, what: str
+) -> None:
     with pytest.raises(WeightSyncError, match=what):
         ToyRun(tmp_path, small(), rollout=rollout).run()
 
 
-@pytest.mark.parametrize(("rollout", "what"), [*FOUND_AT_START, ("test_trainer:FirstOnly", "at version [12], limit")])
-def test_it_is_found_where_batches_are_older_than_the_sync(tmp_path: Path, rollout: str, what: str) -> None:
-    """By the batch, where some of it was sampled since, else by a probe one version later."""
+@pytest.mark.parametrize(
+    ("rollout", "what"), [*FOUND_AT_START, ("test_trainer:FirstOnly", "at version [12], limit")]
+)
+def test_it_is_found_where_batches_are_older_than_the_sync(
+    tmp_path: Path, rollout: str, what: str
+) -> None:
+    """By the batch, where some of it was sampled since, else by a probe one version
+    later.
+    """
     with pytest.raises(WeightSyncError, match=what):
         ToyRun(tmp_path, small(max_staleness=1), rollout=rollout).run()
 
 
 class OneDrifts(ToyRollout):
-    """One of four replicas leaves the engine after the start, by less than the limit over all four."""
+    """One of four replicas leaves the engine after the start, by less than the limit
+    over all four.
+    """
 
     made = count()
 
@@ -349,7 +396,9 @@ class TurnsToNaN(ToyRollout):
 
     async def generate(self, request):  # type: ignore[no-untyped-def]
         done = await super().generate(request)
-        return replace(done, logprobs=(np.nan,) * len(done.tokens)) if done.versions[-1] > 0 else done
+        return (
+            replace(done, logprobs=(np.nan,) * len(done.tokens)) if done.versions[-1] > 0 else done
+        )
 
 
 class AlwaysNaN(ToyRollout):
@@ -376,8 +425,17 @@ class FromTheFuture(NamesNoVersion):
 @pytest.mark.parametrize(
     ("rollout", "what"),
     [
-        ("AlwaysNaN", "after a full weight push the log-probs of the rollout differ from the engine's by nan"),
-        ("TurnsToNaN", "log-prob is not finite, of weights version 1|differ from the engine's by nan on average"),
+        (
+            "AlwaysNaN",
+            "after a full weight push the log-probs of the rollout differ from the engine's by nan",
+        ),
+        (
+            "TurnsToNaN",
+            (
+                "log-prob is not finite, of weights version 1|differ from the engine's by nan on "
+                "average"
+            ),
+        ),
         ("NamesNoVersion", r"hold weights version \d, and sampled tokens name versions 0 to \d"),
         ("FromTheFuture", "hold weights version 0, and sampled tokens name versions 7 to 7"),
     ],
@@ -387,7 +445,9 @@ def test_what_no_weights_of_ours_can_have_sampled_is_an_error(
 ) -> None:
     """NaN is below no limit and above none."""
     with pytest.raises(WeightSyncError, match=what):
-        ToyRun(tmp_path, small(max_staleness=max_staleness), rollout=f"test_trainer:{rollout}").run()
+        ToyRun(
+            tmp_path, small(max_staleness=max_staleness), rollout=f"test_trainer:{rollout}"
+        ).run()
 
 
 def test_one_replica_s_nan_is_not_hidden_by_another(tmp_path: Path) -> None:
@@ -444,10 +504,14 @@ class NeverReceives(ToyRollout):
         return await asyncio.get_running_loop().create_future()
 
 
-def test_a_sync_that_hangs_ends_at_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sync_that_hangs_ends_at_its_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("coupler.loop.transfer.GRACE_S", 0.1)
     config = small()
     config.sync.deadline_s = 0.5
     run = ToyRun(tmp_path, config, rollout="test_trainer:NeverReceives")
-    with pytest.raises(WaitTimeout, match=r"version 0 were not in every rollout after 0 s|was not .* after"):
+    with pytest.raises(
+        WaitTimeout, match=r"version 0 were not in every rollout after 0 s|was not .* after"
+    ):
         run.run()

@@ -1,4 +1,6 @@
-"""Waits are announced, bounded, and end with the root cause; no other code waits for workers."""
+"""Waits are announced, bounded, and end with the root cause; no other code waits for
+workers.
+"""
 
 from __future__ import annotations
 
@@ -29,35 +31,68 @@ NEED_A_LIMIT = {  # functions
     "multiprocessing.connection.wait", "subprocess.run", "subprocess.call", "subprocess.check_call",
     "subprocess.check_output",
 }  # fmt: skip
-WAIT_WHERE_BARE = {"join", "wait", "get", "result", "recv", "recv_bytes", "accept", "acquire", "shutdown"}  # methods
-NEED_A_LIMIT_TOO = {"communicate", "wait_for"}  # methods; wait_for of a Condition as of asyncio
+WAIT_WHERE_BARE = {
+    "join",
+    "wait",
+    "get",
+    "result",
+    "recv",
+    "recv_bytes",
+    "accept",
+    "acquire",
+    "shutdown",
+}  # methods
+# methods; wait_for of a Condition as of asyncio
+NEED_A_LIMIT_TOO = {"communicate", "wait_for"}
 CALLS = "its tasks are calls of workers, which end by waits.deadline_s"
 RESUMED = "resume(), or the deadline of the call that it is a part of"
 GROUP = "the timeout of its process group"
 TRANSPORT = "the deadline of the transport under test, which the kit sets"
 BOUNDED = {  # file, call: what ends it
-    ("waits.py", "asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)"): "the wait for it on the next line",
+    (
+        "waits.py",
+        "asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)",
+    ): "the wait for it on the next line",
     ("transfer.py", "asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)"): CALLS,
     ("transfer.py", "asyncio.wait(rest, timeout=None if died else GRACE_S)"): CALLS,
     ("rollout_group.py", "asyncio.wait(running)"): CALLS,
-    ("pool.py", "thread.submit(asyncio.run, score_all()).result()"): "each call of a reward ends by its timeout_s",
-    ("threads.py", "self.calls.get()"): "the None that shutdown() puts, and a daemon thread otherwise",
-    ("threads.py", "thread.join()"): "the caller, who asks for it by wait=True; close() has a limit",
-    ("buffer.py", "self.changed.wait_for(self.has_room)"): "advance() of the trainer, which cancels it in the end",
+    (
+        "pool.py",
+        "thread.submit(asyncio.run, score_all()).result()",
+    ): "each call of a reward ends by its timeout_s",
+    (
+        "threads.py",
+        "self.calls.get()",
+    ): "the None that shutdown() puts, and a daemon thread otherwise",
+    (
+        "threads.py",
+        "thread.join()",
+    ): "the caller, who asks for it by wait=True; close() has a limit",
+    (
+        "buffer.py",
+        "self.changed.wait_for(self.has_room)",
+    ): "advance() of the trainer, which cancels it in the end",
     ("buffer.py", "self.changed.wait_for(lambda: self.failure or self._first_are_ready())"): (
-        "its groups, whose calls are announced and end by waits.deadline_s and reward.timeout_s, or fail()"
+        "its groups, whose calls are announced and end by waits.deadline_s and "
+        "reward.timeout_s, or fail()"
     ),
-    ("pool.py", "self._changed.wait_for(lambda: self._waiting or self._stopped)"): "close(), in a daemon thread",
+    (
+        "pool.py",
+        "self._changed.wait_for(lambda: self._waiting or self._stopped)",
+    ): "close(), in a daemon thread",
     ("executor.py", "ray.shutdown()"): "Ray, which kills its processes",
     ("engine.py", "engine.shutdown()"): "vLLM, which kills its processes after 5 s",
-    ("connection.py", "self.socket.accept()"): "the settimeout before it",
+    ("gate.py", "self.server.accept()"): "its socket, which does not block",
     ("nccl.py", "work.wait()"): "it is done by then, or only queued on a stream",
     ("weights.py", "work.wait()"): GROUP,
     ("checkpoint.py", "self._copied.get()"): "the None that the other thread always puts",
     ("toy.py", "self.admits.wait()"): RESUMED,
     ("toy.py", "self.samples.wait()"): RESUMED,
     ("rollout.py", "self.gate.wait()"): RESUMED,
-    ("rollout.py", "self.client.idle.wait()"): "the end of the engine's process, which is looked for meanwhile",
+    (
+        "rollout.py",
+        "self.client.idle.wait()",
+    ): "the end of the engine's process, which is looked for meanwhile",
     ("test_transport.py", "meet.wait()"): "the timeout of the barrier",
     ("test_transport.py", "s.result()"): TRANSPORT,
     ("test_transport.py", "r.result()"): TRANSPORT,
@@ -66,20 +101,29 @@ BOUNDED = {  # file, call: what ends it
 
 
 def unbounded(source: str) -> Iterator[tuple[int, str]]:
-    """(line, call) of what waits without a limit; a ``task`` of asyncio answers at once."""
+    """(line, call) of what waits without a limit; a ``task`` of asyncio answers at
+    once.
+    """
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Call):
             continue
         limits = [k.value for k in node.keywords if k.arg and k.arg.startswith("timeout")]
-        name, method = ast.unparse(node.func), node.func.attr if isinstance(node.func, ast.Attribute) else ""
-        limits += [k.value for k in node.keywords if k.arg == "wait" and ast.unparse(k.value) == "False"]
+        name, method = (
+            ast.unparse(node.func),
+            node.func.attr if isinstance(node.func, ast.Attribute) else "",
+        )
+        limits += [
+            k.value for k in node.keywords if k.arg == "wait" and ast.unparse(k.value) == "False"
+        ]
         bare = not node.args or ast.unparse(node.args[0]) == "True"
         bare = bare and method in WAIT_WHERE_BARE and not name.startswith("task")
         if method == "wait_for":
             limits += node.args[1:]
         needs = bare or method in NEED_A_LIMIT_TOO or name in NEED_A_LIMIT
         none = any(
-            isinstance(part, ast.Constant) and part.value is None for limit in limits for part in ast.walk(limit)
+            isinstance(part, ast.Constant) and part.value is None
+            for limit in limits
+            for part in ast.walk(limit)
         )
         if none or (needs and not limits):
             yield node.lineno, ast.unparse(node)
@@ -89,18 +133,24 @@ def test_no_source_waits_without_a_limit() -> None:
     files = list(SOURCES.glob("*/src/**/*.py"))
     found = [(path, line, call) for path in files for line, call in unbounded(path.read_text())]
     assert len(files) > 50
-    assert not [f"{path}:{line}: {call}" for path, line, call in found if (path.name, call) not in BOUNDED]
+    assert not [
+        f"{path}:{line}: {call}" for path, line, call in found if (path.name, call) not in BOUNDED
+    ]
     assert BOUNDED.keys() <= {(path.name, call) for path, _, call in found}
 
 
 @pytest.mark.parametrize(
     "line",
     [
-        "ray.get(refs)", "ray.get(\n  [f(x)]\n)", "ray.wait(refs, num_returns=2)", "group.wait(timeout_s=None)",
-        "thread.join()", "event.wait()", "queue.get()", "queue.get(block=True)", "future.result()", "pipe.recv()",
-        "lock.acquire()", "asyncio.wait(tasks)", "asyncio.wait(tasks, timeout=None if x else 1)", "process.wait()",
+        "ray.get(refs)", "ray.get(\n  [f(x)]\n)", "ray.wait(refs, num_returns=2)",
+        "group.wait(timeout_s=None)",
+        "thread.join()", "event.wait()", "queue.get()", "queue.get(block=True)", "future.result()",
+        "pipe.recv()",
+        "lock.acquire()", "asyncio.wait(tasks)", "asyncio.wait(tasks, timeout=None if x else 1)",
+        "process.wait()",
         "asyncio.wait_for(x, None)", "process.communicate(text)", "subprocess.run(command)",
-        "pool.shutdown()", "pool.shutdown(wait=True)", "pool.shutdown(True)", "pool.shutdown(wait=wait)",
+        "pool.shutdown()", "pool.shutdown(wait=True)", "pool.shutdown(True)",
+        "pool.shutdown(wait=wait)",
         "changed.wait_for(ready)", "changed.wait_for(ready, timeout=None)", "lock.acquire(True)",
     ],
 )  # fmt: skip
@@ -111,9 +161,11 @@ def test_the_search_finds_them(line: str) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "thread.join(5)", "', '.join(names)", "event.wait(5)", "settings.get(name)", "task.result()",
+        "thread.join(5)", "', '.join(names)", "event.wait(5)", "settings.get(name)",
+        "task.result()",
         "future.result(5)", "asyncio.wait(tasks, timeout=5)", "asyncio.wait_for(x, 5)",
-        "process.communicate(timeout=5)", "subprocess.run(command, timeout=5)", "queue.get(timeout=5)",
+        "process.communicate(timeout=5)", "subprocess.run(command, timeout=5)",
+        "queue.get(timeout=5)",
         "pool.shutdown(wait=False)", "pool.shutdown(False)", "socket.shutdown(socket.SHUT_RDWR)",
         "changed.wait_for(ready, 5)", "changed.wait_for(ready, timeout=5)",
     ],
@@ -129,13 +181,17 @@ async def after(seconds: float, outcome: Any) -> Any:
     return outcome
 
 
-def gather(waits: Waits, *calls: tuple[float, Any], death: tuple[float, WorkerDied] | None = None) -> list[Any]:
+def gather(
+    waits: Waits, *calls: tuple[float, Any], death: tuple[float, WorkerDied] | None = None
+) -> list[Any]:
     async def go() -> list[Any]:
         future = asyncio.get_running_loop().create_future()
         if death:
             asyncio.get_running_loop().call_later(death[0], future.set_exception, death[1])
         try:
-            return await waits.gather("policy", "train", range(len(calls)), [after(*call) for call in calls], future)
+            return await waits.gather(
+                "policy", "train", range(len(calls)), [after(*call) for call in calls], future
+            )
         finally:
             future.cancel()
 
@@ -156,7 +212,9 @@ def test_the_first_failure_ends_the_wait() -> None:
 def test_a_death_explains_the_failure_of_its_peer() -> None:
     died = WorkerDied("policy rank 1 died")
     with pytest.raises(WorkerDied, match="policy rank 1 died"):
-        gather(Waits(60, 60), (0.0, RuntimeError("connection closed")), (60, "b"), death=(0.3, died))
+        gather(
+            Waits(60, 60), (0.0, RuntimeError("connection closed")), (60, "b"), death=(0.3, died)
+        )
 
 
 def test_a_death_elsewhere_ends_the_wait() -> None:
@@ -215,8 +273,13 @@ def test_a_heartbeat_names_the_prompts_that_are_outstanding() -> None:
     async def sample() -> None:
         parts: Any = Parts()
         scorer = Scorer(parts, parts, parts, ())
-        prompts = [Prompt(Row(prompt="", answer="", index=i, extra={}), (5,) * (1 + (i == 9))) for i in (3, 9)]
-        await asyncio.gather(*(scorer.sample(prompt, [0, 1], 8, 1.0, groups=2) for prompt in prompts))
+        prompts = [
+            Prompt(Row(prompt="", answer="", index=i, extra={}), (5,) * (1 + (i == 9)))
+            for i in (3, 9)
+        ]
+        await asyncio.gather(
+            *(scorer.sample(prompt, [0, 1], 8, 1.0, groups=2) for prompt in prompts)
+        )
 
     asyncio.run(sample())
     waits.close()
@@ -235,7 +298,9 @@ class Sleeper:
 
 
 def hung(folder: Path, what: str) -> subprocess.CompletedProcess[str]:
-    """A toy run as a command, in a process of its own, in which the function ``what`` never returns."""
+    """A toy run as a command, in a process of its own, in which the function ``what``
+    never returns.
+    """
     script = f"""
 import sys, time
 from pathlib import Path
@@ -251,7 +316,9 @@ cli._plugins = lambda _: run.run() and None
 sys.exit(cli.main(["plugins"]))
 """
     command = [sys.executable, "-c", script, str(folder)]
-    return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=30, check=False)
+    return subprocess.run(
+        command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=30, check=False
+    )
 
 
 def test_an_engine_that_hangs_in_a_thread_ends_the_run(tmp_path: Path) -> None:

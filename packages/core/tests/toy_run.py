@@ -1,4 +1,6 @@
-"""A whole reinforcement-learning run on the toy backends: everything of core but the command line and the tokenizer."""
+"""A whole reinforcement-learning run on the toy backends: everything of core but the
+command line and the tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ from coupler.testing.models import write_toy
 from coupler.testing.toy_config import ToyAlgorithmConfig, ToyEngineConfig, ToyRolloutConfig
 from coupler.worker.spec import WorkerSpec
 
-REWARD = "def score(completion):\n    return sum(int(t) >= 160 for t in completion.split()) / len(completion.split())\n"
+REWARD = (
+    "def score(completion):\n    return sum(int(t) >= 160 for t in completion.split()) / "
+    "len(completion.split())\n"
+)
 
 
 class Numbers:
@@ -40,12 +45,19 @@ class Numbers:
 
 def small(**changes: object) -> RunConfig:
     """A run of seconds."""
-    settings = {"steps": 6, "prompts_per_step": 4, "samples_per_prompt": 4, "sampling": SamplingConfig(max_tokens=8)}
+    settings = {
+        "steps": 6,
+        "prompts_per_step": 4,
+        "samples_per_prompt": 4,
+        "sampling": SamplingConfig(max_tokens=8),
+    }
     return RunConfig(**{**settings, **changes})  # type: ignore[arg-type]
 
 
 class ToyRun:
-    """Builds the parts; ``log`` collects what every step reported. Sampled ids of 160 and more are rewarded."""
+    """Builds the parts; ``log`` collects what every step reported. Sampled ids of 160
+    and more are rewarded.
+    """
 
     def __init__(
         self,
@@ -81,7 +93,9 @@ class ToyRun:
                 algorithm=(self.policy.algorithm.critic, ToyAlgorithmConfig()),
             )
             self.critic = EngineGroup(self.executor, values, [Rank()])
-        self.rollouts = RolloutGroup(self.executor, rollout, ToyRolloutConfig(), self.model, [Rank()] * replicas)
+        self.rollouts = RolloutGroup(
+            self.executor, rollout, ToyRolloutConfig(), self.model, [Rank()] * replicas
+        )
         self.residency = share_devices(config, self.policy, self.rollouts, critic=self.critic)
         self.weights = StreamShardingManager(
             config.sync,
@@ -103,8 +117,13 @@ class ToyRun:
 
     def build(self, algorithm: Algorithm) -> Trainer:
         config = self.config
-        prompts = [Prompt(Row(prompt=str(i), answer="", index=i, extra={}), (10 + i, 20 + i)) for i in range(16)]
-        self.buffer = Buffer(config.prompts_per_step, config.max_staleness, 10 * config.prompts_per_step)
+        prompts = [
+            Prompt(Row(prompt=str(i), answer="", index=i, extra={}), (10 + i, 20 + i))
+            for i in range(16)
+        ]
+        self.buffer = Buffer(
+            config.prompts_per_step, config.max_staleness, 10 * config.prompts_per_step
+        )
         codec: Any = Numbers()
         self.sampler = Sampler(
             config.sampling,

@@ -19,6 +19,8 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 @pytest.fixture
 def deterministic() -> Iterator[Rank]:
-    """A rank that must give equal bits; this process goes back to other kernels after the test."""
+    """A rank that must give equal bits; this process goes back to other kernels after
+    the test.
+    """
     yield Rank(deterministic=True)
     torch.use_deterministic_algorithms(False)

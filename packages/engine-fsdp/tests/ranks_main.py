@@ -1,4 +1,6 @@
-"""The ranks of test_ranks.py: forked from one process that has imported everything, since that takes longest."""
+"""The ranks of test_ranks.py: forked from one process that has imported everything,
+since that takes longest.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ def main(job: dict, index: int) -> None:
     for name, (folder, settings) in job["cases"].items():
         engine = make_engine(Path(folder), rank, **{**SETTINGS, **settings})
         report = {
-            "steps": [train(engine, rank, out / f"{name}-grads.npz" if i == 0 else None, i) for i in range(STEPS)]
+            "steps": [
+                train(engine, rank, out / f"{name}-grads.npz" if i == 0 else None, i)
+                for i in range(STEPS)
+            ]
         }
         np.savez(out / f"{name}-weights.npz", **arrays(engine.weights()))
         np.savez(out / f"{name}-adapter.npz", **arrays(engine.adapter_weights()))
@@ -41,7 +46,9 @@ def main(job: dict, index: int) -> None:
     engine = make_engine(folder, rank, **SETTINGS)
     done = engine.forward(shard(make_batch(), rank), WANT)
     np.savez(out / "sharded-outputs.npz", logprobs=done["logprobs"])
-    alone = make_engine(folder, **SETTINGS)  # a reference model of one rank inside the policy's group
+    alone = make_engine(
+        folder, **SETTINGS
+    )  # a reference model of one rank inside the policy's group
     np.savez(out / "alone-outputs.npz", logprobs=alone.forward(make_batch(), WANT)["logprobs"])
     for name in ("still", "moved"):
         np.savez(out / f"{name}-weights.npz", **moved(folder, rank, moves=name == "moved"))
@@ -53,10 +60,16 @@ def main(job: dict, index: int) -> None:
 def listening(port: int) -> list[str]:
     """Local addresses, in hexadecimal, on which ``port`` is open, to IPv4 and IPv6."""
     lines = [
-        line.split() for kind in ("tcp", "tcp6") for line in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]
+        line.split()
+        for kind in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]
     ]
     found = [local for _, local, _, state, *_ in lines if state == "0A"]
-    return [address for address, _, number in (local.partition(":") for local in found) if int(number, 16) == port]
+    return [
+        address
+        for address, _, number in (local.partition(":") for local in found)
+        if int(number, 16) == port
+    ]
 
 
 def shard(batch: Batch, rank: Rank) -> Batch:
@@ -65,9 +78,13 @@ def shard(batch: Batch, rank: Rank) -> Batch:
     return batch.take(rows[rank.index])
 
 
-def train(engine: FSDPEngine, rank: Rank, grads: Path | None, index: int, seed: int | None = None) -> list:
+def train(
+    engine: FSDPEngine, rank: Rank, grads: Path | None, index: int, seed: int | None = None
+) -> list:
     batch = make_batch(seed=index if seed is None else seed)
-    engine.forward(shard(batch, rank), WANT)  # leaves nothing gathered behind that the step would not change
+    engine.forward(
+        shard(batch, rank), WANT
+    )  # leaves nothing gathered behind that the step would not change
     engine.forward_backward(shard(batch, rank), WANT, loss, info(batch, index))
     if grads:
         np.savez(grads, **arrays(engine.gradients()))
@@ -76,7 +93,9 @@ def train(engine: FSDPEngine, rank: Rank, grads: Path | None, index: int, seed: 
 
 
 def moved(folder: Path, rank: Rank, moves: bool) -> dict[str, np.ndarray]:
-    """The weights after steps between whose phases everything leaves the device and comes back."""
+    """The weights after steps between whose phases everything leaves the device and
+    comes back.
+    """
     engine = make_engine(folder, rank, **SETTINGS)
 
     def move() -> None:
@@ -106,7 +125,9 @@ def hurt(engine: FSDPEngine, rank: Rank) -> list:
 
     engine.forward_backward(shard(batch, rank), WANT, bad, info(batch))
     result = engine.step()
-    assert all(np.array_equal(before[name], tensor) for name, tensor in arrays(engine.weights()).items())
+    assert all(
+        np.array_equal(before[name], tensor) for name, tensor in arrays(engine.weights()).items()
+    )
     return [result.applied, str(result.grad_norm)]
 
 
@@ -147,7 +168,8 @@ if __name__ == "__main__":
             process.start()
         while running := [process.sentinel for process in ranks if process.is_alive()]:
             multiprocessing.connection.wait(running)
-            if any(process.exitcode for process in ranks):  # the others would wait for it
+            # the others would wait for it
+            if any(process.exitcode for process in ranks):
                 for process in ranks:
                     process.kill()
                 sys.exit(1)

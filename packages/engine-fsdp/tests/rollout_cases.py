@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Olmo2Config, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    Olmo2Config,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from coupler.interfaces import Completion, Endpoint, Model, Rank, Request, WeightUpdate
 from coupler_engine_fsdp.config import HFConfig
@@ -17,11 +24,20 @@ FAMILIES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "o
 
 
 def make_model(folder: Path, family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """Write ``config.json`` of a random model whose distributions are not flat; return the model itself."""
+    """Write ``config.json`` of a random model whose distributions are not flat; return
+    the model itself.
+    """
     sizes: dict[str, Any] = {
-        "vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6,
-        "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "initializer_range": 0.3,
-    }  # fmt: skip
+        "vocab_size": 97,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.3,
+    }
     config = FAMILIES[family](**(sizes | changes))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -39,15 +55,24 @@ def named_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def publish(version: int, weights: Mapping[str, torch.Tensor]) -> WeightUpdate:
-    """Send weights through the in-process transport; return what a rollout receives them with."""
+    """Send weights through the in-process transport; return what a rollout receives
+    them with.
+    """
     update = WeightUpdate(
-        version, "full", "coupler.builtin.transports.inproc:InprocTransport", (Endpoint("inproc"),), 1, 5.0
+        version,
+        "full",
+        "coupler.builtin.transports.inproc:InprocTransport",
+        (Endpoint("inproc"),),
+        1,
+        5.0,
     )
     update.open().send(weights.items(), update, Rank())
     return update
 
 
-async def start(folder: Path, model: PreTrainedModel | None, version: int = 0, **config: Any) -> HFRollout:
+async def start(
+    folder: Path, model: PreTrainedModel | None, version: int = 0, **config: Any
+) -> HFRollout:
     rollout = HFRollout(HFConfig(**config), Model(str(folder)))
     await rollout.setup(Rank(seed=5))
     if model is not None:
@@ -67,7 +92,9 @@ def full_logprobs(
 
 
 def random_prompt(length: int, seed: int, vocab: int = 97) -> tuple[int, ...]:
-    return tuple(torch.randint(vocab, (length,), generator=torch.Generator().manual_seed(seed)).tolist())
+    return tuple(
+        torch.randint(vocab, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+    )
 
 
 def difference(model: PreTrainedModel, request: Request, done: Completion) -> float:

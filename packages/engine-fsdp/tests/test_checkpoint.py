@@ -1,4 +1,6 @@
-"""Checkpoint files: what is in them, and what becomes of damaged ones. Other world sizes are in test_ranks.py."""
+"""Checkpoint files: what is in them, and what becomes of damaged ones. Other world
+sizes are in test_ranks.py.
+"""
 
 from __future__ import annotations
 
@@ -44,20 +46,28 @@ def test_files_are_json_and_safetensors_that_others_read(engine: FSDPEngine, sav
 
 def test_a_save_hashes_what_it_writes(engine: FSDPEngine, tmp_path: Path) -> None:
     hashes = engine.save(tmp_path, EVERYTHING).wait(60)
-    assert hashes == dict(zip(hashes, hash_files([tmp_path / name for name in hashes]), strict=True))
+    assert hashes == dict(
+        zip(hashes, hash_files([tmp_path / name for name in hashes]), strict=True)
+    )
     assert sorted(hashes) == sorted(path.name for path in tmp_path.iterdir())
 
 
 def test_every_dtype_and_shape_comes_back(tmp_path: Path, engine: FSDPEngine) -> None:
-    made = {
-        str(dtype): torch.arange(6).reshape(3, 2).to(dtype) for dtype in checkpoint.DTYPES
-    } | {"scalar": torch.tensor(7), "empty": torch.zeros(0, 3), "odd": torch.ones(3, dtype=torch.int8)}  # fmt: skip
+    made = {str(dtype): torch.arange(6).reshape(3, 2).to(dtype) for dtype in checkpoint.DTYPES} | {
+        "scalar": torch.tensor(7),
+        "empty": torch.zeros(0, 3),
+        "odd": torch.ones(3, dtype=torch.int8),
+    }
     checkpoint.save(tmp_path, made, engine.mesh, {}).wait(60)
     read = {name: torch.zeros_like(tensor) for name, tensor in made.items()}
     checkpoint.load(tmp_path, read)
     assert all(torch.equal(read[name], tensor) for name, tensor in made.items())
     with safe_open(tmp_path / SHARD, "pt") as file:
-        assert all(torch.equal(file.get_tensor(name), tensor) for name, tensor in made.items() if tensor.numel())
+        assert all(
+            torch.equal(file.get_tensor(name), tensor)
+            for name, tensor in made.items()
+            if tensor.numel()
+        )
 
 
 def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path, engine: FSDPEngine) -> None:
@@ -127,5 +137,6 @@ def test_a_wait_has_an_end(engine: FSDPEngine, tmp_path: Path) -> None:
     with pytest.raises(WaitTimeout, match=SHARD):
         pending.wait(0.05)
     (tmp_path / SHARD).read_bytes()
-    with pytest.raises(OSError, match="Invalid argument"):  # a pipe cannot be flushed to a disk
+    # a pipe cannot be flushed to a disk
+    with pytest.raises(OSError, match="Invalid argument"):
         pending.wait(60)

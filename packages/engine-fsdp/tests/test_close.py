@@ -1,4 +1,6 @@
-"""Engines leave their process group: the last one destroys it, and a broken group does not hang."""
+"""Engines leave their process group: the last one destroys it, and a broken group does
+not hang.
+"""
 
 from __future__ import annotations
 
@@ -86,18 +88,25 @@ def test_the_last_engine_of_a_process_destroys_its_group(
 ) -> None:
     """On a GPU, torch warns of a group that is left to the end of its process."""
     run = command(ENGINES, folder_of("qwen2"), count)
-    done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=EXIT_S, check=False)
+    done = subprocess.run(
+        run, env=environment, capture_output=True, text=True, timeout=EXIT_S, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "destroy_process_group" not in done.stderr
 
 
 DIES = pytest.param(
-    "dies", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL tells nobody that a peer died: waits do")
+    "dies",
+    marks=pytest.mark.skipif(
+        torch.cuda.is_available(), reason="NCCL tells nobody that a peer died: waits do"
+    ),
 )
 
 
 @pytest.mark.parametrize("how", [DIES, "stays silent"])
-def test_an_engine_closes_after_its_collective_failed(folder_of: Folder, environment: dict[str, str], how: str) -> None:
+def test_an_engine_closes_after_its_collective_failed(
+    folder_of: Folder, environment: dict[str, str], how: str
+) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         rendezvous = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -138,7 +147,9 @@ def test_a_group_that_an_engine_found_stays(folder_of: Folder) -> None:
     if torch.distributed.is_initialized():  # left by a test before
         torch.distributed.destroy_process_group()
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        backend, store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     try:
         engine = make_engine(folder_of("qwen2"))
         engine.close()

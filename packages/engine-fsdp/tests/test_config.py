@@ -43,6 +43,7 @@ def test_backends_are_listed_without_importing_torch() -> None:
         ("rollout", "hf", "hf"),
     }
     script = (
-        "import sys, coupler_engine_fsdp.plugin; sys.exit(any(m in sys.modules for m in ('torch', 'transformers')))"
+        "import sys, coupler_engine_fsdp.plugin; sys.exit(any(m in sys.modules for m in "
+        "('torch', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -32,14 +32,20 @@ from coupler.errors import CouplerError
 from coupler.interfaces import EVERYTHING, Part, Rank
 from coupler.testing.models import read_tensors, rewrite
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="compares on the CPU: set CUDA_VISIBLE_DEVICES=")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="compares on the CPU: set CUDA_VISIBLE_DEVICES="
+)
 Folder = Callable[[str], Path]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("max_tokens", [32, 4096])
-def test_outputs_and_gradient_equal_plain_transformers(folder_of: Folder, name: str, max_tokens: int) -> None:
-    """Tied and untied heads, grouped heads, sliding windows, biases; packed into one row or into many."""
+def test_outputs_and_gradient_equal_plain_transformers(
+    folder_of: Folder, name: str, max_tokens: int
+) -> None:
+    """Tied and untied heads, grouped heads, sliding windows, biases; packed into one
+    row or into many.
+    """
     batch = make_batch()
     outputs, grads = reference(folder_of(name))
     engine = make_engine(folder_of(name), max_tokens_per_gpu=max_tokens)
@@ -63,7 +69,9 @@ def test_checkpointing_changes_no_gradient(folder_of: Folder) -> None:
 
 
 def test_bf16_is_near_fp32_with_fp32_master_weights(folder_of: Folder) -> None:
-    """One rank computes with bf16 copies: gradients, checkpoints and steps know the fp32 masters only."""
+    """One rank computes with bf16 copies: gradients, checkpoints and steps know the
+    fp32 masters only.
+    """
     batch = make_batch()
     outputs, grads = reference(folder_of("qwen2"))
     engine = make_engine(folder_of("qwen2"), dtype="bf16", max_tokens_per_gpu=64)
@@ -77,11 +85,15 @@ def test_bf16_is_near_fp32_with_fp32_master_weights(folder_of: Folder) -> None:
     assert {p.dtype for p in engine.policy.parameters()} == {torch.bfloat16}
     assert {tensor.dtype for tensor in engine.named.values()} == {torch.float32}
     engine.step()
-    assert all(torch.equal(pair.copy, pair.master.bfloat16()) for pair in engine.masters.pairs.values())
+    assert all(
+        torch.equal(pair.copy, pair.master.bfloat16()) for pair in engine.masters.pairs.values()
+    )
 
 
 def test_bf16_gradients_add_up_in_fp32(folder_of: Folder) -> None:
-    """Over micro-batches of one sequence each, a sum in bf16 would lose the small ones."""
+    """Over micro-batches of one sequence each, a sum in bf16 would lose the small
+    ones.
+    """
     batch = make_batch()
     engine = make_engine(folder_of("qwen3"), dtype="bf16", max_tokens_per_gpu=30)
     engine.forward_backward(batch, WANT, loss, info(batch))
@@ -90,14 +102,18 @@ def test_bf16_gradients_add_up_in_fp32(folder_of: Folder) -> None:
     for row in range(len(batch)):
         one = batch.take([row])
         engine.forward_backward(one, WANT, loss, info(one))
-        total = {name: total.get(name, 0) + grad for name, grad in arrays(engine.gradients()).items()}
+        total = {
+            name: total.get(name, 0) + grad for name, grad in arrays(engine.gradients()).items()
+        }
     assert len(engine._micro_batches(batch)) > 3
     assert closeness(got, total) > 0.999
 
 
 def test_sync_dtype_is_apart_from_the_dtype(folder_of: Folder) -> None:
     weights = dict(make_engine(folder_of("qwen3"), sync_dtype="bf16").weights())
-    plain = AutoModelForCausalLM.from_pretrained(folder_of("qwen3"), dtype=torch.bfloat16).state_dict()
+    plain = AutoModelForCausalLM.from_pretrained(
+        folder_of("qwen3"), dtype=torch.bfloat16
+    ).state_dict()
     assert all(torch.equal(tensor, plain[name]) for name, tensor in weights.items())
 
 
@@ -114,15 +130,25 @@ def test_weights_are_the_tensors_of_the_index(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])
 def test_steps_equal_plain_torch(folder_of: Folder, name: str) -> None:
-    """Two steps: clipping, weight decay without biases and norms, and the schedule's rates."""
+    """Two steps: clipping, weight decay without biases and norms, and the schedule's
+    rates.
+    """
     engine = make_engine(
-        folder_of(name), lr=1e-2, weight_decay=0.1, schedule="linear", warmup_steps=2, total_steps=6, max_grad_norm=0.5
+        folder_of(name),
+        lr=1e-2,
+        weight_decay=0.1,
+        schedule="linear",
+        warmup_steps=2,
+        total_steps=6,
+        max_grad_norm=0.5,
     )
     model = AutoModelForCausalLM.from_pretrained(folder_of(name), dtype=torch.float32)
     params = dict(model.named_parameters())
     decayed = [p for p in params.values() if p.ndim > 1]
     plain = [p for p in params.values() if p.ndim < 2]
-    adamw = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0}], lr=1e-2)
+    adamw = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0}], lr=1e-2
+    )
     for index, lr in enumerate((5e-3, 1e-2)):
         batch = make_batch(seed=index)
         engine.forward_backward(batch, WANT, loss, info(batch, index))
@@ -151,7 +177,9 @@ def test_a_reference_engine_beside_the_policy_holds_no_optimizer(folder_of: Fold
     assert other._optimizer is None
 
 
-def test_a_resumed_run_continues_with_schedule_and_moments(folder_of: Folder, tmp_path: Path) -> None:
+def test_a_resumed_run_continues_with_schedule_and_moments(
+    folder_of: Folder, tmp_path: Path
+) -> None:
     settings = {"lr": 1e-2, "schedule": "cosine", "warmup_steps": 3, "total_steps": 10}
     batch = make_batch()
 
@@ -175,7 +203,9 @@ def test_a_resumed_run_continues_with_schedule_and_moments(folder_of: Folder, tm
         assert torch.equal(one, other), name
 
 
-def test_parameters_alone_can_be_saved_and_a_missing_optimizer_is_named(folder_of: Folder, tmp_path: Path) -> None:
+def test_parameters_alone_can_be_saved_and_a_missing_optimizer_is_named(
+    folder_of: Folder, tmp_path: Path
+) -> None:
     engine = make_engine(folder_of("qwen3"))
     engine.save(tmp_path, frozenset({Part.PARAMS})).wait(60)
     engine.load(tmp_path, frozenset({Part.PARAMS}))
@@ -209,20 +239,31 @@ def test_the_loss_sees_every_column(folder_of: Folder) -> None:
         return loss(out, columns)
 
     make_engine(folder_of("qwen3")).forward_backward(batch, WANT, spy, info(batch))
-    assert seen.keys() == {*batch.tokens, "temperature", "seq", "cu_seqlens", "num_seqs"}  # text is no tensor
+    assert seen.keys() == {
+        *batch.tokens,
+        "temperature",
+        "seq",
+        "cu_seqlens",
+        "num_seqs",
+    }  # text is no tensor
     assert seen["num_seqs"] == 5 and seen["loss_mask"].dtype == torch.bool
     lengths = seen["cu_seqlens"].diff()
     assert torch.equal(seen["seq"], torch.repeat_interleave(torch.arange(5), lengths))
     rows = {int(n): float(t) for n, t in zip(batch.lengths, batch["temperature"], strict=True)}
-    assert [rows[n] for n in lengths.tolist()] == seen["temperature"].tolist()  # in an order of the engine's own
+    assert [rows[n] for n in lengths.tolist()] == seen[
+        "temperature"
+    ].tolist()  # in an order of the engine's own
 
 
-# --- what is refused -------------------------------------------------------------------------------------------------
+# --- what is refused
 
 
 def test_a_loss_that_is_a_scalar_is_refused(folder_of: Folder) -> None:
     engine, batch = make_engine(folder_of("qwen3")), make_batch()
-    for bad in (lambda out, _: (out["logprobs"].mean(), {}), lambda out, _: (out["logprobs"].detach(), {})):
+    for bad in (
+        lambda out, _: (out["logprobs"].mean(), {}),
+        lambda out, _: (out["logprobs"].detach(), {}),
+    ):
         with pytest.raises(CouplerError, match="one differentiable loss per token"):
             engine.forward_backward(batch, WANT, bad, info(batch))
 
@@ -267,10 +308,14 @@ def test_a_model_of_another_size_is_refused(tmp_path: Path, folder_of: Folder) -
 
 
 def test_models_whose_logprobs_would_be_wrong_are_refused(tmp_path: Path) -> None:
-    soft = write_model(tmp_path / "soft", Gemma2Config(**SHAPE, head_dim=12, final_logit_softcapping=3.0))
+    soft = write_model(
+        tmp_path / "soft", Gemma2Config(**SHAPE, head_dim=12, final_logit_softcapping=3.0)
+    )
     with pytest.raises(CouplerError, match="final_logit_softcapping"):
         make_engine(soft)
-    soft = write_model(tmp_path / "cap", Gemma2Config(**SHAPE, head_dim=12, final_logit_softcapping=None))
+    soft = write_model(
+        tmp_path / "cap", Gemma2Config(**SHAPE, head_dim=12, final_logit_softcapping=None)
+    )
     with pytest.raises(CouplerError, match="softcap"):
         make_engine(soft)
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
@@ -282,8 +327,16 @@ def test_models_whose_logprobs_would_be_wrong_are_refused(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("old", "new", "what"),
     [
-        ("experts.4.up_proj", "experts.5.up_proj", "missing: .*experts.gate_up_proj.*unexpected: .*experts.5.up_proj"),
-        ("experts.4.down_proj", "experts.4.w2", "missing: .*experts.down_proj.*unexpected: .*experts.4.w2"),
+        (
+            "experts.4.up_proj",
+            "experts.5.up_proj",
+            "missing: .*experts.gate_up_proj.*unexpected: .*experts.5.up_proj",
+        ),
+        (
+            "experts.4.down_proj",
+            "experts.4.w2",
+            "missing: .*experts.down_proj.*unexpected: .*experts.4.w2",
+        ),
     ],
 )
 def test_experts_that_are_not_the_models_are_refused(
@@ -291,14 +344,19 @@ def test_experts_that_are_not_the_models_are_refused(
 ) -> None:
     folder = folder_of("experts")
     tensors = {
-        name.replace(f"layers.1.mlp.{old}", f"layers.1.mlp.{new}"): t for name, t in read_tensors(folder).items()
+        name.replace(f"layers.1.mlp.{old}", f"layers.1.mlp.{new}"): t
+        for name, t in read_tensors(folder).items()
     }
     with pytest.raises(CouplerError, match=f"(?s){what}"):
         make_engine(rewrite(folder, tmp_path / "m", tensors))
 
 
-def test_layers_that_mix_packed_sequences_are_found(folder_of: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a model with linear attention would; its layers ignore where sequences begin."""
+def test_layers_that_mix_packed_sequences_are_found(
+    folder_of: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a model with linear attention would; its layers ignore where sequences
+    begin.
+    """
     from coupler_engine_fsdp import attention
 
     def mixed(query, key, value, packing, scaling, window):
@@ -337,7 +395,9 @@ def test_a_truncated_checkpoint_is_one_sentence(tmp_path: Path) -> None:
         make_engine(folder)
 
 
-def test_a_deterministic_rank_refuses_kernels_that_are_not(folder_of: Folder, deterministic: Rank) -> None:
+def test_a_deterministic_rank_refuses_kernels_that_are_not(
+    folder_of: Folder, deterministic: Rank
+) -> None:
     batch = make_batch()
     engine = make_engine(folder_of("qwen3"), deterministic)
     engine.forward_backward(batch, WANT, loss, info(batch))

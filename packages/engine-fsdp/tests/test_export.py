@@ -1,4 +1,6 @@
-"""An export of a model that brings its own Python code is whole: transformers loads it and computes the same."""
+"""An export of a model that brings its own Python code is whole: transformers loads it
+and computes the same.
+"""
 
 from __future__ import annotations
 
@@ -38,14 +40,25 @@ HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embedding
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model folder with code of its own, which transformers finds by its auto_map."""
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
     folder = tmp_path / "source"
     folder.mkdir()
     (folder / "configuration_own.py").write_text(CONFIGURATION)
     (folder / "modeling_own.py").write_text(MODELING)
     (folder / "names_own.py").write_text('WHO = "own"\n')
-    own = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
-    config = {"model_type": "coupler_own", "architectures": ["OwnForCausalLM"], "auto_map": own, **SIZES, **HEADS}
+    own = {
+        "AutoConfig": "configuration_own.OwnConfig",
+        "AutoModelForCausalLM": "modeling_own.OwnForCausalLM",
+    }
+    config = {
+        "model_type": "coupler_own",
+        "architectures": ["OwnForCausalLM"],
+        "auto_map": own,
+        **SIZES,
+        **HEADS,
+    }
     (folder / "config.json").write_text(json.dumps(config))
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(seeded(folder), trust_remote_code=True)

@@ -1,4 +1,6 @@
-"""The operators around flash-attn-4, with a stand-in for its kernels, which need a GPU."""
+"""The operators around flash-attn-4, with a stand-in for its kernels, which need a
+GPU.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def by_piece(ends: tuple[Tensor, Tensor]) -> list[tuple[slice, slice]]:
 
 def probabilities(query: Tensor, key: Tensor, scale: float) -> Tensor:
     """Causal ones of a piece, [heads, queries, keys]; its last query sees all keys."""
-    scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(HEADS // KV_HEADS, 1)) * scale
+    scores = (
+        torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(HEADS // KV_HEADS, 1)) * scale
+    )
     seen = torch.ones(scores.shape[1:], dtype=torch.bool).tril(scores.shape[2] - scores.shape[1])
     return scores.masked_fill(~seen, -torch.inf).softmax(-1)
 
@@ -34,12 +38,20 @@ def stand_in_forward(query, key, value, *, cu_seqlens_q, cu_seqlens_k, softmax_s
     outs = []
     for q, k in by_piece((cu_seqlens_q, cu_seqlens_k)):
         attention = probabilities(query[q], key[k], softmax_scale)
-        outs.append(torch.einsum("hqk,khd->qhd", attention, value[k].repeat_interleave(HEADS // KV_HEADS, 1)))
+        outs.append(
+            torch.einsum(
+                "hqk,khd->qhd", attention, value[k].repeat_interleave(HEADS // KV_HEADS, 1)
+            )
+        )
     return torch.cat(outs), query.new_zeros(query.shape[1], query.shape[0])
 
 
-def stand_in_backward(query, key, value, out, grad, lse, *, cu_seqlens_q, cu_seqlens_k, softmax_scale, **_):
-    """Gradients with the strides of their tensors: ``torch.zeros_like``, as the kernels make them."""
+def stand_in_backward(
+    query, key, value, out, grad, lse, *, cu_seqlens_q, cu_seqlens_k, softmax_scale, **_
+):
+    """Gradients with the strides of their tensors: ``torch.zeros_like``, as the kernels
+    make them.
+    """
     assert out.shape == grad.shape
     assert lse.shape == (query.shape[1], query.shape[0])
     grads = [torch.zeros_like(x) for x in (query, key, value)]
@@ -67,7 +79,9 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tensors(contiguous: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value; gathered keys have their heads before their tokens in memory."""
+    """Query, key and value; gathered keys have their heads before their tokens in
+    memory.
+    """
     torch.manual_seed(0)
     query = torch.randn(sum(QUERIES), HEADS, DIM)
     key, value = (torch.randn(KV_HEADS, sum(KEYS), DIM).transpose(0, 1) for _ in range(2))
@@ -75,13 +89,18 @@ def tensors(contiguous: bool) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def further() -> tuple[object, ...]:
-    ends = (torch.tensor([0, *torch.tensor(sizes).cumsum(0)], dtype=torch.int32) for sizes in (QUERIES, KEYS))
+    ends = (
+        torch.tensor([0, *torch.tensor(sizes).cumsum(0)], dtype=torch.int32)
+        for sizes in (QUERIES, KEYS)
+    )
     return *ends, max(QUERIES), max(KEYS), DIM**-0.5, 0
 
 
 @pytest.mark.parametrize("contiguous", [True, False], ids=["plain", "gathered"])
 def test_the_operators_keep_what_they_promise_to_a_compiler(contiguous: bool) -> None:
-    """Shapes, dtypes and strides are those of the fake kernels, forward and backward."""
+    """Shapes, dtypes and strides are those of the fake kernels, forward and
+    backward.
+    """
     inputs = [x.requires_grad_() for x in tensors(contiguous)]
     torch.library.opcheck(flash_4, (*inputs, *further()))
 

@@ -1,4 +1,6 @@
-"""One GPU: fused attention, mixed precision, memory that comes back. Skipped without one."""
+"""One GPU: fused attention, mixed precision, memory that comes back. Skipped without
+one.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import CONFIGS, WANT, arrays, closeness, info, loss, make_batch, make_engine, reference, worst
+from helpers import (
+    CONFIGS,
+    WANT,
+    arrays,
+    closeness,
+    info,
+    loss,
+    make_batch,
+    make_engine,
+    reference,
+    worst,
+)
 
 from coupler.interfaces import EVERYTHING, Part, Rank
 from coupler_engine_fsdp import attention
@@ -23,20 +36,29 @@ def test_fp32_equals_plain_transformers(folder_of: Folder, name: str) -> None:
     batch = make_batch()
     outputs, grads = reference(folder_of(name))
     engine = make_engine(folder_of(name), dtype="fp32", max_tokens_per_gpu=64)
-    np.testing.assert_allclose(engine.forward(batch, WANT)["logprobs"], outputs["logprobs"], atol=5e-5)
+    np.testing.assert_allclose(
+        engine.forward(batch, WANT)["logprobs"], outputs["logprobs"], atol=5e-5
+    )
     engine.forward_backward(batch, WANT, loss, info(batch))
     assert worst(arrays(engine.gradients()), grads) < 5e-5
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("name", ["qwen3", "wide", "mistral"])  # by the fused kernels; its heads are too narrow
+@pytest.mark.parametrize(
+    "name", ["qwen3", "wide", "mistral"]
+)  # by the fused kernels; its heads are too narrow
 def test_bf16_through_fused_attention_is_near_fp32(
     folder_of: Folder, name: str, checkpointing: bool, compiled: bool
 ) -> None:
     batch = make_batch()
     outputs, grads = reference(folder_of(name))
-    engine = make_engine(folder_of(name), max_tokens_per_gpu=64, gradient_checkpointing=checkpointing, compile=compiled)
+    engine = make_engine(
+        folder_of(name),
+        max_tokens_per_gpu=64,
+        gradient_checkpointing=checkpointing,
+        compile=compiled,
+    )
     assert np.abs(engine.forward(batch, WANT)["logprobs"] - outputs["logprobs"]).mean() < 0.05
     engine.forward_backward(batch, WANT, loss, info(batch))
     got = arrays(engine.gradients())
@@ -55,9 +77,15 @@ KERNELS = {  # what attention._fused takes, of what is installed
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_shared_prompts_by_every_kernel_are_near_fp32(
-    folder_of: Folder, monkeypatch: pytest.MonkeyPatch, kernel: str, compiled: bool, checkpointing: bool
+    folder_of: Folder,
+    monkeypatch: pytest.MonkeyPatch,
+    kernel: str,
+    compiled: bool,
+    checkpointing: bool,
 ) -> None:
-    """Keys of a shared prompt are gathered, and so are not contiguous; a compiled layer asks about strides."""
+    """Keys of a shared prompt are gathered, and so are not contiguous; a compiled layer
+    asks about strides.
+    """
     for name, chosen in KERNELS[kernel].items():
         if chosen and not getattr(attention, name):
             pytest.skip(f"{kernel} is not installed, or not for this GPU")
@@ -76,7 +104,9 @@ def test_shared_prompts_by_every_kernel_are_near_fp32(
 
 
 def test_layers_compile_once_for_all_lengths(folder_of: Folder) -> None:
-    """Every batch has another number of tokens and sequences, another longest one. One of two graphs shares prompts."""
+    """Every batch has another number of tokens and sequences, another longest one. One
+    of two graphs shares prompts.
+    """
     torch._dynamo.reset()
     engine = make_engine(folder_of("qwen3"), compile=True)
     graphs: list[int] = []
@@ -90,12 +120,18 @@ def test_layers_compile_once_for_all_lengths(folder_of: Folder) -> None:
 
 
 def test_bf16_steps_equal_adamw(folder_of: Folder) -> None:
-    """Clipping, AdamW and the bf16 copies in one pass, on gradients of one micro-batch and of several."""
+    """Clipping, AdamW and the bf16 copies in one pass, on gradients of one micro-batch
+    and of several.
+    """
     settings = {"lr": 1e-2, "weight_decay": 0.1, "max_grad_norm": 0.5, "sync_dtype": "fp32"}
     engine = make_engine(folder_of("qwen3"), **settings)
-    want = {name: torch.from_numpy(w).double().requires_grad_() for name, w in arrays(engine.weights()).items()}
+    want = {
+        name: torch.from_numpy(w).double().requires_grad_()
+        for name, w in arrays(engine.weights()).items()
+    }
     groups = [
-        {"params": [w for w in want.values() if (w.ndim > 1) == wide], "weight_decay": wide * 0.1} for wide in (1, 0)
+        {"params": [w for w in want.values() if (w.ndim > 1) == wide], "weight_decay": wide * 0.1}
+        for wide in (1, 0)
     ]
     adamw = torch.optim.AdamW(groups, lr=1e-2)
     start = {name: w.detach().clone() for name, w in want.items()}
@@ -119,11 +155,15 @@ def test_bf16_steps_equal_adamw(folder_of: Folder) -> None:
     for name, got in arrays(engine.weights()).items():
         moved = float((want[name] - start[name]).abs().max())
         assert np.abs(got - want[name].detach().numpy()).max() < 1e-3 * moved, name
-    assert all(torch.equal(pair.copy, pair.master.bfloat16()) for pair in engine.masters.pairs.values())
+    assert all(
+        torch.equal(pair.copy, pair.master.bfloat16()) for pair in engine.masters.pairs.values()
+    )
 
 
 def test_offload_of_gradients_alone(folder_of: Folder) -> None:
-    """As core does before the rollout wakes: a gradient may not live elsewhere than its parameter."""
+    """As core does before the rollout wakes: a gradient may not live elsewhere than its
+    parameter.
+    """
     batch = make_batch()
     engine = make_engine(folder_of("qwen3"))
     engine.forward_backward(batch, WANT, loss, info(batch))
@@ -153,11 +193,14 @@ def test_offload_frees_the_device_and_changes_nothing(folder_of: Folder) -> None
                 engine.onload(frozenset({Part.OPTIMIZER}))
             engine.step()
         results.append(arrays(engine.weights()))
-    assert worst(results[1], results[0]) < 1e-2  # the fused kernel's backward is not deterministic
+    # the fused kernel's backward is not deterministic
+    assert worst(results[1], results[0]) < 1e-2
 
 
 @pytest.mark.parametrize("name", ["qwen3", "wide"])
-def test_a_deterministic_rank_gives_equal_bits(folder_of: Folder, name: str, deterministic: Rank) -> None:
+def test_a_deterministic_rank_gives_equal_bits(
+    folder_of: Folder, name: str, deterministic: Rank
+) -> None:
     """Sums over many prompts and vocabulary tiles, in bf16 through the fused kernel."""
     batch = make_batch(200)
     engine = make_engine(folder_of(name), deterministic)
@@ -176,5 +219,9 @@ def test_a_checkpoint_continues(folder_of: Folder, tmp_path: Path) -> None:
     engine.save(tmp_path, EVERYTHING).wait(60)
     resumed = make_engine(folder_of("qwen2"), lr=1e-2)
     resumed.load(tmp_path, EVERYTHING)
-    np.testing.assert_array_equal(resumed.forward(batch, WANT)["logprobs"], engine.forward(batch, WANT)["logprobs"])
-    assert {v.device.type for s in resumed._optimizer.adamw.state.values() for v in s.values()} == {"cuda"}
+    np.testing.assert_array_equal(
+        resumed.forward(batch, WANT)["logprobs"], engine.forward(batch, WANT)["logprobs"]
+    )
+    assert {v.device.type for s in resumed._optimizer.adamw.state.values() for v in s.values()} == {
+        "cuda"
+    }

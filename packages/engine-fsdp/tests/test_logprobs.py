@@ -18,7 +18,9 @@ def on_device():
 def naive(hidden, weight, bias, targets, temperature, entropy):
     logits = torch.nn.functional.linear(hidden, weight, bias)
     log_p = (logits if temperature is None else logits / temperature[:, None]).log_softmax(-1)
-    return log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1) if entropy else None
+    return log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(
+        -1
+    ) if entropy else None
 
 
 def inputs(with_bias: bool):
@@ -28,11 +30,14 @@ def inputs(with_bias: bool):
     return hidden, weight.requires_grad_(), bias, torch.randint(0, V, (R,))
 
 
-@pytest.mark.parametrize("chunk", [1, 3 * R * 128, 2**21])  # the narrowest tiles; wider; one
+# the narrowest tiles; wider; one
+@pytest.mark.parametrize("chunk", [1, 3 * R * 128, 2**21])
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_values_and_gradients_equal_those_of_the_full_logits(chunk, entropy, scaled, with_bias) -> None:
+def test_values_and_gradients_equal_those_of_the_full_logits(
+    chunk, entropy, scaled, with_bias
+) -> None:
     hidden, weight, bias, targets = inputs(with_bias)
     temperature = torch.rand(R) + 0.5 if scaled else None
     leaves = [leaf for leaf in (hidden, weight, bias) if leaf is not None]
@@ -43,8 +48,12 @@ def test_values_and_gradients_equal_those_of_the_full_logits(chunk, entropy, sca
         total = (logprobs * slopes[0]).sum() + ((values * slopes[1]).sum() if entropy else 0)
         return logprobs, values, torch.autograd.grad(total, leaves)
 
-    double = [x.double() if x is not None and x.is_floating_point() else x for x in (hidden, weight, bias)]
-    true = run(naive, *double, targets, None if temperature is None else temperature.double(), entropy)
+    double = [
+        x.double() if x is not None and x.is_floating_point() else x for x in (hidden, weight, bias)
+    ]
+    true = run(
+        naive, *double, targets, None if temperature is None else temperature.double(), entropy
+    )
     ours = run(token_logprobs, hidden, weight, bias, targets, temperature, entropy, chunk)
     torch.testing.assert_close(ours[0].double(), true[0], atol=1e-5, rtol=1e-5)
     assert (ours[1] is None) == (not entropy)
@@ -68,7 +77,9 @@ def test_a_row_that_is_not_finite_reaches_no_other_row() -> None:
 def test_no_rows_give_a_gradient_of_zero() -> None:
     _, weight, _, _ = inputs(False)
     hidden = torch.zeros(0, H, requires_grad=True)
-    logprobs, entropy = token_logprobs(hidden, weight, None, torch.zeros(0, dtype=torch.int64), None, True)
+    logprobs, entropy = token_logprobs(
+        hidden, weight, None, torch.zeros(0, dtype=torch.int64), None, True
+    )
     (logprobs.sum() + entropy.sum()).backward()
     assert hidden.grad.shape == (0, H) and not weight.grad.any()
 
@@ -79,7 +90,11 @@ def test_only_a_tile_of_the_logits_is_kept() -> None:
     saved: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         token_logprobs(hidden, weight, bias, targets, torch.ones(R), True)
-    own = sum(x.numel() for x in saved if x.data_ptr() not in {y.data_ptr() for y in (hidden, weight, bias)})
+    own = sum(
+        x.numel()
+        for x in saved
+        if x.data_ptr() not in {y.data_ptr() for y in (hidden, weight, bias)}
+    )
     assert own <= 5 * R
 
 
@@ -89,4 +104,6 @@ def test_bf16_is_computed_in_fp32() -> None:
     got, entropy = token_logprobs(hidden, weight, None, targets, None, True)
     want, _ = naive(hidden.double(), weight.double(), None, targets, None, False)
     assert got.dtype == entropy.dtype == torch.float32
-    assert (got - want).abs().max() < (0.05 if DEVICE == "cpu" else 1e-4)  # a CPU rounds products to bf16
+    assert (got - want).abs().max() < (
+        0.05 if DEVICE == "cpu" else 1e-4
+    )  # a CPU rounds products to bf16

@@ -1,4 +1,6 @@
-"""LoRA: what is trained, what a rollout gets, and the policy without it as the reference."""
+"""LoRA: what is trained, what a rollout gets, and the policy without it as the
+reference.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def train(engine: FSDPEngine, steps: int = 3) -> None:
 
 def test_it_starts_as_the_model(engine: FSDPEngine, folder_of: Folder) -> None:
     outputs, _ = reference(folder_of("qwen2"))
-    np.testing.assert_allclose(engine.forward(make_batch(), WANT)["logprobs"], outputs["logprobs"], atol=5e-5)
+    np.testing.assert_allclose(
+        engine.forward(make_batch(), WANT)["logprobs"], outputs["logprobs"], atol=5e-5
+    )
     plain = arrays(make_engine(folder_of("qwen2")).weights())
     for name, tensor in arrays(engine.weights()).items():
         np.testing.assert_array_equal(tensor, plain[name], err_msg=name)
@@ -57,7 +61,9 @@ def test_gradients_follow_from_those_of_the_weights(engine: FSDPEngine, folder_o
 
 
 def test_a_rollout_gets_the_sum(engine: FSDPEngine, folder_of: Folder, tmp_path: Path) -> None:
-    """A model of the weights that were sent has the engine's log-probs; only linear maps of layers have moved."""
+    """A model of the weights that were sent has the engine's log-probs; only linear
+    maps of layers have moved.
+    """
     train(engine)
     plain = make_engine(folder_of("qwen2"))
     before = arrays(plain.weights())
@@ -67,18 +73,35 @@ def test_a_rollout_gets_the_sum(engine: FSDPEngine, folder_of: Folder, tmp_path:
     batch = make_batch(seed=9)
     got, want = (e.forward(batch, WANT)["logprobs"] for e in (engine, plain))
     np.testing.assert_allclose(got, want, atol=2e-5)
-    moved = {name for name, tensor in arrays(engine.weights()).items() if not np.array_equal(tensor, before[name])}
+    moved = {
+        name
+        for name, tensor in arrays(engine.weights()).items()
+        if not np.array_equal(tensor, before[name])
+    }
     assert moved == {name for name in before if "_proj.weight" in name}
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_apart_they_add_up_to_the_sum(folder_of: Folder, dtype: str) -> None:
-    """Every A and B that is trained travels, B with its scale; the weights beneath are the folder's."""
-    engine = make_engine(folder_of("qwen2"), lora_rank=RANK, lora_alpha=ALPHA, lr=1e-2, dtype=dtype, sync_dtype="fp32")
+    """Every A and B that is trained travels, B with its scale; the weights beneath are
+    the folder's.
+    """
+    engine = make_engine(
+        folder_of("qwen2"),
+        lora_rank=RANK,
+        lora_alpha=ALPHA,
+        lr=1e-2,
+        dtype=dtype,
+        sync_dtype="fp32",
+    )
     train(engine)
-    base, adapter, merged = (arrays(w()) for w in (engine.base_weights, engine.adapter_weights, engine.weights))
+    base, adapter, merged = (
+        arrays(w()) for w in (engine.base_weights, engine.adapter_weights, engine.weights)
+    )
     plain = arrays(make_engine(folder_of("qwen2")).weights())
-    assert {name: tensor.tolist() for name, tensor in base.items()} == {n: t.tolist() for n, t in plain.items()}
+    assert {name: tensor.tolist() for name, tensor in base.items()} == {
+        n: t.tolist() for n, t in plain.items()
+    }
     assert len(adapter) == len(engine.adapter.parameters()) == 2 * 7 * 2
     for name, tensor in merged.items():
         a, b = names_of(name)
@@ -103,11 +126,17 @@ def test_without_the_adapter_it_is_the_reference(folder_of: Folder, checkpointin
     assert np.abs(engine.forward(make_batch(), WANT)["logprobs"] - before).max() > 1e-2
 
 
-def test_a_checkpoint_holds_the_adapter_alone(engine: FSDPEngine, folder_of: Folder, tmp_path: Path) -> None:
+def test_a_checkpoint_holds_the_adapter_alone(
+    engine: FSDPEngine, folder_of: Folder, tmp_path: Path
+) -> None:
     train(engine)
     engine.save(tmp_path, EVERYTHING).wait(60)
-    size, weights = sum(p.stat().st_size for p in tmp_path.iterdir()), sum(w.nbytes for w in engine.named.values())
-    assert size < 0.5 * weights  # with the optimizer, which is twice as large as what is trained
+    size, weights = (
+        sum(p.stat().st_size for p in tmp_path.iterdir()),
+        sum(w.nbytes for w in engine.named.values()),
+    )
+    # with the optimizer, which is twice as large as what is trained
+    assert size < 0.5 * weights
     resumed = make_engine(folder_of("qwen2"), lora_rank=RANK, lora_alpha=ALPHA, lr=1e-2)
     resumed.load(tmp_path, EVERYTHING)
     batch = make_batch(seed=9)

@@ -18,17 +18,25 @@ CPU = torch.device("cpu")
 def batch_of(*sequences: tuple[list[int], list[int]]) -> Batch:
     """Sequences of (prompt, completion)."""
     tokens = [token for prompt, completion in sequences for token in (*prompt, *completion)]
-    mask = [flag for prompt, completion in sequences for flag in [False] * len(prompt) + [True] * len(completion)]
+    mask = [
+        flag
+        for prompt, completion in sequences
+        for flag in [False] * len(prompt) + [True] * len(completion)
+    ]
     lengths = np.array([len(prompt) + len(completion) for prompt, completion in sequences])
     return Batch(lengths, {"tokens": np.array(tokens, np.int32), "loss_mask": np.array(mask)})
 
 
 def context_of(packed: Packed, row: int) -> list[int]:
-    """The tokens that row ``row`` of the prediction is made from, as the attention of its source sees them."""
+    """The tokens that row ``row`` of the prediction is made from, as the attention of
+    its source sees them.
+    """
     source = int(packed.sources[row])
     piece = int(torch.searchsorted(packed.packing.cu_queries, source, right=True)) - 1
     begin, end = packed.packing.cu_keys[piece : piece + 2].tolist()
-    keys = torch.arange(begin, end) if packed.packing.keys is None else packed.packing.keys[begin:end]
+    keys = (
+        torch.arange(begin, end) if packed.packing.keys is None else packed.packing.keys[begin:end]
+    )
     behind = int(packed.packing.cu_queries[piece + 1]) - 1 - source
     seen = keys[: len(keys) - behind]
     assert packed.positions[0, seen].tolist() == list(range(len(seen)))
@@ -36,7 +44,9 @@ def context_of(packed: Packed, row: int) -> list[int]:
 
 
 def test_a_prompt_of_several_completions_stands_there_once() -> None:
-    batch = batch_of(([1, 2, 3], [4, 5]), ([7, 8], [9]), ([1, 2, 3], [6]), ([1, 2, 3], []), ([1, 2], [3, 4]))
+    batch = batch_of(
+        ([1, 2, 3], [4, 5]), ([7, 8], [9]), ([1, 2, 3], [6]), ([1, 2, 3], []), ([1, 2], [3, 4])
+    )
     packed = pack(batch, CPU)
     assert sorted(packed.tokens[0].tolist()) == sorted([1, 2, 3, 4, 7, 8, 1, 2, 3])
     assert packed.rows.tolist() == [3, 4, 7, 11, 17, 18]
@@ -52,9 +62,16 @@ def test_nothing_is_gathered_where_little_repeats() -> None:
 
 
 def test_what_nothing_is_predicted_from_is_not_computed() -> None:
-    """The last predicted token of a sequence, and an observation behind it; a sequence without any is whole."""
-    tokens, mask = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [False, True, False, True, False, False, False, False, True, False]
-    batch = Batch(np.array([6, 2, 2]), {"tokens": np.array(tokens, np.int32), "loss_mask": np.array(mask)})
+    """The last predicted token of a sequence, and an observation behind it; a sequence
+    without any is whole.
+    """
+    tokens, mask = (
+        [1, 2, 3, 4, 5, 6, 7, 8, 9, 10],
+        [False, True, False, True, False, False, False, False, True, False],
+    )
+    batch = Batch(
+        np.array([6, 2, 2]), {"tokens": np.array(tokens, np.int32), "loss_mask": np.array(mask)}
+    )
     with pytest.raises(CouplerError, match="first token of a sequence"):
         pack(batch, CPU)
     batch = batch.with_tokens(loss_mask=np.array([*mask[:8], False, True]))
@@ -67,7 +84,10 @@ def test_what_nothing_is_predicted_from_is_not_computed() -> None:
 def test_every_prediction_sees_its_own_sequence(seed: int) -> None:
     random = np.random.default_rng(seed)
     prompts = [random.integers(0, 9, random.integers(1, 6)).tolist() for _ in range(3)]
-    sequences = [(prompts[i], random.integers(0, 9, random.integers(0, 5)).tolist()) for i in random.integers(0, 3, 12)]
+    sequences = [
+        (prompts[i], random.integers(0, 9, random.integers(0, 5)).tolist())
+        for i in random.integers(0, 3, 12)
+    ]
     packed = pack(batch_of(*sequences), CPU)
     expected = [prompt + done[:i] for prompt, done in sequences for i in range(len(done))]
     assert [context_of(packed, row) for row in range(len(expected))] == expected
@@ -75,7 +95,9 @@ def test_every_prediction_sees_its_own_sequence(seed: int) -> None:
 
 @pytest.mark.parametrize("window", [None, 30])
 def test_blocks_of_dense_attention_see_what_each_piece_sees(window: int | None) -> None:
-    """Short sequences in one block, a family cut into several, a prompt and a completion longer than a block."""
+    """Short sequences in one block, a family cut into several, a prompt and a
+    completion longer than a block.
+    """
     sizes = [
         (5, []),
         (7, [40, 60, 50, 90]),
@@ -94,15 +116,22 @@ def test_blocks_of_dense_attention_see_what_each_piece_sees(window: int | None) 
     seen = torch.zeros(total, total, dtype=torch.bool)
     position = torch.zeros(total, dtype=torch.int64)
     for piece in pieces:
-        before, own = torch.arange(piece.prompt_begin, piece.prompt_end), torch.arange(piece.begin, piece.end)
+        before, own = (
+            torch.arange(piece.prompt_begin, piece.prompt_end),
+            torch.arange(piece.begin, piece.end),
+        )
         position[own] = torch.arange(len(own)) + len(before)
         seen[own[:, None], before] = True
         seen[own[:, None], own] = own[:, None] >= own
     if window is not None:
         seen &= position[:, None] - position < window
     torch.manual_seed(0)
-    inputs = query, key, value = [torch.randn(1, heads, total, 8, requires_grad=True) for heads in (4, 2, 2)]
-    blocked = packed_attention(torch.nn.Module(), query, key, value, None, None, window, Packing.of(pieces, CPU))[0]
+    inputs = query, key, value = [
+        torch.randn(1, heads, total, 8, requires_grad=True) for heads in (4, 2, 2)
+    ]
+    blocked = packed_attention(
+        torch.nn.Module(), query, key, value, None, None, window, Packing.of(pieces, CPU)
+    )[0]
     dense = scaled_dot_product_attention(query, key, value, seen, enable_gqa=True).transpose(1, 2)
     torch.testing.assert_close(blocked, dense, rtol=1e-5, atol=1e-5)
     slope = torch.randn_like(dense)
@@ -111,7 +140,9 @@ def test_blocks_of_dense_attention_see_what_each_piece_sees(window: int | None) 
 
 
 @pytest.mark.parametrize(("max_tokens", "together"), [(40, True), (12, False)])
-def test_micro_batches_keep_a_prompt_group_together_that_fits(max_tokens: int, together: bool) -> None:
+def test_micro_batches_keep_a_prompt_group_together_that_fits(
+    max_tokens: int, together: bool
+) -> None:
     batch = Batch(np.full(12, 5), {"tokens": np.zeros(60, np.int32)}, {"group": np.arange(12) % 3})
     parts = split(batch, max_tokens)
     assert max(5 * len(part) for part in parts) <= max_tokens

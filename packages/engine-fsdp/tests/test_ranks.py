@@ -1,4 +1,6 @@
-"""Several ranks over gloo and over NCCL: sharded sums, hybrid sharding, checkpoints at another world size."""
+"""Several ranks over gloo and over NCCL: sharded sums, hybrid sharding, checkpoints at
+another world size.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,14 @@ CASES = {
     "experts": ("experts", {}),
 }
 BF16 = {
-    "bf16": ("qwen3", {"dtype": "bf16", "gradient_checkpointing": True}),  # attention by the fused kernel on a GPU
+    "bf16": (
+        "qwen3",
+        {"dtype": "bf16", "gradient_checkpointing": True},
+    ),  # attention by the fused kernel on a GPU
     "bf16-hybrid": ("mistral", {"dtype": "bf16", "fsdp_size": 2, "reshard_after_forward": False}),
 }
-LORA = {"lora": ("llama", {"lora_rank": 6})}  # rows of A that no number of ranks here divides
+# rows of A that no number of ranks here divides
+LORA = {"lora": ("llama", {"lora_rank": 6})}
 SETTINGS = {"lr": 1e-2, "max_tokens_per_gpu": 40, "dtype": "fp32"}
 STEPS = 2
 NUM_GPUS = torch.cuda.device_count()
@@ -40,7 +46,8 @@ NUM_GPUS = torch.cuda.device_count()
 def spawn(
     tmp_path: Path, cases: dict[str, tuple[str, dict]], worlds: list[int], visible: dict[str, str]
 ) -> dict[int, list[Path]]:
-    """Run every case on each number of ranks (see ranks_main.py); return the folder that each rank wrote.
+    """Run every case on each number of ranks (see ranks_main.py); return the folder
+    that each rank wrote.
 
     The first, largest world saves a checkpoint, the others load it.
     """
@@ -51,11 +58,17 @@ def spawn(
             probe.bind(("127.0.0.1", 0))
             rendezvous = f"127.0.0.1:{probe.getsockname()[1]}"
         saved = {"save" if world == worlds[0] else "load": str(tmp_path / "checkpoint")}
-        jobs.append({"rendezvous": rendezvous, "outs": [str(out) for out in outs], "cases": cases, **saved})
+        jobs.append(
+            {"rendezvous": rendezvous, "outs": [str(out) for out in outs], "cases": cases, **saved}
+        )
     launcher = Path(__file__).with_name("ranks_main.py")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **visible}
     done = subprocess.run(
-        [sys.executable, str(launcher), json.dumps(jobs)], env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, str(launcher), json.dumps(jobs)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-6000:]
     return runs
@@ -70,17 +83,29 @@ def loaded(path: Path) -> dict[str, np.ndarray]:
     scope="module",
     params=[
         "gloo",
-        pytest.param("nccl", marks=[pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS < 2, reason="no 2 GPUs")]),
+        pytest.param(
+            "nccl", marks=[pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS < 2, reason="no 2 GPUs")]
+        ),
     ],
 )
 def runs(
     request: pytest.FixtureRequest, folder_of: Folder, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[int, list[Path]]:
-    """What 4 and 2 ranks wrote; 4 ranks saved a checkpoint that 2 ranks loaded. On 2 GPUs, 2 ranks saved it."""
-    cases = {name: (str(folder_of(model)), settings) for name, (model, settings) in (CASES | BF16 | LORA).items()}
+    """What 4 and 2 ranks wrote; 4 ranks saved a checkpoint that 2 ranks loaded. On 2
+    GPUs, 2 ranks saved it.
+    """
+    cases = {
+        name: (str(folder_of(model)), settings)
+        for name, (model, settings) in (CASES | BF16 | LORA).items()
+    }
     on_gpus = request.param == "nccl"
     worlds = [world for world in (4, 2) if not on_gpus or world <= NUM_GPUS]
-    return spawn(tmp_path_factory.mktemp("ranks"), cases, worlds, {} if on_gpus else {"CUDA_VISIBLE_DEVICES": ""})
+    return spawn(
+        tmp_path_factory.mktemp("ranks"),
+        cases,
+        worlds,
+        {} if on_gpus else {"CUDA_VISIBLE_DEVICES": ""},
+    )
 
 
 def of_world(runs: dict[int, list[Path]], world: int) -> list[Path]:
@@ -91,7 +116,9 @@ def of_world(runs: dict[int, list[Path]], world: int) -> list[Path]:
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("case", CASES)
-def test_ranks_sum_to_the_gradient_of_plain_transformers(runs, folder_of: Folder, world: int, case: str) -> None:
+def test_ranks_sum_to_the_gradient_of_plain_transformers(
+    runs, folder_of: Folder, world: int, case: str
+) -> None:
     """Rank 0 has no sequence at all; the others differ in micro-batches."""
     want = reference(folder_of(CASES[case][0]))[1]
     for rank, out in enumerate(of_world(runs, world)):
@@ -113,8 +140,12 @@ def test_every_rank_sends_the_whole_adapter(runs, folder_of: Folder, world: int)
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("case", BF16)
-def test_ranks_in_bf16_are_near_plain_transformers(runs, folder_of: Folder, world: int, case: str) -> None:
-    """Shards are reduced in fp32, so that ranks are no further off than transformers' own bf16 is."""
+def test_ranks_in_bf16_are_near_plain_transformers(
+    runs, folder_of: Folder, world: int, case: str
+) -> None:
+    """Shards are reduced in fp32, so that ranks are no further off than transformers'
+    own bf16 is.
+    """
     folder = folder_of(BF16[case][0])
     want, plain = reference(folder)[1], reference(folder, dtype=torch.bfloat16)[1]
     first, *others = [loaded(out / f"{case}-grads.npz") for out in of_world(runs, world)]
@@ -126,7 +157,9 @@ def test_ranks_in_bf16_are_near_plain_transformers(runs, folder_of: Folder, worl
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("case", CASES | LORA)
 def test_ranks_step_as_one(runs, folder_of: Folder, world: int, case: str) -> None:
-    """Norms, clipping and AdamW on shards; a non-finite gradient on one rank is applied on none."""
+    """Norms, clipping and AdamW on shards; a non-finite gradient on one rank is applied
+    on none.
+    """
     model, settings = (CASES | LORA)[case]
     one = make_engine(folder_of(model), **{**SETTINGS, **settings, "fsdp_size": 0})
     want = []
@@ -149,7 +182,10 @@ def test_ranks_step_as_one(runs, folder_of: Folder, world: int, case: str) -> No
 def test_every_rank_refuses_a_sequence_that_is_too_long_for_one(runs) -> None:
     for outs in runs.values():
         for out in outs:
-            assert "engine.max_tokens_per_gpu" in json.loads((out / "sharded.json").read_text())["too_long"]
+            assert (
+                "engine.max_tokens_per_gpu"
+                in json.loads((out / "sharded.json").read_text())["too_long"]
+            )
 
 
 def test_forward_on_ranks_equals_plain_transformers(runs, folder_of: Folder) -> None:
@@ -158,18 +194,24 @@ def test_forward_on_ranks_equals_plain_transformers(runs, folder_of: Folder) -> 
         parts = make_batch().with_tokens(want=want)
         shards = [parts.take(rows) for rows in ([], *parts.partition(world - 1))]
         for out, shard in zip(outs, shards, strict=True):
-            np.testing.assert_allclose(loaded(out / "sharded-outputs.npz")["logprobs"], shard["want"], atol=2e-5)
+            np.testing.assert_allclose(
+                loaded(out / "sharded-outputs.npz")["logprobs"], shard["want"], atol=2e-5
+            )
 
 
 def test_an_engine_of_one_rank_lives_inside_a_larger_group(runs, folder_of: Folder) -> None:
     want = reference(folder_of("qwen2"))[0]["logprobs"]
     for outs in runs.values():
         for out in outs:
-            np.testing.assert_allclose(loaded(out / "alone-outputs.npz")["logprobs"], want, atol=2e-5)
+            np.testing.assert_allclose(
+                loaded(out / "alone-outputs.npz")["logprobs"], want, atol=2e-5
+            )
 
 
 def test_memory_that_moves_off_the_device_and_back_changes_nothing(runs) -> None:
-    """Parameters, gradients and optimizer, between all phases of a step. On the CPU there is nowhere to go."""
+    """Parameters, gradients and optimizer, between all phases of a step. On the CPU
+    there is nowhere to go.
+    """
     for outs in runs.values():
         for out in outs:
             still, moved = loaded(out / "still-weights.npz"), loaded(out / "moved-weights.npz")
@@ -206,5 +248,11 @@ def test_the_rendezvous_listens_on_loopback_alone(runs) -> None:
 
 
 def test_replicas_write_one_copy(runs) -> None:
-    names = sorted(path.name for path in (of_world(runs, 4)[0].parent / "checkpoint-hybrid").iterdir())
-    assert names == ["index.json", "shard-00000-of-00002.safetensors", "shard-00001-of-00002.safetensors"]
+    names = sorted(
+        path.name for path in (of_world(runs, 4)[0].parent / "checkpoint-hybrid").iterdir()
+    )
+    assert names == [
+        "index.json",
+        "shard-00000-of-00002.safetensors",
+        "shard-00001-of-00002.safetensors",
+    ]

@@ -25,16 +25,25 @@ LENGTHS = (1, 3, 17, 40, 5, 5, 9, 60)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_equals_generate_of_transformers(tmp_path: Path, family: str, tied: bool) -> None:
     model = make_model(tmp_path, family, tie_word_embeddings=tied)
-    requests = [Request(random_prompt(n, n + i), 8 + 4 * i, temperature=0) for i, n in enumerate(LENGTHS)]
+    requests = [
+        Request(random_prompt(n, n + i), 8 + 4 * i, temperature=0) for i, n in enumerate(LENGTHS)
+    ]
 
     async def run() -> None:
-        rollout = await start(tmp_path, model, max_sequences=5)  # the others join when rows leave
-        for request, done in zip(requests, await asyncio.gather(*map(rollout.generate, requests)), strict=True):
+        # the others join when rows leave
+        rollout = await start(tmp_path, model, max_sequences=5)
+        for request, done in zip(
+            requests, await asyncio.gather(*map(rollout.generate, requests)), strict=True
+        ):
             ids = torch.tensor([request.prompt])
             expected = model.generate(  # type: ignore[operator]
-                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=request.max_tokens,
-                eos_token_id=None, pad_token_id=0,
-            )  # fmt: skip
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=request.max_tokens,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
             assert list(done.tokens) == expected[0, len(request.prompt) :].tolist()
             assert done.finish == "length"
             assert difference(model, request, done) < 1e-4  # of temperature 1
@@ -43,7 +52,9 @@ def test_greedy_equals_generate_of_transformers(tmp_path: Path, family: str, tie
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_logprobs_are_those_of_a_full_forward_while_rows_join_and_leave(tmp_path: Path, temperature: float) -> None:
+def test_logprobs_are_those_of_a_full_forward_while_rows_join_and_leave(
+    tmp_path: Path, temperature: float
+) -> None:
     model = make_model(tmp_path, "qwen3")
     requests = [
         Request(random_prompt(n, n), 3 + i % 30, temperature, stop=(7, 11), seed=i)
@@ -76,10 +87,15 @@ def test_samples_of_a_prompt_share_its_prefill(tmp_path: Path) -> None:
         rollout = await start(tmp_path, model, max_sequences=6)
         computed: list[int] = []
         rollout.hf.base_model.register_forward_pre_hook(
-            lambda module, args, kwargs: computed.append(kwargs["input_ids"].numel()), with_kwargs=True
+            lambda module, args, kwargs: computed.append(kwargs["input_ids"].numel()),
+            with_kwargs=True,
         )
-        requests = [Request(prefix, 4 + 3 * i, seed=i) for i in range(9)]  # three of them join beside a running sibling
-        for request, done in zip(requests, await asyncio.gather(*map(rollout.generate, requests)), strict=True):
+        requests = [
+            Request(prefix, 4 + 3 * i, seed=i) for i in range(9)
+        ]  # three of them join beside a running sibling
+        for request, done in zip(
+            requests, await asyncio.gather(*map(rollout.generate, requests)), strict=True
+        ):
             assert difference(model, request, done) < 1e-4
         assert [n for n in computed if n > 6] == [29]
 
@@ -107,14 +123,19 @@ def test_sampled_frequencies_match_the_probabilities(tmp_path: Path) -> None:
 
     async def run() -> list[tuple[int, ...]]:
         rollout = await start(tmp_path, model)
-        done = await asyncio.gather(*(rollout.generate(Request(prompt, 2, temperature, seed=i)) for i in range(n)))
+        done = await asyncio.gather(
+            *(rollout.generate(Request(prompt, 2, temperature, seed=i)) for i in range(n))
+        )
         return [d.tokens for d in done]
 
     drawn = Counter(asyncio.run(run()))
     with torch.no_grad():
         first = torch.softmax(model(torch.tensor([prompt])).logits[0, -1] / temperature, -1)
         second = torch.stack(
-            [torch.softmax(model(torch.tensor([[*prompt, t]])).logits[0, -1] / temperature, -1) for t in range(8)]
+            [
+                torch.softmax(model(torch.tensor([[*prompt, t]])).logits[0, -1] / temperature, -1)
+                for t in range(8)
+            ]
         )
     expected = n * (first[:, None] * second).numpy().ravel()
     observed = np.array([drawn[a, b] for a in range(8) for b in range(8)])
@@ -131,7 +152,9 @@ def test_sampled_frequencies_match_the_probabilities(tmp_path: Path) -> None:
 
 def test_uniform_numbers_are_uniform_and_streams_are_independent() -> None:
     index = np.arange(2000, dtype=np.uint64)
-    streams = np.stack([uniforms(np.full(2000, start), index) for start in stream_starts(list(range(50)))])
+    streams = np.stack(
+        [uniforms(np.full(2000, start), index) for start in stream_starts(list(range(50)))]
+    )
     assert streams.min() > 0
     assert streams.max() <= 1
     counts = np.histogram(streams, 100, (0, 1))[0]
@@ -141,7 +164,9 @@ def test_uniform_numbers_are_uniform_and_streams_are_independent() -> None:
 
 
 def test_a_token_of_probability_zero_is_never_drawn() -> None:
-    logprobs = torch.tensor([[-torch.inf, 0.5, -torch.inf, 0.5, -torch.inf]]).log_softmax(-1).expand(3, -1)
+    logprobs = (
+        torch.tensor([[-torch.inf, 0.5, -torch.inf, 0.5, -torch.inf]]).log_softmax(-1).expand(3, -1)
+    )
     uniform = torch.tensor([2.0**-53, 0.5, 1.0], dtype=torch.float64)
     assert sample(logprobs, uniform).tolist() == [1, 1, 3]
 
@@ -162,7 +187,8 @@ def test_malformed_requests_are_refused(tmp_path: Path) -> None:
             with pytest.raises(CouplerError, match=match):
                 await rollout.generate(request)
         done = await rollout.generate(Request(random_prompt(120, 0), 50))
-        assert (len(done.tokens), done.finish) == (8, "length")  # the model has 128 positions
+        # the model has 128 positions
+        assert (len(done.tokens), done.finish) == (8, "length")
 
     asyncio.run(run())
 
@@ -170,10 +196,15 @@ def test_malformed_requests_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        Qwen2Config(num_hidden_layers=2, use_sliding_window=True, sliding_window=8, max_window_layers=1),
+        Qwen2Config(
+            num_hidden_layers=2, use_sliding_window=True, sliding_window=8, max_window_layers=1
+        ),
         MistralConfig(num_hidden_layers=2, sliding_window=8),
         Gemma2Config(num_hidden_layers=2),
-        Qwen2Config(num_hidden_layers=2, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
+        Qwen2Config(
+            num_hidden_layers=2,
+            rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+        ),
     ],
     ids=["qwen2-window", "mistral", "gemma2", "dynamic-rope"],
 )
@@ -188,8 +219,13 @@ def test_long_and_short_sequences_relocate_the_cache(tmp_path: Path) -> None:
 
     async def run() -> None:
         rollout = await start(tmp_path, model, max_sequences=4, max_prefill_tokens=64)
-        requests = [Request(random_prompt(1 + (i * 37) % 90, i), (5, 150, 20, 400)[i % 4], seed=i) for i in range(12)]
-        for request, done in zip(requests, await asyncio.gather(*map(rollout.generate, requests)), strict=True):
+        requests = [
+            Request(random_prompt(1 + (i * 37) % 90, i), (5, 150, 20, 400)[i % 4], seed=i)
+            for i in range(12)
+        ]
+        for request, done in zip(
+            requests, await asyncio.gather(*map(rollout.generate, requests)), strict=True
+        ):
             assert difference(model, request, done) < 2e-4
         assert rollout.decoder.columns.store.shape[4] < 800
 

@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from rollout_cases import difference, full_logprobs, make_model, named_weights, publish, random_prompt, start
+from rollout_cases import (
+    difference,
+    full_logprobs,
+    make_model,
+    named_weights,
+    publish,
+    random_prompt,
+    start,
+)
 
 from coupler.errors import CouplerError
 from coupler.interfaces import InFlight, Memory, Request
@@ -29,14 +37,22 @@ def test_a_receipt_counts_what_arrived(tmp_path: Path, tied: bool) -> None:
     async def run() -> None:
         rollout = await start(tmp_path, None)
         receipt = await rollout.update(publish(3, weights))
-        assert (receipt.version, receipt.num_received, receipt.num_loaded) == (3, len(weights), len(weights))
+        assert (receipt.version, receipt.num_received, receipt.num_loaded) == (
+            3,
+            len(weights),
+            len(weights),
+        )
         assert receipt.num_bytes == sum(weight.nbytes for weight in weights.values())
         assert receipt.missing == receipt.unexpected == ()
         assert set(receipt.seconds) == {"receive", "load"}
         for name, weight in named_weights(rollout.hf).items():
             assert torch.equal(weight, weights[name])
 
-        fewer = {name: weight for name, weight in weights.items() if name != "model.layers.1.mlp.up_proj.weight"}
+        fewer = {
+            name: weight
+            for name, weight in weights.items()
+            if name != "model.layers.1.mlp.up_proj.weight"
+        }
         receipt = await rollout.update(publish(4, fewer | {"extra": torch.zeros(2)}))
         assert receipt.missing == ("model.layers.1.mlp.up_proj.weight",)
         assert receipt.unexpected == ("extra",)
@@ -69,7 +85,10 @@ def test_updates_take_effect_again_and_again_with_sleep_between(tmp_path: Path) 
         for version, model in enumerate(models):
             await rollout.pause(InFlight.DRAIN)
             await rollout.sleep(everything)
-            assert sum(parameter.untyped_storage().nbytes() for parameter in rollout.hf.parameters()) == 0
+            assert (
+                sum(parameter.untyped_storage().nbytes() for parameter in rollout.hf.parameters())
+                == 0
+            )
             assert rollout.decoder.columns.store.numel() == 0
             with pytest.raises(CouplerError, match="sleep"):
                 await rollout.update(publish(version, named_weights(model)))
@@ -89,7 +108,9 @@ def test_drain_finishes_what_runs_and_holds_what_comes(tmp_path: Path) -> None:
 
     async def run() -> None:
         rollout = await start(tmp_path, model, max_sequences=4)
-        running = [asyncio.create_task(rollout.generate(request)) for request in REQUESTS]  # two of them wait
+        running = [
+            asyncio.create_task(rollout.generate(request)) for request in REQUESTS
+        ]  # two of them wait
         await after(5)
         await rollout.pause(InFlight.DRAIN)
         await after(3)
@@ -98,7 +119,9 @@ def test_drain_finishes_what_runs_and_holds_what_comes(tmp_path: Path) -> None:
         assert [task.done() for task in running] == [True] * 4 + [False] * 2
         assert not late.done()
         await rollout.resume()
-        for request, done in zip([*REQUESTS, REQUESTS[0]], await asyncio.gather(*running, late), strict=True):
+        for request, done in zip(
+            [*REQUESTS, REQUESTS[0]], await asyncio.gather(*running, late), strict=True
+        ):
             assert done.finish == "length"
             assert difference(model, request, done) < 1e-4
 
@@ -142,8 +165,30 @@ def test_recompute_continues_on_new_weights(tmp_path: Path) -> None:
             assert done.versions == (7,) * cut + (8,) * (20 - cut)
             assert 0 < cut < 20
             sampled = torch.tensor(done.logprobs)
-            assert (full_logprobs(old, request.prompt, done, 1.0) - sampled)[:cut].abs().max() < 1e-4
-            assert (full_logprobs(new, request.prompt, done, 1.0) - sampled)[cut:].abs().max() < 1e-4
+            assert (full_logprobs(old, request.prompt, done, 1.0) - sampled)[
+                :cut
+            ].abs().max() < 1e-4
+            assert (full_logprobs(new, request.prompt, done, 1.0) - sampled)[
+                cut:
+            ].abs().max() < 1e-4
+
+    asyncio.run(run())
+
+
+def test_memory_does_not_sleep_under_running_requests(tmp_path: Path) -> None:
+    model = make_model(tmp_path, "qwen2")
+
+    async def run() -> None:
+        rollout = await start(tmp_path, model)
+        expected = [done.tokens for done in await asyncio.gather(*map(rollout.generate, REQUESTS))]
+        running = [asyncio.create_task(rollout.generate(request)) for request in REQUESTS]
+        await after(8)
+        with pytest.raises(CouplerError) as refused:
+            await rollout.sleep(frozenset(Memory))
+        assert str(refused.value) == (
+            "6 requests are being sampled.\n  call:  pause() before sleep()"
+        )
+        assert [done.tokens for done in await asyncio.gather(*running)] == expected
 
     asyncio.run(run())
 
@@ -180,8 +225,12 @@ def test_stale_kv_continues_on_the_old_cache(tmp_path: Path) -> None:
         for request, done in zip(REQUESTS, await asyncio.gather(*running), strict=True):
             assert done.versions == (7,) * cut + (8,) * (20 - cut)
             sampled = torch.tensor(done.logprobs)
-            assert (full_logprobs(old, request.prompt, done, 1.0) - sampled)[:cut].abs().max() < 1e-4
-            assert (full_logprobs(new, request.prompt, done, 1.0) - sampled)[cut:].abs().max() > 1e-3  # it is stale
+            assert (full_logprobs(old, request.prompt, done, 1.0) - sampled)[
+                :cut
+            ].abs().max() < 1e-4
+            assert (full_logprobs(new, request.prompt, done, 1.0) - sampled)[
+                cut:
+            ].abs().max() > 1e-3  # it is stale
 
     asyncio.run(run())
 

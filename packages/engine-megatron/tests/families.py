@@ -77,19 +77,31 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SHAPE, tie_word_embeddings=False),
     "llama3": LlamaConfig(**SHAPE, tie_word_embeddings=True, rope_parameters=LLAMA3, head_dim=16),
     "linear-rope": LlamaConfig(
-        **SHAPE, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}, tie_word_embeddings=False
+        **SHAPE,
+        rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+        tie_word_embeddings=False,
     ),
     "qwen3": Qwen3Config(**SHAPE, tie_word_embeddings=True, head_dim=16),
     "odd-sizes": Qwen3Config(
-        **{**SHAPE, "vocab_size": VOCAB + 1, "num_key_value_heads": 1}, tie_word_embeddings=False, head_dim=16
+        **{**SHAPE, "vocab_size": VOCAB + 1, "num_key_value_heads": 1},
+        tie_word_embeddings=False,
+        head_dim=16,
     ),
-    "moe": Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=16, norm_topk_prob=True, tie_word_embeddings=False),
+    "moe": Qwen3MoeConfig(
+        **SHAPE, **EXPERTS, head_dim=16, norm_topk_prob=True, tie_word_embeddings=False
+    ),
     "latent": DeepseekV3Config(**LATENT),
     "latent-yarn": DeepseekV3Config(**LATENT, rope_parameters=YARN),
-    "latent-yarn-plain": DeepseekV3Config(**LATENT, rope_parameters=without(YARN, "mscale", "mscale_all_dim")),
-    "latent-yarn-mscale-alone": DeepseekV3Config(**LATENT, rope_parameters=without(YARN, "mscale_all_dim")),
+    "latent-yarn-plain": DeepseekV3Config(
+        **LATENT, rope_parameters=without(YARN, "mscale", "mscale_all_dim")
+    ),
+    "latent-yarn-mscale-alone": DeepseekV3Config(
+        **LATENT, rope_parameters=without(YARN, "mscale_all_dim")
+    ),
     "latent-eps": DeepseekV3Config(**LATENT, rms_norm_eps=0.5),
-    "latent-eps-whole-queries": DeepseekV3Config(**{**LATENT, "q_lora_rank": None}, rms_norm_eps=0.5),
+    "latent-eps-whole-queries": DeepseekV3Config(
+        **{**LATENT, "q_lora_rank": None}, rms_norm_eps=0.5
+    ),
     "moe-not-normalised": Qwen3MoeConfig(
         **SHAPE, **EXPERTS, head_dim=16, norm_topk_prob=False, tie_word_embeddings=False
     ),
@@ -98,13 +110,17 @@ Start = Callable[..., World]
 References = Callable[[str], TransformersReference]
 
 
-def references(configs: Mapping[str, PreTrainedConfig], folders: pytest.TempPathFactory) -> References:
+def references(
+    configs: Mapping[str, PreTrainedConfig], folders: pytest.TempPathFactory
+) -> References:
     """Write a small model of a name, once."""
 
     @cache
     def make(name: str) -> TransformersReference:
         folder = folders.mktemp(name)
-        return TransformersReference(write_random(AutoModelForCausalLM.from_config(configs[name]), folder, 0))
+        return TransformersReference(
+            write_random(AutoModelForCausalLM.from_config(configs[name]), folder, 0)
+        )
 
     return make
 

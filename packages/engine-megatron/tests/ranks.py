@@ -1,4 +1,6 @@
-"""Run a function on several ranks, forked from one process that imports everything once, since that takes longest."""
+"""Run a function on several ranks, forked from one process that imports everything
+once, since that takes longest.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +29,28 @@ def _server() -> subprocess.Popen[str]:
     """Takes a job a line and answers with a line: empty, or what went wrong."""
     pipe = subprocess.PIPE
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([sys.executable, __file__], stdin=pipe, stdout=pipe, text=True, env=environment)
+    process = subprocess.Popen(
+        [sys.executable, __file__], stdin=pipe, stdout=pipe, text=True, env=environment
+    )
     atexit.register(process.kill)
     return process
 
 
 def on_ranks(function: str, num_ranks: int, folder: Path, **arguments: Any) -> list[Arrays]:
-    """Call ``module:function`` of this folder with a Rank and plain arguments; return what each rank returned."""
+    """Call ``module:function`` of this folder with a Rank and plain arguments; return
+    what each rank returned.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     folder.mkdir(parents=True, exist_ok=True)
-    job = {"function": function, "ranks": num_ranks, "folder": str(folder), "port": port, "arguments": arguments}
+    job = {
+        "function": function,
+        "ranks": num_ranks,
+        "folder": str(folder),
+        "port": port,
+        "arguments": arguments,
+    }
     server = _server()
     assert server.stdin and server.stdout
     server.stdin.write(json.dumps(job) + "\n")
@@ -75,14 +87,19 @@ def _run(job: dict[str, Any]) -> str:
     done = False
     while (running := [process.sentinel for process in ranks if process.is_alive()]) and not done:
         late = not multiprocessing.connection.wait(running, DEADLINE_S)
-        done = late or any(process.exitcode for process in ranks)  # the others would wait for it
+        # the others would wait for it
+        done = late or any(process.exitcode for process in ranks)
     for process in ranks:
         process.kill()
         process.join()
     if not any(process.exitcode for process in ranks):
         return ""
     problem = Path(job["folder"], "problem.txt")
-    return problem.read_text() if problem.exists() else f"a rank died, or took more than {DEADLINE_S} s"
+    return (
+        problem.read_text()
+        if problem.exists()
+        else f"a rank died, or took more than {DEADLINE_S} s"
+    )
 
 
 def main() -> None:

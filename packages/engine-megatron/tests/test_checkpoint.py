@@ -1,4 +1,6 @@
-"""Files of a checkpoint: each rank's share, as it was at the call; and files that are not what was written."""
+"""Files of a checkpoint: each rank's share, as it was at the call; and files that are
+not what was written.
+"""
 
 from __future__ import annotations
 
@@ -57,11 +59,16 @@ def test_ranks_write_shares_of_what_was_there_at_the_call(written: Path) -> None
         assert saved.facts["num_steps"] == 7
         for name, tensor in tensors().items():
             assert torch.equal(saved.read(name), tensor), name
-            assert torch.equal(load_file(written / index["tensors"][name])[name], tensor), "the index names its file"
+            assert torch.equal(load_file(written / index["tensors"][name])[name], tensor), (
+                "the index names its file"
+            )
 
 
 def test_a_tensor_that_is_not_there_is_named(written: Path) -> None:
-    with Saved(written) as saved, pytest.raises(CouplerError, match="does not fit this engine: it has no params/c"):
+    with (
+        Saved(written) as saved,
+        pytest.raises(CouplerError, match="does not fit this engine: it has no params/c"),
+    ):
         saved.read("params/c")
 
 
@@ -82,5 +89,6 @@ def test_a_damaged_file_is_named(copied: Path, how: str, name: str) -> None:
         save_file({"params/z": torch.zeros(1)}, path)
     else:
         path.write_bytes(path.read_bytes()[:-1] if how == "truncated" else b"")
-    with pytest.raises(CouplerError, match=name), Saved(copied) as saved:  # either may raise
+    # either may raise
+    with pytest.raises(CouplerError, match=name), Saved(copied) as saved:
         saved.read("params/b")

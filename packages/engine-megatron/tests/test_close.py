@@ -1,4 +1,6 @@
-"""Engines leave their process: the last one takes the process group and Megatron's groups with it."""
+"""Engines leave their process: the last one takes the process group and Megatron's
+groups with it.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def close_and_start_again(rank: Rank, model: str, path: str) -> Arrays:
     return {"there": np.array(there), "before": before, "again": again}
 
 
-def test_the_last_engine_of_a_process_destroys_its_groups(reference_of: References, tmp_path: Path) -> None:
+def test_the_last_engine_of_a_process_destroys_its_groups(
+    reference_of: References, tmp_path: Path
+) -> None:
     reference = reference_of("llama")
     make_batch(reference).save(tmp_path / "batch.npz")
     arguments = {"model": str(reference.folder), "path": str(tmp_path / "batch.npz")}

@@ -1,4 +1,6 @@
-"""What stands in for CUDA: known by name, made for known versions of Megatron-Core, and gone afterwards."""
+"""What stands in for CUDA: known by name, made for known versions of Megatron-Core, and
+gone afterwards.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from coupler_engine_megatron.config import MegatronConfig
 from coupler_engine_megatron.engine import MegatronEngine
 from coupler_engine_megatron.plugin import coupler_doctor
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is replaced beside a GPU")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="nothing is replaced beside a GPU"
+)
 OF_TORCH = {"torch.cuda", "torch.cuda.random", "torch.cuda.nvtx", "Tensor", "Module"}
 OF_MEGATRON = {
     "megatron.core.tensor_parallel.mappings",
@@ -37,15 +41,21 @@ def values() -> list[Any]:
 
 
 def test_it_is_known_what_is_replaced() -> None:
-    """In these places only, and what is not there is what Transformer Engine would have brought."""
+    """In these places only, and what is not there is what Transformer Engine would have
+    brought.
+    """
     assert cpu.replaced().keys() == OF_TORCH | OF_MEGATRON
     absent = {attribute for owner, attribute, _ in PLACES if not hasattr(owner, attribute)}
     assert absent <= {"te_general_gemm", "TELinear"}
 
 
-def test_the_doctor_lists_it_for_a_run_of_this_engine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_lists_it_for_a_run_of_this_engine_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def report(engine: EngineConfig) -> list[Finding]:
-        return list(coupler_doctor(SimpleNamespace(engine=engine, critic=SimpleNamespace(engine=None))))
+        return list(
+            coupler_doctor(SimpleNamespace(engine=engine, critic=SimpleNamespace(engine=None)))
+        )
 
     lines = {finding.text for finding in report(MegatronConfig())}
     assert len(lines) == len(OF_TORCH | OF_MEGATRON)
@@ -53,14 +63,19 @@ def test_the_doctor_lists_it_for_a_run_of_this_engine_alone(monkeypatch: pytest.
     assert report(EngineConfig()) == list(coupler_doctor(None)) == []
     monkeypatch.setattr(cpu, "version", lambda _: "0.17.0")
     (finding,) = report(MegatronConfig())
-    assert (finding.verdict, finding.fix) == ("problem", "pip install 'megatron-core==0.16.*', or a GPU")
+    assert (finding.verdict, finding.fix) == (
+        "problem",
+        "pip install 'megatron-core==0.16.*', or a GPU",
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert report(MegatronConfig()) == []
 
 
 @pytest.mark.parametrize("failing", [False, True])
 def test_everything_is_put_back(failing: bool) -> None:
-    """After the last of several calls, in whatever thread, and after one that failed."""
+    """After the last of several calls, in whatever thread, and after one that
+    failed.
+    """
     before, entered, go = values(), threading.Event(), threading.Event()
 
     def beside() -> None:
@@ -76,7 +91,9 @@ def test_everything_is_put_back(failing: bool) -> None:
         if failing:
             raise ZeroDivisionError
     during = values()
-    assert all(now is not original for now, original in zip(during, before, strict=True)), "the other thread is inside"
+    assert all(now is not original for now, original in zip(during, before, strict=True)), (
+        "the other thread is inside"
+    )
     go.set()
     other.join()
     after = values()
@@ -91,7 +108,9 @@ def test_another_megatron_is_refused_before_anything_is_replaced(
 ) -> None:
     monkeypatch.setattr(cpu, "version", lambda _: version)
     monkeypatch.setattr(cpu._Replaced, "enter", lambda _: pytest.fail("something was replaced"))
-    with pytest.raises(CouplerError, match=rf"runs megatron-core 0\.16 without a GPU, not {version}"):
+    with pytest.raises(
+        CouplerError, match=rf"runs megatron-core 0\.16 without a GPU, not {version}"
+    ):
         MegatronEngine(MegatronConfig(), Model(str(tmp_path))).setup(Rank())
 
 

@@ -1,4 +1,6 @@
-"""Families and layouts beyond the kit's, against transformers in float64; and what setup refuses."""
+"""Families and layouts beyond the kit's, against transformers in float64; and what
+setup refuses.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,24 @@ from coupler_engine_megatron.engine import MegatronEngine
 
 LAYOUTS = {  # (model, ranks, settings)
     "virtual-pipeline": ("llama", 2, {"pipeline_parallel": 2, "virtual_pipeline": 2}),
-    "virtual-pipeline-tied": ("qwen3", 4, {"tensor_parallel": 2, "pipeline_parallel": 2, "virtual_pipeline": 2}),
-    "pipeline-tied-uneven": ("qwen3", 3, {"pipeline_parallel": 3, "first_stage_layers": 1, "last_stage_layers": 1}),
+    "virtual-pipeline-tied": (
+        "qwen3",
+        4,
+        {"tensor_parallel": 2, "pipeline_parallel": 2, "virtual_pipeline": 2},
+    ),
+    "pipeline-tied-uneven": (
+        "qwen3",
+        3,
+        {"pipeline_parallel": 3, "first_stage_layers": 1, "last_stage_layers": 1},
+    ),
     "experts-over-data": ("moe", 2, {"expert_parallel": 2}),
     "experts-over-data-4": ("moe", 4, {"expert_parallel": 4}),
     "experts-over-context": ("moe", 2, {"expert_parallel": 2, "context_parallel": 2}),
-    "experts-virtual-pipeline": ("moe", 4, {"expert_parallel": 2, "pipeline_parallel": 2, "virtual_pipeline": 2}),
+    "experts-virtual-pipeline": (
+        "moe",
+        4,
+        {"expert_parallel": 2, "pipeline_parallel": 2, "virtual_pipeline": 2},
+    ),
     "experts-whole-on-tensor-ranks": ("moe", 2, {"tensor_parallel": 2}),
     "latent-experts": ("latent-yarn", 2, {"expert_parallel": 2}),
     "latent-tensor": ("latent-yarn", 2, {"tensor_parallel": 2, "expert_parallel": 2}),
@@ -47,11 +61,20 @@ LAYOUTS = {  # (model, ranks, settings)
     "groups-of-layers": ("llama", 1, {"recompute_num_layers": 2}),
     "first-layers": ("llama", 1, {"recompute_method": "block", "recompute_num_layers": 3}),
     "overlap": ("llama", 2, {"overlap_grad_reduce": True, "overlap_param_gather": True}),
-    "overlap-experts": ("moe", 2, {"expert_parallel": 2, "overlap_grad_reduce": True, "max_tokens_per_gpu": 14}),
+    "overlap-experts": (
+        "moe",
+        2,
+        {"expert_parallel": 2, "overlap_grad_reduce": True, "max_tokens_per_gpu": 14},
+    ),
     "overlap-pipeline": (
         "qwen3",
         4,
-        {"pipeline_parallel": 2, "virtual_pipeline": 2, "overlap_grad_reduce": True, "overlap_param_gather": True},
+        {
+            "pipeline_parallel": 2,
+            "virtual_pipeline": 2,
+            "overlap_grad_reduce": True,
+            "overlap_param_gather": True,
+        },
     ),
     "nothing-again": ("llama", 1, {"gradient_checkpointing": "none"}),
     "small-tiles": ("llama", 1, {"logits_tile": 128}),
@@ -90,7 +113,11 @@ def test_a_layout_changes_no_gradient(layout: str, reference_of: References, sta
     [
         ("qwen3", (4, {"tensor_parallel": 2, "pipeline_parallel": 2}), (1, {})),
         ("qwen3", (4, {"tensor_parallel": 2, "pipeline_parallel": 2}), (4, {})),
-        ("qwen3", (1, {}), (4, {"pipeline_parallel": 2, "virtual_pipeline": 2, "tensor_parallel": 2})),
+        (
+            "qwen3",
+            (1, {}),
+            (4, {"pipeline_parallel": 2, "virtual_pipeline": 2, "tensor_parallel": 2}),
+        ),
         (
             "moe",
             (4, {"expert_parallel": 2, "pipeline_parallel": 2, "last_stage_layers": 1}),
@@ -130,7 +157,9 @@ def test_a_checkpoint_is_read_in_another_layout(
 def test_weights_alone_are_loaded_before_and_after_training(
     reference_of: References, start: Start, tmp_path: Path
 ) -> None:
-    """A reference has no optimizer; one that trains goes on from the loaded weights, not from its master copies."""
+    """A reference has no optimizer; one that trains goes on from the loaded weights,
+    not from its master copies.
+    """
     reference = reference_of("llama")
     batch = weighted(make_batch(reference))
     source, plain, trained = (start(reference.folder) for _ in range(3))
@@ -144,24 +173,40 @@ def test_weights_alone_are_loaded_before_and_after_training(
             np.testing.assert_array_equal(value, want[tensor], err_msg=tensor)
     trained.gradient([batch], "coupler.testing.losses:surrogate")
     for tensor, value in trained.weights().items():
-        assert np.abs(value - want[tensor]).max() <= 3e-3, tensor  # two steps of lr at most
+        # two steps of lr at most
+        assert np.abs(value - want[tensor]).max() <= 3e-3, tensor
 
 
 def test_the_cpu_is_cuda_only_inside_of_a_call(reference_of: References, start: Start) -> None:
-    """Nothing that stands in for CUDA is left behind where another backend of the process would meet it."""
+    """Nothing that stands in for CUDA is left behind where another backend of the
+    process would meet it.
+    """
     import torch
 
-    names = ("current_device", "device_count", "Stream", "get_rng_state", "FloatTensor", "default_generators")
-    before = [getattr(torch.cuda, name) for name in names] + [torch.Tensor.cuda, torch.nn.Module.cuda]
+    names = (
+        "current_device",
+        "device_count",
+        "Stream",
+        "get_rng_state",
+        "FloatTensor",
+        "default_generators",
+    )
+    before = [getattr(torch.cuda, name) for name in names] + [
+        torch.Tensor.cuda,
+        torch.nn.Module.cuda,
+    ]
     reference = reference_of("llama")
     world = start(reference.folder)
     world.gradient([weighted(make_batch(reference))], "coupler.testing.losses:surrogate")
-    assert [getattr(torch.cuda, name) for name in names] + [torch.Tensor.cuda, torch.nn.Module.cuda] == before
+    assert [getattr(torch.cuda, name) for name in names] + [
+        torch.Tensor.cuda,
+        torch.nn.Module.cuda,
+    ] == before
     with pytest.raises((RuntimeError, AssertionError)):
         torch.zeros(1, device="cuda")
 
 
-# --- what is refused -------------------------------------------------------------------------------------------------
+# --- what is refused
 
 
 def refusal(folder: Path, head: Head = Head.LM, **settings: object) -> str:
@@ -184,7 +229,10 @@ def changed(folder: Path, target: Path, **values: object) -> Path:
         ({"model_type": "mistral"}, "of type 'mistral'"),
         ({"hidden_act": "gelu"}, "its activation is 'gelu'"),
         ({"rope_parameters": {**LLAMA3, "low_freq_factor": 2.0}}, "other factors than Llama 3's"),
-        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "type 'dynamic'"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "type 'dynamic'",
+        ),
         ({"attention_bias": True}, "does not fit the model"),
     ],
 )
@@ -207,7 +255,8 @@ def test_a_yarn_that_transformers_computes_otherwise_is_refused(
 ) -> None:
     folder = changed(reference_of("latent-yarn").folder, tmp_path / "model", rope_parameters=rope)
     assert refusal(folder) == (
-        f"engine=megatron cannot train model.path of type 'deepseek_v3': its yarn rotary embedding {what}."
+        "engine=megatron cannot train model.path of type 'deepseek_v3': its yarn rotary "
+        f"embedding {what}."
     )
 
 
@@ -230,7 +279,9 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     assert "is not a folder" in refusal(tmp_path / "nothing")
 
 
-def test_a_checkpoint_with_other_tensors_is_refused(reference_of: References, tmp_path: Path) -> None:
+def test_a_checkpoint_with_other_tensors_is_refused(
+    reference_of: References, tmp_path: Path
+) -> None:
     folder = reference_of("llama").folder
     tensors = read_tensors(folder)
     tensors["model.layers.0.extra.weight"] = tensors.pop("model.layers.0.mlp.up_proj.weight")
@@ -239,7 +290,9 @@ def test_a_checkpoint_with_other_tensors_is_refused(reference_of: References, tm
     assert "unexpected:  model.layers.0.extra.weight" in text
 
 
-def test_a_long_sequence_on_one_rank_stops_all_of_them(reference_of: References, start: Start) -> None:
+def test_a_long_sequence_on_one_rank_stops_all_of_them(
+    reference_of: References, start: Start
+) -> None:
     reference = reference_of("llama")
     world = start(reference.folder, 2)
     batch = make_batch(reference, (29, 4))
@@ -248,7 +301,9 @@ def test_a_long_sequence_on_one_rank_stops_all_of_them(reference_of: References,
 
 
 def test_a_whole_weight_that_is_marked_as_a_part_is_none() -> None:
-    """Transformer Engine's linear maps mark all weights so: whole ones would count once a rank in a gradient's norm."""
+    """Transformer Engine's linear maps mark all weights so: whole ones would count once
+    a rank in a gradient's norm.
+    """
     layer = nn.ModuleDict({"attention": nn.Linear(2, 2), "mlp": nn.Linear(2, 2)})
     for name, mode in {"attention": None, "mlp": "column"}.items():
         layer[name].parallel_mode, layer[name].weight.tensor_model_parallel = mode, True

@@ -1,4 +1,6 @@
-"""Experts as one grouped product: against a product of each, with experts that get no token."""
+"""Experts as one grouped product: against a product of each, with experts that get no
+token.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,11 @@ def linear(kind: type[GroupedLinear] = ColumnGroupedLinear, ranks: int = 1) -> G
     groups = SimpleNamespace(expt_tp=SimpleNamespace(size=lambda: ranks))
     with cuda_as_cpu():
         made = kind(
-            len(COUNTS), INPUTS, OUTPUTS, config=SimpleNamespace(params_dtype=torch.float64), pg_collection=groups
+            len(COUNTS),
+            INPUTS,
+            OUTPUTS,
+            config=SimpleNamespace(params_dtype=torch.float64),
+            pg_collection=groups,
         )  # type: ignore[arg-type]
     for weight in made.parameters():
         torch.nn.init.normal_(weight)
@@ -26,7 +32,9 @@ def linear(kind: type[GroupedLinear] = ColumnGroupedLinear, ranks: int = 1) -> G
 
 
 def lay_out(layer: GroupedLinear, gap: int) -> Tensor:
-    """Put parameters and their sums into one buffer each, from the last one, as Megatron does; return the sums."""
+    """Put parameters and their sums into one buffer each, from the last one, as
+    Megatron does; return the sums.
+    """
     parameters = list(layer.parameters())[::-1]
     size = sum(p.numel() + gap for p in parameters)
     data, sums, start = torch.zeros(size), torch.zeros(size), 0
@@ -41,7 +49,9 @@ def lay_out(layer: GroupedLinear, gap: int) -> Tensor:
 
 def of_each(layer: GroupedLinear, tokens: Tensor) -> Tensor:
     weights = dict(layer.named_parameters())
-    return torch.cat([part @ weights[f"weight{i}"].T for i, part in enumerate(tokens.split(COUNTS))])
+    return torch.cat(
+        [part @ weights[f"weight{i}"].T for i, part in enumerate(tokens.split(COUNTS))]
+    )
 
 
 @pytest.mark.parametrize("gap", [0, 64], ids=["in-a-row", "apart"])
@@ -51,7 +61,10 @@ def test_it_is_a_product_of_each_expert(gap: int, adds: bool) -> None:
     lay_out(layer, gap)
     layer.adds = adds
     torch.manual_seed(0)
-    tokens, grad = torch.randn(sum(COUNTS), INPUTS, requires_grad=True), torch.randn(sum(COUNTS), OUTPUTS)
+    tokens, grad = (
+        torch.randn(sum(COUNTS), INPUTS, requires_grad=True),
+        torch.randn(sum(COUNTS), OUTPUTS),
+    )
     want = of_each(layer, tokens)
     of_tokens, *of_weights = torch.autograd.grad(want, [tokens, *layer.parameters()], grad)
     for passes in (1, 2):  # sums grow

@@ -1,4 +1,6 @@
-"""On GPUs, with Transformer Engine: bf16 against transformers in float64, for every layout that they have ranks for."""
+"""On GPUs, with Transformer Engine: bf16 against transformers in float64, for every
+layout that they have ranks for.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ from coupler_engine_megatron.engine import MegatronEngine
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
-    pytest.mark.skipif(find_spec("transformer_engine") is None, reason="there is no Transformer Engine"),
+    pytest.mark.skipif(
+        find_spec("transformer_engine") is None, reason="there is no Transformer Engine"
+    ),
 ]
 SHAPE = {
     "vocab_size": VOCAB,
@@ -47,10 +51,17 @@ SHAPE = {
     "head_dim": 64,
     "max_position_embeddings": 256,
 }
-EXPERTS = {"moe_intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
+EXPERTS = {
+    "moe_intermediate_size": 128,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SHAPE, tie_word_embeddings=False),
-    "qwen2": Qwen2Config(**{k: v for k, v in SHAPE.items() if k != "head_dim"}, tie_word_embeddings=True),
+    "qwen2": Qwen2Config(
+        **{k: v for k, v in SHAPE.items() if k != "head_dim"}, tie_word_embeddings=True
+    ),
     "qwen3": Qwen3Config(**SHAPE, tie_word_embeddings=True),
     "shared-head": Qwen3Config(**{**SHAPE, "num_key_value_heads": 1}, tie_word_embeddings=False),
     "moe": Qwen3MoeConfig(**SHAPE, **EXPERTS, tie_word_embeddings=False),
@@ -89,7 +100,10 @@ LAYOUTS = {  # (model, GPUs, settings)
     "tp2-ep2-pp2": ("moe", 4, {"tensor_parallel": 2, "expert_parallel": 2, "pipeline_parallel": 2}),
 }
 SURROGATE = "coupler.testing.losses:surrogate"
-KIT = "logprobs_and_entropy or (gradient_over_shards and even) or weights_are_the_checkpoint or adamw or routing"
+KIT = (
+    "logprobs_and_entropy or (gradient_over_shards and even) or weights_are_the_checkpoint "
+    "or adamw or routing"
+)
 WANT = (Output("logprobs"), Output("entropy"))
 
 
@@ -105,13 +119,17 @@ def start(start: Start) -> Start:
     def make(folder: Path, ranks: int, **settings: object) -> World:
         if torch.cuda.device_count() < ranks:
             pytest.skip(f"needs {ranks} GPUs")
-        return start(folder, ranks, deadline_s=300.0, **{"lr": 1e-30, "max_tokens_per_gpu": 64, **settings})
+        return start(
+            folder, ranks, deadline_s=300.0, **{"lr": 1e-30, "max_tokens_per_gpu": 64, **settings}
+        )
 
     return make
 
 
 class Rounded(TransformersReference):
-    """What transformers computes in bf16, with everything about a log-prob in fp32: what rounding costs there."""
+    """What transformers computes in bf16, with everything about a log-prob in fp32:
+    what rounding costs there.
+    """
 
     def __init__(self, exact: TransformersReference) -> None:
         super().__init__(exact.folder)
@@ -130,28 +148,43 @@ def closeness(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> float:
 
 
 def assert_routes(world: World, parts: list[Batch], reference: TransformersReference) -> None:
-    """Its own routes give equal bits; disturbed ones other log-probs, and the routers keep a gradient."""
+    """Its own routes give equal bits; disturbed ones other log-probs, and the routers
+    keep a gradient.
+    """
     both = ("logprobs", "routed_experts")
     done = world.forward(parts, both)
-    own = [p.with_tokens(routed_experts=d["routed_experts"]) for p, d in zip(parts, done, strict=True)]
+    own = [
+        p.with_tokens(routed_experts=d["routed_experts"]) for p, d in zip(parts, done, strict=True)
+    ]
     for first, again in zip(done, world.forward(own, both), strict=True):
         for name in both:
             np.testing.assert_array_equal(again[name], first[name], err_msg=name)
     number = reference.model.config.num_local_experts
-    other = [p.with_tokens(routed_experts=((p["routed_experts"] + 1) % number).astype(np.int16)) for p in own]
+    other = [
+        p.with_tokens(routed_experts=((p["routed_experts"] + 1) % number).astype(np.int16))
+        for p in own
+    ]
     for first, again in zip(done, world.forward(other, both), strict=True):
         assert np.abs(again["logprobs"] - first["logprobs"]).max() > 0.01
     grads, metrics, _ = world.gradient(other, SURROGATE)
     routers = [name for name in grads if name.endswith("mlp.gate.weight")]
-    assert len(routers) == own[0]["routed_experts"].shape[1] and all(grads[name].any() for name in routers)
+    assert len(routers) == own[0]["routed_experts"].shape[1] and all(
+        grads[name].any() for name in routers
+    )
     assert metrics["moe/route_disagreement"].value > 0.9
 
 
 def assert_close(world: World, reference: TransformersReference) -> None:
-    """With experts, both sides are sent to the same ones: in bf16 a router may choose another where two are close."""
+    """With experts, both sides are sent to the same ones: in bf16 a router may choose
+    another where two are close.
+    """
     batch = weighted(make_batch(reference))
     if any(".experts." in name for name in reference.tensors):
-        assert_routes(world, [batch.take(rows) for rows in batch.partition(world.layout.num_shards)], reference)
+        assert_routes(
+            world,
+            [batch.take(rows) for rows in batch.partition(world.layout.num_shards)],
+            reference,
+        )
         batch = batch.with_tokens(routed_experts=reference.routes(batch))
     parts = [batch.take(rows) for rows in batch.partition(world.layout.num_shards)]
     done = world.forward(parts, ("logprobs", "entropy"))
@@ -159,14 +192,21 @@ def assert_close(world: World, reference: TransformersReference) -> None:
     for name in ("logprobs", "entropy"):
         wants = [reference.outputs(part)[name] for part in parts]
         error = np.concatenate([np.abs(d[name] - w) for d, w in zip(done, wants, strict=True)])
-        limit = np.concatenate([np.abs(rounded.outputs(p)[name] - w) for p, w in zip(parts, wants, strict=True)])
-        assert error.sum() <= 1.5 * limit.sum(), f"{name}: {error.mean():.4f}, of transformers {limit.mean():.4f}"
+        limit = np.concatenate(
+            [np.abs(rounded.outputs(p)[name] - w) for p, w in zip(parts, wants, strict=True)]
+        )
+        assert error.sum() <= 1.5 * limit.sum(), (
+            f"{name}: {error.mean():.4f}, of transformers {limit.mean():.4f}"
+        )
     weights = world.weights()
     for name, tensor in reference.tensors.items():
-        rounds = not name.endswith("correction_bias")  # of a router, which is exported in fp32
+        # of a router, which is exported in fp32
+        rounds = not name.endswith("correction_bias")
         exact = torch.from_numpy(tensor).bfloat16().float().numpy() if rounds else tensor
         np.testing.assert_array_equal(weights[name], exact, err_msg=name)
-    grads, _, steps = world.gradient(parts, "coupler.testing.losses:nll", ("logprobs",))  # smooth: nothing is clipped
+    grads, _, steps = world.gradient(
+        parts, "coupler.testing.losses:nll", ("logprobs",)
+    )  # smooth: nothing is clipped
     want, other = (each.gradient(batch, losses.nll) for each in (reference, rounded))
     angle, of_rounded = (1 - closeness(each, want.grads) for each in (grads, other.grads))
     assert angle <= 1.5 * of_rounded, f"1 - cosine: {angle:.5f}, of transformers {of_rounded:.5f}"
@@ -201,7 +241,9 @@ def started(reference: TransformersReference) -> MegatronEngine:
     return engine
 
 
-def test_offloaded_memory_is_free_and_comes_back(reference_of: Callable[[str], TransformersReference]) -> None:
+def test_offloaded_memory_is_free_and_comes_back(
+    reference_of: Callable[[str], TransformersReference],
+) -> None:
     reference = reference_of("qwen3")
     engine, still = started(reference), started(reference)
     for each in (engine, still):
@@ -281,7 +323,9 @@ def test_a_deterministic_engine_repeats_itself_to_the_bit(
         np.testing.assert_array_equal(found[1][tensor], want, err_msg=tensor)
 
 
-def test_a_batch_is_one_row_without_padding(reference_of: Callable[[str], TransformersReference]) -> None:
+def test_a_batch_is_one_row_without_padding(
+    reference_of: Callable[[str], TransformersReference],
+) -> None:
     engine = started(reference_of("llama"))
     batch: Batch = make_batch(reference_of("llama"))
     assert engine._pack(batch).tokens.shape == (1, batch.num_tokens)
@@ -297,7 +341,8 @@ def test_a_batch_is_one_row_without_padding(reference_of: Callable[[str], Transf
     ids=["tp2", "pp2", "tp2-ep2"],
 )
 def test_the_kit_in_fp32(model: str, settings: list[str], tmp_path: Path) -> None:
-    """Transformer Engine's layers, with products that are not rounded to TF32, hold to twice the kit's own bound.
+    """Transformer Engine's layers, with products that are not rounded to TF32, hold to
+    twice the kit's own bound.
 
     Measured: 1.08e-5, whatever the layout, the micro-batches and the order.
     """
@@ -314,10 +359,19 @@ def test_the_kit_in_fp32(model: str, settings: list[str], tmp_path: Path) -> Non
         "no:cacheprovider",
         f"--basetemp={tmp_path}",
     ]
-    command += ["--pyargs", "coupler.testing.conformance", "--coupler", "engine=megatron", "--coupler-model", model]
+    command += [
+        "--pyargs",
+        "coupler.testing.conformance",
+        "--coupler",
+        "engine=megatron",
+        "--coupler-model",
+        model,
+    ]
     command += ["-k", KIT, "--coupler-gradient", "2e-5"]
     for setting in ("dtype=fp32", *settings):
         command += ["--coupler-set", f"engine.{setting}"]
     quiet = {**os.environ, "NVIDIA_TF32_OVERRIDE": "0", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False, env=quiet)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=1200, check=False, env=quiet
+    )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

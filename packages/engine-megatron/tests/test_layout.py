@@ -1,4 +1,6 @@
-"""Configuration, and parallel sizes that do not fit: the nearest ones are named before a device is taken."""
+"""Configuration, and parallel sizes that do not fit: the nearest ones are named before
+a device is taken.
+"""
 
 from __future__ import annotations
 
@@ -31,19 +33,31 @@ MOE = {**DENSE, "model_type": "qwen3_moe", "num_experts": 8}
 @pytest.mark.parametrize(
     ("settings", "ranks", "shape", "what", "fix"),
     [
-        ({"tensor_parallel": 2}, 3, None, "engine.ranks=3 is no multiple of", "engine.ranks=2 or 4"),
+        (
+            {"tensor_parallel": 2},
+            3,
+            None,
+            "engine.ranks=3 is no multiple of",
+            "engine.ranks=2 or 4",
+        ),
         (
             {"tensor_parallel": 3},
             3,
             DENSE,
-            "engine.tensor_parallel=3 neither divides the model's 4 key-value heads nor is a multiple of them",
+            (
+                "engine.tensor_parallel=3 neither divides the model's 4 key-value heads nor is a "
+                "multiple of them"
+            ),
             "engine.tensor_parallel=2 or 4",
         ),
         (
             {"tensor_parallel": 6},
             6,
             {**DENSE, "num_key_value_heads": 2},
-            "engine.tensor_parallel=6 does not divide the model's 256 rows of queries, keys and values",
+            (
+                "engine.tensor_parallel=6 does not divide the model's 256 rows of queries, keys "
+                "and values"
+            ),
             "engine.tensor_parallel=2 or 4",
         ),
         (
@@ -58,15 +72,30 @@ MOE = {**DENSE, "model_type": "qwen3_moe", "num_experts": 8}
             4,
             DENSE,
             "pipeline_parallel x virtual_pipeline = 4 x 4 does not divide the 24 layers",
-            "engine.first_stage_layers=4 and engine.last_stage_layers=4, or engine.pipeline_parallel=2 or 3",
+            (
+                "engine.first_stage_layers=4 and engine.last_stage_layers=4, or "
+                "engine.pipeline_parallel=2 or 3"
+            ),
         ),
-        ({"pipeline_parallel": 25}, 25, DENSE, "does not divide the 24 layers", "engine.pipeline_parallel=12 or 24"),
+        (
+            {"pipeline_parallel": 25},
+            25,
+            DENSE,
+            "does not divide the 24 layers",
+            "engine.pipeline_parallel=12 or 24",
+        ),
         (
             {"pipeline_parallel": 4, "first_stage_layers": 5},
             4,
             DENSE,
-            "with engine.first_stage_layers=5 does not split the 24 layers evenly over the other stages",
-            "engine.first_stage_layers=6, or engine.pipeline_parallel=3 or 4 with engine.first_stage_layers=0 and ",
+            (
+                "with engine.first_stage_layers=5 does not split the 24 layers evenly over the "
+                "other stages"
+            ),
+            (
+                "engine.first_stage_layers=6, or engine.pipeline_parallel=3 or 4 with "
+                "engine.first_stage_layers=0 and "
+            ),
         ),
         (
             {"pipeline_parallel": 2, "first_stage_layers": 8, "last_stage_layers": 8},
@@ -79,7 +108,10 @@ MOE = {**DENSE, "model_type": "qwen3_moe", "num_experts": 8}
             {"first_stage_layers": 3},
             1,
             None,
-            "engine.first_stage_layers and engine.last_stage_layers need engine.pipeline_parallel above 1",
+            (
+                "engine.first_stage_layers and engine.last_stage_layers need "
+                "engine.pipeline_parallel above 1"
+            ),
             "engine.first_stage_layers=0",
         ),
         (
@@ -89,9 +121,21 @@ MOE = {**DENSE, "model_type": "qwen3_moe", "num_experts": 8}
             "engine.recompute_num_layers=2 does not divide the 4 or 5 layers of each part",
             "engine.recompute_num_layers=1",
         ),
-        ({"virtual_pipeline": 2}, 1, None, "needs engine.pipeline_parallel above 1", "engine.pipeline_parallel=2"),
+        (
+            {"virtual_pipeline": 2},
+            1,
+            None,
+            "needs engine.pipeline_parallel above 1",
+            "engine.pipeline_parallel=2",
+        ),
         ({"expert_parallel": 2}, 2, DENSE, "need experts", "engine.expert_parallel=1"),
-        ({"expert_parallel": 3}, 3, MOE, "does not divide the model's 8 experts", "engine.expert_parallel=2 or 4"),
+        (
+            {"expert_parallel": 3},
+            3,
+            MOE,
+            "does not divide the model's 8 experts",
+            "engine.expert_parallel=2 or 4",
+        ),
         (
             {"tensor_parallel": 2, "sequence_parallel": False},
             2,
@@ -99,7 +143,13 @@ MOE = {**DENSE, "model_type": "qwen3_moe", "num_experts": 8}
             "would compute every expert's tokens twice",
             "engine.sequence_parallel=true",
         ),
-        ({"expert_parallel": 4}, 2, MOE, "does not divide the 2 ranks", "engine.expert_parallel=1 or 2"),
+        (
+            {"expert_parallel": 4},
+            2,
+            MOE,
+            "does not divide the 2 ranks",
+            "engine.expert_parallel=1 or 2",
+        ),
         (
             {"tensor_parallel": 4, "expert_tensor_parallel": 2},
             4,
@@ -135,13 +185,24 @@ def test_a_size_that_does_not_fit_names_the_nearest_that_do(
     [
         ({"tensor_parallel": 4, "pipeline_parallel": 2, "context_parallel": 2}, 32, DENSE),
         ({"pipeline_parallel": 4, "virtual_pipeline": 3}, 4, DENSE),
-        ({"pipeline_parallel": 4, "virtual_pipeline": 2, "first_stage_layers": 4, "last_stage_layers": 8}, 4, DENSE),
+        (
+            {
+                "pipeline_parallel": 4,
+                "virtual_pipeline": 2,
+                "first_stage_layers": 4,
+                "last_stage_layers": 8,
+            },
+            4,
+            DENSE,
+        ),
         ({"tensor_parallel": 4}, 4, {**DENSE, "num_key_value_heads": 2}),
         ({"tensor_parallel": 2, "expert_parallel": 8, "pipeline_parallel": 2}, 16, MOE),
         ({"tensor_parallel": 4, "expert_tensor_parallel": 4, "expert_parallel": 2}, 8, MOE),
     ],
 )
-def test_sizes_that_fit_are_no_problem(settings: dict[str, int], ranks: int, shape: dict[str, int]) -> None:
+def test_sizes_that_fit_are_no_problem(
+    settings: dict[str, int], ranks: int, shape: dict[str, int]
+) -> None:
     config = MegatronConfig(**settings)
     assert list(problems(config, ranks, shape)) == [] and ranks % config.ranks_per_group == 0
 
@@ -149,7 +210,10 @@ def test_sizes_that_fit_are_no_problem(settings: dict[str, int], ranks: int, sha
 def test_data_shards_that_share_experts_are_a_group() -> None:
     assert MegatronConfig(expert_parallel=2).ranks_per_group == 2
     assert MegatronConfig(tensor_parallel=2, expert_parallel=2).ranks_per_group == 2
-    assert MegatronConfig(pipeline_parallel=2, context_parallel=2, expert_parallel=4).ranks_per_group == 8
+    assert (
+        MegatronConfig(pipeline_parallel=2, context_parallel=2, expert_parallel=4).ranks_per_group
+        == 8
+    )
 
 
 LAYERS = 12
@@ -167,9 +231,15 @@ def test_megatron_splits_layers_as_the_plan_does() -> None:
 
     from coupler_engine_megatron.settings import stage_settings
 
-    assert SPLITS[2, 2, 8, 4] == [8, 4] and SPLITS[4, 1, 3, 0] == [3, 3, 3, 3] and SPLITS[4, 2, 4, 4] == [4, 2, 2, 4]
+    assert (
+        SPLITS[2, 2, 8, 4] == [8, 4]
+        and SPLITS[4, 1, 3, 0] == [3, 3, 3, 3]
+        and SPLITS[4, 2, 4, 4] == [4, 2, 2, 4]
+    )
     for (stages, turns, first, last), split in SPLITS.items():
-        ends = MegatronConfig(pipeline_parallel=stages, first_stage_layers=first, last_stage_layers=last)
+        ends = MegatronConfig(
+            pipeline_parallel=stages, first_stage_layers=first, last_stage_layers=last
+        )
         config = SimpleNamespace(
             num_layers=LAYERS,
             pipeline_model_parallel_size=stages,
@@ -183,14 +253,16 @@ def test_megatron_splits_layers_as_the_plan_does() -> None:
         for turn, stage in product(range(turns), range(stages)):
             number = get_num_layers_to_build(config, turn, stage)
             assert number == split[stage] // turns, split
-            found += range(start := get_transformer_layer_offset(config, turn, stage), start + number)
+            found += range(
+                start := get_transformer_layer_offset(config, turn, stage), start + number
+            )
         assert found == list(range(LAYERS)), split
 
 
 def test_a_plan_prints_how_ranks_split_the_work() -> None:
-    assert MegatronConfig(ranks=4, tensor_parallel=2, pipeline_parallel=2, virtual_pipeline=3).split == (
-        "tensor 2 x pipeline 2 x virtual pipeline 3"
-    )
+    assert MegatronConfig(
+        ranks=4, tensor_parallel=2, pipeline_parallel=2, virtual_pipeline=3
+    ).split == ("tensor 2 x pipeline 2 x virtual pipeline 3")
     assert MegatronConfig(ranks=4).split == ""
     assert MegatronConfig(pipeline_parallel=3, first_stage_layers=2, last_stage_layers=1).split == (
         "pipeline 3, layers: 2 on the first stage, 1 on the last stage"
@@ -202,14 +274,24 @@ def test_a_plan_says_which_sizes_no_test_has_together() -> None:
     import test_engine
     import test_routing
 
-    kit = (Path(__file__).parents[3] / "Makefile").read_text().partition("LAYOUTS := ")[2].partition("KIT_")[0]
+    kit = (
+        (Path(__file__).parents[3] / "Makefile")
+        .read_text()
+        .partition("LAYOUTS := ")[2]
+        .partition("KIT_")[0]
+    )
     every = [settings for _, _, settings in test_engine.LAYOUTS.values()]
     every += [settings for _, settings in test_routing.LAYOUTS.values()]
-    every += [{key: int(size) for key, size in re.findall(r"(\w+)=(\d+)", layout)} for layout in kit.split()]
+    every += [
+        {key: int(size) for key, size in re.findall(r"(\w+)=(\d+)", layout)}
+        for layout in kit.split()
+    ]
     splits = {MegatronConfig(**settings).split for settings in every} - {""}
     assert {re.sub(r" \d+", "", split.partition(",")[0]) for split in splits} == TESTED
     three = MegatronConfig(tensor_parallel=2, pipeline_parallel=2, context_parallel=2)
-    assert three.split == "tensor 2 x pipeline 2 x context 2 (no test of coupler-engine-megatron has these together)"
+    assert three.split == (
+        "tensor 2 x pipeline 2 x context 2 (no test of coupler-engine-megatron has these together)"
+    )
 
 
 def test_a_plan_names_the_engine_of_the_role(tmp_path: Path) -> None:
@@ -224,7 +306,9 @@ def test_a_plan_names_the_engine_of_the_role(tmp_path: Path) -> None:
     )
     lines = list(coupler_validate(config))
     assert any(
-        line.startswith("engine.tensor_parallel=3 neither") and "set engine.tensor_parallel=" in line for line in lines
+        line.startswith("engine.tensor_parallel=3 neither")
+        and "set engine.tensor_parallel=" in line
+        for line in lines
     )
     assert any(line.startswith("critic.engine.ranks=3 is no multiple") for line in lines)
     assert any(line.startswith("router_replay=R2 needs a model with experts") for line in lines)
@@ -255,7 +339,9 @@ def test_a_schedule_needs_room_for_its_parts() -> None:
 def test_the_plugin_is_listed_without_importing_megatron() -> None:
     (backend,) = coupler_backends()
     assert (backend.kind, backend.name, backend.config().name) == ("engine", "megatron", "megatron")
-    assert {"megatron-core", "mbridge", "torch", "transformers", "transformer-engine"} == set(backend.tested)
+    assert {"megatron-core", "mbridge", "torch", "transformers", "transformer-engine"} == set(
+        backend.tested
+    )
     code = (
         "import sys, coupler_engine_megatron.plugin;"
         "sys.exit(any(m in sys.modules for m in ('torch', 'megatron', 'mbridge', 'transformers')))"

@@ -1,4 +1,6 @@
-"""Every option of the optimizer and its schedule has an effect; what it remembers can leave the device."""
+"""Every option of the optimizer and its schedule has an effect; what it remembers can
+leave the device.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,9 @@ def test_parked_storages_come_back_behind_every_view() -> None:
 def test_a_gradient_is_copied_to_the_host_where_there_is_one(
     reference: TransformersReference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between a pass and its step; before and after there are zeros, of which nothing is kept."""
+    """Between a pass and its step; before and after there are zeros, of which nothing
+    is kept.
+    """
     made, still = engine(reference), engine(reference)
     monkeypatch.setattr(made, "_give_back", lambda: None)
     batch, grads = weighted(make_batch(reference)), frozenset({Part.GRADS})
@@ -93,7 +97,9 @@ def test_a_gradient_is_copied_to_the_host_where_there_is_one(
         with monkeypatch.context() as patched:
             patched.setattr(made, "device", torch.device("cuda"))
             made.offload(grads)
-            assert not any(tensor.untyped_storage().nbytes() for tensor in made._tensors(Part.GRADS))
+            assert not any(
+                tensor.untyped_storage().nbytes() for tensor in made._tensors(Part.GRADS)
+            )
             copied = [storage.copy is not None for storage in made._parked._host[Part.GRADS]]
             made.onload(grads)
         return copied
@@ -111,7 +117,9 @@ def test_a_gradient_is_copied_to_the_host_where_there_is_one(
         np.testing.assert_array_equal(value, want[name], err_msg=name)
 
 
-def test_a_saved_state_is_that_of_the_call(reference: TransformersReference, tmp_path: Path) -> None:
+def test_a_saved_state_is_that_of_the_call(
+    reference: TransformersReference, tmp_path: Path
+) -> None:
     """Training goes on while a save is under way."""
     made = engine(reference)
     train(made, reference, 1)

@@ -1,4 +1,6 @@
-"""Every option that engine=megatron declares has an effect: here is what shows it of each."""
+"""Every option that engine=megatron declares has an effect: here is what shows it of
+each.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,14 @@ SIZES = {  # of each option and Megatron's name for it, a number that no other h
     "expert_parallel": ("expert_model_parallel_size", 11),
     "expert_tensor_parallel": ("expert_tensor_parallel_size", 13),
 }
-OTHER: dict[str, tuple[Mapping[str, Any], Callable[[MegatronEngine, TransformersReference], Any]]] = {
+OTHER: dict[
+    str, tuple[Mapping[str, Any], Callable[[MegatronEngine, TransformersReference], Any]]
+] = {
     # the settings of an engine that differs from a plain one in what is read here
-    "dtype": ({"dtype": "bf16"}, lambda engine, _: next(iter(engine.catalogue.parameters.values())).dtype),
+    "dtype": (
+        {"dtype": "bf16"},
+        lambda engine, _: next(iter(engine.catalogue.parameters.values())).dtype,
+    ),
     "sync_dtype": ({"sync_dtype": "bf16"}, lambda engine, _: next(engine.weights())[1].dtype),
     "sync_bucket_mib": ({"sync_bucket_mib": 1}, lambda engine, _: engine.catalogue.bucket_bytes),
     "logits_tile": ({"logits_tile": 64}, lambda engine, _: bridge.head_of(engine.chunks[-1]).tile),
@@ -48,7 +55,8 @@ PROOFS: dict[str, object] = {
     **dict.fromkeys(OTHER, "test_an_option_reaches_what_reads_it"),
     "sequence_parallel": "test_sequence_parallelism_reaches_megatron",
     **dict.fromkeys(
-        ("first_stage_layers", "last_stage_layers"), test_layout.test_megatron_splits_layers_as_the_plan_does
+        ("first_stage_layers", "last_stage_layers"),
+        test_layout.test_megatron_splits_layers_as_the_plan_does,
     ),
     **dict.fromkeys(
         ("gradient_checkpointing", "recompute_method", "recompute_num_layers", "recompute_modules"),
@@ -57,9 +65,13 @@ PROOFS: dict[str, object] = {
     "overlap_grad_reduce": test_memory_options.test_weights_are_gathered_when_they_are_needed,
     "overlap_param_gather": test_memory_options.test_weights_are_gathered_when_they_are_needed,
     "lora_rank": test_memory_options.test_what_would_have_no_effect_is_refused,
-    **dict.fromkeys(test_routing.LOSSES, test_routing.test_routes_and_losses_do_not_depend_on_the_layout),
+    **dict.fromkeys(
+        test_routing.LOSSES, test_routing.test_routes_and_losses_do_not_depend_on_the_layout
+    ),
     "freeze_moe_router": test_routing.test_a_frozen_router_stays,
-    **dict.fromkeys(test_optimizer.OPTIONS, test_optimizer.test_an_option_changes_what_two_steps_do),
+    **dict.fromkeys(
+        test_optimizer.OPTIONS, test_optimizer.test_an_option_changes_what_two_steps_do
+    ),
     **dict.fromkeys(
         {key for settings, _ in kit.SCHEDULES.values() for key in settings},
         kit.test_the_learning_rate_follows_its_schedule,
@@ -69,7 +81,9 @@ PROOFS: dict[str, object] = {
 
 
 def test_every_option_is_shown_to_have_an_effect() -> None:
-    declared = {field.name for field in fields(MegatronConfig)} - {field.name for field in fields(EngineConfig)}
+    declared = {field.name for field in fields(MegatronConfig)} - {
+        field.name for field in fields(EngineConfig)
+    }
     assert declared == PROOFS.keys()
     assert all(proof in globals() for proof in PROOFS.values() if isinstance(proof, str))
 
@@ -79,11 +93,15 @@ def test_sizes_reach_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
     signature = inspect.signature(parallel_state.initialize_model_parallel)
     monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: False)
     monkeypatch.setattr(
-        parallel_state, "initialize_model_parallel", lambda *a, **k: told.update(signature.bind(*a, **k).arguments)
+        parallel_state,
+        "initialize_model_parallel",
+        lambda *a, **k: told.update(signature.bind(*a, **k).arguments),
     )
     monkeypatch.setattr(distributed, "model_parallel_cuda_manual_seed", lambda _: None)
     monkeypatch.setattr(distributed, "_layout", lambda: Layout((0,), (True,)))
-    distributed.split_world(MegatronConfig(**{key: size for key, (_, size) in SIZES.items()}), Rank())
+    distributed.split_world(
+        MegatronConfig(**{key: size for key, (_, size) in SIZES.items()}), Rank()
+    )
     assert {name: told[name] for name, _ in SIZES.values()} == dict(SIZES.values())
 
 
@@ -113,7 +131,10 @@ def plain(started: Callable[..., MegatronEngine]) -> MegatronEngine:
 
 @pytest.mark.parametrize("key", OTHER)
 def test_an_option_reaches_what_reads_it(
-    key: str, plain: MegatronEngine, started: Callable[..., MegatronEngine], reference: TransformersReference
+    key: str,
+    plain: MegatronEngine,
+    started: Callable[..., MegatronEngine],
+    reference: TransformersReference,
 ) -> None:
     settings, read = OTHER[key]
     assert read(started(**settings), reference) != read(plain, reference)
@@ -122,7 +143,9 @@ def test_an_option_reaches_what_reads_it(
 def test_sequence_parallelism_reaches_megatron(reference: TransformersReference) -> None:
     shape = reference.model.config
     on, off, alone = (
-        transformer_settings(MegatronConfig(tensor_parallel=size, sequence_parallel=yes), shape, Rank(), fused=False)
+        transformer_settings(
+            MegatronConfig(tensor_parallel=size, sequence_parallel=yes), shape, Rank(), fused=False
+        )
         for size, yes in ((2, True), (2, False), (1, True))
     )
     assert [each["sequence_parallel"] for each in (on, off, alone)] == [True, False, False]

@@ -1,4 +1,6 @@
-"""How sequences become a row, and what each context-parallel rank holds of it: nothing is lost, and nothing made up."""
+"""How sequences become a row, and what each context-parallel rank holds of it: nothing
+is lost, and nothing made up.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def test_every_token_is_held_once_and_predicted_from_the_one_before(
         np.testing.assert_array_equal(packed.held[packed.sources.numpy()], mine - 1)
         np.testing.assert_array_equal(packed.targets.numpy(), batch["tokens"][mine])
         assert packed.temperature is not None
-        np.testing.assert_array_equal(packed.temperature.numpy(), batch.spread(batch["temperature"])[mine])
+        np.testing.assert_array_equal(
+            packed.temperature.numpy(), batch.spread(batch["temperature"])[mine]
+        )
 
 
 @pytest.mark.parametrize(("context", "split_tokens"), [(1, 1), (1, 4), (2, 1), (2, 2), (4, 2)])
@@ -74,14 +78,19 @@ def test_sequences_are_filled_up_no_further_than_they_must(context: int, split_t
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_the_order_of_chunks_is_undone_and_is_even(size: int) -> None:
-    """Two chunks of each sequence for each rank, one from either end: under a causal mask, all see as many tokens."""
+    """Two chunks of each sequence for each rank, one from either end: under a causal
+    mask, all see as many tokens.
+    """
     length = 6 * size
     each = [positions(length, size, rank) for rank in range(size)]
     order = torch.cat(each)
     assert torch.equal(order[order.argsort()], torch.arange(length))
     assert len({int((part + 1).sum()) for part in each}) == 1
     for rank, part in enumerate(each):
-        assert part[:3].tolist() == [3 * rank, 3 * rank + 1, 3 * rank + 2] and part[-1] == length - 1 - 3 * rank
+        assert (
+            part[:3].tolist() == [3 * rank, 3 * rank + 1, 3 * rank + 2]
+            and part[-1] == length - 1 - 3 * rank
+        )
 
 
 @pytest.mark.parametrize("context", [1, 2])

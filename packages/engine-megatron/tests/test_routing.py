@@ -1,4 +1,6 @@
-"""Experts: routes and the routers' own losses in every layout, against closed forms in float64; frozen routers."""
+"""Experts: routes and the routers' own losses in every layout, against closed forms in
+float64; frozen routers.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ from coupler_engine_megatron.engine import MegatronEngine
 SURROGATE = "coupler.testing.losses:surrogate"
 BALANCE, Z = 0.3, 0.01
 LOSSES = {"moe_aux_loss_coeff": BALANCE, "moe_z_loss_coeff": Z}
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # (ranks, settings); whole batch in one micro-batch unless it says
+LAYOUTS: dict[
+    str, tuple[int, dict[str, Any]]
+] = {  # (ranks, settings); whole batch in one micro-batch unless it says
     "one-a-micro-batch": (1, {"max_tokens_per_gpu": max(LENGTHS)}),
     "two-a-micro-batch": (1, {"max_tokens_per_gpu": 2 * max(LENGTHS)}),
     "all-at-once": (1, {}),
@@ -42,9 +46,22 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # (ranks, settings); whole b
     "tp2-etp2": (2, {"tensor_parallel": 2, "expert_tensor_parallel": 2}),
     "ep2-pp2-vpp2": (
         4,
-        {"expert_parallel": 2, "pipeline_parallel": 2, "virtual_pipeline": 2, "max_tokens_per_gpu": 14},
+        {
+            "expert_parallel": 2,
+            "pipeline_parallel": 2,
+            "virtual_pipeline": 2,
+            "max_tokens_per_gpu": 14,
+        },
     ),
-    "tp2-cp2": (4, {"tensor_parallel": 2, "context_parallel": 2, "expert_parallel": 4, "max_tokens_per_gpu": 14}),
+    "tp2-cp2": (
+        4,
+        {
+            "tensor_parallel": 2,
+            "context_parallel": 2,
+            "expert_parallel": 4,
+            "max_tokens_per_gpu": 14,
+        },
+    ),
 }
 
 
@@ -53,11 +70,16 @@ def routed_apart(batch: Batch, reference: TransformersReference) -> Batch:
     return weighted(disturbed(batch, reference))
 
 
-def expected(batch: Batch, reference: TransformersReference, ranks: int = 1) -> tuple[Gradient, Mapping[str, float]]:
-    """The gradient of the loss with those of the routers, and the metrics of the latter on so many ranks of experts."""
+def expected(
+    batch: Batch, reference: TransformersReference, ranks: int = 1
+) -> tuple[Gradient, Mapping[str, float]]:
+    """The gradient of the loss with those of the routers, and the metrics of the latter
+    on so many ranks of experts.
+    """
     main = reference.gradient(batch, losses.surrogate)
     model, number = reference.model, len(reference._routers)
-    found: list[torch.Tensor] = []  # logits of a layer, and the experts that are chosen in the end
+    # logits of a layer, and the experts that are chosen in the end
+    found: list[torch.Tensor] = []
     hooks = []
     for name, part in model.named_modules():
         if name.endswith("mlp.gate"):
@@ -77,7 +99,11 @@ def expected(batch: Batch, reference: TransformersReference, ranks: int = 1) -> 
             counts[layer] += load
             fraction = load * experts / (chosen.shape[1] * one.num_tokens)
             sigmoid = model.config.model_type == "deepseek_v3"
-            scores = logits.sigmoid() / logits.sigmoid().sum(1, keepdim=True) if sigmoid else logits.softmax(1)
+            scores = (
+                logits.sigmoid() / logits.sigmoid().sum(1, keepdim=True)
+                if sigmoid
+                else logits.softmax(1)
+            )
             balance = balance + one.num_tokens / total * (fraction * scores.mean(0)).sum()
             z = z + logits.logsumexp(1).square().sum() / total
     (BALANCE * balance + Z * z).backward()
@@ -85,7 +111,9 @@ def expected(batch: Batch, reference: TransformersReference, ranks: int = 1) -> 
         hook.remove()
     grads: Arrays = {}
     for name, p in model.named_parameters():
-        grads |= as_saved(name, np.zeros(tuple(p.shape)) if p.grad is None else p.grad.numpy().copy())
+        grads |= as_saved(
+            name, np.zeros(tuple(p.shape)) if p.grad is None else p.grad.numpy().copy()
+        )
     metrics = {
         "moe/aux_loss": float(balance) / number,
         "moe/z_loss": float(z) / number,
@@ -94,7 +122,9 @@ def expected(batch: Batch, reference: TransformersReference, ranks: int = 1) -> 
     if ranks > 1:
         apart = counts.unflatten(1, (ranks, experts // ranks)).sum(2)
         metrics["moe/max_rank_load"] = float((apart.amax(1) / apart.mean(1)).mean())
-    return Gradient({name: grad + grads.get(name, 0) for name, grad in main.grads.items()}, main.metrics), metrics
+    return Gradient(
+        {name: grad + grads.get(name, 0) for name, grad in main.grads.items()}, main.metrics
+    ), metrics
 
 
 def assert_metrics(got: Metrics, want: Mapping[str, float]) -> None:
@@ -104,17 +134,28 @@ def assert_metrics(got: Metrics, want: Mapping[str, float]) -> None:
 def assert_same_bits(world: World, parts: list[Batch], reference: TransformersReference) -> None:
     done = world.forward(parts, BOTH)
     for part, first in zip(parts, done, strict=True):
-        np.testing.assert_array_equal(np.sort(first["routed_experts"], 2), np.sort(reference.routes(part), 2))
-    known = [part.with_tokens(routed_experts=first["routed_experts"]) for part, first in zip(parts, done, strict=True)]
+        np.testing.assert_array_equal(
+            np.sort(first["routed_experts"], 2), np.sort(reference.routes(part), 2)
+        )
+    known = [
+        part.with_tokens(routed_experts=first["routed_experts"])
+        for part, first in zip(parts, done, strict=True)
+    ]
     for first, again in zip(done, world.forward(known, ("logprobs",)), strict=True):
         np.testing.assert_array_equal(again["logprobs"], first["logprobs"])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_routes_and_losses_do_not_depend_on_the_layout(layout: str, reference_of: References, start: Start) -> None:
-    """Law 1 for the routers' own losses too, with routes that are replayed, and with the routers' own."""
+def test_routes_and_losses_do_not_depend_on_the_layout(
+    layout: str, reference_of: References, start: Start
+) -> None:
+    """Law 1 for the routers' own losses too, with routes that are replayed, and with
+    the routers' own.
+    """
     reference, (ranks, settings) = reference_of("moe"), LAYOUTS[layout]
-    world = start(reference.folder, ranks, **{"max_tokens_per_gpu": 200, "lr": 1e-30, **LOSSES, **settings})
+    world = start(
+        reference.folder, ranks, **{"max_tokens_per_gpu": 200, "lr": 1e-30, **LOSSES, **settings}
+    )
     batch = weighted(make_batch(reference))
     assert_same_bits(world, shards(batch, world), reference)
     for each in (batch, routed_apart(batch, reference)):
@@ -126,14 +167,19 @@ def test_routes_and_losses_do_not_depend_on_the_layout(layout: str, reference_of
         assert steps[0][1] == pytest.approx(want.norm, rel=1e-4)
         replayed = each.has("routed_experts")
         assert ("moe/route_disagreement" in metrics) == replayed
-    assert metrics["moe/route_disagreement"].value > 0.9  # nearly all others than the router's
+    # nearly all others than the router's
+    assert metrics["moe/route_disagreement"].value > 0.9
 
 
-@pytest.mark.parametrize(("ranks", "settings"), [(1, {}), (2, {"expert_parallel": 2, "context_parallel": 2})])
+@pytest.mark.parametrize(
+    ("ranks", "settings"), [(1, {}), (2, {"expert_parallel": 2, "context_parallel": 2})]
+)
 def test_a_router_of_sigmoids_with_a_bias_replays(
     ranks: int, settings: dict[str, Any], reference_of: References, start: Start
 ) -> None:
-    """DeepSeek-V3's, which looks for experts in some groups of them only; the first layer has none."""
+    """DeepSeek-V3's, which looks for experts in some groups of them only; the first
+    layer has none.
+    """
     reference = reference_of("latent-yarn")
     world = start(reference.folder, ranks, lr=1e-30, **LOSSES, **settings)
     batch = weighted(make_batch(reference))
@@ -157,8 +203,12 @@ def test_the_own_routes_do_not_disagree(reference_of: References, start: Start) 
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_frozen_router_stays(ranks: int, reference_of: References, start: Start, tmp_path: Path) -> None:
-    """It has no gradient, no step moves it, and it is exported and saved like everything else."""
+def test_a_frozen_router_stays(
+    ranks: int, reference_of: References, start: Start, tmp_path: Path
+) -> None:
+    """It has no gradient, no step moves it, and it is exported and saved like
+    everything else.
+    """
     reference = reference_of("moe")
     batch = weighted(make_batch(reference))
     world = start(reference.folder, ranks, freeze_moe_router=True, lr=1e-2)
@@ -166,7 +216,12 @@ def test_a_frozen_router_stays(ranks: int, reference_of: References, start: Star
     routers = {name for name in grads if name.endswith("mlp.gate.weight")}
     want = reference.gradient(batch, losses.surrogate)
     assert routers and not any(grads[name].any() for name in routers)
-    assert_gradient(grads, Gradient({**want.grads, **{n: np.zeros_like(want.grads[n]) for n in routers}}, want.metrics))
+    assert_gradient(
+        grads,
+        Gradient(
+            {**want.grads, **{n: np.zeros_like(want.grads[n]) for n in routers}}, want.metrics
+        ),
+    )
     world.save(tmp_path, Part.PARAMS, Part.OPTIMIZER)
     resumed = start(reference.folder, 1, freeze_moe_router=True)
     resumed.load(tmp_path, Part.PARAMS, Part.OPTIMIZER)

@@ -1,4 +1,6 @@
-"""Log-probs, entropy and sums of squares over a shared vocabulary, against the formula in float64."""
+"""Log-probs, entropy and sums of squares over a shared vocabulary, against the formula
+in float64.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ ROWS, HIDDEN, VOCAB = 37, 24, 300
 
 
 def inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
-    """Hidden states, weight, targets, temperatures, and slopes of log-probs, entropy and sums of squares."""
+    """Hidden states, weight, targets, temperatures, and slopes of log-probs, entropy
+    and sums of squares.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -37,13 +41,17 @@ def expected() -> Arrays:
     logprobs = log_p.gather(1, targets[:, None])[:, 0]
     entropy = -(log_p.exp() * log_p).sum(-1)
     outputs = {"logprobs": logprobs, "entropy": entropy, "squares": log_p.exp().square().sum(-1)}
-    sum(output @ slope.double() for output, slope in zip(outputs.values(), slopes, strict=True)).backward()
+    sum(
+        output @ slope.double() for output, slope in zip(outputs.values(), slopes, strict=True)
+    ).backward()
     found = {**outputs, "hidden": hidden.grad, "weight": weight.grad}
     return {name: tensor.detach().numpy() for name, tensor in found.items() if tensor is not None}
 
 
 def computed(rank: Rank, tile: int = 0, width: int = VOCAB) -> Arrays:
-    """What one rank gets, with ``width`` rows of the weight each; the gradient of ``hidden`` is summed over ranks."""
+    """What one rank gets, with ``width`` rows of the weight each; the gradient of
+    ``hidden`` is summed over ranks.
+    """
     join(rank, torch.device("cpu"))
     hidden, weight, targets, temperature, *slopes = inputs()
     first = rank.index * width
@@ -52,7 +60,9 @@ def computed(rank: Rank, tile: int = 0, width: int = VOCAB) -> Arrays:
     assert group is not None
     done = token_logprobs(hidden, part, targets, first, group, temperature, True, True, tile)
     outputs = dict(zip(("logprobs", "entropy", "squares"), done, strict=True))
-    torch.stack([output @ slope for output, slope in zip(outputs.values(), slopes, strict=True)]).sum().backward()
+    torch.stack(
+        [output @ slope for output, slope in zip(outputs.values(), slopes, strict=True)]
+    ).sum().backward()
     assert hidden.grad is not None and part.grad is not None
     dist.all_reduce(hidden.grad)
     found = {**outputs, "hidden": hidden.grad, "weight": part.grad}
@@ -64,14 +74,18 @@ def assert_close(got: Arrays, want: Arrays) -> None:
         assert np.abs(got[name] - true).max() <= 5e-6 * np.abs(true).max(), name
 
 
-@pytest.mark.parametrize("tile", [0, ROWS * 128, ROWS * 256], ids=["whole", "three-tiles", "two-tiles"])
+@pytest.mark.parametrize(
+    "tile", [0, ROWS * 128, ROWS * 256], ids=["whole", "three-tiles", "two-tiles"]
+)
 def test_one_rank_equals_the_formula(tile: int) -> None:
     assert_close(computed(Rank(), tile), expected())
 
 
 @pytest.mark.parametrize("width", [150, 200], ids=["even", "uneven"])
 def test_two_ranks_equal_the_formula(tmp_path: Path, width: int) -> None:
-    """Each has a part of the vocabulary; results are the same on both, and the weight's gradient is in its parts."""
+    """Each has a part of the vocabulary; results are the same on both, and the weight's
+    gradient is in its parts.
+    """
     one, two = on_ranks("test_vocab_parallel:computed", 2, tmp_path, tile=ROWS * 128, width=width)
     for name in ("logprobs", "entropy", "squares", "hidden"):
         np.testing.assert_array_equal(one[name], two[name])

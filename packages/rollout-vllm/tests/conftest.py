@@ -15,10 +15,13 @@ from coupler.testing.reference import TransformersReference
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> TransformersReference:
-    """A small Qwen2 with tied embeddings, whose folder has sampling defaults that nobody may follow."""
+    """A small Qwen2 with tied embeddings, whose folder has sampling defaults that
+    nobody may follow.
+    """
     folder = write_qwen2(tmp_path_factory.mktemp("models") / "tied", tied=True)
     (folder / "generation_config.json").write_text(
-        '{"temperature": 0.1, "top_k": 1, "repetition_penalty": 3.0, "eos_token_id": [1, 2, 3, 4, 5, 6, 7, 8]}'
+        '{"temperature": 0.1, "top_k": 1, "repetition_penalty": 3.0, "eos_token_id": [1, 2, '
+        "3, 4, 5, 6, 7, 8]}"
     )
     return TransformersReference(folder)
 

@@ -1,4 +1,6 @@
-"""An adapter that vLLM runs itself: what arrives, what is accounted for, and what has to come again."""
+"""An adapter that vLLM runs itself: what arrives, what is accounted for, and what has
+to come again.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,17 @@ import torch
 from coupler.batch import Batch
 from coupler.engine_kit.lora_names import names_of
 from coupler.errors import WeightSyncError
-from coupler.interfaces import Engine, InFlight, Memory, Model, Named, Output, Rank, Request, WeightUpdate
+from coupler.interfaces import (
+    Engine,
+    InFlight,
+    Memory,
+    Model,
+    Named,
+    Output,
+    Rank,
+    Request,
+    WeightUpdate,
+)
 from coupler.plugins.manager import Plugins
 from coupler.testing.edge import Served
 from coupler.testing.reference import TransformersReference, as_batch
@@ -22,7 +34,8 @@ from coupler.testing.subject import configured
 RANK = 4
 CLOSE, FAR = 1e-3, 1e-2  # nats: of one policy, of two
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
-PROMPTS = ((7, 8, 9), tuple(range(10, 74)), (5,))  # one of several blocks of the prefix cache
+# one of several blocks of the prefix cache
+PROMPTS = ((7, 8, 9), tuple(range(10, 74)), (5,))
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +47,9 @@ def adapted(start: Callable[..., Served]) -> Served:
 def engine(reference: TransformersReference) -> Engine:
     """An engine whose adapter is far from 0, as after much training."""
     backend = Plugins.load().get("engine", "fsdp")
-    config = configured(backend.config, {"dtype": "fp32", "lora_rank": RANK, "lora_alpha": 8.0, "lr": 1e-2})
+    config = configured(
+        backend.config, {"dtype": "fp32", "lora_rank": RANK, "lora_alpha": 8.0, "lr": 1e-2}
+    )
     made = backend.load()(config, Model(str(reference.folder)))
     made.setup(Rank(seed=1))
     return made
@@ -49,7 +64,10 @@ def move(engine: Any, seed: int) -> None:
 
 
 def sample(served: Served) -> list[Batch]:
-    requests = [Request(prompt, 8, t, seed=len(prompt)) for prompt, t in zip(PROMPTS, (1.0, 0.7, 1.3), strict=True)]
+    requests = [
+        Request(prompt, 8, t, seed=len(prompt))
+        for prompt, t in zip(PROMPTS, (1.0, 0.7, 1.3), strict=True)
+    ]
 
     async def together() -> Any:
         return await asyncio.gather(*map(served.rollout.generate, requests))
@@ -76,15 +94,20 @@ def push(served: Served, weights: Iterator[Named] | list[Named], **how: bool) ->
     return receipt
 
 
-def test_logprobs_are_the_merged_policys_after_every_update(adapted: Served, engine: Engine) -> None:
-    """Three adapters upon weights that came once; and the sum of both, which other rollouts get, gives the same."""
+def test_logprobs_are_the_merged_policys_after_every_update(
+    adapted: Served, engine: Engine
+) -> None:
+    """Three adapters upon weights that came once; and the sum of both, which other
+    rollouts get, gives the same.
+    """
     push(adapted, engine.base_weights())
     assert difference(engine, sample(adapted)) < CLOSE, "B is 0: the weights alone are the policy"
     for seed in range(3):
         before = sample(adapted)
         move(engine, seed)
         receipt = push(adapted, engine.adapter_weights(), adapter=True)
-        assert receipt.num_loaded == 2 * 7 * 2  # A and B of seven linear maps in each of two layers
+        # A and B of seven linear maps in each of two layers
+        assert receipt.num_loaded == 2 * 7 * 2
         assert (receipt.missing, receipt.unexpected) == ((), ())
         samples = sample(adapted)
         assert difference(engine, samples) < CLOSE
@@ -105,10 +128,14 @@ def test_weights_alone_put_an_adapter_away(adapted: Served, engine: Engine) -> N
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_tensor_without_its_other_half_is_named(adapted: Served, engine: Engine, which: int) -> None:
+def test_a_tensor_without_its_other_half_is_named(
+    adapted: Served, engine: Engine, which: int
+) -> None:
     push(adapted, engine.base_weights())
     dropped, alone = names_of(Q_PROJ)[which], names_of(Q_PROJ)[1 - which]
-    receipt = push(adapted, [(n, t.clone()) for n, t in engine.adapter_weights() if n != dropped], adapter=True)
+    receipt = push(
+        adapted, [(n, t.clone()) for n, t in engine.adapter_weights() if n != dropped], adapter=True
+    )
     assert (receipt.missing, receipt.unexpected) == ((dropped,), (alone,))
     assert receipt.num_loaded == receipt.num_received - 1 == 26
 
@@ -130,33 +157,44 @@ def test_what_an_earlier_adapter_had_is_missed(adapted: Served, engine: Engine) 
         "model.layers.9.self_attn.q_proj.weight",
     ],
 )
-def test_a_target_that_vllm_does_not_adapt_is_named(adapted: Served, engine: Engine, weight: str) -> None:
+def test_a_target_that_vllm_does_not_adapt_is_named(
+    adapted: Served, engine: Engine, weight: str
+) -> None:
     push(adapted, engine.base_weights())
     extra = [
-        (name, torch.ones(shape)) for name, shape in zip(names_of(weight), ((RANK, 128), (128, RANK)), strict=True)
+        (name, torch.ones(shape))
+        for name, shape in zip(names_of(weight), ((RANK, 128), (128, RANK)), strict=True)
     ]
-    receipt = push(adapted, [*((n, t.clone()) for n, t in engine.adapter_weights()), *extra], adapter=True)
+    receipt = push(
+        adapted, [*((n, t.clone()) for n, t in engine.adapter_weights()), *extra], adapter=True
+    )
     assert receipt.unexpected == names_of(weight)
     assert receipt.num_loaded == 28
 
 
 @pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize("more", [-8, 8])
-def test_a_tensor_of_another_width_is_an_error(adapted: Served, engine: Engine, which: int, more: int) -> None:
+def test_a_tensor_of_another_width_is_an_error(
+    adapted: Served, engine: Engine, which: int, more: int
+) -> None:
     """vLLM copies a narrower one into a part of its place, and says nothing."""
     push(adapted, engine.base_weights())
     name = names_of(Q_PROJ)[which]
     width = 128 + more
     other = torch.ones((RANK, width) if which == 0 else (width, RANK))
     some = [(n, other if n == name else t.clone()) for n, t in engine.adapter_weights()]
-    with pytest.raises(WeightSyncError, match=name if more < 0 else "does not fit the rollout's model"):
+    with pytest.raises(
+        WeightSyncError, match=name if more < 0 else "does not fit the rollout's model"
+    ):
         push(adapted, some, adapter=True)
 
 
 def test_a_rank_above_the_rollouts_is_refused(adapted: Served, engine: Engine) -> None:
     push(adapted, engine.base_weights())
     larger = zip(names_of(Q_PROJ), (torch.ones(9, 128), torch.ones(128, 9)), strict=True)
-    with pytest.raises(WeightSyncError, match=r"(?s)rank 9 came; .* of 8 at most.*set:  rollout.max_lora_rank"):
+    with pytest.raises(
+        WeightSyncError, match=r"(?s)rank 9 came; .* of 8 at most.*set:  rollout.max_lora_rank"
+    ):
         push(adapted, larger, adapter=True)
 
 
@@ -169,7 +207,9 @@ def test_weights_that_slept_come_again_before_an_adapter(adapted: Served, engine
         await rollout.sleep(frozenset({Memory.WEIGHTS}))
         await rollout.wake(frozenset(Memory))
         assert not await rollout.holds_base()
-        with pytest.raises(WeightSyncError, match="an adapter came, and the weights beneath it did not"):
+        with pytest.raises(
+            WeightSyncError, match="an adapter came, and the weights beneath it did not"
+        ):
             await rollout.update(WeightUpdate(0, "lora", "", (), 1, 60.0, adapter=True))
         await rollout.resume()
 
@@ -183,7 +223,9 @@ def test_weights_that_slept_come_again_before_an_adapter(adapted: Served, engine
 
 
 def test_requests_in_flight_go_on_with_the_new_adapter(adapted: Served, engine: Engine) -> None:
-    """Frozen with their cache, or cut off and entered again: each token has the version that sampled it."""
+    """Frozen with their cache, or cut off and entered again: each token has the version
+    that sampled it.
+    """
     push(adapted, engine.base_weights())
     push(adapted, engine.adapter_weights(), adapter=True)
 
@@ -212,8 +254,12 @@ def test_requests_in_flight_go_on_with_the_new_adapter(adapted: Served, engine: 
     assert difference(engine, sample(adapted)) < CLOSE
 
 
-def test_workers_that_split_the_model_split_the_adapter(start: Callable[..., Served], engine: Engine) -> None:
-    """Each cuts A of some layers and B of others; a tensor that one of them has its part of alone does not count."""
+def test_workers_that_split_the_model_split_the_adapter(
+    start: Callable[..., Served], engine: Engine
+) -> None:
+    """Each cuts A of some layers and B of others; a tensor that one of them has its
+    part of alone does not count.
+    """
     split = start(max_lora_rank=RANK, tensor_parallel=2)
     push(split, engine.base_weights())
     for seed in range(2):
@@ -221,7 +267,9 @@ def test_workers_that_split_the_model_split_the_adapter(start: Callable[..., Ser
         receipt = push(split, engine.adapter_weights(), adapter=True)
         assert (receipt.num_loaded, receipt.missing, receipt.unexpected) == (28, (), ())
         assert difference(engine, sample(split)) < CLOSE
-    name = names_of("model.layers.0.self_attn.o_proj.weight")[0]  # each worker has its half of the columns
+    name = names_of("model.layers.0.self_attn.o_proj.weight")[
+        0
+    ]  # each worker has its half of the columns
     some = [(n, t[:, :-8] if n == name else t.clone()) for n, t in engine.adapter_weights()]
     with pytest.raises(WeightSyncError, match=f"{name} does not fit"):
         push(split, some, adapter=True)
@@ -230,5 +278,8 @@ def test_workers_that_split_the_model_split_the_adapter(start: Callable[..., Ser
 def test_names_and_shapes_are_those_of_peft(engine: Engine) -> None:
     sent = {name: tuple(tensor.shape) for name, tensor in engine.adapter_weights()}
     stem = "base_model.model.model.layers.0.mlp.down_proj"
-    assert (sent[f"{stem}.lora_A.weight"], sent[f"{stem}.lora_B.weight"]) == ((RANK, 96), (128, RANK))
+    assert (sent[f"{stem}.lora_A.weight"], sent[f"{stem}.lora_B.weight"]) == (
+        (RANK, 96),
+        (128, RANK),
+    )
     assert len(sent) == len(engine.adapter.parameters())  # type: ignore[attr-defined]

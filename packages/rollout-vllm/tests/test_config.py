@@ -16,7 +16,12 @@ from coupler.config.schema import Job
 from coupler.errors import ConfigError, PluginError
 from coupler.interfaces import Model, Rank
 from coupler.plugins.manager import Plugins
-from coupler_rollout_vllm.arguments import GIB, adapter_arguments, engine_arguments, memory_arguments
+from coupler_rollout_vllm.arguments import (
+    GIB,
+    adapter_arguments,
+    engine_arguments,
+    memory_arguments,
+)
 from coupler_rollout_vllm.compat import engine, version
 from coupler_rollout_vllm.config import Precision, VLLMConfig
 from coupler_rollout_vllm.targets import checkpoint_names, checkpoint_tensors, linear_maps
@@ -29,7 +34,9 @@ def arguments(**settings: object) -> dict[str, object]:
     return engine_arguments(VLLMConfig(**settings), MODEL, Rank(seed=2**40 + 3))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("key", ["tensor_parallel", "max_sequences", "max_batched_tokens", "kv_cache_gib"])
+@pytest.mark.parametrize(
+    "key", ["tensor_parallel", "max_sequences", "max_batched_tokens", "kv_cache_gib"]
+)
 def test_values_out_of_range_name_the_key(key: str) -> None:
     with pytest.raises(ValueError, match=f"rollout.{key} must be at least"):
         VLLMConfig(**{key: -1})  # type: ignore[arg-type]
@@ -37,31 +44,60 @@ def test_values_out_of_range_name_the_key(key: str) -> None:
 
 def test_every_key_reaches_the_engine() -> None:
     found = arguments(
-        dtype=Precision.FP16, tensor_parallel=2, max_sequences=7, max_batched_tokens=99, max_model_len=50,
-        kv_cache_gib=0.5, prefix_caching=False, chunked_prefill=False, enforce_eager=True,
+        dtype=Precision.FP16,
+        tensor_parallel=2,
+        max_sequences=7,
+        max_batched_tokens=99,
+        max_model_len=50,
+        kv_cache_gib=0.5,
+        prefix_caching=False,
+        chunked_prefill=False,
+        enforce_eager=True,
         extra_args={"block_size": 32},
-    )  # fmt: skip
+    )
     expected = {
-        "dtype": "float16", "tensor_parallel_size": 2, "max_num_seqs": 7, "max_num_batched_tokens": 99,
-        "max_model_len": 50, "kv_cache_memory_bytes": GIB // 2, "enable_prefix_caching": False,
-        "enable_chunked_prefill": False, "enforce_eager": True, "block_size": 32, "seed": 3,
-    }  # fmt: skip
+        "dtype": "float16",
+        "tensor_parallel_size": 2,
+        "max_num_seqs": 7,
+        "max_num_batched_tokens": 99,
+        "max_model_len": 50,
+        "kv_cache_memory_bytes": GIB // 2,
+        "enable_prefix_caching": False,
+        "enable_chunked_prefill": False,
+        "enforce_eager": True,
+        "block_size": 32,
+        "seed": 3,
+    }
     assert {key: found[key] for key in expected} == expected
 
 
 def test_what_gives_tokens_and_logprobs_their_meaning_is_fixed() -> None:
     found = arguments()
-    fixed = {"load_format": "dummy", "logprobs_mode": "processed_logprobs", "generation_config": "vllm"}
+    fixed = {
+        "load_format": "dummy",
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+    }
     assert {key: found[key] for key in fixed} == fixed
 
 
-RUN = ["engine=toy", "rollout=vllm", "algorithm=toy", "model.path=/m", "reward.target=a:b", "data.source=x.jsonl"]
+RUN = [
+    "engine=toy",
+    "rollout=vllm",
+    "algorithm=toy",
+    "model.path=/m",
+    "reward.target=a:b",
+    "data.source=x.jsonl",
+]
 
 
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ([f"+rollout.extra_args.{key}=x"], rf"rollout\.extra_args\.{key} is not yours to set: {hint}")
+        (
+            [f"+rollout.extra_args.{key}=x"],
+            rf"rollout\.extra_args\.{key} is not yours to set: {hint}",
+        )
         for key, hint in (
             ("logprobs_mode", "leave it out"),
             ("weight_transfer_config", "leave it out"),
@@ -72,10 +108,16 @@ RUN = ["engine=toy", "rollout=vllm", "algorithm=toy", "model.path=/m", "reward.t
         )
     ]
     + [
-        (["sampling.temperature=2.5"], r"sampling\.temperature must be 0, or between 0\.01 and 2, for rollout=vllm"),
+        (
+            ["sampling.temperature=2.5"],
+            r"sampling\.temperature must be 0, or between 0\.01 and 2, for rollout=vllm",
+        ),
         (["sampling.temperature=0.001"], r"sampling\.temperature must be 0, or between"),
         (["eval.temperature=3"], r"eval\.temperature must be 0, or between 0\.01 and 2"),
-        (["rollout.dtype=fp32", "rollout.max_lora_rank=8"], r"rollout\.max_lora_rank needs 16 bits on a GPU"),
+        (
+            ["rollout.dtype=fp32", "rollout.max_lora_rank=8"],
+            r"rollout\.max_lora_rank needs 16 bits on a GPU",
+        ),
     ],
 )
 def test_what_vllm_would_refuse_or_get_wrong_is_said_before_the_start(
@@ -108,9 +150,13 @@ def test_memory_in_gib_becomes_a_part_of_the_device(
 
 
 @pytest.mark.parametrize("key", ["gpu_memory_gib", "kv_cache_gib"])
-def test_more_memory_than_the_device_has_is_refused(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_memory_than_the_device_has_is_refused(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(engine, "device_bytes", lambda: 80 * GIB)
-    with pytest.raises(ConfigError, match=rf"rollout\.{key}=81 is more than the device has, 80\.0\."):
+    with pytest.raises(
+        ConfigError, match=rf"rollout\.{key}=81 is more than the device has, 80\.0\."
+    ):
         memory_arguments(VLLMConfig(**{key: 81.0}), gpu=True)  # type: ignore[arg-type]
 
 
@@ -126,7 +172,9 @@ def test_another_release_of_vllm_is_refused(found: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("found", ["0.26.0", "0.26.0+cu129", "0.32.0", "0.32.1.dev3"])
-def test_a_release_of_the_tested_range_is_taken(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_release_of_the_tested_range_is_taken(
+    found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(version, "version", lambda name: found)
     assert version.installed() == ("vllm", found)
 
@@ -156,15 +204,21 @@ def test_capabilities_follow_the_configuration() -> None:
 
 
 def write_checkpoint(folder: Path, **shapes: tuple[int, ...]) -> Path:
-    save_file({name.replace("__", "."): torch.zeros(shape) for name, shape in shapes.items()}, folder / "m.safetensors")
+    save_file(
+        {name.replace("__", "."): torch.zeros(shape) for name, shape in shapes.items()},
+        folder / "m.safetensors",
+    )
     return folder
 
 
 LAYER = {
-    "model__layers__1__self_attn__q_proj__weight": (8, 4), "model__layers__1__mlp__up_proj__weight": (8, 4),
-    "model__layers__1__self_attn__q_proj__bias": (8,), "model__layers__1__input_layernorm__weight": (4,),
-    "model__embed_tokens__weight": (9, 4), "lm_head__weight": (9, 4),
-}  # fmt: skip
+    "model__layers__1__self_attn__q_proj__weight": (8, 4),
+    "model__layers__1__mlp__up_proj__weight": (8, 4),
+    "model__layers__1__self_attn__q_proj__bias": (8,),
+    "model__layers__1__input_layernorm__weight": (4,),
+    "model__embed_tokens__weight": (9, 4),
+    "lm_head__weight": (9, 4),
+}
 EXPERTS = {
     "model__layers__1__mlp__gate__weight": (2, 4),
     "model__layers__1__mlp__experts__0__down_proj__weight": (4, 8),
@@ -175,8 +229,11 @@ def test_room_for_an_adapter_is_made_in_the_layers_alone(tmp_path: Path) -> None
     folder = write_checkpoint(tmp_path, **LAYER)
     for rank, size in ((1, 1), (2, 8), (16, 16), (257, 320), (512, 512)):
         assert adapter_arguments(rank, folder, Precision.BF16, gpu=True) == {
-            "enable_lora": True, "max_lora_rank": size, "max_loras": 1, "lora_target_modules": ["q_proj", "up_proj"],
-        }  # fmt: skip
+            "enable_lora": True,
+            "max_lora_rank": size,
+            "max_loras": 1,
+            "lora_target_modules": ["q_proj", "up_proj"],
+        }
     assert linear_maps(write_checkpoint(tmp_path, **LAYER, **EXPERTS)) == ["q_proj", "up_proj"]
 
 
@@ -192,10 +249,13 @@ def test_a_folder_may_have_an_index_and_not_its_files(tmp_path: Path) -> None:
 def test_adapters_that_no_kernel_takes_are_refused(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, **LAYER, **EXPERTS)
     with pytest.raises(
-        ConfigError, match=r"(?s)rollout.max_lora_rank needs 16 bits on a GPU.*try:  rollout.dtype=bf16"
+        ConfigError,
+        match=r"(?s)rollout.max_lora_rank needs 16 bits on a GPU.*try:  rollout.dtype=bf16",
     ):
         adapter_arguments(8, folder, Precision.FP32, gpu=True)
-    with pytest.raises(ConfigError, match=r"rollout.max_lora_rank with a mixture of experts needs a GPU"):
+    with pytest.raises(
+        ConfigError, match=r"rollout.max_lora_rank with a mixture of experts needs a GPU"
+    ):
         adapter_arguments(8, folder, Precision.FP32, gpu=False)
 
 
@@ -216,26 +276,40 @@ def test_sequences_that_do_not_fit_are_refused_before_the_start(
 ) -> None:
     job, *more = given
     options = {
-        "engine": "toy", "rollout": "vllm", "model.path": "/m", "reward.target": "a:b", "data.source": "x.jsonl",
-        "eval.data.source": "x.jsonl", "data.max_prompt_tokens": 100, "sampling.max_tokens": 28,
-        "eval.data.max_prompt_tokens": 100, "eval.max_tokens": 50, "rollout.max_model_len": 120,
-    }  # fmt: skip
+        "engine": "toy",
+        "rollout": "vllm",
+        "model.path": "/m",
+        "reward.target": "a:b",
+        "data.source": "x.jsonl",
+        "eval.data.source": "x.jsonl",
+        "data.max_prompt_tokens": 100,
+        "sampling.max_tokens": 28,
+        "eval.data.max_prompt_tokens": 100,
+        "eval.max_tokens": 50,
+        "rollout.max_model_len": 120,
+    }
     options |= {"algorithm": "toy"} if job == "train" else {}
     overrides = [*(f"{key}={value}" for key, value in options.items()), *more]
     longest = what.rpartition(" ")[2]
     with pytest.raises(
-        ConfigError, match=re.escape(f"rollout.max_model_len=120 is less than one sequence can have: {what}")
+        ConfigError,
+        match=re.escape(f"rollout.max_model_len=120 is less than one sequence can have: {what}"),
     ):
         compose(Plugins.load(), overrides, job=Job(job))
     compose(Plugins.load(), [*overrides, f"rollout.max_model_len={longest}"], job=Job(job))
     compose(Plugins.load(), [*overrides, "rollout.max_model_len=0"], job=Job(job))
     if given == ["train"]:
         assert main(["plan", *overrides]) == 2
-        assert f"set rollout.max_model_len={longest}, or one of those lower." in capsys.readouterr().err
+        assert (
+            f"set rollout.max_model_len={longest}, or one of those lower."
+            in capsys.readouterr().err
+        )
 
 
 def test_a_deterministic_run_needs_seeds_per_request() -> None:
     options = [*RUN, "deterministic=true"]
     compose(Plugins.load(), options)
-    with pytest.raises(ConfigError, match=r"deterministic=true needs rollout\.per_request_seeds=true"):
+    with pytest.raises(
+        ConfigError, match=r"deterministic=true needs rollout\.per_request_seeds=true"
+    ):
         compose(Plugins.load(), [*options, "rollout.per_request_seeds=false"])

@@ -1,4 +1,6 @@
-"""The engine's process is killed: a named error or recovery within seconds, no sample lost or used twice."""
+"""The engine's process is killed: a named error or recovery within seconds, no sample
+lost or used twice.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,9 @@ def test_killed_while_idle(fresh: Served) -> None:
 
 
 def test_killed_while_it_samples(fresh: Served) -> None:
-    """One request has some tokens by then, and nothing of the other has been sampled."""
+    """One request has some tokens by then, and nothing of the other has been
+    sampled.
+    """
 
     async def story() -> Any:
         first = asyncio.ensure_future(fresh.rollout.generate(Request((5, 6), 240)))
@@ -121,8 +125,12 @@ if __name__ == "__main__":
 """
 
 
-def test_the_engine_ends_with_the_process_that_started_it(reference: TransformersReference, tmp_path: Path) -> None:
-    """A replica whose own process was killed starts again: the device's memory must be free by then."""
+def test_the_engine_ends_with_the_process_that_started_it(
+    reference: TransformersReference, tmp_path: Path
+) -> None:
+    """A replica whose own process was killed starts again: the device's memory must be
+    free by then.
+    """
     (tmp_path / "owner.py").write_text(OWNER)
     command = [sys.executable, str(tmp_path / "owner.py"), str(reference.folder)]
     owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -132,23 +140,37 @@ def test_the_engine_ends_with_the_process_that_started_it(reference: Transformer
     assert all(Path(path).read_bytes() for path in workers)
     owner.kill()
     end = time.monotonic() + WITHIN_S
-    while any(Path(path).exists() and Path(path).read_bytes() for path in workers):  # empty: it ended, unreaped
+    while any(
+        Path(path).exists() and Path(path).read_bytes() for path in workers
+    ):  # empty: it ended, unreaped
         assert time.monotonic() < end
         time.sleep(0.1)
     owner.wait(WITHIN_S)
 
 
-def one_replica(reference: TransformersReference, rank: int = 0) -> tuple[RolloutGroup, StreamShardingManager]:
-    """A group of one, and its edge from an engine that has the reference's weights, and an adapter of this rank."""
+def one_replica(
+    reference: TransformersReference, rank: int = 0
+) -> tuple[RolloutGroup, StreamShardingManager]:
+    """A group of one, and its edge from an engine that has the reference's weights, and
+    an adapter of this rank.
+    """
     plugins, executor = Plugins.load(), Local(inline=True, waits=Waits(300.0, 60.0))
     model = Model(str(reference.folder))
     target = "coupler_rollout_vllm.rollout:VLLMRollout"
-    group = RolloutGroup(executor, target, VLLMConfig(dtype=Precision.FP32, max_lora_rank=rank), model, [Rank(seed=1)])
+    group = RolloutGroup(
+        executor,
+        target,
+        VLLMConfig(dtype=Precision.FP32, max_lora_rank=rank),
+        model,
+        [Rank(seed=1)],
+    )
     engine = plugins.get("engine", "fsdp")
     config = configured(engine.config, {"dtype": "fp32", "lr": 1e-3, "lora_rank": rank})
     edge = StreamShardingManager(
         SyncConfig(deadline_s=60.0),
-        engine=EngineGroup(executor, WorkerSpec("policy", engine.target, config, model, None), [Rank(seed=1)]),
+        engine=EngineGroup(
+            executor, WorkerSpec("policy", engine.target, config, model, None), [Rank(seed=1)]
+        ),
         rollouts=group,
         weight_format="lora" if rank else "full",
         transport=plugins.get("transport", "tcp").target,
@@ -161,9 +183,13 @@ def one_replica(reference: TransformersReference, rank: int = 0) -> tuple[Rollou
 
 
 def test_killed_in_a_sync_and_while_it_wakes(
-    reference: TransformersReference, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    reference: TransformersReference,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """It is named within seconds, starts again, gets the weights, and samples what it sampled before."""
+    """It is named within seconds, starts again, gets the weights, and samples what it
+    sampled before.
+    """
     group, edge = one_replica(reference)
     rollout, request = group.replicas[0].of, Request((5, 6, 7), 12, seed=3)
 
@@ -189,7 +215,9 @@ def test_killed_in_a_sync_and_while_it_wakes(
                 return whole() if len(starts) > 1 else slowly(whole())
 
             async def setup(rank: Rank, again: Any = rollout.setup) -> int:
-                assert time.monotonic() - starts[0] < WITHIN_S, "how long it took to see that it died"
+                assert time.monotonic() - starts[0] < WITHIN_S, (
+                    "how long it took to see that it died"
+                )
                 return await again(rank)
 
             patched.setattr(engine, "weights", weights)
@@ -214,7 +242,9 @@ def test_killed_in_a_sync_and_while_it_wakes(
     assert capsys.readouterr().out.count("rollout replica 0 died; starting it again") == 2
 
 
-def test_killed_while_an_adapter_comes(reference: TransformersReference, capsys: pytest.CaptureFixture[str]) -> None:
+def test_killed_while_an_adapter_comes(
+    reference: TransformersReference, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Started again, it gets the weights beneath the adapter too."""
     group, edge = one_replica(reference, rank=4)
     rollout = group.replicas[0].of
@@ -251,20 +281,26 @@ def test_killed_while_an_adapter_comes(reference: TransformersReference, capsys:
 
 
 def test_unfinished_requests_go_to_the_other_replica(reference: TransformersReference) -> None:
-    """Two replicas, one killed while it decodes: every request gives one completion, and the dead one comes back."""
+    """Two replicas, one killed while it decodes: every request gives one completion,
+    and the dead one comes back.
+    """
     requests = [Request((5, 6 + i), 100, seed=i) for i in range(8)]
 
     async def sync(group: RolloutGroup) -> None:
         from coupler.testing.edge import Edge
 
         for handle in group.replicas:
-            await Edge(Plugins.load().get("transport", "tcp"), handle.of, 1).push(weights(reference))
+            await Edge(Plugins.load().get("transport", "tcp"), handle.of, 1).push(
+                weights(reference)
+            )
 
     async def story() -> list[Completion]:
         executor = Local(inline=True, waits=Waits(300.0, 60.0))
         ranks = [Rank(index=i, world=2, seed=1) for i in range(2)]
         model = Model(str(reference.folder))
-        group = RolloutGroup(executor, "coupler_rollout_vllm.rollout:VLLMRollout", VLLMConfig(), model, ranks)
+        group = RolloutGroup(
+            executor, "coupler_rollout_vllm.rollout:VLLMRollout", VLLMConfig(), model, ranks
+        )
         await group.setup()
         try:
             await sync(group)

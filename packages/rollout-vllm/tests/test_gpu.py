@@ -1,6 +1,8 @@
-"""One GPU: weights through shared memory, bit for bit, and memory that is given back. Two GPUs: through NCCL.
+"""One GPU: weights through shared memory, bit for bit, and memory that is given back.
+Two GPUs: through NCCL.
 
-CUDA graphs and compilation are on in the hand-over tests, off elsewhere: a start with them takes a minute.
+CUDA graphs and compilation are on in the hand-over tests, off elsewhere: a start with
+them takes a minute.
 """
 
 from __future__ import annotations
@@ -31,16 +33,23 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 CACHE_GIB = 1.0
 
 
-def serve(reference: TransformersReference, transport: str, *, enforce_eager: bool = True) -> Served:
+def serve(
+    reference: TransformersReference, transport: str, *, enforce_eager: bool = True
+) -> Served:
     from coupler_rollout_vllm.config import VLLMConfig
     from coupler_rollout_vllm.rollout import VLLMRollout
 
     config = VLLMConfig(enforce_eager=enforce_eager, kv_cache_gib=CACHE_GIB, max_model_len=256)
-    return Served(VLLMRollout(config, Model(str(reference.folder))), Plugins.load().get("transport", transport))
+    return Served(
+        VLLMRollout(config, Model(str(reference.folder))),
+        Plugins.load().get("transport", transport),
+    )
 
 
 def tensors(reference: TransformersReference, factor: float = 1.0) -> list[Named]:
-    return [(n, (factor * torch.from_numpy(t)).cuda().bfloat16()) for n, t in reference.tensors.items()]
+    return [
+        (n, (factor * torch.from_numpy(t)).cuda().bfloat16()) for n, t in reference.tensors.items()
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +74,9 @@ def check(served: Served, reference: TransformersReference) -> None:
 
 
 def push(served: Served, weights: list[Named]) -> None:
-    """Push, and compare a checksum of every tensor in the model worker with that of the tensor that was sent."""
+    """Push, and compare a checksum of every tensor in the model worker with that of the
+    tensor that was sent.
+    """
     from coupler_rollout_vllm.worker.checksums import checksum
 
     sent, receipt = served.push(iter(weights))
@@ -75,13 +86,19 @@ def push(served: Served, weights: list[Named]) -> None:
     assert found == {name: checksum(tensor) for name, tensor in weights}
 
 
-def test_an_adapter_upon_weights_that_came_once(reference: TransformersReference, tmp_path: Path) -> None:
-    """With CUDA graphs; after its memory slept, the weights come again, and which tokens run with it is known anew."""
+def test_an_adapter_upon_weights_that_came_once(
+    reference: TransformersReference, tmp_path: Path
+) -> None:
+    """With CUDA graphs; after its memory slept, the weights come again, and which
+    tokens run with it is known anew.
+    """
     from coupler_rollout_vllm.config import VLLMConfig
     from coupler_rollout_vllm.rollout import VLLMRollout
 
     config = VLLMConfig(kv_cache_gib=CACHE_GIB, max_model_len=256, max_lora_rank=8)
-    served = Served(VLLMRollout(config, Model(str(reference.folder))), Plugins.load().get("transport", "ipc"))
+    served = Served(
+        VLLMRollout(config, Model(str(reference.folder))), Plugins.load().get("transport", "ipc")
+    )
 
     async def nap() -> None:
         rollout = served.rollout
@@ -97,7 +114,10 @@ def test_an_adapter_upon_weights_that_came_once(reference: TransformersReference
             for name, tensor in reference.tensors.items():
                 if "_proj.weight" in name:
                     shapes = ((8, tensor.shape[1]), (tensor.shape[0], 8))
-                    drawn = [random_like(f"{n}{seed}", np.zeros(shape)) for n, shape in zip("AB", shapes, strict=True)]
+                    drawn = [
+                        random_like(f"{n}{seed}", np.zeros(shape))
+                        for n, shape in zip("AB", shapes, strict=True)
+                    ]
                     a, b = (torch.from_numpy(t).cuda().bfloat16() for t in drawn)
                     adapter += zip(names_of(name), (a, b), strict=True)
                     merged[name] = tensor + (b.float() @ a.float()).cpu().numpy()
@@ -105,7 +125,10 @@ def test_an_adapter_upon_weights_that_came_once(reference: TransformersReference
                 push(served, tensors(reference))
             _, receipt = served.push(iter(adapter), adapter=True)
             assert (receipt.num_loaded, receipt.missing, receipt.unexpected) == (28, (), ())
-            check(served, TransformersReference(rewrite(reference.folder, tmp_path / str(seed), merged)))
+            check(
+                served,
+                TransformersReference(rewrite(reference.folder, tmp_path / str(seed), merged)),
+            )
             if seed:
                 served.run(nap)
     finally:
@@ -119,7 +142,9 @@ def test_shared_memory_brings_every_bit(served: Served, reference: TransformersR
     check(served, reference)
 
 
-def test_tensors_larger_than_the_memory_arrive(served: Served, reference: TransformersReference) -> None:
+def test_tensors_larger_than_the_memory_arrive(
+    served: Served, reference: TransformersReference
+) -> None:
     served.edge.transport.largest = 60_000  # type: ignore[attr-defined]
     push(served, tensors(reference, 1.5))
     push(served, tensors(reference))
@@ -149,9 +174,14 @@ def gpu_bytes(*pids: int) -> int:
     """Device memory of these processes, as the driver counts it."""
     query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
     listed = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout
-    used = {int(pid): int(mib) << 20 for pid, mib in (line.split(", ") for line in listed.strip().splitlines())}
+    used = {
+        int(pid): int(mib) << 20
+        for pid, mib in (line.split(", ") for line in listed.strip().splitlines())
+    }
     if not used.keys() >= set(pids):
-        pytest.skip(f"the driver lists {sorted(used)}, not {pids}: process ids of another namespace")
+        pytest.skip(
+            f"the driver lists {sorted(used)}, not {pids}: process ids of another namespace"
+        )
     return sum(used[pid] for pid in pids)
 
 
@@ -170,7 +200,9 @@ def graphs(reference: TransformersReference) -> Iterator[Served]:
 def host_bytes(*pids: int) -> int:
     """Resident memory of these processes, without what they share."""
     fields = [Path(f"/proc/{pid}/statm").read_text().split() for pid in pids]
-    return sum(int(resident) - int(shared) for _, resident, shared, *_ in fields) * os.sysconf("SC_PAGE_SIZE")
+    return sum(int(resident) - int(shared) for _, resident, shared, *_ in fields) * os.sysconf(
+        "SC_PAGE_SIZE"
+    )
 
 
 async def hand_over(served: Served, weights: list[Named]) -> None:
@@ -185,7 +217,9 @@ async def hand_over(served: Served, weights: list[Named]) -> None:
     await rollout.resume()
 
 
-def test_200_hand_overs_leave_memory_flat_and_graphs_valid(graphs: Served, reference: TransformersReference) -> None:
+def test_200_hand_overs_leave_memory_flat_and_graphs_valid(
+    graphs: Served, reference: TransformersReference
+) -> None:
     weights = tensors(reference)
     pids = (os.getpid(), *engine_pids(graphs))
 
@@ -203,8 +237,12 @@ def test_200_hand_overs_leave_memory_flat_and_graphs_valid(graphs: Served, refer
     check(graphs, reference)
 
 
-def test_a_sleeping_replica_leaves_the_device_to_others(graphs: Served, reference: TransformersReference) -> None:
-    """What stays is its CUDA context and its graphs; the ledger's own figure falls as far as the driver's."""
+def test_a_sleeping_replica_leaves_the_device_to_others(
+    graphs: Served, reference: TransformersReference
+) -> None:
+    """What stays is its CUDA context and its graphs; the ledger's own figure falls as
+    far as the driver's.
+    """
     push(graphs, tensors(reference))
     pids = engine_pids(graphs)
 
@@ -233,7 +271,9 @@ def test_a_sleeping_replica_leaves_the_device_to_others(graphs: Served, referenc
 def test_nccl_brings_every_bit_to_another_device(
     reference: TransformersReference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch.cuda.init()  # this process keeps all; the engine's processes, which start now, see the second only
+    # this process keeps all; the engine's processes, which start now, see the second
+    # only
+    torch.cuda.init()
     monkeypatch.setitem(os.environ, "CUDA_VISIBLE_DEVICES", "1")
     one = serve(reference, "nccl")
     try:
@@ -244,11 +284,16 @@ def test_nccl_brings_every_bit_to_another_device(
         one.close()
 
 
-def test_requests_in_flight_continue_on_new_weights(served: Served, reference: TransformersReference) -> None:
+def test_requests_in_flight_continue_on_new_weights(
+    served: Served, reference: TransformersReference
+) -> None:
     async def story() -> None:
         rollout = served.rollout
         for how in (InFlight.RECOMPUTE, InFlight.STALE_KV):
-            running = [asyncio.ensure_future(rollout.generate(Request((5, 6 + i), 200, seed=i))) for i in range(4)]
+            running = [
+                asyncio.ensure_future(rollout.generate(Request((5, 6 + i), 200, seed=i)))
+                for i in range(4)
+            ]
             await asyncio.sleep(0.1)
             await rollout.pause(how)
             await served.edge.push(iter(tensors(reference)))
@@ -256,7 +301,9 @@ def test_requests_in_flight_continue_on_new_weights(served: Served, reference: T
             completions = await asyncio.gather(*running)
             assert {len(done.versions) for done in completions} == {200}
             assert all(list(done.versions) == sorted(done.versions) for done in completions)
-            assert {len(set(done.versions)) for done in completions} == {2}, "the pause came too late"
+            assert {len(set(done.versions)) for done in completions} == {2}, (
+                "the pause came too late"
+            )
 
     push(served, tensors(reference))
     served.run(story)
@@ -273,8 +320,12 @@ def test_routed_experts_are_those_of_the_model(tmp_path: Path, how: InFlight | N
 
     reference = TransformersReference(write_qwen3_moe(tmp_path / "moe"))
     plain = AutoModelForCausalLM.from_pretrained(reference.folder, trust_remote_code=False)
-    config = VLLMConfig(enforce_eager=True, kv_cache_gib=CACHE_GIB, max_model_len=256, routed_experts=True)
-    one = Served(VLLMRollout(config, Model(str(reference.folder))), Plugins.load().get("transport", "ipc"))
+    config = VLLMConfig(
+        enforce_eager=True, kv_cache_gib=CACHE_GIB, max_model_len=256, routed_experts=True
+    )
+    one = Served(
+        VLLMRollout(config, Model(str(reference.folder))), Plugins.load().get("transport", "ipc")
+    )
     requests = [Request((5, 6, 7 + i), 60, seed=i, routed_experts=True) for i in range(4)]
 
     async def story() -> list[Completion]:
@@ -291,7 +342,9 @@ def test_routed_experts_are_those_of_the_model(tmp_path: Path, how: InFlight | N
         for request, done in zip(requests, one.run(story), strict=True):
             ids = torch.tensor([[*request.prompt, *done.tokens]])
             scores = plain(ids, output_router_logits=True).router_logits
-            want = torch.stack([layer.topk(2, dim=-1).indices.sort(-1).values for layer in scores], 1).numpy()
+            want = torch.stack(
+                [layer.topk(2, dim=-1).indices.sort(-1).values for layer in scores], 1
+            ).numpy()
             assert done.routed_experts.shape == want.shape
             assert (done.routed_experts[-1] == -1).all()
             found = np.sort(done.routed_experts[:-1], 2)
@@ -300,7 +353,7 @@ def test_routed_experts_are_those_of_the_model(tmp_path: Path, how: InFlight | N
         one.close()
 
 
-# --- the engine's process is killed -----------------------------------------------------------------------------------
+# --- the engine's process is killed
 
 WITHIN_S = 30.0
 
@@ -357,11 +410,15 @@ async def while_it_wakes(served: Served, weights: list[Named]) -> Any:
     return waking
 
 
-@pytest.mark.parametrize("phase", [while_idle, while_it_samples, while_it_is_sent_weights, while_it_wakes])
+@pytest.mark.parametrize(
+    "phase", [while_idle, while_it_samples, while_it_is_sent_weights, while_it_wakes]
+)
 def test_a_killed_engine_is_named_at_once_and_starts_again(
     mortal: Served, reference: TransformersReference, phase: Callable[[Served, list[Named]], Any]
 ) -> None:
-    """Its memory is free again when the next one starts, and what it shared with us is no trap."""
+    """Its memory is free again when the next one starts, and what it shared with us is
+    no trap.
+    """
     rollout, weights = mortal.rollout, tensors(reference)
     push(mortal, weights)
 
@@ -383,7 +440,12 @@ def test_a_killed_engine_is_named_at_once_and_starts_again(
     check(mortal, reference)
 
 
-IN_BF16 = ("rollout.dtype=bf16", "engine.dtype=bf16", "rollout.kv_cache_gib=1", "rollout.enforce_eager=true")
+IN_BF16 = (
+    "rollout.dtype=bf16",
+    "engine.dtype=bf16",
+    "rollout.kv_cache_gib=1",
+    "rollout.enforce_eager=true",
+)
 
 
 def check_log(log: list[dict[str, float]]) -> None:
@@ -397,20 +459,39 @@ def check_log(log: list[dict[str, float]]) -> None:
     [("algorithm=grpo",), ("algorithm=ppo", "critic.engine.lr=1e-2")],
     ids=["a reference beside", "a critic and a reference beside"],
 )
-def test_the_whole_job_takes_turns_on_one_device(tmp_path: Path, algorithm: tuple[str, ...]) -> None:
-    """``coupler train engine=fsdp rollout=vllm offload=true``: step-0 gate, hand-over, and a ledger of each phase.
+def test_the_whole_job_takes_turns_on_one_device(
+    tmp_path: Path, algorithm: tuple[str, ...]
+) -> None:
+    """``coupler train engine=fsdp rollout=vllm offload=true``: step-0 gate, hand-over,
+    and a ledger of each phase.
 
-    vLLM starts, with nine tenths of the device, when the engine has given its memory back.
+    vLLM starts, with nine tenths of the device, when the engine has given its memory
+    back.
     """
     from test_train import run
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    sizes = {**SMALL, "intermediate_size": 1 << 16}  # 200 MB, of which what stays on the device is a small part
-    wide = TransformersReference(write_random(Qwen2ForCausalLM(Qwen2Config(**sizes)), tmp_path / "wide", seed=0))
-    log = run(tmp_path, wide, "offload=true", "sync.transport=ipc", *IN_BF16, "rollout.kv_cache_gib=0", *algorithm)
+    sizes = {
+        **SMALL,
+        "intermediate_size": 1 << 16,
+    }  # 200 MB, of which what stays on the device is a small part
+    wide = TransformersReference(
+        write_random(Qwen2ForCausalLM(Qwen2Config(**sizes)), tmp_path / "wide", seed=0)
+    )
+    log = run(
+        tmp_path,
+        wide,
+        "offload=true",
+        "sync.transport=ipc",
+        *IN_BF16,
+        "rollout.kv_cache_gib=0",
+        *algorithm,
+    )
     check_log(log)
     assert all(step["memory/train/device_gib"] > 0 for step in log[1:])
-    started = {role: log[0].get(f"memory/start_{role}/policy_gib", 0.0) for role in ("policy", "rollout")}
+    started = {
+        role: log[0].get(f"memory/start_{role}/policy_gib", 0.0) for role in ("policy", "rollout")
+    }
     assert started["rollout"] < 0.5 * started["policy"]
     assert "memory/reference/device_gib" in log[1]
     assert ("critic/loss" in log[1]) == ("algorithm=ppo" in algorithm)
@@ -431,5 +512,7 @@ def test_the_whole_job_on_two_devices(
     from test_train import arguments, logged
 
     train = arguments(tmp_path, reference, "executor=ray", *overrides, *IN_BF16)
-    subprocess.run([sys.executable, "-m", "coupler.cli", *train], check=True, timeout=400)  # here vLLM imported Ray
+    subprocess.run(
+        [sys.executable, "-m", "coupler.cli", *train], check=True, timeout=400
+    )  # here vLLM imported Ray
     check_log(logged(tmp_path))

@@ -1,4 +1,6 @@
-"""Importing the plugin does nothing else: a process is prepared for vLLM when a rollout is made there."""
+"""Importing the plugin does nothing else: a process is prepared for vLLM when a rollout
+is made there.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,14 @@ before = dict(os.environ)
 names = [found.name for found in pkgutil.walk_packages(package.__path__, package.__name__ + ".")]
 for name in names:
     importlib.import_module(name)
-changed = {key for key in before.keys() | os.environ.keys() if before.get(key) != os.environ.get(key)}
+keys = before.keys() | os.environ.keys()
+changed = {key for key in keys if before.get(key) != os.environ.get(key)}
 print(json.dumps([names, sorted(changed), "vllm" in sys.modules]))
 """
-ABSENT = "import sys; sys.modules['vllm'] = None\n"  # what Python then says of it: ModuleNotFoundError
+ABSENT = (
+    # what Python then says of it: ModuleNotFoundError
+    "import sys; sys.modules['vllm'] = None\n"
+)
 MADE = """
 import os
 from coupler.interfaces import Model
@@ -29,10 +35,14 @@ print(os.environ["VLLM_WORKER_MULTIPROC_METHOD"], os.environ["VLLM_LOGGING_LEVEL
 
 
 def printed(code: str, **environment: str) -> str:
-    """Run the code in a fresh interpreter, whose environment says nothing of vLLM but this."""
+    """Run the code in a fresh interpreter, whose environment says nothing of vLLM but
+    this.
+    """
     kept = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_")}
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env={**kept, **environment}, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, env={**kept, **environment}, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -40,7 +50,10 @@ def printed(code: str, **environment: str) -> str:
 def test_imports_change_no_environment_and_raise_nothing() -> None:
     for code in (IMPORTS, ABSENT + IMPORTS):
         names, changed, _ = json.loads(printed(code))
-        assert {"coupler_rollout_vllm.compat.memory", "coupler_rollout_vllm.worker.extension"} <= set(names)
+        assert {
+            "coupler_rollout_vllm.compat.memory",
+            "coupler_rollout_vllm.worker.extension",
+        } <= set(names)
         assert changed == []
     assert not json.loads(printed(IMPORTS))[2], "vLLM changes the environment when it is imported"
 

@@ -1,4 +1,6 @@
-"""The ledger and the plan, on vLLM's own layers: as they are on a GPU, where they keep their weights as loaded."""
+"""The ledger and the plan, on vLLM's own layers: as they are on a GPU, where they keep
+their weights as loaded.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,17 @@ from coupler_rollout_vllm.worker.loading import copy, plans, record, shapes_of
 
 
 @pytest.fixture(scope="module")
-def model(reference: TransformersReference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def model(
+    reference: TransformersReference, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Any]:
     """vLLM's Qwen2 before its layers are packed."""
-    from vllm.config import DeviceConfig, LoadConfig, ModelConfig, VllmConfig, set_current_vllm_config
+    from vllm.config import (
+        DeviceConfig,
+        LoadConfig,
+        ModelConfig,
+        VllmConfig,
+        set_current_vllm_config,
+    )
     from vllm.distributed import (
         cleanup_dist_env_and_memory,
         ensure_model_parallel_initialized,
@@ -60,7 +70,9 @@ def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
         assert torch.equal(found[name], tensor), name
 
 
-def test_the_plan_gives_the_bits_that_the_loader_gives(model: Any, reference: TransformersReference) -> None:
+def test_the_plan_gives_the_bits_that_the_loader_gives(
+    model: Any, reference: TransformersReference
+) -> None:
     folder = reference.folder
     with torch.no_grad():
         model.load_weights(stream(reference, 3.0))
@@ -74,7 +86,9 @@ def test_the_plan_gives_the_bits_that_the_loader_gives(model: Any, reference: Tr
 
 
 def test_checksums_are_those_of_what_was_sent(model: Any, reference: TransformersReference) -> None:
-    """Read back from fused parameters, under the checkpoint's names; an element that moves or flips its sign shows."""
+    """Read back from fused parameters, under the checkpoint's names; an element that
+    moves or flips its sign shows.
+    """
     with torch.no_grad():
         record(model, stream(reference), reference.folder)
         sent = {name: checksum(tensor) for name, tensor in stream(reference)}
@@ -90,22 +104,31 @@ def test_checksums_are_those_of_what_was_sent(model: Any, reference: Transformer
     assert {**moved, name: 0} == {**flipped, name: 0} == {**sent, name: 0}
 
 
-def test_the_plan_takes_what_is_not_contiguous(model: Any, reference: TransformersReference) -> None:
+def test_the_plan_takes_what_is_not_contiguous(
+    model: Any, reference: TransformersReference
+) -> None:
     with torch.no_grad():
         record(model, stream(reference), reference.folder)
         wanted = state(model)
         record(model, stream(reference, 2.0), reference.folder)
-        copy(plans[model], ((name, t.T.contiguous().T if t.ndim == 2 else t) for name, t in stream(reference)))
+        copy(
+            plans[model],
+            ((name, t.T.contiguous().T if t.ndim == 2 else t) for name, t in stream(reference)),
+        )
     assert_equal(state(model), wanted)
 
 
 @pytest.mark.parametrize("rows", [127, 256])
-def test_another_shape_than_before_is_an_error(model: Any, reference: TransformersReference, rows: int) -> None:
+def test_another_shape_than_before_is_an_error(
+    model: Any, reference: TransformersReference, rows: int
+) -> None:
     """In shared memory the next tensor's elements would be read for those that lack."""
     name = "model.layers.0.self_attn.o_proj.weight"
     with torch.no_grad():
         record(model, stream(reference), reference.folder)
-        with pytest.raises(WeightSyncError, match=rf"{name} does not fit .* \[{rows}, 128\], and was \[128, 128\]"):
+        with pytest.raises(
+            WeightSyncError, match=rf"{name} does not fit .* \[{rows}, 128\], and was \[128, 128\]"
+        ):
             copy(plans[model], [(name, torch.zeros(256, 128)[:rows])])
 
 
@@ -128,9 +151,15 @@ def test_what_is_left_out_is_missing_with_and_without_a_plan(
 def test_without_a_checkpoint_the_parameter_is_named(
     model: Any, reference: TransformersReference, tmp_path: Path
 ) -> None:
-    some = [(name, tensor) for name, tensor in stream(reference) if "layers.0.self_attn.k_proj.weight" not in name]
+    some = [
+        (name, tensor)
+        for name, tensor in stream(reference)
+        if "layers.0.self_attn.k_proj.weight" not in name
+    ]
     with torch.no_grad():
-        assert record(model, some, tmp_path)["missing"] == ["model.layers.0.self_attn.qkv_proj.weight"]
+        assert record(model, some, tmp_path)["missing"] == [
+            "model.layers.0.self_attn.qkv_proj.weight"
+        ]
 
 
 def test_a_name_that_nobody_knows_is_unused_and_the_rest_is_loaded(
@@ -143,7 +172,9 @@ def test_a_name_that_nobody_knows_is_unused_and_the_rest_is_loaded(
     assert (answer["unused"], answer["missing"]) == (["model.layers.99.nobody.weight"], [])
 
 
-def test_another_shape_is_an_error_that_names_the_tensor(model: Any, reference: TransformersReference) -> None:
+def test_another_shape_is_an_error_that_names_the_tensor(
+    model: Any, reference: TransformersReference
+) -> None:
     name = "model.layers.0.mlp.gate_proj.weight"
     named = [(n, t[:, 1:] if n == name else t) for n, t in stream(reference)]
     with torch.no_grad(), pytest.raises(WeightSyncError, match=f"{name} does not fit"):
@@ -154,7 +185,10 @@ def test_shapes_are_those_of_the_plan_or_of_a_checkpoint_that_can_be_read(
     model: Any, reference: TransformersReference, tmp_path: Path
 ) -> None:
     def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-        runner, config = SimpleNamespace(get_model=lambda: model), SimpleNamespace(model=str(folder))
+        runner, config = (
+            SimpleNamespace(get_model=lambda: model),
+            SimpleNamespace(model=str(folder)),
+        )
         return dict(shapes_of(SimpleNamespace(model_runner=runner, model_config=config)))
 
     wanted = {name: tensor.shape for name, tensor in reference.tensors.items()}

@@ -1,4 +1,6 @@
-"""Weights of a mixture of experts: one tensor per expert comes in, and vLLM runs them fused."""
+"""Weights of a mixture of experts: one tensor per expert comes in, and vLLM runs them
+fused.
+"""
 
 from __future__ import annotations
 
@@ -45,14 +47,20 @@ def others(folder: Path) -> TransformersReference:
 @pytest.fixture(scope="module")
 def mixture(experts: TransformersReference) -> Iterator[Served]:
     config = VLLMConfig(dtype=Precision.FP32)
-    served = Served(VLLMRollout(config, Model(str(experts.folder))), Plugins.load().get("transport", "tcp"))
+    served = Served(
+        VLLMRollout(config, Model(str(experts.folder))), Plugins.load().get("transport", "tcp")
+    )
     yield served
     served.close()
 
 
 def push(served: Served, reference: TransformersReference, without: str = "nothing") -> Any:
-    """Send the checkpoint's tensors but those whose name begins with ``without``; return both receipts."""
-    kept = {name: tensor for name, tensor in reference.tensors.items() if not name.startswith(without)}
+    """Send the checkpoint's tensors but those whose name begins with ``without``;
+    return both receipts.
+    """
+    kept = {
+        name: tensor for name, tensor in reference.tensors.items() if not name.startswith(without)
+    }
     return served.push((name, torch.from_numpy(tensor)) for name, tensor in kept.items())
 
 
@@ -63,7 +71,9 @@ def error(served: Served, reference: TransformersReference) -> float:
         return await asyncio.gather(*map(served.rollout.generate, REQUESTS))
 
     differences = [
-        np.abs(reference.logprobs_of(request.prompt, done.tokens, request.temperature) - done.logprobs).max()
+        np.abs(
+            reference.logprobs_of(request.prompt, done.tokens, request.temperature) - done.logprobs
+        ).max()
         for request, done in zip(REQUESTS, served.run(together), strict=True)
     ]
     return float(max(differences))
@@ -80,18 +90,24 @@ def test_every_expert_arrives_with_each_update(
 
 
 @pytest.mark.parametrize("without", [EXPERT, f"{EXPERT}up_proj", "model.layers.0.mlp.gate."])
-def test_an_expert_that_does_not_come_is_missed(mixture: Served, experts: TransformersReference, without: str) -> None:
+def test_an_expert_that_does_not_come_is_missed(
+    mixture: Served, experts: TransformersReference, without: str
+) -> None:
     absent = tuple(sorted(name for name in experts.tensors if name.startswith(without)))
     assert len(absent) == (3 if without == EXPERT else 1)
     sent, receipt = push(mixture, experts, without)
     assert receipt.missing == absent
-    with pytest.raises(WeightSyncError, match=f"{len(absent)} of its parameters got nothing, first: {absent[0]}"):
+    with pytest.raises(
+        WeightSyncError, match=f"{len(absent)} of its parameters got nothing, first: {absent[0]}"
+    ):
         verify(sent, receipt, 0)
     push(mixture, experts)
     assert error(mixture, experts) < 1e-3
 
 
-def test_an_expert_that_is_too_small_is_refused(mixture: Served, experts: TransformersReference) -> None:
+def test_an_expert_that_is_too_small_is_refused(
+    mixture: Served, experts: TransformersReference
+) -> None:
     """vLLM would copy what there is of it."""
     name = f"{EXPERT}down_proj.weight"
     tensors = {**experts.tensors, name: np.ascontiguousarray(experts.tensors[name][:, 1:])}

@@ -7,14 +7,31 @@ from typing import Any
 from coupler_rollout_vllm.receipts import join
 
 
-def answer(unused: tuple[str, ...] = (), missing: tuple[str, ...] = (), received: int = 5) -> dict[str, Any]:
-    return {"num_received": received, "num_bytes": 40, "unused": unused, "missing": missing, "seconds": {"load": 0.5}}
+def answer(
+    unused: tuple[str, ...] = (), missing: tuple[str, ...] = (), received: int = 5
+) -> dict[str, Any]:
+    return {
+        "num_received": received,
+        "num_bytes": 40,
+        "unused": unused,
+        "missing": missing,
+        "seconds": {"load": 0.5},
+    }
 
 
 def test_one_worker() -> None:
     receipt = join(3, [answer(("x",), ("b", "a"))])
-    assert (receipt.version, receipt.num_received, receipt.num_loaded, receipt.num_bytes) == (3, 5, 4, 40)
-    assert (receipt.missing, receipt.unexpected, receipt.seconds) == (("a", "b"), ("x",), {"load": 0.5})
+    assert (receipt.version, receipt.num_received, receipt.num_loaded, receipt.num_bytes) == (
+        3,
+        5,
+        4,
+        40,
+    )
+    assert (receipt.missing, receipt.unexpected, receipt.seconds) == (
+        ("a", "b"),
+        ("x",),
+        {"load": 0.5},
+    )
 
 
 def test_a_name_is_unexpected_where_no_worker_has_it() -> None:

@@ -1,4 +1,6 @@
-"""Which experts tokens went to, put together from what the scheduler sends; the real thing is in test_gpu.py."""
+"""Which experts tokens went to, put together from what the scheduler sends; the real
+thing is in test_gpu.py.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,23 @@ def stay(first: int, fed: list[int], tokens: list[int], version: int) -> Running
         start = 0
         for number, token in zip(fed, tokens, strict=True):
             rows = first + np.arange(start, start + number)
-            routes = np.stack([np.full((number, 2), 99), np.stack([rows, rows + 1], 1), np.stack([-rows, rows], 1)], 1)
+            routes = np.stack(
+                [
+                    np.full((number, 2), 99),
+                    np.stack([rows, rows + 1], 1),
+                    np.stack([-rows, rows], 1),
+                ],
+                1,
+            )
             logprobs = SimpleNamespace(logprobs=np.array([[-1.0]]))
-            one.take(SimpleNamespace(
-                new_token_ids=[token], new_logprobs=logprobs, routed_experts=routes, finish_reason=None
-            ))  # fmt: skip
+            one.take(
+                SimpleNamespace(
+                    new_token_ids=[token],
+                    new_logprobs=logprobs,
+                    routed_experts=routes,
+                    finish_reason=None,
+                )
+            )
             start += number
         return one
 

@@ -26,16 +26,33 @@ def arguments(folder: Path, reference: TransformersReference, *overrides: str) -
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "reward.py").write_text(REWARD)
     return [
-        "train", "engine=fsdp", "rollout=vllm", "algorithm=grpo", f"model.path={reference.folder}",
-        f"run_dir={folder / 'run'}", f"data.source={folder / 'rows.jsonl'}", "data.max_prompt_tokens=64",
-        f"reward.target={folder / 'reward.py'}:score", "engine.dtype=fp32", "engine.lr=1e-2",
-        "engine.max_tokens_per_gpu=256", "rollout.dtype=fp32", "sampling.max_tokens=8", "samples_per_prompt=4",
-        "prompts_per_step=2", "steps=3", "strict=true", "trackers=[console,jsonl]", *overrides,
-    ]  # fmt: skip
+        "train",
+        "engine=fsdp",
+        "rollout=vllm",
+        "algorithm=grpo",
+        f"model.path={reference.folder}",
+        f"run_dir={folder / 'run'}",
+        f"data.source={folder / 'rows.jsonl'}",
+        "data.max_prompt_tokens=64",
+        f"reward.target={folder / 'reward.py'}:score",
+        "engine.dtype=fp32",
+        "engine.lr=1e-2",
+        "engine.max_tokens_per_gpu=256",
+        "rollout.dtype=fp32",
+        "sampling.max_tokens=8",
+        "samples_per_prompt=4",
+        "prompts_per_step=2",
+        "steps=3",
+        "strict=true",
+        "trackers=[console,jsonl]",
+        *overrides,
+    ]
 
 
 def logged(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def run(folder: Path, reference: TransformersReference, *overrides: str) -> list[dict[str, float]]:
@@ -52,9 +69,16 @@ def run(folder: Path, reference: TransformersReference, *overrides: str) -> list
         ("engine.lora_rank=4", "sync.transport=tcp"),
         ("engine.lora_rank=4", "rollout.max_lora_rank=4", "sync.transport=disk", "offload=true"),
     ],
-    ids=["taking turns", "asynchronous", "with the adapter merged", "with the adapter apart, taking turns"],
+    ids=[
+        "taking turns",
+        "asynchronous",
+        "with the adapter merged",
+        "with the adapter apart, taking turns",
+    ],
 )
-def test_it_trains(tmp_path: Path, reference: TransformersReference, overrides: tuple[str, ...]) -> None:
+def test_it_trains(
+    tmp_path: Path, reference: TransformersReference, overrides: tuple[str, ...]
+) -> None:
     log = run(tmp_path, reference, *overrides)
     assert len(log) == 4
     assert log[0]["sync/probe"] < 1e-3 < 1e-2 < log[0]["sync/probe_permuted"]
@@ -71,25 +95,43 @@ ADAPTED = ("engine.lora_rank=4", "engine.lora_alpha=8", "rollout.max_lora_rank=4
 def test_an_adapter_travels_alone(
     tmp_path: Path, reference: TransformersReference, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """After the start a sync carries A and B, the rollout follows the policy, and what is exported is their sum."""
+    """After the start a sync carries A and B, the rollout follows the policy, and what
+    is exported is their sum.
+    """
     log = run(tmp_path, reference, *ADAPTED, "max_staleness=1", "algorithm.correction_cap=2")
     assert "(lora) -> vllm" in capsys.readouterr().out
-    assert log[0]["sync/probe"] < 1e-3 < 1e-2 < min(log[0]["sync/probe_permuted"], log[0]["sync/probe_adapter"])
+    assert (
+        log[0]["sync/probe"]
+        < 1e-3
+        < 1e-2
+        < min(log[0]["sync/probe_permuted"], log[0]["sync/probe_adapter"])
+    )
     weights = sum(tensor.nbytes for tensor in reference.tensors.values())
     for step in log[1:]:
-        assert step["sync/tensors"] == 2 * 7 * 2  # of seven linear maps in each of two layers
+        # of seven linear maps in each of two layers
+        assert step["sync/tensors"] == 2 * 7 * 2
         assert step["sync/bytes"] < weights / 5
-        judged = step["train_infer/abs_diff"] if "train_infer/abs_diff" in step else step["sync/probe"]
+        judged = (
+            step["train_infer/abs_diff"] if "train_infer/abs_diff" in step else step["sync/probe"]
+        )
         assert judged < 1e-3
         assert step["train/grad_norm"] > 0
     exported = read_tensors(tmp_path / "run" / "export")
     assert exported.keys() == reference.tensors.keys()
-    moved = {name for name, tensor in exported.items() if not np.array_equal(tensor, reference.tensors[name])}
+    moved = {
+        name
+        for name, tensor in exported.items()
+        if not np.array_equal(tensor, reference.tensors[name])
+    }
     assert moved == {name for name in exported if "_proj.weight" in name}
 
 
-def test_it_goes_on_with_the_adapter_of_a_checkpoint(tmp_path: Path, reference: TransformersReference) -> None:
-    """The first push after a resume brings the weights and an adapter that is not 0 any more."""
+def test_it_goes_on_with_the_adapter_of_a_checkpoint(
+    tmp_path: Path, reference: TransformersReference
+) -> None:
+    """The first push after a resume brings the weights and an adapter that is not 0 any
+    more.
+    """
     run(tmp_path, reference, *ADAPTED, "steps=2", "checkpoint.export=false")
     log = run(tmp_path, reference, *ADAPTED, "steps=3", "checkpoint.export=false")
     assert [line["step"] for line in log] == [0, 1, 2, 3]
@@ -109,19 +151,34 @@ def test_requests_that_forget_the_adapter_are_found_before_the_first_step(
 
     monkeypatch.setattr(engine, "send_request", forgets)
     assert main(arguments(tmp_path, reference, *ADAPTED)) == 2
-    assert "a push of a random adapter left the rollout's log-probs within" in capsys.readouterr().err
+    assert (
+        "a push of a random adapter left the rollout's log-probs within" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (("engine.lora_rank=16", "rollout.max_lora_rank=8"),
-         "engine.lora_rank=16 is more than rollout.max_lora_rank=8 has room for: set rollout.max_lora_rank=16, or 0"),
-        (("rollout.max_lora_rank=8",),
-         "rollout.max_lora_rank=8 is for an adapter, and engine=fsdp trains none: set engine.lora_rank above 0, or "),
-        (("engine.lora_rank=600", "rollout.max_lora_rank=600"), "rollout.max_lora_rank must be at most 512, got 600"),
+        (
+            ("engine.lora_rank=16", "rollout.max_lora_rank=8"),
+            (
+                "engine.lora_rank=16 is more than rollout.max_lora_rank=8 has room for: set "
+                "rollout.max_lora_rank=16, or 0"
+            ),
+        ),
+        (
+            ("rollout.max_lora_rank=8",),
+            (
+                "rollout.max_lora_rank=8 is for an adapter, and engine=fsdp trains none: set "
+                "engine.lora_rank above 0, or "
+            ),
+        ),
+        (
+            ("engine.lora_rank=600", "rollout.max_lora_rank=600"),
+            ("rollout.max_lora_rank must be at most 512, got 600"),
+        ),
     ],
-)  # fmt: skip
+)
 def test_an_adapter_that_vllm_cannot_take_is_refused_by_the_plan(
     tmp_path: Path,
     reference: TransformersReference,

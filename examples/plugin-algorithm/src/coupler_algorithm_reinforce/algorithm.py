@@ -1,4 +1,6 @@
-"""``algorithm=reinforce``: REINFORCE (Williams 1992); the baseline is the mean reward of the rest of the batch."""
+"""``algorithm=reinforce``: REINFORCE (Williams 1992); the baseline is the mean reward
+of the rest of the batch.
+"""
 
 import numpy as np
 import torch
@@ -15,6 +17,7 @@ class Reinforce(Algorithm):
 
     def loss(self, out, batch):
         mask = batch["loss_mask"]
-        logprobs = torch.where(mask, out["logprobs"], 0.0)  # what is outside the mask may be NaN
+        # what is outside the mask may be NaN
+        logprobs = torch.where(mask, out["logprobs"], 0.0)
         losses = -torch.where(mask, batch["advantages"], 0.0) * logprobs
         return losses, {"reinforce/logprob": Metric(logprobs.detach().sum(), mask.sum())}

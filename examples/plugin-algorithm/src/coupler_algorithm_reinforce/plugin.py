@@ -1,4 +1,6 @@
-"""Declare what Coupler reads when it lists plugins: imports the standard library and coupler only."""
+"""Declare what Coupler reads when it lists plugins: imports the standard library and
+coupler only.
+"""
 
 from dataclasses import dataclass
 

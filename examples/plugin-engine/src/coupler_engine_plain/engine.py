@@ -40,7 +40,9 @@ class PlainEngine(Engine):
         ]
         c = self.config
         betas = (c.beta1, c.beta2)
-        self.optimizer = torch.optim.AdamW(groups, betas=betas, eps=c.eps, weight_decay=c.weight_decay)
+        self.optimizer = torch.optim.AdamW(
+            groups, betas=betas, eps=c.eps, weight_decay=c.weight_decay
+        )
         self.steps = 0
         return Layout((0,), (True,))
 
@@ -72,15 +74,21 @@ class PlainEngine(Engine):
         return [batch.take(rows) for rows in groups if len(rows)]
 
     def _outputs(self, batch, want):
-        """Return [T] columns, 0 outside the mask, whose gradient reaches no row there."""
+        """Return [T] columns, 0 outside the mask, whose gradient reaches no row
+        there.
+        """
         tokens = torch.tensor(batch["tokens"], dtype=torch.long)
-        ids = pad_sequence(tokens.split(batch.lengths.tolist()), batch_first=True)  # causal: padding changes nothing
+        ids = pad_sequence(
+            tokens.split(batch.lengths.tolist()), batch_first=True
+        )  # causal: padding changes nothing
         logits = self.hf(input_ids=ids, use_cache=False).logits
 
         rows = np.flatnonzero(batch["loss_mask"])
         sequence = batch.spread(np.arange(len(batch)))[rows]
         position = rows - batch.starts[sequence]
-        temperature = batch["temperature"][sequence] if batch.has("temperature") else np.ones(len(rows))
+        temperature = (
+            batch["temperature"][sequence] if batch.has("temperature") else np.ones(len(rows))
+        )
         scale = torch.tensor(temperature, dtype=torch.float32)[:, None]
         log_p = (logits[sequence, position - 1] / scale).log_softmax(-1)
 
@@ -119,7 +127,9 @@ class PlainEngine(Engine):
 
     def save(self, path, what):
         if Part.PARAMS in what:
-            save_file({name: p.detach() for name, p in self.params.items()}, path / FILES[Part.PARAMS])
+            save_file(
+                {name: p.detach() for name, p in self.params.items()}, path / FILES[Part.PARAMS]
+            )
         if Part.OPTIMIZER in what:
             state = {
                 f"{key}/{name}": value

@@ -1,4 +1,4 @@
-"""What Coupler reads when it lists plugins; imports the standard library and coupler only."""
+"""Declare ``rollout=minimal``; this imports the standard library and coupler only."""
 
 from dataclasses import dataclass
 

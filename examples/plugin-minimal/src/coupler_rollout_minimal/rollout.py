@@ -1,4 +1,4 @@
-"""``rollout=minimal``: a transformers model, with random weights until an update, one request at a time."""
+"""``rollout=minimal``: a transformers model that answers one request at a time."""
 
 import asyncio
 
@@ -13,8 +13,9 @@ class MinimalRollout(Rollout):
         trust = self.model.trust_remote_code
         shape = AutoConfig.from_pretrained(self.model.path, trust_remote_code=trust)
         hf = AutoModelForCausalLM.from_config(shape, dtype=torch.float32, trust_remote_code=trust)
-        self.hf = hf.eval().requires_grad_(False)  # no weights
-        self.rank, self.version, self.turn = rank, -1, asyncio.Lock()  # first come, first served
+        self.hf = hf.eval().requires_grad_(False)  # random until an update
+        # The lock serves requests in the order in which they came.
+        self.rank, self.version, self.turn = rank, -1, asyncio.Lock()
         return 1
 
     async def generate(self, request):
@@ -29,18 +30,22 @@ class MinimalRollout(Rollout):
             out = self.hf(input_ids=ids, past_key_values=cache, use_cache=True)
             cache = out.past_key_values
             log_p = (out.logits[0, -1] / (request.temperature or 1.0)).log_softmax(-1)
-            greedy = request.temperature == 0
-            ids = (log_p.argmax() if greedy else torch.multinomial(log_p.exp(), 1, generator=random)).view(1, 1)
+            if request.temperature == 0:
+                ids = log_p.argmax().view(1, 1)
+            else:
+                ids = torch.multinomial(log_p.exp(), 1, generator=random).view(1, 1)
             tokens.append(int(ids))
             logprobs.append(float(log_p[ids]))
         finish = "stop" if tokens[-1] in request.stop else "length"
         return Completion(tuple(tokens), tuple(logprobs), (self.version,) * len(tokens), finish)
 
     async def update(self, update):
-        params = self.hf.state_dict(keep_vars=True)  # two names of a tied parameter are one object
+        # Two names of a tied parameter are one object.
+        params = self.hf.state_dict(keep_vars=True)
         shapes = {name: param.shape for name, param in params.items()}
         reached, unexpected, num_received, num_bytes = set(), [], 0, 0
-        for name, tensor in update.receive(self.rank, shapes):
+        # All come before one is copied: a refused update leaves the old weights.
+        for name, tensor in list(update.receive(self.rank, shapes)):
             num_received, num_bytes = num_received + 1, num_bytes + tensor.nbytes
             if name in params:
                 params[name].copy_(tensor)
@@ -49,10 +54,13 @@ class MinimalRollout(Rollout):
                 unexpected.append(name)
         missing = tuple(name for name, param in params.items() if id(param) not in reached)
         self.version, loaded = update.version, num_received - len(unexpected)
-        return SyncReceipt(update.version, num_received, loaded, num_bytes, missing, tuple(unexpected))
+        return SyncReceipt(
+            update.version, num_received, loaded, num_bytes, missing, tuple(unexpected)
+        )
 
     async def pause(self, in_flight):
-        await self.turn.acquire()  # behind the requests that run or wait: drain, the only kind this rollout declares
+        # Behind the requests that run or wait: drain, the only kind it declares.
+        await self.turn.acquire()
 
     async def resume(self):
         self.turn.release()

@@ -1,6 +1,7 @@
 """Arithmetic problems, and the reward that verifies an answer to one.
 
-``data.source=coupler_reward_arithmetic:problems reward.target=coupler_reward_arithmetic:score``
+``data.source=coupler_reward_arithmetic:problems
+reward.target=coupler_reward_arithmetic:score``
 """
 
 import random
@@ -10,7 +11,9 @@ from fractions import Fraction
 from coupler.rewards import Graded, Invalid
 
 SIGNS = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b, "/": Fraction}
-NUMBER = re.compile(r"-?[0-9]{1,12}(?:/[0-9]{1,12}|\.[0-9]{1,12})?")  # bounded: a model may write digits forever
+NUMBER = re.compile(
+    r"-?[0-9]{1,12}(?:/[0-9]{1,12}|\.[0-9]{1,12})?"
+)  # bounded: a model may write digits forever
 TAIL = 200  # Characters at the end of a completion in which its answer is looked for.
 
 
@@ -19,11 +22,16 @@ def problems(size=1000, seed=0):
     source = random.Random(seed)  # noqa: S311 - no secret
     for _ in range(size):
         a, sign, b = source.randint(-99, 99), source.choice(list(SIGNS)), source.randint(1, 99)
-        yield {"prompt": f"What is {a} {sign} {b}? End with the number.", "answer": str(SIGNS[sign](a, b))}
+        yield {
+            "prompt": f"What is {a} {sign} {b}? End with the number.",
+            "answer": str(SIGNS[sign](a, b)),
+        }
 
 
 def score(completion, answer):
-    """Return 1 if the last number of the completion equals the answer, 0.1 if it ends with another one, else 0."""
+    """Return 1 if the last number of the completion equals the answer, 0.1 if it ends
+    with another one, else 0.
+    """
     right = number_in(answer)
     if right is None:
         return Invalid("the answer of the row is no number")

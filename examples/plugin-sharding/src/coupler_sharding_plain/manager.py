@@ -11,12 +11,15 @@ from coupler.errors import CouplerError, ReplicaDied, WeightSyncError
 class PlainManager(ShardingManager):
     async def setup(self):
         if self.weight_format != "full":
-            raise CouplerError("sync.manager=plain moves whole weights only.\n  try:  sync.manager=stream")
+            raise CouplerError(
+                "sync.manager=plain moves whole weights only.\n  try:  sync.manager=stream"
+            )
         await super().setup()
 
     async def sync(self, version):
         start = time.perf_counter()
-        for attempt in count():  # revive() ends this: it raises where a replica died too often
+        # revive() ends this: it raises where a replica died too often
+        for attempt in count():
             await self.rollouts.pause(self.in_flight)
             if self.rollouts.dead:
                 async with self.residency.generating("start_rollout"):
@@ -38,11 +41,17 @@ class PlainManager(ShardingManager):
         pushing = asyncio.ensure_future(self.engine.push(update))
         try:
             receipts = await self.rollouts.update(update)
-        finally:  # a transfer that failed has ended on both sides before the next one begins
+        # a transfer that failed has ended on both sides before the next one begins
+        finally:
             await asyncio.wait([pushing], timeout=self.config.deadline_s)
         sent = (await pushing)[0]
         for replica, receipt in enumerate(receipts):
-            complete = receipt.version == sent.version and not receipt.missing and not receipt.unexpected
+            complete = (
+                receipt.version == sent.version and not receipt.missing and not receipt.unexpected
+            )
             if not complete or {receipt.num_received, receipt.num_loaded} != {sent.num_tensors}:
-                raise WeightSyncError(f"replica {replica} did not load the {sent.num_tensors} tensors sent: {receipt}.")
+                raise WeightSyncError(
+                    f"replica {replica} did not load the {sent.num_tensors} tensors sent: "
+                    f"{receipt}."
+                )
         return sent

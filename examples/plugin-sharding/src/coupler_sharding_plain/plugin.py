@@ -1,4 +1,6 @@
-"""Declare what Coupler reads when it lists plugins: imports the standard library and coupler only."""
+"""Declare what Coupler reads when it lists plugins: imports the standard library and
+coupler only.
+"""
 
 from dataclasses import dataclass
 
@@ -13,5 +15,8 @@ class PlainConfig:
 @hookimpl
 def coupler_backends():
     yield Backend(
-        kind="sharding", name="plain", target="coupler_sharding_plain.manager:PlainManager", config=PlainConfig
+        kind="sharding",
+        name="plain",
+        target="coupler_sharding_plain.manager:PlainManager",
+        config=PlainConfig,
     )

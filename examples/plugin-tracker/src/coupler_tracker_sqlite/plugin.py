@@ -1,4 +1,6 @@
-"""Declare what Coupler reads when it lists plugins: imports the standard library and coupler only."""
+"""Declare what Coupler reads when it lists plugins: imports the standard library and
+coupler only.
+"""
 
 from dataclasses import dataclass
 
@@ -13,5 +15,8 @@ class SqliteConfig:
 @hookimpl
 def coupler_backends():
     yield Backend(
-        kind="tracker", name="sqlite", target="coupler_tracker_sqlite.tracker:SqliteTracker", config=SqliteConfig
+        kind="tracker",
+        name="sqlite",
+        target="coupler_tracker_sqlite.tracker:SqliteTracker",
+        config=SqliteConfig,
     )

@@ -11,10 +11,13 @@ class SqliteTracker(Tracker):
         super().__init__(config, run_dir)
         with self._speaking():
             self.database = sqlite3.connect(run_dir / "metrics.sqlite", check_same_thread=False)
-            self.database.execute("CREATE TABLE IF NOT EXISTS metrics (step INTEGER, name TEXT, value REAL)")
+            self.database.execute(
+                "CREATE TABLE IF NOT EXISTS metrics (step INTEGER, name TEXT, value REAL)"
+            )
 
     def log(self, step, values):
-        rows = [(step, name, float(value)) for name, value in values.items()]  # NaN becomes NULL
+        # NaN becomes NULL
+        rows = [(step, name, float(value)) for name, value in values.items()]
         with self._speaking(), self.database:
             self.database.executemany("INSERT INTO metrics VALUES (?, ?, ?)", rows)
 
@@ -32,4 +35,6 @@ class SqliteTracker(Tracker):
             yield
         except sqlite3.Error as error:
             path = self.run_dir / "metrics.sqlite"
-            raise CouplerError(f"{path} cannot be written: {error}.\n  look at:  room on the disk") from error
+            raise CouplerError(
+                f"{path} cannot be written: {error}.\n  look at:  room on the disk"
+            ) from error

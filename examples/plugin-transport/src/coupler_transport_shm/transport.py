@@ -1,4 +1,6 @@
-"""``sync.transport=shm``: one file in shared memory per update, read by every worker of the host."""
+"""``sync.transport=shm``: one file in shared memory per update, read by every worker of
+the host.
+"""
 
 import json
 import os
@@ -18,7 +20,8 @@ class ShmTransport(Transport):
     def bind(self, rank):
         if rank.index:
             return Endpoint()
-        self.folder = tempfile.TemporaryDirectory(prefix="coupler-", dir=MEMORY if os.path.isdir(MEMORY) else None)
+        memory = MEMORY if os.path.isdir(MEMORY) else None
+        self.folder = tempfile.TemporaryDirectory(prefix="coupler-", dir=memory)
         return Endpoint(self.folder.name)
 
     def send(self, weights, update, rank):
@@ -36,19 +39,22 @@ class ShmTransport(Transport):
         if rank.index == 0:
             part = path.with_suffix(".part")
             part.write_text(json.dumps(header))
-            part.rename(path.with_suffix(".json"))  # it appears when the tensors are complete
+            # it appears when the tensors are complete
+            part.rename(path.with_suffix(".json"))
         return SendReceipt(update.version, len(header), size, time.perf_counter() - start)
 
     def receive(self, update, worker, shapes):
         path, end = path_of(update), time.monotonic() + update.deadline_s
-        while not path.with_suffix(".json").exists():
+        header, late = path.with_suffix(".json"), f"no weights of version {update.version} came."
+        while not header.exists():
             if time.monotonic() > end:
-                raise WaitTimeout(f"no weights of version {update.version} came.\n  look at:  the engine's log")
+                raise WaitTimeout(f"{late}\n  look at:  the engine's log")
             time.sleep(0.002)
         with path.open("rb") as file:
-            for name, library, dtype, shape, size in json.loads(path.with_suffix(".json").read_text()):
-                if tuple(shapes.get(name, shape)) != tuple(shape):
-                    raise WeightSyncError(f"{name} comes with shape {shape}, the model has {list(shapes[name])}.")
+            for name, library, dtype, shape, size in json.loads(header.read_text()):
+                if tuple(wanted := shapes.get(name, shape)) != tuple(shape):
+                    said = f"{name} comes with shape {shape}, the model has {list(wanted)}."
+                    raise WeightSyncError(said)
                 yield name, tensor_of(np.fromfile(file, np.uint8, size), library, dtype, shape)
 
 

@@ -17,7 +17,8 @@ from coupler_algos.groups import trajectories
 from coupler_algos.kl import KL_COEF
 from coupler_algos.shaping import kl_per_token
 
-MAX_ERROR = 0.2  # the paper's clip of the proportional error
+MAX_ERROR = 0.2
+"""The paper's clip of the proportional error."""
 
 
 class AdaptiveKL(Controller):
@@ -48,7 +49,8 @@ class AdaptiveKL(Controller):
         total = float(kl_per_token(self.config, batch).sum())
         used = self.value
 
-        error = float(np.clip(total / max(number, 1) / self.config.kl_target - 1, -MAX_ERROR, MAX_ERROR))
+        mean = total / max(number, 1)
+        error = float(np.clip(mean / self.config.kl_target - 1, -MAX_ERROR, MAX_ERROR))
         self.value *= 1 + error * number / self.config.kl_horizon
         return {"kl/coef": Metric(used), "kl/trajectory": Metric(total, number)}
 

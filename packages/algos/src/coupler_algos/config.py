@@ -33,8 +33,10 @@ class KLEstimator(StrEnum):
 class Behaviour(StrEnum):
     """Choose whose log-probs are the denominator of the ratio."""
 
-    RECOMPUTED = "recomputed"  # the trainer's, before the batch's first optimizer step
-    ROLLOUT = "rollout"  # those that the rollout reported when it sampled
+    RECOMPUTED = "recomputed"
+    """The trainer's log-probs, before the batch's first optimizer step."""
+    ROLLOUT = "rollout"
+    """The log-probs that the rollout reported when it sampled."""
 
 
 @dataclass
@@ -46,53 +48,61 @@ class PolicyConfig:
     aggregation_constant: int = 0
     """The divisor of each sequence's loss under aggregation=constant, in tokens."""
     clip_low: float = 0.0
-    """The ratio is clipped below at 1 - clip_low; 0 does not clip it there."""
+    """The ratio is clipped below at 1 - clip_low. 0 does not clip it there."""
     clip_high: float = 0.0
-    """The ratio is clipped above at 1 + clip_high; 0 does not clip it there."""
+    """The ratio is clipped above at 1 + clip_high. 0 does not clip it there."""
     dual_clip: float = 0.0
-    """Bound the loss of a negative advantage at -advantage * dual_clip; it must be
-    above 1, or 0 for no bound."""
+    """Bound the loss of a negative advantage at -advantage * dual_clip. It must be
+    above 1, or 0 for no bound.
+    """
     behaviour: Behaviour = Behaviour.RECOMPUTED
     """The log-probs in the denominator of the ratio: recomputed by the trainer before
     the batch's first optimizer step, or reported by the rollout."""
     correction_cap: float = 0.0
-    """Weigh the loss with min(recomputed / rollout probability, correction_cap); 0
-    does not weigh it."""
+    """Weigh the loss with min(recomputed / rollout probability, correction_cap). 0 does
+    not weigh it.
+    """
     kl: KL = KL.NONE
     """Where the divergence from the reference enters: in the reward, in the loss, or
     nowhere."""
     kl_coef: float = 0.0
-    """The weight of the divergence from the reference; with kl_target, the weight of
-    the first step."""
+    """The weight of the divergence from the reference. With kl_target, it is the weight
+    of the first step.
+    """
     kl_target: float = 0.0
-    """The divergence that an adaptive coefficient aims at, in nats per trajectory; 0
-    keeps kl_coef as it is."""
+    """The divergence that an adaptive coefficient aims at, in nats per trajectory. 0
+    keeps kl_coef as it is.
+    """
     kl_horizon: int = 10_000
-    """Trajectories over which the adaptive coefficient follows the divergence; more
-    make it slower."""
+    """Trajectories over which the adaptive coefficient follows the divergence. More
+    make it slower.
+    """
     kl_estimator: KLEstimator = KLEstimator.K3
     """How the divergence of a token is estimated, in the reward or in the loss."""
     entropy_coef: float = 0.0
-    """The weight of an entropy bonus in the loss; 0 gives none."""
+    """The weight of an entropy bonus in the loss. 0 gives none."""
     log_entropy: bool = True
     """Compute the entropy for the log also where the loss has no entropy bonus."""
     overlong_buffer_tokens: int = 0
     """A completion loses up to 1 of its reward over its last tokens before
-    overlong_max_tokens, this many of them; 0 takes nothing."""
+    overlong_max_tokens, this many of them. 0 takes nothing.
+    """
     overlong_max_tokens: int = 0
     """The length at which a completion loses a whole reward of 1, usually
     ${sampling.max_tokens}."""
 
     @property
     def needs(self) -> frozenset[str]:
-        """The columns that core adds under this configuration: ``Algorithm.needs``."""
+        """Return the columns that core adds under this configuration
+        (``Algorithm.needs``).
+        """
         reference = {"ref_logprobs"} if self.kl is not KL.NONE else set()
         old = {"old_logprobs"} if self.behaviour is Behaviour.RECOMPUTED else set()
         return frozenset(reference | old | self.always)
 
     @property
     def always(self) -> frozenset[str]:
-        """The columns that KL reads before training: ``Algorithm.always``.
+        """Return the columns that KL reads before training (``Algorithm.always``).
 
         The policy's log-probs come from the trainer, as the reference's do. Those of
         the rollout differ by rounding, which would count as divergence.
@@ -147,7 +157,7 @@ class RLOOConfig(GroupConfig):
 class PPOConfig(PolicyConfig):
     """Configure PPO.
 
-    Ratio clip, discount and KL coefficient are those of arXiv 2203.02155; ``lam`` and
+    Ratio clip, discount and KL coefficient are those of arXiv 2203.02155. ``lam`` and
     the value clip are those of the code of arXiv 1909.08593.
     """
 
@@ -159,19 +169,21 @@ class PPOConfig(PolicyConfig):
     kl_coef: float = 0.02
     kl_estimator: KLEstimator = KLEstimator.K1
     gamma: float = 1.0
-    """The discount of rewards per sampled token; 1 discounts nothing."""
+    """The discount of rewards per sampled token. 1 discounts nothing."""
     lam: float = 0.95
-    """The lambda of GAE: 1 takes returns minus values, without bias; 0 takes one step,
-    with the least variance."""
+    """The lambda of GAE. 1 takes returns minus values, without bias, and 0 takes one
+    step, with the least variance.
+    """
     whiten: bool = True
     """Shift and scale the advantages of a batch to mean 0 and standard deviation 1."""
     value_clip: float = 0.2
     """The critic's loss stops pulling a value that moved farther than this from its old
-    one; 0 does not clip values."""
+    one. 0 does not clip values.
+    """
 
     @property
     def needs(self) -> frozenset[str]:
-        """The columns of every policy, and values."""
+        """Return the columns of every policy, and values."""
         return super().needs | {"values"}
 
 

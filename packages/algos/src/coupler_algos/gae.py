@@ -7,7 +7,9 @@ import numpy as np
 from coupler.batch import Batch
 
 
-def estimate(batch: Batch, rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float) -> np.ndarray:
+def estimate(
+    batch: Batch, rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float
+) -> np.ndarray:
     """Estimate advantages by eq. 16, with ``delta`` of eq. 10.
 
     ``delta_t = r_t + gamma V_t' - V_t`` and ``A_t = delta_t + gamma lam A_t'``, where
@@ -24,7 +26,8 @@ def estimate(batch: Batch, rewards: np.ndarray, values: np.ndarray, gamma: float
     """
     rows = np.flatnonzero(batch["loss_mask"])
     counts = batch.sum_by_sequence(batch["loss_mask"]).astype(np.int64)
-    last = np.cumsum(counts) - 1  # of each sequence, among rows
+    # The last sampled token of each sequence, among rows.
+    last = np.cumsum(counts) - 1
     following = np.append(values[rows[1:]], 0.0)
     following[last[counts > 0]] = 0.0
 

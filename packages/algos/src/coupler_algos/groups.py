@@ -39,7 +39,8 @@ class Groups:
         if (self._size == 1).any():
             alone = names[self._size == 1]
             raise CouplerError(
-                f"{len(alone)} prompt groups have one sample and nothing to compare it with; the first is {alone[0]}.\n"
+                f"{len(alone)} prompt groups have one sample and nothing to compare it with; "
+                f"the first is {alone[0]}.\n"
                 "  try:  samples_per_prompt=2 or more"
             )
 

@@ -26,10 +26,11 @@ from typing import Any
 
 from coupler_algos.config import KLEstimator
 
-# The column [B] float32 of the coefficient that a controller put in force.
 KL_COEF = "kl_coef"
-# exp(20) is 5e8: larger ratios mean nothing and would end in infinities.
+"""The column [B] float32 of the coefficient that a controller put in force."""
 MAX_LOG_RATIO = 20.0
+"""Limit of a log-ratio. exp(20) is 5e8: larger ratios mean nothing and would end in
+infinities."""
 
 
 def estimate(estimator: KLEstimator, logprobs: Any, ref_logprobs: Any, xp: Any) -> Any:

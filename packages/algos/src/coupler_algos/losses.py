@@ -27,7 +27,9 @@ def nll_loss(out: Columns, batch: Columns) -> tuple[Tensor, Metrics]:
     return loss, {"nll": Metric(loss.detach().sum(), mask.sum())}
 
 
-def policy_loss(config: PolicyConfig, out: Columns, batch: Columns, sequence_ratio: bool) -> tuple[Tensor, Metrics]:
+def policy_loss(
+    config: PolicyConfig, out: Columns, batch: Columns, sequence_ratio: bool
+) -> tuple[Tensor, Metrics]:
     """Return the clipped surrogate, with KL and entropy bonus, per token [T].
 
     ``kl_coef * KL`` is added and ``entropy_coef * entropy`` subtracted. The log of the
@@ -70,7 +72,8 @@ def policy_loss(config: PolicyConfig, out: Columns, batch: Columns, sequence_rat
 
     if config.kl is not KL.NONE:
         reference = valid(batch["ref_logprobs"])
-        metrics["kl_ref"] = _mean(kl.estimate(KLEstimator.K3, logprobs.detach(), reference, torch), mask)
+        divergence = kl.estimate(KLEstimator.K3, logprobs.detach(), reference, torch)
+        metrics["kl_ref"] = _mean(divergence, mask)
         if config.kl is KL.IN_LOSS:
             coefficient = batch[KL_COEF][batch["seq"]] if KL_COEF in batch else config.kl_coef
             loss = loss + coefficient * kl.estimate(config.kl_estimator, logprobs, reference, torch)
@@ -90,28 +93,36 @@ def value_loss(config: PPOConfig, out: Columns, batch: Columns) -> tuple[Tensor,
     code that was published with it.
     """
     mask = batch["loss_mask"]
-    values, old, returns = (torch.where(mask, c, 0.0) for c in (out["values"], batch["values"], batch["returns"]))
+    values, old, returns = (
+        torch.where(mask, c, 0.0) for c in (out["values"], batch["values"], batch["returns"])
+    )
+
     loss = (values - returns) ** 2 / 2
     metrics = {}
     if config.value_clip:
         near = old + (values - old).clamp(-config.value_clip, config.value_clip)
         clipped = (near - returns) ** 2 / 2
-        moved = (values - old).abs() > config.value_clip  # else rounding of near counts
+        # Without this, rounding of near would count.
+        moved = (values - old).abs() > config.value_clip
         metrics["clip_fraction"] = _mean(moved & (clipped > loss), mask)
         loss = torch.maximum(loss, clipped)
     return loss, {**metrics, "value_loss": _mean(loss, mask)}
 
 
-def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float) -> Tensor:
+def clipped_surrogate(
+    ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float
+) -> Tensor:
     """Return ``max(-A * r, -A * clip(r, 1 - low, 1 + high))`` [T].
 
     It is PPO (arXiv 1707.06347) eq. 7 with the two limits of DAPO (arXiv 2503.14476)
-    eq. 10; a limit of 0 is none. If A < 0, ``dual`` bounds the loss by ``-A * dual``:
+    eq. 10. A limit of 0 is none. If A < 0, ``dual`` bounds the loss by ``-A * dual``:
     dual-clip PPO (arXiv 1912.09729).
     """
     clipped = ratio.clamp(1 - (low or math.inf), 1 + (high or math.inf))
     loss = torch.maximum(-advantages * ratio, -advantages * clipped)
-    return torch.where(advantages < 0, torch.minimum(loss, -advantages * dual), loss) if dual else loss
+    if not dual:
+        return loss
+    return torch.where(advantages < 0, torch.minimum(loss, -advantages * dual), loss)
 
 
 def sum_over_sequence(per_token: Tensor, cu_seqlens: Tensor, seq: Tensor) -> Tensor:
@@ -141,13 +152,16 @@ def count_once(per_token: Tensor, mask: Tensor, cu_seqlens: Tensor, seq: Tensor)
     return value / valid.clamp(min=1)[seq] + (per_token - value)
 
 
-def _ratio_metrics(config: PolicyConfig, ratio: Tensor, advantages: Tensor, mask: Tensor) -> Metrics:
+def _ratio_metrics(
+    config: PolicyConfig, ratio: Tensor, advantages: Tensor, mask: Tensor
+) -> Metrics:
     valid_ratio = torch.where(mask, ratio, 0.0)
     metrics = {
         "ratio_mean": _mean(ratio, mask),
         "ratio_max": Metric(valid_ratio.max() if len(ratio) else ratio.new_zeros(()), how="max"),
         "kl_old": _mean(-ratio.log(), mask),
     }
+
     if config.clip_low:
         metrics["clip_low"] = _mean((ratio < 1 - config.clip_low) & (advantages < 0), mask)
     if config.clip_high:

@@ -22,7 +22,8 @@ from coupler_algos.shaping import scores
 class Policy(Algorithm):
     """Base class of every algorithm with a ratio of probabilities."""
 
-    sequence_ratio = False  # True: one probability ratio per sequence, not per token
+    sequence_ratio = False
+    """If it is true, there is one probability ratio per sequence, not per token."""
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__(config)
@@ -60,8 +61,11 @@ class GroupPolicy(Policy):
         """
         first, of_row = trajectories(batch)
         per_trajectory = self.compare(scores(self.config, batch), Groups(batch["group"][first]))
+
         per_token = batch.spread(per_trajectory[of_row])
-        return batch.with_tokens(advantages=np.where(batch["loss_mask"], per_token, 0).astype(np.float32))
+        return batch.with_tokens(
+            advantages=np.where(batch["loss_mask"], per_token, 0).astype(np.float32)
+        )
 
     def keep(self, group: Batch) -> bool:
         """Reject a group whose rewards are all equal, if ``dynamic_sampling`` is set.

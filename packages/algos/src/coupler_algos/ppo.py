@@ -30,11 +30,15 @@ class PPO(Policy):
         """Add ``advantages`` and ``returns`` [T] float32; 0 outside ``loss_mask``."""
         config, mask = self.config, batch["loss_mask"]
         values = np.where(mask, batch["values"], 0).astype(np.float64)
-        estimated = gae.estimate(batch, token_rewards(config, batch), values, config.gamma, config.lam)
+        rewards = token_rewards(config, batch)
+        estimated = gae.estimate(batch, rewards, values, config.gamma, config.lam)
         returns = estimated + values
+
         if config.whiten:
             estimated = gae.whiten(estimated, mask)
-        return batch.with_tokens(advantages=estimated.astype(np.float32), returns=returns.astype(np.float32))
+        return batch.with_tokens(
+            advantages=estimated.astype(np.float32), returns=returns.astype(np.float32)
+        )
 
 
 class ValueLoss(Algorithm):
@@ -85,5 +89,6 @@ def token_rewards(config: PPOConfig, batch: Batch) -> np.ndarray:
         penalty = overlong_penalty(valid, config.overlong_max_tokens, config.overlong_buffer_tokens)
         rewards[last] += penalty[valid > 0]
     if config.kl is KL.IN_REWARD:
-        rewards -= np.where(mask, batch.spread(kl_coefficient(config, batch)) * kl_per_token(config, batch), 0)
+        coefficient = batch.spread(kl_coefficient(config, batch))
+        rewards -= np.where(mask, coefficient * kl_per_token(config, batch), 0)
     return rewards

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning minimises the negative log-likelihood of the target tokens."""
+"""Fine-tune by minimising the negative log-likelihood of the target tokens."""
 
 from __future__ import annotations
 

@@ -36,7 +36,9 @@ def kl_per_token(config: PolicyConfig, batch: Batch) -> np.ndarray:
 
 def kl_coefficient(config: PolicyConfig, batch: Batch) -> np.ndarray:
     """Return [B] the coefficient in force: the controller's if there is one."""
-    return batch[KL_COEF].astype(np.float64) if batch.has(KL_COEF) else np.full(len(batch), config.kl_coef)
+    if batch.has(KL_COEF):
+        return batch[KL_COEF].astype(np.float64)
+    return np.full(len(batch), config.kl_coef)
 
 
 def scores(config: PolicyConfig, batch: Batch) -> np.ndarray:
@@ -51,8 +53,10 @@ def scores(config: PolicyConfig, batch: Batch) -> np.ndarray:
 
     score = batch["reward"][first].astype(np.float64)
     if config.overlong_buffer_tokens:
-        length = total(batch["loss_mask"])
-        score = score + overlong_penalty(length, config.overlong_max_tokens, config.overlong_buffer_tokens)
+        limit, buffer = config.overlong_max_tokens, config.overlong_buffer_tokens
+        score = score + overlong_penalty(total(batch["loss_mask"]), limit, buffer)
     if config.kl is KL.IN_REWARD:
-        score = score - total(batch.spread(kl_coefficient(config, batch)) * kl_per_token(config, batch))
+        coefficient = batch.spread(kl_coefficient(config, batch))
+        score = score - total(coefficient * kl_per_token(config, batch))
+
     return score

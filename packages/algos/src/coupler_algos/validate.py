@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING
 
 from coupler.interfaces import Aggregation
 from coupler_algos.adaptive import MAX_ERROR
-from coupler_algos.config import KL, Behaviour, GroupConfig, KLEstimator, PolicyConfig, PPOConfig, SFTConfig
+from coupler_algos.config import (
+    KL,
+    Behaviour,
+    GroupConfig,
+    KLEstimator,
+    PolicyConfig,
+    PPOConfig,
+    SFTConfig,
+)
 
 if TYPE_CHECKING:
     from coupler import RunConfig
@@ -23,13 +31,17 @@ def problems(config: RunConfig) -> Iterator[str]:
         yield from _constant(algorithm, "the tokens of the longest answer, for example 1024")
     if not isinstance(algorithm, PolicyConfig):
         return
+
     if isinstance(algorithm, GroupConfig) and config.samples_per_prompt < 2:
         yield (
-            f"samples_per_prompt={config.samples_per_prompt} leaves nothing to compare a sample with: "
-            "set samples_per_prompt=2 or more."
+            f"samples_per_prompt={config.samples_per_prompt} leaves nothing to compare a "
+            "sample with: set samples_per_prompt=2 or more."
         )
+
     yield from _sampling(config, algorithm)
-    yield from _constant(algorithm, "the longest completion, algorithm.aggregation_constant=${sampling.max_tokens}")
+    yield from _constant(
+        algorithm, "the longest completion, algorithm.aggregation_constant=${sampling.max_tokens}"
+    )
     yield from _ratio(algorithm)
     yield from _kl(algorithm)
     yield from _horizon(config, algorithm)
@@ -41,54 +53,76 @@ def problems(config: RunConfig) -> Iterator[str]:
 def _sampling(config: RunConfig, a: PolicyConfig) -> Iterator[str]:
     if config.max_staleness > 0 and a.behaviour is Behaviour.RECOMPUTED and not a.correction_cap:
         yield (
-            f"max_staleness={config.max_staleness} trains on tokens that older weights sampled, but "
-            "algorithm.behaviour=recomputed takes newer ones for the ratio's denominator: set "
-            "algorithm.behaviour=rollout, or algorithm.correction_cap=2 to weigh the difference."
+            f"max_staleness={config.max_staleness} trains on tokens that older weights "
+            "sampled, but algorithm.behaviour=recomputed takes newer ones for the ratio's "
+            "denominator: set algorithm.behaviour=rollout, or algorithm.correction_cap=2 to "
+            "weigh the difference."
         )
 
 
 def _constant(a: PolicyConfig | SFTConfig, longest: str) -> Iterator[str]:
     if a.aggregation is Aggregation.CONSTANT and a.aggregation_constant < 1:
         yield (
-            f"algorithm.aggregation=constant cannot divide by algorithm.aggregation_constant={a.aggregation_constant}: "
-            f"set it to {longest}."
+            "algorithm.aggregation=constant cannot divide by algorithm.aggregation_constant="
+            f"{a.aggregation_constant}: set it to {longest}."
         )
+
     if a.aggregation_constant and a.aggregation is not Aggregation.CONSTANT:
         yield (
-            f"algorithm.aggregation_constant={a.aggregation_constant} is the divisor of algorithm.aggregation=constant "
-            f"and does nothing with {a.aggregation}: set one of them back."
+            f"algorithm.aggregation_constant={a.aggregation_constant} is the divisor of "
+            "algorithm.aggregation=constant and does nothing with "
+            f"{a.aggregation}: set one of them back."
         )
 
 
 def _ratio(a: PolicyConfig) -> Iterator[str]:
     if not 0 <= a.clip_low < 1:
-        yield f"algorithm.clip_low={a.clip_low} must be at least 0 (off) and below 1, since a ratio is positive."
+        yield (
+            f"algorithm.clip_low={a.clip_low} must be at least 0 (off) and below 1, since a "
+            "ratio is positive."
+        )
+
     if a.clip_high < 0:
         yield f"algorithm.clip_high={a.clip_high} must not be negative: 0 switches it off."
+
     if a.dual_clip != 0 and a.dual_clip <= 1:
-        yield f"algorithm.dual_clip={a.dual_clip} must be above 1 (3 is usual), or 0 to switch it off."
+        yield (
+            f"algorithm.dual_clip={a.dual_clip} must be above 1 (3 is usual), or 0 to "
+            "switch it off."
+        )
+
     if a.correction_cap < 0:
-        yield f"algorithm.correction_cap={a.correction_cap} must not be negative: 0 switches the correction off."
+        yield (
+            f"algorithm.correction_cap={a.correction_cap} must not be negative: 0 switches "
+            "the correction off."
+        )
+
     if a.correction_cap > 0 and a.behaviour is Behaviour.ROLLOUT:
         yield (
-            "algorithm.correction_cap corrects from recomputed to rollout log-probs and does nothing with "
-            "algorithm.behaviour=rollout: set one of them back."
+            "algorithm.correction_cap corrects from recomputed to rollout log-probs and does "
+            "nothing with algorithm.behaviour=rollout: set one of them back."
         )
 
 
 def _kl(a: PolicyConfig) -> Iterator[str]:
     if a.kl is not KL.NONE and a.kl_coef <= 0:
         yield (
-            f"algorithm.kl={a.kl} with algorithm.kl_coef={a.kl_coef} computes reference log-probs for nothing: "
-            "set algorithm.kl_coef above 0, or algorithm.kl=none."
+            f"algorithm.kl={a.kl} with algorithm.kl_coef={a.kl_coef} computes reference "
+            "log-probs for nothing: set algorithm.kl_coef above 0, or algorithm.kl=none."
         )
+
     if a.kl_target < 0:
-        yield f"algorithm.kl_target={a.kl_target} must not be negative: 0 keeps algorithm.kl_coef as it is."
+        yield (
+            f"algorithm.kl_target={a.kl_target} must not be negative: 0 keeps "
+            "algorithm.kl_coef as it is."
+        )
+
     if a.kl_target > 0 and a.kl is KL.NONE:
         yield (
-            f"algorithm.kl_target={a.kl_target} adapts a coefficient that algorithm.kl=none does not use: "
-            "set algorithm.kl=in_reward or in_loss."
+            f"algorithm.kl_target={a.kl_target} adapts a coefficient that algorithm.kl=none "
+            "does not use: set algorithm.kl=in_reward or in_loss."
         )
+
     if a.kl is KL.IN_LOSS and a.kl_estimator is KLEstimator.K1:
         yield (
             "algorithm.kl_estimator=k1 has a gradient of zero expectation in the loss: "
@@ -102,8 +136,9 @@ def _horizon(config: RunConfig, a: PolicyConfig) -> Iterator[str]:
         yield f"algorithm.kl_horizon={a.kl_horizon} must be at least 1 trajectory; 10000 is usual."
     elif a.kl_target > 0 and MAX_ERROR * trajectories >= a.kl_horizon:
         yield (
-            f"algorithm.kl_horizon={a.kl_horizon} is so short that the {trajectories} trajectories of a step could "
-            f"take algorithm.kl_coef to 0 or below: set algorithm.kl_horizon={trajectories} or more; 10000 is usual."
+            f"algorithm.kl_horizon={a.kl_horizon} is so short that the {trajectories} "
+            "trajectories of a step could take algorithm.kl_coef to 0 or below: set "
+            f"algorithm.kl_horizon={trajectories} or more; 10000 is usual."
         )
 
 
@@ -111,16 +146,19 @@ def _overlong(config: RunConfig, a: PolicyConfig) -> Iterator[str]:
     buffer, longest = a.overlong_buffer_tokens, config.sampling.max_tokens
     if buffer < 0:
         yield f"algorithm.overlong_buffer_tokens={buffer} must not be negative: 0 switches it off."
+
     if buffer > 0 and a.overlong_max_tokens < 1:
         yield (
             f"algorithm.overlong_buffer_tokens={buffer} needs the longest completion: "
             "set algorithm.overlong_max_tokens=${sampling.max_tokens}."
         )
+
     if 0 < buffer < longest <= a.overlong_max_tokens - buffer:
         yield (
-            f"algorithm.overlong_max_tokens={a.overlong_max_tokens} punishes no completion of at most "
-            f"sampling.max_tokens={longest}: set it to ${{sampling.max_tokens}}."
+            f"algorithm.overlong_max_tokens={a.overlong_max_tokens} punishes no completion of "
+            f"at most sampling.max_tokens={longest}: set it to ${{sampling.max_tokens}}."
         )
+
     if buffer >= longest:
         yield (
             f"algorithm.overlong_buffer_tokens={buffer} punishes every completion of at most "

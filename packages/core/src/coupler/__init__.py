@@ -1,4 +1,7 @@
-"""Coupler: any training engine coupled to any inference engine. Importing this imports nothing heavy."""
+"""Couple any training engine to any inference engine.
+
+This module holds every public name, and imports nothing heavy.
+"""
 
 from coupler.batch import Batch
 from coupler.config.schema import RunConfig

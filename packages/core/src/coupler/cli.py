@@ -1,4 +1,6 @@
-"""The command line. Every command imports what it needs and no more: listing plugins imports no Hydra."""
+"""Run the command line. Every command imports only the modules it needs: listing
+plugins imports no Hydra.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,9 @@ USER_ERROR, INTERRUPTED, NO_READER = 2, 130, 141
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return the exit code.
 
-    It is 2 for what the user can fix, which is printed without a traceback, 130 for
-    Ctrl-C, and 141 where nobody reads the output any more. ``doctor`` returns 1 where it
-    found a problem.
+    It is 2 for an error that the user can fix, which is printed without a traceback,
+    130 for Ctrl-C, and 141 where nobody reads the output any more. ``doctor`` returns 1
+    if it found a problem.
     """
     try:
         configure()
@@ -40,6 +42,7 @@ def main(argv: list[str] | None = None) -> int:
         code = arguments.command(arguments) or 0
         sys.stdout.flush()  # A pipe that was closed shows here, not at the exit.
         return code
+
     except CouplerError as exc:
         print(f"coupler: {exc}", file=sys.stderr)
         return USER_ERROR
@@ -49,7 +52,8 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         if not _reader_is_gone():
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still in its buffer
+        # Text that is still in the buffer of stdout must not raise at the exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return NO_READER
 
 
@@ -63,7 +67,9 @@ def _reader_is_gone() -> bool:
 
 
 class _CommandParser(argparse.ArgumentParser):
-    """Ends its help with the way to the options of a run, which are no flags."""
+    """A parser that ends its help with the way to the options of a run, which are no
+    flags.
+    """
 
     takes_options = True
 
@@ -86,15 +92,20 @@ def _way_to_options() -> str:
         ("sections of the chosen backends", chosen),
         ("options without a section", others),
     )
-    wrapped = [textwrap.fill(f"{what}: {', '.join(names)}", 88, subsequent_indent="  ") for what, names in listed]
+    wrapped = [
+        textwrap.fill(f"{what}: {', '.join(names)}", 88, subsequent_indent="  ")
+        for what, names in listed
+    ]
+    written = "every option is written key=value, in any order:  "
     lines = (
-        "every option is written key=value, in any order:  steps=50 sampling.max_tokens=512 engine=NAME",
+        written + "steps=50 sampling.max_tokens=512 engine=NAME",
         *wrapped,
         "",
         "what options mean, their defaults, and what they take:",
         "  coupler config explain                      every option",
         "  coupler config explain sampling             the options of a section",
-        "  coupler config explain engine engine=NAME   the options of a backend; names: coupler plugins",
+        "  coupler config explain engine engine=NAME   the options of a backend; names: "
+        "coupler plugins",
     )
     return "\n".join(lines)
 
@@ -108,23 +119,38 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--version", action="version", version=f"coupler {version(CORE)}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_CommandParser)
+
     _add_job(commands, "train", _train, "reinforcement learning")
     _add_job(commands, "sft", _sft, "supervised fine-tuning")
     _add_job(commands, "eval", _eval, "sample held-out prompts and score them")
-    plan = _add_job(commands, "plan", _plan, "print what a configuration amounts to; takes no device")
-    doctor = _add_job(commands, "doctor", _doctor, "check this machine, what is installed, and a configuration")
+    plan = _add_job(
+        commands, "plan", _plan, "print what a configuration amounts to; takes no device"
+    )
+    doctor = _add_job(
+        commands, "doctor", _doctor, "check this machine, what is installed, and a configuration"
+    )
     doctor.add_argument("--json", action="store_true", help="for programs")
+
     plugins = commands.add_parser("plugins", help="list what is installed, and what does not load")
     plugins.add_argument("--json", action="store_true", help="for programs")
     plugins.set_defaults(command=_plugins, overrides=[])
     plugins.takes_options = False
+
     config = _add_job(
-        commands, "config", _config, "print the resolved configuration; 'config explain KEY' explains one"
+        commands,
+        "config",
+        _config,
+        "print the resolved configuration; 'config explain KEY' explains one",
     )
     config.add_argument("--diff-default", action="store_true", help="only what is not the default")
-    replay = commands.add_parser("replay", help="run one stage of a recorded step again, in this process")
+
+    replay = commands.add_parser(
+        "replay", help="run one stage of a recorded step again, in this process"
+    )
     replay.add_argument("--step", type=int, required=True, help="recorded by record.every_steps")
-    replay.add_argument("--stage", choices=("advantages", "logprobs", "values", "train"), default="train")
+    replay.add_argument(
+        "--stage", choices=("advantages", "logprobs", "values", "train"), default="train"
+    )
     export = commands.add_parser("export", help="write a checkpoint's model in Hugging Face layout")
     export.add_argument("--out", type=Path, required=True, metavar="DIR")
     export.add_argument("--step", type=int, help="default: the last whole checkpoint")
@@ -135,13 +161,18 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         )
         parser_of_run.set_defaults(command=run)
     plan.add_argument("--job", choices=("train", "sft"), default="train", help="that it is for")
-    arguments, rest = parser.parse_known_args(argv)  # overrides may stand on both sides of --config
+
+    # Overrides may stand on both sides of --config.
+    arguments, rest = parser.parse_known_args(argv)
     for text in rest:
         if text.startswith("-"):
             hint = f"\n  write it as:  {text.lstrip('-')}" if "=" in text else ""
             raise CouplerError(f"unknown argument {text}.{hint}")
     if rest and arguments.command is _plugins:
-        raise CouplerError(f"coupler plugins takes no {rest[0]}.\n  try:  coupler doctor, which checks every plugin")
+        raise CouplerError(
+            f"coupler plugins takes no {rest[0]}.\n  try:  coupler doctor, which checks every "
+            "plugin"
+        )
     arguments.overrides += rest
     return arguments
 
@@ -153,8 +184,11 @@ def _add_job(
     text: str,
 ) -> _CommandParser:
     parser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+
     parser.add_argument("--config", metavar="FILE", help="YAML file of options")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="options; they win over the file's")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="options; they win over the file's"
+    )
     parser.set_defaults(command=command)
     return parser
 
@@ -175,31 +209,57 @@ def _sft(arguments: argparse.Namespace) -> None:
 
 def _eval(arguments: argparse.Namespace) -> None:
     runs = [text for text in arguments.overrides if "=" not in text]
-    composed, plugins = _composed_of_export(arguments, Path(runs[0])) if runs else _composed(arguments, "eval")
+    composed, plugins = (
+        _composed_of_export(arguments, Path(runs[0])) if runs else _composed(arguments, "eval")
+    )
     from coupler.jobs import evaluate
 
     evaluate(composed, plugins)
 
 
 def _composed_of_export(arguments: argparse.Namespace, run: Path) -> tuple[Composed, Plugins]:
-    """The configuration to evaluate the export of a run with, in a new folder inside the run's."""
+    """Compose the configuration that evaluates the export of a run, in a new folder
+    inside the run's.
+    """
     from coupler.run.checkpoint import folders
+    from coupler.run.resume import restore_config
     from coupler.run.run_folder import read_starts
+    from coupler.run.saving import export_problem
 
+    restore_config(run)
     path, export = run / "config.yaml", run / "export"
+
     if arguments.config or not path.is_file():
-        why = "--config names another configuration" if arguments.config else "it has no config.yaml"
-        raise CouplerError(f"coupler eval {run} needs the folder of a run: {why}.\n  try:  coupler eval RUN key=value")
-    read_starts(run)  # of a format that is known
+        why = (
+            "--config names another configuration" if arguments.config else "it has no config.yaml"
+        )
+        raise CouplerError(
+            f"coupler eval {run} needs the folder of a run: {why}.\n  try:  coupler eval RUN "
+            "key=value"
+        )
+    read_starts(run)  # refuses a format that is not known
+    if export.is_dir() and (problem := export_problem(export)):
+        raise CouplerError(
+            f"the export of {run} is damaged: {problem}.\n"
+            f"  try:  the command that trained it, which writes {export} again"
+        )
     if not export.is_dir():
-        raise CouplerError(f"{run} has no export to evaluate.\n  try:  coupler export {run} --out {export}")
-    steps = [folder.name.removeprefix("step_") for folder in folders(run / "checkpoints")] or ["export"]
-    given = [text for text in arguments.overrides if text != str(run) and text.rstrip("/") != str(run)]
+        raise CouplerError(
+            f"{run} has no export to evaluate.\n  try:  coupler export {run} --out {export}"
+        )
+
+    steps = [folder.name.removeprefix("step_") for folder in folders(run / "checkpoints")]
+    folder = run / f"eval_{steps[0] if steps else 'export'}"
+    given = [
+        text for text in arguments.overrides if text != str(run) and text.rstrip("/") != str(run)
+    ]
     arguments.config = str(path)
-    arguments.overrides = [f"model.path={_quoted(export)}", f"run_dir={_quoted(run / f'eval_{steps[0]}')}", *given]
+    arguments.overrides = [f"model.path={_quoted(export)}", f"run_dir={_quoted(folder)}", *given]
     composed, plugins = _composed(arguments, "eval")
+
+    # The options of the run's file were set for its training, not for this evaluation.
     origin = {key: origin for key, origin in composed.origin.items() if origin != arguments.config}
-    return replace(composed, origin=origin), plugins  # what the run was told, its user does not tell an evaluation
+    return replace(composed, origin=origin), plugins
 
 
 def _quoted(path: Path) -> str:
@@ -221,14 +281,16 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from coupler.config.compose import compose
     from coupler.doctor import Verdict, diagnose, render
 
-    plugins = Plugins.load()
-    given = arguments.config or arguments.overrides
-    config = compose(plugins, arguments.overrides, arguments.config, complete=False).config if given else None
+    plugins, config = Plugins.load(), None
+    if arguments.config or arguments.overrides:
+        config = compose(plugins, arguments.overrides, arguments.config, complete=False).config
+
     findings = []
     for finding in diagnose(plugins, config):
         findings.append(finding)
         if not arguments.json:
             print(render(finding), flush=True)
+
     if arguments.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
     return int(any(finding.verdict is Verdict.PROBLEM for finding in findings))
@@ -238,7 +300,9 @@ def _replay(arguments: argparse.Namespace) -> None:
     from coupler.jobs import Stage, replay
 
     composed, plugins = _composed_of_run(arguments)
-    for name, (then, now) in replay(composed, plugins, arguments.run, arguments.step, Stage(arguments.stage)).items():
+    stage = Stage(arguments.stage)
+    compared = replay(composed, plugins, arguments.run, arguments.step, stage)
+    for name, (then, now) in compared.items():
         print(f"{name:28} recorded {then:<14.7g} now {now:<14.7g} difference {now - then:.2g}")
 
 
@@ -251,17 +315,25 @@ def _export(arguments: argparse.Namespace) -> None:
 
 
 def _composed_of_run(arguments: argparse.Namespace) -> tuple[Composed, Plugins]:
-    """The configuration that a run folder holds, to look into it with one process."""
+    """Compose the configuration that a run folder holds, to look into it with one
+    process.
+    """
     from coupler.config.overrides import read_file
+    from coupler.run.resume import restore_config
     from coupler.run.run_folder import read_starts
 
+    restore_config(arguments.run)
     path = arguments.run / "config.yaml"
     if not path.is_file():
         raise CouplerError(f"{arguments.run} is no run folder: it has no config.yaml.")
-    read_starts(arguments.run)  # of a format that is known
+    read_starts(arguments.run)  # refuses a format that is not known
+
     arguments.config = str(path)
     plugins, written = Plugins.load(), read_file(str(path))
-    engines = {"engine": written.get("engine"), "critic.engine": written.get("critic", {}).get("engine")}
+    engines = {
+        "engine": written.get("engine"),
+        "critic.engine": written.get("critic", {}).get("engine"),
+    }
     one_rank = [
         f"{section}.{key}={value}"
         for section, engine in engines.items()
@@ -282,11 +354,15 @@ def _config(arguments: argparse.Namespace) -> None:
     composed, _ = _composed(arguments, "train", complete=False)
     if asked:
         print("\n\n".join(explain(composed, key) for key in keys or [""]))
+    elif arguments.diff_default:
+        print(differences(composed))
     else:
-        print(differences(composed) if arguments.diff_default else dump_yaml(composed.config).rstrip())
+        print(dump_yaml(composed.config).rstrip())
 
 
-def _composed(arguments: argparse.Namespace, job: str, *, complete: bool = True) -> tuple[Composed, Plugins]:
+def _composed(
+    arguments: argparse.Namespace, job: str, *, complete: bool = True
+) -> tuple[Composed, Plugins]:
     from coupler.config.compose import compose
     from coupler.config.schema import Job
 
@@ -301,7 +377,9 @@ def _plugins(arguments: argparse.Namespace) -> None:
     plugins = Plugins.load()
     rows = plugins.rows()
     if arguments.json:
-        print(json.dumps({"core": version(CORE), "plugins": [asdict(row) for row in rows]}, indent=2))
+        print(
+            json.dumps({"core": version(CORE), "plugins": [asdict(row) for row in rows]}, indent=2)
+        )
     else:
         print(_table(rows))
         for text in plugins.stale:
@@ -311,11 +389,20 @@ def _plugins(arguments: argparse.Namespace) -> None:
 def _table(rows: list[Row]) -> str:
     head = ("kind", "name", "state", "distribution", "version", "capabilities")
     body = [
-        (r.kind or "-", r.name, r.state, r.distribution or "-", r.version or "-", r.detail or " ".join(r.capabilities))
+        (
+            r.kind or "-",
+            r.name,
+            r.state,
+            r.distribution or "-",
+            r.version or "-",
+            r.detail or " ".join(r.capabilities),
+        )
         for r in rows
     ]
-    widths = [max(len(line[i]) for line in (head, *body)) for i in range(len(head) - 1)]
-    lines = ["  ".join([*map(str.ljust, line, widths), line[-1]]).rstrip() for line in (head, *body)]
+
+    table = (head, *body)
+    widths = [max(len(line[i]) for line in table) for i in range(len(head) - 1)]
+    lines = ["  ".join([*map(str.ljust, line, widths), line[-1]]).rstrip() for line in table]
     return "\n".join(lines)
 
 

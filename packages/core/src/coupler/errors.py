@@ -1,10 +1,16 @@
-"""Errors that a user can fix: printed without a traceback, exit code 2."""
+"""Define the errors that a user can fix.
+
+The command line prints them without a traceback, and ends with code 2.
+"""
 
 from traceback import extract_tb
 
 
 class CouplerError(Exception):
-    """A problem the user can fix. The first line says what, the indented lines say what to do."""
+    """A problem that the user can fix.
+
+    The first line states the problem, the indented lines the remedy.
+    """
 
 
 class PluginError(CouplerError):
@@ -12,7 +18,10 @@ class PluginError(CouplerError):
 
 
 class ConfigError(CouplerError):
-    """A key is unknown, inert, of the wrong type or out of range; the message names it in full."""
+    """A key is unknown, inert, of the wrong type or out of range.
+
+    The message names it in full.
+    """
 
 
 class DataError(CouplerError):
@@ -24,11 +33,14 @@ class RewardError(CouplerError):
 
 
 class WeightSyncError(CouplerError):
-    """A rollout does not hold the weights that the engine published; nothing sampled from it was used."""
+    """A rollout does not hold the weights that the engine published.
+
+    Nothing sampled from it was used.
+    """
 
 
 class PeerLost(WeightSyncError):
-    """The other side of a weight transfer went away; why it did is for that side to say."""
+    """The other side of a weight transfer went away. That side reports the cause."""
 
 
 class PlacementError(CouplerError):
@@ -36,19 +48,28 @@ class PlacementError(CouplerError):
 
 
 class WorkerFailed(CouplerError, RuntimeError):
-    """A worker's own exception, from its process; the message holds its traceback and where it happened."""
+    """An exception in the process of a worker. The message holds its traceback and its
+    place.
+    """
 
 
 class WorkerDied(WorkerFailed):
-    """The process of a worker ended; the message holds how, and its last log lines."""
+    """The process of a worker ended. The message holds the reason and its last log
+    lines.
+    """
 
 
 class ReplicaDied(CouplerError):
-    """The inference engine behind one rollout replica ended; what it was sampling is lost, and nothing else."""
+    """The inference engine behind one rollout replica ended.
+
+    Only the tokens that it was sampling are lost.
+    """
 
 
 class TooFewDevices(CouplerError):
-    """An engine has more ranks than this machine has devices for them; the message says how many it needs."""
+    """An engine has more ranks than this machine has devices. The message names the
+    number that it needs.
+    """
 
 
 class WaitTimeout(CouplerError):
@@ -56,6 +77,6 @@ class WaitTimeout(CouplerError):
 
 
 def place_of(error: BaseException) -> str:
-    """File and line that raised ``error``."""
+    """Return file and line that raised ``error``."""
     frame = extract_tb(error.__traceback__)[-1]
     return f"{frame.filename}, line {frame.lineno}"

@@ -1,4 +1,4 @@
-"""Metrics that merge exactly over micro-batches, mini-batches and ranks."""
+"""Merge metrics exactly over micro-batches, mini-batches and ranks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A sum with its weight. ``mean`` and ``sum`` add both; ``max`` and ``min`` compare totals.
+    """A sum with its weight.
 
-    ``total`` and ``weight`` may be 0-d tensors inside a loss: :func:`read` turns them into floats, once per step.
+    ``mean`` and ``sum`` add both, ``max`` and ``min`` compare totals. ``total`` and
+    ``weight`` may be 0-d tensors inside a loss. :func:`read` turns them into floats,
+    once per step.
 
     Example:
-        ``Metric((ratio > 1.2).sum(), mask.sum())`` is a clip fraction; merging two of them gives the fraction of both.
+        ``Metric((ratio > 1.2).sum(), mask.sum())`` is a clip fraction. Merging two of
+        them gives the fraction of both.
     """
 
     total: Any
@@ -23,6 +26,7 @@ class Metric:
 
     @property
     def value(self) -> float:
+        """Return the number that this metric stands for."""
         if self.how != "mean":
             return float(self.total)
         return float(self.total) / float(self.weight) if float(self.weight) else 0.0
@@ -50,10 +54,17 @@ def merge(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
 
 
 def read(metrics: Mapping[str, Metric]) -> Metrics:
-    """Turn 0-d tensors into floats; call it once per step, since each read waits for the device."""
+    """Turn 0-d tensors into floats.
+
+    Each read waits for the device, so it is called once per step.
+    """
     return {name: Metric(float(m.total), float(m.weight), m.how) for name, m in metrics.items()}
 
 
 def values(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """The number that each metric stands for; a mean of nothing stands for none."""
-    return {name: metric.value for name, metric in metrics.items() if metric.how != "mean" or float(metric.weight)}
+    """Return the number of each metric, without means of nothing."""
+    return {
+        name: metric.value
+        for name, metric in metrics.items()
+        if metric.how != "mean" or float(metric.weight)
+    }

@@ -1,4 +1,7 @@
-"""AdamW (arXiv 1711.05101, algorithm 2) in one pass over memory: clips, updates, and writes the bf16 copy."""
+"""Run AdamW (arXiv 1711.05101, algorithm 2) in one pass over memory.
+
+It clips, updates, and writes the bf16 copy.
+"""
 
 # pyright: reportArgumentType=false
 
@@ -26,21 +29,39 @@ def adamw(
     decay: float,
     scale: float,
 ) -> None:
-    """Update ``weight`` and its moments (fp32) with ``scale`` times ``grad`` (any dtype), and ``copy`` from it.
+    """Update ``weight`` and its moments (fp32), and ``copy`` from it.
 
     Args:
-        step: from 1; of the bias corrections.
+        grad: the gradient in any dtype, which is multiplied with ``scale``.
+        step: the number of this step from 1, for the bias corrections.
     """
     size = weight.numel()
     if size:
         grid = (triton.cdiv(size, _BLOCK),)
         rate, root = lr / (1 - beta1**step), (1 - beta2**step) ** 0.5
         keep, new1, new2 = 1 - lr * decay, 1 - beta1, 1 - beta2
-        _adamw[grid](weight, grad, mean, square, copy, size, rate, root, keep, new1, new2, eps, scale, _BLOCK)
+        _adamw[grid](
+            weight, grad, mean, square, copy, size, rate, root, keep, new1, new2, eps, scale, _BLOCK
+        )
 
 
 @triton.jit
-def _adamw(weight, grad, mean, square, copy, size, rate, root, keep, new1, new2, eps, scale, block: tl.constexpr):
+def _adamw(
+    weight,
+    grad,
+    mean,
+    square,
+    copy,
+    size,
+    rate,
+    root,
+    keep,
+    new1,
+    new2,
+    eps,
+    scale,
+    block: tl.constexpr,
+):
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = at < size
     g = tl.load(grad + at, mask=inside).to(tl.float32) * scale

@@ -1,6 +1,7 @@
-"""Causal attention over packed sequences: no padding, no N x N mask, no token sees another sequence.
+"""Compute causal attention over packed sequences, which see nothing of each other.
 
-N tokens of B sequences stand in one row; each kernel gets where the sequences begin.
+N tokens of B sequences stand in one row, without padding and without an N x N mask.
+Each kernel is told where the sequences begin.
 """
 
 from __future__ import annotations
@@ -25,10 +26,14 @@ from coupler.engine_kit.tensors import to_device
 from coupler.errors import CouplerError
 from coupler_engine_fsdp.attention_flash4 import HEAD_DIMS, flash_4
 
-NAME = "coupler_varlen"  # transformers builds no mask for a name that it does not know
-# torch 2.11 takes grouped heads as they are; later versions want to be told
-_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
-_UNSUPPORTED = ("softcap", "s_aux", "position_bias")  # arguments that change what attention computes
+NAME = "coupler_varlen"
+"""Transformers builds no mask for a name that it does not know."""
+# torch 2.11 takes grouped heads as they are. Later versions want to be told.
+_GROUPED: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+)
+_UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+"""Arguments that change what attention computes."""
 
 
 def _installed(distribution: str) -> bool:
@@ -40,11 +45,19 @@ def _installed(distribution: str) -> bool:
 
 
 FLASH_2 = _installed("flash-attn")
-FLASH_4 = _installed("flash-attn-4") and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
+FLASH_4 = (
+    _installed("flash-attn-4")
+    and torch.cuda.is_available()
+    and torch.cuda.get_device_capability()[0] >= 9
+)
 
 
 class Piece(NamedTuple):
-    """Tokens of a packed row that attend to those of a prompt, maybe none, and causally to themselves."""
+    """Tokens of a packed row that attend causally to themselves and to a prompt's
+    tokens.
+
+    The prompt may have none.
+    """
 
     begin: int
     end: int
@@ -54,16 +67,22 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Packing:
-    """Which pieces a packed row consists of; travels to every layer as the keyword ``packing``.
+    """The pieces of a packed row, which every layer gets as the keyword ``packing``.
 
-    A compiled layer reads tensors and ``longest`` only: what it reads of ``pieces`` it would be compiled for.
+    A compiled layer reads only the tensors and ``longest``. If it read ``pieces``, it
+    would be compiled for these pieces only.
     """
 
-    pieces: tuple[Piece, ...]  # on the host: what is launched must not wait for the device
-    cu_queries: Tensor  # [P + 1] int32 on the device: where the queries of each piece begin
-    cu_keys: Tensor  # [P + 1] int32
-    keys: Tensor | None  # [K] int64: the token that each key is of; None where every token is one key
-    longest: tuple[int, int]  # queries and keys of a piece
+    pieces: tuple[Piece, ...]
+    """The pieces on the host, since a launch must not wait for the device."""
+    cu_queries: Tensor
+    """[P + 1] int32 on the device: where the queries of each piece begin"""
+    cu_keys: Tensor
+    """[P + 1] int32: where the keys of each piece begin"""
+    keys: Tensor | None
+    """[K] int64: the token that each key is of, or None if every token is one key"""
+    longest: tuple[int, int]
+    """Most queries and most keys of a piece."""
     _masks: dict[tuple[int | None, torch.dtype], list[Tensor | None]] = field(default_factory=dict)
 
     @classmethod
@@ -72,16 +91,22 @@ class Packing:
         queries = np.array([piece.end - piece.begin for piece in pieces], np.int64)
         outside = np.array([piece.prompt_end - piece.prompt_begin for piece in pieces], np.int64)
         keys = queries + outside
+
         cu_queries, cu_keys = (
-            to_device(np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32), device) for sizes in (queries, keys)
+            to_device(np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32), device)
+            for sizes in (queries, keys)
         )
+
+        # Each piece has two ranges of keys, the prompt's and its own.
         index = None
-        if outside.any():  # of each piece two ranges of tokens, one behind the other
-            begins = np.array([[piece.prompt_begin, piece.begin] for piece in pieces], np.int64).reshape(-1)
+        if outside.any():
+            begins = np.array([[p.prompt_begin, p.begin] for p in pieces], np.int64).reshape(-1)
             sizes = np.stack([outside, queries], 1).reshape(-1)
             ends = sizes.cumsum()
             index = to_device(np.repeat(begins - ends + sizes, sizes) + np.arange(ends[-1]), device)
-        return cls(tuple(pieces), cu_queries, cu_keys, index, (int(queries.max()), int(keys.max())))
+
+        longest = int(queries.max()), int(keys.max())
+        return cls(tuple(pieces), cu_queries, cu_keys, index, longest)
 
     @cached_property
     def blocks(self) -> list[Block]:
@@ -96,33 +121,45 @@ class Packing:
         return blocks
 
     def masks(self, window: int | None, dtype: torch.dtype) -> list[Tensor | None]:
-        """Of each block what is added to its scores, -inf where a key is unseen; built once for all layers."""
+        """Return what is added to the scores of each block, -inf for an unseen key.
+
+        It is built once for all layers.
+        """
         if (window, dtype) not in self._masks:
-            self._masks[window, dtype] = [self._mask(block.reach, window, dtype) for block in self.blocks]
+            self._masks[window, dtype] = [
+                self._mask(block.reach, window, dtype) for block in self.blocks
+            ]
         return self._masks[window, dtype]
 
-    def _mask(self, reach: np.ndarray | None, window: int | None, dtype: torch.dtype) -> Tensor | None:
+    def _mask(
+        self, reach: np.ndarray | None, window: int | None, dtype: torch.dtype
+    ) -> Tensor | None:
         if reach is None:
             return None
         seen = (reach >= 0) & (reach < window) if window else reach >= 0
-        return to_device(np.where(seen, np.float32(0), np.float32(-np.inf)), self.cu_queries.device).to(dtype)
+        scores = np.where(seen, np.float32(0), np.float32(-np.inf))
+        return to_device(scores, self.cu_queries.device).to(dtype)
 
 
-BLOCK = 128  # tokens; shorter pieces share a call, whose masked products cost less than further calls
+BLOCK = 128
+"""Most tokens of a call that shorter pieces share. Their masked products cost less than
+further calls."""
 
 
 class Block(NamedTuple):
-    """Queries ``begin`` to ``end``, their own keys, and before these the ones of a prompt."""
+    """Queries ``begin`` to ``end`` with their own keys, after the keys of a prompt."""
 
     begin: int
     end: int
-    reach: np.ndarray | None  # [queries, keys]: how many tokens back each key is, -1 where unseen; None: plainly causal
+    reach: np.ndarray | None
+    """[queries, keys]: how many tokens back each key is, or -1 if it is unseen. None is
+    plainly causal."""
     prompt_begin: int = 0
     prompt_end: int = 0
 
 
 def _families(pieces: Sequence[Piece]) -> list[list[Piece]]:
-    """Each prompt with the pieces behind it that attend to it."""
+    """Group each prompt with the pieces behind it that attend to it."""
     families: list[list[Piece]] = []
     for piece in pieces:
         if piece.prompt_begin == piece.prompt_end:
@@ -142,13 +179,18 @@ def _parts(family: Sequence[Piece]) -> list[list[Piece]]:
 
 
 def _reach(pieces: list[Piece]) -> np.ndarray | None:
-    """What pieces see of their block; a piece of its own block has its prompt before it."""
+    """Return which keys of their block the pieces see, as :class:`Block` has it.
+
+    A piece that is alone in its block has its prompt before it.
+    """
     if len(pieces) == 1 and pieces[0].prompt_begin == pieces[0].prompt_end:
         return None
+
     begin, end = pieces[0].begin, pieces[-1].end
     outside = pieces[0].prompt_end - pieces[0].prompt_begin
     size = end - begin
     seen = np.full((size, outside + size), -1)
+
     for piece in pieces:
         rows = slice(piece.begin - begin, piece.end - begin)
         length, prompt = piece.end - piece.begin, piece.prompt_end - piece.prompt_begin
@@ -175,17 +217,25 @@ def packed_attention(
     packing: Packing | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """[1, heads, N, D] x [1, kv heads, N, D] -> [1, N, heads, D], as transformers calls it.
+    """Attend [1, heads, N, D] x [1, kv heads, N, D] -> [1, N, heads, D] for
+    transformers.
 
-    There is no dropout, whatever the model's configuration says: a log-prob is one of the distribution that is sampled.
+    There is no dropout, whatever the model's configuration says: a log-prob is one of
+    the distribution that is sampled.
 
     Raises:
         CouplerError: the model attends in a way that is not computed here.
     """
     odd = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
-    if packing is None or attention_mask is not None or odd or not getattr(module, "is_causal", True):
-        what = f"uses {', '.join(odd)}" if odd else "is not causal self-attention over the packed row"
-        raise CouplerError(f"engine=fsdp cannot run this model: the attention of {type(module).__name__} {what}.")
+    causal = getattr(module, "is_causal", True)
+    if packing is None or attention_mask is not None or odd or not causal:
+        what = "is not causal self-attention over the packed row"
+        if odd:
+            what = f"uses {', '.join(odd)}"
+        raise CouplerError(
+            f"engine=fsdp cannot run this model: the attention of {type(module).__name__} {what}."
+        )
+
     if query.is_cuda and query.dtype == torch.bfloat16 and query.shape[-1] % 8 == 0:
         out = _fused(query, key, value, packing, scaling, sliding_window)
     else:
@@ -194,38 +244,59 @@ def packed_attention(
 
 
 def _fused(
-    query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packing: Packing,
+    scaling: float | None,
+    window: int | None,
 ) -> Tensor:
     if packing.keys is not None:
         key, value = (x.index_select(2, packing.keys) for x in (key, value))
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, heads, D]
     ends, longest = (packing.cu_queries, packing.cu_keys), packing.longest
-    repeatable = torch.are_deterministic_algorithms_enabled()  # of these kernels, PyTorch's alone heeds it
+
+    # Of these kernels, PyTorch's alone heeds a request to be deterministic.
+    repeatable = torch.are_deterministic_algorithms_enabled()
     if FLASH_4 and query.shape[-1] in HEAD_DIMS and not repeatable:
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         return flash_4(query, key, value, *ends, *longest, scaling, window or 0)[0][None]
-    reach = (-1 if window is None else window - 1, 0)  # a window of w tokens holds the token itself
+
+    # A window of w tokens holds the token itself.
+    reach = (-1 if window is None else window - 1, 0)
     if FLASH_2 and not repeatable:
         from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
         out = flash_attn_varlen_func(
-            query, key, value, *ends, *longest, softmax_scale=scaling, causal=True, window_size=reach
+            query,
+            key,
+            value,
+            *ends,
+            *longest,
+            softmax_scale=scaling,
+            causal=True,
+            window_size=reach,
         )
     else:
-        out: Any = varlen_attn(query, key, value, *ends, *longest, scale=scaling, window_size=reach, **_GROUPED)
+        out: Any = varlen_attn(
+            query, key, value, *ends, *longest, scale=scaling, window_size=reach, **_GROUPED
+        )
     return out[None]
 
 
 class _Cut:
-    """A row [1, heads, N, D] in parts; slices of it would each have a gradient as long as the row."""
+    """A row [1, heads, N, D] in parts.
+
+    Slices of it would each have a gradient as long as the row.
+    """
 
     def __init__(self, row: Tensor, cuts: list[int]) -> None:
-        """``cuts`` rise from 0; the last part ends with the row."""
+        """Cut at ``cuts``, which rise from 0. The last part ends with the row."""
         self.cuts = [*cuts, row.shape[2]]
         self.parts = row.split([end - begin for begin, end in pairwise(self.cuts)], 2)
 
     def ranges(self, *ranges: tuple[int, int]) -> Tensor:
-        """Tokens of each range, one after the other; a range begins and ends at a cut."""
+        """Return the tokens of each range, which begins and ends at a cut."""
         found = [p for begin, end in ranges for p in self.parts[self._at(begin) : self._at(end)]]
         return torch.cat(found, 2) if len(found) > 1 else found[0]
 
@@ -233,21 +304,42 @@ class _Cut:
         return bisect_left(self.cuts, token)
 
 
-@torch.compiler.disable()  # it is written for these lengths
+@torch.compiler.disable()  # A compiled one would be for these lengths only.
 def _by_block(
-    query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packing: Packing,
+    scaling: float | None,
+    window: int | None,
 ) -> Tensor:
-    """One call per block: no padding, and few calls where sequences are many and short."""
+    """Attend with one call per block.
+
+    There is no padding, and there are few calls even if sequences are many and short.
+    """
     gqa = query.shape[1] != key.shape[1]
     outs = []
-    cuts = sorted({edge for block in packing.blocks for edge in (block.begin, block.prompt_begin, block.prompt_end)})
+    edges = {
+        edge
+        for block in packing.blocks
+        for edge in (block.begin, block.prompt_begin, block.prompt_end)
+    }
+    cuts = sorted(edges)
     keys, values = _Cut(key, cuts), _Cut(value, cuts)
     queries = query.split([block.end - block.begin for block in packing.blocks], 2)
-    for block, q, mask in zip(packing.blocks, queries, packing.masks(window, query.dtype), strict=True):
-        k, v = (x.ranges((block.prompt_begin, block.prompt_end), (block.begin, block.end)) for x in (keys, values))
+    masks = packing.masks(window, query.dtype)
+
+    for block, q, mask in zip(packing.blocks, queries, masks, strict=True):
+        k, v = (
+            x.ranges((block.prompt_begin, block.prompt_end), (block.begin, block.end))
+            for x in (keys, values)
+        )
         length = block.end - block.begin
         if mask is None and window is not None and length > window:
-            mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().triu(1 - window)
-        out = scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scaling, enable_gqa=gqa)
+            seen = torch.ones(length, length, dtype=torch.bool, device=q.device)
+            mask = seen.tril().triu(1 - window)
+        out = scaled_dot_product_attention(
+            q, k, v, mask, is_causal=mask is None, scale=scaling, enable_gqa=gqa
+        )
         outs.append(out.transpose(1, 2))
     return torch.cat(outs, 1)

@@ -1,9 +1,12 @@
-"""flash-attn-4 as an operator that ``torch.compile`` does not look into. Faster than PyTorch's own kernel on Hopper.
+"""Wrap flash-attn-4 as an operator that ``torch.compile`` does not look into.
 
-Its public function is an autograd function, at which a compiled layer would break in two; what it calls is used here.
+It is faster than PyTorch's own kernel on Hopper. Its public function is an autograd
+function, at which a compiled layer would break in two. The functions below it are used
+here.
 """
 
-# ruff: noqa: ARG001 -- what only knows shapes takes the same arguments as what computes
+# ruff: noqa: ARG001 -- Functions that only know shapes take the arguments of those that
+# compute.
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-HEAD_DIMS = (64, 96, 128)  # what its kernels are tuned for
+HEAD_DIMS = (64, 96, 128)
+"""The sizes of a head that its kernels are tuned for."""
 
 
 @torch.library.custom_op("coupler::flash_4", mutates_args=())
@@ -26,9 +30,11 @@ def flash_4(
     scaling: float,
     window: int,
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention within pieces: [N, heads, D] x [K, kv heads, D] -> [N, heads, D], log-sum-exp [heads, N].
+    """Compute causal attention within pieces.
 
-    A piece's last query sees all of its keys, the one before it all but the last, and so on.
+    [N, heads, D] x [K, kv heads, D] -> [N, heads, D] and log-sum-exp [heads, N]. A
+    piece's last query sees all of its keys, the one before it all but the last, and so
+    on.
 
     Args:
         cu_queries: [P + 1] int32, where the queries of each piece begin.
@@ -76,10 +82,11 @@ def flash_4_backward(
     scaling: float,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, contiguous whatever the strides of these.
+    """Return the gradients of query, key and value, always contiguous.
 
-    The kernel gives a gradient the strides of its tensor: keys that are gathered for shared
-    prompts are not contiguous, and a compiled layer was promised that gradients are.
+    The kernel gives a gradient the strides of its tensor. Keys that are gathered for
+    shared prompts are not contiguous, and a compiled layer was promised contiguous
+    gradients.
     """
     from flash_attn.cute.interface import _flash_attn_bwd
 
@@ -102,8 +109,23 @@ def flash_4_backward(
 
 
 @flash_4_backward.register_fake
-def _(grad, query, key, value, out, lse, cu_queries, cu_keys, longest_query, longest_key, scaling, window):
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
+def _(
+    grad,
+    query,
+    key,
+    value,
+    out,
+    lse,
+    cu_queries,
+    cu_keys,
+    longest_query,
+    longest_key,
+    scaling,
+    window,
+):
+    return tuple(
+        torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
+    )
 
 
 def _save(ctx, inputs, output) -> None:

@@ -1,4 +1,4 @@
-"""Prove at setup, on a few tokens, that packed log-probs are the model's own."""
+"""Check at setup, on a few tokens, that packed log-probs are the model's own."""
 
 from __future__ import annotations
 
@@ -11,50 +11,70 @@ from coupler_engine_fsdp.model import Policy
 from coupler_engine_fsdp.packing import pack
 from coupler_engine_fsdp.value import ValueModel
 
-PROMPT = 3  # tokens
-_TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.5}  # nats; a leak or another distribution is off by more
-_STATES = {torch.float32: 1e-3, torch.bfloat16: 0.15}  # of the largest element; a leak is off by about that
+PROMPT = 3
+"""Tokens of a prompt in the check."""
+_TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.5}
+"""Nats. A leak, or another distribution, is off by more."""
+_STATES = {torch.float32: 1e-3, torch.bfloat16: 0.15}
+"""Parts of the largest element. A leak is off by about the largest element."""
 
 
 @torch.no_grad()
 def check(policy: Policy | ValueModel, device: torch.device, compute: torch.dtype) -> None:
     """Compare packed sequences, two of one prompt, with each one on its own.
 
-    A policy's through transformers' own logits; of a critic, whose values may still be 0, the hidden states.
+    A policy's log-probs are compared with those of transformers' own logits. A critic's
+    values may still be 0, so that its hidden states are compared.
 
-    Finds layers that mix packed sequences (linear attention, convolutions, positions of their own), attention that is
-    not causal, logits that are changed after the head, and weights that are not finite.
+    The check finds layers that mix packed sequences (linear attention, convolutions,
+    positions of their own), attention that is not causal, logits that are changed after
+    the head, and weights that are not finite.
 
     Raises:
         CouplerError: they differ.
     """
-    sequences = torch.arange(3 * 6).reshape(3, 6).add(10) % policy.causal.config.get_text_config().vocab_size
+    vocabulary = policy.causal.config.get_text_config().vocab_size
+    sequences = torch.arange(3 * 6).reshape(3, 6).add(10) % vocabulary
     sequences[1, :PROMPT] = sequences[0, :PROMPT]
+
     if isinstance(policy, ValueModel):
         return _check_states(policy, sequences, device, _STATES[compute])
+
     together = policy(pack(_batch(sequences), device))["logprobs"]
     alone = []
     for sequence in sequences:
         logits = policy(pack(_batch(sequence[None]), device), logits=True).float()[PROMPT - 1 :]
-        alone.append(logits.log_softmax(-1).gather(1, sequence[PROMPT:, None].to(device)).squeeze(1))
+        alone.append(
+            logits.log_softmax(-1).gather(1, sequence[PROMPT:, None].to(device)).squeeze(1)
+        )
+
     worst = float((together - torch.cat(alone)).abs().max())
     if not worst <= _TOLERANCE[compute]:
         raise CouplerError(
-            f"engine=fsdp cannot train model.path of type {policy.causal.config.model_type!r}: the log-probs of packed "
+            "engine=fsdp cannot train model.path of type "
+            f"{policy.causal.config.model_type!r}: the log-probs of packed "
             f"sequences differ from those of each on its own by {worst:.3g} nats."
         )
 
 
-def _check_states(policy: ValueModel, sequences: torch.Tensor, device: torch.device, tolerance: float) -> None:
+def _check_states(
+    policy: ValueModel, sequences: torch.Tensor, device: torch.device, tolerance: float
+) -> None:
     packed = pack(_batch(sequences), device)
     together = policy(packed, states=True).float()[packed.sources]
-    each = [policy(pack(_batch(s[None]), device), states=True).float()[PROMPT - 1 :] for s in sequences]
+
+    each = [
+        policy(pack(_batch(s[None]), device), states=True).float()[PROMPT - 1 :] for s in sequences
+    ]
     alone = torch.cat(each)
+
     worst = float((together - alone).abs().max() / alone.abs().max())
     if not worst <= tolerance:
         raise CouplerError(
-            f"engine=fsdp cannot train a critic on a model of type {policy.causal.config.model_type!r}: the hidden "
-            f"states of packed sequences differ from those of each on its own by {worst:.3g} of the largest."
+            "engine=fsdp cannot train a critic on a model of type "
+            f"{policy.causal.config.model_type!r}: the hidden "
+            f"states of packed sequences differ from those of each on its own by {worst:.3g} "
+            "of the largest."
         )
 
 

@@ -1,7 +1,8 @@
-"""Sharded checkpoints that any number of ranks can read: safetensors, and JSON that says how they are cut.
+"""Write and read sharded checkpoints that any number of ranks can read.
 
-``shard-00002-of-00004.safetensors`` holds the rows of shard 2; shard 0 also holds what is not sharded, and
-``index.json`` has the shapes. Ranks do not talk to each other, neither to save nor to load.
+``shard-00002-of-00004.safetensors`` holds the rows of shard 2. Shard 0 also holds the
+tensors that are not sharded, and ``index.json`` has the shapes. Ranks do not talk to
+each other, neither to save nor to load.
 """
 
 from __future__ import annotations
@@ -29,28 +30,39 @@ from coupler_engine_fsdp.tensorfile import DTYPES, TensorFile
 from coupler_engine_fsdp.weights import rows_of, shard_rows
 
 INDEX = "index.json"
-READERS = min(8, os.cpu_count() or 1)  # threads of one rank
+READERS = min(8, os.cpu_count() or 1)
+"""Threads of one rank that read."""
 
 
 class Save:
-    """A save under way: the caller's thread copies ``tensors`` to the host, another writes each once it is copied.
+    """A save under way.
 
-    Copies go into ``host`` memory of an earlier save, which returns there: memory seen for the first time costs more
-    than the copy.
+    The caller's thread copies ``tensors`` to the host, and another writes each once it
+    is copied. Copies go into ``host`` memory of an earlier save, which returns there:
+    memory seen for the first time costs more than the copy.
     """
 
     def __init__(
-        self, path: Path, tensors: Mapping[str, Tensor], index: Mapping[str, Any] | None, host: dict[str, Tensor]
+        self,
+        path: Path,
+        tensors: Mapping[str, Tensor],
+        index: Mapping[str, Any] | None,
+        host: dict[str, Tensor],
     ) -> None:
         self._path, self._host = path, host
         self._done: Future[FileHashes] = Future()
-        self._copied: SimpleQueue[_Copy | None] = SimpleQueue()  # None: no more
+        # None is the end.
+        self._copied: SimpleQueue[_Copy | None] = SimpleQueue()
         arguments = tensorfile.header(tensors) if tensors else b"", index
-        threading.Thread(target=self._run, args=arguments, name=f"save {path.name}", daemon=True).start()
+        threading.Thread(
+            target=self._run, args=arguments, name=f"save {path.name}", daemon=True
+        ).start()
+
         try:
             for name, tensor in tensors.items():
                 self._copied.put(_Copy(name, tensor, host.pop(name, None)))
-        finally:  # also where copying failed, since the thread waits for it
+        # The thread waits for the end even if copying failed.
+        finally:
             self._copied.put(None)
 
     def wait(self, seconds: float) -> FileHashes:
@@ -63,21 +75,28 @@ class Save:
             return self._done.result(seconds)
         except TimeoutError:
             raise WaitTimeout(
-                f"{self._path} was not on disk after {seconds:.0f} s.\n  look at:  the disk, checkpoint.deadline_s"
+                f"{self._path} was not on disk after {seconds:.0f} s.\n  look at:  the disk, "
+                "checkpoint.deadline_s"
             ) from None
 
     def _run(self, header: bytes, index: Mapping[str, Any] | None) -> None:
-        """Consumes copies until None, in the order of the header; unblocks :meth:`wait`."""
+        """Write copies in the order of the header until None comes.
+
+        Then :meth:`wait` returns.
+        """
         hashes: dict[str, list[str]] = {}
         copies: list[_Copy] = []
         try:
             if index:
-                hashes[INDEX] = write_file(self._path.parent / INDEX, [memoryview(json.dumps(index).encode())])
+                text = memoryview(json.dumps(index).encode())
+                hashes[INDEX] = write_file(self._path.parent / INDEX, [text])
             if header:
-                hashes[self._path.name] = tensorfile.write(self._path, header, self._arriving(copies))
+                tensors = self._arriving(copies)
+                hashes[self._path.name] = tensorfile.write(self._path, header, tensors)
             self._host.update({copy.name: copy.host for copy in copies})
             self._done.set_result(hashes)
-        except Exception as error:  # this thread's boundary: wait() raises it
+        # This is the thread's boundary: wait() raises the error.
+        except Exception as error:
             self._done.set_exception(error)
 
     def _arriving(self, copies: list[_Copy]) -> Iterator[Tensor]:
@@ -87,12 +106,17 @@ class Save:
 
 
 class _Copy:
-    """A tensor on its way to the host, in its device's stream: no later update of it can overtake the copy."""
+    """A tensor on its way to the host, in its device's stream.
+
+    No later update of the tensor can overtake the copy.
+    """
 
     def __init__(self, name: str, tensor: Tensor, host: Tensor | None) -> None:
         self.name, self.event = name, None
         on_gpu = tensor.device.type == "cuda"
-        self.host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu) if host is None else host
+        if host is None:
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
+        self.host = host
         self.host.copy_(tensor, non_blocking=True)
         if on_gpu:
             self.event = torch.cuda.Event()
@@ -104,20 +128,27 @@ class _Copy:
         return self.host
 
 
-def save(path: Path, state: Mapping[str, Tensor], mesh: DeviceMesh, host: dict[str, Tensor]) -> Save:
-    """Copy ``state`` to the host and start to write it into the folder ``path``; training may go on at once.
+def save(
+    path: Path, state: Mapping[str, Tensor], mesh: DeviceMesh, host: dict[str, Tensor]
+) -> Save:
+    """Copy ``state`` to the host, and start to write it into the folder ``path``.
 
-    ``host`` keeps the memory of the copies for the next save; empty at first.
+    Training may go on at once. ``host`` keeps the memory of the copies for the next
+    save. It is empty at first.
     """
     shards, shard = mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1)
-    first = mesh.ndim == 1 or mesh.get_local_rank(0) == 0  # other replicas hold the same rows
+    # Other replicas hold the same rows.
+    first = mesh.ndim == 1 or mesh.get_local_rank(0) == 0
+
+    # In this order tensors are aligned without gaps.
     held: dict[str, Tensor] = {}
-    for name, tensor in sorted(state.items(), key=lambda item: -item[1].itemsize):  # aligned, without gaps
+    for name, tensor in sorted(state.items(), key=lambda item: -item[1].itemsize):
         if isinstance(tensor, DTensor):
             if first and rows_of(tensor):
                 held[name] = tensor.to_local().detach()
         elif first and shard == 0:
             held[name] = tensor
+
     index = {"shards": shards, "tensors": {name: _entry(tensor) for name, tensor in state.items()}}
     return Save(path / _file(shard, shards), held, index if first and shard == 0 else None, host)
 
@@ -126,40 +157,55 @@ def load(path: Path, state: Mapping[str, Tensor]) -> None:
     """Fill the tensors of ``state`` in place, reading only this rank's rows.
 
     Raises:
-        CouplerError: the checkpoint does not exist, is damaged, or lacks a tensor, or has it in another shape.
+        CouplerError: the checkpoint does not exist, is damaged, or lacks a tensor, or
+            has it in another shape.
     """
     shards, stored = _read_index(path / INDEX)
     odd = [name for name, tensor in state.items() if not _fits(stored.get(name), tensor)]
     if odd:
         raise CouplerError(
-            f"the checkpoint {path} does not fit this engine: {len(odd)} tensors are absent or of another shape, "
-            f"the first is {odd[0]}.\n  try:  the model.path and the parts that it was saved with"
+            f"the checkpoint {path} does not fit this engine: {len(odd)} tensors are absent "
+            "or of another shape, the first is "
+            f"{odd[0]}.\n  try:  the model.path and the parts that it was saved with"
         )
+
     files: dict[int, TensorFile] = {}
     with ExitStack() as stack:
         reads: list[tuple[TensorFile, str, int, Tensor]] = []
         for name, tensor in state.items():
             for shard, offset, target in _pieces(tensor, shards if stored[name]["sharded"] else 1):
                 if shard not in files:
-                    files[shard] = stack.enter_context(closing(TensorFile(path / _file(shard, shards))))
+                    file = TensorFile(path / _file(shard, shards))
+                    files[shard] = stack.enter_context(closing(file))
                 reads.append((files[shard], name, offset, target))
+
         with ThreadPoolExecutor(READERS) as threads:
+            # The loop raises what a read raised.
             for _ in threads.map(lambda read: read[0].read(*read[1:]), reads):
-                pass  # raises what a read raised
+                pass
 
 
 def _pieces(tensor: Tensor, shards: int) -> Iterator[tuple[int, int, Tensor]]:
-    """Where this rank's part of ``tensor`` is, cut into ``shards``: (shard, byte offset there, what it fills)."""
+    """Yield where this rank's part of ``tensor`` is, which was cut into ``shards``.
+
+    Yields:
+        The shard, the byte offset there, and the tensor that its bytes fill.
+    """
     local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
     if shards == 1 and not isinstance(tensor, DTensor):
         yield 0, 0, local
         return
+
     mine = rows_of(tensor) if isinstance(tensor, DTensor) else range(len(tensor))
     size = len(shard_rows(len(tensor), shards, 0))
     for shard in range(mine.start // size, -(-mine.stop // size)) if mine else ():
         there = shard_rows(len(tensor), shards, shard)
         first, last = max(there.start, mine.start), min(there.stop, mine.stop)
-        yield shard, (first - there.start) * local[:1].nbytes, local[first - mine.start : last - mine.start]
+        yield (
+            shard,
+            (first - there.start) * local[:1].nbytes,
+            local[first - mine.start : last - mine.start],
+        )
 
 
 def _file(shard: int, shards: int) -> str:
@@ -167,11 +213,18 @@ def _file(shard: int, shards: int) -> str:
 
 
 def _entry(tensor: Tensor) -> dict[str, Any]:
-    return {"shape": list(tensor.shape), "dtype": DTYPES[tensor.dtype], "sharded": isinstance(tensor, DTensor)}
+    return {
+        "shape": list(tensor.shape),
+        "dtype": DTYPES[tensor.dtype],
+        "sharded": isinstance(tensor, DTensor),
+    }
 
 
 def _fits(stored: Mapping[str, Any] | None, tensor: Tensor) -> bool:
-    return stored is not None and (stored["shape"], stored["dtype"]) == (list(tensor.shape), DTYPES[tensor.dtype])
+    return stored is not None and (stored["shape"], stored["dtype"]) == (
+        list(tensor.shape),
+        DTYPES[tensor.dtype],
+    )
 
 
 def _read_index(path: Path) -> tuple[int, dict[str, Any]]:
@@ -181,4 +234,6 @@ def _read_index(path: Path) -> tuple[int, dict[str, Any]]:
     except OSError as error:
         raise CouplerError(f"{path.parent} holds no checkpoint of engine=fsdp: {error}") from None
     except (ValueError, KeyError) as error:
-        raise CouplerError(f"{path} is damaged: {error!r}.\n  try:  an earlier checkpoint") from None
+        raise CouplerError(
+            f"{path} is damaged: {error!r}.\n  try:  an earlier checkpoint"
+        ) from None

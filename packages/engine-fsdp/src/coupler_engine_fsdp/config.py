@@ -12,18 +12,21 @@ from coupler.interfaces import no_effect
 
 @dataclass
 class HFConfig(RolloutConfig):
-    """Sampling with transformers in the engine's own package: ``rollout=hf``."""
+    """Options of ``rollout=hf``: sampling with transformers, in the engine's own
+    package.
+    """
 
     name: str = "hf"
     dtype: Precision = Precision.AUTO
-    """The dtype of weights and computation; auto is bf16 on a GPU and fp32 on the CPU."""
+    """The dtype of weights and computation. auto is bf16 on a GPU, fp32 on the CPU."""
     max_sequences: int = no_effect(256)
-    """At most this many sequences are decoded together; further requests wait."""
+    """At most this many sequences are decoded together. Further requests wait."""
     max_prefill_tokens: int = no_effect(8192)
-    """One forward pass over new prompts has at most this many tokens, padding included."""
+    """At most this many tokens, with padding, are in one forward pass over prompts."""
     kv_cache_gib: float = no_effect(4.0)
-    """Sequences are admitted while the cache of all of them would fit into this many GiB
-    at the length that the longest one may reach."""
+    """Sequences are admitted while the cache of all of them would fit into this many
+    GiB at the length that the longest one may reach.
+    """
 
     def __post_init__(self) -> None:
         for key in ("max_sequences", "max_prefill_tokens", "kv_cache_gib"):
@@ -40,34 +43,43 @@ class FSDPConfig(AdamWConfig):
 
     name: str = "fsdp"
     dtype: Precision = Precision.AUTO
-    """The dtype of activations and of the weights they meet; auto is bf16 on a GPU and
-    fp32 on the CPU."""
+    """The dtype of activations and of the weights they meet. auto is bf16 on a GPU and
+    fp32 on the CPU.
+    """
     sync_dtype: Precision = Precision.AUTO
-    """The dtype of the weights that a rollout gets; auto is engine.dtype."""
+    """The dtype of the weights that a rollout gets. auto is engine.dtype."""
     max_tokens_per_gpu: int = no_effect(16384)
-    """One micro-batch has at most this many tokens; it changes speed and memory, and no
-    result."""
+    """One micro-batch has at most this many tokens. It changes speed and memory, and no
+    result.
+    """
     fsdp_size: int = no_effect(0)
-    """This many ranks share one copy of the model; 0 is all of them, and fewer is hybrid
-    sharding (HSDP)."""
+    """This many ranks share one copy of the model. 0 is all of them, and fewer is
+    hybrid sharding (HSDP).
+    """
     reshard_after_forward: bool = no_effect(True)
-    """Gather weights again for the backward pass: less memory, more traffic."""
+    """Gather weights again for the backward pass. It takes less memory and more
+    traffic.
+    """
     sync_every_micro_batch: bool = no_effect(True)
-    """Reduce gradients after each micro-batch; false reduces them once a step and holds
-    them whole meanwhile."""
+    """Reduce gradients after each micro-batch. false reduces them once a step and holds
+    them whole meanwhile.
+    """
     gradient_checkpointing: bool = no_effect(True)
     """Recompute the activations of each layer in the backward pass."""
     compile: bool = False
-    """Compile each layer with torch.compile: a third less time a step on a GPU, a minute
-    at the start."""
+    """Compile each layer with torch.compile. On a GPU a step takes a third less time,
+    and the start a minute more.
+    """
     lora_rank: int = 0
-    """The rank of the low-rank updates of the layers' linear maps (LoRA); 0 trains the
-    weights themselves."""
+    """The rank of the low-rank updates of the layers' linear maps (LoRA). 0 trains the
+    weights themselves.
+    """
     lora_alpha: float = 16.0
     """The low-rank updates are scaled by lora_alpha / lora_rank."""
     logits_tile: int = no_effect(0)
-    """At most this many elements of the fp32 logits exist at a time; 0 chooses by device
-    and rows."""
+    """At most this many elements of the fp32 logits exist at a time. 0 chooses by
+    device and rows.
+    """
 
     @property
     def micro_batch_limit(self) -> tuple[str, int]:

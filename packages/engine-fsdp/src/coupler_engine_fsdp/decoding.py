@@ -1,4 +1,4 @@
-"""Continuous batching: sequences join and leave one running batch at every step."""
+"""Batch continuously: sequences join and leave one running batch at every step."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from coupler_engine_fsdp.rollout_columns import Columns, Prefill, Shape
 from coupler_engine_fsdp.rollout_sampling import nucleus, sample, stream_starts, uniforms
 from coupler_engine_fsdp.rollout_step import step_of
 
-MIN_GROWTH = 64  # columns
-AHEAD = 16  # steps whose random numbers are computed together
+MIN_GROWTH = 64
+"""Least columns that the cache grows by."""
+AHEAD = 16
+"""Steps whose random numbers are computed together."""
 
 
 @dataclass(slots=True, eq=False)
@@ -27,11 +29,13 @@ class Row:
     """One request on its way."""
 
     request: Request
-    max_tokens: int  # the request's, or what the model's positions leave
+    max_tokens: int
+    """The request's limit, or what the model's positions leave."""
     done: asyncio.Future[Completion]
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)  # filled by stamp
+    versions: list[int] = field(default_factory=list)
+    """Filled by :meth:`stamp`."""
 
     @property
     def known(self) -> tuple[int, ...]:
@@ -42,27 +46,38 @@ class Row:
         return self.max_tokens - len(self.tokens)
 
     def stamp(self, version: int) -> None:
-        """Say which weights sampled the tokens since the last stamp."""
+        """Note which weights sampled the tokens since the last stamp."""
         self.versions += [version] * (len(self.tokens) - len(self.versions))
 
     def finish(self, reason: Literal["stop", "length", "abort"]) -> None:
-        if not self.done.done():  # it is when the caller was cancelled
-            self.done.set_result(Completion(tuple(self.tokens), tuple(self.logprobs), tuple(self.versions), reason))
+        # A cancelled caller's future is done.
+        if not self.done.done():
+            self.done.set_result(
+                Completion(tuple(self.tokens), tuple(self.logprobs), tuple(self.versions), reason)
+            )
 
 
 class Decoder:
-    """The running batch. Every call blocks until it is computed; none may run beside another.
+    """The running batch. Every call blocks until it is computed, and calls never
+    overlap.
 
-    A row enters with all its tokens but the last one cached and feeds that one in its first step, so that a step is the
-    only place where anything is sampled. Rows of one prompt differ in nothing but their stream of random numbers: they
-    take that step together.
+    A row enters with all its tokens but the last one cached, and feeds that one in its
+    first step. A step is therefore the only place where anything is sampled. Rows of
+    one prompt differ in nothing but their stream of random numbers, so that they take
+    that step together.
 
-    transformers' own continuous batching (``generate_batch``, 5.17) is not used: of a small model on a CPU it takes
-    longer than ``generate``, and that longer than this loop.
+    transformers' own continuous batching (``generate_batch``, 5.17) is not used. For a
+    small model on a CPU it takes longer than ``generate``, which takes longer than this
+    loop.
     """
 
     def __init__(
-        self, model: PreTrainedModel, shape: Shape, max_rows: int, max_cached_tokens: int, max_prefill_tokens: int
+        self,
+        model: PreTrainedModel,
+        shape: Shape,
+        max_rows: int,
+        max_cached_tokens: int,
+        max_prefill_tokens: int,
     ) -> None:
         self.model, self.shape, self.forward = model, shape, step_of(model)
         self.max_rows, self.max_cached_tokens = max_rows, max_cached_tokens
@@ -73,11 +88,17 @@ class Decoder:
         """Forget every row and free the cache."""
         self.rows: list[Row] = []
         self.columns = Columns(self.shape)
-        self.tokens = torch.zeros(0, dtype=torch.int64, device=self.shape.device)  # that the next step feeds
+        device = self.shape.device
+        # The tokens that the next step feeds, and their positions.
+        self.tokens = torch.zeros(0, dtype=torch.int64, device=device)
         self.positions = torch.zeros_like(self.tokens)
-        self.shared: tuple[int, list[int]] | None = None  # rows that join, and which row of the cache each has
-        self.one = torch.tensor(1, device=self.shape.device)  # PyTorch takes it sooner than a number of Python's
-        self.temperatures = torch.ones((0, 1), device=self.shape.device)  # 1 for greedy rows
+        # The first row that joins, and which row of the cache each of them has.
+        self.shared: tuple[int, list[int]] | None = None
+        # PyTorch takes a tensor sooner than a number of Python's.
+        self.one = torch.tensor(1, device=device)
+
+        # The temperature is 1 for greedy rows.
+        self.temperatures = torch.ones((0, 1), device=device)
         self.greedy: list[bool] = []
         self.top_p: list[float] = []
         self.streams = np.zeros(0, np.uint64)
@@ -85,35 +106,46 @@ class Decoder:
         self.uniforms = np.zeros((0, 0))  # [steps to come, rows]
 
     def evict(self) -> list[Row]:
-        """Take every row out. Admitted again, it continues after its last token, whatever the weights are then."""
+        """Take every row out.
+
+        Admitted again, a row continues after its last token, on whatever weights there
+        are then.
+        """
         rows = self.rows
         self.clear()
         return rows
 
     @torch.inference_mode()
     def admit(self, waiting: list[Row]) -> None:
-        """Move rows from the front of ``waiting`` into the batch, as many as fit; compute each distinct prefix once."""
+        """Move rows from the front of ``waiting`` into the batch, as many as fit.
+
+        Each distinct prefix is computed once.
+        """
         joining = self._take(waiting) if waiting else []
         if not joining:
             return
+
         groups: dict[tuple[int, ...], list[Row]] = {}
         for row in joining:
             groups.setdefault(row.known, []).append(row)
         self.columns.reserve(len(joining), max(map(len, groups)) - 1, self._growth(joining))
+
         siblings = {row.request.prompt: index for index, row in enumerate(self.rows)}
         new: list[list[Row]] = []
         for known in groups.keys() & siblings.keys():
             self.columns.join(self.columns.past(siblings[known], len(known) - 1))
             new.append(groups.pop(known))
+
         for chunk in self._chunks(sorted(groups, key=len)):
             past = self._prefill(chunk)
             for index, known in enumerate(chunk):
                 self.columns.join(past[:, :, index, :, : len(known) - 1])
                 new.append(groups[known])
+
         self._append(new)
 
     def _take(self, waiting: list[Row]) -> list[Row]:
-        """Remove from ``waiting`` what fits; one row always does."""
+        """Remove the rows that fit from ``waiting``. One row always fits."""
         waiting[:] = [row for row in waiting if not row.done.done()]
         longest = max((len(row.request.prompt) + row.max_tokens for row in self.rows), default=0)
         count = 0
@@ -123,17 +155,25 @@ class Decoder:
             if rows > 1 and rows * longest > self.max_cached_tokens:
                 break
             count += 1
+
         taken = waiting[:count]
         del waiting[:count]
         return taken
 
     def _growth(self, joining: list[Row]) -> int:
-        """Columns to add when the cache must grow: to finish, or to double it, since most rows may stop early."""
+        """Return how many columns to add when the cache must grow.
+
+        It is enough to finish, or to double the cache, since most rows may stop early.
+        """
         left = max(row.left for row in (*self.rows, *joining))
         return min(left, max(MIN_GROWTH, self.columns.width))
 
     def _chunks(self, prefixes: list[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
-        """Split prefixes, sorted by length, so that a padded chunk has at most ``max_prefill_tokens``."""
+        """Split prefixes into chunks of at most ``max_prefill_tokens``, padding
+        included.
+
+        The prefixes are sorted by length.
+        """
         chunks: list[list[tuple[int, ...]]] = []
         for prefix in prefixes:
             if not chunks or (len(chunks[-1]) + 1) * len(prefix) > self.max_prefill_tokens:
@@ -142,9 +182,10 @@ class Decoder:
         return chunks
 
     def _prefill(self, prefixes: list[tuple[int, ...]]) -> Tensor:
-        """Compute keys and values of all but the last token: [layers, 2, prefixes, heads, width, dim].
+        """Compute keys and values of all but the last token.
 
-        Padding is on the right, where causal attention never looks.
+        [layers, 2, prefixes, heads, width, dim]. Padding is on the right, where causal
+        attention never looks.
         """
         width = max(map(len, prefixes)) - 1
         cache = Prefill(self.shape, len(prefixes), width)
@@ -152,30 +193,45 @@ class Decoder:
             padded = [prefix[:-1] + (0,) * (width + 1 - len(prefix)) for prefix in prefixes]
             ids = torch.tensor(padded, device=self.shape.device)
             positions = torch.arange(width, device=self.shape.device)[None].expand_as(ids)
-            self.model.base_model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
+            self.model.base_model(
+                input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True
+            )
         return cache.store
 
     def _append(self, groups: list[list[Row]]) -> None:
-        """Add rows; those of a group have one row of the cache until their first step, which has one result for all."""
+        """Add rows.
+
+        Those of a group have one row of the cache until their first step, whose result
+        is the same for all.
+        """
         device, new = self.shape.device, [row for group in groups for row in group]
         tokens = torch.tensor([group[0].known[-1] for group in groups], device=device)
         positions = torch.tensor([len(group[0].known) - 1 for group in groups], device=device)
-        temperatures = torch.tensor([[row.request.temperature or 1.0] for row in new], device=device)
+        temperatures = [[row.request.temperature or 1.0] for row in new]
+
         first = len(self.rows)
         self.shared = (first, [first + index for index, group in enumerate(groups) for _ in group])
+
         self.rows += new
         self.tokens = torch.cat([self.tokens, tokens])
         self.positions = torch.cat([self.positions, positions])
-        self.temperatures = torch.cat([self.temperatures, temperatures])
+        self.temperatures = torch.cat(
+            [self.temperatures, torch.tensor(temperatures, device=device)]
+        )
         self.greedy += [row.request.temperature == 0 for row in new]
         self.top_p += [row.request.top_p for row in new]
-        self.streams = np.concatenate([self.streams, stream_starts([row.request.seed for row in new])])
-        self.drawn = np.concatenate([self.drawn, np.array([len(row.tokens) for row in new], np.uint64)])
+        starts = stream_starts([row.request.seed for row in new])
+        self.streams = np.concatenate([self.streams, starts])
+        drawn = np.array([len(row.tokens) for row in new], np.uint64)
+        self.drawn = np.concatenate([self.drawn, drawn])
         self.uniforms = np.zeros((0, len(self.rows)))
 
     @torch.inference_mode()
     def step(self) -> list[tuple[Row, Literal["stop", "length"]]]:
-        """Sample one token for every row; remove and return the rows that are done, and drop those nobody waits for.
+        """Sample one token for every row.
+
+        Rows that are done leave the batch and are returned. Rows that nobody waits for
+        leave it too.
 
         Raises:
             CouplerError: a log-probability is not a number.
@@ -187,15 +243,21 @@ class Decoder:
         self.positions.add_(self.one)
         if self.shared:
             logits = self._separate(logits, *self.shared)
+
         tokens, logprobs = self._sample(logits)
         self.tokens = tokens
         self.drawn += np.uint64(1)
-        sampled, values = tokens.tolist(), logprobs.tolist()  # the only wait for the device
+
+        # This is the only wait for the device.
+        sampled, values = tokens.tolist(), logprobs.tolist()
+
         if not math.isfinite(sum(values)):
             raise CouplerError(
                 "the rollout's weights give log-probabilities that are not finite.\n"
-                "  likely:  training diverged, or the weights were never received: only an update brings real ones"
+                "  likely:  training diverged, or the weights were never received: only an "
+                "update brings real ones"
             )
+
         finished: list[tuple[Row, Literal["stop", "length"]]] = []
         keep: list[int] = []
         for index, (row, token, value) in enumerate(zip(self.rows, sampled, values, strict=True)):
@@ -212,7 +274,11 @@ class Decoder:
         return finished
 
     def _separate(self, logits: Tensor, first: int, sources: list[int]) -> Tensor:
-        """Give each row from ``first`` on a row of the cache of its own; return [rows, V]."""
+        """Give each row from ``first`` on its own row of the cache.
+
+        Returns:
+            The logits of all rows, [rows, V].
+        """
         self.shared = None
         if len(sources) > len(logits) - first:
             self.columns.spread(first, sources)
@@ -224,34 +290,52 @@ class Decoder:
         """Return tokens and their log-probabilities, each [rows]."""
         logprobs = torch.log_softmax(logits / self.temperatures, -1)
         if cut := [index for index, top_p in enumerate(self.top_p) if top_p < 1]:
-            top_p = torch.tensor([[self.top_p[index]] for index in cut], dtype=torch.float64, device=logits.device)
+            top_p = torch.tensor(
+                [[self.top_p[index]] for index in cut], dtype=torch.float64, device=logits.device
+            )
             logprobs[cut] = nucleus(logprobs[cut], top_p)
+
         if all(self.greedy):
             tokens = logprobs.argmax(-1)
         else:
             tokens = sample(logprobs, torch.from_numpy(self._next_uniforms()).to(logits.device))
             if any(self.greedy):
-                tokens = torch.where(torch.tensor(self.greedy, device=logits.device), logprobs.argmax(-1), tokens)
+                tokens = torch.where(
+                    torch.tensor(self.greedy, device=logits.device), logprobs.argmax(-1), tokens
+                )
         return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
 
     def _next_uniforms(self) -> np.ndarray:
-        """[rows]; one step at a time they would take a step of a small model a good part of its time."""
+        """Return the next uniform number of each row, [rows].
+
+        Computed one step at a time, they would take much of a small model's step.
+        """
         if not len(self.uniforms):
-            self.uniforms = uniforms(self.streams, self.drawn + np.arange(AHEAD, dtype=np.uint64)[:, None])
+            self.uniforms = uniforms(
+                self.streams, self.drawn + np.arange(AHEAD, dtype=np.uint64)[:, None]
+            )
         first, self.uniforms = self.uniforms[0], self.uniforms[1:]
         return first
 
     def _keep(self, keep: list[int]) -> None:
-        """Keep these rows: the last ones move into the holes, so that few caches are copied."""
+        """Keep these rows.
+
+        The last ones move into the holes, so that few caches are copied.
+        """
         order, sources = list(range(len(keep))), [index for index in keep if index >= len(keep)]
         holes = sorted(set(order) - set(keep))
         for hole, source in zip(holes, sources, strict=True):
             order[hole] = source
         self.columns.move(sources, holes, len(keep))
+
         self.rows = [self.rows[index] for index in order]
         index = torch.tensor(order, dtype=torch.int64, device=self.shape.device)
         self.tokens, self.positions, self.temperatures = (
             each[index] for each in (self.tokens, self.positions, self.temperatures)
         )
         self.greedy, self.top_p = [self.greedy[i] for i in order], [self.top_p[i] for i in order]
-        self.streams, self.drawn, self.uniforms = self.streams[order], self.drawn[order], self.uniforms[:, order]
+        self.streams, self.drawn, self.uniforms = (
+            self.streams[order],
+            self.drawn[order],
+            self.uniforms[:, order],
+        )

@@ -14,43 +14,50 @@ from coupler.interfaces import Rank
 
 
 def prepare_device(rank: Rank) -> torch.device:
-    """Return the device of the rank, where its kernels are deterministic if the rank is.
+    """Return the device of the rank.
 
-    A deterministic rank makes PyTorch use deterministic kernels in this process from here on,
-    or fail by name.
+    If the rank is deterministic, PyTorch uses deterministic kernels in this process
+    from here on, or fails with the name of the kernel.
     """
     if rank.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
+        # cuBLAS reads it when it is first used.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     return device_of(rank)
 
 
 def build_mesh(rank: Rank, device: torch.device, fsdp_size: int) -> DeviceMesh:
-    """Lay the ranks of the joined group out: ``[shard]``, or ``[replica, shard]``.
+    """Arrange the ranks of the joined group: ``[shard]``, or ``[replica, shard]``.
 
-    There are replicas where ``fsdp_size`` is smaller than the world.
+    There are replicas if ``fsdp_size`` is smaller than the world.
 
     Raises:
         CouplerError: the group has other ranks.
     """
     size = min(fsdp_size or rank.world, rank.world)
     if dist.get_world_size() != rank.world and rank.world == 1:
-        # an engine of one rank inside a larger group, such as a reference model
+        # This is an engine of one rank inside a larger group, such as a reference
+        # model.
         group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup)
         return DeviceMesh.from_group(group, device.type, mesh_dim_names=("shard",))
+
     require_same_ranks(rank)
     if size == rank.world:
         return init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
-    return init_device_mesh(device.type, (rank.world // size, size), mesh_dim_names=("replica", "shard"))
+    return init_device_mesh(
+        device.type, (rank.world // size, size), mesh_dim_names=("replica", "shard")
+    )
 
 
 def check_fsdp_size(rank: Rank, fsdp_size: int) -> None:
-    """Refuse shards of uneven numbers of ranks.
+    """Refuse a number of ranks that does not give equal shards.
 
     Raises:
         ConfigError: ``fsdp_size`` does not divide the ranks.
     """
     size = min(fsdp_size or rank.world, rank.world)
     if rank.world % size:
-        raise ConfigError(f"engine.fsdp_size={size} does not divide the {rank.world} ranks of the engine.")
+        raise ConfigError(
+            f"engine.fsdp_size={size} does not divide the {rank.world} ranks of the engine."
+        )

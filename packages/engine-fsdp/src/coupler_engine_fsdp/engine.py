@@ -1,4 +1,4 @@
-"""``engine=fsdp``: one rank of a PyTorch FSDP2 trainer."""
+"""Implement ``engine=fsdp``: one rank of a PyTorch FSDP2 trainer."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ BASE = "base_logprobs"
 
 
 class FSDPEngine(Engine):
-    """One rank of FSDP2, which reads its own data shard and answers.
+    """One rank of FSDP2.
 
-    A rank that never trains holds no optimizer.
+    It reads only its own part of the data. A rank that never trains holds no optimizer.
     """
 
     config: FSDPConfig
@@ -57,41 +57,55 @@ class FSDPEngine(Engine):
         super().__init__(config, model)
         self._optimizer: Optimizer | None = None
         self._membership: Membership | None = None
-        self._host: dict[str, Tensor] = {}  # memory of the last checkpoint's copies
-        self._parked: dict[str, Tensor] = {}  # gradients that are off the device, by name
+        # Host memory of the last checkpoint's copies, which the next one uses again.
+        self._host: dict[str, Tensor] = {}
+        # Gradients that are off the device, by name.
+        self._parked: dict[str, Tensor] = {}
 
     def setup(self, rank: Rank) -> Layout:
         """Join the group and load this rank's shards.
 
         Raises:
-            CouplerError: ``model.path`` holds no model that this engine can train; the message says why.
+            CouplerError: ``model.path`` holds no model that this engine can train; the
+                message says why.
         """
         self.device = prepare_device(rank)
         check_fsdp_size(rank, self.config.fsdp_size)
         self._membership = join(rank, self.device)
         self.mesh = build_mesh(rank, self.device, self.config.fsdp_size)
+
         files = weights.files_of(Path(self.model.path)) if Path(self.model.path).is_dir() else {}
         self.policy = build(self.model, self.config.logits_tile, self.config.gradient_checkpointing)
         self.dtype = dtype_of(self.config.dtype, self.device)
-        self.adapter = Adapter(self.config.lora_rank, self.config.lora_alpha if self.config.lora_rank else 0.0)
+        self.adapter = Adapter(self.config.lora_rank, self.config.lora_alpha)
         if self.config.lora_rank:
             self.adapter.insert(self.policy.causal, layers_of(self.policy))
         if self.config.compile:
             compile_layers(self.policy)
-        # one rank has nothing to shard; FSDP's hooks took 30 to 80 % of a step of a tiny model
+        # One rank has nothing to shard. FSDP's hooks would take 30 to 80 % of a step of
+        # a tiny model.
         alone = rank.world == 1
-        self.modules = [] if alone else shard(self.policy, self.mesh, self.dtype, self.config.reshard_after_forward)
+        self.modules = []
+        if not alone:
+            reshard = self.config.reshard_after_forward
+            self.modules = shard(self.policy, self.mesh, self.dtype, reshard)
+
         materialise(self.policy, self.device)
         updates = self.adapter.parameters()
-        self.named, self.experts = weights.match(self.policy.causal, self.policy.names(files), apart=updates)
+        self.named, self.experts = weights.match(
+            self.policy.causal, self.policy.names(files), apart=updates
+        )
+
         weights.read(files, self.named, self.experts)
         zero_absent(self.named, files)
         self.adapter.bind(self.named)
         self.adapter.start(rank, self.device)
+
         self.tensors = {**self.named, **updates}
         self.masters = Masters()
         if alone and self.dtype != torch.float32:
             self.masters.split(self.policy, self.dtype)
+
         check(self.policy, self.device, self.dtype)
         return Layout(tuple(range(rank.world)), (True,) * rank.world)
 
@@ -103,39 +117,48 @@ class FSDPEngine(Engine):
         """
         groups = self._micro_batches(batch)
         batch = batch.with_tokens(row=np.arange(batch.num_tokens))
-        inputs = batch.select("tokens", "loss_mask", "row", *(["temperature"] if batch.has("temperature") else []))
+        optional = ["temperature"] if batch.has("temperature") else []
+        inputs = batch.select("tokens", "loss_mask", "row", *optional)
+
         parts: list[tuple[np.ndarray, dict[str, Tensor]]] = []
         with torch.no_grad():
             for group in groups:
                 micro = inputs.take(group)
                 parts.append((micro["row"], self._outputs(micro, want)))
         self._reshard()
+
         done = {output.name: np.zeros(batch.num_tokens, np.float32) for output in want}
         for row, outputs in parts:
             for name, values in outputs.items():
                 done[name][row] = values.cpu().numpy()
         return batch.with_tokens(**done)
 
-    def forward_backward(self, batch: Batch, want: tuple[Output, ...], loss: Loss, step: StepInfo) -> Metrics:
+    def forward_backward(
+        self, batch: Batch, want: tuple[Output, ...], loss: Loss, step: StepInfo
+    ) -> Metrics:
         """Sum the gradient of all micro-batches.
 
         Raises:
-            CouplerError: a sequence is longer than ``engine.max_tokens_per_gpu``, or the loss
-                is not one per token.
+            CouplerError: a sequence is longer than ``engine.max_tokens_per_gpu``, or
+                the loss is not one per token.
         """
         if self._optimizer is None:
             self._optimizer = self._new_optimizer()
+
         self._clear_gradients()
         groups = self._micro_batches(batch)
         self.masters.adding = len(groups) > 1
         parts: list[Metrics] = []
+
+        # On one rank the gradient is whole anyway, so reducing it often saves nothing.
+        every = self.config.sync_every_micro_batch and self.mesh.size() > 1
         for i, group in enumerate(groups):
-            # on one rank the gradient is whole anyway: reducing it more than once saves nothing
-            every = self.config.sync_every_micro_batch and self.mesh.size() > 1
             for module in self.modules:
                 module.set_requires_gradient_sync(every or i == len(groups) - 1, recurse=False)
             parts.append(self._backward(batch.take(group), want, loss))
-        self._norm = self._optimizer.norm()  # queued here, so that one wait for the device serves both
+
+        # The norm is queued here, so that one wait for the device serves both.
+        self._norm = self._optimizer.norm()
         return read(merge(parts))
 
     def _backward(self, micro: Batch, want: tuple[Output, ...], loss: Loss) -> Metrics:
@@ -143,6 +166,7 @@ class FSDPEngine(Engine):
         if not len(micro):
             torch.cat([*outputs.values()]).sum().backward()
             return {}
+
         total, metrics = weighted_loss(loss, outputs, columns(micro, self.device))
         total.backward()
         return metrics
@@ -150,7 +174,7 @@ class FSDPEngine(Engine):
     def _outputs(self, micro: Batch, want: tuple[Output, ...]) -> dict[str, Tensor]:
         """Compute [T] columns that are 0 outside ``loss_mask``.
 
-        There no gradient, and so no NaN, gets in or out.
+        No gradient, and so no NaN, gets in or out of the zeros.
         """
         packed = pack(micro, self.device)
         names = frozenset(output.name for output in want)
@@ -158,18 +182,24 @@ class FSDPEngine(Engine):
         if BASE in names:
             with self.adapter.off(), torch.no_grad():
                 computed[BASE] = self.policy(packed)["logprobs"]
+
         zeros = torch.zeros(micro.num_tokens, device=self.device)
-        return {output.name: zeros.index_copy(0, packed.rows, computed[output.name]) for output in want}
+        return {
+            output.name: zeros.index_copy(0, packed.rows, computed[output.name]) for output in want
+        }
 
     def _micro_batches(self, batch: Batch) -> list[np.ndarray]:
-        """Cut a batch into micro-batches, as many on every rank; some may be empty."""
+        """Cut a batch into as many micro-batches on every rank. Some may be empty."""
         room = self.config.max_tokens_per_gpu
         axes = range(self.mesh.ndim) if self.mesh.size() > 1 else ()
         groups = [self.mesh.get_group(axis) for axis in axes]
         return agreed_split(partial(split, batch, room), room, self.device, groups)
 
     def step(self) -> StepResult:
-        """Apply the gradient; a skipped step advances neither the schedule nor Adam's count."""
+        """Apply the gradient.
+
+        A skipped step advances neither the schedule nor Adam's count.
+        """
         assert self._optimizer is not None, "step() follows forward_backward()"
         return self._optimizer.step(float(self._norm))
 
@@ -194,7 +224,8 @@ class FSDPEngine(Engine):
         return weights.stream_gradients(self.tensors, self.experts)
 
     def save(self, path: Path, what: Parts) -> Pending:
-        """Copy parameters and optimizer to the host; write them while training goes on.
+        """Copy parameters and optimizer to the host, and write them while training goes
+        on.
 
         There is no gradient to save: checkpoints are made between steps.
         """
@@ -217,11 +248,15 @@ class FSDPEngine(Engine):
         state: dict[str, Tensor] = {}
         if Part.PARAMS in what:
             state |= {f"params/{name}": tensor.detach() for name, tensor in self._kept().items()}
+
         if Part.OPTIMIZER in what:
             if self._optimizer is None:
                 self._optimizer = self._new_optimizer()
-            state |= {f"optimizer/{name}": tensor for name, tensor in self._optimizer.state().items()}
+            state |= {
+                f"optimizer/{name}": tensor for name, tensor in self._optimizer.state().items()
+            }
             state["num_steps"] = torch.tensor(self._optimizer.num_steps)
+
         return state
 
     def _kept(self) -> dict[str, Tensor]:
@@ -234,7 +269,10 @@ class FSDPEngine(Engine):
         return {name: tensor for name, tensor in self.tensors.items() if tensor.requires_grad}
 
     def offload(self, what: Parts) -> None:
-        """Move ``what`` to the host and give the memory back to the device. No-op on the CPU."""
+        """Move ``what`` to the host and give the memory back to the device.
+
+        It does nothing on the CPU.
+        """
         self._move(what, torch.device("cpu"))
 
     def onload(self, what: Parts) -> None:
@@ -242,37 +280,48 @@ class FSDPEngine(Engine):
         self._move(what, self.device)
 
     def device_bytes(self) -> int:
-        """Memory that PyTorch holds on the device, caches included; 0 on the CPU."""
+        """Return the memory that PyTorch holds on the device, caches included.
+
+        It is 0 on the CPU.
+        """
         return torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0
 
     def close(self) -> None:
-        """Leave the process group; the last engine of this process destroys it."""
+        """Leave the process group. The last engine of this process destroys it."""
         if self._membership is not None:
             self._membership.leave()
 
     def _move(self, what: Parts, device: torch.device) -> None:
         if self.device.type == "cpu":
             return
+
         self._reshard()
         self.masters.settle()
-        if Part.GRADS in what and device.type == "cpu":  # a gradient may not live elsewhere than its parameter
+
+        # A gradient may live nowhere but with its parameter.
+        if Part.GRADS in what and device.type == "cpu":
             for name, tensor in self.tensors.items():
                 if tensor.grad is not None:
                     self._parked[name], tensor.grad = tensor.grad.to(device), None
+
         if Part.PARAMS in what:
             self.masters.move(device)
             self.policy.to(device)
+
         if Part.GRADS in what and device.type != "cpu":
             for name, grad in self._parked.items():
                 self.tensors[name].grad = grad.to(device)
             self._parked = {}
+
         if self._optimizer is not None:
             self._optimizer.to(device if Part.OPTIMIZER in what else None)
         torch.cuda.empty_cache()
 
     def _new_optimizer(self) -> Optimizer:
         trained = {name: tensor for name, tensor in self.tensors.items() if tensor.requires_grad}
-        parameters = {name: tensor for name, tensor in trained.items() if isinstance(tensor, nn.Parameter)}
+        parameters = {
+            name: tensor for name, tensor in trained.items() if isinstance(tensor, nn.Parameter)
+        }
         return Optimizer(self.config, parameters, self.masters, self.mesh)
 
     def _clear_gradients(self) -> None:

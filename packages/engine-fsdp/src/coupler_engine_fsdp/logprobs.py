@@ -1,8 +1,9 @@
-"""Log-probabilities and entropy of tokens without the ``[R, V]`` logits.
+"""Compute log-probabilities and entropy of tokens without the ``[R, V]`` logits.
 
-Only a tile ``[R, v]`` of the logits exists at a time; the forward pass keeps a running log-sum-exp over the tiles, the
-backward pass computes each tile again. Tiles cut the vocabulary, not the rows: each row of the head's weight is then
-read once and its gradient written once. Everything about a logit is fp32.
+Only a tile ``[R, v]`` of the logits exists at a time. The forward pass keeps a running
+log-sum-exp over the tiles, and the backward pass computes each tile again. Tiles cut
+the vocabulary, not the rows: each row of the head's weight is then read once and its
+gradient written once. Everything about a logit is fp32.
 
 Shapes: R rows, H hidden size, V vocabulary, v width of a tile.
 """
@@ -19,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_ALIGNED = 128  # columns; matrix products of other widths take 2.5 times as long on a GPU
+_ALIGNED = 128
+"""Columns. Matrix products of other widths take 2.5 times as long on a GPU."""
 
 
 def token_logprobs(
@@ -31,7 +33,9 @@ def token_logprobs(
     want_entropy: bool = False,
     chunk: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return log p(target) and, if wanted, the entropy of p = softmax((hidden @ weight.T + bias) / temperature).
+    """Return log p(target) and, if wanted, the entropy of p.
+
+    p = softmax((hidden @ weight.T + bias) / temperature).
 
     Args:
         hidden: [R, H] of the dtype of ``weight``.
@@ -60,16 +64,23 @@ class _TokenLogprobs(torch.autograd.Function):
         want_entropy: bool,
         chunk: int,
     ) -> tuple[Tensor, Tensor | None]:
-        # fp64: hundreds of tiles add up, and the gradient of the entropy lives on their difference
-        log_z = hidden.new_full((len(hidden),), -torch.inf, dtype=torch.float64)  # log-sum-exp of the tiles so far
-        mean = torch.zeros_like(log_z)  # of the logits, under softmax over the tiles so far
-        picked = torch.zeros_like(log_z, dtype=torch.float32)  # logit of the target
+        # The log-sum-exp of the tiles so far is fp64: hundreds of tiles add up, and the
+        # gradient of the entropy lives on their difference.
+        log_z = hidden.new_full((len(hidden),), -torch.inf, dtype=torch.float64)
+        # The mean of the logits, under softmax over the tiles so far.
+        mean = torch.zeros_like(log_z)
+        # The logit of the target.
+        picked = torch.zeros_like(log_z, dtype=torch.float32)
+
         ctx.tiles = _tiles(len(weight), len(hidden), chunk or _default_chunk(hidden))
         reduce_tile = _operations(hidden.is_cuda).reduce_tile
         for tile in ctx.tiles:
             logits = _matmul(hidden, weight[tile].t())
             offset = None if bias is None else bias[tile]
-            reduce_tile(logits, offset, temperature, targets - tile.start, log_z, mean, picked, want_entropy)
+            reduce_tile(
+                logits, offset, temperature, targets - tile.start, log_z, mean, picked, want_entropy
+            )
+
         entropy = (log_z - mean).float() if want_entropy else None
         log_z = log_z.float()
         ctx.save_for_backward(hidden, weight, bias, targets, temperature, log_z, entropy)
@@ -85,15 +96,27 @@ class _TokenLogprobs(torch.autograd.Function):
         slopes = torch.zeros_like(log_z) if grad_logprobs is None else grad_logprobs.contiguous()
         if grad_entropy is not None:
             grad_entropy = grad_entropy.contiguous()
+
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
         grad_weight = torch.empty_like(weight)
         grad_bias = None if bias is None else torch.empty_like(bias)
         grad_tile = _operations(hidden.is_cuda).grad_tile
+
         for tile in ctx.tiles:
             logits = _matmul(hidden, weight[tile].t())
             offset = None if bias is None else bias[tile]
             local = targets - tile.start
-            grad = grad_tile(logits, offset, temperature, local, log_z, entropy, slopes, grad_entropy, hidden.dtype)
+            grad = grad_tile(
+                logits,
+                offset,
+                temperature,
+                local,
+                log_z,
+                entropy,
+                slopes,
+                grad_entropy,
+                hidden.dtype,
+            )
             if grad_bias is not None:
                 grad_bias[tile] = grad.sum(0, dtype=torch.float32)
             _add_matmul(grad_hidden, grad, weight[tile])
@@ -103,25 +126,35 @@ class _TokenLogprobs(torch.autograd.Function):
 
 @cache
 def _operations(on_gpu: bool) -> ModuleType:
-    """What is elementwise: fused kernels on a GPU, else plain PyTorch."""
+    """Import the elementwise part: fused kernels on a GPU, else plain PyTorch."""
     fused = on_gpu and find_spec("triton") is not None
     return import_module(f"coupler_engine_fsdp.logprobs_{'triton' if fused else 'torch'}")
 
 
 def _default_chunk(hidden: Tensor) -> int:
-    """On a GPU the least that is not bound by launches and by adding tiles up: 32 MiB, 512 MiB from 16,384 rows on."""
+    """Return how many elements of the logits exist at a time.
+
+    On a GPU it is the least that is not bound by launches and by adding tiles up: 32
+    MiB, and 512 MiB from 16,384 rows on.
+    """
     rows = len(hidden)
     return max(2**23, min(rows * rows // 2, 2**27), 1024 * rows) if hidden.is_cuda else 2**21
 
 
 def _tiles(vocabulary: int, rows: int, chunk: int) -> list[slice]:
-    """Cut the vocabulary into tiles of ``chunk`` elements at most, but at least one aligned width."""
+    """Cut the vocabulary into tiles of ``chunk`` elements at most.
+
+    A tile has at least one aligned width.
+    """
     width = max(chunk // max(rows, 1) // _ALIGNED, 1) * _ALIGNED
     return [slice(start, min(start + width, vocabulary)) for start in range(0, vocabulary, width)]
 
 
 def _matmul(left: Tensor, right: Tensor) -> Tensor:
-    """Multiply into fp32; a GPU does not round products of bf16 to bf16 on the way."""
+    """Multiply into fp32.
+
+    A GPU does not round products of bf16 to bf16 on the way.
+    """
     if left.is_cuda and left.dtype != torch.float32:
         return torch.mm(left, right, out_dtype=torch.float32)
     return torch.mm(left, right).float()

@@ -1,7 +1,12 @@
-"""The elementwise part of :mod:`coupler_engine_fsdp.logprobs` in plain PyTorch.
+"""Compute the elementwise part of :mod:`coupler_engine_fsdp.logprobs` in PyTorch.
 
-Of a tile: ``logits`` [R, v] fp32, overwritten; ``bias`` [v] or None; ``temperature`` [R] or None; ``targets`` [R], the
-column of each target, outside [0, v) where it is in another tile.
+The arguments are those of a tile:
+
+- ``logits`` [R, v] fp32, which are overwritten.
+- ``bias`` [v] or None.
+- ``temperature`` [R] or None.
+- ``targets`` [R], the column of each target. It is outside [0, v) if the target is in
+  another tile.
 """
 
 from __future__ import annotations
@@ -20,10 +25,14 @@ def reduce_tile(
     picked: Tensor,
     want_mean: bool,
 ) -> None:
-    """Add a tile to the running log-sum-exp and mean [R] (fp64), and copy what it holds of the targets' logits."""
+    """Add a tile to the running log-sum-exp and mean [R] (fp64).
+
+    The logits of targets within the tile are copied to ``picked``.
+    """
     logits = _scale(logits, bias, temperature)
     index, inside = _locate(targets, logits.shape[1])
     picked.copy_(torch.where(inside, logits.gather(1, index).squeeze(1), picked))
+
     tile_log_z = logits.logsumexp(1)
     total = torch.logaddexp(log_z, tile_log_z.double())
     if want_mean:
@@ -43,16 +52,18 @@ def grad_tile(
     grad_entropy: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Gradient of the unscaled logits [R, v] in ``dtype``.
+    """Return the gradient of the unscaled logits [R, v] in ``dtype``.
 
-    With z the scaled logits: dz = g (onehot - p) for log-probs, and -g p (log p + entropy) for the entropy.
+    With z the scaled logits, dz = g (onehot - p) for log-probs, and -g p (log p +
+    entropy) for the entropy.
     """
     log_p = _scale(logits, bias, temperature).sub_(log_z[:, None])
     if grad_entropy is None or entropy is None:
         grad = log_p.exp_().mul_(-grad_logprobs[:, None])
     else:
         p = log_p.exp()
-        grad = log_p.add_(entropy[:, None]).mul_(-grad_entropy[:, None]).sub_(grad_logprobs[:, None]).mul_(p)
+        grad = log_p.add_(entropy[:, None]).mul_(-grad_entropy[:, None])
+        grad = grad.sub_(grad_logprobs[:, None]).mul_(p)
     index, inside = _locate(targets, grad.shape[1])
     grad.scatter_add_(1, index, torch.where(inside, grad_logprobs, 0.0)[:, None])
     if temperature is not None:
@@ -67,5 +78,7 @@ def _scale(logits: Tensor, bias: Tensor | None, temperature: Tensor | None) -> T
 
 
 def _locate(targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """[R, 1] column of each target, clamped into the tile, and [R] whether it is inside."""
+    """Return the column of each target [R, 1], clamped into the tile, and if it is
+    inside.
+    """
     return targets.clamp(0, width - 1)[:, None], (targets >= 0) & (targets < width)

@@ -1,6 +1,7 @@
-"""The elementwise part of :mod:`coupler_engine_fsdp.logprobs` as two Triton kernels: each reads a tile once.
+"""Compute the elementwise part of the log-probs as two Triton kernels.
 
-Arguments are those of :mod:`coupler_engine_fsdp.logprobs_torch`.
+Each reads a tile once. Arguments are those of
+:mod:`coupler_engine_fsdp.logprobs_torch`.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
@@ -12,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 1024  # columns that a program holds at a time
+_BLOCK = 1024
+"""Columns that a program holds at a time."""
 
 
 def reduce_tile(
@@ -25,10 +27,15 @@ def reduce_tile(
     picked: Tensor,
     want_mean: bool,
 ) -> None:
-    """Add a tile to the running log-sum-exp and mean [R] (fp64), and copy what it holds of the targets' logits."""
+    """Add a tile to the running log-sum-exp and mean [R] (fp64).
+
+    The logits of targets within the tile are copied to ``picked``.
+    """
     rows, width = logits.shape
     if rows:
-        _reduce[(rows,)](logits, bias, temperature, targets, log_z, mean, picked, width, want_mean, _BLOCK)
+        _reduce[(rows,)](
+            logits, bias, temperature, targets, log_z, mean, picked, width, want_mean, _BLOCK
+        )
 
 
 def grad_tile(
@@ -42,20 +49,39 @@ def grad_tile(
     grad_entropy: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Gradient of the unscaled logits [R, v] in ``dtype``."""
+    """Return the gradient of the unscaled logits [R, v] in ``dtype``."""
     rows, width = logits.shape
     grad = torch.empty_like(logits, dtype=dtype)
     if rows:
         grid = (rows, triton.cdiv(width, _BLOCK))
         _grad[grid](
-            logits, bias, temperature, targets, log_z, entropy, grad_logprobs, grad_entropy, grad, width, _BLOCK
+            logits,
+            bias,
+            temperature,
+            targets,
+            log_z,
+            entropy,
+            grad_logprobs,
+            grad_entropy,
+            grad,
+            width,
+            _BLOCK,
         )
     return grad
 
 
 @triton.jit
 def _reduce(
-    logits, bias, temperature, targets, log_z, mean, picked, width, want_mean: tl.constexpr, block: tl.constexpr
+    logits,
+    bias,
+    temperature,
+    targets,
+    log_z,
+    mean,
+    picked,
+    width,
+    want_mean: tl.constexpr,
+    block: tl.constexpr,
 ):
     row = tl.program_id(0)
     logits += row.to(tl.int64) * width
@@ -83,7 +109,9 @@ def _reduce(
     tl.store(log_z + row, after)
     if want_mean:
         old = tl.load(mean + row)
-        tl.store(mean + row, old + ((weighted / total).to(tl.float64) - old) * tl.exp(tile_log_z - after))
+        tl.store(
+            mean + row, old + ((weighted / total).to(tl.float64) - old) * tl.exp(tile_log_z - after)
+        )
     target = tl.load(targets + row)
     if (target >= 0) & (target < width):
         z = tl.load(logits + target)
@@ -94,7 +122,17 @@ def _reduce(
 
 @triton.jit
 def _grad(
-    logits, bias, temperature, targets, log_z, entropy, grad_logprobs, grad_entropy, grad, width, block: tl.constexpr
+    logits,
+    bias,
+    temperature,
+    targets,
+    log_z,
+    entropy,
+    grad_logprobs,
+    grad_entropy,
+    grad,
+    width,
+    block: tl.constexpr,
 ):
     row = tl.program_id(0)
     column = tl.program_id(1) * block + tl.arange(0, block)

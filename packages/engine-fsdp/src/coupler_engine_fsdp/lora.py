@@ -1,4 +1,7 @@
-"""LoRA (arXiv 2106.09685): low-rank updates of the linear maps in the layers, whose own weights stay as they were."""
+"""Train low-rank updates of the layers' linear maps (LoRA, arXiv 2106.09685).
+
+The maps' own weights stay as they were.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ A, B = "lora_A", "lora_B"
 
 
 class LoRALinear(nn.Linear):
-    """``W x + scale * B A x`` (equation 3): A [rank, in] and B [out, rank] are trained, W and its bias are not."""
+    """Linear map ``W x + scale * B A x`` (equation 3).
+
+    A [rank, in] and B [out, rank] are trained. W and its bias are not.
+    """
 
     def __init__(self, old: nn.Linear, adapter: Adapter) -> None:
         kind = {"device": "meta", "dtype": torch.float32}
@@ -37,32 +43,44 @@ class LoRALinear(nn.Linear):
         return out + linear(linear(input, self.lora_A), self.lora_B) * self.adapter.scale
 
     def merged(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """This rank's rows of ``W + scale * B A``; collective where A is sharded."""
+        """Return this rank's rows of ``W + scale * B A``. It is collective if A is
+        sharded.
+        """
         full = whole(a)
         if not isinstance(weight, DTensor) or not isinstance(b, DTensor):
             return weight.detach() + self.adapter.scale * (b.detach() @ full)
-        local = weight.to_local() + self.adapter.scale * (b.to_local() @ full)  # W and B are cut at the same rows
+        # W and B are cut at the same rows.
+        local = weight.to_local() + self.adapter.scale * (b.to_local() @ full)
         return DTensor.from_local(
-            local.detach(), weight.device_mesh, weight.placements, run_check=False, shape=weight.shape,
+            local.detach(),
+            weight.device_mesh,
+            weight.placements,
+            run_check=False,
+            shape=weight.shape,
             stride=weight.stride(),
-        )  # fmt: skip
+        )
 
 
 class Adapter:
-    """The low-rank updates of one model; none at rank 0."""
+    """The low-rank updates of one model. There are none at rank 0."""
 
     def __init__(self, rank: int, alpha: float) -> None:
         self.rank, self.on = rank, True
         self.scale = alpha / rank if rank else 0.0
-        self.linears: dict[str, LoRALinear] = {}  # by the module's name
-        self.updates: dict[str, tuple[LoRALinear, nn.Parameter, nn.Parameter]] = {}  # by the checkpoint's name
+        # By the module's name, and by the checkpoint's name.
+        self.linears: dict[str, LoRALinear] = {}
+        self.updates: dict[str, tuple[LoRALinear, nn.Parameter, nn.Parameter]] = {}
 
     def insert(self, model: nn.Module, layers: Iterable[nn.Module]) -> None:
-        """Replace the linear maps in ``layers``, on meta; nothing but their updates, and a value head, is trained."""
+        """Replace the linear maps in ``layers``, on meta.
+
+        Only their updates, and a value head, are trained.
+        """
         for module in model.modules():
             if not isinstance(module, ValueHead):
                 for parameter in module.parameters(recurse=False):
                     parameter.requires_grad_(False)
+
         inside = {id(module) for layer in layers for module in layer.modules()}
         for name, module in list(model.named_modules()):
             if id(module) in inside and type(module) is nn.Linear:
@@ -70,18 +88,26 @@ class Adapter:
                 model.set_submodule(name, self.linears[name])
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """A and B of every linear map, by name."""
-        return {f"{name}.{key}": getattr(m, key) for name, m in self.linears.items() for key in (A, B)}
+        """Return A and B of every linear map, by name."""
+        return {
+            f"{name}.{key}": getattr(m, key) for name, m in self.linears.items() for key in (A, B)
+        }
 
     @torch.no_grad()
     def start(self, rank: Rank, device: torch.device) -> None:
-        """Draw A from U(-1, 1) / sqrt(in) and set B to 0, alike on any number of ranks: the model is as it was."""
+        """Draw A from U(-1, 1) / sqrt(in) and set B to 0, so that the model is as it
+        was.
+
+        A is equal on any number of ranks.
+        """
         seed = torch.tensor(rank.seed % 2**62, device=device)
         if rank.world > 1:
             dist.broadcast(seed, 0)
         generator = torch.Generator().manual_seed(int(seed))
+
         for module in self.linears.values():
-            drawn = torch.empty(module.lora_A.shape).uniform_(-1, 1, generator=generator) / module.in_features**0.5
+            drawn = torch.empty(module.lora_A.shape).uniform_(-1, 1, generator=generator)
+            drawn /= module.in_features**0.5
             if isinstance(module.lora_A, DTensor):
                 rows = rows_of(module.lora_A)
                 module.lora_A.to_local().copy_(drawn[rows.start : rows.stop])
@@ -91,7 +117,7 @@ class Adapter:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Within it, the model computes as it did before training."""
+        """Let the model compute as it did before training, within the context."""
         self.on = False
         try:
             yield
@@ -99,7 +125,10 @@ class Adapter:
             self.on = True
 
     def bind(self, named: Mapping[str, Tensor]) -> None:
-        """Find the updates of each tensor of a checkpoint, while modules still hold the tensors themselves."""
+        """Find the updates of each tensor of a checkpoint.
+
+        It is called while modules still hold the tensors themselves.
+        """
         owners = {id(module.weight): module for module in self.linears.values()}
         found = ((name, owners.get(id(tensor))) for name, tensor in named.items())
         self.updates = {name: (m, m.lora_A, m.lora_B) for name, m in found if m is not None}

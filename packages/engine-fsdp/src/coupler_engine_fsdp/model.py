@@ -1,4 +1,7 @@
-"""The policy: a transformers causal LM on meta, its head computing log-probs in tiles, sharded with FSDP2."""
+"""Build the policy from a transformers causal LM, and shard it with FSDP2.
+
+The model is built on meta, and its head computes log-probs in tiles.
+"""
 
 from __future__ import annotations
 
@@ -20,24 +23,35 @@ from coupler_engine_fsdp.logprobs import token_logprobs
 from coupler_engine_fsdp.packing import Packed
 from coupler_engine_fsdp.value import ValueHead, ValueModel
 
-_LOGIT_CHANGES = ("final_logit_softcapping", "logits_scaling", "logit_scale")  # applied to logits after the head
-_POSITION_DEPENDENT_ROPE = ("dynamic", "longrope")  # frequencies depend on the longest sequence of a micro-batch
+# Applied to logits after the head.
+_LOGIT_CHANGES = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+# Their frequencies depend on the longest sequence of a micro-batch.
+_POSITION_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 class Head(nn.Linear):
-    """The language-model head; given what to predict, it returns log-probs instead of logits."""
+    """The language-model head, which returns log-probs if it gets targets."""
 
     tile: int
 
     def forward(self, input: Tensor, packed: Packed | None = None, entropy: bool = False) -> Any:
-        """[R, H] hidden states -> log-probs [R] and entropy [R] or None; without ``packed``, logits."""
+        """Map [R, H] hidden states to log-probs [R], and entropy [R] or None.
+
+        Without ``packed`` it returns logits.
+        """
         if packed is None:
             return super().forward(input)
-        return token_logprobs(input, self.weight, self.bias, packed.targets, packed.temperature, entropy, self.tile)
+        return token_logprobs(
+            input, self.weight, self.bias, packed.targets, packed.temperature, entropy, self.tile
+        )
 
 
 class Policy(nn.Module):
-    """What FSDP wraps: one forward from tokens to log-probs, so that its hooks gather every parameter."""
+    """The module that FSDP wraps.
+
+    One forward goes from tokens to log-probs, so that FSDP's hooks gather every
+    parameter.
+    """
 
     def __init__(self, causal: PreTrainedModel, tile: int) -> None:
         super().__init__()
@@ -50,11 +64,21 @@ class Policy(nn.Module):
         assert isinstance(head, Head)
         return head
 
-    def forward(self, packed: Packed, want: frozenset[str] = frozenset(), logits: bool = False) -> Any:
-        """Return log-probs [R] and, if wanted, entropy [R] of the predicted rows by name; or all logits [N, V]."""
+    def forward(
+        self, packed: Packed, want: frozenset[str] = frozenset(), logits: bool = False
+    ) -> Any:
+        """Return log-probs [R] of the predicted rows and, if wanted, entropy [R], by
+        name.
+
+        With ``logits`` it returns all logits [N, V].
+        """
         arguments = {
-            "input_ids": packed.tokens, "position_ids": packed.positions, "use_cache": False, "packing": packed.packing
-        }  # fmt: skip
+            "input_ids": packed.tokens,
+            "position_ids": packed.positions,
+            "use_cache": False,
+            "packing": packed.packing,
+        }
+
         if logits:
             return self.causal(**arguments).logits[0]
         hidden = self.causal.base_model(**arguments).last_hidden_state[0]
@@ -62,7 +86,7 @@ class Policy(nn.Module):
         return {"logprobs": logprobs, "entropy": entropy}
 
     def names(self, files: Mapping[str, Any]) -> list[str]:
-        """The names of its tensors in a checkpoint."""
+        """Return the names of its tensors in a checkpoint."""
         return list(files)
 
 
@@ -74,14 +98,19 @@ def build(model: Model, tile: int, checkpointing: bool) -> Policy | ValueModel:
     """
     if not Path(model.path).is_dir():
         raise CouplerError(
-            f"model.path={model.path} is not a folder.\n  try:  a folder with config.json and safetensors"
+            f"model.path={model.path} is not a folder.\n  try:  a folder with config.json and "
+            "safetensors"
         )
+
     attention.register()
-    try:  # transformers' own boundary: a broken folder raises OSError, ValueError, KeyError and others
+    # This is transformers' own boundary: a broken folder raises OSError, ValueError,
+    # KeyError and others.
+    try:
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
         _refuse(config)
+        # A critic has no head to tie.
         if model.head is HeadKind.VALUE:
-            config.get_text_config().tie_word_embeddings = config.tie_word_embeddings = False  # there is no head to tie
+            config.get_text_config().tie_word_embeddings = config.tie_word_embeddings = False
         with torch.device("meta"):
             causal = AutoModelForCausalLM.from_config(
                 config,
@@ -93,46 +122,61 @@ def build(model: Model, tile: int, checkpointing: bool) -> Policy | ValueModel:
         raise
     except Exception as error:
         raise CouplerError(f"model.path={model.path} cannot be built: {error}") from error
+
     if not causal.is_backend_compatible():
         raise _unsupported(config, "its attention cannot be replaced by one that packs sequences")
+
     if checkpointing:
         causal.gradient_checkpointing_enable({"use_reentrant": False})
+    # A log-prob is one of the distribution that is sampled, so nothing is dropped.
     for module in causal.modules():
         if isinstance(module, nn.Dropout):
-            module.p = 0.0  # a log-prob is one of the distribution that is sampled
+            module.p = 0.0
     built = ValueModel(causal) if model.head is HeadKind.VALUE else Policy(causal, tile)
-    return built.train()  # transformers checkpoints activations in training mode only
+    # Transformers checkpoints activations in training mode only.
+    return built.train()
 
 
 def _refuse(config: Any) -> None:
-    """Refuse what would give other log-probs than the model's, without an error."""
+    """Refuse a model whose log-probs would silently differ from transformers' own."""
     text = config.get_text_config()
     if hasattr(config, "quantization_config"):
         raise _unsupported(config, "its checkpoint is quantized")
+
     for name in _LOGIT_CHANGES:
         if getattr(text, name, None) not in (None, 1.0):
             raise _unsupported(config, f"it has {name}={getattr(text, name)}")
+
     rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope in _POSITION_DEPENDENT_ROPE:
-        raise _unsupported(config, f"its rotary embedding of type {rope!r} depends on the other sequences of a batch")
+        raise _unsupported(
+            config,
+            f"its rotary embedding of type {rope!r} depends on the other sequences of a batch",
+        )
 
 
 def _unsupported(config: Any, why: str) -> CouplerError:
-    return CouplerError(f"engine=fsdp cannot train model.path of type {config.model_type!r}: {why}.")
+    return CouplerError(
+        f"engine=fsdp cannot train model.path of type {config.model_type!r}: {why}."
+    )
 
 
 def _replace_head(causal: PreTrainedModel, tile: int) -> None:
     old = causal.get_output_embeddings()
     if type(old) is not nn.Linear:
-        raise _unsupported(causal.config, f"its head is a {type(old).__name__}, not one linear layer")
-    head = Head(old.in_features, old.out_features, old.bias is not None, device="meta", dtype=torch.float32)
+        raise _unsupported(
+            causal.config, f"its head is a {type(old).__name__}, not one linear layer"
+        )
+    head = Head(
+        old.in_features, old.out_features, old.bias is not None, device="meta", dtype=torch.float32
+    )
     head.tile = tile
     causal.set_output_embeddings(head)
     causal.tie_weights()
 
 
 def layers_of(policy: Policy | ValueModel) -> list[nn.Module]:
-    """The transformer layers: what is compiled, sharded and recomputed as one.
+    """Return the transformer layers, which are compiled, sharded and recomputed as one.
 
     Raises:
         CouplerError: the model does not say which modules are its layers.
@@ -145,7 +189,10 @@ def layers_of(policy: Policy | ValueModel) -> list[nn.Module]:
 
 
 def compile_layers(policy: Policy | ValueModel) -> None:
-    """Compile the layers, once for all lengths; hooks of FSDP and recomputation stay outside."""
+    """Compile the layers once for all lengths.
+
+    Hooks of FSDP and of recomputation stay outside.
+    """
     for layer in layers_of(policy):
         layer.forward = torch.compile(layer.forward, dynamic=True)
 
@@ -153,7 +200,7 @@ def compile_layers(policy: Policy | ValueModel) -> None:
 def shard(
     policy: Policy | ValueModel, mesh: DeviceMesh, compute: torch.dtype, reshard_after_forward: bool
 ) -> list[FSDPModule]:
-    """Shard each transformer layer, embeddings and head where they are two, and what remains.
+    """Shard each transformer layer, embeddings and head if they are two, and the rest.
 
     Gradients are summed over all ranks, in fp32.
     """
@@ -167,32 +214,52 @@ def shard(
         return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
 
     sharded = [
-        fully_shard(unit, mesh=mesh, mp_policy=precision(unit), reshard_after_forward=reshard_after_forward)
+        fully_shard(
+            unit, mesh=mesh, mp_policy=precision(unit), reshard_after_forward=reshard_after_forward
+        )
         for unit in (*reversed(units), policy)
     ]
+
     for module in sharded:
-        module.set_gradient_divide_factor(1.0)  # on the root alone, the others would keep the mean
-        module.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
+        # Set on the root alone, the others would keep the mean.
+        module.set_gradient_divide_factor(1.0)
+        # gloo has no sum with a factor.
+        module.set_force_sum_reduction_for_comms(True)
     return sharded
 
 
 def materialise(policy: Policy | ValueModel, device: torch.device) -> None:
-    """Allocate the shards on ``device`` and compute the buffers that no checkpoint holds, such as rotary frequencies.
+    """Allocate the shards on ``device``, and compute the buffers that no checkpoint
+    holds.
+
+    Rotary frequencies are such buffers.
 
     Raises:
         CouplerError: a buffer cannot be computed.
     """
     causal = policy.causal
     policy.to_empty(device=device)
-    causal.tie_weights()  # to_empty makes two of a plain parameter that has two names
+    # A plain parameter that has two names is two tensors after to_empty.
+    causal.tie_weights()
+
+    # A buffer that stays NaN was not computed.
     derived = dict(causal.named_non_persistent_buffers())
     for buffer in derived.values():
         if buffer.is_floating_point():
             buffer.fill_(torch.nan)
+
     owners = {name.rpartition(".")[0] for name in derived}
     with torch.no_grad():
         for owner in owners:
             causal._init_weights(causal.get_submodule(owner))
-    unset = [name for name, buffer in derived.items() if buffer.is_floating_point() and not buffer.isfinite().all()]
+
+    unset = [
+        name
+        for name, buffer in derived.items()
+        if buffer.is_floating_point() and not buffer.isfinite().all()
+    ]
     if unset:
-        raise _unsupported(causal.config, f"transformers does not say how to compute its buffers {', '.join(unset)}")
+        raise _unsupported(
+            causal.config,
+            f"transformers does not say how to compute its buffers {', '.join(unset)}",
+        )

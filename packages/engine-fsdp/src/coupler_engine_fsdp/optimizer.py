@@ -1,4 +1,4 @@
-"""AdamW over the local shards, with global clipping and the learning-rate schedule."""
+"""Run AdamW over the local shards, with clipping and a learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -21,19 +21,29 @@ from coupler_engine_fsdp.masters import Masters
 class Optimizer:
     """AdamW (arXiv 1711.05101) of this rank's rows of every parameter.
 
-    It works on plain tensors: AdamW is elementwise, and a DTensor costs more to dispatch than a small update.
+    It works on plain tensors: AdamW is elementwise, and a DTensor costs more to
+    dispatch than a small update.
     """
 
     def __init__(
-        self, config: FSDPConfig, parameters: Mapping[str, nn.Parameter], masters: Masters, mesh: DeviceMesh
+        self,
+        config: FSDPConfig,
+        parameters: Mapping[str, nn.Parameter],
+        masters: Masters,
+        mesh: DeviceMesh,
     ) -> None:
         self.config, self.parameters, self.masters, self.mesh = config, parameters, masters, mesh
         self.multiplier = multiplier(config)
-        self.num_steps = 0  # applied
+        self.num_steps = 0
+        """Steps that were applied."""
         self.shards = {name: _shard(parameter) for name, parameter in parameters.items()}
+
+        # Biases and norms do not decay.
+        matrices = [p for p in self.shards.values() if p.ndim > 1]
+        vectors = [p for p in self.shards.values() if p.ndim < 2]
         groups = [
-            {"params": [p for p in self.shards.values() if p.ndim > 1], "weight_decay": config.weight_decay},
-            {"params": [p for p in self.shards.values() if p.ndim < 2], "weight_decay": 0.0},  # biases and norms
+            {"params": matrices, "weight_decay": config.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
         ]
         self.adamw = torch.optim.AdamW(
             [group for group in groups if group["params"]],
@@ -42,7 +52,9 @@ class Optimizer:
             eps=config.eps,
             fused=True,
         )
-        for shard in self.shards.values():  # allocated now, so that a checkpoint can be read into a fresh optimizer
+
+        # Allocated now, so that a checkpoint can be read into a fresh optimizer.
+        for shard in self.shards.values():
             self.adamw.state[shard] = {
                 "step": torch.zeros((), dtype=torch.float32, device=shard.device),
                 "exp_avg": torch.zeros_like(shard, requires_grad=False),
@@ -50,16 +62,21 @@ class Optimizer:
             }
 
     def step(self, norm: float) -> StepResult:
-        """Clip, apply and clear the gradient, of this norm. A non-finite one changes nothing, on all ranks alike."""
+        """Clip, apply and clear the gradient, which has this norm.
+
+        A gradient that is not finite changes nothing, on all ranks alike.
+        """
         lr = self.config.lr * self.multiplier(self.num_steps)
         applied = math.isfinite(norm)
         if applied:
-            scale = self.config.max_grad_norm / norm if 0 < self.config.max_grad_norm < norm else 1.0
+            limit = self.config.max_grad_norm
+            scale = limit / norm if 0 < limit < norm else 1.0
             if self.masters.pairs and self.mesh.device_type == "cuda" and find_spec("triton"):
                 self._update_in_one_pass(lr, scale)
             else:
                 self._update(lr, scale)
             self.num_steps += 1
+
         self.masters.clear()
         for name, shard in self.shards.items():
             shard.grad = self.parameters[name].grad = None
@@ -69,14 +86,18 @@ class Optimizer:
         self.masters.settle()
         self._take_gradients()
         if scale != 1:
-            torch._foreach_mul_([shard.grad for shard in self.shards.values() if shard.grad is not None], scale)
+            grads = [shard.grad for shard in self.shards.values() if shard.grad is not None]
+            torch._foreach_mul_(grads, scale)
         for group in self.adamw.param_groups:
             group["lr"] = lr
         self.adamw.step()
         self.masters.refresh()
 
     def _update_in_one_pass(self, lr: float, scale: float) -> None:
-        """The same, where memory is read and written once for clipping, AdamW and the copies together."""
+        """Do the work of :meth:`_update` in one pass.
+
+        Memory is read and written once for clipping, AdamW and the copies together.
+        """
         from coupler_engine_fsdp.adamw_triton import adamw
 
         beta1, beta2, eps = self.config.beta1, self.config.beta2, self.config.eps
@@ -100,10 +121,20 @@ class Optimizer:
         torch._foreach_add_([self.adamw.state[shard]["step"] for shard in self.shards.values()], 1)
 
     def norm(self) -> Tensor:
-        """L2 norm of the whole gradient, on the device: each shard counts once, however many replicas hold it."""
+        """Return the L2 norm of the whole gradient, on the device.
+
+        Each shard counts once, however many replicas hold it.
+        """
         self._take_gradients()
-        grads = [grad for shard in self.shards.values() if (grad := self.masters.gradient_of(shard)) is not None]
-        norms = torch._foreach_norm(grads, dtype=torch.float32) or [torch.zeros((), device=self.mesh.device_type)]
+        grads = [
+            grad
+            for shard in self.shards.values()
+            if (grad := self.masters.gradient_of(shard)) is not None
+        ]
+        norms = torch._foreach_norm(grads, dtype=torch.float32) or [
+            torch.zeros((), device=self.mesh.device_type)
+        ]
+
         total = torch.linalg.vector_norm(torch.stack(norms)).square()
         for axis in range(self.mesh.ndim if self.mesh.size() > 1 else 0):
             dist.all_reduce(total, group=self.mesh.get_group(axis))
@@ -116,7 +147,9 @@ class Optimizer:
                 shard.grad = None if parameter.grad is None else _local(parameter.grad)
 
     def state(self) -> dict[str, Tensor]:
-        """Adam's tensors by parameter name, shaped and sharded like the parameters."""
+        """Return Adam's tensors by parameter name, shaped and sharded like the
+        parameters.
+        """
         tensors: dict[str, Tensor] = {}
         for name, shard in self.shards.items():
             state = self.adamw.state[shard]
@@ -126,12 +159,14 @@ class Optimizer:
         return tensors
 
     def to(self, device: torch.device | None) -> None:
-        """Follow the parameters, and move Adam's tensors where a device is given."""
+        """Follow the parameters, and move Adam's tensors if a device is given."""
         for name, shard in self.shards.items():
             if shard is not self.parameters[name]:
                 shard.data = _local(self.parameters[name])
             if device is not None:
-                self.adamw.state[shard] = {key: value.to(device) for key, value in self.adamw.state[shard].items()}
+                self.adamw.state[shard] = {
+                    key: value.to(device) for key, value in self.adamw.state[shard].items()
+                }
 
 
 def _shard(parameter: nn.Parameter) -> nn.Parameter:

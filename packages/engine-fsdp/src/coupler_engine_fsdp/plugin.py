@@ -1,4 +1,4 @@
-"""Entry point: ``engine=fsdp`` and ``rollout=hf``."""
+"""Register ``engine=fsdp`` and ``rollout=hf``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ TESTED = {"torch": ">=2.11,<2.14", "transformers": ">=5.12,<5.18"}
 
 def _of_engine(config: FSDPConfig) -> frozenset[str]:
     always = {"weights:full", "memory:offload", "output:values", "model:moe"}
-    return frozenset({*always, "output:base_logprobs", "weights:lora"} if config.lora_rank else always)
+    lora = {"output:base_logprobs", "weights:lora"} if config.lora_rank else set()
+    return frozenset(always | lora)
 
 
 @hookimpl

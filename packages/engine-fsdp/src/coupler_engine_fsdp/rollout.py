@@ -1,4 +1,7 @@
-"""``rollout=hf``: inference with a transformers model, in this process, on the event loop that calls it."""
+"""Implement ``rollout=hf``: inference with a transformers model in this process.
+
+It runs on the event loop that calls it.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +11,48 @@ from typing import Any
 import torch
 
 from coupler.errors import CouplerError
-from coupler.interfaces import Completion, InFlight, Memory, Model, Rank, Request, Rollout, SyncReceipt, WeightUpdate
+from coupler.interfaces import (
+    Completion,
+    InFlight,
+    Memory,
+    Model,
+    Rank,
+    Request,
+    Rollout,
+    SyncReceipt,
+    WeightUpdate,
+)
 from coupler_engine_fsdp.decoding import Decoder, Row
-from coupler_engine_fsdp.rollout_model import allocate_weights, build, cache_shape, free_weights, load_named, shapes_of
+from coupler_engine_fsdp.rollout_model import (
+    allocate_weights,
+    build,
+    cache_shape,
+    free_weights,
+    load_named,
+    shapes_of,
+)
 
-DUMMY = -1  # version of the weights that the rollout starts with
+DUMMY = -1
+"""Version of the random weights that the rollout starts with."""
 
 
 class HFRollout(Rollout):
     """One replica. It owns a copy of the weights and starts no thread.
 
-    Calls of :meth:`generate` are batched continuously: one task decodes a token for every running sequence and then
-    yields to the event loop, so that whatever waits there (rewards, new requests) runs between two steps.
+    Calls of :meth:`generate` are batched continuously: one task decodes a token for
+    every running sequence and then yields to the event loop. Other tasks, such as
+    rewards and new requests, run between two steps.
     """
 
     def __init__(self, config: Any, model: Model) -> None:
         super().__init__(config, model)
         self.version = DUMMY
         self.waiting: list[Row] = []
+        self.torn = False  # An update began and did not end.
         self.paused: InFlight | None = None
         self.asleep: frozenset[Memory] = frozenset()
-        self.freed: list[tuple[torch.UntypedStorage, int]] = []  # of parameters that sleep
+        # The storages of sleeping parameters, with their sizes.
+        self.freed: list[tuple[torch.UntypedStorage, int]] = []
         self.task: asyncio.Task[None] | None = None
 
     async def setup(self, rank: Rank) -> int:
@@ -37,17 +61,22 @@ class HFRollout(Rollout):
         Raises:
             CouplerError: this model family cannot run here.
         """
-        self.rank = rank
+        self.rank, self.torn = rank, False
         self.hf = build(self.model, self.config.dtype, rank)
         self.max_positions: int = self.hf.config.get_text_config().max_position_embeddings
         self.vocabulary: int = self.hf.config.get_text_config().vocab_size
+
         shape = cache_shape(self.hf)
         cached_tokens = int(self.config.kv_cache_gib * 2**30 / shape.bytes_per_token)
-        self.decoder = Decoder(self.hf, shape, self.config.max_sequences, cached_tokens, self.config.max_prefill_tokens)
+        self.decoder = Decoder(
+            self.hf, shape, self.config.max_sequences, cached_tokens, self.config.max_prefill_tokens
+        )
         return 1
 
     async def generate(self, request: Request) -> Completion:
-        """Sample one completion; it also ends, with ``length``, where the model's positions do.
+        """Sample one completion.
+
+        It ends with ``length`` when the model has no positions left.
 
         Raises:
             CouplerError: the request is malformed, or the rollout's memory sleeps.
@@ -60,9 +89,18 @@ class HFRollout(Rollout):
         self._run()
         return await row.done
 
-    def _check_awake(self, call: str, needed: frozenset[Memory] = frozenset({Memory.WEIGHTS})) -> None:
+    def _check_awake(
+        self, call: str, needed: frozenset[Memory] = frozenset({Memory.WEIGHTS})
+    ) -> None:
+        if self.torn and call != "update()":
+            raise CouplerError(
+                "the last weight update was refused or failed, so that some weights are new and "
+                "some old.\n  push:  all weights again"
+            )
         if asleep := sorted(self.asleep & needed):
-            raise CouplerError(f"the rollout's {' and '.join(asleep)} sleep.\n  call:  wake() before {call}")
+            raise CouplerError(
+                f"the rollout's {' and '.join(asleep)} sleep.\n  call:  wake() before {call}"
+            )
 
     def _run(self) -> None:
         """Make sure that waiting and running sequences are worked on."""
@@ -77,7 +115,8 @@ class HFRollout(Rollout):
 
     async def _decode(self) -> None:
         while self._busy():
-            await asyncio.sleep(0)  # first, so that calls made together start together
+            # This comes first, so that calls made together start together.
+            await asyncio.sleep(0)
             if self.paused is None:
                 self.decoder.admit(self.waiting)
             if self._busy() and self.decoder.rows:
@@ -86,7 +125,7 @@ class HFRollout(Rollout):
                     row.finish(reason)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """Bring what ended the decoding, if not success, to every caller; nothing of the failed batch is kept."""
+        """Bring a failure of the decoding to every caller, and drop its batch."""
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if error is None:
             return
@@ -97,7 +136,10 @@ class HFRollout(Rollout):
                 row.done.set_exception(error)
 
     async def update(self, update: WeightUpdate) -> SyncReceipt:
-        """Load the weights; what runs continues on them after its cache is recomputed, or with it under ``stale_kv``.
+        """Load the weights.
+
+        Running sequences continue on them after their cache is recomputed. Under
+        ``stale_kv`` they continue with their cache.
 
         Raises:
             WeightSyncError: a tensor has another shape than its parameter.
@@ -108,8 +150,9 @@ class HFRollout(Rollout):
             row.stamp(self.version)
         if self.paused is not InFlight.STALE_KV:
             self._requeue()
+        self.torn = True
         receipt = load_named(self.hf, update.receive(self.rank, shapes_of(self.hf)), update.version)
-        self.version = update.version
+        self.torn, self.version = False, update.version
         return receipt
 
     def _requeue(self) -> None:
@@ -121,8 +164,9 @@ class HFRollout(Rollout):
     async def pause(self, in_flight: InFlight) -> None:
         """Stop sampling.
 
-        Of sequences that run, ``drain`` waits for the end, ``abort`` returns what there is, ``recompute`` keeps the
-        tokens and ``stale_kv`` the cache too. Sequences that had not started wait for :meth:`resume`.
+        Running sequences go on to their end (``drain``), return the tokens they have
+        (``abort``), keep only their tokens (``recompute``), or keep their cache too
+        (``stale_kv``). Sequences that had not started wait for :meth:`resume`.
         """
         self.paused = in_flight
         if in_flight is InFlight.ABORT:
@@ -133,6 +177,7 @@ class HFRollout(Rollout):
                 row.finish("abort")
         elif in_flight is InFlight.RECOMPUTE:
             self._requeue()
+
         self._run()
         while self._busy():
             await asyncio.sleep(0)
@@ -143,7 +188,17 @@ class HFRollout(Rollout):
         self._run()
 
     async def sleep(self, what: frozenset[Memory]) -> None:
-        """Free weights, caches or both. Running sequences keep their tokens."""
+        """Free weights, caches or both. Paused sequences keep their tokens.
+
+        Raises:
+            CouplerError: requests are being sampled.
+        """
+        running = len(self.decoder.rows) + len(self.waiting)
+        if running and self.paused is None:
+            raise CouplerError(
+                f"{running} requests are being sampled.\n  call:  pause() before sleep()"
+            )
+
         self._requeue()
         self.asleep |= what
         if Memory.WEIGHTS in what and not self.freed:

@@ -1,7 +1,9 @@
-"""The KV cache of the rollout: rows are sequences, and every running sequence writes the same column.
+"""Keep the KV cache of the rollout in rows, one for each sequence.
 
-Rows are aligned at their right end. A step writes one column for all of them with one copy, whatever their lengths, and
-rows that join bring their past into the columns just left of it. Columns left of a row's start are masked.
+Every running sequence writes the same column, so that rows are aligned at their right
+end. A step writes one column for all of them with one copy, whatever their lengths.
+Rows that join bring their past into the columns just left of it. Columns left of a
+row's start are masked.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What one cached token takes: ``layers`` x (key, value) x ``heads`` x ``dim``."""
+    """Size of one cached token: ``layers`` x (key, value) x ``heads`` x ``dim``."""
 
     layers: int
     heads: int
@@ -29,7 +31,7 @@ class Shape:
 
 
 class Prefill:
-    """Cache of one prefill: keeps what every layer computes for ``rows`` x ``width`` tokens."""
+    """Cache of one prefill: every layer's results for ``rows`` x ``width`` tokens."""
 
     def __init__(self, shape: Shape, rows: int, width: int) -> None:
         size = (shape.layers, 2, rows, shape.heads, width, shape.dim)
@@ -41,12 +43,15 @@ class Prefill:
 
 
 class Columns:
-    """Cache of the running sequences, rows 0 to ``num_rows`` - 1. What transformers calls is :meth:`update`.
+    """Cache of the running sequences, rows 0 to ``num_rows`` - 1.
+
+    Transformers calls :meth:`update` only.
 
     Attributes:
         store: [layers, 2, rows, heads, columns, dim]
-        mask: [rows, 1, 1, columns], added to attention scores: 0, or -inf left of the row's start
-        first, end: columns in use; ``end`` is the one that the next step writes.
+        mask: [rows, 1, 1, columns], added to attention scores: 0, or -inf left of the
+            row's start
+        first, end: columns in use; the next step writes column ``end``.
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -58,7 +63,8 @@ class Columns:
     def _allocate(self, rows: int, columns: int) -> None:
         shape = self.shape
         size = (shape.layers, 2, rows, shape.heads, columns, shape.dim)
-        self.store = torch.zeros(size, dtype=shape.dtype, device=shape.device)  # a masked NaN would still be a NaN
+        # Zeros, since a masked NaN would still be a NaN.
+        self.store = torch.zeros(size, dtype=shape.dtype, device=shape.device)
         self.mask = torch.zeros((rows, 1, 1, columns), dtype=shape.dtype, device=shape.device)
 
     @property
@@ -67,7 +73,7 @@ class Columns:
 
     @property
     def used_mask(self) -> Tensor:
-        """[num_rows, 1, 1, width + 1], for the step that writes column ``end``."""
+        """Mask [num_rows, 1, 1, width + 1] for the step that writes ``end``."""
         return self.mask[: self.num_rows, ..., self.first : self.end + 1]
 
     @property
@@ -75,18 +81,23 @@ class Columns:
         return self.end - self.first
 
     def reserve(self, rows: int, past: int, future: int) -> None:
-        """Make room for ``rows`` more rows of up to ``past`` tokens; if it must grow, for ``future`` columns more."""
+        """Make room for ``rows`` more rows of up to ``past`` tokens.
+
+        If the cache must grow, it grows by ``future`` columns more.
+        """
         rows += self.num_rows
         if not self.num_rows:
             self.first = self.end = past
         if rows <= self.store.shape[2] and past <= self.end < self.capacity:
             return
+
         end, old, old_mask = max(past, self.width), self.store, self.mask
         kept, moved = slice(self.first, self.end), slice(end - self.width, end)
         self._allocate(max(1 << (rows - 1).bit_length(), old.shape[2]), end + future)
         self.store[:, :, : self.num_rows, :, moved] = old[:, :, : self.num_rows, :, kept]
         self.mask[: self.num_rows, ..., moved] = old_mask[: self.num_rows, ..., kept]
         self.mask[: self.num_rows, ..., : moved.start] = -torch.inf
+
         self.starts = [start + end - self.end for start in self.starts]
         self.first, self.end = moved.start, end
 
@@ -101,7 +112,10 @@ class Columns:
         self.first = min(self.first, start)
 
     def spread(self, first: int, sources: list[int]) -> None:
-        """Let the rows from ``first`` on be copies of rows ``sources``, which rise and are not below ``first``."""
+        """Copy rows ``sources`` into the rows from ``first`` on.
+
+        The sources rise and are not below ``first``.
+        """
         rows, used = slice(first, first + len(sources)), slice(self.first, self.end)
         index = torch.tensor(sources, device=self.shape.device)
         self.store[:, :, rows, :, used] = self.store[:, :, :, :, used].index_select(2, index)
@@ -110,14 +124,17 @@ class Columns:
         self.num_rows = first + len(sources)
 
     def past(self, row: int, tokens: int) -> Tensor:
-        """The first ``tokens`` cached tokens of a running row, as :meth:`join` takes them."""
+        """Return the first ``tokens`` cached tokens of a running row, as :meth:`join`
+        takes.
+        """
         start = self.starts[row]
         return self.store[:, :, row, :, start : start + tokens]
 
     def move(self, sources: list[int], holes: list[int], num_rows: int) -> None:
         """Put rows ``sources`` into ``holes`` and keep the first ``num_rows``."""
         used = self.store[:, :, :, :, self.first : self.end]
-        for source, hole in zip(sources, holes, strict=True):  # one by one: an index takes a CPU longer
+        # One by one: an index takes a CPU longer.
+        for source, hole in zip(sources, holes, strict=True):
             used[:, :, hole] = used[:, :, source]
             self.mask[hole] = self.mask[source]
             self.starts[hole] = self.starts[source]
@@ -126,15 +143,22 @@ class Columns:
         self.first = min(self.starts, default=self.end)
 
     def update(self, key: Tensor, value: Tensor, layer: int, *_: object) -> tuple[Tensor, Tensor]:
-        """Write this step's column; return keys and values [num_rows, heads, width + 1, dim]."""
+        """Write this step's column.
+
+        Returns:
+            Keys and values [num_rows, heads, width + 1, dim].
+        """
         rows = self.store[layer, :, : self.num_rows]
         rows[0, :, :, self.end], rows[1, :, :, self.end] = key[:, :, 0], value[:, :, 0]
         keys, values = rows[:, :, :, self.first : self.end + 1].unbind()
         return keys, values
 
     def per_layer(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield for every layer this step's column [2, num_rows, heads, dim], which is to be written, and the keys and
-        values that end with it, [num_rows * heads, width + 1, dim] each.
+        """Yield for every layer this step's column and the keys and values that end
+        with it.
+
+        The column [2, num_rows, heads, dim] is yet to be written. Keys and values are
+        [num_rows * heads, width + 1, dim] each.
         """
         rows = self.store[:, :, : self.num_rows]
         keys, values = rows[..., self.first : self.end + 1, :].flatten(2, 3).unbind(1)
@@ -142,15 +166,20 @@ class Columns:
 
 
 def mask_per_head(mask: Tensor, kv_heads: int) -> Tensor:
-    """[n, 1, 1, width] -> [n * kv heads, 1, width], as :func:`attend_columns` takes it."""
+    """Map [n, 1, 1, width] to [n * kv heads, 1, width] for :func:`attend_columns`."""
     return mask.expand(-1, kv_heads, 1, -1).flatten(0, 1)
 
 
-def attend_columns(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scaling: float) -> Tensor:
-    """Attend with one token per row: [n * kv heads, group, D] over [n * kv heads, width, D] twice -> as the query.
+def attend_columns(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scaling: float
+) -> Tensor:
+    """Attend with one token per row, as [n * kv heads, group, D].
 
-    Two batched products: PyTorch's fused kernel takes 2.5 times as long on a CPU at such shapes, and on a GPU it has no
-    grouped heads together with a mask.
+    Keys and values are [n * kv heads, width, D] each, and the result is as the query.
+
+    Two batched products are used. PyTorch's fused kernel takes 2.5 times as long on a
+    CPU at such shapes, and on a GPU it has no grouped heads together with a mask.
     """
-    weights = torch.baddbmm(mask, query, keys.transpose(1, 2), alpha=scaling).softmax(-1, dtype=torch.float32)
+    scores = torch.baddbmm(mask, query, keys.transpose(1, 2), alpha=scaling)
+    weights = scores.softmax(-1, dtype=torch.float32)
     return torch.bmm(weights.to(values.dtype), values)

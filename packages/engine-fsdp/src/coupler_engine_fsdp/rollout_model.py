@@ -1,4 +1,7 @@
-"""The rollout's model: built with dummy weights, attending through a cache of aligned columns, filled by name."""
+"""Build the rollout's model with dummy weights, and fill it by name.
+
+It attends through a cache of aligned columns.
+"""
 
 from __future__ import annotations
 
@@ -26,19 +29,24 @@ from coupler_engine_fsdp.distributed import prepare_device
 from coupler_engine_fsdp.rollout_columns import Shape, attend_columns, mask_per_head
 
 ATTENTION = "coupler_columns"
-UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias")  # they change what attention computes
+UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias")
+"""Arguments that change what attention computes."""
 
 
 def build(model: Model, dtype: Precision, rank: Rank) -> PreTrainedModel:
-    """Build the model of this folder's ``config.json`` with random weights; its checkpoint is never opened.
+    """Build the model of this folder's ``config.json`` with random weights.
+
+    Its checkpoint is never opened.
 
     Raises:
-        CouplerError: this family caches something else than one growing key and value tensor per layer.
+        CouplerError: this family caches something else than one growing key and value
+            tensor per layer.
     """
     config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     refuse_unsupported(config)
     device = prepare_device(rank)
     AttentionInterface.register(ATTENTION, attend)
+
     with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
         torch.manual_seed(rank.seed)
         built = AutoModelForCausalLM.from_config(
@@ -47,8 +55,11 @@ def build(model: Model, dtype: Precision, rank: Rank) -> PreTrainedModel:
             attn_implementation=ATTENTION,
             trust_remote_code=model.trust_remote_code,
         )
+
     if not built.is_backend_compatible():
-        raise unsupported(config, "its attention cannot be replaced by one over the rollout's cache")
+        raise unsupported(
+            config, "its attention cannot be replaced by one over the rollout's cache"
+        )
     return built.eval().requires_grad_(False)
 
 
@@ -57,51 +68,71 @@ def refuse_unsupported(config: PreTrainedConfig) -> None:
     layers = DynamicCache(config=text).layers
     odd = sorted({type(layer).__name__ for layer in layers if type(layer) is not DynamicLayer})
     rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type", "default")
+
     if odd:
         raise unsupported(
-            config, f"it caches in {', '.join(odd)}, and only layers that attend to all earlier tokens run here"
+            config,
+            f"it caches in {', '.join(odd)}, and only layers that attend to all earlier "
+            "tokens run here",
         )
     if rope in ("dynamic", "longrope"):
-        raise unsupported(config, f"its rotary embedding of type {rope!r} depends on the other sequences of a batch")
+        raise unsupported(
+            config,
+            f"its rotary embedding of type {rope!r} depends on the other sequences of a batch",
+        )
 
 
 def unsupported(config: PreTrainedConfig, why: str) -> CouplerError:
-    return CouplerError(f"rollout=hf cannot run a model of type {config.model_type!r}: {why}.\n  try:  rollout=vllm")
+    return CouplerError(
+        f"rollout=hf cannot run a model of type {config.model_type!r}: {why}.\n  try:  rollout=vllm"
+    )
 
 
 def attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **kwargs: object
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it: [n, heads, queries, D] x [n, kv heads, keys, D] -> [n, queries, heads, D].
+    """Attend [n, heads, queries, D] x [n, kv heads, keys, D] -> [n, queries, heads, D].
 
-    Without a mask: whole prompts, causal. With one: one query per row, over the running batch's cache.
+    Transformers calls it. Without a mask, whole prompts attend causally. With one, one
+    query per row attends over the running batch's cache.
     """
     for name in UNSUPPORTED_ARGUMENTS:
         if kwargs.get(name) is not None:
             raise unsupported(cast(PreTrainedConfig, module.config), f"its attention uses {name!r}")
+
     n, heads, queries, _ = query.shape
     if mask is None:
         out = scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=heads != key.shape[1]
         )
         return out.transpose(1, 2).contiguous(), None
+
     kv_heads = key.shape[1]
     grouped = query.reshape(n * kv_heads, heads // kv_heads, -1)
-    out = attend_columns(grouped, key.flatten(0, 1), value.flatten(0, 1), mask_per_head(mask, kv_heads), scaling)
+    out = attend_columns(
+        grouped, key.flatten(0, 1), value.flatten(0, 1), mask_per_head(mask, kv_heads), scaling
+    )
     return out.view(n, queries, heads, -1), None
 
 
 def shapes_of(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """Of every tensor that :func:`load_named` can fill, by each of its names."""
+    """Return the shape of each tensor that :func:`load_named` fills, by its names."""
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     prefix = f"{model.base_model_prefix}."
     return shapes | {name.removeprefix(prefix): shape for name, shape in shapes.items()}
 
 
 def load_named(model: PreTrainedModel, named: Iterable[Named], version: int) -> SyncReceipt:
-    """Copy tensors into the model by their checkpoint names. A name that is tied to another reaches both.
+    """Copy tensors into the model by their checkpoint names.
 
-    They have the shapes of :func:`shapes_of`.
+    The tensors have the shapes of :func:`shapes_of`. A name that is tied to another
+    reaches both.
     """
     targets = model.state_dict(keep_vars=True)
     reached: set[int] = set()
@@ -109,6 +140,7 @@ def load_named(model: PreTrainedModel, named: Iterable[Named], version: int) -> 
     unexpected: list[str] = []
     start = copied = time.perf_counter()
     copying = 0.0
+
     with torch.no_grad():
         for name, value in named:
             copied = time.perf_counter()
@@ -121,7 +153,10 @@ def load_named(model: PreTrainedModel, named: Iterable[Named], version: int) -> 
             target.copy_(tensor)
             reached.add(id(target))
             copying += time.perf_counter() - copied
-    missing = {id(target): name for name, target in reversed(targets.items()) if id(target) not in reached}
+
+    missing = {
+        id(target): name for name, target in reversed(targets.items()) if id(target) not in reached
+    }
     seconds = {"load": copying, "receive": time.perf_counter() - start - copying}
     return SyncReceipt(
         version,
@@ -135,8 +170,13 @@ def load_named(model: PreTrainedModel, named: Iterable[Named], version: int) -> 
 
 
 def free_weights(model: PreTrainedModel) -> list[tuple[torch.UntypedStorage, int]]:
-    """Give the memory of every parameter back; return what :func:`allocate_weights` needs. Views and ties stay."""
-    storages = {s.data_ptr(): s for s in (parameter.untyped_storage() for parameter in model.parameters())}
+    """Give the memory of every parameter back. Views and ties stay.
+
+    Returns:
+        The storages and their sizes, as :func:`allocate_weights` takes them.
+    """
+    parameters = (parameter.untyped_storage() for parameter in model.parameters())
+    storages = {storage.data_ptr(): storage for storage in parameters}
     freed = [(storage, storage.nbytes()) for storage in storages.values()]
     for storage in storages.values():
         storage.resize_(0)
@@ -159,9 +199,15 @@ def cache_shape(model: PreTrainedModel) -> Shape:
     token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
     with torch.inference_mode():
         model(input_ids=token, position_ids=token, past_key_values=cache, use_cache=True)
+
     layers = cast(list[DynamicLayer], cache.layers)
-    shapes = {cast(Tensor, tensor).shape for layer in layers for tensor in (layer.keys, layer.values)}
+    shapes = {
+        cast(Tensor, tensor).shape for layer in layers for tensor in (layer.keys, layer.values)
+    }
     if len(shapes) > 1:
-        raise unsupported(model.config, f"its layers cache tensors of different shapes, {sorted(map(tuple, shapes))}")
+        raise unsupported(
+            model.config,
+            f"its layers cache tensors of different shapes, {sorted(map(tuple, shapes))}",
+        )
     _, heads, _, dim = shapes.pop()
     return Shape(len(cache.layers), heads, dim, model.dtype, model.device)

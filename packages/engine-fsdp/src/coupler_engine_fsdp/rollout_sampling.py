@@ -1,4 +1,7 @@
-"""Sampling: one uniform number per token, from a counter, so that what a request draws is its own affair."""
+"""Sample tokens with one uniform number each, from a counter.
+
+The numbers of a request do not depend on the requests beside it.
+"""
 
 from __future__ import annotations
 
@@ -11,25 +14,37 @@ MASK = 2**64 - 1
 
 
 def mix(x: np.ndarray) -> np.ndarray:
-    """Scramble uint64 numbers: the finaliser of SplitMix64 (Steele, Lea and Flood, 2014, figure 15)."""
+    """Scramble uint64 numbers with the finaliser of SplitMix64.
+
+    It is that of Steele, Lea and Flood, 2014, figure 15.
+    """
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 def stream_starts(seeds: list[int]) -> np.ndarray:
-    """[n] uint64: where on SplitMix64's cycle each request's stream starts. Neighbouring seeds land far apart."""
+    """Return the start of each request's stream on SplitMix64's cycle, [n] uint64.
+
+    Neighbouring seeds land far apart.
+    """
     return mix(np.array([(seed ^ GAMMA) & MASK for seed in seeds], np.uint64))
 
 
 def uniforms(starts: np.ndarray, index: np.ndarray) -> np.ndarray:
-    """[..., n] float64 in (0, 1]: number ``index[..., i]`` (uint64) of the stream that starts at ``starts[i]``."""
+    """Return uniform numbers in (0, 1], [..., n] float64.
+
+    Number ``i`` has index ``index[..., i]`` (uint64) in the stream that starts at
+    ``starts[i]``.
+    """
     bits = mix(starts + (index + np.uint64(1)) * np.uint64(GAMMA))
     return ((bits >> np.uint64(11)).astype(np.float64) + 1.0) * 2.0**-53
 
 
 def nucleus(logprobs: Tensor, top_p: Tensor) -> Tensor:
-    """Keep, of each row, the fewest tokens that have ``top_p`` together (arXiv 1904.09751, section 3.1).
+    """Keep the fewest tokens of each row that have ``top_p`` together.
+
+    See arXiv 1904.09751, section 3.1.
 
     Args:
         logprobs: [n, V] float32.
@@ -40,7 +55,8 @@ def nucleus(logprobs: Tensor, top_p: Tensor) -> Tensor:
     """
     ordered, order = logprobs.sort(descending=True)
     mass = ordered.double().exp()
-    ordered.masked_fill_(mass.cumsum(-1) - mass >= top_p, -torch.inf)  # of the first the left side is 0
+    # The first token always stays: the left side is 0 for it.
+    ordered.masked_fill_(mass.cumsum(-1) - mass >= top_p, -torch.inf)
     return torch.empty_like(logprobs).scatter_(1, order, ordered.log_softmax(-1))
 
 
@@ -49,13 +65,15 @@ def sample(logprobs: Tensor, uniform: Tensor) -> Tensor:
 
     Args:
         logprobs: [n, V] float32.
-        uniform: [n] float64 in (0, 1]. Being above 0 it never lands on a token of probability 0.
+        uniform: [n] float64 in (0, 1]. A number above 0 never lands on a token of
+            probability 0.
 
     Returns:
         [n] int64.
     """
-    cumulative = logprobs.exp().cumsum(
-        -1, dtype=torch.float64
-    )  # in float32 the tail of a large vocabulary would vanish
+    # In float32 the tail of a large vocabulary would vanish.
+    cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
     drawn = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:])[:, 0]
-    return drawn.clamp_(max=logprobs.shape[1] - 1)  # of a row of NaN it is V
+
+    # For a row of NaN, V is drawn.
+    return drawn.clamp_(max=logprobs.shape[1] - 1)

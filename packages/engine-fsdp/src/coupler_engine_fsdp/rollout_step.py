@@ -1,4 +1,4 @@
-"""One decoding step of the running batch: tokens in, logits out."""
+"""Compute one decoding step of the running batch: tokens in, logits out."""
 
 from __future__ import annotations
 
@@ -13,14 +13,20 @@ from transformers import PreTrainedModel
 
 from coupler_engine_fsdp.rollout_columns import Columns, attend_columns, mask_per_head
 
-Step = Callable[[Tensor, Tensor, Columns], Tensor]  # tokens [rows], positions [rows], cache -> logits [rows, V]
-
-DENSE = ("llama", "qwen2", "qwen3")  # config.model_type of the families that DenseStep knows
-MANY = 16  # rows, from which on weights times rows take a CPU less than rows times weights
+Step = Callable[[Tensor, Tensor, Columns], Tensor]
+"""Tokens [rows], positions [rows] and the cache give logits [rows, V]."""
+DENSE = ("llama", "qwen2", "qwen3")
+"""config.model_type of the families that DenseStep knows."""
+MANY = 16
+"""Rows from which on weights times rows take a CPU less than rows times weights."""
 
 
 def step_of(model: PreTrainedModel) -> Step:
-    """The fastest step for this model: transformers' own forward, or :class:`DenseStep` for the families it knows."""
+    """Return the fastest step for this model.
+
+    It is :class:`DenseStep` for the families that it knows, and transformers' own
+    forward for all others.
+    """
     if model.config.model_type in DENSE:
         return DenseStep(model)
 
@@ -38,7 +44,7 @@ def step_of(model: PreTrainedModel) -> Step:
 
 
 class Linear(NamedTuple):
-    """[in] -> [out], maybe several projections of one input."""
+    """Projection [in] -> [out], or several projections of one input."""
 
     weight: Tensor
     bias: Tensor | None
@@ -50,11 +56,15 @@ class Norm(NamedTuple):
     weight: Tensor
     eps: float
     root_eps: Tensor
-    scale: Tensor  # 1 / sqrt(size), a tensor: of a number PyTorch makes one each time
+    scale: Tensor
+    """1 / sqrt(size). PyTorch would make a tensor of a number each time."""
 
 
 class Layer(NamedTuple):
-    """What a step reads of a layer: looking a parameter up in its module takes longer than many a small operation."""
+    """The tensors that a step reads of a layer.
+
+    Looking a parameter up in its module takes longer than many a small operation.
+    """
 
     before_attention: Norm
     qkv: Linear
@@ -70,10 +80,11 @@ class Layer(NamedTuple):
 
 
 class DenseStep:
-    """What the modules of a Llama-like model compute for one token per row, in a third of the operations.
+    """A Llama-like model's forward for one token per row, in a third of the operations.
 
-    A step of a small model, or of few rows, costs what launching its operations costs. Projections of one input are
-    stacked: the model's parameters become views of the stacks, so that an update of the one is one of the other.
+    A step of a small model, or of few rows, costs what launching its operations costs.
+    Projections of one input are therefore stacked. The model's parameters become views
+    of the stacks, so that an update of the one is one of the other.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -82,46 +93,69 @@ class DenseStep:
         self.embeddings, self.norm = base.embed_tokens.weight, _norm_of(base.norm)
         self.head = _linear_of(cast(nn.Linear, model.get_output_embeddings()))
         self.layers = [_layer_of(layer) for layer in base.layers]
-        self.rotations = torch.empty(0)  # [positions, 2 D]: cos and sin
+        # [positions, 2 D]: cos and sin
+        self.rotations = torch.empty(0)
 
     def __call__(self, tokens: Tensor, positions: Tensor, columns: Columns) -> Tensor:
         hidden = embedding(tokens, self.embeddings)  # [n, H]
-        if len(self.rotations) < columns.capacity:  # no position is beyond it
+
+        # No position is beyond the capacity.
+        if len(self.rotations) < columns.capacity:
             self._tabulate(hidden, columns.capacity)
         cos, sin = embedding(positions, self.rotations)[:, None].chunk(2, -1)  # [n, 1, D]
+
         mask = mask_per_head(columns.used_mask, columns.shape.heads)
         for layer, cached in zip(self.layers, columns.per_layer(), strict=True):
             qkv = linear(_norm(hidden, layer.before_attention), *layer.qkv)
             out = _attend(layer, qkv.view(len(tokens), -1, layer.head_dim), cos, sin, mask, *cached)
             hidden = _linear_added(hidden, out, layer.out)
-            hidden = _linear_added(hidden, _gated(_norm(hidden, layer.before_mlp), layer), layer.down)
+            gated = _gated(_norm(hidden, layer.before_mlp), layer)
+            hidden = _linear_added(hidden, gated, layer.down)
         return linear(_norm(hidden, self.norm), *self.head)
 
     def _tabulate(self, like: Tensor, num_positions: int) -> None:
-        """Compute the rotary embedding of every position; ``sin`` gets the sign of what it multiplies."""
+        """Compute the rotary embedding of every position.
+
+        ``sin`` gets the sign of what it multiplies.
+        """
         cos, sin = self.rotary(like, torch.arange(num_positions, device=like.device)[None])
         sin[..., : sin.shape[-1] // 2].neg_()
         self.rotations = torch.cat((cos[0], sin[0]), -1)
 
 
 def _attend(
-    layer: Layer, qkv: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, column: Tensor, keys: Tensor, values: Tensor
+    layer: Layer,
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    mask: Tensor,
+    column: Tensor,
+    keys: Tensor,
+    values: Tensor,
 ) -> Tensor:
-    """[n, heads + 2 kv heads, D] -> [n, heads * D]; the rest is as :meth:`Columns.per_layer` yields it."""
+    """Attend with one token per row: [n, heads + 2 kv heads, D] -> [n, heads * D].
+
+    The cache's tensors are as :meth:`Columns.per_layer` yields them.
+    """
     _, n, kv_heads, dim = column.shape
     heads = qkv.shape[1] - 2 * kv_heads
     query, rotated = qkv[:, :heads], qkv[:, :-kv_heads]
+
     if layer.query_norm is not None and layer.key_norm is not None:
         query.copy_(_norm(query, layer.query_norm))
         rotated[:, heads:] = _norm(rotated[:, heads:], layer.key_norm)
+
     rolled = rotated.roll(dim // 2, -1)
     rotated.mul_(cos).addcmul_(rolled, sin)
     column.copy_(qkv[:, heads:].view(n, 2, kv_heads, dim).transpose(0, 1))
-    return attend_columns(query.reshape(n * kv_heads, -1, dim), keys, values, mask, layer.scaling).view(n, -1)
+
+    return attend_columns(
+        query.reshape(n * kv_heads, -1, dim), keys, values, mask, layer.scaling
+    ).view(n, -1)
 
 
 def _gated(x: Tensor, layer: Layer) -> Tensor:
-    """[n, H] -> [n, intermediate]."""
+    """Compute the gated half of the MLP: [n, H] -> [n, intermediate]."""
     weight, bias = layer.gate_up
     if len(x) < MANY or x.is_cuda or bias is not None:
         gate, up = linear(x, weight, bias).chunk(2, -1)
@@ -131,14 +165,17 @@ def _gated(x: Tensor, layer: Layer) -> Tensor:
 
 
 def _linear_added(to: Tensor, x: Tensor, projection: Linear) -> Tensor:
-    """[n, out] + the projection of [n, in]."""
+    """Return [n, out] + the projection of [n, in]."""
     if projection.bias is not None:
         return linear(x, *projection).add_(to)
     return torch.addmm(to, x, projection.weight.t())
 
 
 def _norm(x: Tensor, norm: Norm) -> Tensor:
-    """Root-mean-square norm over the last axis. On a CPU PyTorch's own is 8 operations, this is 5."""
+    """Root-mean-square norm over the last axis.
+
+    On a CPU PyTorch's own norm is 8 operations, and this is 5.
+    """
     if x.is_cuda or x.dtype != torch.float32:
         return rms_norm(x, norm.weight.shape, norm.weight, norm.eps)
     root_mean = torch.linalg.vector_norm(x, dim=-1, keepdim=True).mul_(norm.scale)
@@ -165,7 +202,9 @@ def _layer_of(layer: Any) -> Layer:
 
 def _norm_of(module: Any) -> Norm:
     eps = module.variance_epsilon
-    return Norm(module.weight, eps, torch.tensor(math.sqrt(eps)), torch.tensor(len(module.weight) ** -0.5))
+    return Norm(
+        module.weight, eps, torch.tensor(math.sqrt(eps)), torch.tensor(len(module.weight) ** -0.5)
+    )
 
 
 def _linear_of(module: nn.Linear) -> Linear:
@@ -173,7 +212,10 @@ def _linear_of(module: nn.Linear) -> Linear:
 
 
 def _stack(*projections: nn.Linear) -> Linear:
-    """Stack weights and biases, and make the projections' own parameters views of the stacks."""
+    """Stack weights and biases.
+
+    The projections' own parameters become views of the stacks.
+    """
     weight = _share([projection.weight for projection in projections])
     biases = [projection.bias for projection in projections if projection.bias is not None]
     return Linear(weight, _share(biases) if biases else None)
@@ -181,6 +223,8 @@ def _stack(*projections: nn.Linear) -> Linear:
 
 def _share(parameters: Sequence[Tensor]) -> Tensor:
     stack = torch.cat([parameter.data for parameter in parameters])
-    for parameter, view in zip(parameters, stack.split([len(parameter) for parameter in parameters]), strict=True):
+    for parameter, view in zip(
+        parameters, stack.split([len(parameter) for parameter in parameters]), strict=True
+    ):
         parameter.data = view
     return stack

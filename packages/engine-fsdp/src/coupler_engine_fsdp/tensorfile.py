@@ -1,4 +1,7 @@
-"""Files in the safetensors format, written as tensors arrive and read by ranges of bytes, with no copy in between."""
+"""Write safetensors files as tensors arrive, and read them by ranges of bytes.
+
+There is no copy in between.
+"""
 
 from __future__ import annotations
 
@@ -27,28 +30,40 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-MAX_HEADER_BYTES = 100_000_000  # of the format
-CHUNK_BYTES = 32 << 20  # of the host buffer through which a device tensor is read
+MAX_HEADER_BYTES = 100_000_000
+"""Largest header that the format allows."""
+CHUNK_BYTES = 32 << 20
+"""Size of the host buffer through which a device tensor is read."""
 
 
 def write(path: Path, header: bytes, tensors: Iterable[Tensor]) -> list[str]:
-    """Write host ``tensors`` as they come, in the order of ``header``; see :func:`coupler.engine_kit.write_file`."""
-    return write_file(path, chain([memoryview(header)], (_bytes(tensor).numpy().data for tensor in tensors)))
+    """Write host ``tensors`` as they come, in the order of ``header``.
+
+    It returns what :func:`coupler.engine_kit.write_file` does.
+    """
+    return write_file(
+        path, chain([memoryview(header)], (_bytes(tensor).numpy().data for tensor in tensors))
+    )
 
 
 def header(tensors: Mapping[str, Tensor]) -> bytes:
-    """The header of a file that holds ``tensors`` one after the other."""
+    """Return the header of a file that holds ``tensors`` one after the other."""
     entries, end = {}, 0
     for name, tensor in tensors.items():
         begin, end = end, end + tensor.nbytes
-        entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        entries[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
     text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)  # so that the data is aligned
+    # The spaces align the data.
+    text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
 class TensorFile:
-    """One file, open for reading, by several threads at a time.
+    """One file, open for reading by several threads at a time.
 
     Raises:
         CouplerError: it is absent or not whole.
@@ -60,33 +75,42 @@ class TensorFile:
             self._file = path.open("rb")
         except OSError as error:
             raise CouplerError(f"the checkpoint lacks a file: {error}.") from None
+
         size = int.from_bytes(self._file.read(8), "little")
         try:
-            self._entries: dict[str, Any] = json.loads(self._file.read(size) if size <= MAX_HEADER_BYTES else b"")
+            self._entries: dict[str, Any] = json.loads(
+                self._file.read(size) if size <= MAX_HEADER_BYTES else b""
+            )
         except ValueError:
             raise self._broken("its header is damaged") from None
+
         self._start = 8 + size
         end = max((entry["data_offsets"][1] for entry in self._entries.values()), default=0)
         if self._start + end != path.stat().st_size:
-            raise self._broken(f"it has {path.stat().st_size} bytes, its header says {self._start + end}")
+            raise self._broken(
+                f"it has {path.stat().st_size} bytes, its header says {self._start + end}"
+            )
 
     def close(self) -> None:
         self._file.close()
 
     def read(self, name: str, offset: int, target: Tensor) -> None:
-        """Fill the contiguous ``target`` from byte ``offset`` of the tensor ``name`` on.
+        """Fill the contiguous ``target`` from byte ``offset`` of the tensor ``name``
+        on.
 
         Raises:
             CouplerError: the file has no such tensor, or ends early.
         """
         if name not in self._entries:
             raise self._broken(f"it lacks {name}")
+
         at = self._start + self._entries[name]["data_offsets"][0] + offset
         into = _bytes(target)
         if target.device.type == "cpu":
             self._fill(into, at)
             return
-        with torch.cuda.device(target.device):  # each thread has a current one; pinned memory belongs to it
+        # Each thread has its own current device, and pinned memory belongs to it.
+        with torch.cuda.device(target.device):
             buffer = torch.empty(min(CHUNK_BYTES, len(into)), dtype=torch.uint8, pin_memory=True)
             for part in into.split(CHUNK_BYTES):
                 self._fill(buffer[: len(part)], at)

@@ -1,4 +1,4 @@
-"""Checkpoint names and tensors: read safetensors into shards, and stream shards out whole."""
+"""Read safetensors into shards by checkpoint names, and stream shards out whole."""
 
 from __future__ import annotations
 
@@ -25,29 +25,39 @@ _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where transformers keeps a matrix of one expert: in a tensor of all experts of the layer, gates above ups."""
+    """The place of one expert's matrix in transformers' tensor of all experts of a
+    layer.
+
+    Gates stand above ups.
+    """
 
     expert: int
-    half: int | None  # of the expert's rows; None: all of them
+    half: int | None
+    """The half of the expert's rows, or None for all of them."""
 
     def of(self, experts: Tensor) -> Tensor:
-        """The view of it in [E, rows, columns]."""
+        """Return the view of it in [E, rows, columns]."""
         rows = experts[self.expert]
         return rows if self.half is None else rows.chunk(2)[self.half]
 
     def held(self, experts: Tensor) -> Tensor | None:
-        """The view of it in this rank's shard; None where another rank has it."""
+        """Return the view of it in this rank's shard, or None if it is not there."""
         if not isinstance(experts, DTensor):
             return self.of(experts)
         mine = rows_of(experts)
-        return replace(self, expert=self.expert - mine.start).of(experts.to_local()) if self.expert in mine else None
+        return (
+            replace(self, expert=self.expert - mine.start).of(experts.to_local())
+            if self.expert in mine
+            else None
+        )
 
 
-Experts = Mapping[str, Mapping[str, Place]]  # places by the checkpoint's names, by the model's name of their tensor
+Experts = Mapping[str, Mapping[str, Place]]
+"""Places by the checkpoint's names, by the model's name of their tensor."""
 
 
 def files_of(folder: Path) -> dict[str, Path]:
-    """The file of every tensor name of a checkpoint, in the order of its index.
+    """Return the file of every tensor name of a checkpoint, in the order of its index.
 
     Raises:
         CouplerError: the folder holds no safetensors, or its index is damaged.
@@ -57,7 +67,9 @@ def files_of(folder: Path) -> dict[str, Path]:
             files = json.loads((folder / _INDEX).read_text())["weight_map"]
             return {name: folder / file for name, file in files.items()}
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise CouplerError(f"{folder / _INDEX} is damaged: {error!r}.\n  try:  saving the model again") from None
+            raise CouplerError(
+                f"{folder / _INDEX} is damaged: {error!r}.\n  try:  saving the model again"
+            ) from None
     if (folder / _SINGLE).is_file():
         with _open(folder / _SINGLE) as file:
             return dict.fromkeys(file.keys(), folder / _SINGLE)
@@ -79,16 +91,23 @@ def _open(path: Path) -> Any:
 def match(
     model: PreTrainedModel, names: Collection[str], apart: Collection[str] = ()
 ) -> tuple[dict[str, Tensor], Experts]:
-    """Map checkpoint names to the model's parameters and buffers, tied ones once; those in ``apart`` have no such name.
+    """Map checkpoint names to the model's parameters and buffers, tied ones once.
 
-    A tensor that holds the experts of a layer is mapped under the model's name, and its places are returned with it.
+    Tensors in ``apart`` have no such name. A tensor that holds the experts of a layer
+    is mapped under the model's name, and its places are returned with it.
 
     Raises:
         CouplerError: a name has no tensor, or a tensor has no name.
     """
-    state = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in apart}
-    tied: dict[str, str] = model.all_tied_weights_keys  # {name: the name it shares its tensor with}
+    state = {
+        name: tensor
+        for name, tensor in model.state_dict(keep_vars=True).items()
+        if name not in apart
+    }
+    # {name: the name that it shares its tensor with}
+    tied: dict[str, str] = model.all_tied_weights_keys
     ignored = [r"rotary_emb\.inv_freq$", *(model._keys_to_ignore_on_load_unexpected or ())]
+
     matched: dict[str, Tensor] = {}
     experts: dict[str, dict[str, Place]] = defaultdict(dict)
     unexpected = []
@@ -102,20 +121,31 @@ def match(
             matched[stacked] = state[stacked]
         elif not any(re.search(pattern, name) for pattern in ignored):
             unexpected.append(name)
+
     reached = {id(tensor) for tensor in matched.values()}
     missing = [name for name, tensor in state.items() if id(tensor) not in reached]
-    missing += [name for name, places in experts.items() if len(places) < _matrices(places) * len(state[name])]
+    missing += [
+        name
+        for name, places in experts.items()
+        if len(places) < _matrices(places) * len(state[name])
+    ]
+
     if missing or unexpected:
         raise CouplerError(
-            f"the checkpoint of model.path does not fit a model of type {model.config.model_type!r}.\n"
+            "the checkpoint of model.path does not fit a model of type "
+            f"{model.config.model_type!r}.\n"
             f"  missing:     {_listed(missing)}\n  unexpected:  {_listed(unexpected)}\n"
-            "  engine=fsdp reads checkpoints whose names are the model's, or experts.N.gate_proj, up_proj and down_proj"
+            "  engine=fsdp reads checkpoints whose names are the model's, or "
+            "experts.N.gate_proj, up_proj and down_proj"
         )
     return matched, experts
 
 
 def _place(state: Mapping[str, Tensor], name: str) -> tuple[str, Place] | None:
-    """The tensor of the model that holds a matrix of one expert, and where; None where this is no such name."""
+    """Return the model's tensor that holds a matrix of one expert, and its place there.
+
+    It is None for any other name.
+    """
     if not (found := _EXPERT.fullmatch(name)):
         return None
     prefix, expert, which = found[1], int(found[2]), found[3]
@@ -126,35 +156,46 @@ def _place(state: Mapping[str, Tensor], name: str) -> tuple[str, Place] | None:
 
 
 def _matrices(places: Mapping[str, Place]) -> int:
-    """Matrices of each expert in the tensor of these places."""
+    """Return how many matrices each expert has in the tensor of these places."""
     return 1 if next(iter(places.values())).half is None else 2
 
 
 def _listed(names: list[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") or "none"
+    rest = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return ", ".join(names[:8]) + rest or "none"
 
 
 @torch.no_grad()
 def read(files: Mapping[str, Path], matched: Mapping[str, Tensor], experts: Experts) -> None:
-    """Fill every matched tensor that a file has, reading only the rows of this rank's shard.
+    """Fill every matched tensor that a file has.
+
+    Only the rows of this rank's shard are read.
 
     Raises:
         CouplerError: a tensor has another shape in the checkpoint.
     """
-    wanted: dict[str, tuple[Tensor, Place | None]] = {n: (t, None) for n, t in matched.items() if n in files}
-    wanted |= {name: (matched[key], place) for key, places in experts.items() for name, place in places.items()}
+    wanted: dict[str, tuple[Tensor, Place | None]] = {
+        name: (tensor, None) for name, tensor in matched.items() if name in files
+    }
+    wanted |= {
+        name: (matched[key], place)
+        for key, places in experts.items()
+        for name, place in places.items()
+    }
+
     by_file: dict[Path, list[str]] = defaultdict(list)
     for name in wanted:
         by_file[files[name]].append(name)
+
     for path, names in by_file.items():
         with _open(path) as file:
             for name in names:
                 stored, (target, place) = file.get_slice(name), wanted[name]
-                shape = (place.of(torch.empty(target.shape, device="meta")) if place else target).shape
-                if tuple(stored.get_shape()) != tuple(shape):
+                whole = place.of(torch.empty(target.shape, device="meta")) if place else target
+                if tuple(stored.get_shape()) != tuple(whole.shape):
                     raise CouplerError(
-                        f"{name} has shape {stored.get_shape()} in {path} and {list(shape)} in the model "
-                        "that its config.json describes."
+                        f"{name} has shape {stored.get_shape()} in {path} and "
+                        f"{list(whole.shape)} in the model that its config.json describes."
                     )
                 if place:
                     if (held := place.held(target)) is not None:
@@ -166,25 +207,37 @@ def read(files: Mapping[str, Path], matched: Mapping[str, Tensor], experts: Expe
 
 
 def rows_of(tensor: DTensor) -> range:
-    """Rows of the whole tensor that this rank holds."""
+    """Return the rows of the whole tensor that this rank holds."""
     axis = len(tensor.placements) - 1
-    return shard_rows(tensor.shape[0], tensor.device_mesh.size(axis), tensor.device_mesh.get_local_rank(axis))
+    return shard_rows(
+        tensor.shape[0], tensor.device_mesh.size(axis), tensor.device_mesh.get_local_rank(axis)
+    )
 
 
 def shard_rows(total: int, shards: int, shard: int) -> range:
-    """Rows of one shard. FSDP2 cuts the first dimension as ``torch.chunk`` does: the last shards may be empty."""
+    """Return the rows of one shard.
+
+    FSDP2 cuts the first dimension as ``torch.chunk`` does: the last shards may be
+    empty.
+    """
     size = -(-total // shards)
     return range(min(shard * size, total), min((shard + 1) * size, total))
 
 
 def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The full tensor on every rank; collective. Its floats are cast before they travel."""
+    """Return the full tensor on every rank. This is a collective call.
+
+    Floats are cast before they travel.
+    """
     tensor = tensor.detach()
     if dtype is not None and tensor.is_floating_point():
         tensor = tensor.to(dtype)
+
     if not isinstance(tensor, DTensor):
         return tensor
-    # an HSDP gradient and parameter are equal on all replicas, so only shards are gathered
+
+    # An HSDP gradient and parameter are equal on all replicas, so only shards are
+    # gathered.
     return tensor.redistribute(placements=[Replicate()] * len(tensor.placements)).to_local()
 
 
@@ -195,15 +248,20 @@ def stream(matched: Iterable[Named], experts: Experts, dtype: torch.dtype) -> It
 
 
 def stream_gradients(matched: Mapping[str, Tensor], experts: Experts) -> Iterator[Named]:
-    """Yield the whole fp32 gradient of every tensor of the checkpoint that is trained."""
+    """Yield the whole fp32 gradient of every trained tensor of the checkpoint."""
     for name, tensor in matched.items():
         if tensor.requires_grad:
-            grad = torch.zeros(tensor.shape, device=tensor.device) if tensor.grad is None else whole(tensor.grad)
+            if tensor.grad is None:
+                grad = torch.zeros(tensor.shape, device=tensor.device)
+            else:
+                grad = whole(tensor.grad)
             yield from _as_stored(name, grad, experts)
 
 
 def _as_stored(name: str, tensor: Tensor, experts: Experts) -> Iterator[Named]:
-    """What a checkpoint has of a tensor of the model: itself, or its experts one by one."""
+    """Yield a tensor of the model as a checkpoint has it: whole, or its experts one by
+    one.
+    """
     if name not in experts:
         yield name, tensor
         return

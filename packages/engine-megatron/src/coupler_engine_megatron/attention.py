@@ -1,7 +1,9 @@
-"""Causal attention over packed sequences in plain PyTorch: where Transformer Engine is not there, and in fp32.
+"""Compute causal attention over packed sequences in plain PyTorch.
 
-Under context parallelism a rank holds two of the 2 x cp equal chunks of each sequence, one from either end, so that
-all have as much to do. It gathers the keys and values of the others. Its gradient of them goes back as a sum.
+It is used without Transformer Engine, and in fp32. Under context parallelism a rank
+holds two of the 2 x cp equal chunks of each sequence, one from either end, so that all
+have as much to do. It gathers the keys and values of the others. Its gradient of them
+goes back as a sum.
 
 Shapes: t local tokens, h heads, g key-value heads, d channels.
 """
@@ -23,9 +25,11 @@ from coupler_engine_megatron import groups
 
 
 class PackedAttention(MegatronModule):
-    """What stands in a layer's specification as ``core_attention``."""
+    """Attention for a layer's specification, as its ``core_attention``."""
 
-    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **unused: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, softmax_scale: float | None = None, **unused: Any
+    ) -> None:
         super().__init__(config)
         self.scale = softmax_scale
 
@@ -38,13 +42,15 @@ class PackedAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
         **unused: Any,
     ) -> Tensor:
-        """[t, h, d], [t, g, d], [t, g, d'] -> [t, h * d']."""
+        """Attend with [t, h, d], [t, g, d], [t, g, d'] -> [t, h * d']."""
         assert packed_seq_params is not None, "the engine packs every batch"
         group = groups.context()
         size, rank = group.size(), group.rank()
         edges = packed_seq_params.cu_seqlens_q.tolist()  # of whole sequences
+        # The keys and values of all ranks are [cp, t, g, d].
         if size > 1:
-            key, value = _Gather.apply(key, group), _Gather.apply(value, group)  # [cp, t, g, d]
+            key, value = _Gather.apply(key, group), _Gather.apply(value, group)
+
         done = []
         for start, end in pairwise(edges):
             part = slice(start // size, end // size)
@@ -62,19 +68,24 @@ class PackedAttention(MegatronModule):
         repeats = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(repeats, 1) for x in (key, value))
         query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
-        out = scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale)
+        out = scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale
+        )
         return out[0].transpose(0, 1)
 
 
 def positions(length: int, size: int, rank: int) -> Tensor:
-    """[length / size] which tokens of a sequence this context-parallel rank holds, in the order in which it does."""
+    """Return [length / size] which tokens of a sequence a context-parallel rank holds.
+
+    They are in the rank's order.
+    """
     chunk = length // (2 * size)
     last = 2 * size - 1 - rank
     return torch.cat([torch.arange(c * chunk, (c + 1) * chunk) for c in (rank, last)])
 
 
 class _Gather(torch.autograd.Function):
-    """[t, ...] -> [ranks, t, ...]; the gradient is summed over the ranks."""
+    """Gather [t, ...] as [ranks, t, ...]. The gradient is summed over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,8 +1,10 @@
-"""Checkpoints that any layout of ranks can read: whole tensors under checkpoint names, as safetensors and JSON.
+"""Write and read checkpoints that any layout of ranks can read.
 
-Every rank writes its share of the tensors, ``shard-00002-of-00004.safetensors``; ``index.json`` says where each is. A
-name is that of a Hugging Face checkpoint behind the state it is: ``params/``, ``exp_avg/``, ``exp_avg_sq/``. A reader
-takes what its ranks need, however they split the model.
+They are whole tensors under checkpoint names, as safetensors and JSON. Every rank
+writes its share, ``shard-00002-of-00004.safetensors``, and ``index.json`` says where
+each tensor is. A name is that of a Hugging Face checkpoint behind the state it is:
+``params/``, ``exp_avg/``, ``exp_avg_sq/``. A reader takes what its ranks need, however
+they split the model.
 """
 
 from __future__ import annotations
@@ -28,7 +30,11 @@ INDEX = "index.json"
 
 
 class Save:
-    """A save under way: the caller's thread gathers the tensors and copies this rank's share to the host."""
+    """A save under way.
+
+    The caller's thread gathers the tensors and copies this rank's share to the host.
+    Another thread writes it.
+    """
 
     def __init__(self, path: Path, tensors: Iterable[Named], facts: dict[str, Any]) -> None:
         self._path, self._done = path, Future[None]()
@@ -38,9 +44,12 @@ class Save:
             files[name] = _file(position % world, world)
             if position % world == rank:
                 share[name] = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+
         index = {"tensors": files, **facts} if rank == 0 else None
         arguments = share, path / _file(rank, world), index
-        threading.Thread(target=self._run, args=arguments, name=f"save {path.name}", daemon=True).start()
+        threading.Thread(
+            target=self._run, args=arguments, name=f"save {path.name}", daemon=True
+        ).start()
 
     def wait(self, seconds: float) -> None:
         """Wait until every file is on disk.
@@ -52,23 +61,25 @@ class Save:
             self._done.result(seconds)
         except TimeoutError:
             raise WaitTimeout(
-                f"{self._path} was not on disk after {seconds:.0f} s.\n  look at:  the disk, checkpoint.deadline_s"
+                f"{self._path} was not on disk after {seconds:.0f} s.\n  look at:  the disk, "
+                "checkpoint.deadline_s"
             ) from None
 
     def _run(self, share: dict[str, Tensor], file: Path, index: dict[str, Any] | None) -> None:
-        """Unblocks :meth:`wait`."""
+        """Write this rank's files. Then :meth:`wait` returns."""
         try:
             if share:
                 save_file(share, file)
             if index:
                 (file.parent / INDEX).write_text(json.dumps(index))
             self._done.set_result(None)
-        except Exception as error:  # this thread's boundary: wait() raises it
+        # This is the thread's boundary: wait() raises the error.
+        except Exception as error:
             self._done.set_exception(error)
 
 
 class Saved:
-    """A checkpoint, read one tensor at a time; use it in a ``with`` statement."""
+    """A checkpoint, read one tensor at a time. Use it in a ``with`` statement."""
 
     def __init__(self, path: Path) -> None:
         """Read the index.
@@ -77,13 +88,17 @@ class Saved:
             CouplerError: there is none, or it is damaged.
         """
         if not (path / INDEX).is_file():
-            raise CouplerError(f"{path} holds no checkpoint of engine=megatron: there is no {INDEX}.")
+            raise CouplerError(
+                f"{path} holds no checkpoint of engine=megatron: there is no {INDEX}."
+            )
+
         self.path = path
         try:
             self.facts: dict[str, Any] = json.loads((path / INDEX).read_text())
             self.where: dict[str, str] = self.facts["tensors"]
         except (ValueError, KeyError) as error:
             raise _damaged(path / INDEX, error) from None
+
         self.files: dict[str, Any] = {}
         self.stack = ExitStack()
 

@@ -1,7 +1,8 @@
-"""Megatron-Core on the CPU: while :func:`cuda_as_cpu` is open, what asks for CUDA gets the CPU.
+"""Run Megatron-Core on the CPU, while :func:`cuda_as_cpu` is open.
 
-Megatron-Core names the device "cuda", calls ``torch.cuda`` and has parts that only a GPU's libraries fill. Everything
-that this module changes is in :func:`_replacements`; it changes nothing where there is a GPU, and puts everything back.
+Megatron-Core names the device "cuda", calls ``torch.cuda`` and has parts that only a
+GPU's libraries fill. All of them get the CPU. Everything that this module changes is in
+:func:`_replacements`. It changes nothing if there is a GPU, and puts everything back.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from torch.overrides import TorchFunctionMode
 
 from coupler.errors import CouplerError
 
-TESTED = ("0.16",)  # versions of Megatron-Core whose requests for CUDA are known
+TESTED = ("0.16",)
+"""Versions of Megatron-Core whose requests for CUDA are known."""
 CPU = torch.device("cpu")
 
 
@@ -34,14 +36,18 @@ def check_version() -> None:
     found = version("megatron-core")
     if ".".join(found.split(".")[:2]) not in TESTED:
         raise CouplerError(
-            f"engine=megatron runs megatron-core {' or '.join(TESTED)} without a GPU, not {found}.\n"
+            f"engine=megatron runs megatron-core {' or '.join(TESTED)} without a GPU, not "
+            f"{found}.\n"
             f"  try:  pip install 'megatron-core=={TESTED[-1]}.*', or a GPU"
         )
 
 
 @contextlib.contextmanager
 def cuda_as_cpu() -> Iterator[None]:
-    """Give the CPU to what asks for CUDA, in this thread's torch functions and in all of ``torch.cuda``."""
+    """Give the CPU to code that asks for CUDA.
+
+    This holds in this thread's torch functions and in all of ``torch.cuda``.
+    """
     _STATE.enter()
     try:
         with _CudaToCpu(), torch.compiler.set_stance("force_eager"):
@@ -51,7 +57,7 @@ def cuda_as_cpu() -> Iterator[None]:
 
 
 def replaced() -> dict[str, list[str]]:
-    """What is replaced while :func:`cuda_as_cpu` is open: names of attributes, by what has them."""
+    """Name the attributes that :func:`cuda_as_cpu` replaces, by their owners."""
     found: dict[str, list[str]] = {}
     for owner, attribute, _ in _replacements():
         found.setdefault(getattr(owner, "__name__", "") or owner.name, []).append(attribute)
@@ -59,7 +65,11 @@ def replaced() -> dict[str, list[str]]:
 
 
 class _Replaced:
-    """Puts the replacements in at the first entry and the originals back at the last leave, whatever the thread."""
+    """Hold the replacements and the originals, for all threads together.
+
+    The first entry puts the replacements in, and the last leave puts the originals
+    back.
+    """
 
     def __init__(self) -> None:
         self.lock, self.depth = threading.Lock(), 0
@@ -92,7 +102,7 @@ _STATE = _Replaced()
 
 
 class _CudaToCpu(TorchFunctionMode):
-    """Rewrites the device of every torch function that names CUDA."""
+    """Rewrite the device of every torch function that names CUDA."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -100,10 +110,12 @@ class _CudaToCpu(TorchFunctionMode):
             kwargs["device"] = _on_cpu(kwargs["device"])
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
+
         name = getattr(func, "__name__", "")
         if name in ("cuda", "pin_memory"):
             return args[0]
-        if name == "type" and len(args) == 1 and not kwargs:  # the optimizer compares with "torch.cuda.FloatTensor"
+        # The optimizer compares the type with "torch.cuda.FloatTensor".
+        if name == "type" and len(args) == 1 and not kwargs:
             return func(*args).replace("torch.", "torch.cuda.", 1)
         if name == "to":
             args = tuple(map(_on_cpu, args))
@@ -154,13 +166,28 @@ def _returning(value: Any = None) -> Callable[..., Any]:
 
 
 def _replacements() -> Iterator[tuple[Any, str, Any]]:
-    """(owner, attribute, what stands there meanwhile)."""
-    experts = [*_experts(), *_uneven()]  # first, since what it imports reads the genuine torch.cuda
+    """Yield each replacement as its owner, the attribute and the new value."""
+    # They come first, since their imports read the genuine torch.cuda.
+    experts = [*_experts(), *_uneven()]
     cuda, generator = torch.cuda, torch.default_generator
-    for name in ("set_device", "synchronize", "empty_cache", "_lazy_init", "ipc_collect", "reset_peak_memory_stats"):
+
+    for name in (
+        "set_device",
+        "synchronize",
+        "empty_cache",
+        "_lazy_init",
+        "ipc_collect",
+        "reset_peak_memory_stats",
+    ):
         yield cuda, name, _returning()
-    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
+    for name in (
+        "memory_allocated",
+        "max_memory_allocated",
+        "memory_reserved",
+        "max_memory_reserved",
+    ):
         yield cuda, name, _returning(0)
+
     yield cuda, "current_device", _returning(CPU)
     yield cuda, "device_count", _returning(1)
     yield cuda, "get_device_capability", _returning((8, 0))
@@ -173,17 +200,28 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
         yield cuda, name, _returning(contextlib.nullcontext())
     yield cuda, "_lazy_call", lambda callback, **_: callback()
     yield cuda, "default_generators", defaultdict(lambda: generator)
+
     for owner in (cuda, cuda.random):
         for name in ("manual_seed", "manual_seed_all"):
             yield owner, name, lambda seed: generator.manual_seed(int(seed))
         yield owner, "initial_seed", generator.initial_seed
         yield owner, "get_rng_state", lambda *_, **__: torch.get_rng_state()
         yield owner, "set_rng_state", lambda state, *_, **__: torch.set_rng_state(state)
-    yield logging.getLogger("megatron.core.tensor_parallel.random"), "disabled", True  # both devices share one state
+    # Both devices share one state.
+    yield logging.getLogger("megatron.core.tensor_parallel.random"), "disabled", True
+
     for name in ("range_push", "range_pop", "mark"):
         yield cuda.nvtx, name, _returning()
-    for name in ("FloatTensor", "HalfTensor", "BFloat16Tensor", "IntTensor", "LongTensor", "ByteTensor"):
+    for name in (
+        "FloatTensor",
+        "HalfTensor",
+        "BFloat16Tensor",
+        "IntTensor",
+        "LongTensor",
+        "ByteTensor",
+    ):
         yield cuda, name, getattr(torch, name)
+
     for owner in (torch.Tensor, torch.nn.Module):
         yield owner, "cuda", lambda self, *_, **__: self
     yield torch.Tensor, "record_stream", _returning()
@@ -191,7 +229,10 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
 
 
 def _experts() -> Iterator[tuple[Any, str, Any]]:
-    """What the experts' modules take from Transformer Engine, and a copy to the host that they only make from a GPU."""
+    """Replace what the experts' modules take from Transformer Engine.
+
+    A copy to the host that they only make from a GPU is replaced too.
+    """
     utils = import_module("megatron.core.transformer.moe.moe_utils")
     dispatcher = import_module("megatron.core.transformer.moe.token_dispatcher")
 
@@ -202,14 +243,20 @@ def _experts() -> Iterator[tuple[Any, str, Any]]:
     latent = import_module("megatron.core.transformer.multi_latent_attention")
     yield latent, "HAVE_TE", False
     yield latent, "TELinear", import_module("coupler_engine_megatron.linear").WholeLinear
+
     for owner in (utils, dispatcher):
         yield owner, "maybe_move_tensor_to_cpu", to_host
 
 
 def _uneven() -> Iterator[tuple[Any, str, Any]]:
-    """Pieces of different sizes, among the ranks that split an expert's matrices: gloo moves these all-to-all only."""
+    """Exchange pieces of different sizes among the ranks that split an expert's
+    matrices.
+
+    gloo moves such pieces in an all-to-all only.
+    """
     mappings = import_module("megatron.core.tensor_parallel.mappings")
-    even_gather, even_reduce = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+    even_gather = mappings._gather_along_first_dim
+    even_reduce = mappings._reduce_scatter_along_first_dim
 
     def exchange(tensor: Any, group: Any, sent: list[int], received: list[int]) -> Any:
         output = tensor.new_empty(sum(received), *tensor.shape[1:])
@@ -226,7 +273,8 @@ def _uneven() -> Iterator[tuple[Any, str, Any]]:
         if sizes is None or group.size() == 1:
             return even_reduce(tensor, group, sizes, *more)
         mine = sizes[group.rank()]
-        return exchange(tensor, group, sizes, [mine] * group.size()).unflatten(0, (group.size(), mine)).sum(0)
+        pieces = exchange(tensor, group, sizes, [mine] * group.size())
+        return pieces.unflatten(0, (group.size(), mine)).sum(0)
 
     yield mappings, "_gather_along_first_dim", gather
     yield mappings, "_reduce_scatter_along_first_dim", reduce

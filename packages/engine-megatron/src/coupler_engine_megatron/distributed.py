@@ -20,11 +20,16 @@ def exchange(value: Any) -> list[Any]:
     mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, torch.tensor([len(mine)]))
+
     longest = max(int(size) for size in sizes)
     padded = torch.nn.functional.pad(mine, (0, longest - len(mine)))
     found = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(found, padded)
-    return [json.loads(bytes(text[: int(size)].tolist())) for text, size in zip(found, sizes, strict=True)]
+
+    return [
+        json.loads(bytes(text[: int(size)].tolist()))
+        for text, size in zip(found, sizes, strict=True)
+    ]
 
 
 def split_world(config: MegatronConfig, rank: Rank) -> Layout:
@@ -54,15 +59,21 @@ def split_world(config: MegatronConfig, rank: Rank) -> Layout:
         )
     elif _sizes() != wanted:
         raise CouplerError(
-            "two engines of one process need the same parallel sizes: Megatron-Core has one set of groups per process."
-            "\n  try:  equal engine.*_parallel for both, or executor=ray, which starts every role on its own"
+            "two engines of one process need the same parallel sizes: Megatron-Core has one "
+            "set of groups per process.\n"
+            "  try:  equal engine.*_parallel for both, or executor=ray, which starts every "
+            "role on its own"
         )
+
     model_parallel_cuda_manual_seed(rank.seed % 2**31)
     return _layout()
 
 
 def destroy_groups() -> None:
-    """Forget Megatron's parallel groups, which go with the process group that they are parts of."""
+    """Forget Megatron's parallel groups, which are parts of the process group.
+
+    They go when it does.
+    """
     parallel_state.destroy_model_parallel()
 
 

@@ -1,4 +1,4 @@
-"""What stands in for CUDA where engine=megatron would run on the CPU, for ``coupler doctor``."""
+"""Tell ``coupler doctor`` what replaces CUDA when engine=megatron runs on the CPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from coupler_engine_megatron import cpu
 
 
 def stand_ins() -> Iterator[Finding]:
-    """Each place where something is replaced while the engine computes, and what; nothing where there is a GPU."""
+    """Yield each place where something is replaced while the engine computes.
+
+    Nothing is replaced if there is a GPU.
+    """
     if torch.cuda.is_available():
         return
     try:
@@ -21,8 +24,10 @@ def stand_ins() -> Iterator[Finding]:
     except CouplerError as error:
         yield from_error("megatron", error, f"pip install 'megatron-core=={cpu.TESTED[-1]}.*'")
         return
+
+    # At its import, Megatron-Core says what it does without a GPU's libraries.
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron-Core says at its import what it does without a GPU's libraries
+        warnings.simplefilter("ignore")
         replaced = cpu.replaced()
     for owner, names in replaced.items():
         yield ok("megatron", f"on the CPU {owner} has stand-ins for {', '.join(names)}")

@@ -1,4 +1,4 @@
-"""``engine=megatron``: one rank of a Megatron-Core trainer."""
+"""Implement ``engine=megatron``: one rank of a Megatron-Core trainer."""
 
 from __future__ import annotations
 
@@ -40,14 +40,16 @@ from coupler.metrics import Metrics, merge, read
 from coupler_engine_megatron import bridge, checkpoint, cpu, groups
 from coupler_engine_megatron.config import MegatronConfig
 from coupler_engine_megatron.distributed import destroy_groups, split_world
+from coupler_engine_megatron.folder import Folder
 from coupler_engine_megatron.memory import Parked
 from coupler_engine_megatron.optimizer import Optimizer, wrap
 from coupler_engine_megatron.packing import Alignment, Packed, pack
 from coupler_engine_megatron.routing import Routers
 from coupler_engine_megatron.settings import be_deterministic, check_layout, transformer_settings
-from coupler_engine_megatron.weights import Catalogue, Folder
+from coupler_engine_megatron.weights import Catalogue
 
-SAVED = {  # what of each parameter is in a checkpoint, and where
+# The states of a parameter that a checkpoint has, with the folders of their names.
+SAVED = {
     Part.PARAMS: {"param": "params"},
     Part.OPTIMIZER: {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"},
 }
@@ -56,8 +58,9 @@ SAVED = {  # what of each parameter is in a checkpoint, and where
 class MegatronEngine(Engine):
     """One rank of Megatron-Core.
 
-    Ranks that split a model read the same data shard; the first one with its last layer answers.
-    A rank that never trains holds neither gradients nor an optimizer.
+    Ranks that split a model read the same data shard, and the first of them with the
+    model's last layer answers. A rank that never trains holds neither gradients nor an
+    optimizer.
     """
 
     config: MegatronConfig
@@ -72,7 +75,8 @@ class MegatronEngine(Engine):
         """Join the groups and load this rank's part of the model.
 
         Raises:
-            CouplerError: ``model.path`` holds no model that this engine can train; the message says why.
+            CouplerError: ``model.path`` holds no model that this engine can train; the
+                message says why.
             ConfigError: the parallel sizes do not fit the model or the ranks.
         """
         self.device = device_of(rank)
@@ -81,20 +85,31 @@ class MegatronEngine(Engine):
             cpu.check_version()
         if rank.deterministic:
             be_deterministic()
+
         shape = bridge.read_config(self.model)
         check_layout(self.config, shape, rank)
         self._membership = join(rank, self.device)
         require_same_ranks(rank)
+
         self.dtype = dtype_of(self.config.dtype, self.device)
-        settings = transformer_settings(self.config, shape, rank, fused=on_gpu and self.dtype == torch.bfloat16)
+        settings = transformer_settings(
+            self.config, shape, rank, fused=on_gpu and self.dtype == torch.bfloat16
+        )
         with self._platform():
             layout = split_world(self.config, rank)
             tensor = self.config.tensor_parallel
-            self.bridge = bridge.make_bridge(shape, self.model.head, self.dtype, on_gpu, tensor, **settings)
+            self.bridge = bridge.make_bridge(
+                shape, self.model.head, self.dtype, on_gpu, tensor, **settings
+            )
             self.transformer = self.bridge.config
-            self.chunks: list[Any] = bridge.build(self.bridge, self.model.head, self.config.logits_tile, self.device)
+            self.chunks: list[Any] = bridge.build(
+                self.bridge, self.model.head, self.config.logits_tile, self.device
+            )
+
         self.transformer.finalize_model_grads_func = _finalize
-        self.align = Alignment.of(self.config.context_parallel, tensor if self.transformer.sequence_parallel else 1)
+        self.align = Alignment.of(
+            self.config.context_parallel, tensor if self.transformer.sequence_parallel else 1
+        )
         self.catalogue = Catalogue(self.bridge, self.chunks, self.config.sync_bucket_mib * 2**20)
         losses = self.config.moe_aux_loss_coeff, self.config.moe_z_loss_coeff
         self.routers = Routers(self.chunks, self.transformer, *losses, self.device)
@@ -109,16 +124,21 @@ class MegatronEngine(Engine):
         Raises:
             CouplerError: a sequence is longer than ``engine.max_tokens_per_gpu``.
         """
-        names = tuple(output.name for output in want if output.name != ROUTED_EXPERTS) or ("logprobs",)
+        names = tuple(output.name for output in want if output.name != ROUTED_EXPERTS)
+        names = names or ("logprobs",)
         inputs = batch.with_tokens(row=np.arange(batch.num_tokens))
         optional = (name for name in ("temperature", ROUTED_EXPERTS) if batch.has(name))
         inputs = inputs.select("tokens", "loss_mask", "row", *optional)
+
         done = {name: np.zeros(batch.num_tokens, np.float32) for name in names}
-        record = self.routers.empty_record(batch.num_tokens) if Output(ROUTED_EXPERTS) in want else None
+        record = None
+        if Output(ROUTED_EXPERTS) in want:
+            record = self.routers.empty_record(batch.num_tokens)
 
         def keep(packed: Packed, outputs: Tensor) -> tuple[Tensor, Metrics]:
+            row = packed.batch["row"][packed.rows.cpu().numpy()]
             for name, values in zip(names, outputs.unbind(1), strict=True):
-                done[name][packed.batch["row"][packed.rows.cpu().numpy()]] = values.float().cpu().numpy()
+                done[name][row] = values.float().cpu().numpy()
             return outputs.sum(), {}
 
         with torch.no_grad():
@@ -127,31 +147,38 @@ class MegatronEngine(Engine):
             done[ROUTED_EXPERTS] = self.routers.whole_record(record)
         return batch.with_tokens(**{output.name: done[output.name] for output in want})
 
-    def forward_backward(self, batch: Batch, want: tuple[Output, ...], loss: Loss, step: StepInfo) -> Metrics:
+    def forward_backward(
+        self, batch: Batch, want: tuple[Output, ...], loss: Loss, step: StepInfo
+    ) -> Metrics:
         """Sum the gradient of all micro-batches.
 
         Raises:
-            CouplerError: a sequence is longer than ``engine.max_tokens_per_gpu``, or the loss
-                is not one per token.
+            CouplerError: a sequence is longer than ``engine.max_tokens_per_gpu``, or
+                the loss is not one per token.
         """
         optimizer = self._trained()
         names = tuple(output.name for output in want)
         with self._platform():
             optimizer.clear()
+
         optimizer.has_gradient = True
         self.routers.clear()
         parts = self._run(batch, names, partial(self._loss, names, loss), step)
+
         with self._platform():
             self._norm = optimizer.norm()
         return read(merge(parts)) | self.routers.metrics()
 
-    def _loss(self, names: tuple[str, ...], loss: Loss, packed: Packed, outputs: Tensor) -> tuple[Tensor, Metrics]:
+    def _loss(
+        self, names: tuple[str, ...], loss: Loss, packed: Packed, outputs: Tensor
+    ) -> tuple[Tensor, Metrics]:
         """Sum the loss of one micro-batch.
 
         Neither a gradient nor a NaN gets in or out outside ``loss_mask``.
         """
         if not len(packed.batch):
             return outputs.sum(), {}
+
         zeros = torch.zeros(packed.batch.num_tokens, device=self.device)
         spread = {
             name: zeros.index_copy(0, packed.rows, values)
@@ -173,7 +200,7 @@ class MegatronEngine(Engine):
 
         Args:
             info: facts of the step whose gradient is wanted; None for no gradient.
-            record: receives the experts of every token; None where nobody asks for them.
+            record: receives the experts of every token; None if nobody asks for them.
         """
         micros = [batch.take(rows) for rows in self._micro_batches(batch)]
         chunks, share = self.chunks, 1 / max(info.total_tokens, 1) if info else 0.0
@@ -199,7 +226,8 @@ class MegatronEngine(Engine):
                 data_iterator=[iter(micros) for _ in chunks] if len(chunks) > 1 else iter(micros),
                 model=chunks if len(chunks) > 1 else chunks[0],
                 num_microbatches=len(micros),
-                seq_length=self.align.total,  # unused: stages tell each other the shapes
+                # Not used: stages tell each other the shapes.
+                seq_length=self.align.total,
                 micro_batch_size=1,
                 forward_only=info is None,
             )
@@ -209,21 +237,25 @@ class MegatronEngine(Engine):
         return pack(batch, self.device, self.align, group.size(), group.rank())
 
     def _micro_batches(self, batch: Batch) -> list[np.ndarray]:
-        """Cut a batch into micro-batches, as many on every rank; some may be empty."""
+        """Cut a batch into as many micro-batches on every rank. Some may be empty."""
         routes = self.routers.problem(batch)
         unroutable = Refusal(
             f"{routes}." if routes else "",
             "another rank got routed_experts that it cannot replay.",
             "router_replay=disabled, or look at what the rollout returns",
         )
+
         limit = self.config.max_tokens_per_gpu
         cut = partial(split, batch, limit * self.config.context_parallel)
-        # parts of the model take turns over as many micro-batches as there are stages
+        # Parts of the model take turns over as many micro-batches as there are stages.
         stages = self.config.pipeline_parallel if len(self.chunks) > 1 else 1
         return agreed_split(cut, limit, self.device, [None], unroutable, multiple_of=stages)
 
     def step(self) -> StepResult:
-        """Apply the gradient; a skipped step advances neither the schedule nor Adam's count."""
+        """Apply the gradient.
+
+        A skipped step advances neither the schedule nor Adam's count.
+        """
         assert self._optimizer is not None, "step() follows forward_backward()"
         with self._platform():
             return self._optimizer.step(self._norm)
@@ -242,7 +274,8 @@ class MegatronEngine(Engine):
         return self.catalogue.stream(source, torch.float32, self.device)
 
     def save(self, path: Path, what: Parts) -> Pending:
-        """Copy parameters and optimizer to the host; write them while training goes on.
+        """Copy parameters and optimizer to the host, and write them while training goes
+        on.
 
         There is no gradient to save: checkpoints are made between steps.
         """
@@ -252,7 +285,8 @@ class MegatronEngine(Engine):
     def _states(self, what: Parts) -> Iterator[Named]:
         for part in sorted(what & SAVED.keys()):
             for state, folder in SAVED[part].items():
-                for name, tensor in self.catalogue.stream(partial(self._state, state), torch.float32, self.device):
+                source = partial(self._state, state)
+                for name, tensor in self.catalogue.stream(source, torch.float32, self.device):
                     yield f"{folder}/{name}", tensor
 
     def _state(self, state: str, parameter: nn.Parameter) -> Tensor:
@@ -266,6 +300,7 @@ class MegatronEngine(Engine):
         """
         if Part.OPTIMIZER in what:
             self._trained()
+
         with checkpoint.Saved(path) as saved:
             for part in sorted(what & SAVED.keys()):
                 for state, folder in SAVED[part].items():
@@ -281,10 +316,14 @@ class MegatronEngine(Engine):
             self._optimizer.put(parameter, state, piece)
 
     def offload(self, what: Parts) -> None:
-        """Move ``what`` to the host and give its memory back to the device. No-op on the CPU."""
+        """Move ``what`` to the host and give its memory back to the device.
+
+        It does nothing on the CPU.
+        """
         if self.device.type == "cuda":
+            idle = self._optimizer is not None and not self._optimizer.has_gradient
             for part in what:
-                zeros = part is Part.GRADS and self._optimizer is not None and not self._optimizer.has_gradient
+                zeros = part is Part.GRADS and idle
                 self._parked.offload(part, self._tensors(part), zeros=zeros)
             self._give_back()
 
@@ -299,24 +338,31 @@ class MegatronEngine(Engine):
         if part is Part.PARAMS:
             yield from self.catalogue.parameters.values()
         elif self._optimizer is not None:
-            yield from self._optimizer.gradients() if part is Part.GRADS else self._optimizer.states()
+            yield from (
+                self._optimizer.gradients() if part is Part.GRADS else self._optimizer.states()
+            )
 
     def _give_back(self) -> None:
-        """Wait for copies to and from the host, and give back what they no longer need."""
+        """Wait for copies to and from the host, and give back the memory they no longer
+        need.
+        """
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
 
     def device_bytes(self) -> int:
-        """Memory that PyTorch holds on the device, caches included; 0 on the CPU."""
+        """Return the memory that PyTorch holds on the device, caches included.
+
+        It is 0 on the CPU.
+        """
         return torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0
 
     def close(self) -> None:
-        """Leave the process group; the last engine of this process destroys all groups."""
+        """Leave the process group. The last engine of a process destroys all groups."""
         if self._membership is not None:
             self._membership.leave(before=destroy_groups)
 
     def _trained(self) -> Optimizer:
-        """Return the optimizer; make it and the gradient buffers where there is none yet."""
+        """Return the optimizer. The first call makes it, and the gradient buffers."""
         if self._optimizer is None:
             with self._platform():
                 self.chunks = wrap(self.config, self.chunks, self.transformer)
@@ -331,12 +377,14 @@ class MegatronEngine(Engine):
         self.catalogue.fill(folder.read, partial(self._put, "param"))
 
     def _platform(self) -> AbstractContextManager[None]:
-        """Return the context that Megatron-Core runs in; on a GPU it does nothing."""
+        """Return the context that Megatron-Core runs in. On a GPU it does nothing."""
         return cpu.cuda_as_cpu() if self.device.type == "cpu" else nullcontext()
 
 
-def _finalize(chunks: Sequence[nn.Module], _num_tokens: Tensor | None = None, **options: Any) -> None:
-    """Reduce gradients over all ranks; no number of tokens divides these sums."""
+def _finalize(
+    chunks: Sequence[nn.Module], _num_tokens: Tensor | None = None, **options: Any
+) -> None:
+    """Reduce gradients over all ranks. No number of tokens divides these sums."""
     finalize_model_grads(list(chunks), None, **options)
 
 

@@ -1,7 +1,8 @@
-"""The linear maps of a rank's experts as one grouped product, in place of Transformer Engine's product per expert.
+"""Compute the linear maps of a rank's experts as one grouped product.
 
-Transformer Engine starts one product of each expert and asks cuBLAS every time which kernel to take: with many experts
-that takes the host longer than the products take the GPU.
+Transformer Engine starts one product of each expert instead, and asks cuBLAS every time
+which kernel to take. With many experts that takes the host longer than the products
+take the GPU.
 
 Shapes: n tokens, sorted by expert; E experts of this rank; I inputs, O outputs of one.
 """
@@ -23,53 +24,80 @@ from torch.nn.functional import grouped_mm
 
 
 class GroupedLinear(nn.Module):
-    """One matrix per expert, ``weight0`` to ``weight{E - 1}``, as Transformer Engine names them."""
+    """One matrix per expert, ``weight0`` to ``weight{E - 1}``.
 
-    split_dim: int  # of the two that expert-tensor-parallel ranks split
+    Transformer Engine names them so too.
+    """
+
+    split_dim: int
+    """The dimension that expert-tensor-parallel ranks split."""
 
     def __init__(
-        self, experts: int, inputs: int, outputs: int, *, config: TransformerConfig, pg_collection: Any, **unused: Any
+        self,
+        experts: int,
+        inputs: int,
+        outputs: int,
+        *,
+        config: TransformerConfig,
+        pg_collection: Any,
+        **unused: Any,
     ) -> None:
-        """Build weights that mean nothing; ``inputs`` and ``outputs`` are those of all ranks together."""
+        """Build weights that mean nothing.
+
+        ``inputs`` and ``outputs`` are those of all ranks together.
+        """
         super().__init__()
         shape = [outputs, inputs]
         shape[self.split_dim] //= pg_collection.expt_tp.size()
         self.experts = experts
-        self.adds = False  # the gradient of all experts at once to Megatron's sums; set once they exist
-        for number in reversed(range(experts)):  # Megatron lays parameters out from the last: they rise in memory
-            weight = nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=torch.cuda.current_device()))
+        # If it is set, the gradient of all experts is added to Megatron's sums at once.
+        # It is set once these exist.
+        self.adds = False
+
+        # Megatron lays parameters out from the last, so that these rise in memory.
+        device = torch.cuda.current_device()
+        for number in reversed(range(experts)):
+            weight = nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
             set_tensor_model_parallel_attributes(weight, True, self.split_dim, 1)
             self.register_parameter(f"weight{number}", weight)
 
     def forward(self, tokens: Tensor, counts: Sequence[int]) -> tuple[Tensor, None]:
-        """[n, I] tokens, of each expert so many -> [n, O], and no bias, as Megatron's linear maps return."""
-        weights = _Together.apply(self.adds, *(getattr(self, f"weight{number}") for number in range(self.experts)))
+        """Multiply [n, I] tokens, of which each expert has so many, into [n, O].
+
+        There is no bias, for which Megatron's linear maps return None.
+        """
+        each = (getattr(self, f"weight{number}") for number in range(self.experts))
+        weights = _Together.apply(self.adds, *each)
         ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32, pin_memory=tokens.is_cuda)
         ends = ends.to(tokens.device, non_blocking=True)
         return grouped_mm(tokens, weights.transpose(1, 2), offs=ends), None
 
 
 class ColumnGroupedLinear(GroupedLinear):
-    """Each expert-tensor-parallel rank has some of the outputs."""
+    """Linear maps of which each expert-tensor-parallel rank has some of the outputs."""
 
     split_dim = 0
 
 
 class RowGroupedLinear(GroupedLinear):
-    """Each expert-tensor-parallel rank has some of the inputs."""
+    """Linear maps of which each expert-tensor-parallel rank has some of the inputs."""
 
     split_dim = 1
 
 
 def grouped_experts() -> ModuleSpec:
-    """What Megatron builds experts of."""
+    """Return the specification that Megatron builds experts of."""
     return ModuleSpec(
-        TEGroupedMLP, submodules=MLPSubmodules(linear_fc1=ColumnGroupedLinear, linear_fc2=RowGroupedLinear)
+        TEGroupedMLP,
+        submodules=MLPSubmodules(linear_fc1=ColumnGroupedLinear, linear_fc2=RowGroupedLinear),
     )
 
 
 class _Together(torch.autograd.Function):
-    """Weights of one shape -> [E, O, I], without a copy where they follow each other in memory."""
+    """Join weights of one shape into [E, O, I].
+
+    No copy is made if they follow each other in memory.
+    """
 
     @staticmethod
     def forward(ctx: Any, adds: bool, *weights: Tensor) -> Tensor:
@@ -91,7 +119,10 @@ class _Together(torch.autograd.Function):
 
 
 def in_a_row(tensors: list[Tensor]) -> Tensor | None:
-    """Tensors of one shape that follow each other in memory as one, without a copy; None where they do not."""
+    """Return tensors of one shape as one, without a copy.
+
+    It is None if they do not follow each other in memory.
+    """
     first, step = tensors[0], tensors[0].nbytes
     if first.untyped_storage().data_ptr() != tensors[-1].untyped_storage().data_ptr():
         return None

@@ -1,4 +1,4 @@
-"""Megatron's process groups, with the type that they have once they are set up."""
+"""Return Megatron's process groups, typed as they are once they are set up."""
 
 from __future__ import annotations
 
@@ -9,42 +9,42 @@ from torch.distributed import ProcessGroup
 
 
 def tensor() -> ProcessGroup:
-    """Ranks that split each matrix."""
+    """Return the ranks that split each matrix."""
     return _known(parallel_state.get_tensor_model_parallel_group())
 
 
 def pipeline() -> ProcessGroup:
-    """Ranks that split the layers."""
+    """Return the ranks that split the layers."""
     return _known(parallel_state.get_pipeline_model_parallel_group())
 
 
 def context() -> ProcessGroup:
-    """Ranks that split each sequence."""
+    """Return the ranks that split each sequence."""
     return _known(parallel_state.get_context_parallel_group())
 
 
 def tensor_and_context() -> ProcessGroup:
-    """Ranks that share the tokens of a data shard, on one pipeline stage."""
+    """Return the ranks that share the tokens of a data shard, on one pipeline stage."""
     return _known(parallel_state.get_tensor_and_context_parallel_group())
 
 
 def data() -> ProcessGroup:
-    """Ranks that have the same part of the model, each its own part of the data."""
+    """Return the ranks that have the same part of the model, on different data."""
     return _known(parallel_state.get_data_parallel_group(with_context_parallel=True))
 
 
 def expert() -> ProcessGroup:
-    """Ranks that have different experts of the same layers."""
+    """Return the ranks that have different experts of the same layers."""
     return _known(parallel_state.get_expert_model_parallel_group())
 
 
 def expert_tensor() -> ProcessGroup:
-    """Ranks that split each matrix of an expert."""
+    """Return the ranks that split each matrix of an expert."""
     return _known(parallel_state.get_expert_tensor_parallel_group())
 
 
 def expert_data() -> ProcessGroup:
-    """Ranks that have the same experts."""
+    """Return the ranks that have the same experts."""
     return _known(parallel_state.get_expert_data_parallel_group())
 
 

@@ -1,6 +1,7 @@
-"""What stands in the place of Megatron's output layer: from hidden states to one number per predicted token.
+"""Replace Megatron's output layer: one number per predicted token instead of logits.
 
-Shapes: t local tokens, R predicted tokens of the micro-batch, L of them on this context-parallel rank.
+Shapes: t local tokens, R predicted tokens of the micro-batch, L of them on this
+context-parallel rank.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from coupler_engine_megatron.vocab_parallel import token_logprobs
 
 
 class LogprobHead:
-    """The output layer's ``forward``: it computes what is wanted of the tokens to predict instead of logits.
+    """The ``forward`` of an output layer that computes outputs instead of logits.
 
     ``packed`` and ``want`` are set before each pass.
     """
@@ -34,17 +35,22 @@ class LogprobHead:
         self.layer, self.tile = layer, tile
         width = layer.output_size_per_partition
         self.first = groups.tensor().rank() * width
-        self.width = min(max(vocabulary - self.first, 0), width)  # without the rows that fill up the last rank's part
+        # Rows that fill up the last rank's part are left out.
+        self.width = min(max(vocabulary - self.first, 0), width)
 
-    def __call__(self, hidden: Tensor, weight: Tensor | None = None, **unused: Any) -> tuple[Tensor, None]:
-        """[t / tp, 1, H] -> [wanted, R], as Megatron's model transposes it."""
+    def __call__(
+        self, hidden: Tensor, weight: Tensor | None = None, **unused: Any
+    ) -> tuple[Tensor, None]:
+        """Map [t / tp, 1, H] to [wanted, R], which Megatron's model transposes."""
         if self.layer.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden)
-        if weight is None:  # embeddings that are tied come as an argument
+        # Tied embeddings come as an argument.
+        if weight is None:
             weight = self.layer.weight
             assert weight is not None
+
         packed = self.packed
         found = token_logprobs(
             hidden[:, 0][packed.sources],
@@ -57,24 +63,30 @@ class LogprobHead:
             "sum_pi_squared" in self.want,
             self.tile,
         )
-        outputs: dict[str, Any] = dict(zip(("logprobs", "entropy", "sum_pi_squared"), found, strict=True))
+        names = ("logprobs", "entropy", "sum_pi_squared")
+        outputs: dict[str, Any] = dict(zip(names, found, strict=True))
         return _whole(torch.stack([outputs[name] for name in self.want]), packed), None
 
 
 class ValueHead(nn.Module):
-    """One value per token, in fp32 whatever the dtype of the backbone; every tensor-parallel rank has all of it."""
+    """One value per token, in fp32 for every dtype of the backbone.
+
+    Every tensor-parallel rank has all of it.
+    """
 
     packed: Packed
     want: tuple[str, ...]
 
-    def __init__(self, hidden_size: int, dtype: torch.dtype, device: torch.device, sequence_parallel: bool) -> None:
+    def __init__(
+        self, hidden_size: int, dtype: torch.dtype, device: torch.device, sequence_parallel: bool
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1, hidden_size, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.zeros(1, dtype=dtype, device=device))
         self.sequence_parallel = sequence_parallel
 
     def forward(self, hidden: Tensor, **unused: Any) -> tuple[Tensor, None]:
-        """[t / tp, 1, H] -> [1, R]."""
+        """Map [t / tp, 1, H] to [1, R]."""
         if self.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         states = hidden[:, 0][self.packed.sources].float()
@@ -83,7 +95,10 @@ class ValueHead(nn.Module):
 
 
 def _whole(local: Tensor, packed: Packed) -> Tensor:
-    """[n, L] -> [n, R]: the outputs of all context-parallel ranks on each; a gradient goes to where it came from."""
+    """Map [n, L] to [n, R]: the outputs of all context-parallel ranks, on each.
+
+    A gradient goes to where its output came from.
+    """
     group = groups.context()
     if group.size() == 1:
         return local

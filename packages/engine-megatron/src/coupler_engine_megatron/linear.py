@@ -1,4 +1,4 @@
-"""A linear map that every tensor-parallel rank has whole, where there is no Transformer Engine."""
+"""Linear map that every tensor-parallel rank has whole, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,14 @@ from torch import Tensor
 
 
 class WholeLinear(torch.nn.Linear):
-    """For compressed states of latent attention; its gradient is summed where each rank has a part of the tokens."""
+    """Linear map for the compressed states of latent attention.
 
-    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **unused: Any) -> None:
+    Its gradient is summed if each rank has a part of the tokens.
+    """
+
+    def __init__(
+        self, input_size: int, output_size: int, *, config: TransformerConfig, **unused: Any
+    ) -> None:
         super().__init__(input_size, output_size, bias=False, dtype=config.params_dtype)
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010  # Megatron looks there
 

@@ -1,7 +1,8 @@
-"""Move what a model and its optimizer hold between the device and the host, storage by storage.
+"""Move a model and its optimizer between the device and the host, storage by storage.
 
-Megatron's parameters and gradients are views of a few large buffers, and many tensors point into each: it is the
-storage behind them that gives its memory back, and every view is whole again once it has it.
+Megatron's parameters and gradients are views of a few large buffers, and many tensors
+point into each. The storage behind them gives its memory back, and every view is whole
+again once the storage has it.
 """
 
 from __future__ import annotations
@@ -14,16 +15,19 @@ from torch import Tensor
 
 
 class Parked:
-    """Storages that are on the host now."""
+    """The storages that are on the host now."""
 
     def __init__(self) -> None:
-        self._host: dict[str, list[_Storage]] = {}  # by what they are
+        self._host: dict[str, list[_Storage]] = {}
+        """The storages by what they hold."""
 
     def offload(self, what: str, tensors: Iterable[Tensor], *, zeros: bool = False) -> None:
-        """Copy the storages of ``tensors`` to the host and free their memory; those that are there already stay.
+        """Copy the storages of ``tensors`` to the host and free their memory.
+
+        Those that are there already stay.
 
         Args:
-            zeros: they hold nothing else: no copy is made.
+            zeros: the storages hold zeros, so that no copy is made.
         """
         if what in self._host:
             return
@@ -31,7 +35,10 @@ class Parked:
         self._host[what] = []
         for tensor in storages.values():
             whole = _bytes_of(tensor)
-            copy = None if zeros else torch.empty(len(whole), dtype=torch.uint8, pin_memory=whole.is_cuda).copy_(whole)
+            copy = None
+            if not zeros:
+                copy = torch.empty(len(whole), dtype=torch.uint8, pin_memory=whole.is_cuda)
+                copy.copy_(whole)
             self._host[what].append(_Storage(tensor.detach(), len(whole), copy))
         for tensor in storages.values():
             tensor.untyped_storage().resize_(0)
@@ -45,11 +52,14 @@ class Parked:
 
 
 class _Storage(NamedTuple):
-    view: Tensor  # of it
-    size: int  # bytes
-    copy: Tensor | None  # None: zeros
+    view: Tensor
+    """A view of the storage."""
+    size: int
+    """Bytes of the storage."""
+    copy: Tensor | None
+    """The bytes on the host, or None for zeros."""
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """All of the storage that a tensor is a view of."""
+    """Return all of the storage that a tensor is a view of."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

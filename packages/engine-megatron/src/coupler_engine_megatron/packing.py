@@ -1,4 +1,4 @@
-"""From a ragged NumPy batch to one packed row of tensors, as Megatron-Core's ``thd`` layout wants it."""
+"""Pack a ragged NumPy batch into one row, in Megatron-Core's ``thd`` layout."""
 
 from __future__ import annotations
 
@@ -18,10 +18,15 @@ from coupler_engine_megatron.routing import Params
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """What lengths must be multiples of. Filling up costs time and changes no result: nothing reads these tokens."""
+    """Numbers that lengths must be multiples of.
 
-    sequence: int  # two chunks for each context-parallel rank
-    total: int  # and as many tokens on each tensor-parallel rank, where these split the tokens
+    Filling up costs time and changes no result, since nothing reads these tokens.
+    """
+
+    sequence: int
+    """Two chunks for each context-parallel rank."""
+    total: int
+    """As many tokens on each tensor-parallel rank, if these ranks split the tokens."""
 
     @staticmethod
     def of(context_parallel: int, split_tokens: int) -> Alignment:
@@ -31,18 +36,29 @@ class Alignment:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """One micro-batch on one rank: N tokens of the packed row, of which this context-parallel rank holds N / cp."""
+    """One micro-batch on one rank.
+
+    The packed row has N tokens, of which this context-parallel rank holds N / cp.
+    """
 
     batch: Batch
-    tokens: Tensor  # [1, N / cp] int64
-    positions: Tensor  # [1, N / cp] int64, from 0 in each sequence
+    tokens: Tensor
+    """[1, N / cp] int64"""
+    positions: Tensor
+    """[1, N / cp] int64, from 0 in each sequence"""
     params: Params
-    rows: Tensor  # [R] int64: the tokens of the batch under ``loss_mask``, which are predicted
-    sources: Tensor  # [L] int64: where in N / cp the token before each stands; those that this rank holds
-    places: Tensor  # [L] int64: where in R these are
-    targets: Tensor  # [L] int64
-    temperature: Tensor | None  # [L] fp32; None is 1 everywhere
-    held: np.ndarray  # [N / cp] the token of the batch at each place; -1: there for the alignment only
+    rows: Tensor
+    """[R] int64: the tokens of the batch under ``loss_mask``, which are predicted"""
+    sources: Tensor
+    """[L] int64: the place in N / cp of the token before each, if this rank has it"""
+    places: Tensor
+    """[L] int64: the place of these in R"""
+    targets: Tensor
+    """[L] int64"""
+    temperature: Tensor | None
+    """[L] fp32, or None for 1 everywhere"""
+    held: np.ndarray
+    """[N / cp] the token of the batch at each place, or -1 for one that fills up"""
 
     @property
     def num_rows(self) -> int:
@@ -53,18 +69,26 @@ def pack(batch: Batch, device: torch.device, align: Alignment, size: int, rank: 
     """Pack the sequences of ``batch`` for one of ``size`` context-parallel ranks.
 
     Raises:
-        CouplerError: a temperature is not above 0, or a sequence's first token is under ``loss_mask``.
+        CouplerError: a temperature is not above 0, or a sequence's first token is under
+            ``loss_mask``.
     """
     lengths = batch.lengths[batch.lengths > 0]
     starts = np.concatenate([[0], np.cumsum(lengths)])
     rows = np.flatnonzero(batch["loss_mask"])
     if np.isin(rows, starts).any():
-        raise CouplerError("loss_mask is true on the first token of a sequence, which nothing predicts.")
+        raise CouplerError(
+            "loss_mask is true on the first token of a sequence, which nothing predicts."
+        )
+
+    # The place of each token of the batch, and the token at each place.
     edges = _edges(lengths, align)
-    place = np.arange(len(batch["tokens"])) + np.repeat(edges[: len(lengths)] - starts[:-1], lengths)
-    tokens, within = np.zeros(edges[-1], np.int64), np.arange(edges[-1]) - np.repeat(edges[:-1], np.diff(edges))
-    row = np.full(edges[-1], -1)
+    shifts = np.repeat(edges[: len(lengths)] - starts[:-1], lengths)
+    place = np.arange(len(batch["tokens"])) + shifts
+    within = np.arange(edges[-1]) - np.repeat(edges[:-1], np.diff(edges))
+    tokens, row = np.zeros(edges[-1], np.int64), np.full(edges[-1], -1)
     tokens[place], row[place] = batch["tokens"], np.arange(len(place))
+
+    # This rank's part of the row.
     held = np.arange(edges[-1]) if size == 1 else _held(edges, size, rank)
     local = np.full(edges[-1], -1)
     local[held] = np.arange(len(held))
@@ -90,15 +114,20 @@ def pack(batch: Batch, device: torch.device, align: Alignment, size: int, rank: 
 
 
 def _edges(lengths: np.ndarray, align: Alignment) -> np.ndarray:
-    """Where each sequence begins in the row, and its end; a last piece fills the row up, and an empty batch's row."""
+    """Return where each sequence begins in the row, and where the row ends.
+
+    A last piece fills the row up, also that of an empty batch.
+    """
     sizes = -(-lengths // align.sequence) * align.sequence
     rest = -int(sizes.sum()) % align.total if len(sizes) else max(align.total, 2)
     return np.concatenate([[0], np.cumsum([*sizes, *([rest] if rest else [])])]).astype(np.int64)
 
 
 def _held(edges: np.ndarray, size: int, rank: int) -> np.ndarray:
-    """Which tokens of the row a context-parallel rank holds, in its order."""
-    pieces = [start + positions(int(end - start), size, rank).numpy() for start, end in pairwise(edges)]
+    """Return which tokens of the row a context-parallel rank holds, in its order."""
+    pieces = [
+        start + positions(int(end - start), size, rank).numpy() for start, end in pairwise(edges)
+    ]
     return np.concatenate(pieces)
 
 

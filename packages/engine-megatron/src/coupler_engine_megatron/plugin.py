@@ -1,4 +1,4 @@
-"""Entry point: ``engine=megatron``."""
+"""Register ``engine=megatron``."""
 
 from __future__ import annotations
 
@@ -37,14 +37,17 @@ def coupler_backends() -> Iterable[Backend]:
             "mbridge": ">=0.15.1,<0.16",
             "torch": ">=2.11,<2.14",
             "transformers": ">=5.12,<5.18",
-            "transformer-engine": ">=2.9,<2.12",  # where it is installed
+            # Checked only if it is installed.
+            "transformer-engine": ">=2.9,<2.12",
         },
     )
 
 
 @hookimpl
 def coupler_validate(config: RunConfig) -> Iterable[str]:
-    """Parallel sizes that do not fit the ranks, or the model where its folder is there already."""
+    """Refuse parallel sizes that do not fit the ranks, or a model that is there
+    already.
+    """
     critic = config.critic.model.path or config.model.path
     for path, engine, folder in (
         ("engine", config.engine, config.model.path),
@@ -54,19 +57,23 @@ def coupler_validate(config: RunConfig) -> Iterable[str]:
             for what, fix in problems(engine, engine.ranks, read_shape(Path(folder)), path):
                 yield f"{what}: set {fix}."
     shape = read_shape(Path(config.model.path))
-    if (
-        isinstance(config.engine, MegatronConfig)
-        and config.router_replay != "disabled"
-        and shape is not None
-        and not experts_of(shape)
-    ):
-        yield f"router_replay={config.router_replay} needs a model with experts: set router_replay=disabled."
+    replays = isinstance(config.engine, MegatronConfig) and config.router_replay != "disabled"
+    if replays and shape is not None and not experts_of(shape):
+        yield (
+            f"router_replay={config.router_replay} needs a model with experts: set "
+            "router_replay=disabled."
+        )
 
 
 @hookimpl
 def coupler_doctor(config: RunConfig | None) -> Iterable[Finding]:
-    """What is replaced on the CPU, where the run has this engine: it takes the import of Megatron-Core to know it."""
-    if config is None or not any(isinstance(e, MegatronConfig) for e in (config.engine, config.critic.engine)):
+    """Say what is replaced on the CPU, if the run has this engine.
+
+    Only an import of Megatron-Core can tell.
+    """
+    if config is None or not any(
+        isinstance(e, MegatronConfig) for e in (config.engine, config.critic.engine)
+    ):
         return []
     from coupler_engine_megatron.doctor import stand_ins
 

@@ -1,9 +1,12 @@
-"""Which experts tokens go to: recorded, replayed, and balanced by losses that every token weighs in equally.
+"""Record and replay the experts of tokens, and balance them by losses.
 
-The engine tells each layer about the micro-batch with the arguments of its call, so that a layer which is computed
-again in the backward pass, or whose micro-batches overlap in a pipeline, knows which one it has.
+Every token weighs equally in these losses. The engine tells each layer about the
+micro-batch with the arguments of its call. A layer which is computed again in the
+backward pass, or whose micro-batches overlap in a pipeline, then knows which one it
+has.
 
-Shapes: n tokens of the packed row on this rank, m of them of the batch, L layers with a router, E experts, K chosen.
+Shapes: n tokens of the packed row on this rank, m of them of the batch, L layers with a
+router, E experts, K chosen.
 """
 
 from __future__ import annotations
@@ -26,36 +29,46 @@ from coupler.metrics import Metric, Metrics
 from coupler_engine_megatron import groups
 from coupler_engine_megatron.distributed import exchange
 
-_FACTS = ("balance", "z", "replayed", "moved")  # what a router adds up behind the tokens of its experts
+_FACTS = ("balance", "z", "replayed", "moved")
+"""The sums that a router keeps behind the tokens of its experts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
     """The tokens of one micro-batch that this rank routes."""
 
-    places: Tensor  # [m] int64, of the n
-    rows: Tensor  # [m] int64: where their experts are noted in ``record``
-    sequence: Tensor  # [m] int64
-    lengths: Tensor  # [sequences] fp32, whole
-    targets: Tensor | None  # [n, L, K], -1 where the router decides; None: everywhere
-    share: float  # of one token in the losses: 1 / tokens of the mini-batch
-    record: Tensor | None  # [tokens of all micro-batches, L, K] where experts are noted, plus one
+    places: Tensor
+    """[m] int64: their places in the n"""
+    rows: Tensor
+    """[m] int64: the rows of ``record`` that take their experts"""
+    sequence: Tensor
+    """[m] int64: their sequences"""
+    lengths: Tensor
+    """[sequences] fp32: whole lengths"""
+    targets: Tensor | None
+    """[n, L, K], -1 for tokens that the router decides; None if it decides all"""
+    share: float
+    """The weight of one token in the losses: 1 / tokens of the mini-batch."""
+    record: Tensor | None
+    """[tokens of all micro-batches, L, K] where experts are noted, plus one"""
 
 
 @dataclass
 class Params(PackedSeqParams):
-    """What every layer gets of a packed row."""
+    """The packing that every layer gets, with the tokens of its router."""
 
     routed: Tokens | None = None
 
 
 class Choice:
-    """Stands where Megatron's router asks for the experts of each token."""
+    """Stand in where Megatron's router asks for the experts of each token."""
 
     def __init__(self) -> None:
-        self.index = 0  # of this layer among those with a router
+        # The number of this layer among those with a router.
+        self.index = 0
         self.now: Tokens | None = None
-        self.moved: tuple[Tensor, Tensor] | None = None  # of the last call: replayed tokens, and those of other experts
+        # The replayed tokens of the last call, and how many went to other experts.
+        self.moved: tuple[Tensor, Tensor] | None = None
 
     def get_replay_topk(
         self,
@@ -65,9 +78,14 @@ class Choice:
         group_topk: int | None,
         choose: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
-        """[n, E] scores -> scores and numbers [n, K] of the experts; the scores keep their gradient."""
+        """Choose the experts of tokens whose scores are [n, E].
+
+        Returns:
+            Scores [n, K] of the chosen experts, with their gradient, and their numbers.
+        """
         values, chosen = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
         now = self.now
+
         if now is not None and now.targets is not None:
             target = now.targets[:, self.index].long()
             known = (target >= 0).all(1)
@@ -75,110 +93,147 @@ class Choice:
             self.moved = known.sum(), (known & ~same).sum()
             chosen = torch.where(known[:, None], target, chosen)
             values = scores.gather(1, chosen)
+
         if now is not None and now.record is not None:
             now.record[now.rows, self.index] = (chosen[now.places] + 1).to(now.record.dtype)
         return values, chosen
 
 
 class Router(TopKRouter):
-    """Megatron's router with :class:`Choice` in it, and with losses that no micro-batch and no split of ranks changes.
+    """Megatron's router with a :class:`Choice`, and with losses of its own.
 
-    Balance, of each sequence s of T_s tokens (DeepSeek-V3, arXiv 2412.19437, equations 17 to 20), weighed by tokens:
-    ``sum_s T_s / T * sum_i f_si P_si``, where ``f_si = E / (K T_s) * (its tokens that go to expert i)`` and ``P_si`` is
-    the mean of its normalised scores. And z (ST-MoE, arXiv 2202.08906, equation 5): ``1 / T sum_t logsumexp(x_t)^2``.
+    No micro-batch and no split of ranks changes these losses.
+
+    Balance, of each sequence s of T_s tokens (DeepSeek-V3, arXiv 2412.19437, equations
+    17 to 20), weighed by tokens: ``sum_s T_s / T * sum_i f_si P_si``, where ``f_si = E
+    / (K T_s) * (its tokens that go to expert i)`` and ``P_si`` is the mean of its
+    normalised scores. And z (ST-MoE, arXiv 2202.08906, equation 5): ``1 / T sum_t
+    logsumexp(x_t)^2``.
     """
 
-    coefficients: tuple[float, float] = (0.0, 0.0)  # of both, in the loss
+    coefficients: tuple[float, float] = (0.0, 0.0)
+    """The weights of both in the loss."""
     num_experts: int
 
     def __init__(self, config: Any, pg_collection: Any = None) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
         self.choice = self.router_replay = Choice()
-        if self.enable_expert_bias:  # a parameter that is not trained, so that weights are read and sent as others are
+        # A parameter that is not trained, so that its weights are read and sent as
+        # others are.
+        if self.enable_expert_bias:
             bias = self.expert_bias
             del self.expert_bias
             self.expert_bias = nn.Parameter(bias, requires_grad=False)
         self.totals = torch.zeros(self.num_experts + len(_FACTS), dtype=torch.float64)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """[n, 1, E] logits -> probabilities and choices [n, E]."""
+        """Map [n, 1, E] logits to probabilities and choices [n, E]."""
         now, learns = self.choice.now, torch.is_grad_enabled()
         if now is None or not learns:
             return super().routing(logits, padding_mask)
+
         flat, (balance, z) = logits.view(-1, self.num_experts), self.coefficients
         facts = dict.fromkeys(_FACTS, logits.new_zeros(()))
+
         if z:
             facts["z"] = flat[now.places].float().logsumexp(1).square().sum() * now.share
             logits = MoEAuxLossAutoScaler.apply(logits, facts["z"] * z)
+
         probs, chosen = super().routing(logits, padding_mask)
         if balance:
             facts["balance"] = self._imbalance(flat, chosen, now) * now.share
             probs = MoEAuxLossAutoScaler.apply(probs, facts["balance"] * balance)
+
         if self.choice.moved is not None:
             facts["replayed"], facts["moved"] = self.choice.moved
         counts = chosen[now.places].sum(0).double()
-        self.totals += torch.cat([counts, torch.stack([fact.detach().double() for fact in facts.values()])])
+        sums = torch.stack([fact.detach().double() for fact in facts.values()])
+        self.totals += torch.cat([counts, sums])
         return probs, chosen
 
     def _imbalance(self, logits: Tensor, chosen: Tensor, now: Tokens) -> Tensor:
-        """This rank's part of ``sum_s T_s sum_i f_si P_si``; collective over the ranks that share the sequences."""
+        """Return this rank's part of ``sum_s T_s sum_i f_si P_si``.
+
+        It is collective over the ranks that share the sequences.
+        """
         scores = logits[now.places].float()
         if self.score_function == "sigmoid":
             scores = scores.sigmoid()
             scores = scores / (scores.sum(1, keepdim=True) + 1e-20)
         else:
             scores = scores.softmax(1)
+
         empty = scores.new_zeros(len(now.lengths), self.num_experts)
         counts = empty.index_add(0, now.sequence, chosen[now.places].to(scores.dtype))
         if self.tp_cp_group.size() > 1:
             dist.all_reduce(counts, group=self.tp_cp_group)
+
         sums = empty.index_add(0, now.sequence, scores)
         return (sums * counts / now.lengths[:, None]).sum() * (self.num_experts / self.topk)
 
 
 def _tell(layer: Any, _args: Any, kwargs: dict[str, Any]) -> None:
-    """Before each pass of a layer: its router learns which micro-batch this is."""
+    """Tell a layer's router, before each pass, which micro-batch this is."""
     choice = layer.mlp.router.choice
     choice.now, choice.moved = kwargs["packed_seq_params"].routed, None
 
 
 class Routers:
-    """The routers of this rank, and what is known of those of the whole model."""
+    """The routers of this rank, and facts of those of the whole model."""
 
-    def __init__(self, chunks: Sequence[nn.Module], shape: Any, balance: float, z: float, device: torch.device) -> None:
-        """Collective over all ranks.
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        shape: Any,
+        balance: float,
+        z: float,
+        device: torch.device,
+    ) -> None:
+        """Find the routers. This is collective over all ranks.
 
         Args:
             shape: Megatron's configuration of the model.
             balance: coefficient of the first of the losses of :class:`Router`.
-            z: of the second.
+            z: coefficient of the second.
         """
-        layers: list[Any] = [m for chunk in chunks for m in chunk.modules() if isinstance(_router_of(m), Router)]
+        layers: list[Any] = [
+            m for chunk in chunks for m in chunk.modules() if isinstance(_router_of(m), Router)
+        ]
         numbers = [layer.layer_number for layer in layers]
         every = sorted({number for found in exchange(numbers) for number in found})
         self.routers: list[Router] = [layer.mlp.router for layer in layers]
         self.num_layers, self.device, self.coefficients = len(every), device, (balance, z)
         self.num_experts, self.topk = shape.num_moe_experts or 0, shape.moe_router_topk
+
         for layer, router in zip(layers, self.routers, strict=True):
             layer.register_forward_pre_hook(_tell, with_kwargs=True)
-            router.choice.index, router.coefficients = every.index(layer.layer_number), self.coefficients
+            router.choice.index = every.index(layer.layer_number)
+            router.coefficients = self.coefficients
             router.totals = router.totals.to(device)
             router._maintain_float32_expert_bias()
 
     def freeze(self) -> None:
-        """Train no router; before gradients have buffers."""
+        """Train no router. It is called before gradients have buffers."""
         for router in self.routers:
             router.requires_grad_(False)
 
     def problem(self, batch: Batch) -> str:
-        """Why the column ``routed_experts`` of ``batch`` cannot be replayed; empty where it can, or is not there."""
+        """Return why the column ``routed_experts`` of ``batch`` cannot be replayed.
+
+        It is empty if the column can be replayed, or is not there.
+        """
         if not batch.has(ROUTED_EXPERTS):
             return ""
         if not self.num_layers:
             return "the batch has a column routed_experts, and the model has no experts"
+
         column, want = batch[ROUTED_EXPERTS], (batch.num_tokens, self.num_layers, self.topk)
         if column.shape != want or column.dtype.kind not in "iu":
-            return f"routed_experts is {column.dtype} {list(column.shape)}, expected integers {list(want)}"
+            return (
+                f"routed_experts is {column.dtype} {list(column.shape)}, expected integers "
+                f"{list(want)}"
+            )
+
         chosen = np.sort(column, axis=2)
         fed = (chosen >= 0).all(2)
         if (chosen[..., -1] >= self.num_experts).any():
@@ -187,25 +242,31 @@ class Routers:
             return "routed_experts names an expert twice for one token"
         return ""
 
-    def tokens(self, batch: Batch, held: np.ndarray, share: float, record: Tensor | None) -> Tokens | None:
-        """What the routers of one micro-batch are told; None where the model has none.
+    def tokens(
+        self, batch: Batch, held: np.ndarray, share: float, record: Tensor | None
+    ) -> Tokens | None:
+        """Return what the routers of one micro-batch are told, or None without routers.
 
         Args:
-            held: [n of the context-parallel rank] the token of the batch at each place; -1: none.
-            record: [T, L, K] to note experts in, at the rows that the column ``row`` of ``batch`` says.
+            held: [n of the context-parallel rank] the token of the batch at each place;
+                -1: none.
+            record: [T, L, K] to note experts in, at the rows that the column ``row`` of
+                ``batch`` says.
         """
         if not self.num_layers:
             return None
-        group = (
-            groups.tensor()
-        )  # its ranks split the tokens: Megatron wants sequence parallelism where there are experts
+        # The ranks of this group split the tokens: Megatron wants sequence parallelism
+        # if there are experts.
+        group = groups.tensor()
         held = np.split(held, group.size())[group.rank()]
         places = np.flatnonzero(held >= 0)
         rows = held[places]
+
         targets = None
         if batch.has(ROUTED_EXPERTS):
-            targets = np.full((len(held), self.num_layers, self.topk), -1, batch[ROUTED_EXPERTS].dtype)
-            targets[places] = batch[ROUTED_EXPERTS][rows]
+            column = batch[ROUTED_EXPERTS]
+            targets = np.full((len(held), self.num_layers, self.topk), -1, column.dtype)
+            targets[places] = column[rows]
         sequence = np.repeat(np.arange(len(batch)), batch.lengths)
 
         def tensor(array: np.ndarray) -> Tensor:
@@ -222,12 +283,15 @@ class Routers:
         )
 
     def empty_record(self, num_tokens: int) -> Tensor:
-        """[T, L, K] zeros, in which 1 stands for expert 0."""
+        """Return [T, L, K] zeros, in which 1 stands for expert 0."""
         dtype = torch.uint8 if self.num_experts < 255 else torch.int32
         return torch.zeros(num_tokens, self.num_layers, self.topk, dtype=dtype, device=self.device)
 
     def whole_record(self, record: Tensor) -> np.ndarray:
-        """[T, L, K] what the ranks of one data shard noted together, in the smallest type that holds it."""
+        """Return [T, L, K] what the ranks of one data shard noted together.
+
+        The dtype is the smallest that holds it.
+        """
         for group in (groups.tensor_and_context(), groups.pipeline()):
             if group.size() > 1:
                 dist.all_reduce(record, group=group)
@@ -235,16 +299,18 @@ class Routers:
         return (record.cpu().numpy().astype(np.int32) - 1).astype(dtype)
 
     def clear(self) -> None:
-        """Forget what was added up."""
+        """Forget the sums."""
         for router in self.routers:
             router.totals.zero_()
 
     def metrics(self) -> Metrics:
-        """Of the last mini-batch, the same on every rank; collective over all of them.
+        """Return metrics of the last mini-batch, the same on every rank.
 
-        ``moe/max_load`` is the tokens of a layer's busiest expert over the mean, 1 where all have as many;
-        ``moe/max_rank_load`` the same of expert-parallel ranks, whose slowest one all wait for;
-        ``moe/route_disagreement`` how often the router would have chosen others than were replayed.
+        This is collective over all ranks. ``moe/max_load`` is the tokens of a layer's
+        busiest expert over the mean, and 1 if all have as many. ``moe/max_rank_load``
+        is the same for expert-parallel ranks, whose slowest one all wait for.
+        ``moe/route_disagreement`` is how often the router would have chosen others than
+        were replayed.
         """
         if not self.num_layers:
             return {}
@@ -253,21 +319,24 @@ class Routers:
         for router in self.routers:
             totals[router.choice.index] = router.totals
         dist.all_reduce(totals)
-        counts, facts = totals[:, : self.num_experts].cpu(), totals[:, self.num_experts :].sum(0).tolist()
-        balance, z, replayed, moved = facts
+        counts = totals[:, : self.num_experts].cpu()
+        balance, z, replayed, moved = totals[:, self.num_experts :].sum(0).tolist()
+
         found = {"moe/max_load": self._load(counts)}
         if (ranks := groups.expert().size()) > 1:
             found["moe/max_rank_load"] = self._load(counts.unflatten(1, (ranks, -1)).sum(2))
         if replayed:
             found["moe/route_disagreement"] = Metric(moved, replayed)
-        for name, value, on in zip(("moe/aux_loss", "moe/z_loss"), (balance, z), self.coefficients, strict=True):
+        losses = {"moe/aux_loss": balance, "moe/z_loss": z}
+        for (name, value), on in zip(losses.items(), self.coefficients, strict=True):
             if on:
                 found[name] = Metric(value, self.num_layers)
         return found
 
     def _load(self, counts: Tensor) -> Metric:
-        """[L, n] tokens: those of the busiest over the mean."""
-        return Metric(float((counts.amax(1) / counts.mean(1).clamp(min=1e-9)).sum()), self.num_layers)
+        """Return the tokens of the busiest over the mean, of [L, n] tokens."""
+        loads = counts.amax(1) / counts.mean(1).clamp(min=1e-9)
+        return Metric(float(loads.sum()), self.num_layers)
 
 
 def _router_of(module: nn.Module) -> Any:

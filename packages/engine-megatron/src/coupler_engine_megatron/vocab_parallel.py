@@ -1,8 +1,10 @@
-"""Log-probabilities, entropy and sums of squares over a vocabulary that ranks share, without the logits.
+"""Compute log-probs, entropy and sums of squares over a vocabulary that ranks share.
 
-Each rank has the rows of the head's weight for its part of the vocabulary, and computes its logits in tiles of it: of
-every tile only log-sum-exps, the mean logit and the targets' logits remain, and these are combined over ranks. The
-backward pass computes each tile again. Everything about a logit is fp32, and gradients add up in fp32.
+The whole logits never exist. Each rank has the rows of the head's weight for its part
+of the vocabulary, and computes its logits in tiles of it. Of every tile only
+log-sum-exps, the mean logit and the targets' logits remain, and these are combined over
+ranks. The backward pass computes each tile again. Everything about a logit is fp32, and
+gradients add up in fp32.
 
 Shapes: R rows, H hidden size, V vocabulary, v this rank's part of it.
 """
@@ -16,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_ALIGNED = 128  # columns; matrix products of other widths are slower on a GPU
+_ALIGNED = 128
+"""Columns. Matrix products of other widths are slower on a GPU."""
 
 
 def token_logprobs(
@@ -30,10 +33,11 @@ def token_logprobs(
     want_squares: bool = False,
     tile: int = 0,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return log p(target) and, if wanted, entropy and sum of squares of p = softmax(hidden @ weight.T / temperature).
+    """Return log p(target) and, if wanted, entropy and sum of squares of p.
 
-    Collective over ``group``; its ranks get the same results. The gradient of ``hidden`` is this rank's share, and
-    their sum is the whole one: Megatron's mapping before the head adds them up.
+    p = softmax(hidden @ weight.T / temperature). The call is collective over ``group``,
+    whose ranks get the same results. The gradient of ``hidden`` is this rank's share,
+    and their sum is the whole one: Megatron's mapping before the head adds them up.
 
     Args:
         hidden: [R, H], the same on every rank.
@@ -41,14 +45,17 @@ def token_logprobs(
         targets: [R] int64 in [0, V).
         first: the token that row 0 of ``weight`` stands for.
         temperature: [R] fp32 above 0; None is 1 everywhere.
-        want_entropy: also return the entropy; it is differentiable too.
-        want_squares: also return ``sum_v p_v^2``; so is this.
+        want_entropy: also return the entropy, which is differentiable too.
+        want_squares: also return ``sum_v p_v^2``, which is differentiable too.
         tile: elements of the logits that exist at a time; performance only. 0 chooses.
 
     Returns:
-        [R] fp32 log-probs, and [R] fp32 entropy or None, both in nats; [R] fp32 sums of squares or None.
+        [R] fp32 log-probs, [R] fp32 entropy or None, both in nats, and [R] fp32 sums of
+        squares or None.
     """
-    return _TokenLogprobs.apply(hidden, weight, targets - first, group, temperature, want_entropy, want_squares, tile)
+    return _TokenLogprobs.apply(
+        hidden, weight, targets - first, group, temperature, want_entropy, want_squares, tile
+    )
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -74,12 +81,18 @@ class _TokenLogprobs(torch.autograd.Function):
             log_z = logits.logsumexp(1)
             sums.append(log_z.double())
             if want_entropy:
-                means.append(torch.linalg.vecdot(logits.sub(log_z[:, None]).exp_(), logits).double())
+                p = logits.sub(log_z[:, None]).exp_()
+                means.append(torch.linalg.vecdot(p, logits).double())
             if want_squares:
                 doubles.append(logits.mul_(2).logsumexp(1).double())
+
         log_z, mean, picked = _combine(sums, means, picked, group)
         entropy = (log_z - mean).float() if want_entropy else None
-        squares = (_combine(doubles, [], picked, group)[0] - 2 * log_z).exp().float() if want_squares else None
+        squares = None
+        if want_squares:
+            doubled = _combine(doubles, [], picked, group)[0]
+            squares = (doubled - 2 * log_z).exp().float()
+
         log_z = log_z.float()
         ctx.save_for_backward(hidden, weight, targets, temperature, log_z, entropy, squares)
         ctx.set_materialize_grads(False)
@@ -88,15 +101,21 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, grad_squares: Tensor | None
+        ctx: Any,
+        grad_logprobs: Tensor | None,
+        grad_entropy: Tensor | None,
+        grad_squares: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, temperature, log_z, entropy, squares = ctx.saved_tensors
         slopes = torch.zeros_like(log_z) if grad_logprobs is None else grad_logprobs
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
         grad_weight = torch.empty_like(weight)
+
         for part in ctx.tiles:
             log_p = _logits(hidden, weight[part], temperature).sub_(log_z[:, None])
-            grad = _slopes(log_p, targets - part.start, slopes, (grad_entropy, entropy), (grad_squares, squares))
+            local = targets - part.start
+            entropies, sums = (grad_entropy, entropy), (grad_squares, squares)
+            grad = _slopes(log_p, local, slopes, entropies, sums)
             if temperature is not None:
                 grad.div_(temperature[:, None])
             grad = grad.to(hidden.dtype)
@@ -108,7 +127,11 @@ class _TokenLogprobs(torch.autograd.Function):
 def _combine(
     sums: list[Tensor], means: list[Tensor], picked: Tensor, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-sum-exp, mean logit and the targets' logits over all tiles of all ranks, the first two in fp64."""
+    """Combine all tiles of all ranks.
+
+    Returns:
+        Log-sum-exp and mean logit in fp64, and the targets' logits.
+    """
     each = torch.stack(sums)  # [tiles, R]
     top = each.amax(0)
     dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
@@ -126,10 +149,10 @@ def _slopes(
     of_entropy: tuple[Tensor | None, Tensor | None],
     of_squares: tuple[Tensor | None, Tensor | None],
 ) -> Tensor:
-    """Gradient [R, tile] of the scaled logits z; overwrites ``log_p``.
+    """Return the gradient [R, tile] of the scaled logits z. It overwrites ``log_p``.
 
-    dz = g (onehot - p) for log-probs, -g p (log p + entropy) for the entropy, and 2 g p (p - s) for the sum s of
-    squares. The last two come as pairs of g and the value.
+    dz = g (onehot - p) for log-probs, -g p (log p + entropy) for the entropy, and 2 g p
+    (p - s) for the sum s of squares. The last two come as pairs of g and the value.
     """
     (grad_entropy, entropy), (grad_squares, squares) = of_entropy, of_squares
     if grad_entropy is None and grad_squares is None:
@@ -143,12 +166,16 @@ def _slopes(
         if grad_squares is not None and squares is not None:
             grad.add_((p - squares[:, None]).mul_(2 * grad_squares[:, None]))
         grad.sub_(grad_logprobs[:, None]).mul_(p)
+
     index, inside = _locate(targets, grad.shape[1])
     return grad.scatter_add_(1, index, torch.where(inside, grad_logprobs, 0.0)[:, None])
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: Tensor | None) -> Tensor:
-    """[R, tile] fp32, scaled; a GPU does not round products of bf16 to bf16 on the way."""
+    """Return scaled logits [R, tile] in fp32.
+
+    A GPU does not round products of bf16 to bf16 on the way.
+    """
     if hidden.is_cuda and hidden.dtype != torch.float32:
         logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     else:
@@ -167,16 +194,21 @@ def _add_matmul(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _locate(targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """[R, 1] column of each target, clamped into the tile, and [R] whether it is inside."""
+    """Return the column of each target [R, 1], clamped into the tile, and if it is
+    inside.
+    """
     return targets.clamp(0, width - 1)[:, None], (targets >= 0) & (targets < width)
 
 
 def _default_tile(hidden: Tensor) -> int:
-    """Elements; on a GPU few enough launches that they do not bound the time."""
+    """Return a tile's elements. On a GPU launches are too few to bound the time."""
     return 2**26 if hidden.is_cuda else 2**21
 
 
 def _tiles(vocabulary: int, rows: int, elements: int) -> list[slice]:
-    """Cut the vocabulary into tiles of so many elements at most, but at least one aligned width."""
+    """Cut the vocabulary into tiles of so many elements at most.
+
+    A tile has at least one aligned width.
+    """
     width = max(elements // max(rows, 1) // _ALIGNED, 1) * _ALIGNED
     return [slice(start, min(start + width, vocabulary)) for start in range(0, vocabulary, width)]

@@ -19,24 +19,36 @@ SCHEDULER = "coupler_rollout_vllm.scheduler.scheduler"
 
 
 def engine_arguments(config: VLLMConfig, model: Model, rank: Rank) -> dict[str, Any]:
-    """Keyword arguments of ``AsyncEngineArgs``: dummy weights, token ids in and out, log-probs after the temperature.
+    """Return the keyword arguments of ``AsyncEngineArgs``.
+
+    They ask for dummy weights, token ids in and out, and log-probs after the
+    temperature.
 
     Raises:
         ConfigError: a key needs a GPU.
     """
-    import torch  # comes with vLLM: without both, a rollout can still say what is missing
+    # vLLM brings torch. Without either, a rollout can still say what is missing.
+    import torch
 
     gpu = torch.cuda.is_available()
     if config.routed_experts and not gpu:
-        raise ConfigError("rollout.routed_experts=true needs a GPU: vLLM's CPU build records no routes.")
-    dtype = config.dtype if config.dtype is not Precision.AUTO else (Precision.BF16 if gpu else Precision.FP32)
+        raise ConfigError(
+            "rollout.routed_experts=true needs a GPU: vLLM's CPU build records no routes."
+        )
+
+    dtype = config.dtype
+    if dtype is Precision.AUTO:
+        dtype = Precision.BF16 if gpu else Precision.FP32
+
     arguments: dict[str, Any] = {
         "model": model.path,
         "trust_remote_code": model.trust_remote_code,
         "dtype": DTYPES[dtype],
-        "load_format": "dummy",  # only an update brings weights
+        # Only an update brings weights.
+        "load_format": "dummy",
         "skip_tokenizer_init": True,
-        "generation_config": "vllm",  # no sampling defaults and no stop tokens of the model's folder
+        # No sampling defaults and no stop tokens come from the model's folder.
+        "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": 1,
         "seed": rank.seed % 2**32,
@@ -44,7 +56,8 @@ def engine_arguments(config: VLLMConfig, model: Model, rank: Rank) -> dict[str, 
         "distributed_executor_backend": "uni" if config.tensor_parallel == 1 else "mp",
         "max_num_seqs": config.max_sequences,
         "enable_prefix_caching": config.prefix_caching,
-        # on the CPU, vLLM cannot take back the random number that it draws at the end of a piece of a prompt
+        # On the CPU, vLLM cannot take back the random number that it draws at the end
+        # of a piece of a prompt.
         "enable_chunked_prefill": config.chunked_prefill and (gpu or not config.per_request_seeds),
         "enforce_eager": config.enforce_eager or not gpu,
         "enable_sleep_mode": config.sleep_mode and gpu,
@@ -52,6 +65,7 @@ def engine_arguments(config: VLLMConfig, model: Model, rank: Rank) -> dict[str, 
         "scheduler_cls": SCHEDULER,
         "disable_log_stats": True,
     }
+
     if config.max_batched_tokens:
         arguments["max_num_batched_tokens"] = config.max_batched_tokens
     if config.max_model_len:
@@ -64,18 +78,21 @@ def engine_arguments(config: VLLMConfig, model: Model, rank: Rank) -> dict[str, 
 
 
 def adapter_arguments(rank: int, folder: Path, dtype: Precision, gpu: bool) -> dict[str, Any]:
-    """Room for one adapter of the linear maps in the layers.
+    """Return the arguments that make room for one adapter of the layers' linear maps.
 
     Raises:
-        ConfigError: vLLM's kernels do not take adapters of this dtype, or of this model on the CPU.
+        ConfigError: vLLM's kernels do not take adapters of this dtype, or of this model
+            on the CPU.
     """
     if gpu and dtype is Precision.FP32:
         raise ConfigError(FP32_ADAPTER)
     if not gpu and has_experts(folder):
         raise ConfigError(
-            "rollout.max_lora_rank with a mixture of experts needs a GPU: vLLM then takes experts that no CPU runs.\n"
+            "rollout.max_lora_rank with a mixture of experts needs a GPU: vLLM then takes "
+            "experts that no CPU runs.\n"
             "  try:  rollout.max_lora_rank=0: every sync then brings the sum"
         )
+
     return {
         "enable_lora": True,
         "max_lora_rank": vllm.adapter_size(rank),
@@ -85,17 +102,19 @@ def adapter_arguments(rank: int, folder: Path, dtype: Precision, gpu: bool) -> d
 
 
 def memory_arguments(config: VLLMConfig, gpu: bool) -> dict[str, Any]:
-    """What of the device's memory vLLM takes, and what of that its cache.
+    """Return how much device memory vLLM takes, and how much of it for its cache.
 
     Raises:
         ConfigError: it is more than the device has.
     """
     if not gpu:
         return {"kv_cache_memory_bytes": int((config.kv_cache_gib or CPU_CACHE_GIB) * GIB)}
+
     found: dict[str, Any] = {}
     if config.kv_cache_gib:
         found["kv_cache_memory_bytes"] = int(config.kv_cache_gib * GIB)
-    if wanted := config.gpu_memory_gib or config.kv_cache_gib:  # so much must be free, says vLLM, before it starts
+    # vLLM wants this much to be free before it starts.
+    if wanted := config.gpu_memory_gib or config.kv_cache_gib:
         total = vllm.device_bytes() / GIB
         if wanted > total:
             key = "gpu_memory_gib" if config.gpu_memory_gib else "kv_cache_gib"

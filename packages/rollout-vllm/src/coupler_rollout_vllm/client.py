@@ -1,7 +1,7 @@
-"""Send requests to an engine's scheduler, in the rollout's process, past vLLM's front end.
+"""Send requests straight to an engine's scheduler, in the rollout's process.
 
-That front end handles every token on its own, and clones and checks each request that we
-have made and checked ourselves.
+vLLM's front end handles every token on its own. It also clones and checks each request,
+which we have made and checked ourselves.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ from coupler_rollout_vllm.compat import engine as vllm
 
 @dataclass(slots=True)
 class Running:
-    """One request in the engine: what has arrived of it, and where the weights changed under it."""
+    """One request in the engine: what it has sampled, and where the weights changed."""
 
-    ended: asyncio.Future[str]  # how
-    versions: list[tuple[int, int]]  # (tokens sampled before, version from there on)
+    ended: asyncio.Future[str]
+    """Set to the reason when the request ends."""
+    versions: list[tuple[int, int]]
+    """Pairs of a number of tokens and the version that samples from there on."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    routes: list[np.ndarray] = field(default_factory=list)  # [fed, every layer, topk] in pieces, where recorded
+    routes: list[np.ndarray] = field(default_factory=list)
+    """Pieces of [fed, every layer, topk], where routes are recorded."""
 
     def take(self, output: Any) -> None:
         """Append what the scheduler sent."""
@@ -36,14 +39,16 @@ class Running:
             self.ended.set_result(str(output.finish_reason))
 
     def each_version(self) -> list[int]:
-        """[tokens] the version that sampled each."""
+        """Return the version that sampled each token, [tokens]."""
         ends = [start for start, _ in self.versions[1:]] + [len(self.tokens)]
         stretches = zip(self.versions, ends, strict=True)
-        return list(chain.from_iterable(repeat(version, end - start) for (start, version), end in stretches))
+        return list(
+            chain.from_iterable(repeat(version, end - start) for (start, version), end in stretches)
+        )
 
 
 class Client:
-    """Knows what runs in an engine; one event loop's."""
+    """Know what runs in an engine. One event loop owns the client."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -55,13 +60,22 @@ class Client:
     async def run(
         self, name: str, tokens: list[int], params: Any, salt: str, version: int, *, adapted: bool
     ) -> tuple[Running, str]:
-        """Run one request, with the engine's adapter or without, until it ends or is cut off; return it, and how.
+        """Run one request until it ends or is cut off.
+
+        Args:
+            adapted: run it with the engine's adapter.
+
+        Returns:
+            The request with what it sampled, and the reason why it ended.
 
         Raises:
             EngineDead: the engine's process ended.
         """
-        request = self.running[name] = Running(asyncio.get_running_loop().create_future(), [(0, version)])
+        request = self.running[name] = Running(
+            asyncio.get_running_loop().create_future(), [(0, version)]
+        )
         self.idle.clear()
+
         try:
             await vllm.send_request(self.engine, name, tokens, params, salt, adapted=adapted)
             return request, await request.ended
@@ -74,16 +88,17 @@ class Client:
                 self.idle.set()
 
     async def cut_off(self) -> None:
-        """End all that runs, with what it has by now."""
+        """End every running request with what it has sampled so far."""
         await vllm.freeze(self.engine)
         await vllm.send_abort(self.engine, list(self.running))
+
         for request in self.running.values():
             if not request.ended.done():
                 request.ended.set_result("abort")
         await self.engine.resume_generation()
 
     def lose(self, error: BaseException) -> None:
-        """The engine died: nothing that runs will end."""
+        """Fail every running request, since the engine died."""
         for request in self.running.values():
             if not request.ended.done():
                 request.ended.set_exception(error)

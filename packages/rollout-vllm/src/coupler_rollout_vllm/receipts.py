@@ -1,4 +1,4 @@
-"""Join what model workers loaded into one receipt, in the rollout's process."""
+"""Join the answers of model workers into one receipt, in the rollout's process."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from coupler.interfaces import SyncReceipt
 
 
 def join(version: int, answers: Sequence[dict[str, Any]]) -> SyncReceipt:
-    """One receipt of a replica.
+    """Return one receipt of a replica.
 
-    A name that one worker has no parameter for may be another's (pipeline stages); a parameter without weights is
-    missing wherever it is.
+    With pipeline stages, a name that one worker has no parameter for may be another's,
+    so only names that no worker takes are unexpected. A parameter without weights is
+    missing on whichever worker it is.
 
     Args:
-        answers: of each worker: ``num_received``, ``num_bytes``, ``unused`` and ``missing`` names, ``seconds``.
+        answers: one per worker, with ``num_received``, ``num_bytes``, the names that
+            were ``unused`` and ``missing``, and ``seconds``.
     """
     unexpected = set.intersection(*(set(answer["unused"]) for answer in answers))
     num_received = min(answer["num_received"] for answer in answers)
@@ -26,5 +28,8 @@ def join(version: int, answers: Sequence[dict[str, Any]]) -> SyncReceipt:
         num_bytes=min(answer["num_bytes"] for answer in answers),
         missing=tuple(sorted({name for answer in answers for name in answer["missing"]})),
         unexpected=tuple(sorted(unexpected)),
-        seconds={name: max(answer["seconds"][name] for answer in answers) for name in answers[0]["seconds"]},
+        seconds={
+            name: max(answer["seconds"][name] for answer in answers)
+            for name in answers[0]["seconds"]
+        },
     )

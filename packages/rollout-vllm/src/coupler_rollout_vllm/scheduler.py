@@ -1,9 +1,11 @@
 """Send the tokens of a request together, from the process of vLLM's scheduler.
 
-vLLM sends every token of every request as it is sampled. The rollout's process would unpack
-them one by one, for a millisecond or more a request, and it reads no completion before its
-end or a pause. A message costs that process more than a request does, so that a completion
-waits for others to leave with, for a small part of the steps that it took.
+vLLM sends every token of every request as it is sampled. The rollout's process would
+unpack them one by one, for a millisecond or more a request, although it reads no
+completion before its end or a pause.
+
+A message costs that process more than a request does. A finished completion therefore
+waits for others to be sent with it, for a small part of the steps that it took.
 """
 
 from __future__ import annotations
@@ -21,18 +23,25 @@ import numpy as np
 
 from coupler_rollout_vllm.compat import scheduler as vllm
 
-LATE = 1 / 20  # of the steps that a completion took: so long it waits for others to leave with
+LATE = 1 / 20
+"""How long a completion waits for others, as a part of the steps that it took."""
 
 
 def scheduler(**arguments: Any) -> Any:
-    """vLLM's scheduler of this configuration, with :class:`Gathering` in front; ``scheduler_cls`` names this."""
+    """Make vLLM's scheduler of this configuration, with :class:`Gathering` in front.
+
+    ``scheduler_cls`` names this function.
+    """
     threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
     base = vllm.scheduler_class(arguments["vllm_config"])
     return type("GatheringScheduler", (Gathering, base), {})(**arguments)
 
 
 def _end_with_parent() -> None:
-    """End this process when the one that started it has ended: else it would keep the device's memory."""
+    """End this process when the one that started it has ended.
+
+    Otherwise it would keep the device's memory.
+    """
     parent = multiprocessing.parent_process()
     while parent is not None and parent.is_alive():
         parent.join(60)
@@ -41,46 +50,58 @@ def _end_with_parent() -> None:
 
 
 class Gathering:
-    """Mixed into a scheduler. Once it is paused with its requests kept, it gives out all that it holds."""
+    """Mix into a scheduler that holds outputs back until a request ends.
+
+    A scheduler that is paused with its requests kept gives out all that it holds.
+    """
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
-        self.held: defaultdict[str, list[Any]] = defaultdict(list)  # outputs of requests that run, in order
-        self.ended: list[Any] = []  # whole outputs that wait to be sent
-        self.patience = inf  # steps that all of them can still wait
+        # Outputs of running requests, in order.
+        self.held: defaultdict[str, list[Any]] = defaultdict(list)
+        # Whole outputs that wait to be sent.
+        self.ended: list[Any] = []
+        # Steps that all of them can still wait.
+        self.patience = inf
 
     def update_from_output(self, scheduled: Any, produced: Any) -> dict[int, Any]:
-        """See vLLM's scheduler: what to send to each client."""
+        """Return what to send to each client."""
         clients: dict[int, Any] = super().update_from_output(scheduled, produced)  # type: ignore[misc]
         self.patience -= 1
+
         for sent in clients.values():
             for part in sent.outputs:
                 self.held[part.request_id].append(part)
                 if part.finish_reason is not None:
                     self._end(part.request_id)
             sent.outputs = []
+
         if vllm.is_frozen(self):
             for name in list(self.held):
                 self._end(name)
             self.patience = 0
+
         if self.ended and (self.patience < 1 or not self.requests):  # type: ignore[attr-defined]
             vllm.outputs_of(clients).extend(self.ended)
             self.ended, self.patience = [], inf
-        return {client: sent for client, sent in clients.items() if sent.outputs or vllm.says_more(sent)}
+
+        return {
+            client: sent for client, sent in clients.items() if sent.outputs or vllm.says_more(sent)
+        }
 
     def _end(self, name: str) -> None:
-        """No more comes of a request, or not before a pause ends."""
+        """Queue the joined output of a request that ended or was paused."""
         parts = self.held.pop(name)
         self.ended.append(joined(parts))
         self.patience = min(self.patience, LATE * len(parts))
 
     def has_requests(self) -> bool:
-        """Whether the engine has to step: also once more, to give out what ended or what a pause found."""
+        """Tell if the engine has to step, also to give out what ended or was paused."""
         rest = self.ended or (self.held and vllm.is_frozen(self))
         return super().has_requests() or bool(rest)  # type: ignore[misc]
 
     def finish_requests(self, *arguments: Any, **named: Any) -> Any:
-        """Forget what was cut off: who cuts off has paused before."""
+        """Forget requests that were cut off. Whoever cuts off has paused before."""
         done = super().finish_requests(*arguments, **named)  # type: ignore[misc]
         for name in self.held.keys() - self.requests.keys():  # type: ignore[attr-defined]
             del self.held[name]
@@ -88,7 +109,7 @@ class Gathering:
 
 
 def joined(parts: list[Any]) -> Any:
-    """One output of all that a request produced in some steps."""
+    """Join all that a request produced in several steps into one output."""
     last = parts[-1]
     if len(parts) > 1:
         last.new_token_ids = list(chain.from_iterable(part.new_token_ids for part in parts))

@@ -1,6 +1,6 @@
 """Read which tensors a checkpoint has, and which layers an adapter can be for.
 
-The rollout's process and vLLM's model workers both do.
+Both the rollout's process and vLLM's model workers use this file.
 """
 
 from __future__ import annotations
@@ -15,28 +15,39 @@ from safetensors import safe_open
 
 INDEX = "model.safetensors.index.json"
 _OF_LAYER = re.compile(r".*\.\d+\.(?:.+\.)?([^.]+)\.weight")
-_NOT_LINEAR = re.compile(r".*\.experts\.|.*\.gate\.weight$")  # experts, and routers that choose among them
+# Experts, and the routers that choose among them.
+_NOT_LINEAR = re.compile(r".*\.experts\.|.*\.gate\.weight$")
 
 
 def linear_maps(folder: Path) -> list[str]:
-    """Last names of the linear maps in the layers of a checkpoint, as ``q_proj``; none where there is no checkpoint.
+    """Return the last names of the linear maps in a checkpoint's layers, as ``q_proj``.
 
-    What stands outside of layers, embeddings and head, is left as it is: an adapter's place there costs memory and time
-    of every token. So are experts, which no engine adapts.
+    The list is empty if the folder has no checkpoint. Embeddings and the head stand
+    outside of layers and are left out: an adapter's place there costs memory and time
+    of every token. Experts are left out too, since no engine adapts them.
     """
     tensors = checkpoint_tensors(folder)
     found = ((_OF_LAYER.fullmatch(name), name, shape) for name, shape in tensors.items())
-    return sorted({of[1] for of, name, shape in found if of and len(shape) == 2 and not _NOT_LINEAR.match(name)})
+    return sorted(
+        {
+            of[1]
+            for of, name, shape in found
+            if of and len(shape) == 2 and not _NOT_LINEAR.match(name)
+        }
+    )
 
 
 def has_experts(folder: Path) -> bool:
-    """Whether a checkpoint is of a mixture of experts."""
+    """Tell if a checkpoint is of a mixture of experts."""
     return any(".experts." in name for name in checkpoint_tensors(folder))
 
 
 @cache
 def checkpoint_tensors(folder: Path) -> Mapping[str, tuple[int, ...]]:
-    """Shape of every tensor in a model folder, by name; a folder may have none. Files are opened once in a process."""
+    """Return the shape of every tensor in a model folder, by name.
+
+    A folder may have none. Its files are opened once in a process.
+    """
     shapes: dict[str, tuple[int, ...]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
@@ -45,7 +56,7 @@ def checkpoint_tensors(folder: Path) -> Mapping[str, tuple[int, ...]]:
 
 
 def checkpoint_names(folder: Path) -> set[str]:
-    """Names of every tensor of a model, those in files that are not there included."""
+    """Return the names of all of a model's tensors, with those in absent files."""
     index = folder / INDEX
     if index.exists():
         return set(json.loads(index.read_text())["weight_map"])

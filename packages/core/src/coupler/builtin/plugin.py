@@ -46,13 +46,23 @@ def coupler_backends() -> Iterable[Backend]:
         target="coupler.builtin.transports.torch.nccl:NcclTransport",
         capabilities=frozenset({*FORMATS, "place:host", "place:cluster", "device:apart"}),
     )
-    yield Backend(kind=Kind.SHARDING, name="stream", target="coupler.loop.weight_sync:StreamShardingManager")
+
+    yield Backend(
+        kind=Kind.SHARDING,
+        name="stream",
+        target="coupler.loop.weight_sync:StreamShardingManager",
+    )
+
     yield Backend(
         kind=Kind.TRACKER,
         name="console",
         target="coupler.builtin.trackers.console:ConsoleTracker",
     )
-    yield Backend(kind=Kind.TRACKER, name="jsonl", target="coupler.builtin.trackers.jsonl:JsonlTracker")
+    yield Backend(
+        kind=Kind.TRACKER,
+        name="jsonl",
+        target="coupler.builtin.trackers.jsonl:JsonlTracker",
+    )
     yield Backend(
         kind=Kind.TRACKER,
         name="tensorboard",

@@ -1,4 +1,4 @@
-"""Checks of a composed configuration: ranges, and options that contradict each other."""
+"""Check a composed configuration: ranges, and options that contradict each other."""
 
 from __future__ import annotations
 
@@ -11,26 +11,44 @@ from coupler.config.schema import ExecutorName, Job, OnSync, Placement, RunConfi
 
 
 def problems(config: RunConfig, job: Job) -> Iterator[str]:
-    """Yield what is out of range, or empty although the job needs it: one sentence each, with the key."""
+    """Yield a sentence with its key for each value that is out of range, contradicts
+    another, or is empty although the job needs it.
+    """
     yield from _out_of_range(config, "")
-    for key, values in (("profile.steps", config.profile.steps), ("profile.ranks", config.profile.ranks)):
+    for key, values in (
+        ("profile.steps", config.profile.steps),
+        ("profile.ranks", config.profile.ranks),
+    ):
         if any(value < 0 for value in values):
             yield f"{key} counts from 0, got {min(values)}."
+
     if not config.model.path:
-        yield "model.path is empty: set it to a folder with config.json, *.safetensors and a tokenizer."
+        yield (
+            "model.path is empty: set it to a folder with config.json, *.safetensors and a "
+            "tokenizer."
+        )
     if not config.run_dir:
         yield "run_dir is empty: set it to a folder for logs and checkpoints."
+
     evaluates = does_evaluate(config, job)
     if not config.data.source and job is not Job.EVAL:
         yield "data.source is empty: set it to a .jsonl or .parquet file, or to pkg.mod:function."
     if not config.eval.data.source and evaluates:
-        yield "eval.data.source is empty: set it to the rows to evaluate on, a file or pkg.mod:function."
+        yield (
+            "eval.data.source is empty: set it to the rows to evaluate on, a file or "
+            "pkg.mod:function."
+        )
     if not config.reward.target and job is not Job.SFT:
         yield "reward.target is empty: set it to pkg.mod:function or file.py:function."
+
     if evaluates and config.eval.top_p < 1 and config.eval.temperature == 0:
-        yield f"eval.top_p={config.eval.top_p} needs eval.temperature above 0: greedy takes the most likely token."
+        yield (
+            f"eval.top_p={config.eval.top_p} needs eval.temperature above 0: greedy takes "
+            "the most likely token."
+        )
     if job is Job.EVAL and config.sampling.top_p < 1:
         yield f"sampling.top_p={config.sampling.top_p} is not of evaluation: set eval.top_p."
+
     if job is not Job.EVAL:
         yield from _checkpoint_problems(config)
     yield from _worker_problems(config)
@@ -43,7 +61,10 @@ def problems(config: RunConfig, job: Job) -> Iterator[str]:
 
 
 def _out_of_range(section: Any, start: str) -> Iterator[str]:
-    """Yield what breaks the bounds of its field; a plugin checks its own section."""
+    """Yield the options that break the bounds of their fields.
+
+    A plugin checks its own section.
+    """
     for field in fields(section):
         value = getattr(section, field.name)
         if is_dataclass(value) and field.type != "Any":
@@ -55,8 +76,10 @@ def _out_of_range(section: Any, start: str) -> Iterator[str]:
 
 
 def does_evaluate(config: RunConfig, job: Job) -> bool:
-    """Whether the job samples ``eval.data``."""
-    return job is Job.EVAL or (job is Job.TRAIN and (config.eval.every_steps > 0 or config.eval.at_start))
+    """Tell whether the job samples ``eval.data``."""
+    return job is Job.EVAL or (
+        job is Job.TRAIN and (config.eval.every_steps > 0 or config.eval.at_start)
+    )
 
 
 def _checkpoint_problems(config: RunConfig) -> Iterator[str]:
@@ -65,7 +88,10 @@ def _checkpoint_problems(config: RunConfig) -> Iterator[str]:
         yield "checkpoint.keep_best needs checkpoint.keep_last above 0: 0 keeps all."
     best = settings.best_metric
     if settings.keep_best and best.startswith("eval/") and not config.eval.every_steps:
-        yield f"checkpoint.keep_best needs {best}: set eval.every_steps, or checkpoint.best_metric to another metric."
+        yield (
+            f"checkpoint.keep_best needs {best}: set eval.every_steps, or "
+            "checkpoint.best_metric to another metric."
+        )
 
 
 def _worker_problems(config: RunConfig) -> Iterator[str]:
@@ -73,9 +99,11 @@ def _worker_problems(config: RunConfig) -> Iterator[str]:
     counts = {"engine.ranks": config.engine and config.engine.ranks}
     counts["critic.engine.ranks"] = critic and critic.ranks
     counts["rollout.replicas"] = config.rollout and config.rollout.replicas
+
     pythons = {"engine.python": config.engine and config.engine.python}
     pythons["critic.engine.python"] = critic and critic.python
     pythons["rollout.python"] = config.rollout and config.rollout.python
+
     for key, count in counts.items():
         if count is not None and count < 1:
             yield f"{key} must be at least 1, got {count}."
@@ -84,21 +112,35 @@ def _worker_problems(config: RunConfig) -> Iterator[str]:
     for key, path in pythons.items():
         if path and config.executor is ExecutorName.LOCAL:
             yield f"{key}={path} needs processes of its own: set executor=ray."
-    if config.offload and config.executor is ExecutorName.RAY and config.ray.placement is Placement.DISJOINT:
-        yield "offload=true needs ray.placement=colocated: with devices of their own, roles take no turns."
+
+    if (
+        config.offload
+        and config.executor is ExecutorName.RAY
+        and config.ray.placement is Placement.DISJOINT
+    ):
+        yield (
+            "offload=true needs ray.placement=colocated: with devices of their own, roles "
+            "take no turns."
+        )
 
 
 def _length_problems(config: RunConfig, trains: bool, evaluates: bool) -> Iterator[str]:
-    """Of sequences that the rollout would cut short, or refuse when their prompt comes."""
+    """Yield the lengths that the rollout would cut short, or refuse when such a prompt
+    comes.
+    """
     option, limit = config.rollout.sequence_limit if config.rollout else ("", 0)
     sampled, evaluated = config.sampling.max_tokens, config.eval.max_tokens
     completion = "eval.max_tokens" if evaluated else "sampling.max_tokens"
+
     lengths: dict[str, int] = {}
     if trains:
-        lengths["data.max_prompt_tokens + sampling.max_tokens"] = config.data.max_prompt_tokens + sampled
+        lengths["data.max_prompt_tokens + sampling.max_tokens"] = (
+            config.data.max_prompt_tokens + sampled
+        )
     if evaluates:
         prompt = config.eval.data.max_prompt_tokens
         lengths[f"eval.data.max_prompt_tokens + {completion}"] = prompt + (evaluated or sampled)
+
     for keys, longest in lengths.items():
         if 0 < limit < longest:
             yield (
@@ -108,46 +150,55 @@ def _length_problems(config: RunConfig, trains: bool, evaluates: bool) -> Iterat
 
 
 def _adapter_problems(config: RunConfig) -> Iterator[str]:
-    """Of an adapter that the rollout was asked to run: there is none, or it is larger than its place."""
+    """Yield why the rollout cannot run the adapter that it was asked to: there is none,
+    or it is larger than its place.
+    """
     option, limit = config.rollout.adapter_limit if config.rollout else ("", 0)
     if not limit or not config.engine:
         return
+
     trained, rank = config.engine.adapter_rank
     if not rank:
         instead = f"set engine.{trained} above 0, or " if trained else "set "
         yield (
-            f"rollout.{option}={limit} is for an adapter, and engine={config.engine.name} trains none: "
-            f"{instead}rollout.{option}=0."
+            f"rollout.{option}={limit} is for an adapter, and engine={config.engine.name} "
+            f"trains none: {instead}rollout.{option}=0."
         )
     elif rank > limit:
         yield (
-            f"engine.{trained}={rank} is more than rollout.{option}={limit} has room for: set rollout.{option}={rank}, "
-            "or 0: every sync then brings the weights with the adapter merged."
+            f"engine.{trained}={rank} is more than rollout.{option}={limit} has room for: set "
+            f"rollout.{option}={rank}, or 0: every sync then brings the weights with the "
+            "adapter merged."
         )
 
 
 def _training_problems(config: RunConfig) -> Iterator[str]:
     if 0 < config.sampling.top_p < 1:
         yield (
-            f"sampling.top_p must be 1 in training, got {config.sampling.top_p}: with part of the vocabulary cut off, "
-            "the rollout's log-probs are of another distribution than the engine's, and their ratio would be wrong."
+            f"sampling.top_p must be 1 in training, got {config.sampling.top_p}: with part of "
+            "the vocabulary cut off, the rollout's log-probs are of another distribution than "
+            "the engine's, and their ratio would be wrong."
         )
     if config.sampling.temperature == 0:
-        yield "sampling.temperature must be above 0 in training: greedy samples of one prompt are all the same."
+        yield (
+            "sampling.temperature must be above 0 in training: greedy samples of one prompt "
+            "are all the same."
+        )
+
     if config.deterministic and config.max_staleness > 0:
         yield (
-            f"deterministic=true needs max_staleness=0, got {config.max_staleness}: which weights sample a token would "
-            "depend on timing."
+            f"deterministic=true needs max_staleness=0, got {config.max_staleness}: which "
+            "weights sample a token would depend on timing."
         )
     if config.max_staleness > 0 and config.offload:
         yield (
-            "offload=true needs max_staleness=0, got "
-            f"{config.max_staleness}: while rollouts run during training, neither side can give up its memory."
+            f"offload=true needs max_staleness=0, got {config.max_staleness}: while rollouts "
+            "run during training, neither side can give up its memory."
         )
     if config.max_staleness == 0 and config.sync.in_flight not in (OnSync.AUTO, OnSync.DRAIN):
         yield (
-            f"sync.in_flight={config.sync.in_flight} needs max_staleness above 0: a synchronous run has nothing in "
-            "flight during a sync."
+            f"sync.in_flight={config.sync.in_flight} needs max_staleness above 0: a "
+            "synchronous run has nothing in flight during a sync."
         )
 
 

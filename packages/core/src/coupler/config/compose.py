@@ -1,13 +1,16 @@
-"""Compose one typed configuration: command line over the user's YAML over a plugin's preset over dataclass defaults.
+"""Compose one typed configuration: command line over the user's YAML over a plugin's
+preset over dataclass defaults.
 
-``engine``, ``rollout`` and ``algorithm`` are chosen by name (``engine=toy`` on the command line; ``engine: toy`` or
-``engine: {name: toy, lr: 1e-6}`` in YAML). A name is a backend's, or a YAML preset's that a plugin ships. Where the
-command line chooses another name than the file, the file's section was written for something else and is not used.
-``engine@critic.engine=toy`` chooses the critic's engine, the policy's if left out; of the same choice, options that
-``critic.engine`` does not set are those of ``engine``.
+``engine``, ``rollout`` and ``algorithm`` are chosen by name (``engine=toy`` on the
+command line, ``engine: toy`` or ``engine: {name: toy, lr: 1e-6}`` in YAML). A name is a
+backend's, or a YAML preset's that a plugin ships. Where the command line chooses
+another name than the file, the file's section was written for something else and is not
+used. ``engine@critic.engine=toy`` chooses the critic's engine, the policy's if left
+out. Where both are the same backend, options that ``critic.engine`` does not set are
+those of ``engine``.
 
-All of it is merged as plain data, and then once onto the pristine dataclasses, which refuse an unknown key and a value
-of the wrong type.
+All of it is merged as plain data, and then once onto the pristine dataclasses, which
+refuse an unknown key and a value of the wrong type.
 """
 
 from __future__ import annotations
@@ -34,26 +37,31 @@ from coupler.plugins.manager import Plugins
 
 T = TypeVar("T")
 CRITIC = "critic.engine"
-NEEDS_VALUES, GIVES_VALUES = "needs:values", "output:values"  # capabilities of an algorithm, and of an engine
+NEEDS_VALUES = "needs:values"  # capability of an algorithm
+GIVES_VALUES = "output:values"  # capability of an engine
 TOP_P = "sampling:top_p"  # capability of a rollout
-COMMAND_LINE = "command line"  # origin of what was typed
-AS_ENGINE = "as in engine"  # origin of what the critic's engine has from the policy's
+COMMAND_LINE = "command line"  # origin of values that were typed
+AS_ENGINE = "as in engine"  # origin of values of the critic's engine from the policy's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Composed:
     """A checked configuration, and where its values come from."""
 
-    config: RunConfig  # its engine, rollout and algorithm are instances of the plugins' dataclasses, or None
-    origin: Mapping[str, str]  # full key -> "command line", the file's path, "preset <name>" or AS_ENGINE; no defaults
-    notes: tuple[str, ...] = ()  # what a user should know before the run starts
+    # Engine, rollout and algorithm are instances of the plugins' dataclasses, or None.
+    config: RunConfig
+    # Full key -> COMMAND_LINE, the file's path, "preset <name>" or AS_ENGINE. Defaults
+    # are left out.
+    origin: Mapping[str, str]
+    notes: tuple[str, ...] = ()  # to be shown before the run starts
     options: Options
 
     @property
     def set_keys(self) -> list[str]:
         """Keys that the user set, on the command line or in the file.
 
-        A file that repeats a default sets nothing: one that a run wrote names every key.
+        A file that repeats a default sets nothing: one that a run wrote names every
+        key.
         """
         repeated = self.options.table.keys() - not_default(self.config)
         return [
@@ -75,20 +83,27 @@ def compose(
     """Compose and check the configuration of a job.
 
     Args:
-        complete: False to look at a configuration that cannot run yet: sections may be missing and values out of range.
+        complete: False to look at a configuration that cannot run yet: sections may be
+            missing and values out of range.
 
     Raises:
-        ConfigError: a key is unknown, of the wrong type or out of range, or a required one is empty.
+        ConfigError: a key is unknown, of the wrong type or out of range, or a required
+            one is empty.
         PluginError: what a section names is not installed, is broken, or is ambiguous.
     """
     typed = nest(parse_overrides(overrides))
     written = read_file(config_file) if config_file else {}
     notes: list[str] = []
     choices: dict[str, str] = {}
+
     for path in SECTIONS:
         name = _choose(path, typed, written, config_file or "", notes)
         if not name and path == CRITIC:
-            wanted = value_at(typed, path) or value_at(written, path) or _needs_values(plugins, _base(plugins, choices))
+            wanted = (
+                value_at(typed, path)
+                or value_at(written, path)
+                or _needs_values(plugins, _base(plugins, choices))
+            )
             name = choices.get("engine", "") if wanted else ""
         if name:
             choices[path] = name
@@ -96,19 +111,26 @@ def compose(
             kind = SECTIONS[path]
             names = ", ".join(sorted([*plugins.of(kind), *find_presets(plugins, kind)])) or "none"
             raise ConfigError(f"{path} is not chosen.\n  try:  {path}=NAME\n  installed:  {names}")
+
     base = _base(plugins, choices)
     inherited = _inherited(choices, written, typed)
-    backends = {path: plugins.get(SECTIONS[path], _backend_name(base, path, name)) for path, name in choices.items()}
+    backends = {
+        path: plugins.get(SECTIONS[path], _backend_name(base, path, name))
+        for path, name in choices.items()
+    }
     options = Options({path: backend.config for path, backend in backends.items()})
     config = _build(options, merge(merge(merge(base, inherited), written), typed))
     if complete:
         _check(plugins, config, job)
+
     for path in choices:
         extra = options.table.get(f"{path}.extra_args")
-        given = section(config, path).extra_args if extra else {}
-        notes += [f"{path}.extra_args is passed through unchecked: {', '.join(given)}"] if given else []
-    origin = _preset_origin(base, choices, options) | dict.fromkeys(flatten(inherited), AS_ENGINE)
-    origin |= dict.fromkeys(flatten(written), config_file or "") | dict.fromkeys(flatten(typed), COMMAND_LINE)
+        if given := section(config, path).extra_args if extra else {}:
+            notes.append(f"{path}.extra_args is passed through unchecked: {', '.join(given)}")
+    origin = _preset_origin(base, choices, options)
+    origin |= dict.fromkeys(flatten(inherited), AS_ENGINE)
+    origin |= dict.fromkeys(flatten(written), config_file or "")
+    origin |= dict.fromkeys(flatten(typed), COMMAND_LINE)
     return Composed(config=config, origin=origin, notes=tuple(notes), options=options)
 
 
@@ -118,17 +140,26 @@ def plain(config: RunConfig) -> dict[str, Any]:
 
 
 def dump_yaml(config: RunConfig) -> str:
-    """Write the configuration as YAML that composes to the same one again, with ``--config``."""
+    """Write the configuration as YAML that composes to the same one again, with
+    ``--config``.
+    """
     values = {key: value for key, value in plain(config).items() if value is not None}
     return OmegaConf.to_yaml(OmegaConf.create(_escaped(values)))
 
 
-def _choose(path: str, typed: dict[str, Any], written: dict[str, Any], file: str, notes: list[str]) -> str:
-    """Take the choice of a section out of both layers, and a section of the file that is for another choice with it."""
+def _choose(
+    path: str, typed: dict[str, Any], written: dict[str, Any], file: str, notes: list[str]
+) -> str:
+    """Take the choice of a section out of both layers. A section of the file that is
+    for another choice goes with it.
+    """
     typed_name, written_name = _take_name(path, typed), _take_name(path, written)
     if typed_name and written_name and typed_name != written_name and value_at(written, path):
         replace_at(written, path, None)
-        notes.append(f"{file}: section {path} is for {written_name} and not used, {path}={typed_name} was chosen")
+        notes.append(
+            f"{file}: section {path} is for {written_name} and not used, {path}={typed_name} "
+            "was chosen"
+        )
     return typed_name or written_name
 
 
@@ -146,7 +177,9 @@ def _take_name(path: str, layer: dict[str, Any]) -> str:
 
 
 def _needs_values(plugins: Plugins, base: Mapping[str, Any]) -> bool:
-    """Whether the chosen algorithm trains a critic, whose engine then is a section of the run."""
+    """Tell whether the chosen algorithm trains a critic, whose engine then is a section
+    of the run.
+    """
     name = value_at(base, "algorithm.name")
     if name is None:
         return False
@@ -154,8 +187,12 @@ def _needs_values(plugins: Plugins, base: Mapping[str, Any]) -> bool:
     return NEEDS_VALUES in backend.capabilities_of(backend.config())
 
 
-def _inherited(choices: Mapping[str, str], written: Mapping[str, Any], typed: Mapping[str, Any]) -> dict[str, Any]:
-    """What the user set in ``engine``, for a critic whose engine is the same choice."""
+def _inherited(
+    choices: Mapping[str, str], written: Mapping[str, Any], typed: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the user's options of ``engine`` for a critic whose engine is the same
+    choice.
+    """
     if CRITIC not in choices or choices[CRITIC] != choices.get("engine"):
         return {}
     said = merge(written.get("engine", {}), typed.get("engine", {}))
@@ -164,31 +201,49 @@ def _inherited(choices: Mapping[str, str], written: Mapping[str, Any], typed: Ma
 
 def _base(plugins: Plugins, choices: Mapping[str, str]) -> dict[str, Any]:
     """Return the defaults of the chosen backends, and of the chosen presets on top."""
-    return nest([(path, chosen_values(plugins, SECTIONS[path], name)) for path, name in choices.items()])
+    return nest(
+        [(path, chosen_values(plugins, SECTIONS[path], name)) for path, name in choices.items()]
+    )
 
 
 def _backend_name(base: Mapping[str, Any], path: str, choice: str) -> str:
     name = value_at(base, f"{path}.name")
     if not name:
-        raise PluginError(f"the preset {path}={choice} does not say which backend it is for; it needs a 'name'.")
+        raise PluginError(
+            f"the preset {path}={choice} does not say which backend it is for; it needs a 'name'."
+        )
     return name
 
 
-def _preset_origin(base: Mapping[str, Any], choices: Mapping[str, str], options: Options) -> dict[str, str]:
+def _preset_origin(
+    base: Mapping[str, Any], choices: Mapping[str, str], options: Options
+) -> dict[str, str]:
     defaults = {key: to_plain(option.default) for key, option in options.table.items()}
     changed = [k for k, v in flatten(base).items() if k in defaults and defaults[k] != v]
-    by_section = {key: [name for path, name in choices.items() if key.startswith(f"{path}.")] for key in changed}
-    return {key: f"preset {', '.join(names or choices.values())}" for key, names in by_section.items()}
+
+    by_section = {
+        key: [name for path, name in choices.items() if key.startswith(f"{path}.")]
+        for key in changed
+    }
+    return {
+        key: f"preset {', '.join(names or choices.values())}" for key, names in by_section.items()
+    }
 
 
 def _build(options: Options, values: Mapping[str, Any]) -> RunConfig:
-    """Merge onto the pristine schema and make dataclass instances; reading a node resolves its interpolation."""
+    """Merge onto the pristine schema and make dataclass instances.
+
+    Reading a node resolves its interpolation.
+    """
     try:
         tree = OmegaConf.structured(RunConfig)
         for path, config in options.sections.items():
             OmegaConf.update(tree, path, OmegaConf.structured(config), merge=False)
     except OmegaConfBaseException as exc:
-        raise PluginError(f"a plugin's config class is none for OmegaConf: {str(exc).splitlines()[0]}") from None
+        raise PluginError(
+            f"a plugin's config class is none for OmegaConf: {str(exc).splitlines()[0]}"
+        ) from None
+
     values = options.conform(values)
     try:
         return _instance(OmegaConf.merge(tree, values), RunConfig, "")
@@ -199,7 +254,9 @@ def _build(options: Options, values: Mapping[str, Any]) -> RunConfig:
 
 
 def _instance(node: Any, owner: type[T], path: str) -> T:
-    """Make ``owner`` out of a structured node, innermost first, so that a complaint can be given its full key."""
+    """Make ``owner`` out of a structured node, innermost first, so that a complaint can
+    be given its full key.
+    """
     values = {}
     for field in (f for f in fields(owner) if f.init):  # type: ignore[arg-type]
         value = node[field.name]
@@ -210,69 +267,103 @@ def _instance(node: Any, owner: type[T], path: str) -> T:
         if isinstance(value, float) and not isfinite(value):
             raise ConfigError(f"{path}{field.name} must be a finite number, got {value}.")
         values[field.name] = value
+
     try:
         return owner(**values)
     except ValueError as exc:
         text = in_full(str(exc), path[:-1])
         if path and not text.startswith(path):
-            text = path + text if text.split(" ")[0].rstrip(":=") in values else f"{path[:-1]}: {text}"
+            begins_with_key = text.split(" ")[0].rstrip(":=") in values
+            text = path + text if begins_with_key else f"{path[:-1]}: {text}"
         raise ConfigError(text) from None
 
 
-def _in_one_sentence(exc: OmegaConfBaseException, options: Options, values: Mapping[str, Any]) -> str:
+def _in_one_sentence(
+    exc: OmegaConfBaseException, options: Options, values: Mapping[str, Any]
+) -> str:
     text = str(exc).splitlines()[0]
     option = options.table.get(exc.full_key or "")
     if option is not None and "${" not in str(value := value_at(values, option.key)):
         return wrong_value(option, value)
+
     values = flatten(values)
-    suspects = [f"{k}={v}" for k, v in values.items() if "${" in str(v) and exc.full_key in (None, "", k)]
+    suspects = [
+        f"{k}={v}" for k, v in values.items() if "${" in str(v) and exc.full_key in (None, "", k)
+    ]
     return f"{', '.join(suspects) or exc.full_key} cannot be resolved: {text}."
 
 
 def _check(plugins: Plugins, config: RunConfig, job: Job) -> None:
-    used = [*((Kind.TRACKER, name) for name in config.trackers), (Kind.SHARDING, config.sync.manager)]
+    used = [
+        *((Kind.TRACKER, name) for name in config.trackers),
+        (Kind.SHARDING, config.sync.manager),
+    ]
     used += [(Kind.TRANSPORT, config.sync.transport)] if config.sync.transport else []
     chosen = {path: section(config, path) for path in SECTIONS}
-    used += [(Kind(SECTIONS[path]), inner.name) for path, inner in chosen.items() if inner is not None]
+    used += [
+        (Kind(SECTIONS[path]), inner.name) for path, inner in chosen.items() if inner is not None
+    ]
     for kind, name in used:
         plugins.get(kind, name)
+
     owners = {plugins.owner[key] for key in used}
     found = [*problems(config, job), *_incapable(plugins, config, job)]
     for texts in plugins.call("coupler_validate", owners, config=config):
         found += texts or ()
+
     if len(found) == 1:
         raise ConfigError(found[0])
     if found:
-        raise ConfigError("\n".join([f"the configuration has {len(found)} problems:", *(f"  - {p}" for p in found)]))
+        lines = [f"the configuration has {len(found)} problems:", *(f"  - {p}" for p in found)]
+        raise ConfigError("\n".join(lines))
 
 
 def _incapable(plugins: Plugins, config: RunConfig, job: Job) -> Iterator[str]:
-    """Yield what is asked of a backend that does not declare it."""
+    """Yield a sentence for each thing asked of a backend that does not declare it."""
 
     def declared(path: str) -> frozenset[str]:
         inner = section(config, path)
-        return plugins.get(SECTIONS[path], inner.name).capabilities_of(inner) if inner is not None else frozenset()
+        return (
+            plugins.get(SECTIONS[path], inner.name).capabilities_of(inner)
+            if inner is not None
+            else frozenset()
+        )
 
     jobs = sorted(c.removeprefix("job:") for c in declared(Kind.ALGORITHM) if c.startswith("job:"))
     if jobs and job is not Job.EVAL and job not in jobs:
-        yield f"algorithm={config.algorithm.name} is for coupler {' and '.join(jobs)}, not for coupler {job}."
+        yield (
+            f"algorithm={config.algorithm.name} is for coupler {' and '.join(jobs)}, not "
+            f"for coupler {job}."
+        )
     if config.eval.top_p < 1 and does_evaluate(config, job) and TOP_P not in declared(Kind.ROLLOUT):
         yield f"eval.top_p={config.eval.top_p}: rollout={config.rollout.name} cannot; leave it out."
+
     if job is not Job.TRAIN:
         return
     if NEEDS_VALUES in declared(Kind.ALGORITHM) and GIVES_VALUES not in declared(CRITIC):
-        able = [b.name for b in plugins.of(Kind.ENGINE).values() if GIVES_VALUES in b.capabilities_of(b.config())]
+        able = [
+            b.name
+            for b in plugins.of(Kind.ENGINE).values()
+            if GIVES_VALUES in b.capabilities_of(b.config())
+        ]
         yield (
-            f"algorithm={config.algorithm.name} trains a critic, and critic.engine={config.critic.engine.name} does "
-            f"not compute values ({GIVES_VALUES}): set engine@critic.engine to one of {', '.join(sorted(able))}."
+            f"algorithm={config.algorithm.name} trains a critic, and "
+            f"critic.engine={config.critic.engine.name} does not compute values "
+            f"({GIVES_VALUES}): set engine@critic.engine to one of {', '.join(sorted(able))}."
         )
+
     how, able = config.sync.in_flight, declared(Kind.ROLLOUT)
     if how not in (OnSync.AUTO, OnSync.DRAIN) and f"in_flight:{how}" not in able:
-        yield f"sync.in_flight={config.sync.in_flight}: rollout={config.rollout.name} cannot; every one can drain."
+        yield (
+            f"sync.in_flight={config.sync.in_flight}: rollout={config.rollout.name} cannot; "
+            "every one can drain."
+        )
 
 
 def _escaped(value: Any) -> Any:
-    """Keep text that looks like an interpolation from being one when it is read again."""
+    """Keep text that looks like an interpolation from being one when it is read
+    again.
+    """
     if isinstance(value, dict):
         return {k: _escaped(v) for k, v in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Say which options of a composed configuration are not as they are by default."""
+"""Find the options of a composed configuration that differ from their defaults."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from coupler.config.tree import value_at
 
 
 def options_of(config: RunConfig) -> Options:
-    """The options of a run whose backends were chosen."""
+    """Return the options of a run whose backends were chosen."""
     config = original(config)
     chosen = {path: section(config, path) for path in SECTIONS}
     return Options({path: type(inner) for path, inner in chosen.items() if inner is not None})
@@ -20,4 +20,8 @@ def not_default(config: RunConfig) -> list[str]:
     """Return the keys whose values are not the defaults."""
     config = original(config)
     values, options = to_plain(config), options_of(config)
-    return [key for key, option in options.table.items() if value_at(values, key) != to_plain(option.default)]
+    return [
+        key
+        for key, option in options.table.items()
+        if value_at(values, key) != to_plain(option.default)
+    ]

@@ -19,7 +19,7 @@ def explain(composed: Composed, key: str) -> str:
     """Describe one option, or list the options of a section.
 
     Raises:
-        ConfigError: there is no such key; says which may be meant.
+        ConfigError: there is no such key. The sentence names those that may be meant.
     """
     members = composed.options.members(key)
     if members:
@@ -27,6 +27,7 @@ def explain(composed: Composed, key: str) -> str:
         inner = [o for o in composed.options.table.values() if o.key.startswith(start)]
         width = max(len(o.key) for o in inner)
         return "\n".join(f"{o.key:{width}}  {description(o)}".rstrip() for o in inner)
+
     option = composed.options.find(key)
     value = value_of(composed, key)
     lines = [
@@ -47,14 +48,18 @@ def differences(composed: Composed) -> str:
         value, default = value_of(composed, key), _shown(option.default)
         if _shown(value) != default:
             entries = [o for k, o in composed.origin.items() if k == key or k.startswith(f"{key}.")]
-            lines.append(f"{key}: {_shown(value)}  # default {default}; {entries[0] if entries else 'plugin'}")
+            lines.append(
+                f"{key}: {_shown(value)}  # default {default}; "
+                f"{entries[0] if entries else 'plugin'}"
+            )
     return "\n".join(lines)
 
 
 def description(option: Option) -> str:
-    """The comment on the field's line, or the text under it, from the source of its dataclass or of one it extends.
+    """Return the text under the field, or the comment on its line, from the source of
+    its dataclass or of one it extends.
 
-    Where there is none, the first line of what its type says of itself.
+    An option without either takes the first line of its type's docstring.
     """
     name = option.key.rpartition(".")[2]
     for owner in option.owner.__mro__:
@@ -66,7 +71,9 @@ def description(option: Option) -> str:
 
 
 def value_of(composed: Composed, key: str) -> Any:
-    """The plain value of an option; None where an entry of a mapping is not set."""
+    """Return the plain value of an option, or None for an entry of a mapping that is
+    not set.
+    """
     return value_at(plain(composed.config), key)
 
 

@@ -1,4 +1,4 @@
-"""The options of a run as a flat table, and the checks that need it: unknown keys, wrong types, values out of range."""
+"""List the options of a run in a flat table, and find unknown keys and wrong types."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from typing import Any, get_args, get_origin, get_type_hints
 from coupler.config.schema import RunConfig
 from coupler.errors import ConfigError
 
-SECTIONS = {  # sections whose options come from the selected plugin, and its kind
+# Sections whose options come from the selected plugin, and its kind.
+SECTIONS = {
     "engine": "engine",
     "rollout": "rollout",
     "algorithm": "algorithm",
     "critic.engine": "engine",
 }
-EXAMPLES = {str: "first,second", int: "1,2", float: "0.5,1", bool: "true,false"}  # entries of a list
+# Entries of a list, for messages.
+EXAMPLES = {str: "first,second", int: "1,2", float: "0.5,1", bool: "true,false"}
 TYPE_NAMES = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "text"}
 
 
@@ -35,7 +37,7 @@ class Option:
 
     @property
     def takes(self) -> str:
-        """What it can be set to, in words."""
+        """Say in words what values the option has."""
         return _in_words(self.type)
 
 
@@ -47,24 +49,32 @@ class Options:
         self.table = {option.key: option for option in self._walk(RunConfig, "")}
 
     def members(self, section: str) -> list[str]:
-        """The names under a section; the top level is the empty text."""
+        """Return the names under a section. The top level is the empty text."""
         start = f"{section}." if section else ""
-        return list(dict.fromkeys(k[len(start) :].split(".")[0] for k in self.table if k.startswith(start)))
+        return list(
+            dict.fromkeys(k[len(start) :].split(".")[0] for k in self.table if k.startswith(start))
+        )
 
     def find(self, key: str) -> Option:
-        """The option ``key``, or the one it is an entry of (``rollout.extra_args.x``).
+        """Return the option ``key``, or the one whose entry it is
+        (``rollout.extra_args.x``).
 
         Raises:
-            ConfigError: there is none; says which one may be meant.
+            ConfigError: there is none. The sentence names those that may be meant.
         """
         path = key
+
         while path:
             option = self.table.get(path)
             if option is not None and (path == key or _is_open(option.type)):
                 return option
             if option is not None:
-                raise ConfigError(f"unknown option {key}: {path} takes {option.takes} and has no options of its own.")
+                raise ConfigError(
+                    f"unknown option {key}: {path} takes {option.takes} and has no options of "
+                    "its own."
+                )
             path = path.rpartition(".")[0]
+
         raise ConfigError(self._unknown(key))
 
     def conform(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,8 +88,14 @@ class Options:
     def _conform(self, key: str, value: Any) -> Any:
         if self.members(key):  # a section
             if not isinstance(value, Mapping):
-                raise ConfigError(f"{key} is a section, got {value!r}.\n  its options:  {', '.join(self.members(key))}")
-            return {str(name): self._conform(f"{key}.{name}", inner) for name, inner in value.items()}
+                raise ConfigError(
+                    f"{key} is a section, got {value!r}.\n  its options:  "
+                    f"{', '.join(self.members(key))}"
+                )
+            return {
+                str(name): self._conform(f"{key}.{name}", inner) for name, inner in value.items()
+            }
+
         option = self.find(key)
         _check_entries(option, value)
         kind = _enum_in(option.type)
@@ -94,15 +110,20 @@ class Options:
         for path in SECTIONS.keys() - self.sections.keys():
             if f"{key}.".startswith(f"{path}."):
                 return f"the options of {path} are known once one is chosen.\n  try:  {path}=NAME"
+
         section = key
         while section and not self.members(section):
             section = section.rpartition(".")[0]
         start, names = (f"{section}." if section else ""), self.members(section)
         names += [path[len(start) :] for path in SECTIONS if path.rpartition(".")[0] == section]
         names = list(dict.fromkeys(names))
+
         wanted = key[len(start) :].split(".")[0]
         close = [start + name for name in get_close_matches(wanted, names, n=2)]
-        close = close or [k for k in self.table if k.rpartition(".")[2] == key.rpartition(".")[2]][:3]
+        if not close:
+            last = key.rpartition(".")[2]
+            close = [k for k in self.table if k.rpartition(".")[2] == last][:3]
+
         lines = [f"unknown option {key}."]
         lines += [f"  did you mean:  {', '.join(close)}"] if close else []
         lines.append(f"  options of {section or 'a run'}:  {', '.join(names)}")
@@ -123,15 +144,19 @@ class Options:
 
 
 def section(config: RunConfig, path: str) -> Any:
-    """The section of a plugin, such as ``critic.engine``; None where nothing is chosen."""
+    """Return the section of a plugin, such as ``critic.engine``, or None where nothing
+    is chosen.
+    """
     return reduce(getattr, path.split("."), config)
 
 
 def in_full(complaint: str, path: str) -> str:
-    """What a backend's configuration says of its own keys (``engine.lr``), with the keys that users write.
+    """Replace the keys in a complaint of a backend's configuration (``engine.lr``) by
+    the keys that users write.
 
     Example:
-        ``in_full("engine.lr must be above 0.", "critic.engine")`` is ``"critic.engine.lr must be above 0."``
+        ``in_full("engine.lr must be above 0.", "critic.engine")`` is
+        ``"critic.engine.lr must be above 0."``
     """
     own = path.rpartition(".")[2]
     return re.sub(rf"(?<![\w.]){own}\.(?=\w)", f"{path}.", complaint)
@@ -149,7 +174,9 @@ def wrong_value(option: Option, value: Any) -> str:
 
 
 def _check_entries(option: Option, value: Any) -> None:
-    """Refuse a mapping, a list or null as an entry of a list of numbers or texts, which OmegaConf lets pass."""
+    """Refuse a mapping, a list or null as an entry of a list of numbers or texts, which
+    OmegaConf lets pass.
+    """
     kind = get_args(option.type)[0] if get_origin(option.type) is list else None
     if kind not in EXAMPLES or not isinstance(value, list):
         return
@@ -171,10 +198,13 @@ def _in_words(kind: Any) -> str:
     enum = _enum_in(kind)
     if enum is not None:
         return "one of " + ", ".join(str(member.value) for member in enum)
+
     if get_origin(kind) is list:
-        return f"a list [...] of {_in_words(get_args(kind)[0]).removeprefix('an ').removeprefix('a ')}"
+        entry = _in_words(get_args(kind)[0])
+        return f"a list [...] of {entry.removeprefix('an ').removeprefix('a ')}"
     if _is_open(kind):
         return "a mapping {key: value, ...}"
     if type(None) in get_args(kind):
-        return " or ".join(_in_words(k) for k in get_args(kind) if k is not type(None)) + ", or null"
+        others = [_in_words(k) for k in get_args(kind) if k is not type(None)]
+        return " or ".join(others) + ", or null"
     return TYPE_NAMES.get(getattr(kind, "__name__", ""), "any value")

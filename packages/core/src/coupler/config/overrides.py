@@ -1,4 +1,6 @@
-"""What the user says: overrides of the command line and a YAML file, as plain nested mappings."""
+"""Read the user's options, from the command line and from a YAML file, as plain
+nested mappings.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from coupler.errors import ConfigError
 
 
 def parse_overrides(overrides: list[str]) -> list[tuple[str, Any]]:
-    """Read ``key=value`` arguments in Hydra's grammar. A leading ``+`` or ``++`` means nothing: no key can be added.
+    """Read ``key=value`` arguments in Hydra's grammar.
+
+    A leading ``+`` or ``++`` has no effect, because no key can be added.
 
     Raises:
         ConfigError: one cannot be read, holds several values, or deletes.
@@ -27,19 +31,24 @@ def parse_overrides(overrides: list[str]) -> list[tuple[str, Any]]:
 
 
 def read_file(path: str) -> dict[str, Any]:
-    """Read a YAML file of options; interpolations stay as they are.
+    """Read a YAML file of options. Interpolations stay as they are.
 
     Raises:
         ConfigError: there is none, or it is no YAML mapping.
     """
     if not Path(path).is_file():
-        raise ConfigError(f"there is no configuration file {path}.\n  it is looked up from:  {Path.cwd()}")
+        raise ConfigError(
+            f"there is no configuration file {path}.\n  it is looked up from:  {Path.cwd()}"
+        )
+
     try:
         values = OmegaConf.to_container(OmegaConf.load(path))
     except (YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as exc:
         raise ConfigError(f"{path} is not readable as YAML: {' '.join(str(exc).split())}") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"{path} is a list, but a configuration is a mapping of options to values.")
+        raise ConfigError(
+            f"{path} is a list, but a configuration is a mapping of options to values."
+        )
     return nest([_named(str(key), value) for key, value in values.items()])
 
 
@@ -52,16 +61,23 @@ def _parse(parser: OverridesParser, text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     key = key.lstrip("+").strip()
     if text.startswith("~"):
-        raise ConfigError(f"{text!r}: options cannot be deleted.\n  try:  set {key.lstrip('~')} to its default")
+        raise ConfigError(
+            f"{text!r}: options cannot be deleted.\n  try:  set {key.lstrip('~')} to its default"
+        )
     if not equals or not key:
-        raise ConfigError(f"{text!r} is no override.\n  write it as:  key=value, for example engine.lr=1e-6")
+        raise ConfigError(
+            f"{text!r} is no override.\n  write it as:  key=value, for example engine.lr=1e-6"
+        )
+
     try:
         override = parser.parse_override(f"{key}={value}")
     except HydraException:
         shown = value.replace("'", "\\'")
         raise ConfigError(
-            f"the value of {key} cannot be read: {value}\n  quote it for us and for the shell:  \"{key}='{shown}'\""
+            f"the value of {key} cannot be read: {value}\n  quote it for us and for the "
+            f"shell:  \"{key}='{shown}'\""
         ) from None
+
     if override.is_sweep_override():
         raise ConfigError(
             f"{key} is given several values, and a run takes one.\n  for a list:  {key}=[{value}]\n"
@@ -71,6 +87,8 @@ def _parse(parser: OverridesParser, text: str) -> tuple[str, Any]:
         key = override.package
         if SECTIONS.get(key) != override.key_or_group or key == override.key_or_group:
             known = ", ".join(f"{kind}@{path}" for path, kind in SECTIONS.items() if kind != path)
-            raise ConfigError(f"{text!r}: a key with '@' chooses the backend of another role: {known}.")
+            raise ConfigError(
+                f"{text!r}: a key with '@' chooses the backend of another role: {known}."
+            )
         return key, override.value()
     return override.key_or_group, override.value()

@@ -1,4 +1,6 @@
-"""Configuration classes as plain data: what crosses to a process that may have another version of everything else."""
+"""Turn configuration classes into plain data, which crosses to a process that may have
+another version of everything else.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,15 @@ from typing import Any, get_args, get_origin, get_type_hints
 from coupler.config.reads import Reads, original, path_of, tracked
 from coupler.system.imports import resolve
 
-RECEIVED = Reads()  # options that were read in this process, of configurations that another one sent
+# Options that this process read from configurations that another one sent.
+RECEIVED = Reads()
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A backend's configuration on its way: the name of its class and plain values, never the class."""
+    """A backend's configuration on its way: the name of its class and plain values,
+    never the class.
+    """
 
     path: str  # of its keys, for example "engine."
     target: str  # "package.module:Class"
@@ -29,12 +34,14 @@ class Section:
         return cls(path, f"{kind.__module__}:{kind.__qualname__}", to_plain(config))
 
     def open(self) -> Any:
-        """Make the configuration again; what is read of it is recorded in ``RECEIVED``."""
+        """Make the configuration again. Reads of it are recorded in ``RECEIVED``."""
         return tracked(from_plain(resolve(self.target), self.values), RECEIVED, self.path)
 
 
 def to_plain(value: Any) -> Any:
-    """Turn dataclasses into mappings and enum members into their values, at any depth."""
+    """Turn dataclasses into mappings and enum members into their values, at any
+    depth.
+    """
     if is_dataclass(value):
         return {f.name: to_plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, Mapping):
@@ -48,9 +55,12 @@ def from_plain(kind: Any, value: Any) -> Any:
     """Undo :func:`to_plain` for a value of the annotated type ``kind``."""
     if isinstance(kind, type) and is_dataclass(kind):
         hints = get_type_hints(kind)
-        return kind(**{f.name: from_plain(hints[f.name], value[f.name]) for f in fields(kind) if f.init})
+        return kind(
+            **{f.name: from_plain(hints[f.name], value[f.name]) for f in fields(kind) if f.init}
+        )
     if isinstance(kind, type) and issubclass(kind, Enum):
         return kind(value)
+
     inner = [k for k in get_args(kind) if k is not type(None)]
     if value is None or not inner:
         return value

@@ -1,4 +1,5 @@
-"""Read the YAML presets that plugins ship: ``CONF/engine/fast.yaml`` is ``engine=fast``.
+"""Read the YAML presets that plugins ship: ``CONF/engine/fast.yaml`` is
+``engine=fast``.
 
 A preset names in ``defaults`` what it builds on: backends or other presets of its kind,
 and ``_self_`` for its own values. Later entries win. Without ``_self_`` its own values
@@ -45,7 +46,9 @@ def chosen_values(plugins: Plugins, kind: str, name: str) -> dict[str, Any]:
     return _values(plugins, kind, name, find_presets(plugins, kind), ())
 
 
-def _values(plugins: Plugins, kind: str, name: str, presets: Found, above: tuple[str, ...]) -> dict[str, Any]:
+def _values(
+    plugins: Plugins, kind: str, name: str, presets: Found, above: tuple[str, ...]
+) -> dict[str, Any]:
     _check_one_meaning(plugins, kind, name, presets)
     if name not in presets:
         return to_plain(plugins.get(kind, name).config())
@@ -59,7 +62,9 @@ def _values(plugins: Plugins, kind: str, name: str, presets: Found, above: tuple
 
     values: dict[str, Any] = {}
     for entry in entries if SELF in entries else (SELF, *entries):
-        values = merge(values, own if entry == SELF else _values(plugins, kind, entry, presets, (*above, name)))
+        values = merge(
+            values, own if entry == SELF else _values(plugins, kind, entry, presets, (*above, name))
+        )
     return values
 
 
@@ -68,6 +73,7 @@ def _check_one_meaning(plugins: Plugins, kind: str, name: str, presets: Found) -
         if name not in plugins.of(kind) and (kind, name) not in plugins.owner:
             raise PluginError(plugins.missing(kind, name, also=tuple(presets)))
         return
+
     owners = [source for source, _ in presets[name]]
     owners += [plugins.owner[kind, name]] if (kind, name) in plugins.owner else []
     if len(owners) > 1:

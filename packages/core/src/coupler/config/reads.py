@@ -1,4 +1,6 @@
-"""Find options that a user set and that nothing reads: they do not do what the user thinks."""
+"""Find options that a user set and that nothing reads. They do not do what the user
+thinks.
+"""
 
 from __future__ import annotations
 
@@ -19,28 +21,38 @@ class Reads:
     keys: set[str] = field(default_factory=set)
 
     def unread(self, set_keys: Iterable[str]) -> list[str]:
-        """Return those of ``set_keys`` that were not read. An entry of a mapping is read when the mapping is."""
-        return [key for key in set_keys if not any(prefix in self.keys for prefix in _prefixes(key))]
+        """Return those of ``set_keys`` that were not read. An entry of a mapping is
+        read when the mapping is.
+        """
+        return [
+            key for key in set_keys if not any(prefix in self.keys for prefix in _prefixes(key))
+        ]
 
 
 def track(config: T) -> tuple[T, Reads]:
-    """Return a copy of a dataclass instance that records which options are read, and the record.
+    """Return a copy of a dataclass instance that records which options are read, and
+    the record.
 
-    The copy and its sections still are instances of their classes; ``dataclasses.replace`` gives copies that record
-    too, and ``asdict`` and pickling read everything. Comparing, printing and ``__post_init__`` read nothing.
-    Setting an attribute raises: nothing changes a configuration.
+    The copy and its sections still are instances of their classes.
+    ``dataclasses.replace`` gives copies that record too, and ``asdict`` and pickling
+    read everything. Comparing, printing and ``__post_init__`` read nothing. Setting an
+    attribute raises: nothing changes a configuration.
     """
     reads = Reads()
     return tracked(config, reads, ""), reads
 
 
 def original(config: T) -> T:
-    """Return what :func:`track` was given, or ``config`` itself if it is not tracked: reading that leaves no record."""
+    """Return the instance that :func:`track` was given, or ``config`` itself if it is
+    not tracked. Reading the result leaves no record.
+    """
     return object.__getattribute__(config, _ORIGINAL) if hasattr(type(config), _TRACKED) else config
 
 
 def path_of(config: Any) -> str:
-    """Where a tracked section stands in the whole, for example ``"engine."``; empty for one that is not tracked."""
+    """Return the place of a tracked section in the whole, for example ``"engine."``, or
+    the empty text for one that is not tracked.
+    """
     return getattr(type(config), _TRACKED) if hasattr(type(config), _TRACKED) else ""
 
 
@@ -48,7 +60,7 @@ _ORIGINAL, _TRACKED = "_coupler_original", "_coupler_tracked"
 
 
 def tracked(config: T, reads: Reads, start: str) -> T:
-    """Like :func:`track`, into an existing record, for a section whose keys begin with ``start``."""
+    """Track a section whose keys begin with ``start``, in a record that exists."""
     made = object.__new__(_tracked_class(type(config), reads, start))
     _fill(made, config, reads, start)
     return made
@@ -72,12 +84,17 @@ def _tracked_class(cls: type, reads: Reads, start: str) -> type:
         return value
 
     def write(_self: Any, name: str, _value: Any) -> None:
-        raise AttributeError(f"{start}{name} cannot be set: nothing changes the configuration of a run")
+        raise AttributeError(
+            f"{start}{name} cannot be set: nothing changes the configuration of a run"
+        )
 
-    def construct(self: Any, *args: Any, **kwargs: Any) -> None:  # called by dataclasses.replace
-        _fill(self, cls(*map(original, args), **{k: original(v) for k, v in kwargs.items()}), reads, start)
+    # dataclasses.replace calls this.
+    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
+        made = cls(*map(original, args), **{k: original(v) for k, v in kwargs.items()})
+        _fill(self, made, reads, start)
 
-    def reduce(self: Any, _protocol: Any) -> Any:  # called by pickle and copy: what is done with that cannot be seen
+    # pickle and copy call this. Reads of their results cannot be seen.
+    def reduce(self: Any, _protocol: Any) -> Any:
         reads.keys.update(start + name for name in names)
         return copy, (original(self),)
 
@@ -98,8 +115,11 @@ def _tracked_class(cls: type, reads: Reads, start: str) -> type:
 
 
 def _is_replace(frame: FrameType) -> bool:
-    """Whether a field is read by ``dataclasses.replace``, which only copies it."""
-    return frame.f_globals.get("__name__") == "dataclasses" and frame.f_code.co_name in ("replace", "_replace")
+    """Tell whether ``dataclasses.replace`` reads a field, which it only copies."""
+    return frame.f_globals.get("__name__") == "dataclasses" and frame.f_code.co_name in (
+        "replace",
+        "_replace",
+    )
 
 
 def _prefixes(key: str) -> Iterator[str]:

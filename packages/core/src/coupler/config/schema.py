@@ -1,8 +1,8 @@
 """Define the options of a run. A default, its bounds and its help live here, once.
 
 The text under a field is what ``coupler config explain`` shows, alone: a sentence that
-needs no neighbour. Bounds are the field's metadata, ``ge`` and ``le``, both of which are
-allowed values. A unit is part of the name.
+needs no neighbour. Bounds are the field's metadata, ``ge`` and ``le``, both of which
+are allowed values. A unit is part of the name.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from coupler.interfaces import NO_EFFECT, InFlight, no_effect
 
 
 class Job(StrEnum):
-    """What a run does; the values are the names of the commands."""
+    """The kinds of runs. The values are the names of the commands."""
 
     TRAIN = "train"
     SFT = "sft"
     EVAL = "eval"
 
 
-JOBS = {  # the sections that each job needs
+# The sections that each job needs.
+JOBS = {
     Job.TRAIN: ("engine", "rollout", "algorithm"),
     Job.SFT: ("engine", "algorithm"),
     Job.EVAL: ("engine", "rollout"),
@@ -53,7 +54,7 @@ class CriticModelConfig:
 class CriticConfig:
     """The critic of an algorithm that needs ``values``.
 
-    What ``critic.engine`` does not set is as in ``engine``.
+    Options that ``critic.engine`` does not set are as in ``engine``.
     """
 
     engine: Any = None
@@ -82,6 +83,9 @@ class DataConfig:
     supervised training."""
     system_prompt: str = ""
     """The first message of every prompt; it needs a chat template."""
+    control_tokens: bool = False
+    """Let control tokens in the text of the data, such as <|im_start|>, be encoded as
+    control tokens; else they are plain characters."""
     max_prompt_tokens: int = field(default=1024, metadata={"ge": 1})
     """The longest prompt that is allowed, in tokens; a longer one is an error, or is
     dropped if drop_overlong is set."""
@@ -111,7 +115,7 @@ class RewardConfig:
 
 @dataclass
 class SamplingConfig:
-    """How completions are sampled in training."""
+    """The sampling of completions in training."""
 
     max_tokens: int = field(default=256, metadata={"ge": 1})
     """The longest completion, in tokens; one that reaches it was truncated."""
@@ -128,7 +132,7 @@ class SamplingConfig:
 
 @dataclass
 class EvalConfig:
-    """How held-out prompts are sampled and scored."""
+    """The sampling and scoring of held-out prompts."""
 
     every_steps: int = field(default=0, metadata={"ge": 0})
     """Evaluate after every so many training steps; 0 never does during training."""
@@ -149,13 +153,13 @@ class EvalConfig:
 
 @dataclass
 class CheckpointConfig:
-    """When checkpoints are written, which are kept, and where a run goes on."""
+    """The times of checkpoints, those that stay, and the start of a run."""
 
     every_steps: int = field(default=0, metadata={"ge": 0})
     """Write a checkpoint after every so many steps; 0 writes one only at the end."""
     resume: str = "auto"
-    """Where the run goes on: auto takes the last whole checkpoint of run_dir, disable
-    takes none, and a folder is what an empty run_dir starts from."""
+    """The place where the run goes on: auto takes the last whole checkpoint of run_dir,
+    disable takes none, and a folder is what an empty run_dir starts from."""
     reset_data: bool = False
     """Start the data from the beginning when the run is resumed; needed if the data
     changed."""
@@ -188,7 +192,7 @@ class RecordConfig:
 
 @dataclass
 class ProfileConfig:
-    """Traces of torch.profiler for chosen steps; on a GPU, snapshots of its memory, too."""
+    """Traces of torch.profiler for chosen steps, and snapshots of a GPU's memory."""
 
     steps: list[int] = field(default_factory=list)
     """Trace these optimizer steps of each trained role, counted from 0; an empty list
@@ -200,12 +204,13 @@ class ProfileConfig:
 
 
 class OnSync(StrEnum):
-    """What a sync does with requests that are being sampled.
+    """The treatment of requests that are being sampled when a sync comes.
 
-    See :class:`~coupler.interfaces.InFlight`.
+    :class:`~coupler.interfaces.InFlight` explains them.
     """
 
-    AUTO = "auto"  # recompute if max_staleness is above 0 and the rollout can, else drain
+    # Recompute if max_staleness is above 0 and the rollout can, else drain.
+    AUTO = "auto"
     DRAIN = InFlight.DRAIN
     ABORT = InFlight.ABORT
     RECOMPUTE = InFlight.RECOMPUTE
@@ -214,7 +219,7 @@ class OnSync(StrEnum):
 
 @dataclass
 class SyncConfig:
-    """How new weights travel from the engine to the rollouts."""
+    """The way of new weights from the engine to the rollouts."""
 
     manager: str = "stream"
     """The backend of kind sharding that moves the weights."""
@@ -224,7 +229,7 @@ class SyncConfig:
     deadline_s: float = no_effect(600.0, ge=0.001)
     """Seconds that one weight sync may take."""
     in_flight: OnSync = OnSync.AUTO
-    """What a sync does with requests that are being sampled. abort, recompute and
+    """The fate of requests that are being sampled during a sync. abort, recompute and
     stale_kv need max_staleness above 0, where some are."""
     self_test: bool = no_effect(True)
     """Push a permuted copy of the weights first, so that a push that changes nothing is
@@ -232,24 +237,28 @@ class SyncConfig:
     max_mean_logprob_diff: float = no_effect(0.0, ge=0)
     """The largest mean difference of log-probs between engine and rollout after a sync;
     0 takes the limit of the model's dtype."""
+    max_sampling_z: float = no_effect(8.0, ge=0)
+    """The largest distance, in standard deviations, between how surprising sampled
+    tokens are and the entropy of their distribution, over several steps. A hidden top-p
+    or repetition penalty exceeds it. 0 turns this check off."""
 
 
 class ExecutorName(StrEnum):
-    """Where workers live."""
+    """The place where workers live."""
 
     LOCAL = "local"  # one rank of each role in the process that runs the job
     RAY = "ray"  # one Ray actor per engine rank and per rollout replica
 
 
 class Placement(StrEnum):
-    """Which roles share devices."""
+    """The roles that share devices."""
 
     COLOCATED = "colocated"  # rank i of every engine and replica i share bundle i
-    DISJOINT = "disjoint"  # rollouts have bundles of their own; engines share theirs
+    DISJOINT = "disjoint"  # rollouts have bundles of their own, engines share theirs
 
 
 class Devices(StrEnum):
-    """What a bundle of resources is."""
+    """The device of a bundle of resources."""
 
     AUTO = "auto"  # one GPU per bundle where the cluster has any, else the CPU
     GPU = "gpu"
@@ -264,10 +273,10 @@ class RayConfig:
     """The cluster to join, host:port or auto; empty starts Ray on loopback for this
     run."""
     placement: Placement = Placement.COLOCATED
-    """Which roles share devices: all of them (colocated), or engines and rollouts each
-    have their own (disjoint)."""
+    """The sharing of devices: all roles share them (colocated), or engines and rollouts
+    each have their own (disjoint)."""
     devices: Devices = Devices.AUTO
-    """What each worker gets: a GPU, the CPU, or a GPU wherever the cluster has any
+    """The device of each worker: a GPU, the CPU, or a GPU wherever the cluster has any
     (auto)."""
     num_cpus_per_worker: int = field(default=1, metadata={"ge": 1})
     """Logical CPUs that each engine rank and each rollout replica reserves."""
@@ -275,7 +284,7 @@ class RayConfig:
 
 @dataclass
 class WaitsConfig:
-    """Limits of waits for workers; every wait has a name and an end."""
+    """Limits of waits for workers. Every wait has a name and an end."""
 
     deadline_s: float = field(default=7200.0, metadata={"ge": 0.001})
     """Seconds that one call of a worker may take; set it above the longest step. A call
@@ -286,7 +295,7 @@ class WaitsConfig:
 
 
 class RouterReplay(StrEnum):
-    """Which experts tokens go to while a mixture of experts trains."""
+    """The choice of experts for each token while a mixture of experts trains."""
 
     DISABLED = "disabled"  # where the router sends them
     R2 = "R2"  # where the pass for old log-probs sent them
@@ -295,9 +304,9 @@ class RouterReplay(StrEnum):
 
 @dataclass
 class RunConfig:
-    """Everything a run is; four of its options come from plugins.
+    """All options of a run.
 
-    They are ``engine``, ``rollout``, ``algorithm`` and ``trackers``.
+    Those of ``engine``, ``rollout`` and ``algorithm`` come from plugins.
     """
 
     engine: Any = None
@@ -316,8 +325,8 @@ class RunConfig:
     profile: ProfileConfig = field(default_factory=ProfileConfig, metadata=NO_EFFECT)
     sync: SyncConfig = field(default_factory=SyncConfig)
     executor: ExecutorName = field(default=ExecutorName.LOCAL, metadata=NO_EFFECT)
-    """Where workers live: in the process that runs the job (local), or each in a Ray
-    actor (ray)."""
+    """The place of the workers: in the process that runs the job (local), or each in a
+    Ray actor (ray)."""
     ray: RayConfig = field(default_factory=RayConfig, metadata=NO_EFFECT)
     waits: WaitsConfig = field(default_factory=WaitsConfig, metadata=NO_EFFECT)
     run_dir: str = no_effect("runs/default")
@@ -342,7 +351,7 @@ class RunConfig:
     """Dynamic sampling gives up when it has rejected this many times prompts_per_step
     groups."""
     router_replay: RouterReplay = RouterReplay.DISABLED
-    """Which experts tokens go to while a mixture of experts trains: the router's choice
+    """The experts of each token while a mixture of experts trains: the router's choice
     (disabled), that of the old log-probs (R2), or the rollout's (R3)."""
     offload: bool = no_effect(False)
     """Let engine and rollout share a device and take turns on its memory."""

@@ -18,7 +18,7 @@ def nest(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def flatten(values: Mapping[str, Any], start: str = "") -> dict[str, Any]:
-    """Return dotted keys and their values; an empty mapping is a value."""
+    """Return dotted keys and their values. An empty mapping is a value."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
@@ -33,12 +33,16 @@ def merge(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(low)
     for name, value in high.items():
         below = merged.get(name)
-        merged[name] = merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+        merged[name] = (
+            merge(below, value)
+            if isinstance(below, Mapping) and isinstance(value, Mapping)
+            else value
+        )
     return merged
 
 
 def value_at(values: Any, key: str) -> Any:
-    """Return what stands under a dotted key; None if nothing does."""
+    """Return the value under a dotted key, or None if there is none."""
     for name in key.split("."):
         values = values.get(name) if isinstance(values, Mapping) else None
     return values
@@ -47,8 +51,8 @@ def value_at(values: Any, key: str) -> Any:
 def replace_at(values: dict[str, Any], key: str, new: Mapping[str, Any] | None) -> None:
     """Put another section under a dotted key.
 
-    An empty one is taken out, with every section that it leaves empty, so that none looks
-    set.
+    An empty one is taken out, with every section that it leaves empty, so that none
+    looks set.
     """
     first, _, rest = key.partition(".")
     if rest and isinstance(values.get(first), dict):

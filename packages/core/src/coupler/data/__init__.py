@@ -1,8 +1,19 @@
-"""Data: rows from files or functions, an endless resumable stream of them, and text as token ids."""
+"""Read rows from files or functions, draw an endless resumable stream from them, and
+turn text into token ids.
+"""
 
 from coupler.data.dataset import Row, fingerprint, load_rows
 from coupler.data.prompts import Prompt, encode_prompts, supervised
 from coupler.data.stream import PromptStream
 from coupler.data.templates import Codec
 
-__all__ = ["Codec", "Prompt", "PromptStream", "Row", "encode_prompts", "fingerprint", "load_rows", "supervised"]
+__all__ = [
+    "Codec",
+    "Prompt",
+    "PromptStream",
+    "Row",
+    "encode_prompts",
+    "fingerprint",
+    "load_rows",
+    "supervised",
+]

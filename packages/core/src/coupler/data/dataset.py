@@ -1,4 +1,4 @@
-"""Rows: what is trained on, checked one by one when they are loaded."""
+"""Load rows, and check each of them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from coupler.config.schema import DataConfig
 from coupler.data.sources import EXAMPLE, read
 from coupler.errors import DataError
 
-Messages = tuple[dict[str, Any], ...]  # {role, content} and what else the chat template reads, in order
+# Messages in order: role, content, and the other keys that the chat template reads.
+Messages = tuple[dict[str, Any], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One prompt with what is known of its answer. All of it is plain JSON, so that it reaches reward workers.
+    """One prompt with its answer and other columns. All of it is plain JSON, so that it
+    reaches reward workers.
 
     Example:
         ``Row("1 + 2 = ?", "3", 0, {"data_source": "sums"})``
@@ -35,30 +37,38 @@ class Row:
     extra: Mapping[str, Any]  # every other column; nulls are left out
 
     def as_mapping(self) -> Mapping[str, Any]:
-        """Return the row as reward functions see it: ``index``, the extra columns, ``prompt`` and ``answer``."""
+        """Return the row as reward functions see it: ``index``, the extra columns,
+        ``prompt`` and ``answer``.
+        """
         return {"index": self.index, **self.extra, "prompt": self.prompt, "answer": self.answer}
 
 
 def load_rows(config: DataConfig, key: str = "data") -> list[Row]:
-    """Load and check the rows of ``config.source``, the first ``config.limit`` if that is positive.
+    """Load and check the rows of ``config.source``, the first ``config.limit`` if that
+    is positive.
 
     ``key`` is the section of the configuration that ``config`` is, for messages.
 
-    The answer is column ``answer_key``, or ``reward_model.ground_truth`` where a row has no such column;
-    ``answer_key=""`` says that the reward needs none.
+    The answer is column ``answer_key``, or ``reward_model.ground_truth`` where a row
+    has no such column. ``answer_key=""`` says that the reward needs none.
 
     Raises:
-        DataError: the source is missing, empty or malformed, or a row lacks a column or has one of a wrong type.
+        DataError: the source is missing, empty or malformed, or a row lacks a column or
+            has one of a wrong type.
     """
     records = islice(read(config.source, config.args, key), config.limit or None)
-    rows = [_row(record, index, place, config, key) for index, (place, record) in enumerate(records)]
+    rows = [
+        _row(record, index, place, config, key) for index, (place, record) in enumerate(records)
+    ]
     if not rows:
         raise DataError(f"{key}.source: {config.source} has no rows.\n{EXAMPLE}")
     return rows
 
 
 def fingerprint(rows: Iterable[Row]) -> str:
-    """Hash the content and order of ``rows``: equal in every process, format and Python version."""
+    """Hash the content and order of ``rows``: equal in every process, format and Python
+    version.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for row in rows:
         digest.update(json.dumps(asdict(row), sort_keys=True).encode())
@@ -68,13 +78,15 @@ def fingerprint(rows: Iterable[Row]) -> str:
 def _row(record: Any, index: int, place: str, config: DataConfig, key: str) -> Row:
     if not isinstance(record, Mapping):
         raise DataError(f"{place} is a {type(record).__name__}, not a mapping of columns.")
+
     plain = _plain(record, place)
     if config.prompt_key not in plain:
-        raise DataError(
-            f"{place} has no {config.prompt_key!r}{_did_you_mean(config.prompt_key, plain, f'{key}.prompt_key')}"
-        )
+        hint = _did_you_mean(config.prompt_key, plain, f"{key}.prompt_key")
+        raise DataError(f"{place} has no {config.prompt_key!r}{hint}")
+
     extra = {k: v for k, v in plain.items() if k not in (config.prompt_key, config.answer_key)}
-    return Row(_prompt(plain[config.prompt_key], place, config), _answer(plain, place, config, key), index, extra)
+    prompt = _prompt(plain[config.prompt_key], place, config)
+    return Row(prompt, _answer(plain, place, config, key), index, extra)
 
 
 def _prompt(value: Any, place: str, config: DataConfig) -> str | Messages:
@@ -83,14 +95,24 @@ def _prompt(value: Any, place: str, config: DataConfig) -> str | Messages:
         if not value.strip():
             raise DataError(f"{where} is empty.")
         return value
+
     if not isinstance(value, list):
-        raise DataError(f"{where} is a {type(value).__name__}; it must be a string or a list of {{role, content}}.")
+        raise DataError(
+            f"{where} is a {type(value).__name__}; it must be a string or a list of "
+            "{role, content}."
+        )
     if not value:
         raise DataError(f"{where} has no messages.")
+
     for message in value:
-        fits = isinstance(message, dict) and all(isinstance(message.get(k), str) for k in ("role", "content"))
+        fits = isinstance(message, dict) and all(
+            isinstance(message.get(k), str) for k in ("role", "content")
+        )
         if not fits:
-            raise DataError(f"{where} holds {message!r:.80}; each message needs a role and a content, both strings.")
+            raise DataError(
+                f"{where} holds {message!r:.80}; each message needs a role and a content, "
+                "both strings."
+            )
     if not any(message["content"].strip() for message in value):
         raise DataError(f"{where} is empty.")
     return tuple(value)
@@ -99,13 +121,16 @@ def _prompt(value: Any, place: str, config: DataConfig) -> str | Messages:
 def _answer(record: dict[str, Any], place: str, config: DataConfig, key: str) -> str:
     if not config.answer_key:
         return ""
+
     if config.answer_key in record:
         answer = record[config.answer_key]
     else:
         graded = record.get("reward_model")
         if not isinstance(graded, dict) or "ground_truth" not in graded:
             hint = _did_you_mean(config.answer_key, record, f"{key}.answer_key")
-            raise DataError(f"{place} has no {config.answer_key!r}{hint}\n  none needed:  {key}.answer_key=''")
+            raise DataError(
+                f"{place} has no {config.answer_key!r}{hint}\n  none needed:  {key}.answer_key=''"
+            )
         answer = graded["ground_truth"]
     return answer if isinstance(answer, str) else json.dumps(answer)
 
@@ -117,7 +142,10 @@ def _did_you_mean(key: str, record: Mapping[str, Any], option: str) -> str:
 
 
 def _plain(value: Any, place: str) -> Any:
-    """``value`` as JSON knows it: no NumPy, tuples as lists, dates as text, nulls of mappings left out."""
+    """Return ``value`` as JSON knows it: no NumPy, tuples as lists, dates as text.
+
+    Nulls of mappings are left out.
+    """
     match value:
         case None | bool() | int() | float() | str():
             return value.item() if isinstance(value, np.generic) else value
@@ -129,6 +157,8 @@ def _plain(value: Any, place: str) -> Any:
             return _plain(value.tolist(), place)
         case date() | time() | Decimal():
             return str(value)
+
     raise DataError(
-        f"{place} holds a {type(value).__name__}, which JSON cannot.\n  try:  text or numbers instead of it"
+        f"{place} holds a {type(value).__name__}, which JSON cannot.\n  try:  text or numbers "
+        "instead of it"
     )

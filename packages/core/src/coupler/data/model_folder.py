@@ -1,4 +1,4 @@
-"""Find the folder of a model: a path, or what a user's function returns."""
+"""Find the folder of a model: a path, or the result of a user's function."""
 
 from __future__ import annotations
 
@@ -9,17 +9,21 @@ from coupler.system.imports import resolve
 
 
 def model_folder(path: str, key: str = "model") -> str:
-    """Return the folder that ``KEY.path`` names: itself, or what the function ``pkg.mod:name`` returns.
+    """Return the folder that ``KEY.path`` names: itself, or the result of the function
+    ``pkg.mod:name``.
 
     Raises:
         ConfigError: there is no such function, or it raised.
     """
     if ":" not in path or Path(path).exists():
         return path
+
     try:
         function = resolve(path)
     except (Exception, SystemExit) as error:  # importing runs the user's code
-        raise ConfigError(f"{key}.path={path} is no folder, and no function either: {error}") from None
+        raise ConfigError(
+            f"{key}.path={path} is no folder, and no function either: {error}"
+        ) from None
     try:
         return str(function())
     except CouplerError:

@@ -1,4 +1,6 @@
-"""Rows as the policy sees them: prompts within their limit, and supervised trajectories."""
+"""Encode rows for the policy: prompts within their limit, and supervised
+trajectories.
+"""
 
 from __future__ import annotations
 
@@ -25,42 +27,51 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """How long something may be, and what to say of what is longer."""
+    """A largest number of tokens, with the words for a message."""
 
     tokens: int
-    name: str  # what sets it, for a message
-    fix: str  # what to set; "{}" stands for a number of tokens that fits all
-    ranks: int = 1  # that hold a part each
+    name: str  # the option or the model that sets it
+    fix: str  # the option to set, where "{}" stands for a number that fits all
+    ranks: int = 1  # processes that hold a part of the sequence each
 
 
 def encode_prompts(
     rows: Iterable[Row], codec: Codec, config: DataConfig, key: str = "data"
 ) -> tuple[list[Prompt], int]:
-    """Encode every row's prompt; return those that are short enough and how many were dropped.
+    """Encode every row's prompt. Return those that are short enough, and how many were
+    dropped.
 
-    Short enough are ``config.max_prompt_tokens``, and what leaves the model a position for a completion.
+    A prompt may have ``config.max_prompt_tokens``, and must leave the model a position
+    for a completion.
 
     Raises:
-        DataError: a prompt is too long and ``config.drop_overlong`` is false, all are, or one cannot be rendered.
+        DataError: a prompt is too long and ``config.drop_overlong`` is false, all are,
+            or one cannot be rendered.
     """
     prompts = [Prompt(row, _ids(row, codec, config)) for row in rows]
     option = f"{key}.max_prompt_tokens="
-    limits = [Limit(config.max_prompt_tokens, f"{option}{config.max_prompt_tokens}", f"{option}{{}}")]
+    limits = [
+        Limit(config.max_prompt_tokens, f"{option}{config.max_prompt_tokens}", f"{option}{{}}")
+    ]
     if positions := codec.max_positions:
         limits.append(_of_model(positions, positions - 1, "one of them for a completion"))
-    return _short_enough(prompts, [(p.row, len(p.ids)) for p in prompts], "prompts", limits, config, key)
+    return _short_enough(
+        prompts, [(p.row, len(p.ids)) for p in prompts], "prompts", limits, config, key
+    )
 
 
 def supervised(
     rows: Iterable[Row], codec: Codec, config: DataConfig, room: Limit | None = None
 ) -> tuple[list[Trajectory], int]:
-    """Turn rows into prompt and target segments; return them and how many overlong ones were dropped.
+    """Turn rows into prompt and target segments. Return them, and how many overlong
+    ones were dropped.
 
     Args:
-        room: of the engine, for a prompt with its target.
+        room: the engine's limit for a prompt with its target.
 
     Raises:
-        DataError: a row has no answer, is longer than the model or the engine takes, or as :func:`encode_prompts`.
+        DataError: a row has no answer, is longer than the model or the engine takes, or
+            as :func:`encode_prompts`.
     """
     prompts, dropped = encode_prompts(rows, codec, config)
     made = [_imitate(p, codec, config) for p in prompts]
@@ -78,12 +89,18 @@ def _of_model(positions: int, tokens: int, use: str) -> Limit:
 
 
 def _short_enough(
-    items: list[T], sizes: list[tuple[Row, int]], noun: str, limits: list[Limit], config: DataConfig, key: str
+    items: list[T],
+    sizes: list[tuple[Row, int]],
+    noun: str,
+    limits: list[Limit],
+    config: DataConfig,
+    key: str,
 ) -> tuple[list[T], int]:
-    """Those of ``items`` within every limit, and the number of others."""
-    drops = config.drop_overlong  # read whether one is too long or not
+    """Return those of ``items`` within every limit, and the number of others."""
+    drops = config.drop_overlong  # always read, or it would count as unused
     if not limits:
         return items, 0
+
     limit = min(limits, key=lambda each: each.tokens)
     overlong = [(row, size) for row, size in sizes if size > limit.tokens]
     if overlong and (not drops or len(overlong) == len(items)):
@@ -94,21 +111,33 @@ def _short_enough(
             f"the first is row {first.index} (from 0) of {config.source} with {size} tokens.\n"
             f"  try:  {limit.fix.format(-(-longest // limit.ranks))}{drop}"
         )
-    return [item for item, (_, size) in zip(items, sizes, strict=True) if size <= limit.tokens], len(overlong)
+
+    kept = [item for item, (_, size) in zip(items, sizes, strict=True) if size <= limit.tokens]
+    return kept, len(overlong)
 
 
 def _imitate(prompt: Prompt, codec: Codec, config: DataConfig) -> Trajectory:
     if not prompt.row.answer:
         raise DataError(
-            f"row {prompt.row.index} (from 0) of {config.source} has an empty answer: there is nothing to imitate.\n"
+            f"row {prompt.row.index} (from 0) of {config.source} has an empty answer: there "
+            "is nothing to imitate.\n"
             "  try:  data.answer_key=COLUMN, the text to be learnt"
         )
-    target = Segment(codec.target_ids(prompt.row.answer), Origin.TARGET)
+    target = Segment(_answer(prompt.row, codec, config), Origin.TARGET)
     return Trajectory((Segment(prompt.ids, Origin.PROMPT), target))
 
 
 def _ids(row: Row, codec: Codec, config: DataConfig) -> tuple[int, ...]:
     try:
-        return codec.prompt_ids(row.prompt, config.system_prompt)
+        return codec.prompt_ids(
+            row.prompt, config.system_prompt, control_tokens=config.control_tokens
+        )
+    except CouplerError as error:
+        raise DataError(f"row {row.index} (from 0) of {config.source}: {error}") from None
+
+
+def _answer(row: Row, codec: Codec, config: DataConfig) -> tuple[int, ...]:
+    try:
+        return codec.target_ids(row.answer, control_tokens=config.control_tokens)
     except CouplerError as error:
         raise DataError(f"row {row.index} (from 0) of {config.source}: {error}") from None

@@ -1,7 +1,8 @@
-"""Procedural tasks of reasoning-gym as rows.
+"""Make rows from the procedural tasks of reasoning-gym.
 
 Example:
-    ``data.source=coupler.data.reasoning_gym:rows data.args={task: chain_sum, size: 1000, seed: 0, max_terms: 3}``
+    ``data.source=coupler.data.reasoning_gym:rows data.args={task: chain_sum, size:
+    1000, seed: 0, max_terms: 3}``
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ from coupler.errors import DataError
 
 
 def rows(task: str, size: int, seed: int, **task_config: Any) -> Iterator[dict[str, Any]]:
-    """Yield ``size`` rows of ``task``, with what its verifier needs as a Python literal in ``entry``.
+    """Yield ``size`` rows of ``task``, each with the literal for its verifier in
+    ``entry``.
 
-    A literal, because some tasks generate other entries for the same seed in another process (they iterate over sets
-    of strings), and because JSON makes lists of the tuples that some verifiers compare with.
+    The entry travels with the row because some tasks generate other entries for the
+    same seed in another process (they iterate over sets of strings). It is a literal
+    because JSON makes lists of the tuples that some verifiers compare with.
 
     Raises:
-        DataError: reasoning-gym is missing, knows no such task, refuses ``task_config``, or its entry is no literal.
+        DataError: reasoning-gym is missing, knows no such task, refuses
+            ``task_config``, or its entry is no literal.
     """
     dataset = create(task, {"size": size, "seed": seed, **task_config})
     for index in range(size):
@@ -43,7 +47,9 @@ def library() -> Any:
     try:
         import reasoning_gym
     except ImportError as error:
-        raise DataError(f"reasoning-gym: {error}.\n  try:  pip install 'coupler-core[reasoning-gym]'") from None
+        raise DataError(
+            f"reasoning-gym: {error}.\n  try:  pip install 'coupler-core[reasoning-gym]'"
+        ) from None
     return reasoning_gym
 
 
@@ -53,15 +59,23 @@ def create(task: str, config: dict[str, Any]) -> Any:
     tasks = reasoning_gym.factory.DATASETS
     if task not in tasks:
         close = get_close_matches(task, tasks, n=1)
-        raise DataError(f"reasoning-gym has no task {task!r}{f' - did you mean {close[0]!r}?' if close else '.'}")
+        hint = f" - did you mean {close[0]!r}?" if close else "."
+        raise DataError(f"reasoning-gym has no task {task!r}{hint}")
+
     try:
         return reasoning_gym.create_dataset(task, **config)
     except (TypeError, ValueError, AssertionError) as error:
-        raise DataError(f"the reasoning-gym task {task} refuses data.args {config}: {error}") from error
+        raise DataError(
+            f"the reasoning-gym task {task} refuses data.args {config}: {error}"
+        ) from error
 
 
 def literal(entry: dict[str, Any], task: str, index: int) -> str:
-    """Write ``entry`` so that ``ast.literal_eval`` gives it back; raise DataError where it would not."""
+    """Write ``entry`` so that ``ast.literal_eval`` gives it back.
+
+    Raises:
+        DataError: it would not.
+    """
     text = repr(entry)
     try:
         same = ast.literal_eval(text) == entry
@@ -69,7 +83,8 @@ def literal(entry: dict[str, Any], task: str, index: int) -> str:
         same = False
     if not same:
         raise DataError(
-            f"entry {index} of the reasoning-gym task {task} cannot be written down; its verifier needs it."
+            f"entry {index} of the reasoning-gym task {task} cannot be written down; its "
+            "verifier needs it."
         )
     return text
 

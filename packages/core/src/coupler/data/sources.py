@@ -1,4 +1,4 @@
-"""Records from a file or a function, each with the place it stands at, for messages."""
+"""Read records from a file or a function, each with its place for messages."""
 
 from __future__ import annotations
 
@@ -16,28 +16,37 @@ EXAMPLE = '  a row is one line of JSON:  {"prompt": "1 + 2 = ?", "answer": "3"}'
 
 
 def read(source: str, args: Mapping[str, Any], key: str = "data") -> Records:
-    """Read ``source``: .jsonl, .json (a list), .parquet, a saved ``datasets`` folder, or ``module:function``.
+    """Read ``source``: .jsonl, .json (a list), .parquet, a saved ``datasets`` folder,
+    or ``module:function``.
 
     Raises:
-        DataError: it is missing, empty or malformed, or the function cannot be found or does not take ``args``.
+        DataError: it is missing, empty or malformed, or the function cannot be found or
+            does not take ``args``.
     """
     if not source:
         raise DataError(f"{key}.source is not set.\n  try:  {key}.source=train.jsonl")
+
     path = Path(source)
     readers = {".jsonl": _jsonl, ".json": _json, ".parquet": _parquet}
     if path.suffix not in readers and ":" in source:
         return _function(source, args, key)
     if args:
-        raise DataError(f"{key}.args has {', '.join(args)}, but {key}.source={source} is no function.")
+        raise DataError(
+            f"{key}.args has {', '.join(args)}, but {key}.source={source} is no function."
+        )
+
     if path.is_dir():
         return _saved(path, key)
     if path.suffix not in readers:
         raise DataError(
             f"{key}.source={source} is nothing that can be read.\n"
-            "  it may be:  FILE.jsonl, FILE.json, FILE.parquet, a folder of datasets' save_to_disk, module:function"
+            "  it may be:  FILE.jsonl, FILE.json, FILE.parquet, a folder of datasets' "
+            "save_to_disk, module:function"
         )
     if not path.is_file():
-        raise DataError(f"{key}.source: there is no file {path}.\n  it is looked up from:  {Path.cwd()}")
+        raise DataError(
+            f"{key}.source: there is no file {path}.\n  it is looked up from:  {Path.cwd()}"
+        )
     if path.stat().st_size == 0:
         raise DataError(f"{key}.source: {path} is empty.\n{EXAMPLE}")
     return readers[path.suffix](path)
@@ -55,7 +64,8 @@ def _json(path: Path) -> Records:
     records = _parse(path.read_bytes(), str(path))
     if not isinstance(records, list):
         raise DataError(
-            f"{path} holds a {type(records).__name__}, not a list of rows.\n  try:  one row a line, as .jsonl"
+            f"{path} holds a {type(records).__name__}, not a list of rows.\n  try:  one row a "
+            "line, as .jsonl"
         )
     return _numbered(path, iter(records))
 
@@ -63,7 +73,7 @@ def _json(path: Path) -> Records:
 def _parse(text: bytes, place: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:  # also of text that is not UTF-8
+    except ValueError as error:  # raised for text that is not UTF-8, too
         raise DataError(f"{place} is not JSON: {error}.\n{EXAMPLE}") from None
 
 
@@ -83,12 +93,15 @@ def _saved(path: Path, key: str) -> Records:
         from datasets import Dataset, load_from_disk  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise DataError(
-            f"{key}.source: {path} is a folder, which the package datasets reads.\n  try:  pip install datasets"
+            f"{key}.source: {path} is a folder, which the package datasets reads.\n  try:  "
+            "pip install datasets"
         ) from None
+
     saved = load_from_disk(str(path))
     if not isinstance(saved, Dataset):
         raise DataError(
-            f"{key}.source: {path} holds several splits.\n  try:  one of {', '.join(str(path / s) for s in saved)}"
+            f"{key}.source: {path} holds several splits.\n  try:  one of "
+            f"{', '.join(str(path / s) for s in saved)}"
         )
     return _numbered(path, iter(saved))
 
@@ -100,11 +113,13 @@ def _function(source: str, args: Mapping[str, Any], key: str) -> Records:
         raise DataError(f"{key}.source={source} cannot be imported: {error}") from error
     if not callable(function):
         raise DataError(f"{key}.source={source} is a {type(function).__name__}, not a function.")
+
     try:
         inspect.signature(function).bind(**args)
     except TypeError as error:
         raise DataError(
-            f"{key}.args does not fit {key}.source={source}: {error}.\n  it takes:  {inspect.signature(function)}"
+            f"{key}.args does not fit {key}.source={source}: {error}.\n  it takes:  "
+            f"{inspect.signature(function)}"
         ) from None
     return _called(function, args, source, key)
 
@@ -116,7 +131,8 @@ def _called(function: Any, args: Mapping[str, Any], source: str, key: str) -> Re
         raise
     except (Exception, SystemExit) as error:  # the user's code
         raise DataError(
-            f"{key}.source={source} raised {type(error).__name__}: {error}.\n  at:  {place_of(error)}"
+            f"{key}.source={source} raised {type(error).__name__}: {error}.\n  at:  "
+            f"{place_of(error)}"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""PromptStream: rows for ever, epoch by epoch, resumable from two numbers."""
+"""Draw rows without end, epoch by epoch, in an order that two numbers resume."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ T = TypeVar("T")
 
 
 class PromptStream(Generic[T]):
-    """Endless pass over ``rows``; each epoch has an order of its own, derived from the seed and its number."""
+    """Endless pass over ``rows``. Each epoch has an order of its own, derived from the
+    seed and its number.
+    """
 
     def __init__(self, rows: Sequence[T], seed: int, shuffle: bool) -> None:
         if not rows:
@@ -23,21 +25,24 @@ class PromptStream(Generic[T]):
         self._start(0)
 
     def _start(self, epoch: int, position: int = 0) -> None:
-        self.epoch, self.position = (epoch, position)  # position: rows of this epoch that were handed out
+        self.epoch = epoch
+        self.position = position  # rows of this epoch that were handed out
         size = len(self.rows)
-        self.order = stream(self.seed, "data", epoch).permutation(size) if self.shuffle else np.arange(size)
+        self.order = (
+            stream(self.seed, "data", epoch).permutation(size) if self.shuffle else np.arange(size)
+        )
 
     def next(self) -> int:
-        """The index of the next row in ``rows``."""
+        """Return the index of the next row in ``rows``."""
         if self.position == len(self.rows):
             self._start(self.epoch + 1)
         self.position += 1
         return int(self.order[self.position - 1])
 
     def state(self) -> dict[str, Any]:
-        """Where it stands, as plain JSON."""
+        """Return the position in the stream as plain JSON."""
         return {"epoch": self.epoch, "position": self.position}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from ``state``, of the same rows."""
+        """Go on from ``state``, which is of the same rows."""
         self._start(state["epoch"], state["position"])

@@ -1,4 +1,4 @@
-"""Codec: the only place where text becomes token ids and back."""
+"""Turn text into token ids and back. No other module does."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from coupler.data.control import PlainText
 from coupler.data.dataset import Messages
+from coupler.data.traced import Traced
 from coupler.errors import ConfigError, CouplerError
 from coupler.interfaces import Model
 
@@ -17,7 +19,8 @@ MARK = "coupler"  # a word to find again in a rendered conversation
 
 
 class Codec:
-    """The tokenizer and chat template of one model folder. Never pads and never truncates.
+    """The tokenizer and chat template of one model folder. It never pads and never
+    truncates.
 
     Raises:
         CouplerError: the folder or its tokenizer is missing or cannot be loaded.
@@ -28,10 +31,14 @@ class Codec:
         if not model.path or not self.folder.is_dir():
             raise CouplerError(
                 f"model.path={model.path!r} is no folder.\n"
-                "  try:  a downloaded model, for example of:  hf download ORG/NAME --local-dir models/NAME"
+                "  try:  a downloaded model, for example of:  hf download ORG/NAME "
+                "--local-dir models/NAME"
             )
         if not any((self.folder / name).is_file() for name in TOKENIZER_FILES):
-            raise CouplerError(f"model.path={model.path} holds no tokenizer.\n  try:  copying tokenizer.json into it")
+            raise CouplerError(
+                f"model.path={model.path} holds no tokenizer.\n  try:  copying tokenizer.json "
+                "into it"
+            )
         from transformers import AutoTokenizer
 
         try:
@@ -39,50 +46,79 @@ class Codec:
                 self.folder, trust_remote_code=model.trust_remote_code, local_files_only=True
             )
         except (OSError, ValueError, KeyError) as error:
-            raise CouplerError(f"the tokenizer of model.path={model.path} cannot be loaded: {error}") from error
+            raise CouplerError(
+                f"the tokenizer of model.path={model.path} cannot be loaded: {error}"
+            ) from error
 
-    def prompt_ids(self, prompt: str | Messages, system_prompt: str) -> tuple[int, ...]:
+    def prompt_ids(
+        self, prompt: str | Messages, system_prompt: str, *, control_tokens: bool = False
+    ) -> tuple[int, ...]:
         """Encode a prompt up to where the policy speaks.
 
-        Messages go through the chat template, with its generation prompt. A string becomes one user message if the
-        tokenizer has a chat template, and is encoded as it stands, with the tokenizer's own special tokens, if not.
-        ``system_prompt`` becomes the first message.
+        Messages go through the chat template, with its generation prompt. A string
+        becomes one user message if the tokenizer has a chat template, and is encoded as
+        it stands, with the tokenizer's own special tokens, if not. ``system_prompt``
+        becomes the first message.
+
+        Args:
+            control_tokens: False encodes a control token in the text as plain
+                characters. Only the chat template writes control tokens then.
 
         Raises:
-            CouplerError: the template refuses the messages, there is none, or there are two system prompts.
+            CouplerError: the template refuses the messages, there is none, or there are
+                two system prompts.
         """
         if not self.tokenizer.chat_template:
             if system_prompt or not isinstance(prompt, str):
                 what = "data.system_prompt" if system_prompt else "a prompt of messages"
-                raise CouplerError(f"{what} needs a chat template, which the tokenizer of {self.folder} lacks.")
-            return tuple(self.tokenizer.encode(prompt))
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+                raise CouplerError(
+                    f"{what} needs a chat template, which the tokenizer of {self.folder} lacks."
+                )
+            return self._encode(prompt, control_tokens, add_special_tokens=True)
+
+        messages = (
+            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        )
         if system_prompt:
             if messages[0]["role"] == "system":
-                raise CouplerError("it has a system message of its own.\n  try:  data.system_prompt=''")
+                raise CouplerError(
+                    "it has a system message of its own.\n  try:  data.system_prompt=''"
+                )
             messages.insert(0, {"role": "system", "content": system_prompt})
-        return self._encode(self._render(messages, generate=True))
+        return self._encode(self._render(messages, generate=True), control_tokens)
 
-    def target_ids(self, text: str) -> tuple[int, ...]:
-        """Encode ``text`` as the policy would have sampled it after a prompt, with the token that ends its turn."""
-        return (*self._encode(text), self.end_of_turn)
+    def target_ids(self, text: str, *, control_tokens: bool = False) -> tuple[int, ...]:
+        """Encode ``text`` as the policy would have sampled it after a prompt, with the
+        token that ends its turn.
+
+        Args:
+            control_tokens: False encodes a control token in ``text`` as plain
+                characters.
+        """
+        return (*self._encode(text, control_tokens), self.end_of_turn)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ``ids`` without special tokens. For parsing only: it is never encoded again."""
-        return self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        """Return the text of ``ids`` without special tokens. The text is for parsing
+        only: it is never encoded again.
+        """
+        return self.tokenizer.decode(
+            list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
 
     def stop_ids(self, extra: Iterable[str]) -> tuple[int, ...]:
-        """Return what ends a completion: end of turn, the ids of generation_config.json, and ``extra`` tokens.
+        """Return the ids that end a completion: the end of a turn, those of
+        generation_config.json, and ``extra`` tokens.
 
         Raises:
             ConfigError: a string of ``extra`` is not one token.
         """
         ids = [self.end_of_turn, self.tokenizer.eos_token_id, *self._generation_eos()]
         for text in extra:
-            encoded = self._encode(text)
+            encoded = self._encode(text, control_tokens=True)
             if len(encoded) != 1:
                 raise ConfigError(
-                    f"sampling.stop: {text!r} is {len(encoded)} tokens of this tokenizer; a stop must be one token.\n"
+                    f"sampling.stop: {text!r} is {len(encoded)} tokens of this tokenizer; a "
+                    "stop must be one token.\n"
                     f"  it is:  {' '.join(self.tokenizer.convert_ids_to_tokens(list(encoded)))}"
                 )
             ids += encoded
@@ -90,7 +126,8 @@ class Codec:
 
     @cached_property
     def end_of_turn(self) -> int:
-        """The special token that the chat template puts after an assistant's text, or the end-of-text token.
+        """The special token that the chat template puts after an assistant's text, or
+        the end-of-text token.
 
         Raises:
             CouplerError: there is neither.
@@ -98,59 +135,101 @@ class Codec:
         if self.tokenizer.chat_template:
             turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": MARK}]
             _, mark, after = self._render(turns, generate=False).rpartition(MARK)
-            special = {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
-            ends = [i for i in self._encode(after) if i in special] if mark else []
+            special = {
+                i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special
+            }
+            ends = (
+                [i for i in self._encode(after, control_tokens=True) if i in special]
+                if mark
+                else []
+            )
             if ends:
                 return ends[0]
+
         if self.tokenizer.eos_token_id is None:
             raise CouplerError(
-                f"the tokenizer of {self.folder} has no token that ends a text.\n  try:  setting eos_token"
+                f"the tokenizer of {self.folder} has no token that ends a text.\n  try:  "
+                "setting eos_token"
             )
         return self.tokenizer.eos_token_id
 
     @cached_property
     def max_positions(self) -> int:
-        """The longest sequence that the model was made for; 0 where its config.json does not say."""
+        """The longest sequence that the model was made for, or 0 where its config.json
+        does not say.
+        """
         config = self._json("config.json")
         config = config.get("text_config", config)
         return config.get("max_position_embeddings") or 0
 
     def probe_prefix_preserving(self) -> str | None:
-        """Render a conversation turn by turn and at once; return the first difference, None if there is none.
+        """Render a conversation turn by turn and at once. Return the first difference,
+        or None if there is none.
 
-        Where there is one, the prompt of a later turn is not the earlier prompt plus what was sampled: multi-turn
-        trajectories would not be what the policy saw.
+        A difference means that the prompt of a later turn is not the earlier prompt
+        plus the sampled answer. The policy would then not have seen the trajectory that
+        it is trained on.
         """
         if not self.tokenizer.chat_template:
             return None
+
         for answer in ("one two", "<think>\nstep\n</think>\n\none two"):
             messages: list[dict[str, Any]] = [{"role": "user", "content": "first"}]
             for turn in range(2, 4):
                 before = self._render(messages, generate=True) + answer
-                messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": f"turn {turn}"}]
+                messages += [
+                    {"role": "assistant", "content": answer},
+                    {"role": "user", "content": f"turn {turn}"},
+                ]
                 after = self._render(messages, generate=True)
                 if not after.startswith(before):
                     return _difference(before, after, turn)
         return None
 
-    def _render(self, messages: list[dict[str, Any]], *, generate: bool) -> str:
+    def _render(self, messages: list[dict[str, Any]], *, generate: bool) -> Traced:
         from jinja2 import TemplateError
 
         try:
-            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generate)
+            return self._sandbox.render(
+                self.tokenizer.get_chat_template(),
+                messages,
+                **self.tokenizer.special_tokens_map,
+                tools=None,
+                documents=None,
+                add_generation_prompt=generate,
+            )
         except TemplateError as error:
             roles = ", ".join(m["role"] for m in messages)
-            raise CouplerError(f"the chat template of {self.folder} refuses messages of {roles}: {error}") from None
+            raise CouplerError(
+                f"the chat template of {self.folder} refuses messages of {roles}: {error}"
+            ) from None
 
-    def _encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+    def _encode(
+        self, text: str, control_tokens: bool, *, add_special_tokens: bool = False
+    ) -> tuple[int, ...]:
+        if control_tokens:
+            return tuple(
+                self.tokenizer.encode(str.__str__(text), add_special_tokens=add_special_tokens)
+            )
+        return self._plain.encode(Traced(text), add_special_tokens=add_special_tokens)
+
+    @cached_property
+    def _sandbox(self) -> Any:
+        from coupler.data.sandbox import Sandbox
+
+        return Sandbox()
+
+    @cached_property
+    def _plain(self) -> PlainText:
+        return PlainText(self.tokenizer)
 
     def _generation_eos(self) -> list[int]:
         eos = self._json("generation_config.json").get("eos_token_id")
         return eos if isinstance(eos, list) else [eos] if eos is not None else []
 
     def _json(self, name: str) -> dict[str, Any]:
-        """What a file of the folder says; nothing where there is no such file.
+        """Return the content of a file of the folder. It is empty if there is no such
+        file.
 
         Raises:
             CouplerError: it is not a JSON object.
@@ -160,10 +239,17 @@ class Codec:
             found = json.loads(path.read_text()) if path.is_file() else {}
             return dict(**found)
         except (ValueError, TypeError) as error:
-            raise CouplerError(f"{path} is damaged: {error!r}.\n  try:  saving the model again") from None
+            raise CouplerError(
+                f"{path} is damaged: {error!r}.\n  try:  saving the model again"
+            ) from None
 
 
 def _difference(before: str, after: str, turn: int) -> str:
-    at = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(after))
+    at = next(
+        (i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(after)
+    )
     seen, then = before[max(0, at - 20) : at + 20], after[max(0, at - 20) : at + 20]
-    return f"the chat template rewrites earlier turns: at turn {turn}, character {at}, {seen!r} becomes {then!r}"
+    return (
+        f"the chat template rewrites earlier turns: at turn {turn}, character {at}, "
+        f"{seen!r} becomes {then!r}"
+    )

@@ -1,6 +1,6 @@
-"""``coupler doctor``: looks at everything a run needs before it starts, and says how to fix what is wrong.
+"""Look at everything that a run needs before it starts, and say how to fix it.
 
-A plugin adds checks with the hook ``coupler_doctor``.
+This is ``coupler doctor``. A plugin adds checks with the hook ``coupler_doctor``.
 """
 
 from coupler.doctor.report import diagnose, render

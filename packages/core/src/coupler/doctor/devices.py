@@ -1,4 +1,7 @@
-"""Checks of torch, the driver, and GPUs. torch is imported here and nowhere else in core's own process."""
+"""Check torch, the driver and the GPUs.
+
+torch is imported here, and nowhere else in the process of the user.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,15 @@ from typing import Any
 from coupler.plugins.finding import Finding, first_line, ok, problem, warning
 
 GIB = 1 << 30
-LEAST_FREE = 0.9  # of a GPU's memory; less means that somebody else is on it
+# Less than this share of free memory means that another process is on the GPU.
+LEAST_FREE = 0.9
 CUDA_BUILDS = "https://download.pytorch.org/whl/"
 
 
 def devices() -> Iterator[Finding]:
-    """torch and its CUDA against the driver; then each GPU, and what is between them."""
+    """Check torch and its CUDA against the driver, then each GPU."""
     driver = driver_cuda()
+
     try:
         installed = version("torch")
     except PackageNotFoundError:
@@ -28,26 +33,35 @@ def devices() -> Iterator[Finding]:
         fix = f"pip install --force-reinstall torch=={installed.partition('+')[0]}"
         yield problem("torch", f"{installed} cannot be imported: {first_line(error)}", fix)
         return
+
     built = str(torch.version.cuda or "")
     text = f"{torch.__version__}, built for {'CUDA ' + built if built else 'no CUDA'}"
     if driver and not built:
-        fix = f"pip install --force-reinstall torch --index-url {CUDA_BUILDS}cu{driver[0]}{driver[1]}"
+        index = f"{CUDA_BUILDS}cu{driver[0]}{driver[1]}"
+        fix = f"pip install --force-reinstall torch --index-url {index}"
         yield problem("torch", f"{text}, on a host with GPUs", fix)
         return
     yield ok("torch", text)
+
     if not driver:
         yield ok("GPUs", "none: tiny models train on the CPU")
     elif int(built.partition(".")[0]) > driver[0]:
-        text = f"the driver knows CUDA {driver[0]}.{driver[1]}, torch is built for {built}"
-        fix = f"update the NVIDIA driver, or:  pip install torch --index-url {CUDA_BUILDS}cu{driver[0]}{driver[1]}"
-        yield problem("driver", text, fix)
+        index = f"{CUDA_BUILDS}cu{driver[0]}{driver[1]}"
+        yield problem(
+            "driver",
+            f"the driver knows CUDA {driver[0]}.{driver[1]}, torch is built for {built}",
+            f"update the NVIDIA driver, or:  pip install torch --index-url {index}",
+        )
     else:
         yield ok("driver", f"knows CUDA {driver[0]}.{driver[1]}")
         yield from gpus(torch)
 
 
 def driver_cuda() -> tuple[int, int] | None:
-    """The newest CUDA that the NVIDIA driver knows, asked of the driver itself; None without a driver."""
+    """Ask the NVIDIA driver for the newest CUDA that it knows.
+
+    It is None where there is no driver.
+    """
     number = ctypes.c_int()
     try:
         failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
@@ -57,23 +71,33 @@ def driver_cuda() -> tuple[int, int] | None:
 
 
 def gpus(torch: Any) -> Iterator[Finding]:
-    """Each visible GPU; with several of them, NCCL and peer-to-peer access."""
+    """Check each visible GPU, and how several of them reach each other."""
     if not torch.cuda.is_available():
-        text = "there is a driver, but torch finds no GPU"
-        hidden = "unset CUDA_VISIBLE_DEVICES" if not torch.cuda.device_count() else "nvidia-smi  (it says why)"
-        yield problem("GPUs", text, hidden)
+        counted = torch.cuda.device_count()
+        yield problem(
+            "GPUs",
+            "there is a driver, but torch finds no GPU",
+            "nvidia-smi  (it says why)" if counted else "unset CUDA_VISIBLE_DEVICES",
+        )
         return
+
     count = torch.cuda.device_count()
     for i in range(count):
         free, total = torch.cuda.mem_get_info(i)
         text = f"{torch.cuda.get_device_name(i)}, {free / GIB:.1f} of {total / GIB:.1f} GiB free"
-        low = free < LEAST_FREE * total
-        yield warning(f"GPU {i}", f"{text}: another process holds the rest") if low else ok(f"GPU {i}", text)
+        if free < LEAST_FREE * total:
+            yield warning(f"GPU {i}", f"{text}: another process holds the rest")
+        else:
+            yield ok(f"GPU {i}", text)
+
     if count > 1:
         yield ok("NCCL", ".".join(map(str, torch.cuda.nccl.version())))
         pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
         apart = [f"{i}-{j}" for i, j in pairs if not torch.cuda.can_device_access_peer(i, j)]
         if apart:
-            yield warning("peer-to-peer", f"none between GPUs {', '.join(apart[:8])}: NCCL goes through the host")
+            yield warning(
+                "peer-to-peer",
+                f"none between GPUs {', '.join(apart[:8])}: NCCL goes through the host",
+            )
         else:
             yield ok("peer-to-peer", f"between all {count} GPUs")

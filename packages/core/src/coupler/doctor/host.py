@@ -1,4 +1,7 @@
-"""Checks of this machine and interpreter: Python, shared memory, loopback, host name, disk."""
+"""Check this machine and its interpreter.
+
+These are Python, shared memory, loopback, the name of the host, and the disk.
+"""
 
 from __future__ import annotations
 
@@ -18,47 +21,63 @@ from coupler.plugins.finding import Finding, ok, problem, warning
 from coupler.plugins.manager import CORE
 
 GIB = 1 << 30
-SHM_MIN_BYTES, SHM_BYTES = GIB // 4, GIB  # below the first NCCL and Ray fail, below the second they are slow
+# NCCL and Ray fail below the first, and are slow below the second.
+SHM_MIN_BYTES, SHM_BYTES = GIB // 4, GIB
 DISK_MIN_BYTES = GIB
-NUM_PORTS = 32  # that a run may hold at a time: rendezvous, collectives, Ray
+# A run may hold this many ports at a time, for rendezvous, collectives and Ray.
+NUM_PORTS = 32
 ANSWER_S = 5.0
 
 
 def interpreter() -> Iterator[Finding]:
-    """Its version, whether it is isolated, and whether packages outside leak in."""
+    """Check the version of Python, and that no packages from outside leak into it."""
     version = ".".join(map(str, sys.version_info[:3]))
     wanted = metadata(CORE)["Requires-Python"]
     if wanted and version not in SpecifierSet(wanted):
-        yield problem("python", f"{version} is not {wanted}", f"python{wanted.strip('>=')} -m venv .venv")
+        yield problem(
+            "python", f"{version} is not {wanted}", f"python{wanted.strip('>=')} -m venv .venv"
+        )
     elif sys.prefix == sys.base_prefix and not (Path(sys.prefix) / "conda-meta").is_dir():
-        yield warning("python", f"{version} at {sys.executable} is not a virtual environment: others change it too")
+        yield warning(
+            "python",
+            f"{version} at {sys.executable} is not a virtual environment: others change it too",
+        )
     else:
         yield ok("python", f"{version} at {sys.executable}")
+
     user = Path(site.getusersitepackages())
     leaked = sorted({path.name.partition("-")[0] for path in user.glob("*.dist-info")})
     if str(user) in sys.path and leaked:
-        text = f"{user} is on the path, with {', '.join(leaked[:5])}{' and more' if len(leaked) > 5 else ''}"
-        yield problem("user site", text, "export PYTHONNOUSERSITE=1")
+        more = " and more" if len(leaked) > 5 else ""
+        yield problem(
+            "user site",
+            f"{user} is on the path, with {', '.join(leaked[:5])}{more}",
+            "export PYTHONNOUSERSITE=1",
+        )
 
 
 def shared_memory(folder: Path = Path("/dev/shm")) -> Iterator[Finding]:  # noqa: S108 - the place, not a file in it
-    """Room in shared memory, through which processes of one host exchange tensors."""
+    """Check the room in shared memory, where processes of one host exchange tensors."""
     if not folder.is_dir():
         yield ok("shared memory", f"there is no {folder} here")
         return
+
     size = shutil.disk_usage(folder)
     text = f"{folder} has {_gib(size.total)}, {_gib(size.free)} free"
+
     if size.free < SHM_MIN_BYTES:
         fix = f"mount -o remount,size=8g {folder}, or in a container:  docker run --shm-size=8g"
         yield problem("shared memory", f"{text}: too little for NCCL and Ray", fix)
     elif size.free < SHM_BYTES:
-        yield warning("shared memory", f"{text}: NCCL and Ray work better with {_gib(SHM_BYTES)} and more")
+        yield warning(
+            "shared memory", f"{text}: NCCL and Ray work better with {_gib(SHM_BYTES)} and more"
+        )
     else:
         yield ok("shared memory", text)
 
 
 def ports() -> Iterator[Finding]:
-    """Whether a run can open the ports that it needs on loopback, and be reached there."""
+    """Check that a run can open the ports that it needs on loopback, and be reached."""
     try:
         with ExitStack() as stack:
             bound = [stack.enter_context(socket.socket()) for _ in range(NUM_PORTS)]
@@ -67,16 +86,17 @@ def ports() -> Iterator[Finding]:
             bound[0].listen()
             socket.create_connection(bound[0].getsockname(), timeout=ANSWER_S).close()
     except OSError as error:
-        text = f"{NUM_PORTS} ports on 127.0.0.1 cannot be had: {error}"
         yield problem(
-            "ports", text, "ip link set lo up; sysctl net.ipv4.ip_local_port_range='32768 60999'; ulimit -n 4096"
+            "ports",
+            f"{NUM_PORTS} ports on 127.0.0.1 cannot be had: {error}",
+            "ip link set lo up; sysctl net.ipv4.ip_local_port_range='32768 60999'; ulimit -n 4096",
         )
     else:
         yield ok("ports", f"{NUM_PORTS} ports on 127.0.0.1 are free")
 
 
 def hostname() -> Iterator[Finding]:
-    """Whether this host's own name has an address: gloo and NCCL ask for it."""
+    """Check that the host's own name has an address, for which gloo and NCCL ask."""
     name, found = socket.gethostname(), list[str]()
 
     def resolve() -> None:
@@ -85,9 +105,11 @@ def hostname() -> Iterator[Finding]:
         except OSError as error:
             found.append(f"! {error.strerror}")
 
-    thread = Thread(target=resolve, daemon=True)  # a resolver that is not there answers after minutes
+    # A resolver that is not there answers after minutes.
+    thread = Thread(target=resolve, daemon=True)
     thread.start()
     thread.join(ANSWER_S)
+
     answer = found[0] if found else f"! no answer within {ANSWER_S:.0f} s"
     if answer.startswith("! "):
         fix = f"echo '127.0.0.1 {name}' >> /etc/hosts"
@@ -97,15 +119,21 @@ def hostname() -> Iterator[Finding]:
 
 
 def disk(run_dir: Path, needed_bytes: int = DISK_MIN_BYTES) -> Iterator[Finding]:
-    """Room for checkpoints where the run writes."""
-    there = next(folder for folder in (run_dir.absolute(), *run_dir.absolute().parents) if folder.exists())
+    """Check the room for checkpoints in the folder that the run writes to."""
+    there = next(
+        folder for folder in (run_dir.absolute(), *run_dir.absolute().parents) if folder.exists()
+    )
     free = shutil.disk_usage(there).free
     text = f"{there} has {_gib(free)} free"
+
     if not there.is_dir():
         yield problem("disk", f"run_dir={run_dir}: {there} is a file", "another run_dir")
     elif free < needed_bytes:
-        text = f"{text}, a run needs about {_gib(needed_bytes)}"
-        yield problem("disk", text, "free some, or set run_dir to a folder on a larger disk")
+        yield problem(
+            "disk",
+            f"{text}, a run needs about {_gib(needed_bytes)}",
+            "free some, or set run_dir to a folder on a larger disk",
+        )
     else:
         yield ok("disk", text)
 

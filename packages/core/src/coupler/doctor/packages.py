@@ -1,4 +1,7 @@
-"""Checks of what is installed: plugins, their requirements, and the ranges that they were tested with."""
+"""Check what is installed.
+
+These are plugins, their requirements, and the ranges that they were tested with.
+"""
 
 from __future__ import annotations
 
@@ -14,31 +17,40 @@ from coupler.plugins.tested import tested_ranges
 
 
 def plugins_load(plugins: Plugins) -> Iterator[Finding]:
-    """Plugins that did not load, that nobody can select, or that are installed twice."""
+    """Name plugins that do not load, cannot be selected, or are installed twice."""
     for source, error in plugins.broken.items():
         yield problem("plugin", f"{source} failed to load: {first_line(error)}", source.fix)
+
     rows = plugins.rows()
     for row in rows:
-        if row.state == "duplicate":
-            fix = f"pip uninstall {row.distribution}, or COUPLER_DISABLE_PLUGINS={row.distribution}"
-            yield problem("plugin", f"{row.kind}={row.name} of {row.distribution}: {row.detail}", fix)
-        elif row.state == "incompatible":
-            fix = f"pip install --upgrade coupler-core {row.distribution}"
-            yield problem("plugin", f"{row.kind}={row.name} of {row.distribution}: {row.detail}", fix)
+        fix = {
+            "duplicate": (
+                f"pip uninstall {row.distribution}, or COUPLER_DISABLE_PLUGINS={row.distribution}"
+            ),
+            "incompatible": f"pip install --upgrade coupler-core {row.distribution}",
+        }.get(row.state)
+        if fix is not None:
+            text = f"{row.kind}={row.name} of {row.distribution}: {row.detail}"
+            yield problem("plugin", text, fix)
     yield from (warning("plugin", text) for text in plugins.stale)
-    names = [f"{row.kind}={row.name}" for row in rows if row.state == "available" and row.kind in ("engine", "rollout")]
+
+    names = [
+        f"{row.kind}={row.name}"
+        for row in rows
+        if row.state == "available" and row.kind in ("engine", "rollout")
+    ]
     yield ok("plugins", ", ".join(names))
 
 
 def requirements(plugins: Plugins) -> Iterator[Finding]:
-    """What each plugin and torch asks pip for, against what is installed."""
+    """Compare what each plugin and torch ask pip for with what is installed."""
     names = sorted({row.distribution for row in plugins.rows() if row.distribution})
     problems = [finding for name in (*names, "torch") for finding in _unmet(name)]
     yield from problems or [ok("requirements", f"of {', '.join(names)} are met")]
 
 
 def ranges(plugins: Plugins) -> Iterator[Finding]:
-    """Versions outside the range that a plugin was tested with; what is not installed is :func:`requirements`'s."""
+    """Name versions outside the range that a plugin was tested with."""
     for one in tested_ranges(plugins, [(kind, name) for kind in Kind for name in plugins.of(kind)]):
         if one.within:
             yield ok(one.distribution, f"{one.found}, within {one.tested} of {one.source}")
@@ -51,9 +63,11 @@ def _unmet(dist: str) -> Iterator[Finding]:
         wanted = [Requirement(text) for text in requires(dist) or ()]
     except PackageNotFoundError:
         return
+
     for requirement in wanted:
         if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
             continue
+
         fix = f"pip install '{requirement.name}{requirement.specifier}'"
         try:
             found = version(requirement.name)
@@ -61,4 +75,6 @@ def _unmet(dist: str) -> Iterator[Finding]:
             yield problem(dist, f"needs {requirement.name}, which is not installed", fix)
             continue
         if not requirement.specifier.contains(found, prereleases=True):
-            yield problem(dist, f"needs {requirement.name}{requirement.specifier}, {found} is installed", fix)
+            yield problem(
+                dist, f"needs {requirement.name}{requirement.specifier}, {found} is installed", fix
+            )

@@ -1,4 +1,4 @@
-"""Runs every check and prints what they found."""
+"""Run every check, and render what it found."""
 
 from __future__ import annotations
 
@@ -12,23 +12,30 @@ from coupler.plugins.manager import Plugins
 
 
 def diagnose(plugins: Plugins, config: RunConfig | None) -> Iterator[Finding]:
-    """Yield what each check finds, as it finds it; without ``config``, only what every run needs."""
+    """Yield what each check finds, as it finds it.
+
+    Without ``config``, only what every run needs is checked.
+    """
     yield from host.interpreter()
     yield from host.hostname()
     yield from host.ports()
     yield from host.shared_memory()
     yield from devices.devices()
+
     yield from packages.plugins_load(plugins)
     yield from packages.requirements(plugins)
     yield from packages.ranges(plugins)
+
     yield from _of_plugins(plugins, config)
     yield from run.configured(config) if config else host.disk(Path())
 
 
 def render(finding: Finding) -> str:
-    """One line; for a problem a second one with its fix."""
+    """Return one line, and for a problem a second one with its fix."""
     line = f"{finding.verdict:8} {finding.name:14} {finding.text}"
-    return f"{line}\n{'':8} fix:           {finding.fix}" if finding.verdict is Verdict.PROBLEM else line
+    if finding.verdict is not Verdict.PROBLEM:
+        return line
+    return f"{line}\n{'':8} fix:           {finding.fix}"
 
 
 def _of_plugins(plugins: Plugins, config: RunConfig | None) -> Iterator[Finding]:
@@ -38,4 +45,8 @@ def _of_plugins(plugins: Plugins, config: RunConfig | None) -> Iterator[Finding]
             yield from implementation.function(**arguments)
         except Exception as error:  # a plugin's boundary
             name = implementation.plugin_name
-            yield problem("plugin", f"the checks of {name} failed: {first_line(error)}", f"report it to {name}")
+            yield problem(
+                "plugin",
+                f"the checks of {name} failed: {first_line(error)}",
+                f"report it to {name}",
+            )

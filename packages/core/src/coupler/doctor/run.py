@@ -1,4 +1,7 @@
-"""Checks of one run's configuration: model folder, tokenizer, chat template, data, reward; each where it is set."""
+"""Check the configuration of one run.
+
+These are its model folder, tokenizer, chat template, data and reward, if they are set.
+"""
 
 from __future__ import annotations
 
@@ -20,22 +23,29 @@ from coupler.rewards import Invalid, check_reward
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 NUM_SAMPLES, MAX_ENCODED = 2, 1000
-BYTES_OF_MODEL = 8  # a checkpoint and an export, times the model's own files: fp32 weights and moments, from bf16
+# A checkpoint and an export take so many times the model's own files: fp32 weights and
+# moments, from bf16.
+BYTES_OF_MODEL = 8
 
 
 def configured(config: RunConfig) -> Iterator[Finding]:
-    """Everything that ``config`` names."""
+    """Check everything that ``config`` names."""
     try:
         model = Model(model_folder(config.model.path), config.model.trust_remote_code)
     except CouplerError as error:
         yield from_error("model", error, "correct model.path")
         return
+
     yield from disk(Path(config.run_dir), needed_bytes(Path(model.path)))
     if config.model.trust_remote_code:
-        yield warning("model", "model.trust_remote_code=true: Python files of the model's folder run with your rights")
+        yield warning(
+            "model",
+            "model.trust_remote_code=true: Python files of the model's folder run with your rights",
+        )
     if model.path:
         yield from model_files(Path(model.path))
         yield from tokenizer(model)
+
     for key, source in (("data", config.data), ("eval.data", config.eval.data)):
         if source.source and model.path:
             yield from data(source, key, model)
@@ -45,39 +55,56 @@ def configured(config: RunConfig) -> Iterator[Finding]:
 
 
 def model_files(folder: Path) -> Iterator[Finding]:
-    """config.json and every tensor that the index names."""
+    """Check config.json, and every tensor that the index names."""
     again = f"hf download ORG/NAME --local-dir {folder}"
     if not folder.is_dir():
         yield problem("model", f"model.path={folder} is no folder", again)
         return
+
     try:
         kind = json.loads((folder / "config.json").read_text())["model_type"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        yield problem("model", f"{folder / 'config.json'} cannot be used: {first_line(error)}", again)
+        yield problem(
+            "model", f"{folder / 'config.json'} cannot be used: {first_line(error)}", again
+        )
         return
     yield ok("model", f"{folder}, of type {kind}")
+
+    index: dict[str, str] = {}
     try:
-        index = json.loads((folder / INDEX).read_text())["weight_map"] if (folder / INDEX).exists() else {}
+        if (folder / INDEX).exists():
+            index = json.loads((folder / INDEX).read_text())["weight_map"]
     except (ValueError, KeyError, TypeError) as error:
         yield problem("weights", f"{folder / INDEX} is damaged: {first_line(error)}", again)
         return
+
     held: dict[str, set[str]] = {}
     for file in sorted({*index.values()} or {SINGLE}):
         try:
             with safe_open(folder / file, framework="np") as tensors:
                 held[file] = set(tensors.keys())
         except (OSError, SafetensorError) as error:
-            yield problem("weights", f"{folder / file} is missing or damaged: {first_line(error)}", again)
+            yield problem(
+                "weights", f"{folder / file} is missing or damaged: {first_line(error)}", again
+            )
             return
+
     lost = [name for name, file in index.items() if name not in held[file]]
     if lost:
-        yield problem("weights", f"{index[lost[0]]} lacks {lost[0]}, and {len(lost) - 1} more are not there", again)
+        yield problem(
+            "weights",
+            f"{index[lost[0]]} lacks {lost[0]}, and {len(lost) - 1} more are not there",
+            again,
+        )
     else:
         yield ok("weights", f"{sum(map(len, held.values()))} tensors in {len(held)} files")
 
 
 def tokenizer(model: Model) -> Iterator[Finding]:
-    """The tokenizer, its end of turn, and whether its chat template renders, and never rewrites earlier turns."""
+    """Check the tokenizer, its end of turn, and that its chat template renders.
+
+    A template that rewrites earlier turns is a warning.
+    """
     fix = f"copy tokenizer.json and tokenizer_config.json of the model into {model.path} again"
     try:
         codec = Codec(model)
@@ -88,35 +115,46 @@ def tokenizer(model: Model) -> Iterator[Finding]:
         yield from_error("tokenizer", error, fix)
         return
     except ImportError as error:
-        yield problem("tokenizer", f"cannot be loaded: {first_line(error)}", "pip install transformers")
+        yield problem(
+            "tokenizer", f"cannot be loaded: {first_line(error)}", "pip install transformers"
+        )
         return
-    except Exception as error:  # transformers' own boundary: a broken file raises anything, Exception itself too
+    # A broken file makes transformers raise anything, even Exception itself.
+    except Exception as error:
         yield problem("tokenizer", f"of {model.path} cannot be loaded: {first_line(error)}", fix)
         return
+
     yield ok("tokenizer", f"a turn ends with {end}")
     if not codec.tokenizer.chat_template:
         yield warning("chat template", "there is none: prompts are encoded as they stand")
     elif rewritten:
-        yield warning("chat template", shorten(f"{rewritten}; only single-turn runs are right with it", 300))
+        yield warning(
+            "chat template", shorten(f"{rewritten}; only single-turn runs are right with it", 300)
+        )
     else:
         yield ok("chat template", "renders, and never rewrites earlier turns")
 
 
 def data(config: DataConfig, key: str, model: Model) -> Iterator[Finding]:
-    """Whether rows can be read, and their prompts encoded."""
+    """Check that rows can be read, and their prompts encoded."""
     try:
         rows = load_rows(config, key)
         prompts, dropped = encode_prompts(rows[:MAX_ENCODED], Codec(model), config, key)
     except CouplerError as error:
         yield from_error(key, error, f"look at {key}.source={config.source}")
         return
+
     longest = max(len(prompt.ids) for prompt in prompts)
     drops = f", {dropped} dropped" if dropped else ""
-    yield ok(key, f"{len(rows)} rows of {config.source}; of the first {len(prompts)}, at most {longest} tokens{drops}")
+    yield ok(
+        key,
+        f"{len(rows)} rows of {config.source}; of the first {len(prompts)}, "
+        f"at most {longest} tokens{drops}",
+    )
 
 
 def reward(config: RewardConfig, source: DataConfig) -> Iterator[Finding]:
-    """The reward on the first rows of ``source``: with the right answer, and with nothing."""
+    """Score the first rows of ``source`` with the right answer, and with nothing."""
     fix = f"correct {config.target}"
     try:
         rows = load_rows(source)[:NUM_SAMPLES]
@@ -126,15 +164,27 @@ def reward(config: RewardConfig, source: DataConfig) -> Iterator[Finding]:
     except CouplerError as error:
         yield from_error("reward", error, fix)
         return
+
     bad = next((s.result.reason for s in scored if isinstance(s.result, Invalid)), None)
     if bad is not None:
-        yield problem("reward", f"{config.target} gave no number: {bad}", f"{fix}: a finite number for any completion")
+        yield problem(
+            "reward",
+            f"{config.target} gave no number: {bad}",
+            f"{fix}: a finite number for any completion",
+        )
     else:
         given = [s.result for s in scored]
         right, nothing = given[: len(rows)], given[len(rows) :]
-        yield ok("reward", f"{config.target} gives {right} for the answers of {len(rows)} rows, {nothing} for nothing")
+        yield ok(
+            "reward",
+            f"{config.target} gives {right} for the answers of {len(rows)} rows, "
+            f"{nothing} for nothing",
+        )
 
 
 def needed_bytes(folder: Path) -> int:
-    """Disk that one checkpoint and the export take, roughly."""
-    return max(DISK_MIN_BYTES, BYTES_OF_MODEL * sum(path.stat().st_size for path in folder.glob("*.safetensors")))
+    """Estimate the bytes of disk that one checkpoint and the export take."""
+    return max(
+        DISK_MIN_BYTES,
+        BYTES_OF_MODEL * sum(path.stat().st_size for path in folder.glob("*.safetensors")),
+    )

@@ -1,4 +1,4 @@
-"""Parts that backends share, for plugins to build upon."""
+"""Offer parts that backends share, for plugins to build upon."""
 
 from coupler.system.gpu import gpu_is_visible
 from coupler.system.hashing import write_file

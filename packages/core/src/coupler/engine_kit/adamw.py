@@ -33,7 +33,9 @@ READ_UNDER = {  # options that not every schedule reads
 
 @dataclass
 class AdamWConfig(EngineConfig):
-    """AdamW (arXiv 1711.05101), clipping and the learning rate; an engine's configuration extends it."""
+    """Options of AdamW (arXiv 1711.05101), clipping and the learning rate, which an
+    engine's configuration extends.
+    """
 
     lr: float = 1e-6
     """The highest learning rate of the schedule."""
@@ -65,8 +67,9 @@ class AdamWConfig(EngineConfig):
     min_lr_ratio: float = 0.0
     """The lowest learning rate after the warm-up, as a share of lr."""
     num_cycles: float = 0.5
-    """Cycles of the cosine schedule: 0.5 falls to min_lr_ratio, 1 falls and rises again,
-    1.5 falls twice."""
+    """Cycles of the cosine schedule: 0.5 falls to min_lr_ratio, 1 falls and rises
+    again, 1.5 falls twice.
+    """
 
     def __post_init__(self) -> None:
         """Check the keys of this class.
@@ -83,38 +86,57 @@ class AdamWConfig(EngineConfig):
         for key in ("init_lr_ratio", "min_lr_ratio"):
             self._require(0 <= getattr(self, key) <= 1, key, "must be in [0, 1]")
         self._require(0 <= self.warmup_ratio < 1, "warmup_ratio", "must be in [0, 1)")
-        self._require(not (self.warmup_ratio and self.warmup_steps), "warmup_ratio", "needs engine.warmup_steps=0")
+        self._require(
+            not (self.warmup_ratio and self.warmup_steps),
+            "warmup_ratio",
+            "needs engine.warmup_steps=0",
+        )
         self._require(self.num_cycles > 0, "num_cycles", "must be above 0")
         self._check_schedule()
 
     def _check_schedule(self) -> None:
         for key, readers in READ_UNDER.items():
-            in_vain = self.schedule not in readers and getattr(self, key) != getattr(AdamWConfig, key)
+            in_vain = self.schedule not in readers and getattr(self, key) != getattr(
+                AdamWConfig, key
+            )
             self._require(not in_vain, key, f"needs engine.schedule={_either(readers)}")
+
         rises = self.warmup_steps > 0 or self.warmup_ratio > 0
-        self._require(rises or not self.init_lr_ratio, "init_lr_ratio", "needs engine.warmup_steps above 0")
+        self._require(
+            rises or not self.init_lr_ratio, "init_lr_ratio", "needs engine.warmup_steps above 0"
+        )
+
         if self.total_steps:
-            why = f"must be at least {self._least} (warm-up and decay) under engine.schedule={self.schedule}"
+            why = (
+                f"must be at least {self._least} (warm-up and decay) under "
+                f"engine.schedule={self.schedule}"
+            )
             self._require(self.total_steps >= self._least, "total_steps", why)
         if self.schedule == Schedule.WSD:
-            self._require(self.decay_steps > 0, "decay_steps", "must be above 0 under engine.schedule=wsd")
+            self._require(
+                self.decay_steps > 0, "decay_steps", "must be above 0 under engine.schedule=wsd"
+            )
 
     @property
     def _least(self) -> int:
-        """The fewest optimizer steps that a schedule which ends fits into."""
+        """The fewest optimizer steps that hold a whole schedule."""
         return self.warmup_steps + max(self.decay_steps, 1)
 
     @property
     def rate(self) -> str:
         """The schedule and its lengths."""
         over = f" over {self.total_steps} optimizer steps" if self.total_steps else ""
-        return f"{self.schedule}{over}" + (f", warm-up over {self.warmup_steps}" if self.warmup_steps else "")
+        return f"{self.schedule}{over}" + (
+            f", warm-up over {self.warmup_steps}" if self.warmup_steps else ""
+        )
 
     def for_run(self, num_steps: int) -> Self:
-        """Let a schedule whose end is not set end with the run, and count the steps of a warm-up given as a share.
+        """Let a schedule whose end is not set end with the run, and count the steps of
+        a warm-up given as a share.
 
-        An engine that takes no step, a policy while its critic warms up, gets the shortest
-        schedule there is: its checkpoints hold an optimizer, and no step uses the rate.
+        An engine that takes no step, a policy while its critic warms up, gets the
+        shortest schedule there is: its checkpoints hold an optimizer, and no step uses
+        the rate.
         """
         counted = self._counted(self.total_steps or max(num_steps, 1))
         return counted._ending(num_steps or counted._least)
@@ -122,15 +144,17 @@ class AdamWConfig(EngineConfig):
     def _counted(self, num_steps: int) -> Self:
         if not self.warmup_ratio:
             return self
-        return replace(self, warmup_steps=max(1, int(self.warmup_ratio * num_steps)), warmup_ratio=0.0)
+        return replace(
+            self, warmup_steps=max(1, int(self.warmup_ratio * num_steps)), warmup_ratio=0.0
+        )
 
     def _ending(self, num_steps: int) -> Self:
         if self.schedule == Schedule.CONSTANT or self.total_steps:
             return self
         if num_steps < self._least:
             raise ValueError(
-                f"engine.warmup_steps and engine.decay_steps take {self._least} optimizer steps under "
-                f"engine.schedule={self.schedule}, and the run has {num_steps}.\n"
+                f"engine.warmup_steps and engine.decay_steps take {self._least} optimizer steps "
+                f"under engine.schedule={self.schedule}, and the run has {num_steps}.\n"
                 "  try:  fewer of them, more steps, or engine.total_steps"
             )
         return replace(self, total_steps=num_steps)
@@ -141,17 +165,24 @@ class AdamWConfig(EngineConfig):
 
 
 def multiplier(config: AdamWConfig) -> partial[float]:
-    """The function from optimizer steps done to the share of ``lr`` that the next one has.
+    """Return the function from optimizer steps done to the share of ``lr`` that the
+    next step has.
 
     Raises:
-        ValueError: the schedule depends on the length of a run that ``config`` was not made for.
+        ValueError: the schedule depends on the length of a run that ``config`` was not
+            made for.
     """
     if config.warmup_ratio or (config.schedule != Schedule.CONSTANT and not config.total_steps):
-        raise ValueError(f"engine.schedule={config.schedule} needs the length of the run: EngineConfig.for_run(steps).")
+        raise ValueError(
+            f"engine.schedule={config.schedule} needs the length of the run: "
+            "EngineConfig.for_run(steps)."
+        )
+
     rise = {"warmup": config.warmup_steps, "init": config.init_lr_ratio}
     if config.schedule == Schedule.CONSTANT:
         return partial(schedules.constant, **rise)
     both = {**rise, "total": config.total_steps, "floor": config.min_lr_ratio}
+
     match config.schedule:
         case Schedule.LINEAR:
             return partial(schedules.linear, **both)

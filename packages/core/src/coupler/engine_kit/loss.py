@@ -26,7 +26,8 @@ def weighted_loss(loss: Loss, outputs: Columns, batch: Columns) -> tuple[Tensor,
     weight = batch["loss_weight"]
     if token_loss.shape != weight.shape or not token_loss.requires_grad:
         raise CouplerError(
-            f"the loss has shape {list(token_loss.shape)}, expected one differentiable loss per token, "
-            f"{list(weight.shape)}.\n  return losses that are not summed or averaged: loss_weight normalises them"
+            f"the loss has shape {list(token_loss.shape)}, expected one differentiable loss "
+            f"per token, {list(weight.shape)}.\n"
+            "  return losses that are not summed or averaged: loss_weight normalises them"
         )
     return (torch.where(weight != 0, token_loss, 0.0) * weight).sum(), metrics

@@ -1,4 +1,6 @@
-"""Cut a batch into micro-batches, as many on every rank, since each of them runs collectives."""
+"""Cut a batch into micro-batches, as many on every rank, since each of them runs
+collectives.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ Rows = np.ndarray  # int64 indices of the sequences in one micro-batch
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A reason for which no rank may compute a batch, although one of them alone found it."""
+    """The reason for which no rank may compute a batch, although one of them alone
+    found it.
+    """
 
     here: str  # the reason, on the rank that found it; empty on the others
     elsewhere: str  # the sentence of the others
@@ -32,7 +36,8 @@ class Refusal:
 
 
 def split(batch: Batch, max_tokens: int) -> list[Rows]:
-    """Cut into micro-batches of ``max_tokens`` at most; rows that share a ``unit`` stay together.
+    """Cut into micro-batches of ``max_tokens`` at most. Rows that share a ``unit`` stay
+    together.
 
     Raises:
         ValueError: one unit alone is longer.
@@ -43,7 +48,7 @@ def split(batch: Batch, max_tokens: int) -> list[Rows]:
 
 
 def split_by(column: str, batch: Batch, max_tokens: int) -> list[Rows]:
-    """Cut as :func:`split` does; rows with the same number in ``column`` stay together."""
+    """Cut as :func:`split` does. Rows of one number in ``column`` stay together."""
     return whole_units(batch.lengths, batch[column], lambda sizes: micro_batches(sizes, max_tokens))
 
 
@@ -55,14 +60,15 @@ def agreed_split(
     *refusals: Refusal,
     multiple_of: int = 1,
 ) -> list[Rows]:
-    """Cut into as many micro-batches as the rank with the most; further ones are empty.
+    """Cut into as many micro-batches as the rank with the most has. Further ones are
+    empty.
 
     Args:
-        cut: returns the micro-batches of this rank, or raises a ``ValueError`` for a sequence that
-            is too long.
+        cut: returns the micro-batches of this rank, or raises a ``ValueError`` for a
+            sequence that is too long.
         max_tokens_per_gpu: the option's value, for the message.
-        groups: process groups that together join all ranks, None being the default one; empty for
-            one rank.
+        groups: process groups that together join all ranks, None being the default one;
+            empty for one rank.
         refusals: further reasons that ranks have to agree on.
         multiple_of: the number of micro-batches is a multiple of it.
 
@@ -82,7 +88,9 @@ def agreed_split(
         f"engine.max_tokens_per_gpu above {max_tokens_per_gpu}, or shorter sequences",
     )
     reasons = (too_long, *refusals)
-    count, *refused = _largest([len(parts), *(bool(reason.here) for reason in reasons)], device, groups)
+    count, *refused = _largest(
+        [len(parts), *(bool(reason.here) for reason in reasons)], device, groups
+    )
     for reason, holds in zip(reasons, refused, strict=True):
         if holds:
             raise reason.error()
@@ -91,7 +99,9 @@ def agreed_split(
     return parts + [np.zeros(0, np.int64)] * (count - len(parts))
 
 
-def _largest(values: list[int], device: torch.device, groups: Sequence[ProcessGroup | None]) -> list[int]:
+def _largest(
+    values: list[int], device: torch.device, groups: Sequence[ProcessGroup | None]
+) -> list[int]:
     """Return the largest of each value over all ranks."""
     if not groups:
         return values

@@ -17,11 +17,14 @@ class Precision(StrEnum):
     FP32 = "fp32"
 
 
-def dtype_of(precision: Precision, device: torch.device, auto: torch.dtype | None = None) -> torch.dtype:
+def dtype_of(
+    precision: Precision, device: torch.device, auto: torch.dtype | None = None
+) -> torch.dtype:
     """Return the dtype that ``precision`` means on ``device``.
 
     Args:
-        auto: the meaning of :attr:`Precision.AUTO`. None: bf16 on a GPU, fp32 on the CPU.
+        auto: the meaning of :attr:`Precision.AUTO`. None: bf16 on a GPU, fp32 on the
+            CPU.
     """
     import torch
 

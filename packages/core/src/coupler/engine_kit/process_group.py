@@ -19,13 +19,15 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-LEAVE_S = 5.0  # destroying a healthy group takes milliseconds; one whose collective hangs is aborted
+# Destroying a healthy group takes milliseconds. One whose collective hangs is aborted.
+LEAVE_S = 5.0
 
 
 def device_of(rank: Rank) -> torch.device:
     """Return the first of the rank's devices, and make it the current one.
 
-    A rank without devices gets a visible GPU by its index, or the CPU where there is none.
+    A rank without devices gets a visible GPU by its index, or the CPU where there is
+    none.
     """
     import torch
 
@@ -33,14 +35,19 @@ def device_of(rank: Rank) -> torch.device:
     if not count:
         return torch.device("cpu")
     uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(count)]
-    index = next((i for i, uuid in enumerate(uuids) if rank.devices and uuid in rank.devices[0]), rank.index % count)
+    index = next(
+        (i for i, uuid in enumerate(uuids) if rank.devices and uuid in rank.devices[0]),
+        rank.index % count,
+    )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
 
 @dataclass(eq=False)
 class _Group:
-    """A process group that :func:`join` made, and how many engines of this process are in it."""
+    """A process group that :func:`join` made, and the count of engines of this process
+    in it.
+    """
 
     made: ProcessGroup
     members: int = 0
@@ -51,7 +58,8 @@ _groups: list[_Group] = []  # at most one; a process has one default group
 
 
 class Membership:
-    """One engine's share in the process group of its process; the last one to leave destroys it.
+    """The share of one engine in the process group of its process. The last one to
+    leave destroys the group.
 
     A group that :func:`join` found instead of making it, such as a rollout's, stays.
     """
@@ -60,11 +68,12 @@ class Membership:
         self._group = group
 
     def leave(self, before: Callable[[], None] | None = None) -> None:
-        """Leave the group; a second call does nothing. A group that hangs is left behind.
+        """Leave the group. A second call does nothing, and a group that hangs is left
+        behind.
 
         Args:
-            before: is called before the last one destroys the group, to let go of what is built
-                upon it.
+            before: is called before the last one destroys the group, to let go of what
+                is built upon it.
         """
         import torch.distributed as dist
 
@@ -125,8 +134,9 @@ def require_same_ranks(rank: Rank) -> None:
 
     if (dist.get_world_size(), dist.get_rank()) != (rank.world, rank.index):
         raise CouplerError(
-            f"engine rank {rank.index} of {rank.world} runs in a process that is already rank {dist.get_rank()} of "
-            f"{dist.get_world_size()}.\n  start it in a process of its own"
+            f"engine rank {rank.index} of {rank.world} runs in a process that is already rank "
+            f"{dist.get_rank()} of {dist.get_world_size()}.\n"
+            "  start it in a process of its own"
         )
 
 
@@ -143,8 +153,9 @@ def _refuse_shared_devices(rank: Rank, device: torch.device) -> None:
     found = len({tuple(uuid.tolist()) for uuid in uuids})
     if found < rank.world:
         raise TooFewDevices(
-            f"an engine of {rank.world} ranks needs {rank.world} GPUs, one for each; it has {found}.\n"
-            f"  try:  fewer ranks, or more GPUs in CUDA_VISIBLE_DEVICES"
+            f"an engine of {rank.world} ranks needs {rank.world} GPUs, one for each; it has "
+            f"{found}.\n"
+            "  try:  fewer ranks, or more GPUs in CUDA_VISIBLE_DEVICES"
         )
 
 
@@ -156,15 +167,21 @@ def _abort() -> None:
 
 
 def _ends_in_time(function: Callable[[], None]) -> bool:
-    """Call it in a thread that may hang; tell if it returned, or raised, within ``LEAVE_S``."""
-    ending = threading.Thread(target=_quietly, args=(function,), name=function.__name__, daemon=True)
+    """Call a function in a thread that may hang. Tell if it returned, or raised, within
+    ``LEAVE_S``.
+    """
+    ending = threading.Thread(
+        target=_quietly, args=(function,), name=function.__name__, daemon=True
+    )
     ending.start()
     ending.join(LEAVE_S)
     return not ending.is_alive()
 
 
 def _quietly(function: Callable[[], None]) -> None:
-    """Call it; a group that a peer's death broke may raise, and there is nothing more to end."""
+    """Call a function. A group that a peer's death broke may raise, and nothing is left
+    to end.
+    """
     try:
         function()
     except Exception as error:  # torch raises whatever its backend does

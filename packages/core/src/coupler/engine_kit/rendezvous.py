@@ -1,4 +1,4 @@
-"""Where processes of ``torch.distributed`` find each other: on one address, never on every interface."""
+"""Let processes of ``torch.distributed`` meet on one address, not on all interfaces."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from coupler.interfaces import Rank
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
-MEET = timedelta(minutes=30)  # torch's own limit for ranks to find each other; a slow disk may keep one from it
+# Torch's own limit for ranks to find each other. A slow disk may keep one from it.
+MEET = timedelta(minutes=30)
 
 
 def keep_port(host: str) -> tuple[int, socket.socket]:
-    """A free port of ``host``, and the socket that keeps it from everyone but a server which listens there.
+    """Return a free port of ``host``, and the socket that keeps it from everyone but a
+    server which listens there.
 
-    That socket is bound and never listens; Linux lets one server listen beside it. Elsewhere it is closed already, and
-    another process may be faster than the server.
+    That socket is bound and never listens; Linux lets one server listen beside it.
+    Elsewhere it is closed already, and another process may be faster than the server.
     """
     kept = socket.socket()
     kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -31,7 +33,7 @@ def keep_port(host: str) -> tuple[int, socket.socket]:
 
 
 def store_of(rank: Rank) -> TCPStore:
-    """The store in which the ranks of one engine meet; the first one serves it."""
+    """Open the store in which an engine's ranks meet. The first rank serves it."""
     from torch.distributed import TCPStore
 
     host, _, port = rank.rendezvous.rpartition(":")
@@ -41,7 +43,8 @@ def store_of(rank: Rank) -> TCPStore:
 
 
 def serve_store(host: str, port: int, timeout: timedelta, world: int | None = None) -> TCPStore:
-    """Serve a store on ``host`` alone; one that torch opens listens on every interface.
+    """Serve a store on ``host`` alone. A store that torch opens listens on every
+    interface.
 
     Args:
         port: 0 for any that is free, which the store's ``port`` then is.

@@ -27,4 +27,7 @@ def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
 def columns(batch: Batch, device: torch.device) -> dict[str, Any]:
     """Return the columns that a loss reads, on the device."""
     arrays = loss_columns(batch)
-    return {"num_seqs": len(batch), **{name: to_device(array, device) for name, array in arrays.items()}}
+    return {
+        "num_seqs": len(batch),
+        **{name: to_device(array, device) for name, array in arrays.items()},
+    }

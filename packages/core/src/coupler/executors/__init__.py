@@ -21,63 +21,89 @@ __all__ = ["Executor", "Handle", "Local", "open_executor"]
 class Executor(Protocol):
     """Places workers, and calls their methods, plain or async."""
 
-    waits: Waits  # what is under way, of calls and of what is made from several
+    # calls under way, and whatever is made from several of them
+    waits: Waits
 
     async def place(self, roles: Sequence[Role]) -> None:
-        """Take what these roles need.
+        """Take the devices and processors that these roles need.
 
         Raises:
-            PlacementError: it is not there.
+            PlacementError: the cluster does not have them.
         """
         ...
 
     def spawn(self, role: str, index: int, build: str, spec: Any, python: str = "") -> Handle:
-        """Start to create ``build(spec)``, where ``build`` is ``"package.module:name"``; return a handle of it."""
+        """Start to create ``build(spec)``, and return a handle of it.
+
+        ``build`` is ``"package.module:name"``.
+        """
         ...
 
     async def locate(self, handles: Sequence[Handle], ranks: Sequence[Rank]) -> list[Rank]:
-        """Wait until the objects exist; return ``ranks`` with node, devices and, for several, a rendezvous."""
+        """Wait until the objects exist, and return ``ranks`` with node and devices.
+
+        Several ranks get a rendezvous too.
+        """
         ...
 
     async def revive(self, handle: Handle) -> Handle:
-        """Make a worker anew, in its place and from the same spec, if its process has ended; return its handle now.
+        """Make a worker anew if its process has ended, and return its handle now.
 
-        A replica that ends is answered for with :class:`~coupler.errors.ReplicaDied`; any other worker ends the run.
+        It gets the same place and the same spec. A call of a replica that ends raises
+        :class:`~coupler.errors.ReplicaDied`. The end of any other worker ends the run.
         """
         ...
 
     def put(self, value: Any) -> Any:
-        """Return what stands for ``value`` as an argument of several calls: it travels once."""
+        """Return a reference to ``value`` for the arguments of several calls.
+
+        The value travels once.
+        """
         ...
 
     async def each(
-        self, handles: Sequence[Handle], method: str, arguments: Iterable[tuple[Any, ...]], *, aside: bool = False
+        self,
+        handles: Sequence[Handle],
+        method: str,
+        arguments: Iterable[tuple[Any, ...]],
+        *,
+        aside: bool = False,
     ) -> list[Any]:
-        """Call a method of several workers of one role, each with its own arguments; one result per worker.
+        """Call a method of several workers of one role, each with its own arguments.
+
+        Return one result per worker.
 
         Args:
-            aside: the call waits for something that the caller's own thread goes on to do.
+            aside: the call waits for something that the caller's own thread goes on to
+                do.
         """
         ...
 
     async def call(self, handle: Handle, method: str, *args: Any) -> Any:
-        """Call a method of one worker. Calls that are made together start together, in that order."""
+        """Call a method of one worker.
+
+        Calls that are made together start together, in that order.
+        """
         ...
 
     async def reads(self) -> set[str]:
-        """Full keys of options that workers in other processes have read."""
+        """Return the full keys of options that workers in other processes have read."""
         ...
 
     def close(self) -> None: ...
 
 
 def open_executor(config: RunConfig) -> Executor:
-    """The executor that ``config.executor`` names; takes no device and starts nothing yet."""
+    """Make the executor that ``config.executor`` names.
+
+    It takes no device and starts nothing yet.
+    """
     waits = Waits(config.waits.deadline_s, config.waits.heartbeat_s)
     if config.executor is ExecutorName.RAY:
         from coupler.executors.ray.executor import OnRay
 
-        with of_ray(starts=not config.ray.address):  # it is read when Ray is imported
+        # Ray reads the environment when it is imported
+        with of_ray(starts=not config.ray.address):
             present("ray", "coupler-core[ray]")
         return OnRay(config.ray, waits, Path(config.run_dir).absolute() / "logs")
     return Local(inline=config.max_staleness == 0, waits=waits)

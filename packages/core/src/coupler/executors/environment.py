@@ -1,4 +1,4 @@
-"""The environment of workers, and of Ray itself: what is forwarded, and what never is."""
+"""Choose the environment of workers, and of Ray itself."""
 
 from __future__ import annotations
 
@@ -11,62 +11,102 @@ from functools import cache
 
 from coupler.errors import PlacementError
 
-DENIED = frozenset(
-    {  # of this process, this terminal, or this machine
-        "_", "COLUMNS", "DISPLAY", "HOME", "HOSTNAME", "LINES", "LOGNAME", "LS_COLORS", "MAIL", "OLDPWD", "PATH", "PWD",
-        "SHELL", "SHLVL", "TERM", "TMPDIR", "USER", "VIRTUAL_ENV", "PYTHONHOME", "PYTHONSTARTUP", "PYTHONBREAKPOINT",
-        "LD_PRELOAD", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR",
-        "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES",
-    }
-)  # fmt: skip
-DENIED_STARTS = ("RAY_", "SSH_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "TORCHELASTIC_", "CONDA_", "XDG_", "DBUS_")
+# of this process, this terminal, or this machine
+DENIED = frozenset({
+    "_", "COLUMNS", "DISPLAY", "HOME", "HOSTNAME", "LINES", "LOGNAME", "LS_COLORS", "MAIL",
+    "OLDPWD", "PATH", "PWD", "SHELL", "SHLVL", "TERM", "TMPDIR", "USER", "VIRTUAL_ENV",
+    "PYTHONHOME", "PYTHONSTARTUP", "PYTHONBREAKPOINT", "LD_PRELOAD", "RANK", "LOCAL_RANK",
+    "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
+    "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+})  # fmt: skip
+DENIED_STARTS = (
+    "RAY_",
+    "SSH_",
+    "SLURM_",
+    "OMPI_",
+    "PMI_",
+    "PMIX_",
+    "TORCHELASTIC_",
+    "CONDA_",
+    "XDG_",
+    "DBUS_",
+)
 
 
-def forwarded(environment: Mapping[str, str], own_interpreter: bool, devices: tuple[str, ...]) -> dict[str, str]:
-    """The environment of one worker: the controller's without what is denied, and the devices that it may see.
+def forwarded(
+    environment: Mapping[str, str], own_interpreter: bool, devices: tuple[str, ...]
+) -> dict[str, str]:
+    """Return the environment of one worker.
+
+    It is the controller's without the names that are denied, and with the devices that
+    the worker may see.
 
     Args:
-        own_interpreter: its packages are its own, so nothing that points Python at ours is forwarded.
-        devices: UUIDs; empty hides every GPU.
+        own_interpreter: the packages of the worker are its own, so nothing that points
+            Python at ours is forwarded.
+        devices: UUIDs. Without any, every GPU is hidden.
     """
-    kept = {k: v for k, v in environment.items() if k not in DENIED and not k.startswith(DENIED_STARTS)}
+    kept = {
+        name: value
+        for name, value in environment.items()
+        if name not in DENIED and not name.startswith(DENIED_STARTS)
+    }
     if own_interpreter:
         kept |= {"PYTHONPATH": "", "PYTHONNOUSERSITE": "1"}
-    # Ray would hide every GPU from an actor that reserves none: the bundle has reserved it
-    pinned = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", "CUDA_VISIBLE_DEVICES": ",".join(devices)}
+
+    # Ray hides every GPU from an actor that reserves none, and here its bundle has
+    pinned = {
+        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+        "CUDA_VISIBLE_DEVICES": ",".join(devices),
+    }
     return kept | pinned
 
 
 @cache
 def token() -> str:
-    """The secret of the clusters that this process starts; Ray reads one per process."""
+    """Return the secret of the clusters that this process starts.
+
+    Ray reads one per process.
+    """
     return secrets.token_hex(32)
 
 
 @contextmanager
 def of_ray(starts: bool) -> Iterator[None]:
-    """Set what Ray reads from the environment while it is imported and started.
+    """Set the variables that Ray reads while it is imported and started.
 
-    A cluster of our own listens on loopback only and asks for a random token. The token is taken back afterwards, so
-    that child processes of the controller do not inherit it. To join a cluster, Ray finds the user's token itself.
+    A cluster of our own listens on loopback only and asks for a random token. The token
+    is taken back afterwards, so that child processes of the controller do not inherit
+    it. To join a cluster, Ray finds the user's token itself.
 
     Raises:
         PlacementError: Ray was imported before, and has read that it needs no token.
     """
     loaded = sys.modules.get("ray")
-    if starts and loaded and not loaded.is_initialized() and os.environ.get("RAY_AUTH_MODE") != "token":
+    if (
+        starts
+        and loaded
+        and not loaded.is_initialized()
+        and os.environ.get("RAY_AUTH_MODE") != "token"
+    ):
         raise PlacementError(
-            "executor=ray starts Ray with a token, and something in this process imported Ray before that was said.\n"
-            "  set:  RAY_AUTH_MODE=token before the first import of Ray, which other libraries import too"
+            "executor=ray starts Ray with a token, and something in this process imported Ray "
+            "before that was said.\n"
+            "  set:  RAY_AUTH_MODE=token before the first import of Ray, which other "
+            "libraries import too"
         )
+
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     before = os.environ.get("RAY_AUTH_TOKEN")
     if starts:
         os.environ["RAY_AUTH_MODE"] = "token"
-        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # Ray's name for: take 127.0.0.1 as this node's address
+        # Ray's name for: take 127.0.0.1 as this node's address
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
         os.environ["RAY_AUTH_TOKEN"] = token()
     else:
         os.environ.setdefault("RAY_AUTH_MODE", "token")
+
     try:
         yield
     finally:

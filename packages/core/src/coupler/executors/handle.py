@@ -1,4 +1,4 @@
-"""Handle: one worker, as the controller sees it."""
+"""Handle: the name that the controller has for one worker."""
 
 from __future__ import annotations
 
@@ -12,4 +12,5 @@ class Handle:
 
     role: str
     index: int
-    of: Any  # the object itself, or the actor that holds it
+    # the object itself, or the actor that holds it
+    of: Any

@@ -1,4 +1,7 @@
-"""Host: one worker in a process of its own. Runs in whatever interpreter the role has; imports no Ray."""
+"""Host: one worker in a process of its own.
+
+It runs in whatever interpreter the role has, and imports no Ray.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +26,21 @@ from coupler.system.imports import resolve
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a host runs."""
+    """The place in which a host runs."""
 
-    node: str  # its address
+    # its address
+    node: str
     pid: int
-    port: int  # kept for a server of this host
+    # kept for a server of this host
+    port: int
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An exception as text, since its class may not exist in the process that reads it."""
+    """An exception as text.
+
+    Its class may not exist in the process that reads it.
+    """
 
     kind: str
     text: str
@@ -43,10 +51,13 @@ class Failure:
         return cls(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
 
     def error(self, who: str, method: str, log: Path, tail: list[str]) -> CouplerError:
-        """The exception to raise on the controller: the same class if it is core's, with its text first.
+        """Return the exception to raise on the controller, with its text first.
+
+        It has the same class if that is core's.
 
         Args:
-            tail: last lines of the log, which end with the traceback; empty where it cannot be read.
+            tail: last lines of the log, which end with the traceback. There are none
+                where the log cannot be read.
         """
         where = f"  raised by:  {who} in {method}; log: {log}"
         kind = vars(errors).get(self.kind)
@@ -58,22 +69,28 @@ class Failure:
 
 
 class Host:
-    """Holds one object; plain methods run on its one thread, async ones on the event loop that serves calls.
+    """Holds one object.
 
-    So a host answers while its worker computes: that it lives, and where it is stuck.
+    Its plain methods run on one thread, and its async ones on the event loop that
+    serves calls. So a host answers while its worker computes: that it lives, and where
+    it is stuck.
     """
 
     def __init__(self, log: Path, folder: Path, node: str) -> None:
         """Send everything that this process prints, C++ included, to ``log``."""
         log.parent.mkdir(parents=True, exist_ok=True)
         self.log = log.open("a", buffering=1)
+
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os.dup2(self.log.fileno(), 1)
         os.dup2(self.log.fileno(), 2)
         sys.stdout = sys.stderr = self.log
-        if folder.is_dir():  # relative paths of the configuration are the controller's
+
+        # relative paths of the configuration are the controller's
+        if folder.is_dir():
             os.chdir(folder)
+
         self.node = node
         self.thread = ThreadPoolExecutor(1, thread_name_prefix=log.stem)
         self.log.write(f"pid {os.getpid()} on node {node}, {sys.executable}\n")
@@ -83,35 +100,40 @@ class Host:
         """Create ``build(spec)``."""
         try:
             self.object = await self._in_thread(_build, build, spec)
-        except (Exception, SystemExit) as error:  # third-party code; the controller raises it
+        # third-party code, whose exceptions the controller raises
+        except (Exception, SystemExit) as error:
             return self._failure(error)
         port, self.kept = keep_port(self.node)
         return Place(self.node, os.getpid(), port)
 
     async def call(self, method: str, *args: Any) -> Any:
-        """Call a method of the object; return its result, or a :class:`Failure`."""
+        """Call a method of the object, and return its result or a :class:`Failure`."""
         bound = getattr(self.object, method)
         try:
             if asyncio.iscoroutinefunction(bound):
                 return await bound(*args)
             return await self._in_thread(bound, *args)
-        except (Exception, SystemExit) as error:  # as above; SystemExit would end the process without a word
+        # as above, and SystemExit would end the process without a word
+        except (Exception, SystemExit) as error:
             return self._failure(error)
 
-    async def stream(self, calls: list[tuple[str, tuple[Any, ...]]]) -> AsyncIterator[tuple[int, Any]]:
-        """Start all calls together; yield the number and the answer of each as it ends."""
-        for done in asyncio.as_completed([self._numbered(i, *call) for i, call in enumerate(calls)]):
+    async def stream(
+        self, calls: list[tuple[str, tuple[Any, ...]]]
+    ) -> AsyncIterator[tuple[int, Any]]:
+        """Start all calls together, and yield number and answer of each as it ends."""
+        numbered = [self._numbered(i, *call) for i, call in enumerate(calls)]
+        for done in asyncio.as_completed(numbered):
             yield await done
 
     async def _numbered(self, number: int, method: str, args: tuple[Any, ...]) -> tuple[int, Any]:
         return number, await self.call(method, *args)
 
     async def reads(self) -> set[str]:
-        """Full keys of the options that were read here."""
+        """Return the full keys of the options that were read here."""
         return set(RECEIVED.keys)
 
     async def alive(self, seconds: float) -> None:
-        """Answer after ``seconds``; the process's end shows earlier."""
+        """Answer after ``seconds``. An end of the process shows earlier."""
         await asyncio.sleep(seconds)
 
     async def dump(self) -> None:
@@ -119,9 +141,10 @@ class Host:
         faulthandler.dump_traceback(self.log)
 
     async def close(self) -> None:
-        """Let go of what would outlive the process, such as a rollout's own processes.
+        """Release what would outlive the process, such as a rollout's own processes.
 
-        An engine leaves its process group. The executor ends this process if that takes long.
+        An engine leaves its process group. The executor ends this process if that takes
+        long.
         """
         try:
             if hasattr(self.object, "close"):

@@ -1,4 +1,7 @@
-"""Compare the interpreter of a role with the controller's, before anything is started in it."""
+"""Compare the interpreter of a role with the controller's.
+
+This happens before anything is started in it.
+"""
 
 from __future__ import annotations
 
@@ -12,39 +15,58 @@ from coupler.executors.environment import forwarded
 from coupler.plugins.__main__ import describe
 from coupler.plugins.manager import Plugins
 
-DEADLINE_S = 120.0  # importing every plugin module from a cold disk
+# importing every plugin module from a cold disk takes long
+DEADLINE_S = 120.0
 
 
 def check_interpreter(kind: str, name: str, path: str, plugins: Plugins) -> None:
     """Check that ``path`` can run ``kind=name`` for this controller.
 
     Raises:
-        ConfigError: it does not start, or has another Python, Ray, core or plugin; one line per difference.
+        ConfigError: it does not start, or has another Python, Ray, core or plugin.
+            The message has one line per difference.
     """
     key = f"{kind}.python={path}"
     there = _ask(key, path)
     here = describe()
     found = [
-        f"{what} is {there[field] or 'not installed'} there and {here[field] or 'not installed'} here"
-        for field, what in (("python", "Python"), ("ray", "ray"), ("core", "coupler-core"), ("api", "API generation"))
+        f"{what} is {there[field] or 'not installed'} there and "
+        f"{here[field] or 'not installed'} here"
+        for field, what in (
+            ("python", "Python"),
+            ("ray", "ray"),
+            ("core", "coupler-core"),
+            ("api", "API generation"),
+        )
         if there[field] != here[field]
     ]
+
     source = plugins.owner[kind, name]
     rows = [row for row in there["plugins"] if (row["kind"], row["name"]) == (kind, name)]
     if not rows:
-        broken = [f"{row['distribution']}: {row['detail']}" for row in there["plugins"] if row["state"] == "broken"]
+        broken = [
+            f"{row['distribution']}: {row['detail']}"
+            for row in there["plugins"]
+            if row["state"] == "broken"
+        ]
         why = f" ({'; '.join(broken)})" if broken else ""
         found.append(f"no plugin there provides {kind}={name}{why}")
     elif rows[0]["state"] != "available":
         found.append(f"{kind}={name} is {rows[0]['state']} there: {rows[0]['detail']}")
     elif rows[0]["version"] != source.version:
-        found.append(f"{source.distribution} is {rows[0]['version']} there and {source.version} here")
+        found.append(
+            f"{source.distribution} is {rows[0]['version']} there and {source.version} here"
+        )
+
     if found:
-        raise ConfigError("\n".join([f"{key} does not fit this controller:", *(f"  {text}" for text in found)]))
+        raise ConfigError(
+            "\n".join([f"{key} does not fit this controller:", *(f"  {text}" for text in found)])
+        )
 
 
 def _ask(key: str, path: str) -> dict[str, Any]:
     environment = {**forwarded(os.environ, True, ()), "PATH": os.environ.get("PATH", "")}
+
     try:
         done = subprocess.run(
             [path, "-m", "coupler.plugins", "--json"],
@@ -54,10 +76,14 @@ def _ask(key: str, path: str) -> dict[str, Any]:
             env=environment,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"{key} does not start: {error}.\n  set it to:  the path of a Python interpreter") from None
+        raise ConfigError(
+            f"{key} does not start: {error}.\n  set it to:  the path of a Python interpreter"
+        ) from None
+
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
         raise ConfigError(
-            f"{key} has no working coupler: {last}\n  try:  {path} -m pip install coupler-core and the plugin"
+            f"{key} has no working coupler: {last}\n"
+            f"  try:  {path} -m pip install coupler-core and the plugin"
         )
     return json.loads(done.stdout)

@@ -18,27 +18,31 @@ from coupler.system.threads import DaemonThreads, in_daemon
 log = get_logger(__name__)
 
 CLOSE_S = 3.0
-LEAVE_S = 15.0  # for an engine to leave its process group; one that hangs is left behind
+# for an engine to leave its process group; one that hangs is left behind
+LEAVE_S = 15.0
 
 
 class Local:
-    """Every worker in this process.
+    """Keeps every worker in this process.
 
-    Inline, every call runs on the caller's thread, so that ``breakpoint()`` and Ctrl-C reach it; otherwise each worker
-    has a thread of its own (for an async object: an event loop in that thread), and roles overlap. A call that leaves
-    the caller's thread, or awaits, has the deadline of every other wait.
+    Inline, every call runs on the caller's thread, so that ``breakpoint()`` and Ctrl-C
+    reach it. Otherwise roles overlap: each worker has a thread of its own, in which an
+    async object has an event loop. A call that leaves the caller's
+    thread, or awaits, has the deadline of every other wait.
     """
 
     def __init__(self, inline: bool, waits: Waits) -> None:
         self.inline, self.waits = inline, waits
         self.threads: dict[Handle, DaemonThreads] = {}
         self.loops: dict[Handle, asyncio.AbstractEventLoop] = {}
-        self.serving: list[threading.Thread] = []  # of these loops; none that hangs keeps the process alive
+        # threads of these loops, of which none that hangs keeps the process alive
+        self.serving: list[threading.Thread] = []
         self.rollouts: list[Rollout] = []
-        self.workers: list[Any] = []  # of engines
+        # workers of engines
+        self.workers: list[Any] = []
 
     async def place(self, roles: Sequence[Role]) -> None:
-        """Take nothing: whatever this process has is there."""
+        """Take nothing, since whatever this process has is there."""
 
     def spawn(self, role: str, index: int, build: str, spec: Any, python: str = "") -> Handle:
         handle = Handle(role, index, resolve(build)(spec))
@@ -54,36 +58,49 @@ class Local:
         return list(ranks)
 
     async def revive(self, handle: Handle) -> Handle:
-        """See :meth:`Executor.revive`. Its process is this one."""
-        return handle
+        return handle  # its process is this one
 
     def put(self, value: Any) -> Any:
         return value
 
     async def each(
-        self, handles: Sequence[Handle], method: str, arguments: Iterable[tuple[Any, ...]], *, aside: bool = False
+        self,
+        handles: Sequence[Handle],
+        method: str,
+        arguments: Iterable[tuple[Any, ...]],
+        *,
+        aside: bool = False,
     ) -> list[Any]:
-        with self.waits.named(handles[0].role, method, [handle.index for handle in handles]) as wait:
+        indices = [handle.index for handle in handles]
+        with self.waits.named(handles[0].role, method, indices) as wait:
             bound = [getattr(handle.of, method) for handle in handles]
             awaits = asyncio.iscoroutinefunction(bound[0])
             if self.inline and not aside and not awaits:
                 return [call(*args) for call, args in zip(bound, arguments, strict=True)]
+
             async with self.waits.deadline(wait):
                 calls = [
-                    in_daemon(call, *args) if self.inline and aside else self._call(handle, call, args, awaits)
+                    in_daemon(call, *args)
+                    if self.inline and aside
+                    else self._call(handle, call, args, awaits)
                     for handle, call, args in zip(handles, bound, arguments, strict=True)
                 ]
-                return [await calls[0]] if len(calls) == 1 else await asyncio.gather(*calls)  # no task for one request
+                # one request needs no task
+                return [await calls[0]] if len(calls) == 1 else await asyncio.gather(*calls)
 
     async def call(self, handle: Handle, method: str, *args: Any) -> Any:
         return (await self.each([handle], method, [args]))[0]
 
     async def _call(self, handle: Handle, bound: Any, args: tuple[Any, ...], awaits: bool) -> Any:
         if not awaits:
-            return await asyncio.get_running_loop().run_in_executor(self.threads[handle], bound, *args)
+            return await asyncio.get_running_loop().run_in_executor(
+                self.threads[handle], bound, *args
+            )
         if self.inline:
             return await bound(*args)
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(bound(*args), self._loop(handle)))
+        return await asyncio.wrap_future(
+            asyncio.run_coroutine_threadsafe(bound(*args), self._loop(handle))
+        )
 
     def _loop(self, handle: Handle) -> asyncio.AbstractEventLoop:
         if handle not in self.loops:
@@ -94,11 +111,14 @@ class Local:
         return self.loops[handle]
 
     async def reads(self) -> set[str]:
-        """None: what is read in this process is recorded there."""
+        """Return nothing, since what this process reads is recorded in it."""
         return set()
 
     def close(self) -> None:
-        """Wait for calls that run normally, each until its deadline; a call that hangs is left behind."""
+        """Wait for calls under way, each until its deadline.
+
+        A call that hangs is left behind.
+        """
         self.waits.close()
         for rollout in self.rollouts:
             rollout.close()
@@ -113,7 +133,10 @@ class Local:
 
 
 def _close(worker: Any) -> None:
-    """Close it in a thread that may hang, and report a failure: it must not hide that of the run."""
+    """Close a worker in a thread that may hang, and log a failure.
+
+    Raised, it would hide that of the run.
+    """
     ending = DaemonThreads(1, "close")
     done = ending.submit(worker.close)
     ending.shutdown(wait=False)

@@ -1,4 +1,7 @@
-"""Waits for workers: each has a name and a deadline, is announced while it lasts, and ends with the root cause."""
+"""Wait for workers, with a name and a deadline for each wait.
+
+A wait is announced while it lasts, and ends with the root cause.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +19,23 @@ from coupler.system.log import URGENT, get_logger
 
 log = get_logger(__name__)
 
-SHOWN = 16  # of what is outstanding
-GRACE_S = 1.0  # after a worker failed: its peer may have died, and then the death is the cause
+# numbers of what is outstanding
+SHOWN = 16
+# after a worker failed: its peer may have died, and then the death is the cause
+GRACE_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
 class Wait:
-    """A call under way, or something else that is waited for: ``completions`` of ``prompts``, by their rows."""
+    """A call under way, or something else that is waited for.
+
+    An example are the ``completions`` of ``prompts``, by their rows.
+    """
 
     role: str
     method: str
-    outstanding: set[int]  # indices of workers that have not answered, or of rows
+    # indices of workers that have not answered, or of rows
+    outstanding: set[int]
     start: float = field(default_factory=time.monotonic)
 
     def __str__(self) -> str:
@@ -34,7 +43,9 @@ class Wait:
 
 
 class Waits:
-    """Every call under way in this process. A side thread says on stderr what lasts, even while the caller blocks.
+    """Every call under way in this process.
+
+    A thread beside it says on stderr what lasts, even while the caller blocks.
 
     Example:
         ``coupler: waiting 60 s for train of policy [1, 3]``
@@ -89,24 +100,33 @@ class Waits:
         calls: Sequence[Awaitable[Any]],
         death: asyncio.Future[Any],
     ) -> list[Any]:
-        """Wait for all calls; one result per call, in order.
+        """Wait for all calls, and return one result per call, in order.
 
         Args:
-            death: fails with :class:`WorkerDied` when a worker of any role dies, which ends this wait too.
+            death: fails with :class:`WorkerDied` when a worker of any role dies, which
+                ends this wait too.
 
         Raises:
             WorkerDied: a worker died, of this call or another.
             WaitTimeout: ``deadline_s`` passed.
-            BaseException: what the first call raised, unless a death explains it. The other calls are cancelled.
+            BaseException: what the first call raised, unless a death explains it. The
+                other calls are cancelled.
         """
         tasks = [asyncio.ensure_future(call) for call in calls]
         failed: list[BaseException] = []
+
         with self.named(role, method, indices) as wait:
             for index, task in zip(indices, tasks, strict=True):
                 task.add_done_callback(lambda done, index=index: _note(done, index, wait, failed))
-            everything = asyncio.ensure_future(asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION))
+            everything = asyncio.ensure_future(
+                asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            )
             try:
-                await asyncio.wait({everything, death}, timeout=self.deadline_s, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(
+                    {everything, death},
+                    timeout=self.deadline_s,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
                 if failed:
                     await asyncio.wait({death}, timeout=GRACE_S)
                 if death.done():
@@ -126,16 +146,20 @@ class Waits:
                 log.info(line, extra=URGENT)
 
     def overdue(self) -> list[str]:
-        """One line for each (method, role) that has been outstanding for ``heartbeat_s``."""
+        """Return a line for each method and role that lasts for ``heartbeat_s``."""
         now, found = time.monotonic(), defaultdict(list)
         for wait in list(self.current.values()):
             if now - wait.start >= self.heartbeat_s:
                 found[wait.method, wait.role].append(wait)
+
         lines = []
         for (method, role), waits in found.items():
             indices = _listed({index for wait in waits for index in wait.outstanding.copy()})
             calls = f" ({len(waits)} calls)" if len(waits) > 1 else ""
-            lines.append(f"waiting {now - min(w.start for w in waits):.0f} s for {method} of {role} {indices}{calls}")
+            lines.append(
+                f"waiting {now - min(w.start for w in waits):.0f} s for {method} of {role} "
+                f"{indices}{calls}"
+            )
         return lines
 
     def close(self) -> None:

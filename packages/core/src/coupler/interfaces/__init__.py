@@ -1,6 +1,7 @@
-"""Everything a plugin can be. No signature mentions another plugin, Ray, or torch.
+"""Define everything a plugin can be.
 
-Shapes: T packed tokens of B sequences; every tensor of a token column is ``[T]``.
+No signature mentions another plugin, Ray or torch. A batch has T packed tokens of B
+sequences, and every token column is ``[T]``.
 """
 
 from coupler.interfaces.algorithm import Aggregation, Algorithm, Controller
@@ -44,7 +45,9 @@ from coupler.interfaces.weights import (
     open_transport,
 )
 
-API = 1  # The generation of these interfaces. Core accepts plugins of this one and the one before.
+# The generation of these interfaces. Core accepts plugins of this one and the one
+# before.
+API = 1
 
 __all__ = [
     "API",

@@ -1,4 +1,4 @@
-"""The model of a role, and where one worker stands."""
+"""Define the model of a role, and the place of one worker."""
 
 from __future__ import annotations
 
@@ -8,32 +8,43 @@ from enum import StrEnum
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
-    """Where one worker stands: ``index`` of ``world``, on ``node``, with these devices."""
+    """The place of one worker: ``index`` of ``world``, on ``node``, with its devices.
+
+    Attributes:
+        rendezvous: ``"host:port"`` that core chose for this group, empty for a world
+            of 1.
+        devices: UUIDs. Empty means the CPU, or every device that the process sees.
+        seed: already derived for this role and rank.
+        deterministic: whether equal inputs must give equal bits, at any cost.
+    """
 
     index: int = 0
     world: int = 1
-    rendezvous: str = ""  # "host:port" chosen by core for this group; empty where world == 1
+    rendezvous: str = ""
     node: str = ""
-    devices: tuple[str, ...] = ()  # UUIDs; empty: the CPU, or whatever the process sees
-    seed: int = 0  # already derived for this role and rank
-    deterministic: bool = False  # equal inputs must give equal bits, whatever it costs
+    devices: tuple[str, ...] = ()
+    seed: int = 0
+    deterministic: bool = False
 
 
 class Head(StrEnum):
-    """What stands on a model's backbone."""
+    """The last layer of a model, above its backbone."""
 
-    LM = "lm"  # predicts the next token
-    VALUE = (
-        "value"  # one number per token, by score.weight [1, H] and score.bias [1] of AutoModelForTokenClassification
-    )
+    # predicts the next token
+    LM = "lm"
+    # one number per token, by score.weight [1, H] and score.bias [1] of
+    # AutoModelForTokenClassification
+    VALUE = "value"
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The model of one role: a folder in Hugging Face layout (config, safetensors, tokenizer).
+    """The model of one role: a folder in Hugging Face layout (config, safetensors,
+    tokenizer).
 
-    With ``head=VALUE``, a language-model head in the folder is left out, and a ``score`` that is not there is zeros:
-    every value is 0 until the first step, whatever the seed or the number of ranks.
+    With ``head=VALUE``, a language-model head in the folder is left out. If the folder
+    has no ``score``, it is zeros, so that every value is 0 until the first step for any
+    seed and number of ranks.
     """
 
     path: str

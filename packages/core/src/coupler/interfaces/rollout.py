@@ -1,4 +1,4 @@
-"""Rollout: one replica of an inference backend, and what it samples."""
+"""Define one replica of an inference backend, its requests and its completions."""
 
 from __future__ import annotations
 
@@ -16,146 +16,206 @@ from coupler.system.process_memory import resident_bytes
 
 @dataclass
 class RolloutConfig:
-    """What every rollout can be told; the config class of a rollout extends it and gives ``name`` its default."""
+    """The options of every rollout. The config class of a rollout extends it and gives
+    ``name`` its default.
+    """
 
-    name: str = ""  # of the backend; chosen by rollout=NAME
-    replicas: int = no_effect(1)  # independent copies that share the requests; above 1 under executor=ray
-    python: str = no_effect("")  # interpreter of these replicas, under executor=ray; empty: the one that runs the job
+    name: str = ""
+    """Name of the backend, chosen by rollout=NAME."""
+    replicas: int = no_effect(1)
+    """Independent copies that share the requests. Above 1 needs executor=ray."""
+    python: str = no_effect("")
+    """Interpreter of the replicas under executor=ray. Empty takes the job's own."""
 
     @property
     def devices_per_replica(self) -> int:
-        """Devices, all of one node, that one copy of the model is split over."""
+        """Return the number of devices, all of one node, that share one copy of the
+        model.
+        """
         return 1
 
     @property
     def sequence_limit(self) -> tuple[str, int]:
-        """Name and value of the option that bounds the tokens of a prompt with its completion; 0: none does."""
+        """Return name and value of the option that bounds the tokens of a prompt with
+        its completion. The value 0 means that no option does.
+        """
         return "", 0
 
     @property
     def adapter_limit(self) -> tuple[str, int]:
-        """Name and value of the option that bounds the rank of an adapter that it runs itself; 0: it runs none."""
+        """Return name and value of the option that bounds the rank of adapters. The
+        value 0 means that the rollout runs no adapter.
+        """
         return "", 0
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One sequence to sample. Token ids in: a rollout never sees text."""
+    """One sequence to sample. It holds token ids, since a rollout never sees text.
+
+    Attributes:
+        temperature: 0 samples greedily.
+        stop: token ids that end the completion. The stop token is part of it.
+        session: requests of one session go to one replica, whose prefix cache is warm.
+        routed_experts: whether to return the experts of every token, by capability
+            ``output:routed_experts``.
+        top_p: sample among the fewest tokens whose probabilities add up to this, by
+            capability ``sampling:top_p``.
+    """
 
     prompt: tuple[int, ...]
     max_tokens: int
-    temperature: float = 1.0  # 0 is greedy
-    stop: tuple[int, ...] = ()  # token ids that end the completion; the stop token is part of it
+    temperature: float = 1.0
+    stop: tuple[int, ...] = ()
     seed: int = 0
-    session: str = ""  # same session, same replica: its prefix cache is warm
-    routed_experts: bool = False  # say which experts every token went to; capability ``output:routed_experts``
-    top_p: float = 1.0  # sample among the fewest tokens that together have so much; capability ``sampling:top_p``
+    session: str = ""
+    routed_experts: bool = False
+    top_p: float = 1.0
 
     def room(self, max_positions: int, vocabulary: int) -> int:
-        """Check the request against a model; return how many tokens may be sampled, ``max_tokens`` at most.
+        """Check the request against a model, and return how many tokens may be sampled.
 
         Raises:
-            CouplerError: the model takes no such prompt, number of tokens or temperature.
+            CouplerError: the model takes no such prompt, number of tokens or
+                temperature.
         """
         length = len(self.prompt)
+
         if self.max_tokens < 1:
-            raise CouplerError(f"a request wants {self.max_tokens} tokens.\n  set:  sampling.max_tokens to at least 1")
+            raise CouplerError(
+                f"a request wants {self.max_tokens} tokens.\n"
+                "  set:  sampling.max_tokens to at least 1"
+            )
         if not 0 < length < max_positions:
             raise CouplerError(
-                f"a prompt has {length} tokens; this rollout takes 1 to {max_positions - 1} and a completion.\n"
+                f"a prompt has {length} tokens; this rollout takes 1 to {max_positions - 1} "
+                "and a completion.\n"
                 "  set:  data.max_prompt_tokens"
             )
         if min(self.prompt) < 0 or max(self.prompt) >= vocabulary:
             raise CouplerError(
-                f"a prompt holds token ids from {min(self.prompt)} to {max(self.prompt)}; the model knows 0 to "
-                f"{vocabulary - 1}.\n  the tokenizer is not this model's: see model.path"
+                f"a prompt holds token ids from {min(self.prompt)} to {max(self.prompt)}; the "
+                f"model knows 0 to {vocabulary - 1}.\n"
+                "  the tokenizer is not this model's: see model.path"
             )
         if not self.temperature >= 0:
-            raise CouplerError(f"sampling.temperature must be at least 0, it is {self.temperature}.")
+            raise CouplerError(
+                f"sampling.temperature must be at least 0, it is {self.temperature}."
+            )
+
         return min(self.max_tokens, max_positions - length)
 
 
-Finish = Literal["stop", "length", "abort"]  # how a completion ended; after an abort core asks for the rest
+# how a completion ended: after an abort core asks for the rest
+Finish = Literal["stop", "length", "abort"]
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What a rollout sampled for one request. The three tuples have the same length."""
+    """The sampled answer to one request.
+
+    Attributes:
+        tokens: sampled token ids.
+        logprobs: one per token, the natural log under the sampling distribution, after
+            temperature and ``top_p``.
+        versions: one per token, the version of the weights that sampled it.
+        routed_experts: if asked for, integers [prompt + tokens, layers, topk] as in
+            :class:`Output`, with rows of -1 for tokens that were never fed.
+        replica: number of the replica that sampled it, or its last part. Core fills it.
+    """
 
     tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]  # natural log, of the sampling distribution: after temperature, and ``top_p`` if set
-    versions: tuple[int, ...]  # weights version that sampled each token
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
     finish: Finish
-    routed_experts: Any = None  # if asked for: integers [prompt + tokens, layers, topk] as in Output; -1: never fed
-    replica: int = field(default=0, compare=False)  # filled by core: which one sampled it, or its last part
+    routed_experts: Any = None
+    replica: int = field(default=0, compare=False)
 
 
 class InFlight(StrEnum):
-    """What a pause does with requests that are being sampled."""
+    """The treatment of requests that are being sampled when a pause begins."""
 
-    DRAIN = "drain"  # wait until they are done: the only one that every rollout knows
+    # wait until they are done, which every rollout can do
+    DRAIN = "drain"
     ABORT = "abort"
     RECOMPUTE = "recompute"
     STALE_KV = "stale_kv"
 
 
 class Memory(StrEnum):
+    """A kind of device memory that a rollout can free."""
+
     WEIGHTS = "weights"
     KV_CACHE = "kv_cache"
 
 
 class Rollout(ABC):
-    """One replica of an inference backend. It starts with dummy weights: only :meth:`update` brings real ones."""
+    """One replica of an inference backend.
+
+    It starts with dummy weights, and only :meth:`update` brings real ones.
+    """
 
     def __init__(self, config: Any, model: Model) -> None:
         self.config, self.model = config, model
 
     @abstractmethod
     async def setup(self, rank: Rank) -> int:
-        """Start serving; return how many model workers this replica has.
+        """Start serving, and return how many model workers this replica has.
 
-        Called again after a method raised :class:`~coupler.errors.ReplicaDied`: it starts anew, with dummy weights.
+        Core calls it again after a method raised :class:`~coupler.errors.ReplicaDied`.
+        The replica then starts anew, with dummy weights.
         """
 
     @abstractmethod
     async def generate(self, request: Request) -> Completion:
-        """Sample one completion. Many calls run at once; the rollout batches them."""
+        """Sample one completion. Many calls run at once, for the rollout to batch."""
 
     @abstractmethod
     async def update(self, update: WeightUpdate) -> SyncReceipt:
-        """Load ``update.receive(worker)`` inside every model worker, drop stale caches, and adopt its version.
+        """Load ``update.receive(worker)`` inside every model worker, drop stale caches,
+        and adopt its version.
 
-        With capability ``weights:lora``, an update says whether an adapter comes or the weights beneath it, which then
-        stand alone until one does.
+        With capability ``weights:lora``, an update brings either an adapter or the
+        weights beneath it, which then serve alone until an adapter comes.
         """
 
     @abstractmethod
     async def pause(self, in_flight: InFlight) -> None:
-        """Stop admitting requests; return when no token is sampled any more. Later calls of generate wait."""
+        """Stop admitting requests, and return when no token is sampled any more.
+
+        Later calls of :meth:`generate` wait.
+        """
 
     @abstractmethod
     async def resume(self) -> None:
         """Undo :meth:`pause`."""
 
     async def sleep(self, what: frozenset[Memory]) -> None:
-        """Free this device memory; until it is back, :meth:`generate` raises. Capability ``memory:sleep``."""
+        """Free this device memory. Until it is back, :meth:`generate` raises.
+
+        This belongs to capability ``memory:sleep``.
+        """
 
     async def wake(self, what: frozenset[Memory]) -> None:
-        """Undo :meth:`sleep`. Weights come back with undefined contents: an update follows."""
+        """Undo :meth:`sleep`.
+
+        Weights come back with undefined contents, and an update follows.
+        """
 
     async def holds_base(self) -> bool:
-        """Whether the weights beneath an adapter are as the last update brought them. Capability ``weights:lora``.
+        """Return whether this replica still holds the weights beneath an adapter.
 
-        Not after a start, nor once they have slept: they come again, before the next adapter.
+        It does not after a start, nor once they have slept. They then come again before
+        the next adapter. This belongs to capability ``weights:lora``.
         """
         return False
 
     async def device_bytes(self) -> int:
-        """Device memory that the model worker with most of it holds now; 0 on the CPU."""
+        """Return the device memory of the worker that holds most, 0 on the CPU."""
         return 0
 
     async def host_bytes(self) -> int:
-        """Memory on its host of this process and of those that the replica started."""
+        """Return the host memory of this process and of those that it started."""
         return resident_bytes()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""ShardingManager: the weight sync between an engine and its rollouts."""
+"""Define the weight sync between an engine and its rollouts."""
 
 from __future__ import annotations
 
@@ -20,11 +20,14 @@ class EngineSide(Protocol):
     """The ranks of the engine whose weights are sent."""
 
     async def bind(self, transport: str) -> list[Endpoint]:
-        """Call :meth:`Transport.bind` on every rank; return one endpoint a rank."""
+        """Call :meth:`Transport.bind` on every rank, and return one endpoint a rank."""
         ...
 
     async def push(self, update: WeightUpdate) -> list[SendReceipt]:
-        """Send the weights from every rank, while the rollouts take them; return one receipt a rank."""
+        """Send the weights from every rank, and return one receipt a rank.
+
+        The rollouts take them at the same time.
+        """
         ...
 
     async def forward(self, batch: Batch, want: tuple[Output, ...]) -> Mapping[str, np.ndarray]:
@@ -53,7 +56,7 @@ class RolloutSide(Protocol):
         ...
 
     async def pause(self, in_flight: InFlight) -> None:
-        """Return when no living replica samples any more; later requests wait."""
+        """Return when no living replica samples any more. Later requests wait."""
         ...
 
     async def revive(self, in_flight: InFlight) -> None:
@@ -65,10 +68,11 @@ class RolloutSide(Protocol):
         ...
 
     async def update(self, update: WeightUpdate) -> list[SyncReceipt]:
-        """Bring the weights to every living replica; return one receipt each.
+        """Bring the weights to every living replica, and return one receipt each.
 
         Raises:
-            ReplicaDied: one died of it. Call :meth:`revive`, and push again with another ``attempt``.
+            ReplicaDied: a replica died. Call :meth:`revive`, and push again with
+                another ``attempt``.
         """
         ...
 
@@ -86,26 +90,27 @@ class RolloutSide(Protocol):
 
 
 class DeviceTurns(Protocol):
-    """The turns that roles take on devices they share; without sharing these do nothing."""
+    """The turns that roles take on shared devices. Without sharing they do nothing."""
 
     def syncing(self, phase: str) -> AbstractAsyncContextManager[None]:
         """Hold the engine's parameters and the rollouts' weights on the device."""
         ...
 
     def generating(self, phase: str) -> AbstractAsyncContextManager[None]:
-        """Hold the rollouts' weights and their cache on the device, with the engine away."""
+        """Hold the rollouts' weights and cache on the device, without the engine."""
         ...
 
 
 class ShardingManager(ABC):
-    """Moves the weights of one edge (an engine, its rollouts) from the training to the inference layout.
+    """Moves the weights of one edge (an engine, its rollouts) from the training to the
+    inference layout.
 
-    The trainer calls :meth:`setup` once, :meth:`prove` before the first step, and after every step
-    :meth:`check`, :meth:`sync`, and :meth:`probe` where the check could not judge. Only :meth:`sync`
-    has no default.
+    The trainer calls :meth:`setup` once and :meth:`prove` before the first step. After
+    every step it calls :meth:`check` and :meth:`sync`, and also :meth:`probe` if the
+    check could not judge. Only :meth:`sync` has no default.
 
     Attributes:
-        version: the last version that every rollout holds; -1 before the first sync.
+        version: the last version that every rollout holds, -1 before the first sync.
         endpoints: one per engine rank, from :meth:`setup` on.
     """
 
@@ -125,15 +130,16 @@ class ShardingManager(ABC):
         residency: DeviceTurns,
         in_flight: InFlight,
     ) -> None:
-        """Keep the arguments; start nothing.
+        """Keep the arguments, and start nothing.
 
         Args:
             config: the options ``sync.*`` of the run.
-            weight_format: what engine, rollout and transport share, such as ``full`` or ``lora``.
+            weight_format: the format that engine, rollout and transport share, such as
+                ``full`` or ``lora``.
             transport: ``"package.module:Class"`` of the transport.
-            probe_prompt: token ids to sample from where log-probs are compared.
-            temperature: that the run samples at.
-            in_flight: what a pause does with requests that are being sampled.
+            probe_prompt: token ids of the prompt for comparing log-probs.
+            temperature: sampling temperature of the run.
+            in_flight: the treatment of running requests in a pause.
         """
         self.config, self.engine, self.rollouts = config, engine, rollouts
         self.weight_format, self.transport = weight_format, transport
@@ -146,7 +152,9 @@ class ShardingManager(ABC):
         self.endpoints = tuple(await self.engine.bind(self.transport))
 
     async def prove(self, version: int = 0) -> Metrics:
-        """Bring the first weights, as ``version``, and prove that they arrived; by default only bring them.
+        """Bring the first weights, as ``version``, and prove that they arrived.
+
+        The default only brings them.
 
         Raises:
             WeightSyncError: the rollouts do not run the weights they were sent.
@@ -162,10 +170,11 @@ class ShardingManager(ABC):
         """
 
     def check(self, metrics: Metrics) -> bool:
-        """Judge the last sync by what a step measured (``train_infer/*``).
+        """Judge the last sync by the metrics of a step (``train_infer/*``).
 
         Returns:
-            Whether it could; where it could not, :meth:`probe` judges the next sync. By default True.
+            True if the sync was judged. If not, :meth:`probe` judges the next sync. The
+            default returns True.
 
         Raises:
             WeightSyncError: the rollouts sampled with other weights than the engine's.
@@ -173,7 +182,9 @@ class ShardingManager(ABC):
         return True
 
     async def probe(self) -> Metrics:
-        """Judge the last sync by tokens sampled for that alone; by default do nothing.
+        """Judge the last sync by tokens sampled for that alone.
+
+        The default does nothing.
 
         Raises:
             WeightSyncError: the rollouts sample with other weights than the engine's.
@@ -183,7 +194,9 @@ class ShardingManager(ABC):
     def weight_update(
         self, version: int, *, permuted: bool = False, attempt: int = 0, adapter: bool = False
     ) -> WeightUpdate:
-        """Describe one transfer to both sides; arguments as in :class:`WeightUpdate`."""
+        """Describe one transfer to both sides, with the fields of
+        :class:`WeightUpdate`.
+        """
         return WeightUpdate(
             version=version,
             format=self.weight_format,

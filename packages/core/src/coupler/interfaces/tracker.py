@@ -1,4 +1,4 @@
-"""Tracker: where the numbers of a run go."""
+"""Define the destination of a run's numbers."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from typing import Any
 
 
 class Tracker(ABC):
-    """Where the numbers of a run go."""
+    """A destination of a run's numbers, such as a file or a dashboard."""
 
     def __init__(self, config: Any, run_dir: Path) -> None:
         self.config, self.run_dir = config, run_dir
 
     @abstractmethod
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Record the values of one step; must not block for long."""
+        """Record the values of one step. It must not block for long."""
 
     def rewind(self, step: int) -> None:
-        """The run goes on after ``step``: forget what was recorded of later ones; called before :meth:`log`."""
+        """Forget the steps after ``step``, from which the run goes on.
+
+        Core calls it before :meth:`log`.
+        """
 
     def close(self) -> None:
-        """Flush."""
+        """Write everything that is still held back."""

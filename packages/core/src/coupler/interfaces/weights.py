@@ -1,4 +1,4 @@
-"""Transport: named tensors on their way from engine ranks to rollout workers."""
+"""Carry named tensors from engine ranks to rollout workers."""
 
 from __future__ import annotations
 
@@ -11,88 +11,128 @@ from typing import Any
 from coupler.interfaces.model import Rank
 from coupler.system.imports import resolve
 
-LORA = "lora"  # the weight format in which an adapter travels apart from the weights beneath it
-Named = tuple[str, Any]  # (name in the checkpoint's safetensors index, whole tensor)
-Shapes = Mapping[str, tuple[int, ...]]  # of a model's tensors, by such names
+# the weight format in which an adapter travels apart from the weights beneath it
+LORA = "lora"
+# (name in the checkpoint's safetensors index, whole tensor)
+Named = tuple[str, Any]
+# shapes of a model's tensors, by such names
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class SyncReceipt:
-    """What one replica did with a weight update. Tied, fused and declared-absent names are already resolved."""
+    """One replica's account of a weight update.
+
+    Tied, fused and declared-absent names are already resolved.
+
+    Attributes:
+        num_received: tensors that came in.
+        num_loaded: received tensors that changed a parameter.
+        missing: parameters of the rollout that no received tensor reached.
+        unexpected: received names that no parameter takes.
+        seconds: duration of each phase.
+    """
 
     version: int
-    num_received: int  # tensors that came in
-    num_loaded: int  # of those, tensors that changed a parameter
+    num_received: int
+    num_loaded: int
     num_bytes: int
-    missing: tuple[str, ...] = ()  # parameters of the rollout that no received tensor reached
-    unexpected: tuple[str, ...] = ()  # received names that no parameter takes
-    seconds: Mapping[str, float] = field(default_factory=dict)  # per phase
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where one engine rank can be reached by receivers; empty for a rank that sends nothing."""
+    """The address of one engine rank, empty for a rank that sends nothing."""
 
     address: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
-    """What both sides of one weight sync are given. Small and plain; never holds a tensor."""
+    """The description of one transfer, which both sides get. It never holds a tensor.
+
+    Attributes:
+        format: the capability ``weights:<format>`` that both sides declared.
+        transport: ``"package.module:Class"``.
+        endpoints: one per engine rank, from :meth:`Transport.bind`.
+        num_receivers: model workers over all replicas.
+        permuted: whether this is the start-up proof, in which elements travel in
+            reverse order and those of an adapter are random.
+        attempt: counts transfers of one version. It rises when a replica died.
+        adapter: in format ``lora``, whether A and B of every adapted weight travel
+            instead of the weights beneath them.
+    """
 
     version: int
-    format: str  # what both sides declared as the capability "weights:<format>"
-    transport: str  # "package.module:Class"
-    endpoints: tuple[Endpoint, ...]  # one per engine rank, from Transport.bind
-    num_receivers: int  # model workers over all replicas
+    format: str
+    transport: str
+    endpoints: tuple[Endpoint, ...]
+    num_receivers: int
     deadline_s: float
-    permuted: bool = False  # start-up test: elements travel in reverse order; an adapter's are random
-    attempt: int = 0  # the same version once more, after a replica died while it got it
-    adapter: bool = False  # of format lora: A and B of every adapted weight travel, else the weights beneath them
+    permuted: bool = False
+    attempt: int = 0
+    adapter: bool = False
 
     @property
     def key(self) -> tuple[int, int, bool, bool]:
-        """What tells one transfer from every other one of the edge."""
+        """Return the key that tells this transfer from every other one of the edge."""
         return self.version, self.attempt, self.permuted, self.adapter
 
     def open(self) -> Transport:
+        """Return this process's instance of the transport."""
         return open_transport(self.transport)
 
     def receive(self, worker: Rank, shapes: Shapes | None = None) -> Iterator[Named]:
-        """What :meth:`Transport.receive` yields."""
+        """Yield the tensors of :meth:`Transport.receive`."""
         return self.open().receive(self, worker, shapes or {})
 
 
 @dataclass(frozen=True, slots=True)
 class SendReceipt:
+    """One engine rank's account of a transfer.
+
+    Attributes:
+        dtype: the least precise dtype that travelled. Core fills it.
+    """
+
     version: int
     num_tensors: int
     num_bytes: int
     seconds: float
-    dtype: str = ""  # filled by core: the least precise dtype that travelled
+    dtype: str = ""
 
 
 class Transport(ABC):
-    """Carries named tensors from engine ranks to rollout workers. Knows neither backend.
+    """Carries named tensors from engine ranks to rollout workers, and knows neither
+    backend.
 
-    One instance per process and class, from :func:`open_transport`.
+    :func:`open_transport` makes one instance per process and class.
     """
 
     @abstractmethod
     def bind(self, rank: Rank) -> Endpoint:
-        """Called once, on every engine rank."""
+        """Return the address of an engine rank. Core calls it once on every rank."""
 
     @abstractmethod
     def send(self, weights: Iterable[Named], update: WeightUpdate, rank: Rank) -> SendReceipt:
-        """Called on every engine rank; exhausts ``weights`` on each, since producing them is collective."""
+        """Send ``weights`` from an engine rank.
+
+        Core calls it on every rank. Each one exhausts ``weights``, since producing them
+        is collective.
+        """
 
     @abstractmethod
     def receive(self, update: WeightUpdate, worker: Rank, shapes: Shapes) -> Iterator[Named]:
-        """Called in every rollout worker. A tensor is valid until the next one is asked for.
+        """Yield the tensors in a rollout worker.
+
+        A tensor is valid until the next one is asked for.
 
         Args:
-            shapes: of the worker's own model. What is announced is held against them before it is taken; a name that
-                is not among them is taken as it comes.
+            shapes: those of the worker's own model. An announced shape is compared with
+                them before the tensor is taken. A name that is not among them is not
+                checked.
 
         Raises:
             WaitTimeout: nothing arrived within ``update.deadline_s``.
@@ -100,13 +140,14 @@ class Transport(ABC):
         """
 
     def call_off(self, update: WeightUpdate, num_receivers: int) -> None:
-        """Tell senders that wait for receivers that so many of this update died.
+        """Tell waiting senders that ``num_receivers`` receivers of this update died.
 
-        Called on the controller. They give up once the other receivers came. A transport whose
-        senders wait for nobody needs none.
+        Core calls it on the controller. Senders give up once the other receivers came.
+        A transport whose senders never wait for receivers needs no override.
         """
 
 
 @cache
 def open_transport(target: str) -> Transport:
+    """Return this process's instance of ``"package.module:Class"``."""
     return resolve(target)()

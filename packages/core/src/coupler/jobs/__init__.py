@@ -1,4 +1,8 @@
-"""The jobs: build what a configuration names, run it, and leave a run folder behind; or look into one."""
+"""Run the jobs of the command line.
+
+A job builds what a configuration names, runs it and leaves a run folder behind, or it
+looks into such a folder.
+"""
 
 from coupler.jobs.evaluate import evaluate
 from coupler.jobs.replay import Stage, export_run, replay

@@ -32,19 +32,22 @@ log = get_logger(__name__)
 
 
 class Builder:
-    """Makes one thing per method; construction loads nothing heavy."""
+    """Makes one thing per method. Construction loads nothing heavy."""
 
     def __init__(self, composed: Composed, plugins: Plugins) -> None:
         self.composed, self.plugins = composed, plugins
         self.config, self.reads = track(composed.config)
-        self.model = Model(model_folder(self.config.model.path), self.config.model.trust_remote_code)
+        self.model = Model(
+            model_folder(self.config.model.path), self.config.model.trust_remote_code
+        )
         self.executor = open_executor(self.config)
         self.codec = Codec(self.model)
 
     @cached_property
     def algorithm(self) -> Algorithm:
         """The algorithm of the run, as the controller uses it."""
-        return self.plugins.get("algorithm", self.config.algorithm.name).load()(self.config.algorithm)
+        backend = self.plugins.get("algorithm", self.config.algorithm.name)
+        return backend.load()(self.config.algorithm)
 
     @cached_property
     def trained_engines(self) -> dict[str, EngineConfig]:
@@ -54,20 +57,26 @@ class Builder:
     def engine(self, role: str, *, trains: bool) -> EngineGroup:
         """Make the engine of the policy, or of the reference, which does not train."""
         config = self.config
-        trained = (self.plugins.get("algorithm", config.algorithm.name).target, config.algorithm) if trains else None
+        algorithm = None
+        if trains:  # an evaluation names no algorithm
+            target = self.plugins.get("algorithm", config.algorithm.name).target
+            algorithm = (target, config.algorithm)
+
         spec = WorkerSpec(
             role=role,
             engine=self.plugins.get("engine", config.engine.name).target,
             engine_config=self.trained_engines[role] if trains else config.engine,
             model=self.model,
-            algorithm=trained,
+            algorithm=algorithm,
             profile=self.profile(),
         )
+
         return EngineGroup(self.executor, spec, self._ranks(role, config.engine.ranks))
 
     def critic(self, model: Model) -> EngineGroup:
-        """Make the engine of ``critic.engine``, trained with the loss that the algorithm names."""
+        """Make the engine of ``critic.engine``, with the loss of the algorithm."""
         config = self.config
+
         spec = WorkerSpec(
             role="critic",
             engine=self.plugins.get("engine", config.critic.engine.name).target,
@@ -76,6 +85,7 @@ class Builder:
             algorithm=(self.algorithm.critic, config.algorithm),
             profile=self.profile(),
         )
+
         return EngineGroup(self.executor, spec, self._ranks("critic", config.critic.engine.ranks))
 
     def critic_model(self) -> Model:
@@ -88,7 +98,8 @@ class Builder:
         folder = model_folder(path, "critic.model") if path else self.model.path
         if not Path(folder).is_dir():
             raise ConfigError(
-                f"critic.model.path={folder} is no folder.\n  try:  leaving it out: model.path then serves"
+                f"critic.model.path={folder} is no folder.\n  try:  leaving it out: "
+                "model.path then serves"
             )
         return replace(self.model, path=folder, head=Head.VALUE)
 
@@ -96,7 +107,9 @@ class Builder:
         """Make the replicas of the rollout."""
         config = self.config.rollout
         target = self.plugins.get("rollout", config.name).target
-        return RolloutGroup(self.executor, target, config, self.model, self._ranks("rollout", config.replicas))
+        return RolloutGroup(
+            self.executor, target, config, self.model, self._ranks("rollout", config.replicas)
+        )
 
     def weight_sync(
         self,
@@ -114,7 +127,9 @@ class Builder:
             path: the format and the name of the transport.
             in_flight: what a sync does with requests that are being sampled.
         """
-        self.reads.keys.update(("sync.transport", "sync.in_flight"))  # the plan resolved them
+        # The plan has resolved these two.
+        self.reads.keys.update(("sync.transport", "sync.in_flight"))
+
         weight_format, transport = path
         return self.plugins.get("sharding", self.config.sync.manager).load()(
             self.config.sync,
@@ -131,7 +146,11 @@ class Builder:
     def prompts(self, data: DataConfig, key: str) -> list[Prompt]:
         """Load and encode the prompts of ``data``, the section ``key``."""
         if not data.source:
-            raise ConfigError(f"{key}.source is not set.\n  set it to:  a .jsonl or .parquet file, or pkg.mod:function")
+            raise ConfigError(
+                f"{key}.source is not set.\n  set it to:  a .jsonl or .parquet file, or "
+                "pkg.mod:function"
+            )
+
         prompts, dropped = encode_prompts(load_rows(data, key), self.codec, data, key)
         if dropped:
             log.info(f"{key}: dropped {dropped} prompts that are too long", extra=PLAIN)
@@ -159,7 +178,7 @@ class Builder:
         return Session(self.composed, self.config, self.plugins, self.executor.close)
 
     def profile(self) -> Profile:
-        """Return what ``profile`` asks for; nothing where it names no step."""
+        """Return what ``profile`` asks for, which is nothing where it names no step."""
         config = self.config.profile
         if not config.steps:
             return NOTHING
@@ -169,5 +188,6 @@ class Builder:
     def _ranks(self, role: str, count: int) -> list[Rank]:
         seed, deterministic = self.config.seed, self.config.deterministic
         return [
-            Rank(index=i, world=count, seed=derive(seed, role, i), deterministic=deterministic) for i in range(count)
+            Rank(index=i, world=count, seed=derive(seed, role, i), deterministic=deterministic)
+            for i in range(count)
         ]

@@ -1,4 +1,4 @@
-"""Roles of a job on the same devices: how they start, what each holds, and when."""
+"""Start the roles of a job on shared devices, and say what each holds there."""
 
 from __future__ import annotations
 
@@ -13,20 +13,31 @@ from coupler.loop.trainer import TRAINED
 from coupler.system.process_memory import resident_bytes
 
 
-async def start(residency: Residency, weights: ShardingManager, *engines: EngineGroup | None) -> None:
-    """Set up the engines, and then the rollouts that ``weights`` go to: what takes its share of the device last."""
+async def start(
+    residency: Residency, weights: ShardingManager, *engines: EngineGroup | None
+) -> None:
+    """Set up the engines, and then the rollouts that ``weights`` go to.
+
+    A rollout takes its share of the free memory, so that it comes last.
+    """
     for group in filter(None, engines):
         await residency.start(group.spec.role, group.setup)
     await residency.start("rollout", weights.setup)
 
 
 def hold_state(residency: Residency, role: str) -> AbstractAsyncContextManager[None]:
-    """A role's state on its device, to be written. The rollout's weights stay: nothing would bring them back."""
-    return residency("save", {role: frozenset({Held.PARAMS, Held.OPTIMIZER}), "rollout": frozenset({Held.WEIGHTS})})
+    """Hold the state of a role on its device, to be written.
+
+    The rollout's weights stay there, because nothing would bring them back.
+    """
+    return residency(
+        "save",
+        {role: frozenset({Held.PARAMS, Held.OPTIMIZER}), "rollout": frozenset({Held.WEIGHTS})},
+    )
 
 
 def hold_trained(residency: Residency, role: str) -> AbstractAsyncContextManager[None]:
-    """All of a role on its device, to be restored; weights follow."""
+    """Hold all of a role on its device, to be restored. Weights follow."""
     return residency("restore", {role: TRAINED})
 
 
@@ -37,20 +48,31 @@ def share_devices(
     reference: EngineGroup | None = None,
     critic: EngineGroup | None = None,
 ) -> Residency:
-    """The Residency of a run whose roles live on the same devices, if ``offload`` says that they take turns."""
-    apart = config.executor is ExecutorName.RAY  # else all engines are in this process
+    """Return the residency of a run whose roles live on the same devices.
+
+    The roles take turns if ``offload`` says so.
+    """
+    # Without Ray all engines are in this process.
+    apart = config.executor is ExecutorName.RAY
+
     holders = {"policy": _engine_holder(policy, apart), "rollout": _rollout_holder(rollouts, apart)}
     if reference:
         holders["reference"] = _engine_holder(reference, apart, frozenset({Held.PARAMS}))
     if critic:
         holders["critic"] = _engine_holder(critic, apart)
+
     return Residency(holders, shared=config.offload)
 
 
 def _engine_holder(
-    group: EngineGroup, apart: bool, parts: frozenset[Held] = frozenset({Held.PARAMS, Held.GRADS, Held.OPTIMIZER})
+    group: EngineGroup,
+    apart: bool,
+    parts: frozenset[Held] = frozenset({Held.PARAMS, Held.GRADS, Held.OPTIMIZER}),
 ) -> Holder:
-    """Of engines in one process, the policy's number on the device is that of all."""
+    """Return the holder of an engine.
+
+    Of engines in one process, the policy reports the device memory of all.
+    """
 
     async def evict(part: Held) -> None:
         await group.offload(frozenset({Part(part)}))
@@ -79,6 +101,7 @@ def _rollout_holder(rollouts: RolloutGroup, apart: bool) -> Holder:
 
     async def host_bytes() -> int:
         most = await rollouts.host_bytes()
-        return most if apart else max(most - resident_bytes(), 0)  # else this process is one of its own
+        # Without Ray this process is one of the rollout's own.
+        return most if apart else max(most - resident_bytes(), 0)
 
     return Holder(frozenset({Held.WEIGHTS, Held.KV_CACHE}), evict, admit, device_bytes, host_bytes)

@@ -1,4 +1,4 @@
-"""``coupler eval``: sample held-out prompts once and score them."""
+"""Sample held-out prompts once and score them, for ``coupler eval``."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from coupler.jobs.preflight import place, report_unread
 from coupler.loop.device_memory import GENERATING
 from coupler.plugins.manager import Plugins
 from coupler.run.plan import make_workers, on_sync, weight_path
+from coupler.run.resume import is_started
 from coupler.run.run_lock import claimed
 
 
 def evaluate(composed: Composed, plugins: Plugins) -> dict[str, float]:
-    """Score the model of ``model.path`` on ``eval.data``; return the values."""
+    """Score the model of ``model.path`` on ``eval.data``, and return the values."""
     with claimed(Path(composed.config.run_dir)):
         return asyncio.run(_evaluate(Builder(composed, plugins)))
 
@@ -26,20 +27,28 @@ def evaluate(composed: Composed, plugins: Plugins) -> dict[str, float]:
 async def _evaluate(builder: Builder) -> dict[str, float]:
     config, plugins, session = builder.config, builder.plugins, builder.session()
     prompts = builder.prompts(config.eval.data, "eval.data")
-    if (Path(config.run_dir) / "config.yaml").exists():
+    if is_started(Path(config.run_dir)):
         raise ConfigError(
-            f"run_dir={config.run_dir} holds a run already; nothing in it was touched.\n  try:  another run_dir"
+            f"run_dir={config.run_dir} holds a run already; nothing in it was touched.\n"
+            "  try:  another run_dir"
         )
+
     with session.running(fingerprint(prompt.row for prompt in prompts)) as (journal, rewards):
         await place(builder, make_workers(config, frozenset(), plugins, rollouts=True))
+
         engine, rollouts = builder.engine("policy", trains=False), builder.rollouts()
         residency = share_devices(config, engine, rollouts)
         path, in_flight = weight_path(config, plugins), on_sync(config, plugins)
-        weights = builder.weight_sync(engine, rollouts, prompts[0], residency, path=path, in_flight=in_flight)
+        weights = builder.weight_sync(
+            engine, rollouts, prompts[0], residency, path=path, in_flight=in_flight
+        )
         await start(residency, weights, engine)
         await weights.prove()
+
+        scorer = builder.scorer(rollouts, rewards)
         async with residency("eval", GENERATING):
-            metrics, scored = await builder.evaluator(builder.scorer(rollouts, rewards), prompts).run()
+            metrics, scored = await builder.evaluator(scorer, prompts).run()
+
         journal.write_samples("eval.jsonl", scored, builder.codec.decode)
         await report_unread(builder)
         return journal.log(0, {**metrics, **rewards.metrics()})

@@ -1,4 +1,8 @@
-"""Look before the start: interpreters, tested versions, places for workers, and options that nothing read."""
+"""Check a job before it starts.
+
+The checks are of interpreters, tested versions, places for workers, and options that
+nothing read.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +20,12 @@ log = get_logger(__name__)
 
 
 async def place(builder: Builder, roles: Sequence[Role]) -> None:
-    """Check the interpreters of roles that have their own, and take what all workers need.
+    """Check the interpreters of roles that have their own, and place all workers.
 
-    Warns of versions that backends in our own interpreter were not tested with.
+    The log warns of versions that backends in our own interpreter were not tested with.
     """
     config, plugins = builder.config, builder.plugins
+
     ours = [("tracker", name) for name in config.trackers]
     for path, kind in SECTIONS.items():
         inner = section(config, path)
@@ -44,13 +49,23 @@ async def report_unread(builder: Builder, read_later: tuple[str, ...] = ()) -> N
     Raises:
         ConfigError: there are some, and ``strict`` is set.
     """
-    strict = builder.config.strict  # first, since this is what reads it
+    # The key counts as read from here on.
+    strict = builder.config.strict
     builder.reads.keys.update(await builder.executor.reads())
-    unread = [k for k in builder.reads.unread(builder.composed.set_keys) if not k.startswith(read_later)]
+    unread = [
+        key
+        for key in builder.reads.unread(builder.composed.set_keys)
+        if not key.startswith(read_later)
+    ]
     if not unread:
         return
 
-    sentence = f"you set {', '.join(unread)}, and nothing read {'it' if len(unread) == 1 else 'them'}."
+    sentence = (
+        f"you set {', '.join(unread)}, and nothing read {'it' if len(unread) == 1 else 'them'}."
+    )
     if strict:
-        raise ConfigError(f"{sentence}\n  try:  leave them out; what you wanted has another name or another backend")
+        raise ConfigError(
+            f"{sentence}\n  try:  leave them out; what you wanted has another name or another "
+            "backend"
+        )
     log.warning(sentence)

@@ -1,8 +1,13 @@
-"""``coupler replay``: one stage of a recorded step again, in this process; ``coupler export``: a checkpoint's model."""
+"""Look into a run folder.
+
+``coupler replay`` runs one stage of a recorded step again, in this process. ``coupler
+export`` writes the model of a checkpoint.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
@@ -22,20 +27,30 @@ from coupler.loop.turns import turns_of
 from coupler.metrics import Metrics, values
 from coupler.plugins.manager import Plugins
 from coupler.run import checkpoint, step_record
+from coupler.run.format import number_of
+from coupler.run.run_folder import find_run
 from coupler.run.session import export_whole
+from coupler.system.files import disk_errors_named
 from coupler.system.log import get_logger
 
 log = get_logger(__name__)
 
 
 class Stage(StrEnum):
-    ADVANTAGES = "advantages"  # on the controller, from rewards
-    LOGPROBS = "logprobs"  # the policy's, against those of the rollout
-    VALUES = "values"  # the critic's
-    TRAIN = "train"  # loss, gradient and optimizer step, of each role whose turn it was
+    """Names the stages of a step that can run again."""
+
+    # On the controller, from rewards.
+    ADVANTAGES = "advantages"
+    # The policy's log-probs, against those of the rollout.
+    LOGPROBS = "logprobs"
+    # The values of the critic.
+    VALUES = "values"
+    # Loss, gradient and optimizer step of each role whose turn it was.
+    TRAIN = "train"
 
 
-AGAIN = {  # role, its output, and the column that has it of the run
+# A role, its output, and the column that holds what the run had of it.
+AGAIN = {
     Stage.LOGPROBS: ("policy", Output("logprobs"), "rollout_logprobs"),
     Stage.VALUES: ("critic", Output("values"), "values"),
 }
@@ -44,13 +59,30 @@ AGAIN = {  # role, its output, and the column that has it of the run
 def replay(
     composed: Composed, plugins: Plugins, run_dir: Path, step: int, stage: Stage
 ) -> dict[str, tuple[float, float]]:
-    """Run ``stage`` of ``step`` again; return each number as (recorded, now).
+    """Run ``stage`` of ``step`` again, and return each number as (recorded, now).
 
     Raises:
-        CouplerError: the step was not recorded, or the weights that it started from were not kept.
+        CouplerError: the step was not recorded, or the weights that it started from
+            were not kept.
     """
-    batch, trained = step_record.read(run_dir / "record", step)
-    builder = Builder(composed, plugins)
+    with disk_errors_named(run_dir):
+        batch, trained = step_record.read(run_dir / "record", step)
+        return _replay(Builder(composed, plugins), run_dir, step, stage, batch, trained)
+
+
+def _replay(
+    builder: Builder,
+    run_dir: Path,
+    step: int,
+    stage: Stage,
+    batch: Batch,
+    trained: Mapping[str, float],
+) -> dict[str, tuple[float, float]]:
+    if missing := [name for name in ("tokens", "loss_mask", "advantages") if not batch.has(name)]:
+        raise CouplerError(
+            f"the record of step {step} in {run_dir} is damaged: it has no {', '.join(missing)}."
+        )
+
     if stage is Stage.ADVANTAGES:
         again = builder.algorithm.advantages(batch)["advantages"]
         return _compare(_describe(batch["advantages"], batch), _describe(again, batch))
@@ -58,16 +90,25 @@ def replay(
 
 
 async def _on_the_engine(
-    builder: Builder, run_dir: Path, step: int, stage: Stage, batch: Batch, trained: Mapping[str, float]
+    builder: Builder,
+    run_dir: Path,
+    step: int,
+    stage: Stage,
+    batch: Batch,
+    trained: Mapping[str, float],
 ) -> dict[str, tuple[float, float]]:
-    _check_weights(run_dir, step - 1, partial(_another_replay, step_record.steps(run_dir / "record")))
+    recorded = step_record.steps(run_dir / "record")
+    _check_weights(run_dir, step - 1, partial(_another_replay, recorded))
     if stage is Stage.TRAIN:
         return _compare(trained, values(await _train(builder, run_dir, step, batch)))
+
     role, output, column = AGAIN[stage]
     if not batch.has(column):
         raise CouplerError(
-            f"--stage {stage} needs a run with a critic; algorithm={builder.config.algorithm.name} has none."
+            f"--stage {stage} needs a run with a critic; "
+            f"algorithm={builder.config.algorithm.name} has none."
         )
+
     group = await _role(builder, role, run_dir, step - 1, trains=False)
     now = (await group.forward(batch, (output,)))[output.name]
     return _compare(_describe(batch[column], batch), _describe(now, batch))
@@ -79,45 +120,71 @@ async def _train(builder: Builder, run_dir: Path, step: int, batch: Batch) -> Me
     found: Metrics = {}
     for role, turn in turns_of(builder.config, roles, step, batch, step - 1).items():
         group = await _role(builder, role, run_dir, step - 1, trains=True)
-        found |= of_role(role, await group.train(turn.batch, turn.num_steps, turn.version, turn.epochs))
+        metrics = await group.train(turn.batch, turn.num_steps, turn.version, turn.epochs)
+        found |= of_role(role, metrics)
     return found
 
 
-def export_run(composed: Composed, plugins: Plugins, run_dir: Path, step: int | None, out: Path) -> int:
-    """Write the policy of a run's checkpoint, the last whole one if ``step`` is None, to ``out``; return its step.
+def export_run(
+    composed: Composed, plugins: Plugins, run_dir: Path, step: int | None, out: Path
+) -> int:
+    """Write the policy of a run's checkpoint to ``out``, and return its step.
+
+    Args:
+        step: the step of the checkpoint. None is the last whole one.
 
     Raises:
         CouplerError: there is no such checkpoint, or ``out`` exists.
     """
-    if out.exists():
-        raise CouplerError(f"--out {out} exists already; nothing was written.\n  try:  another folder")
-    if step is None:
-        found, skipped = checkpoint.newest(run_dir / "checkpoints")
-        for line in skipped:
-            log.info(f"checkpoint skipped: {line}")
-        if not found:
-            raise CouplerError(f"{run_dir} has no whole checkpoint.\n  try:  a run folder with checkpoints/step_*")
-        step = found.step
-    else:
-        _check_weights(run_dir, step, _another_export)
-    builder = Builder(composed, plugins)
+    if os.path.lexists(out):
+        raise CouplerError(
+            f"--out {out} exists already; nothing was written.\n  try:  another folder"
+        )
 
-    async def write() -> None:
-        policy = await _role(builder, "policy", run_dir, step, trains=False)
-        await export_whole(policy, out, Path(builder.model.path))
-
-    asyncio.run(write())
+    with disk_errors_named(out):
+        if step is None:
+            step = _find_step(run_dir)
+        else:
+            _check_weights(run_dir, step, _another_export)
+        builder = Builder(composed, plugins)
+        asyncio.run(_write(builder, run_dir, step, out))
     return step
 
 
-async def _role(builder: Builder, role: str, run_dir: Path, step: int, *, trains: bool) -> EngineGroup:
-    """The policy or the critic as it was after ``step``, of which there is a checkpoint; 0 is the start."""
-    group = builder.critic(builder.critic_model()) if role == "critic" else builder.engine(role, trains=trains)
+async def _write(builder: Builder, run_dir: Path, step: int, out: Path) -> None:
+    policy = await _role(builder, "policy", run_dir, step, trains=False)
+    await export_whole(policy, out, Path(builder.model.path))
+
+
+def _find_step(run_dir: Path) -> int:
+    found, skipped = checkpoint.newest(run_dir / "checkpoints", find_run(run_dir))
+    for line in skipped:
+        log.info(f"checkpoint skipped: {line}")
+    if not found:
+        raise CouplerError(
+            f"{run_dir} has no whole checkpoint.\n  try:  a run folder with checkpoints/step_*"
+        )
+    return found.step
+
+
+async def _role(
+    builder: Builder, role: str, run_dir: Path, step: int, *, trains: bool
+) -> EngineGroup:
+    """Return the policy or the critic as it was after ``step``.
+
+    There is a checkpoint of that step, or it is 0, which is the start.
+    """
+    if role == "critic":
+        group = builder.critic(builder.critic_model())
+    else:
+        group = builder.engine(role, trains=trains)
     await group.setup()
+
     if step:
         found = checkpoint.read(_checkpoint(run_dir, step))
         parts_needed = found.manifest["parts"] if trains else ["params"]
-        await replace(found, manifest={**found.manifest, "parts": parts_needed}).restore(role, group)
+        found = replace(found, manifest={**found.manifest, "parts": parts_needed})
+        await found.restore(role, group)
     return group
 
 
@@ -135,9 +202,12 @@ def _check_weights(run_dir: Path, step: int, fix: Callable[[list[int]], str]) ->
         CouplerError: they were not.
     """
     folder = _checkpoint(run_dir, step)
-    problem = checkpoint.check(folder) if folder.exists() else "none was made then, or it was deleted since"
+    problem = "none was made then, or it was deleted since"
+    if folder.exists():
+        problem = checkpoint.check(folder, find_run(run_dir))
+
     if step and problem:
-        kept = sorted(int(path.name.removeprefix("step_")) for path in checkpoint.folders(folder.parent))
+        kept = sorted(number_of(path) or 0 for path in checkpoint.folders(folder.parent))
         raise CouplerError(
             f"the weights after step {step} are not whole in {folder}: {problem}.\n"
             f"  kept:  {_either([f'step_{at}' for at in kept]) or 'none'}\n  try:   {fix(kept)}"
@@ -162,14 +232,15 @@ def _either(values: Sequence[object]) -> str:
 
 
 def _describe(column: np.ndarray, batch: Batch) -> dict[str, float]:
-    """A token column as numbers that show where it differs: over all valid tokens, and by sequence."""
+    """Describe a token column by numbers, over all valid tokens and by sequence."""
     mask = batch["loss_mask"]
     column = np.where(mask, column, 0)
     by_sequence = batch.sum_by_sequence(column)
     return {
-        "sum": float(column[mask].sum()), "abs_max": float(np.abs(column[mask]).max(initial=0)),
+        "sum": float(column[mask].sum()),
+        "abs_max": float(np.abs(column[mask]).max(initial=0)),
         **{f"sequence {i}": float(total) for i, total in enumerate(by_sequence)},
-    }  # fmt: skip
+    }
 
 
 def _compare(then: Mapping[str, float], now: Mapping[str, float]) -> dict[str, tuple[float, float]]:

@@ -1,4 +1,4 @@
-"""``coupler sft``: supervised fine-tuning."""
+"""Fine-tune a model on answers, for ``coupler sft``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ log = get_logger(__name__)
 
 
 def supervise(composed: Composed, plugins: Plugins) -> dict[str, float]:
-    """Fine-tune the policy on the answers of ``data``; return the values of the last step."""
+    """Fine-tune the policy on the answers of ``data``.
+
+    The values of the last step are returned.
+    """
     with claimed(Path(composed.config.run_dir)):
         return asyncio.run(_supervise(Builder(composed, plugins)))
 
@@ -36,13 +39,16 @@ async def _supervise(builder: Builder) -> dict[str, float]:
     done = found.step if found else 0
     if session.is_complete(done):
         return {}
+
     rows = load_rows(config.data)
     data = fingerprint(rows)
-    examples, dropped = supervised(rows, builder.codec, config.data, micro_batch_room(config.engine, "engine"))
+    room = micro_batch_room(config.engine, "engine")
+    examples, dropped = supervised(rows, builder.codec, config.data, room)
     if dropped:
         log.info(f"data: dropped {dropped} rows that are too long", extra=PLAIN)
     plan = make_plan(config, len(examples), builder.plugins, algorithm.needs, Job.SFT)
     log.info(plan.render(), extra=PLAIN)
+
     with session.recording(data, found, plan) as journal:
         await place(builder, plan.workers)
         policy = builder.engine("policy", trains=True)
@@ -57,12 +63,16 @@ async def _supervise(builder: Builder) -> dict[str, float]:
 
         trained = {"policy": policy}
         async with session.checkpoints(data) as checkpoints:
-            trainer = SupervisedTrainer(config, policy=policy, algorithm=algorithm, examples=examples)
+            trainer = SupervisedTrainer(
+                config, policy=policy, algorithm=algorithm, examples=examples
+            )
             if found:
                 await session.restore(found, trained, trainer, data, nullcontext)
+
             saving = Saving(config, checkpoints, trained, trainer, track, nullcontext)
             with heap_set_aside():
                 await trainer.fit(saving.after, done)
+
         if config.checkpoint.export:
             await session.export(policy)
         return last

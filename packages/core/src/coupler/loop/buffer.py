@@ -1,4 +1,4 @@
-"""Buffer: finished prompt groups waiting to be trained on, and the admission that bounds their staleness."""
+"""Hold finished prompt groups until they are trained on, and bound their staleness."""
 
 from __future__ import annotations
 
@@ -13,26 +13,32 @@ from coupler.errors import CouplerError
 class Buffer:
     """Counts prompt groups from admission to training.
 
-    Consumes scored groups from the Sampler (:meth:`put`, :meth:`reject`), produces the groups of a step for the Trainer
-    (:meth:`take`). :meth:`admit` waits until a further prompt cannot become staler than ``max_staleness``:
-    ``submitted - rejected <= (version + 1 + max_staleness) * prompts_per_step``; :meth:`advance` unblocks it, and so
-    does :meth:`reject`. That bounds the age of what is trained on because groups leave in the order in which they were
-    admitted, however long one of them takes.
+    Consumes scored groups from the Sampler (:meth:`put`, :meth:`reject`), produces the
+    groups of a step for the Trainer (:meth:`take`). :meth:`admit` waits until a further
+    prompt cannot become staler than ``max_staleness``: ``submitted - rejected <=
+    (version + 1 + max_staleness) * prompts_per_step``. :meth:`advance` and
+    :meth:`reject` unblock it. This bounds the age of what is trained on, because groups
+    leave in the order in which they were admitted, however long one of them takes.
     """
 
     def __init__(self, prompts_per_step: int, max_staleness: int, max_rejected: int) -> None:
-        self.prompts_per_step, self.max_staleness, self.max_rejected = prompts_per_step, max_staleness, max_rejected
+        self.prompts_per_step = prompts_per_step
+        self.max_staleness = max_staleness
+        self.max_rejected = max_rejected
+
         self.version = 0
         self.submitted = 0
         self.rejected = 0
         self.rejected_in_step = 0
-        self.admitted: list[int] = []  # numbers of groups that nobody took or rejected, in order
-        self.ready: dict[int, Batch] = {}  # those that are scored
+        # numbers of groups that were neither taken nor rejected, in order
+        self.admitted: list[int] = []
+        # the scored ones among them
+        self.ready: dict[int, Batch] = {}
         self.failure: BaseException | None = None
         self.changed = asyncio.Condition()
 
     async def admit(self) -> int:
-        """Wait until one more prompt may be started; return its admission number."""
+        """Wait until one more prompt may be started, and return its number."""
         async with self.changed:
             await self.changed.wait_for(self.has_room)
             self.admitted.append(self.submitted)
@@ -40,21 +46,24 @@ class Buffer:
             return self.admitted[-1]
 
     def has_room(self) -> bool:
-        """Whether :meth:`admit` would return at once."""
+        """Return whether :meth:`admit` would return at once."""
         limit = (self.version + 1 + self.max_staleness) * self.prompts_per_step
         return self.submitted - self.rejected < limit
 
     async def put(self, number: int, group: Batch) -> None:
+        """Add a scored group."""
+        """Add a scored group."""
         async with self.changed:
             self.ready[number] = group
             self.changed.notify_all()
 
     async def reject(self, number: int, why: str) -> None:
-        """Drop a group that the algorithm, or an invalid reward, refused: another one may be started for it."""
+        """Drop a refused group, so that another one may be started in its place."""
         async with self.changed:
             self.admitted.remove(number)
             self.rejected += 1
             self.rejected_in_step += 1
+
             if self.rejected_in_step > self.max_rejected:
                 self.failure = CouplerError(
                     f"{self.rejected_in_step} prompt groups in a row of one step were rejected, "
@@ -71,13 +80,14 @@ class Buffer:
             self.changed.notify_all()
 
     async def take(self) -> list[Batch]:
-        """Wait for the groups of a step: those admitted first, in that order."""
+        """Wait for the groups of a step, and return them in the order of admission."""
         async with self.changed:
             await self.changed.wait_for(lambda: self.failure or self._first_are_ready())
             if self.failure:
                 raise self.failure
             self.rejected_in_step = 0
-            first, self.admitted = self.admitted[: self.prompts_per_step], self.admitted[self.prompts_per_step :]
+            first = self.admitted[: self.prompts_per_step]
+            self.admitted = self.admitted[self.prompts_per_step :]
             return [self.ready.pop(number) for number in first]
 
     def _first_are_ready(self) -> bool:
@@ -85,21 +95,24 @@ class Buffer:
         return len(first) == self.prompts_per_step and self.ready.keys() >= set(first)
 
     def state(self) -> dict[str, Any]:
-        """What it counted, as plain JSON; ``ready`` is apart."""
-        return {key: getattr(self, key) for key in ("version", "submitted", "rejected", "rejected_in_step", "admitted")}
+        """Return the counters as plain JSON, without the groups of ``ready``."""
+        return {
+            key: getattr(self, key)
+            for key in ("version", "submitted", "rejected", "rejected_in_step", "admitted")
+        }
 
     def restore(self, state: Mapping[str, Any], ready: Mapping[int, Batch]) -> None:
-        """Go on from ``state``, with these groups finished."""
+        """Go on from ``state`` with the groups ``ready``."""
         self.version, self.submitted = state["version"], state["submitted"]
         self.rejected, self.rejected_in_step = state["rejected"], state["rejected_in_step"]
         self.admitted, self.ready = list(state["admitted"]), dict(ready)
 
     def start_at(self, version: int) -> None:
-        """Begin with weights of ``version``, as if its steps had used all that was admitted."""
+        """Begin at ``version``, as if its steps had used every admitted prompt."""
         self.version, self.submitted = version, version * self.prompts_per_step
 
     async def advance(self, version: int) -> None:
-        """The rollouts hold ``version`` now."""
+        """Record that the rollouts hold ``version`` now."""
         async with self.changed:
             self.version = version
             self.changed.notify_all()

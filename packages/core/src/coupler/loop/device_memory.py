@@ -1,4 +1,6 @@
-"""Who holds device memory when: one owner per device set, and a ledger of what each phase measured."""
+"""Let roles that share devices take turns on their memory, and record how much each
+phase used.
+"""
 
 from __future__ import annotations
 
@@ -16,24 +18,36 @@ GIB = 1 << 30
 
 
 class Held(StrEnum):
-    """What a role can hold, in the order in which it is evicted; it is admitted in the opposite order."""
+    """A kind of memory that a role holds. Members are listed in the order of eviction,
+    and are admitted in the opposite order.
+    """
 
     GRADS = "grads"
     OPTIMIZER = "optimizer"
     KV_CACHE = "kv_cache"
-    WEIGHTS = "weights"  # of a rollout
-    PARAMS = "params"  # of an engine
+    # a rollout's weights
+    WEIGHTS = "weights"
+    # an engine's parameters
+    PARAMS = "params"
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """One role on the device set: what it can hold, how it lets go of it and takes it back, and how much it has."""
+    """One role on the device set.
+
+    Attributes:
+        parts: the kinds of memory that it can hold.
+        evict: frees one kind.
+        admit: brings one kind back.
+        device_bytes: device memory of the role's process that holds most.
+        host_bytes: host memory of that process, where it is not the controller's.
+    """
 
     parts: frozenset[Held]
     evict: Callable[[Held], Awaitable[None]]
     admit: Callable[[Held], Awaitable[None]]
-    device_bytes: Callable[[], Awaitable[int]]  # of its process that holds most
-    host_bytes: Callable[[], Awaitable[int]]  # the same, of processes other than the controller's
+    device_bytes: Callable[[], Awaitable[int]]
+    host_bytes: Callable[[], Awaitable[int]]
 
 
 GENERATING = {"rollout": frozenset({Held.WEIGHTS, Held.KV_CACHE})}
@@ -41,21 +55,25 @@ SYNCING = {"policy": frozenset({Held.PARAMS}), "rollout": frozenset({Held.WEIGHT
 
 
 class Residency:
-    """Moves memory between roles that share devices; phases then take turns.
+    """Moves memory between roles that share devices, one phase at a time.
 
-    With ``shared=False`` everybody stays, phases may overlap, and only the ledger runs. A role takes part from its
-    :meth:`start` on.
+    With ``shared=False`` every role keeps its memory, phases may overlap, and only the
+    ledger is kept. A role takes part from its :meth:`start` on.
 
     Example:
-        ``async with residency("train", {"policy": frozenset({Held.PARAMS, Held.GRADS, Held.OPTIMIZER})}): ...``
-        evicts what other roles hold, then brings in what is named.
+        ``async with residency("train", {"policy": frozenset({Held.PARAMS, Held.GRADS,
+        Held.OPTIMIZER})}): ...`` evicts the memory of other roles, then brings in the
+        policy's.
     """
 
     def __init__(self, holders: Mapping[str, Holder], *, shared: bool) -> None:
         self.holders, self.shared = dict(holders), shared
-        self.resident: dict[str, set[Held]] = {}  # of the roles that were started
-        self.ledger: dict[str, dict[str, int]] = {}  # phase -> most bytes seen at its end, on the device by role
-        self.host: dict[str, dict[str, int]] = {}  # the same on hosts; of this process under no role
+        # by role, once it was started
+        self.resident: dict[str, set[Held]] = {}
+        # phase -> role -> most device bytes seen at the end of the phase
+        self.ledger: dict[str, dict[str, int]] = {}
+        # phase -> role -> most host bytes; "" stands for the controller's process
+        self.host: dict[str, dict[str, int]] = {}
         self.lock = asyncio.Lock()
 
     def syncing(self, phase: str) -> AbstractAsyncContextManager[None]:
@@ -63,11 +81,13 @@ class Residency:
         return self(phase, SYNCING)
 
     def generating(self, phase: str) -> AbstractAsyncContextManager[None]:
-        """Hold the rollout's weights and its cache on the device, with the engines away."""
+        """Hold the rollout's weights and cache on the device, without the engines."""
         return self(phase, GENERATING)
 
     async def start(self, role: str, setup: Callable[[], Awaitable[None]]) -> None:
-        """Set a role up while the others hold nothing; from then on it holds all that it can.
+        """Set a role up while the others hold nothing.
+
+        Afterwards the role holds every kind of memory that it can hold.
 
         Raises:
             CouplerError: the device ran out of memory.
@@ -78,23 +98,28 @@ class Residency:
             await setup()
 
     @asynccontextmanager
-    async def __call__(self, phase: str, needs: Mapping[str, frozenset[Held]]) -> AsyncIterator[None]:
+    async def __call__(
+        self, phase: str, needs: Mapping[str, frozenset[Held]]
+    ) -> AsyncIterator[None]:
         """Hold ``needs`` during ``phase``.
 
         Raises:
-            CouplerError: the device ran out of memory in this phase; the message says who held what.
+            CouplerError: the device ran out of memory in this phase. The message lists
+                what each role held.
         """
         async with self.lock if self.shared else nullcontext():
             try:
                 if self.shared:
                     await self._exchange(needs)
                 yield
+
             except MemoryError as error:
                 raise CouplerError(self._describe(phase, error)) from error
             except RuntimeError as error:
                 if "out of memory" not in str(error).lower():
                     raise
                 raise CouplerError(self._describe(phase, error)) from error
+
             await self._measure(phase, self.resident if self.shared else needs)
 
     async def _exchange(self, needs: Mapping[str, frozenset[Held]]) -> None:
@@ -103,6 +128,7 @@ class Residency:
                 if part in held and part not in needs.get(role, frozenset()):
                     await self.holders[role].evict(part)
                     held.discard(part)
+
         for part in reversed(Held):
             for role, wanted in needs.items():
                 if part in wanted and part not in self.resident[role]:
@@ -110,34 +136,49 @@ class Residency:
                     self.resident[role].add(part)
 
     async def _measure(self, phase: str, roles: Iterable[str]) -> None:
-        """Ask who may have changed: everybody where they take turns, else who the phase was for."""
+        """Record the memory of ``roles`` at the end of ``phase``."""
         known = [role for role in roles if role in self.resident]
+
         for ledger, measure in ((self.ledger, "device_bytes"), (self.host, "host_bytes")):
-            found = await asyncio.gather(*(getattr(self.holders[role], measure)() for role in known))
+            found = await asyncio.gather(
+                *(getattr(self.holders[role], measure)() for role in known)
+            )
             most = ledger.setdefault(phase, {})
-            most |= {role: max(most.get(role, 0), size) for role, size in zip(known, found, strict=True)}
+            for role, size in zip(known, found, strict=True):
+                most[role] = max(most.get(role, 0), size)
+
         self.host[phase][""] = max(self.host[phase].get("", 0), resident_bytes())
 
     def _describe(self, phase: str, error: BaseException) -> str:
-        held = "; ".join(f"{role}: {', '.join(sorted(parts)) or 'nothing'}" for role, parts in self.resident.items())
-        before = "; ".join(f"{name} {_listed(roles)}" for name, roles in self.ledger.items() if any(roles.values()))
+        held = "; ".join(
+            f"{role}: {', '.join(sorted(parts)) or 'nothing'}"
+            for role, parts in self.resident.items()
+        )
+        before = "; ".join(
+            f"{name} {_listed(roles)}" for name, roles in self.ledger.items() if any(roles.values())
+        )
+        so_far = f"  at the end of phases so far:  {before}\n" if before else ""
+
         return (
             f"out of memory in phase {phase}: {str(error).splitlines()[0]}\n"
             f"  held on the device:  {held}\n"
-            + (f"  at the end of phases so far:  {before}\n" if before else "")
-            + "  try:  offload=true, a smaller engine.max_tokens_per_gpu, or a smaller cache of the rollout"
+            f"{so_far}"
+            "  try:  offload=true, a smaller engine.max_tokens_per_gpu, or a smaller cache "
+            "of the rollout"
         )
 
     def metrics(self) -> Metrics:
-        """The ledger in GiB, per phase: of each role, of all of them on one device, and on hosts."""
-        found: Metrics = {}
+        """Return the ledger in GiB by phase, for each role and for a whole device."""
+        sizes: dict[str, int] = {}
         for phase, roles in self.ledger.items():
-            parts = {**{role: size for role, size in roles.items() if size}, "device": sum(roles.values())}
-            found |= {f"memory/{phase}/{p}_gib": Metric(n / GIB, how="max") for p, n in parts.items() if n}
+            for role, size in {**roles, "device": sum(roles.values())}.items():
+                sizes[f"memory/{phase}/{role}_gib"] = size
+
             for role, size in self.host[phase].items():
-                if size:
-                    found[f"memory/{phase}/{role}{'_' * bool(role)}host_gib"] = Metric(size / GIB, how="max")
-        return found
+                name = f"{role}_host" if role else "host"
+                sizes[f"memory/{phase}/{name}_gib"] = size
+
+        return {name: Metric(size / GIB, how="max") for name, size in sizes.items() if size}
 
 
 def _listed(roles: Mapping[str, int]) -> str:

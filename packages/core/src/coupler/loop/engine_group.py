@@ -1,4 +1,4 @@
-"""EngineGroup: the ranks of an engine, seen as one by the controller."""
+"""Let the controller see the ranks of an engine as one."""
 
 from __future__ import annotations
 
@@ -31,32 +31,36 @@ WORKER = "coupler.worker.worker:Worker"
 
 
 def _again(mini: MiniBatch, steps_later: int) -> MiniBatch:
-    """The same rows, after as many optimizer steps."""
-    return replace(mini, info=replace(mini.info, index=mini.info.index + steps_later), fresh_version=None)
+    """Return the same rows for a pass that comes ``steps_later``."""
+    info = replace(mini.info, index=mini.info.index + steps_later)
+    return replace(mini, info=info, fresh_version=None)
 
 
 class EngineGroup:
-    """The controller's view of one engine."""
+    """One engine, as the controller sees it."""
 
-    def __init__(self, executor: Executor, spec: WorkerSpec, ranks: list[Rank], worker: str = WORKER) -> None:
+    def __init__(
+        self, executor: Executor, spec: WorkerSpec, ranks: list[Rank], worker: str = WORKER
+    ) -> None:
         self.executor, self.spec = executor, spec
         self.algorithm = build_algorithm(spec)
         python = spec.engine_config.python
         self.placed = ranks
-        self.ranks = [executor.spawn(spec.role, r.index, worker, spec, python) for r in ranks]
+        self.ranks = [executor.spawn(spec.role, rank.index, worker, spec, python) for rank in ranks]
         self.steps_done = 0
 
     async def setup(self) -> None:
+        """Place every rank, load the model there, and learn how the ranks read data."""
         self.placed = await self.executor.locate(self.ranks, self.placed)
         layouts = await self.executor.each(self.ranks, "setup", [(rank,) for rank in self.placed])
         self.layout: Layout = layouts[0]
 
     async def all(self, method: str, *args: Any) -> list[Any]:
-        """Same arguments to every rank; one result per rank."""
+        """Call a method of every rank with these arguments, and return all results."""
         return await self.executor.each(self.ranks, method, [args] * len(self.ranks))
 
     async def bind(self, transport: str) -> list[Endpoint]:
-        """Open ``transport`` on every rank; return where each can be reached."""
+        """Open ``transport`` on every rank, and return the address of each."""
         return await self.all("bind", transport)
 
     async def offload(self, what: Parts) -> None:
@@ -76,7 +80,7 @@ class EngineGroup:
         return max(await self.all("host_bytes"))
 
     async def load(self, folder: Path, what: Parts) -> None:
-        """Read what :meth:`save` wrote, on every rank."""
+        """Read a folder of :meth:`save` on every rank."""
         await self.all("load", folder, what)
 
     async def save(self, folder: Path, what: Parts) -> None:
@@ -84,21 +88,25 @@ class EngineGroup:
         await self.all("save", folder, what)
 
     async def saved(self) -> list[FileHashes | None]:
-        """Return the hashes that each rank computed; None of one that is still writing."""
+        """Return the hashes of each rank's files, and None for a rank that still
+        writes.
+        """
         return await self.all("saved")
 
     async def export(self, folder: Path, source: Path) -> None:
-        """Write the weights to ``folder`` in Hugging Face layout, with the other files of ``source``."""
+        """Write the weights to ``folder``, with the other files of ``source``."""
         await self.all("export", folder, source)
 
     async def push(self, update: WeightUpdate) -> list[SendReceipt]:
-        """Send the weights from every rank, while the caller's thread serves those who receive them."""
-        return await self.executor.each(self.ranks, "push", [(update,)] * len(self.ranks), aside=True)
+        """Send the weights from every rank, each on a thread beside the caller's."""
+        return await self.executor.each(
+            self.ranks, "push", [(update,)] * len(self.ranks), aside=True
+        )
 
     async def scatter(self, method: str, shards: Iterable[Any], *args: Any) -> list[Any]:
-        """Shard ``i`` to every rank that reads it; one result per shard, in order.
+        """Send each shard to the ranks that read it, and return one result per shard.
 
-        A rank is called as soon as its shard is made, while the next one is.
+        A rank is called as soon as its shard is made, while the next shard is made.
         """
         sent: list[Any] = []
         made = map(self.executor.put, shards)
@@ -109,22 +117,28 @@ class EngineGroup:
 
         arguments = ((shard(i), *args) for i in self.layout.shard_of)
         answers = await self.executor.each(self.ranks, method, arguments)
+
         done = zip(self.layout.shard_of, answers, self.layout.answers, strict=True)
-        answered = {shard: result for shard, result, answers in done if answers}
+        answered = {shard: result for shard, result, has_answer in done if has_answer}
         return [answered[i] for i in range(self.layout.num_shards)]
 
     async def forward(self, batch: Batch, want: tuple[Output, ...]) -> dict[str, np.ndarray]:
-        """Columns in the order of ``batch``, one per wanted output."""
+        """Return one column per wanted output, in the order of ``batch``."""
         read = ("tokens", "loss_mask", "temperature", "group", ROUTED_EXPERTS)
         needed = batch.select(*(name for name in read if batch.has(name)))
         rows = needed.partition(self.layout.num_shards)
         answers = await self.scatter("forward", needed.split(rows), want)
-        return {o.name: needed.join(rows, [answer[o.name] for answer in answers]) for o in want}
+        names = [output.name for output in want]
+        return {name: needed.join(rows, [answer[name] for answer in answers]) for name in names}
 
-    async def train(self, batch: Batch, num_steps: int, version: int | None, epochs: int = 1) -> Trained:
-        """Take ``num_steps`` optimizer steps, each over an equal part of the rows, and so for every epoch.
+    async def train(
+        self, batch: Batch, num_steps: int, version: int | None, epochs: int = 1
+    ) -> Trained:
+        """Take ``num_steps`` optimizer steps per epoch, each over an equal part of the
+        rows.
 
-        Mini-batches come first and shards second, so that each step has one global normalisation.
+        The batch is cut into mini-batches first and into shards second, so that each
+        step has one global normalisation.
         """
         assert self.algorithm, f"role {self.spec.role} is not trained"
         shards: list[list[MiniBatch]] = [[] for _ in range(self.layout.num_shards)]
@@ -134,12 +148,16 @@ class EngineGroup:
             info = step_info(mini, self.steps_done + i)
             for shard, part in zip(shards, mini.split(mini.partition(len(shards))), strict=True):
                 shard.append(MiniBatch(part, info, version if i == 0 else None, num_replicas))
+
         for epoch in range(1, epochs):
             for shard in shards:
                 shard += [_again(mini, epoch * num_steps) for mini in shard[:num_steps]]
+
         answers: list[Trained] = await self.scatter("train", shards)
         total = num_steps * epochs
         self.steps_done += total
+
         metrics = merge(answer.metrics for answer in answers)
-        metrics["loss"] = Metric(metrics["loss"].total / total, how="sum")  # a sum over ranks, a mean over steps
+        # the loss is a sum over ranks and a mean over steps
+        metrics["loss"] = Metric(metrics["loss"].total / total, how="sum")
         return Trained(metrics, answers[0].steps)

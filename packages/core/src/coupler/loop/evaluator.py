@@ -1,4 +1,4 @@
-"""Evaluation: sample held-out prompts and average their rewards."""
+"""Sample held-out prompts and average their rewards."""
 
 from __future__ import annotations
 
@@ -28,35 +28,44 @@ class Evaluator:
     seed: int
 
     async def run(self) -> tuple[Metrics, list[Scored]]:
-        """Rewards over all prompts, and of each ``data_source`` where rows name several; and what was scored.
+        """Return rewards over all prompts, and the scored completions.
 
-        A completion without a valid reward counts as 0 here: leaving it out would flatter the mean.
+        Where rows name several values of ``data_source``, each has metrics of its own.
+        A completion without a valid reward counts as 0, because leaving it out would
+        flatter the mean.
         """
         n, length, count = self.samples_per_prompt, self.max_tokens, len(self.prompts)
         seeds = [[derive(self.seed, "eval", i, j) for j in range(n)] for i in range(count)]
         groups = await asyncio.gather(
             *(
-                self.scorer.sample(prompt, mine, length, self.temperature, groups=count, top_p=self.top_p)
+                self.scorer.sample(
+                    prompt, mine, length, self.temperature, groups=count, top_p=self.top_p
+                )
                 for prompt, mine in zip(self.prompts, seeds, strict=True)
             )
         )
         metrics = {f"eval/{name}": metric for name, metric in _describe(groups, n).items()}
+
         sources = [str(prompt.row.extra.get("data_source", "")) for prompt in self.prompts]
         for source in sorted(set(sources)) if len(set(sources)) > 1 else ():
-            of_it = [group for group, its in zip(groups, sources, strict=True) if its == source]
-            metrics |= {f"eval/{source or 'other'}/{name}": m for name, m in _describe(of_it, n).items()}
-        return metrics, [s for group in groups for s in group]
+            mine = [group for group, its in zip(groups, sources, strict=True) if its == source]
+            for name, metric in _describe(mine, n).items():
+                metrics[f"eval/{source or 'other'}/{name}"] = metric
+
+        return metrics, [scored for group in groups for scored in group]
 
 
 def _describe(groups: Sequence[Sequence[Scored]], n: int) -> Metrics:
-    """The numbers of prompts with ``n`` samples each, of which some may have no valid reward."""
+    """Return metrics of prompts with ``n`` samples each, some of them invalid."""
     rewards = [np.array([s.reward for s in group] + [0.0] * (n - len(group))) for group in groups]
     scored = [s for group in groups for s in group]
+    count = max(len(scored), 1)
     metrics = {
         "reward": Metric(float(sum(r.mean() for r in rewards)), len(rewards)),
-        "completion_tokens": Metric(sum(len(s.completion.tokens) for s in scored), max(len(scored), 1)),
-        "truncated": Metric(sum(s.completion.finish == "length" for s in scored), max(len(scored), 1)),
+        "completion_tokens": Metric(sum(len(s.completion.tokens) for s in scored), count),
+        "truncated": Metric(sum(s.completion.finish == "length" for s in scored), count),
     }
+
     if n > 1:
         metrics[f"best_of_{n}"] = Metric(float(sum(r.max() for r in rewards)), len(rewards))
         if scored and all(s.answer is not None for s in scored):
@@ -65,6 +74,9 @@ def _describe(groups: Sequence[Sequence[Scored]], n: int) -> Metrics:
 
 
 def _of_majority(group: Sequence[Scored]) -> float:
-    """The reward of the answer that most samples give, the first of several; 0 where no sample is valid."""
+    """Return the reward of the most frequent answer, or 0 if no sample is valid.
+
+    Of several answers that are equally frequent, the first one counts.
+    """
     votes = Counter(s.answer for s in group)
     return next((s.reward for s in group if votes[s.answer] == max(votes.values())), 0.0)

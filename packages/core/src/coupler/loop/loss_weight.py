@@ -1,4 +1,7 @@
-"""The denominator of a step's loss, computed once over the global mini-batch: law 1, normalisation is data."""
+"""Compute the denominator of a step's loss once, over the global mini-batch.
+
+This is law 1: normalisation is data.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,15 @@ from coupler.interfaces import Aggregation, Algorithm, StepInfo
 
 
 def loss_weight(batch: Batch, aggregation: Aggregation, constant: int = 1) -> np.ndarray:
-    """[T] float32 weights w with which the loss of a step is ``sum(token_loss * w)``; 0 outside ``loss_mask``.
+    """Return weights w, [T] float32, so that a step's loss is ``sum(token_loss * w)``.
 
-    A sequence without valid tokens counts nowhere. A mini-batch without any has weights of zero.
+    They are 0 outside ``loss_mask``. A sequence without valid tokens counts nowhere. A
+    mini-batch without any has weights of zero.
     """
     mask = batch["loss_mask"].astype(np.float64)
     valid = batch.sum_by_sequence(mask)  # [B]
     num_sequences = max(int((valid > 0).sum()), 1)
+
     match aggregation:
         case Aggregation.TOKEN_MEAN:
             per_sequence = np.full(len(batch), 1 / max(valid.sum(), 1))
@@ -27,11 +32,14 @@ def loss_weight(batch: Batch, aggregation: Aggregation, constant: int = 1) -> np
             per_sequence = np.full(len(batch), 1 / num_sequences)
         case Aggregation.CONSTANT:
             per_sequence = np.full(len(batch), 1 / (num_sequences * constant))
+
     return (batch.spread(per_sequence) * mask).astype(np.float32)
 
 
 def prepare(batch: Batch, algorithm: Algorithm) -> Batch:
-    """Add ``loss_weight`` and put zeros under the mask, so that nothing there (a NaN, say) can reach a gradient."""
+    """Add ``loss_weight``, and put zeros under the mask so that no NaN there can reach
+    a gradient.
+    """
     mask = batch["loss_mask"]
     clean = {
         name: np.where(mask, column, 0).astype(column.dtype)
@@ -43,5 +51,5 @@ def prepare(batch: Batch, algorithm: Algorithm) -> Batch:
 
 
 def step_info(batch: Batch, index: int) -> StepInfo:
-    """The global facts of the optimizer step that trains on ``batch``."""
+    """Return the global facts of the optimizer step that trains on ``batch``."""
     return StepInfo(total_tokens=batch.num_tokens, index=index)

@@ -1,4 +1,4 @@
-"""RolloutGroup: the replicas of an inference backend, seen as one."""
+"""Let the controller see the replicas of an inference backend as one."""
 
 from __future__ import annotations
 
@@ -10,19 +10,35 @@ import numpy as np
 
 from coupler.errors import CouplerError, ReplicaDied
 from coupler.executors import Executor
-from coupler.interfaces import Completion, Finish, InFlight, Memory, Model, Rank, Request, SyncReceipt, WeightUpdate
+from coupler.interfaces import (
+    Completion,
+    Finish,
+    InFlight,
+    Memory,
+    Model,
+    Rank,
+    Request,
+    SyncReceipt,
+    WeightUpdate,
+)
 from coupler.system.log import get_logger
 from coupler.worker.replica import RolloutSpec
 
 log = get_logger(__name__)
 
 FINISHES = get_args(Finish)
-FULLER = 1.125  # than the mean, a replica may be so that samples of one prompt meet in its prefix cache
-MAX_RESTARTS = 3  # of one replica in a run: one that dies again and again has a cause that a restart does not mend
+# A replica may get this many times the mean load, so that the samples of one prompt
+# share its prefix cache.
+FULLER = 1.125
+# A replica that dies more often in a run has a cause that no restart mends.
+MAX_RESTARTS = 3
 
 
 def _joined(first: Any, rest: Any) -> Any:
-    """Routes of a completion that was cut off: of its first part those that sampled it, the rest from the second."""
+    """Join the routes of the two parts of a completion that was cut off.
+
+    The tokens that were fed while the first part was sampled keep their routes.
+    """
     if first is None:
         return None
     fed = first.max(axis=(1, 2), keepdims=True) >= 0
@@ -32,7 +48,7 @@ def _joined(first: Any, rest: Any) -> Any:
 
 
 def _continued(done: Completion, more: Completion) -> Completion:
-    """A completion that was cut off, with what a second request went on with."""
+    """Join a completion that was cut off with the one that continued it."""
     return Completion(
         done.tokens + more.tokens,
         done.logprobs + more.logprobs,
@@ -44,23 +60,30 @@ def _continued(done: Completion, more: Completion) -> Completion:
 
 
 class RolloutGroup:
-    """Routes requests to the replica with the fewest outstanding tokens; a session keeps the replica it got.
+    """Routes requests to the replica with the fewest outstanding tokens.
 
-    What a dead replica was sampling goes to another one; it is started again by :meth:`revive`, in time for the
-    next weights.
+    A session keeps the replica it got. Requests of a dead replica go to another one.
+    :meth:`revive` starts it again, in time for the next weights.
     """
 
-    def __init__(self, executor: Executor, target: str, config: Any, model: Model, ranks: list[Rank]) -> None:
+    def __init__(
+        self, executor: Executor, target: str, config: Any, model: Model, ranks: list[Rank]
+    ) -> None:
         self.executor, self.ranks = executor, ranks
         spec = RolloutSpec(target, config, model)
         self.replicas = [
-            executor.spawn("rollout", rank.index, "coupler.worker.replica:build", spec, config.python) for rank in ranks
+            executor.spawn(
+                "rollout", rank.index, "coupler.worker.replica:build", spec, config.python
+            )
+            for rank in ranks
         ]
+
         self.num_workers = [0] * len(ranks)
         self.outstanding = [0] * len(ranks)
         self.restarts = [0] * len(ranks)
         self.dead: set[int] = set()
-        self.cause = ""  # how the last one died
+        # how the last dead replica ended
+        self.cause = ""
         self.sessions: dict[str, int] = {}
         self.pauses = 0
 
@@ -75,7 +98,7 @@ class RolloutGroup:
     async def setup(self) -> None:
         """Start every replica.
 
-        A replica is a world of its own: what it gets is its place, with rank 0 of 1.
+        Each replica is a world of its own, so its rank is 0 of 1.
         """
         self.ranks = await self.executor.locate(self.replicas, self.ranks)
         alone = [(self._alone(i),) for i in range(len(self.ranks))]
@@ -85,10 +108,10 @@ class RolloutGroup:
         return replace(self.ranks[index], index=0, world=1, rendezvous="")
 
     async def all(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of every living replica; one result each. What dies of it is dead from then on.
+        """Call a method of every living replica, and return one result each.
 
         Raises:
-            ReplicaDied: none lives any more.
+            ReplicaDied: no replica lives any more.
         """
         answers = await self.tell(method, *args)
         if not answers:
@@ -96,7 +119,10 @@ class RolloutGroup:
         return answers
 
     async def tell(self, method: str, *args: Any) -> list[Any]:
-        """As :meth:`all`, for what the next pause mends: that all of them are dead is no error yet."""
+        """Call a method as :meth:`all` does, without an error if every replica is dead.
+
+        The next pause starts dead replicas again.
+        """
         answers = await asyncio.gather(*(self._call(i, method, *args) for i in self._living()))
         return [answer for answer in answers if not isinstance(answer, ReplicaDied)]
 
@@ -104,7 +130,7 @@ class RolloutGroup:
         return ReplicaDied(f"no rollout replica is left: {self.cause}")
 
     async def _call(self, index: int, method: str, *args: Any) -> Any:
-        """What a replica answers, or how it died."""
+        """Return a replica's answer, or the error with which it died."""
         try:
             return await self.executor.call(self.replicas[index], method, *args)
         except ReplicaDied as error:
@@ -116,7 +142,8 @@ class RolloutGroup:
         """Bring weights to every living replica.
 
         Raises:
-            ReplicaDied: one died of it. No replica is being updated any more, and some may hold half of the weights.
+            ReplicaDied: a replica died. No replica is being updated any more, and some
+                may hold half of the weights.
         """
         running = [asyncio.ensure_future(self._update(i, update)) for i in self._living()]
         try:
@@ -124,8 +151,10 @@ class RolloutGroup:
         finally:
             for task in running:
                 task.cancel()
+
         failed = [error for task in running if (error := task.exception())]
-        for error in sorted(failed, key=lambda error: not isinstance(error, ReplicaDied)):  # the cause of all others
+        # a replica's death is the cause of every other failure
+        for error in sorted(failed, key=lambda error: not isinstance(error, ReplicaDied)):
             raise error
         return [task.result() for task in running]
 
@@ -137,7 +166,7 @@ class RolloutGroup:
         return answer
 
     async def pause(self, in_flight: InFlight) -> None:
-        """Pause every living replica; one that turns out to be dead is for :meth:`revive`."""
+        """Pause every living replica, and leave dead ones to :meth:`revive`."""
         self.pauses += 1
         await self.tell("pause", in_flight)
 
@@ -170,7 +199,7 @@ class RolloutGroup:
         return max(await self.tell("host_bytes"), default=0)
 
     async def revive(self, in_flight: InFlight) -> None:
-        """Start those that died again; they are paused, and wait for weights like the others.
+        """Start dead replicas again, paused like the others and without weights.
 
         Raises:
             ReplicaDied: a replica was started ``MAX_RESTARTS`` times already.
@@ -179,29 +208,38 @@ class RolloutGroup:
             self.restarts[index] += 1
             if self.restarts[index] > MAX_RESTARTS:
                 raise ReplicaDied(
-                    f"rollout replica {index} died {self.restarts[index]} times.\n  look at:  the log of this replica"
+                    f"rollout replica {index} died {self.restarts[index]} times.\n"
+                    "  look at:  the log of this replica"
                 )
+
             log.info(f"rollout replica {index} died; starting it again")
             self.replicas[index] = await self.executor.revive(self.replicas[index])
-            self.num_workers[index] = await self.executor.call(self.replicas[index], "setup", self._alone(index))
+            self.num_workers[index] = await self.executor.call(
+                self.replicas[index], "setup", self._alone(index)
+            )
             await self.executor.call(self.replicas[index], "pause", in_flight)
             self.dead.discard(index)
 
     async def generate(self, request: Request) -> Completion:
-        """Sample one completion; what a pause cut off is continued from where it stopped.
+        """Sample one completion, and continue it where a pause cut it off.
 
         Raises:
-            CouplerError: it was cut off again, and nobody had paused meanwhile.
+            CouplerError: a request was cut off without a pause.
             ReplicaDied: no replica lives.
         """
         done, pauses = await self._generate(request), self.pauses
         while done.finish == "abort":
             rest = replace(
-                request, prompt=request.prompt + done.tokens, max_tokens=request.max_tokens - len(done.tokens)
+                request,
+                prompt=request.prompt + done.tokens,
+                max_tokens=request.max_tokens - len(done.tokens),
             )
             more = await self._generate(rest)
+
             if more.finish == "abort" and self.pauses == pauses:
-                raise CouplerError("a rollout cut a request off without a pause.\n  look at:  the rollout's log")
+                raise CouplerError(
+                    "a rollout cut a request off without a pause.\n  look at:  the rollout's log"
+                )
             done, pauses = _continued(done, more), self.pauses
         return done
 
@@ -209,18 +247,22 @@ class RolloutGroup:
         """Sample one completion, with the routes of its tokens if these were asked for.
 
         Raises:
-            CouplerError: there are none, or it is none that :class:`Completion` describes.
+            CouplerError: the rollout's answer is not what :class:`Completion`
+                describes, or the routes are missing.
         """
         done = await self._sample(request)
+
         if done.finish not in FINISHES:
             raise CouplerError(
-                f"a rollout ended a request with {done.finish!r}, which is none of {', '.join(FINISHES)}.\n"
+                f"a rollout ended a request with {done.finish!r}, which is none of "
+                f"{', '.join(FINISHES)}.\n"
                 "  look at:  the rollout's log"
             )
         if not len(done.tokens) == len(done.logprobs) == len(done.versions):
             raise CouplerError(
-                f"a rollout returned {len(done.logprobs)} log-probs and {len(done.versions)} versions of "
-                f"{len(done.tokens)} tokens.\n  look at:  the rollout's log"
+                f"a rollout returned {len(done.logprobs)} log-probs and {len(done.versions)} "
+                f"versions of {len(done.tokens)} tokens.\n"
+                "  look at:  the rollout's log"
             )
         if request.routed_experts and done.routed_experts is None:
             raise CouplerError(
@@ -230,7 +272,7 @@ class RolloutGroup:
         return done
 
     async def _sample(self, request: Request) -> Completion:
-        """Sample on one replica, and on another if that one dies: nothing of a dead one's is used."""
+        """Sample on one replica, and from the start on another one if that one dies."""
         while True:
             index = self._route(request)
             cost = len(request.prompt) + request.max_tokens
@@ -240,18 +282,21 @@ class RolloutGroup:
                 answer = await self._call(index, "generate", request)
             finally:
                 self.outstanding[index] -= cost
+
             if not isinstance(answer, ReplicaDied):
                 return replace(answer, replica=index)
             if not self._living():
                 raise answer
 
     def keeps_whole(self, groups: int) -> bool:
-        """Whether so many equal groups of requests load the replicas evenly enough with each group on one of them."""
+        """Return whether this many equal groups of requests load the replicas evenly
+        enough if each group goes to one replica.
+        """
         count = len(self.replicas)
         return -(-groups // count) * count <= FULLER * groups
 
     def end(self, session: str) -> None:
-        """Forget where a session was: no request of it follows."""
+        """Forget a session, which sends no further request."""
         self.sessions.pop(session, None)
 
     def _route(self, request: Request) -> int:

@@ -1,4 +1,7 @@
-"""Sampler: prompts become scored groups in the Buffer, continuously; generation and reward of all of them overlap."""
+"""Turn prompts into scored groups in the Buffer, continuously.
+
+Generation and rewards of all prompts overlap.
+"""
 
 from __future__ import annotations
 
@@ -31,18 +34,22 @@ class Scored:
     prompt: Prompt
     completion: Completion
     reward: float
-    answer: str | None = None  # what the reward took for the answer, where it says so
+    # the answer that the reward function read, if it returns one
+    answer: str | None = None
 
     def trajectory(self) -> Trajectory:
+        """Return the prompt and the completion as segments."""
         done = self.completion
         sampled = Segment(done.tokens, Origin.SAMPLED, done.logprobs, done.versions)
         return Trajectory((Segment(self.prompt.ids, Origin.PROMPT), sampled))
 
 
 class Scorer:
-    """Samples completions of a prompt and scores each: what training and evaluation share."""
+    """Samples completions of a prompt and scores each, for training and evaluation."""
 
-    def __init__(self, rollouts: RolloutGroup, rewards: RewardPool, codec: Codec, stop: tuple[int, ...]) -> None:
+    def __init__(
+        self, rollouts: RolloutGroup, rewards: RewardPool, codec: Codec, stop: tuple[int, ...]
+    ) -> None:
         self.rollouts, self.rewards, self.codec, self.stop = rollouts, rewards, codec, stop
         self.names = count()
 
@@ -57,16 +64,24 @@ class Scorer:
         top_p: float = 1.0,
         routed_experts: bool = False,
     ) -> list[Scored]:
-        """One scored completion per seed; those without a valid reward are left out, and counted by the pool.
+        """Return one scored completion per seed, without those of invalid rewards.
+
+        The reward pool counts the invalid ones.
 
         Args:
-            groups: calls that run side by side, this one included. If they are enough to load all replicas evenly, a
-                call's completions come from one replica, which computes the prompt once.
+            groups: calls that run side by side, this one included. If they are enough
+                to load all replicas evenly, a call's completions come from one replica,
+                which computes the prompt once.
         """
         session = f"group {next(self.names)}" if self.rollouts.keeps_whole(groups) else ""
-        first = Request(prompt.ids, max_tokens, temperature, self.stop, 0, session, routed_experts, top_p)
+        first = Request(
+            prompt.ids, max_tokens, temperature, self.stop, 0, session, routed_experts, top_p
+        )
+
         try:
-            found = await asyncio.gather(*(self._one(prompt, replace(first, seed=seed)) for seed in seeds))
+            found = await asyncio.gather(
+                *(self._one(prompt, replace(first, seed=seed)) for seed in seeds)
+            )
         finally:
             self.rollouts.end(session)
         return [scored for scored in found if scored]
@@ -76,7 +91,9 @@ class Scorer:
         with waits.named("prompts", "completions", [row.index]):
             completion = await self.rollouts.generate(request)
         with waits.named("prompts", "rewards", [row.index]):
-            scored = await self.rewards.score(self.codec.decode(completion.tokens), row.answer, row.as_mapping())
+            scored = await self.rewards.score(
+                self.codec.decode(completion.tokens), row.answer, row.as_mapping()
+            )
         if isinstance(scored.result, Invalid):
             return None
         return Scored(prompt, completion, scored.result, scored.answer)
@@ -85,9 +102,11 @@ class Scorer:
 class Sampler:
     """Keeps the Buffer full.
 
-    Consumes prompts, waits for the Buffer's admission, produces scored groups there; rejected groups (dynamic sampling)
-    only make it ask for more. ``in_waves`` it does so when all that run are scored: then no prompt's company in the
-    rollout depends on how long a reward took. A failure of any group ends the run through :meth:`Buffer.fail`.
+    Consumes prompts, waits for the Buffer's admission, and produces scored groups
+    there. A rejected group (dynamic sampling) only makes it ask for another. With
+    ``in_waves`` it asks once every running group is scored, so that the batches of the
+    rollout do not depend on the duration of rewards. A failure of any group ends the
+    run through :meth:`Buffer.fail`.
     """
 
     def __init__(
@@ -106,20 +125,26 @@ class Sampler:
         self.in_waves, self.routed_experts = in_waves, routed_experts
         self.config, self.samples_per_prompt, self.seed = config, samples_per_prompt, seed
         self.prompts, self.scorer, self.algorithm, self.buffer = prompts, scorer, algorithm, buffer
-        self.seen: dict[int, Metrics] = {}  # by admission number
-        self.unfinished: dict[int, int] = {}  # admission number -> row of prompts
+
+        # by admission number
+        self.seen: dict[int, Metrics] = {}
+        # admission number -> row of prompts
+        self.unfinished: dict[int, int] = {}
 
     async def run(self) -> None:
         """Sample until cancelled."""
         groups: set[asyncio.Task[None]] = set()
 
         def start(number: int) -> None:
-            task = asyncio.create_task(self._group(number, self.prompts.rows[self.unfinished[number]]))
+            task = asyncio.create_task(
+                self._group(number, self.prompts.rows[self.unfinished[number]])
+            )
             groups.add(task)
             task.add_done_callback(groups.discard)
 
         try:
-            for number in sorted(self.unfinished):  # of a run that this one continues
+            # those that the resumed run left unfinished come first
+            for number in sorted(self.unfinished):
                 start(number)
             while True:
                 if self.in_waves and not self.buffer.has_room():
@@ -136,16 +161,24 @@ class Sampler:
     async def _group(self, number: int, prompt: Prompt) -> None:
         try:
             seeds = [derive(self.seed, "sample", number, i) for i in range(self.samples_per_prompt)]
-            length, temperature = self.config.max_tokens, self.config.temperature
-            routes = self.routed_experts
-            groups = self.buffer.prompts_per_step
-            scored = await self.scorer.sample(prompt, seeds, length, temperature, groups=groups, routed_experts=routes)
+            scored = await self.scorer.sample(
+                prompt,
+                seeds,
+                self.config.max_tokens,
+                self.config.temperature,
+                groups=self.buffer.prompts_per_step,
+                routed_experts=self.routed_experts,
+            )
+
             if len(scored) < min(2, self.samples_per_prompt):
                 await self.buffer.reject(number, "its rewards are invalid")
             else:
                 await self._offer(number, scored)
-            del self.unfinished[number]  # nothing ran since the buffer took it: no checkpoint sees it in both places
-        except Exception as error:  # a background task: whatever it raises must reach the trainer, not the void
+            # Nothing else ran since the buffer took the group, so no checkpoint can
+            # hold it in both places.
+            del self.unfinished[number]
+        except Exception as error:
+            # The error of a background task has to reach the trainer.
             await self.buffer.fail(error)
 
     async def _offer(self, number: int, scored: list[Scored]) -> None:
@@ -155,16 +188,19 @@ class Sampler:
         if kept:
             await self.buffer.put(number, group)
         else:
-            await self.buffer.reject(number, "the algorithm does not keep groups like it (equal rewards, say)")
+            await self.buffer.reject(
+                number, "the algorithm does not keep groups like it (equal rewards, say)"
+            )
 
     def state(self) -> dict[str, Any]:
-        """Where the prompts stand and which of them are unfinished, as plain JSON."""
+        """Return the position in the prompts and the unfinished ones, as plain JSON."""
         return {"prompts": self.prompts.state(), "unfinished": sorted(self.unfinished.items())}
 
     def restore(self, state: Mapping[str, Any], *, reset_data: bool = False) -> None:
-        """Go on from ``state``: unfinished prompts start again, from the same random streams.
+        """Go on from ``state``, and start unfinished prompts again with the same seeds.
 
-        With ``reset_data`` prompts come from the start of the data, in place of the unfinished ones too.
+        With ``reset_data`` all prompts come from the start of the data, also in place
+        of the unfinished ones.
         """
         if reset_data:
             self.unfinished = {number: self.prompts.next() for number, _ in state["unfinished"]}
@@ -173,63 +209,75 @@ class Sampler:
             self.unfinished = dict(state["unfinished"])
 
     def metrics(self) -> Metrics:
-        """What was sampled since the last call, rejected groups included."""
-        merged = merge(self.seen[number] for number in sorted(self.seen))  # sums do not depend on who was faster
+        """Return metrics of everything sampled since the last call, rejected groups
+        included.
+        """
+        # sorted, so that rounding does not depend on the order of arrival
+        merged = merge(self.seen[number] for number in sorted(self.seen))
         self.seen = {}
         return merged
 
 
 def pack(scored: list[Scored], group: int, samples_per_prompt: int, temperature: float) -> Batch:
-    """One Batch of a prompt's completions.
+    """Make one Batch of a prompt's completions.
 
     Raises:
         WeightSyncError: a log-prob is not finite.
     """
-    trajectories = [s.trajectory() for s in scored]
-    lengths = [len(t) for t in trajectories]
-    size = len(scored)
+    trajectories = [one.trajectory() for one in scored]
+    lengths = [len(trajectory) for trajectory in trajectories]
     columns = columns_of(trajectories)
     if not np.isfinite(columns["rollout_logprobs"]).all():
         raise WeightSyncError(
-            f"a rollout sampled tokens whose log-prob is not finite, of weights version {columns['version'].max()}.\n"
-            "  look at:  the weights, which may hold a NaN; rollout.dtype; sync/probe in metrics.jsonl"
+            "a rollout sampled tokens whose log-prob is not finite, of weights version "
+            f"{columns['version'].max()}.\n"
+            "  look at:  the weights, which may hold a NaN; rollout.dtype; sync/probe in "
+            "metrics.jsonl"
         )
+
+    size = len(scored)
+    numbers = group * samples_per_prompt + np.arange(size, dtype=np.int64)
     return Batch(
         lengths=np.array(lengths, np.int64),
         tokens={**columns, **_routes(scored, lengths)},
         seqs={
-            "reward": np.array([s.reward for s in scored], np.float32),
+            "reward": np.array([one.reward for one in scored], np.float32),
             "temperature": np.full(size, temperature, np.float32),
             "group": np.full(size, group, np.int64),
-            "trajectory": group * samples_per_prompt + np.arange(size, dtype=np.int64),
-            "unit": group * samples_per_prompt + np.arange(size, dtype=np.int64),
-            "truncated": np.array([s.completion.finish == "length" for s in scored]),
-            "replica": np.array([s.completion.replica for s in scored], np.int32),
+            "trajectory": numbers,
+            "unit": numbers,
+            "truncated": np.array([one.completion.finish == "length" for one in scored]),
+            "replica": np.array([one.completion.replica for one in scored], np.int32),
         },
     )
 
 
 def _routes(scored: list[Scored], lengths: list[int]) -> dict[str, np.ndarray]:
-    """The column ``routed_experts`` of completions whose rollout was asked for it.
+    """Return the column ``routed_experts``, if the rollout was asked for it.
 
     Raises:
-        CouplerError: there are routes of another number of tokens, or none of a token that was fed.
+        CouplerError: routes are of another number of tokens, or lack a token that was
+            fed.
     """
-    found = [s.completion.routed_experts for s in scored]
+    found = [one.completion.routed_experts for one in scored]
     routes = [of_one for of_one in found if of_one is not None]
     if not routes:
         return {}
+
     for of_one, length in zip(routes, lengths, strict=True):
         if len(of_one) != length:
             raise CouplerError(
-                f"a rollout returned the experts of {len(of_one)} tokens for a prompt and completion of {length}.\n"
+                f"a rollout returned the experts of {len(of_one)} tokens for a prompt and "
+                f"completion of {length}.\n"
                 "  look at:  Completion.routed_experts; a token that was never fed has a row of -1"
             )
         if unknown := int((of_one[:-1] < 0).any(axis=(1, 2)).sum()):
             raise CouplerError(
-                f"a rollout left out the experts of {unknown} of the {length - 1} tokens that it was fed.\n"
-                "  look at:  Completion.routed_experts; only the last token, which nothing was sampled after, may have "
-                "-1\n  try:      router_replay=R2, which does not ask it"
+                f"a rollout left out the experts of {unknown} of the {length - 1} tokens that "
+                "it was fed.\n"
+                "  look at:  Completion.routed_experts; only the last token, which nothing "
+                "was sampled after, may have -1\n"
+                "  try:      router_replay=R2, which does not ask it"
             )
     return {ROUTED_EXPERTS: np.concatenate(routes)}
 
@@ -237,7 +285,8 @@ def _routes(scored: list[Scored], lengths: list[int]) -> dict[str, np.ndarray]:
 def _describe(scored: list[Scored], group: Batch, kept: bool) -> Metrics:
     rewards = group["reward"]
     size = len(scored)
-    lengths = [len(s.completion.tokens) for s in scored]
+    lengths = [len(one.completion.tokens) for one in scored]
+
     return {
         "sampled/tokens": Metric(sum(lengths), how="sum"),
         "sampled/completion_tokens": Metric(sum(lengths), size),

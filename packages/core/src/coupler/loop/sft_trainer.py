@@ -1,4 +1,6 @@
-"""SupervisedTrainer: supervised fine-tuning on the same Engine, batch and normalisation as reinforcement learning."""
+"""Fine-tune on given answers, with the engine, batch and normalisation of
+reinforcement learning.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from coupler.loop.trainer import OnStep, SkippedSteps
 
 
 class SupervisedTrainer:
-    """Takes ``config.steps`` batches of ``config.prompts_per_step`` rows, in a new order every epoch."""
+    """Takes ``config.steps`` batches of ``config.prompts_per_step`` rows, in a new
+    order every epoch.
+    """
 
     def __init__(
         self,
@@ -33,37 +37,42 @@ class SupervisedTrainer:
         self.skips = SkippedSteps(config.max_skipped_steps)
 
     async def fit(self, on_step: OnStep, done: int = 0) -> None:
-        """Train the steps after ``done``; ``on_step`` gets the metrics of each."""
+        """Train the steps after ``done``, and give their metrics to ``on_step``."""
         for step in range(done + 1, self.config.steps + 1):
             clock = Clock()
             rows = [self.order.rows[self.order.next()] for _ in range(self.config.prompts_per_step)]
             batch = self.algorithm.advantages(pack(rows))
+
             async with clock("time/train"):
-                trained = await self.policy.train(batch, self.config.optimizer_steps_per_batch, None)
+                trained = await self.policy.train(
+                    batch, self.config.optimizer_steps_per_batch, None
+                )
             self.skips.count(trained.steps)
-            await on_step(step, {**trained.metrics, **of_steps(trained.steps), **clock.metrics(batch)})
+
+            metrics = {**trained.metrics, **of_steps(trained.steps), **clock.metrics(batch)}
+            await on_step(step, metrics)
 
     def state(self) -> State:
-        """Where the run stands; between two steps."""
+        """Return the state of the run between two steps."""
         return State({"order": self.order.state(), "skipped": self.skips.in_a_row})
 
     def restore(self, state: State, *, reset_data: bool = False) -> None:
-        """Go on from ``state``; ``reset_data`` starts with the first row of other data."""
+        """Go on from ``state``, with ``reset_data`` from the first row of the data."""
         if not reset_data:
             self.order.restore(state.plain["order"])
         self.skips.in_a_row = state.plain["skipped"]
 
     def start_at(self, step: int) -> None:
-        """Begin after ``step`` of another run: nothing here counts steps."""
+        """Begin after ``step`` of another run, which needs nothing here."""
 
     @property
     def healthy(self) -> bool:
-        """Whether the last gradient was finite."""
+        """Return whether the last gradient was finite."""
         return not self.skips.in_a_row
 
 
 def pack(examples: Sequence[Trajectory]) -> Batch:
-    """One Batch of supervised examples; every row is its own group and unit."""
+    """Make one Batch of supervised examples, each of which is a unit of its own."""
     columns = columns_of(examples)
     return Batch(
         lengths=np.array([len(example) for example in examples], np.int64),

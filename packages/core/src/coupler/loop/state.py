@@ -1,4 +1,4 @@
-"""State: where a run stands between two steps."""
+"""Define the state of a run between two steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from coupler.batch import Batch
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Where a run stands between two steps, beside what engines hold."""
+    """The state of a run between two steps, without that of its engines.
 
-    plain: Mapping[str, Any]  # what JSON can hold
-    groups: Mapping[int, Batch] = field(default_factory=dict)  # scored and not yet trained on, by admission number
+    Attributes:
+        plain: values that JSON can hold.
+        groups: groups that are scored and not yet trained on, by admission number.
+    """
+
+    plain: Mapping[str, Any]
+    groups: Mapping[int, Batch] = field(default_factory=dict)

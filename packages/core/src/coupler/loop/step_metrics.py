@@ -1,4 +1,4 @@
-"""Metrics of one step: times, rewards, lengths, advantages, values."""
+"""Measure one step: its times, rewards, lengths, advantages and values."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from coupler.batch import Batch
 from coupler.interfaces import StepResult
 from coupler.metrics import Metric, Metrics
 from coupler.worker.spec import Trained
-from coupler.worker.train_infer import OF_REPLICA
+from coupler.worker.train_infer import OF_REPLICA, SURPRISE_OF, VARIANCE_OF
+
+# only SamplingCheck reads these
+SUMS = ("sampling/square_max", "sampling/entropy", "sampling/kl", "sampling/variance")
 
 
 class Clock:
-    """Seconds per phase of one step."""
+    """A stopwatch for the phases of one step."""
 
     def __init__(self) -> None:
         self.start = time.perf_counter()
@@ -29,17 +32,21 @@ class Clock:
         self.seconds[name] = time.perf_counter() - start
 
     def metrics(self, batch: Batch) -> Metrics:
+        """Return seconds per phase and step, also per 1,000 tokens of ``batch``."""
         total = time.perf_counter() - self.start
         return {
             **{name: Metric(seconds, how="sum") for name, seconds in self.seconds.items()},
             "time/step": Metric(total, how="sum"),
             "time/tokens_per_second": Metric(batch.num_tokens / total),
-            **{f"{name}_per_1k_tokens": Metric(1000 * s / batch.num_tokens) for name, s in self.seconds.items()},
+            **{
+                f"{name}_per_1k_tokens": Metric(1000 * s / batch.num_tokens)
+                for name, s in self.seconds.items()
+            },
         }
 
 
 def of_role(role: str, trained: Trained) -> Metrics:
-    """The metrics of training ``role``; the critic's are ``critic/...``."""
+    """Return the metrics of training ``role``, the critic's as ``critic/...``."""
     metrics = {**trained.metrics, **of_steps(trained.steps)}
     if role == "policy":
         return metrics
@@ -47,7 +54,7 @@ def of_role(role: str, trained: Trained) -> Metrics:
 
 
 def of_steps(steps: tuple[StepResult, ...]) -> Metrics:
-    """The metrics of optimizer steps."""
+    """Return the metrics of optimizer steps."""
     finite = [s.grad_norm for s in steps if s.applied]
     return {
         "train/grad_norm": Metric(sum(finite), len(finite)),
@@ -57,10 +64,14 @@ def of_steps(steps: tuple[StepResult, ...]) -> Metrics:
 
 
 def describe(batch: Batch, version: int, max_staleness: int) -> Metrics:
-    """What a step trains on. ``staleness`` is in weight versions, per sampled token."""
+    """Describe the batch of a step. ``staleness`` is in versions per sampled token."""
     mask = batch["loss_mask"]
-    judged = describe_values(batch["values"][mask], batch["returns"][mask]) if batch.has("values", "returns") else {}
-    judged |= describe_advantages(batch["advantages"][mask]) if batch.has("advantages") else {}
+    judged: Metrics = {}
+    if batch.has("values", "returns"):
+        judged |= describe_values(batch["values"][mask], batch["returns"][mask])
+    if batch.has("advantages"):
+        judged |= describe_advantages(batch["advantages"][mask])
+
     age = (version - batch["version"])[mask]
     reward, valid = batch["reward"].astype(np.float64), batch.sum_by_sequence(mask)
     return {
@@ -81,24 +92,23 @@ def describe(batch: Batch, version: int, max_staleness: int) -> Metrics:
 
 
 def describe_advantages(advantages: np.ndarray) -> Metrics:
-    """Of valid tokens, [n]."""
+    """Describe the advantages [n] of valid tokens."""
+    if not len(advantages):
+        return {}
     advantages = advantages.astype(np.float64)
-    return (
-        {
-            "advantages/mean": Metric(float(advantages.sum()), len(advantages)),
-            "advantages/abs": Metric(float(abs(advantages).sum()), len(advantages)),
-            "advantages/max": Metric(float(advantages.max(initial=-np.inf)), how="max"),
-            "advantages/min": Metric(float(advantages.min(initial=np.inf)), how="min"),
-        }
-        if len(advantages)
-        else {}
-    )
+    return {
+        "advantages/mean": Metric(float(advantages.sum()), len(advantages)),
+        "advantages/abs": Metric(float(abs(advantages).sum()), len(advantages)),
+        "advantages/max": Metric(float(advantages.max()), how="max"),
+        "advantages/min": Metric(float(advantages.min()), how="min"),
+    }
 
 
 def describe_values(values: np.ndarray, returns: np.ndarray) -> Metrics:
-    """How good the critic was before it trained: [n] its values and the returns that came, on valid tokens.
+    """Compare the critic's values [n], before it trained, with the returns [n].
 
-    ``critic/explained_variance`` is ``1 - var(returns - values) / var(returns)``: 1 is perfect, 0 as good as the mean.
+    ``critic/explained_variance`` is ``1 - var(returns - values) / var(returns)``. It is
+    1 for a perfect critic, and 0 for one that is as good as the mean.
     """
     values, returns = values.astype(np.float64), returns.astype(np.float64)
     spread = float(returns.var()) if len(returns) else 0.0
@@ -111,6 +121,10 @@ def describe_values(values: np.ndarray, returns: np.ndarray) -> Metrics:
 
 
 def reproducible(trained: Metrics, verified: bool) -> Metrics:
-    """Leave out what depends on which replica was faster: its own differences, or all if they verify no sync."""
-    left_out = OF_REPLICA if verified else "train_infer/"
+    """Leave out the metrics that depend on which replica was faster.
+
+    These are the differences of each replica, and all differences if they verify no
+    sync.
+    """
+    left_out = (OF_REPLICA if verified else "train_infer/", SURPRISE_OF, VARIANCE_OF, *SUMS)
     return {name: metric for name, metric in trained.items() if not name.startswith(left_out)}

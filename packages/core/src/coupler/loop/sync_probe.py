@@ -1,4 +1,4 @@
-"""SyncProbe: compare the log-probs of engine and rollouts on tokens sampled for that alone."""
+"""Compare the log-probs of engine and rollouts on tokens sampled for that alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ PROBE_TOKENS = 16
 
 
 def largest(compared: list[Metrics]) -> float:
-    """Return the mean |log-prob difference| of the replica that differs most; NaN of one is NaN of all."""
+    """Return the mean |log-prob difference| of the replica that differs most.
+
+    It is NaN if that of any replica is NaN.
+    """
     return float(np.max([metrics["train_infer/abs_diff"].value for metrics in compared]))
 
 
@@ -39,7 +42,9 @@ class SyncProbe:
         self.prompt, self.temperature = prompt, temperature
 
     async def mean_difference(self) -> float:
-        """Return the mean |log-prob difference| between the engine and the replica that differs most."""
+        """Return the mean |log-prob difference| between the engine and the replica that
+        differs most.
+        """
         return largest(await self.replicas())
 
     async def replicas(self) -> list[Metrics]:
@@ -47,7 +52,8 @@ class SyncProbe:
         request = Request(self.prompt, PROBE_TOKENS, self.temperature, (), seed=0)
         async with self.residency.generating("prove"):
             sampled = await self.rollouts.sample_on_each(request)
-        async with self.residency.syncing("prove"):  # the rollout's weights stay: nothing would bring them back
+        # the rollout's weights stay, because nothing would bring them back
+        async with self.residency.syncing("prove"):
             return [await self._differences(request, done) for done in sampled]
 
     async def _differences(self, request: Request, done: Completion) -> Metrics:

@@ -1,4 +1,6 @@
-"""Trainer: the reinforcement-learning loop, once. ``max_staleness`` is all that tells synchronous from asynchronous."""
+"""Run the reinforcement-learning loop, synchronous or asynchronous by
+``max_staleness`` alone.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +17,26 @@ from coupler.loop.buffer import Buffer
 from coupler.loop.device_memory import GENERATING, Held, Residency
 from coupler.loop.engine_group import EngineGroup
 from coupler.loop.sampler import Sampler
+from coupler.loop.sampling_check import SamplingCheck
 from coupler.loop.state import State
 from coupler.loop.step_metrics import Clock, describe, of_role, reproducible
 from coupler.loop.turns import OLD_LOGPROBS, Turn, takes_one_step, turns_of
 from coupler.metrics import Metrics, merge
 
-Provider = Callable[[Batch], Awaitable[Mapping[str, np.ndarray]]]  # computes token columns, by their names
+# computes token columns, by their names
+Provider = Callable[[Batch], Awaitable[Mapping[str, np.ndarray]]]
+# gets the number and the metrics of a finished step
 OnStep = Callable[[int, Metrics], Awaitable[None]]
-Record = Callable[[int, Batch, Metrics], None]  # keeps the batch of a step and what training gave
+# keeps the batch of a step and the metrics of training on it
+Record = Callable[[int, Batch, Metrics], None]
 TRAINED = frozenset({Held.PARAMS, Held.GRADS, Held.OPTIMIZER})
 
 
 class Trainer:
     """Runs ``sample -> complete -> train -> sync`` for ``config.steps`` steps.
 
-    The Sampler fills the Buffer at its own pace; a step takes ``prompts_per_step`` groups out of it.
+    The Sampler fills the Buffer at its own pace, and a step takes
+    ``prompts_per_step`` groups out of it.
     """
 
     def __init__(
@@ -50,18 +57,25 @@ class Trainer:
         self.sampler, self.buffer, self.providers = sampler, buffer, providers
         self.residency, self.record = residency, record
         self.critic = critic
-        self.skips = {role: SkippedSteps(config.max_skipped_steps, role) for role in ("policy", "critic")}
+
+        self.skips = {
+            role: SkippedSteps(config.max_skipped_steps, role) for role in ("policy", "critic")
+        }
         self.controller = algorithm.controller()
+        self.sampling = SamplingCheck(config.sync.max_sampling_z)
 
     async def fit(self, on_step: OnStep, done: int = 0) -> None:
-        """Train the steps after ``done``; ``on_step`` gets the metrics of each, with nothing in flight at staleness 0.
+        """Train the steps after ``done``, and give the metrics of each to ``on_step``.
 
-        Raises what ended the run early, after everything in flight was cancelled.
+        Nothing is in flight then at staleness 0. An error that ends the run early is
+        raised after everything in flight was cancelled.
         """
         metrics = await self.weights.prove(done)
         if not done:
             await on_step(0, metrics)
-        async with self.residency("sample", GENERATING):  # the first requests come at once
+
+        # the first requests come at once
+        async with self.residency("sample", GENERATING):
             sampling = asyncio.create_task(self.sampler.run())
         try:
             for step in range(done + 1, self.config.steps + 1):
@@ -71,9 +85,11 @@ class Trainer:
             await asyncio.gather(sampling, return_exceptions=True)
 
     async def step(self, step: int) -> Metrics:
+        """Train step number ``step``, and return its metrics."""
         clock = Clock()
         async with clock("time/sample"), self.residency("sample", GENERATING):
-            await self.buffer.advance(step - 1)  # here, so that nothing is under way while a checkpoint is made
+            # Not in the step before, so that nothing runs while a checkpoint is made.
+            await self.buffer.advance(step - 1)
             batch = Batch.concat(await self.buffer.take())
             check_versions(batch, step - 1, self.config.max_staleness)
         async with clock("time/complete"):
@@ -82,22 +98,26 @@ class Trainer:
             trained = await self.train(batch, step)
         self.record(step, batch, trained)
 
+        sampled = self.sampler.metrics()
+        z = self.sampling.judge(trained, sampled, len(np.unique(batch["group"])))
         verified = self.weights.check(trained)
         synced = await self.weights.sync(step)
-        if not verified:  # the batch was sampled before the last sync, so it cannot verify it
+        # the batch was sampled before the last sync, so it cannot verify it
+        if not verified:
             synced |= await self.weights.probe()
         trained = reproducible(trained, verified)
         return {
-            **self.sampler.metrics(),
+            **sampled,
             **describe(batch, step - 1, self.config.max_staleness),
             **controlled,
             **trained,
+            **z,
             **synced,
             **clock.metrics(batch),
         }
 
     def state(self) -> State:
-        """Where the run stands; between two steps."""
+        """Return the state of the run between two steps."""
         plain = {
             "buffer": self.buffer.state(),
             "sampler": self.sampler.state(),
@@ -107,7 +127,7 @@ class Trainer:
         return State(plain, dict(self.buffer.ready))
 
     def restore(self, state: State, *, reset_data: bool = False) -> None:
-        """Go on from ``state``; ``reset_data`` draws prompts from the start of other data."""
+        """Go on from ``state``, with ``reset_data`` from the start of the data."""
         self.buffer.restore(state.plain["buffer"], state.groups)
         self.sampler.restore(state.plain["sampler"], reset_data=reset_data)
         for role, skips in self.skips.items():
@@ -121,14 +141,15 @@ class Trainer:
 
     @property
     def healthy(self) -> bool:
-        """Whether the last gradient of every role was finite."""
+        """Return whether the last gradient of every role was finite."""
         return not any(skips.in_a_row for skips in self.skips.values())
 
     async def complete(self, batch: Batch) -> Batch:
-        """Add the columns that the algorithm needs; roles compute theirs side by side.
+        """Add the columns that the algorithm needs, from all roles side by side.
 
-        With one optimizer step a batch, ``old_logprobs`` cost a forward pass and tell the
-        loss nothing new, so only an algorithm that has them in ``always`` gets them.
+        With one optimizer step a batch, ``old_logprobs`` cost a forward pass and tell
+        the loss nothing new, so only an algorithm that has them in ``always`` gets
+        them.
 
         Raises:
             CouplerError: a column is not finite at a sampled token.
@@ -144,25 +165,30 @@ class Trainer:
         return batch.with_tokens(**columns)
 
     def control(self, batch: Batch) -> tuple[Batch, Metrics]:
-        """Add advantages, under the controller's coefficient of this step; it then learns the next one's."""
+        """Add advantages under the controller's coefficient of this step, then let the
+        controller learn the next one.
+        """
         if self.controller is None:
             return self.algorithm.advantages(batch), {}
         batch = self.controller.apply(batch)
         return self.algorithm.advantages(batch), self.controller.update(batch)
 
     async def train(self, batch: Batch, step: int) -> Metrics:
-        """Train every role whose turn it is, side by side where memory allows; the critic's metrics are ``critic/...``.
+        """Train every role whose turn it is, side by side where memory allows.
 
         Raises:
             CouplerError: too many optimizer steps in a row had a non-finite gradient.
         """
         groups = {group.spec.role: group for group in (self.policy, self.critic) if group}
         turns = turns_of(self.config, groups, step, batch, self.weights.version)
-        return merge(await asyncio.gather(*(self.train_role(groups[role], turn) for role, turn in turns.items())))
+        trained = (self.train_role(groups[role], turn) for role, turn in turns.items())
+        return merge(await asyncio.gather(*trained))
 
     async def train_role(self, group: EngineGroup, turn: Turn) -> Metrics:
+        """Train one role, and count the steps that it skipped."""
         role = group.spec.role
-        async with self.residency("train" if role == "policy" else f"train_{role}", {role: TRAINED}):
+        phase = "train" if role == "policy" else f"train_{role}"
+        async with self.residency(phase, {role: TRAINED}):
             trained = await group.train(turn.batch, turn.num_steps, turn.version, turn.epochs)
         self.skips[role].count(trained.steps)
         return of_role(role, trained)
@@ -182,13 +208,14 @@ class SkippedSteps:
         """
         for step in steps:
             self.in_a_row = 0 if step.applied else self.in_a_row + 1
+
         if self.in_a_row > self.limit:
             engine = "engine" if self.role == "policy" else f"{self.role}.engine"
             raise CouplerError(
-                f"the {self.role}'s gradient was not finite in {self.in_a_row} optimizer steps in a row; "
-                "none of them was applied.\n"
-                f"  try:  a smaller {engine}.lr, {engine}.dtype=fp32, or look for a NaN in the rewards; "
-                "the limit is max_skipped_steps"
+                f"the {self.role}'s gradient was not finite in {self.in_a_row} optimizer "
+                "steps in a row; none of them was applied.\n"
+                f"  try:  a smaller {engine}.lr, {engine}.dtype=fp32, or look for a NaN in "
+                "the rewards; the limit is max_skipped_steps"
             )
 
 
@@ -199,32 +226,36 @@ def check_finite(columns: Mapping[str, np.ndarray], mask: np.ndarray) -> None:
 
     Args:
         columns: [T, ...] by name.
-        mask: [T] True at sampled tokens; what stands at others is not read.
+        mask: [T] True at sampled tokens. Others are not read.
 
     Raises:
-        CouplerError: there is one; names its column.
+        CouplerError: a column holds one. The message names the column.
     """
     for name, column in columns.items():
         bad = np.count_nonzero(~np.isfinite(column[mask])) if column.dtype.kind == "f" else 0
         if bad:
             engine = "critic.engine" if name == "values" else "engine"
             raise CouplerError(
-                f"the column {name} is not finite at {bad} of {np.count_nonzero(mask)} sampled tokens, "
-                "and no step was taken on this batch.\n"
-                f"  try:  {engine}.dtype=fp32, or look for a NaN in the weights of the model that computed it"
+                f"the column {name} is not finite at {bad} of {np.count_nonzero(mask)} "
+                "sampled tokens, and no step was taken on this batch.\n"
+                f"  try:  {engine}.dtype=fp32, or look for a NaN in the weights of the model "
+                "that computed it"
             )
 
 
 def check_versions(batch: Batch, version: int, max_staleness: int) -> None:
-    """Hold the versions that rollouts name against what they can have had while ``version`` is the last one.
+    """Check that sampled tokens name versions that rollouts can have held.
 
     Raises:
-        WeightSyncError: a token is of a later version, or of an older one than admission allows.
+        WeightSyncError: a token is of a later version than ``version``, or of an older
+            one than admission allows.
     """
     sampled = batch["version"][batch["loss_mask"]]
-    oldest, newest = (int(sampled.min()), int(sampled.max())) if len(sampled) else (version, version)
+    named = sampled if len(sampled) else np.array([version])
+    oldest, newest = int(named.min()), int(named.max())
     if newest > version or oldest < version - max_staleness:
         raise WeightSyncError(
-            f"the rollouts hold weights version {version}, and sampled tokens name versions {oldest} to {newest}, "
-            f"with max_staleness={max_staleness}.\n  look at:  Completion.versions of the rollout"
+            f"the rollouts hold weights version {version}, and sampled tokens name versions "
+            f"{oldest} to {newest}, with max_staleness={max_staleness}.\n"
+            "  look at:  Completion.versions of the rollout"
         )

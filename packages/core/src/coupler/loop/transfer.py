@@ -1,4 +1,4 @@
-"""Wait for both sides of a weight transfer, and hold the receipts against each other."""
+"""Wait for both sides of a weight transfer, and compare their receipts."""
 
 from __future__ import annotations
 
@@ -12,17 +12,24 @@ from coupler.interfaces import (
     SyncReceipt,
 )
 
-GRACE_S = 5.0  # after one side of a transfer failed: the other may be the cause, and about to say so
+# After one side of a transfer failed, the other one gets this long to report the cause.
+GRACE_S = 5.0
 
 
 async def both_sides(sending: Awaitable[Any], receiving: Awaitable[Any]) -> tuple[Any, Any]:
-    """Wait for both sides of a transfer; of two failures, raise the one that is more than the other's end."""
+    """Wait for both sides of a transfer.
+
+    If both fail, the error that only reports the other side's end is not raised.
+    """
     tasks = [asyncio.ensure_future(sending), asyncio.ensure_future(receiving)]
+
     try:
         ended, rest = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         if rest:
             died = any(isinstance(task.exception(), ReplicaDied) for task in ended)
-            await asyncio.wait(rest, timeout=None if died else GRACE_S)  # before it is tried again, this has ended
+            # A dead replica's transfer is tried again, so this one has to end first.
+            await asyncio.wait(rest, timeout=None if died else GRACE_S)
+
         failed = [error for task in tasks if task.done() and (error := task.exception())]
         if failed:
             raise next((error for error in failed if not isinstance(error, PeerLost)), failed[0])
@@ -33,10 +40,11 @@ async def both_sides(sending: Awaitable[Any], receiving: Awaitable[Any]) -> tupl
 
 
 def verify(sent: SendReceipt, receipt: SyncReceipt, replica: int) -> None:
-    """Hold what a replica loaded against what was sent.
+    """Check that a replica loaded everything that was sent.
 
     Raises:
-        WeightSyncError: another version, a tensor that did not arrive, or a name without a counterpart.
+        WeightSyncError: the version differs, a tensor did not arrive, or a name has no
+            counterpart.
     """
     problems = []
     if receipt.version != sent.version:
@@ -44,13 +52,21 @@ def verify(sent: SendReceipt, receipt: SyncReceipt, replica: int) -> None:
     if receipt.num_received != sent.num_tensors:
         problems.append(f"{receipt.num_received} of {sent.num_tensors} tensors arrived")
     if receipt.missing:
-        problems.append(f"{len(receipt.missing)} of its parameters got nothing, first: {receipt.missing[0]}")
+        problems.append(
+            f"{len(receipt.missing)} of its parameters got nothing, first: {receipt.missing[0]}"
+        )
     if receipt.unexpected:
-        problems.append(f"{len(receipt.unexpected)} tensors match no parameter, first: {receipt.unexpected[0]}")
+        problems.append(
+            f"{len(receipt.unexpected)} tensors match no parameter, first: {receipt.unexpected[0]}"
+        )
     if not problems and receipt.num_loaded != receipt.num_received:
-        problems.append(f"{receipt.num_loaded} of {receipt.num_received} received tensors were loaded")
+        problems.append(
+            f"{receipt.num_loaded} of {receipt.num_received} received tensors were loaded"
+        )
+
     if problems:
         raise WeightSyncError(
-            f"rollout replica {replica} did not take weights version {sent.version}: {'; '.join(problems)}.\n"
+            f"rollout replica {replica} did not take weights version {sent.version}: "
+            f"{'; '.join(problems)}.\n"
             "  nothing was sampled from it"
         )

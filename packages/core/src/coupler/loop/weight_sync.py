@@ -1,4 +1,6 @@
-"""StreamShardingManager: one edge's weight sync as streams of whole tensors, with receipts and a start-up proof."""
+"""Sync weights from an engine to its rollouts as streams of whole tensors, with
+receipts and a start-up proof.
+"""
 
 from __future__ import annotations
 
@@ -24,22 +26,30 @@ from coupler.loop.transfer import GRACE_S, both_sides, verify
 from coupler.metrics import Metric, Metrics, merge
 from coupler.worker.train_infer import OF_REPLICA
 
-LIMIT = {"full": 5e-3, "half": 0.15}  # mean |log-prob difference| in nats; measured: 1e-5 in fp32, 0.01 to 0.04 in bf16
+# Largest mean |log-prob difference| in nats. Measured: 1e-5 in fp32, 0.01 to 0.04 in
+# bf16.
+LIMIT = {"full": 5e-3, "half": 0.15}
 
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Tensors that travel together: those of an adapter, or the weights; as they are, or altered for the proof."""
+    """Tensors that travel together, either the weights or an adapter.
+
+    With ``permuted`` they are altered for the proof.
+    """
 
     adapter: bool = False
     permuted: bool = False
 
 
-Pushed = tuple[SendReceipt, list[SyncReceipt]]  # of one stream: the sender's, and every replica's
+# the receipts of one stream: the sender's, and every replica's
+Pushed = tuple[SendReceipt, list[SyncReceipt]]
 WEIGHTS, ADAPTER = Stream(), Stream(adapter=True)
-ALTERED: dict[str, dict[str, tuple[Stream, ...]]] = {  # by format, and the metric of its probe: pushes of the proof
+# the altered pushes of the proof, by weight format and by the metric of their probe
+ALTERED: dict[str, dict[str, tuple[Stream, ...]]] = {
     "full": {"sync/probe_permuted": (Stream(permuted=True),)},
-    # the weights alone, and then an adapter upon the true ones: what ignores it would look right while it is 0
+    # The adapter that training starts from is 0, so a rollout that ignores adapters
+    # would look right with it. The proof sends a random one.
     LORA: {
         "sync/probe_permuted": (Stream(permuted=True),),
         "sync/probe_adapter": (WEIGHTS, Stream(adapter=True, permuted=True)),
@@ -50,30 +60,36 @@ ALTERED: dict[str, dict[str, tuple[Stream, ...]]] = {  # by format, and the metr
 class StreamShardingManager(ShardingManager):
     """Pushes tensors of the engine through a transport into every rollout worker.
 
-    A sync pauses the rollouts, streams, checks the receipts of all replicas, and resumes. Rollouts start from dummy
-    weights; :meth:`prove` pushes altered copies and then the true weights, and compares log-probs after each, so that
-    a tensor that is not reached, a push that changes nothing and a cache that survives are found before the first step.
+    A sync pauses the rollouts, streams, checks the receipts of all replicas, and
+    resumes. Rollouts start from dummy weights. :meth:`prove` pushes altered copies and
+    then the true weights, and compares log-probs after each. This finds a tensor that
+    is not reached, a push that changes nothing and a cache that survives, all before
+    the first step.
 
-    In format ``lora`` a sync sends the adapter. The weights beneath it go ahead of it where a replica does not hold
-    them: at the start, after it died, and after they slept.
+    In format ``lora`` a sync sends the adapter. The weights beneath it go first where a
+    replica does not hold them: at the start, after it died, and after they slept.
 
-    Both sides take turns on devices that they share, through ``residency``: weights move with the cache away, and what
-    is compared is sampled with the engine away.
+    Both sides take turns on devices that they share, through ``residency``. Weights
+    move while the cache is away, and tokens to compare are sampled while the engine is
+    away.
     """
 
     def __init__(self, config: SyncConfig, **edge: Any) -> None:
-        """Take what :class:`ShardingManager` takes."""
         super().__init__(config, **edge)
         self.temperature = self.temperature or 1.0
         self.synced = ADAPTER if self.weight_format == LORA else WEIGHTS
         self.limit = config.max_mean_logprob_diff
-        self.comparison = SyncProbe(self.engine, self.rollouts, self.residency, self.probe_prompt, self.temperature)
+        self.comparison = SyncProbe(
+            self.engine, self.rollouts, self.residency, self.probe_prompt, self.temperature
+        )
 
     async def prove(self, version: int = 0) -> Metrics:
-        """Push what :data:`ALTERED` says, then the true weights as ``version``, and compare log-probs after each.
+        """Push the streams of :data:`ALTERED`, then the true weights as ``version``,
+        and compare log-probs after each.
 
         Raises:
-            WeightSyncError: the true weights are not what a rollout runs, or altered ones changed nothing.
+            WeightSyncError: the true weights are not what a rollout runs, or altered
+                ones changed nothing.
         """
         if not self.config.self_test:
             return await self._sync("prove", version)
@@ -81,25 +97,31 @@ class StreamShardingManager(ShardingManager):
         for name, streams in ALTERED.get(self.weight_format, ALTERED["full"]).items():
             await self._push("prove", version, *streams)
             altered[name] = await self.comparison.mean_difference()
+
         metrics = await self._sync("prove", version)
         true = await self.comparison.mean_difference()
         if not true <= self.limit:  # NaN is above every limit
             raise WeightSyncError(
-                f"after a full weight push the log-probs of the rollout differ from the engine's by {true:.4f} "
-                "on average, "
-                f"limit {self.limit:.4f}.\n"
+                "after a full weight push the log-probs of the rollout differ from the "
+                f"engine's by {true:.4f} on average, limit {self.limit:.4f}.\n"
                 "  look at:  temperature, dtype, tied or fused weights of the rollout; "
                 "the limit is sync.max_mean_logprob_diff"
             )
+
         for name, diff in altered.items():
             if diff <= max(self.limit, 10 * true):
                 sent = "a random adapter" if name == "sync/probe_adapter" else "permuted weights"
                 raise WeightSyncError(
-                    f"a push of {sent} left the rollout's log-probs within {diff:.6f} of the engine's "
-                    f"(with the true weights: {true:.6f}).\n"
+                    f"a push of {sent} left the rollout's log-probs within {diff:.6f} of the "
+                    f"engine's (with the true weights: {true:.6f}).\n"
                     "  this means:  the rollout does not run the weights it is sent"
                 )
-        return {**metrics, "sync/probe": Metric(true), **{name: Metric(diff) for name, diff in altered.items()}}
+
+        return {
+            **metrics,
+            "sync/probe": Metric(true),
+            **{name: Metric(diff) for name, diff in altered.items()},
+        }
 
     async def sync(self, version: int) -> Metrics:
         return await self._sync("sync", version)
@@ -111,37 +133,45 @@ class StreamShardingManager(ShardingManager):
         sent = [sent for sent, _ in pushed]
         if not self.limit:
             self.limit = LIMIT["half" if any("16" in one.dtype for one in sent) else "full"]
+
         return {
             "time/sync": Metric(time.perf_counter() - start, how="sum"),
             "sync/bytes": Metric(sum(one.num_bytes for one in sent), how="sum"),
             "sync/tensors": Metric(sum(one.num_tensors for one in sent), how="sum"),
             "time/sync_send": Metric(sum(one.seconds for one in sent), how="sum"),
-            **{f"time/sync_{name}": Metric(seconds, how="sum") for name, seconds in _slowest(pushed).items()},
+            **{
+                f"time/sync_{name}": Metric(seconds, how="sum")
+                for name, seconds in _slowest(pushed).items()
+            },
         }
 
     def check(self, metrics: Metrics) -> bool:
-        """Judge the probe of the last sync: what was sampled after it, under the trainer's log-probs.
+        """Judge the last sync by the tokens that were sampled after it.
 
         Returns:
-            Whether it could; where a batch is older than the last sync, or the trainer's log-probs are not finite,
-            :meth:`probe` has to judge the next one.
+            True if it was judged. If the batch is older than the last sync, or the
+            trainer's log-probs are not finite, :meth:`probe` has to judge the next one.
 
         Raises:
-            WeightSyncError: the mean difference is above the limit, over all tokens or over those of one replica.
+            WeightSyncError: the mean difference is above the limit, over all tokens or
+                over those of one replica.
         """
         diff = metrics.get("train_infer/abs_diff")
         if diff is None:
             return True
-        judged = bool(diff.weight) and isfinite(diff.value)
-        if judged:
-            self._judge(diff.value, "the rollouts'")
-            for name, of_replica in metrics.items():
-                if name.startswith(OF_REPLICA) and of_replica.weight >= PROBE_TOKENS:
-                    self._judge(of_replica.value, f"rollout replica {name.removeprefix(OF_REPLICA)}'s")
-        return judged
+        if not diff.weight or not isfinite(diff.value):
+            return False
+
+        self._judge(diff.value, "the rollouts'")
+        for name, metric in metrics.items():
+            if name.startswith(OF_REPLICA) and metric.weight >= PROBE_TOKENS:
+                self._judge(metric.value, f"rollout replica {name.removeprefix(OF_REPLICA)}'s")
+        return True
 
     async def probe(self) -> Metrics:
-        """Judge the last sync by tokens sampled for that alone, whose ``train_infer/*`` stand for those of a batch.
+        """Judge the last sync by tokens sampled for that alone.
+
+        Their ``train_infer/*`` stand for those of a batch.
 
         Raises:
             WeightSyncError: the mean difference is above the limit.
@@ -154,63 +184,79 @@ class StreamShardingManager(ShardingManager):
     def _judge(self, diff: float, whose: str) -> None:
         if not diff <= self.limit:
             raise WeightSyncError(
-                f"{whose} log-probs differ from the engine's by {diff:.4f} on average at version "
-                f"{self.version}, limit {self.limit:.4f}; weights that were trained since were not synced.\n"
-                "  look at:  the last sync's receipt in metrics.jsonl; the limit is sync.max_mean_logprob_diff"
+                f"{whose} log-probs differ from the engine's by {diff:.4f} on average at "
+                f"version {self.version}, limit {self.limit:.4f}; weights that were trained "
+                "since were not synced.\n"
+                "  look at:  the last sync's receipt in metrics.jsonl; the limit is "
+                "sync.max_mean_logprob_diff"
             )
 
     def _update(self, version: int, stream: Stream, attempt: int) -> WeightUpdate:
-        return self.weight_update(version, permuted=stream.permuted, attempt=attempt, adapter=stream.adapter)
+        return self.weight_update(
+            version, permuted=stream.permuted, attempt=attempt, adapter=stream.adapter
+        )
 
     async def _push(self, phase: str, version: int, *streams: Stream) -> list[Pushed]:
-        """Push to all replicas; where one is dead or dies of it, start it again and push to all of them again.
+        """Push to all replicas. If one is dead or dies, start it again and push to all
+        of them again.
 
         Raises:
-            ReplicaDied: one died more often than it is started.
-            WeightSyncError: a replica did not take it all.
+            ReplicaDied: a replica died more often than it may be started.
+            WeightSyncError: a replica did not load everything.
         """
         for attempt in range(1 + MAX_RESTARTS * len(self.rollouts.replicas)):
             await self.rollouts.pause(self.in_flight)
             if self.rollouts.dead:
                 async with self.residency.generating("start_rollout"):
                     await self.rollouts.revive(self.in_flight)
+
+            # the next attempt starts a replica that dies here again
             async with self.residency.syncing(phase):
-                with suppress(ReplicaDied):  # the next attempt starts it again
-                    needed = await self._needed(streams)
-                    pushed = [await self._transfer(self._update(version, stream, attempt)) for stream in needed]
+                with suppress(ReplicaDied):
+                    pushed = [
+                        await self._transfer(self._update(version, stream, attempt))
+                        for stream in await self._needed(streams)
+                    ]
                     await self.rollouts.resume()
                     return pushed
+
         raise AssertionError("a replica was started more often than revive() allows")
 
     async def _needed(self, streams: tuple[Stream, ...]) -> tuple[Stream, ...]:
-        """With the weights ahead of an adapter that a replica holds none for."""
+        """Put the weights ahead of an adapter if a replica does not hold them."""
         if not streams[0].adapter or await self.rollouts.holds_base():
             return streams
         return WEIGHTS, *streams
 
     async def _transfer(self, update: WeightUpdate) -> Pushed:
-        """Both sides of one stream.
+        """Run both sides of one stream.
 
         Raises:
-            WaitTimeout: they did not end; either side's own deadline, which is sooner, says more.
+            WaitTimeout: neither side ended. Their own deadlines are sooner and say
+                more.
         """
         try:
             async with asyncio.timeout(self.config.deadline_s + 2 * GRACE_S):
-                sent, receipts = await both_sides(self.engine.push(update), self.rollouts.update(update))
+                sent, receipts = await both_sides(
+                    self.engine.push(update), self.rollouts.update(update)
+                )
         except TimeoutError:
             raise WaitTimeout(
-                f"weights version {update.version} were not in every rollout after {self.config.deadline_s:.0f} s.\n"
+                f"weights version {update.version} were not in every rollout after "
+                f"{self.config.deadline_s:.0f} s.\n"
                 "  look at:  the rollouts' logs; the limit is sync.deadline_s"
             ) from None
+
         for replica, receipt in enumerate(receipts):
             verify(sent[0], receipt, replica)
         return sent[0], receipts
 
 
 def _slowest(pushed: list[Pushed]) -> dict[str, float]:
-    """Seconds by phase of the slowest replica, over all streams."""
+    """Return the seconds of the slowest replica by phase, over all streams."""
     total: dict[str, float] = {}
     for _, receipts in pushed:
         for name in {name for receipt in receipts for name in receipt.seconds}:
-            total[name] = total.get(name, 0.0) + max(receipt.seconds.get(name, 0.0) for receipt in receipts)
+            slowest = max(receipt.seconds.get(name, 0.0) for receipt in receipts)
+            total[name] = total.get(name, 0.0) + slowest
     return total

@@ -1,4 +1,4 @@
-"""Plugins: how backends are declared, found and chosen."""
+"""Declare, find and choose backends."""
 
 from coupler.plugins.backend import Backend, Kind
 from coupler.plugins.hooks import hookimpl

@@ -1,4 +1,7 @@
-"""``python -m coupler.plugins --json``: what one interpreter has, for another one to compare."""
+"""Print what one interpreter has, for another one to compare.
+
+``python -m coupler.plugins --json`` runs it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from coupler.plugins.manager import CORE, Plugins
 
 
 def describe() -> dict[str, Any]:
-    """Versions of this interpreter, and its plugins. Imports no backend."""
+    """Return the versions of this interpreter, and its plugins. Imports no backend."""
     return {
         "python": ".".join(platform.python_version_tuple()[:2]),
         "ray": _version("ray"),

@@ -1,4 +1,4 @@
-"""Backend: everything core may know about a plugin's class before importing it."""
+"""Backend holds what core knows about the class of a plugin before importing it."""
 
 from __future__ import annotations
 
@@ -23,55 +23,84 @@ class Kind(StrEnum):
 
 VOCABULARY = frozenset(
     {
-        "weights:full",  # (checkpoint name, whole tensor): every engine yields it, every rollout loads it
-        "weights:lora",  # engine: sends an adapter apart from the weights beneath it; rollout: runs it upon them
-        "place:process",  # transport: sender and receiver share one process
-        "place:host",  # transport: processes of one host
-        "place:cluster",  # transport: processes of hosts that reach each other's ports
-        "device:shared",  # transport: from GPU to GPU, where both sides use the same one
-        "device:apart",  # transport: from GPU to GPU, where each side has its own
-        "memory:offload",  # engine: offload and onload free device memory
-        "memory:sleep",  # rollout: sleep and wake free device memory
+        # Every engine yields pairs of a checkpoint name and a whole tensor, and every
+        # rollout loads them.
+        "weights:full",
+        # An engine sends an adapter apart from the weights beneath it, and a rollout
+        # runs it upon them.
+        "weights:lora",
+        # A transport reaches within one process, or between processes of one host, or
+        # between hosts that reach each other's ports.
+        "place:process",
+        "place:host",
+        "place:cluster",
+        # A transport sends from GPU to GPU: within the same one, or to another.
+        "device:shared",
+        "device:apart",
+        # An engine frees device memory in offload, and a rollout in sleep.
+        "memory:offload",
+        "memory:sleep",
+        # A rollout can do this with requests that run when weights arrive.
         "in_flight:abort",
         "in_flight:recompute",
         "in_flight:stale_kv",
-        "sampling:top_p",  # rollout: Request.top_p
-        "model:toy",  # works in NumPy, on the toy model folder of coupler.testing, not on transformers' folders
-        "model:moe",  # engine, rollout: mixtures of experts too, with one tensor per expert in the checkpoint
-        "workers:remote",  # rollout: its model workers are other processes, which place:process does not reach
-        "needs:ref_logprobs",  # algorithm: a column that core adds, as in Algorithm.needs, known before it is imported
+        # A rollout obeys Request.top_p.
+        "sampling:top_p",
+        # The backend works in NumPy, on the toy model folder of coupler.testing, and
+        # not on folders of transformers.
+        "model:toy",
+        # The backend runs mixtures of experts too. The checkpoint has one tensor per
+        # expert.
+        "model:moe",
+        # The model workers of a rollout are other processes, which place:process does
+        # not reach.
+        "workers:remote",
+        # An algorithm needs a column that core adds, as Algorithm.needs says once it is
+        # imported. The engine of a critic declares output:values.
+        "needs:ref_logprobs",
         "needs:old_logprobs",
-        "needs:values",  # trains a critic: its engine declares output:values
-        "output:values",  # engine: models with Head.VALUE, Output("values")
-        "output:base_logprobs",  # engine: trains an adapter, whose absence is the reference model
-        "output:sum_pi_squared",  # engine: Output("sum_pi_squared")
-        "output:routed_experts",  # engine: Output("routed_experts"), and replays that column; rollout: returns it
-        "job:train",  # algorithm: what it is for; both where it names neither
+        "needs:values",
+        # An engine runs models with Head.VALUE and computes Output("values").
+        "output:values",
+        # An engine trains an adapter. The model without it is the reference model.
+        "output:base_logprobs",
+        # An engine computes Output("sum_pi_squared").
+        "output:sum_pi_squared",
+        # An engine computes Output("routed_experts") and replays that column. A rollout
+        # returns it.
+        "output:routed_experts",
+        # An algorithm is for these jobs, or for both where it names neither.
+        "job:train",
         "job:sft",
-        "world:1",  # engine: one rank only
+        # An engine has one rank only.
+        "world:1",
     }
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """One name that users can select, for example ``engine=acme``.
+    """Backend is one name that users can select, for example ``engine=acme``.
 
     Example:
-        ``Backend(kind="engine", name="acme", target="coupler_acme.engine:AcmeEngine", config=AcmeConfig,
-        capabilities=frozenset({"weights:full"}))``
+        ``Backend(kind="engine", name="acme", target="coupler_acme.engine:AcmeEngine",
+        config=AcmeConfig, capabilities=frozenset({"weights:full"}))``
     """
 
-    kind: str  # a Kind
+    kind: str
+    """One of :class:`Kind`."""
     name: str
-    target: str  # "package.module:Class", imported only in the process that runs it
-    config: type = None  # type: ignore[assignment] - see __post_init__
-    """A dataclass with a field ``name`` that defaults to ``name``; its module imports
-    nothing heavy. A transport, a sharding manager or a tracker without options leaves it
-    out, and gets one."""
+    target: str
+    """``"package.module:Class"``, imported only in the process that runs it."""
+    config: type = None  # type: ignore[assignment]  # __post_init__ makes it a class.
+    """A dataclass with a field ``name`` that defaults to ``name``. Its module imports
+    nothing heavy. A transport, a sharding manager or a tracker without options leaves
+    it out, and gets one.
+    """
     api: int = API
     capabilities: frozenset[str] | Callable[[Any], frozenset[str]] = frozenset()
-    tested: Mapping[str, str] = field(default_factory=dict)  # distribution -> versions, such as {"torch": ">=2.11,<3"}
+    tested: Mapping[str, str] = field(default_factory=dict)
+    """Versions by distribution, such as ``{"torch": ">=2.11,<3"}``."""
 
     def __post_init__(self) -> None:
         """Make the configuration class of a backend that has no options.
@@ -85,7 +114,7 @@ class Backend:
             object.__setattr__(self, "config", _config_class(self.name))
 
     def capabilities_of(self, config: Any) -> frozenset[str]:
-        """The capabilities under this configuration."""
+        """Return the capabilities that hold under a configuration."""
         return self.capabilities(config) if callable(self.capabilities) else self.capabilities
 
     def load(self) -> type:
@@ -96,4 +125,6 @@ class Backend:
 @cache
 def _config_class(name: str) -> type:
     """Make a configuration class that holds a backend's name."""
-    return make_dataclass(f"{name.title()}Config", [("name", str, name)], namespace={"__module__": __name__})
+    return make_dataclass(
+        f"{name.title()}Config", [("name", str, name)], namespace={"__module__": __name__}
+    )

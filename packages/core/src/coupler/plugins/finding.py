@@ -1,4 +1,4 @@
-"""Finding: what one check says."""
+"""Finding is the outcome of one check of ``coupler doctor``."""
 
 from __future__ import annotations
 
@@ -16,9 +16,13 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report. A problem, and nothing else, says how to fix it, on one line."""
+    """Finding is one line of the report.
 
-    name: str  # of the check, for example "driver"
+    A problem, and nothing else, says how to fix it, on one line.
+    """
+
+    name: str
+    """The name of the check, for example ``driver``."""
     verdict: Verdict
     text: str
     fix: str = ""
@@ -41,10 +45,14 @@ def problem(name: str, text: str, fix: str) -> Finding:
 
 
 def from_error(name: str, error: CouplerError, fix: str) -> Finding:
-    """A problem in the words of ``error``; ``fix`` where they name none after ``try:``."""
+    """Make a problem of an error.
+
+    The fix is what the error names after ``try:``, and ``fix`` where it names nothing.
+    """
     first, *rest = str(error).splitlines()
     tried = next((line.partition("try:")[2].strip() for line in rest if "try:" in line), "")
     detail = " ".join(line.strip() for line in rest if "try:" not in line)
+
     return problem(name, f"{first} {detail}".strip(), tried or fix)
 
 

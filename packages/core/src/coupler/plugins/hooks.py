@@ -1,4 +1,7 @@
-"""Hook specifications. Every hook runs on the controller, before or between steps."""
+"""Specify the hooks of plugins.
+
+Every hook runs on the controller, before or between steps.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +27,23 @@ def coupler_backends() -> Iterable[Backend]:  # type: ignore[empty-body]
 
 @hookspec
 def coupler_config_paths() -> Iterable[str]:  # type: ignore[empty-body]
-    """Name packages of YAML presets to add to Hydra's search path, for example ``"coupler_engine_acme.conf"``."""
+    """Name packages of YAML presets, for example ``"coupler_engine_acme.conf"``."""
 
 
 @hookspec
 def coupler_validate(config: RunConfig) -> Iterable[str] | None:
-    """Return problems with the composed config, one sentence each with key and fix. Runs before any device is taken."""
+    """Return problems with the composed config, one sentence each with key and fix.
+    Runs before any device is taken.
+    """
 
 
 @hookspec(firstresult=True)
 def coupler_weight_path(
     engine: Backend, rollout: Backend, transports: Mapping[str, Backend], config: RunConfig
 ) -> tuple[str, str] | None:
-    """Choose (format, name of a transport) for this pair, or None to let the next plugin answer. Core answers last."""
+    """Choose (format, name of a transport) for this pair, or None to let the next
+    plugin answer. Core answers last.
+    """
 
 
 @hookspec
@@ -46,4 +53,7 @@ def coupler_step_end(step: int, values: Mapping[str, float]) -> Any:
 
 @hookspec
 def coupler_doctor(config: RunConfig | None) -> Iterable[Finding]:  # type: ignore[empty-body]
-    """Check what this plugin needs beyond its requirements; ``config`` is None where the user gave none."""
+    """Check what this plugin needs beyond its requirements.
+
+    ``config`` is None where the user gave none.
+    """

@@ -1,8 +1,11 @@
-"""Find installed plugins without importing a backend; one that is broken stops only the runs that select it.
+"""Find installed plugins without importing a backend.
+
+A broken plugin stops only the runs that select it.
 
 A plugin is an entry point of the group ``coupler`` whose value is a module, for example
-``acme = "coupler_engine_acme.plugin"``. ``COUPLER_PLUGINS=module,...`` adds modules without packaging, and
-``COUPLER_DISABLE_PLUGINS=name,...`` leaves entry points or distributions out.
+``acme = "coupler_engine_acme.plugin"``. ``COUPLER_PLUGINS=module,...`` adds modules
+without packaging, and ``COUPLER_DISABLE_PLUGINS=name,...`` leaves entry points or
+distributions out.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ from coupler.plugins.backend import Backend, Kind
 
 GROUP = "coupler"
 CORE = "coupler-core"
-KNOWN = {  # where a name comes from, for the hint only; nothing is installed from a guess
+# Distributions that bring a name, for the hint only. Nothing is installed from a guess.
+KNOWN = {
     ("engine", "fsdp"): "coupler-engine-fsdp",
     ("engine", "megatron"): "coupler-engine-megatron",
     ("rollout", "hf"): "coupler-engine-fsdp",
@@ -41,18 +45,28 @@ KNOWN = {  # where a name comes from, for the hint only; nothing is installed fr
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a plugin comes from."""
+    """Source is the origin of a plugin: an entry point, or a module.
 
-    name: str  # of the entry point, or the module named by COUPLER_PLUGINS
-    distribution: str = ""  # empty for a module named by COUPLER_PLUGINS
+    Attributes:
+        name: of the entry point, or of the module that COUPLER_PLUGINS names.
+        distribution: empty for a module that COUPLER_PLUGINS names.
+    """
+
+    name: str
+    distribution: str = ""
     version: str = ""
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.distribution} {self.version})" if self.distribution else f"{self.name} (module)"
+        if not self.distribution:
+            return f"{self.name} (module)"
+        return f"{self.name} ({self.distribution} {self.version})"
 
     @property
     def fix(self) -> str:
-        """What to type when this plugin does not load; pip also brings a missing dependency of it."""
+        """Return the command to type when this plugin does not load.
+
+        pip also brings a missing dependency of it.
+        """
         if not self.distribution:
             return f"correct the module {self.name}, or take it out of COUPLER_PLUGINS"
         return f"pip install --upgrade {self.distribution}"
@@ -60,11 +74,15 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of ``coupler plugins``. A plugin that did not load has no kind: its backends are unknown."""
+    """Row is one line of ``coupler plugins``.
+
+    A plugin that did not load has no kind, since its backends are unknown. ``state`` is
+    available, duplicate, incompatible, broken or disabled.
+    """
 
     kind: str
     name: str
-    state: str  # available | duplicate | incompatible | broken | disabled
+    state: str
     distribution: str
     version: str
     capabilities: tuple[str, ...] = ()
@@ -72,21 +90,26 @@ class Row:
 
 
 def accepts(api: int, current: int = API) -> bool:
-    """Whether a core of generation ``current`` runs backends of generation ``api``: its own and the one before."""
+    """Tell if a core of generation ``current`` runs backends of generation ``api``.
+
+    It runs its own generation and the one before.
+    """
     return max(1, current - 1) <= api <= current
 
 
 class Plugins:
-    """Every plugin of this interpreter.
+    """Plugins holds every plugin of this interpreter.
 
-    A name that two distributions declare is an error when it is selected, and a warning otherwise: a run that does
-    not use the name cannot be hurt by it. The same holds for a broken plugin and one of another API generation.
+    A name that two distributions declare is an error when it is selected, and a warning
+    otherwise, since it cannot hurt a run that does not use the name. The same holds for
+    a broken plugin and one of another API generation.
 
     Attributes:
         owner: who declares a (kind, name); the first one, where several do.
         broken: why a plugin did not load.
         disabled: what COUPLER_DISABLE_PLUGINS left out.
-        stale: a sentence for each second installation of a plugin, which Python does not use.
+        stale: a sentence for each second installation of a plugin, which Python does
+            not use.
     """
 
     def __init__(self) -> None:
@@ -100,7 +123,10 @@ class Plugins:
 
     @classmethod
     def load(cls) -> Plugins:
-        """Import the plugin module of every installed distribution. Imports no backend, and never raises for one."""
+        """Import the plugin module of every installed distribution.
+
+        No backend is imported, and nothing that a plugin does raises.
+        """
         self = cls()
         self._register(self.core, *_checked(import_module("coupler.builtin.plugin")))
         blocked = set(_names_in("COUPLER_DISABLE_PLUGINS"))
@@ -114,15 +140,20 @@ class Plugins:
         return self
 
     def of(self, kind: str) -> dict[str, Backend]:
-        """The backends of one kind that can be selected, by name."""
+        """Return the backends of one kind that can be selected, by name."""
         usable = {name: found for (k, name), found in self._declared.items() if k == kind}
-        return {n: found[0][0] for n, found in usable.items() if len(found) == 1 and accepts(found[0][0].api)}
+        return {
+            n: found[0][0]
+            for n, found in usable.items()
+            if len(found) == 1 and accepts(found[0][0].api)
+        }
 
     def get(self, kind: str, name: str) -> Backend:
         """Return the backend that the user selected.
 
         Raises:
-            PluginError: it is missing, broken, of another API generation, or declared twice.
+            PluginError: it is missing, broken, of another API generation, or declared
+                twice.
         """
         found = self._declared.get((kind, name), [])
         if not found:
@@ -132,7 +163,8 @@ class Plugins:
             owners = " and ".join(str(s) for _, s in found)
             raise PluginError(
                 f"two plugins provide {kind}={name}: {owners}.\n"
-                f"  try:  pip uninstall one of them, or set COUPLER_DISABLE_PLUGINS={found[-1][1].name}"
+                "  try:  pip uninstall one of them, or set "
+                f"COUPLER_DISABLE_PLUGINS={found[-1][1].name}"
             )
         if not accepts(backend.api):
             raise PluginError(
@@ -142,28 +174,45 @@ class Plugins:
         return backend
 
     def missing(self, kind: str, name: str, also: tuple[str, ...] = ()) -> str:
-        """Say why ``kind=name`` cannot be had, and what to type. ``also`` are further names that may be meant."""
+        """Say why ``kind=name`` cannot be had, and what to type.
+
+        ``also`` has further names that the user may mean.
+        """
         source = self._suspect(kind, name)
         if source is not None:
-            first = f"{kind}={name} cannot be used: the plugin {source} failed to load.\n  try:        {source.fix}"
+            first = (
+                f"{kind}={name} cannot be used: the plugin {source} failed to load.\n  "
+                f"try:        {source.fix}"
+            )
         elif (kind, name) in KNOWN:
-            first = f"no {kind} named {name!r} is installed.\n  try:        pip install {KNOWN[kind, name]}"
+            first = (
+                f"no {kind} named {name!r} is installed.\n  try:        pip install "
+                f"{KNOWN[kind, name]}"
+            )
         else:
             first = f"no {kind} named {name!r} is installed."
         lines, installed = [first], [*self.of(kind), *also]
-        known = {n: f"  (pip install {dist})" for (k, n), dist in KNOWN.items() if k == kind and n not in installed}
+        known = {
+            n: f"  (pip install {dist})"
+            for (k, n), dist in KNOWN.items()
+            if k == kind and n not in installed
+        }
         for close in get_close_matches(name, [*installed, *known], n=1):
             if close != name:
                 lines.append(f"  did you mean: {kind}={close}{known.get(close, '')}")
         lines.append(f"  installed:  {', '.join(sorted(installed)) or 'none'}")
-        lines += [f"  failed to load: {source}: {_cause(exc)}" for source, exc in self.broken.items()]
+        lines += [
+            f"  failed to load: {source}: {_cause(exc)}" for source, exc in self.broken.items()
+        ]
         lines += [f"  disabled by COUPLER_DISABLE_PLUGINS: {source}" for source in self.disabled]
         lines += [f"  {text}" for text in self.stale]
         return "\n".join(lines)
 
     def warnings(self) -> list[str]:
-        """One line for everything that is wrong with plugins that were not selected."""
-        lines = [f"plugin {source} failed to load: {_cause(exc)}" for source, exc in self.broken.items()]
+        """Return a line for everything that is wrong with plugins nobody selected."""
+        lines = [
+            f"plugin {source} failed to load: {_cause(exc)}" for source, exc in self.broken.items()
+        ]
         for row in self.rows():
             if row.state in ("duplicate", "incompatible"):
                 line = f"{row.kind}={row.name} is {row.state}: {row.detail}"
@@ -171,7 +220,7 @@ class Plugins:
         return lines + self.stale
 
     def rows(self) -> list[Row]:
-        """What is installed, and in which state, for ``coupler plugins``."""
+        """Return what is installed, and in which state, for ``coupler plugins``."""
         rows = []
         for (kind, name), found in sorted(self._declared.items()):
             for backend, source in found:
@@ -179,39 +228,59 @@ class Plugins:
                 if not accepts(backend.api):
                     state, detail = "incompatible", f"API generation {backend.api}, core has {API}"
                 elif len(found) > 1:
-                    state, detail = "duplicate", "declared by " + " and ".join(str(s) for _, s in found)
+                    state, detail = (
+                        "duplicate",
+                        "declared by " + " and ".join(str(s) for _, s in found),
+                    )
                 capabilities = tuple(sorted(backend.capabilities_of(backend.config())))
-                rows.append(Row(kind, name, state, source.distribution, source.version, capabilities, detail))
-        rows += [Row("", s.name, "broken", s.distribution, s.version, (), _cause(e)) for s, e in self.broken.items()]
+                rows.append(
+                    Row(
+                        kind, name, state, source.distribution, source.version, capabilities, detail
+                    )
+                )
+        rows += [
+            Row("", s.name, "broken", s.distribution, s.version, (), _cause(e))
+            for s, e in self.broken.items()
+        ]
         rows += [Row("", s.name, "disabled", s.distribution, s.version) for s in self.disabled]
         return rows
 
     def call(self, hook: str, owners: Iterable[Source] | None = None, /, **arguments: Any) -> Any:
-        """Call a hook of core and of these owners; of every usable plugin where none are named.
+        """Call a hook of core and of some owners, or of all usable plugins.
 
         Raises:
-            PluginError: one of them raised, and not a sentence of its own.
+            PluginError: a hook raised anything but a sentence for the user.
         """
         keep = {str(source) for source in (*(owners or ()), self.core)}
         others = [module for key, module in self.manager.list_name_plugin() if key not in keep]
         try:
-            return self.manager.subset_hook_caller(hook, others if owners is not None else ())(**arguments)
+            return self.manager.subset_hook_caller(hook, others if owners is not None else ())(
+                **arguments
+            )
         except CouplerError:
             raise
-        except (Exception, SystemExit) as error:  # third-party code may do anything; it is shown
+        # third-party code may do anything; it is shown
+        except (Exception, SystemExit) as error:
             raise PluginError(
                 f"{hook} of a plugin raised {error!r}.\n  at:  {place_of(error)}\n"
                 "  try:  COUPLER_DISABLE_PLUGINS=NAME, with a name of:  coupler plugins"
             ) from error
 
     def config_packages(self) -> list[tuple[str, Source]]:
-        """Packages of YAML presets, each with who declared it."""
+        """Return the packages of YAML presets, each with its owner."""
         sources = {str(s): s for s in self.owner.values()}
         impls = self.manager.hook.coupler_config_paths.get_hookimpls()
-        return [(p, sources.get(i.plugin_name, Source(i.plugin_name))) for i in impls for p in i.function()]
+        return [
+            (p, sources.get(i.plugin_name, Source(i.plugin_name)))
+            for i in impls
+            for p in i.function()
+        ]
 
     def _entry_points(self) -> Iterator[tuple[Source, EntryPoint]]:
-        """Every entry point of the group; of a distribution that is installed twice, those that Python uses."""
+        """Yield the entry points of the group.
+
+        Of a distribution that is installed twice, only those that Python uses count.
+        """
         first: dict[str, Distribution] = {}
         for dist in distributions():
             entries = [e for e in dist.entry_points if e.group == GROUP]
@@ -228,16 +297,18 @@ class Plugins:
                 )
 
     def _add(self, source: Source, load: Callable[[], ModuleType]) -> None:
-        """Register one plugin, or remember why it could not be."""
+        """Register one plugin, or keep the error that prevents it."""
         try:
             module, backends = _checked(load())
-        except (Exception, SystemExit) as exc:  # third-party code may do anything; it is shown
+        # third-party code may do anything; it is shown
+        except (Exception, SystemExit) as exc:
             self.broken[source] = exc
         else:
             self._register(source, module, backends)
 
     def _register(self, source: Source, module: ModuleType, backends: list[Backend]) -> None:
-        if all(accepts(b.api) for b in backends):  # hooks of another generation are never called
+        # hooks of another generation are never called
+        if all(accepts(b.api) for b in backends):
             self.manager.register(module, str(source))
         for backend in backends:
             key = (backend.kind, backend.name)
@@ -245,7 +316,7 @@ class Plugins:
             self.owner.setdefault(key, source)
 
     def _suspect(self, kind: str, name: str) -> Source | None:
-        """The broken plugin that would have provided ``kind=name``, as far as names tell."""
+        """Return the broken plugin whose name says that it provides ``kind=name``."""
         wanted = {name, KNOWN.get((kind, name)), f"coupler-{kind}-{name}"}
         return next((s for s in self.broken if wanted & {s.name, s.distribution}), None)
 
@@ -257,12 +328,17 @@ def _manager() -> pluggy.PluginManager:
 
 
 def _checked(module: ModuleType) -> tuple[ModuleType, list[Backend]]:
-    """Check a plugin module on its own, so that a mistake in it is nobody else's, and return it with its backends."""
+    """Check a plugin module on its own, and return it with its backends.
+
+    A mistake in it is then nobody else's.
+    """
     alone = _manager()
     alone.register(module)
     alone.check_pending()  # a misspelt hook
     if not alone.get_hookcallers(module):
-        raise PluginError(f"{module.__name__} implements no hook; mark its functions with @coupler.hookimpl")
+        raise PluginError(
+            f"{module.__name__} implements no hook; mark its functions with @coupler.hookimpl"
+        )
     backends = [backend for found in alone.hook.coupler_backends() for backend in found]
     for backend in backends:
         _check(backend)
@@ -283,7 +359,10 @@ def _check(backend: Backend) -> None:
         raise PluginError(f"{who}: {backend.config.__name__}.name is {default.name!r}")  # type: ignore[attr-defined]
     base = {Kind.ENGINE: EngineConfig, Kind.ROLLOUT: RolloutConfig}.get(Kind(backend.kind), object)
     if not isinstance(default, base):
-        raise PluginError(f"{who}: its config class {backend.config.__name__} does not extend coupler.{base.__name__}")
+        raise PluginError(
+            f"{who}: its config class {backend.config.__name__} does not extend "
+            f"coupler.{base.__name__}"
+        )
     backend.capabilities_of(default)
 
 

@@ -1,4 +1,7 @@
-"""Versions of what plugins stand on, against the ranges that they were tested with. Imports none of it."""
+"""Compare installed versions with the ranges that plugins were tested with.
+
+Nothing of it is imported.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from coupler.plugins.manager import Plugins, Source
 
 @dataclass(frozen=True, slots=True)
 class Tested:
-    """A distribution that is installed, and the range that a plugin names for it."""
+    """Tested is an installed distribution, and the range that a plugin names for it."""
 
     distribution: str
     found: str
@@ -26,21 +29,28 @@ class Tested:
 
     @property
     def problem(self) -> str:
-        """What to say where it is not within."""
+        """Say that the version is outside of the range."""
         return f"{self.found} is outside the range {self.tested} that {self.source} was tested with"
 
     @property
     def fix(self) -> str:
         upgrade = self.source.distribution or self.source.name
-        return f"pip install '{self.distribution}{self.tested}'  or  pip install --upgrade {upgrade}"
+        return (
+            f"pip install '{self.distribution}{self.tested}'  or  pip install --upgrade {upgrade}"
+        )
 
 
 def tested_ranges(plugins: Plugins, selected: Iterable[tuple[str, str]]) -> Iterator[Tested]:
-    """One for each range that backends, ``selected`` by kind and name, declare; what is not installed is left out."""
+    """Yield every range that the selected backends declare.
+
+    ``selected`` has pairs of kind and name. A distribution that is not installed is
+    left out.
+    """
     declared: dict[tuple[str, str], Source] = {}
     for kind, name in selected:
         for dist, tested in plugins.get(kind, name).tested.items():
             declared.setdefault((dist, tested), plugins.owner[kind, name])
+
     for (dist, tested), source in declared.items():
         try:
             yield Tested(dist, version(dist), tested, source)

@@ -1,4 +1,4 @@
-"""Rewards: functions loaded by import path and run in killable worker processes."""
+"""Run reward functions, named by import path, in worker processes that can die."""
 
 from coupler.rewards.pool import RewardPool, check_reward
 from coupler.rewards.result import Graded, Invalid, Scored

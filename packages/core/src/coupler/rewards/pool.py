@@ -1,4 +1,7 @@
-"""RewardPool: reward calls spread over worker processes; a call that hangs costs its process, never the run."""
+"""Spread reward calls over worker processes.
+
+A call that hangs costs its process and never the run.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +20,26 @@ from coupler.metrics import Metric, Metrics
 from coupler.rewards.process import START_S, WorkerDied, WorkerProcess
 from coupler.rewards.result import Invalid, Scored
 
-MIN_INVALID = 5  # fewer invalid calls never stop a run
-RECENT = 64  # a reward that breaks late must not hide behind the valid calls before
-MESSAGE_S = 0.005  # calls go to a worker in messages of about so much work, at most MESSAGE_CALLS
+# Fewer invalid calls than this never stop a run.
+MIN_INVALID = 5
+# The last calls are judged on their own, so that a reward that breaks late cannot hide
+# behind the valid calls before.
+RECENT = 64
+# Calls go to a worker in messages of about this much work, at most MESSAGE_CALLS.
+MESSAGE_S = 0.005
 MESSAGE_CALLS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    request: str  # JSON
+    # The call as JSON.
+    request: str
     future: asyncio.Future[Scored]
 
     def settle(self, result: Scored | CouplerError) -> None:
-        """In the thread of the event loop."""
-        if self.future.done():  # its task was cancelled
+        """Set the result. Runs in the thread of the event loop."""
+        # The task that waits may have been cancelled.
+        if self.future.done():
             return
         if isinstance(result, Scored):
             self.future.set_result(result)
@@ -39,26 +48,39 @@ class _Call:
 
 
 class RewardPool:
-    """Calls ``target`` in ``num_workers`` processes.
+    """Call ``target`` in ``num_workers`` processes.
 
-    Each process has a thread here. It consumes calls from one queue, sends a few at a time, and produces their results
-    in order. A call without an answer after ``timeout_s`` seconds, or whose process died, is ``Invalid``; its process
-    is replaced and the calls behind it go to the front of the queue.
+    Each process has a thread here. The thread takes calls from one queue, sends a few
+    at a time, and hands out their results in order. A call is ``Invalid`` if it has no
+    answer after ``timeout_s`` seconds or if its process died. The process is then
+    replaced, and the calls behind that call go to the front of the queue.
 
     Example:
-        ``pool = RewardPool("rewards.py:score", 2, 10.0, 0.01); pool.start(); await pool.score(text, "42", row)``
+        ``pool = RewardPool("rewards.py:score", 2, 10.0, 0.01); pool.start(); await
+        pool.score(text, "42", row)``
     """
 
-    def __init__(self, target: str, num_workers: int, timeout_s: float, max_invalid_fraction: float) -> None:
+    def __init__(
+        self, target: str, num_workers: int, timeout_s: float, max_invalid_fraction: float
+    ) -> None:
         if num_workers < 1 or timeout_s <= 0:
-            raise ConfigError(f"reward.num_workers={num_workers} and reward.timeout_s={timeout_s} must be positive.")
-        self.target, self.num_workers, self.timeout_s = target, num_workers, timeout_s
+            raise ConfigError(
+                f"reward.num_workers={num_workers} and reward.timeout_s={timeout_s} must be "
+                "positive."
+            )
+
+        self.target = target
+        self.num_workers = num_workers
+        self.timeout_s = timeout_s
         self.max_invalid_fraction = max_invalid_fraction
+
         self.reasons: Counter[str] = Counter()
         self.first_detail = ""
         self._num_calls = 0
-        self._recent: deque[bool] = deque(maxlen=RECENT)  # was invalid
+        # One entry for each of the last calls: True if it was invalid.
+        self._recent: deque[bool] = deque(maxlen=RECENT)
         self._step: list[Scored] = []
+
         self._waiting: deque[_Call] = deque()
         self._changed = threading.Condition()
         self._stopped: CouplerError | None = None
@@ -69,12 +91,15 @@ class RewardPool:
         """Start the processes and import the reward in each.
 
         Raises:
-            CouplerError: it cannot be imported, or its signature does not fit.
+            CouplerError: the reward cannot be imported, or its signature does not fit.
         """
         started = [threading.Event() for _ in range(self.num_workers)]
-        self._threads = [threading.Thread(target=self._serve, args=(s,), daemon=True) for s in started]
+        self._threads = [
+            threading.Thread(target=self._serve, args=(s,), daemon=True) for s in started
+        ]
         for thread in self._threads:
             thread.start()
+
         for event in started:
             event.wait(START_S + 10)
         if self._stopped:
@@ -82,22 +107,28 @@ class RewardPool:
             raise self._stopped
 
     async def score(self, completion: str, answer: str, row: Mapping[str, Any]) -> Scored:
-        """Score one completion. ``row`` holds what JSON can; its ``prompt`` is passed by that keyword too.
+        """Score one completion.
+
+        ``row`` must be valid as JSON. Its ``prompt`` is passed by that keyword, too.
 
         Raises:
-            RewardError: at least 5 calls and more than ``max_invalid_fraction``, or most of the last 64, were invalid.
-            CouplerError: the pool is closed, or the reward could not be imported again after a process was killed.
+            RewardError: too many calls were invalid. These are at least 5, and either
+                more than ``max_invalid_fraction`` of all or most of the last 64.
+            CouplerError: the pool is closed, or the reward could not be imported again
+                after a process was killed.
         """
         scored = await self.call(completion, answer, row)
         self._count(scored)
         return scored
 
     async def call(self, completion: str, answer: str, row: Mapping[str, Any]) -> Scored:
-        """As :meth:`score`, but neither counted nor stopped by invalid results."""
+        """Score one completion without counting it, and never stop the run."""
         try:
-            call = _Call(json.dumps([completion, answer, row]), asyncio.get_running_loop().create_future())
+            request = json.dumps([completion, answer, row])
         except TypeError as error:
             raise DataError(f"a row cannot be sent to the reward as JSON: {error}.") from None
+        call = _Call(request, asyncio.get_running_loop().create_future())
+
         with self._changed:
             if self._stopped:
                 raise self._stopped
@@ -106,16 +137,19 @@ class RewardPool:
         return await call.future
 
     def metrics(self) -> Metrics:
-        """Return rates and the longest call (seconds) since this was last called."""
+        """Return rates and the longest call (seconds) since the last call of this."""
         step, self._step = self._step, []
+
         return {
-            "reward/invalid_rate": Metric(sum(isinstance(s.result, Invalid) for s in step), len(step)),
+            "reward/invalid_rate": Metric(
+                sum(isinstance(s.result, Invalid) for s in step), len(step)
+            ),
             "reward/timeout_rate": Metric(sum(s.timed_out for s in step), len(step)),
             "time/reward_max": Metric(max((s.seconds for s in step), default=0.0), how="max"),
         }
 
     def close(self) -> None:
-        """Kill every process; calls under way fail."""
+        """Kill every process. Calls under way fail."""
         self._stop(CouplerError("the reward pool is closed."))
         for thread in self._threads:
             thread.join(10)
@@ -127,6 +161,7 @@ class RewardPool:
         if isinstance(scored.result, Invalid):
             self.reasons[scored.result.reason] += 1
             self.first_detail = self.first_detail or scored.detail
+
         count, limit = self.reasons.total(), self.max_invalid_fraction
         burst = len(self._recent) == RECENT and sum(self._recent) > max(0.5, limit) * RECENT
         if count >= MIN_INVALID and (count > limit * self._num_calls or burst):
@@ -135,16 +170,23 @@ class RewardPool:
     def _complaint(self) -> str:
         recent = f"{sum(self._recent)} of the last {len(self._recent)}"
         lines = [
-            f"{self.reasons.total()} of {self._num_calls} calls of {self.target} gave no valid number ({recent}).",
+            (
+                f"{self.reasons.total()} of {self._num_calls} calls of {self.target} gave no "
+                f"valid number ({recent})."
+            ),
             f"  limit:   reward.max_invalid_fraction={self.max_invalid_fraction}",
             *(f"  reason:  {count} x {reason}" for reason, count in self.reasons.most_common(5)),
         ]
+
         if self.first_detail:
             lines += ["  the first of them:", indent(self.first_detail.rstrip(), "    ")]
         return "\n".join(lines)
 
     def _stop(self, problem: CouplerError) -> None:
-        """Fail every call, waiting and future; kill the processes, whose threads then end."""
+        """Fail every waiting and every future call, and kill the processes.
+
+        The threads of the processes then end.
+        """
         with self._changed:
             self._stopped = self._stopped or problem
             self._fail_waiting()
@@ -157,11 +199,13 @@ class RewardPool:
         _settle([(call, self._stopped) for call in self._waiting])
         self._waiting.clear()
 
-    # Below: what runs in the threads, one per process.
+    # The methods below run in the threads, one for each process.
 
     def _serve(self, started: threading.Event) -> None:
         process = None
-        slowest = MESSAGE_S  # seconds of a call: a maximum that decays
+        # The seconds of the slowest call of late: a maximum that decays.
+        slowest = MESSAGE_S
+
         try:
             process = self._spawn()
             started.set()
@@ -169,8 +213,13 @@ class RewardPool:
                 if not process.alive():
                     process = self._replace(process)
                 slowest = max(self._exchange(process, calls), slowest * 0.9 ** len(calls))
-        except BaseException as error:  # it reaches nobody unless every waiting call raises it
-            problem = error if isinstance(error, CouplerError) else CouplerError(f"the reward pool failed: {error!r}")
+        # An error in this thread reaches nobody unless every waiting call raises it.
+        except BaseException as error:
+            problem = (
+                error
+                if isinstance(error, CouplerError)
+                else CouplerError(f"the reward pool failed: {error!r}")
+            )
             self._stop(problem)
             started.set()
         finally:
@@ -183,6 +232,7 @@ class RewardPool:
             self._processes.add(process)
             if self._stopped:
                 process.terminate()
+
         process.wait_ready(self.target)
         return process
 
@@ -193,7 +243,10 @@ class RewardPool:
         return self._spawn()
 
     def _take(self, at_most: int) -> list[_Call]:
-        """Wait for calls, and take this worker's share of them; nothing when the pool stops."""
+        """Wait for calls, and take this worker's share of them.
+
+        Returns nothing when the pool stops.
+        """
         with self._changed:
             while not self._stopped:
                 share = min(at_most, -(-len(self._waiting) // self.num_workers))
@@ -205,22 +258,37 @@ class RewardPool:
             return []
 
     def _exchange(self, process: WorkerProcess, calls: list[_Call]) -> float:
-        """Have ``calls`` answered, or back in the queue where one before them kills; return the slowest's seconds."""
+        """Have ``calls`` answered, and return the seconds of the slowest.
+
+        Calls behind one that costs the process go back into the queue.
+        """
         unanswered = deque(calls)
         slowest = 0.0
+
         try:
             process.send(f"[{','.join(c.request for c in calls)}]\n".encode(), self.timeout_s)
             while unanswered:
-                done = [(unanswered.popleft(), _scored(line)) for line in process.receive(self.timeout_s)]
+                done = [
+                    (unanswered.popleft(), _scored(line))
+                    for line in process.receive(self.timeout_s)
+                ]
                 _settle(done)
                 slowest = max(slowest, *(scored.seconds for _, scored in done))
+
         except TimeoutError:
             slowest = self.timeout_s
             process.kill(dump_stacks=True)
-            self._blame(unanswered.popleft(), process, f"took longer than {self.timeout_s:g} s", timed_out=True)
+            self._blame(
+                unanswered.popleft(),
+                process,
+                f"took longer than {self.timeout_s:g} s",
+                timed_out=True,
+            )
+
         except WorkerDied as died:
             process.kill()
             self._blame(unanswered.popleft(), process, f"its process {died}")
+
         finally:
             with self._changed:
                 self._waiting.extendleft(reversed(unanswered))
@@ -229,9 +297,15 @@ class RewardPool:
                 self._changed.notify_all()
         return slowest
 
-    def _blame(self, call: _Call, process: WorkerProcess, reason: str, *, timed_out: bool = False) -> None:
-        seconds, detail = self.timeout_s * timed_out, "\n".join(process.tail)
-        blamed = Scored(result=Invalid(reason), seconds=seconds, detail=detail, timed_out=timed_out)
+    def _blame(
+        self, call: _Call, process: WorkerProcess, reason: str, *, timed_out: bool = False
+    ) -> None:
+        blamed = Scored(
+            result=Invalid(reason),
+            seconds=self.timeout_s if timed_out else 0.0,
+            detail="\n".join(process.tail),
+            timed_out=timed_out,
+        )
         _settle([(call, self._stopped or blamed)])
 
 
@@ -242,22 +316,28 @@ def _scored(line: bytes) -> Scored:
 
 
 def _settle(results: Sequence[tuple[_Call, Scored | CouplerError]]) -> None:
-    """Hand results to the event loops that wait for them, waking each once."""
+    """Hand results to the event loops that wait for them, and wake each loop once."""
     by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Call, Scored | CouplerError]]] = {}
     for call, result in results:
         by_loop.setdefault(call.future.get_loop(), []).append((call, result))
+
     for loop, pairs in by_loop.items():
         if not loop.is_closed():
-            loop.call_soon_threadsafe(lambda pairs=pairs: [call.settle(result) for call, result in pairs])
+            loop.call_soon_threadsafe(
+                lambda pairs=pairs: [call.settle(result) for call, result in pairs]
+            )
 
 
-def check_reward(target: str, samples: Iterable[tuple[str, str, Mapping[str, Any]]], timeout_s: float) -> list[Scored]:
-    """Score (completion, answer, row) ``samples`` in one worker process, to try a reward out before a run.
+def check_reward(
+    target: str, samples: Iterable[tuple[str, str, Mapping[str, Any]]], timeout_s: float
+) -> list[Scored]:
+    """Score (completion, answer, row) ``samples`` in one worker process.
 
-    Works with and without a running event loop, which it blocks.
+    Use it to try a reward out before a run. It works with and without a running event
+    loop, and blocks the loop.
 
     Raises:
-        CouplerError: it cannot be imported, or its signature does not fit.
+        CouplerError: the reward cannot be imported, or its signature does not fit.
     """
 
     async def score_all() -> list[Scored]:
@@ -265,6 +345,7 @@ def check_reward(target: str, samples: Iterable[tuple[str, str, Mapping[str, Any
 
     pool = RewardPool(target, 1, timeout_s, 1.0)
     pool.start()
+
     try:
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(asyncio.run, score_all()).result()

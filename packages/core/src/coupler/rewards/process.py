@@ -1,4 +1,4 @@
-"""WorkerProcess: the pool's end of one worker process. Lines of JSON over pipes, every wait with a deadline."""
+"""Exchange lines of JSON with one worker process, each wait with a deadline."""
 
 from __future__ import annotations
 
@@ -15,20 +15,24 @@ from collections import deque
 
 from coupler.errors import CouplerError
 
-START_S = 120.0  # limit of importing the reward's module
+# The reward's module must be imported within this time.
+START_S = 120.0
 
 
 class WorkerDied(Exception):
-    """The process ended; the text says how."""
+    """Raised where the process ended. The text says how."""
 
 
 class WorkerProcess:
-    """One process of ``coupler.rewards.worker``, in a process group of its own, so that killing it kills its children.
+    """Own one process of ``coupler.rewards.worker`` in a process group of its own.
 
-    Must be made by a thread that lives as long as it: Linux ends the process with that thread.
+    Killing the group kills its children, too. The thread that makes this object must
+    live as long as the process, because Linux ends the process with that thread.
     """
 
     def __init__(self, target: str) -> None:
+        # The worker can import everything that this process can.
+        path = os.pathsep.join(p for p in sys.path if p)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "coupler.rewards.worker", target],
             stdin=subprocess.PIPE,
@@ -36,14 +40,17 @@ class WorkerProcess:
             stderr=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},  # what we can import, it can
+            env={**os.environ, "PYTHONPATH": path},
         )
+
         assert self.process.stdin and self.process.stdout
-        self.stdin, self.stdout = (self.process.stdin.fileno(), self.process.stdout.fileno())
+        self.stdin = self.process.stdin.fileno()
+        self.stdout = self.process.stdout.fileno()
         os.set_blocking(self.stdin, False)
         self.poller = select.poll()
         self.poller.register(self.stdout, select.POLLIN)
         self.received = b""
+
         self.tail: deque[str] = deque(maxlen=50)
         self.reader = threading.Thread(target=self._forward_stderr, daemon=True)
         self.reader.start()
@@ -52,7 +59,8 @@ class WorkerProcess:
         """Wait until the reward is imported.
 
         Raises:
-            CouplerError: it cannot be, with what the process wrote to stderr.
+            CouplerError: it cannot be imported. The text ends with the last lines that
+                the process wrote to stderr.
         """
         why = f"the reward {target} was not imported within {START_S:.0f} s."
         try:
@@ -65,6 +73,7 @@ class WorkerProcess:
             why = f"the worker of the reward {target} {died} while it imported it."
         except TimeoutError:
             self._dump_stacks()
+
         self.kill()
         raise CouplerError("\n".join([why.rstrip(), *(f"  stderr:  {line}" for line in self.tail)]))
 
@@ -72,13 +81,14 @@ class WorkerProcess:
         """Write ``line``.
 
         Raises:
-            TimeoutError: the process did not read it within ``seconds``.
-            WorkerDied: it ended.
+            TimeoutError: the process did not read the line within ``seconds``.
+            WorkerDied: the process ended.
         """
         data = memoryview(line)
         poller = select.poll()
         poller.register(self.stdin, select.POLLOUT)
         deadline = time.monotonic() + seconds
+
         try:
             while data:
                 if not poller.poll(1000 * max(0.0, deadline - time.monotonic())):
@@ -88,10 +98,10 @@ class WorkerProcess:
             raise WorkerDied(self._ending()) from None
 
     def receive(self, seconds: float) -> list[bytes]:
-        """Return the lines that have come, waiting for the first.
+        """Wait for a line, and return every line that has come.
 
         Raises:
-            TimeoutError: none came within ``seconds``.
+            TimeoutError: no line came within ``seconds``.
             WorkerDied: the process ended.
         """
         deadline = time.monotonic() + seconds
@@ -99,6 +109,7 @@ class WorkerProcess:
             *lines, self.received = self.received.split(b"\n")
             if lines:
                 return lines
+
             if not self.poller.poll(1000 * max(0.0, deadline - time.monotonic())):
                 raise TimeoutError
             chunk = os.read(self.stdout, 1 << 20)
@@ -110,12 +121,17 @@ class WorkerProcess:
         return self.process.poll() is None
 
     def kill(self, *, dump_stacks: bool = False) -> None:
-        """End the process and its children; ``tail`` then holds its last lines on stderr. May be called twice."""
+        """End the process and its children, and fill ``tail``.
+
+        ``tail`` then holds the last lines that the process wrote to stderr. A second
+        call does nothing.
+        """
         assert self.process.stdin and self.process.stdout
         if self.process.stdin.closed:
             return
         if dump_stacks:
             self._dump_stacks()
+
         self._kill_group()
         self.process.wait(10)
         self.reader.join(1)
@@ -123,8 +139,12 @@ class WorkerProcess:
         self.process.stdout.close()
 
     def terminate(self) -> None:
-        """End the process and its children; safe from any thread, since pipes stay open for the owner to close."""
-        if self.process.returncode is None:  # else its number may be another's by now
+        """End the process and its children from any thread.
+
+        The pipes stay open, because only the thread that owns them may close them.
+        """
+        # The number of a process that was waited for may belong to another one by now.
+        if self.process.returncode is None:
             self._kill_group()
 
     def _kill_group(self) -> None:
@@ -142,7 +162,10 @@ class WorkerProcess:
             code = self.process.wait(1)
         except subprocess.TimeoutExpired:
             return "closed its pipes"
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+
+        if code < 0:
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"exited with code {code}"
 
     def _forward_stderr(self) -> None:
         assert self.process.stderr

@@ -1,52 +1,127 @@
-"""Verifiers of reasoning-gym, for rows of ``coupler.data.reasoning_gym:rows``."""
+"""Score rows of ``coupler.data.reasoning_gym:rows`` by the verifiers of their tasks."""
 
 from __future__ import annotations
 
 import ast
 import json
 import re
-from collections.abc import Mapping
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
 from coupler.data.reasoning_gym import create, library
-from coupler.rewards.result import Graded
+from coupler.rewards.result import Graded, Invalid
+from coupler.rewards.verifiers import Guard, disarm
 
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
-ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+OPEN, CLOSE = "<answer>", "</answer>"
+# A longer text is no answer to any task, and scores 0.
+MAX_ANSWER = 20_000
+# Seconds of the processor that a verifier may take for one answer.
+MAX_CPU_S = 2.0
 
 
 class Score:
-    """The task's own score of the text in the last ``<answer>`` tags, or of all of it where there are none.
+    """Give the task's own score of the text in the last ``<answer>`` tags.
 
-    Most tasks give partial credit, in part for no merit: chain_sum scores a wrong sentence by the share that the right
-    number has in it, countdown gives 0.01 for a wrong answer. Read the task's verifier before you train on this.
+    Without such tags the whole completion is scored. Most tasks give partial credit, in
+    part for no merit: chain_sum scores a wrong sentence by the share that the right
+    number has in it, and countdown gives 0.01 for a wrong answer. Read the task's
+    verifier before you train on this.
     """
 
     def __init__(self) -> None:
-        library()  # at the start of a worker: the first call must not pay for the import
+        # A worker imports it at its start, so that the first call does not pay for it.
+        library()
+        disarm()
 
-    def __call__(self, completion: str, row: Mapping[str, Any]) -> Graded:
-        tagged = ANSWER.findall(completion)
-        text = (tagged[-1] if tagged else completion).strip()
-        verifier = _verifier(row["task"], json.dumps(row["task_config"]))
-        return Graded(float(verifier.score_answer(text, _entry(row["entry"]))), text)
+    def __call__(self, completion: str, row: Mapping[str, Any]) -> Graded | Invalid:
+        text = last_answer(completion).strip()
+        if len(text) > MAX_ANSWER:
+            return Graded(0.0, "")
+        return score(row["task"], row["task_config"], row["entry"], text)
 
 
 class Exact(Score):
-    """1 for a full score, else 0."""
+    """Give 1 for a full score, else 0."""
 
-    def __call__(self, completion: str, row: Mapping[str, Any]) -> Graded:
+    def __call__(self, completion: str, row: Mapping[str, Any]) -> Graded | Invalid:
         graded = super().__call__(completion, row)
+        if isinstance(graded, Invalid):
+            return graded
         return Graded(float(graded.reward == 1.0), graded.answer)
 
 
 class LastNumber(Exact):
-    """1 if the last number that the text names is the answer, else 0: for arithmetic, however it is worded."""
+    """Give 1 if the last number in the text is the answer, else 0.
 
-    def __call__(self, completion: str, row: Mapping[str, Any]) -> Graded:
+    Made for arithmetic, however the answer is worded.
+    """
+
+    def __call__(self, completion: str, row: Mapping[str, Any]) -> Graded | Invalid:
         numbers = NUMBER.findall(completion)
         return super().__call__(numbers[-1], row) if numbers else Graded(0.0, "")
+
+
+def last_answer(completion: str) -> str:
+    """Return the text in the last ``<answer>`` tags, or all of it without such tags."""
+    found, position = completion, 0
+    while (start := completion.find(OPEN, position)) >= 0:
+        position = completion.find(CLOSE, start)
+        if position < 0:
+            break
+        found = completion[start + len(OPEN) : position]
+    return found
+
+
+def score(task: str, task_config: Any, entry: str, text: str) -> Graded | Invalid:
+    """Score ``text`` by the verifier of ``task``, watched and in bounded time."""
+    verifier = _verifier(task, json.dumps(task_config))
+    facts = _entry(entry)
+    guard = _guard()
+    reward = 0.0
+
+    with guard.on(), _limited() as slow:
+        reward = float(verifier.score_answer(text, facts))
+
+    if guard.refused:
+        return Invalid(f"the verifier of {task} tried what the text must not do: {guard.refused}")
+    if slow:
+        return Invalid(f"the verifier of {task} took longer than {MAX_CPU_S:g} s")
+    return Graded(reward, text)
+
+
+@contextmanager
+def _limited() -> Iterator[list[bool]]:
+    """Interrupt what runs within after ``MAX_CPU_S``, and note that in a list."""
+    slow: list[bool] = []
+
+    def interrupt(*_: Any) -> None:
+        slow.append(True)
+        raise TimeoutError(f"took longer than {MAX_CPU_S:g} s")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield slow
+        return
+
+    before = signal.signal(signal.SIGVTALRM, interrupt)
+    signal.setitimer(signal.ITIMER_VIRTUAL, MAX_CPU_S)
+    try:
+        yield slow
+    except TimeoutError:
+        if not slow:
+            raise
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+@lru_cache(1)
+def _guard() -> Guard:
+    return Guard()
 
 
 @lru_cache(8)

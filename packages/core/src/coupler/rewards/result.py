@@ -1,4 +1,4 @@
-"""What a reward call gives."""
+"""Define the results of a reward call."""
 
 from __future__ import annotations
 
@@ -7,14 +7,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Invalid:
-    """Not a reward: its sample is left out and counted, and too many of them stop the run. Never a silent zero."""
+    """Say that a call gave no reward, and why.
+
+    The sample is left out and counted, and never gets a silent zero. Too many of them
+    stop the run.
+    """
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Graded:
-    """A reward, and what the function took for the answer in the completion: evaluation then votes over answers."""
+    """Give a reward together with the answer that was read in the completion.
+
+    Evaluation votes over these answers.
+    """
 
     reward: float
     answer: str
@@ -25,10 +32,13 @@ class Graded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """One reward call as it went."""
+    """Record one reward call: its result, its time and its traceback."""
 
     result: float | Invalid
-    seconds: float  # inside the function; the limit if it was killed
-    answer: str | None = None  # where the function says what it read
-    detail: str = ""  # the traceback, or the last lines on stderr of a worker that hung or died
+    # The time inside the function, or the limit if the call was killed.
+    seconds: float
+    # The answer that the function read, if it named one.
+    answer: str | None = None
+    # The traceback, or the last lines on stderr of a worker that hung or died.
+    detail: str = ""
     timed_out: bool = False

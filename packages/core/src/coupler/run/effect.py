@@ -1,4 +1,7 @@
-"""Compare two configurations by their effect: what cannot change a result is no difference."""
+"""Compare two configurations by their effect.
+
+An option that cannot change a result makes no difference.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,14 @@ from coupler.config.options import SECTIONS, Options
 from coupler.config.plain import to_plain
 from coupler.config.tree import flatten, value_at
 
-PLAIN_TEXT = re.compile(r"[A-Za-z_./][\w./:-]*")  # text that the command line takes without quotes
+# Text that the command line takes without quotes.
+PLAIN_TEXT = re.compile(r"[A-Za-z_./][\w./:-]*")
 WORDS = ("null", "true", "false", "nan", "inf")
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One option that has another value than it had, and on which results depend."""
+    """An option that has another value than it had, and on which results depend."""
 
     key: str
     was: Any
@@ -31,31 +35,57 @@ class Change:
 
     @property
     def undo(self) -> str:
-        """The override that brings the old value back; empty where the option is gone."""
-        key = self.key.removesuffix(".name") if self.key.removesuffix(".name") in SECTIONS else self.key
-        key = f"{SECTIONS[key]}@{key}" if SECTIONS.get(key, key) != key else key
+        """Return the override that brings the old value back.
+
+        The text is empty where the option is gone.
+        """
+        if not self.known:
+            return ""
+
+        section = self.key.removesuffix(".name")
+        key = section if section in SECTIONS else self.key
+        if SECTIONS.get(key, key) != key:
+            key = f"{SECTIONS[key]}@{key}"
+
         text = f"{key}={_typed(self.was)}"
-        return "" if not self.known else f'"{text}"' if "'" in text or " " in text else text
+        return f'"{text}"' if "'" in text or " " in text else text
 
 
 def changes(
-    old: Mapping[str, Any], new: Mapping[str, Any], options: Options, gone: Collection[str] | None = None
+    old: Mapping[str, Any],
+    new: Mapping[str, Any],
+    options: Options,
+    gone: Collection[str] | None = None,
 ) -> list[Change]:
-    """List what differs in effect between two configurations, given as plain nested values.
+    """List what differs in effect between two configurations, given as plain nested
+    values.
 
     An option that one side does not name has today's default there.
 
     Args:
         options: those of the configuration that is ``new``.
-        gone: keys of ``old`` whose values were not the defaults then; None if nobody knows.
+        gone: keys of ``old`` whose values were not the defaults then, or None if nobody
+            knows.
     """
     before, now = _by_option(old, options), _by_option(new, options)
     found = [*_of_options(before, now, options), *_of_unknown(before, now, options, gone)]
-    chosen_anew = [change.key.removesuffix("name") for change in found if change.key.removesuffix(".name") in SECTIONS]
-    return [c for c in found if c.key.endswith(".name") or not any(c.key.startswith(start) for start in chosen_anew)]
+
+    # The options of a section that was chosen anew are no differences of their own.
+    chosen_anew = [
+        change.key.removesuffix("name")
+        for change in found
+        if change.key.removesuffix(".name") in SECTIONS
+    ]
+    return [
+        change
+        for change in found
+        if change.key.endswith(".name") or not change.key.startswith(tuple(chosen_anew))
+    ]
 
 
-def _of_options(before: Mapping[str, Any], now: Mapping[str, Any], options: Options) -> Iterator[Change]:
+def _of_options(
+    before: Mapping[str, Any], now: Mapping[str, Any], options: Options
+) -> Iterator[Change]:
     for key, option in options.table.items():
         default = to_plain(option.default)
         was, is_now = before.get(key, default), now.get(key, default)
@@ -64,11 +94,15 @@ def _of_options(before: Mapping[str, Any], now: Mapping[str, Any], options: Opti
 
 
 def _of_unknown(
-    before: Mapping[str, Any], now: Mapping[str, Any], options: Options, gone: Collection[str] | None
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+    options: Options,
+    gone: Collection[str] | None,
 ) -> Iterator[Change]:
-    """Yield what ``before`` says of options that are none today, but for defaults of then.
+    """Yield the values in ``before`` of options that this release does not have.
 
-    A section that is not chosen today has another reason, which is a difference of its own.
+    Values that were defaults then are left out. So are the options of a section that is
+    not chosen today, because that choice is a difference of its own.
     """
     without = tuple(f"{path}." for path in SECTIONS.keys() - options.sections.keys())
     for key in sorted(before.keys() - options.table.keys() - SECTIONS.keys()):
@@ -78,9 +112,18 @@ def _of_unknown(
 
 
 def _by_option(values: Mapping[str, Any], options: Options) -> dict[str, Any]:
-    """Return the values by full key; a mapping that is one option's value stays whole."""
-    inside = [f"{key}." for key, option in options.table.items() if isinstance(to_plain(option.default), dict)]
-    flat = {key: value for key, value in flatten(values).items() if not key.startswith(tuple(inside))}
+    """Return the values by full key.
+
+    A mapping that is the value of one option stays whole.
+    """
+    inside = [
+        f"{key}."
+        for key, option in options.table.items()
+        if isinstance(to_plain(option.default), dict)
+    ]
+    flat = {
+        key: value for key, value in flatten(values).items() if not key.startswith(tuple(inside))
+    }
     whole = {key[:-1]: value_at(values, key[:-1]) for key in inside}
     return flat | {key: value for key, value in whole.items() if value is not None}
 
@@ -88,11 +131,13 @@ def _by_option(values: Mapping[str, Any], options: Options) -> dict[str, Any]:
 def _typed(value: Any) -> str:
     """Write a value as the command line takes it."""
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{_typed(str(key))}:{_typed(inner)}" for key, inner in value.items()) + "}"
+        pairs = (f"{_typed(str(key))}:{_typed(inner)}" for key, inner in value.items())
+        return "{" + ",".join(pairs) + "}"
     if isinstance(value, list):
         return "[" + ",".join(map(_typed, value)) + "]"
     if not isinstance(value, str):
         return json.dumps(value)
+
     if PLAIN_TEXT.fullmatch(value) and value.lower() not in WORDS:
         return value
     return "'" + value.replace("'", "\\'") + "'"

@@ -1,4 +1,7 @@
-"""Plan: how many sequences, steps and tokens a run has, and which roles, before a device is taken."""
+"""Plan a run before a device is taken.
+
+The plan says how many sequences, steps and tokens the run has, and which roles.
+"""
 
 from __future__ import annotations
 
@@ -18,37 +21,54 @@ from coupler.run.plan_checks import check, check_routes
 from coupler.run.plan_text import render
 from coupler.system.words import ceil_div, count
 
-RECOMPUTES = "in_flight:recompute"  # capability of a rollout
-VALUES = "values"  # column of a critic
-NEEDS = "needs:"  # capability of an algorithm: a column that core adds, for example needs:ref_logprobs
+# Capability of a rollout.
+RECOMPUTES = "in_flight:recompute"
+# Column of a critic.
+VALUES = "values"
+# Begins the capabilities of an algorithm that name a column which core adds. An example
+# is needs:ref_logprobs.
+NEEDS = "needs:"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The numbers of a run. A sequence is one prompt with one completion."""
+    """Hold the numbers of a run. A sequence is one prompt with one completion."""
 
     job: Job
     steps: int
     prompts_per_step: int
-    samples_per_prompt: int  # 1 in supervised training
+    # 1 in supervised training.
+    samples_per_prompt: int
     optimizer_steps_per_batch: int
     epochs_per_batch: int
-    optimizer_steps: int  # of the policy, over the run
+    # Optimizer steps of the policy, over the run.
+    optimizer_steps: int
     max_prompt_tokens: int
-    max_completion_tokens: int  # 0 in supervised training, where a row is as long as its text
-    max_tokens_per_micro_batch: int  # 0: the engine has no such option
-    rates: Mapping[str, str]  # how the learning rate of a trained role goes, where its engine says
+    # 0 in supervised training, where a row is as long as its text.
+    max_completion_tokens: int
+    # 0 if the engine has no such option.
+    max_tokens_per_micro_batch: int
+    # The schedule of the learning rate by trained role, where its engine says one.
+    rates: Mapping[str, str]
     max_staleness: int
-    in_flight: InFlight  # what a sync does with requests that are being sampled
-    num_rows: int | None  # None: not known without loading the data
-    num_shards: int  # data shards of the engine
+    # What a sync does with requests that are being sampled.
+    in_flight: InFlight
+    # None if the number is not known without loading the data.
+    num_rows: int | None
+    # Data shards of the engine.
+    num_shards: int
     executor: ExecutorName
-    placement: Placement | None  # None: everything in one process
+    # None if everything runs in one process.
+    placement: Placement | None
     workers: tuple[Role, ...]
-    roles: tuple[str, ...]  # "policy (engine toy)", "rollout (toy) x 2", ...
-    weights: str  # how they get from engine to rollout; empty in supervised training
-    weight_path: tuple[str, str]  # their format and the transport; empty in supervised training
-    own_reference: bool  # the policy can answer as it was before training: no other engine has to
+    # For example "policy (engine toy)" and "rollout (toy) x 2".
+    roles: tuple[str, ...]
+    # The way of weights from engine to rollout. Empty in supervised training.
+    weights: str
+    # The format and the transport of weights. Empty in supervised training.
+    weight_path: tuple[str, str]
+    # The policy can answer as it was before training, so that no other engine has to.
+    own_reference: bool
     trackers: tuple[str, ...]
     run_dir: str
 
@@ -62,27 +82,36 @@ class Plan:
 
     @property
     def max_tokens_per_sequence(self) -> int:
-        """Of the longest sequence; 0 where nothing bounds it."""
-        return self.max_prompt_tokens + self.max_completion_tokens if self.max_completion_tokens else 0
+        """Return the tokens of the longest sequence, or 0 where nothing bounds it."""
+        return (
+            self.max_prompt_tokens + self.max_completion_tokens if self.max_completion_tokens else 0
+        )
 
     @property
     def max_micro_batches(self) -> int:
-        """Per shard and optimizer step if every sequence is as long as it can be; 0 where nothing says."""
+        """Return the micro-batches of a shard and optimizer step of longest sequences.
+
+        The number is 0 where nothing bounds them.
+        """
         if not self.max_tokens_per_micro_batch or not self.max_tokens_per_sequence:
             return 0
+        per_shard = ceil_div(self.sequences_per_optimizer_step, self.num_shards)
         per_micro_batch = self.max_tokens_per_micro_batch // self.max_tokens_per_sequence
-        return ceil_div(ceil_div(self.sequences_per_optimizer_step, self.num_shards), per_micro_batch)
+        return ceil_div(per_shard, per_micro_batch)
 
     @property
     def steps_per_epoch(self) -> float | None:
         return None if self.num_rows is None else self.num_rows / self.prompts_per_step
 
     def plain(self) -> dict[str, Any]:
-        """Every number of it, also those that follow from others, as JSON has them."""
+        """Return every number, also those that follow from others, as JSON has them."""
         derived = (
-            "sequences_per_step", "sequences_per_optimizer_step", "max_tokens_per_sequence", "max_micro_batches",
+            "sequences_per_step",
+            "sequences_per_optimizer_step",
+            "max_tokens_per_sequence",
+            "max_micro_batches",
             "steps_per_epoch",
-        )  # fmt: skip
+        )
         return {**asdict(self), **{name: getattr(self, name) for name in derived}}
 
     def render(self) -> str:
@@ -97,14 +126,19 @@ def make_plan(
     needs: frozenset[str] | None = None,
     job: Job = Job.TRAIN,
 ) -> Plan:
-    """Work out what ``config`` amounts to. Imports no backend; reading options here does not count as using them.
+    """Work out the plan of ``config``.
+
+    No backend is imported. Reading options here does not count as using them.
 
     Args:
-        num_rows: prompts, or rows of supervised training; None where they are not loaded.
-        needs: the algorithm's, where it exists already; otherwise what its backend declares.
+        num_rows: prompts, or rows of supervised training. None where they are not
+            loaded.
+        needs: what the algorithm needs, where it exists already. Without it the backend
+            of the algorithm declares that.
 
     Raises:
-        ConfigError: options contradict each other; says which values nearby do not.
+        ConfigError: options contradict each other. The message says which values nearby
+            do not.
         PluginError: no transport moves weights from this engine to this rollout.
     """
     config = original(config)
@@ -112,10 +146,12 @@ def make_plan(
     if needs is None:
         declared = plugins.get("algorithm", config.algorithm.name).capabilities_of(config.algorithm)
         needs = frozenset(c.removeprefix(NEEDS) for c in declared if c.startswith(NEEDS))
+
     workers = make_workers(config, needs, plugins, rollouts=trains)
     has_critic = trains and VALUES in needs
     engines, steps = trained_engines(config, has_critic), optimizer_steps(config, has_critic)
     path = weight_path(config, plugins) if trains else ("", "")
+
     plan = Plan(
         job=job,
         steps=config.steps,
@@ -126,8 +162,11 @@ def make_plan(
         optimizer_steps=steps["policy"],
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_completion_tokens=config.sampling.max_tokens if trains else 0,
-        max_tokens_per_micro_batch=config.engine.micro_batch_limit[1] * config.engine.ranks_per_sequence,
-        rates={role: engine.rate for role, engine in engines.items() if engine.rate and steps[role]},
+        max_tokens_per_micro_batch=config.engine.micro_batch_limit[1]
+        * config.engine.ranks_per_sequence,
+        rates={
+            role: engine.rate for role, engine in engines.items() if engine.rate and steps[role]
+        },
         max_staleness=config.max_staleness,
         in_flight=on_sync(config, plugins) if trains else InFlight.DRAIN,
         num_rows=num_rows,
@@ -136,22 +175,27 @@ def make_plan(
         placement=config.ray.placement if config.executor is ExecutorName.RAY else None,
         workers=workers,
         roles=tuple(_described(role, config) for role in workers),
-        weights=f"{config.engine.name} -> {path[1]} ({path[0]}) -> {config.rollout.name}" if trains else "",
+        weights=f"{config.engine.name} -> {path[1]} ({path[0]}) -> {config.rollout.name}"
+        if trains
+        else "",
         weight_path=path,
         own_reference=is_own_reference(config, plugins),
         trackers=tuple(config.trackers),
         run_dir=config.run_dir,
     )
+
     check(plan, config, plugins)
     check_routes(config, plugins, needs, job)
     return plan
 
 
 def trained_engines(config: RunConfig, has_critic: bool) -> dict[str, EngineConfig]:
-    """The configurations of the engines that train, by role, each for as many optimizer steps as it takes.
+    """Return the configurations of the engines that train, by role.
+
+    Each is made for as many optimizer steps as its role takes.
 
     Raises:
-        ConfigError: one does not fit into that.
+        ConfigError: a configuration does not fit into that number.
     """
     engines = {}
     for role, number in optimizer_steps(config, has_critic).items():
@@ -164,7 +208,10 @@ def trained_engines(config: RunConfig, has_critic: bool) -> dict[str, EngineConf
 
 
 def on_sync(config: RunConfig, plugins: Plugins) -> InFlight:
-    """What a sync does with requests that are being sampled, ``auto`` resolved."""
+    """Return what a sync does with requests that are being sampled.
+
+    ``auto`` is resolved.
+    """
     if config.sync.in_flight is not OnSync.AUTO:
         return InFlight(config.sync.in_flight)
     able = plugins.get("rollout", config.rollout.name).capabilities_of(config.rollout)
@@ -172,12 +219,18 @@ def on_sync(config: RunConfig, plugins: Plugins) -> InFlight:
 
 
 def is_own_reference(config: RunConfig, plugins: Plugins) -> bool:
-    """Whether the policy can answer as it was before training, so that no other engine has to."""
-    return "output:base_logprobs" in plugins.get("engine", config.engine.name).capabilities_of(config.engine)
+    """Tell whether the policy can answer as it was before training.
+
+    No other engine has to then.
+    """
+    backend = plugins.get("engine", config.engine.name)
+    return "output:base_logprobs" in backend.capabilities_of(config.engine)
 
 
-def make_workers(config: RunConfig, needs: frozenset[str], plugins: Plugins, *, rollouts: bool) -> tuple[Role, ...]:
-    """Every role of a run, with its number of workers."""
+def make_workers(
+    config: RunConfig, needs: frozenset[str], plugins: Plugins, *, rollouts: bool
+) -> tuple[Role, ...]:
+    """Return every role of a run, with its number of workers."""
     roles = [Role("policy", config.engine.ranks)]
     refers = "ref_logprobs" in needs and not is_own_reference(config, plugins)
     roles += [Role("reference", config.engine.ranks)] if refers else []
@@ -203,15 +256,23 @@ def _engine(config: EngineConfig) -> str:
 
 
 def weight_path(config: RunConfig, plugins: Plugins) -> tuple[str, str]:
-    """Format and transport of this pair. Its plugins answer, those that bring transports, and core.
+    """Return the format and the transport for weights of this engine and rollout.
+
+    The plugins of both answer, those that bring transports, and core.
 
     Raises:
-        PluginError: there is no way.
+        PluginError: no transport moves weights from the engine to the rollout.
     """
     transports = plugins.of("transport")
     pair = ("engine", config.engine.name), ("rollout", config.rollout.name)
     asked = [plugins.owner[key] for key in (*pair, *(("transport", name) for name in transports))]
     engine, rollout = (plugins.get(*key) for key in pair)
+
     return plugins.call(
-        "coupler_weight_path", asked, engine=engine, rollout=rollout, transports=transports, config=config
+        "coupler_weight_path",
+        asked,
+        engine=engine,
+        rollout=rollout,
+        transports=transports,
+        config=config,
     )

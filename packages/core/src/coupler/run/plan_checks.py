@@ -1,4 +1,7 @@
-"""Refuse a plan whose options contradict each other, and say which values nearby do not."""
+"""Refuse a plan whose options contradict each other.
+
+The messages say which values nearby do not.
+"""
 
 from __future__ import annotations
 
@@ -18,28 +21,53 @@ if TYPE_CHECKING:
 
 
 FREES_MEMORY = {"engine": "memory:offload", "rollout": "memory:sleep"}
-ROUTES = "output:routed_experts"  # capability of an engine, and of a rollout
+# Capability of an engine, and of a rollout.
+ROUTES = "output:routed_experts"
 
 
 def check(plan: Plan, config: RunConfig, plugins: Plugins) -> None:
+    """Refuse numbers of the plan that do not fit together.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    _check_steps(plan, config)
+    _check_engines(plan, config, plugins)
+    if config.offload and plan.job is Job.TRAIN:
+        _check_offload(config, plugins)
+
+
+def _check_steps(plan: Plan, config: RunConfig) -> None:
     sequences, number = plan.sequences_per_step, plan.optimizer_steps_per_batch
     critic = config.critic.optimizer_steps_per_batch
     if critic and sequences % critic:
         raise ConfigError(
-            f"critic.optimizer_steps_per_batch={critic} does not divide the {sequences} sequences of a step.\n"
+            f"critic.optimizer_steps_per_batch={critic} does not divide the {sequences} "
+            "sequences of a step.\n"
             f"  try:  critic.optimizer_steps_per_batch=0, which is as many as the policy's {number}"
         )
+
     if sequences % number:
         divisors = [d for d in range(1, sequences + 1) if sequences % d == 0]
         near = sorted(sorted(divisors, key=lambda d: abs(d - number))[:2])
-        prompts = sorted(_nearest_multiples(plan.prompts_per_step, _step_of(number, plan.samples_per_prompt)))
-        raise ConfigError(
-            f"optimizer_steps_per_batch={number} does not divide the {sequences} sequences of a step.\n"
-            f"  try:  optimizer_steps_per_batch={either(near)}, or prompts_per_step={either(prompts)}"
+        prompts = sorted(
+            _nearest_multiples(plan.prompts_per_step, _step_of(number, plan.samples_per_prompt))
         )
+        raise ConfigError(
+            f"optimizer_steps_per_batch={number} does not divide the {sequences} sequences of "
+            "a step.\n"
+            f"  try:  optimizer_steps_per_batch={either(near)}, or "
+            f"prompts_per_step={either(prompts)}"
+        )
+
+
+def _check_engines(plan: Plan, config: RunConfig, plugins: Plugins) -> None:
     longest = plan.max_tokens_per_sequence
-    for path in (path for path, kind in SECTIONS.items() if kind == "engine" and section(config, path)):
+    for path, kind in SECTIONS.items():
         engine = section(config, path)
+        if kind != "engine" or not engine:
+            continue
+
         room = micro_batch_room(engine, path)
         if room and longest > room.tokens:
             raise ConfigError(
@@ -47,16 +75,25 @@ def check(plan: Plan, config: RunConfig, plugins: Plugins) -> None:
                 f"data.max_prompt_tokens + sampling.max_tokens = {longest}.\n"
                 f"  try:  {room.fix.format(ceil_div(longest, room.ranks))}"
             )
-        if engine.ranks > 1 and "world:1" in plugins.get("engine", engine.name).capabilities_of(engine):
-            raise ConfigError(f"{path}={engine.name} runs on one rank.\n  try:  {path}.ranks=1, or another engine")
-    if config.offload and plan.job is Job.TRAIN:
-        for path, kind in SECTIONS.items():
-            wanted, inner = FREES_MEMORY.get(kind), section(config, path)
-            if wanted and inner and wanted not in plugins.get(kind, inner.name).capabilities_of(inner):
-                raise ConfigError(
-                    f"offload=true needs {path}={inner.name} to free device memory, which it cannot ({wanted}).\n"
-                    f"  try:  offload=false, or another {path}"
-                )
+
+        able = plugins.get("engine", engine.name).capabilities_of(engine)
+        if engine.ranks > 1 and "world:1" in able:
+            raise ConfigError(
+                f"{path}={engine.name} runs on one rank.\n  try:  {path}.ranks=1, or another engine"
+            )
+
+
+def _check_offload(config: RunConfig, plugins: Plugins) -> None:
+    for path, kind in SECTIONS.items():
+        wanted, inner = FREES_MEMORY.get(kind), section(config, path)
+        if not wanted or not inner:
+            continue
+        if wanted not in plugins.get(kind, inner.name).capabilities_of(inner):
+            raise ConfigError(
+                f"offload=true needs {path}={inner.name} to free device memory, which it "
+                f"cannot ({wanted}).\n"
+                f"  try:  offload=false, or another {path}"
+            )
 
 
 def check_routes(config: RunConfig, plugins: Plugins, needs: frozenset[str], job: Job) -> None:
@@ -64,34 +101,48 @@ def check_routes(config: RunConfig, plugins: Plugins, needs: frozenset[str], job
     mode = config.router_replay
     if mode is RouterReplay.DISABLED:
         return
+
     for path in ("engine", *(["rollout"] if mode is RouterReplay.R3 and job is Job.TRAIN else [])):
         inner = section(config, path)
         if ROUTES not in plugins.get(path, inner.name).capabilities_of(inner):
             raise ConfigError(
-                f"router_replay={mode} needs {path}={inner.name} to say which experts tokens go to, which it does not "
-                f"({ROUTES}).\n  try:  router_replay=disabled, or another {path}"
+                f"router_replay={mode} needs {path}={inner.name} to say which experts tokens "
+                f"go to, which it does not ({ROUTES}).\n"
+                "  try:  router_replay=disabled, or another {path}"
             )
+
     if job is not Job.TRAIN:
-        raise ConfigError(f"router_replay={mode} is of training on samples.\n  try:  router_replay=disabled")
+        raise ConfigError(
+            f"router_replay={mode} is of training on samples.\n  try:  router_replay=disabled"
+        )
+
     one_step = config.optimizer_steps_per_batch * config.epochs_per_batch == 1
     if mode is RouterReplay.R2 and (one_step or "old_logprobs" not in needs):
         raise ConfigError(
-            "router_replay=R2 records routes in the pass for old log-probs, and there is none: it takes "
-            "optimizer_steps_per_batch or epochs_per_batch above 1 and an algorithm that needs old_logprobs.\n"
-            "  try:  router_replay=disabled: one step trains with the weights that would be recorded"
+            "router_replay=R2 records routes in the pass for old log-probs, and there is "
+            "none: it takes optimizer_steps_per_batch or epochs_per_batch above 1 and an "
+            "algorithm that needs old_logprobs.\n"
+            "  try:  router_replay=disabled: one step trains with the weights that would be "
+            "recorded"
         )
 
 
 def micro_batch_room(engine: EngineConfig, path: str) -> Limit | None:
-    """Return how long a sequence may be for the engine of the section ``path``; None where it sets no limit."""
+    """Return how long a sequence may be for the engine of the section ``path``.
+
+    The answer is None where the engine sets no limit.
+    """
     engine = original(engine)
     name, tokens, ranks = *engine.micro_batch_limit, engine.ranks_per_sequence
+    if not tokens:
+        return None
+
     option, each = f"{path}.{name}=", f" on each of {ranks} ranks" if ranks > 1 else ""
-    return Limit(tokens * ranks, f"{option}{tokens}{each}", f"{option}{{}}", ranks) if tokens else None
+    return Limit(tokens * ranks, f"{option}{tokens}{each}", f"{option}{{}}", ranks)
 
 
 def _step_of(number: int, samples: int) -> int:
-    """The smallest number of prompts whose samples ``number`` divides."""
+    """Return the smallest number of prompts whose samples ``number`` divides."""
     return next(p for p in range(1, number + 1) if p * samples % number == 0)
 
 

@@ -13,30 +13,39 @@ if TYPE_CHECKING:
 
 
 def render(plan: Plan) -> str:
-    """One line per fact, for the console and the log."""
+    """Return one line per fact, for the console and the log."""
     width = max(len(label) for label, _ in _lines(plan))
     return "\n".join(f"{label:{width}}  {text}" for label, text in _lines(plan))
 
 
 def _lines(plan: Plan) -> list[tuple[str, str]]:
     lines = [("step", _step(plan)), ("optimizer", _optimizer(plan))]
+
     if plan.max_tokens_per_sequence:
         most = plan.sequences_per_step * plan.max_tokens_per_sequence
         prompt, completion = plan.max_prompt_tokens, plan.max_completion_tokens
-        text = f"at most {prompt} + {completion} = {plan.max_tokens_per_sequence} per sequence, {most} per step"
+        text = (
+            f"at most {prompt} + {completion} = {plan.max_tokens_per_sequence} per "
+            f"sequence, {most} per step"
+        )
         lines.append(("tokens", text))
     if plan.max_tokens_per_micro_batch:
-        number = f"at most {plan.max_micro_batches}" if plan.max_micro_batches else "as many as it takes"
-        lines.append(
-            ("micro-batches", f"{number} per optimizer step, of at most {plan.max_tokens_per_micro_batch} tokens")
-        )
+        most = plan.max_micro_batches
+        number = f"at most {most}" if most else "as many as it takes"
+        text = f"{number} per optimizer step, of at most {plan.max_tokens_per_micro_batch} tokens"
+        lines.append(("micro-batches", text))
+
     lines.append(("run", _run(plan)))
     if plan.rates:
-        lines.append(("learning rate", "; ".join(f"{role} {rate}" for role, rate in plan.rates.items())))
+        rates = "; ".join(f"{role} {rate}" for role, rate in plan.rates.items())
+        lines.append(("learning rate", rates))
     if plan.job is Job.TRAIN:
         behind = f"rollouts run at most {count(plan.max_staleness, 'version')} behind; "
         behind += f"what they sample during a sync: {plan.in_flight}"
-        lines.append(("staleness", behind if plan.max_staleness else "0: sampling and training take turns"))
+        lines.append(
+            ("staleness", behind if plan.max_staleness else "0: sampling and training take turns")
+        )
+
     lines.append(("layout", f"{count(plan.num_shards, 'data shard')}; {', '.join(plan.roles)}"))
     lines.append(("executor", _executor(plan)))
     if plan.weights:
@@ -47,15 +56,20 @@ def _lines(plan: Plan) -> list[tuple[str, str]]:
 def _executor(plan: Plan) -> str:
     if plan.placement is None:
         return f"{plan.executor}: one process"
-    shares = make_shares(plan.workers, plan.placement)
-    each = "; ".join(f"{' and '.join(r.name for r in s.roles)} on {count(s.num_bundles, 'bundle')}" for s in shares)
-    return f"{plan.executor}: {count(sum(r.count for r in plan.workers), 'process')}, {plan.placement}: {each}"
+
+    processes = count(sum(role.count for role in plan.workers), "process")
+    shares = "; ".join(
+        f"{' and '.join(role.name for role in share.roles)} on {count(share.num_bundles, 'bundle')}"
+        for share in make_shares(plan.workers, plan.placement)
+    )
+    return f"{plan.executor}: {processes}, {plan.placement}: {shares}"
 
 
 def _step(plan: Plan) -> str:
     if plan.job is Job.SFT:
         return count(plan.prompts_per_step, "row")
-    prompts, samples = count(plan.prompts_per_step, "prompt"), count(plan.samples_per_prompt, "sample")
+    prompts = count(plan.prompts_per_step, "prompt")
+    samples = count(plan.samples_per_prompt, "sample")
     return f"{prompts} x {samples} = {count(plan.sequences_per_step, 'sequence')}"
 
 
@@ -72,5 +86,8 @@ def _optimizer(plan: Plan) -> str:
 def _run(plan: Plan) -> str:
     text = f"{count(plan.steps, 'step')} = {count(plan.optimizer_steps, 'optimizer step')}"
     if plan.steps_per_epoch is not None:
-        text += f"; {plan.steps_per_epoch:.3g} steps per epoch, {plan.steps / plan.steps_per_epoch:.3g} epochs"
+        text += (
+            f"; {plan.steps_per_epoch:.3g} steps per epoch, "
+            f"{plan.steps / plan.steps_per_epoch:.3g} epochs"
+        )
     return text

@@ -1,8 +1,11 @@
-"""Journal: the run folder and the trackers of one run."""
+"""Keep the folder and the trackers of one run."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from pathlib import Path
@@ -15,14 +18,29 @@ from coupler.loop.sampler import Scored
 from coupler.metrics import Metrics, values
 from coupler.plugins.manager import Plugins
 from coupler.run.format import FORMAT, KEY, check_format
+from coupler.run.manifest import RUN, folders, whole
 from coupler.run.provenance import describe_run
-from coupler.system.files import write_whole, writing
+from coupler.system.files import (
+    DamagedFile,
+    check_writable,
+    read_bytes,
+    read_json,
+    set_aside,
+    write_whole,
+    writing,
+)
+from coupler.system.log import get_logger
 
-NOT_DEFAULT = "not_default"  # key of run.json: options whose values were not the defaults of that release
+# Key of run.json: options whose values were not the defaults of that release.
+NOT_DEFAULT = "not_default"
+# Key of run.json: the hash of config.yaml as that start wrote it.
+DIGEST = "config.yaml"
+
+log = get_logger(__name__)
 
 
 class Journal:
-    """Owns the run folder: ``config.yaml``, ``run.json``, what the trackers write, samples, checkpoints, export."""
+    """Owns ``config.yaml``, ``run.json``, the samples and the trackers of a run."""
 
     def __init__(
         self,
@@ -44,21 +62,27 @@ class Journal:
         self.plugins, self.facts, self.code = plugins, facts, code
         self.not_default = not_default(config)
         self.total_steps = config.steps
+
         self.trackers: dict[str, Tracker] = {}
         for name in config.trackers:
             backend = plugins.get("tracker", name)
             with self._tracking(name):
                 self.trackers[name] = backend.load()(backend.config(), self.run_dir)
-                if (self.run_dir / "config.yaml").exists():
+                if done or os.path.lexists(self.run_dir / "config.yaml"):
                     self.trackers[name].rewind(done or -1)
 
     def log(self, step: int, metrics: Metrics) -> dict[str, float]:
+        """Give the numbers of a step to every tracker and plugin, and return them."""
         numbers = values(metrics)
-        if self.resolved:  # a run that fails before its first numbers leaves nothing that would refuse the next try
+
+        # A run that fails before its first numbers leaves nothing that would refuse the
+        # next try.
+        if self.resolved:
             with writing(f"what {self.run_dir} says of the run"):
                 write_whole(self.run_dir / "config.yaml", self.resolved)
                 self._write_manifest()
             self.resolved = ""
+
         for name, tracker in self.trackers.items():
             with self._tracking(name):
                 tracker.log(step, {**numbers, "run/steps": float(self.total_steps)})
@@ -68,12 +92,25 @@ class Journal:
     def _write_manifest(self) -> None:
         """Add this start to ``run.json``: one object per start of the run."""
         path = self.run_dir / "run.json"
-        about = {KEY: FORMAT, **describe_run(self.code), NOT_DEFAULT: self.not_default, **self.facts}
-        write_whole(path, json.dumps([*read_starts(self.run_dir), about], indent=2))
+        about = {
+            KEY: FORMAT,
+            **describe_run(self.code),
+            NOT_DEFAULT: self.not_default,
+            DIGEST: digest_of(self.run_dir / "config.yaml"),
+            **self.facts,
+        }
+        starts = read_starts(self.run_dir)
+        if not starts and os.path.lexists(path):
+            log.warning(f"{path} is kept as {set_aside(path)}")
+        write_whole(path, json.dumps([*starts, about], indent=2))
 
-    def write_samples(self, name: str, scored: Iterable[Scored], decode: Callable[[Sequence[int]], str]) -> None:
+    def write_samples(
+        self, name: str, scored: Iterable[Scored], decode: Callable[[Sequence[int]], str]
+    ) -> None:
         """Write every scored completion as one JSON object a line."""
         path = self.run_dir / name
+        with writing(f"the samples {path}"):
+            check_writable(path)
         with writing(f"the samples {path}"), path.open("w", encoding="utf-8") as file:
             for sample in scored:
                 line = {
@@ -90,7 +127,10 @@ class Journal:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Close every tracker; where the run has failed already, its failure is the one to show."""
+        """Close every tracker.
+
+        Where the run has failed already, the failure of the run is the one to show.
+        """
         with suppress(Exception) if kind else nullcontext(), ExitStack() as closing:
             for name, tracker in self.trackers.items():
                 closing.callback(self._close, name, tracker)
@@ -104,13 +144,54 @@ class Journal:
 
 
 def read_starts(run_dir: Path) -> list[dict[str, Any]]:
-    """What ``run.json`` says of each start of the run in ``run_dir``; nothing where there is none.
+    """Return what ``run.json`` says of each start of the run in ``run_dir``.
+
+    The list is empty, with a warning, where the file is damaged: a run goes on without
+    it.
 
     Raises:
         CouplerError: a newer release wrote it, in a format that this one does not know.
     """
     path = run_dir / "run.json"
-    starts = json.loads(path.read_text()) if path.exists() else []
-    for start in starts:
-        check_format(start, path)
+    if not os.path.lexists(path):
+        return []
+    try:
+        starts = read_json(path, list)
+        if not all(isinstance(start, dict) for start in starts):
+            raise DamagedFile(f"{path} is damaged: it holds no list of starts.")
+        for start in starts:
+            check_format(start, path)
+    except DamagedFile as error:
+        log.warning(f"{error} What it says of earlier starts is not known.")
+        return []
     return starts
+
+
+def find_run(run_dir: Path) -> str:
+    """Return the id of the run in ``run_dir``, or an empty text where it has none.
+
+    Every start, checkpoint and record has the id, so that a file from another run
+    shows. Where ``run.json`` and the checkpoints contradict each other, ``config.yaml``
+    says which of them is of this run.
+    """
+    starts = read_starts(run_dir)
+    said = next((start[RUN] for start in reversed(starts) if isinstance(start.get(RUN), str)), "")
+    manifests = [whole(folder) for folder in folders(run_dir / "checkpoints")]
+    ids = Counter(manifest[RUN] for manifest in manifests if manifest and manifest.get(RUN))
+    if not ids or said in ids:
+        return said
+
+    if said and starts[-1].get(DIGEST) == digest_of(run_dir / "config.yaml"):
+        return said
+    (common, _) = ids.most_common(1)[0]
+    if said:
+        log.warning(f"{run_dir / 'run.json'} is of another run than config.yaml and checkpoints")
+    return common
+
+
+def digest_of(path: Path) -> str:
+    """Return the hash of a text file, or an empty text where it cannot be read."""
+    try:
+        return hashlib.sha256(read_bytes(path)).hexdigest()
+    except DamagedFile:
+        return ""

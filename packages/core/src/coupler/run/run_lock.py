@@ -1,9 +1,9 @@
 """Lock a run folder so that two processes never write to it.
 
-``filelock`` holds a lock of the operating system, which ends with its process in any
-case, and lets go of it in forked children, which would keep it as long as they live.
-Three things are added here: the file names its holder, the file and a folder that stayed
-empty go again, and a disk without locks costs a warning instead of the run.
+``filelock`` holds a lock of the operating system, which ends with its process. Forked
+children let go of it. Three things are added here. The lock file names its holder. The
+file is removed in the end, and the folder too if it stayed empty. A disk without locks
+costs a warning instead of the run.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from coupler.errors import ConfigError
+from coupler.system.files import disk_errors_named, set_aside
 from coupler.system.log import get_logger, log_file
 
 NAME, LOG = ".lock", "coupler.log"
@@ -27,7 +28,8 @@ log = get_logger(__name__)
 
 @contextmanager
 def claimed(run_dir: Path) -> Iterator[None]:
-    """Hold ``run_dir`` while the block lasts, and write messages to its ``coupler.log``.
+    """Hold ``run_dir`` while the block lasts, and write messages to its
+    ``coupler.log``.
 
     The folder is made if there is none. It is removed again if nothing but messages was
     written to it. A warning says so where there are no locks, as on some network disks.
@@ -35,18 +37,21 @@ def claimed(run_dir: Path) -> Iterator[None]:
     Raises:
         ConfigError: another process holds it, or it cannot be written.
     """
-    made = not run_dir.exists()
     path = run_dir / NAME
     lock = FileLock(path, thread_local=False, fallback_to_soft=False)
     with _writing(run_dir):
+        made = not run_dir.exists()
         run_dir.mkdir(parents=True, exist_ok=True)
+        if os.path.lexists(path) and (path.is_symlink() or not path.is_file()):
+            log.warning(f"{path} is no file; it is kept as {set_aside(path)}")
         path.touch()
 
     _take(lock, run_dir)
     try:
-        with _writing(run_dir), suppress(PermissionError):  # Windows: nobody writes to a locked file.
+        # On Windows nobody writes to a locked file.
+        with _writing(run_dir), suppress(PermissionError):
             path.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
-        with log_file(run_dir / LOG):
+        with log_file(run_dir / LOG), disk_errors_named(run_dir):
             yield
     finally:
         with suppress(OSError):  # The file says nothing without its lock.
@@ -77,7 +82,10 @@ def _writing(run_dir: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigError(f"run_dir={run_dir} cannot be written: {error.strerror}.\n  try:  another run_dir") from None
+        raise ConfigError(
+            f"run_dir={run_dir} cannot be written: {error.strerror or error}.\n"
+            "  try:  another run_dir"
+        ) from None
 
 
 def _holder(path: Path) -> str:

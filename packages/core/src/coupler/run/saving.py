@@ -1,8 +1,8 @@
-"""What a job does with checkpoints: one after the steps that are due, and after the last."""
+"""Make checkpoints after the steps that are due, and after the last one."""
 
 from __future__ import annotations
 
-import shutil
+import os
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -14,11 +14,12 @@ from coupler.loop.engine_group import EngineGroup
 from coupler.loop.state import State
 from coupler.metrics import Metrics
 from coupler.run.checkpoint import Checkpoints
-from coupler.system.files import writing
+from coupler.system.archives import check_tensors
+from coupler.system.files import DamagedFile, read_json, remove, writing
 
 
 class Resumable(Protocol):
-    """A trainer, as checkpoints see it."""
+    """Names what checkpoints need of a trainer."""
 
     @property
     def healthy(self) -> bool: ...
@@ -32,42 +33,82 @@ class Resumable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """Called after each step: logs it, then saves the trained ``roles`` and the trainer if a checkpoint is due."""
+    """Logs each step, and saves the trained ``roles`` and the trainer when due."""
 
     config: RunConfig
     checkpoints: Checkpoints
     roles: Mapping[str, EngineGroup]
     trainer: Resumable
     log: Callable[[int, Metrics], Awaitable[Mapping[str, float]]]
-    hold: Callable[[str], AbstractAsyncContextManager[Any]]  # a role's state is on its device within it
+    # The state of a role is on its device within this context.
+    hold: Callable[[str], AbstractAsyncContextManager[Any]]
 
     async def after(self, step: int, metrics: Metrics) -> None:
         """Raise what made the last save fail, at the first step after it."""
         values = await self.log(step, metrics)
         if self.checkpoints.ended:
             await self.checkpoints.settle()
-        if step and (step == self.config.steps or due(self.config.checkpoint.every_steps, step)):
-            for role in self.roles:  # before there is a checkpoint that would make a run with this export complete
-                _discard(export_folder(self.config.run_dir, role))
-            healthy, state = self.trainer.healthy, self.trainer.state()
-            await self.checkpoints.save(step, self.roles, state, hold=self.hold, values=values, healthy=healthy)
+        last = step == self.config.steps
+        if not step or not (last or due(self.config.checkpoint.every_steps, step)):
+            return
+
+        # An old export goes before there is a checkpoint that would make a run with it
+        # complete.
+        for role in self.roles:
+            _discard(export_folder(self.config.run_dir, role))
+
+        await self.checkpoints.save(
+            step,
+            self.roles,
+            self.trainer.state(),
+            hold=self.hold,
+            values=values,
+            healthy=self.trainer.healthy,
+        )
 
 
 def due(every: int, step: int) -> bool:
-    """Whether something that happens ``every`` so many steps does after ``step``; 0 is never."""
+    """Tell whether something that happens every so many steps does after ``step``.
+
+    Args:
+        every: the number of steps. 0 is never.
+    """
     return bool(every) and step % every == 0
 
 
 def export_folder(run_dir: str, role: str) -> Path:
-    """Where the model of ``role`` goes at the end: ``export``, ``export_critic``."""
+    """Return the folder for the model of ``role``: ``export`` or ``export_critic``."""
     return Path(run_dir) / ("export" if role == "policy" else f"export_{role}")
 
 
+def export_problem(folder: Path) -> str:
+    """Return what is wrong with an exported model, or an empty text.
+
+    The sizes of its weights are compared with their headers. No weight is read.
+    """
+    if not folder.is_dir():
+        return f"{folder} is missing" if not folder.exists() else f"{folder} is no folder"
+
+    weights = sorted(folder.glob("*.safetensors"))
+    index = folder / "model.safetensors.index.json"
+    try:
+        read_json(folder / "config.json")
+        if index.exists():
+            named = read_json(index).get("weight_map")
+            names = {*named.values()} if isinstance(named, dict) else {"weight_map"}
+            weights = [folder / str(name) for name in sorted(names, key=str)]
+        for path in weights:
+            check_tensors(path)
+    except DamagedFile as error:
+        return str(error).removesuffix(".")
+    return "" if weights else f"{folder} holds no weights"
+
+
 def _discard(folder: Path) -> None:
-    """Delete ``folder``, which is whole or not there whenever this ends."""
-    if folder.exists():
+    """Delete ``folder`` so that it is whole or absent, whenever this ends."""
+    if os.path.lexists(folder):
         part = folder.with_name(f"{folder.name}.part")
         with writing(f"the export {folder}, which is older than the next checkpoint,"):
-            shutil.rmtree(part, ignore_errors=True)
+            remove(part)
             folder.rename(part)
-            shutil.rmtree(part)
+            remove(part)

@@ -1,12 +1,12 @@
-"""Session: the folder of one run, from the checkpoint it goes on from to its export."""
+"""Lead one start of a run through its folder, from its checkpoint to its export."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from coupler.config.compose import Composed, dump_yaml
 from coupler.config.options import SECTIONS, section
@@ -18,11 +18,12 @@ from coupler.plugins.manager import Plugins
 from coupler.rewards import RewardPool
 from coupler.run import resume
 from coupler.run.checkpoint import Checkpoint, Checkpoints
+from coupler.run.manifest import RESOLVED, RUN, STATE
 from coupler.run.plan import Plan
 from coupler.run.provenance import installed
-from coupler.run.run_folder import Journal
-from coupler.run.saving import Resumable, export_folder
-from coupler.system.files import writing
+from coupler.run.run_folder import Journal, find_run
+from coupler.run.saving import Resumable, export_folder, export_problem
+from coupler.system.files import reading, remove, writing
 from coupler.system.imports import file_of
 from coupler.system.log import get_logger
 
@@ -30,16 +31,20 @@ log = get_logger(__name__)
 
 
 class Session:
-    """One start of a run in its folder.
+    """Leads one start of a run in its folder.
 
     Args:
-        config: that of ``composed``, tracked: what is read of it here counts as used.
-        close: ends the workers of the run; called when the folder is closed.
+        config: the configuration of ``composed``, tracked. Options that are read here
+            count as used.
+        close: ends the workers of the run. It is called when the folder is closed.
     """
 
-    def __init__(self, composed: Composed, config: RunConfig, plugins: Plugins, close: Callable[[], None]) -> None:
+    def __init__(
+        self, composed: Composed, config: RunConfig, plugins: Plugins, close: Callable[[], None]
+    ) -> None:
         self.composed, self.config, self.plugins, self.close = composed, config, plugins, close
         self.resolved = dump_yaml(composed.config)
+        self.run = uuid4().hex
 
     def previous(self) -> Checkpoint | None:
         """Return the checkpoint that this run goes on from.
@@ -47,11 +52,19 @@ class Session:
         Raises:
             ConfigError: ``run_dir`` holds another run, or nothing whole.
         """
-        return resume.find(self.config, self.resolved)
+        run = find_run(Path(self.config.run_dir))
+        self.run = run or self.run
+        return resume.find(self.config, self.resolved, run)
 
     def is_complete(self, done: int) -> bool:
-        """Return whether ``done`` steps are all that was asked for, with their export written."""
-        exported = not self.config.checkpoint.export or export_folder(self.config.run_dir, "policy").exists()
+        """Tell whether ``done`` steps are all of the run, with their export written."""
+        exported = not self.config.checkpoint.export
+        if not exported and done >= self.config.steps:
+            folder = export_folder(self.config.run_dir, "policy")
+            problem = export_problem(folder)
+            exported = not problem
+            if problem and folder.exists():
+                log.warning(f"{folder} is written again: {problem}")
         if complete := done >= self.config.steps and exported:
             log.info(f"{self.config.run_dir} is complete at step {done}; there is nothing to train")
         return complete
@@ -62,26 +75,39 @@ class Session:
         Args:
             data: the fingerprint of its rows.
         """
-        return {"data": data, "config": resume.config_hash(self.resolved)}
+        return {"data": data, "config": resume.config_hash(self.resolved), RUN: self.run}
 
     def code(self) -> dict[str, Path]:
-        """Return a file of each thing that the run is made of, beside core, by the option that names it."""
-        config = self.composed.config  # looking at an option here is no use of it
+        """Return a file of each part of the run beside core, by its option."""
+        # Looking at an option here is no use of it.
+        config = self.composed.config
+
         targets = {"reward": config.reward.target}
         for path, kind in SECTIONS.items():
             if inner := section(config, path):
                 targets[path] = self.plugins.get(kind, inner.name).target
+
         files = {name: file for name, target in targets.items() if (file := file_of(target))}
         given = [Path(origin) for origin in self.composed.origin.values() if Path(origin).is_file()]
         return {**files, "--config": given[0]} if given else files
 
     @contextmanager
-    def recording(self, data: str, found: Checkpoint | None = None, plan: Plan | None = None) -> Iterator[Journal]:
-        """Open the run's folder and trackers for as long as the job runs; then end its workers."""
-        facts = {**self.facts(data), **({"plan": plan.plain()} if plan else {})}
+    def recording(
+        self, data: str, found: Checkpoint | None = None, plan: Plan | None = None
+    ) -> Iterator[Journal]:
+        """Open the run's folder and trackers for as long as the job runs.
+
+        The workers of the run end with them.
+        """
+        facts: dict[str, Any] = self.facts(data)
+        if plan:
+            facts["plan"] = plan.plain()
         done = found.step if found else 0
+
         try:
-            with Journal(self.config, self.resolved, self.plugins, facts, self.code(), done) as journal:
+            with Journal(
+                self.config, self.resolved, self.plugins, facts, self.code(), done
+            ) as journal:
                 yield journal
         finally:
             self.close()
@@ -92,7 +118,10 @@ class Session:
     ) -> Iterator[tuple[Journal, RewardPool]]:
         """Open :meth:`recording` with the reward processes."""
         reward = self.config.reward
-        pool = RewardPool(reward.target, reward.num_workers, reward.timeout_s, reward.max_invalid_fraction)
+        pool = RewardPool(
+            reward.target, reward.num_workers, reward.timeout_s, reward.max_invalid_fraction
+        )
+
         try:
             pool.start()
             with self.recording(data, found, plan) as journal:
@@ -101,8 +130,12 @@ class Session:
             pool.close()
 
     def checkpoints(self, data: str) -> Checkpoints:
-        """Return the checkpoints of this run, whose rows have the fingerprint ``data``."""
-        facts = {**self.facts(data), "packages": installed()}
+        """Return the checkpoints of this run.
+
+        Args:
+            data: the fingerprint of its rows.
+        """
+        facts = {**self.facts(data), "packages": installed(), RESOLVED: self.resolved}
         return Checkpoints(Path(self.config.run_dir) / "checkpoints", self.config.checkpoint, facts)
 
     async def restore(
@@ -113,37 +146,53 @@ class Session:
         data: str,
         hold: Callable[[str], AbstractAsyncContextManager[Any]],
     ) -> None:
-        """Bring engines and trainer to where ``found`` was made; of another configuration, the engines alone.
+        """Bring engines and trainer to where ``found`` was made.
+
+        A checkpoint of another configuration brings the engines alone.
 
         Args:
-            hold: all of a role is on its device within it.
+            data: the fingerprint of the rows.
+            hold: all of a role is on its device within this context.
 
         Raises:
-            DataError: the rows are other ones than then.
+            DataError: the checkpoint was made with other rows.
         """
         reset = self.config.checkpoint.reset_data
-        if found.manifest["data"] != data and not reset:
+        if found.manifest.get("data") != data and not reset:
             raise DataError(
                 f"the data is not what {found.folder} was made with.\n"
-                "  try:  the same data, or checkpoint.reset_data=true to start it from the beginning"
+                "  try:  the same data, or checkpoint.reset_data=true to start it from the "
+                "beginning"
             )
         if Part.OPTIMIZER not in found.manifest["parts"]:
-            log.info(f"{found.folder} holds no optimizer: its moments and the learning rate's schedule start anew")
+            log.info(
+                f"{found.folder} holds no optimizer: its moments and the learning rate's "
+                "schedule start anew"
+            )
 
         held = {role: group for role, group in roles.items() if role in found.manifest["roles"]}
         for role, group in held.items():
             async with hold(role):
                 await found.restore(role, group)
-        if found.manifest["config"] == self.facts(data)["config"]:
-            trainer.restore(found.state, reset_data=reset)
+        if found.manifest.get("config") == self.facts(data)["config"]:
+            state = found.state
+            with reading(found.folder / STATE):
+                trainer.restore(state, reset_data=reset)
             return
 
-        trainer.start_at(found.step)  # what it counted and sampled, it did in that configuration's units
+        # The trainer's counts and samples are in the units of the other configuration.
+        trainer.start_at(found.step)
         anew = ", ".join(["prompts", *(role for role in roles if role not in held)])
-        log.info(f"{found.folder} is of another configuration: {', '.join(held)} as it was there; {anew} start anew")
+        log.info(
+            f"{found.folder} is of another configuration: {', '.join(held)} as it was there; "
+            f"{anew} start anew"
+        )
 
     async def export(self, group: EngineGroup) -> None:
-        """Write the model in Hugging Face layout, to ``export`` or ``export_critic``; it appears when it is whole."""
+        """Write the model in Hugging Face layout, to ``export`` or ``export_critic``.
+
+        The folder appears when it is whole.
+        """
         folder = export_folder(self.config.run_dir, group.spec.role)
         await export_whole(group, folder, Path(group.spec.model.path))
 
@@ -153,8 +202,10 @@ async def export_whole(group: EngineGroup, folder: Path, source: Path) -> None:
     part = folder.with_name(f"{folder.name}.part")
     with writing(f"the export {folder}"):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(part, ignore_errors=True)
+        remove(part)
+
     await group.export(part, source)
+
     with writing(f"the export {folder}"):
-        shutil.rmtree(folder, ignore_errors=True)
+        remove(folder)
         part.rename(folder)

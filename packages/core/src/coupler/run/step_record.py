@@ -1,9 +1,11 @@
-"""Record what a step trained on, so that one stage of it can run again alone: see ``coupler replay``."""
+"""Record what a step trained on.
+
+``coupler replay`` runs one stage of such a step again.
+"""
 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,44 +13,56 @@ from pathlib import Path
 from coupler.batch import Batch
 from coupler.errors import CouplerError
 from coupler.metrics import Metrics, values
-from coupler.run.format import FORMAT, KEY, check_format
-from coupler.system.files import writing
+from coupler.run.format import FORMAT, KEY, check_format, load_batch, number_of
+from coupler.run.manifest import RUN
+from coupler.system.files import DamagedFile, read_json, remove, writing
+from coupler.system.hashing import hash_files
 
 BATCH, NUMBERS, ABOUT = "batch.npz", "trained.json", "record.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Recorder:
-    """Writes ``record/step_12/`` after every so many steps: the batch with all its columns, and what training gave."""
+    """Writes ``record/step_12/`` after every so many steps.
+
+    The folder holds the batch with all its columns, and the numbers of training on it.
+    """
 
     folder: Path
-    every_steps: int  # 0: never
+    # 0 is never.
+    every_steps: int
+    # The id of the run.
+    run: str = ""
 
     def write(self, step: int, batch: Batch, trained: Metrics) -> None:
         if not self.every_steps or step % self.every_steps:
             return
+
         folder = self.folder / f"step_{step}"
         part = folder.with_suffix(".part")
         with writing(f"the record {folder}"):
-            shutil.rmtree(part, ignore_errors=True)
+            remove(part)
             part.mkdir(parents=True)
             batch.save(part / BATCH)
             (part / NUMBERS).write_text(json.dumps(values(trained)))
-            (part / ABOUT).write_text(json.dumps({KEY: FORMAT}))
-            shutil.rmtree(folder, ignore_errors=True)
+            about = {KEY: FORMAT, "step": step, RUN: self.run, "sha256": _hashes(part)}
+            (part / ABOUT).write_text(json.dumps(about))
+
+            remove(folder)
             part.rename(folder)
 
 
 def steps(folder: Path) -> list[int]:
-    """Those that were recorded."""
-    return sorted(int(p.name.removeprefix("step_")) for p in folder.glob("step_*") if p.suffix != ".part")
+    """Return the steps that were recorded."""
+    return sorted(number for path in folder.glob("step_*") if (number := number_of(path)))
 
 
 def read(folder: Path, step: int) -> tuple[Batch, Mapping[str, float]]:
-    """The batch of ``step`` and the numbers of training on it.
+    """Return the batch of ``step`` and the numbers of training on it.
 
     Raises:
-        CouplerError: it was not recorded, or by a newer release in a format of its own.
+        CouplerError: the step was not recorded, its record is damaged, or a newer
+            release wrote it in a format of its own.
     """
     path = folder / f"step_{step}"
     if not path.is_dir():
@@ -56,6 +70,21 @@ def read(folder: Path, step: int) -> tuple[Batch, Mapping[str, float]]:
             f"{folder.parent} has no record of step {step}.\n"
             f"  it has:  {', '.join(map(str, steps(folder))) or 'none; set record.every_steps'}"
         )
-    about = path / ABOUT
-    check_format(json.loads(about.read_text()) if about.exists() else {}, about)
-    return Batch.load(path / BATCH), json.loads((path / NUMBERS).read_text())
+
+    about = read_json(path / ABOUT) if (path / ABOUT).exists() else {}
+    check_format(about, path / ABOUT)
+    if about.get("step", step) != step:
+        raise DamagedFile(f"{path} is the record of step {about['step']}, under another name.")
+
+    batch, numbers = load_batch(path / BATCH), read_json(path / NUMBERS)
+    if about.get("sha256", _hashes(path)) != _hashes(path):
+        raise DamagedFile(f"{path} was altered after it was written.")
+    return batch, {
+        name: float(value) for name, value in numbers.items() if isinstance(value, int | float)
+    }
+
+
+def _hashes(folder: Path) -> dict[str, list[str]]:
+    """Return the hashes of the files whose content a record vouches for."""
+    names = (BATCH, NUMBERS)
+    return dict(zip(names, hash_files([folder / name for name in names]), strict=True))

@@ -9,7 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def heap_set_aside() -> Iterator[None]:
-    """Exempt what exists by now from collection; amid a step it would walk through all that was imported."""
+    """Exempt the objects that exist by now from collection.
+
+    A collection amid a step would walk through all that was imported.
+    """
     gc.freeze()
     try:
         yield

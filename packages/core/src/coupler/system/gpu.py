@@ -7,5 +7,6 @@ from pathlib import Path
 
 
 def gpu_is_visible() -> bool:
-    """Whether this process may use a GPU, as far as the driver's device file says."""
-    return Path("/dev/nvidiactl").exists() and os.environ.get("CUDA_VISIBLE_DEVICES", "all") not in ("", "-1")
+    """Tell whether this process may use a GPU, as far as the driver's file says."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+    return Path("/dev/nvidiactl").exists() and visible not in ("", "-1")

@@ -1,4 +1,7 @@
-"""SHA-256 of files by chunks: threads share a large file, and who writes one hashes it meanwhile, from memory."""
+"""Hash files by chunks with SHA-256.
+
+Threads share a large file. A file that is written is hashed meanwhile, from memory.
+"""
 
 from __future__ import annotations
 
@@ -11,31 +14,41 @@ from typing import BinaryIO
 
 from coupler.system.threads import DaemonThreads
 
-CHUNK_BYTES = 32 << 20  # of a file, under one hash; the last chunk may be shorter
+# The part of a file that is under one hash. The last chunk may be shorter.
+CHUNK_BYTES = 32 << 20
 THREADS = min(8, os.cpu_count() or 1)
-READERS = min(16, 2 * (os.cpu_count() or 1))  # threads of which some wait for the disk
-BLOCK_BYTES = 1 << 20  # read at a time
+# Threads that read. Some of them wait for the disk.
+READERS = min(16, 2 * (os.cpu_count() or 1))
+# Bytes that are read at a time.
+BLOCK_BYTES = 1 << 20
 
 
 def write_file(path: Path, pieces: Iterable[memoryview]) -> list[str]:
-    """Write ``pieces`` of bytes as they come and flush them to the disk; return the hash of each chunk.
+    """Write ``pieces`` of bytes to a file, and return the hash of each chunk.
 
-    A piece may not change before this returns: other threads hash it.
+    The pieces are written as they come, and flushed to the disk in the end. A piece may
+    not change before this returns, because other threads hash it.
     """
     with path.open("wb") as file, ThreadPoolExecutor(THREADS, "hash") as threads:
-        hashes = threads.map(_hash, _chunks(_written(pieces, file)))  # takes every piece before it returns
+        # The call takes every piece before it returns.
+        hashes = threads.map(_hash, _chunks(_written(pieces, file)))
         file.flush()
         os.fsync(file.fileno())
         return list(hashes)
 
 
 def hash_files(paths: Sequence[Path], chunk_bytes: int = CHUNK_BYTES) -> list[list[str]]:
-    """Read files; return the hash of each chunk of each."""
+    """Read files, and return the hash of each chunk of each."""
     starts = [range(0, path.stat().st_size, chunk_bytes) for path in paths]
     ranges = [(path, start) for path, found in zip(paths, starts, strict=True) for start in found]
     with DaemonThreads(min(READERS, len(ranges)), "hash") as threads:
         hashes = threads.map(lambda found: _hash(_read(found[0], found[1], chunk_bytes)), ranges)
         return [[next(hashes) for _ in found] for found in starts]
+
+
+def hash_start(path: Path, size: int) -> str:
+    """Return the hash of the first ``size`` bytes of a file."""
+    return _hash(_read(path, 0, size))
 
 
 def _hash(data: Iterable[memoryview]) -> str:
@@ -56,7 +69,10 @@ def _written(pieces: Iterable[memoryview], file: BinaryIO) -> Iterator[memoryvie
 
 
 def _begin(file: BinaryIO, start: int, end: int) -> None:
-    """Let the disk begin with what was written, which Linux would leave in memory until the flush at the end."""
+    """Let the disk begin with the bytes that were written.
+
+    Linux would leave them in memory until the flush at the end.
+    """
     if hasattr(os, "posix_fadvise"):
         file.flush()
         os.posix_fadvise(file.fileno(), start, end - start, os.POSIX_FADV_DONTNEED)
@@ -76,7 +92,7 @@ def _chunks(pieces: Iterable[memoryview]) -> Iterator[list[memoryview]]:
 
 
 def _read(path: Path, start: int, size: int) -> Iterator[memoryview]:
-    """Yield what one buffer holds, again and again."""
+    """Yield a part of a file piece by piece, in one buffer that is used again."""
     buffer = memoryview(bytearray(min(BLOCK_BYTES, size)))
     with path.open("rb", buffering=0) as file:
         file.seek(start)

@@ -1,4 +1,4 @@
-"""The one place where a name becomes an object, at once or when it is used."""
+"""Turn names into objects, at once or when they are used."""
 
 from __future__ import annotations
 
@@ -12,25 +12,36 @@ from coupler.errors import CouplerError
 
 
 def resolve(target: str) -> Any:
-    """Import what ``"package.module:Name"`` or ``"path/to/file.py:name"`` names, now.
+    """Import what ``"package.module:Name"`` or ``"path/to/file.py:name"`` names.
 
     Raises:
-        CouplerError: the text has no colon, the file does not exist, or the module has no such name.
+        CouplerError: the text has no colon, the file does not exist, or the module has
+            no such name.
         ImportError: the module itself cannot be imported.
     """
     module_name, colon, name = target.rpartition(":")
     if not colon or not module_name or not name:
-        raise CouplerError(f"{target!r} names nothing.\n  write it as:  package.module:name  or  path/to/file.py:name")
-    module = _load_file(Path(module_name)) if module_name.endswith(".py") else import_module(module_name)
+        raise CouplerError(
+            f"{target!r} names nothing.\n  write it as:  package.module:name  or  "
+            "path/to/file.py:name"
+        )
+
+    is_file = module_name.endswith(".py")
+    module = _load_file(Path(module_name)) if is_file else import_module(module_name)
     try:
         return getattr(module, name)
     except AttributeError:
         public = sorted(n for n in vars(module) if not n.startswith("_"))
-        raise CouplerError(f"{module_name} has no {name!r}.\n  it has:  {', '.join(public)}") from None
+        raise CouplerError(
+            f"{module_name} has no {name!r}.\n  it has:  {', '.join(public)}"
+        ) from None
 
 
 def file_of(target: str) -> Path | None:
-    """The file of what :func:`resolve` would import, or of the package that it is in; imports nothing."""
+    """Return the file that :func:`resolve` would import, or that of its package.
+
+    Nothing is imported.
+    """
     module = target.rpartition(":")[0]
     if module.endswith(".py"):
         return Path(module)
@@ -52,7 +63,8 @@ def present(name: str, brought_by: str) -> ModuleType:
     """Import a package that core does not depend on.
 
     Raises:
-        CouplerError: it is not installed; says that ``pip install brought_by`` installs it.
+        CouplerError: it is not installed. The message says that ``pip install
+            brought_by`` installs it.
     """
     try:
         return import_module(name)
@@ -60,14 +72,19 @@ def present(name: str, brought_by: str) -> ModuleType:
         missing = name.partition(".")[0]
         if error.name != missing:
             raise
-        raise CouplerError(f"{missing} is not installed.\n  try:  pip install '{brought_by}'") from None
+        raise CouplerError(
+            f"{missing} is not installed.\n  try:  pip install '{brought_by}'"
+        ) from None
 
 
 class Late:
-    """Stands for a package in a module that must load without it: imported when something of it is asked for.
+    """Stands for a package in a module that must load without it.
+
+    The package is imported when something of it is asked for.
 
     Example:
-        ``torch = Late("torch", "coupler-core[fsdp]")`` in the place of ``import torch``, which type checkers see.
+        ``torch = Late("torch", "coupler-core[fsdp]")`` stands in the place of ``import
+        torch``, which type checkers see.
     """
 
     def __init__(self, name: str, brought_by: str) -> None:
@@ -75,8 +92,10 @@ class Late:
 
     def __getattr__(self, name: str) -> Any:
         """Raises CouplerError: the package is not installed."""
-        if name.startswith("__"):  # what pickle and inspect ask every object for
+        # Pickle and inspect ask every object for such names.
+        if name.startswith("__"):
             raise AttributeError(name)
         found = getattr(present(self._name, self._brought_by), name)
-        setattr(self, name, found)  # the next time nothing is looked for
+        # The next time nothing is looked for.
+        setattr(self, name, found)
         return found

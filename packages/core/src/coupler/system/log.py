@@ -8,7 +8,7 @@ handler of ours is added.
 
 The console shows ``coupler: TEXT`` on stdout, and from warnings on
 ``coupler: warning: TEXT`` on stderr. ``COUPLER_LOG=debug|info|warning|error`` says
-which messages are shown and kept; info is the default.
+which messages are shown and kept. The default is info.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ ROOT = "coupler"
 VARIABLE = "COUPLER_LOG"
 LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error")}
 
-PLAIN = {"plain": True}  # extra= of a message that the console shows as it is, such as a table
-URGENT = {"urgent": True}  # extra= of a message that goes to stderr although it is no warning
+# extra= of a message that the console shows as it is, such as a table.
+PLAIN = {"plain": True}
+# extra= of a message that goes to stderr although it is no warning.
+URGENT = {"urgent": True}
 
 
 def get_logger(module: str) -> logging.Logger:
@@ -36,7 +38,8 @@ def get_logger(module: str) -> logging.Logger:
     if not root.handlers:
         root.addHandler(Console())
         root.setLevel(LEVELS.get(_asked(), logging.INFO))
-        root.propagate = False  # a handler of the root logger would show every message again
+        # A handler of the root logger would show every message again.
+        root.propagate = False
     return logging.getLogger(module if module.partition(".")[0] == ROOT else f"{ROOT}.{module}")
 
 
@@ -59,6 +62,10 @@ def log_file(path: Path) -> Iterator[None]:
     The file is made with the first message. A disk that refuses it stops no run.
     """
     handler = _File(path, delay=True, encoding="utf-8")
+    if os.path.lexists(path) and (path.is_symlink() or not path.is_file()):
+        # A pipe would wait for a reader, and a link leads to a file of somebody else.
+        handler.refused = True
+        get_logger(__name__).warning(f"{path} is no file, so that no messages are kept there.")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = get_logger(ROOT)
     root.addHandler(handler)
@@ -75,8 +82,12 @@ class Console(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         warns = record.levelno >= logging.WARNING
         stream = sys.stderr if warns or getattr(record, "urgent", False) else sys.stdout
-        head = "" if getattr(record, "plain", False) else "coupler: warning: " if warns else "coupler: "
-        with suppress(OSError):  # A terminal that went away stops no run.
+        head = "coupler: warning: " if warns else "coupler: "
+        if getattr(record, "plain", False):
+            head = ""
+
+        # A terminal that went away stops no run.
+        with suppress(OSError):
             print(f"{head}{self.format(record)}", file=stream, flush=True)
 
 
@@ -90,7 +101,8 @@ class _File(logging.FileHandler):
             return
         try:
             super().emit(record)
-        except OSError as error:  # it cannot be opened
+        except OSError as error:
+            # The file cannot be opened.
             self._refuse(error)
 
     def handleError(self, record: logging.LogRecord) -> None:
@@ -103,7 +115,9 @@ class _File(logging.FileHandler):
 
     def _refuse(self, error: OSError) -> None:
         self.refused = True
-        logging.getLogger(__name__).warning(f"{self.baseFilename} cannot be written: {error.strerror}.")
+        logging.getLogger(__name__).warning(
+            f"{self.baseFilename} cannot be written: {error.strerror}."
+        )
 
 
 def _asked() -> str:

@@ -1,4 +1,4 @@
-"""Threads that do not keep the process alive: what they wait for may never come."""
+"""Run calls that may hang in threads that do not keep the process alive."""
 
 from __future__ import annotations
 
@@ -13,12 +13,20 @@ from typing import Any
 
 
 class DaemonThreads(Executor):
-    """As ``ThreadPoolExecutor``, whose threads Python joins at its exit, for calls that may hang."""
+    """Runs calls in threads that Python does not join at its exit.
+
+    It joins those of ``ThreadPoolExecutor``, which would never end with a call that
+    hangs.
+    """
 
     def __init__(self, count: int, name: str) -> None:
-        self.calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()  # None: no more
-        self.under_way: dict[Future[Any], float] = {}  # when it was submitted
-        self.threads = [threading.Thread(target=self._serve, name=name, daemon=True) for _ in range(count)]
+        # None says that no more calls come.
+        self.calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        # The time at which each call was submitted.
+        self.under_way: dict[Future[Any], float] = {}
+        self.threads = [
+            threading.Thread(target=self._serve, name=name, daemon=True) for _ in range(count)
+        ]
         for thread in self.threads:
             thread.start()
 
@@ -38,7 +46,10 @@ class DaemonThreads(Executor):
             thread.join()
 
     def close(self, limit_s: float) -> None:
-        """Let calls end that were submitted less than ``limit_s`` ago, until then; leave the others behind."""
+        """Wait for calls until ``limit_s`` after each was submitted.
+
+        Calls that take longer are left behind.
+        """
         self.shutdown(wait=False)
         for future, start in list(self.under_way.items()):
             wait([future], max(0.0, start + limit_s - time.monotonic()))
@@ -46,7 +57,8 @@ class DaemonThreads(Executor):
     def _serve(self) -> None:
         while call := self.calls.get():
             _answer(*call)
-            del call  # its arguments are large, and the next one may be long in coming
+            # Its arguments are large, and the next call may be long in coming.
+            del call
 
 
 def _answer(future: Future[Any], function: Callable[[], Any]) -> None:
@@ -54,12 +66,13 @@ def _answer(future: Future[Any], function: Callable[[], Any]) -> None:
         return
     try:
         future.set_result(function())
-    except BaseException as error:  # the caller raises it
+    except BaseException as error:
+        # The caller raises it.
         future.set_exception(error)
 
 
 def in_daemon(function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
-    """Call it in a thread of its own."""
+    """Call a function in a thread of its own."""
     thread = DaemonThreads(1, function.__name__)
     done = thread.submit(function, *args)
     thread.shutdown(wait=False)

@@ -1,1 +1,3 @@
-"""What backends are tested with: the conformance kit, tiny models, and backends in plain NumPy."""
+"""Hold what backends are tested with: the conformance kit, tiny models, and backends in
+plain NumPy.
+"""

@@ -1,4 +1,6 @@
-"""Batches for the kit: ragged, with masked gaps, several temperatures and every column that core writes."""
+"""Make batches for the kit: ragged, with masked gaps, several temperatures and every
+column that core writes.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ RAGGED = (1, 2, 14, 3, 1, 9, 7, 2)
 
 
 def make_batch(reference: Reference, lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> Batch:
-    """Two groups of completions of one prompt each with rewards, and log-probs of a policy close to the reference.
+    """Make two groups of completions of one prompt each, with rewards and the log-probs
+    of a policy close to the reference.
 
     Args:
         lengths: [B], an even number; a sequence of length 1 has nothing to train on.
@@ -45,6 +48,7 @@ def make_batch(reference: Reference, lengths: tuple[int, ...] = LENGTHS, seed: i
         },
     )
     near = reference.outputs(batch)["logprobs"] + random.normal(0, 0.25, total)
+
     return batch.with_tokens(
         rollout_logprobs=np.where(mask, near, 0).astype(np.float32),
         advantages=np.where(mask, random.normal(0, 1, total), 0).astype(np.float32),

@@ -1,4 +1,4 @@
-"""Moves weights from anywhere into one rollout: what core does for a whole edge, in a few lines for tests."""
+"""Move weights from anywhere into one rollout, in a few lines for tests."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ from coupler.plugins.backend import Backend
 
 
 class Edge:
-    """One sender, one rollout, one transport."""
+    """Connect one sender, one rollout and one transport."""
 
-    def __init__(self, transport: Backend, rollout: Rollout, num_receivers: int, deadline_s: float = 60.0) -> None:
+    def __init__(
+        self, transport: Backend, rollout: Rollout, num_receivers: int, deadline_s: float = 60.0
+    ) -> None:
         self.target, self.rollout = transport.target, rollout
         self.num_receivers, self.deadline_s = num_receivers, deadline_s
         self.transport: Transport = open_transport(self.target)
@@ -35,7 +37,8 @@ class Edge:
     async def push(
         self, weights: Iterable[Named], *, permuted: bool = False, adapter: bool = False
     ) -> tuple[SendReceipt, SyncReceipt]:
-        """Send ``weights`` as the next version, and load them. The rollout is left as it is: running or paused.
+        """Send ``weights`` as the next version, and load them. The rollout is left as
+        it is: running or paused.
 
         Args:
             adapter: they are those of an adapter, in format ``lora``.
@@ -57,7 +60,7 @@ class Edge:
 
 
 class Served:
-    """A rollout with the event loop that it lives in; tests call it from outside."""
+    """Hold a rollout with the event loop that it lives in, for calls from outside."""
 
     def __init__(self, rollout: Rollout, transport: Backend) -> None:
         self.rollout = rollout

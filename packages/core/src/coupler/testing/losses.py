@@ -1,4 +1,6 @@
-"""Losses of the kit, on NumPy arrays and torch tensors alike: engines are tested without an algorithm."""
+"""Define the kit's losses, on NumPy arrays and torch tensors alike: engines are tested
+without an algorithm.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,19 @@ from coupler.metrics import Metric, Metrics
 
 
 def surrogate(out: Columns, batch: Columns) -> tuple[Any, Metrics]:
-    """PPO's clipped surrogate (Schulman et al. 2017, equation 7) with an entropy bonus and a factor per sequence."""
+    """Compute PPO's clipped surrogate (Schulman et al. 2017, equation 7) with an
+    entropy bonus and a factor per sequence.
+    """
     xp = _library(out["logprobs"])
     mask = batch["loss_mask"]
     logprobs, entropy, old, advantages = (
         xp.where(mask, column, xp.zeros_like(column))
-        for column in (out["logprobs"], out["entropy"], batch["rollout_logprobs"], batch["advantages"])
+        for column in (
+            out["logprobs"],
+            out["entropy"],
+            batch["rollout_logprobs"],
+            batch["advantages"],
+        )
     )
     ratio = xp.exp(logprobs - old)
     gain = xp.minimum(ratio * advantages, xp.clip(ratio, 0.8, 1.2) * advantages)
@@ -27,31 +36,36 @@ def surrogate(out: Columns, batch: Columns) -> tuple[Any, Metrics]:
         "entropy": Metric(_detached(entropy).sum(), mask.sum()),
         "sequences": Metric(batch["num_seqs"], how="sum"),
     }
+
     return -(gain + 0.01 * entropy) * factor, metrics
 
 
 def value_error(out: Columns, batch: Columns) -> tuple[Any, Metrics]:
-    """Half the squared distance of each value from the column ``returns``, with a factor per sequence."""
+    """Return half the squared distance of each value from the column ``returns``, with
+    a factor per sequence.
+    """
     xp = _library(out["values"])
     mask = batch["loss_mask"]
-    values, returns = (xp.where(mask, c, xp.zeros_like(c)) for c in (out["values"], batch["returns"]))
+    values, returns = (
+        xp.where(mask, c, xp.zeros_like(c)) for c in (out["values"], batch["returns"])
+    )
     factor = 1 + 0.5 * batch["reward"][batch["seq"]]
     error = (values - returns) ** 2 / 2
     return error * factor, {"value_error": Metric(_detached(error).sum(), mask.sum())}
 
 
 def squares(out: Columns, batch: Columns) -> tuple[Any, Metrics]:
-    """The sum of squared probabilities, next to log-prob and entropy."""
+    """Combine the sum of squared probabilities with log-prob and entropy."""
     return 3 * out["sum_pi_squared"] - 0.5 * out["logprobs"] + 0.2 * out["entropy"], {}
 
 
 def nll(out: Columns, batch: Columns) -> tuple[Any, Metrics]:
-    """The negative log-prob of each token."""
+    """Return the negative log-prob of each token."""
     return -out["logprobs"], {}
 
 
 def not_finite(out: Columns, batch: Columns) -> tuple[Any, Metrics]:
-    """A loss that is NaN on valid tokens: what an overflow in a kernel looks like."""
+    """Return NaN on valid tokens, as an overflow in a kernel would."""
     return out["logprobs"] * float("nan"), {}
 
 

@@ -1,7 +1,8 @@
-"""Model folders for tests, written in a second: a bigram for the toy backends, a small Qwen2 for real ones.
+"""Write model folders for tests in a second: a bigram for the toy backends, a small
+Qwen2 for real ones.
 
-Both have the vocabulary of one small tokenizer. Their distributions are far from flat, so that a wrong temperature, a
-shifted row or a missing tensor cannot look right.
+Both have the vocabulary of one small tokenizer. Their distributions are far from flat,
+so that a wrong temperature, a shifted row or a missing tensor cannot look right.
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ VOCAB = 320
 EOS = 2  # <|im_end|>
 NUM_SPECIAL = 4  # ids below it never appear in the kit's prompts
 
-_TEXT = ["what is 1 + 2 ? the answer is 3 .", "hello world", "compute 12 - 7 = 5", "yes no maybe"] * 10
+_TEXT = [
+    "what is 1 + 2 ? the answer is 3 .",
+    "hello world",
+    "compute 12 - 7 = 5",
+    "yes no maybe",
+] * 10
 _TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -26,19 +32,34 @@ _TEMPLATE = (
 
 
 def read_tensors(folder: Path) -> dict[str, np.ndarray]:
-    """Every tensor of a model folder by its name in the checkpoint."""
-    return {k: v for path in sorted(folder.glob("*.safetensors")) for k, v in load_file(path).items()}
+    """Read every tensor of a model folder by its name in the checkpoint."""
+    return {
+        k: v for path in sorted(folder.glob("*.safetensors")) for k, v in load_file(path).items()
+    }
 
 
-def write_toy(folder: Path, seed: int = 0) -> Path:
+def write_toy(folder: Path, seed: int = 0, hidden: int = 8) -> Path:
     """Write the bigram model that the toy backends run; needs NumPy only."""
     folder.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(seed)
-    shapes = {"embed.weight": (VOCAB, 8), "head.weight": (VOCAB, 8), "head.bias": (VOCAB,)}
-    tensors = {name: random.normal(0, 1.1, shape).astype(np.float32) for name, shape in shapes.items()}
-    config = {"model_type": "toy_bigram", "vocab_size": VOCAB, "eos_token_id": EOS, "dtype": "float32"}
+    shapes = {
+        "embed.weight": (VOCAB, hidden),
+        "head.weight": (VOCAB, hidden),
+        "head.bias": (VOCAB,),
+    }
+    scale = 1.1 * (8 / hidden) ** 0.25  # logits are as wide whatever the width
+    tensors = {
+        name: random.normal(0, scale, shape).astype(np.float32) for name, shape in shapes.items()
+    }
+    config = {
+        "model_type": "toy_bigram",
+        "vocab_size": VOCAB,
+        "eos_token_id": EOS,
+        "dtype": "float32",
+    }
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors")
+
     return folder
 
 
@@ -56,15 +77,24 @@ SMALL: dict[str, Any] = {
 }
 
 
-def write_qwen2(folder: Path, *, tied: bool, seed: int = 0) -> Path:
-    """Write a float32 Qwen2 with two layers, grouped heads and random biases, and its tokenizer."""
+def write_qwen2(folder: Path, *, tied: bool, seed: int = 0, **config: Any) -> Path:
+    """Write a float32 Qwen2 with two layers, grouped heads and random biases, and its
+    tokenizer.
+
+    Args:
+        config: values of its configuration beside those of ``SMALL``.
+    """
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    return write_random(Qwen2ForCausalLM(Qwen2Config(**SMALL, tie_word_embeddings=tied)), folder, seed)
+    return write_random(
+        Qwen2ForCausalLM(Qwen2Config(**{**SMALL, **config}, tie_word_embeddings=tied)), folder, seed
+    )
 
 
-def write_qwen3_moe(folder: Path, seed: int = 0) -> Path:
-    """Write a float32 Qwen3-MoE with two layers of four experts, of which each token takes two."""
+def write_qwen3_moe(folder: Path, seed: int = 0, **more: Any) -> Path:
+    """Write a float32 Qwen3-MoE with two layers of four experts, of which each token
+    takes two.
+    """
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     experts: dict[str, Any] = {
@@ -74,7 +104,7 @@ def write_qwen3_moe(folder: Path, seed: int = 0) -> Path:
         "norm_topk_prob": True,
         "head_dim": 64,
     }
-    config = Qwen3MoeConfig(**SMALL, **experts, tie_word_embeddings=False)
+    config = Qwen3MoeConfig(**{**SMALL, **more}, **experts, tie_word_embeddings=False)
     return write_random(Qwen3MoeForCausalLM(config), folder, seed)
 
 
@@ -103,7 +133,9 @@ def write_random(model: Any, folder: Path, seed: int) -> Path:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Write a byte-level tokenizer of ``VOCAB`` entries at most, with a chat template."""
+    """Write a byte-level tokenizer of ``VOCAB`` entries at most, with a chat
+    template.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -125,7 +157,9 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def write_value_head(source: Path, folder: Path, hidden: int, seed: int = 0) -> Path:
-    """Write the model of ``source`` with ``score.weight`` and ``score.bias`` beside what it has."""
+    """Write the model of ``source`` with ``score.weight`` and ``score.bias`` beside
+    what it has.
+    """
     random = np.random.default_rng(seed)
     score = {
         "score.weight": random.normal(0, hidden**-0.5, (1, hidden)).astype(np.float32),

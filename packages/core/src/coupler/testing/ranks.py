@@ -1,15 +1,19 @@
-"""Engines on several ranks: one process per rank, driven by lines of JSON; arrays travel as ``.npz`` files.
+"""Run engines on several ranks: one process per rank, driven by lines of JSON. Arrays
+travel as ``.npz`` files.
 
-A world of one rank runs in the test's own process, so that ``breakpoint()`` works in the engine.
+A world of one rank runs in the test's own process, so that ``breakpoint()`` works in
+the engine.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
 import json
 import os
 import queue
+import random
 import signal
 import socket
 import subprocess
@@ -17,7 +21,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cache
 from importlib import import_module
@@ -36,16 +40,20 @@ from coupler.system.process_memory import resident_bytes
 from coupler.testing.subject import build
 
 Arrays = dict[str, np.ndarray]
-PRELOADED = ("torch", "torch.distributed.fsdp", "transformers.modeling_utils")  # slow to import, and touch no GPU
-SHARE_GPUS = "COUPLER_SHARE_GPUS"  # in the environment, by --coupler-share-gpus: each rank is a host of its own to NCCL
+# These are slow to import, and touch no GPU.
+PRELOADED = ("torch", "torch.distributed.fsdp", "transformers.modeling_utils")
+# The variable that --coupler-share-gpus sets: each rank is a host of its own to NCCL.
+SHARE_GPUS = "COUPLER_SHARE_GPUS"
 
 
 class RankFailed(CouplerError):
-    """A rank raised or died; the message holds its traceback or its last lines."""
+    """A rank that raised or died. The message holds its traceback or its last lines."""
 
 
 class Host:
-    """One engine in one process. What goes in and out is JSON and paths; an engine that writes to a batch fails."""
+    """Hold one engine in one process, with JSON and paths going in and out. An engine
+    that writes to a batch fails.
+    """
 
     def __init__(self, recipe: Mapping[str, Any], rank: Mapping[str, Any]) -> None:
         self.rank = Rank(**rank)
@@ -56,11 +64,20 @@ class Host:
         return {"shard_of": layout.shard_of, "answers": layout.answers}
 
     def forward(self, batch: str, want: list[str], out: str) -> None:
-        self.engine.forward(_read_only(batch), _outputs(want)).save(Path(out))
+        with _left_alone(_read_only(batch)) as given:
+            done = self.engine.forward(given, _outputs(want))
+        done.save(Path(out))
 
-    def gradient(self, batch: str, want: list[str], loss: str, info: Mapping[str, Any], out: str) -> dict[str, Any]:
-        """One forward_backward and step; rank 0 writes the gradient between them."""
-        metrics = self.engine.forward_backward(_read_only(batch), _outputs(want), resolve(loss), StepInfo(**info))
+    def gradient(
+        self, batch: str, want: list[str], loss: str, info: Mapping[str, Any], out: str
+    ) -> dict[str, Any]:
+        """Run one forward_backward and one step. Rank 0 writes the gradient between
+        them.
+        """
+        with _left_alone(_read_only(batch)) as given:
+            metrics = self.engine.forward_backward(
+                given, _outputs(want), resolve(loss), StepInfo(**info)
+            )
         self._write(self.engine.gradients(), out)
         step = self.engine.step()
         plain = {name: [m.total, m.weight, m.how] for name, m in read(metrics).items()}
@@ -72,11 +89,27 @@ class Host:
     def save(self, path: str, what: list[str]) -> None:
         self.engine.save(Path(path), frozenset(map(Part, what))).wait(60)
 
+    def save_across(self, path: str, what: list[str], step: Mapping[str, Any]) -> dict[str, Any]:
+        """Ask for a save, take a whole step, and only then wait for the save."""
+        pending = self.engine.save(Path(path), frozenset(map(Part, what)))
+        done = self.gradient(**step)
+        pending.wait(60)
+        return done
+
+    def facts(self) -> dict[str, Any]:
+        """Tell what calls must leave alone: the states of the process's random
+        generators, by name, and its memory in bytes.
+        """
+        memory = resident_bytes() + self.engine.device_bytes()
+        return {"generators": generators(), "bytes": memory}
+
     def load(self, path: str, what: list[str]) -> None:
         self.engine.load(Path(path), frozenset(map(Part, what)))
 
     def move(self, times: int) -> int:
-        """Everything off the device and back, so often; bytes by which this process grew, on the host or the device."""
+        """Move everything off the device and back, so often. Return the bytes by which
+        this process grew, on the host or the device.
+        """
         before = resident_bytes(), self.engine.device_bytes()
         for _ in range(times):
             self.engine.offload(EVERYTHING)
@@ -102,8 +135,33 @@ def _read_only(path: str) -> Batch:
     return batch
 
 
+@contextlib.contextmanager
+def _left_alone(batch: Batch) -> Iterator[Batch]:
+    """Fail where columns of the batch come, go or are replaced."""
+    columns = dict(batch.tokens), dict(batch.seqs)
+    yield batch
+    for before, after in zip(columns, (batch.tokens, batch.seqs), strict=True):
+        if changed := sorted(
+            name for name in before.keys() | after.keys() if before.get(name) is not after.get(name)
+        ):
+            raise CouplerError(
+                f"expected the columns of the batch as they were, {changed[0]!r} changed."
+            )
+
+
+def generators() -> dict[str, str]:
+    """Return a hash of the state of each global random generator, by its name."""
+    states = {
+        "random": repr(random.getstate()),
+        "numpy.random": repr(np.random.get_state()),
+    }
+    if torch := sys.modules.get("torch"):
+        states["torch"] = torch.get_rng_state().numpy().tobytes().hex()
+    return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in states.items()}
+
+
 def as_array(tensor: Any) -> np.ndarray:
-    """A copy in NumPy of what an engine yields, bfloat16 included."""
+    """Copy to NumPy what an engine yields, bfloat16 included."""
     if not isinstance(tensor, np.ndarray):
         tensor = tensor.detach().cpu()
         tensor = (tensor.float() if tensor.dtype.itemsize < 4 else tensor).numpy()
@@ -115,10 +173,12 @@ def _outputs(names: list[str]) -> tuple[Output, ...]:
 
 
 class World:
-    """All ranks of one engine. Data shards beyond those that a call gives are empty.
+    """Drive all ranks of one engine. Data shards beyond those that a call gives are
+    empty.
 
     Args:
-        deterministic: so are all ranks. Libraries are told that once for a whole process, so one rank has its own too.
+        deterministic: so are all ranks. Libraries are told that once for a whole
+            process, so one rank has its own too.
     """
 
     def __init__(
@@ -136,10 +196,14 @@ class World:
         rendezvous = f"127.0.0.1:{port}" if num_ranks > 1 else ""
         whole = Rank(world=num_ranks, rendezvous=rendezvous, deterministic=deterministic)
         ranks = [asdict(replace(whole, index=i)) for i in range(num_ranks)]
+
         if num_ranks == 1 and not deterministic:
             self.host = Host(recipe, ranks[0])
         else:
-            self.processes = [_Process(recipe, rank, folder / f"rank-{i}.log") for i, rank in enumerate(ranks)]
+            self.processes = [
+                _Process(recipe, rank, folder / f"rank-{i}.log") for i, rank in enumerate(ranks)
+            ]
+
         found = self.call("setup", [{}] * num_ranks)[0]
         self.layout = Layout(tuple(found["shard_of"]), tuple(found["answers"]))
 
@@ -147,7 +211,8 @@ class World:
         """Call a method of :class:`Host` on every rank, with one set of arguments each.
 
         Raises:
-            RankFailed: a rank raised or died; the others are ended, since they may wait for it forever.
+            RankFailed: a rank raised or died; the others are ended, since they may wait
+                for it forever.
             TooFewDevices: the engine needs more devices than this machine has.
             WaitTimeout: no answer within the deadline.
         """
@@ -162,18 +227,27 @@ class World:
             raise
 
     def forward(self, shards: Sequence[Batch], want: tuple[str, ...]) -> list[Batch]:
-        """One answer per given data shard, in order."""
+        """Return one answer per given data shard, in order."""
         outs = [str(self._path(f"out-{i}")) for i in range(self.num_ranks)]
         batches = self._shared(shards)
-        self.call("forward", [{"batch": b, "want": want, "out": o} for b, o in zip(batches, outs, strict=True)])
+        self.call(
+            "forward",
+            [{"batch": b, "want": want, "out": o} for b, o in zip(batches, outs, strict=True)],
+        )
         answers = [i for i in range(self.num_ranks) if self.layout.answers[i]]
         answers.sort(key=lambda i: self.layout.shard_of[i])
         return [Batch.load(Path(outs[i])) for i in answers[: len(shards)]]
 
     def gradient(
-        self, shards: Sequence[Batch], loss: str, want: tuple[str, ...] = ("logprobs", "entropy"), index: int = 0
+        self,
+        shards: Sequence[Batch],
+        loss: str,
+        want: tuple[str, ...] = ("logprobs", "entropy"),
+        index: int = 0,
     ) -> tuple[Arrays, Metrics, list[list[Any]]]:
-        """Run one whole step; return its gradient, the merged metrics and (applied, norm, lr) of every rank."""
+        """Run one whole step. Return its gradient, the merged metrics and (applied,
+        norm, lr) of every rank.
+        """
         info = asdict(StepInfo(sum(s.num_tokens for s in shards), index))
         out = str(self._path("grads"))
         same = {"want": want, "loss": loss, "info": info, "out": out}
@@ -192,11 +266,25 @@ class World:
     def save(self, path: Path, *what: Part) -> None:
         self.call("save", [{"path": str(path), "what": what}] * self.num_ranks)
 
+    def save_across(self, path: Path, shards: Sequence[Batch], loss: str, index: int) -> None:
+        """Save weights and optimizer, while the next step is taken already."""
+        info = asdict(StepInfo(sum(s.num_tokens for s in shards), index))
+        same = {"want": ("logprobs", "entropy"), "loss": loss, "info": info}
+        same["out"] = str(self._path("grads"))
+        what = (Part.PARAMS, Part.OPTIMIZER)
+        steps = [{"batch": batch, **same} for batch in self._shared(shards)]
+        self.call("save_across", [{"path": str(path), "what": what, "step": s} for s in steps])
+
+    def facts(self) -> list[dict[str, Any]]:
+        return self.call("facts", [{}] * self.num_ranks)
+
     def load(self, path: Path, *what: Part) -> None:
         self.call("load", [{"path": str(path), "what": what}] * self.num_ranks)
 
     def move(self, times: int = 1) -> int:
-        """Everything off the devices and back, so often; bytes by which a rank grew, on its host or its device."""
+        """Move everything off the devices and back, so often. Return the bytes by which
+        a rank grew, on its host or its device.
+        """
         return max(self.call("move", [{"times": times}] * self.num_ranks))
 
     def close(self) -> None:
@@ -219,7 +307,9 @@ class World:
 
 
 class _Template:
-    """A process that has imported an engine's class, and forks a rank whenever it is asked: imports take longest."""
+    """Keep a process that has imported an engine's class, and fork ranks from it, since
+    imports take longest.
+    """
 
     def __init__(self, target: str) -> None:
         self.socket, other = socket.socketpair()
@@ -250,25 +340,27 @@ class _Process:
         self.log, self.index = log, rank["index"]
         self.socket = _template(recipe["target"]).start(log)
         self.lines = self.socket.makefile("rw", encoding="utf-8")
-        self.pid = 0  # its first line says it
+        self.pid = 0  # Its first line is the number.
         self.answers: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._listen, daemon=True).start()
         self.send({"recipe": recipe, "rank": rank})
 
     def _listen(self) -> None:
-        with contextlib.suppress(ConnectionResetError, ValueError):  # it was killed, or closed while it spoke
+        # These come where it was killed, or closed while it spoke.
+        with contextlib.suppress(ConnectionResetError, ValueError):
             self.pid = int(self.lines.readline() or 0)
             for line in self.lines:
                 self.answers.put(line)
         self.answers.put("")
 
     def send(self, message: Mapping[str, Any]) -> None:
-        with contextlib.suppress(BrokenPipeError):  # it died: the empty answer says so, with its log
+        # Where it died, the empty answer tells that with its log.
+        with contextlib.suppress(BrokenPipeError):
             self.lines.write(json.dumps(message) + "\n")
             self.lines.flush()
 
     def poll(self) -> dict[str, Any] | None:
-        """The next answer, if there is one."""
+        """Return the next answer, if there is one."""
         try:
             line = self.answers.get_nowait()
         except queue.Empty:
@@ -286,7 +378,9 @@ class _Process:
 
 
 def _gather(processes: list[_Process], method: str, end: float) -> list[Any]:
-    """One result per rank; the first rank that fails is shown, since the others may only be waiting for it."""
+    """Return one result per rank. The first rank that fails is shown, since the others
+    may only be waiting for it.
+    """
     answers: dict[int, dict[str, Any]] = {}
     while len(answers) < len(processes):
         for process in processes:
@@ -295,11 +389,15 @@ def _gather(processes: list[_Process], method: str, end: float) -> list[Any]:
                 if "too_few_devices" in answer:
                     raise TooFewDevices(answer["too_few_devices"])
                 if "error" in answer:
-                    raise RankFailed(f"rank {process.index} of {len(processes)} failed in {method}:\n{answer['error']}")
+                    raise RankFailed(
+                        f"rank {process.index} of {len(processes)} failed in "
+                        f"{method}:\n{answer['error']}"
+                    )
         silent = [p.index for p in processes if p.index not in answers]
         if silent and time.monotonic() > end:
             raise WaitTimeout(f"ranks {silent} of {len(processes)} gave no answer to {method}.")
         time.sleep(0.002)
+
     return [answers[process.index]["result"] for process in processes]
 
 
@@ -309,7 +407,9 @@ def _read(path: str) -> Arrays:
 
 
 def main(number: int, target: str) -> None:
-    """Fork a rank for each message on the socket of this number; end when its other end is closed."""
+    """Fork a rank for each message on the socket of this number. End when its other end
+    is closed.
+    """
     for module in PRELOADED:
         with contextlib.suppress(ImportError):  # an engine may need none of them
             import_module(module)
@@ -317,6 +417,7 @@ def main(number: int, target: str) -> None:
         with contextlib.suppress(Exception):  # the rank says what is wrong with it
             resolve(target)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the ranks
+
     with socket.socket(fileno=number) as control:
         while True:
             message, files, _, _ = socket.recv_fds(control, 16, 2)
@@ -331,7 +432,9 @@ def main(number: int, target: str) -> None:
 
 
 def serve(connection: int, log: int) -> None:
-    """Serve one rank: lines of JSON in, one line out for each; whatever is printed goes to ``log``."""
+    """Serve one rank: lines of JSON in, one line out for each. Output that is printed
+    goes to ``log``.
+    """
     for stream in (1, 2):
         os.dup2(log, stream)
     lines = socket.socket(fileno=connection).makefile("rw", encoding="utf-8")
@@ -352,7 +455,8 @@ def serve(connection: int, log: int) -> None:
             answer({"result": getattr(host, message["method"])(**message["arguments"])})
         except TooFewDevices as error:
             answer({"too_few_devices": str(error)})
-        except Exception:  # the test shows it; nothing here knows what an engine may raise
+        # the test shows it; nothing here knows what an engine may raise
+        except Exception:
             answer({"error": traceback.format_exc()})
 
 

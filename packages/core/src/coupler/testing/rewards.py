@@ -1,4 +1,4 @@
-"""A reward function under test, and what a model may write: anything."""
+"""Define a reward function under test, and the texts that a model may write."""
 
 from __future__ import annotations
 
@@ -58,16 +58,21 @@ class RewardSubject:
         """
         target, comma, own = named.partition(",")
         words = [f"reward.{word}" for word in own.split(",")] if comma else []
-        given = {**parse_settings(common).get("reward", {}), **parse_settings(words).get("reward", {})}
+        given = {
+            **parse_settings(common).get("reward", {}),
+            **parse_settings(words).get("reward", {}),
+        }
         if unknown := sorted(given.keys() - {"rows", "timeout_s"}):
-            raise ConfigError(f"--coupler reward=... has no setting {unknown[0]!r}.\n  it has:  rows, timeout_s")
+            raise ConfigError(
+                f"--coupler reward=... has no setting {unknown[0]!r}.\n  it has:  rows, timeout_s"
+            )
         return replace(RewardSubject(target), **given)
 
     def __str__(self) -> str:
         return f"reward={self.target}"
 
     def calls(self) -> dict[str, Call]:
-        """Every completion on every row, the row's own answer too; by what it is."""
+        """Return every completion on every row, and the row's own answer, by name."""
         rows = ROWS
         if self.rows:
             lines = Path(self.rows).read_text(encoding="utf-8").splitlines()[:MOST_ROWS]
@@ -81,4 +86,6 @@ class RewardSubject:
 
     def score(self, calls: dict[str, Call]) -> dict[str, Scored]:
         """Score them in a process of their own."""
-        return dict(zip(calls, check_reward(self.target, calls.values(), self.timeout_s), strict=True))
+        return dict(
+            zip(calls, check_reward(self.target, calls.values(), self.timeout_s), strict=True)
+        )

@@ -1,4 +1,6 @@
-"""A backend under test: its record, and the configuration that the kit and ``--coupler-set`` give it."""
+"""Describe a backend under test: its record, and the configuration that the kit and
+``--coupler-set`` give it.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,14 @@ class Subject:
     """One name of one kind, as tests get it."""
 
     backend: Backend
-    settings: Mapping[str, Any] = field(default_factory=dict)  # from --coupler-set, and its own
-    only: tuple[str, ...] = ()  # models, from --coupler-model; empty: all
-    selected: bool = False  # by --coupler: a backend whose dependency is missing then fails instead of being skipped
-    own: str = ""  # settings and models as --coupler gave them
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of ``--coupler-set``, and its own."""
+    only: tuple[str, ...] = ()
+    """Models of ``--coupler-model``; empty means all."""
+    selected: bool = False
+    """Named by ``--coupler``: without its dependency it fails, it is not skipped."""
+    own: str = ""
+    """Settings and models as ``--coupler`` gave them."""
 
     def __str__(self) -> str:
         return f"{self.backend.kind}={self.backend.name}{self.own}"
@@ -33,20 +39,30 @@ class Subject:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """The kit's models that this backend is tested with; the first is the usual one."""
-        every = ("toy",) if self.toy else ("untied", "tied", *(["moe"] if self.has("model:moe") else []))
+        """The kit's models that this backend is tested with. The first is the usual
+        one.
+        """
+        if self.toy:
+            every = ("toy",)
+        else:
+            every = ("untied", "tied", *(["moe"] if self.has("model:moe") else []))
         return tuple(name for name in every if not self.only or name in self.only)
 
     def ranks_for(self, num_shards: int) -> int:
-        """The fewest ranks of an engine with so many data shards, or with more where it takes them."""
+        """Return the fewest ranks of an engine with so many data shards, or with more
+        where it takes them.
+        """
         config = self.config()
-        return -(-num_shards * config.ranks_per_shard // config.ranks_per_group) * config.ranks_per_group
+        groups = -(-num_shards * config.ranks_per_shard // config.ranks_per_group)
+        return groups * config.ranks_per_group
 
     def has(self, capability: str) -> bool:
         return capability in self.backend.capabilities_of(self.config())
 
     def config(self, **more: Any) -> Any:
-        """The backend's configuration: its defaults, then what the kit needs, then what the user set."""
+        """Build the backend's configuration: its defaults, then what the kit needs,
+        then what the user set.
+        """
         return configured(self.backend.config, {**more, **self.settings})
 
     def create(self, folder: Path, head: Head = Head.LM, **more: Any) -> Any:
@@ -54,7 +70,7 @@ class Subject:
         return self.backend.load()(self.config(**more), Model(str(folder), head=head))
 
     def recipe(self, folder: Path, head: Head = Head.LM, **more: Any) -> dict[str, Any]:
-        """What another process builds it from: names and plain values."""
+        """Return names and plain values from which another process builds it."""
         config = self.backend.config
         return {
             "target": self.backend.target,
@@ -72,23 +88,29 @@ def build(recipe: Mapping[str, Any]) -> Any:
 
 
 def configured(config: type, settings: Mapping[str, Any]) -> Any:
-    """Set plain values on the defaults of a config class, each turned into the type of its default.
+    """Set plain values on the defaults of a config class, each turned into the type of
+    its default.
 
     Raises:
         ConfigError: there is no such key, or a value is none for it.
     """
     default = config()
     names = {f.name for f in fields(config)}
+
     if unknown := sorted(settings.keys() - names):
-        raise ConfigError(f"{config.__name__} has no key {unknown[0]!r}.\n  it has:  {', '.join(sorted(names))}")
+        raise ConfigError(
+            f"{config.__name__} has no key {unknown[0]!r}.\n  it has:  {', '.join(sorted(names))}"
+        )
     try:
-        return replace(default, **{key: type(getattr(default, key))(value) for key, value in settings.items()})
+        return replace(
+            default, **{key: type(getattr(default, key))(value) for key, value in settings.items()}
+        )
     except (TypeError, ValueError) as exc:
         raise ConfigError(f"{config.__name__} does not take {dict(settings)}: {exc}") from None
 
 
 def parse_settings(texts: list[str]) -> dict[str, dict[str, Any]]:
-    """``["engine.lr=1e-3"]`` to ``{"engine": {"lr": 0.001}}``.
+    """Turn ``["engine.lr=1e-3"]`` into ``{"engine": {"lr": 0.001}}``.
 
     Raises:
         ConfigError: a text has not the form KIND.KEY=VALUE.
@@ -98,7 +120,10 @@ def parse_settings(texts: list[str]) -> dict[str, dict[str, Any]]:
         path, equals, value = text.partition("=")
         kind, dot, key = path.partition(".")
         if not (equals and dot and key):
-            raise ConfigError(f"--coupler-set {text!r} sets nothing.\n  write it as:  --coupler-set engine.lr=1e-3")
+            raise ConfigError(
+                f"--coupler-set {text!r} sets nothing.\n"
+                "  write it as:  --coupler-set engine.lr=1e-3"
+            )
         settings.setdefault(kind, {})[key] = _plain(value)
     return settings
 

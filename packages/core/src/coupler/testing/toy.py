@@ -1,7 +1,9 @@
-"""Backends in plain NumPy, whole and small: they run the loop in milliseconds and show what an interface asks for.
+"""Implement backends in plain NumPy, whole and small. They run the loop in milliseconds
+and show what an interface asks for.
 
-The policy is a bigram: ``logits[t] = embed[tokens[t - 1]] @ head.T + bias``. Its gradient is written out below, which
-makes it the closed form that other things are compared with. Shapes: T packed tokens, V vocabulary, H hidden.
+The policy is a bigram: ``logits[t] = embed[tokens[t - 1]] @ head.T + bias``. Its
+gradient is written out below, which makes it the closed form that other things are
+compared with. Shapes: T packed tokens, V vocabulary, H hidden.
 """
 
 from __future__ import annotations
@@ -45,11 +47,15 @@ from coupler.metrics import Metric, Metrics, merge
 from coupler.system.seeding import stream
 from coupler.testing.models import read_tensors
 
-Weights = dict[str, np.ndarray]  # embed.weight [V, H], head.weight [V, H], head.bias [V], all float64
+Weights = dict[
+    str, np.ndarray
+]  # embed.weight [V, H], head.weight [V, H], head.bias [V], all float64
 
 
-def log_softmax(weights: Weights, previous: np.ndarray, temperature: np.ndarray | float) -> np.ndarray:
-    """[n] tokens -> [n, V] log-probs of the next one."""
+def log_softmax(
+    weights: Weights, previous: np.ndarray, temperature: np.ndarray | float
+) -> np.ndarray:
+    """Turn [n] tokens into the [n, V] log-probs of the next one."""
     logits = weights["embed.weight"][previous] @ weights["head.weight"].T + weights["head.bias"]
     logits /= np.asarray(temperature).reshape(-1, 1)
     logits -= logits.max(-1, keepdims=True)
@@ -57,7 +63,9 @@ def log_softmax(weights: Weights, previous: np.ndarray, temperature: np.ndarray 
 
 
 def nucleus(log_p: np.ndarray, top_p: float) -> np.ndarray:
-    """[V] log-probs among the fewest tokens that have ``top_p`` together (arXiv 1904.09751, section 3.1); else -inf."""
+    """Return [V] log-probs among the fewest tokens that have ``top_p`` together (arXiv
+    1904.09751, section 3.1), else -inf.
+    """
     order = np.argsort(-log_p)
     mass = np.exp(log_p[order]).cumsum()
     left = order[: np.searchsorted(mass, top_p) + 1]
@@ -86,7 +94,7 @@ def run(weights: Weights, batch: Batch) -> Pass:
 
 
 def outputs(batch: Batch, done: Pass) -> dict[str, np.ndarray]:
-    """[T] float64 log-probs and entropies; 0 outside ``loss_mask``."""
+    """Return [T] float64 log-probs and entropies, which are 0 outside ``loss_mask``."""
     logprobs, entropy = np.zeros(batch.num_tokens), np.zeros(batch.num_tokens)
     logprobs[done.rows] = done.log_p[np.arange(len(done.rows)), batch["tokens"][done.rows]]
     entropy[done.rows] = -(np.exp(done.log_p) * done.log_p).sum(-1)
@@ -94,14 +102,17 @@ def outputs(batch: Batch, done: Pass) -> dict[str, np.ndarray]:
 
 
 def backward(weights: Weights, batch: Batch, done: Pass, d_out: dict[str, np.ndarray]) -> Weights:
-    """The gradient of a loss whose derivatives by ``logprobs`` and ``entropy`` are ``d_out``, each [T].
+    """Return the gradient of a loss whose derivatives by ``logprobs`` and ``entropy``
+    are ``d_out``, each [T].
 
-    With z the logits over the temperature: d logprob / dz = onehot - p, and d entropy / dz = -p (log p + entropy).
+    With z the logits over the temperature: d logprob / dz = onehot - p, and d entropy /
+    dz = -p (log p + entropy).
     """
     p = np.exp(done.log_p)
     onehot = np.zeros_like(p)
     onehot[np.arange(len(p)), batch["tokens"][done.rows]] = 1
     d_logits = d_out["logprobs"][done.rows, None] * (onehot - p)
+
     if "entropy" in d_out:
         entropy = -(p * done.log_p).sum(-1, keepdims=True)
         d_logits -= d_out["entropy"][done.rows, None] * p * (done.log_p + entropy)
@@ -109,11 +120,17 @@ def backward(weights: Weights, batch: Batch, done: Pass, d_out: dict[str, np.nda
     hidden = weights["embed.weight"][done.previous]
     d_embed = np.zeros_like(weights["embed.weight"])
     np.add.at(d_embed, done.previous, d_logits @ weights["head.weight"])
-    return {"embed.weight": d_embed, "head.weight": d_logits.T @ hidden, "head.bias": d_logits.sum(0)}
+    return {
+        "embed.weight": d_embed,
+        "head.weight": d_logits.T @ hidden,
+        "head.bias": d_logits.sum(0),
+    }
 
 
 def value_outputs(weights: Weights, batch: Batch) -> dict[str, np.ndarray]:
-    """[T] float64 values ``embed[tokens[t - 1]] @ score + bias``; 0 outside ``loss_mask``."""
+    """Return [T] float64 values ``embed[tokens[t - 1]] @ score + bias``, which are 0
+    outside ``loss_mask``.
+    """
     rows = np.flatnonzero(batch["loss_mask"])
     values = np.zeros(batch.num_tokens)
     hidden = weights["embed.weight"][batch["tokens"][rows - 1]]
@@ -122,7 +139,7 @@ def value_outputs(weights: Weights, batch: Batch) -> dict[str, np.ndarray]:
 
 
 def value_backward(weights: Weights, batch: Batch, d_out: dict[str, np.ndarray]) -> Weights:
-    """The gradient of a loss whose derivative by ``values`` is ``d_out``, [T]."""
+    """Return the gradient of a loss with the derivative ``d_out`` [T] by ``values``."""
     rows = np.flatnonzero(batch["loss_mask"])
     previous, slope = batch["tokens"][rows - 1], d_out["values"][rows, None]
     d_embed = np.zeros_like(weights["embed.weight"])
@@ -132,7 +149,8 @@ def value_backward(weights: Weights, batch: Batch, d_out: dict[str, np.ndarray])
 
 
 def slopes(loss: Loss, out: Columns, columns: Columns) -> dict[str, np.ndarray]:
-    """[T] derivative of each weighted token loss by each output of that token, by central differences.
+    """Return the [T] derivative of each weighted token loss by each output of that
+    token, by central differences.
 
     The loss of a token must depend on the outputs of that token alone.
     """
@@ -147,26 +165,30 @@ def slopes(loss: Loss, out: Columns, columns: Columns) -> dict[str, np.ndarray]:
 
 
 def columns_of(batch: Batch) -> dict[str, Any]:
-    """What a loss reads: every column, and where the sequences lie."""
+    """Return what a loss reads: every column, and the places of the sequences."""
     return {**loss_columns(batch), "num_seqs": len(batch)}
 
 
 class Done(Pending):
     def wait(self, seconds: float) -> None:
-        """Return at once: it was done before it was asked for."""
+        """Return at once: the work was done before it was asked for."""
 
 
 class ToyEngine(Engine):
-    """A bigram policy under AdamW (Loshchilov & Hutter 2019), on one rank."""
+    """Train a bigram policy under AdamW (Loshchilov & Hutter 2019), on one rank."""
 
     def setup(self, rank: Rank) -> Layout:
         if rank.world != 1:
             raise CouplerError("engine=toy runs on one rank.\n  try:  engine=fsdp")
-        self.params = {k: v.astype(np.float64) for k, v in read_tensors(Path(self.model.path)).items()}
+        self.params = {
+            k: v.astype(np.float64) for k, v in read_tensors(Path(self.model.path)).items()
+        }
+
         if self.model.head is Head.VALUE:
             width = self.params["embed.weight"].shape[1]
             score = {"score.weight": np.zeros((1, width)), "score.bias": np.zeros(1), **self.params}
             self.params = {k: v for k, v in score.items() if not k.startswith("head.")}
+
         self.first = {k: np.zeros_like(v) for k, v in self.params.items()}
         self.second = {k: np.zeros_like(v) for k, v in self.params.items()}
         self.grads = {k: np.zeros_like(v) for k, v in self.params.items()}
@@ -177,9 +199,12 @@ class ToyEngine(Engine):
         out = self._outputs(batch)
         return batch.with_tokens(**{o.name: out[o.name].astype(np.float32) for o in want})
 
-    def forward_backward(self, batch: Batch, want: tuple[Output, ...], loss: Loss, step: StepInfo) -> Metrics:
+    def forward_backward(
+        self, batch: Batch, want: tuple[Output, ...], loss: Loss, step: StepInfo
+    ) -> Metrics:
         self.grads = {k: np.zeros_like(v) for k, v in self.params.items()}
         metrics = []
+
         for rows in micro_batches(batch.lengths, self.config.max_tokens_per_gpu):
             part = batch.take(rows)
             everything = self._outputs(part)
@@ -189,6 +214,7 @@ class ToyEngine(Engine):
             metrics.append(found)
             for name, grad in self._backward(part, slopes(loss, out, columns)).items():
                 self.grads[name] += grad
+
         return merge(metrics)
 
     def _outputs(self, batch: Batch) -> dict[str, np.ndarray]:
@@ -205,11 +231,13 @@ class ToyEngine(Engine):
         c = self.config
         lr = c.lr * multiplier(c)(self.steps)
         norm = float(np.sqrt(sum((g * g).sum() for g in self.grads.values())))
+
         if not np.isfinite(norm):
             self.grads = {k: np.zeros_like(v) for k, v in self.params.items()}
             return StepResult(applied=False, grad_norm=norm, lr=lr)
         self.steps += 1
         scale = min(1.0, c.max_grad_norm / (norm + 1e-6)) if c.max_grad_norm else 1.0
+
         for name, param in self.params.items():
             grad = self.grads[name] * scale
             self.first[name] = c.beta1 * self.first[name] + (1 - c.beta1) * grad
@@ -219,6 +247,7 @@ class ToyEngine(Engine):
             decay = c.weight_decay if param.ndim > 1 else 0.0  # never on biases
             param -= lr * (mean / (np.sqrt(square) + c.eps) + decay * param)
             self.grads[name] = np.zeros_like(param)
+
         return StepResult(applied=True, grad_norm=norm, lr=lr)
 
     def weights(self) -> Iterator[Named]:
@@ -233,8 +262,15 @@ class ToyEngine(Engine):
         for part in what & state.keys():
             np.savez(path / f"{part}.npz", allow_pickle=False, **state[part])
         if Part.OPTIMIZER in what:
-            moments = {f"{name}/{k}": v for name in ("first", "second") for k, v in getattr(self, name).items()}
-            np.savez(path / "optimizer.npz", allow_pickle=False, steps=np.array(self.steps), **moments)
+            moments = {
+                f"{name}/{k}": v
+                for name in ("first", "second")
+                for k, v in getattr(self, name).items()
+            }
+            np.savez(
+                path / "optimizer.npz", allow_pickle=False, steps=np.array(self.steps), **moments
+            )
+
         return Done()
 
     def load(self, path: Path, what: Parts) -> None:
@@ -255,16 +291,20 @@ def _read(path: Path) -> Weights:
 
 
 class ToyRollout(Rollout):
-    """Samples one token per request and turn of the event loop."""
+    """Sample one token per request and turn of the event loop."""
 
     async def setup(self, rank: Rank) -> int:
-        self.weights: Weights = {k: np.zeros_like(v) for k, v in read_tensors(Path(self.model.path)).items()}
+        self.weights: Weights = {
+            k: np.zeros_like(v) for k, v in read_tensors(Path(self.model.path)).items()
+        }
         self.version = -1
-        self.admits, self.samples = asyncio.Event(), asyncio.Event()  # new requests; tokens of admitted ones
+        self.admits = asyncio.Event()  # new requests are let in
+        self.samples = asyncio.Event()  # tokens of admitted requests are sampled
         self.admits.set()
         self.samples.set()
         self.aborting = False
         self.active = 0
+
         return 1
 
     async def generate(self, request: Request) -> Completion:
@@ -279,6 +319,7 @@ class ToyRollout(Rollout):
         random = stream(request.seed, "toy")
         tokens, logprobs, versions = [], [], []
         finish = "length"
+
         while len(tokens) < request.max_tokens:
             await asyncio.sleep(0)
             await self.samples.wait()
@@ -289,37 +330,52 @@ class ToyRollout(Rollout):
             log_p = log_softmax(self.weights, previous, request.temperature or 1.0)[0]
             if request.top_p < 1:
                 log_p = nucleus(log_p, request.top_p)
-            token = int(log_p.argmax() if request.temperature == 0 else random.choice(len(log_p), p=np.exp(log_p)))
+            token = int(
+                log_p.argmax()
+                if request.temperature == 0
+                else random.choice(len(log_p), p=np.exp(log_p))
+            )
             tokens.append(token)
             logprobs.append(float(log_p[token]))
             versions.append(self.version)
             if token in request.stop:
                 finish = "stop"
                 break
+
         return Completion(tuple(tokens), tuple(logprobs), tuple(versions), finish)
 
     async def update(self, update: WeightUpdate) -> SyncReceipt:
         missing, unexpected, num_received, num_bytes = set(self.weights), [], 0, 0
         shapes = {name: tensor.shape for name, tensor in self.weights.items()}
+        weights = dict(self.weights)  # An update that is refused changes none of them.
+
         for name, tensor in update.receive(Rank(), shapes):
             num_received += 1
             num_bytes += tensor.nbytes
             if name in self.weights:
-                self.weights[name] = np.array(tensor, np.float64)
+                weights[name] = np.array(tensor, np.float64)
                 missing.discard(name)
             else:
                 unexpected.append(name)
-        self.version = update.version
+
+        self.weights, self.version = weights, update.version
         loaded = num_received - len(unexpected)
         return SyncReceipt(
-            update.version, num_received, loaded, num_bytes, tuple(sorted(missing)), tuple(sorted(unexpected))
+            update.version,
+            num_received,
+            loaded,
+            num_bytes,
+            tuple(sorted(missing)),
+            tuple(sorted(unexpected)),
         )
 
     async def pause(self, in_flight: InFlight) -> None:
         self.admits.clear()
-        if in_flight in (InFlight.RECOMPUTE, InFlight.STALE_KV):  # a bigram has no cache: the two are the same
+        # A bigram has no cache, so that these two are the same.
+        if in_flight in (InFlight.RECOMPUTE, InFlight.STALE_KV):
             self.samples.clear()
             return
+
         self.aborting = in_flight is InFlight.ABORT
         while self.active:
             await asyncio.sleep(0)
@@ -331,12 +387,18 @@ class ToyRollout(Rollout):
 
 
 class ToyAlgorithm(Algorithm):
-    """REINFORCE (Williams 1992) with the mean reward of the prompt's group as baseline: ``-A log p``."""
+    """REINFORCE (Williams 1992) with the mean reward of the prompt's group as baseline:
+    ``-A log p``.
+    """
+
+    want = (Output("logprobs"), Output("entropy"))
 
     def advantages(self, batch: Batch) -> Batch:
         _, group = np.unique(batch["group"], return_inverse=True)
         mean = np.bincount(group, weights=batch["reward"]) / np.bincount(group)
-        return batch.with_tokens(advantages=batch.spread(batch["reward"] - mean[group]).astype(np.float32))
+        return batch.with_tokens(
+            advantages=batch.spread(batch["reward"] - mean[group]).astype(np.float32)
+        )
 
     def loss(self, out: Columns, batch: Columns) -> tuple[Any, Metrics]:
         mask = batch["loss_mask"]

@@ -1,4 +1,6 @@
-"""One edge for the kit: the toy engine, two toy replicas that fail when told, and the manager between them."""
+"""Build one edge for the kit: the toy engine, two toy replicas that fail when told, and
+the manager between them.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ T = TypeVar("T")
 
 
 class FaultyRollout(ToyRollout):
-    """A toy replica that dies or lies when a test says so, and counts what a sync must not do.
+    """Die or lie when a test says so, and count what a sync must not do.
 
     Attributes:
         deaths: updates that it dies of before it takes one.
@@ -86,7 +88,7 @@ class FaultyRollout(ToyRollout):
 
 
 class Turns:
-    """Device turns that remember whose turn it is."""
+    """Take device turns, and remember whose turn it is."""
 
     def __init__(self) -> None:
         self.now = ""
@@ -101,7 +103,10 @@ class Turns:
 
     @asynccontextmanager
     async def _turn(self, name: str) -> AsyncIterator[None]:
-        assert not self.now, f"turn {name} was asked for within turn {self.now}: on shared devices that waits forever"
+        assert not self.now, (
+            f"turn {name} was asked for within turn {self.now}: "
+            "on shared devices that waits forever"
+        )
         self.now = name
         try:
             yield
@@ -110,7 +115,7 @@ class Turns:
 
 
 class WatchedGroup(RolloutGroup):
-    """Replicas that remember in whose turn they got weights."""
+    """Remember in whose turn the replicas got weights."""
 
     turns: Turns
     updated_in: list[str]
@@ -121,10 +126,14 @@ class WatchedGroup(RolloutGroup):
 
 
 class WholeEdge:
-    """An engine, two replicas and the manager under test, in one process."""
+    """Hold an engine, two replicas and the manager under test, in one process."""
 
     def __init__(
-        self, sharding: Subject, transport: Backend, folder: Path, in_flight: InFlight = InFlight.DRAIN
+        self,
+        sharding: Subject,
+        transport: Backend,
+        folder: Path,
+        in_flight: InFlight = InFlight.DRAIN,
     ) -> None:
         model, here = Model(str(folder)), f"{__name__}:{FaultyRollout.__name__}"
         spec = WorkerSpec("policy", "coupler.testing.toy:ToyEngine", ToyEngineConfig(), model, None)
@@ -132,7 +141,9 @@ class WholeEdge:
 
         self.executor = Local(inline=True, waits=Waits(DEADLINE_S, 10 * DEADLINE_S))
         self.engine = EngineGroup(self.executor, spec, [Rank()])
-        self.rollouts = WatchedGroup(self.executor, here, ToyRolloutConfig(replicas=NUM_REPLICAS), model, ranks)
+        self.rollouts = WatchedGroup(
+            self.executor, here, ToyRolloutConfig(replicas=NUM_REPLICAS), model, ranks
+        )
         self.rollouts.turns, self.rollouts.updated_in = Turns(), []
         self.random = np.random.default_rng(0)
         self.manager: ShardingManager = sharding.backend.load()(
@@ -161,30 +172,42 @@ class WholeEdge:
         await within(self.manager.sync(version), f"sync({version})")
 
     def train(self) -> None:
-        """Change every weight of the engine by so much that no tensor that is missed can hide."""
+        """Change every weight of the engine by so much that no tensor that is missed
+        can hide.
+        """
         params = self.engine.ranks[0].of.engine.params
         for tensor in params.values():
             tensor += self.random.normal(0, 0.5, tensor.shape)
 
     async def compare(self, version: int) -> None:
-        """Fail unless every replica lives, says ``version`` and runs the engine's weights."""
+        """Fail unless every replica lives, says ``version`` and runs the engine's
+        weights.
+        """
         said = self.manager.version
         assert said == version, f"expected manager.version == {version} after the sync, came {said}"
-        assert not self.rollouts.dead, f"expected every replica alive after the sync, dead are {self.rollouts.dead}"
+        assert not self.rollouts.dead, (
+            f"expected every replica alive after the sync, dead are {self.rollouts.dead}"
+        )
         request = Request(PROMPT, 24, 1.0, (), seed=version)
         sampling = self.rollouts.sample_on_each(request)
-        sampled = await within(sampling, f"a completion after version {version}: were the rollouts resumed?")
+        sampled = await within(
+            sampling, f"a completion after version {version}: were the rollouts resumed?"
+        )
 
         for replica, done in enumerate(sampled):
             batch = as_batch(request.prompt, done.tokens, request.temperature)
-            ours = (await self.engine.forward(batch, (Output("logprobs"),)))["logprobs"][len(PROMPT) :]
+            ours = (await self.engine.forward(batch, (Output("logprobs"),)))["logprobs"][
+                len(PROMPT) :
+            ]
             off = float(np.abs(ours - np.array(done.logprobs)).max())
             assert off < 1e-3, (
-                f"expected replica {replica} to run the engine's weights of version {version}; its log-probs are "
-                f"off by up to {off:.3f}"
+                f"expected replica {replica} to run the engine's weights of version {version}; "
+                f"its log-probs are off by up to {off:.3f}"
             )
             versions = set(done.versions)
-            assert versions == {version}, f"expected tokens of replica {replica} at version {version}, came {versions}"
+            assert versions == {version}, (
+                f"expected tokens of replica {replica} at version {version}, came {versions}"
+            )
 
     def close(self) -> None:
         self.executor.close()
@@ -193,7 +216,9 @@ class WholeEdge:
 async def within(work: Awaitable[T], what: str) -> T:
     """Wait for ``work``, and fail with its name where it takes too long."""
     try:
-        async with asyncio.timeout(2 * DEADLINE_S if what.startswith(("sync", "prove")) else DEADLINE_S / 2):
+        async with asyncio.timeout(
+            2 * DEADLINE_S if what.startswith(("sync", "prove")) else DEADLINE_S / 2
+        ):
             return await work
     except TimeoutError:
         raise AssertionError(f"expected {what}; nothing came in time") from None

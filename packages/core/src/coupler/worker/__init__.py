@@ -1,1 +1,1 @@
-"""What runs in the process of an engine rank or of a rollout replica."""
+"""Host one backend in the process of an engine rank or of a rollout replica."""

@@ -1,4 +1,4 @@
-"""What a rollout replica is built from, in the process where it lives."""
+"""Build a rollout replica in the process where it lives."""
 
 from __future__ import annotations
 
@@ -12,9 +12,15 @@ from coupler.system.imports import resolve
 
 @dataclass(frozen=True, slots=True)
 class RolloutSpec:
-    """What a replica is built from, in any process: names and plain config, never a class."""
+    """The description of a replica, which any process can read.
 
-    rollout: str  # "package.module:Class"
+    It holds names and plain configuration, never a class.
+
+    Attributes:
+        rollout: ``"package.module:Class"``.
+    """
+
+    rollout: str
     config: Any
     model: Model
 

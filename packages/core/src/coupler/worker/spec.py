@@ -1,4 +1,4 @@
-"""What an engine rank is built from, what it trains on and what it answers."""
+"""Define the parts of an engine rank, its mini-batches and its answers."""
 
 from __future__ import annotations
 
@@ -7,12 +7,7 @@ from typing import Any
 
 from coupler.batch import Batch
 from coupler.config.plain import Section
-from coupler.interfaces import (
-    Algorithm,
-    Model,
-    StepInfo,
-    StepResult,
-)
+from coupler.interfaces import Algorithm, Model, StepInfo, StepResult
 from coupler.metrics import Metrics
 from coupler.system.imports import resolve
 from coupler.worker.torch.profiling import NOTHING, Profile
@@ -20,13 +15,21 @@ from coupler.worker.torch.profiling import NOTHING, Profile
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """What a rank is built from, in any process: names and plain config, never a class."""
+    """The description of a rank, which any process can read.
+
+    It holds names and plain configuration, never a class.
+
+    Attributes:
+        engine: ``"package.module:Class"``.
+        algorithm: ``("package.module:Class", its config)``, or None for a role that is
+            not trained.
+    """
 
     role: str
-    engine: str  # "package.module:Class"
+    engine: str
     engine_config: Any
     model: Model
-    algorithm: tuple[str, Any] | None  # ("package.module:Class", its config); None for a role that is not trained
+    algorithm: tuple[str, Any] | None
     profile: Profile = NOTHING
 
     def __reduce__(self) -> Any:
@@ -46,6 +49,7 @@ def _received(values: dict[str, Any]) -> WorkerSpec:
 
 
 def build_algorithm(spec: WorkerSpec) -> Algorithm | None:
+    """Make the algorithm of a role, if the role is trained."""
     if spec.algorithm is None:
         return None
     target, config = spec.algorithm
@@ -54,17 +58,23 @@ def build_algorithm(spec: WorkerSpec) -> Algorithm | None:
 
 @dataclass(frozen=True, slots=True)
 class MiniBatch:
-    """One rank's part of one optimizer step."""
+    """One rank's part of one optimizer step.
+
+    Attributes:
+        fresh_version: version of the weights that compute the step, or None once an
+            earlier step of the batch has changed them.
+        num_replicas: rollout replicas that sampled the batch.
+    """
 
     batch: Batch
     info: StepInfo
-    fresh_version: int | None  # the weights are those of this version; None once the step before has changed them
-    num_replicas: int = 1  # that sampled the batch
+    fresh_version: int | None
+    num_replicas: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What :meth:`EngineGroup.train` did."""
+    """The outcome of :meth:`EngineGroup.train`."""
 
     metrics: Metrics
     steps: tuple[StepResult, ...]

@@ -1,4 +1,4 @@
-"""Wrap a loss so that every step compares the log-probs of engine and rollout."""
+"""Compare the log-probs of engine and rollout inside the loss of every step."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ from typing import Any
 import numpy as np
 
 from coupler.errors import CouplerError
-from coupler.interfaces import (
-    Algorithm,
-    Columns,
-    Loss,
-)
+from coupler.interfaces import Algorithm, Columns, Loss
 from coupler.metrics import Metric, Metrics
 
-OF_REPLICA = "train_infer/abs_diff_of_replica_"  # and its number
+# the beginning of a metric's name, which the number of a replica ends
+OF_REPLICA = "train_infer/abs_diff_of_replica_"
+SURPRISE_OF = "sampling/surprise_of_replica_"
+VARIANCE_OF = "sampling/variance_of_replica_"
 
 
 def checked_loss(algorithm: Algorithm, fresh_version: int | None, num_replicas: int = 1) -> Loss:
-    """Wrap an algorithm's loss: refuse what is not one loss per token, and measure train against inference.
+    """Wrap an algorithm's loss to check its shape and to compare train with inference.
 
     Raises (in the engine):
         CouplerError: the loss is a scalar, or has another shape than ``[T]``.
@@ -27,28 +26,41 @@ def checked_loss(algorithm: Algorithm, fresh_version: int | None, num_replicas: 
     def loss(out: Columns, batch: Columns) -> tuple[Any, Metrics]:
         token_loss, metrics = algorithm.loss(out, batch)
         weight = batch["loss_weight"]
+
         if tuple(token_loss.shape) != tuple(weight.shape):
             raise CouplerError(
                 f"the loss of {type(algorithm).__name__} has shape {list(token_loss.shape)}, "
                 f"expected one loss per token, {list(weight.shape)}.\n"
-                "  return losses that are not summed or averaged: core normalises them by algorithm.aggregation"
+                "  return losses that are not summed or averaged: core normalises them by "
+                "algorithm.aggregation"
             )
+
         total = Metric((_detached(token_loss) * weight).sum(), how="sum")
-        return token_loss, {"loss": total, **metrics, **mismatch(out, batch, fresh_version, num_replicas)}
+        return token_loss, {
+            "loss": total,
+            **metrics,
+            **mismatch(out, batch, fresh_version, num_replicas),
+            **surprise(out, batch, fresh_version, num_replicas),
+        }
 
     return loss
 
 
-def mismatch(out: Columns, batch: Columns, fresh_version: int | None, num_replicas: int = 1) -> Metrics:
-    """Compare the log-probs of engine and rollout on tokens that the current weights sampled: the probe of a sync.
+def mismatch(
+    out: Columns, batch: Columns, fresh_version: int | None, num_replicas: int = 1
+) -> Metrics:
+    """Compare the log-probs of engine and rollout on tokens that the current weights
+    sampled.
 
-    Where several replicas sampled, also for each: one that is wrong hardly moves the mean of many.
+    This is the probe of a sync. Several replicas are compared one by one too, because a
+    wrong one hardly moves the mean of many.
     """
     if fresh_version is None or "rollout_logprobs" not in batch:
         return {}
     fresh = (batch["version"] == fresh_version) & batch["loss_mask"]
     diff = (_detached(out["logprobs"]) - batch["rollout_logprobs"]) * fresh
     found = differences(diff, fresh.sum(), fresh)
+
     if num_replicas > 1:
         sampled_by = batch["replica"][batch["seq"]]
         for replica in range(num_replicas):
@@ -57,19 +69,57 @@ def mismatch(out: Columns, batch: Columns, fresh_version: int | None, num_replic
     return found
 
 
-def differences(diff: Any, count: Any, counts: Any = 1) -> Metrics:
-    """What ``train_infer/*`` say of ``diff``, the log of ``r = train / infer`` [T], over ``count`` tokens.
+def surprise(
+    out: Columns, batch: Columns, fresh_version: int | None, num_replicas: int = 1
+) -> Metrics:
+    """Compare how surprising the sampled tokens are with the entropy that the engine
+    computes for their positions.
 
-    ``train_infer/ratio`` is the mean of r, whose expectation under the rollout's distribution is 1 where both are over
-    the same tokens; ``train_infer/kl`` estimates KL(infer || train) per token by ``r - 1 - log r`` (Schulman 2020,
-    "Approximating KL divergence", k3), in nats.
+    ``x = -log p - H`` has mean 0 if a token is sampled from the distribution p whose
+    entropy is H, whatever p is. The sums feed :class:`SamplingCheck`. There are none
+    where the algorithm wants no entropy.
+    """
+    if fresh_version is None or "rollout_logprobs" not in batch or "entropy" not in out:
+        return {}
+    mask, entropy = batch["loss_mask"], _detached(out["entropy"])
+    logprobs = _detached(out["logprobs"])
+    x = (-logprobs - entropy) * mask
+    diff = (logprobs - batch["rollout_logprobs"]) * mask
+    count, square = mask.sum(), x * x
+    found = {
+        "sampling/surprise": Metric(x.sum(), count),
+        "sampling/variance": Metric(square.sum(), count),
+        "sampling/square_max": _most(square),
+        "sampling/entropy": Metric((entropy * mask).sum(), count),
+        # k3, as in differences(), but over stale tokens too
+        "sampling/kl": Metric(abs(np.e**diff - 1 - diff).sum(), count),
+    }
+
+    if num_replicas > 1:
+        sampled_by = batch["replica"][batch["seq"]]
+        for replica in range(num_replicas):
+            mine = mask & (sampled_by == replica)
+            found[f"{SURPRISE_OF}{replica}"] = Metric((x * mine).sum(), mine.sum())
+            found[f"{VARIANCE_OF}{replica}"] = Metric((square * mine).sum(), mine.sum())
+    return found
+
+
+def differences(diff: Any, count: Any, counts: Any = 1) -> Metrics:
+    """Return ``train_infer/*`` of ``diff``, the log of ``r = train / infer`` [T].
+
+    ``train_infer/ratio`` is the mean of r, whose expectation under the rollout's
+    distribution is 1 where both are over the same tokens. ``train_infer/kl`` estimates
+    KL(infer || train) per token by ``r - 1 - log r`` (Schulman 2020, "Approximating KL
+    divergence", k3), in nats.
 
     Args:
-        counts: [T] which tokens these are; ``diff`` is 0 for the others.
+        count: number of tokens.
+        counts: [T] True at these tokens. ``diff`` is 0 at the others.
     """
     ratio = np.e**diff
     return {
-        "train_infer/kl": Metric(abs(ratio - 1 - diff).sum(), count),  # k3 >= 0 but for rounding
+        # k3 >= 0 but for rounding
+        "train_infer/kl": Metric(abs(ratio - 1 - diff).sum(), count),
         "train_infer/ratio": Metric((ratio * counts).sum(), count),
         "train_infer/ratio_max": _most(ratio * counts),
         "train_infer/abs_diff": Metric(abs(diff).sum(), count),

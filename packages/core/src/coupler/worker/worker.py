@@ -1,4 +1,4 @@
-"""Worker: one engine rank in its process."""
+"""Host one engine rank in its process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from coupler.worker.train_infer import checked_loss
 
 
 class Worker:
-    """Hosts one Engine in one process."""
+    """Hosts one Engine in one process, for the controller to call."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.role, self.profile = spec.role, spec.profile
@@ -46,30 +46,37 @@ class Worker:
         self.algorithm = build_algorithm(spec)
 
     def setup(self, rank: Rank) -> Layout:
+        """Load the engine as ``rank``."""
         self.rank = rank
         return self.engine.setup(rank)
 
     def forward(self, batch: Batch, want: tuple[Output, ...]) -> dict[str, np.ndarray]:
+        """Return the wanted outputs of this rank's shard."""
         done = self.engine.forward(batch, want)
         return {output.name: done[output.name] for output in want}
 
     def train(self, mini_batches: list[MiniBatch]) -> Trained:
-        """One call from the controller, however many optimizer steps it takes."""
+        """Take one optimizer step per mini-batch, in one call of the controller."""
         assert self.algorithm, f"role {self.role} is not trained"
         metrics: list[Metrics] = []
         steps: list[StepResult] = []
+
         for mini in mini_batches:
             loss = checked_loss(self.algorithm, mini.fresh_version, mini.num_replicas)
             with self.profile.of(self.role, self.rank.index, mini.info.index):
-                metrics.append(self.engine.forward_backward(mini.batch, self.algorithm.want, loss, mini.info))
+                metrics.append(
+                    self.engine.forward_backward(mini.batch, self.algorithm.want, loss, mini.info)
+                )
                 steps.append(self.engine.step())
+
         return Trained(read(merge(metrics)), tuple(steps))
 
     def bind(self, transport: str) -> Endpoint:
+        """Open ``transport`` here, and return the address of this rank."""
         return open_transport(transport).bind(self.rank)
 
     def push(self, update: WeightUpdate) -> SendReceipt:
-        """Send the engine's weights; the receipt names the least precise dtype that travelled."""
+        """Send the engine's weights. The receipt has their least precise dtype."""
         dtypes: set[str] = set()
 
         def stream() -> Iterator[Named]:
@@ -84,21 +91,38 @@ class Worker:
     def _sent(self, update: WeightUpdate) -> Iterator[Named]:
         if update.adapter:
             sent = self.engine.adapter_weights()
-            return ((name, random_like(name, tensor)) for name, tensor in sent) if update.permuted else sent
-        sent = self.engine.base_weights() if update.format == LORA else self.engine.weights()
-        return ((name, reverse_elements(tensor)) for name, tensor in sent) if update.permuted else sent
+        elif update.format == LORA:
+            sent = self.engine.base_weights()
+        else:
+            sent = self.engine.weights()
+
+        if not update.permuted:
+            return sent
+        if update.adapter:
+            return ((name, random_like(name, tensor)) for name, tensor in sent)
+        return ((name, reverse_elements(tensor)) for name, tensor in sent)
 
     def export(self, folder: Path, source: Path) -> int:
-        return export(self.engine.weights(), folder, source, self.engine.model.head, write=self.rank.index == 0)
+        """Write the weights to ``folder``, and return the number of tensors."""
+        return export(
+            self.engine.weights(),
+            folder,
+            source,
+            self.engine.model.head,
+            write=self.rank.index == 0,
+        )
 
     def save(self, folder: Path, what: Parts) -> None:
-        """Start a save; :meth:`saved` says when it is done."""
+        """Start a save. :meth:`saved` tells when it is done."""
         self.saved_as = f"the checkpoint {folder}"
         with writing(self.saved_as, SafetensorError):
             self.saving = self.engine.save(folder, what)
 
     def saved(self) -> FileHashes | None:
-        """None while the last save is under way; raises what made it fail. Does not wait."""
+        """Return the hashes of the last save, or None while it is under way.
+
+        Does not wait. Raises the error of a save that failed.
+        """
         try:
             with writing(self.saved_as, SafetensorError):
                 return self.saving.wait(0) or {}
@@ -106,11 +130,11 @@ class Worker:
             return None
 
     def host_bytes(self) -> int:
-        """Memory of this process on its host."""
+        """Return the host memory of this process."""
         return resident_bytes()
 
     def load(self, folder: Path, what: Parts) -> None:
-        """Read what :meth:`save` wrote."""
+        """Read a folder of :meth:`save`."""
         self.engine.load(folder, what)
 
     def offload(self, what: Parts) -> None:
@@ -131,7 +155,10 @@ class Worker:
 
 
 def reverse_elements(tensor: Any) -> Any:
-    """The same shape with all elements in reverse order: weights that cannot be mistaken for the true ones."""
+    """Return a tensor of the same shape with its elements in reverse order.
+
+    A model with such weights cannot be mistaken for the true one.
+    """
     flat = tensor.reshape(-1)
     flat = flat[::-1] if isinstance(flat, np.ndarray) else flat.flip(0)
     return flat.reshape(tensor.shape)

@@ -34,11 +34,13 @@ def start(arguments: dict[str, Any]) -> Any:
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    # Otherwise Triton's products, those of attention among them, round to 10 bits on a GPU.
+    # Otherwise Triton's products, those of attention among them, round to 10 bits on a
+    # GPU.
     if arguments["dtype"] == "float32":
         os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
     try:
-        # This context has the defaults of vLLM's offline generate: batches for throughput.
+        # This context has the defaults of vLLM's offline generate: batches for
+        # throughput.
         context = UsageContext.LLM_CLASS
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), usage_context=context)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -46,7 +48,8 @@ def start(arguments: dict[str, Any]) -> Any:
         if "memory" in text.lower():
             raise MemoryError(text) from error
         raise CouplerError(
-            f"{text}\n  look at:  its own lines above; too little free memory (rollout.gpu_memory_gib) is usual"
+            f"{text}\n  look at:  its own lines above; too little free memory "
+            "(rollout.gpu_memory_gib) is usual"
         ) from error
 
 
@@ -58,7 +61,10 @@ def engine_dead() -> type[Exception]:
 
 
 def device_bytes() -> int:
-    """Return the memory of the first visible GPU, without a CUDA context in this process."""
+    """Return the memory of the first visible GPU.
+
+    No CUDA context is made in this process.
+    """
     from vllm.platforms import current_platform
 
     return int(current_platform.get_device_total_memory(0))
@@ -87,7 +93,7 @@ def sampling_params(request: Request, done: int, room: int, seeded: bool) -> Any
 
 @lru_cache
 def _checked(temperature: float, stop: tuple[int, ...], top_p: float) -> Any:
-    """Make the parameters that requests share, once: vLLM checks every field of them."""
+    """Make the parameters that requests share once, since vLLM checks each field."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -103,7 +109,8 @@ def _checked(temperature: float, stop: tuple[int, ...], top_p: float) -> Any:
 
 
 def logprobs_of(output: Any) -> list[float]:
-    """Return the log-probs of the sampled tokens in one output of the scheduler, [tokens].
+    """Return the log-probs of the sampled tokens in one output of the scheduler,
+    [tokens].
 
     Raises:
         CouplerError: there are more log-probs than tokens, or fewer.
@@ -143,7 +150,9 @@ async def next_outputs(engine: Any) -> list[Any]:
     return (await engine.engine_core.get_output_async()).outputs
 
 
-async def send_request(engine: Any, name: str, tokens: list[int], params: Any, salt: str, *, adapted: bool) -> None:
+async def send_request(
+    engine: Any, name: str, tokens: list[int], params: Any, salt: str, *, adapted: bool
+) -> None:
     """Give the scheduler a request whose parameters need no further check.
 
     With ``adapted``, the request runs with the engine's adapter.
@@ -171,7 +180,7 @@ async def send_abort(engine: Any, names: list[str]) -> None:
 
 
 def adapter_size(rank: int) -> int:
-    """Return the smallest rank that vLLM makes room for, and that has room for ``rank``."""
+    """Return the smallest rank of vLLM's list that has room for ``rank``."""
     from vllm.config.lora import MaxLoRARanks
 
     return min(size for size in get_args(MaxLoRARanks) if size >= rank)

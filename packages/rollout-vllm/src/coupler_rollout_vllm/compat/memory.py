@@ -10,7 +10,7 @@ import torch
 
 
 def sleeps(worker: Any) -> bool:
-    """Tell whether an allocator holds the worker's weights and cache that can free them."""
+    """Tell if an allocator that can free them holds the worker's weights and cache."""
     return worker.model_config.enable_sleep_mode
 
 
@@ -42,7 +42,9 @@ def restore(tag: str) -> int:
 
 
 def forget_scratch() -> None:
-    """Let go of the sampler's buffers: a vocabulary for each multiprocessor of the GPU."""
+    """Let go of the sampler's buffers, a vocabulary for each of the GPU's
+    multiprocessors.
+    """
     from vllm.v1.sample.ops.topk_topp_triton import reset_buffer_cache
 
     reset_buffer_cache()

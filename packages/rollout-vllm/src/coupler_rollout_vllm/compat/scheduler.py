@@ -48,4 +48,6 @@ def join_logprobs(parts: list[Any]) -> Any:
     from vllm.v1.outputs import LogprobsLists
 
     nothing = np.empty((0, 1), np.int32)
-    return LogprobsLists(nothing, np.concatenate([part.logprobs for part in parts]), nothing[:, 0], None)
+    return LogprobsLists(
+        nothing, np.concatenate([part.logprobs for part in parts]), nothing[:, 0], None
+    )

@@ -33,14 +33,17 @@ def folder_of(worker: Any) -> str:
 def routers_of(worker: Any) -> list[int]:
     """List the numbers of the layers that have a router."""
     modules: list[Any] = list(model_of(worker).modules())
-    return sorted({int(m.layer_id) for m in modules if hasattr(m, "router") and hasattr(m, "layer_id")})
+    return sorted(
+        {int(m.layer_id) for m in modules if hasattr(m, "router") and hasattr(m, "layer_id")}
+    )
 
 
 @contextmanager
 def configured(worker: Any) -> Iterator[Any]:
     """Give the model as its loaders expect it.
 
-    They look up the configuration, and find each layer without its wrapper for adapters.
+    They look up the configuration, and find each layer without its wrapper for
+    adapters.
     """
     from vllm.config import set_current_vllm_config
 
@@ -53,7 +56,8 @@ def configured(worker: Any) -> Iterator[Any]:
 def _unwrapped(model: Any) -> Iterator[None]:
     """Take the wrappers off layers that are ready for an adapter, and put them back.
 
-    Loaders know a layer by its name in the model, where a wrapped layer has another name.
+    Loaders know a layer by its name in the model, where a wrapped layer has another
+    name.
     """
     from vllm.lora.layers import BaseLayerWithLoRA
 
@@ -69,10 +73,10 @@ def _unwrapped(model: Any) -> Iterator[None]:
 
 
 def packs(worker: Any) -> bool:
-    """Tell whether a layer may keep its weights in another shape than they were loaded in.
+    """Tell if a layer may keep its weights in another shape than they were loaded in.
 
-    On the CPU every layer does. On a GPU, plain linear layers and embeddings do not. Any
-    other layer counts as one that does, since we do not know.
+    On the CPU every layer does. On a GPU, plain linear layers and embeddings do not.
+    Any other layer counts as one that does, since we do not know.
     """
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -82,7 +86,9 @@ def packs(worker: Any) -> bool:
         return True
 
     modules = list(model_of(worker).modules())
-    methods = {type(m.quant_method) for m in modules if getattr(m, "quant_method", None) is not None}
+    methods = {
+        type(m.quant_method) for m in modules if getattr(m, "quant_method", None) is not None
+    }
     others = {type(m) for m in modules if hasattr(m, "process_weights_after_loading")} - {Attention}
     return bool(methods - {UnquantizedLinearMethod, UnquantizedEmbeddingMethod} or others)
 
@@ -93,7 +99,10 @@ def reloading(worker: Any) -> Iterator[Any]:
 
     Afterwards its layers are packed as their kernels want them.
     """
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
 
     with configured(worker) as model, _quiet(LAYERWISE):
         _forget_expert_kernels(model)
@@ -146,11 +155,13 @@ def _tied_heads(model: Any) -> list[str]:
 
 
 def _tie(model: Any) -> None:
-    """Give a tied head the embedding's weights: on the CPU it packs a copy of its own."""
+    """Give a tied head the embedding's weights. On the CPU it packs its own copy."""
     modules = dict(model.named_modules())
     for name in _tied_heads(model):
         head = modules[name]
-        (embedding,) = (m for path, m in modules.items() if path.rpartition(".")[2] == "embed_tokens")
+        (embedding,) = (
+            m for path, m in modules.items() if path.rpartition(".")[2] == "embed_tokens"
+        )
         if head is not embedding:
             head.weight = embedding.weight
             head.quant_method.process_weights_after_loading(head)
@@ -162,18 +173,18 @@ def as_tensor(tensor: Any) -> torch.Tensor:
 
 
 def kept(tensor: Any) -> torch.Tensor:
-    """Copy a received tensor: layers hold on to their parts until they have all of them."""
+    """Copy a received tensor, since layers hold on to parts until they have all."""
     return as_tensor(tensor).clone()
 
 
 def adapter_room(worker: Any) -> int:
-    """Return the highest rank of an adapter that the worker runs, or 0 if it runs none."""
+    """Return the highest rank of an adapter that the worker runs, or 0 for none."""
     lora = worker.vllm_config.lora_config
     return lora.max_lora_rank if lora else 0
 
 
 def adapter_places(worker: Any) -> dict[str, torch.Tensor]:
-    """Return the place that each tensor of an adapter is copied to, by the tensor's name.
+    """Return the place that each tensor of an adapter is copied to, by its name.
 
     The shape of a place is [1, 1, rank, in] for A, and [1, 1, out, rank] for B.
     """
@@ -224,7 +235,11 @@ def in_model(worker: Any, name: str) -> str:
     # Fused layers keep the names of their parts: vLLM packs them itself.
     mapper: Any = getattr(model_of(worker), "hf_to_vllm_mapper", None)
     if mapper is not None:
-        mapper = mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper.get_unstacked_mapper()
+        mapper = (
+            mapper.get_rename_mapper()
+            if hasattr(mapper, "get_rename_mapper")
+            else mapper.get_unstacked_mapper()
+        )
 
     try:
         module, is_a = parse_fine_tuned_lora_name(name, mapper)
@@ -240,4 +255,6 @@ def _manager(worker: Any) -> Any:
 def on_device(worker: Any, tensor: Any) -> torch.Tensor:
     """Copy a received tensor in the way that the layers of an adapter hold theirs."""
     dtype = worker.vllm_config.lora_config.lora_dtype
-    return as_tensor(tensor).to(worker.device, dtype, copy=True, memory_format=torch.contiguous_format)
+    return as_tensor(tensor).to(
+        worker.device, dtype, copy=True, memory_format=torch.contiguous_format
+    )

@@ -1,4 +1,4 @@
-"""Load received adapters into a model worker's place for one, and count every tensor."""
+"""Load received adapters into a model worker, and count every tensor."""
 
 from __future__ import annotations
 
@@ -15,18 +15,24 @@ from coupler.interfaces import Named
 from coupler_rollout_vllm.compat import worker as vllm
 from coupler_rollout_vllm.worker.loading import COPY, Piece, Plan, Way, account, copy, region, unfit
 
-loaded: WeakKeyDictionary[torch.nn.Module, frozenset[str]] = WeakKeyDictionary()  # the model's adapter, by name
-plans: WeakKeyDictionary[torch.nn.Module, Plan] = WeakKeyDictionary()  # where each tensor of it went
+# The tensors of each model's adapter, and where each was copied.
+loaded: WeakKeyDictionary[torch.nn.Module, frozenset[str]] = WeakKeyDictionary()
+plans: WeakKeyDictionary[torch.nn.Module, Plan] = WeakKeyDictionary()
 
 
 def load_adapter(worker: Any, weights: Iterable[Named]) -> dict[str, Any]:
-    """Put the adapter of these tensors in place of the one before; return what became of it, see :func:`receipts.join`.
+    """Put the adapter of these tensors in place of the one before.
 
-    vLLM loads the first, and its copies are the plan for all that follow. Missing is the other half of an A or B, and
-    what the adapter before it had; unused is what no layer took.
+    vLLM loads the first adapter, and its copies are the plan for all that follow. A
+    name is missing if it is the other half of an A or B that came, or if the adapter
+    before had it. A name is unused if no layer took it.
+
+    Returns:
+        What became of the tensors, as :func:`receipts.join` reads it.
 
     Raises:
-        WeightSyncError: its rank is above what vLLM was started for, or a tensor does not fit its layer.
+        WeightSyncError: its rank is above what vLLM was started for, or a tensor does
+            not fit its layer.
     """
     if plan := plans.get(vllm.model_of(worker)):
         return copy(plan, weights)
@@ -34,27 +40,32 @@ def load_adapter(worker: Any, weights: Iterable[Named]) -> dict[str, Any]:
 
 
 def record(worker: Any, weights: Iterable[Named]) -> dict[str, Any]:
-    """Let vLLM load the adapter; keep its copies as the plan, if that is all it did."""
+    """Let vLLM load the adapter. Keep its copies as the plan if it did nothing else."""
     received: dict[str, torch.Tensor] = {}
     num_bytes = 0
     for name, tensor in weights:
         num_bytes += int(tensor.nbytes)
         received[name] = vllm.on_device(worker, tensor)
+
     whole = {name: tensor for name, tensor in received.items() if partner(name) in received}
     model, places = vllm.model_of(worker), vllm.adapter_places(worker)
     ours = {name: vllm.in_model(worker, name) for name in received}
     rank = _rank(whole, vllm.adapter_room(worker))
+
     with Writes(places, whole) as writes:
         try:
             vllm.put_adapter(worker, {ours[name]: tensor for name, tensor in whole.items()}, rank)
         except RuntimeError as error:
             raise unfit(f"an adapter with {next(iter(whole))}", str(error)) from error
+
     for name in whole:
         if ours[name] in places and ours[name] not in writes.filled:
             raise unfit(name, f"its shape is {list(whole[name].shape)}")
+
     unused = [name for name in received if ours[name] not in writes.filled]
     alone = {partner(name) for name in received} - received.keys()
     missing = alone | (loaded.get(model, frozenset()) - received.keys())
+
     if not (missing or unused):
         loaded[model] = frozenset(received)
         if writes.plan.keys() == received.keys():
@@ -63,7 +74,7 @@ def record(worker: Any, weights: Iterable[Named]) -> dict[str, Any]:
 
 
 def forget_adapter(worker: Any) -> None:
-    """The weights beneath it change: from now on they stand alone."""
+    """Drop the adapter, since the weights beneath it change."""
     if vllm.adapter_room(worker):
         vllm.drop_adapters(worker)
         for known in (loaded, plans):
@@ -71,7 +82,7 @@ def forget_adapter(worker: Any) -> None:
 
 
 def _rank(tensors: dict[str, torch.Tensor], room: int) -> int:
-    """The rank that all of them have.
+    """Return the one rank of all these tensors.
 
     Raises:
         WeightSyncError: they have several, or one above ``room``.
@@ -79,23 +90,28 @@ def _rank(tensors: dict[str, torch.Tensor], room: int) -> int:
     ranks = {tensor.shape[0 if name.endswith(A) else 1] for name, tensor in tensors.items()}
     if len(ranks) > 1 or max(ranks, default=0) > room:
         raise WeightSyncError(
-            f"an adapter of rank {', '.join(map(str, sorted(ranks)))} came; the rollout has room for one rank, "
-            f"of {room} at most.\n  set:  rollout.max_lora_rank"
+            f"an adapter of rank {', '.join(map(str, sorted(ranks)))} came; the rollout has "
+            f"room for one rank, of {room} at most.\n  set:  rollout.max_lora_rank"
         )
     return max(ranks, default=0)
 
 
 class Writes(TorchDispatchMode):
-    """Sees which tensors of an adapter are copied to their place, over its whole width, and from where.
+    """Watch which tensors of an adapter are copied to their place, and from where.
 
-    vLLM fuses layers, cuts tensors for its workers and pads ranks, and leaves out what has no layer. All of it ends in
-    a copy into a layer's place for one tensor, of which the rank may be smaller than the place and nothing else.
+    vLLM fuses layers, cuts tensors for its workers and pads ranks, and leaves out what
+    has no layer. All of it ends in a copy into a layer's place for one tensor. Only the
+    rank may be smaller than the place, so a copy counts if it spans the whole width.
     """
 
     def __init__(self, places: dict[str, torch.Tensor], sent: dict[str, torch.Tensor]) -> None:
         super().__init__()
-        self.places = {place.untyped_storage()._cdata: (name, place) for name, place in places.items()}
-        self.sent = {tensor.untyped_storage()._cdata: (name, tensor) for name, tensor in sent.items()}
+        self.places = {
+            place.untyped_storage()._cdata: (name, place) for name, place in places.items()
+        }
+        self.sent = {
+            tensor.untyped_storage()._cdata: (name, tensor) for name, tensor in sent.items()
+        }
         self.filled: set[str] = set()
         self.plan: Plan = {}
 
@@ -111,4 +127,6 @@ class Writes(TorchDispatchMode):
     def _copied(self, into: torch.Tensor, source: torch.Tensor) -> None:
         if found := self.sent.get(source.untyped_storage()._cdata):
             name, tensor = found
-            self.plan.setdefault(name, Way(tuple(tensor.shape))).pieces.append(Piece(into, region(source)))
+            self.plan.setdefault(name, Way(tuple(tensor.shape))).pieces.append(
+                Piece(into, region(source))
+            )

@@ -21,7 +21,10 @@ from coupler_rollout_vllm.worker.loading import load, plans, shapes_of
 
 
 def answering(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an error that a user can fix as ``{"error": [its class, its text]}``: vLLM would carry only its text."""
+    """Return a user's error as ``{"error": [its class, its text]}``.
+
+    vLLM would carry only the text of a raised error.
+    """
 
     @wraps(method)
     def answered(*args: Any) -> Any:
@@ -38,21 +41,33 @@ def answering(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class WorkerExtension:
-    """vLLM mixes this class into its worker; ``collective_rpc`` calls its methods by name, with plain arguments."""
+    """Hold the methods that vLLM mixes into its worker.
+
+    ``collective_rpc`` calls them by name, with plain arguments.
+    """
 
     def coupler_facts(self) -> dict[str, Any]:
-        """Where this worker is, and which of its layers have a router."""
+        """Return where this worker is, and which of its layers have a router."""
         routers = routers_of(self)
-        return {"rank": rank_of(self)[0], "device": _device(), "pid": os.getpid(), "routers": routers}
+        return {
+            "rank": rank_of(self)[0],
+            "device": _device(),
+            "pid": os.getpid(),
+            "routers": routers,
+        }
 
     @answering
     def coupler_update(self, text: str) -> dict[str, Any]:
-        """Receive a :class:`~coupler.interfaces.WeightUpdate`, given as JSON, and load it."""
+        """Receive and load a :class:`~coupler.interfaces.WeightUpdate` in JSON."""
         fields = json.loads(text)
-        update = WeightUpdate(**{**fields, "endpoints": tuple(Endpoint(**e) for e in fields["endpoints"])})
+        update = WeightUpdate(
+            **{**fields, "endpoints": tuple(Endpoint(**e) for e in fields["endpoints"])}
+        )
+
         index, world = rank_of(self)
         start = time.perf_counter()
         place = Rank(index=index, world=world, devices=_device())
+
         if update.adapter:
             loaded = load_adapter(self, update.receive(place))
         else:
@@ -61,21 +76,24 @@ class WorkerExtension:
         return {**loaded, "seconds": {"load": time.perf_counter() - start}}
 
     def coupler_checksums(self) -> dict[str, int]:
-        """See :func:`checksums.of_plan`; layers that pack their weights have none."""
+        """Return the checksums of :func:`checksums.of_plan`.
+
+        Layers that pack their weights have none.
+        """
         return checksums.of_plan(plans.get(model_of(self), {}))
 
     @answering
     def coupler_sleep(self, what: Iterable[str]) -> int:
-        """Give back the memory of these parts; return how many bytes."""
+        """Give back the memory of these parts, and return how many bytes."""
         return memory.sleep(self, [Memory(part) for part in what])
 
     @answering
     def coupler_wake(self, what: Iterable[str]) -> int:
-        """Take the memory back; what it held is undefined."""
+        """Take the memory back. Its contents are undefined."""
         return memory.wake(self, [Memory(part) for part in what])
 
     def coupler_device_bytes(self) -> int:
-        """Device memory that this process holds now, without what sleeps."""
+        """Return the device memory that this process holds now, without what sleeps."""
         return device_bytes_of(self)
 
 

@@ -1,4 +1,4 @@
-"""Load received tensors into a model worker's model, and count every element written."""
+"""Load received tensors into a model worker's model, and count every element."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from coupler_rollout_vllm.targets import checkpoint_names, checkpoint_tensors
 COPY = torch.ops.aten.copy_.default
 FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 
-Region = tuple[int, tuple[int, ...], tuple[int, ...]]  # start, shape and strides within a storage
+Region = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""Start, shape and strides within a storage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,22 +39,27 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """Where a received tensor of this shape goes."""
+    """The pieces by which a received tensor of this shape is copied."""
 
     shape: tuple[int, ...]
     pieces: list[Piece] = field(default_factory=list)
 
 
-Plan = dict[str, Way]  # by the name that a tensor comes with
+Plan = dict[str, Way]
+"""The way of each tensor, by the name that it comes with."""
 plans: WeakKeyDictionary[torch.nn.Module, Plan] = WeakKeyDictionary()
 
 
 def load(worker: Any, weights: Iterable[Named]) -> dict[str, Any]:
-    """Load ``weights`` into the model; return what became of them, see :func:`receipts.join`.
+    """Load ``weights`` into the model.
 
-    Layers whose kernels want their weights packed are filled through vLLM's reload, which packs them anew. Where all
-    parameters are as they were loaded, tensors are copied straight into them: the first time by the model's loader,
-    whose copies are the plan for all later times.
+    Layers whose kernels want their weights packed are filled through vLLM's reload,
+    which packs them anew. If all parameters are as they were loaded, tensors are copied
+    straight into them. The first time this is done by the model's loader, whose copies
+    are the plan for all later times.
+
+    Returns:
+        What became of the tensors, as :func:`receipts.join` reads it.
 
     Raises:
         WeightSyncError: a tensor does not fit its parameter.
@@ -67,18 +73,28 @@ def load(worker: Any, weights: Iterable[Named]) -> dict[str, Any]:
 
 
 def shapes_of(worker: Any) -> Shapes:
-    """Of what the model takes: as it came before, else as in its checkpoint; none where the folder has none to read."""
+    """Return the shapes of the tensors that the model takes.
+
+    They are as in the last update, else as in the checkpoint. They are empty if the
+    folder has no checkpoint to read.
+    """
     known = plans.get(vllm.model_of(worker))
     if known is not None:
         return {name: way.shape for name, way in known.items()}
     try:
         return checkpoint_tensors(Path(vllm.folder_of(worker)))
-    except SafetensorError:  # where a rollout runs, weights come over the wire: a pointer to a file serves as well
+    # Weights come over the wire, so a pointer to a file serves as well as the file.
+    except SafetensorError:
         return {}
 
 
-def reload(model: Any, unfilled: frozenset[str], weights: Iterable[Named], folder: Path) -> dict[str, Any]:
-    """Give every tensor to the loader of a model whose layers keep what they get until they have all."""
+def reload(
+    model: Any, unfilled: frozenset[str], weights: Iterable[Named], folder: Path
+) -> dict[str, Any]:
+    """Load through vLLM's reload.
+
+    The layers keep the tensors that they get until they have all.
+    """
     ledger = Ledger(model, unfilled)
     with ledger:
         ledger.feed(model, ((name, vllm.kept(tensor)) for name, tensor in weights))
@@ -86,7 +102,10 @@ def reload(model: Any, unfilled: frozenset[str], weights: Iterable[Named], folde
 
 
 def record(model: Any, weights: Iterable[Named], folder: Path) -> dict[str, Any]:
-    """Give every tensor to the model's loader; keep its copies as the plan, if all was filled by copies alone."""
+    """Load through the model's own loader.
+
+    Its copies become the plan if copies alone filled every parameter.
+    """
     ledger = Ledger(model, frozenset())
     with ledger:
         ledger.feed(model, ((name, vllm.as_tensor(tensor)) for name, tensor in weights))
@@ -100,7 +119,7 @@ def copy(plan: Plan, weights: Iterable[Named]) -> dict[str, Any]:
     """Copy every tensor to where it went before.
 
     Raises:
-        WeightSyncError: one has another shape than then.
+        WeightSyncError: a tensor has another shape than before.
     """
     received: dict[str, None] = {}
     num_bytes = 0
@@ -113,33 +132,46 @@ def copy(plan: Plan, weights: Iterable[Named]) -> dict[str, Any]:
                 raise unfit(name, f"its shape is {list(tensor.shape)}, and was {list(way.shape)}")
             for piece in way.pieces:
                 piece.copy(tensor)
-        del sent, tensor  # shared memory: its owner waits for it to be let go
+        # In shared memory, the owner waits until the tensor is let go.
+        del sent, tensor
+
     unused = [name for name in received if name not in plan]
     return account(received, num_bytes, unused, sorted(plan.keys() - received.keys()))
 
 
-def account(received: Sized, num_bytes: int, unused: list[str], missing: list[str]) -> dict[str, Any]:
-    return {"num_received": len(received), "num_bytes": num_bytes, "unused": unused, "missing": missing}
+def account(
+    received: Sized, num_bytes: int, unused: list[str], missing: list[str]
+) -> dict[str, Any]:
+    return {
+        "num_received": len(received),
+        "num_bytes": num_bytes,
+        "unused": unused,
+        "missing": missing,
+    }
 
 
 class Ledger(TorchDispatchMode):
-    """Watches what is written into parameters, and for which received tensor.
+    """Watch what is written into parameters, and for which received tensor.
 
-    vLLM fuses, cuts and pads: the names of a checkpoint are not those of its parameters. Every loader ends in a copy
-    into a part of a parameter, though, and this sees them all.
+    vLLM fuses, cuts and pads, so that the names of a checkpoint are not those of its
+    parameters. Every loader ends in a copy into a part of a parameter, though, and this
+    mode sees all copies.
     """
 
     def __init__(self, model: torch.nn.Module, unfilled: frozenset[str]) -> None:
         super().__init__()
-        self.sizes = {name: p.numel() for name, p in model.named_parameters() if name not in unfilled}
-        self.storages = {
-            name: p.untyped_storage() for name, p in model.named_parameters()
-        }  # alive: no address is reused
+        self.sizes = {
+            name: p.numel() for name, p in model.named_parameters() if name not in unfilled
+        }
+        # Held alive, so that no address is used again.
+        self.storages = {name: p.untyped_storage() for name, p in model.named_parameters()}
         self.owner = {storage._cdata: name for name, storage in self.storages.items()}
+
         self.regions: dict[str, set[Region]] = defaultdict(set)
         self.ways: Plan = {}
         self.plannable = True
-        self.received: dict[str, None] = {}  # in order
+        # A dictionary keeps the order.
+        self.received: dict[str, None] = {}
         self.used: set[str] = set()
         self.num_bytes = 0
         self.current = ""
@@ -159,8 +191,11 @@ class Ledger(TorchDispatchMode):
         start, shape, strides = region(source)
         if source.untyped_storage()._cdata == self.tensor.untyped_storage()._cdata:
             way = self.ways.setdefault(self.current, Way(tuple(self.tensor.shape)))
-            way.pieces.append(Piece(into, (start - int(self.tensor.storage_offset()), shape, strides)))
-        else:  # of something that was computed: only the loader knows how
+            way.pieces.append(
+                Piece(into, (start - int(self.tensor.storage_offset()), shape, strides))
+            )
+        # A computed tensor was copied, and only the loader knows how it is computed.
+        else:
             self.plannable = False
 
     def feed(self, model: Any, weights: Iterable[Named]) -> None:
@@ -170,7 +205,8 @@ class Ledger(TorchDispatchMode):
             try:
                 model.load_weights(stream)
                 break
-            except (KeyError, ValueError, AttributeError) as error:  # how loaders refuse a name that they do not know
+            # This is how loaders refuse a name that they do not know.
+            except (KeyError, ValueError, AttributeError) as error:
                 if self.current in self.used:
                     raise self._unfit(error) from error
             except (AssertionError, RuntimeError) as error:
@@ -187,13 +223,18 @@ class Ledger(TorchDispatchMode):
         return unfit(self.current, f"{type(error).__name__}: {error}")
 
     def answer(self, folder: Path) -> dict[str, Any]:
-        """What became of the tensors.
+        """Return what became of the tensors.
 
-        What left a parameter incomplete is named as in the checkpoint, or by the parameter where the folder has none.
+        If a parameter is incomplete, the checkpoint's names that did not come are
+        missing. Without a checkpoint in the folder, the parameter's own name is.
         """
         incomplete = [name for name, size in self.sizes.items() if self._filled(name) < size]
-        missing = (sorted(checkpoint_names(folder) - self.received.keys()) or incomplete) if incomplete else []
-        return account(self.received, self.num_bytes, [n for n in self.received if n not in self.used], missing)
+        missing: list[str] = []
+        if incomplete:
+            missing = sorted(checkpoint_names(folder) - self.received.keys()) or incomplete
+
+        unused = [name for name in self.received if name not in self.used]
+        return account(self.received, self.num_bytes, unused, missing)
 
     def _filled(self, name: str) -> int:
         return sum(torch.Size(shape).numel() for _, shape, _ in self.regions[name])

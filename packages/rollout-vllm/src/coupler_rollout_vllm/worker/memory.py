@@ -1,6 +1,6 @@
 """Give back a model worker's device memory and take it again, by part.
 
-Addresses stay, and so CUDA graphs stay valid.
+Addresses stay the same, so that CUDA graphs stay valid.
 """
 
 from __future__ import annotations
@@ -15,18 +15,24 @@ from coupler.interfaces import Memory
 from coupler_rollout_vllm.compat import memory as vllm
 from coupler_rollout_vllm.compat.worker import model_of
 
-_saved: dict[str, torch.Tensor] = {}  # buffers of the model, which no update brings
+_saved: dict[str, torch.Tensor] = {}
+"""Buffers of the model, which no update brings."""
 
 
 def sleep(worker: Any, parts: Iterable[Memory]) -> int:
-    """Discard what these parts hold; return how many bytes the device got back. On the CPU, nothing."""
+    """Discard what these parts hold, and return how many bytes the device got back.
+
+    On the CPU it does nothing.
+    """
     if not vllm.sleeps(worker):
         return 0
+
     freed = 0
     for part in parts:
         if part is Memory.WEIGHTS:
             _saved.update({name: buffer.cpu() for name, buffer in model_of(worker).named_buffers()})
         freed += vllm.discard(part)
+
     vllm.forget_scratch()
     gc.collect()
     torch.cuda.empty_cache()
@@ -34,9 +40,13 @@ def sleep(worker: Any, parts: Iterable[Memory]) -> int:
 
 
 def wake(worker: Any, parts: Iterable[Memory]) -> int:
-    """Map the memory again; return how many bytes the device gave. Weights and cache are undefined then."""
+    """Map the memory again, and return how many bytes the device gave.
+
+    Weights and cache are undefined then.
+    """
     if not vllm.sleeps(worker):
         return 0
+
     taken = 0
     for part in parts:
         taken += vllm.restore(part)

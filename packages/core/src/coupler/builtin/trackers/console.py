@@ -1,4 +1,4 @@
-"""One line a step on the terminal, with a live count below it while the terminal is one."""
+"""Print one line a step, with a live count below it where a person watches."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from coupler.interfaces import Tracker
 
@@ -21,15 +28,19 @@ COLUMNS = (  # metric, heading, format
     ("time/tokens_per_second", "tokens/s", "{:.0f}"),
     ("eval/reward", "eval", "{:.3f}"),
 )
-HIDDEN_WITH = {"loss": "reward/mean"}  # a policy loss says nothing; a supervised loss is the number to see
+# a policy loss says nothing, and a supervised loss is the number to see
+HIDDEN_WITH = {"loss": "reward/mean"}
 
 
 class ConsoleTracker(Tracker):
-    """Prints ``step 12  reward 0.431  KL(train,infer) 2.1e-07  entropy 0.912  grad norm 0.413  tokens/s 8123``."""
+    """Prints ``step 12  reward 0.431  KL(train,infer) 2.1e-07  entropy 0.912  grad norm
+    0.413  tokens/s 8123``.
+    """
 
     def __init__(self, config: Any, run_dir: Path) -> None:
         super().__init__(config, run_dir)
         self.console = Console(highlight=False, soft_wrap=True)
+
         self.progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -40,6 +51,7 @@ class ConsoleTracker(Tracker):
             transient=True,
             disable=not self.console.is_terminal,
         )
+
         self.task: Any = None
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -47,7 +59,9 @@ class ConsoleTracker(Tracker):
             total = values.get("run/steps")
             self.task = self.progress.add_task(self.run_dir.name, total=total)
             self.progress.start()
+
         self.progress.update(self.task, completed=step)
+
         shown = [
             f"{heading} [bold]{form.format(values[name])}[/bold]"
             for name, heading, form in COLUMNS

@@ -1,4 +1,4 @@
-"""TensorBoard event files in ``tensorboard/`` of the run folder, written without torch."""
+"""Write TensorBoard's event files in ``tensorboard/`` of the run folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from coupler.interfaces import Tracker
 
 
 class TensorboardTracker(Tracker):
-    """Needs the extra ``coupler-core[tensorboard]``."""
+    """Writes what TensorBoard reads. Needs the extra ``coupler-core[tensorboard]``."""
 
     def __init__(self, config: Any, run_dir: Path) -> None:
         super().__init__(config, run_dir)
@@ -20,7 +20,8 @@ class TensorboardTracker(Tracker):
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
         except ModuleNotFoundError:
             raise PluginError(
-                "tracker tensorboard needs the package tensorboard.\n  try:  pip install 'coupler-core[tensorboard]'"
+                "tracker tensorboard needs the package tensorboard.\n"
+                "  try:  pip install 'coupler-core[tensorboard]'"
             ) from None
         self.writer = EventFileWriter(str(run_dir / "tensorboard"))
 
@@ -28,11 +29,13 @@ class TensorboardTracker(Tracker):
         from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue] - generated code
         from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
-        summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
+        summary = Summary(
+            value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        )
         self.writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
 
     def rewind(self, step: int) -> None:
-        """TensorBoard drops what it has of later steps when it reads this."""
+        """Write the event at which TensorBoard drops what it has of later steps."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 
         start = SessionLog(status=SessionLog.START)

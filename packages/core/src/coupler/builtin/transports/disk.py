@@ -1,4 +1,7 @@
-"""Weights as safetensors files in a folder that both sides see: slow, and always there."""
+"""Weights as safetensors files in a folder that both sides see.
+
+This is slow, and it works everywhere.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,12 @@ from coupler.builtin.transports.waiting import num_bytes, wait_until
 from coupler.interfaces import Endpoint, Named, Rank, SendReceipt, Shapes, Transport, WeightUpdate
 from coupler.system.files import writing
 
-DONE = "names.json"  # written last: the tensors before it are complete
+# written last: the tensors before it are complete
+DONE = "names.json"
 
 
 class DiskTransport(Transport):
-    """One file per tensor, written as it streams, read as it is asked for; only the last version is kept."""
+    """Writes one file per tensor as it streams, and keeps only the last version."""
 
     def __init__(self) -> None:
         self.folders: list[tempfile.TemporaryDirectory[str]] = []
@@ -37,10 +41,12 @@ class DiskTransport(Transport):
     def send(self, weights: Iterable[Named], update: WeightUpdate, rank: Rank) -> SendReceipt:
         start = time.perf_counter()
         folder = _folder(update)
+
         if rank.index == 0:
             for old in folder.parent.iterdir():
                 shutil.rmtree(old)
             folder.mkdir()
+
         names: list[str] = []
         framework, size = "np", 0
         for name, tensor in weights:
@@ -49,16 +55,20 @@ class DiskTransport(Transport):
                     framework = _write(folder / f"{len(names)}.safetensors", name, tensor)
             names.append(name)
             size += num_bytes(tensor)
+
         if rank.index == 0:
             part = folder / f"{DONE}.part"
             part.write_text(json.dumps({"framework": framework, "names": names}))
             part.rename(folder / DONE)
+
         return SendReceipt(update.version, len(names), size, time.perf_counter() - start)
 
     def receive(self, update: WeightUpdate, worker: Rank, shapes: Shapes) -> Iterator[Named]:
         folder = _folder(update)
         done = folder / DONE
-        wait_until(done.exists, f"weights of version {update.version} in {folder}", update.deadline_s)
+        wait_until(
+            done.exists, f"weights of version {update.version} in {folder}", update.deadline_s
+        )
         sent = json.loads(done.read_text())
         for i, name in enumerate(sent["names"]):
             with safe_open(folder / f"{i}.safetensors", framework=sent["framework"]) as file:
@@ -71,7 +81,7 @@ def _folder(update: WeightUpdate) -> Path:
 
 
 def _write(path: Path, name: str, tensor: Any) -> str:
-    """Write one tensor; return the framework that reads it back with its dtype."""
+    """Write one tensor, and return the framework that reads it back with its dtype."""
     if isinstance(tensor, np.ndarray):
         save_file({name: np.array(tensor, order="C")}, path)
         return "np"

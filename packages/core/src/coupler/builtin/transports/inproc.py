@@ -1,4 +1,4 @@
-"""Sender and receiver share a process."""
+"""Weights between a sender and a receiver of one process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class InprocTransport(Transport):
 
     def __init__(self) -> None:
         self.mailbox: dict[tuple[int, int, bool, bool], list[Named]] = {}
-        self.unread = 0  # receivers that have not read the last update
+        # receivers that have not read the last update
+        self.unread = 0
 
     def bind(self, rank: Rank) -> Endpoint:
         return Endpoint("inproc" if rank.index == 0 else "")
@@ -28,7 +29,8 @@ class InprocTransport(Transport):
     def send(self, weights: Iterable[Named], update: WeightUpdate, rank: Rank) -> SendReceipt:
         start = time.perf_counter()
         self.mailbox.clear()
-        named = [(name, _copy(tensor)) for name, tensor in weights]  # a tensor is valid until the next one is asked for
+        # copies, since a tensor is valid only until the next one is asked for
+        named = [(name, _copy(tensor)) for name, tensor in weights]
         self.unread = update.num_receivers
         self.mailbox[update.key] = named
         size = sum(num_bytes(tensor) for _, tensor in named)

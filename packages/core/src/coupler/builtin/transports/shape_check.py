@@ -1,4 +1,4 @@
-"""A receiver's own model against what a sender announces, before it comes."""
+"""Hold what a sender announces against the receiver's own model, before it comes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from coupler.interfaces import Shapes
 
 
 def check_fits(name: str, shape: Sequence[int], shapes: Shapes) -> None:
-    """Compare a tensor with the one of ``shapes`` that has its name, if any.
+    """Compare the shape of a tensor with that of the same name in ``shapes``, if any.
 
     Raises:
         WeightSyncError: they have different shapes.

@@ -16,18 +16,22 @@ def wait_until(
     every: float = 0.002,
     look_at: str = "the sender's log",
 ) -> None:
-    """Ask ``ready`` again and again, ``every`` so many seconds, until it is true; what it raises ends the wait.
+    """Ask ``ready`` every ``every`` seconds until it is true.
+
+    An exception of ``ready`` ends the wait.
 
     Raises:
-        WaitTimeout: ``seconds`` passed; the message says what was waited for.
+        WaitTimeout: ``seconds`` passed. The message says what was waited for.
     """
     end = time.monotonic() + seconds
     while not ready():
         if time.monotonic() > end:
-            raise WaitTimeout(f"waited {seconds:.0f} s for {name}.\n  look at:  {look_at}, sync.deadline_s")
+            raise WaitTimeout(
+                f"waited {seconds:.0f} s for {name}.\n  look at:  {look_at}, sync.deadline_s"
+            )
         time.sleep(every)
 
 
 def num_bytes(tensor: object) -> int:
-    """Size of a NumPy array or a torch tensor."""
+    """Return the size of a NumPy array or a torch tensor."""
     return int(tensor.nbytes)  # type: ignore[attr-defined]

@@ -1,1 +1,1 @@
-"""One Ray actor per engine rank and rollout replica. Ray is imported when it is used."""
+"""One Ray actor per engine rank and rollout replica. Ray is imported on first use."""

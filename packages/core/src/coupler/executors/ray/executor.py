@@ -1,4 +1,4 @@
-"""OnRay: one actor per engine rank and per rollout replica."""
+"""OnRay: the executor with one actor per engine rank and per rollout replica."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coupler.config.schema import Devices, RayConfig
-from coupler.errors import CouplerError, PlacementError, ReplicaDied, WaitTimeout, WorkerDied, WorkerFailed
+from coupler.errors import (
+    CouplerError,
+    PlacementError,
+    ReplicaDied,
+    WaitTimeout,
+    WorkerDied,
+    WorkerFailed,
+)
 from coupler.executors.environment import forwarded, of_ray
 from coupler.executors.handle import Handle
 from coupler.executors.host import Failure, Host, Place
@@ -29,15 +36,18 @@ else:
 
 log = get_logger(__name__)
 
-WATCH_S = 600.0  # an actor is asked again so often whether it lives; its death shows at once
-FREE_S = 10.0  # what a run before this one held may take so long to be free again
+# an actor is asked again so often whether it lives; its death shows at once
+WATCH_S = 600.0
+# what a run before this one held may take so long to be free again
+FREE_S = 10.0
 CLOSE_S = 3.0
-TAIL = 30  # log lines in an error
+# log lines in an error
+TAIL = 30
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What a worker was made from."""
+    """The arguments that a worker was made from."""
 
     build: str
     spec: Any
@@ -54,7 +64,7 @@ class Call:
 
 
 class OnRay:
-    """Every worker in an actor; roles overlap."""
+    """Keeps every worker in an actor, so that roles overlap."""
 
     def __init__(self, config: RayConfig, waits: Waits, logs: Path) -> None:
         self.config, self.waits, self.logs = config, waits, logs
@@ -63,12 +73,14 @@ class OnRay:
         self.slots: dict[str, list[cluster.Slot]] = {}
         self.handles: list[Handle] = []
         self.recipes: dict[Handle, Recipe] = {}
-        self.lost: set[Handle] = set()  # replicas whose actor died
+        # replicas whose actor died
+        self.lost: set[Handle] = set()
         self.starting: dict[Handle, Any] = {}
         self.places: dict[Handle, Place] = {}
         self.watches: list[asyncio.Task[None]] = []
         self.shown: dict[str, list[str]] = {}
-        self.unsent: dict[Handle, list[Call]] = {}  # made in this turn of the event loop
+        # calls of this turn of the event loop
+        self.unsent: dict[Handle, list[Call]] = {}
         self.streams: set[asyncio.Task[None]] = set()
 
     async def place(self, roles: Sequence[Role]) -> None:
@@ -79,19 +91,25 @@ class OnRay:
         """
         self.death: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.death.add_done_callback(lambda future: future.cancelled() or future.exception())
+
         shares, each = make_shares(roles, self.config.placement), self.config.num_cpus_per_worker
         needed = sum(int(share.bundle(each, False)["CPU"]) * share.num_bundles for share in shares)
         with of_ray(starts=not self.config.address):
             self.started = cluster.connect(self.config, needed)
-        gpus = self.config.devices is Devices.GPU or (
-            self.config.devices is Devices.AUTO and any(node.total.get("GPU") for node in cluster.nodes())
-        )
+
+        gpus = self.config.devices is Devices.GPU
+        if self.config.devices is Devices.AUTO:
+            gpus = any(node.total.get("GPU") for node in cluster.nodes())
+
         end = asyncio.get_running_loop().time() + FREE_S
         while lack := shortage(shares, each, gpus, nodes := cluster.nodes()):
-            hopeless = shortage(shares, each, gpus, [replace(node, free=node.total) for node in nodes])
+            hopeless = shortage(
+                shares, each, gpus, [replace(node, free=node.total) for node in nodes]
+            )
             if hopeless or asyncio.get_running_loop().time() > end:
                 raise PlacementError(lack)
             await asyncio.sleep(0.2)
+
         self.group = cluster.take(shares, each, gpus)
         self.slots = cluster.slots(self.group, shares, gpus, cluster.START_S)
 
@@ -99,14 +117,20 @@ class OnRay:
         slot = self.slots[role][index]
         environment = forwarded(os.environ, bool(python), slot.devices)
         if role not in self.shown:
-            same = [f"that of {known}" for known, names in self.shown.items() if names == sorted(environment)]
+            same = [
+                f"that of {known}"
+                for known, names in self.shown.items()
+                if names == sorted(environment)
+            ]
             self.shown[role] = sorted(environment)
             listed = (same or [" ".join(sorted(environment))])[0]
             log.info(f"{role}: {python or 'our interpreter'}, environment: {listed}", extra=PLAIN)
+
         interpreter = {"py_executable": python} if python else {}
         runtime_env = {"env_vars": environment, **interpreter}
         host = cluster.create(Host, self.group, slot, self.config.num_cpus_per_worker, runtime_env)
         actor = host.remote(self._log(role, index), Path.cwd(), slot.node)
+
         handle = Handle(role, index, actor)
         self.handles.append(handle)
         self.recipes[handle] = Recipe(build, spec, python)
@@ -123,18 +147,23 @@ class OnRay:
         ]
 
     async def _started(self, handles: Sequence[Handle]) -> list[Place]:
-        places: list[Place] = await self._gather(handles, "start", [self.starting.pop(handle) for handle in handles])
+        places: list[Place] = await self._gather(
+            handles, "start", [self.starting.pop(handle) for handle in handles]
+        )
         self.places |= dict(zip(handles, places, strict=True))
         self.watches += [asyncio.create_task(self._watch(handle)) for handle in handles]
         return places
 
     async def revive(self, handle: Handle) -> Handle:
-        """See :meth:`Executor.revive`. The new actor gets the bundle of the old one."""
         if handle not in self.lost:
             return handle
-        ray.kill(handle.of)  # it may only have been out of reach
+
+        # it may only have been out of reach
+        ray.kill(handle.of)
         self.handles.remove(handle)
         self.lost.discard(handle)
+
+        # the new actor gets the bundle of the old one
         recipe = self.recipes.pop(handle)
         again = self.spawn(handle.role, handle.index, recipe.build, recipe.spec, recipe.python)
         await self._started([again])
@@ -144,23 +173,34 @@ class OnRay:
         return ray.put(value)
 
     async def each(
-        self, handles: Sequence[Handle], method: str, arguments: Iterable[tuple[Any, ...]], *, aside: bool = False
+        self,
+        handles: Sequence[Handle],
+        method: str,
+        arguments: Iterable[tuple[Any, ...]],
+        *,
+        aside: bool = False,
     ) -> list[Any]:
-        refs = [handle.of.call.remote(method, *args) for handle, args in zip(handles, arguments, strict=True)]
+        refs = [
+            handle.of.call.remote(method, *args)
+            for handle, args in zip(handles, arguments, strict=True)
+        ]
         return await self._gather(handles, method, refs)
 
     async def call(self, handle: Handle, method: str, *args: Any) -> Any:
-        """See :meth:`Executor.call`. Calls of one turn of the event loop travel as one message."""
+        # calls of one turn of the event loop travel as one message
         if handle not in self.unsent:
             self.unsent[handle] = []
             asyncio.get_running_loop().call_soon(self._send, handle)
+
         call = Call(method, args, asyncio.get_running_loop().create_future())
         self.unsent[handle].append(call)
         return (await self._wait([handle], method, [call.answer]))[0]
 
     def _send(self, handle: Handle) -> None:
         calls = self.unsent.pop(handle)
-        answers = handle.of.stream.options(num_returns="streaming").remote([(call.method, call.args) for call in calls])
+        answers = handle.of.stream.options(num_returns="streaming").remote(
+            [(call.method, call.args) for call in calls]
+        )
         task = asyncio.create_task(self._distribute(handle, calls, answers))
         self.streams.add(task)
         task.add_done_callback(self.streams.discard)
@@ -170,8 +210,10 @@ class OnRay:
             async for ref in answers:
                 number, answer = await ref
                 call = calls[number]
-                if call.answer.done():  # its caller was cancelled
+                # the caller of one that is done was cancelled
+                if call.answer.done():
                     continue
+
                 if isinstance(answer, Failure):
                     call.answer.set_exception(self._failed(handle, call.method, answer))
                 else:
@@ -183,20 +225,30 @@ class OnRay:
 
     async def reads(self) -> set[str]:
         living = [handle for handle in self.handles if handle not in self.lost]
-        return set().union(*await self._gather(living, "reads", [handle.of.reads.remote() for handle in living]))
-
-    async def _gather(self, handles: Sequence[Handle], method: str, refs: Sequence[Any]) -> list[Any]:
-        return await self._wait(
-            handles, method, [self._answer(h, method, r) for h, r in zip(handles, refs, strict=True)]
+        return set().union(
+            *await self._gather(living, "reads", [handle.of.reads.remote() for handle in living])
         )
 
-    async def _wait(self, handles: Sequence[Handle], method: str, calls: Sequence[Awaitable[Any]]) -> list[Any]:
+    async def _gather(
+        self, handles: Sequence[Handle], method: str, refs: Sequence[Any]
+    ) -> list[Any]:
+        return await self._wait(
+            handles,
+            method,
+            [self._answer(h, method, r) for h, r in zip(handles, refs, strict=True)],
+        )
+
+    async def _wait(
+        self, handles: Sequence[Handle], method: str, calls: Sequence[Awaitable[Any]]
+    ) -> list[Any]:
         role, indices = handles[0].role, [handle.index for handle in handles]
+
         try:
             return await self.waits.gather(role, method, indices, calls, self.death)
         except WaitTimeout:
+            # the stacks of those that hang go into their logs
             for handle in handles:
-                handle.of.dump.remote()  # the stacks of those that hang, into their logs
+                handle.of.dump.remote()
             await asyncio.sleep(1)
             raise
 
@@ -219,7 +271,10 @@ class OnRay:
         return WorkerFailed(f"{self._who(handle)} cannot be asked for {method}: {error}")
 
     async def _watch(self, handle: Handle) -> None:
-        """Make every wait of the run end when this actor dies; without a replica, the run goes on."""
+        """Make every wait of the run end when this actor dies.
+
+        Without a replica the run goes on.
+        """
         try:
             while True:
                 await handle.of.alive.remote(WATCH_S)
@@ -228,13 +283,20 @@ class OnRay:
             if handle.role != ROLLOUT and not self.death.done():
                 self.death.set_exception(died)
 
-    def _died(self, handle: Handle, method: str, error: ray.exceptions.RayActorError) -> WorkerDied | ReplicaDied:
+    def _died(
+        self, handle: Handle, method: str, error: ray.exceptions.RayActorError
+    ) -> WorkerDied | ReplicaDied:
         how = str(error).split("Worker exit detail: ")[-1].split(" Some common causes")[0].strip()
         log = self._log(handle.role, handle.index)
+
         during = [wait for wait in self.waits.current.values() if wait.role == handle.role]
         names = sorted({wait.method for wait in during}) or ([method] if method else [])
-        lines = [f"{self._who(handle)} died{' in ' + ' and '.join(names) if names else ''}: {how}", f"  log:  {log}"]
+        lines = [
+            f"{self._who(handle)} died{' in ' + ' and '.join(names) if names else ''}: {how}",
+            f"  log:  {log}",
+        ]
         text = "\n".join([*lines, *_tail(log)])
+
         if handle.role != ROLLOUT:
             return WorkerDied(text)
         self.lost.add(handle)
@@ -254,11 +316,13 @@ class OnRay:
         self.waits.close()
         for task in (*self.watches, *self.streams):
             task.cancel()
+
         closing = [handle.of.close.remote() for handle in self.handles]
         if closing:
             ray.wait(closing, num_returns=len(closing), timeout=CLOSE_S)
         for handle in self.handles:
             ray.kill(handle.of)
+
         if self.group is not None:
             ray.util.remove_placement_group(self.group)
         if self.started:
@@ -266,7 +330,10 @@ class OnRay:
 
 
 def _tail(log: Path) -> list[str]:
-    """The last lines of a log, indented; none where it is on another machine's disk."""
+    """Return the last lines of a log, indented.
+
+    There are none where the log is on the disk of another machine.
+    """
     if not log.is_file():
         return []
     return [f"  | {line}" for line in log.read_text(errors="replace").splitlines()[-TAIL:]]

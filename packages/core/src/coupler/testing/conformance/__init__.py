@@ -1,1 +1,1 @@
-"""What every backend must do: ``pytest --pyargs coupler.testing.conformance --coupler engine=NAME``."""
+"""Define what every backend must do, as tests that a plugin's author runs."""

@@ -1,4 +1,6 @@
-"""Fixtures of the kit: model folders with their references, and worlds of engine ranks."""
+"""Provide the kit's fixtures: model folders with their references, and worlds of engine
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ import pytest
 
 from coupler.errors import TooFewDevices
 from coupler.interfaces import Head
+from coupler.testing.limits import limited
 from coupler.testing.models import write_qwen2, write_qwen3_moe, write_toy, write_value_head
 from coupler.testing.plugin import KINDS, REWARD, selected
 from coupler.testing.ranks import World
@@ -25,15 +28,31 @@ from coupler.testing.reference import (
 )
 from coupler.testing.subject import Subject
 
-FROZEN = 1e-30  # learning rate of engines that serve many tests: a step is taken and changes nothing
-MISLEADING = {"temperature": 0.1, "top_k": 1, "repetition_penalty": 3.0, "eos_token_id": list(range(8))}
-# sampling defaults of a model's folder: a rollout follows the request, and nothing else
-MOST_RANKS = 4  # of one engine; a test on more is left out
+# The learning rate of engines that serve many tests: a step changes nothing.
+FROZEN = 1e-30
+# Sampling defaults of a model's folder. A rollout follows the request alone.
+MISLEADING = {
+    "temperature": 0.1,
+    "top_k": 1,
+    "repetition_penalty": 3.0,
+    "eos_token_id": list(range(8)),
+}
+# The prefix of a model's name that asks for its variant with long sequences.
+LONG = "long-"
+LONG_SEQUENCES: dict[str, Any] = {"max_position_embeddings": 1024, "attention_dropout": 0.3}
+# An engine has so many ranks at most. A test on more is left out.
+MOST_RANKS = 4
+# The kinds that a file needs, where its name does not say it.
 NEEDS = {
     "pair": ("engine", "rollout"),
     "values": ("engine",),
     "routing": ("engine",),
-}  # kinds that a file needs, where its name does not say it
+    "engine_long": ("engine",),
+    "rollout_long": ("rollout",),
+    "transport_large": ("transport",),
+}
+# Fixtures that start a backend.
+STARTED = ("dummy", "served", "pair", "live")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -46,7 +65,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip an installed backend whose dependency is not installed, unless it was asked for."""
+    """Skip an installed backend whose dependency is not installed, unless it was asked
+    for.
+    """
     assert isinstance(item, pytest.Function)
     for subject in item.callspec.params.values():
         if isinstance(subject, Subject) and not subject.selected:
@@ -56,15 +77,39 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
                 pytest.skip(f"{subject} cannot be imported: {exc}")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Limit the time of a test."""
+    with limited(item.name, item.config.option.coupler_limit):
+        yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(
+    fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
+) -> Iterator[Any]:
+    """Limit the time in which a backend starts."""
+    if fixturedef.argname not in STARTED:
+        return (yield)
+    with limited(f"the start of {fixturedef.argname}", request.config.option.coupler_limit):
+        return (yield)
+
+
 @pytest.fixture(scope="session")
-def reference_of(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Callable[[str], Reference]:
+def reference_of(
+    tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> Callable[[str], Reference]:
     """Write a model of the kit by its name, once."""
 
     def write(name: str) -> Reference:
         folder = tmp_path_factory.mktemp("models") / name
         if name == "toy":
             return ToyReference(write_toy(folder))
-        written = write_qwen3_moe(folder) if name == "moe" else write_qwen2(folder, tied=name == "tied")
+        if name.startswith(LONG):
+            return long_reference(folder, name.removeprefix(LONG))
+        written = (
+            write_qwen3_moe(folder) if name == "moe" else write_qwen2(folder, tied=name == "tied")
+        )
         (written / "generation_config.json").write_text(json.dumps(MISLEADING))
         return TransformersReference(written)
 
@@ -73,19 +118,40 @@ def reference_of(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.
 
 @pytest.fixture(scope="session")
 def value_reference_of(
-    tmp_path_factory: pytest.TempPathFactory, reference_of: Callable[[str], Reference], pytestconfig: pytest.Config
+    tmp_path_factory: pytest.TempPathFactory,
+    reference_of: Callable[[str], Reference],
+    pytestconfig: pytest.Config,
 ) -> Callable[[str], Reference]:
-    """The same models with a value head, once."""
+    """Write the same models with a value head, once."""
 
     def write(name: str) -> Reference:
         folder = tmp_path_factory.mktemp("critics") / name
         plain = reference_of(name)
         if name == "toy":
-            return ToyValueReference(write_value_head(plain.folder, folder, plain.tensors["embed.weight"].shape[1]))
+            return ToyValueReference(
+                write_value_head(plain.folder, folder, plain.tensors["embed.weight"].shape[1])
+            )
         width = plain.tensors["model.embed_tokens.weight"].shape[1]
         return TransformersValueReference(write_value_head(plain.folder, folder, width))
 
     return cache(lambda name: _tolerant(write(name), pytestconfig))
+
+
+def long_reference(folder: Path, name: str) -> Reference:
+    """Write the variant of a model that takes long sequences.
+
+    Its largest tensors have 1 MiB, above the small buffers of a transport, and its
+    configuration asks for dropout, which neither log-probs nor gradients may show.
+    """
+    if name == "toy":
+        return ToyReference(write_toy(folder, hidden=512))
+    if name == "moe":
+        written = write_qwen3_moe(folder, **LONG_SEQUENCES)
+    else:
+        wide = {**LONG_SEQUENCES, "intermediate_size": 2048}
+        written = write_qwen2(folder, tied=name == "tied", **wide)
+    (written / "generation_config.json").write_text(json.dumps(MISLEADING))
+    return TransformersReference(written)
 
 
 def _tolerant(reference: Reference, pytestconfig: pytest.Config) -> Reference:
@@ -98,19 +164,31 @@ def reference(reference_of: Callable[[str], Reference], model_name: str) -> Refe
     return reference_of(model_name)
 
 
+@pytest.fixture(scope="module")
+def long_model(reference_of: Callable[[str], Reference], model_name: str) -> Reference:
+    """Return the variant of the model with long sequences, large tensors and
+    dropout.
+    """
+    return reference_of(LONG + model_name)
+
+
 @pytest.fixture
 def every_model() -> None:
-    """Ask for it to run a test with every model of the backend, not with the usual one only."""
+    """Run a test that asks for it with every model of the backend. The others run with
+    the usual model only.
+    """
 
 
 @pytest.fixture
 def any_setting() -> None:
-    """Ask for it to run a test once where a backend is checked under several settings: it depends on none of them."""
+    """Run a test that asks for it once where a backend is checked under several
+    settings. Its result depends on none of them.
+    """
 
 
 @pytest.fixture(scope="session")
 def tolerance(pytestconfig: pytest.Config) -> float:
-    """Nats by which log-probs of a rollout may differ from the reference."""
+    """Return the nats by which log-probs of a rollout may differ from the reference."""
     return pytestconfig.option.coupler_logprobs
 
 
@@ -122,22 +200,30 @@ def worlds(
 
     Its weights stay, since the learning rate is next to 0.
     """
-    with running(engine_subject, partial(engine_subject.recipe, reference.folder), tmp_path_factory) as make:
+    with running(
+        engine_subject, partial(engine_subject.recipe, reference.folder), tmp_path_factory
+    ) as make:
         yield make
 
 
 @contextmanager
 def running(
-    subject: Subject, recipe: Callable[..., dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
+    subject: Subject,
+    recipe: Callable[..., dict[str, Any]],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Callable[..., World]]:
-    """Starts worlds of ``recipe`` with further settings; skips where the engine or the machine has too few ranks."""
+    """Start worlds of ``recipe`` with further settings. Skip where the engine or the
+    machine has too few ranks.
+    """
     made: dict[tuple[object, ...], World | TooFewDevices] = {}
 
     def make(num_shards: int = 1, **settings: object) -> World:
         key = (num_shards, *sorted(settings.items()))
         if key not in made:
             ranks = ranks_for(subject, num_shards)
-            made[key] = _start(recipe(**{"lr": FROZEN, **settings}), ranks, tmp_path_factory.mktemp("world"))
+            made[key] = _start(
+                recipe(**{"lr": FROZEN, **settings}), ranks, tmp_path_factory.mktemp("world")
+            )
         world = made[key]
         if isinstance(world, TooFewDevices):
             pytest.skip(str(world).splitlines()[0])
@@ -151,19 +237,34 @@ def running(
 
 @pytest.fixture
 def fresh(engine_subject: Subject, tmp_path: Path) -> Iterator[Callable[..., World]]:
-    """Start an engine of its own for the test, on a model folder, with a learning rate that moves."""
+    """Start an engine of its own for the test, on a model folder, with a learning rate
+    that moves.
+    """
     made: list[World] = []
 
     def make(
-        folder: Path, num_shards: int = 1, head: Head = Head.LM, deterministic: bool = False, **settings: object
+        folder: Path,
+        num_shards: int = 1,
+        head: Head = Head.LM,
+        deterministic: bool = False,
+        **settings: object,
     ) -> World:
         place = tmp_path / f"world-{len(made)}"
         place.mkdir()
         recipe = engine_subject.recipe(folder, head, **{"lr": 1e-2, **settings})
+
         try:
-            made.append(World(recipe, ranks_for(engine_subject, num_shards), place, deterministic=deterministic))
+            made.append(
+                World(
+                    recipe,
+                    ranks_for(engine_subject, num_shards),
+                    place,
+                    deterministic=deterministic,
+                )
+            )
         except TooFewDevices as error:
             pytest.skip(str(error).splitlines()[0])
+
         return made[-1]
 
     yield make
@@ -172,12 +273,17 @@ def fresh(engine_subject: Subject, tmp_path: Path) -> Iterator[Callable[..., Wor
 
 
 def ranks_for(subject: Subject, num_shards: int) -> int:
-    """The ranks of an engine with so many data shards at least; skips the test where these are too many for it."""
+    """Return the ranks of an engine with at least so many data shards. Skip the test
+    where these are too many for it.
+    """
     ranks = subject.ranks_for(num_shards)
     if ranks > 1 and subject.has("world:1"):
         pytest.skip(f"{subject} declares world:1")
     if ranks > MOST_RANKS:
-        pytest.skip(f"{num_shards} data shards of {subject} take {ranks} ranks, the kit starts {MOST_RANKS} at most")
+        pytest.skip(
+            f"{num_shards} data shards of {subject} take {ranks} ranks, the kit starts "
+            f"{MOST_RANKS} at most"
+        )
     return ranks
 
 

@@ -1,4 +1,6 @@
-"""What every algorithm must do. Losses are per token, of one unit, blind to what is masked and to the micro-batch."""
+"""Check what every algorithm must do: losses are per token, of one unit, and blind to
+masked tokens and micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +21,23 @@ from coupler.testing.reference import Reference, torch_columns
 from coupler.testing.subject import Subject
 from coupler.worker.train_infer import checked_loss
 
-COLUMNS = {
-    "ref_logprobs": 0.2,
-    "old_logprobs": 0.1,
-    "values": 0.3,
-}  # what core can add, and how far it is from the rollout's
-ALWAYS = ("tokens", "loss_mask", "version", "rollout_logprobs", "temperature", "reward", "group", "trajectory", "unit")
+# Columns that core can add, and how far they are from the rollout's log-probs.
+COLUMNS = {"ref_logprobs": 0.2, "old_logprobs": 0.1, "values": 0.3}
+ALWAYS = (
+    "tokens",
+    "loss_mask",
+    "version",
+    "rollout_logprobs",
+    "temperature",
+    "reward",
+    "group",
+    "trajectory",
+    "unit",
+)
 
 
 class CriticOf(Algorithm):
-    """The loss of an algorithm's critic on what the policy's side adds to a batch, as the trainer feeds it."""
+    """Expose the loss of an algorithm's critic on the batch of the trainer."""
 
     def __init__(self, policy: Algorithm) -> None:
         super().__init__(policy.config)
@@ -60,32 +69,46 @@ def algorithm(request: pytest.FixtureRequest, algorithm_subject: Subject) -> Alg
 
 @pytest.fixture(scope="module")
 def plain(reference_of: Callable[[str], Reference]) -> Batch:
-    """Two groups of four as the sampler writes them, with every column that core can add."""
+    """Make two groups of four as the sampler writes them, with every column that core
+    can add.
+    """
     batch = make_batch(reference_of("toy"), RAGGED)
     random, mask = np.random.default_rng(1), batch["loss_mask"]
-    near = {n: batch["rollout_logprobs"] + random.normal(0, d, batch.num_tokens) for n, d in COLUMNS.items()}
-    return batch.with_tokens(**{n: np.where(mask, c, 0).astype(np.float32) for n, c in near.items()}).with_seqs(
-        reward=np.array([0, 1, 1, 0.5, 2, 0, 0, 1], np.float32)
-    )
+    near = {
+        n: batch["rollout_logprobs"] + random.normal(0, d, batch.num_tokens)
+        for n, d in COLUMNS.items()
+    }
+    return batch.with_tokens(
+        **{n: np.where(mask, c, 0).astype(np.float32) for n, c in near.items()}
+    ).with_seqs(reward=np.array([0, 1, 1, 0.5, 2, 0, 0, 1], np.float32))
 
 
 def main_output(algorithm: Algorithm) -> str:
-    """What the loss must have a gradient by."""
+    """Name the output that the loss must have a gradient by."""
     return "values" if isinstance(algorithm, CriticOf) else "logprobs"
 
 
 def ready(algorithm: Algorithm, plain: Batch) -> Batch:
-    """The batch as an engine gets it: only declared columns, advantages, weights."""
+    """Return the batch as an engine gets it: only declared columns, advantages and
+    weights.
+    """
     return prepare(algorithm.advantages(plain.select(*ALWAYS, *algorithm.needs)), algorithm)
 
 
 class Evaluated:
-    """A loss with its gradient by every wanted output, at some log-probs. All [T], float64."""
+    """Evaluate a loss and its gradient by every wanted output, all [T] float64."""
 
-    def __init__(self, subject: Subject, algorithm: Algorithm, batch: Batch, filler: float = 0.0) -> None:
+    def __init__(
+        self, subject: Subject, algorithm: Algorithm, batch: Batch, filler: float = 0.0
+    ) -> None:
         mask = batch["loss_mask"]
-        noise = np.sin(batch["tokens"].astype(np.float64))  # follows its token when rows move
-        near = {"logprobs": batch["rollout_logprobs"] + 0.3 * noise, "entropy": 2 + noise, "values": noise}
+        # The noise follows its token when rows move.
+        noise = np.sin(batch["tokens"].astype(np.float64))
+        near = {
+            "logprobs": batch["rollout_logprobs"] + 0.3 * noise,
+            "entropy": 2 + noise,
+            "values": noise,
+        }
         inputs = {o.name: np.where(mask, near[o.name], filler) for o in algorithm.want}
         loss = checked_loss(algorithm, None)
         evaluate = self._in_numpy if subject.toy else self._in_torch
@@ -93,19 +116,28 @@ class Evaluated:
         self.loss: np.ndarray = np.where(mask, token_loss, 0)
         self.metrics: Metrics = read(metrics)
 
-    def _in_numpy(self, loss: Any, inputs: dict[str, np.ndarray], batch: Batch) -> tuple[np.ndarray, Metrics]:
+    def _in_numpy(
+        self, loss: Any, inputs: dict[str, np.ndarray], batch: Batch
+    ) -> tuple[np.ndarray, Metrics]:
         columns = toy.columns_of(batch)
         self.grads = toy.slopes(loss, inputs, columns)
         return loss(inputs, columns)
 
-    def _in_torch(self, loss: Any, inputs: dict[str, np.ndarray], batch: Batch) -> tuple[np.ndarray, Metrics]:
+    def _in_torch(
+        self, loss: Any, inputs: dict[str, np.ndarray], batch: Batch
+    ) -> tuple[np.ndarray, Metrics]:
         import torch
 
-        out = {name: torch.from_numpy(np.array(value)).requires_grad_() for name, value in inputs.items()}
+        out = {
+            name: torch.from_numpy(np.array(value)).requires_grad_()
+            for name, value in inputs.items()
+        }
         columns = torch_columns(batch)
         token_loss, metrics = loss(out, columns)
         torch.where(columns["loss_mask"], token_loss * columns["loss_weight"], 0.0).sum().backward()
-        self.grads = {n: np.zeros(v.shape) if v.grad is None else v.grad.numpy() for n, v in out.items()}
+        self.grads = {
+            n: np.zeros(v.shape) if v.grad is None else v.grad.numpy() for n, v in out.items()
+        }
         return token_loss.detach().numpy(), metrics
 
 
@@ -116,14 +148,20 @@ def same(got: Evaluated, want: Evaluated, rows: np.ndarray | slice = slice(None)
 
 
 def token_rows(batch: Batch, rows: list[int]) -> np.ndarray:
-    return np.concatenate([np.arange(batch.starts[i], batch.starts[i + 1]) for i in rows]).astype(int)
+    return np.concatenate([np.arange(batch.starts[i], batch.starts[i + 1]) for i in rows]).astype(
+        int
+    )
 
 
 def test_it_declares_what_core_knows(algorithm_subject: Subject, algorithm: Algorithm) -> None:
-    """What it needs is known before it is imported: the capabilities ``needs:<column>`` say the same."""
+    """Needs are known before the algorithm is imported: its capabilities
+    ``needs:<column>`` name the same columns.
+    """
     assert algorithm.always <= algorithm.needs <= COLUMNS.keys()
     assert {f"needs:{column}" for column in algorithm.needs} == {
-        c for c in algorithm_subject.backend.capabilities_of(algorithm_subject.config()) if c.startswith("needs:")
+        c
+        for c in algorithm_subject.backend.capabilities_of(algorithm_subject.config())
+        if c.startswith("needs:")
     }
     assert algorithm.aggregation in list(Aggregation)
     assert algorithm.constant >= 1 or algorithm.aggregation is not Aggregation.CONSTANT
@@ -131,20 +169,29 @@ def test_it_declares_what_core_knows(algorithm_subject: Subject, algorithm: Algo
     assert any(output.name == main_output(algorithm) for output in algorithm.want)
 
 
-def test_the_loss_is_per_token_and_finite(algorithm_subject: Subject, algorithm: Algorithm, plain: Batch) -> None:
-    """With the columns it declares and no others; some token has a gradient, and none outside the mask."""
+def test_the_loss_is_per_token_and_finite(
+    algorithm_subject: Subject, algorithm: Algorithm, plain: Batch
+) -> None:
+    """The loss reads declared columns only. Some token has a gradient, and none outside
+    the mask does.
+    """
     batch = ready(algorithm, plain)
     found = Evaluated(algorithm_subject, algorithm, batch)
     assert found.loss.shape == (batch.num_tokens,)
     assert np.isfinite(found.loss).all()
-    assert all(np.isfinite(value) for value in values(found.metrics).values()), values(found.metrics)
+    assert all(np.isfinite(value) for value in values(found.metrics).values()), values(
+        found.metrics
+    )
     assert all(np.isfinite(grad).all() for grad in found.grads.values())
     assert found.grads[main_output(algorithm)].any()
     assert not any(grad[~batch["loss_mask"]].any() for grad in found.grads.values())
 
 
-def test_old_logprobs_may_be_left_out(algorithm_subject: Subject, algorithm: Algorithm, plain: Batch) -> None:
-    """With one optimizer step per batch the loss gets none: they are its own log-probs then.
+def test_old_logprobs_may_be_left_out(
+    algorithm_subject: Subject, algorithm: Algorithm, plain: Batch
+) -> None:
+    """A step that is the only one of its batch gets no old log-probs, which are then
+    its own.
 
     Nor do :meth:`Algorithm.advantages` get any, unless the algorithm needs them always.
     """
@@ -158,13 +205,18 @@ def test_old_logprobs_may_be_left_out(algorithm_subject: Subject, algorithm: Alg
     assert found.grads[main_output(algorithm)].any()
 
 
-def test_values_under_the_mask_change_nothing(algorithm_subject: Subject, algorithm: Algorithm, plain: Batch) -> None:
-    """NaN there leaves advantages, loss, metrics and gradient bit-identical, and all of the gradient finite."""
+def test_values_under_the_mask_change_nothing(
+    algorithm_subject: Subject, algorithm: Algorithm, plain: Batch
+) -> None:
+    """NaN there leaves advantages, loss, metrics and gradient bit-identical."""
     want = Evaluated(algorithm_subject, algorithm, ready(algorithm, plain))
     mask = plain["loss_mask"]
     dirty = algorithm.advantages(poisoned(plain.select(*ALWAYS, *algorithm.needs)))
     batch = ready(algorithm, plain)
-    for name, column in algorithm.advantages(plain.select(*ALWAYS, *algorithm.needs)).tokens.items():
+
+    for name, column in algorithm.advantages(
+        plain.select(*ALWAYS, *algorithm.needs)
+    ).tokens.items():
         np.testing.assert_array_equal(dirty[name][mask], column[mask], err_msg=name)
     for filler in (0.0, float("nan")):
         got = Evaluated(algorithm_subject, algorithm, poisoned(batch), filler)
@@ -174,8 +226,10 @@ def test_values_under_the_mask_change_nothing(algorithm_subject: Subject, algori
         assert values(got.metrics) == values(want.metrics)
 
 
-def test_order_changes_nothing(algorithm_subject: Subject, algorithm: Algorithm, plain: Batch) -> None:
-    """Neither advantages, which are of groups and not of positions, nor losses."""
+def test_order_changes_nothing(
+    algorithm_subject: Subject, algorithm: Algorithm, plain: Batch
+) -> None:
+    """Neither advantages nor losses depend on the positions of rows."""
     order = [6, 1, 4, 0, 7, 3, 2, 5]
     rows = token_rows(plain, order)
     want, got = ready(algorithm, plain), ready(algorithm, plain.take(order))
@@ -201,18 +255,27 @@ def test_micro_batches_change_nothing(
         rows = list(range(start, start + size))
         parts.append(Evaluated(algorithm_subject, algorithm, batch.take(rows)))
         same(parts[-1], whole, token_rows(batch, rows))
-    assert values(merge(p.metrics for p in parts)) == pytest.approx(values(whole.metrics), rel=1e-6, abs=1e-9)
+    assert values(merge(p.metrics for p in parts)) == pytest.approx(
+        values(whole.metrics), rel=1e-6, abs=1e-9
+    )
 
 
 @pytest.mark.parametrize("case", ["no-sequence", "no-valid-token"])
-def test_an_empty_micro_batch_passes(algorithm_subject: Subject, algorithm: Algorithm, plain: Batch, case: str) -> None:
-    """Ranks run as many micro-batches as the others, if need be empty ones; metrics stay those of the rest."""
+def test_an_empty_micro_batch_passes(
+    algorithm_subject: Subject, algorithm: Algorithm, plain: Batch, case: str
+) -> None:
+    """Ranks run as many micro-batches as the others, if need be empty ones. Metrics
+    stay those of the rest.
+    """
     batch = ready(algorithm, plain)
     if case == "no-sequence":
         empty = batch.take([])
     else:
         nothing = np.zeros(batch.num_tokens, bool)
-        empty = batch.with_tokens(loss_mask=nothing, loss_weight=np.zeros(batch.num_tokens, np.float32))
+        empty = batch.with_tokens(
+            loss_mask=nothing, loss_weight=np.zeros(batch.num_tokens, np.float32)
+        )
+
     found = Evaluated(algorithm_subject, algorithm, empty)
     assert not found.loss.any()
     assert not any(grad.any() for grad in found.grads.values())
@@ -232,8 +295,10 @@ def test_groups_come_from_their_column(algorithm: Algorithm, plain: Batch) -> No
             np.testing.assert_array_equal(got[name], want[name], err_msg=name)
 
 
-def test_degenerate_rewards_are_finite(algorithm_subject: Subject, algorithm: Algorithm, plain: Batch) -> None:
-    """All rewards of a group are equal; one sequence has no valid token."""
+def test_degenerate_rewards_are_finite(
+    algorithm_subject: Subject, algorithm: Algorithm, plain: Batch
+) -> None:
+    """All rewards of a group are equal, and one sequence has no valid token."""
     for rewards in (np.zeros(8), np.ones(8), np.full(8, -1e4)):
         batch = ready(algorithm, plain.with_seqs(reward=rewards.astype(np.float32)))
         assert all(np.isfinite(c).all() for c in batch.tokens.values() if c.dtype.kind == "f")
@@ -246,7 +311,9 @@ def test_keep_judges_one_group(algorithm: Algorithm, plain: Batch) -> None:
     assert isinstance(algorithm.keep(plain.take([0, 1, 2, 3])), bool)
 
 
-def test_the_input_is_left_alone(algorithm_subject: Subject, algorithm: Algorithm, plain: Batch) -> None:
+def test_the_input_is_left_alone(
+    algorithm_subject: Subject, algorithm: Algorithm, plain: Batch
+) -> None:
     """Columns are shared between batches and processes: nothing writes into them."""
     before = {name: plain[name].copy() for name in (*plain.tokens, *plain.seqs)}
     Evaluated(algorithm_subject, algorithm, ready(algorithm, plain))

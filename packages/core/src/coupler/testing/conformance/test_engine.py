@@ -1,4 +1,6 @@
-"""What every engine must do. Law 1: the gradient of a step depends on the batch and on nothing else."""
+"""Check what every engine must do. Law 1: the gradient of a step depends on the batch
+and on nothing else.
+"""
 
 from __future__ import annotations
 
@@ -31,16 +33,22 @@ def assert_gradient(got: Arrays, want: Gradient) -> None:
     for name, true in want.grads.items():
         assert got[name].shape == true.shape, name
         error, scale = float(np.abs(got[name] - true).max()), float(np.abs(true).max())
-        assert error <= want.tolerance * scale, f"{name}: max|dg| = {error:.2e}, max|g| = {scale:.2e}"
+        assert error <= want.tolerance * scale, (
+            f"{name}: max|dg| = {error:.2e}, max|g| = {scale:.2e}"
+        )
 
 
 def assert_metrics(got: Metrics, want: Metrics) -> None:
-    """An engine may add metrics of its own."""
-    assert {n: got[n].value for n in want} == pytest.approx({n: m.value for n, m in want.items()}, rel=1e-4)
+    """Compare the metrics of a loss. An engine may add metrics of its own."""
+    assert {n: got[n].value for n in want} == pytest.approx(
+        {n: m.value for n, m in want.items()}, rel=1e-4
+    )
 
 
 def split(batch: Batch, world: World, first: list[int] | None = None) -> list[Batch]:
-    """Shards of near-equal size, or ``first`` on the first shard and the rest over the others."""
+    """Cut into shards of near-equal size, or ``first`` on the first shard and the rest
+    over the others.
+    """
     num_shards = world.layout.num_shards
     if first is None or num_shards == 1:
         return [batch.take(rows) for rows in batch.partition(num_shards)]
@@ -50,34 +58,54 @@ def split(batch: Batch, world: World, first: list[int] | None = None) -> list[Ba
 
 
 def first_rows_masked(batch: Batch) -> Batch:
-    """The first two sequences hold no valid token: all their rewards were filtered, say."""
-    return batch.with_tokens(loss_mask=batch["loss_mask"] & (batch.spread(np.arange(len(batch))) > 1))
+    """Mask every token of the first two sequences, as if all their rewards were
+    filtered.
+    """
+    return batch.with_tokens(
+        loss_mask=batch["loss_mask"] & (batch.spread(np.arange(len(batch))) > 1)
+    )
 
 
-# --- log-probs -------------------------------------------------------------------------------------------------------
+# --- log-probs
 
 
-def test_logprobs_and_entropy_equal_the_reference(worlds: Worlds, reference: Reference, every_model: None) -> None:
-    """Both are of the sampling distribution: each sequence at its own temperature. Zero where nothing is trained."""
+def test_logprobs_and_entropy_equal_the_reference(
+    worlds: Worlds, reference: Reference, every_model: None
+) -> None:
+    """Both are of the sampling distribution, each sequence at its own temperature. Both
+    are zero where nothing is trained.
+    """
     for lengths in (LENGTHS, RAGGED):
         batch = make_batch(reference, lengths)
-        done = worlds(1, max_tokens_per_gpu=2 * LONGEST).forward([batch], ("logprobs", "entropy"))[0]
+        done = worlds(1, max_tokens_per_gpu=2 * LONGEST).forward([batch], ("logprobs", "entropy"))[
+            0
+        ]
         want = reference.outputs(batch)
+
         for name in ("logprobs", "entropy"):
             assert done[name].dtype == np.float32
-            np.testing.assert_allclose(done[name], want[name], atol=LOGPROBS, rtol=1e-4, err_msg=name)
+            np.testing.assert_allclose(
+                done[name], want[name], atol=LOGPROBS, rtol=1e-4, err_msg=name
+            )
             assert not done[name][~batch["loss_mask"]].any(), f"{name} is not 0 under the mask"
-        np.testing.assert_array_equal(done["tokens"], batch["tokens"], err_msg="forward() changed the order of rows")
+
+        np.testing.assert_array_equal(
+            done["tokens"], batch["tokens"], err_msg="forward() changed the order of rows"
+        )
 
 
 def test_logprobs_without_a_temperature_column(worlds: Worlds, reference: Reference) -> None:
     batch = make_batch(reference).with_seqs(temperature=np.ones(len(LENGTHS), np.float32))
     done = worlds(1).forward([batch.select("tokens", "loss_mask")], ("logprobs",))[0]
-    np.testing.assert_allclose(done["logprobs"], reference.outputs(batch)["logprobs"], atol=LOGPROBS, rtol=1e-4)
+    np.testing.assert_allclose(
+        done["logprobs"], reference.outputs(batch)["logprobs"], atol=LOGPROBS, rtol=1e-4
+    )
 
 
 def test_an_empty_batch_has_no_logprobs(worlds: Worlds, reference: Reference) -> None:
-    assert worlds(1).forward([make_batch(reference).take([])], ("logprobs",))[0]["logprobs"].shape == (0,)
+    (done,) = worlds(1).forward([make_batch(reference).take([])], ("logprobs",))
+    shape = done["logprobs"].shape
+    assert shape == (0,), f"expected no log-probs of an empty batch, came shape {shape}"
 
 
 @pytest.mark.parametrize("num_shards", [2, 4])
@@ -90,10 +118,12 @@ def test_logprobs_on_several_shards(worlds: Worlds, reference: Reference, num_sh
         np.testing.assert_allclose(done["logprobs"], want, atol=LOGPROBS, rtol=1e-4)
 
 
-# --- the gradient of one step ----------------------------------------------------------------------------------------
+# --- the gradient of one step
 
 
-@pytest.mark.parametrize("sequences", [1, 2, 4, 8], ids=lambda n: f"{n}-a-micro-batch" if n < 8 else "all-at-once")
+@pytest.mark.parametrize(
+    "sequences", [1, 2, 4, 8], ids=lambda n: f"{n}-a-micro-batch" if n < 8 else "all-at-once"
+)
 def test_gradient_over_micro_batches(worlds: Worlds, reference: Reference, sequences: int) -> None:
     batch = weighted(make_batch(reference))
     world = worlds(1, max_tokens_per_gpu=sequences * LONGEST)
@@ -110,7 +140,9 @@ def test_gradient_over_micro_batches(worlds: Worlds, reference: Reference, seque
 def test_gradient_of_ragged_sequences(
     worlds: Worlds, reference: Reference, every_model: None, aggregation: Aggregation
 ) -> None:
-    """Packed next to each other, down to one token, and normalised in every way core knows."""
+    """Sequences lie packed next to each other, down to one token, and are normalised in
+    every way that core knows.
+    """
     batch = weighted(make_batch(reference, RAGGED), aggregation)
     grads, _, _ = worlds(1, max_tokens_per_gpu=2 * LONGEST).gradient([batch], SURROGATE)
     assert_gradient(grads, reference.gradient(batch, losses.surrogate))
@@ -125,8 +157,10 @@ def test_gradient_over_order(worlds: Worlds, reference: Reference) -> None:
 
 @pytest.mark.parametrize("case", ["even", "rank-without-valid-tokens", "empty-rank"])
 @pytest.mark.parametrize("num_shards", [1, 2, 4])
-def test_gradient_over_shards(worlds: Worlds, reference: Reference, num_shards: int, case: str) -> None:
-    """Ranks sum; each has another number of tokens and of micro-batches, or none."""
+def test_gradient_over_shards(
+    worlds: Worlds, reference: Reference, num_shards: int, case: str
+) -> None:
+    """Ranks sum. Each has another number of tokens and of micro-batches, or none."""
     world = worlds(num_shards, max_tokens_per_gpu=LONGEST)
     batch = make_batch(reference)
     first = {"even": None, "rank-without-valid-tokens": [0, 1], "empty-rank": []}[case]
@@ -149,7 +183,9 @@ def test_values_under_the_mask_change_nothing(worlds: Worlds, reference: Referen
         np.testing.assert_array_equal(dirty[name], grad, err_msg=name)
 
 
-def test_a_batch_without_valid_tokens_has_a_gradient_of_zero(worlds: Worlds, reference: Reference) -> None:
+def test_a_batch_without_valid_tokens_has_a_gradient_of_zero(
+    worlds: Worlds, reference: Reference
+) -> None:
     batch = make_batch(reference)
     batch = weighted(batch.with_tokens(loss_mask=np.zeros(batch.num_tokens, bool)))
     grads, _, steps = worlds(1).gradient([batch], SURROGATE)
@@ -157,8 +193,12 @@ def test_a_batch_without_valid_tokens_has_a_gradient_of_zero(worlds: Worlds, ref
     assert steps[0][:2] == [True, 0.0]
 
 
-def test_gradient_of_the_output_layer_equals_its_formula(worlds: Worlds, reference: Reference) -> None:
-    """For ``-log p`` at temperature 1: dW = sum_t w_t (softmax_t - onehot_t) h_t^T. No automatic differentiation."""
+def test_gradient_of_the_output_layer_equals_its_formula(
+    worlds: Worlds, reference: Reference
+) -> None:
+    """The gradient of ``-log p`` at temperature 1 is dW = sum_t w_t (softmax_t -
+    onehot_t) h_t^T, without automatic differentiation.
+    """
     if not isinstance(reference, TransformersReference):
         pytest.skip("the toy reference is such a formula throughout")
     if "lm_head.weight" not in reference.tensors:
@@ -166,6 +206,7 @@ def test_gradient_of_the_output_layer_equals_its_formula(worlds: Worlds, referen
     batch = weighted(make_batch(reference).with_seqs(temperature=np.ones(len(LENGTHS), np.float32)))
     head = reference.tensors["lm_head.weight"].astype(np.float64)
     want = np.zeros_like(head)
+
     for i in range(len(batch)):
         one = batch.take([i])
         hidden = reference.hidden(one)
@@ -173,6 +214,7 @@ def test_gradient_of_the_output_layer_equals_its_formula(worlds: Worlds, referen
         error = np.exp(logits - np.logaddexp.reduce(logits, -1, keepdims=True))
         error[np.arange(one.num_tokens), one["tokens"]] -= 1
         want += (error * one["loss_weight"][:, None]).T @ hidden
+
     grads, _, _ = worlds(1).gradient([batch], "coupler.testing.losses:nll", ("logprobs",))
     assert np.abs(grads["lm_head.weight"] - want).max() <= reference.tolerance * np.abs(want).max()
 
@@ -183,26 +225,37 @@ def test_sums_of_squared_probabilities_and_their_gradient(
     if not engine_subject.has("output:sum_pi_squared"):
         pytest.skip(f"{engine_subject} does not declare output:sum_pi_squared")
     batch = weighted(make_batch(reference))
-    world, want = worlds(1, max_tokens_per_gpu=2 * LONGEST), ("sum_pi_squared", "logprobs", "entropy")
+    world = worlds(1, max_tokens_per_gpu=2 * LONGEST)
+    want = ("sum_pi_squared", "logprobs", "entropy")
+
     for name, got in world.forward([batch], want)[0].select(*want).tokens.items():
-        np.testing.assert_allclose(got, reference.outputs(batch)[name], atol=LOGPROBS, rtol=1e-4, err_msg=name)
+        np.testing.assert_allclose(
+            got, reference.outputs(batch)[name], atol=LOGPROBS, rtol=1e-4, err_msg=name
+        )
+
     alone = world.forward([batch], ("sum_pi_squared",))[0]["sum_pi_squared"]
     np.testing.assert_allclose(alone, reference.outputs(batch)["sum_pi_squared"], rtol=1e-4)
     grads, _, _ = world.gradient([batch], "coupler.testing.losses:squares", want)
     assert_gradient(grads, reference.gradient(batch, losses.squares))
 
 
-# --- weights and the optimizer ---------------------------------------------------------------------------------------
+# --- weights and the optimizer
 
 
 def assert_checkpoint(weights: Arrays, reference: Reference) -> None:
-    assert {n: w.shape for n, w in weights.items()} == {n: w.shape for n, w in reference.tensors.items()}
+    assert {n: w.shape for n, w in weights.items()} == {
+        n: w.shape for n, w in reference.tensors.items()
+    }
     for name, want in reference.tensors.items():
         np.testing.assert_array_equal(weights[name], want, err_msg=name)
 
 
-def test_weights_are_the_checkpoint(worlds: Worlds, reference: Reference, every_model: None) -> None:
-    """Names and shapes of the checkpoint's index, once each; before the first step also its values."""
+def test_weights_are_the_checkpoint(
+    worlds: Worlds, reference: Reference, every_model: None
+) -> None:
+    """Names and shapes are those of the checkpoint's index, once each. Before the first
+    step its values are too.
+    """
     assert_checkpoint(worlds(1).weights(), reference)
 
 
@@ -210,18 +263,30 @@ def test_weights_are_whole_on_several_shards(worlds: Worlds, reference: Referenc
     assert_checkpoint(worlds(2, max_tokens_per_gpu=LONGEST).weights(), reference)
 
 
-def test_steps_equal_plain_adamw(fresh: Callable[..., World], reference: Reference, every_model: None) -> None:
-    """Two steps of AdamW (Loshchilov & Hutter 2019, algorithm 2), written out, with clipping by the global norm.
+def test_steps_equal_plain_adamw(
+    fresh: Callable[..., World], reference: Reference, every_model: None
+) -> None:
+    """Two steps equal AdamW (Loshchilov & Hutter 2019, algorithm 2), written out, with
+    clipping by the global norm.
 
     Weight decay spares biases and norms: whatever has one axis.
     """
     beta1, beta2, eps, decay, clip = 0.8, 0.95, 1e-6, 0.1, 0.5
-    settings = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": decay, "max_grad_norm": clip}
+    settings = {
+        "beta1": beta1,
+        "beta2": beta2,
+        "eps": eps,
+        "weight_decay": decay,
+        "max_grad_norm": clip,
+    }
     world = fresh(reference.folder, **settings)
     want = {name: w.astype(np.float64) for name, w in reference.tensors.items()}
     first, second = ({name: np.zeros_like(w) for name, w in want.items()} for _ in range(2))
+
     for t in (1, 2):
-        grads, _, steps = world.gradient([weighted(make_batch(reference, seed=t))], SURROGATE, index=t - 1)
+        grads, _, steps = world.gradient(
+            [weighted(make_batch(reference, seed=t))], SURROGATE, index=t - 1
+        )
         applied, norm, lr = steps[0]
         assert applied
         assert lr == pytest.approx(1e-2)
@@ -232,13 +297,16 @@ def test_steps_equal_plain_adamw(fresh: Callable[..., World], reference: Referen
             second[name] = beta2 * second[name] + (1 - beta2) * g * g
             mean, square = first[name] / (1 - beta1**t), second[name] / (1 - beta2**t)
             w -= lr * (mean / (np.sqrt(square) + eps) + (decay if w.ndim > 1 else 0.0) * w)
+
     got = world.weights()
+
     for name, w in want.items():
         moved = np.abs(w - reference.tensors[name]).max()
         assert np.abs(got[name] - w).max() <= 1e-3 * moved, name
 
 
-SCHEDULES = {  # settings of coupler.engine_kit.adamw, and the shares of lr that three steps have
+# Settings of coupler.engine_kit.adamw, and the shares of lr that three steps have
+SCHEDULES = {
     "warm-up": ({"warmup_steps": 4}, (0.25, 0.5, 0.75)),
     "warm-up-from": ({"warmup_steps": 2, "init_lr_ratio": 0.5}, (0.75, 1, 1)),
     "linear": ({"schedule": "linear", "total_steps": 4}, (1, 0.75, 0.5)),
@@ -250,16 +318,25 @@ SCHEDULES = {  # settings of coupler.engine_kit.adamw, and the shares of lr that
 
 @pytest.mark.parametrize("case", SCHEDULES)
 def test_the_learning_rate_follows_its_schedule(
-    fresh: Callable[..., World], reference: Reference, engine_subject: Subject, any_setting: None, case: str
+    fresh: Callable[..., World],
+    reference: Reference,
+    engine_subject: Subject,
+    any_setting: None,
+    case: str,
 ) -> None:
-    """A step has the rate that it reports: the parts of a weight move by about that under AdamW, and by 0 at 0."""
+    """A step has the rate that it reports. The parts of a weight move by about that
+    under AdamW, and by 0 at 0.
+    """
     if not issubclass(engine_subject.backend.config, AdamWConfig):
         pytest.skip(f"{engine_subject} has options of its own for the learning rate")
     settings, shares = SCHEDULES[case]
     world = fresh(reference.folder, **settings)
     before = world.weights()
+
     for index, share in enumerate(shares):
-        _, _, ((_, _, lr), *_) = world.gradient([weighted(make_batch(reference, seed=index))], SURROGATE, index=index)
+        _, _, ((_, _, lr), *_) = world.gradient(
+            [weighted(make_batch(reference, seed=index))], SURROGATE, index=index
+        )
         assert lr == pytest.approx(1e-2 * share)
         after = world.weights()
         moved = max(float(np.abs(after[name] - before[name]).max()) for name in before)
@@ -267,7 +344,9 @@ def test_the_learning_rate_follows_its_schedule(
         before = after
 
 
-def test_a_gradient_does_not_reach_the_next_step(fresh: Callable[..., World], reference: Reference) -> None:
+def test_a_gradient_does_not_reach_the_next_step(
+    fresh: Callable[..., World], reference: Reference
+) -> None:
     world = fresh(reference.folder, lr=FROZEN)
     batch = weighted(make_batch(reference))
     again = [world.gradient([batch], SURROGATE)[0] for _ in range(2)]
@@ -275,12 +354,17 @@ def test_a_gradient_does_not_reach_the_next_step(fresh: Callable[..., World], re
         np.testing.assert_array_equal(again[1][name], grad, err_msg=name)
 
 
-def test_a_gradient_that_is_not_finite_is_not_applied(fresh: Callable[..., World], reference: Reference) -> None:
-    """The step is reported as skipped, changes neither weights nor optimizer, and leaves no trace in the next."""
+def test_a_gradient_that_is_not_finite_is_not_applied(
+    fresh: Callable[..., World], reference: Reference
+) -> None:
+    """The step is reported as skipped. It changes neither weights nor optimizer, and
+    leaves no trace in the next one.
+    """
     batch = weighted(make_batch(reference))
     plain, hurt = fresh(reference.folder), fresh(reference.folder)
     _, _, steps = hurt.gradient([batch], "coupler.testing.losses:not_finite")
     applied, norm, _ = steps[0]
+
     assert not applied
     assert not np.isfinite(norm)
     for name, w in hurt.weights().items():
@@ -310,7 +394,9 @@ def test_a_saved_engine_continues_as_if_nothing_had_happened(
 def test_a_checkpoint_is_read_on_another_number_of_shards(
     fresh: Callable[..., World], reference: Reference, tmp_path: Path
 ) -> None:
-    """The weights are the same to the bit, and so is what the optimizer remembers, as far as another sum can tell."""
+    """The weights are the same to the bit. The optimizer's memory is the same as far as
+    another order of sums can tell.
+    """
     first, second = (weighted(make_batch(reference, seed=seed)) for seed in (1, 2))
     two = fresh(reference.folder, 2)
     two.gradient(split(first, two), SURROGATE)
@@ -323,6 +409,7 @@ def test_a_checkpoint_is_read_on_another_number_of_shards(
     two.gradient(split(second, two), SURROGATE, index=1)
     one.gradient([second], SURROGATE, index=1)
     before, want, got = want, two.weights(), one.weights()
+
     for name, w in want.items():
         moved = np.abs(w - before[name]).max()
         assert np.abs(got[name] - w).max() <= 1e-2 * moved, name
@@ -335,6 +422,7 @@ def test_offload_and_onload_change_nothing(
         pytest.skip(f"{engine_subject} does not declare memory:offload")
     batch = weighted(make_batch(reference))
     results = []
+
     for moves in (False, True):
         world = fresh(reference.folder, deterministic=True)  # bits are compared
         for index in range(2):

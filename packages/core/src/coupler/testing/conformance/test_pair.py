@@ -1,4 +1,6 @@
-"""What an engine and a rollout must do together: one test for every pair, since both meet at checkpoint names."""
+"""Check what an engine and a rollout must do together, for every pair, since both meet
+at checkpoint names.
+"""
 
 from __future__ import annotations
 
@@ -19,30 +21,40 @@ from coupler.testing.edge import Served
 from coupler.testing.reference import Reference, as_batch
 from coupler.testing.subject import Subject
 
-LIMIT = {"float32": 1e-3, "bfloat16": 0.15, "float16": 0.05}  # mean |log-prob difference| in nats, by what travels
+# Mean |log-prob difference| in nats that is allowed, by the dtype that travels.
+LIMIT = {"float32": 1e-3, "bfloat16": 0.15, "float16": 0.05}
 WANT = (Output("logprobs"), Output("entropy"))
 Push = Callable[[Engine, Served], tuple[SendReceipt, SyncReceipt]]
 
 
 @pytest.fixture
-def pair(engine_subject: Subject, rollout_subject: Subject, reference: Reference) -> Iterator[tuple[Engine, Served]]:
+def pair(
+    engine_subject: Subject, rollout_subject: Subject, reference: Reference
+) -> Iterator[tuple[Engine, Served]]:
     if engine_subject.ranks_for(1) > 1:
-        pytest.skip(f"{engine_subject} takes several ranks; what it sends is tested in test_engine.py")
+        pytest.skip(
+            f"{engine_subject} takes several ranks; what it sends is tested in test_engine.py"
+        )
+
     engine = engine_subject.create(reference.folder, lr=3e-2)
     engine.setup(Rank(seed=1))
-    served = Served(rollout_subject.create(reference.folder), Plugins.load().get("transport", "disk"))
+    served = Served(
+        rollout_subject.create(reference.folder), Plugins.load().get("transport", "disk")
+    )
     yield engine, served
     served.close()
 
 
 def limit(engine: Engine, tolerance: float) -> float:
-    """By the least precise dtype that the engine sends."""
+    """Return the allowed difference by the least precise dtype that is sent."""
     dtypes = {str(tensor.dtype).removeprefix("torch.") for _, tensor in engine.weights()}
     return max(tolerance, *(LIMIT[dtype] for dtype in dtypes))
 
 
 def sample(served: Served, version: int) -> list[Batch]:
-    """Completions at two temperatures, each with the log-probs that the rollout reports."""
+    """Sample completions at three temperatures, each with the log-probs that the
+    rollout reports.
+    """
     requests = [Request((7, 8 + i, 9), 10, t, seed=i) for i, t in enumerate((1.0, 0.7, 1.0, 1.3))]
 
     async def together() -> Any:
@@ -58,17 +70,20 @@ def sample(served: Served, version: int) -> list[Batch]:
 
 
 def difference(engine: Engine, samples: list[Batch]) -> float:
-    """Mean |log-prob difference| of engine and rollout on the same ids."""
+    """Return the mean |log-prob difference| of engine and rollout on the same ids."""
     batch = Batch.concat(samples)
     ours = engine.forward(batch, (Output("logprobs"),))["logprobs"]
     return float(np.abs(ours - batch["rollout_logprobs"])[batch["loss_mask"]].mean())
 
 
 def follow(pair: tuple[Engine, Served], reference: Reference, tolerance: float, push: Push) -> None:
-    """After each of three steps: equal log-probs on the same ids, the new version on every token, and visibly moved."""
+    """Check after each of three steps: log-probs on the same ids are equal, every token
+    has the new version, and they visibly moved.
+    """
     engine, served = pair
     bound = limit(engine, tolerance)
     before: list[Batch] = []
+
     for step in range(4):
         sent, receipt = push(engine, served)
         assert receipt.num_loaded == sent.num_tensors
@@ -76,11 +91,14 @@ def follow(pair: tuple[Engine, Served], reference: Reference, tolerance: float, 
         samples = sample(served, version=served.edge.version)
         assert difference(engine, samples) < bound
         if before:
-            assert difference(engine, before) > 3 * bound, "the step changed too little for this test to see"
+            assert difference(engine, before) > 3 * bound, (
+                "the step changed too little for this test to see"
+            )
         before = samples
         batch = weighted(make_batch(reference, seed=step))
         engine.forward_backward(batch, WANT, losses.surrogate, StepInfo(batch.num_tokens, step))
         assert engine.step().applied
+
     assert difference(engine, before) > 3 * bound, "without a sync the rollout cannot follow"
 
 
@@ -98,15 +116,25 @@ def test_the_rollout_runs_the_adapter_just_trained(
     every_model: None,
     tolerance: float,
 ) -> None:
-    """Upon weights that came once. A random adapter shows, since the true one is 0 before the first step."""
+    """The base weights come once. A random adapter shows, since the true one is 0
+    before the first step.
+    """
     if lacking := [str(s) for s in (engine_subject, rollout_subject) if not s.has("weights:lora")]:
         pytest.skip(f"{' and '.join(lacking)} without weights:lora under these settings")
     engine, served = pair
     served.push(engine.base_weights())
     altered = ((name, random_like(name, tensor)) for name, tensor in engine.adapter_weights())
     served.push(altered, adapter=True, permuted=True)
-    assert difference(engine, sample(served, version=1)) > 3 * limit(engine, tolerance), "no adapter runs"
-    follow(pair, reference, tolerance, lambda engine, served: served.push(engine.adapter_weights(), adapter=True))
+
+    assert difference(engine, sample(served, version=1)) > 3 * limit(engine, tolerance), (
+        "no adapter runs"
+    )
+    follow(
+        pair,
+        reference,
+        tolerance,
+        lambda engine, served: served.push(engine.adapter_weights(), adapter=True),
+    )
 
 
 def test_the_first_version_is_the_checkpoint(
@@ -116,4 +144,6 @@ def test_the_first_version_is_the_checkpoint(
     served.push(engine.weights())
     for one in sample(served, version=0):
         want = reference.outputs(one)["logprobs"]
-        assert np.abs(want - one["rollout_logprobs"])[one["loss_mask"]].mean() < limit(engine, tolerance)
+        assert np.abs(want - one["rollout_logprobs"])[one["loss_mask"]].mean() < limit(
+            engine, tolerance
+        )

@@ -1,4 +1,6 @@
-"""What every rollout must do. Laws 2 to 4: what log-probs mean, what a weight update reports, what a version says."""
+"""Check what every rollout must do. Laws 2 to 4: the meaning of log-probs, the receipt
+of a weight update, the version of a token.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ from coupler.worker.worker import reverse_elements
 CHANGED = 1e-2  # nats: what another weight changes log-probs by, at least
 POSITIONS = 256  # of the kit's models
 LONG = 200  # tokens of a completion that is still running when something happens
-PROMPTS = tuple(tuple(np.random.default_rng(size).integers(NUM_SPECIAL, VOCAB, size).tolist()) for size in (3, 1, 9, 5))
+PROMPTS = tuple(
+    tuple(np.random.default_rng(size).integers(NUM_SPECIAL, VOCAB, size).tolist())
+    for size in (3, 1, 9, 5)
+)
 
 
 @pytest.fixture(scope="module")
@@ -44,14 +49,14 @@ def start(rollout_subject: Subject, reference: Reference) -> Iterator[Callable[.
 
 @pytest.fixture(scope="module")
 def dummy(start: Callable[..., Served]) -> tuple[Served, list[Completion]]:
-    """A rollout, and what it sampled before any update."""
+    """Start a rollout, and keep what it sampled before any update."""
     served = start()
     return served, generate(served, [Request(p, 8, seed=i) for i, p in enumerate(PROMPTS)])
 
 
 @pytest.fixture
 def served(dummy: tuple[Served, list[Completion]], reference: Reference) -> Served:
-    """The rollout with the true weights, running."""
+    """Return the rollout with the true weights, running."""
     served, _ = dummy
     served.push(stream(reference))
     return served
@@ -59,7 +64,7 @@ def served(dummy: tuple[Served, list[Completion]], reference: Reference) -> Serv
 
 @pytest.fixture
 def flat(served: Served, reference: Reference) -> Served:
-    """The same with a head so small that every token is about as likely."""
+    """Return the rollout with a head so small that every token is about as likely."""
     head = {name: tensor / 50 for name, tensor in reference.tensors.items() if "head" in name}
     assert head, "this test needs a model with a head of its own"
     served.push(stream(reference, {**reference.tensors, **head}))
@@ -72,9 +77,12 @@ def stream(reference: Reference, tensors: dict[str, np.ndarray] | None = None) -
 
 
 def moved(reference: Reference, folder: Path, seed: int) -> Reference:
-    """The same model with other weights, as training makes them."""
+    """Write the same model with other weights, as training makes them."""
     random = np.random.default_rng(seed)
-    tensors = {n: t + random.normal(0, 0.05, t.shape).astype(np.float32) for n, t in reference.tensors.items()}
+    tensors = {
+        n: t + random.normal(0, 0.05, t.shape).astype(np.float32)
+        for n, t in reference.tensors.items()
+    }
     return type(reference)(rewrite(reference.folder, folder, tensors))
 
 
@@ -86,24 +94,34 @@ def generate(served: Served, requests: list[Request]) -> list[Completion]:
 
 
 def error(reference: Reference, request: Request, done: Completion) -> float:
-    """Largest difference between the log-probs that came back and the reference's."""
+    """Return the largest difference between the log-probs that came back and the
+    reference's.
+    """
     want = reference.logprobs_of(request.prompt, done.tokens, request.temperature)
     return float(np.abs(want - done.logprobs).max())
 
 
 def worst(served: Served, reference: Reference) -> float:
-    """Largest log-prob error over fresh completions of every prompt."""
+    """Return the largest log-prob error over fresh completions of every prompt."""
     requests = [Request(p, 6, seed=i) for i, p in enumerate(PROMPTS)]
-    return max(error(reference, r, d) for r, d in zip(requests, generate(served, requests), strict=True))
+    return max(
+        error(reference, r, d) for r, d in zip(requests, generate(served, requests), strict=True)
+    )
 
 
-# --- weights ---------------------------------------------------------------------------------------------------------
+# --- weights
 
 
-def test_it_starts_with_dummy_weights(dummy: tuple[Served, list[Completion]], reference: Reference) -> None:
-    """A rollout that reads the checkpoint looks right until the first update that fails silently."""
+def test_it_starts_with_dummy_weights(
+    dummy: tuple[Served, list[Completion]], reference: Reference
+) -> None:
+    """A rollout that reads the checkpoint looks right until the first update that fails
+    silently.
+    """
     _, samples = dummy
-    differences = [error(reference, Request(p, 8), d) for p, d in zip(PROMPTS, samples, strict=True)]
+    differences = [
+        error(reference, Request(p, 8), d) for p, d in zip(PROMPTS, samples, strict=True)
+    ]
     assert max(differences) > 0.1, "it samples from the checkpoint, though no weights were sent"
 
 
@@ -116,29 +134,40 @@ def test_an_update_brings_every_weight(
     transport: str,
     tolerance: float,
 ) -> None:
-    """The receipt accounts for each tensor; a permuted push shows, and the true one after it repairs it all."""
+    """The receipt accounts for each tensor. A permuted push shows, and the true one
+    after it repairs it all.
+    """
     if transport == "inproc" and rollout_subject.has("workers:remote"):
         pytest.skip(f"{rollout_subject} declares workers:remote")
     served = start(transport)
     num_bytes = sum(t.nbytes for t in reference.tensors.values())
+
     for permuted in (True, False, True, False):
         weights = ((n, reverse_elements(t) if permuted else t) for n, t in stream(reference))
         sent, receipt = served.push(weights, permuted=permuted)
-        assert sent.num_tensors == receipt.num_received == receipt.num_loaded == len(reference.tensors)
+        assert (
+            sent.num_tensors == receipt.num_received == receipt.num_loaded == len(reference.tensors)
+        )
         assert (sent.num_bytes, receipt.num_bytes) == (num_bytes, num_bytes)
         assert (receipt.missing, receipt.unexpected) == ((), ())
         assert receipt.version == served.edge.version
         assert worst(served, reference) > 0.1 if permuted else worst(served, reference) < tolerance
 
 
-def test_every_single_tensor_arrives(served: Served, reference: Reference, tolerance: float) -> None:
-    """Scramble one tensor at a time: whatever is skipped, or served from a stale copy, gives the same log-probs."""
+def test_every_single_tensor_arrives(
+    served: Served, reference: Reference, tolerance: float
+) -> None:
+    """One tensor at a time is scrambled. A tensor that is skipped, or served from a
+    stale copy, gives the same log-probs.
+    """
     request = Request(PROMPTS[2], 4, seed=5)
     random = np.random.default_rng(0)
     for name, tensor in reference.tensors.items():
         scrambled = tensor + random.normal(0, 1, tensor.shape).astype(np.float32)
         served.push(stream(reference, {**reference.tensors, name: scrambled}))
-        assert error(reference, request, generate(served, [request])[0]) > CHANGED, f"{name} changed nothing"
+        assert error(reference, request, generate(served, [request])[0]) > CHANGED, (
+            f"{name} changed nothing"
+        )
     served.push(stream(reference))
     assert error(reference, request, generate(served, [request])[0]) < tolerance
 
@@ -146,7 +175,9 @@ def test_every_single_tensor_arrives(served: Served, reference: Reference, toler
 def test_other_weights_give_other_logprobs(
     served: Served, reference: Reference, tmp_path: Path, tolerance: float
 ) -> None:
-    """Three updates in a row, as training makes them: log-probs follow each, and every token says its version."""
+    """Log-probs follow each of three updates in a row, as training makes them, and
+    every token says its version.
+    """
     weights = reference
     for i in range(3):
         weights = moved(weights, tmp_path / str(i), i)
@@ -159,21 +190,31 @@ def test_other_weights_give_other_logprobs(
 
 def test_a_missing_tensor_is_named(served: Served, reference: Reference) -> None:
     dropped = sorted(n for n in reference.tensors if "norm" in n or "bias" in n)[-1]
-    _, receipt = served.push(stream(reference, {n: t for n, t in reference.tensors.items() if n != dropped}))
+    _, receipt = served.push(
+        stream(reference, {n: t for n, t in reference.tensors.items() if n != dropped})
+    )
     assert receipt.missing == (dropped,)
     assert receipt.num_loaded == receipt.num_received == len(reference.tensors) - 1
 
 
-def test_an_unexpected_tensor_is_named(served: Served, reference: Reference, tolerance: float) -> None:
+def test_an_unexpected_tensor_is_named(
+    served: Served, reference: Reference, tolerance: float
+) -> None:
     extra = "model.layers.99.nobody.weight"
-    _, receipt = served.push(stream(reference, {**reference.tensors, extra: np.zeros(4, np.float32)}))
+    _, receipt = served.push(
+        stream(reference, {**reference.tensors, extra: np.zeros(4, np.float32)})
+    )
     assert receipt.unexpected == (extra,)
     assert (receipt.missing, receipt.num_loaded) == ((), len(reference.tensors))
     assert worst(served, reference) < tolerance
 
 
-def test_a_tensor_of_another_shape_is_refused(served: Served, reference: Reference, tolerance: float) -> None:
-    """By its name, also where as many elements would fit; the right one is taken after it."""
+def test_a_tensor_of_another_shape_is_refused(
+    served: Served, reference: Reference, tolerance: float
+) -> None:
+    """The error has its name, also where as many elements would fit. The right tensor
+    is taken after it.
+    """
     odd = max((name for name, tensor in reference.tensors.items() if tensor.ndim == 2), key=len)
     turned = np.ascontiguousarray(reference.tensors[odd].reshape(-1, 1))
     for _ in range(2):  # before and after all of it came once
@@ -183,11 +224,13 @@ def test_a_tensor_of_another_shape_is_refused(served: Served, reference: Referen
         assert worst(served, reference) < tolerance
 
 
-# --- sampling --------------------------------------------------------------------------------------------------------
+# --- sampling
 
 
 def test_greedy_equals_the_reference(served: Served, reference: Reference) -> None:
-    for done, prompt in zip(generate(served, [Request(p, 12, 0.0) for p in PROMPTS]), PROMPTS, strict=True):
+    for done, prompt in zip(
+        generate(served, [Request(p, 12, 0.0) for p in PROMPTS]), PROMPTS, strict=True
+    ):
         assert done.tokens == reference.greedy(prompt, 12)
         assert done.finish == "length"
 
@@ -196,7 +239,9 @@ def test_greedy_equals_the_reference(served: Served, reference: Reference) -> No
 def test_logprobs_are_of_the_sampling_distribution(
     served: Served, reference: Reference, temperature: float, tolerance: float
 ) -> None:
-    """After the temperature, over the full support, for concurrent requests of different lengths."""
+    """Log-probs are taken after the temperature, over the full support, for concurrent
+    requests of different lengths.
+    """
     requests = [Request(p, 3 + 4 * i, temperature, seed=i) for i, p in enumerate(PROMPTS)]
     for request, done in zip(requests, generate(served, requests), strict=True):
         assert len(done.tokens) == len(done.logprobs) == len(done.versions) == request.max_tokens
@@ -204,9 +249,13 @@ def test_logprobs_are_of_the_sampling_distribution(
 
 
 def test_samples_follow_the_distribution_they_report(served: Served, reference: Reference) -> None:
-    """The mean of -log p over samples is the entropy. A hidden top-k, top-p or penalty makes it smaller."""
+    """The mean of -log p over samples is the entropy. A hidden top-k, top-p or penalty
+    makes it smaller.
+    """
     temperature, num_samples = 2.0, 256
-    done = generate(served, [Request(PROMPTS[0], 1, temperature, seed=i) for i in range(num_samples)])
+    done = generate(
+        served, [Request(PROMPTS[0], 1, temperature, seed=i) for i in range(num_samples)]
+    )
     surprise = -np.array([d.logprobs[0] for d in done])
     entropy = reference.outputs(as_batch(PROMPTS[0], (0,), temperature))["entropy"][-1]
     assert abs(surprise.mean() - entropy) < 4.5 * surprise.std() / np.sqrt(num_samples)
@@ -215,16 +264,24 @@ def test_samples_follow_the_distribution_they_report(served: Served, reference: 
 def test_top_p_keeps_the_most_likely_tokens(
     served: Served, reference: Reference, rollout_subject: Subject, tolerance: float
 ) -> None:
-    """The fewest that together have so much; log-probs are of what is left. A request beside it has all of them."""
+    """The fewest tokens that together have so much stay, and log-probs are of these. A
+    request beside it has all of them.
+    """
     if not rollout_subject.has("sampling:top_p"):
         pytest.skip(f"{rollout_subject} does not declare sampling:top_p")
     temperature, prompt = 2.0, PROMPTS[0]
-    every = np.array([reference.logprobs_of(prompt, (token,), temperature)[0] for token in range(VOCAB)])
+    every = np.array(
+        [reference.logprobs_of(prompt, (token,), temperature)[0] for token in range(VOCAB)]
+    )
     order = np.argsort(-every)
     mass = np.exp(every[order]).cumsum()
+
     for top_p in (1e-6, 0.5, 0.9):
         count = int(np.searchsorted(mass, top_p)) + 1
-        requests = [Request(prompt, 1, temperature, seed=i, top_p=top_p if i % 4 else 1.0) for i in range(64)]
+        requests = [
+            Request(prompt, 1, temperature, seed=i, top_p=top_p if i % 4 else 1.0)
+            for i in range(64)
+        ]
         done = generate(served, requests)
         for request, completion in zip(requests, done, strict=True):
             (token,), (logprob,) = completion.tokens, completion.logprobs
@@ -232,7 +289,11 @@ def test_top_p_keeps_the_most_likely_tokens(
             assert token in left
             total = np.log(mass[count - 1]) if request.top_p < 1 else 0.0
             assert logprob == pytest.approx(every[token] - total, abs=tolerance)
-        sampled = {completion.tokens for request, completion in zip(requests, done, strict=True) if request.top_p < 1}
+        sampled = {
+            completion.tokens
+            for request, completion in zip(requests, done, strict=True)
+            if request.top_p < 1
+        }
         assert len(sampled) > 1 or count == 1
 
 
@@ -248,7 +309,9 @@ def test_a_stop_token_ends_the_completion_and_belongs_to_it(flat: Served) -> Non
 
 
 def test_only_the_stop_tokens_of_the_request_stop(flat: Served) -> None:
-    """Not the end-of-sequence token of a configuration file: a distribution that is nearly flat comes across it."""
+    """The end-of-sequence token of a configuration file does not: a distribution that
+    is nearly flat comes across it.
+    """
     assert len(generate(flat, [Request(PROMPTS[0], 6, stop=tuple(range(VOCAB)))])[0].tokens) == 1
     done = generate(flat, [Request(p, 200, seed=i) for i, p in enumerate(PROMPTS * 2)])
     assert any(EOS in each.tokens[:-1] for each in done), "this test must sample it"
@@ -258,7 +321,7 @@ def test_only_the_stop_tokens_of_the_request_stop(flat: Served) -> None:
 def test_one_free_position_gives_one_token(
     served: Served, reference: Reference, rollout_subject: Subject, tolerance: float
 ) -> None:
-    """And none is an error: a completion is never empty."""
+    """No free position is an error: a completion is never empty."""
     if rollout_subject.toy:
         pytest.skip("a bigram has no positions")
     longest = tuple(range(NUM_SPECIAL, NUM_SPECIAL + POSITIONS))
@@ -272,7 +335,11 @@ def test_one_free_position_gives_one_token(
 
 @pytest.mark.parametrize(
     ("request_", "message"),
-    [(Request((), 1), "a prompt has 0 tokens"), (Request((7,), 0), "wants 0 tokens"), (Request((7, VOCAB), 1), "ids")],
+    [
+        (Request((), 1), "a prompt has 0 tokens"),
+        (Request((7,), 0), "wants 0 tokens"),
+        (Request((7, VOCAB), 1), "ids"),
+    ],
 )
 def test_malformed_requests_are_refused(
     served: Served, rollout_subject: Subject, request_: Request, message: str
@@ -284,21 +351,32 @@ def test_malformed_requests_are_refused(
 
 
 def test_a_request_is_all_that_it_is_asked(served: Served) -> None:
-    """Audio, arguments of a processor or a priority: not accepted by one rollout and dropped by another."""
+    """No rollout accepts audio, arguments of a processor or a priority that another one
+    drops.
+    """
     assert list(signature(served.rollout.generate).parameters) == ["request"]
     with pytest.raises(TypeError, match="priority"):
         Request((7,), 1, priority=3)  # type: ignore[call-arg]
 
 
-def test_routes_have_a_row_for_every_token(served: Served, reference: Reference, rollout_subject: Subject) -> None:
-    """[prompt + tokens, layers, topk], of which only the last token was never fed; nobody else returns any."""
+def test_routes_have_a_row_for_every_token(
+    served: Served, reference: Reference, rollout_subject: Subject
+) -> None:
+    """Routes are [prompt + tokens, layers, topk]. The last token was never fed, and
+    nobody else returns any.
+    """
     request = Request(PROMPTS[2], 5, seed=3)
     plain, asked = generate(served, [request, replace(request, routed_experts=True)])
     assert plain.routed_experts is None, "nobody asked"
+
     if not rollout_subject.has("output:routed_experts"):
         assert asked.routed_experts is None, "it does not declare output:routed_experts"
         return
-    experts = {name.split(".experts.")[1].partition(".")[0] for name in reference.tensors if ".experts." in name}
+    experts = {
+        name.split(".experts.")[1].partition(".")[0]
+        for name in reference.tensors
+        if ".experts." in name
+    }
     if not experts:
         pytest.skip("the model has no experts: --coupler-model moe")
     routes = asked.routed_experts
@@ -309,7 +387,9 @@ def test_routes_have_a_row_for_every_token(served: Served, reference: Reference,
 
 
 def test_the_seed_decides(served: Served) -> None:
-    """The same request gives the same tokens, alone or among others; another seed gives others."""
+    """The same request gives the same tokens, alone or among others. Another seed gives
+    others.
+    """
     request = Request(PROMPTS[0], 12, 1.5, seed=7)
     alone = generate(served, [request])[0].tokens
     others = [Request(p, 9, 1.5, seed=i) for i, p in enumerate(PROMPTS)]
@@ -317,28 +397,35 @@ def test_the_seed_decides(served: Served) -> None:
     assert generate(served, [Request(PROMPTS[0], 12, 1.5, seed=8)])[0].tokens != alone
 
 
-def test_samples_of_one_prompt_are_independent(served: Served, reference: Reference, tolerance: float) -> None:
+def test_samples_of_one_prompt_are_independent(
+    served: Served, reference: Reference, tolerance: float
+) -> None:
     requests = [Request(PROMPTS[2], 10, 1.5, seed=i) for i in range(8)]
     done = generate(served, requests)
     assert len({d.tokens for d in done}) == len(done)
     assert max(error(reference, r, d) for r, d in zip(requests, done, strict=True)) < tolerance
 
 
-# --- pausing and memory ----------------------------------------------------------------------------------------------
+# --- pausing and memory
 
 
 def paused(
     served: Served, how: InFlight, during: Callable[[], Any], delay: float
 ) -> tuple[list[Completion], Completion]:
-    """Pause two long requests, call ``during``, resume; return them and a request that came in while paused."""
+    """Pause two long requests, call ``during``, and resume. Return them and a request
+    that came in while paused.
+    """
     rollout = served.rollout
 
     async def story() -> tuple[list[Completion], Completion]:
-        running = [asyncio.ensure_future(rollout.generate(Request(p, LONG, seed=3))) for p in PROMPTS[:2]]
+        running = [
+            asyncio.ensure_future(rollout.generate(Request(p, LONG, seed=3))) for p in PROMPTS[:2]
+        ]
         await asyncio.sleep(delay)
         await rollout.pause(how)
         late = asyncio.ensure_future(rollout.generate(Request(PROMPTS[3], 4, seed=4)))
         await asyncio.sleep(0.05)
+
         assert not late.done(), "a request was admitted during the pause"
         await during()
         await rollout.resume()
@@ -350,7 +437,9 @@ def paused(
 def interrupted(
     served: Served, how: InFlight, during: Callable[[], Any], hit: Callable[[Completion], bool]
 ) -> tuple[list[Completion], Completion]:
-    """:func:`paused`, as often as it takes to hit both requests between their first and last token."""
+    """Call :func:`paused` as often as it takes to hit both requests between their first
+    and last token.
+    """
     for delay in (0.3, 0.1, 0.03, 0.01, 0.003, 0.001):
         running, late = paused(served, how, during, delay)
         if all(hit(done) for done in running):
@@ -359,13 +448,19 @@ def interrupted(
 
 
 def test_drain_waits_for_what_runs(served: Served, reference: Reference) -> None:
-    """Pauses at several moments, since a quick rollout may be done by the time of a late one."""
+    """The test pauses at several moments, since a quick rollout may be done by the time
+    of a late one.
+    """
     for delay in (0.05, 0.003, 0.001):
         before = served.edge.version
-        running, late = paused(served, InFlight.DRAIN, lambda: served.edge.push(stream(reference)), delay)
+        running, late = paused(
+            served, InFlight.DRAIN, lambda: served.edge.push(stream(reference)), delay
+        )
         for done in running:
             assert (done.finish, len(done.tokens), len(set(done.versions))) == ("length", LONG, 1)
-            assert done.versions[0] == before or delay < 0.05, "it was admitted, and then made to wait"
+            assert done.versions[0] == before or delay < 0.05, (
+                "it was admitted, and then made to wait"
+            )
         assert set(late.versions) == {before + 1}
 
 
@@ -381,6 +476,7 @@ def test_abort_returns_what_there_is(
         lambda done: 0 < len(done.tokens) < LONG,
     )
     assert late.finish == "length"
+
     for prompt, done in zip(PROMPTS[:2], running, strict=True):
         assert done.finish == "abort"
         assert len(done.tokens) == len(done.logprobs) == len(done.versions)
@@ -389,13 +485,23 @@ def test_abort_returns_what_there_is(
 
 @pytest.mark.parametrize("how", [InFlight.RECOMPUTE, InFlight.STALE_KV])
 def test_requests_in_flight_continue_on_new_weights(
-    served: Served, reference: Reference, rollout_subject: Subject, tmp_path: Path, how: InFlight, tolerance: float
+    served: Served,
+    reference: Reference,
+    rollout_subject: Subject,
+    tmp_path: Path,
+    how: InFlight,
+    tolerance: float,
 ) -> None:
-    """Tokens before the update carry the old version and the old log-probs, tokens after it the new ones."""
+    """Tokens before the update carry the old version and the old log-probs, tokens
+    after it the new ones.
+    """
     if not rollout_subject.has(f"in_flight:{how}"):
         pytest.skip(f"{rollout_subject} does not declare in_flight:{how}")
     random = np.random.default_rng(9)
-    tensors = {n: t + random.normal(0, 0.05, t.shape).astype(np.float32) for n, t in reference.tensors.items()}
+    tensors = {
+        n: t + random.normal(0, 0.05, t.shape).astype(np.float32)
+        for n, t in reference.tensors.items()
+    }
     moved = type(reference)(rewrite(reference.folder, tmp_path / "moved", tensors))
     models = {served.edge.version: reference}
 
@@ -410,13 +516,20 @@ def test_requests_in_flight_continue_on_new_weights(
         assert list(done.versions) == sorted(done.versions)
         for version in set(done.versions):
             of_version = np.array(done.versions) == version
-            if how is InFlight.RECOMPUTE or version == min(done.versions):  # a stale cache is of neither model
+            # After an update, a stale cache is of neither model.
+            if how is InFlight.RECOMPUTE or version == min(done.versions):
                 want = models[version].logprobs_of(prompt, done.tokens, 1.0)
-                assert np.abs(want - done.logprobs)[of_version].max() < tolerance, f"log-probs of version {version}"
+                assert np.abs(want - done.logprobs)[of_version].max() < tolerance, (
+                    f"log-probs of version {version}"
+                )
 
 
-def test_memory_comes_and_goes_by_part(served: Served, reference: Reference, rollout_subject: Subject) -> None:
-    """The cache alone, with the weights as they were; all of it, back in the order of a sync."""
+def test_memory_comes_and_goes_by_part(
+    served: Served, reference: Reference, rollout_subject: Subject
+) -> None:
+    """The cache goes alone, with the weights as they were. Then all of it goes, and is
+    back in the order of a sync.
+    """
     if not rollout_subject.has("memory:sleep"):
         pytest.skip(f"{rollout_subject} does not declare memory:sleep")
     rollout, request = served.rollout, Request(PROMPTS[0], 8, seed=1)
@@ -432,6 +545,7 @@ def test_memory_comes_and_goes_by_part(served: Served, reference: Reference, rol
         await rollout.resume()
         await refused()
         await rollout.wake(frozenset({Memory.KV_CACHE}))
+
         assert (await rollout.generate(request)).tokens == before.tokens
         await rollout.pause(InFlight.DRAIN)
         await rollout.sleep(frozenset(Memory))
@@ -450,7 +564,9 @@ def test_memory_comes_and_goes_by_part(served: Served, reference: Reference, rol
 def test_memory_comes_back_with_an_update(
     served: Served, reference: Reference, rollout_subject: Subject, tmp_path: Path, tolerance: float
 ) -> None:
-    """Other weights than those that slept: who gives nothing back could otherwise skip the update."""
+    """The update brings other weights than those that slept. A rollout that gives
+    nothing back could otherwise skip it.
+    """
     if not rollout_subject.has("memory:sleep"):
         pytest.skip(f"{rollout_subject} does not declare memory:sleep")
     everything = frozenset(Memory)

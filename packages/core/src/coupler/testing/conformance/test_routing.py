@@ -1,4 +1,6 @@
-"""What every engine must do that declares ``output:routed_experts``: say where tokens go, and send them there again."""
+"""Check engines that declare ``output:routed_experts``: they tell where tokens go, and
+send them there again.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ Worlds = Callable[..., World]
 @pytest.fixture(scope="module")
 def moe(engine_subject: Subject, reference_of: Callable[[str], Reference]) -> TransformersReference:
     if not engine_subject.has("output:routed_experts") or "moe" not in engine_subject.models:
-        pytest.skip(f"{engine_subject} does not declare output:routed_experts, or runs no model with experts here")
+        pytest.skip(
+            f"{engine_subject} does not declare output:routed_experts, or runs no model with "
+            "experts here"
+        )
     found = reference_of("moe")
     assert isinstance(found, TransformersReference)
     return found
@@ -36,21 +41,29 @@ def moe(engine_subject: Subject, reference_of: Callable[[str], Reference]) -> Tr
 def routed(
     tmp_path_factory: pytest.TempPathFactory, engine_subject: Subject, moe: TransformersReference
 ) -> Iterator[Worlds]:
-    """As ``worlds``, with experts."""
-    with running(engine_subject, partial(engine_subject.recipe, moe.folder), tmp_path_factory) as make:
+    """Start worlds as ``worlds`` does, with experts."""
+    with running(
+        engine_subject, partial(engine_subject.recipe, moe.folder), tmp_path_factory
+    ) as make:
         yield make
 
 
 def disturbed(batch: Batch, moe: TransformersReference) -> Batch:
-    """Every token goes to other experts than the router would choose, but for some, which are left to it."""
+    """Send every token to other experts than the router would choose, but for some that
+    are left to it.
+    """
     column = (moe.routes(batch) + 1) % moe.model.config.num_experts
     column[::5] = -1
     return batch.with_tokens(routed_experts=column.astype(np.int16))
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 4])
-def test_routes_equal_the_reference(routed: Worlds, moe: TransformersReference, num_shards: int) -> None:
-    """Of every token, prompts and last ones too, whichever rank had it; one shard may have none."""
+def test_routes_equal_the_reference(
+    routed: Worlds, moe: TransformersReference, num_shards: int
+) -> None:
+    """Every token has its routes, prompts and last ones too, on whichever rank it was.
+    One shard may have none.
+    """
     world = routed(num_shards, max_tokens_per_gpu=LONGEST)
     shards = split(make_batch(moe, RAGGED), world, first=[])
     for shard, done in zip(shards, world.forward(shards, BOTH), strict=True):
@@ -61,21 +74,32 @@ def test_routes_equal_the_reference(routed: Worlds, moe: TransformersReference, 
 
 
 @pytest.mark.parametrize("num_shards", [1, 2])
-def test_replaying_its_own_routes_gives_equal_bits(routed: Worlds, moe: TransformersReference, num_shards: int) -> None:
+def test_replaying_its_own_routes_gives_equal_bits(
+    routed: Worlds, moe: TransformersReference, num_shards: int
+) -> None:
     world = routed(num_shards, max_tokens_per_gpu=2 * LONGEST)
     shards = split(make_batch(moe), world)
     done = world.forward(shards, BOTH)
-    known = [s.with_tokens(routed_experts=d["routed_experts"]) for s, d in zip(shards, done, strict=True)]
+    known = [
+        s.with_tokens(routed_experts=d["routed_experts"]) for s, d in zip(shards, done, strict=True)
+    ]
+
     for first, again in zip(done, world.forward(known, BOTH), strict=True):
         for name in BOTH:
             np.testing.assert_array_equal(again[name], first[name], err_msg=name)
 
 
-def test_what_was_never_fed_is_left_to_the_router(routed: Worlds, moe: TransformersReference) -> None:
+def test_what_was_never_fed_is_left_to_the_router(
+    routed: Worlds, moe: TransformersReference
+) -> None:
     batch, world = make_batch(moe), routed(1)
     config = moe.model.config
-    unknown = np.full((batch.num_tokens, config.num_hidden_layers, config.num_experts_per_tok), -1, np.int8)
-    plain, replayed = (world.forward([b], BOTH)[0] for b in (batch, batch.with_tokens(routed_experts=unknown)))
+    unknown = np.full(
+        (batch.num_tokens, config.num_hidden_layers, config.num_experts_per_tok), -1, np.int8
+    )
+    plain, replayed = (
+        world.forward([b], BOTH)[0] for b in (batch, batch.with_tokens(routed_experts=unknown))
+    )
     for name in BOTH:
         np.testing.assert_array_equal(replayed[name], plain[name], err_msg=name)
 
@@ -96,7 +120,9 @@ def test_replayed_logprobs_equal_the_reference(routed: Worlds, moe: Transformers
 def test_replayed_routes_leave_the_router_its_gradient(
     routed: Worlds, moe: TransformersReference, num_shards: int, sequences: int
 ) -> None:
-    """Weights are of the current scores, in what is computed again for the backward pass too."""
+    """Weights are of the current scores, also where the backward pass computes them
+    again.
+    """
     batch = weighted(disturbed(make_batch(moe), moe))
     world = routed(num_shards, max_tokens_per_gpu=sequences * LONGEST)
     grads, _, steps = world.gradient(split(batch, world), SURROGATE)
@@ -104,7 +130,9 @@ def test_replayed_routes_leave_the_router_its_gradient(
     assert_gradient(grads, want)
     assert steps[0][1] == pytest.approx(want.norm, rel=1e-4)
     routers = [name for name in grads if name.endswith("mlp.gate.weight")]
-    assert len(routers) == moe.model.config.num_hidden_layers and all(grads[name].any() for name in routers)
+    assert len(routers) == moe.model.config.num_hidden_layers and all(
+        grads[name].any() for name in routers
+    )
 
 
 @pytest.mark.parametrize(

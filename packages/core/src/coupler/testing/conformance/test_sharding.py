@@ -1,4 +1,6 @@
-"""What every sharding manager must do: after each sync all replicas run the engine's weights, or the run ends."""
+"""Check what every sharding manager must do: after each sync all replicas run the
+engine's weights, or the run ends.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ Make = Callable[..., WholeEdge]
 
 @pytest.fixture(params=["inproc", "tcp"])
 def edge(
-    request: pytest.FixtureRequest, sharding_subject: Subject, reference_of: Callable[[str], Reference]
+    request: pytest.FixtureRequest,
+    sharding_subject: Subject,
+    reference_of: Callable[[str], Reference],
 ) -> Iterator[Make]:
     """Build an edge whose weights this transport carries."""
     folder: Path = reference_of("toy").folder
@@ -48,7 +52,9 @@ def edge(
 
 
 def test_every_replica_runs_the_weights_just_trained(edge: Make) -> None:
-    """After the proof, which in a resumed run is not of version 0, and after every sync."""
+    """Replicas do so after the proof, which in a resumed run is not of version 0, and
+    after every sync.
+    """
 
     async def steps(one: WholeEdge) -> None:
         await one.start(version=3)
@@ -77,7 +83,9 @@ def test_metrics_are_numbers(edge: Make) -> None:
 
 
 def test_nothing_is_sampled_during_a_sync(edge: Make) -> None:
-    """Requests keep coming; those that run are drained, later ones wait, and each is of one version."""
+    """Requests keep coming. Those that run are drained, later ones wait, and each is of
+    one version.
+    """
 
     async def steps(one: WholeEdge) -> None:
         await one.start()
@@ -99,16 +107,22 @@ def test_nothing_is_sampled_during_a_sync(edge: Make) -> None:
         found = await within(asyncio.gather(*asking), "an answer to every request after the sync")
 
         seen = [replica.sampled_meanwhile for replica in one.replicas]
-        assert seen == [0, 0], f"expected no replica to sample while its weights change, seen so often: {seen}"
+        assert seen == [0, 0], (
+            f"expected no replica to sample while its weights change, seen so often: {seen}"
+        )
         mixed = [versions for each in found for versions in each if len(versions) > 1]
-        assert not mixed, f"expected completions of one version each, since requests were drained, came {mixed}"
+        assert not mixed, (
+            f"expected completions of one version each, since requests were drained, came {mixed}"
+        )
         await one.compare(3)
 
     asyncio.run(steps(edge()))
 
 
 def test_requests_in_flight_are_treated_as_the_run_says(edge: Make) -> None:
-    """With ``in_flight=recompute`` a request that is being sampled goes on with the new weights."""
+    """A request that is being sampled goes on with the new weights under
+    ``in_flight=recompute``.
+    """
 
     async def steps(one: WholeEdge) -> None:
         await one.start()
@@ -116,25 +130,31 @@ def test_requests_in_flight_are_treated_as_the_run_says(edge: Make) -> None:
         for _ in range(20):
             await asyncio.sleep(0)
         active = sum(replica.active for replica in one.replicas)
-        assert active == 1, "expected the request to be sampled after prove(): were the rollouts resumed?"
+
+        assert active == 1, (
+            "expected the request to be sampled after prove(): were the rollouts resumed?"
+        )
         one.train()
         await one.sync(1)
         done = await within(asked, "the request to end after the sync")
         assert set(done.versions) == {0, 1}, (
-            f"expected tokens of versions 0 and 1, since the pause got InFlight.RECOMPUTE, came {set(done.versions)}"
+            "expected tokens of versions 0 and 1, since the pause got InFlight.RECOMPUTE, "
+            f"came {set(done.versions)}"
         )
 
     asyncio.run(steps(edge(InFlight.RECOMPUTE)))
 
 
 def test_weights_move_in_their_turn(edge: Make) -> None:
-    """Where roles share a device, the engine's parameters are on it in ``residency.syncing`` alone."""
+    """The engine's parameters are on a shared device in ``residency.syncing`` alone."""
 
     async def steps(one: WholeEdge) -> None:
         await one.start()
         await one.sync(1)
         found = set(one.rollouts.updated_in)
-        assert found == {"syncing"}, f"expected every push within residency.syncing(phase), came {found}"
+        assert found == {"syncing"}, (
+            f"expected every push within residency.syncing(phase), came {found}"
+        )
 
     asyncio.run(steps(edge()))
 
@@ -159,19 +179,29 @@ async def _died_before(one: WholeEdge) -> None:
     assert done.replica == 1 and one.rollouts.dead == {0}
 
 
-@pytest.mark.parametrize("how", [_died_before, _dies_of_the_update, _dies_twice, _both_die], ids=lambda f: f.__name__)
-def test_a_replica_that_died_gets_the_weights(edge: Make, how: Callable[[WholeEdge], Awaitable[None]]) -> None:
-    """It starts again with dummy weights; after the sync it samples like the others, and so on the next one."""
+@pytest.mark.parametrize(
+    "how", [_died_before, _dies_of_the_update, _dies_twice, _both_die], ids=lambda f: f.__name__
+)
+def test_a_replica_that_died_gets_the_weights(
+    edge: Make, how: Callable[[WholeEdge], Awaitable[None]]
+) -> None:
+    """The replica starts again with dummy weights. After this sync and the next one it
+    samples like the others.
+    """
 
     async def steps(one: WholeEdge) -> None:
         await one.start()
         before = sum(replica.starts for replica in one.replicas)
         one.train()
         await how(one)
+
         try:
             await one.sync(1)
         except ReplicaDied as error:
-            raise AssertionError(f"expected the replica to be started again, came ReplicaDied: {error}") from error
+            raise AssertionError(
+                f"expected the replica to be started again, came ReplicaDied: {error}"
+            ) from error
+
         starts = sum(replica.starts for replica in one.replicas)
         assert starts > before, "expected the dead replica to be started again, it was not"
         await one.compare(1)
@@ -195,18 +225,23 @@ def test_a_replica_that_always_dies_ends_the_run(edge: Make) -> None:
 @pytest.mark.parametrize("lie", LIES)
 @pytest.mark.parametrize("replica", [0, 1])
 def test_an_incomplete_receipt_is_refused(edge: Make, replica: int, lie: str) -> None:
-    """Of any replica; the run ends before anything is sampled with such weights."""
+    """The receipt of any replica ends the run before anything is sampled with such
+    weights.
+    """
 
     async def steps(one: WholeEdge) -> None:
         await one.start()
         one.train()
         one.replicas[replica].lie = LIES[lie]
+
         try:
             await one.sync(1)
         except WeightSyncError:
             return
+
         raise AssertionError(
-            f"expected WeightSyncError, since the receipt of replica {replica} says that {lie}, nothing was raised"
+            f"expected WeightSyncError, since the receipt of replica {replica} says that "
+            f"{lie}, nothing was raised"
         )
 
     asyncio.run(steps(edge()))

@@ -1,4 +1,6 @@
-"""What every tracker must do: keep the numbers of a run in its folder, and forget those that a resumed run repeats."""
+"""Check what every tracker must do: keep the numbers of a run in its folder, and forget
+those that a resumed run repeats.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from coupler.system.files import writing
 from coupler.testing.recorded import holds
 from coupler.testing.subject import Subject
 
-KEPT, FORGOTTEN, LATER = 27182.5, 31415.5, 16180.5  # few digits, which text keeps; exact in float32
+# Text keeps these few digits, and float32 is exact.
+KEPT, FORGOTTEN, LATER = 27182.5, 31415.5, 16180.5
 ODD = {  # names that a user's metrics or a plugin's may have
     "reward/mean": 0.5,
     "time/a b": 1.0,
@@ -29,7 +32,13 @@ ODD = {  # names that a user's metrics or a plugin's may have
     "x" * 200: 8.0,
     "": 9.0,
 }
-EXTREME = {"nan": float("nan"), "inf": float("inf"), "minus_inf": float("-inf"), "large": 1e308, "tiny": 5e-324}
+EXTREME = {
+    "nan": float("nan"),
+    "inf": float("inf"),
+    "minus_inf": float("-inf"),
+    "large": 1e308,
+    "tiny": 5e-324,
+}
 MANY = {f"train_infer/replica_{i}": float(i) for i in range(2000)}
 SLOW_S = 1.0  # of the fastest of a few calls
 FULL = 4096  # bytes, of a file on a disk that is full
@@ -46,7 +55,9 @@ def run_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def start(tracker_subject: Subject, run_dir: Path) -> Iterator[Open]:
-    """Make the tracker as a run does, when it starts and again when it is resumed; each ends with the test."""
+    """Make the tracker as a run does, when it starts and again when it is resumed. Each
+    tracker ends with the test.
+    """
     made: list[Tracker] = []
 
     def make() -> Tracker:
@@ -72,27 +83,40 @@ def readable(subject: Subject, run_dir: Path, number: float = KEPT) -> None:
 
 @pytest.mark.parametrize("case", ["odd names", "not finite", "many", "none"])
 def test_whatever_is_logged_is_taken(start: Open, case: str) -> None:
-    values: Mapping[str, float] = {"odd names": ODD, "not finite": EXTREME, "many": MANY, "none": {}}[case]
+    values: Mapping[str, float] = {
+        "odd names": ODD,
+        "not finite": EXTREME,
+        "many": MANY,
+        "none": {},
+    }[case]
     tracker = start()
+
     for step in (0, 1):
         try:
             tracker.log(step, {**values, "run/steps": 2.0})
         except Exception as error:
-            raise AssertionError(f"expected log() to take {case}, came {type(error).__name__}: {error}") from error
+            raise AssertionError(
+                f"expected log() to take {case}, came {type(error).__name__}: {error}"
+            ) from error
+
     tracker.close()
 
 
-def test_numbers_beside_odd_ones_are_kept(tracker_subject: Subject, start: Open, run_dir: Path) -> None:
+def test_numbers_beside_odd_ones_are_kept(
+    tracker_subject: Subject, start: Open, run_dir: Path
+) -> None:
     tracker = start()
     tracker.log(0, {"reward/mean": KEPT})
     tracker.log(1, {**ODD, **EXTREME, "reward/mean": LATER})
     tracker.close()
     readable(tracker_subject, run_dir)
-    assert holds(run_dir, LATER), f"expected reward/mean={LATER} of step 1 beside odd names and NaN, it is not there"
+    assert holds(run_dir, LATER), (
+        f"expected reward/mean={LATER} of step 1 beside odd names and NaN, it is not there"
+    )
 
 
 def test_names_come_and_go(tracker_subject: Subject, start: Open, run_dir: Path) -> None:
-    """An evaluation logs its numbers at some steps only; steps may be left out."""
+    """An evaluation logs its numbers at some steps only, and steps may be left out."""
     tracker = start()
     tracker.log(0, {"reward/mean": KEPT})
     tracker.log(3, {"reward/mean": 1.5, "eval/reward": LATER})
@@ -100,7 +124,9 @@ def test_names_come_and_go(tracker_subject: Subject, start: Open, run_dir: Path)
     tracker.close()
     readable(tracker_subject, run_dir)
     for name, number in (("eval/reward", LATER), ("loss", FORGOTTEN)):
-        assert holds(run_dir, number), f"expected {name}={number}, which steps before did not have; it is not there"
+        assert holds(run_dir, number), (
+            f"expected {name}={number}, which steps before did not have; it is not there"
+        )
 
 
 def test_a_run_that_logs_nothing_closes(start: Open) -> None:
@@ -108,29 +134,38 @@ def test_a_run_that_logs_nothing_closes(start: Open) -> None:
 
 
 @pytest.mark.parametrize("done", [1, -1])
-def test_a_rewind_forgets_what_comes_after(tracker_subject: Subject, start: Open, run_dir: Path, done: int) -> None:
-    """A resumed run makes the tracker anew and rewinds it, to -1 where it starts from the beginning."""
+def test_a_rewind_forgets_what_comes_after(
+    tracker_subject: Subject, start: Open, run_dir: Path, done: int
+) -> None:
+    """A resumed run makes the tracker anew and rewinds it, to -1 where the run starts
+    from the beginning.
+    """
     first = start()
     if done >= 0:
         first.log(done, {"reward/mean": KEPT})
     first.log(done + 1, {"reward/mean": FORGOTTEN, "eval/reward": FORGOTTEN})
     first.close()
     readable(tracker_subject, run_dir, FORGOTTEN)
-    time.sleep(1.1)  # as a resumed run is later: TensorBoard orders its files by the second
+    # A resumed run is later, and TensorBoard orders its files by the second
+    time.sleep(1.1)
 
     resumed = start()
     resumed.rewind(done)
     resumed.log(done + 1, {"reward/mean": LATER})
     resumed.close()
 
-    assert not holds(run_dir, FORGOTTEN), f"expected {FORGOTTEN} of step {done + 1} to be forgotten by rewind({done})"
-    assert holds(run_dir, LATER), f"expected {LATER} of step {done + 1}, logged after rewind({done}); it is not there"
+    assert not holds(run_dir, FORGOTTEN), (
+        f"expected {FORGOTTEN} of step {done + 1} to be forgotten by rewind({done})"
+    )
+    assert holds(run_dir, LATER), (
+        f"expected {LATER} of step {done + 1}, logged after rewind({done}); it is not there"
+    )
     kept = done < 0 or holds(run_dir, KEPT)
     assert kept, f"expected {KEPT} of step {done} to outlive rewind({done}), it is not there"
 
 
 def test_a_rewind_of_nothing_is_none(start: Open) -> None:
-    """A run that ended before its first step."""
+    """A run that ended before its first step is rewound to -1."""
     tracker = start()
     tracker.rewind(-1)
     tracker.log(0, {"reward/mean": KEPT})
@@ -154,8 +189,13 @@ def test_it_writes_under_the_run_folder_alone(
     tracker.log(0, {"reward/mean": KEPT})
     tracker.close()
 
-    written = [path for path in tmp_path.rglob("*") if path.is_file() and run_dir not in path.parents]
-    assert not written, f"expected files in run_dir alone, came {[str(path.relative_to(tmp_path)) for path in written]}"
+    written = [
+        path for path in tmp_path.rglob("*") if path.is_file() and run_dir not in path.parents
+    ]
+    assert not written, (
+        "expected files in run_dir alone, came "
+        f"{[str(path.relative_to(tmp_path)) for path in written]}"
+    )
 
 
 def test_logging_does_not_block(start: Open) -> None:
@@ -165,13 +205,19 @@ def test_logging_does_not_block(start: Open) -> None:
         begun = time.monotonic()
         tracker.log(step, dict(list(MANY.items())[:100]))
         took.append(time.monotonic() - begun)
-    assert min(took) < SLOW_S, f"expected log() to return within {SLOW_S} s, it took {min(took):.1f} s"
+    assert min(took) < SLOW_S, (
+        f"expected log() to return within {SLOW_S} s, it took {min(took):.1f} s"
+    )
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # a writer's thread may end of it
+# A writer's thread may end of it.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_full_disk_ends_in_a_sentence(tracker_subject: Subject, start: Open) -> None:
-    """Core makes one of an ``OSError``; a library's own exception has to become one, or a ``CouplerError``."""
+    """Core makes one of an ``OSError``. A library's own exception has to become one, or
+    a ``CouplerError``.
+    """
     tracker = start()
+
     try:
         with _full_disk(), writing(f"the numbers of {tracker_subject}"):
             for step in range(100):
@@ -181,13 +227,16 @@ def test_a_full_disk_ends_in_a_sentence(tracker_subject: Subject, start: Open) -
         return
     except Exception as error:
         raise AssertionError(
-            f"expected OSError or CouplerError where the disk is full, came {type(error).__name__}: {error}"
+            "expected OSError or CouplerError where the disk is full, came "
+            f"{type(error).__name__}: {error}"
         ) from error
 
 
 @contextmanager
 def _full_disk() -> Iterator[None]:
-    """Let no file of this process grow above ``FULL`` bytes: writing more raises an ``OSError``."""
+    """Let no file of this process grow above ``FULL`` bytes: writing more raises an
+    ``OSError``.
+    """
     resource = pytest.importorskip("resource")  # Windows limits no file
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (FULL, before[1]))

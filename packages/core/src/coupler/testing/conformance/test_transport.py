@@ -1,4 +1,6 @@
-"""What every transport must do. It carries named tensors of any shape and dtype, and waits for nothing forever."""
+"""Check what every transport must do: carry named tensors of any shape and dtype, and
+wait for nothing forever.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,14 @@ DTYPES = ("float32", "float64", "float16", "int64", "int8", "uint8")
 
 
 class Link:
-    """Senders and receivers of one transport, in threads of this process."""
+    """Connect senders and receivers of one transport, in threads of this process."""
 
     def __init__(
-        self, subject: Subject, num_senders: int = 1, num_receivers: int = 1, deadline_s: float = 30.0
+        self,
+        subject: Subject,
+        num_senders: int = 1,
+        num_receivers: int = 1,
+        deadline_s: float = 30.0,
     ) -> None:
         if subject.has("device:shared"):
             pytest.skip(f"{subject} declares device:shared: that needs two processes and a GPU")
@@ -49,21 +55,32 @@ class Link:
             permuted=permuted,
         )
 
-    def carry(self, version: int, weights: list[Named], permuted: bool = False) -> tuple[list[Any], list[list[Named]]]:
+    def carry(
+        self, version: int, weights: list[Named], permuted: bool = False
+    ) -> tuple[list[Any], list[list[Named]]]:
         """Send on every rank and receive in every worker, at once."""
         update = self.update(version, permuted)
         with ThreadPoolExecutor(len(self.senders) + len(self.receivers)) as pool:
-            sending = [pool.submit(self.transport.send, stream(weights, permuted), update, r) for r in self.senders]
+            sending = [
+                pool.submit(self.transport.send, stream(weights, permuted), update, r)
+                for r in self.senders
+            ]
             receiving = [pool.submit(self._collect, update, worker) for worker in self.receivers]
-            arrived = [r.result() for r in receiving]  # first: a sender whose receiver failed says only that
+            # Receivers come first: a sender whose receiver failed says only that.
+            arrived = [r.result() for r in receiving]
             return [s.result() for s in sending], arrived
 
     def _collect(self, update: WeightUpdate, worker: Rank) -> list[Named]:
-        return [(name, copied(tensor)) for name, tensor in self.transport.receive(update, worker, self.shapes)]
+        return [
+            (name, copied(tensor))
+            for name, tensor in self.transport.receive(update, worker, self.shapes)
+        ]
 
 
 def stream(weights: list[Named], permuted: bool = False) -> Iterator[Named]:
-    """As an engine yields them: each tensor is overwritten when the next one is asked for."""
+    """Yield weights like an engine: each tensor is overwritten when the next one is
+    asked for.
+    """
     for name, tensor in weights:
         lent = copied(reverse_elements(tensor) if permuted else tensor)
         yield name, lent
@@ -86,7 +103,10 @@ def arrays() -> list[Named]:
 def tensors() -> list[Named]:
     torch = pytest.importorskip("torch")
     numbers = [(name, torch.from_numpy(np.array(array))) for name, array in arrays()]
-    halves = [(f"model.bfloat16.{i}", torch.randn(shape).to(torch.bfloat16)) for i, shape in enumerate(SHAPES)]
+    halves = [
+        (f"model.bfloat16.{i}", torch.randn(shape).to(torch.bfloat16))
+        for i, shape in enumerate(SHAPES)
+    ]
     return [*numbers, *halves, ("model.transposed", torch.randn(6, 4).T)]
 
 
@@ -103,8 +123,12 @@ def weights(request: pytest.FixtureRequest) -> list[Named]:
     return arrays() if request.param == "arrays" else tensors()
 
 
-def test_tensors_arrive_whole_and_in_order(transport_subject: Subject, weights: list[Named]) -> None:
-    """Every shape and dtype, also not contiguous. A tensor may be overwritten once the next one is asked for."""
+def test_tensors_arrive_whole_and_in_order(
+    transport_subject: Subject, weights: list[Named]
+) -> None:
+    """Every shape and dtype arrives, also not contiguous. A tensor may be overwritten
+    once the next one is asked for.
+    """
     sent, received = Link(transport_subject).carry(0, weights)
     assert_same(received[0], weights)
     assert isinstance(sent[0], SendReceipt)
@@ -114,7 +138,7 @@ def test_tensors_arrive_whole_and_in_order(transport_subject: Subject, weights: 
 
 
 def test_versions_follow_each_other(transport_subject: Subject, weights: list[Named]) -> None:
-    """Also the permuted update of a version, which comes before the true one."""
+    """The permuted update of a version arrives too, which comes before the true one."""
     link = Link(transport_subject)
     _, received = link.carry(0, weights, permuted=True)
     assert_same(received[0], [(name, reverse_elements(tensor)) for name, tensor in weights])
@@ -135,7 +159,9 @@ def test_every_receiver_gets_every_tensor(transport_subject: Subject, weights: l
 
 
 def test_every_rank_exhausts_its_weights(transport_subject: Subject) -> None:
-    """Producing a tensor is collective: a rank that stops asking leaves the others waiting."""
+    """Producing a tensor is collective: a rank that stops asking leaves the others
+    waiting.
+    """
     link = Link(transport_subject, num_senders=2)
     update, weights = link.update(0), arrays()
     meet = threading.Barrier(2, timeout=10)
@@ -146,7 +172,9 @@ def test_every_rank_exhausts_its_weights(transport_subject: Subject) -> None:
             yield named
 
     with ThreadPoolExecutor(3) as pool:
-        sending = [pool.submit(link.transport.send, collective(), update, rank) for rank in link.senders]
+        sending = [
+            pool.submit(link.transport.send, collective(), update, rank) for rank in link.senders
+        ]
         receiving = pool.submit(link._collect, update, link.receivers[0])
         assert [s.result().num_tensors for s in sending] == [len(weights)] * 2
         assert_same(receiving.result(), weights)
@@ -157,12 +185,18 @@ def test_no_weights_at_all_arrive_too(transport_subject: Subject) -> None:
     assert received == [[]]
 
 
-def test_a_tensor_that_does_not_fit_the_receiver_is_refused(transport_subject: Subject, weights: list[Named]) -> None:
-    """With its name and both shapes, also where as many elements would fit; then the next update arrives."""
+def test_a_tensor_that_does_not_fit_the_receiver_is_refused(
+    transport_subject: Subject, weights: list[Named]
+) -> None:
+    """The error has its name and both shapes, also where as many elements would fit.
+    The next update arrives.
+    """
     link = Link(transport_subject)
     name = next(name for name, tensor in weights if tuple(tensor.shape) == (2, 3, 4))
     link.shapes = {name: (4, 3, 2), "model.not_sent": (1,)}
-    with pytest.raises(WeightSyncError, match=rf"{name} comes with shape \[2, 3, 4\].*model has \[4, 3, 2\]"):
+    with pytest.raises(
+        WeightSyncError, match=rf"{name} comes with shape \[2, 3, 4\].*model has \[4, 3, 2\]"
+    ):
         link.carry(0, weights)
     link.shapes = {name: tuple(tensor.shape) for name, tensor in weights}
     _, received = link.carry(1, weights)
@@ -170,7 +204,9 @@ def test_a_tensor_that_does_not_fit_the_receiver_is_refused(transport_subject: S
 
 
 def test_receiving_ends_at_its_deadline(transport_subject: Subject) -> None:
-    """Nothing was sent of this version: the error says so in time, even after another version has arrived."""
+    """Nothing was sent of this version: the error says so in time, even after another
+    version has arrived.
+    """
     link = Link(transport_subject, deadline_s=0.3)
     link.carry(0, arrays()[:2])
     start = time.monotonic()

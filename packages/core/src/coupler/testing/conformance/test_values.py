@@ -1,4 +1,4 @@
-"""What every engine must do that declares ``output:values``: one number per state, and its gradient."""
+"""Check engines that declare ``output:values``: a number per state, its gradient."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ Worlds = Callable[..., World]
 
 
 @pytest.fixture(scope="module")
-def critic(engine_subject: Subject, model_name: str, value_reference_of: Callable[[str], Reference]) -> Reference:
+def critic(
+    engine_subject: Subject, model_name: str, value_reference_of: Callable[[str], Reference]
+) -> Reference:
     if not engine_subject.has("output:values"):
         pytest.skip(f"{engine_subject} does not declare output:values")
     return value_reference_of(model_name)
@@ -34,27 +36,37 @@ def critic(engine_subject: Subject, model_name: str, value_reference_of: Callabl
 
 @pytest.fixture(scope="module")
 def batches(reference: Reference) -> Callable[..., Batch]:
-    """Batches of the kit with returns, at several temperatures, which no value depends on."""
+    """Make batches of the kit with returns, at several temperatures, which no value
+    depends on.
+    """
     return lambda *args: with_returns(make_batch(reference, *args))
 
 
 @pytest.fixture(scope="module")
-def critics(tmp_path_factory: pytest.TempPathFactory, engine_subject: Subject, critic: Reference) -> Iterator[Worlds]:
-    """As ``worlds``, with a value head."""
+def critics(
+    tmp_path_factory: pytest.TempPathFactory, engine_subject: Subject, critic: Reference
+) -> Iterator[Worlds]:
+    """Start worlds as ``worlds`` does, with a value head."""
     recipe = partial(engine_subject.recipe, critic.folder, Head.VALUE)
     with running(engine_subject, recipe, tmp_path_factory) as make:
         yield make
 
 
 def expected(critic: Reference) -> dict[str, np.ndarray]:
-    """The tensors of a critic: the checkpoint's without the head of the language model."""
-    return {name: w for name, w in critic.tensors.items() if not name.startswith(("lm_head.", "head."))}
+    """Return the tensors of a critic: the checkpoint's without the head of the language
+    model.
+    """
+    return {
+        name: w for name, w in critic.tensors.items() if not name.startswith(("lm_head.", "head."))
+    }
 
 
 def test_values_equal_the_reference(
     critics: Worlds, critic: Reference, batches: Callable[..., Batch], every_model: None
 ) -> None:
-    """Row t is the value before token t is sampled: from the token before it. Zero where nothing is trained."""
+    """Row t is the value before token t is sampled, from the token before it. It is
+    zero where nothing is trained.
+    """
     for lengths in (LENGTHS, RAGGED):
         batch = batches(lengths)
         got = critics(1, max_tokens_per_gpu=2 * LONGEST).forward([batch], VALUES)[0]["values"]
@@ -76,20 +88,31 @@ def test_values_on_several_shards(
 
 @pytest.mark.parametrize("sequences", [1, 4, 8])
 def test_gradient_over_micro_batches(
-    critics: Worlds, critic: Reference, batches: Callable[..., Batch], every_model: None, sequences: int
+    critics: Worlds,
+    critic: Reference,
+    batches: Callable[..., Batch],
+    every_model: None,
+    sequences: int,
 ) -> None:
     batch = weighted(batches())
-    grads, metrics, steps = critics(1, max_tokens_per_gpu=sequences * LONGEST).gradient([batch], ERROR, VALUES)
+    grads, metrics, steps = critics(1, max_tokens_per_gpu=sequences * LONGEST).gradient(
+        [batch], ERROR, VALUES
+    )
     want = critic.gradient(batch, losses.value_error)
     assert_gradient(grads, want)
     assert_metrics(metrics, want.metrics)
+
     assert steps[0][1] == pytest.approx(want.norm, rel=1e-4)
 
 
 @pytest.mark.parametrize("first", [None, []], ids=["even", "empty-rank"])
 @pytest.mark.parametrize("num_shards", [2, 4])
 def test_gradient_over_shards(
-    critics: Worlds, critic: Reference, batches: Callable[..., Batch], num_shards: int, first: list[int] | None
+    critics: Worlds,
+    critic: Reference,
+    batches: Callable[..., Batch],
+    num_shards: int,
+    first: list[int] | None,
 ) -> None:
     world = critics(num_shards, max_tokens_per_gpu=LONGEST)
     batch = weighted(batches())
@@ -97,17 +120,21 @@ def test_gradient_over_shards(
     want = critic.gradient(batch, losses.value_error)
     assert_gradient(grads, want)
     assert_metrics(metrics, want.metrics)
+
     assert all(step == steps[0] for step in steps), "ranks disagree about the step"
 
 
 def test_gradient_of_the_score_equals_its_formula(
     critics: Worlds, critic: Reference, batches: Callable[..., Batch]
 ) -> None:
-    """For ``f (v - G)^2 / 2``: dW = sum_t w_t f (v_t - G_t) h_t and db without h. No automatic differentiation."""
+    """The gradient of ``f (v - G)^2 / 2`` is dW = sum_t w_t f (v_t - G_t) h_t, and db
+    the same without h, without automatic differentiation.
+    """
     if not isinstance(critic, TransformersValueReference):
         pytest.skip("the toy reference is such a formula throughout")
     batch = weighted(batches())
     d_weight, d_bias = np.zeros(critic.tensors["score.weight"].shape), 0.0
+
     for i in range(len(batch)):
         one = batch.take([i])
         hidden = critic.hidden(one)
@@ -115,12 +142,17 @@ def test_gradient_of_the_score_equals_its_formula(
         slope = one["loss_weight"] * (1 + 0.5 * one["reward"][0]) * (values - one["returns"])
         d_weight[0] += slope @ hidden
         d_bias += slope.sum()
+
     grads, _, _ = critics(1).gradient([batch], ERROR, VALUES)
-    assert np.abs(grads["score.weight"] - d_weight).max() <= critic.tolerance * np.abs(d_weight).max()
+    assert (
+        np.abs(grads["score.weight"] - d_weight).max() <= critic.tolerance * np.abs(d_weight).max()
+    )
     assert grads["score.bias"][0] == pytest.approx(d_bias, rel=1e-4)
 
 
-def test_what_stands_under_the_mask_changes_nothing(critics: Worlds, batches: Callable[..., Batch]) -> None:
+def test_what_stands_under_the_mask_changes_nothing(
+    critics: Worlds, batches: Callable[..., Batch]
+) -> None:
     batch = weighted(batches())
     world = critics(1, max_tokens_per_gpu=2 * LONGEST)
     clean, _, _ = world.gradient([batch], ERROR, VALUES)
@@ -131,8 +163,12 @@ def test_what_stands_under_the_mask_changes_nothing(critics: Worlds, batches: Ca
 
 
 @pytest.mark.parametrize("num_shards", [1, 2])
-def test_weights_are_the_checkpoint_with_the_score(critics: Worlds, critic: Reference, num_shards: int) -> None:
-    """What an export writes: every tensor of the backbone, and the score; no head of a language model."""
+def test_weights_are_the_checkpoint_with_the_score(
+    critics: Worlds, critic: Reference, num_shards: int
+) -> None:
+    """An export writes every tensor of the backbone and the score, and no head of a
+    language model.
+    """
     got, want = critics(num_shards, max_tokens_per_gpu=LONGEST).weights(), expected(critic)
     assert {n: w.shape for n, w in got.items()} == {n: w.shape for n, w in want.items()}
     for name, tensor in want.items():

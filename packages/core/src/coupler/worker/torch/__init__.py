@@ -1,1 +1,1 @@
-"""Parts of a worker that need torch, which is imported when they are used."""
+"""Hold the parts of a worker that need torch, and import torch when they are used."""

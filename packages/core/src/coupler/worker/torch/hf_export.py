@@ -16,18 +16,22 @@ from coupler.interfaces import Head, Named
 from coupler.system.files import writing
 
 MAX_SHARD_BYTES = 4 << 30
-# configuration, tokenizer, and the code that `auto_map` names: transformers reads it from the top of a folder
+# The configuration, the tokenizer, and the code that `auto_map` names, which
+# transformers reads from the top of a folder.
 COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
 
 
-def export(weights: Iterable[Named], folder: Path, source: Path, head: Head = Head.LM, *, write: bool) -> int:
-    """Stream ``weights`` into safetensors shards in ``folder``, and copy the other files of ``source``.
+def export(
+    weights: Iterable[Named], folder: Path, source: Path, head: Head = Head.LM, *, write: bool
+) -> int:
+    """Stream ``weights`` into safetensors shards in ``folder``, and copy the other
+    files of ``source``.
 
-    These are the configuration, the tokenizer and the Python code of a model that brings its
-    own. Every rank iterates, since producing a tensor is collective; the one with ``write``
-    writes. At most one shard is held in host memory. Each shard is read back, one tensor at a
-    time, and compared with what was streamed to the bit. With ``Head.VALUE`` the folder is one
-    for ``AutoModelForTokenClassification``.
+    These are the configuration, the tokenizer and the Python code of a model that
+    brings its own. Every rank iterates, since producing a tensor is collective, and the
+    one with ``write`` writes. At most one shard is held in host memory. Each shard is
+    read back, one tensor at a time, and compared with what was streamed to the bit.
+    With ``Head.VALUE`` the folder is one for ``AutoModelForTokenClassification``.
 
     Returns:
         The number of tensors.
@@ -37,12 +41,14 @@ def export(weights: Iterable[Named], folder: Path, source: Path, head: Head = He
     """
     if not write:
         return sum(1 for _ in weights)
+
     writer = _Writer(folder)
     count = 0
     for name, tensor in weights:
         count += 1
         writer.add(name, tensor)
     writer.close()
+
     with writing(f"the export {folder}"):
         _copy_configuration(source, folder)
         if head is Head.VALUE:
@@ -58,12 +64,17 @@ class _Writer:
         self.held: dict[str, Any] = {}
         self.held_bytes = 0
         self.total_bytes = 0
-        self.shards: list[list[str]] = []  # names
+        # names by shard
+        self.shards: list[list[str]] = []
 
     def add(self, name: str, tensor: Any) -> None:
         if self.held and self.held_bytes + tensor.nbytes > MAX_SHARD_BYTES:
             self._flush()
-        copy = np.array(tensor) if isinstance(tensor, np.ndarray) else tensor.detach().cpu().clone().contiguous()
+        copy = (
+            np.array(tensor)
+            if isinstance(tensor, np.ndarray)
+            else tensor.detach().cpu().clone().contiguous()
+        )
         self.held[name] = copy
         self.held_bytes += tensor.nbytes
         self.total_bytes += tensor.nbytes
@@ -75,6 +86,7 @@ class _Writer:
             from safetensors.numpy import save_file
         else:
             from safetensors.torch import save_file
+
         with writing(f"the export {path}", SafetensorError):
             save_file(self.held, path, metadata={"format": framework})
         _verify(path, self.held, framework)
@@ -84,38 +96,51 @@ class _Writer:
     def close(self) -> None:
         if self.held:
             self._flush()
-        single = len(self.shards) == 1
+        count = len(self.shards)
         index: dict[str, str] = {}
+
         with writing(f"the export {self.folder}"):
             for i, names in enumerate(self.shards):
-                name = "model.safetensors" if single else f"model-{i + 1:05d}-of-{len(self.shards):05d}.safetensors"
+                part = f"-{i + 1:05d}-of-{count:05d}" if count > 1 else ""
+                name = f"model{part}.safetensors"
                 (self.folder / f"shard-{i}.safetensors").replace(self.folder / name)
                 index |= dict.fromkeys(names, name)
-            if not single:
+
+            if count != 1:
                 content = {"metadata": {"total_size": self.total_bytes}, "weight_map": index}
-                (self.folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2))
+                path = self.folder / "model.safetensors.index.json"
+                path.write_text(json.dumps(content, indent=2))
 
 
 def _verify(path: Path, written: Mapping[str, Any], framework: str) -> None:
     try:
         with safe_open(path, framework=framework) as file:
             names = written.keys() ^ set(file.keys())
-            odd = sorted(names) or [name for name in written if not _same(file.get_tensor(name), written[name])]
+            odd = sorted(names) or [
+                name for name in written if not _same(file.get_tensor(name), written[name])
+            ]
     except (OSError, SafetensorError) as error:
         raise CouplerError(f"{path} cannot be read back: {error}.\n  look at:  the disk") from error
+
     if odd:
         raise CouplerError(
-            f"{path} does not hold what was written.\n  first difference: {odd[0]}\n  look at:  the disk"
+            f"{path} does not hold what was written.\n"
+            f"  first difference: {odd[0]}\n"
+            "  look at:  the disk"
         )
 
 
 def _same(one: Any, other: Any) -> bool:
     """Tell if two tensors are equal to the bit, a NaN too."""
-    return one.dtype == other.dtype and one.shape == other.shape and np.array_equal(_bytes(one), _bytes(other))
+    return (
+        one.dtype == other.dtype
+        and one.shape == other.shape
+        and np.array_equal(_bytes(one), _bytes(other))
+    )
 
 
 def _bytes(tensor: Any) -> np.ndarray:
-    """[nbytes] uint8; a view."""
+    """Return the bytes of a tensor as [nbytes] uint8, without a copy."""
     if not isinstance(tensor, np.ndarray):
         import torch
 
@@ -133,6 +158,9 @@ def _copy_configuration(source: Path, folder: Path) -> None:
 def _declare_value_head(path: Path) -> None:
     """Declare one label a token in a config.json, so that ``score`` has one row."""
     config = json.loads(path.read_text())
-    names = [name.replace("ForCausalLM", "ForTokenClassification") for name in config.get("architectures", [])]
+    names = [
+        name.replace("ForCausalLM", "ForTokenClassification")
+        for name in config.get("architectures", [])
+    ]
     labels = {"architectures": names, "id2label": {"0": "value"}, "label2id": {"value": 0}}
     path.write_text(json.dumps({**config, **labels}, indent=2))

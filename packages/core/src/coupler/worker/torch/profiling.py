@@ -1,4 +1,4 @@
-"""Trace what some ranks of an engine do in some optimizer steps, with torch.profiler; on any engine that runs torch."""
+"""Trace some ranks of a torch engine in some optimizer steps, with torch.profiler."""
 
 from __future__ import annotations
 
@@ -10,18 +10,23 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What to trace, and where to write it."""
+    """The ranks and steps to trace, and the folder to write to.
+
+    Attributes:
+        steps: numbers of optimizer steps, from 0.
+    """
 
     ranks: tuple[int, ...] = ()
-    steps: tuple[int, ...] = ()  # optimizer steps, from 0
+    steps: tuple[int, ...] = ()
     folder: str = ""
 
     @contextmanager
     def of(self, role: str, rank: int, step: int) -> Iterator[None]:
-        """Trace what happens inside, where this rank and step are wanted.
+        """Trace the block inside, if this rank and step are wanted.
 
-        Writes ``ROLE-rankR-stepS.trace.json``, which Perfetto and chrome://tracing read, and on a GPU
-        ``ROLE-rankR-stepS.memory.pickle``, every allocation of the step for docs.pytorch.org/memory_viz.
+        Writes ``ROLE-rankR-stepS.trace.json``, which Perfetto and chrome://tracing
+        read, and on a GPU ``ROLE-rankR-stepS.memory.pickle``, every allocation of the
+        step for docs.pytorch.org/memory_viz.
         """
         if rank not in self.ranks or step not in self.steps:
             yield
@@ -40,7 +45,8 @@ class Profile:
             with profile(activities=activities, profile_memory=True, record_shapes=True) as trace:
                 yield
             trace.export_chrome_trace(f"{stem}.trace.json")
-        finally:  # of a step that ran out of memory, the snapshot says where it went
+        finally:
+            # The snapshot explains a step that ran out of memory too.
             if on_gpu:
                 torch.cuda.memory._dump_snapshot(f"{stem}.memory.pickle")
                 torch.cuda.memory._record_memory_history(enabled=None)

@@ -1,8 +1,10 @@
-"""Weights through memory that two processes of one GPU share (CUDA IPC): no host copy, no second network.
+"""Weights through memory that two processes of one GPU share (CUDA IPC).
 
-Every engine rank serves the rollout workers of its own device. The memory that they share has two halves, of which one
-is filled while the other is read; a tensor larger than a half takes it all, and it grows for one that is larger still.
-Its handle is hex in JSON, over :mod:`coupler.builtin.transports.connection`.
+Nothing is copied through the host. Every engine rank serves the rollout workers of its
+own device. The memory that they share has two halves, of which one is filled while the
+other is read. A tensor larger than a half takes it all, and the memory grows for one
+that is larger still. Its handle travels as hex in JSON, over
+:mod:`coupler.builtin.transports.connection`.
 """
 
 from __future__ import annotations
@@ -15,7 +17,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from coupler.builtin.transports.connection import ConnectedTransport, Listener, connected, header, send
+from coupler.builtin.transports.connection import (
+    ConnectedTransport,
+    Listener,
+    connected,
+    header,
+    send,
+)
 from coupler.builtin.transports.shape_check import check_fits
 from coupler.builtin.transports.torch.packing import ALIGNMENT, Entry, Packer, let_go, tensor_of
 from coupler.errors import CouplerError, WeightSyncError
@@ -27,16 +35,19 @@ if TYPE_CHECKING:
 else:
     torch = Late("torch", "coupler-core[fsdp]")
 
-ARENA_BYTES = 512 << 20  # of shared memory, or as much as the largest tensor
-WHOLE = 2  # both halves
+# of shared memory, or as much as the largest tensor
+ARENA_BYTES = 512 << 20
+# the number of both halves together
+WHOLE = 2
 
 
 class IpcTransport(ConnectedTransport):
-    """Rank i of the engine sends to the workers that run on the same device."""
+    """Sends from every engine rank to the workers that run on the same device."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.largest = ARENA_BYTES  # that an update needed: the next one begins with as much
+        # bytes that the last update needed, with which the next one begins
+        self.largest = ARENA_BYTES
 
     def bind(self, rank: Rank) -> Endpoint:
         """Listen for the workers of this device.
@@ -49,22 +60,29 @@ class IpcTransport(ConnectedTransport):
     def send(self, weights: Iterable[Named], update: WeightUpdate, rank: Rank) -> SendReceipt:
         start = time.perf_counter()
         with self.listeners[update.endpoints[rank.index].address].accepted(update) as receivers:
-            mine = [connection for connection, said in receivers if said["device"] == _device()]
+            mine = [connection for connection, said in receivers if said.get("device") == _device()]
             sharing = _Sharing(mine, self.largest)
-            packer = sharing.packer  # without workers here it packs all the same: to produce a tensor is collective
+            packer = sharing.packer
+
+            # without workers here too, since to produce a tensor is collective
             packer.pack(weights)
             self.largest = len(sharing.arena)
             sharing.close()
-        return SendReceipt(update.version, packer.num_tensors, packer.num_bytes, time.perf_counter() - start)
+
+        return SendReceipt(
+            update.version, packer.num_tensors, packer.num_bytes, time.perf_counter() - start
+        )
 
     def receive(self, update: WeightUpdate, worker: Rank, shapes: Shapes) -> Iterator[Named]:
         mine = _device()
         with ExitStack() as stack:
             sender = None
-            for endpoint in update.endpoints:  # every rank waits for every worker, to know which are its own
+            # every rank waits for every worker, to know which are its own
+            for endpoint in update.endpoints:
                 connection = stack.enter_context(connected(endpoint.address, update, device=mine))
                 if json.loads(endpoint.address)["device"] == mine:
                     sender = connection
+
             if sender is None:
                 raise WeightSyncError(
                     f"rollout worker {worker.index} is on {mine}, where no engine rank is.\n"
@@ -74,11 +92,12 @@ class IpcTransport(ConnectedTransport):
 
 
 class _Sharing:
-    """The sender's side of one update: one piece of memory, ``arena``, whose halves take turns."""
+    """The sender's side of one update: a memory, ``arena``, whose halves take turns."""
 
     def __init__(self, receivers: list[socket.socket], size: int) -> None:
         self.receivers = receivers
-        self.unread: deque[int] = deque()  # halves that were sent and not yet answered, oldest first
+        # halves that were sent and not yet answered, oldest first
+        self.unread: deque[int] = deque()
         self.turn = 1
         self.packer = Packer(self._next, self._ship, self._whole, 0)
         self._share(size)
@@ -97,7 +116,7 @@ class _Sharing:
         torch.cuda.ipc_collect()
 
     def _next(self) -> torch.Tensor:
-        """The half that was not filled last, once everybody has read it."""
+        """Return the half that was not filled last, once everybody has read it."""
         self.turn = 1 - self.turn
         while self.turn in self.unread or WHOLE in self.unread:
             self._answered()
@@ -107,10 +126,11 @@ class _Sharing:
         self._fill(self.turn, entries)
 
     def _whole(self, flat: torch.Tensor, entry: Entry) -> None:
-        """Send what is larger than a half."""
+        """Send a tensor that is larger than a half."""
         self.drain()
         if len(self.arena) < len(flat):
-            self._forget()  # the smaller one and the larger one are not there at once
+            # first the smaller one goes, so that both are never there at once
+            self._forget()
             self._share(len(flat))
         self.arena[: len(flat)].copy_(flat)
         self._fill(WHOLE, [entry])
@@ -136,7 +156,7 @@ class _Sharing:
         self.unread.popleft()
 
     def _ask(self, said: dict[str, Any]) -> None:
-        """Say it to everybody, and wait until all have answered."""
+        """Say ``said`` to everybody, and wait until all have answered."""
         self._send(said)
         self._wait()
 
@@ -152,6 +172,7 @@ class _Sharing:
 def _shared(sender: socket.socket, shapes: Shapes) -> Iterator[Named]:
     """Open what the sender shares, piece by piece, and say when each was read."""
     arena = None
+
     while said := header(sender):
         if "forget" in said:
             arena = None
@@ -161,17 +182,22 @@ def _shared(sender: socket.socket, shapes: Shapes) -> Iterator[Named]:
             assert arena is not None
             for entry in said["entries"]:
                 check_fits(entry["name"], entry["shape"], shapes)
-                tensor = tensor_of(arena[said["start"] :], entry)  # no name for the half: it would keep the arena open
+                # the half gets no name, which would keep the arena open
+                tensor = tensor_of(arena[said["start"] :], entry)
                 yield entry["name"], tensor
                 let_go(tensor)
             torch.cuda.current_stream().synchronize()
         send(sender, {})
+
     send(sender, {})
 
 
 def _export(memory: torch.Tensor) -> dict[str, Any]:
-    """What another process opens ``memory`` with: uint8, [n]."""
-    _, handle, size, offset, counter, counter_offset, event, wait = memory.untyped_storage()._share_cuda_()
+    """Return what another process opens ``memory`` with: uint8, [n]."""
+    _, handle, size, offset, counter, counter_offset, event, wait = (
+        memory.untyped_storage()._share_cuda_()
+    )
+
     return {
         "handle": handle.hex(),
         "size": size,
@@ -186,6 +212,7 @@ def _export(memory: torch.Tensor) -> dict[str, Any]:
 
 
 def _open(shared: dict[str, Any]) -> torch.Tensor:
+    """Open the memory that :func:`_export` described."""
     storage = torch.UntypedStorage._new_shared_cuda(
         torch.cuda.current_device(),
         bytes.fromhex(shared["handle"]),
@@ -196,16 +223,19 @@ def _open(shared: dict[str, Any]) -> torch.Tensor:
         bytes.fromhex(shared["event"]),
         shared["wait"],
     )
+
     whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
     return whole.set_(storage, shared["start"], (shared["count"],), (1,))  # type: ignore[call-overload]
 
 
 def _device() -> str:
-    """UUID of the GPU that this process uses.
+    """Return the UUID of the GPU that this process uses.
 
     Raises:
         CouplerError: it has none.
     """
     if not torch.cuda.is_available():
-        raise CouplerError("sync.transport=ipc needs a GPU on both sides.\n  set:  sync.transport=tcp")
+        raise CouplerError(
+            "sync.transport=ipc needs a GPU on both sides.\n  set:  sync.transport=tcp"
+        )
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)

@@ -1,4 +1,7 @@
-"""Named tensors as bytes of one buffer after another: what a collective or shared memory carries at a time."""
+"""Pack named tensors into buffers, one after another.
+
+A buffer is what a collective or shared memory carries at a time.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +18,22 @@ if TYPE_CHECKING:
 else:
     torch = Late("torch", "coupler-core[fsdp]")
 
-ALIGNMENT = 256  # bytes between the starts of two tensors: enough for every dtype and kernel
+# bytes between the starts of two tensors: enough for every dtype and kernel
+ALIGNMENT = 256
 
-Entry = dict[str, Any]  # name, dtype, shape, framework, offset, nbytes: plain JSON
+# plain JSON: name, dtype, shape, framework, offset, nbytes
+Entry = dict[str, Any]
 
 
 class Packer:
-    """Copies tensors into a buffer as they come, and hands each full buffer to ``ship``.
+    """Copies tensors into a buffer as they come, and hands each full buffer to
+    ``ship``.
 
     Args:
         buffer: called for the buffer to fill next, uint8.
         ship: called with the filled buffer's bytes and what they are.
-        lend: called with a tensor that is larger than ``capacity``, as bytes; it may be read until the call returns.
+        lend: called with the bytes of a tensor that is larger than ``capacity``, which
+            may be read until the call returns.
         capacity: bytes of a buffer.
     """
 
@@ -43,7 +50,10 @@ class Packer:
         self.used = self.num_tensors = self.num_bytes = 0
 
     def pack(self, weights: Iterable[Named]) -> None:
-        """Carry all of ``weights``; a tensor is not touched once the next one was asked for."""
+        """Carry all of ``weights``.
+
+        A tensor is not touched once the next one was asked for.
+        """
         for name, tensor in weights:
             flat, entry = as_bytes(tensor), entry_of(name, tensor)
             self.num_tensors += 1
@@ -52,13 +62,16 @@ class Packer:
                 self.flush()
                 self.lend(flat, entry)
                 continue
+
             if self.used + len(flat) > self.capacity:
                 self.flush()
             if self.current is None:
                 self.current = self.buffer()
+
             self.current[self.used : self.used + len(flat)].copy_(flat)
             self.entries.append({**entry, "offset": self.used})
             self.used += -(-len(flat) // ALIGNMENT) * ALIGNMENT
+
         self.flush()
 
     def flush(self) -> None:
@@ -69,30 +82,37 @@ class Packer:
 
 
 def entry_of(name: str, tensor: Any) -> Entry:
+    """Describe a tensor, with an offset of 0."""
     numpy = isinstance(tensor, np.ndarray)
-    dtype = tensor.dtype.str if numpy else str(tensor.dtype).removeprefix("torch.")
-    size = int(tensor.nbytes)
-    framework = "np" if numpy else "pt"
+
     return {
         "name": name,
-        "dtype": dtype,
+        "dtype": tensor.dtype.str if numpy else str(tensor.dtype).removeprefix("torch."),
         "shape": list(tensor.shape),
-        "framework": framework,
+        "framework": "np" if numpy else "pt",
         "offset": 0,
-        "nbytes": size,
+        "nbytes": int(tensor.nbytes),
     }
 
 
 def as_bytes(tensor: Any) -> torch.Tensor:
-    """[nbytes] uint8, on the tensor's device; a view where the tensor is contiguous."""
+    """Return the bytes of a tensor, [nbytes] uint8, on its device.
+
+    They are a view where the tensor is contiguous.
+    """
     if isinstance(tensor, np.ndarray):
         return torch.from_numpy(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8))
     flat = tensor.detach().contiguous().reshape(-1)
-    return flat.view(torch.uint8) if len(flat) else torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    if not len(flat):
+        return torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return flat.view(torch.uint8)
 
 
 def tensor_of(buffer: torch.Tensor, entry: Entry) -> Any:
-    """What :class:`Packer` put into ``buffer``, in place; no view, so that :func:`let_go` frees the buffer of it."""
+    """Return the tensor that :class:`Packer` put into ``buffer``, without a copy.
+
+    It is no view, so that :func:`let_go` frees the buffer of it.
+    """
     if entry["framework"] == "np":
         data = buffer[entry["offset"] : entry["offset"] + entry["nbytes"]]
         return data.cpu().numpy().view(np.dtype(entry["dtype"])).reshape(entry["shape"])
@@ -104,6 +124,9 @@ def tensor_of(buffer: torch.Tensor, entry: Entry) -> Any:
 
 
 def let_go(tensor: Any) -> None:
-    """Empty a tensor whose reader may still hold it: it would keep the buffer's memory in use."""
+    """Empty a tensor whose reader may still hold it.
+
+    Otherwise the reader would keep the memory of the buffer in use.
+    """
     if isinstance(tensor, torch.Tensor):
         tensor.data = tensor.new_empty(0)

@@ -1,6 +1,7 @@
-"""Weights over a TCP connection from engine rank 0 to every receiver, one tensor at a time, in host memory.
+"""Weights over a TCP connection from engine rank 0 to every receiver.
 
-A header is ``{name, dtype, shape, framework, nbytes}``; one without a name ends the stream.
+They travel in host memory, one tensor at a time. A header is ``{name, dtype, shape,
+framework, nbytes}``. A header without a name ends the stream.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from coupler.interfaces import Named, Rank, SendReceipt, Shapes, WeightUpdate
 
 
 class TcpTransport(ConnectedTransport):
-    """Rank 0 sends to everybody."""
+    """Sends from rank 0 to every receiver."""
 
     def send(self, weights: Iterable[Named], update: WeightUpdate, rank: Rank) -> SendReceipt:
         start = time.perf_counter()
+
         if rank.index:
             sizes = [num_bytes(tensor) for _, tensor in weights]
         else:
@@ -34,6 +36,7 @@ class TcpTransport(ConnectedTransport):
                     sizes.append(num_bytes(tensor))
                 for receiver, _ in receivers:
                     send(receiver, {})
+
         return SendReceipt(update.version, len(sizes), sum(sizes), time.perf_counter() - start)
 
     def receive(self, update: WeightUpdate, worker: Rank, shapes: Shapes) -> Iterator[Named]:
@@ -60,6 +63,7 @@ def _unpacked(described: dict[str, Any], data: np.ndarray) -> Any:
     import torch
 
     dtype = getattr(torch, described["dtype"])
-    if not len(data):  # torch views no empty tensor as a wider type
+    # torch views no empty tensor as a wider type
+    if not len(data):
         return torch.empty(described["shape"], dtype=dtype)
     return torch.from_numpy(data).view(dtype).reshape(described["shape"])

@@ -1,0 +1,16 @@
+"""Try a sample of every class of faults."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import pytest
+from tests.faults import ci_seed
+
+SAMPLES = {"answers": 60, "disks": 6, "run_folders": 6, "strangers": 12}
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_no_case_comes_through(name: str) -> None:
+    check = import_module(f"tests.faults.{name}").check
+    assert list(check(ci_seed(name), SAMPLES[name])) == []
