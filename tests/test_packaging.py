@@ -93,7 +93,7 @@ def wheels(uv: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, ZipFi
 
 def call(*command: str) -> str:
     done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+        command, cwd=ROOT, capture_output=True, text=True, timeout=1200, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -38,7 +38,7 @@ def quickstart(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     return subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False
     )
 
 

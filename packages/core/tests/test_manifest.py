@@ -17,7 +17,7 @@ def git(folder: Path, *arguments: str) -> str:
     identity = ("-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false")
     command = ["git", "-C", str(folder), *identity, *arguments]
     return subprocess.run(
-        command, check=True, capture_output=True, text=True, timeout=10
+        command, check=True, capture_output=True, text=True, timeout=120
     ).stdout.strip()
 
 

@@ -317,7 +317,7 @@ sys.exit(cli.main(["plugins"]))
 """
     command = [sys.executable, "-c", script, str(folder)]
     return subprocess.run(
-        command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=30, check=False
+        command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=120, check=False
     )
 
 

@@ -68,7 +68,7 @@ def spawn(
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1200,
     )
     assert done.returncode == 0, done.stderr[-6000:]
     return runs
