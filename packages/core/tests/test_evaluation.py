@@ -12,7 +12,7 @@ import pytest
 from coupler.data import Prompt, Row
 from coupler.interfaces import Completion
 from coupler.loop.evaluator import Evaluator
-from coupler.loop.sampler import Scored
+from coupler.loop.sampler import ScoredCompletion
 from coupler.metrics import values
 
 SAMPLES = {  # row: (reward, answer) of its valid samples, of three
@@ -29,11 +29,12 @@ class Scripted:
     def __init__(self, reads: bool) -> None:
         self.reads = reads
 
-    async def sample(self, prompt: Prompt, *_: Any, **__: Any) -> list[Scored]:
+    async def sample(self, prompt: Prompt, *_: Any, **__: Any) -> list[ScoredCompletion]:
         done = Completion((1, 2), (0.0, 0.0), (0, 0), "stop")
         found = SAMPLES[prompt.row.index]
         return [
-            Scored(prompt, done, reward, answer if self.reads else None) for reward, answer in found
+            ScoredCompletion(prompt, done, reward, answer if self.reads else None)
+            for reward, answer in found
         ]
 
 

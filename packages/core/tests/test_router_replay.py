@@ -24,7 +24,7 @@ from coupler.executors.waits import Waits
 from coupler.interfaces import Completion, Loss, Model, Output, Rank, Request, StepInfo
 from coupler.jobs.train import unreplayed
 from coupler.loop.rollout_group import RolloutGroup
-from coupler.loop.sampler import Scored, pack
+from coupler.loop.sampler import ScoredCompletion, pack
 from coupler.metrics import Metrics
 from coupler.plugins.manager import Plugins
 from coupler.run.plan import make_plan
@@ -145,7 +145,7 @@ def completion(**changes: Any) -> Completion:
 
 def packed(routes: np.ndarray) -> Batch:
     prompt = Prompt(Row(prompt="", answer="", index=0, extra={}), (1, 2, 3))
-    return pack([Scored(prompt, completion(routed_experts=routes), 1.0)], 0, 1, 1.0)
+    return pack([ScoredCompletion(prompt, completion(routed_experts=routes), 1.0)], 0, 1, 1.0)
 
 
 def test_routes_of_another_number_of_tokens_are_an_error() -> None:

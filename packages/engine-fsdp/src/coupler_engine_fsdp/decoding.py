@@ -25,7 +25,7 @@ AHEAD = 16
 
 
 @dataclass(slots=True, eq=False)
-class Row:
+class LiveSequence:
     """One request on its way."""
 
     request: Request
@@ -86,7 +86,7 @@ class Decoder:
 
     def clear(self) -> None:
         """Forget every row and free the cache."""
-        self.rows: list[Row] = []
+        self.rows: list[LiveSequence] = []
         self.columns = Columns(self.shape)
         device = self.shape.device
         # The tokens that the next step feeds, and their positions.
@@ -105,7 +105,7 @@ class Decoder:
         self.drawn = np.zeros(0, np.uint64)
         self.uniforms = np.zeros((0, 0))  # [steps to come, rows]
 
-    def evict(self) -> list[Row]:
+    def evict(self) -> list[LiveSequence]:
         """Take every row out.
 
         Admitted again, a row continues after its last token, on whatever weights there
@@ -116,7 +116,7 @@ class Decoder:
         return rows
 
     @torch.inference_mode()
-    def admit(self, waiting: list[Row]) -> None:
+    def admit(self, waiting: list[LiveSequence]) -> None:
         """Move rows from the front of ``waiting`` into the batch, as many as fit.
 
         Each distinct prefix is computed once.
@@ -125,13 +125,13 @@ class Decoder:
         if not joining:
             return
 
-        groups: dict[tuple[int, ...], list[Row]] = {}
+        groups: dict[tuple[int, ...], list[LiveSequence]] = {}
         for row in joining:
             groups.setdefault(row.known, []).append(row)
         self.columns.reserve(len(joining), max(map(len, groups)) - 1, self._growth(joining))
 
         siblings = {row.request.prompt: index for index, row in enumerate(self.rows)}
-        new: list[list[Row]] = []
+        new: list[list[LiveSequence]] = []
         for known in groups.keys() & siblings.keys():
             self.columns.join(self.columns.past(siblings[known], len(known) - 1))
             new.append(groups.pop(known))
@@ -144,7 +144,7 @@ class Decoder:
 
         self._append(new)
 
-    def _take(self, waiting: list[Row]) -> list[Row]:
+    def _take(self, waiting: list[LiveSequence]) -> list[LiveSequence]:
         """Remove the rows that fit from ``waiting``. One row always fits."""
         waiting[:] = [row for row in waiting if not row.done.done()]
         longest = max((len(row.request.prompt) + row.max_tokens for row in self.rows), default=0)
@@ -160,7 +160,7 @@ class Decoder:
         del waiting[:count]
         return taken
 
-    def _growth(self, joining: list[Row]) -> int:
+    def _growth(self, joining: list[LiveSequence]) -> int:
         """Return how many columns to add when the cache must grow.
 
         It is enough to finish, or to double the cache, since most rows may stop early.
@@ -198,7 +198,7 @@ class Decoder:
             )
         return cache.store
 
-    def _append(self, groups: list[list[Row]]) -> None:
+    def _append(self, groups: list[list[LiveSequence]]) -> None:
         """Add rows.
 
         Those of a group have one row of the cache until their first step, whose result
@@ -227,7 +227,7 @@ class Decoder:
         self.uniforms = np.zeros((0, len(self.rows)))
 
     @torch.inference_mode()
-    def step(self) -> list[tuple[Row, Literal["stop", "length"]]]:
+    def step(self) -> list[tuple[LiveSequence, Literal["stop", "length"]]]:
         """Sample one token for every row.
 
         Rows that are done leave the batch and are returned. Rows that nobody waits for
@@ -258,7 +258,7 @@ class Decoder:
                 "update brings real ones"
             )
 
-        finished: list[tuple[Row, Literal["stop", "length"]]] = []
+        finished: list[tuple[LiveSequence, Literal["stop", "length"]]] = []
         keep: list[int] = []
         for index, (row, token, value) in enumerate(zip(self.rows, sampled, values, strict=True)):
             row.tokens.append(token)

@@ -22,7 +22,7 @@ from coupler.interfaces import (
     SyncReceipt,
     WeightUpdate,
 )
-from coupler_engine_fsdp.decoding import Decoder, Row
+from coupler_engine_fsdp.decoding import Decoder, LiveSequence
 from coupler_engine_fsdp.rollout_model import (
     allocate_weights,
     build,
@@ -47,7 +47,7 @@ class HFRollout(Rollout):
     def __init__(self, config: Any, model: Model) -> None:
         super().__init__(config, model)
         self.version = DUMMY
-        self.waiting: list[Row] = []
+        self.waiting: list[LiveSequence] = []
         self.torn = False  # An update began and did not end.
         self.paused: InFlight | None = None
         self.asleep: frozenset[Memory] = frozenset()
@@ -84,7 +84,7 @@ class HFRollout(Rollout):
         room = request.room(self.max_positions, self.vocabulary)
         if self.paused is None:
             self._check_awake("generate()", frozenset(Memory))
-        row = Row(request, room, asyncio.get_running_loop().create_future())
+        row = LiveSequence(request, room, asyncio.get_running_loop().create_future())
         self.waiting.append(row)
         self._run()
         return await row.done

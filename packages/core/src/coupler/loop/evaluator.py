@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from coupler.data import Prompt
-from coupler.loop.sampler import Scored, Scorer
+from coupler.loop.sampler import ScoredCompletion, Scorer
 from coupler.metrics import Metric, Metrics
 from coupler.system.seeding import derive
 
@@ -27,7 +27,7 @@ class Evaluator:
     top_p: float
     seed: int
 
-    async def run(self) -> tuple[Metrics, list[Scored]]:
+    async def run(self) -> tuple[Metrics, list[ScoredCompletion]]:
         """Return rewards over all prompts, and the scored completions.
 
         Where rows name several values of ``data_source``, each has metrics of its own.
@@ -55,7 +55,7 @@ class Evaluator:
         return metrics, [scored for group in groups for scored in group]
 
 
-def _describe(groups: Sequence[Sequence[Scored]], n: int) -> Metrics:
+def _describe(groups: Sequence[Sequence[ScoredCompletion]], n: int) -> Metrics:
     """Return metrics of prompts with ``n`` samples each, some of them invalid."""
     rewards = [np.array([s.reward for s in group] + [0.0] * (n - len(group))) for group in groups]
     scored = [s for group in groups for s in group]
@@ -73,7 +73,7 @@ def _describe(groups: Sequence[Sequence[Scored]], n: int) -> Metrics:
     return metrics
 
 
-def _of_majority(group: Sequence[Scored]) -> float:
+def _of_majority(group: Sequence[ScoredCompletion]) -> float:
     """Return the reward of the most frequent answer, or 0 if no sample is valid.
 
     Of several answers that are equally frequent, the first one counts.

@@ -28,7 +28,7 @@ from coupler.system.seeding import derive
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class ScoredCompletion:
     """One sampled completion with its reward."""
 
     prompt: Prompt
@@ -63,7 +63,7 @@ class Scorer:
         groups: int,
         top_p: float = 1.0,
         routed_experts: bool = False,
-    ) -> list[Scored]:
+    ) -> list[ScoredCompletion]:
         """Return one scored completion per seed, without those of invalid rewards.
 
         The reward pool counts the invalid ones.
@@ -86,7 +86,7 @@ class Scorer:
             self.rollouts.end(session)
         return [scored for scored in found if scored]
 
-    async def _one(self, prompt: Prompt, request: Request) -> Scored | None:
+    async def _one(self, prompt: Prompt, request: Request) -> ScoredCompletion | None:
         row, waits = prompt.row, self.rollouts.executor.waits
         with waits.named("prompts", "completions", [row.index]):
             completion = await self.rollouts.generate(request)
@@ -96,7 +96,7 @@ class Scorer:
             )
         if isinstance(scored.result, Invalid):
             return None
-        return Scored(prompt, completion, scored.result, scored.answer)
+        return ScoredCompletion(prompt, completion, scored.result, scored.answer)
 
 
 class Sampler:
@@ -181,7 +181,7 @@ class Sampler:
             # The error of a background task has to reach the trainer.
             await self.buffer.fail(error)
 
-    async def _offer(self, number: int, scored: list[Scored]) -> None:
+    async def _offer(self, number: int, scored: list[ScoredCompletion]) -> None:
         group = pack(scored, number, self.samples_per_prompt, self.config.temperature)
         kept = self.algorithm.keep(group)
         self.seen[number] = _describe(scored, group, kept)
@@ -218,7 +218,9 @@ class Sampler:
         return merged
 
 
-def pack(scored: list[Scored], group: int, samples_per_prompt: int, temperature: float) -> Batch:
+def pack(
+    scored: list[ScoredCompletion], group: int, samples_per_prompt: int, temperature: float
+) -> Batch:
     """Make one Batch of a prompt's completions.
 
     Raises:
@@ -252,7 +254,7 @@ def pack(scored: list[Scored], group: int, samples_per_prompt: int, temperature:
     )
 
 
-def _routes(scored: list[Scored], lengths: list[int]) -> dict[str, np.ndarray]:
+def _routes(scored: list[ScoredCompletion], lengths: list[int]) -> dict[str, np.ndarray]:
     """Return the column ``routed_experts``, if the rollout was asked for it.
 
     Raises:
@@ -282,7 +284,7 @@ def _routes(scored: list[Scored], lengths: list[int]) -> dict[str, np.ndarray]:
     return {ROUTED_EXPERTS: np.concatenate(routes)}
 
 
-def _describe(scored: list[Scored], group: Batch, kept: bool) -> Metrics:
+def _describe(scored: list[ScoredCompletion], group: Batch, kept: bool) -> Metrics:
     rewards = group["reward"]
     size = len(scored)
     lengths = [len(one.completion.tokens) for one in scored]

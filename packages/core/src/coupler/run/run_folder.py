@@ -14,7 +14,7 @@ from typing import Any
 from coupler.config.effect import not_default
 from coupler.config.schema import RunConfig
 from coupler.interfaces import Tracker
-from coupler.loop.sampler import Scored
+from coupler.loop.sampler import ScoredCompletion
 from coupler.metrics import Metrics, values
 from coupler.plugins.manager import Plugins
 from coupler.run.format import FORMAT, KEY, check_format
@@ -105,7 +105,7 @@ class Journal:
         write_whole(path, json.dumps([*starts, about], indent=2))
 
     def write_samples(
-        self, name: str, scored: Iterable[Scored], decode: Callable[[Sequence[int]], str]
+        self, name: str, scored: Iterable[ScoredCompletion], decode: Callable[[Sequence[int]], str]
     ) -> None:
         """Write every scored completion as one JSON object a line."""
         path = self.run_dir / name

@@ -50,7 +50,7 @@ class RankFailed(CouplerError):
     """A rank that raised or died. The message holds its traceback or its last lines."""
 
 
-class Host:
+class RankHost:
     """Hold one engine in one process, with JSON and paths going in and out. An engine
     that writes to a batch fails.
     """
@@ -198,7 +198,7 @@ class World:
         ranks = [asdict(replace(whole, index=i)) for i in range(num_ranks)]
 
         if num_ranks == 1 and not deterministic:
-            self.host = Host(recipe, ranks[0])
+            self.host = RankHost(recipe, ranks[0])
         else:
             self.processes = [
                 _Process(recipe, rank, folder / f"rank-{i}.log") for i, rank in enumerate(ranks)
@@ -208,7 +208,7 @@ class World:
         self.layout = Layout(tuple(found["shard_of"]), tuple(found["answers"]))
 
     def call(self, method: str, arguments: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """Call a method of :class:`Host` on every rank, with one set of arguments each.
+        """Call a method of :class:`RankHost` on every rank, each with its arguments.
 
         Raises:
             RankFailed: a rank raised or died; the others are ended, since they may wait
@@ -447,11 +447,11 @@ def serve(connection: int, log: int) -> None:
     first = json.loads(lines.readline())
     if SHARE_GPUS in os.environ:
         os.environ["NCCL_HOSTID"] = str(first["rank"]["index"])
-    host: Host | None = None
+    host: RankHost | None = None
     for line in lines:
         message = json.loads(line)
         try:
-            host = host or Host(first["recipe"], first["rank"])
+            host = host or RankHost(first["recipe"], first["rank"])
             answer({"result": getattr(host, message["method"])(**message["arguments"])})
         except TooFewDevices as error:
             answer({"too_few_devices": str(error)})
