@@ -69,14 +69,6 @@ def kit(folder: Path, *arguments: str) -> tuple[int, dict[str, set[str]], str]:
     return done.returncode, failed, done.stdout + done.stderr
 
 
-def test_the_toy_backends_conform(tmp_path: Path) -> None:
-    chosen = [f"--coupler={kind}=toy" for kind in ("engine", "rollout", "algorithm")]
-    code, failed, printed = kit(
-        tmp_path, *chosen, "--coupler=transport=disk", "--coupler=transport=tcp"
-    )
-    assert (code, failed) == (0, {}), printed
-
-
 def test_core_s_own_backends_conform(tmp_path: Path) -> None:
     trackers = ["console", "jsonl", *(["tensorboard"] if find_spec("tensorboard") else [])]
     chosen = ["--coupler=sharding=stream", *(f"--coupler=tracker={name}" for name in trackers)]

@@ -63,14 +63,12 @@ def run(folder: Path, reference: TransformersReference, *overrides: str) -> list
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("sync.transport=disk", "offload=true"),
         # nccl: over gloo, on the CPU
         ("max_staleness=1", "algorithm.correction_cap=2", "sync.transport=nccl"),
         ("engine.lora_rank=4", "sync.transport=tcp"),
         ("engine.lora_rank=4", "rollout.max_lora_rank=4", "sync.transport=disk", "offload=true"),
     ],
     ids=[
-        "taking turns",
         "asynchronous",
         "with the adapter merged",
         "with the adapter apart, taking turns",
@@ -90,16 +88,33 @@ def test_it_trains(
 
 
 ADAPTED = ("engine.lora_rank=4", "engine.lora_alpha=8", "rollout.max_lora_rank=4")
+ASYNCHRONOUS = ("max_staleness=1", "algorithm.correction_cap=2")
+
+
+@pytest.fixture(scope="module")
+def adapted(
+    tmp_path_factory: pytest.TempPathFactory, reference: TransformersReference
+) -> tuple[Path, list[dict[str, float]]]:
+    """The folder of a run of three steps that trains an adapter, and its log."""
+    folder = tmp_path_factory.mktemp("adapted")
+    return folder, run(folder, reference, *ADAPTED, *ASYNCHRONOUS)
+
+
+def judged(step: dict[str, float]) -> float:
+    """The distance of a step's log-probs, or of its probe where nothing was sampled by
+    the weights that it trained.
+    """
+    return step["train_infer/abs_diff"] if "train_infer/abs_diff" in step else step["sync/probe"]
 
 
 def test_an_adapter_travels_alone(
-    tmp_path: Path, reference: TransformersReference, capsys: pytest.CaptureFixture[str]
+    adapted: tuple[Path, list[dict[str, float]]], reference: TransformersReference
 ) -> None:
     """After the start a sync carries A and B, the rollout follows the policy, and what
     is exported is their sum.
     """
-    log = run(tmp_path, reference, *ADAPTED, "max_staleness=1", "algorithm.correction_cap=2")
-    assert "(lora) -> vllm" in capsys.readouterr().out
+    folder, log = adapted
+    assert "(lora) -> vllm" in (folder / "run" / "coupler.log").read_text()
     assert (
         log[0]["sync/probe"]
         < 1e-3
@@ -111,12 +126,10 @@ def test_an_adapter_travels_alone(
         # of seven linear maps in each of two layers
         assert step["sync/tensors"] == 2 * 7 * 2
         assert step["sync/bytes"] < weights / 5
-        judged = (
-            step["train_infer/abs_diff"] if "train_infer/abs_diff" in step else step["sync/probe"]
-        )
-        assert judged < 1e-3
+        assert judged(step) < 1e-3
         assert step["train/grad_norm"] > 0
-    exported = read_tensors(tmp_path / "run" / "export")
+
+    exported = read_tensors(folder / "run" / "export")
     assert exported.keys() == reference.tensors.keys()
     moved = {
         name
@@ -127,15 +140,14 @@ def test_an_adapter_travels_alone(
 
 
 def test_it_goes_on_with_the_adapter_of_a_checkpoint(
-    tmp_path: Path, reference: TransformersReference
+    adapted: tuple[Path, list[dict[str, float]]], reference: TransformersReference
 ) -> None:
     """The first push after a resume brings the weights and an adapter that is not 0 any
     more.
     """
-    run(tmp_path, reference, *ADAPTED, "steps=2", "checkpoint.export=false")
-    log = run(tmp_path, reference, *ADAPTED, "steps=3", "checkpoint.export=false")
-    assert [line["step"] for line in log] == [0, 1, 2, 3]
-    assert log[3]["train_infer/abs_diff"] < 1e-3
+    log = run(adapted[0], reference, *ADAPTED, *ASYNCHRONOUS, "steps=4")
+    assert [line["step"] for line in log] == [0, 1, 2, 3, 4]
+    assert judged(log[4]) < 1e-3
 
 
 def test_requests_that_forget_the_adapter_are_found_before_the_first_step(
