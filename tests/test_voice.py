@@ -65,7 +65,7 @@ def test_no_counter_rises(counter: str, now: dict[str, dict[str, float]]) -> Non
 
 @pytest.mark.parametrize("counter", voice.COUNTERS)
 def test_a_large_fall_is_kept(counter: str, now: dict[str, dict[str, float]]) -> None:
-    """Hold a fall of more than a tenth; a smaller one comes with any change of length."""
+    """Hold a fall of more than a tenth. Any change of length brings a smaller one."""
     fallen = {
         name: f"{KEPT[name][counter]} -> {now[name][counter]}"
         for name in KEPT
