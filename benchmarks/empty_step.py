@@ -1,18 +1,26 @@
 """What core itself costs: one step of five stages over engines that do nothing, 2, 64
 and 1,024 of them, inline.
 
-    python benchmarks/empty_step.py [--repeats 20]
+    python benchmarks/empty_step.py [--repeats 20] [--against FOLDER]
 
 The stages: complete (a forward for one column), train (one optimizer step), offload,
 onload, push. Every rank has one sequence of one token. Goal: at most 5 ms at 2 workers
 and 50 ms at 1,024.
+
+With --against, the core of another checkout runs the same steps by turns with this one,
+in processes of their own. Printed is the ratio of processor time, ours over theirs: the
+median over the rounds, and that of the lowest times.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
+import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -46,6 +54,9 @@ from coupler.worker.spec import WorkerSpec
 
 HERE = Path(__file__).resolve()
 LOGPROBS = (Output("logprobs"),)
+# With --against: steps of each round, by number of workers.
+STEPS = {2: 300, 64: 30}
+PAIRS = 9
 
 
 class Idle(Engine):
@@ -127,10 +138,57 @@ async def measure(workers: int, repeats: int) -> list[float]:
     return seconds[1:]
 
 
+def processor_ms(steps: dict[int, int]) -> dict[int, float]:
+    """Return milliseconds of the processor for a step, by number of workers."""
+    found = {}
+    for workers, repeats in steps.items():
+        asyncio.run(measure(workers, 5))
+        start = time.process_time()
+        asyncio.run(measure(workers, repeats))
+        found[workers] = 1e3 * (time.process_time() - start) / repeats
+    return found
+
+
+def compare(other: Path) -> None:
+    """Run this core and another one by turns, and print the ratios of their times."""
+    roots, rounds = (HERE.parents[1], other.resolve()), []
+    for _ in range(PAIRS):
+        rounds.append([in_process(root) for root in roots])
+
+    print("workers  ours ms  theirs ms  median ratio  ratio of the lowest")
+    for workers in rounds[0][0]:
+        ours, theirs = ([turn[side][workers] for turn in rounds] for side in (0, 1))
+        median = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+        print(
+            f"{workers:>7}  {min(ours):7.3f}  {min(theirs):9.3f}  {median:12.3f}  "
+            f"{min(ours) / min(theirs):19.3f}"
+        )
+
+
+def in_process(root: Path) -> dict[str, float]:
+    """Measure the core of a checkout, in a process of its own."""
+    code = (
+        f"import json, sys; sys.path.insert(0, {str(HERE.parent)!r}); import empty_step; "
+        f"print(json.dumps(empty_step.processor_ms({STEPS})))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(root / "packages" / "core" / "src")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--against", type=Path, help="another checkout")
     arguments = parser.parse_args()
+    if arguments.against:
+        compare(arguments.against)
+        return
     print("workers  median ms  worst ms")
     for workers in (2, 64, 1024):
         found = sorted(1e3 * s for s in asyncio.run(measure(workers, arguments.repeats)))

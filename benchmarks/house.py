@@ -1,8 +1,8 @@
 """Count how core's folders and files import each other.
 
-``python benchmarks/house.py`` prints how many entries stand at the top of core, how many
-arrows of imports there are between them, on how many floors they stand (the longest
-chain of imports), and how many entries are part of a cycle. ``--root FOLDER`` counts
+``python benchmarks/house.py`` prints how many entries stand at the top of core, how
+many arrows of imports there are between them, on how many floors they stand (the
+longest chain of imports), and how many arrows close a cycle. ``--root FOLDER`` counts
 another checkout, for example one unpacked from ``git archive``.
 
 Imports for type checkers count, imports of third parties do not.
