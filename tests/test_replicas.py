@@ -94,11 +94,11 @@ def test_a_killed_replica_s_requests_go_elsewhere_and_it_comes_back(
         want = await asyncio.gather(*map(group.generate, REQUESTS))
         running = [asyncio.ensure_future(group.generate(request)) for request in REQUESTS]
         await asyncio.sleep(0.3)
-        assert all(group.outstanding)
+        assert all(group.router.outstanding)
         first = pid(group, 0)
         os.kill(first, signal.SIGKILL)
         assert await asyncio.gather(*running) == want
-        assert (group.dead, group.outstanding) == ({0}, [0, 0])
+        assert (group.dead, group.router.outstanding) == ({0}, [0, 0])
         await edge.sync(1)
         assert (group.dead, group.num_receivers) == (set(), 2)
         assert pid(group, 0) != first

@@ -22,6 +22,7 @@ from coupler.errors import WaitTimeout, WorkerDied
 from coupler.executors import Local
 from coupler.executors.waits import Waits
 from coupler.interfaces import Completion, Request
+from coupler.loop.routing import Router
 from coupler.loop.sampler import Scorer
 from coupler.rewards import Scored
 
@@ -252,12 +253,7 @@ def test_a_heartbeat_names_the_prompts_that_are_outstanding() -> None:
 
     class Parts:  # rollouts, rewards and codec
         executor = SimpleNamespace(waits=waits)
-
-        def keeps_whole(self, groups: int) -> bool:
-            return groups < 2
-
-        def end(self, session: str) -> None:
-            assert not session
+        router = Router(2)
 
         async def generate(self, request: Request) -> Completion:
             await asyncio.sleep(0.001 * (len(request.prompt) > 1))

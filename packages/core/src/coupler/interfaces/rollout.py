@@ -56,7 +56,8 @@ class Request:
     Attributes:
         temperature: 0 samples greedily.
         stop: token ids that end the completion. The stop token is part of it.
-        session: requests of one session go to one replica, whose prefix cache is warm.
+        session: requests of one session go to one replica, whose prefix cache is warm,
+            while that replica is not overloaded.
         routed_experts: whether to return the experts of every token, by capability
             ``output:routed_experts``.
         top_p: sample among the fewest tokens whose probabilities add up to this, by

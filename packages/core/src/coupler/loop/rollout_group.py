@@ -21,15 +21,13 @@ from coupler.interfaces import (
     SyncReceipt,
     WeightUpdate,
 )
+from coupler.loop.routing import Router
 from coupler.system.log import get_logger
 from coupler.worker.replica import RolloutSpec
 
 log = get_logger(__name__)
 
 FINISHES = get_args(Finish)
-# A replica may get this many times the mean load, so that the samples of one prompt
-# share its prefix cache.
-FULLER = 1.125
 # A replica that dies more often in a run has a cause that no restart mends.
 MAX_RESTARTS = 3
 
@@ -60,10 +58,10 @@ def _continued(done: Completion, more: Completion) -> Completion:
 
 
 class RolloutGroup:
-    """Routes requests to the replica with the fewest outstanding tokens.
+    """Shares requests among replicas, as its :class:`Router` chooses.
 
-    A session keeps the replica it got. Requests of a dead replica go to another one.
-    :meth:`revive` starts it again, in time for the next weights.
+    Requests of a dead replica go to another one. :meth:`revive` starts it again, in
+    time for the next weights.
     """
 
     def __init__(
@@ -79,12 +77,11 @@ class RolloutGroup:
         ]
 
         self.num_workers = [0] * len(ranks)
-        self.outstanding = [0] * len(ranks)
+        self.router = Router(len(ranks))
         self.restarts = [0] * len(ranks)
         self.dead: set[int] = set()
         # how the last dead replica ended
         self.cause = ""
-        self.sessions: dict[str, int] = {}
         self.pauses = 0
 
     @property
@@ -145,6 +142,7 @@ class RolloutGroup:
             ReplicaDied: a replica died. No replica is being updated any more, and some
                 may hold half of the weights.
         """
+        self.router.forget_caches()
         running = [asyncio.ensure_future(self._update(i, update)) for i in self._living()]
         try:
             await asyncio.wait(running)
@@ -274,39 +272,17 @@ class RolloutGroup:
     async def _sample(self, request: Request) -> Completion:
         """Sample on one replica, and from the start on another one if that one dies."""
         while True:
-            index = self._route(request)
-            cost = len(request.prompt) + request.max_tokens
-            self.outstanding[index] += cost
+            living = self._living()
+            if not living:
+                raise self._extinct()
+            index, cost = self.router.start(request, living)
             answer = None
             try:
                 answer = await self._call(index, "generate", request)
             finally:
-                self.outstanding[index] -= cost
+                self.router.finish(request, index, cost, answer)
 
             if not isinstance(answer, ReplicaDied):
                 return replace(answer, replica=index)
             if not self._living():
                 raise answer
-
-    def keeps_whole(self, groups: int) -> bool:
-        """Return whether this many equal groups of requests load the replicas evenly
-        enough if each group goes to one replica.
-        """
-        count = len(self.replicas)
-        return -(-groups // count) * count <= FULLER * groups
-
-    def end(self, session: str) -> None:
-        """Forget a session, which sends no further request."""
-        self.sessions.pop(session, None)
-
-    def _route(self, request: Request) -> int:
-        kept = self.sessions.get(request.session) if request.session else None
-        if kept is not None and kept not in self.dead:
-            return kept
-        living = self._living()
-        if not living:
-            raise self._extinct()
-        lightest = min(living, key=self.outstanding.__getitem__)
-        if request.session:
-            self.sessions[request.session] = lightest
-        return lightest

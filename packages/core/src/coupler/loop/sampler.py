@@ -73,7 +73,10 @@ class Scorer:
                 to load all replicas evenly, a call's completions come from one replica,
                 which computes the prompt once.
         """
-        session = f"group {next(self.names)}" if self.rollouts.keeps_whole(groups) else ""
+        router, session = self.rollouts.router, ""
+        if router.keeps_whole(groups):
+            session = f"group {next(self.names)}"
+            router.begin(session)
         first = Request(
             prompt.ids, max_tokens, temperature, self.stop, 0, session, routed_experts, top_p
         )
@@ -83,7 +86,7 @@ class Scorer:
                 *(self._one(prompt, replace(first, seed=seed)) for seed in seeds)
             )
         finally:
-            self.rollouts.end(session)
+            router.end(session)
         return [scored for scored in found if scored]
 
     async def _one(self, prompt: Prompt, request: Request) -> ScoredCompletion | None:
@@ -210,12 +213,12 @@ class Sampler:
 
     def metrics(self) -> Metrics:
         """Return metrics of everything sampled since the last call, rejected groups
-        included.
+        included, and of how requests were shared among replicas.
         """
         # sorted, so that rounding does not depend on the order of arrival
         merged = merge(self.seen[number] for number in sorted(self.seen))
         self.seen = {}
-        return merged
+        return merged | self.scorer.rollouts.router.metrics()
 
 
 def pack(
