@@ -276,11 +276,12 @@ class RolloutGroup:
             if not living:
                 raise self._extinct()
             index, cost = self.router.start(request, living)
-            answer = None
             try:
                 answer = await self._call(index, "generate", request)
-            finally:
-                self.router.finish(request, index, cost, answer)
+            except BaseException:
+                self.router.finish(request, index, cost, None)
+                raise
+            self.router.finish(request, index, cost, answer)
 
             if not isinstance(answer, ReplicaDied):
                 return replace(answer, replica=index)
