@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -11,11 +13,11 @@ import sympy
 
 from coupler.config.schema import DataConfig
 from coupler.data import Row, fingerprint, load_rows
-from coupler.data.reasoning_gym import literal
-from coupler.errors import DataError
-from coupler.rewards import Graded, check_reward
+from coupler.data.reasoning_gym import library, literal
+from coupler.errors import CouplerError, DataError
+from coupler.rewards import Graded, Invalid, Limits, check_reward
 from coupler.rewards.reasoning_gym import Exact, LastNumber, Score, _guard, last_answer
-from coupler.rewards.verifiers import EVALUATORS, expression
+from coupler.rewards.verifiers import EVALUATORS, check_safe, evaluates, expression
 
 SOURCE = "coupler.data.reasoning_gym:rows"
 
@@ -49,6 +51,12 @@ def test_the_verifier_in_another_process_knows_the_entry() -> None:
     samples = [(text, "", extra) for row, extra in plain for text in (row.answer, "no idea")]
     scored = check_reward("coupler.rewards.reasoning_gym:Exact", samples, 60.0)
     assert [s.result for s in scored] == [1.0, 0.0] * len(found)
+
+
+def test_an_entry_with_a_fraction_can_be_written_down() -> None:
+    (row,) = rows("gsm_symbolic", size=1, seed=298)
+    assert "Fraction" not in json.dumps(row.extra)
+    assert Score()(row.answer, row.extra) == Graded(1.0, row.answer)
 
 
 def test_partial_credit_is_only_in_score() -> None:
@@ -168,3 +176,93 @@ def test_the_last_tags_are_found_in_bounded_time() -> None:
     assert last_answer("<answer>" * 200_000) == "<answer>" * 200_000
     assert last_answer("a<answer>1</answer><answer>2<answer>3</answer><answer>4") == "2<answer>3"
     assert time.monotonic() - start < 20
+
+
+# Runs in an interpreter of its own, where nothing takes the place of an evaluator.
+ORIGINAL = """
+import ast, json, sys
+from coupler.data.reasoning_gym import create
+scores = []
+for task, config, entry, text in json.load(sys.stdin):
+    verifier = create(task, {"size": 1, "seed": 0, **config})
+    try:
+        scores.append(float(verifier.score_answer(text, ast.literal_eval(entry))))
+    except Exception:  # two of them raise where a text is no answer
+        scores.append(0.0)
+print("scores:", json.dumps(scores))
+"""
+
+
+def test_every_task_scores_a_benign_answer_as_its_own_verifier_does() -> None:
+    tasks = sorted(set(library().factory.DATASETS) - {"composite"})
+    assert len(tasks) >= 105
+    cases = []
+    for task in tasks:
+        (row,) = rows(task, size=1, seed=11)
+        answers = [row.answer, f"{row.answer}7", "no idea", "0", "1 2 3", "[[1, 2], [3, 4]]"]
+        cases += [(task, row.extra, text.strip()) for text in answers]
+
+    given = [[task, extra["task_config"], extra["entry"], text] for task, extra, text in cases]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", ORIGINAL],
+        input=json.dumps(given), capture_output=True, text=True, timeout=300, check=True,
+    )  # fmt: skip
+    expected = json.loads(done.stdout.rpartition("scores:")[2])
+
+    samples = [(text, "", json.loads(json.dumps(extra))) for _, extra, text in cases]
+    scored = check_reward("coupler.rewards.reasoning_gym:Score", samples, 60.0)
+    assert not [
+        (task, text, before, now.result)
+        for (task, _, text), before, now in zip(cases, expected, scored, strict=True)
+        if now.result != before
+    ]
+    # Six tasks have several right answers, or a verifier that none satisfies in full.
+    assert expected[:: len(answers)].count(1.0) >= len(tasks) - 6
+
+
+def test_no_task_evaluates_without_a_parser() -> None:
+    """A release of reasoning-gym with another such task is refused, not trusted."""
+    kinds = {name: kind for name, (kind, _) in library().factory.DATASETS.items()}
+    for name, kind in kinds.items():
+        check_safe(name, kind)
+    assert [name for name, kind in sorted(kinds.items()) if evaluates(kind)] == EVALUATING
+
+
+class Evaluating:
+    """Stands for a verifier that nobody has looked at."""
+
+    def score_answer(self, answer: str, entry: object) -> float:
+        return self.read(answer)
+
+    def read(self, answer: str) -> float:
+        return float(eval(answer))
+
+
+def test_a_verifier_that_evaluates_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Evaluating, "__module__", "reasoning_gym.new")
+    monkeypatch.setitem(sys.modules, "reasoning_gym.new", sys.modules[__name__])
+    with pytest.raises(CouplerError, match=r"(?s)task new calls eval\(\).*another task"):
+        check_safe("new", Evaluating)
+
+
+@pytest.mark.parametrize("sandbox", ["auto", "off"])
+def test_a_verifier_that_hangs_in_c_ends_within_its_seconds(sandbox: str, tmp_path: Path) -> None:
+    (tmp_path / "hanging.py").write_text(
+        "import itertools\n"
+        "from coupler.rewards.reasoning_gym import Score, _limited\n"
+        "class Hangs(Score):\n"
+        "    def __call__(self, completion, row):\n"
+        "        with _limited():\n"
+        "            return 1.0 if completion == 'fine' else sum(itertools.repeat(0))\n"
+    )
+    samples = [(text, "", {}) for text in ("fine", "hangs", "fine")]
+    start = time.monotonic()
+    scored = check_reward(
+        f"{tmp_path / 'hanging.py'}:Hangs", samples, 60.0, Limits(sandbox=sandbox)
+    )
+    assert [s.result for s in scored] == [
+        1.0,
+        Invalid("its process took more than its time of the processor"),
+        1.0,
+    ]
+    assert time.monotonic() - start < 120

@@ -16,7 +16,8 @@ import pytest
 
 from coupler.builtin.transports.disk import DiskTransport
 from coupler.interfaces import Rank
-from coupler.rewards.process import WorkerProcess
+from coupler.rewards import Limits, supervisor
+from coupler.rewards.process import Mode, WorkerProcess
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted(
@@ -234,14 +235,16 @@ def test_a_reward_process_has_pipes_and_no_file_or_port(tmp_path: Path) -> None:
         "def score(completion):\n"
         "    return len(os.read(0, 9)) + (os.fstat(1).st_ino != os.fstat(2).st_ino)\n"
     )
-    worker = WorkerProcess(f"{tmp_path}/reward.py:score")
+    worker = WorkerProcess(f"{tmp_path}/reward.py:score", Limits(), Mode.OFF)
     try:
         worker.wait_ready("reward")
-        kinds = {
-            os.readlink(path).partition(":")[0]
-            for path in Path(f"/proc/{worker.process.pid}/fd").iterdir()
-        }
-        assert kinds <= {"pipe", "/dev/null"}
+        (process,) = supervisor.below(worker.process.pid, supervisor.processes())
+        # The supervisor has a socket without a name, too.
+        for pid, more in ((process, set[str]()), (worker.process.pid, {"socket"})):
+            kinds = {
+                os.readlink(path).partition(":")[0] for path in Path(f"/proc/{pid}/fd").iterdir()
+            }
+            assert kinds <= {"pipe", "/dev/null"} | more
         assert all(stat.S_ISFIFO(os.fstat(fd).st_mode) for fd in (worker.stdin, worker.stdout))
         worker.send(b'[["x", "", {}]]\n', 10)
         assert json.loads(worker.receive(10)[0])[0] == 0

@@ -1,17 +1,21 @@
 """Answers that a verifier might execute, choke on, or never finish.
 
 Each case wraps one payload as one task of reasoning-gym expects its answers, and has it
-scored in a worker process, as in a run. A case comes through if the text was executed,
-if something was tried that only text can have asked for, or if the call took longer
-than its limit.
+scored in a worker process, as in a run. Every task that ships is tried. A case comes
+through if the text was executed, if something was tried that only text can have asked
+for, if its process died, or if the call took longer than the limit that ends it.
+
+``COUPLER_FAULT_SANDBOX=off`` tries what is left where there is no sandbox.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,12 +24,15 @@ from tests.faults import run
 
 from coupler.data.reasoning_gym import library, rows
 from coupler.errors import DataError
-from coupler.rewards import Invalid, check_reward
-from coupler.rewards.reasoning_gym import Score
+from coupler.rewards import Invalid, Limits, check_reward
+from coupler.rewards.reasoning_gym import KILL_CPU_S, Score
 from coupler.rewards.verifiers import EVALUATORS
 
+# The time of the processor that ends a call is less: others may use this machine, too.
 LIMIT_S = 60.0
+SANDBOX = os.environ.get("COUPLER_FAULT_SANDBOX", "auto")
 WATCHED = ("os.system", "subprocess.Popen", "socket.connect", "os.exec", "os.posix_spawn")
+SIGNS = ("executed", "must not do", "was killed", "exited", "went on", f"than {LIMIT_S:g} s")
 seen: list[str] = []
 
 
@@ -38,9 +45,12 @@ class Watched(Score):
 
     def __call__(self, completion: str, row: Any) -> Any:
         seen.clear()
+        before = time.process_time()
         graded = super().__call__(completion, row)
         if seen:
             raise AssertionError(f"executed: {seen}")
+        if (took := time.process_time() - before) > KILL_CPU_S:
+            raise AssertionError(f"it went on for {took:.1f} s")
         return graded
 
 
@@ -107,8 +117,81 @@ def payload(stream: random.Random, canary: Path) -> str:
             '{"a":' * size + "1" + "}" * size,
             "∧".join("PQRSTUVW") * (size // 50 + 1),
             "¬" * size + "P",
+            *numbers(stream, size),
+            *structures(size),
         ]
     )
+
+
+def numbers(stream: random.Random, size: int) -> list[str]:
+    """Return numbers that are large, or take long to read."""
+    exponent = stream.choice(["400", "99999", "99999999", "999999999999"])
+    sign = stream.choice(["", "-", "+"])
+    return [
+        f"1e{sign}{exponent}",
+        f"{sign}1E{exponent}/7",
+        f"1/{sign}1e{exponent}",
+        f"10**{exponent}",
+        f"{exponent}!",
+        f"2^{exponent}",
+        f"1 << {exponent}",
+        f"0x{'f' * size}",
+        "1_" * size + "1",
+        "9" * size + "/" + "7" * size,
+        "0." + "0" * size + "1",
+        "sqrt(" * 45 + "2" + ")" * 45,
+        f"log(exp({exponent}))",
+        f"sin({exponent})**{exponent}",
+        "(x+1)**150*(x-1)**150*(x+2)**150",
+        "*".join(f"(x+{i})" for i in range(min(size, 400))),
+        "+".join(f"sin(x)**{i}*cos(x)**{i}" for i in range(2, min(size, 60))),
+        "Integral(exp(sin(x)**9)*log(cos(x)), x)",
+        "atan(tan(x**sin(x)**cos(x)))" * 3,
+        "\uff11\uff12\uff13",
+        "\u0661\u0662/\u0663",
+        "\u221e",
+        "1/0",
+        "0**-1",
+        "zoo",
+        "oo*0",
+    ]
+
+
+def structures(size: int) -> list[str]:
+    """Return lists, grids and texts that are large, or take long to compare."""
+    return [
+        f"[0] * {10**9}",
+        f"'a' * {10**10}",
+        f"list(range({10**9}))",
+        "[" + "[0,0]," * size + "]",
+        "{" + "'a':1," * size + "}",
+        "(" + "1," * size + ")",
+        "\n".join("1 2 3" for _ in range(size)),
+        "\n".join("Q _ _ Q" for _ in range(min(size, 3000))),
+        "A->B " * size,
+        "a b " * size,
+        "a,b," * size,
+        "ab" * size,
+        "word " * size,
+        "()" * size,
+        "Move disk 1 from Peg 1 to Peg 2\n" * size,
+        "e2e4 " * size,
+        "\u0130" * size,
+        "\U0001f389" * size,
+        "\u202e\u0301" * size,
+        "a" * 30 + "\\" * size,
+        "%s" * size + "{0.__class__.__init__.__globals__}",
+        "$(touch x) `touch x`; import os",
+        "null",
+        '{"a": NaN, "b": 1e999, "a": []}',
+        '["' + "a" * size + '"]',
+        "[[" + "0," * size + "0]]",
+        "True",
+        "None",
+        "...",
+        "-",
+        "",
+    ]
 
 
 def wrapped(stream: random.Random, text: str, right: str) -> str:
@@ -139,7 +222,7 @@ def check(seed: int, cases: int) -> Iterator[str]:
     tasks = sorted(set(library().factory.DATASETS) - {"composite"})
 
     # Every second case goes to a task whose own verifier evaluates answers.
-    chosen = dict.fromkeys(stream.sample(tasks, min(len(tasks), max(3, cases // 20))), 0)
+    chosen = dict.fromkeys(stream.sample(tasks, min(len(tasks), max(3, cases // 10))), 0)
     chosen |= dict.fromkeys(evaluating, 0)
     with tempfile.TemporaryDirectory() as folder:
         canary = Path(folder) / "canary"
@@ -157,11 +240,16 @@ def check(seed: int, cases: int) -> Iterator[str]:
             text = wrapped(stream, payload(stream, canary), fact["answer"])
             samples.append((text, fact["answer"], json.loads(json.dumps(fact))))
 
-        scored = check_reward("tests.faults.answers:Watched", samples, LIMIT_S)
+        stopped = 0
+        scored = check_reward(
+            "tests.faults.answers:Watched", samples, LIMIT_S, Limits(sandbox=SANDBOX)
+        )
         for (text, _, fact), result in zip(samples, scored, strict=True):
             reason = result.result.reason if isinstance(result.result, Invalid) else ""
-            if any(sign in reason for sign in ("executed", "must not do", "its process", "longer")):
+            if any(sign in reason for sign in SIGNS):
                 yield f"{fact['task']}: {reason} on {text[:80]!r}"
+            stopped += "longer" in reason or "more than its time" in reason
+        print(f"{stopped} of {cases} verifiers were stopped by their limit of time")
         if canary.exists():
             yield "an answer was executed: it left its file behind"
 

@@ -6,6 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,11 +19,13 @@ import pytest
 
 from coupler.errors import ConfigError, CouplerError, DataError, RewardError
 from coupler.metrics import values
-from coupler.rewards import Invalid, RewardPool, check_reward
+from coupler.rewards import Invalid, Limits, RewardPool, check_reward, sandbox
 
 REWARDS = """
 import ctypes, math, os, signal, subprocess, sys, time
 from coupler.rewards import Graded, Invalid
+
+NAP = "76543.21"
 
 def length(completion): return len(completion)
 def keywords(completion, answer, row, prompt):
@@ -55,6 +60,46 @@ def odd(completion):
             signal.signal(signal.SIGALRM, lambda *_: None); signal.alarm(1); signal.alarm(0)
             return 1.0
         case "child": subprocess.run(["sleep", "1000"])
+        case "daemon":
+            if not os.fork():
+                os.setsid()
+                if os.fork(): os._exit(0)
+                os.execv("/bin/sleep", ["sleep", NAP])
+            return 1.0
+        case "daemon and parent":
+            child = subprocess.Popen(["sleep", NAP], start_new_session=True)
+            os.kill(os.getppid(), signal.SIGKILL); time.sleep(1000)
+        case "junk":
+            for fd in range(3, 20):
+                try: os.write(fd, b"[1.0, '', 0.0, '', null]\\n")
+                except OSError: continue
+            return 1.0
+        case "late exit":
+            import threading
+            threading.Thread(target=lambda: (time.sleep(0.05), os._exit(5))).start()
+            return 1.0
+        case "slow": time.sleep(0.3); return 1.0
+        case "fork": os.fork(); return 1.0
+        case "stop": os.kill(os.getpid(), signal.SIGSTOP)
+        case "memory":
+            kept = [bytearray(1 << 20) for _ in range(4000)]
+            for block in kept: block[::4096] = b"x" * 256
+            time.sleep(1000)
+        case "threads":
+            import threading
+            for _ in range(60): threading.Thread(target=time.sleep, args=(1000,)).start()
+            time.sleep(1000)
+        case "flood":
+            for _ in range(200): os.write(2, b"x" * (1 << 20))
+            return 1.0
+        case "beyond": return 1e39
+        case "huge": return 10**400
+        case "sly":
+            class Sly(Exception):
+                def __str__(self): raise KeyboardInterrupt
+            raise Sly
+        case "surrogate": return Graded(1.0, "\\ud800")
+        case "long": return Graded(1.0, "x" * 10**7)
     return float(completion)
 
 def no_completion(text, answer): return 0
@@ -74,9 +119,13 @@ def rewards(tmp_path: Path) -> str:
 
 @contextmanager
 def running(
-    target: str, workers: int = 1, timeout_s: float = 20.0, limit: float = 1.0
+    target: str,
+    workers: int = 1,
+    timeout_s: float = 20.0,
+    limit: float = 1.0,
+    limits: Limits | None = None,
 ) -> Iterator[RewardPool]:
-    pool = RewardPool(target, workers, timeout_s, limit)
+    pool = RewardPool(target, workers, timeout_s, limit, limits)
     pool.start()
     try:
         yield pool
@@ -125,6 +174,9 @@ def test_functions_get_the_keywords_they_take(rewards: str) -> None:
         ("text", "returned a str, not a number"),
         ("list", "returned a list, not a number"),
         ("invalid", "not judged"),
+        ("beyond", "returned 1e+39, which is beyond float32"),
+        ("huge", "returned a number beyond float32"),
+        ("sly", "(its text cannot be had: KeyboardInterrupt)"),
     ],
 )
 def test_what_is_no_finite_number_is_invalid_and_never_zero(
@@ -299,6 +351,189 @@ def test_a_reward_that_breaks_while_it_is_restarted_fails_every_call(rewards: st
         Path(rewards).write_text("import no_such_module")
         with pytest.raises(CouplerError, match="no_such_module"):
             scores(pool, ["die", "1", "2"])
+
+
+NAP = b"76543.21"
+
+
+def naps() -> list[str]:
+    """Processes that a reward started, wherever they are."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if NAP in path.read_bytes():
+                found.append(path.parent.name)
+        except OSError:
+            continue
+    return found
+
+
+def wait_for(what: object, seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not what() and time.monotonic() < end:  # type: ignore[operator]
+        time.sleep(0.05)
+    assert what()  # type: ignore[operator]
+
+
+def test_a_process_with_a_session_of_its_own_ends_with_the_pool(rewards: str) -> None:
+    with running(f"{rewards}:odd") as pool:
+        assert scores(pool, ["daemon", "1"]) == [1.0, 1.0]
+        wait_for(naps)
+    assert not naps()
+
+
+def test_a_reward_that_kills_what_watches_it_leaves_nothing(rewards: str) -> None:
+    with running(f"{rewards}:odd") as pool:
+        assert scores(pool, ["1", "daemon and parent", "2"]) == [
+            1.0,
+            Invalid("its process killed the process that watches it"),
+            2.0,
+        ]
+    assert not naps()
+
+
+def test_a_killed_trainer_leaves_no_reward_process(rewards: str) -> None:
+    code = (
+        "import asyncio, time\n"
+        "from coupler.rewards import RewardPool\n"
+        f"pool = RewardPool({f'{rewards}:odd'!r}, 2, 20.0, 1.0)\n"
+        "pool.start()\n"
+        "asyncio.run(pool.score('daemon', 'a', {}))\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(1000)\n"
+    )
+    trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert trainer.stdout
+    assert trainer.stdout.readline() == b"ready\n"
+    wait_for(naps)
+    trainer.send_signal(signal.SIGKILL)
+    trainer.wait(10)
+    wait_for(lambda: not naps())
+
+
+def test_what_a_reward_writes_into_the_pipe_of_answers_is_no_answer(rewards: str) -> None:
+    with running(f"{rewards}:odd") as pool:
+        assert scores(pool, ["7", "junk", "2", "3"]) == [
+            7.0,
+            Invalid("its process wrote into the pipe of its answers"),
+            2.0,
+            3.0,
+        ]
+
+
+def test_a_call_gets_a_second_try_where_an_earlier_one_ended_the_process(rewards: str) -> None:
+    with running(f"{rewards}:odd") as pool:
+        assert scores(pool, ["1", "late exit", "slow", "2"]) == [1.0, 1.0, 1.0, 2.0]
+
+
+def test_a_call_that_forks_answers_once(rewards: str) -> None:
+    with running(f"{rewards}:odd") as pool:
+        assert scores(pool, ["fork", "2", "fork", "3", "4"]) == [1.0, 2.0, 1.0, 3.0, 4.0]
+
+
+def test_a_reward_process_stays_within_its_memory_and_processes(rewards: str) -> None:
+    limits = Limits(max_memory_gib=0.25, max_processes=40)
+    with running(f"{rewards}:odd", limits=limits) as pool:
+        first, memory, threads, last = scores(pool, ["1", "memory", "threads", "2"])
+    assert (first, last) == (1.0, 2.0)
+    assert isinstance(memory, Invalid)
+    assert isinstance(threads, Invalid)
+    assert "GiB of memory, above its limit" in memory.reason
+    assert "processes and threads, above its limit" in threads.reason
+
+
+def test_output_without_end_is_cut(rewards: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with running(f"{rewards}:odd") as pool:
+        assert scores(pool, ["flood", "1"]) == [1.0, 1.0]
+    written = capsys.readouterr().err
+    assert len(written) < 4 << 20
+    assert "bytes of this reward's output are left out" in written
+
+
+def test_an_answer_is_bounded_and_can_be_written(rewards: str) -> None:
+    texts = [("long", "a", ROW), ("surrogate", "a", ROW)]
+    long, odd = [s.answer or "" for s in check_reward(f"{rewards}:odd", texts, 20.0)]
+    assert len(long) == 65_536
+    assert odd == "?"
+
+
+SANDBOXED = """
+import os, socket
+class Curious:
+    sandbox = True
+    def __call__(self, completion):
+        match completion:
+            case "write": open("THERE", "w")
+            case "secret": return float("A_SECRET" in os.environ)
+            case "net": socket.create_connection(("127.0.0.1", 1), 2)
+            case "processes": return sum(name.isdigit() for name in os.listdir("/proc"))
+            case "temporary": open("/tmp/x", "w").write("x")
+        return 1.0
+def plain(completion): return float("A_SECRET" in os.environ)
+"""
+
+
+@pytest.fixture
+def curious(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("A_SECRET", "x")
+    path = tmp_path / "curious.py"
+    path.write_text(SANDBOXED.replace("THERE", str(tmp_path / "there")))
+    return str(path)
+
+
+needs_sandbox = pytest.mark.skipif(bool(sandbox.why_none()), reason=sandbox.why_none())
+
+
+@needs_sandbox
+def test_a_reward_that_asks_for_it_runs_in_the_sandbox(curious: str, tmp_path: Path) -> None:
+    with running(f"{curious}:Curious") as pool:
+        write, secret, net, processes, temporary = scores(
+            pool, ["write", "secret", "net", "processes", "temporary"]
+        )
+    assert isinstance(write, Invalid)
+    assert "Read-only file system" in write.reason
+    assert isinstance(net, Invalid)
+    assert (secret, temporary) == (0.0, 1.0)
+    assert isinstance(processes, float)
+    assert processes < 5
+    assert not (tmp_path / "there").exists()
+
+
+@needs_sandbox
+def test_every_reward_runs_in_the_sandbox_where_it_is_required(curious: str) -> None:
+    for mode, secret in (("require", 0.0), ("auto", 1.0), ("off", 1.0)):
+        with running(f"{curious}:plain", limits=Limits(sandbox=mode)) as pool:
+            assert scores(pool, ["x"]) == [secret]
+    with running(f"{curious}:Curious", limits=Limits(sandbox="off")) as pool:
+        assert scores(pool, ["secret"]) == [1.0]
+
+
+def test_a_machine_without_a_sandbox_is_told_once_or_refused(
+    curious: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sandbox, "why_none", lambda: "bwrap is not installed")
+    with running(f"{curious}:Curious", workers=2) as pool:
+        assert scores(pool, ["secret"]) == [1.0]
+    said = [r.getMessage() for r in caplog.records if "sandbox" in r.getMessage()]
+    assert len(said) == 1
+    assert "bwrap is not installed. apt-get install bubblewrap brings it" in said[0]
+    with pytest.raises(ConfigError, match=r"reward\.sandbox=require: .*not installed"):
+        RewardPool(f"{curious}:plain", 1, 5.0, 0.01, Limits(sandbox="require")).start()
+
+
+def test_a_bwrap_that_fails_or_hangs_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    bwrap = tmp_path / "bwrap"
+    for script, why in (
+        ("echo bwrap: no permissions >&2; exit 1", "bwrap fails: bwrap: no permissions"),
+        ("exec sleep 1000", "bwrap did not start Python within 2 s"),
+    ):
+        bwrap.write_text(f"#!/bin/sh\n{script}\n")
+        bwrap.chmod(0o755)
+        monkeypatch.setattr(sandbox, "version", lambda: "bubblewrap 0.8.0")
+        assert sandbox.why_none.__wrapped__() == why
 
 
 def test_close_ends_the_processes_and_what_they_do(rewards: str) -> None:

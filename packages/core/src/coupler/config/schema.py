@@ -22,6 +22,14 @@ class Job(StrEnum):
     EVAL = "eval"
 
 
+class Sandbox(StrEnum):
+    """When rewards run in a sandbox."""
+
+    AUTO = "auto"
+    REQUIRE = "require"
+    OFF = "off"
+
+
 # The sections that each job needs.
 JOBS = {
     Job.TRAIN: ("engine", "rollout", "algorithm"),
@@ -111,6 +119,15 @@ class RewardConfig:
     max_invalid_fraction: float = no_effect(0.01, ge=0, le=1)
     """The run stops when more than this share of reward calls is invalid, and at least
     5 of them are."""
+    sandbox: Sandbox = field(default=Sandbox.AUTO, metadata=NO_EFFECT)
+    """"auto" runs a reward that asks for the sandbox (bubblewrap) in it where there is
+    one, "require" runs every reward in it or refuses to start, "off" uses none."""
+    max_memory_gib: float = no_effect(0.0, ge=0)
+    """Resident memory, in GiB, that one reward process and what it started may have
+    together; 0 stands for half of the machine's. Above it they are killed."""
+    max_processes: int = no_effect(2000, ge=1)
+    """Processes and threads that one reward process may have, itself included; above
+    this number they are killed."""
 
 
 @dataclass

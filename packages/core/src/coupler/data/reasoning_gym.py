@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from difflib import get_close_matches
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ def rows(task: str, size: int, seed: int, **task_config: Any) -> Iterator[dict[s
     """
     dataset = create(task, {"size": size, "seed": seed, **task_config})
     for index in range(size):
-        entry = _without_numpy(dataset[index])
+        entry = _plain(dataset[index])
         yield {
             "prompt": entry["question"],
             "answer": entry["answer"] or "",
@@ -89,12 +90,15 @@ def literal(entry: dict[str, Any], task: str, index: int) -> str:
     return text
 
 
-def _without_numpy(value: Any) -> Any:
+def _plain(value: Any) -> Any:
     match value:
         case dict():
-            return {_without_numpy(k): _without_numpy(v) for k, v in value.items()}
+            return {_plain(k): _plain(v) for k, v in value.items()}
         case list() | tuple() | set():
-            return type(value)(_without_numpy(v) for v in value)
+            return type(value)(_plain(v) for v in value)
         case np.generic():
             return value.item()
+        # Facts that gsm_symbolic keeps beside the answer.
+        case Fraction():
+            return str(value)
     return value

@@ -19,6 +19,7 @@ from packaging.specifiers import SpecifierSet
 
 from coupler.plugins.finding import Finding, ok, problem, warning
 from coupler.plugins.manager import CORE
+from coupler.rewards import sandbox
 
 GIB = 1 << 30
 # NCCL and Ray fail below the first, and are slow below the second.
@@ -116,6 +117,17 @@ def hostname() -> Iterator[Finding]:
         yield problem("host name", f"{name} has no address: {answer[2:]}", fix)
     else:
         yield ok("host name", f"{name} is {answer}")
+
+
+def sandboxes() -> Iterator[Finding]:
+    """Say in which sandbox verifiers run that are not the user's own."""
+    if why := sandbox.why_none():
+        yield warning(
+            "sandbox",
+            f"none: {why}. The verifiers of reasoning-gym run without one; {sandbox.FIX}",
+        )
+    else:
+        yield ok("sandbox", sandbox.version())
 
 
 def disk(run_dir: Path, needed_bytes: int = DISK_MIN_BYTES) -> Iterator[Finding]:

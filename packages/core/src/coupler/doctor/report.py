@@ -20,6 +20,7 @@ def diagnose(plugins: Plugins, config: RunConfig | None) -> Iterator[Finding]:
     yield from host.hostname()
     yield from host.ports()
     yield from host.shared_memory()
+    yield from host.sandboxes()
     yield from devices.devices()
 
     yield from packages.plugins_load(plugins)

@@ -19,7 +19,7 @@ from coupler.doctor.host import DISK_MIN_BYTES, disk
 from coupler.errors import CouplerError
 from coupler.interfaces import Model
 from coupler.plugins.finding import Finding, first_line, from_error, ok, problem, warning
-from coupler.rewards import Invalid, check_reward
+from coupler.rewards import Invalid, Limits, check_reward
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 NUM_SAMPLES, MAX_ENCODED = 2, 1000
@@ -160,7 +160,8 @@ def reward(config: RewardConfig, source: DataConfig) -> Iterator[Finding]:
         rows = load_rows(source)[:NUM_SAMPLES]
         samples = [(row.answer, row.answer, row.as_mapping()) for row in rows]
         samples += [("", row.answer, row.as_mapping()) for row in rows]
-        scored = check_reward(config.target, samples, config.timeout_s)
+        limits = Limits(config.sandbox, config.max_memory_gib, config.max_processes)
+        scored = check_reward(config.target, samples, config.timeout_s, limits)
     except CouplerError as error:
         yield from_error("reward", error, fix)
         return

@@ -1,6 +1,7 @@
 """Run reward functions, named by import path, in worker processes that can die."""
 
 from coupler.rewards.pool import RewardPool, check_reward
+from coupler.rewards.process import Limits
 from coupler.rewards.result import Graded, Invalid, Scored
 
-__all__ = ["Graded", "Invalid", "RewardPool", "Scored", "check_reward"]
+__all__ = ["Graded", "Invalid", "Limits", "RewardPool", "Scored", "check_reward"]

@@ -17,8 +17,13 @@ from typing import Any
 
 from coupler.errors import ConfigError, CouplerError, DataError, RewardError
 from coupler.metrics import Metric, Metrics
-from coupler.rewards.process import START_S, WorkerDied, WorkerProcess
+from coupler.rewards import sandbox
+from coupler.rewards.process import START_S, Limits, Mode, WorkerDied, WorkerProcess
 from coupler.rewards.result import Invalid, Scored
+from coupler.rewards.value import FLOAT32_MAX
+from coupler.system.log import get_logger
+
+log = get_logger(__name__)
 
 # Fewer invalid calls than this never stop a run.
 MIN_INVALID = 5
@@ -30,11 +35,13 @@ MESSAGE_S = 0.005
 MESSAGE_CALLS = 64
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Call:
     # The call as JSON.
     request: str
     future: asyncio.Future[Scored]
+    # A process died while it had this call and had answered others.
+    retried: bool = False
 
     def settle(self, result: Scored | CouplerError) -> None:
         """Set the result. Runs in the thread of the event loop."""
@@ -53,7 +60,8 @@ class RewardPool:
     Each process has a thread here. The thread takes calls from one queue, sends a few
     at a time, and hands out their results in order. A call is ``Invalid`` if it has no
     answer after ``timeout_s`` seconds or if its process died. The process is then
-    replaced, and the calls behind that call go to the front of the queue.
+    replaced, and the calls behind that call go to the front of the queue. Where the
+    process died after it answered others, the call has a second try in another one.
 
     Example:
         ``pool = RewardPool("rewards.py:score", 2, 10.0, 0.01); pool.start(); await
@@ -61,7 +69,12 @@ class RewardPool:
     """
 
     def __init__(
-        self, target: str, num_workers: int, timeout_s: float, max_invalid_fraction: float
+        self,
+        target: str,
+        num_workers: int,
+        timeout_s: float,
+        max_invalid_fraction: float,
+        limits: Limits | None = None,
     ) -> None:
         if num_workers < 1 or timeout_s <= 0:
             raise ConfigError(
@@ -73,6 +86,8 @@ class RewardPool:
         self.num_workers = num_workers
         self.timeout_s = timeout_s
         self.max_invalid_fraction = max_invalid_fraction
+        self.limits = limits or Limits()
+        self._mode = Mode.OFF if self.limits.sandbox == "off" else Mode.ASK
 
         self.reasons: Counter[str] = Counter()
         self.first_detail = ""
@@ -91,8 +106,17 @@ class RewardPool:
         """Start the processes and import the reward in each.
 
         Raises:
-            CouplerError: the reward cannot be imported, or its signature does not fit.
+            CouplerError: the reward cannot be imported, or its signature does not fit,
+                or ``reward.sandbox=require`` finds no sandbox.
         """
+        if self.limits.sandbox == "require":
+            if why := sandbox.why_none():
+                raise ConfigError(
+                    f"reward.sandbox=require: there is no sandbox here: {why}.\n  try:  "
+                    f"{sandbox.FIX}, or reward.sandbox=auto"
+                )
+            self._mode = Mode.INSIDE
+
         started = [threading.Event() for _ in range(self.num_workers)]
         self._threads = [
             threading.Thread(target=self._serve, args=(s,), daemon=True) for s in started
@@ -227,14 +251,31 @@ class RewardPool:
                 process.kill()
 
     def _spawn(self) -> WorkerProcess:
-        process = WorkerProcess(self.target)
+        mode = self._mode
+        process = WorkerProcess(self.target, self.limits, mode)
         with self._changed:
             self._processes.add(process)
             if self._stopped:
                 process.terminate()
 
-        process.wait_ready(self.target)
+        wants_sandbox = process.wait_ready(self.target)
+        if mode is Mode.ASK and wants_sandbox:
+            self._seek_sandbox()
+            return self._replace(process)
         return process
+
+    def _seek_sandbox(self) -> None:
+        """Decide once where a reward runs that asks for the sandbox."""
+        with self._changed:
+            if self._mode is not Mode.ASK:
+                return
+            why = sandbox.why_none()
+            self._mode = Mode.MISSING if why else Mode.INSIDE
+        if why:
+            log.warning(
+                f"{self.target} asks for a sandbox, and runs without one: {why}. "
+                f"{sandbox.FIX} brings it; reward.sandbox=require refuses to run without."
+            )
 
     def _replace(self, process: WorkerProcess) -> WorkerProcess:
         process.kill()
@@ -268,10 +309,10 @@ class RewardPool:
         try:
             process.send(f"[{','.join(c.request for c in calls)}]\n".encode(), self.timeout_s)
             while unanswered:
-                done = [
-                    (unanswered.popleft(), _scored(line))
-                    for line in process.receive(self.timeout_s)
-                ]
+                scored = [_scored(line) for line in process.receive(self.timeout_s)]
+                if len(scored) > len(unanswered):
+                    raise WorkerDied("gave more answers than it had calls")
+                done = [(unanswered.popleft(), result) for result in scored]
                 _settle(done)
                 slowest = max(slowest, *(scored.seconds for _, scored in done))
 
@@ -286,8 +327,13 @@ class RewardPool:
             )
 
         except WorkerDied as died:
+            answered = process.answered
             process.kill()
-            self._blame(unanswered.popleft(), process, f"its process {died}")
+            # Something that an earlier call began may have ended the process.
+            if answered and not died.blame and not unanswered[0].retried:
+                unanswered[0].retried = True
+            else:
+                self._blame(unanswered.popleft(), process, f"its process {died}")
 
         finally:
             with self._changed:
@@ -310,7 +356,25 @@ class RewardPool:
 
 
 def _scored(line: bytes) -> Scored:
-    number, reason, seconds, trace, answer = json.loads(line)
+    """Read an answer.
+
+    Raises:
+        WorkerDied: it is none, so the process is of no more use.
+    """
+    try:
+        number, reason, seconds, trace, answer = json.loads(line)
+        if number is not None:
+            number = float(number)
+            # Also false for NaN.
+            if not abs(number) <= FLOAT32_MAX:
+                raise ValueError
+        seconds = max(0.0, float(seconds))
+        texts = [reason, trace, answer or ""]
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError
+    except (ValueError, TypeError, RecursionError):
+        raise WorkerDied("gave no answer of the kind that it must") from None
+
     result = Invalid(reason) if number is None else number
     return Scored(result=result, seconds=seconds, answer=answer, detail=trace)
 
@@ -329,7 +393,10 @@ def _settle(results: Sequence[tuple[_Call, Scored | CouplerError]]) -> None:
 
 
 def check_reward(
-    target: str, samples: Iterable[tuple[str, str, Mapping[str, Any]]], timeout_s: float
+    target: str,
+    samples: Iterable[tuple[str, str, Mapping[str, Any]]],
+    timeout_s: float,
+    limits: Limits | None = None,
 ) -> list[Scored]:
     """Score (completion, answer, row) ``samples`` in one worker process.
 
@@ -343,7 +410,7 @@ def check_reward(
     async def score_all() -> list[Scored]:
         return [await pool.call(*sample) for sample in samples]
 
-    pool = RewardPool(target, 1, timeout_s, 1.0)
+    pool = RewardPool(target, 1, timeout_s, 1.0, limits)
     pool.start()
 
     try:

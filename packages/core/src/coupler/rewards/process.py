@@ -1,47 +1,110 @@
-"""Exchange lines of JSON with one worker process, each wait with a deadline."""
+"""Exchange lines with one worker process, each wait with a deadline.
+
+A supervisor stands between: it ends the worker and all that this started when it is
+asked to, when a limit is exceeded, and when this process ends, however it ends.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import secrets
 import select
-import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
 
 from coupler.errors import CouplerError
+from coupler.rewards import sandbox, supervisor
 
 # The reward's module must be imported within this time.
 START_S = 120.0
+# A supervisor that takes longer to end its processes was itself stopped or killed.
+END_S = supervisor.END_S + 2
+MARK = "COUPLER_REWARD"
+# The longest answer, and the longest line of output that is shown as one.
+MAX_ANSWER, MAX_LINE = 2 << 20, 4096
+CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Say what a reward process may take, and whether it runs in the sandbox.
+
+    The fields are those options of ``reward`` that have the same names.
+    """
+
+    sandbox: str = "auto"
+    max_memory_gib: float = 0.0
+    max_processes: int = 2000
+
+    def words(self) -> list[str]:
+        """Return the limits as the supervisor takes them."""
+        memory = int(self.max_memory_gib * (1 << 30)) or machine_bytes() // 2
+        return [str(memory), str(self.max_processes)]
+
+
+class Mode(StrEnum):
+    """How a worker deals with a reward that asks for the sandbox."""
+
+    # It says so, and ends.
+    ASK = "ask"
+    # It is in the sandbox.
+    INSIDE = "inside"
+    # There is no sandbox, and it says so.
+    MISSING = "missing"
+    # The user wants none.
+    OFF = "off"
 
 
 class WorkerDied(Exception):
-    """Raised where the process ended. The text says how."""
+    """Raised where the process ended. The text says how.
+
+    ``blame`` is True where the call under way is certainly the reason.
+    """
+
+    def __init__(self, how: str, *, blame: bool = False) -> None:
+        super().__init__(how)
+        self.blame = blame
 
 
 class WorkerProcess:
-    """Own one process of ``coupler.rewards.worker`` in a process group of its own.
+    """Own one process of ``coupler.rewards.worker``, and all that it starts.
 
-    Killing the group kills its children, too. The thread that makes this object must
-    live as long as the process, because Linux ends the process with that thread.
+    The thread that makes this object must live as long as the process, because Linux
+    ends the process with that thread.
     """
 
-    def __init__(self, target: str) -> None:
-        # The worker can import everything that this process can.
-        path = os.pathsep.join(p for p in sys.path if p)
+    def __init__(self, target: str, limits: Limits, mode: Mode) -> None:
+        sandboxed = mode is Mode.INSIDE
+        self.control, theirs = socket.socketpair()
+        self.token = secrets.token_hex(16)
+        # Where the supervisor was killed, this finds what it left behind.
+        self.mark = f"{MARK}={secrets.token_hex(8)}"
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "coupler.rewards.worker", target],
+            [
+                *(sys.executable, "-I", "-S", supervisor.__file__, str(theirs.fileno())),
+                *limits.words(),
+                *(sandbox.command(target) if sandboxed else ()),
+                *(sys.executable, "-m", "coupler.rewards.worker", target, mode),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,
-            env={**os.environ, "PYTHONPATH": path},
+            pass_fds=[theirs.fileno()],
+            env=self._environment(sandboxed),
         )
+        theirs.close()
 
         assert self.process.stdin and self.process.stdout
         self.stdin = self.process.stdin.fileno()
@@ -49,14 +112,17 @@ class WorkerProcess:
         os.set_blocking(self.stdin, False)
         self.poller = select.poll()
         self.poller.register(self.stdout, select.POLLIN)
+        self.poller.register(self.control, select.POLLIN)
         self.received = b""
+        self.answered = 0
+        self.junk = False
 
         self.tail: deque[str] = deque(maxlen=50)
         self.reader = threading.Thread(target=self._forward_stderr, daemon=True)
         self.reader.start()
 
-    def wait_ready(self, target: str) -> None:
-        """Wait until the reward is imported.
+    def wait_ready(self, target: str) -> bool:
+        """Wait until the reward is imported, and return whether it wants the sandbox.
 
         Raises:
             CouplerError: it cannot be imported. The text ends with the last lines that
@@ -64,11 +130,13 @@ class WorkerProcess:
         """
         why = f"the reward {target} was not imported within {START_S:.0f} s."
         try:
-            lines = self.receive(START_S)
-            first = json.loads(lines[0])
-            if "ready" in first:
-                return
-            why = first["failed"]
+            self.send(f"{self.token}\n".encode(), START_S)
+            (line, *_) = self.receive(START_S)
+            first: dict[str, Any] = json.loads(line)
+            if "sandbox" in first:
+                self.answered = 0
+                return bool(first["sandbox"])
+            why = str(first["failed"])
         except WorkerDied as died:
             why = f"the worker of the reward {target} {died} while it imported it."
         except TimeoutError:
@@ -95,33 +163,53 @@ class WorkerProcess:
                     raise TimeoutError
                 data = data[os.write(self.stdin, data) :]
         except BrokenPipeError:
-            raise WorkerDied(self._ending()) from None
+            raise self._ending() from None
 
     def receive(self, seconds: float) -> list[bytes]:
-        """Wait for a line, and return every line that has come.
+        """Wait for an answer, and return every answer that has come.
+
+        A line is an answer if it opens with the token and the number of the next call.
 
         Raises:
             TimeoutError: no line came within ``seconds``.
-            WorkerDied: the process ended.
+            WorkerDied: the process ended, or it wrote something else.
         """
         deadline = time.monotonic() + seconds
         while True:
-            *lines, self.received = self.received.split(b"\n")
-            if lines:
-                return lines
+            if answers := self._answers():
+                return answers
+            if self.junk:
+                raise WorkerDied("wrote into the pipe of its answers")
 
-            if not self.poller.poll(1000 * max(0.0, deadline - time.monotonic())):
+            ready = self.poller.poll(1000 * max(0.0, deadline - time.monotonic()))
+            if not ready:
                 raise TimeoutError
+            if self.stdout not in [descriptor for descriptor, _ in ready]:
+                raise self._ending()
             chunk = os.read(self.stdout, 1 << 20)
             if not chunk:
-                raise WorkerDied(self._ending())
+                raise self._ending()
             self.received += chunk
+
+    def _answers(self) -> list[bytes]:
+        *lines, self.received = self.received.split(b"\n")
+        self.junk = self.junk or len(self.received) > MAX_ANSWER
+        answers: list[bytes] = []
+
+        for line in lines:
+            opening = b"%s %d " % (self.token.encode(), self.answered)
+            self.junk = self.junk or not line.startswith(opening)
+            if self.junk:
+                break
+            answers.append(line[len(opening) :])
+            self.answered += 1
+        return answers
 
     def alive(self) -> bool:
         return self.process.poll() is None
 
     def kill(self, *, dump_stacks: bool = False) -> None:
-        """End the process and its children, and fill ``tail``.
+        """End the process and all that it started, and fill ``tail``.
 
         ``tail`` then holds the last lines that the process wrote to stderr. A second
         call does nothing.
@@ -132,45 +220,67 @@ class WorkerProcess:
         if dump_stacks:
             self._dump_stacks()
 
-        self._kill_group()
-        self.process.wait(10)
+        self.terminate()
+        try:
+            self.process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            supervisor.end_below(self.process.pid)
+            self.process.kill()
+        if self.process.wait(END_S):
+            # It does not end like that, so something killed it.
+            supervisor.end_marked(self.mark.encode())
         self.reader.join(1)
         self.process.stdin.close()
         self.process.stdout.close()
+        self.control.close()
 
     def terminate(self) -> None:
-        """End the process and its children from any thread.
+        """Begin to end the process and its children, from any thread.
 
         The pipes stay open, because only the thread that owns them may close them.
         """
-        # The number of a process that was waited for may belong to another one by now.
-        if self.process.returncode is None:
-            self._kill_group()
-
-    def _kill_group(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        with contextlib.suppress(OSError):
+            self.control.shutdown(socket.SHUT_WR)
 
     def _dump_stacks(self) -> None:
         """Make faulthandler write where the process hangs, C code included."""
-        with contextlib.suppress(ProcessLookupError):
-            self.process.send_signal(signal.SIGUSR1)
+        with contextlib.suppress(OSError):
+            self.control.send(b"s")
         time.sleep(0.1)
 
-    def _ending(self) -> str:
-        try:
-            code = self.process.wait(1)
-        except subprocess.TimeoutExpired:
-            return "closed its pipes"
+    def _ending(self) -> WorkerDied:
+        """Return how the process ended, as the supervisor says."""
+        self.control.settimeout(1)
 
-        if code < 0:
-            return f"was killed by {signal.Signals(-code).name}"
-        return f"exited with code {code}"
+        try:
+            said = json.loads(self.control.recv(4096))
+            return WorkerDied(str(said["how"]), blame=bool(said["blame"]))
+        except TimeoutError:
+            return WorkerDied("closed its pipes")
+        except (OSError, ValueError, LookupError, TypeError):
+            return WorkerDied("killed the process that watches it")
+
+    def _environment(self, sandboxed: bool) -> dict[str, str]:
+        # The worker can import everything that this process can.
+        path = os.pathsep.join(str(Path(p).absolute()) for p in sys.path if p)
+        given = sandbox.environment() if sandboxed else dict(os.environ)
+        name, _, value = self.mark.partition("=")
+        return {**given, "PYTHONPATH": path, name: value}
 
     def _forward_stderr(self) -> None:
         assert self.process.stderr
         with open(self.process.stderr.fileno(), errors="replace", closefd=False) as lines:
-            for line in lines:
+            while line := lines.readline(MAX_LINE):
                 self.tail.append(line.rstrip("\n"))
-                sys.stderr.write(line)
+                with contextlib.suppress(OSError, ValueError):
+                    sys.stderr.write(line)
         self.process.stderr.close()
+
+
+def machine_bytes() -> int:
+    """Return the memory that this machine or container has."""
+    bounds = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for file in map(Path, CGROUPS):
+        with contextlib.suppress(OSError, ValueError):
+            bounds.append(int(file.read_text()))
+    return min(bounds)

@@ -5,23 +5,28 @@ from __future__ import annotations
 import ast
 import json
 import re
+import resource
 import signal
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from coupler.data.reasoning_gym import create, library
 from coupler.rewards.result import Graded, Invalid
-from coupler.rewards.verifiers import Guard, disarm
+from coupler.rewards.verifiers import Guard, check_safe, disarm
 
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 OPEN, CLOSE = "<answer>", "</answer>"
 # A longer text is no answer to any task, and scores 0.
 MAX_ANSWER = 20_000
-# Seconds of the processor that a verifier may take for one answer.
-MAX_CPU_S = 2.0
+# Seconds of the processor that a verifier may take for one answer. A verifier in C that
+# does not come back for so long loses its process soon after.
+MAX_CPU_S, KILL_CPU_S = 2.0, 3.0
+# Memory that it may take on top of what the process had.
+MAX_BYTES = 2 << 30
 
 
 class Score:
@@ -31,7 +36,12 @@ class Score:
     part for no merit: chain_sum scores a wrong sentence by the share that the right
     number has in it, and countdown gives 0.01 for a wrong answer. Read the task's
     verifier before you train on this.
+
+    The verifiers are not the user's code, and a model writes what they read. They run
+    in the sandbox where there is one (``reward.sandbox``).
     """
+
+    sandbox = True
 
     def __init__(self) -> None:
         # A worker imports it at its start, so that the first call does not pay for it.
@@ -85,7 +95,12 @@ def score(task: str, task_config: Any, entry: str, text: str) -> Graded | Invali
     reward = 0.0
 
     with guard.on(), _limited() as slow:
-        reward = float(verifier.score_answer(text, facts))
+        try:
+            reward = float(verifier.score_answer(text, facts))
+        except Exception:
+            # A verifier that reads its own answer but not this text finds it wrong.
+            if not slow and not guard.refused:
+                verifier.score_answer(str(facts["answer"] or ""), facts)
 
     if guard.refused:
         return Invalid(f"the verifier of {task} tried what the text must not do: {guard.refused}")
@@ -96,7 +111,10 @@ def score(task: str, task_config: Any, entry: str, text: str) -> Graded | Invali
 
 @contextmanager
 def _limited() -> Iterator[list[bool]]:
-    """Interrupt what runs within after ``MAX_CPU_S``, and note that in a list."""
+    """Interrupt what runs within after ``MAX_CPU_S``, and note that in a list.
+
+    The kernel ends the process after ``KILL_CPU_S``, whatever the interpreter does.
+    """
     slow: list[bool] = []
 
     def interrupt(*_: Any) -> None:
@@ -108,7 +126,12 @@ def _limited() -> Iterator[list[bool]]:
         return
 
     before = signal.signal(signal.SIGVTALRM, interrupt)
-    signal.setitimer(signal.ITIMER_VIRTUAL, MAX_CPU_S)
+    killing = signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    memory = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (_most_bytes(memory[1]), memory[1]))
+    # A verifier that catches the first interruption gets another.
+    signal.setitimer(signal.ITIMER_VIRTUAL, MAX_CPU_S, 0.1)
+    signal.setitimer(signal.ITIMER_PROF, KILL_CPU_S)
     try:
         yield slow
     except TimeoutError:
@@ -116,7 +139,19 @@ def _limited() -> Iterator[list[bool]]:
             raise
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        resource.setrlimit(resource.RLIMIT_DATA, memory)
+        signal.signal(signal.SIGPROF, killing)
         signal.signal(signal.SIGVTALRM, before)
+
+
+@lru_cache(1)
+def _most_bytes(hard: int) -> int:
+    """Return the limit of private memory of a process that scores."""
+    file = Path("/proc/self/statm")
+    pages = int(file.read_text().split()[5]) if file.exists() else 0
+    limit = pages * resource.getpagesize() + MAX_BYTES
+    return limit if hard == resource.RLIM_INFINITY else min(limit, hard)
 
 
 @lru_cache(1)
@@ -126,7 +161,9 @@ def _guard() -> Guard:
 
 @lru_cache(8)
 def _verifier(task: str, task_config: str) -> Any:
-    return create(task, {"size": 1, "seed": 0, **json.loads(task_config)})
+    verifier = create(task, {"size": 1, "seed": 0, **json.loads(task_config)})
+    check_safe(task, type(verifier))
+    return verifier
 
 
 @lru_cache(256)

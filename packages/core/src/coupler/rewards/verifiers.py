@@ -9,6 +9,7 @@ might still try, and remembers it.
 from __future__ import annotations
 
 import ast
+import inspect
 import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -32,6 +33,13 @@ EVALUATORS = {
     "algebra.intermediate_integration": "sympy",
     "algebra.polynomial_multiplication": "sp",
     "algebra.simple_integration": "sympy",
+}
+
+# What executes a text.
+EXECUTE = {
+    *("eval", "exec", "compile", "__import__", "import_module", "system", "popen", "Popen"),
+    *("parse_expr", "sympify", "simplify", "S", "lambdify", "parse_latex"),
+    *("subprocess.run", "pickle.loads", "marshal.loads", "yaml.load", "yaml.unsafe_load"),
 }
 
 # Limits of a text that is parsed. No answer of a task comes near them.
@@ -258,6 +266,48 @@ def disarm() -> None:
         if path == "arithmetic.bitwise_arithmetic":
             safe = arithmetic
         setattr(module, name, safe)
+
+
+def check_safe(task: str, verifier: type) -> None:
+    """Raise where the verifier of ``task`` evaluates text and no parser stands in.
+
+    Raises:
+        CouplerError: it does. No text of a model is handed to it.
+    """
+    for kind in verifier.__mro__:
+        package, _, path = kind.__module__.partition(".")
+        foreign = package == "reasoning_gym" and path not in EVALUATORS
+        found = evaluates(kind) if foreign else ""
+        if found:
+            raise CouplerError(
+                f"the verifier of the reasoning-gym task {task} calls {found}, which would "
+                "execute the text of a model, and Coupler has no parser for it.\n  try:  "
+                "another task, or a reward of your own (docs/your-reward.md)"
+            )
+
+
+def evaluates(kind: type) -> str:
+    """Return the evaluator that ``kind.score_answer`` may call, or nothing.
+
+    The functions of its class and its module are followed. What another module does is
+    left to the guard.
+    """
+    module = sys.modules[kind.__module__]
+    tree = ast.parse(inspect.getsource(module))
+    bodies = {n.name: n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
+    seen, open_ = set[str](), ["score_answer"]
+
+    while open_:
+        name = open_.pop()
+        if name in seen or name not in bodies:
+            continue
+        seen.add(name)
+        whole = [ast.unparse(n.func) for n in ast.walk(bodies[name]) if isinstance(n, ast.Call)]
+        called = {text.rpartition(".")[2] for text in whole}
+        if found := sorted((called.union(whole) & EXECUTE) - bodies.keys()):
+            return f"{found[0]}()"
+        open_ += called
+    return ""
 
 
 class Guard:

@@ -1,69 +1,108 @@
-"""Call a reward function in a process: ``python -m coupler.rewards.worker TARGET``.
+"""Call a reward function: ``python -m coupler.rewards.worker TARGET MODE``.
 
-The process reads lines of JSON ``[[completion, answer, row], ...]`` from stdin. It
-writes one line ``[number or null, reason, seconds, traceback, answer or null]`` to
-stdout for each call, in order, as soon as its result is known. The first line is
-``{"ready": true}`` or ``{"failed": why}``.
+The process reads a token from stdin, and then lines of JSON ``[[completion, answer,
+row], ...]``. It writes one line ``TOKEN NUMBER [number or null, reason, seconds,
+traceback, answer or null]`` to stdout for each call, in order, as soon as its result is
+known. The first line is ``TOKEN 0 {"sandbox": bool}`` or ``TOKEN 0 {"failed": why}``,
+and numbers start anew after it.
 
 The function sees neither pipe: its stdin is empty, and its stdout is stderr. A class is
 created once, before the first call, and its ``__call__`` is the function. Code that
-loads slowly belongs into its ``__init__``.
+loads slowly belongs into its ``__init__``. What has an attribute ``sandbox = True``
+asks for the sandbox, unless MODE is ``off``.
 """
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import inspect
 import json
-import math
 import os
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable
-from typing import Any, BinaryIO, SupportsFloat
+from functools import partial
+from time import perf_counter
+from typing import Any, BinaryIO
 
 from coupler.errors import CouplerError
-from coupler.rewards.result import Graded, Invalid
+from coupler.rewards.value import checked, name, said
 from coupler.system import imports
 from coupler.system.imports import resolve
 
 KEYWORDS = ("completion", "answer", "row", "prompt")
-PR_SET_PDEATHSIG = 1
+MAX_REASON, MAX_TRACE = 300, 16_384
 
 
-def main(target: str) -> None:
+class _Answers:
+    """Write answers, by functions that are kept here: a reward may replace any."""
+
+    def __init__(self, pipe: int, token: bytes) -> None:
+        dumps, write, getpid, leave = json.JSONEncoder().encode, os.write, os.getpid, os._exit
+        owner = getpid()
+
+        def send(number: int, message: Any) -> None:
+            # A child that the function forked, and that returned, has nothing to say.
+            if getpid() != owner:
+                leave(0)
+            line = b"%s %d %s\n" % (token, number, dumps(message).encode())
+            while line:
+                line = line[write(pipe, line) :]
+
+        self.send = send
+
+
+def main(target: str, mode: str) -> None:
     """Serve calls until stdin ends."""
-    requests, answers = _claim_pipes()
-
-    def send(message: Any) -> None:
-        answers.write(json.dumps(message).encode() + b"\n")
-        answers.flush()
+    requests, pipe = _claim_pipes()
+    send = _Answers(pipe, requests.readline().strip()).send
 
     try:
         function = resolve(target)
+        wanted = mode != "off" and getattr(function, "sandbox", False) is True
+        if wanted and mode == "ask":
+            return send(0, {"sandbox": True})
         if isinstance(function, type):
             function = function()
         keywords = accepted_keywords(function, target)
     except CouplerError as error:
-        return send({"failed": f"reward.target={target} cannot be used: {error}"})
+        return send(0, {"failed": f"reward.target={target} cannot be used: {error}"})
     # The module is the user's, and whatever its import raises is the answer.
     except BaseException as error:
-        what = f"reward.target={target} cannot be imported: {type(error).__name__}: {error}."
-        return send({"failed": "\n".join([what, *_frames(error)])})
+        what = (
+            f"reward.target={target} cannot be imported: {said(partial(_told, error), MAX_REASON)}."
+        )
+        return send(0, {"failed": "\n".join([what, *_frames(error)])})
 
-    send({"ready": True})
-    for line in requests:
-        for completion, answer, row in json.loads(line):
+    send(0, {"sandbox": wanted})
+    _serve(function, keywords, requests, send, json.JSONDecoder().decode)
+
+
+def _serve(
+    function: Callable[..., Any],
+    keywords: tuple[str, ...],
+    requests: BinaryIO,
+    send: Callable[[int, Any], None],
+    decode: Callable[[str], Any],
+) -> None:
+    number = 0
+    while line := _next(requests):
+        for completion, answer, row in decode(line.decode()):
             given = {
                 "completion": completion,
                 "answer": answer,
                 "row": row,
                 "prompt": row.get("prompt"),
             }
-            send(_call(function, {name: given[name] for name in keywords}))
+            send(number, _call(function, {name: given[name] for name in keywords}))
+            number += 1
+
+
+def _next(requests: BinaryIO) -> bytes:
+    # The function may have found the pipe, and made it one that does not wait.
+    os.set_blocking(requests.fileno(), True)
+    return requests.readline()
 
 
 def accepted_keywords(function: Any, target: str) -> tuple[str, ...]:
@@ -105,13 +144,10 @@ def accepted_keywords(function: Any, target: str) -> tuple[str, ...]:
     return keywords
 
 
-def _claim_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Take the protocol's pipes away from the function.
-
-    Also makes this process die with the thread that started it.
-    """
+def _claim_pipes() -> tuple[BinaryIO, int]:
+    """Take the protocol's pipes away from the function."""
     requests = os.fdopen(os.dup(0), "rb")
-    answers = os.fdopen(os.dup(1), "wb")
+    answers = os.dup(1)
 
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -121,33 +157,28 @@ def _claim_pipes() -> tuple[BinaryIO, BinaryIO]:
     faulthandler.enable()
     # The pool sends this signal to learn where a call hangs.
     faulthandler.register(signal.SIGUSR1)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     return requests, answers
 
 
 def _call(
-    function: Callable[..., Any], keywords: dict[str, Any]
+    function: Callable[..., Any],
+    keywords: dict[str, Any],
+    clock: Callable[[], float] = perf_counter,
 ) -> tuple[float | None, str, float, str, str | None]:
-    start, answer, trace = time.perf_counter(), None, ""
+    start, trace = clock(), ""
     try:
-        value = function(**keywords)
-        number, reason = _number(value)
-        answer = str(value.answer) if isinstance(value, Graded) else None
+        number, reason, answer = checked(function(**keywords))
     # The code is the user's: any exception, even SystemExit, is an invalid reward.
     except BaseException as error:
-        number, reason, trace = None, f"{type(error).__name__}: {error}"[:200], _trace(error)
+        number, answer = None, None
+        reason = said(partial(_told, error), MAX_REASON)
+        trace = said(partial(_trace, error), MAX_TRACE)
 
-    return number, reason, time.perf_counter() - start, trace, answer
+    return number, reason, clock() - start, trace, answer
 
 
-def _number(value: Any) -> tuple[float | None, str]:
-    if isinstance(value, Invalid):
-        return None, value.reason
-    if not isinstance(value, SupportsFloat):
-        return None, f"returned a {type(value).__name__}, not a number"
-    number = float(value)
-    return (number, "") if math.isfinite(number) else (None, f"returned {number}")
+def _told(error: BaseException) -> str:
+    return f"{name(type(error))}: {error}"
 
 
 def _frames(error: BaseException) -> list[str]:
@@ -171,4 +202,4 @@ def _trace(error: BaseException) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], sys.argv[2])

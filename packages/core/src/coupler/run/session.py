@@ -15,7 +15,7 @@ from coupler.errors import DataError
 from coupler.interfaces import Part
 from coupler.loop.engine_group import EngineGroup
 from coupler.plugins.manager import Plugins
-from coupler.rewards import RewardPool
+from coupler.rewards import Limits, RewardPool
 from coupler.run import resume
 from coupler.run.checkpoint import Checkpoint, Checkpoints
 from coupler.run.manifest import RESOLVED, RUN, STATE
@@ -119,7 +119,11 @@ class Session:
         """Open :meth:`recording` with the reward processes."""
         reward = self.config.reward
         pool = RewardPool(
-            reward.target, reward.num_workers, reward.timeout_s, reward.max_invalid_fraction
+            reward.target,
+            reward.num_workers,
+            reward.timeout_s,
+            reward.max_invalid_fraction,
+            Limits(reward.sandbox, reward.max_memory_gib, reward.max_processes),
         )
 
         try:

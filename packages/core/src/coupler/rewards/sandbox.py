@@ -1,0 +1,137 @@
+"""Find the sandbox of this machine, and write the command that runs Python in it.
+
+The sandbox is bubblewrap: no network, no process but its own, files to read alone and
+few of them, a folder for temporary files in memory, and an environment without what the
+user keeps in his.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from functools import lru_cache
+from pathlib import Path
+
+from coupler.system.imports import file_of
+
+PROBE_S = 2.0
+FIX = "apt-get install bubblewrap"
+TMP_BYTES = 256 << 20
+# What Python and its libraries read. A folder that is missing is left out.
+SYSTEM = (
+    *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store"),
+    *("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives"),
+    *("/etc/localtime", "/etc/passwd", "/etc/group", "/etc/nsswitch.conf"),
+)
+# Folders that hold more than a program needs, even where one of them is on the path.
+WIDE = ("/", "/tmp", "/var", "/var/tmp", "/home", "/root", "/etc", "/run", "/dev", "/proc")  # noqa: S108
+ENVIRONMENT = {
+    *("PATH", "LANG", "LANGUAGE", "TZ", "LD_LIBRARY_PATH", "VIRTUAL_ENV"),
+    *("PYTHONPATH", "PYTHONHASHSEED", "PYTHONUTF8", "PYTHONIOENCODING", "PYTHONWARNINGS"),
+    *("PYTHONDONTWRITEBYTECODE", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"),
+}
+
+
+@lru_cache(1)
+def why_none() -> str:
+    """Try the sandbox once, and return why there is none, or nothing."""
+    bwrap = shutil.which("bwrap")
+    if sys.platform != "linux":
+        return "bubblewrap needs Linux"
+    if bwrap is None:
+        return "bwrap is not installed"
+
+    trial = [*command(""), sys.executable, "-I", "-S", "-c", "print(6 * 7)"]
+    try:
+        done = subprocess.run(
+            trial, capture_output=True, timeout=PROBE_S, env=environment(), check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"bwrap did not start Python within {PROBE_S:g} s"
+    except OSError as error:
+        return f"bwrap cannot be started: {error}"
+    if done.stdout.strip() == b"42":
+        return ""
+    said = done.stderr.decode(errors="replace").strip().splitlines() or [f"code {done.returncode}"]
+    return f"bwrap fails: {said[0][:200]}"
+
+
+def command(target: str) -> list[str]:
+    """Return the words before a command that runs it in the sandbox.
+
+    ``target`` is the reward, whose files can be read there.
+    """
+    paths = readable(target)
+    binds = [word for path in paths for word in ("--ro-bind-try", str(path), str(path))]
+    here = Path.cwd()
+    inside = any(path in (here, *here.parents) for path in paths)
+
+    return [
+        *(shutil.which("bwrap") or "bwrap", "--unshare-all", "--die-with-parent", "--new-session"),
+        *("--cap-drop", "ALL", "--hostname", "sandbox", "--proc", "/proc", "--dev", "/dev"),
+        *_temporary("/tmp"),  # noqa: S108
+        *("--dir", "/var/tmp"),  # noqa: S108
+        *binds,
+        *("--remount-ro", "/dev", "--remount-ro", "/"),
+        *("--chdir", str(here) if inside else "/tmp", "--"),  # noqa: S108
+    ]
+
+
+def readable(target: str) -> list[Path]:
+    """Return the files and folders that a reward in the sandbox can read."""
+    import coupler
+
+    file = file_of(target)
+    wanted = [Path(path) for path in SYSTEM]
+    wanted += [Path(path) for path in (sys.prefix, sys.exec_prefix, sys.base_prefix)]
+    wanted += [Path(sys.executable).resolve().parent, Path(coupler.__path__[0])]
+    wanted += [Path(path).absolute() for path in sys.path if path]
+    if file:
+        file = file.absolute()
+        wanted.append(file if wide(file.parent) else file.parent)
+    wanted += [path.resolve() for path in wanted if path.is_symlink() and path.is_dir()]
+
+    found: list[Path] = []
+    for path in sorted(dict.fromkeys(wanted), key=lambda path: len(path.parts)):
+        covered = any(done in path.parents for done in found)
+        if path.exists() and not covered and not wide(path):
+            found.append(path)
+    return found
+
+
+def wide(path: Path) -> bool:
+    """Return True for a folder that holds other things of the user, too."""
+    home = Path.home()
+    return path in (home, *home.parents) or str(path) in WIDE
+
+
+def environment() -> dict[str, str]:
+    """Return the variables that a reward in the sandbox gets."""
+    kept = {k: v for k, v in os.environ.items() if k in ENVIRONMENT or k.startswith("LC_")}
+    return kept | {"HOME": "/tmp", "TMPDIR": "/tmp"}  # noqa: S108
+
+
+@lru_cache(1)
+def version() -> str:
+    """Return the name and version of the sandbox."""
+    try:
+        done = subprocess.run(
+            [shutil.which("bwrap") or "bwrap", "--version"],
+            capture_output=True,
+            text=True,
+            timeout=PROBE_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return "bubblewrap"
+    return done.stdout.strip() or "bubblewrap"
+
+
+def _temporary(path: str) -> list[str]:
+    """Return words for a folder in memory, of bounded size where bwrap knows sizes."""
+    words = version().rpartition(" ")[2].split(".")[:2]
+    numbers = [int(word) for word in words if word.isdigit()]
+    # Older ones cannot bound it, and it stays empty.
+    return ["--size", str(TMP_BYTES), "--tmpfs", path] if numbers >= [0, 7] else ["--dir", path]
