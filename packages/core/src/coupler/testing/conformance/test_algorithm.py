@@ -15,7 +15,7 @@ from coupler.interfaces import Aggregation, Algorithm, Columns
 from coupler.loop.loss_weight import prepare
 from coupler.metrics import Metrics, merge, read, values
 from coupler.system.imports import resolve
-from coupler.testing import toy
+from coupler.testing import expect, toy
 from coupler.testing.cases import RAGGED, make_batch, poisoned
 from coupler.testing.reference import Reference, torch_columns
 from coupler.testing.subject import Subject
@@ -157,16 +157,39 @@ def test_it_declares_what_core_knows(algorithm_subject: Subject, algorithm: Algo
     """Needs are known before the algorithm is imported: its capabilities
     ``needs:<column>`` name the same columns.
     """
-    assert algorithm.always <= algorithm.needs <= COLUMNS.keys()
-    assert {f"needs:{column}" for column in algorithm.needs} == {
+    expect.holds(
+        algorithm.always <= algorithm.needs <= COLUMNS.keys(),
+        f"always within needs, and needs within {sorted(COLUMNS)}",
+        (sorted(algorithm.always), sorted(algorithm.needs)),
+    )
+    declared = {
         c
         for c in algorithm_subject.backend.capabilities_of(algorithm_subject.config())
         if c.startswith("needs:")
     }
-    assert algorithm.aggregation in list(Aggregation)
-    assert algorithm.constant >= 1 or algorithm.aggregation is not Aggregation.CONSTANT
-    assert ("values" in algorithm.needs) == bool(algorithm.critic)
-    assert any(output.name == main_output(algorithm) for output in algorithm.want)
+    expect.same(
+        declared,
+        {f"needs:{column}" for column in algorithm.needs},
+        "the capabilities needs:*, by the columns that it needs,",
+    )
+    expect.holds(
+        algorithm.aggregation in list(Aggregation), "an aggregation of core", algorithm.aggregation
+    )
+    expect.holds(
+        algorithm.constant >= 1 or algorithm.aggregation is not Aggregation.CONSTANT,
+        "a constant of at least 1",
+        algorithm.constant,
+    )
+    expect.same(
+        bool(algorithm.critic),
+        "values" in algorithm.needs,
+        "having a critic, by whether it needs values,",
+    )
+    expect.holds(
+        any(output.name == main_output(algorithm) for output in algorithm.want),
+        f"{main_output(algorithm)} among the outputs that it wants",
+        algorithm.want,
+    )
 
 
 def test_the_loss_is_per_token_and_finite(
@@ -177,14 +200,18 @@ def test_the_loss_is_per_token_and_finite(
     """
     batch = ready(algorithm, plain)
     found = Evaluated(algorithm_subject, algorithm, batch)
-    assert found.loss.shape == (batch.num_tokens,)
-    assert np.isfinite(found.loss).all()
+    expect.same(found.loss.shape, (batch.num_tokens,), "the shape of the loss")
+    expect.finite({"the loss": found.loss, **found.grads}, "an ordinary batch")
     assert all(np.isfinite(value) for value in values(found.metrics).values()), values(
         found.metrics
     )
-    assert all(np.isfinite(grad).all() for grad in found.grads.values())
-    assert found.grads[main_output(algorithm)].any()
-    assert not any(grad[~batch["loss_mask"]].any() for grad in found.grads.values())
+    expect.moves(
+        {main_output(algorithm): found.grads[main_output(algorithm)]},
+        "a gradient by its main output",
+    )
+    expect.zero(
+        {name: grad[~batch["loss_mask"]] for name, grad in found.grads.items()}, "outside the mask"
+    )
 
 
 def test_old_logprobs_may_be_left_out(
@@ -201,8 +228,11 @@ def test_old_logprobs_may_be_left_out(
     batch = algorithm.advantages(plain.select(*ALWAYS, *given)).without("old_logprobs")
     batch = prepare(batch, algorithm)
     found = Evaluated(algorithm_subject, algorithm, batch)
-    assert np.isfinite(found.loss).all()
-    assert found.grads[main_output(algorithm)].any()
+    expect.finite({"the loss": found.loss}, "a batch without old_logprobs")
+    expect.moves(
+        {main_output(algorithm): found.grads[main_output(algorithm)]},
+        "a gradient without old_logprobs",
+    )
 
 
 def test_values_under_the_mask_change_nothing(
@@ -223,7 +253,9 @@ def test_values_under_the_mask_change_nothing(
         np.testing.assert_array_equal(got.loss, want.loss)
         for name, grad in want.grads.items():
             np.testing.assert_array_equal(got.grads[name], grad, err_msg=name)
-        assert values(got.metrics) == values(want.metrics)
+        expect.same(
+            values(got.metrics), values(want.metrics), "the metrics with NaN under the mask"
+        )
 
 
 def test_order_changes_nothing(
@@ -255,8 +287,11 @@ def test_micro_batches_change_nothing(
         rows = list(range(start, start + size))
         parts.append(Evaluated(algorithm_subject, algorithm, batch.take(rows)))
         same(parts[-1], whole, token_rows(batch, rows))
-    assert values(merge(p.metrics for p in parts)) == pytest.approx(
-        values(whole.metrics), rel=1e-6, abs=1e-9
+    expect.numbers(
+        values(merge(p.metrics for p in parts)),
+        values(whole.metrics),
+        "the merged metrics of micro-batches",
+        rel=1e-6,
     )
 
 
@@ -277,11 +312,15 @@ def test_an_empty_micro_batch_passes(
         )
 
     found = Evaluated(algorithm_subject, algorithm, empty)
-    assert not found.loss.any()
-    assert not any(grad.any() for grad in found.grads.values())
+    expect.zero({"the loss": found.loss, **found.grads}, "of a batch without valid tokens")
     whole = Evaluated(algorithm_subject, algorithm, batch).metrics
-    assert values(merge([whole, found.metrics])) == pytest.approx(values(whole), nan_ok=False)
-    assert values(merge([found.metrics, whole])) == pytest.approx(values(whole), nan_ok=False)
+    for order in ([whole, found.metrics], [found.metrics, whole]):
+        expect.numbers(
+            values(merge(order)),
+            values(whole),
+            "the metrics, with those of an empty batch",
+            rel=1e-6,
+        )
 
 
 def test_groups_come_from_their_column(algorithm: Algorithm, plain: Batch) -> None:
@@ -301,14 +340,15 @@ def test_degenerate_rewards_are_finite(
     """All rewards of a group are equal, and one sequence has no valid token."""
     for rewards in (np.zeros(8), np.ones(8), np.full(8, -1e4)):
         batch = ready(algorithm, plain.with_seqs(reward=rewards.astype(np.float32)))
-        assert all(np.isfinite(c).all() for c in batch.tokens.values() if c.dtype.kind == "f")
+        floats = {n: c for n, c in batch.tokens.items() if c.dtype.kind == "f"}
+        expect.finite(floats, f"a batch with rewards {rewards}")
         found = Evaluated(algorithm_subject, algorithm, batch)
-        assert np.isfinite(found.loss).all()
-        assert all(np.isfinite(grad).all() for grad in found.grads.values())
+        expect.finite({"the loss": found.loss, **found.grads}, f"a batch with rewards {rewards}")
 
 
 def test_keep_judges_one_group(algorithm: Algorithm, plain: Batch) -> None:
-    assert isinstance(algorithm.keep(plain.take([0, 1, 2, 3])), bool)
+    kept = algorithm.keep(plain.take([0, 1, 2, 3]))
+    expect.same(type(kept), bool, "the type of what keep() returns")
 
 
 def test_the_input_is_left_alone(
