@@ -72,10 +72,12 @@ class Link:
             return [s.result() for s in sending], arrived
 
     def _collect(self, update: WeightUpdate, worker: Rank) -> list[Named]:
-        return [
-            (name, copied(tensor))
-            for name, tensor in self.transport.receive(update, worker, self.shapes)
-        ]
+        self.came: list[str] = []
+        arrived: list[Named] = []
+        for name, tensor in self.transport.receive(update, worker, self.shapes):
+            self.came.append(name)
+            arrived.append((name, copied(tensor)))
+        return arrived
 
 
 def stream(weights: list[Named], permuted: bool = False) -> Iterator[Named]:
@@ -207,6 +209,7 @@ def test_a_tensor_that_does_not_fit_the_receiver_is_refused(
         WeightSyncError, match=rf"{name} comes with shape \[2, 3, 4\].*model has \[4, 3, 2\]"
     ):
         link.carry(0, weights)
+    expect.holds(name not in link.came, f"{name} to be refused before it is handed over", link.came)
     link.shapes = {name: tuple(tensor.shape) for name, tensor in weights}
     _, received = link.carry(1, weights)
     assert_same(received[0], weights)
