@@ -332,8 +332,8 @@ def small_moves(reference: Reference, requests: list[Request]) -> dict[str, dict
 def test_every_row_of_the_vocabulary_arrives(
     served: Served, long_model: Reference, tmp_path: Path, tolerance: float
 ) -> None:
-    """Other weights come, and each id of the vocabulary is a prompt. A row that was left
-    out, at the end of a padded or a sharded vocabulary, is of the weights before.
+    """Other weights come, and each id of the vocabulary is a prompt. A row that was
+    left out, at the end of a padded or a sharded vocabulary, is of the weights before.
     """
     random = np.random.default_rng(4)
     tensors = dict(long_model.tensors)
