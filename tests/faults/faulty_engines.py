@@ -1,4 +1,3 @@
-# ruff: noqa: E501 - a table has one fault a line
 """Engines with one fault each: outputs, gradients, steps, weights, saves, memory."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# ruff: noqa: E501 - a table has one fault a line
 """Algorithms, transports, sharding managers and trackers with one fault each."""
 
 from __future__ import annotations
@@ -223,7 +222,7 @@ class Carried(InprocTransport):
         yield name, tensor
 
     def send(self, weights: Iterable[Named], update: WeightUpdate, rank: Rank) -> SendReceipt:
-        """Send as the plain one does, which gets what travels and tells what was given."""
+        """Send what travels, and tell what was given."""
         given = [(name, _new(tensor)) for name, tensor in weights]
         receipt = super().send(self.sent(given), update, rank)
         size = sum(tensor.nbytes for _, tensor in given)

@@ -1,4 +1,3 @@
-# ruff: noqa: E501 - a table has one fault a line
 """Rollouts with one fault each: log-probs, sampling, versions, loading, sleeping."""
 
 from __future__ import annotations

@@ -126,6 +126,8 @@ def _sentence(replica: int, z: float, mean: float, count: int, limit: float) -> 
         f"{who} from another distribution than the log-probs say: the last {count} tokens are "
         f"{less} surprising than the engine's entropy by {abs(mean):.4f} nats on average, "
         f"{abs(z):.1f} standard deviations, limit {limit:g}.\n"
+        "  this means:  the rollout samples otherwise than it reports, or the entropy that the "
+        "engine computes is not that of its log-probs; these numbers cannot tell which\n"
         f"  look at:  the rollout's own defaults, such as generation_config.json: {causes}; "
         "sampling/z in metrics.jsonl; the limit is sync.max_sampling_z"
     )
