@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 from tests.faults import ROOT, run
-from tests.faults.faulty import HONEST, KIND_OPTIONS, Case, every
+from tests.faults.faulty import HONEST, KIND_OPTIONS, every
 
 from coupler.testing.models import read_tensors, rewrite
 

@@ -541,7 +541,6 @@ SENT = {
         np.arange(len(w)).reshape(-1, *[1] * (w.ndim - 1)) > 315, 0, w
     ).astype(np.float32),
     "scaled": lambda s, n, w: w * np.float32(1.01),
-    "float64": lambda s, n, w: w.astype(np.float64),
 }
 
 

@@ -482,7 +482,7 @@ class OneOfTwoFromDisk(FromDisk):
 
 
 def test_one_replica_that_ignores_pushes_is_not_hidden_by_another(tmp_path: Path) -> None:
-    with pytest.raises(WeightSyncError, match="left the rollout's log-probs .* of replica 1"):
+    with pytest.raises(WeightSyncError, match=r"left the rollout's log-probs .* of replica 1"):
         ToyRun(tmp_path, small(), rollout="test_trainer:OneOfTwoFromDisk", replicas=2).run()
 
 

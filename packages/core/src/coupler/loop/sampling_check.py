@@ -16,8 +16,9 @@ WINDOW = 50_000
 # little surprising only if the squares are worth this many of the largest one: with
 # fewer, too few rare tokens came to know the variance.
 MIN_NATS, MIN_SQUARES = 400.0, 32.0
-# A mean deviation below this share of a standard deviation is rounding.
-MIN_EFFECT = 0.02
+# A mean deviation below this share of a standard deviation, or below so many nats, is
+# rounding.
+MIN_EFFECT, MIN_MEAN = 0.02, 1e-3
 
 
 class SamplingCheck:
@@ -92,7 +93,7 @@ class SamplingCheck:
 
         for index, (count, total, square) in enumerate(rows):
             z = _deviations(total, square, nats * count / rows[0, 0], largest)
-            if abs(z) > self.limit and abs(z) > allowed * np.sqrt(count):
+            if abs(z) > max(self.limit, allowed * np.sqrt(count)) and abs(total) > MIN_MEAN * count:
                 raise WeightSyncError(
                     _sentence(index - 1, z, total / count, int(count), self.limit)
                 )
