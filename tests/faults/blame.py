@@ -34,8 +34,8 @@ ACCUSED = {
     "algorithm": r"\bloss\b|algorithm",
 }
 CANNOT_TELL = "cannot tell"
-# Models whose weights tell nothing, by their name: what each bias is.
-SURE = ("one_token", "two_tokens", "flat", "cold")
+# Models whose log-probs are the same with their weights in order or not.
+SURE = ("two_tokens", "flat", "cold")
 
 
 def check(seed: int, cases: int, kind: str = "") -> Iterator[str]:
@@ -45,7 +45,7 @@ def check(seed: int, cases: int, kind: str = "") -> Iterator[str]:
         case for case in every() if case.kind in ("engine", "rollout", "transport", "sharding")
     ]
     chosen = stream.sample(found, min(cases, len(found)))
-    sure = [f"model={name}" for name in SURE[: max(1, cases // 10)]]
+    sure = [f"model={name}" for name in SURE[: max(1, cases // 8)]]
     said = told([*sure, *(f"{case.kind}={case.name}" for case in chosen)])
     for name, text in said.items():
         side = name.partition("=")[0]
@@ -112,7 +112,7 @@ def said(name: str) -> str:
         options = [] if kind == "model" else [f"{KIND_OPTIONS[kind]}={what}"]
         if kind == "model":
             write_sure(inputs / "toy", what)
-            options += ["engine.lr=0.0", *(["sampling.temperature=0.01"] if what == "cold" else [])]
+            options += ["engine.lr=1e-12", *(["sampling.temperature=0.01"] if what == "cold" else [])]
         temperature = ["sampling.temperature=0.8"] if len(name) % 2 and kind != "model" else []
         more = [
             "steps=6",
@@ -133,12 +133,7 @@ def write_sure(folder: Path, what: str) -> None:
     """Write a model whose log-probs say nothing of its weights, in order or not."""
     tensors = {name: np.zeros_like(tensor) for name, tensor in read_tensors(folder).items()}
     bias = tensors["head.bias"]
-    if what == "one_token":
-        # Reversed, the same: a palindrome of which the middle two are one token's ids.
-        bias[:] = -60
-        bias[100] = bias[219] = 60
-        tensors["embed.weight"][:], tensors["head.weight"][:] = 1, 0
-    elif what == "two_tokens":
+    if what == "two_tokens":
         bias[[5, 314]] = 40
     elif what == "cold":
         tensors["embed.weight"][:] = 0.1

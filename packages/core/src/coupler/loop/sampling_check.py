@@ -123,6 +123,7 @@ def _sentence(replica: int, z: float, mean: float, count: int, limit: float) -> 
         if z < 0
         else "a repetition, presence or frequency penalty, banned tokens, or another temperature"
     )
+
     return (
         f"{who} from another distribution than the log-probs say: the last {count} tokens are "
         f"{less} surprising than the engine's entropy by {abs(mean):.4f} nats on average, "

@@ -121,6 +121,7 @@ class StreamShardingManager(ShardingManager):
             # A replica that died in between answers for none of the others.
             before = altered[replica] if len(altered) == len(true) else None
             cause = await self.comparison.cause(one, before, self.limit)
+
             raise WeightSyncError(
                 f"after a full weight push the log-probs of the rollout{self._which(replica)} "
                 f"differ from the engine's by {one.difference:.4f} on average, limit "
@@ -133,6 +134,7 @@ class StreamShardingManager(ShardingManager):
     def _prove_altered(self, name: str, altered: list[Compared], true: list[Compared]) -> None:
         """Refuse replicas on which altered weights changed nothing."""
         sent = "a random adapter" if name == "sync/probe_adapter" else "permuted weights"
+
         for replica, one in enumerate(altered):
             own = true[replica] if len(true) == len(altered) else max(true, key=_difference)
             allowed = max(self.limit, 10 * own.difference)

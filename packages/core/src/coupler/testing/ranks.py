@@ -141,6 +141,7 @@ def _left_alone(batch: Batch) -> Iterator[Batch]:
     columns = dict(batch.tokens), dict(batch.seqs)
     contents = {name: batch[name].tobytes() for name in (*batch.tokens, *batch.seqs)}
     yield batch
+
     for before, after in zip(columns, (batch.tokens, batch.seqs), strict=True):
         if changed := sorted(
             name for name in before.keys() | after.keys() if before.get(name) is not after.get(name)

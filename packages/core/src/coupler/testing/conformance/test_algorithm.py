@@ -116,6 +116,7 @@ class Evaluated:
             "entropy": 2 + noises,
             "values": noises,
         }
+
         inputs = {o.name: np.where(mask, near[o.name], filler) for o in algorithm.want}
         loss = checked_loss(algorithm, None)
         evaluate = self._in_numpy if subject.toy else self._in_torch
@@ -179,6 +180,7 @@ def test_it_declares_what_core_knows(algorithm_subject: Subject, algorithm: Algo
         {f"needs:{column}" for column in algorithm.needs},
         "the capabilities needs:*, by the columns that it needs,",
     )
+
     expect.holds(
         algorithm.aggregation in list(Aggregation), "an aggregation of core", algorithm.aggregation
     )
@@ -212,6 +214,7 @@ def test_the_loss_is_per_token_and_finite(
     assert all(np.isfinite(value) for value in values(found.metrics).values()), values(
         found.metrics
     )
+
     expect.moves(
         {main_output(algorithm): found.grads[main_output(algorithm)]},
         "a gradient by its main output",
@@ -290,6 +293,7 @@ def test_micro_batches_change_nothing(
     batch = ready(algorithm, plain)
     whole = Evaluated(algorithm_subject, algorithm, batch)
     parts = []
+
     for start in range(0, len(batch), size):
         rows = list(range(start, start + size))
         parts.append(Evaluated(algorithm_subject, algorithm, batch.take(rows)))
@@ -472,8 +476,8 @@ def test_nothing_is_kept_between_steps(
 def test_equal_tokens_pull_alike(
     algorithm_subject: Subject, algorithm: Algorithm, plain: Batch
 ) -> None:
-    """Where the policy is the rollout's and all advantages are equal, each token pulls
-    by its ``loss_weight`` alone. A loss that divides by lengths itself does so twice.
+    """Each token pulls by its ``loss_weight`` alone where the policy is the rollout's and
+    all advantages are equal. A loss that divides by lengths itself does so twice.
     """
     if isinstance(algorithm, CriticOf):
         pytest.skip("a critic pulls by its error")

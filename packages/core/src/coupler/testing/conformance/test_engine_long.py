@@ -103,6 +103,7 @@ def test_small_steps_are_not_rounded_away(
     world = fresh(reference.folder, lr=1e-5)
     batch = weighted(make_batch(reference))
     before, steps = world.weights(), 10
+
     for index in range(steps):
         grads, _, (result, *_) = world.gradient([batch], SURROGATE, index=index)
         assert result[0], f"expected step {index} to be applied, it was skipped"
@@ -163,6 +164,7 @@ def assert_no_pickles(folder: Path) -> None:
     """Fail where a file is a pickle, or an archive or array that holds one."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     assert files, "expected a save to write files, there are none"
+
     for path in files:
         content = path.read_bytes()
         found = [(path.name, content)]

@@ -172,6 +172,7 @@ def test_every_single_tensor_arrives(
     """
     request = Request(PROMPTS[2], 4, seed=5)
     random = np.random.default_rng(0)
+
     for name, tensor in reference.tensors.items():
         scrambled = tensor + random.normal(0, 1, tensor.shape).astype(np.float32)
         served.push(stream(reference, {**reference.tensors, name: scrambled}))
@@ -193,6 +194,7 @@ def test_other_weights_give_other_logprobs(
     every token says its version.
     """
     weights = reference
+
     for i in range(3):
         weights = moved(weights, tmp_path / str(i), i)
         served.push(stream(weights))
@@ -227,6 +229,7 @@ def test_an_unexpected_tensor_is_named(
         stream(reference, {**reference.tensors, extra: np.zeros(4, np.float32)})
     )
     expect.same(receipt.unexpected, (extra,), "unexpected, of an update with one tensor more,")
+
     expect.same(
         (receipt.missing, receipt.num_loaded),
         ((), len(reference.tensors)),
@@ -353,6 +356,7 @@ def test_top_p_keeps_the_most_likely_tokens(
 def test_a_stop_token_ends_the_completion_and_belongs_to_it(flat: Served) -> None:
     stop = tuple(range(0, VOCAB, 8))
     done = generate(flat, [Request(p, 6, 1.0, stop, seed=i) for i, p in enumerate(PROMPTS * 6)])
+
     for each in done:
         assert not set(each.tokens[:-1]) & set(stop), "sampled on after a stop token"
         ended = each.tokens[-1] in stop
@@ -401,6 +405,7 @@ def test_one_free_position_gives_one_token(
     expect.below(
         error(reference, request, done), tolerance, "the log-prob error in the last position"
     )
+
     with pytest.raises(CouplerError, match=f"a prompt has {POSITIONS} tokens"):
         generate(served, [Request(longest, 1)])
 
@@ -548,6 +553,7 @@ def test_drain_waits_for_what_runs(served: Served, reference: Reference) -> None
         running, late = paused(
             served, InFlight.DRAIN, lambda: served.edge.push(stream(reference)), delay
         )
+
         for done in running:
             found = (done.finish, len(done.tokens), len(set(done.versions)))
             expect.same(

@@ -100,6 +100,7 @@ def test_an_update_forgets_what_was_read_before_it(
     """
     prompts = (PROMPTS[0], PROMPTS[2], (*PROMPTS[2], *PROMPTS[0][:90]))
     requests = [Request(p, 8, seed=i) for i, p in enumerate(prompts)]
+
     for model in (long_model, moved(long_model, tmp_path / "moved", 1), long_model):
         served.push(stream(model))
         for again in range(2):  # the second time a cache answers
@@ -126,6 +127,7 @@ def test_more_requests_than_a_batch_holds(
         Request(PROMPTS[3][i : i + 1 + i % 41], 1 + i % 5, (1.0, 0.7, 1.4)[i % 3], seed=i)
         for i in range(MANY)
     ]
+
     for i, (request, done) in enumerate(zip(requests, generate(served, requests), strict=True)):
         assert_whole(request, done)
         if i % 5 and i < MANY - 20:
@@ -344,6 +346,7 @@ def test_every_row_of_the_vocabulary_arrives(
     model = type(long_model)(rewrite(long_model.folder, tmp_path / "rows", tensors))
     served.push(stream(model))
     requests = [Request((id_,), 2, 1.3, seed=id_) for id_ in range(VOCAB)]
+
     for request, done in zip(requests, generate(served, requests), strict=True):
         off = error(model, request, done)
         assert off < 2 * tolerance, (
@@ -359,6 +362,7 @@ def test_a_tensor_is_read_before_the_next_one_comes(
     copy.
     """
     served = Served(rollout_subject.create(long_model.folder), LENDING)
+
     try:
         for model in (long_model, moved(long_model, tmp_path / "moved", 5)):
             served.push(stream(model))

@@ -197,6 +197,7 @@ def test_without_a_score_in_the_checkpoint_values_start_at_zero(
     expect.same(
         before.keys() ^ expected(critic).keys(), set(), "the names that weights() lacks or adds"
     )
+
     expect.zero(
         {name: before[name] for name in ("score.weight", "score.bias")}, "before the first step"
     )
