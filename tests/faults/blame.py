@@ -112,7 +112,8 @@ def said(name: str) -> str:
         options = [] if kind == "model" else [f"{KIND_OPTIONS[kind]}={what}"]
         if kind == "model":
             write_sure(inputs / "toy", what)
-            options += ["engine.lr=1e-12", *(["sampling.temperature=0.01"] if what == "cold" else [])]
+            cold = ["sampling.temperature=0.01"] if what == "cold" else []
+            options += ["engine.lr=1e-12", *cold]
         temperature = ["sampling.temperature=0.8"] if len(name) % 2 and kind != "model" else []
         more = [
             "steps=6",

@@ -476,8 +476,8 @@ def test_nothing_is_kept_between_steps(
 def test_equal_tokens_pull_alike(
     algorithm_subject: Subject, algorithm: Algorithm, plain: Batch
 ) -> None:
-    """Each token pulls by its ``loss_weight`` alone where the policy is the rollout's and
-    all advantages are equal. A loss that divides by lengths itself does so twice.
+    """Each token pulls by its ``loss_weight`` alone, where the policy is the rollout's
+    and all advantages are equal. A loss that divides by lengths itself does so twice.
     """
     if isinstance(algorithm, CriticOf):
         pytest.skip("a critic pulls by its error")

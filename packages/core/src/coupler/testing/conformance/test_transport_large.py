@@ -74,7 +74,7 @@ def test_an_attempt_is_not_taken_for_another(transport_subject: Subject) -> None
 
 
 def test_memory_stays_over_many_updates(transport_subject: Subject) -> None:
-    """What was carried is let go."""
+    """Nothing that was carried is kept."""
     link = Link(transport_subject)
     weights = [("model.weight", np.ones((2048, 1024), np.float32))]
     sizes = []
