@@ -7,7 +7,16 @@ from importlib import import_module
 import pytest
 from tests.faults import ci_seed
 
-SAMPLES = {"answers": 60, "disks": 6, "rewards": 6, "run_folders": 6, "strangers": 12}
+SAMPLES = {
+    "answers": 60,
+    "backends": 8,
+    "blame": 6,
+    "disks": 6,
+    "rewards": 6,
+    "run_folders": 6,
+    "sampling": 60,
+    "strangers": 12,
+}
 
 
 @pytest.mark.parametrize("name", SAMPLES)

@@ -181,3 +181,51 @@ def test_a_loss_without_entropies_says_nothing() -> None:
 def test_sums_merge_over_micro_batches() -> None:
     parts = [sampled(np.random.default_rng(i), "common", 100 * i) for i in (1, 2)]
     assert merge(parts)["sampling/surprise"].weight == 300
+
+
+def hidden(random: np.random.Generator, how: str, count: int) -> Metrics:
+    """Return metrics of a step whose tokens are drawn from an altered distribution."""
+    logits = random.normal(0, 2.0, (32, 300))
+    log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    drawn = np.stack([altered(row, how) for row in log_p])
+    drawn /= drawn.sum(-1, keepdims=True)
+    row = random.integers(0, 32, count)
+    token = (drawn[row].cumsum(-1) < random.random(count)[:, None]).sum(-1).clip(0, 299)
+    logprobs, entropy = log_p[row, token], -(np.exp(log_p) * log_p).sum(-1)[row]
+    batch = {"rollout_logprobs": logprobs, "loss_mask": np.ones(count, bool)}
+    return surprise({"logprobs": logprobs, "entropy": entropy}, batch, 0)
+
+
+def altered(log_p: np.ndarray, how: str) -> np.ndarray:
+    if how == "top-p":
+        return np.exp(nucleus(log_p, 0.95))
+    if how == "top-k":
+        return np.exp(np.where(log_p >= np.sort(log_p)[-50], log_p, -np.inf))
+    if how == "min-p":
+        return np.exp(np.where(log_p >= log_p.max() + np.log(0.05), log_p, -np.inf))
+    if how == "penalty":
+        return np.exp(np.where(np.argsort(np.argsort(-log_p)) < 10, log_p - 0.2, log_p))
+    return np.exp(log_p * {"warm": 1 / 1.05, "cold": 1 / 0.95, "honest": 1.0}[how])
+
+
+@pytest.mark.parametrize("how", ["top-p", "top-k", "min-p", "penalty", "warm", "cold"])
+def test_what_is_hidden_is_found_within_a_window(how: str) -> None:
+    """A temperature that is 5 % off takes the most tokens: fewer than 50,000."""
+    random, check = np.random.default_rng(11), SamplingCheck(8.0)
+    more = how in ("penalty", "warm")
+    steps = [hidden(random, how, 1000) for _ in range(50)]
+    with pytest.raises(WeightSyncError, match="more surprising" if more else "less surprising"):
+        any(check.judge(step, {}, 4) == {} for step in steps)
+
+
+def test_rounding_of_a_flat_distribution_is_no_deviation() -> None:
+    """All tokens are as likely: what is left of x is the same rounding in each."""
+    x = np.full(20_000, 2e-6)
+    found = {
+        "sampling/surprise": Metric(x.sum(), len(x)),
+        "sampling/variance": Metric((x * x).sum(), len(x)),
+        "sampling/square_max": Metric((x * x).max(), how="max"),
+        "sampling/entropy": Metric(5.0 * len(x), len(x)),
+        "sampling/kl": Metric(0.0, len(x)),
+    }
+    SamplingCheck(8.0).judge(found, {}, 4)

@@ -20,7 +20,8 @@ from coupler.errors import CouplerError, RewardError, WaitTimeout, WeightSyncErr
 from coupler.interfaces import Completion, InFlight, Rank, Request, SyncReceipt, WeightUpdate
 from coupler.loop.engine_group import EngineGroup
 from coupler.rewards import RewardPool
-from coupler.testing.toy import ToyAlgorithm, ToyEngine, ToyRollout
+from coupler.testing.models import read_tensors, rewrite
+from coupler.testing.toy import ToyAlgorithm, ToyEngine, ToyRollout, log_softmax
 
 
 def numbers(log: list[dict[str, float]]) -> list[dict[str, float]]:
@@ -448,6 +449,90 @@ def test_what_no_weights_of_ours_can_have_sampled_is_an_error(
         ToyRun(
             tmp_path, small(max_staleness=max_staleness), rollout=f"test_trainer:{rollout}"
         ).run()
+
+
+@pytest.mark.parametrize("tokens", [(5, 314), (), (7, 100, 219, 312)])
+def test_a_model_that_is_sure_of_every_token_is_warned_of(
+    tmp_path: Path, tokens: tuple[int, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    """In order or not, its weights give the same log-probs: the proof cannot tell."""
+    run = ToyRun(tmp_path, small(steps=2))
+    folder = Path(run.model.path)
+    tensors = {name: np.zeros_like(w) for name, w in read_tensors(folder).items()}
+    tensors["head.bias"][list(tokens)] = 60
+    rewrite(folder, folder, tensors)
+    assert len(run.run()) == 3
+    assert "this proof cannot tell whether the rollout runs the weights" in caplog.text
+
+
+class OneOfTwoFromDisk(FromDisk):
+    """The second replica ignores what it is sent."""
+
+    made = count()
+
+    def __init__(self, config, model):  # type: ignore[no-untyped-def]
+        super().__init__(config, model)
+        self.deaf = next(self.made) % 2 == 1
+
+    async def setup(self, rank):  # type: ignore[no-untyped-def]
+        return await (FromDisk if self.deaf else ToyRollout).setup(self, rank)
+
+    async def update(self, update):  # type: ignore[no-untyped-def]
+        return await (FromDisk if self.deaf else ToyRollout).update(self, update)
+
+
+def test_one_replica_that_ignores_pushes_is_not_hidden_by_another(tmp_path: Path) -> None:
+    with pytest.raises(WeightSyncError, match=r"left the rollout's log-probs .* of replica 1"):
+        ToyRun(tmp_path, small(), rollout="test_trainer:OneOfTwoFromDisk", replicas=2).run()
+
+
+class Blind(ToyEngine):
+    """Ignores the temperature of a batch."""
+
+    def forward(self, batch, want):  # type: ignore[no-untyped-def]
+        plain = batch.with_seqs(temperature=np.ones(len(batch), np.float32))
+        return super().forward(plain, want)
+
+
+class Raw(ToyRollout):
+    """Reports the log-probs of temperature 1."""
+
+    async def generate(self, request):  # type: ignore[no-untyped-def]
+        done = await super().generate(request)
+        last = np.array([*request.prompt, *done.tokens])[len(request.prompt) - 1 : -1]
+        plain = log_softmax(self.weights, last, 1.0)[np.arange(len(last)), list(done.tokens)]
+        return replace(done, logprobs=tuple(plain.tolist()))
+
+
+class Positive(ToyRollout):
+    async def generate(self, request):  # type: ignore[no-untyped-def]
+        done = await super().generate(request)
+        return replace(done, logprobs=tuple(-logprob for logprob in done.logprobs))
+
+
+class Scaled(ToyEngine):
+    def forward(self, batch, want):  # type: ignore[no-untyped-def]
+        done = super().forward(batch, want)
+        return done.with_tokens(logprobs=(done["logprobs"] * 1.1).astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("backends", "cause"),
+    [
+        ({"engine": "Blind"}, "the engine is wrong: its log-probs do not depend on the temper"),
+        ({"rollout": "Raw"}, "the rollout is wrong: it reports log-probs of temperature 1"),
+        ({"rollout": "Positive"}, "the rollout is wrong: its log-probs are not finite, or above"),
+        ({"rollout": "Deaf"}, "the rollout answers the same after altered weights and after the"),
+        ({"engine": "Scaled"}, "this proof cannot tell which"),
+    ],
+)
+def test_the_proof_names_the_side_that_is_wrong_or_says_that_it_cannot(
+    tmp_path: Path, backends: dict[str, str], cause: str
+) -> None:
+    named: Any = {kind: f"test_trainer:{name}" for kind, name in backends.items()}
+    config = small(sampling=SamplingConfig(max_tokens=8, temperature=0.7))
+    with pytest.raises(WeightSyncError, match=cause):
+        ToyRun(tmp_path, config, **named).run()
 
 
 def test_one_replica_s_nan_is_not_hidden_by_another(tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ WINDOW = 50_000
 # little surprising only if the squares are worth this many of the largest one: with
 # fewer, too few rare tokens came to know the variance.
 MIN_NATS, MIN_SQUARES = 400.0, 32.0
-# A mean deviation below this share of a standard deviation is rounding.
-MIN_EFFECT = 0.02
+# A mean deviation below this share of a standard deviation, or below so many nats, is
+# rounding.
+MIN_EFFECT, MIN_MEAN = 0.02, 1e-3
 
 
 class SamplingCheck:
@@ -92,7 +93,7 @@ class SamplingCheck:
 
         for index, (count, total, square) in enumerate(rows):
             z = _deviations(total, square, nats * count / rows[0, 0], largest)
-            if abs(z) > self.limit and abs(z) > allowed * np.sqrt(count):
+            if abs(z) > max(self.limit, allowed * np.sqrt(count)) and abs(total) > MIN_MEAN * count:
                 raise WeightSyncError(
                     _sentence(index - 1, z, total / count, int(count), self.limit)
                 )
@@ -122,10 +123,13 @@ def _sentence(replica: int, z: float, mean: float, count: int, limit: float) -> 
         if z < 0
         else "a repetition, presence or frequency penalty, banned tokens, or another temperature"
     )
+
     return (
         f"{who} from another distribution than the log-probs say: the last {count} tokens are "
         f"{less} surprising than the engine's entropy by {abs(mean):.4f} nats on average, "
         f"{abs(z):.1f} standard deviations, limit {limit:g}.\n"
+        "  this means:  the rollout samples otherwise than it reports, or the entropy that the "
+        "engine computes is not that of its log-probs; these numbers cannot tell which\n"
         f"  look at:  the rollout's own defaults, such as generation_config.json: {causes}; "
         "sampling/z in metrics.jsonl; the limit is sync.max_sampling_z"
     )

@@ -50,14 +50,19 @@ def verify(sent: SendReceipt, receipt: SyncReceipt, replica: int) -> None:
     if receipt.version != sent.version:
         problems.append(f"it reports version {receipt.version}, sent was {sent.version}")
     if receipt.num_received != sent.num_tensors:
-        problems.append(f"{receipt.num_received} of {sent.num_tensors} tensors arrived")
+        problems.append(
+            f"{receipt.num_received} of {sent.num_tensors} tensors arrived: the transport or the "
+            "rollout lost some, or counts wrong"
+        )
     if receipt.missing:
         problems.append(
-            f"{len(receipt.missing)} of its parameters got nothing, first: {receipt.missing[0]}"
+            f"{len(receipt.missing)} of its parameters got nothing, first: {receipt.missing[0]}. "
+            "The engine did not send it, or the rollout did not load it"
         )
     if receipt.unexpected:
         problems.append(
-            f"{len(receipt.unexpected)} tensors match no parameter, first: {receipt.unexpected[0]}"
+            f"{len(receipt.unexpected)} tensors match no parameter, first: "
+            f"{receipt.unexpected[0]}. The engine must not send it, or the rollout take it"
         )
     if not problems and receipt.num_loaded != receipt.num_received:
         problems.append(

@@ -21,10 +21,13 @@ from coupler.interfaces import (
     WeightUpdate,
 )
 from coupler.loop.rollout_group import MAX_RESTARTS
-from coupler.loop.sync_probe import PROBE_TOKENS, SyncProbe, largest
+from coupler.loop.sync_probe import PROBE_TOKENS, Compared, SyncProbe, largest
 from coupler.loop.transfer import GRACE_S, both_sides, verify
 from coupler.metrics import Metric, Metrics, merge
+from coupler.system.log import get_logger
 from coupler.worker.train_infer import OF_REPLICA
+
+log = get_logger(__name__)
 
 # Largest mean |log-prob difference| in nats. Measured: 1e-5 in fp32, 0.01 to 0.04 in
 # bf16.
@@ -93,35 +96,66 @@ class StreamShardingManager(ShardingManager):
         """
         if not self.config.self_test:
             return await self._sync("prove", version)
-        altered: dict[str, float] = {}
+        altered: dict[str, list[Compared]] = {}
         for name, streams in ALTERED.get(self.weight_format, ALTERED["full"]).items():
             await self._push("prove", version, *streams)
-            altered[name] = await self.comparison.mean_difference()
+            altered[name] = await self.comparison.replicas()
 
         metrics = await self._sync("prove", version)
-        true = await self.comparison.mean_difference()
-        if not true <= self.limit:  # NaN is above every limit
-            raise WeightSyncError(
-                "after a full weight push the log-probs of the rollout differ from the "
-                f"engine's by {true:.4f} on average, limit {self.limit:.4f}.\n"
-                "  look at:  temperature, dtype, tied or fused weights of the rollout; "
-                "the limit is sync.max_mean_logprob_diff"
-            )
-
-        for name, diff in altered.items():
-            if diff <= max(self.limit, 10 * true):
-                sent = "a random adapter" if name == "sync/probe_adapter" else "permuted weights"
-                raise WeightSyncError(
-                    f"a push of {sent} left the rollout's log-probs within {diff:.6f} of the "
-                    f"engine's (with the true weights: {true:.6f}).\n"
-                    "  this means:  the rollout does not run the weights it is sent"
-                )
+        true = await self.comparison.replicas()
+        await self._prove_true(true, altered["sync/probe_permuted"])
+        for name, compared in altered.items():
+            self._prove_altered(name, compared, true)
 
         return {
             **metrics,
-            "sync/probe": Metric(true),
-            **{name: Metric(diff) for name, diff in altered.items()},
+            "sync/probe": Metric(largest(true)),
+            **{name: Metric(largest(compared)) for name, compared in altered.items()},
         }
+
+    async def _prove_true(self, true: list[Compared], altered: list[Compared]) -> None:
+        """Refuse replicas that differ from the engine under the true weights."""
+        for replica, one in enumerate(true):
+            if one.difference <= self.limit:  # NaN is above every limit
+                continue
+            # A replica that died in between answers for none of the others.
+            before = altered[replica] if len(altered) == len(true) else None
+            cause = await self.comparison.cause(one, before, self.limit)
+
+            raise WeightSyncError(
+                f"after a full weight push the log-probs of the rollout{self._which(replica)} "
+                f"differ from the engine's by {one.difference:.4f} on average, limit "
+                f"{self.limit:.4f}.\n"
+                f"  this means:  {cause}\n"
+                "  look at:  temperature, dtype, tied or fused weights; the limit is "
+                "sync.max_mean_logprob_diff"
+            )
+
+    def _prove_altered(self, name: str, altered: list[Compared], true: list[Compared]) -> None:
+        """Refuse replicas on which altered weights changed nothing."""
+        sent = "a random adapter" if name == "sync/probe_adapter" else "permuted weights"
+
+        for replica, one in enumerate(altered):
+            own = true[replica] if len(true) == len(altered) else max(true, key=_difference)
+            allowed = max(self.limit, 10 * own.difference)
+            if one.difference > allowed:
+                continue
+            if one.spread <= allowed:
+                log.warning(
+                    f"a push of {sent} changed no log-prob of the rollout{self._which(replica)}, "
+                    "and the model is so sure of every token, or of none, that this proof cannot "
+                    "tell whether the rollout runs the weights it is sent"
+                )
+                continue
+            raise WeightSyncError(
+                f"a push of {sent} left the rollout's log-probs within {one.difference:.6f} of the "
+                f"engine's{self._which(replica)} (with the true weights: {own.difference:.6f}).\n"
+                "  this means:  the rollout does not run the weights it is sent, or the transport "
+                "brings others; this proof cannot tell which"
+            )
+
+    def _which(self, replica: int) -> str:
+        return f" of replica {replica}" if len(self.rollouts.replicas) > 1 else ""
 
     async def sync(self, version: int) -> Metrics:
         return await self._sync("sync", version)
@@ -179,15 +213,17 @@ class StreamShardingManager(ShardingManager):
         compared = await self.comparison.replicas()
         diff = largest(compared)
         self._judge(diff, "a rollout replica's")
-        return {"sync/probe": Metric(diff), **merge(compared)}
+        return {"sync/probe": Metric(diff), **merge(one.metrics for one in compared)}
 
     def _judge(self, diff: float, whose: str) -> None:
         if not diff <= self.limit:
             raise WeightSyncError(
                 f"{whose} log-probs differ from the engine's by {diff:.4f} on average at "
-                f"version {self.version}, limit {self.limit:.4f}; weights that were trained "
-                "since were not synced.\n"
-                "  look at:  the last sync's receipt in metrics.jsonl; the limit is "
+                f"version {self.version}, limit {self.limit:.4f}.\n"
+                "  this means:  a sync did not bring the engine's weights into the rollout, or one "
+                "side computes other log-probs in a run than in the proof at its start; these "
+                "numbers cannot tell which\n"
+                "  look at:  sync/* and train_infer/abs_diff in metrics.jsonl; the limit is "
                 "sync.max_mean_logprob_diff"
             )
 
@@ -250,6 +286,10 @@ class StreamShardingManager(ShardingManager):
         for replica, receipt in enumerate(receipts):
             verify(sent[0], receipt, replica)
         return sent[0], receipts
+
+
+def _difference(one: Compared) -> float:
+    return one.difference
 
 
 def _slowest(pushed: list[Pushed]) -> dict[str, float]:

@@ -137,9 +137,11 @@ def _read_only(path: str) -> Batch:
 
 @contextlib.contextmanager
 def _left_alone(batch: Batch) -> Iterator[Batch]:
-    """Fail where columns of the batch come, go or are replaced."""
+    """Fail where columns of the batch come, go, are replaced or are written into."""
     columns = dict(batch.tokens), dict(batch.seqs)
+    contents = {name: batch[name].tobytes() for name in (*batch.tokens, *batch.seqs)}
     yield batch
+
     for before, after in zip(columns, (batch.tokens, batch.seqs), strict=True):
         if changed := sorted(
             name for name in before.keys() | after.keys() if before.get(name) is not after.get(name)
@@ -147,6 +149,9 @@ def _left_alone(batch: Batch) -> Iterator[Batch]:
             raise CouplerError(
                 f"expected the columns of the batch as they were, {changed[0]!r} changed."
             )
+    for name, before in contents.items():
+        if batch[name].tobytes() != before:
+            raise CouplerError(f"expected the column {name!r} as it was, it was written into.")
 
 
 def generators() -> dict[str, str]:

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 
 from coupler.batch import Batch
 from coupler.engine_kit.lora_names import random_like
-from coupler.errors import WaitTimeout
+from coupler.errors import WaitTimeout, WeightSyncError
 from coupler.interfaces import (
     LORA,
     Endpoint,
@@ -78,13 +78,24 @@ class Worker:
     def push(self, update: WeightUpdate) -> SendReceipt:
         """Send the engine's weights. The receipt has their least precise dtype."""
         dtypes: set[str] = set()
+        count, whole = 0, False
 
         def stream() -> Iterator[Named]:
+            nonlocal count, whole
             for name, tensor in self._sent(update):
                 dtypes.add(str(tensor.dtype))
+                count += 1
                 yield name, tensor
+            whole = True
 
         receipt = update.open().send(stream(), update, self.rank)
+        if not whole or (receipt.version, receipt.num_tensors) != (update.version, count):
+            raise WeightSyncError(
+                f"the transport {update.transport} took {count} tensors of version "
+                f"{update.version}{'' if whole else ', not all there are'}, and reports "
+                f"{receipt.num_tensors} of version {receipt.version}.\n"
+                "  try:  another sync.transport"
+            )
         half = sorted(d for d in dtypes if "16" in d or "8" in d)
         return replace(receipt, dtype=(half or sorted(dtypes) or [""])[0])
 

@@ -68,7 +68,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip an installed backend whose dependency is not installed, unless it was asked
     for.
     """
-    assert isinstance(item, pytest.Function)
+    assert isinstance(item, pytest.Function), f"expected a test function, came {item}"
     for subject in item.callspec.params.values():
         if isinstance(subject, Subject) and not subject.selected:
             try:

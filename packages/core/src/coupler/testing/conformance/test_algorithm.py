@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 
 from coupler.batch import Batch
+from coupler.errors import CouplerError
 from coupler.interfaces import Aggregation, Algorithm, Columns
 from coupler.loop.loss_weight import prepare
 from coupler.metrics import Metrics, merge, read, values
 from coupler.system.imports import resolve
-from coupler.testing import toy
+from coupler.testing import expect, toy
 from coupler.testing.cases import RAGGED, make_batch, poisoned
+from coupler.testing.ranks import generators
 from coupler.testing.reference import Reference, torch_columns
 from coupler.testing.subject import Subject
 from coupler.worker.train_infer import checked_loss
@@ -99,16 +101,22 @@ class Evaluated:
     """Evaluate a loss and its gradient by every wanted output, all [T] float64."""
 
     def __init__(
-        self, subject: Subject, algorithm: Algorithm, batch: Batch, filler: float = 0.0
+        self,
+        subject: Subject,
+        algorithm: Algorithm,
+        batch: Batch,
+        filler: float = 0.0,
+        noise: float = 1.0,
     ) -> None:
         mask = batch["loss_mask"]
         # The noise follows its token when rows move.
-        noise = np.sin(batch["tokens"].astype(np.float64))
+        noises = noise * np.sin(batch["tokens"].astype(np.float64))
         near = {
-            "logprobs": batch["rollout_logprobs"] + 0.3 * noise,
-            "entropy": 2 + noise,
-            "values": noise,
+            "logprobs": batch["rollout_logprobs"] + 0.3 * noises,
+            "entropy": 2 + noises,
+            "values": noises,
         }
+
         inputs = {o.name: np.where(mask, near[o.name], filler) for o in algorithm.want}
         loss = checked_loss(algorithm, None)
         evaluate = self._in_numpy if subject.toy else self._in_torch
@@ -157,16 +165,40 @@ def test_it_declares_what_core_knows(algorithm_subject: Subject, algorithm: Algo
     """Needs are known before the algorithm is imported: its capabilities
     ``needs:<column>`` name the same columns.
     """
-    assert algorithm.always <= algorithm.needs <= COLUMNS.keys()
-    assert {f"needs:{column}" for column in algorithm.needs} == {
+    expect.holds(
+        algorithm.always <= algorithm.needs <= COLUMNS.keys(),
+        f"always within needs, and needs within {sorted(COLUMNS)}",
+        (sorted(algorithm.always), sorted(algorithm.needs)),
+    )
+    declared = {
         c
         for c in algorithm_subject.backend.capabilities_of(algorithm_subject.config())
         if c.startswith("needs:")
     }
-    assert algorithm.aggregation in list(Aggregation)
-    assert algorithm.constant >= 1 or algorithm.aggregation is not Aggregation.CONSTANT
-    assert ("values" in algorithm.needs) == bool(algorithm.critic)
-    assert any(output.name == main_output(algorithm) for output in algorithm.want)
+    expect.same(
+        declared,
+        {f"needs:{column}" for column in algorithm.needs},
+        "the capabilities needs:*, by the columns that it needs,",
+    )
+
+    expect.holds(
+        algorithm.aggregation in list(Aggregation), "an aggregation of core", algorithm.aggregation
+    )
+    expect.holds(
+        algorithm.constant >= 1 or algorithm.aggregation is not Aggregation.CONSTANT,
+        "a constant of at least 1",
+        algorithm.constant,
+    )
+    expect.same(
+        bool(algorithm.critic),
+        "values" in algorithm.needs,
+        "having a critic, by whether it needs values,",
+    )
+    expect.holds(
+        any(output.name == main_output(algorithm) for output in algorithm.want),
+        f"{main_output(algorithm)} among the outputs that it wants",
+        algorithm.want,
+    )
 
 
 def test_the_loss_is_per_token_and_finite(
@@ -177,14 +209,19 @@ def test_the_loss_is_per_token_and_finite(
     """
     batch = ready(algorithm, plain)
     found = Evaluated(algorithm_subject, algorithm, batch)
-    assert found.loss.shape == (batch.num_tokens,)
-    assert np.isfinite(found.loss).all()
+    expect.same(found.loss.shape, (batch.num_tokens,), "the shape of the loss")
+    expect.finite({"the loss": found.loss, **found.grads}, "an ordinary batch")
     assert all(np.isfinite(value) for value in values(found.metrics).values()), values(
         found.metrics
     )
-    assert all(np.isfinite(grad).all() for grad in found.grads.values())
-    assert found.grads[main_output(algorithm)].any()
-    assert not any(grad[~batch["loss_mask"]].any() for grad in found.grads.values())
+
+    expect.moves(
+        {main_output(algorithm): found.grads[main_output(algorithm)]},
+        "a gradient by its main output",
+    )
+    expect.zero(
+        {name: grad[~batch["loss_mask"]] for name, grad in found.grads.items()}, "outside the mask"
+    )
 
 
 def test_old_logprobs_may_be_left_out(
@@ -201,8 +238,11 @@ def test_old_logprobs_may_be_left_out(
     batch = algorithm.advantages(plain.select(*ALWAYS, *given)).without("old_logprobs")
     batch = prepare(batch, algorithm)
     found = Evaluated(algorithm_subject, algorithm, batch)
-    assert np.isfinite(found.loss).all()
-    assert found.grads[main_output(algorithm)].any()
+    expect.finite({"the loss": found.loss}, "a batch without old_logprobs")
+    expect.moves(
+        {main_output(algorithm): found.grads[main_output(algorithm)]},
+        "a gradient without old_logprobs",
+    )
 
 
 def test_values_under_the_mask_change_nothing(
@@ -223,7 +263,9 @@ def test_values_under_the_mask_change_nothing(
         np.testing.assert_array_equal(got.loss, want.loss)
         for name, grad in want.grads.items():
             np.testing.assert_array_equal(got.grads[name], grad, err_msg=name)
-        assert values(got.metrics) == values(want.metrics)
+        expect.same(
+            values(got.metrics), values(want.metrics), "the metrics with NaN under the mask"
+        )
 
 
 def test_order_changes_nothing(
@@ -251,12 +293,16 @@ def test_micro_batches_change_nothing(
     batch = ready(algorithm, plain)
     whole = Evaluated(algorithm_subject, algorithm, batch)
     parts = []
+
     for start in range(0, len(batch), size):
         rows = list(range(start, start + size))
         parts.append(Evaluated(algorithm_subject, algorithm, batch.take(rows)))
         same(parts[-1], whole, token_rows(batch, rows))
-    assert values(merge(p.metrics for p in parts)) == pytest.approx(
-        values(whole.metrics), rel=1e-6, abs=1e-9
+    expect.numbers(
+        values(merge(p.metrics for p in parts)),
+        values(whole.metrics),
+        "the merged metrics of micro-batches",
+        rel=1e-6,
     )
 
 
@@ -277,11 +323,15 @@ def test_an_empty_micro_batch_passes(
         )
 
     found = Evaluated(algorithm_subject, algorithm, empty)
-    assert not found.loss.any()
-    assert not any(grad.any() for grad in found.grads.values())
+    expect.zero({"the loss": found.loss, **found.grads}, "of a batch without valid tokens")
     whole = Evaluated(algorithm_subject, algorithm, batch).metrics
-    assert values(merge([whole, found.metrics])) == pytest.approx(values(whole), nan_ok=False)
-    assert values(merge([found.metrics, whole])) == pytest.approx(values(whole), nan_ok=False)
+    for order in ([whole, found.metrics], [found.metrics, whole]):
+        expect.numbers(
+            values(merge(order)),
+            values(whole),
+            "the metrics, with those of an empty batch",
+            rel=1e-6,
+        )
 
 
 def test_groups_come_from_their_column(algorithm: Algorithm, plain: Batch) -> None:
@@ -301,14 +351,15 @@ def test_degenerate_rewards_are_finite(
     """All rewards of a group are equal, and one sequence has no valid token."""
     for rewards in (np.zeros(8), np.ones(8), np.full(8, -1e4)):
         batch = ready(algorithm, plain.with_seqs(reward=rewards.astype(np.float32)))
-        assert all(np.isfinite(c).all() for c in batch.tokens.values() if c.dtype.kind == "f")
+        floats = {n: c for n, c in batch.tokens.items() if c.dtype.kind == "f"}
+        expect.finite(floats, f"a batch with rewards {rewards}")
         found = Evaluated(algorithm_subject, algorithm, batch)
-        assert np.isfinite(found.loss).all()
-        assert all(np.isfinite(grad).all() for grad in found.grads.values())
+        expect.finite({"the loss": found.loss, **found.grads}, f"a batch with rewards {rewards}")
 
 
 def test_keep_judges_one_group(algorithm: Algorithm, plain: Batch) -> None:
-    assert isinstance(algorithm.keep(plain.take([0, 1, 2, 3])), bool)
+    kept = algorithm.keep(plain.take([0, 1, 2, 3]))
+    expect.same(type(kept), bool, "the type of what keep() returns")
 
 
 def test_the_input_is_left_alone(
@@ -319,3 +370,149 @@ def test_the_input_is_left_alone(
     Evaluated(algorithm_subject, algorithm, ready(algorithm, plain))
     for name, column in before.items():
         np.testing.assert_array_equal(plain[name], column, err_msg=name)
+
+
+# --- groups, state and extremes
+
+
+def grouped(plain: Batch, sizes: tuple[int, ...], numbers: tuple[int, ...]) -> Batch:
+    """Make groups of these sizes and numbers of the first rows of ``plain``."""
+    rows = np.resize(np.arange(len(plain)), sum(sizes))
+    rewards = np.resize([0, 2, 1, 3, 1], len(rows))
+    return plain.take(rows).with_seqs(
+        group=np.repeat(np.array(numbers, np.int64), sizes),
+        reward=rewards.astype(np.float32),
+        trajectory=np.arange(len(rows)),
+        unit=np.arange(len(rows)),
+    )
+
+
+def judged(algorithm: Algorithm, batch: Batch) -> np.ndarray:
+    """Return the [T] advantages of a batch as the sampler makes it."""
+    done = algorithm.advantages(batch.select(*ALWAYS, *algorithm.needs))
+    if not done.has("advantages"):
+        pytest.skip("it adds no advantages")
+    return done["advantages"]
+
+
+def test_groups_may_have_any_number_and_size(algorithm: Algorithm, plain: Batch) -> None:
+    """Their numbers count the prompts of a run. Invalid rewards make them smaller."""
+    sizes = (3, 2, 5, 4)
+    want = judged(algorithm, grouped(plain, sizes, (0, 1, 2, 3)))
+    expect.finite({"advantages": want}, f"groups of {sizes} sequences")
+    for numbers in ((0, 256, 512, 768), (9, 7, 2**31, 2**40)):
+        got = judged(algorithm, grouped(plain, sizes, numbers))
+        off = float(np.abs(got - want).max())
+        expect.below(off, 1e-6, f"the difference of advantages where groups are called {numbers}")
+
+
+def test_a_group_of_one_is_finite_or_refused(algorithm: Algorithm, plain: Batch) -> None:
+    """Nothing can be compared with a sequence that is alone."""
+    try:
+        found = judged(algorithm, grouped(plain, (1, 3, 1), (0, 1, 2)))
+    except CouplerError:
+        return
+    expect.finite({"advantages": found}, "groups of 1, 3 and 1 sequences")
+
+
+def test_a_group_is_judged_by_itself(algorithm: Algorithm, plain: Batch) -> None:
+    """Other rewards in the first group move the advantages of all others alike, as
+    whitening does, or not at all.
+    """
+    sizes = (4, 4, 4)
+    before = grouped(plain, sizes, (0, 1, 2))
+    other = before["reward"].copy()
+    other[:4] = [7, 0, 3, 1]
+    rows = [token_rows(before, list(range(4 * g, 4 * g + 4))) for g in range(3)]
+    old, new = judged(algorithm, before), judged(algorithm, before.with_seqs(reward=other))
+
+    mask = before["loss_mask"]
+    second, third = (r[mask[r]] for r in rows[1:])
+    x, y = old[second].astype(np.float64), new[second].astype(np.float64)
+    slope = np.ptp(y) / np.ptp(x) if np.ptp(x) > 1e-9 else 1.0
+    shift = y.mean() - slope * x.mean()
+    off = float(np.abs(slope * old[third] + shift - new[third]).max())
+    expect.below(
+        off, 1e-4, "how the third group moves apart from the second by the first's rewards"
+    )
+
+
+def test_advantages_keep_the_batch(algorithm: Algorithm, plain: Batch) -> None:
+    """They add columns of float32, and every other one stays as the sampler made it."""
+    given = plain.select(*ALWAYS, *algorithm.needs)
+    done = algorithm.advantages(given)
+    expect.same(done.lengths.tolist(), given.lengths.tolist(), "the lengths of the rows")
+    for name in (*given.tokens, *given.seqs):
+        expect.holds(done.has(name), f"the column {name} to stay, it is gone")
+        if name != "reward":  # It may be shaped.
+            np.testing.assert_array_equal(done[name], given[name], err_msg=name)
+    for name in done.tokens.keys() - given.tokens.keys():
+        expect.same(done[name].dtype, np.dtype(np.float32), f"the dtype of {name}")
+
+
+def test_nothing_is_kept_between_steps(
+    algorithm_subject: Subject, algorithm: Algorithm, plain: Batch
+) -> None:
+    """The same batch gives the same numbers after another one, and draws from no
+    global generator.
+    """
+    before = generators()
+    other = plain.take([1, 0, 3, 2]).with_seqs(reward=np.array([5, 1, 0, 2], np.float32))
+    wanted = ready(algorithm, plain)
+    want = Evaluated(algorithm_subject, algorithm, wanted)
+    kept = [algorithm.keep(plain.take([0, 1, 2, 3])) for _ in range(2)]
+    for batch in (other, plain):
+        again = ready(algorithm, batch)
+        found = Evaluated(algorithm_subject, algorithm, again)
+    kept += [algorithm.keep(plain.take([0, 1, 2, 3])) for _ in range(4)]
+
+    for name, column in wanted.tokens.items():
+        np.testing.assert_array_equal(again[name], column, err_msg=f"{name}, the second time")
+    same(found, want)
+    expect.alike(kept, "what keep() says of one group, again and again,")
+    expect.same(generators(), before, "the states of global random generators")
+
+
+def test_equal_tokens_pull_alike(
+    algorithm_subject: Subject, algorithm: Algorithm, plain: Batch
+) -> None:
+    """Each token pulls by its ``loss_weight`` alone, where the policy is the rollout's
+    and all advantages are equal. A loss that divides by lengths itself does so twice.
+    """
+    if isinstance(algorithm, CriticOf):
+        pytest.skip("a critic pulls by its error")
+    mask = plain["loss_mask"]
+    columns = {name: plain["rollout_logprobs"] for name in COLUMNS if name != "values"}
+    ones = np.where(mask, 1, 0).astype(np.float32)
+    batch = ready(algorithm, plain.with_tokens(**columns))
+    if batch.has("advantages"):
+        batch = batch.with_tokens(advantages=ones)
+
+    found = Evaluated(algorithm_subject, algorithm, batch, noise=0.0)
+    pulls = found.grads["logprobs"][mask] / batch["loss_weight"][mask]
+    off = float(np.ptp(pulls) / np.abs(pulls).max())
+    expect.below(off, 1e-4, "the spread of the gradients of equal tokens, as a share,")
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e4])
+def test_rewards_of_any_size_are_finite(
+    algorithm_subject: Subject, algorithm: Algorithm, plain: Batch, scale: float
+) -> None:
+    rewards = np.array([0, 1, -1, 0.5, 1, 1, 1, 0.25], np.float32) * np.float32(scale)
+    batch = ready(algorithm, plain.with_seqs(reward=rewards))
+    expect.finite(
+        {n: c for n, c in batch.tokens.items() if c.dtype.kind == "f"}, f"rewards up to {scale:g}"
+    )
+    found = Evaluated(algorithm_subject, algorithm, batch)
+    expect.finite({"the loss": found.loss, **found.grads}, f"rewards up to {scale:g}")
+
+
+def test_keep_leaves_any_group_alone(algorithm: Algorithm, plain: Batch) -> None:
+    """Also where all rewards are equal."""
+    for rewards in ([0, 0, 0, 0], [1, 1, 1, 1], [0, 1, 2, 3]):
+        group = plain.take([0, 1, 2, 3]).with_seqs(reward=np.array(rewards, np.float32))
+        before = {name: group[name].copy() for name in (*group.tokens, *group.seqs)}
+        kept = algorithm.keep(group)
+        expect.same(type(kept), bool, f"the type of what keep() returns for rewards {rewards}")
+        for name, column in before.items():
+            np.testing.assert_array_equal(group[name], column, err_msg=f"keep() wrote {name}")

@@ -14,7 +14,7 @@ from coupler.batch import Batch
 from coupler.engine_kit.adamw import AdamWConfig
 from coupler.interfaces import Aggregation, Part
 from coupler.metrics import Metrics
-from coupler.testing import losses
+from coupler.testing import expect, losses
 from coupler.testing.cases import LENGTHS, RAGGED, make_batch, poisoned, weighted
 from coupler.testing.conformance.conftest import FROZEN
 from coupler.testing.ranks import Arrays, World
@@ -29,7 +29,7 @@ Worlds = Callable[..., World]
 
 
 def assert_gradient(got: Arrays, want: Gradient) -> None:
-    assert got.keys() == want.grads.keys()
+    expect.same(got.keys() ^ want.grads.keys(), set(), "the names that gradients() lacks or adds")
     for name, true in want.grads.items():
         assert got[name].shape == true.shape, name
         error, scale = float(np.abs(got[name] - true).max()), float(np.abs(true).max())
@@ -40,8 +40,11 @@ def assert_gradient(got: Arrays, want: Gradient) -> None:
 
 def assert_metrics(got: Metrics, want: Metrics) -> None:
     """Compare the metrics of a loss. An engine may add metrics of its own."""
-    assert {n: got[n].value for n in want} == pytest.approx(
-        {n: m.value for n, m in want.items()}, rel=1e-4
+    expect.numbers(
+        {n: got[n].value for n in want if n in got},
+        {n: m.value for n, m in want.items()},
+        "the metrics of the loss",
+        rel=1e-4,
     )
 
 
@@ -83,7 +86,7 @@ def test_logprobs_and_entropy_equal_the_reference(
         want = reference.outputs(batch)
 
         for name in ("logprobs", "entropy"):
-            assert done[name].dtype == np.float32
+            expect.same(done[name].dtype, np.dtype(np.float32), f"the dtype of {name}")
             np.testing.assert_allclose(
                 done[name], want[name], atol=LOGPROBS, rtol=1e-4, err_msg=name
             )
@@ -132,8 +135,8 @@ def test_gradient_over_micro_batches(worlds: Worlds, reference: Reference, seque
     assert_gradient(grads, want)
     assert_metrics(metrics, want.metrics)
     applied, norm, _ = steps[0]
-    assert applied
-    assert norm == pytest.approx(want.norm, rel=1e-4)
+    expect.holds(applied, "the step to be applied, it was skipped")
+    expect.near(norm, want.norm, "the norm of the gradient", rel=1e-4)
 
 
 @pytest.mark.parametrize("aggregation", list(Aggregation))
@@ -170,7 +173,7 @@ def test_gradient_over_shards(
     assert_gradient(grads, want)
     assert_metrics(metrics, want.metrics)
     assert all(step == steps[0] for step in steps), "ranks disagree about the step"
-    assert steps[0][1] == pytest.approx(want.norm, rel=1e-4)
+    expect.near(steps[0][1], want.norm, "the norm of the gradient", rel=1e-4)
 
 
 def test_values_under_the_mask_change_nothing(worlds: Worlds, reference: Reference) -> None:
@@ -189,8 +192,8 @@ def test_a_batch_without_valid_tokens_has_a_gradient_of_zero(
     batch = make_batch(reference)
     batch = weighted(batch.with_tokens(loss_mask=np.zeros(batch.num_tokens, bool)))
     grads, _, steps = worlds(1).gradient([batch], SURROGATE)
-    assert not any(g.any() for g in grads.values())
-    assert steps[0][:2] == [True, 0.0]
+    expect.zero(grads, "in a batch without valid tokens")
+    expect.same(steps[0][:2], [True, 0.0], "(applied, norm) of a batch without valid tokens")
 
 
 def test_gradient_of_the_output_layer_equals_its_formula(
@@ -216,7 +219,12 @@ def test_gradient_of_the_output_layer_equals_its_formula(
         want += (error * one["loss_weight"][:, None]).T @ hidden
 
     grads, _, _ = worlds(1).gradient([batch], "coupler.testing.losses:nll", ("logprobs",))
-    assert np.abs(grads["lm_head.weight"] - want).max() <= reference.tolerance * np.abs(want).max()
+    off = float(np.abs(grads["lm_head.weight"] - want).max())
+    expect.below(
+        off,
+        reference.tolerance * np.abs(want).max(),
+        "the difference of lm_head.weight from its formula",
+    )
 
 
 def test_sums_of_squared_probabilities_and_their_gradient(
@@ -243,9 +251,14 @@ def test_sums_of_squared_probabilities_and_their_gradient(
 
 
 def assert_checkpoint(weights: Arrays, reference: Reference) -> None:
-    assert {n: w.shape for n, w in weights.items()} == {
-        n: w.shape for n, w in reference.tensors.items()
-    }
+    expect.same(
+        {n: w.shape for n, w in weights.items() if w.shape != reference.tensors.get(n, w).shape},
+        {},
+        "the tensors of another shape",
+    )
+    expect.same(
+        weights.keys() ^ reference.tensors.keys(), set(), "the names that weights() lacks or adds"
+    )
     for name, want in reference.tensors.items():
         np.testing.assert_array_equal(weights[name], want, err_msg=name)
 
@@ -288,8 +301,8 @@ def test_steps_equal_plain_adamw(
             [weighted(make_batch(reference, seed=t))], SURROGATE, index=t - 1
         )
         applied, norm, lr = steps[0]
-        assert applied
-        assert lr == pytest.approx(1e-2)
+        expect.holds(applied, f"step {t} to be applied, it was skipped")
+        expect.near(lr, 1e-2, f"the learning rate of step {t}")
         assert norm > clip, "this test must clip"
         for name, w in want.items():
             g = grads[name].astype(np.float64) * clip / norm
@@ -337,10 +350,14 @@ def test_the_learning_rate_follows_its_schedule(
         _, _, ((_, _, lr), *_) = world.gradient(
             [weighted(make_batch(reference, seed=index))], SURROGATE, index=index
         )
-        assert lr == pytest.approx(1e-2 * share)
+        expect.near(lr, 1e-2 * share, f"the learning rate of step {index}", abs_=1e-12)
         after = world.weights()
         moved = max(float(np.abs(after[name] - before[name]).max()) for name in before)
-        assert lr / 2 <= moved <= 3 * lr
+        expect.holds(
+            lr / 2 <= moved <= 3 * lr,
+            f"weights to move by about {lr:.3g} in step {index}",
+            f"{moved:.3g}",
+        )
         before = after
 
 
@@ -365,11 +382,12 @@ def test_a_gradient_that_is_not_finite_is_not_applied(
     _, _, steps = hurt.gradient([batch], "coupler.testing.losses:not_finite")
     applied, norm, _ = steps[0]
 
-    assert not applied
-    assert not np.isfinite(norm)
+    expect.same(applied, False, "applied, of a gradient that is not finite,")
+    expect.holds(not np.isfinite(norm), "a norm that is not finite", norm)
     for name, w in hurt.weights().items():
         np.testing.assert_array_equal(w, reference.tensors[name], err_msg=name)
-    assert plain.gradient([batch], SURROGATE)[2] == hurt.gradient([batch], SURROGATE)[2]
+    wanted, again = (world.gradient([batch], SURROGATE)[2] for world in (plain, hurt))
+    expect.same(again, wanted, "(applied, norm, lr) of the step after a skipped one")
     want = plain.weights()
     for name, w in hurt.weights().items():
         np.testing.assert_array_equal(w, want[name], err_msg=name)

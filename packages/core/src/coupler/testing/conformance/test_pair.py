@@ -15,7 +15,7 @@ from coupler.batch import Batch
 from coupler.engine_kit.lora_names import random_like
 from coupler.interfaces import Engine, Output, Rank, Request, SendReceipt, StepInfo, SyncReceipt
 from coupler.plugins.manager import Plugins
-from coupler.testing import losses
+from coupler.testing import expect, losses
 from coupler.testing.cases import make_batch, weighted
 from coupler.testing.edge import Served
 from coupler.testing.reference import Reference, as_batch
@@ -62,7 +62,7 @@ def sample(served: Served, version: int) -> list[Batch]:
 
     batches = []
     for request, done in zip(requests, served.run(together), strict=True):
-        assert set(done.versions) == {version}
+        expect.same(set(done.versions), {version}, "the versions of the tokens")
         batch = as_batch(request.prompt, done.tokens, request.temperature)
         reported = np.array([0.0] * len(request.prompt) + list(done.logprobs), np.float32)
         batches.append(batch.with_tokens(rollout_logprobs=reported))
@@ -86,10 +86,14 @@ def follow(pair: tuple[Engine, Served], reference: Reference, tolerance: float, 
 
     for step in range(4):
         sent, receipt = push(engine, served)
-        assert receipt.num_loaded == sent.num_tensors
-        assert (receipt.missing, receipt.unexpected) == ((), ())
+        expect.same(receipt.num_loaded, sent.num_tensors, "the number of tensors that were loaded")
+        expect.same((receipt.missing, receipt.unexpected), ((), ()), "(missing, unexpected)")
         samples = sample(served, version=served.edge.version)
-        assert difference(engine, samples) < bound
+        expect.below(
+            difference(engine, samples),
+            bound,
+            f"the mean log-prob difference of engine and rollout at version {served.edge.version}",
+        )
         if before:
             assert difference(engine, before) > 3 * bound, (
                 "the step changed too little for this test to see"
@@ -97,7 +101,7 @@ def follow(pair: tuple[Engine, Served], reference: Reference, tolerance: float, 
         before = samples
         batch = weighted(make_batch(reference, seed=step))
         engine.forward_backward(batch, WANT, losses.surrogate, StepInfo(batch.num_tokens, step))
-        assert engine.step().applied
+        expect.holds(engine.step().applied, f"step {step} to be applied, it was skipped")
 
     assert difference(engine, before) > 3 * bound, "without a sync the rollout cannot follow"
 
@@ -144,6 +148,7 @@ def test_the_first_version_is_the_checkpoint(
     served.push(engine.weights())
     for one in sample(served, version=0):
         want = reference.outputs(one)["logprobs"]
-        assert np.abs(want - one["rollout_logprobs"])[one["loss_mask"]].mean() < limit(
-            engine, tolerance
+        off = np.abs(want - one["rollout_logprobs"])[one["loss_mask"]].mean()
+        expect.below(
+            off, limit(engine, tolerance), "the mean log-prob difference from the checkpoint"
         )

@@ -18,6 +18,7 @@ import pytest
 from coupler.errors import CouplerError, WeightSyncError
 from coupler.interfaces import Completion, InFlight, Memory, Named, Request
 from coupler.plugins.manager import Plugins
+from coupler.testing import expect
 from coupler.testing.edge import Served
 from coupler.testing.models import EOS, NUM_SPECIAL, VOCAB, rewrite
 from coupler.testing.reference import Reference, as_batch
@@ -145,13 +146,22 @@ def test_an_update_brings_every_weight(
     for permuted in (True, False, True, False):
         weights = ((n, reverse_elements(t) if permuted else t) for n, t in stream(reference))
         sent, receipt = served.push(weights, permuted=permuted)
-        assert (
-            sent.num_tensors == receipt.num_received == receipt.num_loaded == len(reference.tensors)
+        counts = (sent.num_tensors, receipt.num_received, receipt.num_loaded)
+        expect.same(
+            counts, (len(reference.tensors),) * 3, "tensors that were (sent, received, loaded)"
         )
-        assert (sent.num_bytes, receipt.num_bytes) == (num_bytes, num_bytes)
-        assert (receipt.missing, receipt.unexpected) == ((), ())
-        assert receipt.version == served.edge.version
-        assert worst(served, reference) > 0.1 if permuted else worst(served, reference) < tolerance
+        expect.same(
+            (sent.num_bytes, receipt.num_bytes),
+            (num_bytes, num_bytes),
+            "bytes that were (sent, received)",
+        )
+        expect.same((receipt.missing, receipt.unexpected), ((), ()), "(missing, unexpected)")
+        expect.same(receipt.version, served.edge.version, "the version of the receipt")
+        off = worst(served, reference)
+        if permuted:
+            expect.above(off, 0.1, "the log-prob error after a permuted push")
+        else:
+            expect.below(off, tolerance, "the log-prob error after a push")
 
 
 def test_every_single_tensor_arrives(
@@ -162,6 +172,7 @@ def test_every_single_tensor_arrives(
     """
     request = Request(PROMPTS[2], 4, seed=5)
     random = np.random.default_rng(0)
+
     for name, tensor in reference.tensors.items():
         scrambled = tensor + random.normal(0, 1, tensor.shape).astype(np.float32)
         served.push(stream(reference, {**reference.tensors, name: scrambled}))
@@ -169,7 +180,11 @@ def test_every_single_tensor_arrives(
             f"{name} changed nothing"
         )
     served.push(stream(reference))
-    assert error(reference, request, generate(served, [request])[0]) < tolerance
+    expect.below(
+        error(reference, request, generate(served, [request])[0]),
+        tolerance,
+        "the log-prob error after all tensors came again",
+    )
 
 
 def test_other_weights_give_other_logprobs(
@@ -179,13 +194,18 @@ def test_other_weights_give_other_logprobs(
     every token says its version.
     """
     weights = reference
+
     for i in range(3):
         weights = moved(weights, tmp_path / str(i), i)
         served.push(stream(weights))
-        assert worst(served, weights) < tolerance
-        assert worst(served, reference) > CHANGED
+        expect.below(worst(served, weights), tolerance, f"the log-prob error after update {i}")
+        expect.above(
+            worst(served, reference),
+            CHANGED,
+            f"the distance from the first weights after update {i}",
+        )
         done = generate(served, [Request(PROMPTS[0], 4)])[0]
-        assert set(done.versions) == {served.edge.version}
+        expect.same(set(done.versions), {served.edge.version}, "the versions of the tokens")
 
 
 def test_a_missing_tensor_is_named(served: Served, reference: Reference) -> None:
@@ -193,8 +213,12 @@ def test_a_missing_tensor_is_named(served: Served, reference: Reference) -> None
     _, receipt = served.push(
         stream(reference, {n: t for n, t in reference.tensors.items() if n != dropped})
     )
-    assert receipt.missing == (dropped,)
-    assert receipt.num_loaded == receipt.num_received == len(reference.tensors) - 1
+    expect.same(receipt.missing, (dropped,), "missing, of an update without one tensor,")
+    expect.same(
+        (receipt.num_loaded, receipt.num_received),
+        (len(reference.tensors) - 1,) * 2,
+        "(loaded, received) of an update without one tensor",
+    )
 
 
 def test_an_unexpected_tensor_is_named(
@@ -204,9 +228,18 @@ def test_an_unexpected_tensor_is_named(
     _, receipt = served.push(
         stream(reference, {**reference.tensors, extra: np.zeros(4, np.float32)})
     )
-    assert receipt.unexpected == (extra,)
-    assert (receipt.missing, receipt.num_loaded) == ((), len(reference.tensors))
-    assert worst(served, reference) < tolerance
+    expect.same(receipt.unexpected, (extra,), "unexpected, of an update with one tensor more,")
+
+    expect.same(
+        (receipt.missing, receipt.num_loaded),
+        ((), len(reference.tensors)),
+        "(missing, loaded) of an update with one tensor more",
+    )
+    expect.below(
+        worst(served, reference),
+        tolerance,
+        "the log-prob error after an update with one tensor more",
+    )
 
 
 def test_a_tensor_of_another_shape_is_refused(
@@ -221,7 +254,11 @@ def test_a_tensor_of_another_shape_is_refused(
         with pytest.raises(WeightSyncError, match=re.escape(odd)):
             served.push(stream(reference, {**reference.tensors, odd: turned}))
         served.push(stream(reference))
-        assert worst(served, reference) < tolerance
+        expect.below(
+            worst(served, reference),
+            tolerance,
+            "the log-prob error after the update that followed a refused one",
+        )
 
 
 # --- sampling
@@ -231,8 +268,8 @@ def test_greedy_equals_the_reference(served: Served, reference: Reference) -> No
     for done, prompt in zip(
         generate(served, [Request(p, 12, 0.0) for p in PROMPTS]), PROMPTS, strict=True
     ):
-        assert done.tokens == reference.greedy(prompt, 12)
-        assert done.finish == "length"
+        expect.same(done.tokens, reference.greedy(prompt, 12), "the most likely tokens")
+        expect.same(done.finish, "length", "the finish of a completion of max_tokens")
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.5])
@@ -244,8 +281,13 @@ def test_logprobs_are_of_the_sampling_distribution(
     """
     requests = [Request(p, 3 + 4 * i, temperature, seed=i) for i, p in enumerate(PROMPTS)]
     for request, done in zip(requests, generate(served, requests), strict=True):
-        assert len(done.tokens) == len(done.logprobs) == len(done.versions) == request.max_tokens
-        assert error(reference, request, done) < tolerance
+        sizes = (len(done.tokens), len(done.logprobs), len(done.versions))
+        expect.same(sizes, (request.max_tokens,) * 3, "the number of (tokens, log-probs, versions)")
+        expect.below(
+            error(reference, request, done),
+            tolerance,
+            f"the log-prob error at temperature {temperature:g}",
+        )
 
 
 def test_samples_follow_the_distribution_they_report(served: Served, reference: Reference) -> None:
@@ -258,7 +300,10 @@ def test_samples_follow_the_distribution_they_report(served: Served, reference: 
     )
     surprise = -np.array([d.logprobs[0] for d in done])
     entropy = reference.outputs(as_batch(PROMPTS[0], (0,), temperature))["entropy"][-1]
-    assert abs(surprise.mean() - entropy) < 4.5 * surprise.std() / np.sqrt(num_samples)
+    off = abs(surprise.mean() - entropy) / (surprise.std() / np.sqrt(num_samples))
+    expect.below(
+        off, 4.5, "the standard deviations between the mean surprise of samples and the entropy"
+    )
 
 
 def test_top_p_keeps_the_most_likely_tokens(
@@ -286,36 +331,61 @@ def test_top_p_keeps_the_most_likely_tokens(
         for request, completion in zip(requests, done, strict=True):
             (token,), (logprob,) = completion.tokens, completion.logprobs
             left = set(order[:count].tolist()) if request.top_p < 1 else set(range(VOCAB))
-            assert token in left
+            expect.holds(
+                token in left, f"a token among the {len(left)} of top_p={request.top_p:g}", token
+            )
             total = np.log(mass[count - 1]) if request.top_p < 1 else 0.0
-            assert logprob == pytest.approx(every[token] - total, abs=tolerance)
+            expect.near(
+                logprob,
+                every[token] - total,
+                f"the log-prob under top_p={request.top_p:g}",
+                abs_=tolerance,
+            )
         sampled = {
             completion.tokens
             for request, completion in zip(requests, done, strict=True)
             if request.top_p < 1
         }
-        assert len(sampled) > 1 or count == 1
+        expect.holds(
+            len(sampled) > 1 or count == 1,
+            f"several of {count} tokens under top_p={top_p:g}",
+            sampled,
+        )
 
 
 def test_a_stop_token_ends_the_completion_and_belongs_to_it(flat: Served) -> None:
     stop = tuple(range(0, VOCAB, 8))
     done = generate(flat, [Request(p, 6, 1.0, stop, seed=i) for i, p in enumerate(PROMPTS * 6)])
+
     for each in done:
         assert not set(each.tokens[:-1]) & set(stop), "sampled on after a stop token"
         ended = each.tokens[-1] in stop
-        assert each.finish == ("stop" if ended else "length")
-        assert ended or len(each.tokens) == 6
-    assert {each.finish for each in done} == {"stop", "length"}
+        expect.same(
+            each.finish,
+            "stop" if ended else "length",
+            f"the finish of a completion that ends with {each.tokens[-1]}",
+        )
+        expect.holds(
+            ended or len(each.tokens) == 6, "6 tokens, or a stop token at the end", each.tokens
+        )
+    expect.same(
+        {each.finish for each in done},
+        {"stop", "length"},
+        "the finishes of completions of which some stop",
+    )
 
 
 def test_only_the_stop_tokens_of_the_request_stop(flat: Served) -> None:
     """The end-of-sequence token of a configuration file does not: a distribution that
     is nearly flat comes across it.
     """
-    assert len(generate(flat, [Request(PROMPTS[0], 6, stop=tuple(range(VOCAB)))])[0].tokens) == 1
+    (at_once,) = generate(flat, [Request(PROMPTS[0], 6, stop=tuple(range(VOCAB)))])
+    expect.same(len(at_once.tokens), 1, "the number of tokens where every token stops")
     done = generate(flat, [Request(p, 200, seed=i) for i, p in enumerate(PROMPTS * 2)])
     assert any(EOS in each.tokens[:-1] for each in done), "this test must sample it"
-    assert {len(each.tokens) for each in done} == {200}
+    expect.same(
+        {len(each.tokens) for each in done}, {200}, "the lengths of completions without stop tokens"
+    )
 
 
 def test_one_free_position_gives_one_token(
@@ -327,8 +397,15 @@ def test_one_free_position_gives_one_token(
     longest = tuple(range(NUM_SPECIAL, NUM_SPECIAL + POSITIONS))
     request = Request(longest[:-1], 50, seed=1)
     (done,) = generate(served, [request])
-    assert (len(done.tokens), done.finish) == (1, "length")
-    assert error(reference, request, done) < tolerance
+    expect.same(
+        (len(done.tokens), done.finish),
+        (1, "length"),
+        "(tokens, finish) where one position is free",
+    )
+    expect.below(
+        error(reference, request, done), tolerance, "the log-prob error in the last position"
+    )
+
     with pytest.raises(CouplerError, match=f"a prompt has {POSITIONS} tokens"):
         generate(served, [Request(longest, 1)])
 
@@ -354,7 +431,11 @@ def test_a_request_is_all_that_it_is_asked(served: Served) -> None:
     """No rollout accepts audio, arguments of a processor or a priority that another one
     drops.
     """
-    assert list(signature(served.rollout.generate).parameters) == ["request"]
+    expect.same(
+        list(signature(served.rollout.generate).parameters),
+        ["request"],
+        "the parameters of generate()",
+    )
     with pytest.raises(TypeError, match="priority"):
         Request((7,), 1, priority=3)  # type: ignore[call-arg]
 
@@ -380,10 +461,16 @@ def test_routes_have_a_row_for_every_token(
     if not experts:
         pytest.skip("the model has no experts: --coupler-model moe")
     routes = asked.routed_experts
-    assert routes.dtype.kind == "i" and routes.ndim == 3
-    assert len(routes) == len(request.prompt) + len(asked.tokens)
-    assert (routes[-1] == -1).all()
-    assert 0 <= routes[:-1].min() <= routes.max() < len(experts)
+    expect.same((routes.dtype.kind, routes.ndim), ("i", 3), "(kind, axes) of the routes")
+    expect.same(len(routes), len(request.prompt) + len(asked.tokens), "the rows of the routes")
+    expect.holds(
+        (routes[-1] == -1).all(), "-1 in the row of the last token, which was never fed", routes[-1]
+    )
+    expect.holds(
+        0 <= routes[:-1].min() <= routes.max() < len(experts),
+        f"experts from 0 to {len(experts) - 1}",
+        (routes[:-1].min(), routes.max()),
+    )
 
 
 def test_the_seed_decides(served: Served) -> None:
@@ -393,8 +480,13 @@ def test_the_seed_decides(served: Served) -> None:
     request = Request(PROMPTS[0], 12, 1.5, seed=7)
     alone = generate(served, [request])[0].tokens
     others = [Request(p, 9, 1.5, seed=i) for i, p in enumerate(PROMPTS)]
-    assert generate(served, [*others, request])[-1].tokens == alone
-    assert generate(served, [Request(PROMPTS[0], 12, 1.5, seed=8)])[0].tokens != alone
+    expect.same(
+        generate(served, [*others, request])[-1].tokens,
+        alone,
+        "the tokens of a seed among other requests",
+    )
+    (another,) = generate(served, [Request(PROMPTS[0], 12, 1.5, seed=8)])
+    expect.holds(another.tokens != alone, "other tokens of another seed, they are equal")
 
 
 def test_samples_of_one_prompt_are_independent(
@@ -402,8 +494,13 @@ def test_samples_of_one_prompt_are_independent(
 ) -> None:
     requests = [Request(PROMPTS[2], 10, 1.5, seed=i) for i in range(8)]
     done = generate(served, requests)
-    assert len({d.tokens for d in done}) == len(done)
-    assert max(error(reference, r, d) for r, d in zip(requests, done, strict=True)) < tolerance
+    expect.same(
+        len({d.tokens for d in done}),
+        len(done),
+        "the number of different completions of as many seeds",
+    )
+    off = max(error(reference, r, d) for r, d in zip(requests, done, strict=True))
+    expect.below(off, tolerance, "the log-prob error of completions of one prompt")
 
 
 # --- pausing and memory
@@ -456,12 +553,20 @@ def test_drain_waits_for_what_runs(served: Served, reference: Reference) -> None
         running, late = paused(
             served, InFlight.DRAIN, lambda: served.edge.push(stream(reference)), delay
         )
+
         for done in running:
-            assert (done.finish, len(done.tokens), len(set(done.versions))) == ("length", LONG, 1)
+            found = (done.finish, len(done.tokens), len(set(done.versions)))
+            expect.same(
+                found,
+                ("length", LONG, 1),
+                "(finish, tokens, versions) of a request that is drained",
+            )
             assert done.versions[0] == before or delay < 0.05, (
                 "it was admitted, and then made to wait"
             )
-        assert set(late.versions) == {before + 1}
+        expect.same(
+            set(late.versions), {before + 1}, "the versions of a request that came in the pause"
+        )
 
 
 def test_abort_returns_what_there_is(
@@ -475,12 +580,19 @@ def test_abort_returns_what_there_is(
         lambda: served.edge.push(stream(reference)),
         lambda done: 0 < len(done.tokens) < LONG,
     )
-    assert late.finish == "length"
+    expect.same(late.finish, "length", "the finish of a request that came in the pause")
 
     for prompt, done in zip(PROMPTS[:2], running, strict=True):
-        assert done.finish == "abort"
-        assert len(done.tokens) == len(done.logprobs) == len(done.versions)
-        assert error(reference, Request(prompt, LONG), done) < tolerance
+        expect.same(done.finish, "abort", "the finish of a request that was aborted")
+        sizes = (len(done.logprobs), len(done.versions))
+        expect.same(
+            sizes, (len(done.tokens),) * 2, "the number of (log-probs, versions), by tokens,"
+        )
+        expect.below(
+            error(reference, Request(prompt, LONG), done),
+            tolerance,
+            "the log-prob error of a request that was aborted",
+        )
 
 
 @pytest.mark.parametrize("how", [InFlight.RECOMPUTE, InFlight.STALE_KV])
@@ -512,8 +624,12 @@ def test_requests_in_flight_continue_on_new_weights(
 
     running, _ = interrupted(served, how, switch, lambda done: len(set(done.versions)) == 2)
     for prompt, done in zip(PROMPTS[:2], running, strict=True):
-        assert (done.finish, len(done.tokens)) == ("length", LONG)
-        assert list(done.versions) == sorted(done.versions)
+        expect.same(
+            (done.finish, len(done.tokens)),
+            ("length", LONG),
+            "(finish, tokens) of a request that went on",
+        )
+        expect.same(list(done.versions), sorted(done.versions), "the versions, which never fall,")
         for version in set(done.versions):
             of_version = np.array(done.versions) == version
             # After an update, a stale cache is of neither model.
@@ -546,7 +662,8 @@ def test_memory_comes_and_goes_by_part(
         await refused()
         await rollout.wake(frozenset({Memory.KV_CACHE}))
 
-        assert (await rollout.generate(request)).tokens == before.tokens
+        again = await rollout.generate(request)
+        expect.same(again.tokens, before.tokens, "the tokens after the cache slept")
         await rollout.pause(InFlight.DRAIN)
         await rollout.sleep(frozenset(Memory))
         with pytest.raises(CouplerError, match="sleep"):
@@ -556,7 +673,8 @@ def test_memory_comes_and_goes_by_part(
         await rollout.resume()
         await refused()
         await rollout.wake(frozenset({Memory.KV_CACHE}))
-        assert (await rollout.generate(request)).tokens == before.tokens
+        again = await rollout.generate(request)
+        expect.same(again.tokens, before.tokens, "the tokens after everything slept")
 
     served.run(story)
 
@@ -592,4 +710,6 @@ def test_memory_comes_back_with_an_update(
             await served.rollout.resume()
 
         served.run(nap)
-        assert worst(served, weights) < tolerance
+        expect.below(
+            worst(served, weights), tolerance, "the log-prob error after sleeping and an update"
+        )

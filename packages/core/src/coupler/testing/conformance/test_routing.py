@@ -12,7 +12,7 @@ import pytest
 
 from coupler.batch import Batch
 from coupler.errors import CouplerError
-from coupler.testing import losses
+from coupler.testing import expect, losses
 from coupler.testing.cases import LENGTHS, RAGGED, make_batch, weighted
 from coupler.testing.conformance.conftest import running
 from coupler.testing.conformance.test_engine import LONGEST, SURROGATE, assert_gradient, split
@@ -33,7 +33,9 @@ def moe(engine_subject: Subject, reference_of: Callable[[str], Reference]) -> Tr
             "experts here"
         )
     found = reference_of("moe")
-    assert isinstance(found, TransformersReference)
+    assert isinstance(found, TransformersReference), (
+        f"expected a model of transformers, came {found}"
+    )
     return found
 
 
@@ -68,7 +70,11 @@ def test_routes_equal_the_reference(
     shards = split(make_batch(moe, RAGGED), world, first=[])
     for shard, done in zip(shards, world.forward(shards, BOTH), strict=True):
         got = done["routed_experts"]
-        assert got.dtype.kind in "iu" and len(got) == shard.num_tokens
+        expect.holds(
+            got.dtype.kind in "iu" and len(got) == shard.num_tokens,
+            f"a row of integers for each of {shard.num_tokens} tokens",
+            (got.dtype, len(got)),
+        )
         if len(shard):
             np.testing.assert_array_equal(np.sort(got, 2), np.sort(moe.routes(shard), 2))
 
@@ -128,11 +134,10 @@ def test_replayed_routes_leave_the_router_its_gradient(
     grads, _, steps = world.gradient(split(batch, world), SURROGATE)
     want = moe.gradient(batch, losses.surrogate)
     assert_gradient(grads, want)
-    assert steps[0][1] == pytest.approx(want.norm, rel=1e-4)
+    expect.near(steps[0][1], want.norm, "the norm of the gradient", rel=1e-4)
     routers = [name for name in grads if name.endswith("mlp.gate.weight")]
-    assert len(routers) == moe.model.config.num_hidden_layers and all(
-        grads[name].any() for name in routers
-    )
+    expect.same(len(routers), moe.model.config.num_hidden_layers, "the number of routers")
+    expect.moves({name: grads[name] for name in routers}, "a gradient of every router")
 
 
 @pytest.mark.parametrize(

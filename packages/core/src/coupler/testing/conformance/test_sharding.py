@@ -16,6 +16,7 @@ from coupler.errors import ReplicaDied, WeightSyncError
 from coupler.interfaces import InFlight, Request
 from coupler.metrics import values
 from coupler.plugins.manager import Plugins
+from coupler.testing import expect
 from coupler.testing.reference import Reference
 from coupler.testing.subject import Subject
 from coupler.testing.whole_edge import PROMPT, WholeEdge, within
@@ -176,7 +177,9 @@ async def _died_before(one: WholeEdge) -> None:
     one.replicas[0].dies_sampling = True
     asked = one.rollouts.generate(Request(PROMPT, 4, 1.0, (), seed=0))
     done = await within(asked, "a completion of the other replica")
-    assert done.replica == 1 and one.rollouts.dead == {0}
+    expect.same(
+        (done.replica, one.rollouts.dead), (1, {0}), "(the replica that answered, the dead ones)"
+    )
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import pytest
 
 from coupler.errors import WaitTimeout, WeightSyncError
 from coupler.interfaces import Named, Rank, SendReceipt, Shapes, Transport, WeightUpdate
+from coupler.testing import expect
 from coupler.testing.ranks import as_array
 from coupler.testing.subject import Subject
 from coupler.worker.worker import reverse_elements
@@ -71,10 +72,12 @@ class Link:
             return [s.result() for s in sending], arrived
 
     def _collect(self, update: WeightUpdate, worker: Rank) -> list[Named]:
-        return [
-            (name, copied(tensor))
-            for name, tensor in self.transport.receive(update, worker, self.shapes)
-        ]
+        self.came: list[str] = []
+        arrived: list[Named] = []
+        for name, tensor in self.transport.receive(update, worker, self.shapes):
+            self.came.append(name)
+            arrived.append((name, copied(tensor)))
+        return arrived
 
 
 def stream(weights: list[Named], permuted: bool = False) -> Iterator[Named]:
@@ -131,10 +134,14 @@ def test_tensors_arrive_whole_and_in_order(
     """
     sent, received = Link(transport_subject).carry(0, weights)
     assert_same(received[0], weights)
-    assert isinstance(sent[0], SendReceipt)
+    assert isinstance(sent[0], SendReceipt), f"expected a SendReceipt, came {sent[0]!r}"
     size = sum(tensor.nbytes for _, tensor in weights)
-    assert (sent[0].version, sent[0].num_tensors, sent[0].num_bytes) == (0, len(weights), size)
-    assert sent[0].seconds > 0
+    expect.same(
+        (sent[0].version, sent[0].num_tensors, sent[0].num_bytes),
+        (0, len(weights), size),
+        "(version, tensors, bytes) of the receipt",
+    )
+    expect.above(sent[0].seconds, 0, "the seconds of the receipt")
 
 
 def test_versions_follow_each_other(transport_subject: Subject, weights: list[Named]) -> None:
@@ -176,13 +183,17 @@ def test_every_rank_exhausts_its_weights(transport_subject: Subject) -> None:
             pool.submit(link.transport.send, collective(), update, rank) for rank in link.senders
         ]
         receiving = pool.submit(link._collect, update, link.receivers[0])
-        assert [s.result().num_tensors for s in sending] == [len(weights)] * 2
+        expect.same(
+            [s.result().num_tensors for s in sending],
+            [len(weights)] * 2,
+            "the tensors that each rank sent",
+        )
         assert_same(receiving.result(), weights)
 
 
 def test_no_weights_at_all_arrive_too(transport_subject: Subject) -> None:
     _, received = Link(transport_subject).carry(0, [])
-    assert received == [[]]
+    expect.same(received, [[]], "what arrives where nothing was sent")
 
 
 def test_a_tensor_that_does_not_fit_the_receiver_is_refused(
@@ -198,6 +209,7 @@ def test_a_tensor_that_does_not_fit_the_receiver_is_refused(
         WeightSyncError, match=rf"{name} comes with shape \[2, 3, 4\].*model has \[4, 3, 2\]"
     ):
         link.carry(0, weights)
+    expect.holds(name not in link.came, f"{name} to be refused before it is handed over", link.came)
     link.shapes = {name: tuple(tensor.shape) for name, tensor in weights}
     _, received = link.carry(1, weights)
     assert_same(received[0], weights)
@@ -212,4 +224,5 @@ def test_receiving_ends_at_its_deadline(transport_subject: Subject) -> None:
     start = time.monotonic()
     with pytest.raises(WaitTimeout, match="1"):
         list(link.transport.receive(link.update(1), link.receivers[0], {}))
-    assert 0.2 < time.monotonic() - start < 5
+    waited = time.monotonic() - start
+    expect.holds(0.2 < waited < 5, "an error after the deadline of 0.3 s", f"{waited:.1f} s")

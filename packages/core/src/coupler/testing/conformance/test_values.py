@@ -11,7 +11,7 @@ import pytest
 
 from coupler.batch import Batch
 from coupler.interfaces import Head, Part
-from coupler.testing import losses
+from coupler.testing import expect, losses
 from coupler.testing.cases import LENGTHS, RAGGED, make_batch, poisoned, weighted, with_returns
 from coupler.testing.conformance.conftest import running
 from coupler.testing.conformance.test_engine import LONGEST, assert_gradient, assert_metrics, split
@@ -70,7 +70,7 @@ def test_values_equal_the_reference(
     for lengths in (LENGTHS, RAGGED):
         batch = batches(lengths)
         got = critics(1, max_tokens_per_gpu=2 * LONGEST).forward([batch], VALUES)[0]["values"]
-        assert got.dtype == np.float32
+        expect.same(got.dtype, np.dtype(np.float32), "the dtype of values")
         np.testing.assert_allclose(got, critic.outputs(batch)["values"], atol=1e-4, rtol=1e-4)
         assert not got[~batch["loss_mask"]].any(), "values are not 0 under the mask"
 
@@ -102,7 +102,7 @@ def test_gradient_over_micro_batches(
     assert_gradient(grads, want)
     assert_metrics(metrics, want.metrics)
 
-    assert steps[0][1] == pytest.approx(want.norm, rel=1e-4)
+    expect.near(steps[0][1], want.norm, "the norm of the gradient", rel=1e-4)
 
 
 @pytest.mark.parametrize("first", [None, []], ids=["even", "empty-rank"])
@@ -144,10 +144,13 @@ def test_gradient_of_the_score_equals_its_formula(
         d_bias += slope.sum()
 
     grads, _, _ = critics(1).gradient([batch], ERROR, VALUES)
-    assert (
-        np.abs(grads["score.weight"] - d_weight).max() <= critic.tolerance * np.abs(d_weight).max()
+    off = float(np.abs(grads["score.weight"] - d_weight).max())
+    expect.below(
+        off,
+        critic.tolerance * np.abs(d_weight).max(),
+        "the difference of score.weight from its formula",
     )
-    assert grads["score.bias"][0] == pytest.approx(d_bias, rel=1e-4)
+    expect.near(float(grads["score.bias"][0]), d_bias, "the gradient of score.bias", rel=1e-4)
 
 
 def test_what_stands_under_the_mask_changes_nothing(
@@ -170,7 +173,11 @@ def test_weights_are_the_checkpoint_with_the_score(
     language model.
     """
     got, want = critics(num_shards, max_tokens_per_gpu=LONGEST).weights(), expected(critic)
-    assert {n: w.shape for n, w in got.items()} == {n: w.shape for n, w in want.items()}
+    expect.same(
+        {n: w.shape for n, w in got.items()},
+        {n: w.shape for n, w in want.items()},
+        "the shapes of weights()",
+    )
     for name, tensor in want.items():
         np.testing.assert_array_equal(got[name], tensor, err_msg=name)
 
@@ -185,12 +192,19 @@ def test_without_a_score_in_the_checkpoint_values_start_at_zero(
     """The score is there from the start, and the first step moves it."""
     world = fresh(reference.folder, head=Head.VALUE)
     batch = weighted(batches())
-    assert not world.forward([batch], VALUES)[0]["values"].any()
+    expect.zero(world.forward([batch], VALUES)[0].select("values").tokens, "before the first step")
     before = world.weights()
-    assert before.keys() == expected(critic).keys()
-    assert not before["score.weight"].any() and not before["score.bias"].any()
+    expect.same(
+        before.keys() ^ expected(critic).keys(), set(), "the names that weights() lacks or adds"
+    )
+
+    expect.zero(
+        {name: before[name] for name in ("score.weight", "score.bias")}, "before the first step"
+    )
     world.gradient([batch], ERROR, VALUES)
-    assert world.forward([batch], VALUES)[0]["values"].any()
+    expect.moves(
+        world.forward([batch], VALUES)[0].select("values").tokens, "values that the step moved"
+    )
 
 
 def test_a_saved_critic_continues_as_if_nothing_had_happened(
