@@ -1,0 +1,145 @@
+"""Every socket on which a run listens is in the table of SECURITY.md."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from listeners import Listener, listeners
+from tests.faults.toy_runs import arguments, write_inputs
+
+SECURITY = Path(__file__).parents[1] / "SECURITY.md"
+HEAD = "| run | process | sockets | on one machine | on several | who is let in |"
+LOOPBACK = re.compile(r"(127\.\d+\.\d+\.\d+|::1):\d+")
+LIMIT_S = 300.0
+TOY = ("steps=3",)
+FSDP = ("engine=fsdp", "engine.dtype=fp32", "rollout=hf", "rollout.dtype=fp32", "algorithm=grpo",
+        "engine.max_tokens_per_gpu=256", "engine.ranks=2", "executor=ray", "steps=2",
+        "ray.placement=disjoint", "checkpoint.every_steps=0", "checkpoint.export=false",
+        )  # fmt: skip
+# the options of each run, and the words of the table's first column that are true of it
+RUNS = {
+    "inproc": (("executor=local", *TOY), {"any"}),
+    "disk": (("executor=local", "sync.transport=disk", *TOY), {"any"}),
+    "tcp": (("executor=local", "sync.transport=tcp", *TOY), {"any", "tcp"}),
+    "ray": (("executor=ray", "rollout.replicas=2", *TOY), {"any", "ray", "tcp"}),
+    "fsdp": (FSDP, {"any", "ray", "tcp", "torch"}),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """Sockets that one process of some runs has."""
+
+    run: str
+    process: str
+    kind: str
+    most: int
+    place: str
+
+
+def rows() -> list[Row]:
+    """Read the table of SECURITY.md."""
+    lines = SECURITY.read_text().splitlines()
+    start = lines.index(HEAD) + 2
+    found = []
+    for line in lines[start:]:
+        if not line.startswith("|"):
+            break
+        run, process, sockets, place, _, let_in = (
+            cell.strip() for cell in line.strip("|").split("|")
+        )
+        most, kind = re.fullmatch(r"(\d+) (tcp|udp|unix)", sockets).groups()  # type: ignore[union-attr]
+        assert let_in, line
+        found.append(Row(run.strip("`"), process.strip("`"), kind, int(most), place))
+    return found
+
+
+def problems(found: set[Listener], kinds: set[str], table: list[Row]) -> list[str]:
+    """Compare what listened with the rows for runs of these kinds."""
+    allowed: Counter[tuple[str, str]] = Counter()
+    places: dict[tuple[str, str], str] = {}
+    for row in table:
+        if row.run in kinds:
+            allowed[row.process, row.kind] += row.most
+            places[row.process, row.kind] = row.place
+
+    wrong = []
+    for each in sorted(found):
+        # ranks and replicas of one role have the same rows
+        key = re.sub(r"-\d+$", "", each.process), each.kind
+        rows_of_one = re.sub(r"-0$", " 0", each.process), each.kind
+        if key not in allowed and rows_of_one not in allowed:
+            wrong.append(f"{each} is not in the table")
+        elif each.kind != "unix" and not LOOPBACK.fullmatch(each.address):
+            wrong.append(f"{each} is beyond loopback")
+    counted = Counter((each.process, each.kind) for each in found)
+    for (process, kind), number in counted.items():
+        most = allowed[re.sub(r"-\d+$", "", process), kind]
+        most += allowed[re.sub(r"-0$", " 0", process), kind] if process.endswith("-0") else 0
+        if number > most:
+            wrong.append(f"{process} has {number} sockets of {kind}, the table {most}")
+    return wrong
+
+
+def seen(given: list[str], run_dir: Path) -> set[Listener]:
+    """Run a command, and return all that ever listened in it."""
+    with run_dir.with_suffix(".txt").open("w") as said:
+        command = [sys.executable, "-m", "coupler.cli", *given]
+        run = subprocess.Popen(command, stdout=said, stderr=said, env={**os.environ})
+    found: set[Listener] = set()
+    end = time.monotonic() + LIMIT_S
+    while run.poll() is None and time.monotonic() < end:
+        found |= listeners(run.pid, run_dir / "logs")
+        time.sleep(0.1)
+    run.kill()
+    assert run.wait() == 0, run_dir.with_suffix(".txt").read_text()[-3000:]
+    # a worker listens a moment before its log names it
+    return {each for each in found if not re.match(r"ray::|.*default_worker", each.process)}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no /proc")
+@pytest.mark.parametrize("name", RUNS)
+def test_every_listening_socket_is_in_the_table(name: str, tmp_path: Path, model: Path) -> None:
+    options, kinds = RUNS[name]
+    write_inputs(tmp_path / "in")
+    more = (*options, f"model.path={model}") if name == "fsdp" else options
+    given = arguments(tmp_path / "in", tmp_path / "run", *more)
+    kept = {word.partition("=")[0]: word for word in given[1:]}
+    found = seen([given[0], *kept.values()], tmp_path / "run")
+    print(*sorted(found), sep="\n")
+    assert problems(found, kinds, rows()) == []
+    assert bool(found) == (kinds != {"any"})
+
+
+def test_a_socket_that_the_table_lacks_is_found() -> None:
+    table = [Row("ray", "raylet", "tcp", 1, "loopback"), Row("tcp", "policy 0", "tcp", 1, "")]
+    one = Listener("raylet", "tcp", "127.0.0.1:7")
+    assert problems({one}, {"ray"}, table) == []
+    assert problems({Listener("policy-0", "tcp", "127.0.0.1:7")}, {"tcp"}, table) == []
+    for other in (
+        {one, Listener("raylet", "tcp", "127.0.0.1:8")},
+        {Listener("raylet", "tcp", "0.0.0.0:7")},
+        {Listener("raylet", "tcp", ":::7")},
+        {Listener("raylet", "tcp", "192.0.2.2:7")},
+        {Listener("raylet", "udp", "127.0.0.1:7")},
+        {Listener("driver", "tcp", "127.0.0.1:7")},
+        {Listener("policy-1", "tcp", "127.0.0.1:7")},
+    ):
+        assert problems(other, {"ray", "tcp"}, table), other
+
+
+def test_a_socket_is_found() -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        held = listeners(os.getpid(), Path("nowhere"))
+    assert Listener("driver", "tcp", f"127.0.0.1:{port}") in held
