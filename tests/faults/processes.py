@@ -26,7 +26,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.faults import run
+from tests.faults.strangers import STRANGERS, Crowd
 from tests.faults.toy_runs import arguments, steps, write_inputs
+from tests.listeners import listeners
 
 from coupler.system.processes import Process, end_all_of
 
@@ -159,7 +161,7 @@ Disturb = Callable[[Run, random.Random], str]
 
 
 def signalled(target: str, how: str) -> Disturb:
-    """Send a signal to a process of the run, and SIGCONT after a while if ``how`` says so."""
+    """Send a signal to a process of the run, and SIGCONT later if ``how`` says so."""
     name, _, pause = how.partition(" for ")
 
     def act(to: Run, chance: random.Random) -> str:
@@ -191,6 +193,24 @@ def removed(what: str) -> Disturb:
     return act
 
 
+def besieged(flood: int) -> Disturb:
+    """Let strangers in on every port of the run, until it ends."""
+
+    def act(to: Run, chance: random.Random) -> str:
+        found = listeners(to.popen.pid, to.folder / "logs")
+        ports = {int(each.address.rpartition(":")[2]) for each in found if each.kind == "tcp"}
+        kinds = chance.sample(sorted(STRANGERS), 8)
+        crowds = [Crowd(port, kinds, flood, chance.randrange(1 << 30)) for port in sorted(ports)]
+        for crowd in crowds:
+            crowd.come()
+        to.wait(END_S)
+        for crowd in crowds:
+            crowd.leave()
+        return ""
+
+    return act
+
+
 def nothing(to: Run, chance: random.Random) -> str:
     return ""
 
@@ -208,6 +228,7 @@ class Case:
     around: Callable[[Path], Process | None] | None = None
     refused: str = ""
     comparable: bool = True
+    finishes: bool = False
 
 
 @contextmanager
@@ -284,6 +305,8 @@ def others() -> list[Case]:
           for limit in limits),
         *(Case(f"ray: /dev/shm of {size}", True, wrapper=(
             "unshare", "-rm", "sh", "-c", tiny.format(size), "-")) for size in ("64k", "20m")),
+        *(Case(f"ray: {n} strangers knock at every port", True, besieged(n), ("steps=40",),
+               comparable=False, finishes=True) for n in (0, 20, 200)),
         Case("ray: no GPU", True, more=("ray.devices=gpu",), refused=refuse_gpu),
         *(Case(f"ray: ray.address={address}", True, more=(f"ray.address={address}",),
                refused="cannot be joined")
@@ -329,6 +352,8 @@ def check_one(
         if case.refused:
             good = code == 2 and case.refused in said and "Traceback" not in said
             return "" if good else f"not refused, code {code}: {last(said)}"
+        if case.finishes and code != 0:
+            return f"moment {moment}: it did not go on, code {code}: {last(said)}"
         if code not in (0, 2) and "driver" not in case.name:
             return f"moment {moment}: it ended with code {code}: {last(said)}"
         if "Traceback" in said and "driver" not in case.name:

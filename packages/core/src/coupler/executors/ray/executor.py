@@ -39,7 +39,7 @@ else:
 log = get_logger(__name__)
 
 # an actor is asked again so often whether it lives; its death shows at once
-WATCH_S = 10.0
+WATCH_S, MIN_WATCH_S = 10.0, 0.5
 # what a run before this one held may take so long to be free again
 FREE_S = 10.0
 CLOSE_S = 3.0
@@ -76,7 +76,7 @@ class OnRay:
         self.handles: list[Handle] = []
         self.recipes: dict[Handle, Recipe] = {}
         # the limit of a silence, after which it is asked whether a process is stopped
-        self.watch_s = min(WATCH_S, waits.heartbeat_s)
+        self.watch_s = min(WATCH_S, max(waits.heartbeat_s, MIN_WATCH_S))
         # replicas whose actor died
         self.lost: set[Handle] = set()
         self.starting: dict[Handle, Any] = {}
