@@ -15,7 +15,9 @@ import pytest
 from coupler.system.processes import Process, end_all_of, watch_over
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems have no /proc")
-HOLDS = "import sys, time; file = open(sys.argv[1]); print(1, flush=True); time.sleep(600)"
+HOLDS = (
+    "import sys, time; file = open(sys.argv[1], sys.argv[2]); print(1, flush=True); time.sleep(600)"
+)
 
 
 @pytest.fixture
@@ -32,12 +34,10 @@ def until(ready: object, seconds: float = 20.0) -> None:
         time.sleep(0.01)
 
 
-def holding(path: Path) -> subprocess.Popen[bytes]:
-    """Start a process that has ``path`` open, and names it nowhere else."""
+def holding(path: Path, mode: str = "a") -> subprocess.Popen[bytes]:
+    """Start a process that has ``path`` open."""
     path.write_text("")
-    child = subprocess.Popen(
-        [sys.executable, "-c", HOLDS, path.name], cwd=path.parent, stdout=subprocess.PIPE
-    )
+    child = subprocess.Popen([sys.executable, "-c", HOLDS, str(path), mode], stdout=subprocess.PIPE)
     assert child.stdout and child.stdout.readline()
     return child
 
@@ -61,20 +61,21 @@ def test_a_number_that_is_used_again_is_another_process(sleeping: subprocess.Pop
     assert sleeping.poll() is None
 
 
-def test_what_works_in_a_folder_is_ended_and_nothing_else(
+def test_what_writes_in_a_folder_is_ended_and_nothing_else(
     sleeping: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
     (tmp_path / "one").mkdir()
     (tmp_path / "one-more").mkdir()
-    named = subprocess.Popen(["tail", "-f", "--retry", str(tmp_path / "one" / "x")])
     held, other = holding(tmp_path / "one" / "file"), holding(tmp_path / "one-more" / "file")
+    reader = holding(tmp_path / "one" / "file", "r")
     held.send_signal(signal.SIGSTOP)
     ended = end_all_of(tmp_path / "one", 0.2)
-    assert {process.pid for process in ended} == {named.pid, held.pid}
-    assert (named.wait(10), held.wait(10)) == (-signal.SIGKILL, -signal.SIGKILL)
-    assert other.poll() is None and sleeping.poll() is None
+    assert [process.pid for process in ended] == [held.pid]
+    assert held.wait(10) == -signal.SIGKILL
+    assert other.poll() is None and reader.poll() is None and sleeping.poll() is None
     assert end_all_of(tmp_path / "one", 5.0) == []
     other.kill()
+    reader.kill()
 
 
 def test_what_ends_itself_in_time_is_not_killed(tmp_path: Path) -> None:
@@ -98,7 +99,6 @@ def test_a_watcher_ends_what_is_left_when_its_process_ends(tmp_path: Path, how: 
             "from coupler.system.processes import watch_over; "
             "watch_over(Path(sys.argv[1]), 0.0); os.kill(os.getpid(), signal.SIGKILL)"
         )
-        # the parent of this process is none of the folder's, although it is named here
         killed = subprocess.run([sys.executable, "-c", text, str(tmp_path)], check=False)
         assert killed.returncode == -signal.SIGKILL
     assert left.wait(20) == -signal.SIGKILL

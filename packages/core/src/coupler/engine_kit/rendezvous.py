@@ -46,6 +46,7 @@ def keep_gloo_local(host: str) -> None:
     """
     names = {name for _, name in socket.if_nameindex()}
     loopback = next((name for name in ("lo", "lo0") if name in names), None)
+
     is_local = host in ("", "localhost")
     with suppress(ValueError):
         is_local = is_local or ipaddress.ip_address(host).is_loopback

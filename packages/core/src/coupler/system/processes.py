@@ -4,7 +4,7 @@ Elsewhere nothing is found, and nothing is ended.
 
 ``python processes.py FOLDER SECONDS`` waits until its stdin ends, as it does when the
 process that holds the other side ends in whatever way. Then it ends all processes that
-work in the folder. It imports the standard library only, so that it starts soon.
+write in the folder. It imports the standard library only, so that it starts soon.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -34,7 +35,10 @@ class Process:
 
     @classmethod
     def of(cls, pid: int) -> Process:
-        """Return the process that has this number now; its birth is 0 if none has."""
+        """Return the process that has this number now.
+
+        Its birth is 0 if none has.
+        """
         fields = _stat(pid)
         return cls(pid, int(fields[19]) if fields else 0)
 
@@ -69,13 +73,13 @@ def die_with_parent() -> None:
 
 
 def end_all_of(folder: Path, seconds: float) -> list[Process]:
-    """End every process of this user that works in ``folder``, and return them.
+    """End every process of this user that writes in ``folder``, and return them.
 
-    Such a process was started with a path in the folder, or has a file of it open. This
-    one and its parents are left alone. The others have ``seconds`` to end themselves.
+    Such a process has a file of the folder open to write it, as its log. This one and
+    its parent are left alone. The others have ``seconds`` to end themselves.
     """
     end = time.monotonic() + seconds
-    while found := list(_working_in(folder)):
+    while found := list(_writing_in(folder)):
         if time.monotonic() >= end:
             for process in found:
                 process.kill()
@@ -92,28 +96,29 @@ def watch_over(folder: Path, seconds: float) -> subprocess.Popen[bytes]:
 
     It does so too when its stdin is closed.
     """
-    # a path without the slash at its end is none of the folder's
     command = [sys.executable, "-I", "-S", __file__, str(folder), str(seconds)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env={})
 
 
-def _working_in(folder: Path) -> Iterator[Process]:
-    mark = f"{folder}/".encode()
+def _writing_in(folder: Path) -> Iterator[Process]:
     for entry in _listed(Path("/proc")):
         if not entry.isdigit() or int(entry) in (os.getpid(), os.getppid()):
             continue
         path, process = Path("/proc", entry), Process.of(int(entry))
+
         with suppress(OSError):
             if path.stat().st_uid != os.getuid() or process.has_ended():
                 continue
-            if mark in (path / "cmdline").read_bytes() or _holds(path / "fd", mark):
+            if _writes(path / "fd", f"{folder}/"):
                 yield process
 
 
-def _holds(open_files: Path, mark: bytes) -> bool:
+def _writes(open_files: Path, start: str) -> bool:
     for name in _listed(open_files):
         with suppress(OSError):
-            if os.readlink(open_files / name).encode().startswith(mark):
+            link = open_files / name
+            # the mode of the link is that in which the file was opened
+            if os.readlink(link).startswith(start) and link.lstat().st_mode & stat.S_IWUSR:
                 return True
     return False
 

@@ -141,6 +141,7 @@ def take(shares: Sequence[Share], num_cpus_per_worker: int, gpus: bool) -> Place
     """
     bundles = [s.bundle(num_cpus_per_worker, gpus) for s in shares for _ in range(s.num_bundles)]
     group = ray.util.placement_group(bundles, strategy="PACK")
+
     if not group.wait(timeout_seconds=TAKE_S):
         ray.util.remove_placement_group(group)
         asked = " + ".join(_amounts(bundle) for bundle in bundles)

@@ -75,6 +75,7 @@ class OnRay:
         self.slots: dict[str, list[cluster.Slot]] = {}
         self.handles: list[Handle] = []
         self.recipes: dict[Handle, Recipe] = {}
+
         # the limit of a silence, after which it is asked whether a process is stopped
         self.watch_s = min(WATCH_S, max(waits.heartbeat_s, MIN_WATCH_S))
         # replicas whose actor died
@@ -310,6 +311,7 @@ class OnRay:
                 if looks == 2:
                     asked.cancel()
                     return
+
             await asked
 
     async def _look(self, handle: Handle, look: Callable[[Process], Any]) -> Any:

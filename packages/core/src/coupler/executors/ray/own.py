@@ -188,6 +188,7 @@ def _own_sigterm() -> Iterator[None]:
     """Keep what SIGTERM does. Ray's answer to it drains a node first."""
     is_main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGTERM)
+
     try:
         yield
     finally:
@@ -215,6 +216,7 @@ def _clear_leftovers() -> None:
                 is_new = time.time() - found.st_mtime < LOCKED_S
                 if is_new or found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
                     continue
+
                 # whose run holds the lock, goes on
                 with FileLock(folder / LOCK, timeout=0):
                     if ended := end_all_of(folder, 0.0):
