@@ -20,7 +20,8 @@ HEAD = "| run | process | sockets | on one machine | on several | who is let in 
 LOOPBACK = re.compile(r"(127\.\d+\.\d+\.\d+|::1):\d+")
 LIMIT_S = 600.0
 TOY = ("steps=3",)
-FSDP = ("engine=fsdp", "engine.dtype=fp32", "rollout=hf", "rollout.dtype=fp32", "algorithm=grpo", "algorithm.kl=none",
+FSDP = ("engine=fsdp", "engine.dtype=fp32", "rollout=hf", "rollout.dtype=fp32",
+        "algorithm=grpo", "algorithm.kl=none",
         "engine.max_tokens_per_gpu=256", "engine.ranks=2", "executor=ray", "steps=2",
         "ray.placement=disjoint", "checkpoint.every_steps=0", "checkpoint.export=false",
         )  # fmt: skip

@@ -168,7 +168,7 @@ def signalled(target: str, how: str) -> Disturb:
         end = time.monotonic() + END_S
         while (process := to.find(target)) is None:
             if to.popen.poll() is not None or time.monotonic() > end:
-                return "it was not there"
+                return ""
             time.sleep(POLL_S)
         with suppress(ProcessLookupError):
             os.kill(process.pid, getattr(signal, name))
@@ -189,6 +189,23 @@ def removed(what: str) -> Disturb:
                 with suppress(OSError):
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
         return ""
+
+    return act
+
+
+def accompanied(same: bool) -> Disturb:
+    """Start the command again while it runs, with the same run folder or another."""
+
+    def act(to: Run, chance: random.Random) -> str:
+        folder = to.folder.with_name(f"{to.folder.name}-second")
+        other = [f"run_dir={folder}" if word.startswith("run_dir=") else word for word in to.argv]
+        with Run(folder, to.argv if same else other, to.environment) as second:
+            code = second.wait(END_S)
+            words = second.said.read_text(errors="replace")
+            if left := second.left():
+                return f"{len(left)} processes of the second are left"
+        good = code == 0 or (same and code == 2 and "is in use by" in words)
+        return "" if good else f"the second ended with code {code}: {last(words)}"
 
     return act
 
@@ -305,6 +322,9 @@ def others() -> list[Case]:
           for limit in limits),
         *(Case(f"ray: /dev/shm of {size}", True, wrapper=(
             "unshare", "-rm", "sh", "-c", tiny.format(size), "-")) for size in ("64k", "20m")),
+        *(Case(f"ray: a second at once, {'in the same' if same else 'in another'} folder", True,
+               accompanied(same), ("steps=20",), comparable=False, finishes=True)
+          for same in (True, False)),
         *(Case(f"ray: {n} strangers knock at every port", True, besieged(n), ("steps=40",),
                comparable=False, finishes=True) for n in (0, 20, 200)),
         Case("ray: no GPU", True, more=("ray.devices=gpu",), refused=refuse_gpu),
@@ -340,13 +360,15 @@ def check_one(
             while run.steps_done() < moment and run.popen.poll() is None and time.monotonic() < end:
                 time.sleep(POLL_S)
             time.sleep(after)
-            case.disturb(run, chance)
+            amiss = case.disturb(run, chance)
             code = run.wait(END_S)
             said = run.said.read_text(errors="replace")
             if code is None:
                 return f"moment {moment}: it hangs: {last(said)}"
             if left := run.left():
                 return f"moment {moment}: {len(left)} processes are left: {', '.join(left)[:200]}"
+        if amiss:
+            return f"moment {moment}: {amiss}"
         if stopped and not stopped.has_ended():
             return "what another run left is alive"
         if case.refused:
