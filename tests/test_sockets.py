@@ -15,22 +15,34 @@ import pytest
 from listeners import Listener, listeners
 from tests.faults.toy_runs import arguments, write_inputs
 
+from coupler.engine_kit.rendezvous import keep_port
+
 SECURITY = Path(__file__).parents[1] / "SECURITY.md"
 HEAD = "| run | process | sockets | on one machine | on several | who is let in |"
 LOOPBACK = re.compile(r"(127\.\d+\.\d+\.\d+|::1):\d+")
 LIMIT_S = 600.0
 TOY = ("steps=3",)
-FSDP = ("engine=fsdp", "engine.dtype=fp32", "rollout=hf", "rollout.dtype=fp32",
-        "algorithm=grpo", "algorithm.kl=none",
-        "engine.max_tokens_per_gpu=256", "engine.ranks=2", "executor=ray", "steps=2",
-        "ray.placement=disjoint", "checkpoint.every_steps=0", "checkpoint.export=false",
-        )  # fmt: skip
+# two ranks that meet as an engine's do, reduce something, and wait for the end of stdin
+RANK = """
+import os, sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from coupler.engine_kit.process_group import join
+from coupler.interfaces import Rank
+
+index, port, logs = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+(logs / f"policy-{index}.log").write_text(f"pid {os.getpid()} on node 127.0.0.1")
+join(Rank(index=index, world=2, rendezvous=f"127.0.0.1:{port}"), torch.device("cpu"))
+dist.all_reduce(torch.ones(3))
+print("met", flush=True)
+sys.stdin.read()
+"""
 # the options of each run, and the words of the table's first column that are true of it
 RUNS = {
     "inproc": (("executor=local", *TOY), {"any"}),
     "disk": (("executor=local", "sync.transport=disk", *TOY), {"any"}),
     "ray": (("executor=ray", "rollout.replicas=2", *TOY), {"any", "ray", "tcp"}),
-    "fsdp": (FSDP, {"any", "ray", "tcp", "torch"}),
 }
 
 
@@ -107,16 +119,43 @@ def seen(given: list[str], run_dir: Path) -> set[Listener]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no /proc")
 @pytest.mark.parametrize("name", RUNS)
-def test_every_listening_socket_is_in_the_table(name: str, tmp_path: Path, model: Path) -> None:
+def test_every_listening_socket_is_in_the_table(name: str, tmp_path: Path) -> None:
     options, kinds = RUNS[name]
     write_inputs(tmp_path / "in")
-    more = (*options, f"model.path={model}") if name == "fsdp" else options
-    given = arguments(tmp_path / "in", tmp_path / "run", *more)
-    kept = {word.partition("=")[0]: word for word in given[1:]}
-    found = seen([given[0], *kept.values()], tmp_path / "run")
+    found = seen(arguments(tmp_path / "in", tmp_path / "run", *options), tmp_path / "run")
     print(*sorted(found), sep="\n")
     assert problems(found, kinds, rows()) == []
     assert bool(found) == (kinds != {"any"})
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no /proc")
+def test_ranks_listen_on_loopback_alone(tmp_path: Path) -> None:
+    port, kept = keep_port("127.0.0.1")
+    environment = {k: v for k, v in os.environ.items() if k != "GLOO_SOCKET_IFNAME"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(i), str(port), str(tmp_path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+        )
+        for i in range(2)
+    ]
+    try:
+        for rank in ranks:
+            assert rank.stdout and rank.stdout.readline() == b"met\n"
+        found = {
+            Listener(f"policy-{i}", each.kind, each.address)
+            for i, rank in enumerate(ranks)
+            for each in listeners(rank.pid, tmp_path)
+        }
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+        kept.close()
+    print(*sorted(found), sep="\n")
+    assert found and problems(found, {"torch"}, rows()) == []
 
 
 def test_a_socket_that_the_table_lacks_is_found() -> None:

@@ -330,7 +330,7 @@ def others() -> list[Case]:
         Case("ray: no GPU", True, more=("ray.devices=gpu",), refused=refuse_gpu),
         *(Case(f"ray: ray.address={address}", True, more=(f"ray.address={address}",),
                refused="cannot be joined")
-          for address in ("127.0.0.1:1", "auto", "nowhere.invalid:1", "127.0.0.1", "[::1]:1")),
+          for address in ("127.0.0.1:1", "auto", "nowhere.invalid:1", "127.0.0.1", "'[::1]:1'")),
         *(Case(f"ray: {key}={value}", True, environment={key: value})
           for key, value in (("RAY_ADDRESS", "127.0.0.1:1"), ("RAY_ADDRESS", "ray://x:1"),
                              ("RAY_AUTH_TOKEN", "0" * 64), ("RAY_AUTH_MODE", "disabled"),
