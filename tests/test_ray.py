@@ -6,8 +6,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -264,6 +267,80 @@ def test_a_killed_worker_is_the_cause(cluster: str, tmp_path: Path) -> None:
             await executor.call(handles[0], "sleep", 60)
 
     probes(tmp_path, use)
+
+
+@pytest.mark.parametrize("through", ["this process", "a task of its node"])
+def test_a_stopped_worker_is_named_and_ended(
+    cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, through: str
+) -> None:
+    """As on another machine, whose processes a task looks at."""
+    import ray
+
+    if through != "this process":
+        monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "192.0.2.9")
+    waits = Waits(deadline_s=120.0, heartbeat_s=0.5)
+
+    async def use(executor: Any, handles: list[Any], ranks: list[Rank]) -> None:
+        process = executor.places[handles[1]].process
+        os.kill(process.pid, signal.SIGSTOP)
+        where = rf"policy rank 1 \(pid {process.pid}, node 127.0.0.1\)"
+        with pytest.raises(WorkerDied, match=rf"^{where} is stopped, by SIGSTOP or SIGTSTP, "):
+            await executor.each(handles, "sleep", [(60,), (60,)])
+        end = time.monotonic() + 20
+        while not process.has_ended() and time.monotonic() < end:
+            await asyncio.sleep(0.1)
+        assert process.has_ended()
+
+    probes(tmp_path, use, waits=waits)
+
+
+def test_a_worker_that_was_stopped_for_a_moment_goes_on(cluster: str, tmp_path: Path) -> None:
+    async def use(executor: Any, handles: list[Any], ranks: list[Rank]) -> None:
+        process = executor.places[handles[0]].process
+        calling = asyncio.ensure_future(executor.each(handles, "sleep", [(6,), (6,)]))
+        os.kill(process.pid, signal.SIGSTOP)
+        await asyncio.sleep(2.5)
+        os.kill(process.pid, signal.SIGCONT)
+        assert await calling == [None, None]
+
+    probes(tmp_path, use, waits=Waits(60.0, 1.0))
+
+
+def answering(server: socket.socket, text: bytes | None) -> None:
+    """Say ``text`` to whoever connects, or hang up, or stay silent where it is None."""
+    held = []
+    while True:
+        try:
+            held.append(server.accept()[0])
+        except OSError:
+            return
+        if text is not None:
+            held[-1].sendall(text)
+            held.pop().close()
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (None, "did not answer within 5 s"),
+        (b"", "closed the connection|reset by peer"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "is no Ray"),
+        (b"SSH-2.0-x\r\n", "is no Ray"),
+    ],
+)
+def test_a_listener_that_is_no_ray_is_soon_found(text: bytes | None, why: str) -> None:
+    from coupler.executors.ray.cluster import check_answers
+
+    with socket.create_server(("0.0.0.0", 0)) as server:
+        threading.Thread(target=answering, args=(server, text), daemon=True).start()
+        start = time.monotonic()
+        with pytest.raises(ConnectionError, match=why):
+            check_answers(f"127.0.0.1:{server.getsockname()[1]}")
+        assert time.monotonic() - start < 10
+        port = server.getsockname()[1]
+        server.shutdown(socket.SHUT_RDWR)
+    with pytest.raises(ConnectionError, match=f"{port}: Connection refused"):
+        check_answers(f"127.0.0.1:{port}")
 
 
 def test_a_wait_is_announced_and_ends(

@@ -78,7 +78,7 @@ def told(folder: Path, story: Story, count: int = 2) -> None:
 
 
 def pid(group: RolloutGroup, index: int) -> int:
-    return group.executor.places[group.replicas[index]].pid  # type: ignore[attr-defined]
+    return group.executor.places[group.replicas[index]].process.pid  # type: ignore[attr-defined]
 
 
 async def sampled(group: RolloutGroup) -> list[tuple[int, ...]]:
@@ -151,8 +151,9 @@ def test_the_last_one_s_death_names_how_it_died(tmp_path: Path) -> None:
     told(tmp_path, story, 1)
 
 
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_job_gives_the_numbers_of_an_undisturbed_one(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], how: signal.Signals
 ) -> None:
     write_inputs(tmp_path)
     write_tokenizer(write_toy(tmp_path / "toy"))
@@ -161,23 +162,28 @@ def test_a_job_gives_the_numbers_of_an_undisturbed_one(
              "samples_per_prompt=4", "sampling.max_tokens=64", "data.max_prompt_tokens=64",
              "executor=ray",
              "rollout.replicas=2", "ray.placement=disjoint", "engine.lr=0.1",
+             "waits.heartbeat_s=1",
              f"model.path={tmp_path / 'toy'}",
              f"data.source={tmp_path / 'rows.jsonl'}",
              f"reward.target={tmp_path / 'reward.py'}:score"]  # fmt: skip
     assert main([*given, f"run_dir={tmp_path / 'one'}"]) == 0
-    killer = threading.Thread(target=kill, args=(tmp_path / "two",))
+    killer = threading.Thread(target=kill, args=(tmp_path / "two", how))
     killer.start()
     assert main([*given, f"run_dir={tmp_path / 'two'}"]) == 0
     killer.join()
-    assert "rollout replica 0 died; starting it again" in capfd.readouterr().out
+    said = capfd.readouterr()
+    assert "rollout replica 0 died; starting it again" in said.out
+    assert (how == signal.SIGSTOP) == (
+        "is stopped, by SIGSTOP or SIGTSTP; it is killed" in said.err
+    )
     assert reproducible(tmp_path / "two") == reproducible(tmp_path / "one")
 
 
-def kill(run_dir: Path) -> None:
+def kill(run_dir: Path, how: signal.Signals) -> None:
     """The first replica, once two steps are done."""
     log, end = run_dir / "metrics.jsonl", time.monotonic() + 60
     while time.monotonic() < end and not (log.is_file() and len(log.read_text().splitlines()) > 2):
         time.sleep(0.01)
     assert json.loads(log.read_text().splitlines()[-1])["step"] < 10
     found: Any = re.match(r"pid (\d+) on node", (run_dir / "logs" / "rollout-0.log").read_text())
-    os.kill(int(found[1]), signal.SIGKILL)
+    os.kill(int(found[1]), how)

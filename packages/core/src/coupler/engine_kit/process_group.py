@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from coupler.engine_kit.rendezvous import store_of
+from coupler.engine_kit.rendezvous import keep_gloo_local, store_of
 from coupler.errors import CouplerError, TooFewDevices
 from coupler.interfaces import Rank
 from coupler.system.log import get_logger
@@ -104,6 +104,7 @@ def join(rank: Rank, device: torch.device) -> Membership:
     with _lock:
         if not dist.is_initialized():
             # a GPU's group has gloo as well, for tensors that are on the host
+            keep_gloo_local(rank.rendezvous.rpartition(":")[0] or rank.node)
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             store = store_of(rank) if rank.world > 1 else dist.HashStore()
             dist.init_process_group(backend, store=store, rank=rank.index, world_size=rank.world)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ipaddress
+import os
 import socket
 import sys
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -30,6 +33,25 @@ def keep_port(host: str) -> tuple[int, socket.socket]:
     if sys.platform != "linux":
         kept.close()
     return port, kept
+
+
+def keep_gloo_local(host: str) -> None:
+    """Let gloo listen on loopback alone where everybody meets on this machine.
+
+    Otherwise it listens on the address of the machine's name. A choice that the
+    environment holds already is kept.
+
+    Args:
+        host: where they meet. Empty for a process that meets nobody.
+    """
+    names = {name for _, name in socket.if_nameindex()}
+    loopback = next((name for name in ("lo", "lo0") if name in names), None)
+
+    is_local = host in ("", "localhost")
+    with suppress(ValueError):
+        is_local = is_local or ipaddress.ip_address(host).is_loopback
+    if is_local and loopback:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
 
 
 def store_of(rank: Rank) -> TCPStore:

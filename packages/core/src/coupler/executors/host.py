@@ -22,6 +22,7 @@ from coupler.engine_kit.rendezvous import keep_port
 from coupler.errors import CouplerError, WorkerFailed
 from coupler.interfaces import open_transport
 from coupler.system.imports import resolve
+from coupler.system.processes import Process, die_with_parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class Place:
 
     # its address
     node: str
-    pid: int
+    process: Process
     # kept for a server of this host
     port: int
 
@@ -77,7 +78,11 @@ class Host:
     """
 
     def __init__(self, log: Path, folder: Path, node: str) -> None:
-        """Send everything that this process prints, C++ included, to ``log``."""
+        """Send everything that this process prints, C++ included, to ``log``.
+
+        The process ends with the raylet that started it, also where it is stopped.
+        """
+        die_with_parent()
         log.parent.mkdir(parents=True, exist_ok=True)
         self.log = log.open("a", buffering=1)
 
@@ -104,7 +109,7 @@ class Host:
         except (Exception, SystemExit) as error:
             return self._failure(error)
         port, self.kept = keep_port(self.node)
-        return Place(self.node, os.getpid(), port)
+        return Place(self.node, Process.of(os.getpid()), port)
 
     async def call(self, method: str, *args: Any) -> Any:
         """Call a method of the object, and return its result or a :class:`Failure`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,10 +23,12 @@ from coupler.executors.handle import Handle
 from coupler.executors.host import Failure, Host, Place
 from coupler.executors.placement import ROLLOUT, Role, make_shares, shortage
 from coupler.executors.ray import cluster
+from coupler.executors.ray.own import OwnCluster
 from coupler.executors.waits import Waits
 from coupler.interfaces import Rank
 from coupler.system.imports import Late
 from coupler.system.log import PLAIN, get_logger
+from coupler.system.processes import Process
 
 if TYPE_CHECKING:
     import ray
@@ -37,7 +39,7 @@ else:
 log = get_logger(__name__)
 
 # an actor is asked again so often whether it lives; its death shows at once
-WATCH_S = 600.0
+WATCH_S, MIN_WATCH_S = 10.0, 0.5
 # what a run before this one held may take so long to be free again
 FREE_S = 10.0
 CLOSE_S = 3.0
@@ -68,11 +70,14 @@ class OnRay:
 
     def __init__(self, config: RayConfig, waits: Waits, logs: Path) -> None:
         self.config, self.waits, self.logs = config, waits, logs
-        self.started = False
+        self.own: OwnCluster | None = None
         self.group: Any = None
         self.slots: dict[str, list[cluster.Slot]] = {}
         self.handles: list[Handle] = []
         self.recipes: dict[Handle, Recipe] = {}
+
+        # the limit of a silence, after which it is asked whether a process is stopped
+        self.watch_s = min(WATCH_S, max(waits.heartbeat_s, MIN_WATCH_S))
         # replicas whose actor died
         self.lost: set[Handle] = set()
         self.starting: dict[Handle, Any] = {}
@@ -95,7 +100,7 @@ class OnRay:
         shares, each = make_shares(roles, self.config.placement), self.config.num_cpus_per_worker
         needed = sum(int(share.bundle(each, False)["CPU"]) * share.num_bundles for share in shares)
         with of_ray(starts=not self.config.address):
-            self.started = cluster.connect(self.config, needed)
+            self.own = cluster.connect(self.config, needed, self.watch_s)
 
         gpus = self.config.devices is Devices.GPU
         if self.config.devices is Devices.AUTO:
@@ -111,7 +116,7 @@ class OnRay:
             await asyncio.sleep(0.2)
 
         self.group = cluster.take(shares, each, gpus)
-        self.slots = cluster.slots(self.group, shares, gpus, cluster.START_S)
+        self.slots = cluster.slots(self.group, shares, gpus)
 
     def spawn(self, role: str, index: int, build: str, spec: Any, python: str = "") -> Handle:
         slot = self.slots[role][index]
@@ -271,17 +276,47 @@ class OnRay:
         return WorkerFailed(f"{self._who(handle)} cannot be asked for {method}: {error}")
 
     async def _watch(self, handle: Handle) -> None:
-        """Make every wait of the run end when this actor dies.
+        """Make every wait of the run end when this actor dies or is stopped.
 
         Without a replica the run goes on.
         """
         try:
+            await self._until_stopped(handle)
+            stopped = f"{self._who(handle)} is stopped, by SIGSTOP or SIGTSTP"
+            if handle.role == ROLLOUT:
+                log.warning(f"{stopped}; it is killed, and starts again")
+            elif not self.death.done():
+                at = self._log(handle.role, handle.index)
+                self.death.set_exception(WorkerDied(f"{stopped}, and is killed.\n  log:  {at}"))
+
+            await self._look(handle, Process.kill)
             while True:
-                await handle.of.alive.remote(WATCH_S)
+                await handle.of.alive.remote(self.watch_s)
         except ray.exceptions.RayActorError as error:
             died = self._died(handle, "", error)
             if handle.role != ROLLOUT and not self.death.done():
                 self.death.set_exception(died)
+
+    async def _until_stopped(self, handle: Handle) -> None:
+        """Return once an actor is silent, and its process is stopped at two looks.
+
+        Raises:
+            RayActorError: it died.
+        """
+        while True:
+            asked = asyncio.ensure_future(cluster.answer_of(handle.of.alive.remote(self.watch_s)))
+            looks = 0
+            while not (await asyncio.wait({asked}, timeout=2 * self.watch_s))[0]:
+                looks = looks + 1 if await self._look(handle, Process.is_stopped) else 0
+                if looks == 2:
+                    asked.cancel()
+                    return
+
+            await asked
+
+    async def _look(self, handle: Handle, look: Callable[[Process], Any]) -> Any:
+        slot = self.slots[handle.role][handle.index]
+        return await cluster.on_node(slot, look, self.places[handle].process)
 
     def _died(
         self, handle: Handle, method: str, error: ray.exceptions.RayActorError
@@ -305,7 +340,7 @@ class OnRay:
     def _who(self, handle: Handle) -> str:
         place = self.places.get(handle)
         kind = "replica" if handle.role == ROLLOUT else "rank"
-        where = f" (pid {place.pid}, node {place.node})" if place else ""
+        where = f" (pid {place.process.pid}, node {place.node})" if place else ""
         return f"{handle.role} {kind} {handle.index}{where}"
 
     def _log(self, role: str, index: int) -> Path:
@@ -320,13 +355,14 @@ class OnRay:
         closing = [handle.of.close.remote() for handle in self.handles]
         if closing:
             ray.wait(closing, num_returns=len(closing), timeout=CLOSE_S)
+        if self.own:
+            self.own.stop()
+            return
+
         for handle in self.handles:
             ray.kill(handle.of)
-
         if self.group is not None:
             ray.util.remove_placement_group(self.group)
-        if self.started:
-            ray.shutdown()
 
 
 def _tail(log: Path) -> list[str]:

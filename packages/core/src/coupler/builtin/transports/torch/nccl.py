@@ -34,7 +34,7 @@ from coupler.builtin.transports.connection import (
 from coupler.builtin.transports.shape_check import check_fits
 from coupler.builtin.transports.torch.packing import Entry, Packer, tensor_of
 from coupler.builtin.transports.waiting import wait_until
-from coupler.engine_kit.rendezvous import serve_store
+from coupler.engine_kit.rendezvous import keep_gloo_local, serve_store
 from coupler.errors import WeightSyncError
 from coupler.interfaces import Named, Rank, SendReceipt, Shapes, WeightUpdate
 from coupler.system.imports import Late
@@ -206,6 +206,7 @@ class Group:
         """Return a process group. Gloo's waits for all members."""
         prefixed = dist.PrefixStore("coupler-weights", self.store)
         if not _cuda():
+            keep_gloo_local(self.store.host)
             return dist.ProcessGroupGloo(prefixed, self.rank, self.world, limit)
         options = dist.ProcessGroupNCCL.Options()
         # its own limit, which ends this process
