@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import islice
+from typing import Any
 
 from coupler.config.options import SECTIONS, section
 from coupler.config.schema import RunConfig
@@ -12,13 +14,14 @@ from coupler.executors.interpreter import import_there
 from coupler.plugins.description import register
 from coupler.plugins.finding import Finding, Verdict, first_line, ok, problem
 from coupler.plugins.manager import Plugins, Source
-from coupler.system.contained import Call, Contained
+from coupler.system.contained import Call, Contained, shortened
 from coupler.system.installed import open_entry
-from coupler.system.shapes import each_of
+from coupler.system.shapes import each_of, fits
 
 # A check may import what its backend needs, from a cold disk.
 LIMIT_S = 120.0
-HOOK = "coupler_doctor"
+HOOK, MAX_FINDINGS = "coupler_doctor", 100
+FINDING = {"name": str, "verdict": str, "text": str, "fix": str}
 
 
 class Checks:
@@ -29,7 +32,9 @@ class Checks:
 
     def __init__(self, plugins: Plugins) -> None:
         self.plugins = plugins
-        others = [source for source, is_here in plugins.implementing(HOOK) if not is_here]
+        asked = plugins.complete().all.items()
+        self.asked = [source for source, d in asked if HOOK in d.hooks and d.usable]
+        others = [source for source in self.asked if source not in plugins.imported]
         self.sources = {str(number): source for number, source in enumerate(others)}
         calls = {
             key: Call("coupler.doctor.plugins:answers", (source.module,))
@@ -41,34 +46,41 @@ class Checks:
         """Yield what the plugins find that are not selected."""
         answers = self.calls.all()
         for key, source in self.sources.items():
-            answer = answers[key]
-            try:
-                if answer.error:
-                    raise CouplerError(answer.error)
-                yield from [_finding(plain) for plain in answer.value]
-            except (CouplerError, TypeError, ValueError, KeyError) as error:
-                text = str(error) if answer.error else f"{first_line(error)}"
-                yield _failed(source, text)
+            value, error = answers[key].value, answers[key].error
+            if not error and not fits(value, {"findings": [FINDING], "error": str}):
+                error = "its answer is damaged"
+            for plain in () if error else value["findings"]:
+                verdict = Verdict(plain.pop("verdict"))
+                yield Finding(**plain, verdict=verdict)
+            if error or value["error"]:
+                yield _failed(source, error or value["error"])
 
     def selected(self, config: RunConfig | None) -> Iterator[Finding]:
         """Yield what the plugins find that the configuration selects."""
-        for source, is_here in self.plugins.implementing(HOOK):
-            if not is_here:
-                continue
-            try:
-                for _, found in self.plugins.answers(HOOK, [source], config=config):
-                    yield from each_of(HOOK, found, Finding)
-            except Exception as error:  # a plugin's boundary
-                yield _failed(source, first_line(error))
+        for source in self.asked:
+            if source in self.plugins.imported:
+                found, error = _findings(source.module, config)
+                yield from found
+                if error:
+                    yield _failed(source, error)
 
 
-def answers(value: str) -> list[dict[str, str]]:
+def answers(value: str) -> dict[str, Any]:
     """Return the findings of a plugin in plain data. It is given no configuration."""
-    module = open_entry(value)
+    found, error = _findings(value, None)
+    return {"findings": [asdict(finding) for finding in found], "error": error}
+
+
+def _findings(value: str, config: RunConfig | None) -> tuple[list[Finding], str]:
+    """Return what a plugin finds, and why it stopped if it failed."""
     found: list[Finding] = []
-    for impl in getattr(register(module).hook, HOOK).get_hookimpls():
-        found += each_of(HOOK, impl.function(*(None for _ in impl.argnames)), Finding)
-    return [asdict(finding) for finding in found]
+    try:
+        for impl in getattr(register(open_entry(value)).hook, HOOK).get_hookimpls():
+            for finding in islice(impl.function(*(config for _ in impl.argnames)), MAX_FINDINGS):
+                found += each_of(HOOK, [finding], Finding)
+    except (Exception, SystemExit) as error:  # a plugin's boundary
+        return found, shortened(first_line(error))
+    return found, ""
 
 
 def classes(plugins: Plugins, config: RunConfig) -> Iterator[Finding]:
@@ -97,10 +109,6 @@ def classes(plugins: Plugins, config: RunConfig) -> Iterator[Finding]:
             yield problem(key, first, tried or (source.fix if source else "correct its name"))
         else:
             yield ok(key, f"imports with {python}" if python else "imports")
-
-
-def _finding(plain: dict[str, str]) -> Finding:
-    return Finding(plain["name"], Verdict(plain["verdict"]), plain["text"], plain["fix"])
 
 
 def _failed(source: Source, why: str) -> Finding:

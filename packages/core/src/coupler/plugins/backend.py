@@ -9,15 +9,7 @@ from functools import cache
 from typing import Any
 
 from coupler.errors import PluginError
-from coupler.interfaces import (
-    API,
-    Algorithm,
-    Engine,
-    Rollout,
-    ShardingManager,
-    Tracker,
-    Transport,
-)
+from coupler.interfaces import API, Algorithm, Engine, Rollout, ShardingManager, Tracker, Transport
 from coupler.system.imports import load_subclass
 
 
@@ -30,14 +22,8 @@ class Kind(StrEnum):
     TRACKER = "tracker"
 
 
-CLASSES: Mapping[str, type] = {
-    Kind.ENGINE: Engine,
-    Kind.ROLLOUT: Rollout,
-    Kind.ALGORITHM: Algorithm,
-    Kind.TRANSPORT: Transport,
-    Kind.SHARDING: ShardingManager,
-    Kind.TRACKER: Tracker,
-}
+BASES = (Engine, Rollout, Algorithm, Transport, ShardingManager, Tracker)
+CLASSES: Mapping[str, type] = dict(zip(Kind, BASES, strict=True))
 
 VOCABULARY = frozenset(
     {

@@ -22,14 +22,8 @@ from coupler.system.words import did_you_mean
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,99}")
 TARGET = re.compile(r"[\w./-]+:\w+")
-BACKEND = {
-    "kind": str,
-    "name": str,
-    "api": int,
-    "target": str,
-    "capabilities": [str],
-    "tested": {str: str},
-}
+TEXTS = {"kind": str, "name": str, "target": str}
+BACKEND = {**TEXTS, "api": int, "capabilities": [str], "tested": {str: str}}
 SHAPE = {"hooks": [str], "backends": [BACKEND], "presets": [(str, str, str)], "files": [str]}
 
 

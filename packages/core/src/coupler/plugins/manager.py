@@ -68,6 +68,9 @@ class Plugins(Discovery):
 
     A plugin is imported here when a backend of it is asked for, or one of its presets
     is chosen. A module of COUPLER_PLUGINS without backends is imported for its hooks.
+
+    Attributes:
+        imported: the backends of each plugin of the run.
     """
 
     def __init__(self) -> None:
@@ -83,10 +86,11 @@ class Plugins(Discovery):
                 core=CORE,
             )
         )
+        self._indexed: tuple[Any, dict[tuple[str, str], list[tuple[Declared, Source]]]] = (None, {})
         self._core = Description.of(describe(BUILTIN))
         self._manager = pluggy.PluginManager("coupler")
         self._manager.add_hookspecs(hooks)
-        self._imported: dict[Source, dict[tuple[str, str], Backend]] = {}
+        self.imported: dict[Source, dict[tuple[str, str], Backend]] = {}
 
     @classmethod
     def load(cls) -> Plugins:
@@ -183,7 +187,7 @@ class Plugins(Discovery):
         Raises:
             PluginError: it cannot be imported.
         """
-        if source not in self._imported:
+        if source not in self.imported:
             try:
                 # What is printed belongs to no output of ours.
                 with redirect_stdout(sys.stderr):
@@ -192,19 +196,21 @@ class Plugins(Discovery):
             # third-party code may do anything; it is shown
             except (Exception, SystemExit) as error:
                 raise PluginError(
-                    f"the plugin {source} failed to load: {_cause(error)}.\n  try:  {source.fix}"
+                    f"the plugin {source} failed to load: "
+                    f"{shortened(f'{type(error).__name__}: {error}')}.\n  try:  {source.fix}"
                 ) from error
             # hooks of another generation are never called
             if all(accepts(b.api) for b in backends) and not self._manager.is_registered(module):
                 self._manager.register(module, _key(source))
-            self._imported[source] = {(str(b.kind), str(b.name)): b for b in backends}
-        return self._imported[source]
+            self.imported[source] = {(str(b.kind), str(b.name)): b for b in backends}
+        return self.imported[source]
 
     def missing(self, kind: str, name: str, also: tuple[str, ...] = ()) -> str:
         """Say why ``kind=name`` cannot be had, and what to type.
 
         ``also`` has further names that the user may mean.
         """
+        self.complete()
         source = next((s for s in self.broken if self._brings(s, kind, name)), None)
         if source is not None:
             first = (
@@ -244,6 +250,12 @@ class Plugins(Discovery):
             if row.state in ("duplicate", "incompatible"):
                 line = f"{row.kind}={row.name} is {row.state}: {row.detail}"
                 lines += [line] if line not in lines else []
+        for source, description in self.known.items():
+            lines += [
+                f"the preset {kind}={name} of {source} is not used, since core brings that name"
+                for kind, name, _ in description.presets
+                if any(owner.is_core for _, owner in self.find(kind, name))
+            ]
         return lines + self.stale
 
     def unknown(self, used: Iterable[tuple[str, str]] | None = None) -> Iterator[str]:
@@ -282,7 +294,7 @@ class Plugins(Discovery):
         observers = self._observers()
         for source in (self.core, *observers):
             self.use(source)
-        asked = {self.core, *observers, *(self._imported if owners is None else owners)}
+        asked = {self.core, *observers, *(self.imported if owners is None else owners)}
         sources = {_key(source): source for source in asked}
 
         for impl in reversed(getattr(self._manager.hook, hook).get_hookimpls()):
@@ -320,13 +332,6 @@ class Plugins(Discovery):
         self.wait(lambda: not name or bool(self.find(kind, name)) or name in have())
         return have()
 
-    def implementing(self, hook: str) -> Iterator[tuple[Source, bool]]:
-        """Yield every plugin that implements a hook, and tell if it is imported."""
-        self.complete()
-        for source, description in self.all.items():
-            if hook in description.hooks and description.usable:
-                yield source, source in self._imported
-
     def _observers(self) -> list[Source]:
         """Return modules of COUPLER_PLUGINS that no run can select: they have hooks."""
         self.wait(lambda: True)
@@ -358,11 +363,14 @@ class Plugins(Discovery):
         return rows
 
     def _index(self) -> dict[tuple[str, str], list[tuple[Declared, Source]]]:
-        index: dict[tuple[str, str], list[tuple[Declared, Source]]] = {}
-        for source, description in self.all.items():
-            for each in description.backends:
-                index.setdefault((each.kind, each.name), []).append((each, source))
-        return index
+        # It is made anew when something became known.
+        if self._indexed[0] is not self.known:
+            self._indexed = (self.known, {})
+            for source, description in self.all.items():
+                for each in description.backends:
+                    key = (each.kind, each.name)
+                    self._indexed[1].setdefault(key, []).append((each, source))
+        return self._indexed[1]
 
     @staticmethod
     def _brings(source: Source, kind: str, name: str) -> bool:
@@ -373,10 +381,6 @@ class Plugins(Discovery):
 
 def _key(source: Source) -> str:
     return f"{source} {source.module}"
-
-
-def _cause(error: BaseException) -> str:
-    return shortened(f"{type(error).__name__}: {error}")
 
 
 def _upgrade(api: int, source: Source) -> str:
