@@ -9,6 +9,7 @@ and takes every process with it that a call has started.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import resource
 import select
@@ -432,6 +433,8 @@ def _shield(*pipes: int) -> None:
 
 def _child(call: Call, answer: int, printed: int) -> NoReturn:
     """Call the function, and write its answer to a pipe that nobody knows of."""
+    # It may write to a file of the caller.
+    faulthandler.disable()
     nothing = os.open(os.devnull, os.O_RDONLY)
     for standard, pipe in ((0, nothing), (1, printed), (2, printed)):
         os.dup2(pipe, standard)
