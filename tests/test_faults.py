@@ -7,7 +7,7 @@ from importlib import import_module
 import pytest
 from tests.faults import ci_seed
 
-SAMPLES = {"answers": 60, "disks": 6, "run_folders": 6, "strangers": 12}
+SAMPLES = {"answers": 60, "disks": 6, "plugins": 6, "run_folders": 6, "strangers": 12}
 
 
 @pytest.mark.parametrize("name", SAMPLES)

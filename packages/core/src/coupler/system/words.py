@@ -27,5 +27,5 @@ def ceil_div(value: int, by: int) -> int:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return the end of a sentence about a name, which is empty if none is like it."""
-    close = get_close_matches(name, sorted(known), n=1)
+    close = get_close_matches(name, sorted(map(str, known)), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
