@@ -37,7 +37,10 @@ class Checks:
         others = [source for source in self.asked if source not in plugins.imported]
         self.sources = {str(number): source for number, source in enumerate(others)}
         calls = {
-            key: Call("coupler.doctor.plugins:answers", (source.module,))
+            key: Call(
+                "coupler.doctor.plugins:answers",
+                (source.module,),
+            )
             for key, source in self.sources.items()
         }
         self.calls = Contained(calls, LIMIT_S)
@@ -47,19 +50,28 @@ class Checks:
         answers = self.calls.all()
         for key, source in self.sources.items():
             value, error = answers[key].value, answers[key].error
-            if not error and not fits(value, {"findings": [FINDING], "error": str}):
+            if not error and not fits(
+                value,
+                {"findings": [FINDING], "error": str},
+            ):
                 error = "its answer is damaged"
             for plain in () if error else value["findings"]:
                 verdict = Verdict(plain.pop("verdict"))
                 yield Finding(**plain, verdict=verdict)
             if error or value["error"]:
-                yield _failed(source, error or value["error"])
+                yield _failed(
+                    source,
+                    error or value["error"],
+                )
 
     def selected(self, config: RunConfig | None) -> Iterator[Finding]:
         """Yield what the plugins find that the configuration selects."""
         for source in self.asked:
             if source in self.plugins.imported:
-                found, error = _findings(source.module, config)
+                found, error = _findings(
+                    source.module,
+                    config,
+                )
                 yield from found
                 if error:
                     yield _failed(source, error)
@@ -75,8 +87,14 @@ def _findings(value: str, config: RunConfig | None) -> tuple[list[Finding], str]
     """Return what a plugin finds, and why it stopped if it failed."""
     found: list[Finding] = []
     try:
-        for impl in getattr(register(open_entry(value)).hook, HOOK).get_hookimpls():
-            for finding in islice(impl.function(*(config for _ in impl.argnames)), MAX_FINDINGS):
+        for impl in getattr(
+            register(open_entry(value)).hook,
+            HOOK,
+        ).get_hookimpls():
+            for finding in islice(
+                impl.function(*(config for _ in impl.argnames)),
+                MAX_FINDINGS,
+            ):
                 found += each_of(HOOK, [finding], Finding)
     except (Exception, SystemExit) as error:  # a plugin's boundary
         return found, shortened(first_line(error))
@@ -85,20 +103,55 @@ def _findings(value: str, config: RunConfig | None) -> tuple[list[Finding], str]
 
 def classes(plugins: Plugins, config: RunConfig) -> Iterator[Finding]:
     """Import the class of every backend that a configuration names, where it runs."""
-    chosen = [(kind, s) for path, kind in SECTIONS.items() if (s := section(config, path))]
-    named = {(kind, inner.name, getattr(inner, "python", "")) for kind, inner in chosen}
+    chosen = [
+        (kind, s)
+        for path, kind in SECTIONS.items()
+        if (
+            s := section(
+                config,
+                path,
+            )
+        )
+    ]
+    named = {
+        (
+            kind,
+            inner.name,
+            getattr(
+                inner,
+                "python",
+                "",
+            ),
+        )
+        for kind, inner in chosen
+    }
     named |= {("tracker", name, "") for name in config.trackers}
     named.add(("sharding", config.sync.manager, ""))
     named |= {("transport", name, "") for name in (config.sync.transport,) if name}
 
     target = "coupler.executors.classes:unusable"
-    calls = {f"{k}={n}": Call(target, (k, n)) for k, n, python in named if not python}
+    calls = {
+        f"{k}={n}": Call(
+            target,
+            (k, n),
+        )
+        for k, n, python in named
+        if not python
+    }
     here = Contained(calls, LIMIT_S).all()
     for kind, name, python in sorted(named):
         key = f"{kind}={name}"
         try:
             answer = None if python else here[key]
-            said = import_there(kind, name, python) if answer is None else answer.value
+            said = (
+                import_there(
+                    kind,
+                    name,
+                    python,
+                )
+                if answer is None
+                else answer.value
+            )
             said = said or (answer.error if answer else "")
         except CouplerError as error:
             said = str(error)
@@ -106,10 +159,21 @@ def classes(plugins: Plugins, config: RunConfig) -> Iterator[Finding]:
             first, *rest = said.splitlines()
             tried = next((t.partition("try:")[2].strip() for t in rest if "try:" in t), "")
             source = plugins.owner_of(kind, name)
-            yield problem(key, first, tried or (source.fix if source else "correct its name"))
+            yield problem(
+                key,
+                first,
+                tried or (source.fix if source else "correct its name"),
+            )
         else:
-            yield ok(key, f"imports with {python}" if python else "imports")
+            yield ok(
+                key,
+                f"imports with {python}" if python else "imports",
+            )
 
 
 def _failed(source: Source, why: str) -> Finding:
-    return problem("plugin", f"the checks of {source} failed: {why}", f"report it to {source}")
+    return problem(
+        "plugin",
+        f"the checks of {source} failed: {why}",
+        f"report it to {source}",
+    )

@@ -16,7 +16,11 @@ from coupler.plugins.manager import Plugins
 from coupler.system.imports import misspelt
 
 
-def load_class(plugins: Plugins, kind: str, name: str) -> type:
+def load_class(
+    plugins: Plugins,
+    kind: str,
+    name: str,
+) -> type:
     """Import the class of a selected backend.
 
     Raises:
@@ -26,10 +30,19 @@ def load_class(plugins: Plugins, kind: str, name: str) -> type:
     try:
         return backend.load()
     except CouplerError as error:
-        raise _unusable(plugins, kind, name, str(error)) from error
+        raise _unusable(
+            plugins,
+            kind,
+            name,
+            str(error),
+        ) from error
 
 
-def check_spelling(plugins: Plugins, kind: str, name: str) -> None:
+def check_spelling(
+    plugins: Plugins,
+    kind: str,
+    name: str,
+) -> None:
     """Look for the class of a selected backend, and import nothing.
 
     Raises:
@@ -37,22 +50,41 @@ def check_spelling(plugins: Plugins, kind: str, name: str) -> None:
     """
     target = plugins.get(kind, name).target
     if wrong := misspelt(target):
-        raise _unusable(plugins, kind, name, f"its target is {target}, and {wrong}.")
+        raise _unusable(
+            plugins,
+            kind,
+            name,
+            f"its target is {target}, and {wrong}.",
+        )
 
 
-def unusable(kind: str, name: str, *, deeply: bool = True) -> str:
+def unusable(
+    kind: str,
+    name: str,
+    *,
+    deeply: bool = True,
+) -> str:
     """Say why a backend of this interpreter cannot be made, or nothing.
 
     Without ``deeply`` its class is only looked for, and nothing heavy is imported.
     """
     try:
-        (load_class if deeply else check_spelling)(Plugins.load(), kind, name)
+        (load_class if deeply else check_spelling)(
+            Plugins.load(),
+            kind,
+            name,
+        )
     except PluginError as error:
         return str(error)
     return ""
 
 
-def _unusable(plugins: Plugins, kind: str, name: str, text: str) -> PluginError:
+def _unusable(
+    plugins: Plugins,
+    kind: str,
+    name: str,
+    text: str,
+) -> PluginError:
     source = plugins.owner_of(kind, name)
     fix = f"\n  try:  {source.fix}" if source and "try:" not in text else ""
     return PluginError(f"{kind}={name} of {source} cannot be used: {text}{fix}")
@@ -64,7 +96,10 @@ def main(how: str, backend: str) -> None:
     answer, sys.stdout = sys.stdout, sys.stderr
     kind, _, name = backend.partition("=")
     wrong = unusable(kind, name, deeply=how == "--import")
-    print(json.dumps({**describe(), "unusable": {backend: wrong}}), file=answer)
+    print(
+        json.dumps({**describe(), "unusable": {backend: wrong}}),
+        file=answer,
+    )
 
 
 if __name__ == "__main__":

@@ -160,6 +160,7 @@ def _check(backend: Backend) -> None:
         )
     if not NAME.fullmatch(name):
         raise PluginError(f"{kind}={name!r}: a name has letters, digits and . _ + - of ASCII only")
+
     if type(backend.api) is not int:
         raise PluginError(f"{who}: its api is {shown(backend.api)}, and has to be a whole number")
     if not TARGET.fullmatch(_text(backend.target, "target")):
@@ -181,6 +182,7 @@ def _default_config(backend: Backend, who: str) -> Any:
         raise PluginError(f"{who}: its config is not a dataclass with a field 'name'")
     if default.name != backend.name:  # type: ignore[attr-defined]
         raise PluginError(f"{who}: {backend.config.__name__}.name is {default.name!r}")  # type: ignore[attr-defined]
+
     base = {Kind.ENGINE: EngineConfig, Kind.ROLLOUT: RolloutConfig}.get(Kind(backend.kind), object)
     if not isinstance(default, base):
         raise PluginError(

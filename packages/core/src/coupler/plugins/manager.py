@@ -76,6 +76,7 @@ class Plugins(Discovery):
     def __init__(self) -> None:
         self.core = Source("coupler", CORE, version(CORE), BUILTIN)
         ours = tuple(str(path) for path in sorted(Path(__file__).parent.glob("*.py")))
+
         super().__init__(
             Reader(
                 group="coupler",
@@ -86,6 +87,7 @@ class Plugins(Discovery):
                 core=CORE,
             )
         )
+
         self._indexed: tuple[Any, dict[tuple[str, str], list[tuple[Declared, Source]]]] = (None, {})
         self._core = Description.of(describe(BUILTIN))
         self._manager = pluggy.PluginManager("coupler")
@@ -102,7 +104,7 @@ class Plugins(Discovery):
 
     @property
     def all(self) -> dict[Source, Description]:
-        """What core and each plugin that was read declare."""
+        """Descriptions of core and of each plugin that was read."""
         return {self.core: self._core, **self.known}
 
     def complete(self) -> Plugins:
@@ -140,7 +142,7 @@ class Plugins(Discovery):
 
     @property
     def owner(self) -> dict[tuple[str, str], Source]:
-        """Who declares a (kind, name): core, or the first one where several do."""
+        """Owners of each (kind, name): core, or the first of several."""
         self.complete()
         return {key: self.find(*key)[0][1] for key in self._index()}
 
@@ -199,6 +201,7 @@ class Plugins(Discovery):
                     f"the plugin {source} failed to load: "
                     f"{shortened(f'{type(error).__name__}: {error}')}.\n  try:  {source.fix}"
                 ) from error
+
             # hooks of another generation are never called
             if all(accepts(b.api) for b in backends) and not self._manager.is_registered(module):
                 self._manager.register(module, _key(source))
@@ -234,6 +237,7 @@ class Plugins(Discovery):
             if close != name:
                 lines.append(f"  did you mean: {kind}={close}{known.get(close, '')}")
         lines.append(f"  installed:  {', '.join(sorted(installed)) or 'none'}")
+
         lines += [f"  failed to load: {source}: {why}" for source, why in self.broken.items()]
         lines += [f"  disabled by COUPLER_DISABLE_PLUGINS: {source}" for source in self.disabled]
         lines += [f"  {text}" for text in self.stale]
@@ -246,6 +250,7 @@ class Plugins(Discovery):
             f"plugin {source} takes long to read, and was not waited for; coupler plugins waits"
             for source in self.late
         ]
+
         for row in self._rows():
             if row.state in ("duplicate", "incompatible"):
                 line = f"{row.kind}={row.name} is {row.state}: {row.detail}"
@@ -355,6 +360,7 @@ class Plugins(Discovery):
                     )
                 able, of, number = backend.capabilities, source.distribution, source.version
                 rows.append(Row(kind, name, state, of, number, able, detail))
+
         rows += [
             Row("", s.name, "broken", s.distribution, s.version, (), why)
             for s, why in self.broken.items()

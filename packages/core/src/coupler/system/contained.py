@@ -83,7 +83,12 @@ class Contained:
         pending: the names of calls without an answer.
     """
 
-    def __init__(self, calls: Mapping[str, Call], limit_s: float, parallel: int = PARALLEL) -> None:
+    def __init__(
+        self,
+        calls: Mapping[str, Call],
+        limit_s: float,
+        parallel: int = PARALLEL,
+    ) -> None:
         self._calls, self._limit_s, self._parallel = dict(calls), limit_s, parallel
         self._supervisors: list[_Supervisor] = []
         if calls:
@@ -103,7 +108,15 @@ class Contained:
             return {}
 
         ready, _, _ = select.select(
-            waiting, [], [], seconds if seconds is None else max(0, seconds)
+            waiting,
+            [],
+            [],
+            seconds
+            if seconds is None
+            else max(
+                0,
+                seconds,
+            ),
         )
         answers: dict[str, Answer] = {}
         for supervisor in [s for s in self._supervisors if s.answers in ready]:
@@ -131,13 +144,24 @@ class Contained:
     def _blame(self, ended: _Supervisor) -> dict[str, Answer]:
         """Find the call that killed the supervisor: each has one of its own now."""
         if len(ended.pending) == 1 or len(ended.calls) == 1:
-            return dict.fromkeys(ended.pending, Answer(error="it ended the process that called it"))
+            return dict.fromkeys(
+                ended.pending,
+                Answer(error="it ended the process that called it"),
+            )
         for name in ended.pending:
             self._supervise({name: self._calls[name]})
         return {}
 
     def _supervise(self, calls: Mapping[str, Call]) -> None:
-        self._supervisors.append(_Supervisor(_Task(dict(calls), self._limit_s, self._parallel)))
+        self._supervisors.append(
+            _Supervisor(
+                _Task(
+                    dict(calls),
+                    self._limit_s,
+                    self._parallel,
+                )
+            )
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,9 +188,19 @@ class _Supervisor:
         if threading.active_count() == 1:
             self._pid = os.fork()
             if not self._pid:
-                _be_supervisor(task, control, answers, theirs=(self._control, self.answers))
+                _be_supervisor(
+                    task,
+                    control,
+                    answers,
+                    theirs=(self._control, self.answers),
+                )
         else:
-            self._pid = _spawn(task, control, answers, self._control)
+            self._pid = _spawn(
+                task,
+                control,
+                answers,
+                self._control,
+            )
         os.close(control)
         os.close(answers)
 
@@ -197,7 +231,10 @@ class _Supervisor:
 
         deadline = time.monotonic() + CLOSE_S
         with suppress(ChildProcessError):
-            while os.waitpid(self._pid, os.WNOHANG) == (0, 0):
+            while os.waitpid(
+                self._pid,
+                os.WNOHANG,
+            ) == (0, 0):
                 if time.monotonic() > deadline:
                     os.kill(self._pid, signal.SIGKILL)
                     deadline = float("inf")
@@ -213,6 +250,7 @@ def _be_supervisor(
             os.close(pipe)
         with suppress(PermissionError):
             os.setsid()
+
         nothing = os.open(os.devnull, os.O_RDWR)
         for standard in (0, 1, 2):
             os.dup2(nothing, standard)
@@ -223,7 +261,12 @@ def _be_supervisor(
         os._exit(0)
 
 
-def _spawn(task: _Task, control: int, answers: int, write: int) -> int:
+def _spawn(
+    task: _Task,
+    control: int,
+    answers: int,
+    write: int,
+) -> int:
     """Start an interpreter that is the supervisor. Its first line says what to do."""
     process = subprocess.Popen(
         [sys.executable, "-c", BOOT, *sys.path],
@@ -250,11 +293,21 @@ def main() -> NoReturn:
         received += chunk
 
     task = loads(received)
-    calls = {name: Call(c["target"], tuple(c["arguments"])) for name, c in task["calls"].items()}
+    calls = {
+        name: Call(
+            c["target"],
+            tuple(c["arguments"]),
+        )
+        for name, c in task["calls"].items()
+    }
     # What all calls import is imported once.
     for module in {call.target.partition(":")[0] for call in calls.values()}:
         import_module(module)
-    _be_supervisor(_Task(calls, task["limit_s"], task["parallel"]), control, answers)
+    _be_supervisor(
+        _Task(calls, task["limit_s"], task["parallel"]),
+        control,
+        answers,
+    )
 
 
 @dataclass(eq=False)
@@ -273,7 +326,10 @@ class _Child:
         """Tell whether the child has ended, with all that it said read."""
         if self.code is None:
             with suppress(ChildProcessError):
-                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                pid, status = os.waitpid(
+                    self.pid,
+                    os.WNOHANG,
+                )
                 self.code = os.waitstatus_to_exitcode(status) if pid else None
         if self.code is not None:
             while self.take(self.answer) or self.take(self.output):
@@ -305,7 +361,11 @@ class _Child:
                 os.waitpid(self.pid, 0)
 
 
-def _supervise(task: _Task, control: int, answers: int) -> None:
+def _supervise(
+    task: _Task,
+    control: int,
+    answers: int,
+) -> None:
     """Start children, write an answer for each, and end when the caller is gone."""
     adopt_orphans()
     waiting, running = list(task.calls), list[_Child]()
@@ -316,9 +376,20 @@ def _supervise(task: _Task, control: int, answers: int) -> None:
         while waiting or running:
             while waiting and len(running) < task.parallel:
                 name = waiting.pop(0)
-                running.append(_start(name, task.calls[name], task.limit_s, (control, answers)))
+                running.append(
+                    _start(
+                        name,
+                        task.calls[name],
+                        task.limit_s,
+                        (control, answers),
+                    )
+                )
                 for pipe in (running[-1].answer, running[-1].output):
-                    selector.register(pipe, EVENT_READ, running[-1])
+                    selector.register(
+                        pipe,
+                        EVENT_READ,
+                        running[-1],
+                    )
 
             for key, _ in selector.select(LOOK_S):
                 if key.data is None:
@@ -334,7 +405,10 @@ def _supervise(task: _Task, control: int, answers: int) -> None:
                         selector.unregister(pipe)
                 child.end()
                 kill_children(keep=[other.pid for other in running])
-                _write(answers, dumps({"name": child.name, **asdict(answer)}))
+                _write(
+                    answers,
+                    dumps({"name": child.name, **asdict(answer)}),
+                )
     finally:
         for child in running:
             child.end()
@@ -347,7 +421,12 @@ def _answer(child: _Child) -> Answer | None:
     if child.received.endswith(b"\n") or len(child.received) > MAX_ANSWER_BYTES:
         return _parsed(bytes(child.received))
     if ended:
-        return Answer(error=_ending(child.code or 0, child.tail))
+        return Answer(
+            error=_ending(
+                child.code or 0,
+                child.tail,
+            )
+        )
     if time.monotonic() > child.deadline:
         return Answer(error="it takes too long", hung=True)
     held = sum(resident_bytes(pid) for pid in children(child.pid))
@@ -361,7 +440,10 @@ def _parsed(received: bytes) -> Answer:
     try:
         said = loads(received)
         value, error, files = said["value"], said["error"], said["files"]
-        assert isinstance(error, str) and all(isinstance(file, str) for file in files)
+        assert isinstance(
+            error,
+            str,
+        ) and all(isinstance(file, str) for file in files)
         return Answer(value, shortened(error), tuple(files))
     except (ValueError, KeyError, TypeError, AssertionError, RecursionError):
         return Answer(error="its answer is damaged or too long")
@@ -388,7 +470,12 @@ def _write(pipe: int, line: str) -> None:
         data = data[os.write(pipe, data) :]
 
 
-def _start(name: str, call: Call, limit_s: float, private: tuple[int, ...]) -> _Child:
+def _start(
+    name: str,
+    call: Call,
+    limit_s: float,
+    private: tuple[int, ...],
+) -> _Child:
     answer, write = os.pipe()
     output, printed = os.pipe()
     pid = os.fork()
@@ -405,7 +492,14 @@ def _start(name: str, call: Call, limit_s: float, private: tuple[int, ...]) -> _
         os.close(pipe)
     for pipe in (answer, output):
         os.set_blocking(pipe, False)
-    return _Child(name, pid, answer, output, time.monotonic() + limit_s, resident_bytes())
+    return _Child(
+        name,
+        pid,
+        answer,
+        output,
+        time.monotonic() + limit_s,
+        resident_bytes(),
+    )
 
 
 def _shield(*pipes: int) -> None:
@@ -431,7 +525,11 @@ def _shield(*pipes: int) -> None:
     os._exit(code)
 
 
-def _child(call: Call, answer: int, printed: int) -> NoReturn:
+def _child(
+    call: Call,
+    answer: int,
+    printed: int,
+) -> NoReturn:
     """Call the function, and write its answer to a pipe that nobody knows of."""
     # It may write to a file of the caller.
     faulthandler.disable()
@@ -441,9 +539,20 @@ def _child(call: Call, answer: int, printed: int) -> NoReturn:
     os.close(nothing)
     os.close(printed)
     # Nobody closes them, as nobody closes those of an interpreter.
-    sys.stdin = sys.__stdin__ = os.fdopen(0, closefd=False)  # type: ignore[misc]
-    sys.stdout = sys.__stdout__ = os.fdopen(1, "w", closefd=False)  # type: ignore[misc]
-    sys.stderr = sys.__stderr__ = os.fdopen(2, "w", closefd=False)  # type: ignore[misc]
+    sys.stdin = sys.__stdin__ = os.fdopen(
+        0,
+        closefd=False,
+    )  # type: ignore[misc]
+    sys.stdout = sys.__stdout__ = os.fdopen(
+        1,
+        "w",
+        closefd=False,
+    )  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = os.fdopen(
+        2,
+        "w",
+        closefd=False,
+    )  # type: ignore[misc]
 
     write, leave, before = _write, os._exit, set(sys.modules)
     value, error = None, ""
@@ -453,7 +562,10 @@ def _child(call: Call, answer: int, printed: int) -> NoReturn:
     except BaseException as raised:
         value, error = None, _text(raised)
 
-    write(answer, dumps({"value": value, "error": error, "files": _imported(before)}))
+    write(
+        answer,
+        dumps({"value": value, "error": error, "files": _imported(before)}),
+    )
     leave(0)
 
 
@@ -469,7 +581,23 @@ def _imported(before: Collection[str]) -> list[str]:
     """Return the files of modules that were imported since."""
     try:
         new = [module for name, module in list(sys.modules.items()) if name not in before]
-        files = [getattr(module, "__file__", None) for module in new]
-        return sorted({str.__str__(file) for file in files if isinstance(file, str)})
+        files = [
+            getattr(
+                module,
+                "__file__",
+                None,
+            )
+            for module in new
+        ]
+        return sorted(
+            {
+                str.__str__(file)
+                for file in files
+                if isinstance(
+                    file,
+                    str,
+                )
+            }
+        )
     except BaseException:
         return []

@@ -117,7 +117,11 @@ class Discovery:
             )
             for key, source in self._sources.items()
         }
-        self._read = Remembered("plugins.json", questions, LIMIT_S)
+        self._read = Remembered(
+            "plugins.json",
+            questions,
+            LIMIT_S,
+        )
         self._take(self._read.known)
 
     @property
@@ -137,16 +141,25 @@ class Discovery:
             seconds = self._patient_until - time.monotonic()
             if had and seconds <= 0:
                 return
+
             self._take(self._read.wait(seconds if had else None))
             if not had and enough():
                 # Where reading is slow, it is slow for all.
                 now = time.monotonic()
-                self._patient_until = now + min(max(GRACE_S, now - start), MAX_GRACE_S)
+                self._patient_until = now + min(
+                    max(GRACE_S, now - start),
+                    MAX_GRACE_S,
+                )
 
     def read_again(self, is_suspect: Callable[[Source], bool]) -> None:
         """Read what may have changed, and with patience a suspect that was slow."""
         slow = {key for key, answer in self._read.known.items() if answer.hung}
-        self._take(self._read.again(self._read.remembered - slow, LIMIT_S))
+        self._take(
+            self._read.again(
+                self._read.remembered - slow,
+                LIMIT_S,
+            )
+        )
         suspects = [key for key in slow if is_suspect(self._sources[key])]
         self._take(self._read.again(suspects, LONG_LIMIT_S))
 
@@ -162,6 +175,7 @@ class Discovery:
                 self.known[source] = self._reader.parse(answer.value)
             except CouplerError as error:
                 self.broken[source] = str(error)
+
         found = self._sources.values()
         self.known = {source: self.known[source] for source in found if source in self.known}
 
@@ -172,8 +186,17 @@ class Discovery:
         blocked, first = set(_names_in(DISABLED)), dict[str, Entry]()
         found: dict[Source, tuple[str, ...]] = {}
         for entry in entries(self._reader.group):
-            source = Source(entry.name, entry.distribution, entry.version, entry.value)
-            normal = re.sub(r"[-_.]+", "-", entry.distribution).lower()
+            source = Source(
+                entry.name,
+                entry.distribution,
+                entry.version,
+                entry.value,
+            )
+            normal = re.sub(
+                r"[-_.]+",
+                "-",
+                entry.distribution,
+            ).lower()
             used = first.setdefault(normal, entry)
             is_core = normal == self._reader.core
             stale = ""
@@ -194,10 +217,23 @@ class Discovery:
                 stale = f"{source} names the module of another plugin, and is not used"
             self.stale += [stale] if stale and stale not in self.stale else []
 
-        added = [Source(shortened(name), module=name) for name in _names_in(ADDED)]
+        added = [
+            Source(
+                shortened(name),
+                module=name,
+            )
+            for name in _names_in(ADDED)
+        ]
         modules = {source.module for source in found}
         return found | {source: () for source in added if source.module not in modules}
 
 
 def _names_in(variable: str) -> list[str]:
-    return [name.strip() for name in os.environ.get(variable, "").split(",") if name.strip()]
+    return [
+        name.strip()
+        for name in os.environ.get(
+            variable,
+            "",
+        ).split(",")
+        if name.strip()
+    ]

@@ -46,7 +46,14 @@ def entries(group: str) -> Iterator[Entry]:
             if _names(dist, group):
                 folder = _folder(dist)
                 name, _, number = folder.rpartition(".")[0].partition("-")
-                yield Entry(folder, "", name, number, "", problem=_sentence(error))
+                yield Entry(
+                    folder,
+                    "",
+                    name,
+                    number,
+                    "",
+                    problem=_sentence(error),
+                )
         else:
             yield from found
 
@@ -62,7 +69,14 @@ def _entries(dist: Distribution, group: str) -> Iterator[Entry]:
         raise ValueError("its METADATA has no Name")
     path: Any = getattr(dist, "_path", None)
     records = ("METADATA", "RECORD", "entry_points.txt")
-    paths = tuple(str(path / record) for record in records) if isinstance(path, Path) else ()
+    paths = (
+        tuple(str(path / record) for record in records)
+        if isinstance(
+            path,
+            Path,
+        )
+        else ()
+    )
     for entry in dist.entry_points:
         if entry.group == group:
             yield Entry(
@@ -79,15 +93,32 @@ def _names(dist: Distribution, group: str) -> bool:
     """Tell whether a file that cannot be read has this group, in any encoding."""
     path = getattr(dist, "_path", None)
     try:
-        raw = (path / "entry_points.txt").read_bytes() if isinstance(path, Path) else b""
+        raw = (
+            (path / "entry_points.txt").read_bytes()
+            if isinstance(
+                path,
+                Path,
+            )
+            else b""
+        )
     except OSError:
         return False
-    return f"[{group}]".encode() in raw.replace(b"\0", b"").replace(b" ", b"")
+    return f"[{group}]".encode() in raw.replace(b"\0", b"").replace(
+        b" ",
+        b"",
+    )
 
 
 def _folder(dist: Distribution) -> str:
     path = getattr(dist, "_path", None)
-    return shortened(path.name) if isinstance(path, Path) else "a distribution"
+    return (
+        shortened(path.name)
+        if isinstance(
+            path,
+            Path,
+        )
+        else "a distribution"
+    )
 
 
 def _sentence(error: Exception) -> str:
@@ -103,7 +134,15 @@ def open_entry(value: str) -> Any:
     match = EntryPoint.pattern.match(value)
     if not match or not match["module"].isascii():
         raise CouplerError(f"its entry point {value!r:.100} names no module")
-    return EntryPoint("", value, "").load() if match["attr"] else import_module(match["module"])
+    return (
+        EntryPoint(
+            "",
+            value,
+            "",
+        ).load()
+        if match["attr"]
+        else import_module(match["module"])
+    )
 
 
 def texts_in(
@@ -116,7 +155,14 @@ def texts_in(
     for folder in folders:
         found = files(package).joinpath(folder)
         yield folder, "", "", str(found)
-        for file in sorted(found.iterdir(), key=str) if found.is_dir() else ():
+        for file in (
+            sorted(
+                found.iterdir(),
+                key=str,
+            )
+            if found.is_dir()
+            else ()
+        ):
             if file.name.endswith(suffix):
                 text = file.read_bytes()[: MAX_TEXT + 1].decode(errors="replace")
                 if len(text) > MAX_TEXT:

@@ -29,10 +29,17 @@ def cache_folder() -> Path | None:
 def read_cached(name: str) -> dict[str, Any]:
     """Return the object that :func:`write_cached` wrote last, or an empty one."""
     folder = cache_folder()
+
     try:
-        if folder is None or not _is_ours(os.lstat(folder), stat.S_ISDIR):
+        if folder is None or not _is_ours(
+            os.lstat(folder),
+            stat.S_ISDIR,
+        ):
             return {}
-        file = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        file = os.open(
+            folder / name,
+            os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK,
+        )
         with open(file, "rb") as opened:
             if not _is_ours(os.fstat(file), stat.S_ISREG):
                 return {}
@@ -57,7 +64,11 @@ def write_cached(name: str, values: dict[str, Any]) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not _is_ours(os.lstat(folder), stat.S_ISDIR):
             return
-        file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        file = os.open(
+            part,
+            os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW,
+            0o600,
+        )
         try:
             with open(file, "wb") as opened:
                 opened.write(hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
