@@ -9,31 +9,28 @@ and takes every process with it that a call has started.
 
 from __future__ import annotations
 
-import faulthandler
 import os
-import resource
 import select
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from json import dumps, loads
 from selectors import EVENT_READ, DefaultSelector
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from coupler.system.imports import resolve
+from coupler.system.child import Answer, Call, be_child, shield, shortened, write_line
 from coupler.system.process_memory import resident_bytes
-from coupler.system.reaping import adopt_orphans, children, die_with_parent, kill_children
+from coupler.system.reaping import adopt_orphans, children, kill_children
 
 # of one call
 MAX_ANSWER_BYTES = 1 << 20
 MAX_MEMORY_BYTES = 4 << 30
-MAX_SENTENCE = 300
 # of what a call prints, the end is kept
 TAIL_BYTES = 2000
 # how often a child is looked at that says nothing
@@ -44,33 +41,6 @@ PARALLEL = 16
 BOOT = (
     "import sys; sys.path[:] = sys.argv[1:]; from coupler.system import contained; contained.main()"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """Call is one function with its arguments, which JSON can write.
-
-    Attributes:
-        target: ``"package.module:function"``.
-    """
-
-    target: str
-    arguments: tuple[Any, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """Answer is the value of a call, which JSON can write, or why it has none.
-
-    Attributes:
-        files: those of the modules that the call imported.
-        hung: the call was stopped at its limit.
-    """
-
-    value: Any = None
-    error: str = ""
-    files: tuple[str, ...] = ()
-    hung: bool = False
 
 
 class Contained:
@@ -279,7 +249,7 @@ def _spawn(
     process.returncode = 0
 
     with suppress(BrokenPipeError):
-        _write(write, dumps(asdict(task)))
+        write_line(write, dumps(asdict(task)))
     return process.pid
 
 
@@ -405,7 +375,7 @@ def _supervise(
                         selector.unregister(pipe)
                 child.end()
                 kill_children(keep=[other.pid for other in running])
-                _write(
+                write_line(
                     answers,
                     dumps({"name": child.name, **asdict(answer)}),
                 )
@@ -458,18 +428,6 @@ def _ending(code: int, tail: bytes) -> str:
     return shortened(f"it exited with code {code}{end}")
 
 
-def shortened(text: str) -> str:
-    """Return the first line of a text that anybody may have written, made printable."""
-    first = next((line for line in text[: 4 * MAX_SENTENCE].splitlines() if line.strip()), "")
-    return "".join(c if c.isprintable() else "?" for c in first.strip())[:MAX_SENTENCE]
-
-
-def _write(pipe: int, line: str) -> None:
-    data = memoryview(line.encode() + b"\n")
-    while data:
-        data = data[os.write(pipe, data) :]
-
-
 def _start(
     name: str,
     call: Call,
@@ -483,8 +441,8 @@ def _start(
         try:
             for pipe in (*private, answer, output):
                 os.close(pipe)
-            _shield(write, printed)
-            _child(call, write, printed)
+            shield(write, printed)
+            be_child(call, write, printed)
         finally:
             os._exit(1)
 
@@ -500,104 +458,3 @@ def _start(
         time.monotonic() + limit_s,
         resident_bytes(),
     )
-
-
-def _shield(*pipes: int) -> None:
-    """Fork, so that the call kills this process where it kills its parent.
-
-    This process ends as the call does. The call goes on in the child.
-    """
-    os.setsid()
-    die_with_parent()
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    pid = os.fork()
-    if not pid:
-        die_with_parent()
-        return
-
-    for pipe in pipes:
-        os.close(pipe)
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    if code < 0:
-        if -code not in (signal.SIGKILL, signal.SIGSTOP):
-            signal.signal(-code, signal.SIG_DFL)
-        os.kill(os.getpid(), -code)
-    os._exit(code)
-
-
-def _child(
-    call: Call,
-    answer: int,
-    printed: int,
-) -> NoReturn:
-    """Call the function, and write its answer to a pipe that nobody knows of."""
-    # It may write to a file of the caller.
-    faulthandler.disable()
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for standard, pipe in ((0, nothing), (1, printed), (2, printed)):
-        os.dup2(pipe, standard)
-    os.close(nothing)
-    os.close(printed)
-    # Nobody closes them, as nobody closes those of an interpreter.
-    sys.stdin = sys.__stdin__ = os.fdopen(
-        0,
-        closefd=False,
-    )  # type: ignore[misc]
-    sys.stdout = sys.__stdout__ = os.fdopen(
-        1,
-        "w",
-        closefd=False,
-    )  # type: ignore[misc]
-    sys.stderr = sys.__stderr__ = os.fdopen(
-        2,
-        "w",
-        closefd=False,
-    )  # type: ignore[misc]
-
-    write, leave, before = _write, os._exit, set(sys.modules)
-    value, error = None, ""
-    try:
-        value = resolve(call.target)(*call.arguments)
-        dumps(value)
-    except BaseException as raised:
-        value, error = None, _text(raised)
-
-    write(
-        answer,
-        dumps({"value": value, "error": error, "files": _imported(before)}),
-    )
-    leave(0)
-
-
-def _text(error: BaseException) -> str:
-    try:
-        text = f"{type(error).__name__}: {error}"
-    except BaseException as worse:
-        text = f"{type(error).__name__}, whose text raises {type(worse).__name__}"
-    return text[: 4 * MAX_SENTENCE]
-
-
-def _imported(before: Collection[str]) -> list[str]:
-    """Return the files of modules that were imported since."""
-    try:
-        new = [module for name, module in list(sys.modules.items()) if name not in before]
-        files = [
-            getattr(
-                module,
-                "__file__",
-                None,
-            )
-            for module in new
-        ]
-        return sorted(
-            {
-                str.__str__(file)
-                for file in files
-                if isinstance(
-                    file,
-                    str,
-                )
-            }
-        )
-    except BaseException:
-        return []
