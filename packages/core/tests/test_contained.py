@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from coupler.run.provenance import installed
 from coupler.system import remembered
 from coupler.system.contained import Answer, Call, Contained
 from coupler.system.installed import entries
@@ -213,6 +214,7 @@ def test_metadata_that_cannot_be_read_is_named(
         info.mkdir()
         (info / "METADATA").write_bytes(metadata)
         (info / "entry_points.txt").write_bytes(points)
+    assert "coupler-core" in installed()
     found = {e.distribution: e.problem for e in entries("coupler") if "acme" in e.distribution}
     assert found.keys() == {"acme0", "acme1", "acme2"}
     assert all(problem.startswith("its metadata cannot be read: ") for problem in found.values())

@@ -8,6 +8,7 @@ import resource
 import signal
 import sys
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from json import dumps
 from typing import Any, NoReturn
@@ -49,6 +50,16 @@ def shortened(text: str) -> str:
     """Return the first line of a text that anybody may have written, made printable."""
     first = next((line for line in text[: 4 * MAX_SENTENCE].splitlines() if line.strip()), "")
     return "".join(c if c.isprintable() else "?" for c in first.strip())[:MAX_SENTENCE]
+
+
+def ending(code: int, tail: bytes) -> str:
+    """Say how a process ended that gave no answer."""
+    printed = tail.decode(errors="replace").strip().splitlines()
+    end = f", and printed last: {printed[-1]}" if printed else ""
+    if code < 0:
+        with suppress(ValueError):
+            return shortened(f"it was killed by {signal.Signals(-code).name}{end}")
+    return shortened(f"it exited with code {code}{end}")
 
 
 def write_line(pipe: int, line: str) -> None:

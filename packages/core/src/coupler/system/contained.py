@@ -24,7 +24,7 @@ from json import dumps, loads
 from selectors import EVENT_READ, DefaultSelector
 from typing import NoReturn
 
-from coupler.system.child import Answer, Call, be_child, shield, shortened, write_line
+from coupler.system.child import Answer, Call, be_child, ending, shield, shortened, write_line
 from coupler.system.process_memory import resident_bytes
 from coupler.system.reaping import adopt_orphans, children, kill_children
 
@@ -392,7 +392,7 @@ def _answer(child: _Child) -> Answer | None:
         return _parsed(bytes(child.received))
     if ended:
         return Answer(
-            error=_ending(
+            error=ending(
                 child.code or 0,
                 child.tail,
             )
@@ -417,15 +417,6 @@ def _parsed(received: bytes) -> Answer:
         return Answer(value, shortened(error), tuple(files))
     except (ValueError, KeyError, TypeError, AssertionError, RecursionError):
         return Answer(error="its answer is damaged or too long")
-
-
-def _ending(code: int, tail: bytes) -> str:
-    printed = tail.decode(errors="replace").strip().splitlines()
-    end = f", and printed last: {printed[-1]}" if printed else ""
-    if code < 0:
-        with suppress(ValueError):
-            return shortened(f"it was killed by {signal.Signals(-code).name}{end}")
-    return shortened(f"it exited with code {code}{end}")
 
 
 def _start(
