@@ -103,72 +103,35 @@ def _findings(value: str, config: RunConfig | None) -> tuple[list[Finding], str]
 
 def classes(plugins: Plugins, config: RunConfig) -> Iterator[Finding]:
     """Import the class of every backend that a configuration names, where it runs."""
-    chosen = [
-        (kind, s)
-        for path, kind in SECTIONS.items()
-        if (
-            s := section(
-                config,
-                path,
-            )
-        )
-    ]
-    named = {
-        (
-            kind,
-            inner.name,
-            getattr(
-                inner,
-                "python",
-                "",
-            ),
-        )
-        for kind, inner in chosen
-    }
-    named |= {("tracker", name, "") for name in config.trackers}
-    named.add(("sharding", config.sync.manager, ""))
-    named |= {("transport", name, "") for name in (config.sync.transport,) if name}
-
+    named = sorted(_named(config))
     target = "coupler.executors.classes:unusable"
-    calls = {
-        f"{k}={n}": Call(
-            target,
-            (k, n),
-        )
-        for k, n, python in named
-        if not python
-    }
+    calls = {f"{k}={n}": Call(target, (k, n)) for k, n, python in named if not python}
     here = Contained(calls, LIMIT_S).all()
-    for kind, name, python in sorted(named):
+
+    for kind, name, python in named:
         key = f"{kind}={name}"
         try:
-            answer = None if python else here[key]
-            said = (
-                import_there(
-                    kind,
-                    name,
-                    python,
-                )
-                if answer is None
-                else answer.value
-            )
-            said = said or (answer.error if answer else "")
+            said = import_there(kind, name, python) if python else here[key].value
+            said = said or ("" if python else here[key].error)
         except CouplerError as error:
             said = str(error)
+
         if said:
             first, *rest = said.splitlines()
             tried = next((t.partition("try:")[2].strip() for t in rest if "try:" in t), "")
             source = plugins.owner_of(kind, name)
-            yield problem(
-                key,
-                first,
-                tried or (source.fix if source else "correct its name"),
-            )
+            yield problem(key, first, tried or (source.fix if source else "correct its name"))
         else:
-            yield ok(
-                key,
-                f"imports with {python}" if python else "imports",
-            )
+            yield ok(key, f"imports with {python}" if python else "imports")
+
+
+def _named(config: RunConfig) -> set[tuple[str, str, str]]:
+    """Return kind, name and interpreter of every backend that a run has."""
+    chosen = [(kind, s) for path, kind in SECTIONS.items() if (s := section(config, path))]
+    named = {(kind, inner.name, getattr(inner, "python", "")) for kind, inner in chosen}
+    named |= {("tracker", name, "") for name in config.trackers}
+    named.add(("sharding", config.sync.manager, ""))
+    return named | {("transport", name, "") for name in (config.sync.transport,) if name}
 
 
 def _failed(source: Source, why: str) -> Finding:
