@@ -12,6 +12,7 @@ SAMPLES = {
     "backends": 8,
     "blame": 6,
     "disks": 6,
+    "plugins": 6,
     "processes": 2,
     "rewards": 6,
     "run_folders": 6,

@@ -109,7 +109,7 @@ def test_every_start_says_what_it_was_made_of(
         name: manifest[name] for name in ("data", "config", "packages")
     }
     monkeypatch.setattr(
-        "coupler.plugins.tested.version",
+        "coupler.run.tested.version",
         lambda name: "99" if name == "transformers" else version(name),
     )
     (other,) = json.loads(

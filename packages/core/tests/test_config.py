@@ -333,11 +333,18 @@ def test_preset_that_takes_the_name_of_a_backend_is_refused(
     (tmp_path / "thief_conf" / "engine").mkdir(parents=True)
     (tmp_path / "thief_conf" / "__init__.py").touch()
     (tmp_path / "thief_conf" / "engine" / "toy.yaml").write_text("name: thief\n")
+    (tmp_path / "thief_conf" / "engine" / "other.yaml").write_text("name: thief\n")
+    install(tmp_path, "coupler-engine-other", plugin("engine", "other"))
     with pytest.raises(
         PluginError,
-        match=r"several meanings, from thief \(coupler-engine-thief 0.1.0\) and toy \(coupler",
+        match=r"several meanings, from thief \(coupler-engine-thief 0.1.0\) and other \(coupler",
     ):
-        compose(Plugins.load(), [*NEEDED, "engine=toy"])
+        compose(Plugins.load(), [*NEEDED, "engine=other"])
+
+    plugins = Plugins.load()
+    assert compose(plugins, [*NEEDED, "engine=toy"]).config.engine.name == "toy"
+    (warned,) = [text for text in plugins.complete().warnings() if "preset engine=toy" in text]
+    assert warned.startswith("the preset engine=toy of thief (coupler-engine-thief 0.1.0) is not")
 
 
 # ---- explain

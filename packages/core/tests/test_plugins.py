@@ -16,7 +16,7 @@ import pytest
 from fake_plugins import install, plugin, run
 
 from coupler.config.compose import compose
-from coupler.errors import PluginError
+from coupler.errors import CouplerError, PluginError
 from coupler.plugins import Backend
 from coupler.plugins.manager import Plugins, accepts
 from coupler.run.plan import weight_path
@@ -280,3 +280,163 @@ def test_a_backend_without_options_gets_a_config_class(tmp_path: Path) -> None:
     install(tmp_path, "coupler-engine-acme", plugin("engine", "acme").replace("config=Config,", ""))
     detail = states(tmp_path)["", "acme"]["detail"]
     assert detail == "TypeError: the backend engine=acme has no config class"
+
+
+TRAIN = (*NEEDED, "engine=toy")
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        ("import time; time.sleep(1000)", "it takes longer than 5 s to import"),
+        ("import os; os._exit(0)", "it exited with code 0"),
+        ("import os; os.abort()", "it was killed by SIGABRT"),
+        ("import os, signal; os.kill(os.getppid(), signal.SIGKILL)", "it was killed by SIGKILL"),
+        ("raise ValueError('\\x1b[31mred')", "ValueError: ?[31mred"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_ends_no_command(
+    tmp_path: Path, fault: str, why: str
+) -> None:
+    install(tmp_path, "coupler-engine-acme", fault)
+    beside = run("config", *TRAIN, folders=(tmp_path,))
+    assert (beside.returncode, "Traceback" in beside.stderr) == (0, False)
+    assert beside.stdout == run("config", *TRAIN).stdout
+    assert states(tmp_path)["", "acme"]["detail"].startswith(why)
+    selected = run("config", *NEEDED, "engine=acme", folders=(tmp_path,))
+    assert selected.returncode == 2
+    assert "engine=acme cannot be used: the plugin acme" in selected.stderr
+
+
+def test_what_a_module_prints_and_changes_stays_in_its_process(tmp_path: Path) -> None:
+    changes = (
+        "import os, sys, json, builtins\nprint('PRINTED')\nos.write(2, b'PRINTED')\n"
+        "json.dumps = None\nos.environ.clear()\nsys.path.clear()\nos.chdir('/')\n"
+    )
+    install(tmp_path, "coupler-engine-acme", plugin("engine", "acme") + changes)
+    assert states(tmp_path)["engine", "acme"]["state"] == "available"
+    beside, alone = (run("config", *TRAIN, folders=f) for f in ((tmp_path,), ()))
+    assert (beside.returncode, beside.stdout, beside.stderr) == (0, alone.stdout, alone.stderr)
+
+
+def test_nobody_takes_a_name_of_core(folder: Path) -> None:
+    install(folder, "coupler-engine-acme", plugin("engine", "toy"))
+    plugins = Plugins.load().complete()
+    assert plugins.get("engine", "toy").target == "coupler.testing.toy:ToyEngine"
+    (row,) = [row for row in plugins.rows() if row.distribution == "coupler-engine-acme"]
+    assert row.state == "duplicate"
+    assert [text for text in plugins.warnings() if "engine=toy is duplicate" in text]
+
+
+def test_a_distribution_that_is_called_as_core_is_not_used(folder: Path) -> None:
+    install(folder, "coupler-core", plugin("engine", "acme"), entry="toy")
+    plugins = Plugins.load()
+    assert "acme" not in plugins.of("engine")
+    assert "toy" in plugins.of("engine")
+    assert [text for text in plugins.stale if "whose name it has" in text]
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        (('kind="engine"', 'kind="engin"'), "only engine, rollout"),
+        (('kind="engine"', 'kind="engin"'), "did you mean 'engine'?"),
+        (('name="acme"', 'name="a cme"'), "a name has letters, digits"),
+        (('target="not_there:Never"', 'target="not_there"'), "write it as package.module:Class"),
+        (("return [Backend", "return None; [Backend"), "coupler_backends returns None"),
+        (('frozenset({"weights:full"})', '"weights:full"'), "no frozenset of texts"),
+        (('frozenset({"weights:full"})', "lambda c: 1 / 0"), "ZeroDivisionError"),
+        (("config=Config,", "config=Config, tested={'torch': 'new'},"), "InvalidSpecifier"),
+    ],
+)
+def test_what_a_backend_must_be(folder: Path, change: tuple[str, str], cause: str) -> None:
+    source = plugin("engine", "acme")
+    assert change[0] in source
+    install(folder, "coupler-engine-acme", source.replace(*change))
+    (row,) = [row for row in Plugins.load().rows() if row.distribution == "coupler-engine-acme"]
+    assert row.state == "broken"
+    assert cause in row.detail
+
+
+def test_a_capability_that_core_does_not_know_is_named(tmp_path: Path) -> None:
+    source = plugin("engine", "acme").replace("weights:full", "weight:full")
+    install(tmp_path, "coupler-engine-acme", source)
+    sentence = (
+        "engine=acme declares 'weight:full', a capability that this core does not know and "
+        "never uses; did you mean 'weights:full'? (plugin acme (coupler-engine-acme 0.1.0))"
+    )
+    for arguments in (("plugins",), ("config", *NEEDED, "engine=acme")):
+        assert sentence in run(*arguments, folders=(tmp_path,)).stderr
+    assert sentence not in run("config", *TRAIN, folders=(tmp_path,)).stderr
+
+
+ENGINE = """
+from coupler import Engine
+class Abstract(Engine):
+    def setup(self, rank): ...
+class Other: ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("target", "sentence"),
+    [
+        ("acme_gone:Engine", "its target is acme_gone:Engine, and there is no module acme_gone"),
+        ("acme_code:Abstrakt", "acme_code has no 'Abstrakt'; did you mean 'Abstract'?"),
+        ("acme_code:Abstract", "acme_code:Abstract is abstract: it does not implement adapter"),
+        ("acme_code:Other", "acme_code:Other is no subclass of coupler.Engine"),
+        ("acme_broken:Engine", "acme_broken:Engine cannot be imported: OSError: no driver"),
+    ],
+)
+def test_a_target_that_cannot_be_made_is_one_sentence(
+    tmp_path: Path, target: str, sentence: str
+) -> None:
+    from coupler.testing.models import write_tokenizer, write_toy
+
+    (tmp_path / "acme_code.py").write_text(ENGINE)
+    (tmp_path / "acme_broken.py").write_text("raise OSError('no driver')  # Engine")
+    source = plugin("engine", "acme").replace("not_there:Never", target)
+    install(tmp_path, "coupler-engine-acme", source)
+    write_tokenizer(write_toy(tmp_path / "toy"))
+    (tmp_path / "x.jsonl").write_text('{"prompt": "1 + 1", "answer": "2"}\n')
+    given = (*NEEDED[2:], f"model.path={tmp_path}/toy", f"data.source={tmp_path}/x.jsonl")
+    given += ("data.max_prompt_tokens=64", "sampling.max_tokens=4", f"run_dir={tmp_path}/run")
+
+    done = run("train", *given, "engine=acme", folders=(tmp_path,))
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False), done.stderr
+    assert "engine=acme of acme (coupler-engine-acme 0.1.0) cannot be used: " in done.stderr
+    assert sentence.partition("adapter")[0] in done.stderr
+    assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [("'no'", "^no$"), ("7", "coupler_validate returns 7"), ("[7]", "coupler_validate lists 7")],
+)
+def test_a_validation_that_answers_otherwise(folder: Path, answer: str, sentence: str) -> None:
+    hook = f"\n@hookimpl\ndef coupler_validate(config):\n    return {answer}\n"
+    install(folder, "coupler-engine-acme", plugin("engine", "acme") + hook)
+    with pytest.raises(CouplerError, match=sentence):
+        compose(Plugins.load(), [*NEEDED, "engine=acme"])
+
+
+def test_a_weight_path_that_names_nothing(folder: Path) -> None:
+    hook = "\n@hookimpl\ndef coupler_weight_path(config):\n    return 'full', 'pigeon'\n"
+    install(folder, "coupler-engine-acme", plugin("engine", "acme") + hook)
+    plugins = Plugins.load()
+    config = compose(plugins, [*NEEDED, "engine=acme"]).config
+    with pytest.raises(PluginError, match=r"coupler_weight_path of acme .*'pigeon'"):
+        weight_path(config, plugins)
+
+
+def test_a_transport_that_nobody_selects_carries_nothing(folder: Path) -> None:
+    source = plugin("transport", "aaa").replace(
+        'frozenset({"weights:full"})', 'frozenset({"weights:full", "place:process"})'
+    )
+    install(folder, "coupler-transport-aaa", source)
+    plugins = Plugins.load().complete()
+    assert "aaa" in plugins.declared("transport")
+    config = compose(plugins, [*TRAIN]).config
+    assert weight_path(config, plugins) == ("full", "inproc")
+    config = compose(plugins, [*TRAIN, "sync.transport=aaa"]).config
+    assert weight_path(config, plugins) == ("full", "aaa")

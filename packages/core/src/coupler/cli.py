@@ -364,11 +364,14 @@ def _composed(
     arguments: argparse.Namespace, job: str, *, complete: bool = True
 ) -> tuple[Composed, Plugins]:
     from coupler.config.compose import compose
+    from coupler.config.options import SECTIONS, section
     from coupler.config.schema import Job
 
     plugins = Plugins.load()
     composed = compose(plugins, arguments.overrides, arguments.config, Job(job), complete=complete)
-    for text in (*plugins.warnings(), *composed.notes):
+    chosen = [(kind, section(composed.config, path)) for path, kind in SECTIONS.items()]
+    used = [(kind, inner.name) for kind, inner in chosen if inner is not None]
+    for text in (*plugins.warnings(), *plugins.unknown(used), *composed.notes):
         log.warning(text)
     return composed, plugins
 
@@ -382,7 +385,7 @@ def _plugins(arguments: argparse.Namespace) -> None:
         )
     else:
         print(_table(rows))
-        for text in plugins.stale:
+        for text in (*plugins.stale, *plugins.unknown()):
             log.warning(text)
 
 

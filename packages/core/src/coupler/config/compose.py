@@ -28,12 +28,13 @@ from coupler.config.effect import not_default
 from coupler.config.options import SECTIONS, Options, in_full, section, wrong_value
 from coupler.config.overrides import parse_overrides, read_file
 from coupler.config.plain import to_plain
-from coupler.config.presets import chosen_values, find_presets
+from coupler.config.presets import chosen_values
 from coupler.config.schema import JOBS, Job, OnSync, RunConfig
 from coupler.config.tree import flatten, merge, nest, replace_at, value_at
 from coupler.errors import ConfigError, PluginError
 from coupler.plugins.backend import Kind
 from coupler.plugins.manager import Plugins
+from coupler.system.shapes import WrongShape, each_of
 
 T = TypeVar("T")
 CRITIC = "critic.engine"
@@ -109,7 +110,8 @@ def compose(
             choices[path] = name
         elif (complete and path in JOBS[job]) or value_at(typed, path) or value_at(written, path):
             kind = SECTIONS[path]
-            names = ", ".join(sorted([*plugins.of(kind), *find_presets(plugins, kind)])) or "none"
+            installed = {*plugins.declared(kind), *plugins.presets(kind)}
+            names = ", ".join(sorted(installed)) or "none"
             raise ConfigError(f"{path} is not chosen.\n  try:  {path}=NAME\n  installed:  {names}")
 
     base = _base(plugins, choices)
@@ -306,10 +308,14 @@ def _check(plugins: Plugins, config: RunConfig, job: Job) -> None:
     for kind, name in used:
         plugins.get(kind, name)
 
-    owners = {plugins.owner[key] for key in used}
+    owners = {owner for key in used if (owner := plugins.owner_of(*key))}
     found = [*problems(config, job), *_incapable(plugins, config, job)]
-    for texts in plugins.call("coupler_validate", owners, config=config):
-        found += texts or ()
+    for source, answer in plugins.answers("coupler_validate", owners, config=config):
+        texts = [answer] if isinstance(answer, str) else answer
+        try:
+            found += each_of("coupler_validate", texts, str)
+        except WrongShape as error:
+            raise PluginError(f"{error}.\n  of:  {source}\n  try:  {source.fix}") from None
 
     if len(found) == 1:
         raise ConfigError(found[0])
@@ -342,9 +348,9 @@ def _incapable(plugins: Plugins, config: RunConfig, job: Job) -> Iterator[str]:
         return
     if NEEDS_VALUES in declared(Kind.ALGORITHM) and GIVES_VALUES not in declared(CRITIC):
         able = [
-            b.name
-            for b in plugins.of(Kind.ENGINE).values()
-            if GIVES_VALUES in b.capabilities_of(b.config())
+            name
+            for name, engine in plugins.declared(Kind.ENGINE).items()
+            if GIVES_VALUES in engine.capabilities
         ]
         yield (
             f"algorithm={config.algorithm.name} trains a critic, and "

@@ -9,8 +9,6 @@ come first, as in Hydra.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.resources import files
-from importlib.resources.abc import Traversable
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -23,18 +21,7 @@ from coupler.errors import PluginError
 from coupler.plugins.manager import Plugins, Source
 
 SELF = "_self_"
-Found = dict[str, list[tuple[Source, Traversable]]]
-
-
-def find_presets(plugins: Plugins, kind: str) -> Found:
-    """Return every preset of one kind by its name, with who ships it and its file."""
-    found: Found = {}
-    for package, source in plugins.config_packages():
-        folder = files(package).joinpath(kind)
-        for file in folder.iterdir() if folder.is_dir() else ():
-            if file.name.endswith(".yaml"):
-                found.setdefault(file.name.removesuffix(".yaml"), []).append((source, file))
-    return found
+Found = dict[str, list[tuple[Source, str]]]
 
 
 def chosen_values(plugins: Plugins, kind: str, name: str) -> dict[str, Any]:
@@ -43,17 +30,21 @@ def chosen_values(plugins: Plugins, kind: str, name: str) -> dict[str, Any]:
     Raises:
         PluginError: nothing is called so, several things are, or a preset is wrong.
     """
-    return _values(plugins, kind, name, find_presets(plugins, kind), ())
+    return _values(plugins, kind, name, plugins.presets(kind, name), ())
 
 
 def _values(
     plugins: Plugins, kind: str, name: str, presets: Found, above: tuple[str, ...]
 ) -> dict[str, Any]:
     _check_one_meaning(plugins, kind, name, presets)
-    if name not in presets:
+    owner = plugins.owner_of(kind, name)
+    if name not in presets or (owner and owner.is_core):
         return to_plain(plugins.get(kind, name).config())
 
-    own = _read(kind, name, presets[name][0][1])
+    source, text = presets[name][0]
+    # The plugin is of the run from here on.
+    plugins.use(source)
+    own = _read(kind, name, text)
     entries = own.pop("defaults", [])
     if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
         raise _wrong(kind, name, f"its defaults are {entries!r}, and must be a list of names")
@@ -69,13 +60,17 @@ def _values(
 
 
 def _check_one_meaning(plugins: Plugins, kind: str, name: str, presets: Found) -> None:
+    owner = plugins.owner_of(kind, name)
     if name not in presets:
-        if name not in plugins.of(kind) and (kind, name) not in plugins.owner:
-            raise PluginError(plugins.missing(kind, name, also=tuple(presets)))
+        if owner is None:
+            plugins.get(kind, name, also=tuple(presets))
+        return
+    if owner and owner.is_core:
         return
 
-    owners = [source for source, _ in presets[name]]
-    owners += [plugins.owner[kind, name]] if (kind, name) in plugins.owner else []
+    # The same text has one meaning, whoever ships it.
+    owners = list({text: source for source, text in reversed(presets[name])}.values())
+    owners += [owner] if owner else []
     if len(owners) > 1:
         raise PluginError(
             f"{kind}={name} has several meanings, from {' and '.join(map(str, owners))}.\n"
@@ -83,9 +78,9 @@ def _check_one_meaning(plugins: Plugins, kind: str, name: str, presets: Found) -
         )
 
 
-def _read(kind: str, name: str, file: Traversable) -> dict[str, Any]:
+def _read(kind: str, name: str, text: str) -> dict[str, Any]:
     try:
-        values = OmegaConf.to_container(OmegaConf.create(file.read_text(encoding="utf-8")))
+        values = OmegaConf.to_container(OmegaConf.create(text))
     except (YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
         raise _wrong(kind, name, str(error).splitlines()[0]) from None
     if not isinstance(values, Mapping):

@@ -11,17 +11,16 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from packaging.requirements import Requirement
 
 from coupler.plugins.backend import Kind
-from coupler.plugins.finding import Finding, first_line, ok, problem, warning
+from coupler.plugins.finding import Finding, ok, problem, warning
 from coupler.plugins.manager import Plugins
-from coupler.plugins.tested import tested_ranges
+from coupler.run.tested import tested_ranges
 
 
 def plugins_load(plugins: Plugins) -> Iterator[Finding]:
     """Name plugins that do not load, cannot be selected, or are installed twice."""
-    for source, error in plugins.broken.items():
-        yield problem("plugin", f"{source} failed to load: {first_line(error)}", source.fix)
-
     rows = plugins.rows()
+    for source, error in plugins.broken.items():
+        yield problem("plugin", f"{source} failed to load: {error}", source.fix)
     for row in rows:
         fix = {
             "duplicate": (
@@ -32,7 +31,7 @@ def plugins_load(plugins: Plugins) -> Iterator[Finding]:
         if fix is not None:
             text = f"{row.kind}={row.name} of {row.distribution}: {row.detail}"
             yield problem("plugin", text, fix)
-    yield from (warning("plugin", text) for text in plugins.stale)
+    yield from (warning("plugin", text) for text in (*plugins.stale, *plugins.unknown()))
 
     names = [
         f"{row.kind}={row.name}"
@@ -51,7 +50,8 @@ def requirements(plugins: Plugins) -> Iterator[Finding]:
 
 def ranges(plugins: Plugins) -> Iterator[Finding]:
     """Name versions outside the range that a plugin was tested with."""
-    for one in tested_ranges(plugins, [(kind, name) for kind in Kind for name in plugins.of(kind)]):
+    every = [(kind, name) for kind in Kind for name in plugins.declared(kind)]
+    for one in tested_ranges(plugins, every):
         if one.within:
             yield ok(one.distribution, f"{one.found}, within {one.tested} of {one.source}")
         else:

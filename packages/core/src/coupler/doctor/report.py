@@ -7,7 +7,8 @@ from pathlib import Path
 
 from coupler.config.schema import RunConfig
 from coupler.doctor import devices, host, packages, run
-from coupler.plugins.finding import Finding, Verdict, first_line, problem
+from coupler.doctor.plugins import Checks, classes
+from coupler.plugins.finding import Finding, Verdict
 from coupler.plugins.manager import Plugins
 
 
@@ -16,6 +17,7 @@ def diagnose(plugins: Plugins, config: RunConfig | None) -> Iterator[Finding]:
 
     Without ``config``, only what every run needs is checked.
     """
+    checks = Checks(plugins)
     yield from host.interpreter()
     yield from host.hostname()
     yield from host.ports()
@@ -27,7 +29,9 @@ def diagnose(plugins: Plugins, config: RunConfig | None) -> Iterator[Finding]:
     yield from packages.requirements(plugins)
     yield from packages.ranges(plugins)
 
-    yield from _of_plugins(plugins, config)
+    yield from classes(plugins, config) if config else ()
+    yield from checks.selected(config)
+    yield from checks.others()
     yield from run.configured(config) if config else host.disk(Path())
 
 
@@ -37,17 +41,3 @@ def render(finding: Finding) -> str:
     if finding.verdict is not Verdict.PROBLEM:
         return line
     return f"{line}\n{'':8} fix:           {finding.fix}"
-
-
-def _of_plugins(plugins: Plugins, config: RunConfig | None) -> Iterator[Finding]:
-    for implementation in plugins.manager.hook.coupler_doctor.get_hookimpls():
-        arguments = {"config": config} if "config" in implementation.argnames else {}
-        try:
-            yield from implementation.function(**arguments)
-        except Exception as error:  # a plugin's boundary
-            name = implementation.plugin_name
-            yield problem(
-                "plugin",
-                f"the checks of {name} failed: {first_line(error)}",
-                f"report it to {name}",
-            )

@@ -12,7 +12,7 @@ from typing import Any
 
 from coupler.errors import ConfigError
 from coupler.executors.environment import forwarded
-from coupler.plugins.__main__ import describe
+from coupler.plugins.__main__ import versions
 from coupler.plugins.manager import Plugins
 
 # importing every plugin module from a cold disk takes long
@@ -27,8 +27,8 @@ def check_interpreter(kind: str, name: str, path: str, plugins: Plugins) -> None
             The message has one line per difference.
     """
     key = f"{kind}.python={path}"
-    there = _ask(key, path)
-    here = describe()
+    there = _ask(key, path, f"{kind}={name}")
+    here = versions()
     found = [
         f"{what} is {there[field] or 'not installed'} there and "
         f"{here[field] or 'not installed'} here"
@@ -41,7 +41,7 @@ def check_interpreter(kind: str, name: str, path: str, plugins: Plugins) -> None
         if there[field] != here[field]
     ]
 
-    source = plugins.owner[kind, name]
+    source = plugins.owner_of(kind, name)
     rows = [row for row in there["plugins"] if (row["kind"], row["name"]) == (kind, name)]
     if not rows:
         broken = [
@@ -53,10 +53,12 @@ def check_interpreter(kind: str, name: str, path: str, plugins: Plugins) -> None
         found.append(f"no plugin there provides {kind}={name}{why}")
     elif rows[0]["state"] != "available":
         found.append(f"{kind}={name} is {rows[0]['state']} there: {rows[0]['detail']}")
-    elif rows[0]["version"] != source.version:
+    elif source and rows[0]["version"] != source.version:
         found.append(
             f"{source.distribution} is {rows[0]['version']} there and {source.version} here"
         )
+    elif wrong := there.get("unusable", {}).get(f"{kind}={name}"):
+        found.append(wrong)
 
     if found:
         raise ConfigError(
@@ -64,12 +66,21 @@ def check_interpreter(kind: str, name: str, path: str, plugins: Plugins) -> None
         )
 
 
-def _ask(key: str, path: str) -> dict[str, Any]:
+def import_there(kind: str, name: str, path: str) -> str:
+    """Import the class of ``kind=name`` with another interpreter.
+
+    The answer says what is wrong, and is empty where nothing is.
+    """
+    said = _ask(f"{kind}.python={path}", path, f"{kind}={name}", "--import")
+    return said.get("unusable", {}).get(f"{kind}={name}", "")
+
+
+def _ask(key: str, path: str, backend: str, how: str = "--json") -> dict[str, Any]:
     environment = {**forwarded(os.environ, True, ()), "PATH": os.environ.get("PATH", "")}
 
     try:
         done = subprocess.run(
-            [path, "-m", "coupler.plugins", "--json"],
+            [path, "-m", "coupler.executors.classes", how, backend],
             capture_output=True,
             text=True,
             timeout=DEADLINE_S,

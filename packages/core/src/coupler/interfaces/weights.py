@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from coupler.interfaces.model import Rank
-from coupler.system.imports import resolve
+from coupler.system.imports import load_subclass
 
 # the weight format in which an adapter travels apart from the weights beneath it
 LORA = "lora"
@@ -150,4 +150,4 @@ class Transport(ABC):
 @cache
 def open_transport(target: str) -> Transport:
     """Return this process's instance of ``"package.module:Class"``."""
-    return resolve(target)()
+    return load_subclass(target, Transport)()

@@ -13,6 +13,7 @@ from coupler.data import Codec, Prompt, encode_prompts, load_rows
 from coupler.data.model_folder import model_folder
 from coupler.errors import ConfigError
 from coupler.executors import open_executor
+from coupler.executors.classes import load_class
 from coupler.interfaces import Algorithm, EngineConfig, Head, InFlight, Model, Rank, ShardingManager
 from coupler.loop.device_memory import Residency
 from coupler.loop.engine_group import EngineGroup
@@ -46,8 +47,8 @@ class Builder:
     @cached_property
     def algorithm(self) -> Algorithm:
         """The algorithm of the run, as the controller uses it."""
-        backend = self.plugins.get("algorithm", self.config.algorithm.name)
-        return backend.load()(self.config.algorithm)
+        made = load_class(self.plugins, "algorithm", self.config.algorithm.name)
+        return made(self.config.algorithm)
 
     @cached_property
     def trained_engines(self) -> dict[str, EngineConfig]:
@@ -131,7 +132,7 @@ class Builder:
         self.reads.keys.update(("sync.transport", "sync.in_flight"))
 
         weight_format, transport = path
-        return self.plugins.get("sharding", self.config.sync.manager).load()(
+        return load_class(self.plugins, "sharding", self.config.sync.manager)(
             self.config.sync,
             engine=engine,
             rollouts=rollouts,

@@ -6,11 +6,12 @@ import asyncio
 from pathlib import Path
 
 from coupler.config.compose import Composed
+from coupler.config.schema import Job
 from coupler.data import fingerprint
 from coupler.errors import ConfigError
 from coupler.jobs.build import Builder
 from coupler.jobs.device_sharing import share_devices, start
-from coupler.jobs.preflight import place, report_unread
+from coupler.jobs.preflight import check_spelling, import_classes, place, report_unread
 from coupler.loop.device_memory import GENERATING
 from coupler.plugins.manager import Plugins
 from coupler.run.plan import make_workers, on_sync, weight_path
@@ -20,6 +21,7 @@ from coupler.run.run_lock import claimed
 
 def evaluate(composed: Composed, plugins: Plugins) -> dict[str, float]:
     """Score the model of ``model.path`` on ``eval.data``, and return the values."""
+    check_spelling(composed, plugins, Job.EVAL)
     with claimed(Path(composed.config.run_dir)):
         return asyncio.run(_evaluate(Builder(composed, plugins)))
 
@@ -33,6 +35,7 @@ async def _evaluate(builder: Builder) -> dict[str, float]:
             "  try:  another run_dir"
         )
 
+    import_classes(builder, Job.EVAL)
     with session.running(fingerprint(prompt.row for prompt in prompts)) as (journal, rewards):
         await place(builder, make_workers(config, frozenset(), plugins, rollouts=True))
 

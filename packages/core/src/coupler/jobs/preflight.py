@@ -6,17 +6,62 @@ nothing read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from coupler.config.compose import Composed
 from coupler.config.options import SECTIONS, section
+from coupler.config.schema import JOBS, ExecutorName, Job, RunConfig
 from coupler.errors import ConfigError
+from coupler.executors.classes import check_spelling as look_for
+from coupler.executors.classes import load_class
 from coupler.executors.interpreter import check_interpreter
 from coupler.executors.placement import Role
 from coupler.jobs.build import Builder
-from coupler.plugins.tested import tested_ranges
+from coupler.plugins.manager import Plugins
+from coupler.run.tested import tested_ranges
 from coupler.system.log import get_logger
 
 log = get_logger(__name__)
+
+
+def check_spelling(composed: Composed, plugins: Plugins, job: Job) -> None:
+    """Look for the class of each backend that a job starts, and import nothing.
+
+    What another interpreter runs is looked up there, in :func:`place`.
+
+    Raises:
+        PluginError: a module is missing, or a class misspelt.
+    """
+    for kind, name, python in _backends(composed.config, job):
+        if not python:
+            look_for(plugins, kind, name)
+    if transport := composed.config.sync.transport:
+        look_for(plugins, "transport", transport)
+
+
+def import_classes(builder: Builder, job: Job) -> None:
+    """Import the classes that this process runs, before a worker starts.
+
+    Those of other processes are imported there, before they load anything.
+
+    Raises:
+        PluginError: one is missing, abstract or of another type.
+    """
+    near = builder.composed.config.executor is ExecutorName.LOCAL
+    for kind, name, python in _backends(builder.composed.config, job):
+        if kind in ("tracker", "sharding", "algorithm") or (near and not python):
+            load_class(builder.plugins, kind, name)
+
+
+def _backends(config: RunConfig, job: Job) -> Iterator[tuple[str, str, str]]:
+    """Yield kind, name and interpreter of each backend that a job starts."""
+    for path, kind in SECTIONS.items():
+        inner = section(config, path)
+        if inner and (path in JOBS[job] or (path not in JOBS[Job.TRAIN] and job is Job.TRAIN)):
+            yield kind, inner.name, getattr(inner, "python", "")
+    yield from (("tracker", name, "") for name in config.trackers)
+    if job is not Job.SFT:
+        yield "sharding", config.sync.manager, ""
 
 
 async def place(builder: Builder, roles: Sequence[Role]) -> None:

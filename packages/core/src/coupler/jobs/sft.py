@@ -10,7 +10,7 @@ from coupler.config.compose import Composed
 from coupler.config.schema import Job
 from coupler.data import fingerprint, load_rows, supervised
 from coupler.jobs.build import Builder
-from coupler.jobs.preflight import place, report_unread
+from coupler.jobs.preflight import check_spelling, import_classes, place, report_unread
 from coupler.loop.sft_trainer import SupervisedTrainer
 from coupler.metrics import Metrics
 from coupler.plugins.manager import Plugins
@@ -29,6 +29,7 @@ def supervise(composed: Composed, plugins: Plugins) -> dict[str, float]:
 
     The values of the last step are returned.
     """
+    check_spelling(composed, plugins, Job.SFT)
     with claimed(Path(composed.config.run_dir)):
         return asyncio.run(_supervise(Builder(composed, plugins)))
 
@@ -49,6 +50,7 @@ async def _supervise(builder: Builder) -> dict[str, float]:
     plan = make_plan(config, len(examples), builder.plugins, algorithm.needs, Job.SFT)
     log.info(plan.render(), extra=PLAIN)
 
+    import_classes(builder, Job.SFT)
     with session.recording(data, found, plan) as journal:
         await place(builder, plan.workers)
         policy = builder.engine("policy", trains=True)

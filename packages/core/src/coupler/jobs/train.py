@@ -19,7 +19,7 @@ from coupler.data import PromptStream, fingerprint
 from coupler.interfaces import Algorithm, Output
 from coupler.jobs.build import Builder
 from coupler.jobs.device_sharing import hold_state, hold_trained, share_devices, start
-from coupler.jobs.preflight import place, report_unread
+from coupler.jobs.preflight import check_spelling, import_classes, place, report_unread
 from coupler.loop.buffer import Buffer
 from coupler.loop.device_memory import GENERATING, Held, Residency
 from coupler.loop.engine_group import EngineGroup
@@ -48,6 +48,7 @@ LOGPROBS, ROUTES = Output("logprobs"), Output("routed_experts")
 
 def train(composed: Composed, plugins: Plugins) -> dict[str, float]:
     """Train the policy, and return the values of the last step."""
+    check_spelling(composed, plugins, Job.TRAIN)
     with claimed(Path(composed.config.run_dir)):
         return asyncio.run(_train(Builder(composed, plugins)))
 
@@ -87,6 +88,7 @@ async def _train(builder: Builder) -> dict[str, float]:
     if warning := unreplayed(config, Path(builder.model.path)):
         log.warning(warning)
 
+    import_classes(builder, Job.TRAIN)
     with session.running(data, found, plan) as (journal, rewards):
         await place(builder, plan.workers)
         policy, rollouts = builder.engine("policy", trains=True), builder.rollouts()

@@ -18,12 +18,16 @@ from coupler.plugins.manager import CORE, Plugins
 
 def describe() -> dict[str, Any]:
     """Return the versions of this interpreter, and its plugins. Imports no backend."""
+    return {**versions(), "plugins": [asdict(row) for row in Plugins.load().rows()]}
+
+
+def versions() -> dict[str, Any]:
+    """Return what two interpreters of one run must have in common."""
     return {
         "python": ".".join(platform.python_version_tuple()[:2]),
         "ray": _version("ray"),
         "core": version(CORE),
         "api": API,
-        "plugins": [asdict(row) for row in Plugins.load().rows()],
     }
 
 

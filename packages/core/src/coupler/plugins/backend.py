@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field, make_dataclass
 from enum import StrEnum
 from functools import cache
 from typing import Any
 
-from coupler.interfaces import API
-from coupler.system.imports import resolve
+from coupler.errors import PluginError
+from coupler.interfaces import API, Algorithm, Engine, Rollout, ShardingManager, Tracker, Transport
+from coupler.system.imports import load_subclass
 
 
 class Kind(StrEnum):
@@ -20,6 +21,9 @@ class Kind(StrEnum):
     SHARDING = "sharding"
     TRACKER = "tracker"
 
+
+BASES = (Engine, Rollout, Algorithm, Transport, ShardingManager, Tracker)
+CLASSES: Mapping[str, type] = dict(zip(Kind, BASES, strict=True))
 
 VOCABULARY = frozenset(
     {
@@ -114,12 +118,28 @@ class Backend:
             object.__setattr__(self, "config", _config_class(self.name))
 
     def capabilities_of(self, config: Any) -> frozenset[str]:
-        """Return the capabilities that hold under a configuration."""
-        return self.capabilities(config) if callable(self.capabilities) else self.capabilities
+        """Return the capabilities that hold under a configuration.
+
+        Raises:
+            PluginError: the plugin does not tell them.
+        """
+        who = f"{self.kind}={self.name}"
+        try:
+            found = self.capabilities(config) if callable(self.capabilities) else self.capabilities
+        except Exception as error:  # a plugin's boundary
+            text = f"{type(error).__name__}: {error}"
+            raise PluginError(f"{who} cannot tell its capabilities: {text}") from error
+        if not isinstance(found, Set) or not all(isinstance(name, str) for name in found):
+            raise PluginError(f"{who}: its capabilities are no frozenset of texts: {found!r:.60}")
+        return frozenset(found)
 
     def load(self) -> type:
-        """Import the class."""
-        return resolve(self.target)
+        """Import the class.
+
+        Raises:
+            CouplerError: there is none, or it is not what this kind needs.
+        """
+        return load_subclass(self.target, CLASSES[self.kind])
 
 
 @cache

@@ -1,34 +1,32 @@
-"""Find installed plugins without importing a backend.
-
-A broken plugin stops only the runs that select it.
-
-A plugin is an entry point of the group ``coupler`` whose value is a module, for example
-``acme = "coupler_engine_acme.plugin"``. ``COUPLER_PLUGINS=module,...`` adds modules
-without packaging, and ``COUPLER_DISABLE_PLUGINS=name,...`` leaves entry points or
-distributions out.
-"""
+"""Choose among installed plugins, and import those that a run selects."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields, is_dataclass
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import redirect_stdout
+from dataclasses import dataclass
 from difflib import get_close_matches
-from importlib import import_module
-from importlib.metadata import Distribution, EntryPoint, distributions, version
-from importlib.util import find_spec
-from types import ModuleType
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pluggy
 
 from coupler.errors import CouplerError, PluginError, place_of
-from coupler.interfaces import API, EngineConfig, RolloutConfig
+from coupler.interfaces import API
 from coupler.plugins import hooks
-from coupler.plugins.backend import Backend, Kind
+from coupler.plugins.backend import Backend
+from coupler.plugins.description import Declared, Description, accepts, checked, describe
+from coupler.system.contained import shortened
+from coupler.system.discovery import Discovery, Reader, Source
+from coupler.system.installed import open_entry
+from coupler.system.shapes import each_of
 
-GROUP = "coupler"
+__all__ = ["Plugins", "Row", "Source", "accepts"]
+
 CORE = "coupler-core"
+BUILTIN = "coupler.builtin.plugin"
 # Distributions that bring a name, for the hint only. Nothing is installed from a guess.
 KNOWN = {
     ("engine", "fsdp"): "coupler-engine-fsdp",
@@ -41,35 +39,6 @@ KNOWN = {
     ("algorithm", "ppo"): "coupler-algos",
     ("algorithm", "sft"): "coupler-algos",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Source is the origin of a plugin: an entry point, or a module.
-
-    Attributes:
-        name: of the entry point, or of the module that COUPLER_PLUGINS names.
-        distribution: empty for a module that COUPLER_PLUGINS names.
-    """
-
-    name: str
-    distribution: str = ""
-    version: str = ""
-
-    def __str__(self) -> str:
-        if not self.distribution:
-            return f"{self.name} (module)"
-        return f"{self.name} ({self.distribution} {self.version})"
-
-    @property
-    def fix(self) -> str:
-        """Return the command to type when this plugin does not load.
-
-        pip also brings a missing dependency of it.
-        """
-        if not self.distribution:
-            return f"correct the module {self.name}, or take it out of COUPLER_PLUGINS"
-        return f"pip install --upgrade {self.distribution}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,75 +58,110 @@ class Row:
     detail: str = ""
 
 
-def accepts(api: int, current: int = API) -> bool:
-    """Tell if a core of generation ``current`` runs backends of generation ``api``.
+class Plugins(Discovery):
+    """Plugins chooses among the plugins of this interpreter.
 
-    It runs its own generation and the one before.
-    """
-    return max(1, current - 1) <= api <= current
+    A name that core brings is core's. One that two other distributions declare is an
+    error when it is selected, and a warning otherwise, since it cannot hurt a run that
+    does not use the name. The same holds for a broken plugin and one of another API
+    generation.
 
-
-class Plugins:
-    """Plugins holds every plugin of this interpreter.
-
-    A name that two distributions declare is an error when it is selected, and a warning
-    otherwise, since it cannot hurt a run that does not use the name. The same holds for
-    a broken plugin and one of another API generation.
+    A plugin is imported here when a backend of it is asked for, or one of its presets
+    is chosen. A module of COUPLER_PLUGINS without backends is imported for its hooks.
 
     Attributes:
-        owner: who declares a (kind, name); the first one, where several do.
-        broken: why a plugin did not load.
-        disabled: what COUPLER_DISABLE_PLUGINS left out.
-        stale: a sentence for each second installation of a plugin, which Python does
-            not use.
+        imported: the backends of each plugin of the run.
     """
 
     def __init__(self) -> None:
-        self.manager: Any = _manager()
-        self.core = Source("coupler", CORE, version(CORE))
-        self.owner: dict[tuple[str, str], Source] = {}
-        self.broken: dict[Source, BaseException] = {}
-        self.disabled: list[Source] = []
-        self._declared: dict[tuple[str, str], list[tuple[Backend, Source]]] = {}
-        self.stale: list[str] = []
+        self.core = Source("coupler", CORE, version(CORE), BUILTIN)
+        ours = tuple(str(path) for path in sorted(Path(__file__).parent.glob("*.py")))
+
+        super().__init__(
+            Reader(
+                group="coupler",
+                target="coupler.plugins.description:describe",
+                parse=Description.of,
+                identity=(self.core.version, str(API)),
+                files=ours,
+                core=CORE,
+            )
+        )
+
+        self._indexed: tuple[Any, dict[tuple[str, str], list[tuple[Declared, Source]]]] = (None, {})
+        self._core = Description.of(describe(BUILTIN))
+        self._manager = pluggy.PluginManager("coupler")
+        self._manager.add_hookspecs(hooks)
+        self.imported: dict[Source, dict[tuple[str, str], Backend]] = {}
 
     @classmethod
     def load(cls) -> Plugins:
-        """Import the plugin module of every installed distribution.
+        """Begin to read every installed plugin.
 
-        No backend is imported, and nothing that a plugin does raises.
+        None is imported here, and nothing that a plugin does raises.
         """
-        self = cls()
-        self._register(self.core, *_checked(import_module("coupler.builtin.plugin")))
-        blocked = set(_names_in("COUPLER_DISABLE_PLUGINS"))
-        for source, entry in self._entry_points():
-            if blocked & {source.name, source.distribution}:
-                self.disabled.append(source)
-            else:
-                self._add(source, entry.load)
-        for module in _names_in("COUPLER_PLUGINS"):
-            self._add(Source(module), lambda module=module: import_module(module))
+        return cls()
+
+    @property
+    def all(self) -> dict[Source, Description]:
+        """Descriptions of core and of each plugin that was read."""
+        return {self.core: self._core, **self.known}
+
+    def complete(self) -> Plugins:
+        """Wait until every plugin is read, or has used up its time."""
+        self.wait(lambda: False)
         return self
 
-    def of(self, kind: str) -> dict[str, Backend]:
-        """Return the backends of one kind that can be selected, by name."""
-        usable = {name: found for (k, name), found in self._declared.items() if k == kind}
-        return {
-            n: found[0][0]
-            for n, found in usable.items()
-            if len(found) == 1 and accepts(found[0][0].api)
-        }
+    def find(self, kind: str, name: str) -> list[tuple[Declared, Source]]:
+        """Return who declares a name, of what is read. Nobody takes one of core's."""
+        found = self._index().get((kind, name), [])
+        return [each for each in found if each[1].is_core][:1] or found
 
-    def get(self, kind: str, name: str) -> Backend:
-        """Return the backend that the user selected.
+    def declared(self, kind: str) -> dict[str, Declared]:
+        """Return what is known of the backends of one kind that can be selected."""
+        self.wait(lambda: True)
+        found = {name: self.find(k, name) for k, name in self._index() if k == kind}
+        return {n: f[0][0] for n, f in found.items() if len(f) == 1 and accepts(f[0][0].api)}
+
+    def owner_of(self, kind: str, name: str) -> Source | None:
+        """Return who declares ``kind=name``, if anybody does."""
+        self.wait(lambda: bool(self.find(kind, name)))
+        return next((source for _, source in self.find(kind, name)), None)
+
+    def of(self, kind: str) -> dict[str, Backend]:
+        """Import the backends of one kind that can be selected, and return them by
+        name.
+        """
+        found: dict[str, Backend] = {}
+        for name in self.complete().declared(kind):
+            try:
+                found[name] = self.get(kind, name)
+            except PluginError as error:
+                self.broken[self.owner[kind, name]] = str(error).splitlines()[0]
+        return found
+
+    @property
+    def owner(self) -> dict[tuple[str, str], Source]:
+        """Owners of each (kind, name): core, or the first of several."""
+        self.complete()
+        return {key: self.find(*key)[0][1] for key in self._index()}
+
+    def get(self, kind: str, name: str, also: tuple[str, ...] = ()) -> Backend:
+        """Return the backend that the user selected, and import its plugin.
+
+        ``also`` has further names that the user may mean.
 
         Raises:
             PluginError: it is missing, broken, of another API generation, or declared
                 twice.
         """
-        found = self._declared.get((kind, name), [])
+        self.wait(lambda: bool(self.find(kind, name)))
+        if not self.find(kind, name):
+            self.read_again(lambda source: self._brings(source, kind, name))
+        found = self.find(kind, name)
         if not found:
-            raise PluginError(self.missing(kind, name))
+            raise PluginError(self.missing(kind, name, also))
+
         backend, source = found[0]
         if len(found) > 1:
             owners = " and ".join(str(s) for _, s in found)
@@ -171,14 +175,46 @@ class Plugins:
                 f"{kind}={name} of {source} is written for API generation {backend.api}; "
                 f"this core is of generation {API}.\n  try:  {_upgrade(backend.api, source)}"
             )
-        return backend
+        backends = self.use(source)
+        if (kind, name) not in backends:
+            raise PluginError(
+                f"{source} declares {kind}={name} in another process, and not in this one.\n"
+                f"  try:  {source.fix}"
+            )
+        return backends[kind, name]
+
+    def use(self, source: Source) -> Mapping[tuple[str, str], Backend]:
+        """Import a plugin of the run, and return its backends.
+
+        Raises:
+            PluginError: it cannot be imported.
+        """
+        if source not in self.imported:
+            try:
+                # What is printed belongs to no output of ours.
+                with redirect_stdout(sys.stderr):
+                    module = open_entry(source.module)
+                    backends = checked(module)
+            # third-party code may do anything; it is shown
+            except (Exception, SystemExit) as error:
+                raise PluginError(
+                    f"the plugin {source} failed to load: "
+                    f"{shortened(f'{type(error).__name__}: {error}')}.\n  try:  {source.fix}"
+                ) from error
+
+            # hooks of another generation are never called
+            if all(accepts(b.api) for b in backends) and not self._manager.is_registered(module):
+                self._manager.register(module, _key(source))
+            self.imported[source] = {(str(b.kind), str(b.name)): b for b in backends}
+        return self.imported[source]
 
     def missing(self, kind: str, name: str, also: tuple[str, ...] = ()) -> str:
         """Say why ``kind=name`` cannot be had, and what to type.
 
         ``also`` has further names that the user may mean.
         """
-        source = self._suspect(kind, name)
+        self.complete()
+        source = next((s for s in self.broken if self._brings(s, kind, name)), None)
         if source is not None:
             first = (
                 f"{kind}={name} cannot be used: the plugin {source} failed to load.\n  "
@@ -191,7 +227,7 @@ class Plugins:
             )
         else:
             first = f"no {kind} named {name!r} is installed."
-        lines, installed = [first], [*self.of(kind), *also]
+        lines, installed = [first], [*self.declared(kind), *also]
         known = {
             n: f"  (pip install {dist})"
             for (k, n), dist in KNOWN.items()
@@ -201,177 +237,156 @@ class Plugins:
             if close != name:
                 lines.append(f"  did you mean: {kind}={close}{known.get(close, '')}")
         lines.append(f"  installed:  {', '.join(sorted(installed)) or 'none'}")
-        lines += [
-            f"  failed to load: {source}: {_cause(exc)}" for source, exc in self.broken.items()
-        ]
+
+        lines += [f"  failed to load: {source}: {why}" for source, why in self.broken.items()]
         lines += [f"  disabled by COUPLER_DISABLE_PLUGINS: {source}" for source in self.disabled]
         lines += [f"  {text}" for text in self.stale]
         return "\n".join(lines)
 
     def warnings(self) -> list[str]:
         """Return a line for everything that is wrong with plugins nobody selected."""
-        lines = [
-            f"plugin {source} failed to load: {_cause(exc)}" for source, exc in self.broken.items()
+        lines = [f"plugin {source} failed to load: {why}" for source, why in self.broken.items()]
+        lines += [
+            f"plugin {source} takes long to read, and was not waited for; coupler plugins waits"
+            for source in self.late
         ]
-        for row in self.rows():
+
+        for row in self._rows():
             if row.state in ("duplicate", "incompatible"):
                 line = f"{row.kind}={row.name} is {row.state}: {row.detail}"
                 lines += [line] if line not in lines else []
+        for source, description in self.known.items():
+            lines += [
+                f"the preset {kind}={name} of {source} is not used, since core brings that name"
+                for kind, name, _ in description.presets
+                if any(owner.is_core for _, owner in self.find(kind, name))
+            ]
         return lines + self.stale
+
+    def unknown(self, used: Iterable[tuple[str, str]] | None = None) -> Iterator[str]:
+        """Yield a sentence for each capability that core does not know.
+
+        ``used`` has pairs of kind and name, and None stands for all.
+        """
+        keys = None if used is None else set(used)
+        for source, description in self.all.items():
+            for each in description.backends:
+                if keys is None or (each.kind, each.name) in keys:
+                    yield from (f"{text} (plugin {source})" for text in each.unknown)
 
     def rows(self) -> list[Row]:
         """Return what is installed, and in which state, for ``coupler plugins``."""
-        rows = []
-        for (kind, name), found in sorted(self._declared.items()):
-            for backend, source in found:
-                state, detail = "available", ""
-                if not accepts(backend.api):
-                    state, detail = "incompatible", f"API generation {backend.api}, core has {API}"
-                elif len(found) > 1:
-                    state, detail = (
-                        "duplicate",
-                        "declared by " + " and ".join(str(s) for _, s in found),
-                    )
-                capabilities = tuple(sorted(backend.capabilities_of(backend.config())))
-                rows.append(
-                    Row(
-                        kind, name, state, source.distribution, source.version, capabilities, detail
-                    )
-                )
-        rows += [
-            Row("", s.name, "broken", s.distribution, s.version, (), _cause(e))
-            for s, e in self.broken.items()
-        ]
-        rows += [Row("", s.name, "disabled", s.distribution, s.version) for s in self.disabled]
-        return rows
+        self.complete()
+        return self._rows()
 
     def call(self, hook: str, owners: Iterable[Source] | None = None, /, **arguments: Any) -> Any:
-        """Call a hook of core and of some owners, or of all usable plugins.
+        """Call a hook of core and of some owners, or of all plugins of the run.
+
+        Returns:
+            the answers that are not None, or the first one where a hook has one only.
 
         Raises:
             PluginError: a hook raised anything but a sentence for the user.
         """
-        keep = {str(source) for source in (*(owners or ()), self.core)}
-        others = [module for key, module in self.manager.list_name_plugin() if key not in keep]
-        try:
-            return self.manager.subset_hook_caller(hook, others if owners is not None else ())(
-                **arguments
-            )
-        except CouplerError:
-            raise
-        # third-party code may do anything; it is shown
-        except (Exception, SystemExit) as error:
-            raise PluginError(
-                f"{hook} of a plugin raised {error!r}.\n  at:  {place_of(error)}\n"
-                "  try:  COUPLER_DISABLE_PLUGINS=NAME, with a name of:  coupler plugins"
-            ) from error
+        answers = (answer for _, answer in self.answers(hook, owners, **arguments))
+        first = getattr(self._manager.hook, hook).spec.opts["firstresult"]
+        return next(answers, None) if first else list(answers)
 
-    def config_packages(self) -> list[tuple[str, Source]]:
-        """Return the packages of YAML presets, each with its owner."""
-        sources = {str(s): s for s in self.owner.values()}
-        impls = self.manager.hook.coupler_config_paths.get_hookimpls()
-        return [
-            (p, sources.get(i.plugin_name, Source(i.plugin_name)))
-            for i in impls
-            for p in i.function()
-        ]
+    def answers(
+        self, hook: str, owners: Iterable[Source] | None = None, /, **arguments: Any
+    ) -> Iterator[tuple[Source, Any]]:
+        """Yield each plugin of :meth:`call` with its answer."""
+        observers = self._observers()
+        for source in (self.core, *observers):
+            self.use(source)
+        asked = {self.core, *observers, *(self.imported if owners is None else owners)}
+        sources = {_key(source): source for source in asked}
 
-    def _entry_points(self) -> Iterator[tuple[Source, EntryPoint]]:
-        """Yield the entry points of the group.
-
-        Of a distribution that is installed twice, only those that Python uses count.
-        """
-        first: dict[str, Distribution] = {}
-        for dist in distributions():
-            entries = [e for e in dist.entry_points if e.group == GROUP]
-            if not entries:
+        for impl in reversed(getattr(self._manager.hook, hook).get_hookimpls()):
+            if (source := sources.get(impl.plugin_name)) is None:
                 continue
-            name, where = dist.metadata["Name"], str(dist.locate_file(""))
-            used = first.setdefault(name.lower().replace("_", "-"), dist)
-            if used is dist:
-                yield from ((Source(e.name, name, dist.version), e) for e in entries)
-            elif (where, dist.version) != (str(used.locate_file("")), used.version):
-                self.stale.append(
-                    f"{name} is installed twice: {used.version} in {used.locate_file('')} is used, "
-                    f"{dist.version} in {where} is not"
-                )
+            try:
+                answer = impl.function(*(arguments[name] for name in impl.argnames))
+                if isinstance(answer, Iterator):
+                    answer = each_of(hook, answer, object)
+            except CouplerError:
+                raise
+            # third-party code may do anything; it is shown
+            except (Exception, SystemExit) as error:
+                raise PluginError(
+                    f"{hook} of a plugin raised {error!r}.\n  at:  {place_of(error)}\n"
+                    f"  of:  {source}\n  try:  COUPLER_DISABLE_PLUGINS={source.name}"
+                ) from error
+            if answer is not None:
+                yield source, answer
 
-    def _add(self, source: Source, load: Callable[[], ModuleType]) -> None:
-        """Register one plugin, or keep the error that prevents it."""
-        try:
-            module, backends = _checked(load())
-        # third-party code may do anything; it is shown
-        except (Exception, SystemExit) as exc:
-            self.broken[source] = exc
-        else:
-            self._register(source, module, backends)
+    def presets(self, kind: str, name: str = "") -> dict[str, list[tuple[Source, str]]]:
+        """Return the text of every preset of one kind, with who ships it.
 
-    def _register(self, source: Source, module: ModuleType, backends: list[Backend]) -> None:
-        # hooks of another generation are never called
-        if all(accepts(b.api) for b in backends):
-            self.manager.register(module, str(source))
-        for backend in backends:
-            key = (backend.kind, backend.name)
-            self._declared.setdefault(key, []).append((backend, source))
-            self.owner.setdefault(key, source)
+        One that is called ``name``, or a backend of that name, is waited for.
+        """
 
-    def _suspect(self, kind: str, name: str) -> Source | None:
-        """Return the broken plugin whose name says that it provides ``kind=name``."""
+        def have() -> dict[str, list[tuple[Source, str]]]:
+            found: dict[str, list[tuple[Source, str]]] = {}
+            for source, description in self.known.items():
+                for of_kind, called, text in description.presets if description.usable else ():
+                    if of_kind == kind:
+                        found.setdefault(called, []).append((source, text))
+            return found
+
+        self.wait(lambda: not name or bool(self.find(kind, name)) or name in have())
+        return have()
+
+    def _observers(self) -> list[Source]:
+        """Return modules of COUPLER_PLUGINS that no run can select: they have hooks."""
+        self.wait(lambda: True)
+        named = [(s, d) for s, d in self.known.items() if not s.distribution]
+        return [s for s, d in named if not d.backends and not d.presets]
+
+    def _rows(self) -> list[Row]:
+        rows = []
+        for (kind, name), found in sorted(self._index().items()):
+            used = self.find(kind, name)
+            for backend, source in found:
+                state, detail = "available", ""
+                if not accepts(backend.api):
+                    state, detail = "incompatible", f"API generation {backend.api}, core has {API}"
+                elif (backend, source) not in used:
+                    state, detail = "duplicate", f"{used[0][1]} brings this name, and keeps it"
+                elif len(used) > 1:
+                    state, detail = (
+                        "duplicate",
+                        "declared by " + " and ".join(str(s) for _, s in found),
+                    )
+                able, of, number = backend.capabilities, source.distribution, source.version
+                rows.append(Row(kind, name, state, of, number, able, detail))
+
+        rows += [
+            Row("", s.name, "broken", s.distribution, s.version, (), why)
+            for s, why in self.broken.items()
+        ]
+        rows += [Row("", s.name, "disabled", s.distribution, s.version) for s in self.disabled]
+        return rows
+
+    def _index(self) -> dict[tuple[str, str], list[tuple[Declared, Source]]]:
+        # It is made anew when something became known.
+        if self._indexed[0] is not self.known:
+            self._indexed = (self.known, {})
+            for source, description in self.all.items():
+                for each in description.backends:
+                    key = (each.kind, each.name)
+                    self._indexed[1].setdefault(key, []).append((each, source))
+        return self._indexed[1]
+
+    @staticmethod
+    def _brings(source: Source, kind: str, name: str) -> bool:
+        """Tell whether the name of a plugin says that it provides ``kind=name``."""
         wanted = {name, KNOWN.get((kind, name)), f"coupler-{kind}-{name}"}
-        return next((s for s in self.broken if wanted & {s.name, s.distribution}), None)
+        return bool(wanted & {source.name, source.distribution})
 
 
-def _manager() -> pluggy.PluginManager:
-    manager = pluggy.PluginManager("coupler")
-    manager.add_hookspecs(hooks)
-    return manager
-
-
-def _checked(module: ModuleType) -> tuple[ModuleType, list[Backend]]:
-    """Check a plugin module on its own, and return it with its backends.
-
-    A mistake in it is then nobody else's.
-    """
-    alone = _manager()
-    alone.register(module)
-    alone.check_pending()  # a misspelt hook
-    if not alone.get_hookcallers(module):
-        raise PluginError(
-            f"{module.__name__} implements no hook; mark its functions with @coupler.hookimpl"
-        )
-    backends = [backend for found in alone.hook.coupler_backends() for backend in found]
-    for backend in backends:
-        _check(backend)
-    for package in (p for found in alone.hook.coupler_config_paths() for p in found):
-        if find_spec(package) is None:
-            raise PluginError(f"there is no package {package}, which coupler_config_paths names")
-    return module, backends
-
-
-def _check(backend: Backend) -> None:
-    who = f"{backend.kind}={backend.name}"
-    if backend.kind not in set(Kind):
-        raise PluginError(f"{who}: there is no kind {backend.kind!r}, only {', '.join(Kind)}")
-    default: Any = backend.config()
-    if not is_dataclass(default) or "name" not in {f.name for f in fields(default)}:
-        raise PluginError(f"{who}: its config is not a dataclass with a field 'name'")
-    if default.name != backend.name:  # type: ignore[attr-defined]
-        raise PluginError(f"{who}: {backend.config.__name__}.name is {default.name!r}")  # type: ignore[attr-defined]
-    base = {Kind.ENGINE: EngineConfig, Kind.ROLLOUT: RolloutConfig}.get(Kind(backend.kind), object)
-    if not isinstance(default, base):
-        raise PluginError(
-            f"{who}: its config class {backend.config.__name__} does not extend "
-            f"coupler.{base.__name__}"
-        )
-    backend.capabilities_of(default)
-
-
-def _names_in(variable: str) -> list[str]:
-    return [name.strip() for name in os.environ.get(variable, "").split(",") if name.strip()]
-
-
-def _cause(exc: BaseException) -> str:
-    return f"{type(exc).__name__}: {exc}".splitlines()[0]
+def _key(source: Source) -> str:
+    return f"{source} {source.module}"
 
 
 def _upgrade(api: int, source: Source) -> str:

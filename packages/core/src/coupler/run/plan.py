@@ -12,10 +12,11 @@ from typing import Any
 from coupler.config.options import in_full, section
 from coupler.config.reads import original
 from coupler.config.schema import ExecutorName, Job, OnSync, Placement, RunConfig
-from coupler.errors import ConfigError
+from coupler.errors import ConfigError, PluginError
 from coupler.executors.placement import ROLLOUT, Role
 from coupler.interfaces import EngineConfig, InFlight
 from coupler.loop.turns import optimizer_steps
+from coupler.plugins.backend import Backend
 from coupler.plugins.manager import Plugins
 from coupler.run.plan_checks import check, check_routes
 from coupler.run.plan_text import render
@@ -263,16 +264,30 @@ def weight_path(config: RunConfig, plugins: Plugins) -> tuple[str, str]:
     Raises:
         PluginError: no transport moves weights from the engine to the rollout.
     """
-    transports = plugins.of("transport")
     pair = ("engine", config.engine.name), ("rollout", config.rollout.name)
-    asked = [plugins.owner[key] for key in (*pair, *(("transport", name) for name in transports))]
     engine, rollout = (plugins.get(*key) for key in pair)
+    asked = [owner for key in pair if (owner := plugins.owner_of(*key))]
+    named, transports = config.sync.transport, dict[str, Backend]()
+    for name in plugins.declared("transport"):
+        owner = plugins.owner_of("transport", name)
+        # One that nobody selects is not offered: its plugin is not imported.
+        if owner and (owner.is_core or owner in asked or name == named):
+            transports[name] = plugins.get("transport", name)
+            asked += [owner] if owner not in asked else []
 
-    return plugins.call(
+    answers = plugins.answers(
         "coupler_weight_path",
         asked,
         engine=engine,
         rollout=rollout,
         transports=transports,
         config=config,
+    )
+    source, answer = next(answers)
+    match answer:
+        case (str() as weight_format, str() as transport) if transport in transports:
+            return weight_format, transport
+    raise PluginError(
+        f"coupler_weight_path of {source} returned {answer!r:.60}, and has to return a format "
+        f"and one of the transports {', '.join(transports)}.\n  try:  {source.fix}"
     )

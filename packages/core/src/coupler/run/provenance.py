@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from importlib.metadata import distributions
+from importlib.metadata import Distribution, distributions
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ def describe_run(code: Mapping[str, Path]) -> dict[str, Any]:
 
 def installed() -> dict[str, str]:
     """Return the versions of all distributions, by name."""
-    return dict(sorted((d.name.lower(), d.version) for d in distributions()))
+    return dict(sorted(found for d in distributions() if (found := _named(d))))
 
 
 def checkouts(files: Mapping[str, Path]) -> list[dict[str, Any]]:
@@ -86,3 +86,12 @@ def _ask(folder: Path, *arguments: str) -> str:
     return subprocess.run(
         command, capture_output=True, text=True, timeout=10, check=True
     ).stdout.strip()
+
+
+def _named(dist: Distribution) -> tuple[str, str] | None:
+    """Return name and version, or None of a distribution whose metadata is damaged."""
+    try:
+        name, number = dist.metadata["Name"], dist.metadata["Version"]
+    except (OSError, ValueError, KeyError):
+        return None
+    return (name.lower(), number or "") if name else None

@@ -13,6 +13,7 @@ from typing import Any
 
 from coupler.config.effect import not_default
 from coupler.config.schema import RunConfig
+from coupler.executors.classes import load_class
 from coupler.interfaces import Tracker
 from coupler.loop.sampler import ScoredCompletion
 from coupler.metrics import Metrics, values
@@ -65,9 +66,9 @@ class Journal:
 
         self.trackers: dict[str, Tracker] = {}
         for name in config.trackers:
-            backend = plugins.get("tracker", name)
+            tracker, settings = load_class(plugins, "tracker", name), plugins.get("tracker", name)
             with self._tracking(name):
-                self.trackers[name] = backend.load()(backend.config(), self.run_dir)
+                self.trackers[name] = tracker(settings.config(), self.run_dir)
                 if done or os.path.lexists(self.run_dir / "config.yaml"):
                     self.trackers[name].rewind(done or -1)
 

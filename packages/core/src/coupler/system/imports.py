@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from difflib import get_close_matches
+from functools import partial
 from importlib import import_module
+from importlib.machinery import PathFinder
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from coupler.errors import CouplerError
+from coupler.errors import CouplerError, place_of
 
 
 def resolve(target: str) -> Any:
@@ -35,6 +40,57 @@ def resolve(target: str) -> Any:
         raise CouplerError(
             f"{module_name} has no {name!r}.\n  it has:  {', '.join(public)}"
         ) from None
+
+
+def load_subclass(target: str, base: type) -> type[Any]:
+    """Import what a plugin names as its class, and check that it is one that can be
+    made.
+
+    Raises:
+        CouplerError: it is missing or misspelt, its module does not import, or the
+            class is abstract or of another type.
+    """
+    try:
+        found = resolve(target)
+    except CouplerError:
+        raise
+    except (Exception, SystemExit) as error:
+        where = f"\n  at:  {place_of(error)}" if error.__traceback__ else ""
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        raise CouplerError(f"{target} cannot be imported: {text}{where}") from error
+
+    if not isinstance(found, type) or not issubclass(found, base):
+        raise CouplerError(f"{target} is no subclass of coupler.{base.__name__}.")
+    if missing := sorted(getattr(found, "__abstractmethods__", ())):
+        raise CouplerError(f"{target} is abstract: it does not implement {', '.join(missing)}.")
+    return found
+
+
+def misspelt(target: str) -> str:
+    """Say what of ``"package.module:Name"`` cannot exist. Nothing of it is imported.
+
+    The answer is empty where only an import can tell.
+    """
+    module, _, name = target.rpartition(":")
+    try:
+        spec, source, above = None, "", find_spec
+        for part in accumulate(module.split("."), "{}.{}".format):
+            # Code of a package may bring modules from elsewhere.
+            if "__path__" in source:
+                return ""
+            if (spec := above(part)) is None:
+                return f"there is no module {part}"
+            file = Path(spec.origin or "")
+            source = file.read_text() if file.suffix == ".py" else ""
+            above = partial(PathFinder.find_spec, path=spec.submodule_search_locations or ())
+    except Exception:  # finders and files of anybody; the import will say more
+        return ""
+
+    # Whatever names it may have made it, as a star or a __getattr__ may have.
+    if not source or re.search(rf"\b{re.escape(name)}\b|__getattr__|import\s+\(?\*", source):
+        return ""
+    close = get_close_matches(name, re.findall(r"^class (\w+)", source, re.MULTILINE), n=1)
+    return f"{module} has no {name!r}{f'; did you mean {close[0]!r}?' if close else ''}"
 
 
 def file_of(target: str) -> Path | None:

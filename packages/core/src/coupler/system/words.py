@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 
 
 def count(number: int, noun: str) -> str:
@@ -22,3 +23,9 @@ def either(values: Sequence[object]) -> str:
 def ceil_div(value: int, by: int) -> int:
     """Return ``value / by``, rounded up."""
     return -(-value // by)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return the end of a sentence about a name, which is empty if none is like it."""
+    close = get_close_matches(name, sorted(map(str, known)), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -7,7 +7,7 @@ from typing import Any
 
 from coupler.config.plain import Section
 from coupler.interfaces import Model, Rollout
-from coupler.system.imports import resolve
+from coupler.system.imports import load_subclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,4 +35,4 @@ def _received(rollout: str, section: Section, model: Model) -> RolloutSpec:
 
 def build(spec: RolloutSpec) -> Rollout:
     """Make one replica, in the process where it lives."""
-    return resolve(spec.rollout)(spec.config, spec.model)
+    return load_subclass(spec.rollout, Rollout)(spec.config, spec.model)

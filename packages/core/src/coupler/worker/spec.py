@@ -9,7 +9,7 @@ from coupler.batch import Batch
 from coupler.config.plain import Section
 from coupler.interfaces import Algorithm, Model, StepInfo, StepResult
 from coupler.metrics import Metrics
-from coupler.system.imports import resolve
+from coupler.system.imports import load_subclass
 from coupler.worker.torch.profiling import NOTHING, Profile
 
 
@@ -53,7 +53,7 @@ def build_algorithm(spec: WorkerSpec) -> Algorithm | None:
     if spec.algorithm is None:
         return None
     target, config = spec.algorithm
-    return resolve(target)(config)
+    return load_subclass(target, Algorithm)(config)
 
 
 @dataclass(frozen=True, slots=True)

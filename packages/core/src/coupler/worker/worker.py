@@ -30,7 +30,7 @@ from coupler.interfaces import (
 )
 from coupler.metrics import Metrics, merge, read
 from coupler.system.files import writing
-from coupler.system.imports import resolve
+from coupler.system.imports import load_subclass
 from coupler.system.process_memory import resident_bytes
 from coupler.worker.spec import MiniBatch, Trained, WorkerSpec, build_algorithm
 from coupler.worker.torch.hf_export import export
@@ -42,7 +42,7 @@ class Worker:
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.role, self.profile = spec.role, spec.profile
-        self.engine: Engine = resolve(spec.engine)(spec.engine_config, spec.model)
+        self.engine: Engine = load_subclass(spec.engine, Engine)(spec.engine_config, spec.model)
         self.algorithm = build_algorithm(spec)
 
     def setup(self, rank: Rank) -> Layout:

@@ -48,8 +48,9 @@ def tested_ranges(plugins: Plugins, selected: Iterable[tuple[str, str]]) -> Iter
     """
     declared: dict[tuple[str, str], Source] = {}
     for kind, name in selected:
-        for dist, tested in plugins.get(kind, name).tested.items():
-            declared.setdefault((dist, tested), plugins.owner[kind, name])
+        for backend, source in plugins.find(kind, name)[:1]:
+            for dist, tested in backend.tested.items():
+                declared.setdefault((dist, tested), source)
 
     for (dist, tested), source in declared.items():
         try:
