@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 import coupler
-from coupler.config.explain import description
 from coupler.config.options import Options
 from coupler.config.plain import to_plain
 from coupler.plugins import Backend
 from coupler.plugins.manager import Plugins
+from coupler.run.explain import description
 
 LISTS = Path(__file__).parent / "public"
 KINDS = ("engine", "rollout", "algorithm")

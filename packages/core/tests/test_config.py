@@ -15,11 +15,11 @@ from fake_plugins import install, plugin
 from hydra.core.config_store import ConfigStore
 
 from coupler.config.compose import Composed, compose, dump_yaml
-from coupler.config.explain import differences, explain
-from coupler.config.reads import original, track
 from coupler.config.schema import Job, RunConfig, SamplingConfig
 from coupler.errors import ConfigError, PluginError
 from coupler.plugins.manager import Plugins
+from coupler.run.explain import differences, explain
+from coupler.system.reads import original, track
 
 NEEDED = [
     "engine=acme", "rollout=toy", "algorithm=toy", "model.path=/m", "data.source=x.jsonl",

@@ -12,12 +12,12 @@ import pytest
 from fake_plugins import install, plugin
 
 from coupler.config.compose import Composed, compose, dump_yaml
-from coupler.config.explain import explain
-from coupler.config.reads import track
 from coupler.config.schema import Job
 from coupler.errors import ConfigError, PluginError
 from coupler.plugins.manager import Plugins
+from coupler.run.explain import explain
 from coupler.run.plan import make_plan
+from coupler.system.reads import track
 
 NEEDED = [
     "engine=acme", "rollout=toy", "algorithm=judge", "model.path=/m", "data.source=x.jsonl",

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from coupler.errors import ConfigError
+from coupler.executors.describe import describe
 from coupler.executors.interpreter import check_interpreter
-from coupler.plugins.__main__ import describe
 from coupler.plugins.manager import Plugins
 
 

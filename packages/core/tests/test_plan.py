@@ -10,12 +10,12 @@ from functools import partial
 import pytest
 
 from coupler.config.compose import compose
-from coupler.config.reads import track
 from coupler.config.schema import Job
 from coupler.errors import ConfigError, PluginError
 from coupler.interfaces import InFlight
 from coupler.plugins.manager import Plugins
 from coupler.run.plan import Plan, make_plan
+from coupler.system.reads import track
 
 NEEDED = [
     "engine=toy", "rollout=toy", "algorithm=toy", "model.path=/m", "data.source=x.jsonl",

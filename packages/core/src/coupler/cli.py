@@ -346,7 +346,7 @@ def _composed_of_run(arguments: argparse.Namespace) -> tuple[Composed, Plugins]:
 
 def _config(arguments: argparse.Namespace) -> None:
     from coupler.config.compose import dump_yaml
-    from coupler.config.explain import differences, explain
+    from coupler.run.explain import differences, explain
 
     asked = arguments.overrides[:1] == ["explain"]
     keys = [text for text in arguments.overrides[1:] if "=" not in text] if asked else []

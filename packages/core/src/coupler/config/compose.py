@@ -30,11 +30,11 @@ from coupler.config.overrides import parse_overrides, read_file
 from coupler.config.plain import to_plain
 from coupler.config.presets import chosen_values
 from coupler.config.schema import JOBS, Job, OnSync, RunConfig
-from coupler.config.tree import flatten, merge, nest, replace_at, value_at
 from coupler.errors import ConfigError, PluginError
 from coupler.plugins.backend import Kind
 from coupler.plugins.manager import Plugins
 from coupler.system.shapes import WrongShape, each_of
+from coupler.system.tree import flatten, merge, nest, replace_at, value_at
 
 T = TypeVar("T")
 CRITIC = "critic.engine"

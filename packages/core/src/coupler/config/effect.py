@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from coupler.config.options import SECTIONS, Options, section
 from coupler.config.plain import to_plain
-from coupler.config.reads import original
 from coupler.config.schema import RunConfig
-from coupler.config.tree import value_at
+from coupler.system.reads import original
+from coupler.system.tree import value_at
 
 
 def options_of(config: RunConfig) -> Options:

@@ -14,8 +14,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from coupler.config.options import SECTIONS
-from coupler.config.tree import nest
 from coupler.errors import ConfigError
+from coupler.system.tree import nest
 
 
 def parse_overrides(overrides: list[str]) -> list[tuple[str, Any]]:

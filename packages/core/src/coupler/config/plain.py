@@ -9,8 +9,8 @@ from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from typing import Any, get_args, get_origin, get_type_hints
 
-from coupler.config.reads import Reads, original, path_of, tracked
 from coupler.system.imports import resolve
+from coupler.system.reads import Reads, original, path_of, tracked
 
 # Options that this process read from configurations that another one sent.
 RECEIVED = Reads()

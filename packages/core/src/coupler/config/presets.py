@@ -16,9 +16,9 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from coupler.config.plain import to_plain
-from coupler.config.tree import merge
 from coupler.errors import PluginError
 from coupler.plugins.manager import Plugins, Source
+from coupler.system.tree import merge
 
 SELF = "_self_"
 Found = dict[str, list[tuple[Source, str]]]

@@ -11,7 +11,7 @@ import json
 import sys
 
 from coupler.errors import CouplerError, PluginError
-from coupler.plugins.__main__ import describe
+from coupler.executors.describe import describe
 from coupler.plugins.manager import Plugins
 from coupler.system.imports import misspelt
 

@@ -11,8 +11,8 @@ import subprocess
 from typing import Any
 
 from coupler.errors import ConfigError
+from coupler.executors.describe import versions
 from coupler.executors.environment import forwarded
-from coupler.plugins.__main__ import versions
 from coupler.plugins.manager import Plugins
 
 # importing every plugin module from a cold disk takes long

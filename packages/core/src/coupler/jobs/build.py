@@ -7,7 +7,6 @@ from functools import cached_property
 from pathlib import Path
 
 from coupler.config.compose import Composed
-from coupler.config.reads import track
 from coupler.config.schema import DataConfig
 from coupler.data import Codec, Prompt, encode_prompts, load_rows
 from coupler.data.model_folder import model_folder
@@ -25,6 +24,7 @@ from coupler.rewards import RewardPool
 from coupler.run.plan import VALUES, trained_engines
 from coupler.run.session import Session
 from coupler.system.log import PLAIN, get_logger
+from coupler.system.reads import track
 from coupler.system.seeding import derive
 from coupler.worker.spec import WorkerSpec
 from coupler.worker.torch.profiling import NOTHING, Profile

@@ -13,7 +13,7 @@ from typing import Any
 
 from coupler.config.options import SECTIONS, Options
 from coupler.config.plain import to_plain
-from coupler.config.tree import flatten, value_at
+from coupler.system.tree import flatten, value_at
 
 # Text that the command line takes without quotes.
 PLAIN_TEXT = re.compile(r"[A-Za-z_./][\w./:-]*")

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from coupler.config.options import in_full, section
-from coupler.config.reads import original
 from coupler.config.schema import ExecutorName, Job, OnSync, Placement, RunConfig
 from coupler.errors import ConfigError, PluginError
 from coupler.executors.placement import ROLLOUT, Role
@@ -20,6 +19,7 @@ from coupler.plugins.backend import Backend
 from coupler.plugins.manager import Plugins
 from coupler.run.plan_checks import check, check_routes
 from coupler.run.plan_text import render
+from coupler.system.reads import original
 from coupler.system.words import ceil_div, count
 
 # Capability of a rollout.

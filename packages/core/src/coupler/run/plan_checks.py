@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from coupler.config.options import SECTIONS, section
-from coupler.config.reads import original
 from coupler.config.schema import Job, RouterReplay, RunConfig
 from coupler.data.prompts import Limit
 from coupler.errors import ConfigError
 from coupler.interfaces import EngineConfig
 from coupler.plugins.manager import Plugins
+from coupler.system.reads import original
 from coupler.system.words import ceil_div, either
 
 if TYPE_CHECKING:

@@ -14,7 +14,6 @@ from yaml.events import AliasEvent
 from coupler.config.effect import options_of
 from coupler.config.options import Options
 from coupler.config.schema import RunConfig
-from coupler.config.tree import flatten
 from coupler.errors import ConfigError
 from coupler.interfaces import EngineConfig, RolloutConfig
 from coupler.run import checkpoint
@@ -32,6 +31,7 @@ from coupler.system.files import (
 )
 from coupler.system.hashing import hash_start
 from coupler.system.log import get_logger
+from coupler.system.tree import flatten
 
 log = get_logger(__name__)
 

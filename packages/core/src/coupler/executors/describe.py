@@ -1,6 +1,6 @@
 """Print what one interpreter has, for another one to compare.
 
-``python -m coupler.plugins --json`` runs it.
+``python -m coupler.executors.describe --json`` runs it.
 """
 
 from __future__ import annotations
@@ -40,5 +40,5 @@ def _version(distribution: str) -> str:
 
 if __name__ == "__main__":
     if sys.argv[1:] != ["--json"]:
-        sys.exit("usage: python -m coupler.plugins --json")
+        sys.exit("usage: python -m coupler.executors.describe --json")
     print(json.dumps(describe(), indent=2))

@@ -12,7 +12,7 @@ from typing import Any
 
 from coupler.config.compose import Composed, plain
 from coupler.config.options import Option
-from coupler.config.tree import value_at
+from coupler.system.tree import value_at
 
 
 def explain(composed: Composed, key: str) -> str:
