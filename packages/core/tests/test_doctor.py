@@ -229,7 +229,8 @@ def test_a_plugin_brings_checks_and_a_failing_one_is_shown(tmp_path: Path) -> No
     assert found(done, "acme") == [("the licence is missing, config False", "acme login")]
     [(text, _)] = found(done, "plugin")
     assert "RuntimeError: no server" in text
-    assert "config True" in doctor("steps=1", folders=(tmp_path,)).stdout
+    assert "config False" in doctor("steps=1", folders=(tmp_path,)).stdout, "it is not selected"
+    assert "config True" in doctor("engine=acme", folders=(tmp_path,)).stdout
 
 
 def test_a_torch_that_cannot_be_imported(tmp_path: Path) -> None:

@@ -55,5 +55,6 @@ def coupler_step_end(step: int, values: Mapping[str, float]) -> Any:
 def coupler_doctor(config: RunConfig | None) -> Iterable[Finding]:  # type: ignore[empty-body]
     """Check what this plugin needs beyond its requirements.
 
-    ``config`` is None where the user gave none.
+    ``config`` is None where the user gave none, or one that selects nothing of this
+    plugin. The check then runs in a process of its own.
     """
