@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import re
+import struct
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -212,6 +215,82 @@ def test_calls_by_the_numbers_of_another_machine_end_the_process(reward: str) ->
     (result,) = answers(reward, ["call(0x40000000 + 41, 2, 1)"])
     assert isinstance(result, Invalid)
     assert "was killed by SIGSYS" in result.reason
+
+
+def decided(program: bytes, arch: int, number: int, arguments: Sequence[int]) -> int:
+    """Run a filter as the kernel does, and return its action."""
+    words = [a & 0xFFFFFFFFFFFFFFFF for a in (*arguments, *[0] * 6)][:6]
+    data = struct.pack("<iIQ6Q", number, arch, 0, *words)
+    steps = list(struct.iter_unpack("<HBBI", program))
+    position = value = 0
+
+    while True:
+        code, yes, no, k = steps[position]
+        position += 1
+        match code:
+            case 0x20:
+                (value,) = struct.unpack_from("<I", data, k)
+            case 0x54:
+                value &= k
+            case 0x05:
+                position += k
+            case 0x15:
+                position += yes if value == k else no
+            case 0x25:
+                position += yes if value > k else no
+            case 0x35:
+                position += yes if value >= k else no
+            case 0x06:
+                return k
+            case _:
+                raise NotImplementedError(hex(code))
+
+
+@needs_seccomp
+@pytest.mark.parametrize("machine", ["X86_64", "AARCH64"])
+def test_the_filter_of_each_machine(machine: str, tmp_path: Path) -> None:
+    import pyseccomp
+
+    arch = getattr(pyseccomp.Arch, machine)
+    with open(tmp_path / "filter", "w+b") as file:
+        seccomp.made(pyseccomp, arch).export_bpf(file)
+        file.seek(0)
+        program = file.read()
+
+    def action(name: str, *arguments: int) -> int:
+        number = pyseccomp.resolve_syscall(arch, name)
+        return decided(program, arch, number, arguments)
+
+    own = os.getpid()
+    absent = [n for n in FORBIDDEN if pyseccomp.resolve_syscall(arch, n) < 0]
+    assert len(absent) < 25
+    through = [n for n in FORBIDDEN if n not in absent and action(n) == pyseccomp.ALLOW]
+    assert through == []
+
+    for name, arguments, allowed in (
+        ("read", (0, 0, 0), True),
+        ("exit_group", (0,), True),
+        ("openat", (-100, 0, 0o2000000), True),
+        *(("openat", (-100, 0, flag), False) for flag in (1, 2, 0o100, 0o1000, 0o2000)),
+        ("openat", (-100, 0, (1 << 40) | 1), False),
+        ("clone", (0x3D0F00,), True),
+        *(("clone", (0x3D0F00 | 1 << bit,), False) for bit in (7, 17, 25, 26, 27, 28, 29, 30)),
+        *(("clone", (flags,), False) for flags in (17, 0, 0x4111)),
+        *((name, (0, 4096, 3), True) for name in ("mmap", "mprotect")),
+        *((name, (0, 4096, prot), False) for name in ("mmap", "mprotect") for prot in (4, 5, 7)),
+        *((name, (own, own, 9), True) for name in ("kill", "tgkill")),
+        *((n, (pid, pid), False) for n in ("kill", "tgkill") for pid in (0, 1, -1, own + 1, -own)),
+        *(("prlimit64", (pid,), pid in (0, own)) for pid in (0, own, 1, own + 1)),
+        *(("prctl", (option,), option in (15, 16)) for option in range(70)),
+        *(("ioctl", (2, request), request == 0x5401) for request in (0x5401, 0x5412, 0x541C)),
+        *(("fcntl", (2, what), what < 5) for what in range(20)),
+    ):
+        assert (action(name, *arguments) == pyseccomp.ALLOW) is allowed, (name, arguments)
+
+    for name in seccomp.ABSENT:
+        assert action(name) == pyseccomp.ERRNO(errno.ENOSYS)
+    other = {"X86_64": "AARCH64", "AARCH64": "X86_64"}[machine]
+    assert decided(program, getattr(pyseccomp.Arch, other), 0, (0,)) == pyseccomp.KILL_PROCESS
 
 
 @needs_seccomp

@@ -124,12 +124,14 @@ def sandboxes() -> Iterator[Finding]:
     match sandbox.kind():
         case sandbox.Kind.BUBBLEWRAP:
             yield ok("sandbox", sandbox.version())
+
         case sandbox.Kind.SECCOMP:
             yield ok(
                 "sandbox",
                 f"{seccomp.version()}, since {sandbox.why_no_bubblewrap()}; "
                 "a reward in it can read your files",
             )
+
         case None:
             yield warning(
                 "sandbox",

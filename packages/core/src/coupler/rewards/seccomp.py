@@ -104,6 +104,7 @@ def trial() -> None:
         confine()
     except OSError as error:
         sys.exit(str(error))
+
     try:
         os.close(os.open(os.devnull, os.O_WRONLY))
     except PermissionError:
@@ -197,4 +198,5 @@ def _library() -> Any:
         raise OSError("libseccomp.so.2 is not installed (apt-get install libseccomp2)") from None
     except (AttributeError, OSError) as error:
         raise OSError(f"libseccomp.so.2 cannot be used: {error}") from None
+
     return pyseccomp
