@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 import subprocess
 import sys
 import time
@@ -10,15 +12,18 @@ from pathlib import Path
 
 import pytest
 import sympy
+from tests.faults import ci_seed
+from tests.faults.answers import only_seccomp
 
 from coupler.config.schema import DataConfig
 from coupler.data import Row, fingerprint, load_rows
 from coupler.data.reasoning_gym import library, literal
 from coupler.errors import CouplerError, DataError
-from coupler.rewards import Graded, Invalid, Limits, check_reward
+from coupler.rewards import Graded, Invalid, Limits, check_reward, seccomp
 from coupler.rewards.reasoning_gym import Exact, LastNumber, Score, _guard, last_answer
 from coupler.rewards.verifiers import EVALUATORS, check_safe, evaluates, expression
 
+SCORE = "coupler.rewards.reasoning_gym:Score"
 SOURCE = "coupler.data.reasoning_gym:rows"
 
 
@@ -122,6 +127,30 @@ def test_the_right_answer_of_a_task_that_evaluates_scores_as_before(task: str) -
         wrong = Score()(f"{row.answer} banana", row.extra)
         assert isinstance(wrong, Graded)
         assert wrong.reward < 0.2
+
+
+@pytest.mark.skipif(bool(seccomp.why_none()), reason=seccomp.why_none())
+def test_a_task_scores_its_own_answer_where_system_calls_are_filtered() -> None:
+    """A filter that forbids what a verifier needs would make its calls invalid.
+
+    CI takes a sample, and ``COUPLER_ALL_TASKS=1`` all that ship.
+    """
+    tasks = sorted(set(library().factory.DATASETS) - {"composite"})
+    if not os.environ.get("COUPLER_ALL_TASKS"):
+        sample = random.Random(ci_seed("tasks")).sample(tasks, 12)
+        tasks = sorted({*sample, *EVALUATING})
+
+    found = [(task, row) for task in tasks for row in rows(task, size=2, seed=11)]
+    samples = [(row.answer, "", json.loads(json.dumps(row.extra))) for _, row in found]
+    plain = check_reward(SCORE, samples, 60.0, Limits(sandbox="off"))
+    with only_seccomp():
+        confined = check_reward(SCORE, samples, 60.0, Limits(sandbox="auto"))
+
+    results = [
+        (task, a.result, b.result) for (task, _), a, b in zip(found, plain, confined, strict=True)
+    ]
+    assert [r for r in results if isinstance(r[2], Invalid) or r[1] != r[2]] == []
+    print(f"{sum(r[2] == 1.0 for r in results)} of {len(results)} answers of {len(tasks)} tasks: 1")
 
 
 @pytest.mark.parametrize("task", EVALUATING)

@@ -5,7 +5,11 @@ scored in a worker process, as in a run. Every task that ships is tried. A case 
 through if the text was executed, if something was tried that only text can have asked
 for, if its process died, or if the call took longer than the limit that ends it.
 
-``COUPLER_FAULT_SANDBOX=off`` tries what is left where there is no sandbox.
+Every second case takes the next of all tasks, and the others the next of those whose
+own verifier evaluates answers. With 210 cases each task has one at least.
+
+``COUPLER_FAULT_SANDBOX=seccomp`` tries the sandbox of a machine without bubblewrap, and
+``off`` what is left where there is no sandbox.
 """
 
 from __future__ import annotations
@@ -17,20 +21,23 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from tests.faults import run
 
 from coupler.data.reasoning_gym import library, rows
 from coupler.errors import DataError
-from coupler.rewards import Invalid, Limits, check_reward
+from coupler.rewards import Invalid, Limits, check_reward, sandbox
 from coupler.rewards.reasoning_gym import KILL_CPU_S, Score
 from coupler.rewards.verifiers import EVALUATORS
 
 # The time of the processor that ends a call is less: others may use this machine, too.
 LIMIT_S = 60.0
 SANDBOX = os.environ.get("COUPLER_FAULT_SANDBOX", "auto")
+LIMITS = Limits(sandbox="off" if SANDBOX == "off" else "auto")
 WATCHED = ("os.system", "subprocess.Popen", "socket.connect", "os.exec", "os.posix_spawn")
 SIGNS = ("executed", "must not do", "was killed", "exited", "went on", f"than {LIMIT_S:g} s")
 seen: list[str] = []
@@ -52,6 +59,11 @@ class Watched(Score):
         if (took := time.process_time() - before) > KILL_CPU_S:
             raise AssertionError(f"it went on for {took:.1f} s")
         return graded
+
+
+def only_seccomp() -> AbstractContextManager[object]:
+    """Hide bubblewrap within."""
+    return patch.object(sandbox, "why_no_bubblewrap", lambda: "a test hides it")
 
 
 def payload(stream: random.Random, canary: Path) -> str:
@@ -218,32 +230,30 @@ def wrapped(stream: random.Random, text: str, right: str) -> str:
 def check(seed: int, cases: int) -> Iterator[str]:
     """Yield the hostile answers that came through."""
     stream = random.Random(seed)
-    evaluating = [path.partition(".")[2] for path in EVALUATORS]
     tasks = sorted(set(library().factory.DATASETS) - {"composite"})
+    walks = [tasks, [path.partition(".")[2] for path in EVALUATORS]]
+    for walk in walks:
+        stream.shuffle(walk)
+    chosen = [walks[n % 2][n // 2 % len(walks[n % 2])] for n in range(cases)]
 
-    # Every second case goes to a task whose own verifier evaluates answers.
-    chosen = dict.fromkeys(stream.sample(tasks, min(len(tasks), max(3, cases // 10))), 0)
-    chosen |= dict.fromkeys(evaluating, 0)
     with tempfile.TemporaryDirectory() as folder:
         canary = Path(folder) / "canary"
         facts = {}
-        for task in chosen:
+        for task in dict.fromkeys(chosen):
             try:
                 facts[task] = next(iter(rows(task, 1, stream.randrange(10**6))))
             except DataError as error:
                 yield f"{task}: its row cannot be made: {error}"
 
         samples = []
-        for number in range(cases):
-            task = stream.choice(evaluating if number % 2 else sorted(facts))
+        for task in filter(facts.__contains__, chosen):
             fact = facts[task]
             text = wrapped(stream, payload(stream, canary), fact["answer"])
             samples.append((text, fact["answer"], json.loads(json.dumps(fact))))
 
         stopped = 0
-        scored = check_reward(
-            "tests.faults.answers:Watched", samples, LIMIT_S, Limits(sandbox=SANDBOX)
-        )
+        with only_seccomp() if SANDBOX == "seccomp" else nullcontext():
+            scored = check_reward("tests.faults.answers:Watched", samples, LIMIT_S, LIMITS)
         for (text, _, fact), result in zip(samples, scored, strict=True):
             reason = result.result.reason if isinstance(result.result, Invalid) else ""
             if any(sign in reason for sign in SIGNS):

@@ -120,8 +120,9 @@ class RewardConfig:
     """The run stops when more than this share of reward calls is invalid, and at least
     5 of them are."""
     sandbox: Sandbox = field(default=Sandbox.AUTO, metadata=NO_EFFECT)
-    """"auto" runs a reward that asks for the sandbox (bubblewrap) in it where there is
-    one, "require" runs every reward in it or refuses to start, "off" uses none."""
+    """"auto" runs a reward that asks for a sandbox in bubblewrap, else behind a filter
+    of system calls (seccomp), else refuses it; "require" does so with every reward,
+    "off" uses none."""
     max_memory_gib: float = no_effect(0.0, ge=0)
     """Resident memory, in GiB, that one reward process and what it started may have
     together; 0 stands for half of the machine's. Above it they are killed."""

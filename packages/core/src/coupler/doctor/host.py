@@ -19,7 +19,7 @@ from packaging.specifiers import SpecifierSet
 
 from coupler.plugins.finding import Finding, ok, problem, warning
 from coupler.plugins.manager import CORE
-from coupler.rewards import sandbox
+from coupler.rewards import sandbox, seccomp
 
 GIB = 1 << 30
 # NCCL and Ray fail below the first, and are slow below the second.
@@ -121,13 +121,23 @@ def hostname() -> Iterator[Finding]:
 
 def sandboxes() -> Iterator[Finding]:
     """Say in which sandbox verifiers run that are not the user's own."""
-    if why := sandbox.why_none():
-        yield warning(
-            "sandbox",
-            f"none: {why}. The verifiers of reasoning-gym run without one; {sandbox.FIX}",
-        )
-    else:
-        yield ok("sandbox", sandbox.version())
+    match sandbox.kind():
+        case sandbox.Kind.BUBBLEWRAP:
+            yield ok("sandbox", sandbox.version())
+
+        case sandbox.Kind.SECCOMP:
+            yield ok(
+                "sandbox",
+                f"{seccomp.version()}, since {sandbox.why_no_bubblewrap()}; "
+                "a reward in it can read your files",
+            )
+
+        case None:
+            yield warning(
+                "sandbox",
+                f"none: {sandbox.why_none()}. A reward that asks for one, as those of "
+                f"reasoning-gym do, does not start; {sandbox.FIX}",
+            )
 
 
 def disk(run_dir: Path, needed_bytes: int = DISK_MIN_BYTES) -> Iterator[Finding]:

@@ -21,9 +21,6 @@ from coupler.rewards import sandbox
 from coupler.rewards.process import START_S, Limits, Mode, WorkerDied, WorkerProcess
 from coupler.rewards.result import Invalid, Scored
 from coupler.rewards.value import FLOAT32_MAX
-from coupler.system.log import get_logger
-
-log = get_logger(__name__)
 
 # Fewer invalid calls than this never stop a run.
 MIN_INVALID = 5
@@ -110,12 +107,7 @@ class RewardPool:
                 or ``reward.sandbox=require`` finds no sandbox.
         """
         if self.limits.sandbox == "require":
-            if why := sandbox.why_none():
-                raise ConfigError(
-                    f"reward.sandbox=require: there is no sandbox here: {why}.\n  try:  "
-                    f"{sandbox.FIX}, or reward.sandbox=auto"
-                )
-            self._mode = Mode.INSIDE
+            self._mode = _sandbox("reward.sandbox=require: every reward must run in a sandbox")
 
         started = [threading.Event() for _ in range(self.num_workers)]
         self._threads = [
@@ -265,17 +257,15 @@ class RewardPool:
         return process
 
     def _seek_sandbox(self) -> None:
-        """Decide once where a reward runs that asks for the sandbox."""
+        """Decide once where a reward runs that asks for the sandbox.
+
+        Raises:
+            ConfigError: there is none here.
+        """
         with self._changed:
             if self._mode is not Mode.ASK:
                 return
-            why = sandbox.why_none()
-            self._mode = Mode.MISSING if why else Mode.INSIDE
-        if why:
-            log.warning(
-                f"{self.target} asks for a sandbox, and runs without one: {why}. "
-                f"{sandbox.FIX} brings it; reward.sandbox=require refuses to run without."
-            )
+            self._mode = _sandbox(f"reward.target={self.target} must run in a sandbox")
 
     def _replace(self, process: WorkerProcess) -> WorkerProcess:
         process.kill()
@@ -353,6 +343,20 @@ class RewardPool:
             timed_out=timed_out,
         )
         _settle([(call, self._stopped or blamed)])
+
+
+def _sandbox(why: str) -> Mode:
+    """Return the mode of a worker in the sandbox of this machine.
+
+    Raises:
+        ConfigError: there is none. The text opens with ``why`` it is needed.
+    """
+    if kind := sandbox.kind():
+        return Mode(kind)
+    raise ConfigError(
+        f"{why}, and there is none here ({sandbox.why_none()}).\n  try:  {sandbox.FIX}, or "
+        "reward.sandbox=off at your own risk"
+    )
 
 
 def _scored(line: bytes) -> Scored:

@@ -58,9 +58,9 @@ class Mode(StrEnum):
     # It says so, and ends.
     ASK = "ask"
     # It is in the sandbox.
-    INSIDE = "inside"
-    # There is no sandbox, and it says so.
-    MISSING = "missing"
+    BUBBLEWRAP = sandbox.Kind.BUBBLEWRAP
+    # It goes into the sandbox when it has made the reward.
+    SECCOMP = sandbox.Kind.SECCOMP
     # The user wants none.
     OFF = "off"
 
@@ -84,7 +84,6 @@ class WorkerProcess:
     """
 
     def __init__(self, target: str, limits: Limits, mode: Mode) -> None:
-        sandboxed = mode is Mode.INSIDE
         self.control, theirs = socket.socketpair()
         self.token = secrets.token_hex(16)
         # Where the supervisor was killed, this finds what it left behind.
@@ -93,7 +92,7 @@ class WorkerProcess:
             [
                 *(sys.executable, "-I", "-S", supervisor.__file__, str(theirs.fileno())),
                 *limits.words(),
-                *(sandbox.command(target) if sandboxed else ()),
+                *(sandbox.command(target) if mode is Mode.BUBBLEWRAP else ()),
                 *(sys.executable, "-m", "coupler.rewards.worker", target, mode),
             ],
             stdin=subprocess.PIPE,
@@ -102,7 +101,7 @@ class WorkerProcess:
             bufsize=0,
             start_new_session=True,
             pass_fds=[theirs.fileno()],
-            env=self._environment(sandboxed),
+            env=self._environment(mode),
         )
         theirs.close()
 
@@ -260,9 +259,10 @@ class WorkerProcess:
         except (OSError, ValueError, LookupError, TypeError):
             return WorkerDied("killed the process that watches it")
 
-    def _environment(self, sandboxed: bool) -> dict[str, str]:
+    def _environment(self, mode: Mode) -> dict[str, str]:
         # The worker can import everything that this process can.
         path = os.pathsep.join(str(Path(p).absolute()) for p in sys.path if p)
+        sandboxed = mode in (Mode.BUBBLEWRAP, Mode.SECCOMP)
         given = sandbox.environment() if sandboxed else dict(os.environ)
         name, _, value = self.mark.partition("=")
         return {**given, "PYTHONPATH": path, name: value}

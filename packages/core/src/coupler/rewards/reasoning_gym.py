@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ class Score:
     verifier before you train on this.
 
     The verifiers are not the user's code, and a model writes what they read. They run
-    in the sandbox where there is one (``reward.sandbox``).
+    in a sandbox, unless ``reward.sandbox=off``.
     """
 
     sandbox = True
@@ -47,6 +48,8 @@ class Score:
         # A worker imports it at its start, so that the first call does not pay for it.
         library()
         disarm()
+        # knights_knaves imports it late, where a sandbox may load no library.
+        import_module("numpy.random")
 
     def __call__(self, completion: str, row: Mapping[str, Any]) -> Graded | Invalid:
         text = last_answer(completion).strip()

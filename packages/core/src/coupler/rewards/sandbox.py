@@ -2,7 +2,8 @@
 
 The sandbox is bubblewrap: no network, no process but its own, files to read alone and
 few of them, a folder for temporary files in memory, and an environment without what the
-user keeps in his.
+user keeps in his. Where it is missing, ``seccomp`` is the next best, with the same
+environment.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ import os
 import shutil
 import subprocess
 import sys
+from enum import StrEnum
 from functools import lru_cache
 from pathlib import Path
 
+from coupler.rewards import seccomp
 from coupler.system.imports import file_of
 
 PROBE_S = 2.0
-FIX = "apt-get install bubblewrap"
+FIX = f"apt-get install bubblewrap, or {seccomp.FIX}"
 TMP_BYTES = 256 << 20
 # What Python and its libraries read. A folder that is missing is left out.
 SYSTEM = (
@@ -34,9 +37,30 @@ ENVIRONMENT = {
 }
 
 
-@lru_cache(1)
+class Kind(StrEnum):
+    """A sandbox, by the mode of a worker that runs in it."""
+
+    BUBBLEWRAP = "bubblewrap"
+    SECCOMP = "seccomp"
+
+
+def kind() -> Kind | None:
+    """Return the best sandbox that this machine has, if any."""
+    if not why_no_bubblewrap():
+        return Kind.BUBBLEWRAP
+    return None if seccomp.why_none() else Kind.SECCOMP
+
+
 def why_none() -> str:
-    """Try the sandbox once, and return why there is none, or nothing."""
+    """Return why there is no sandbox here, or nothing."""
+    if kind():
+        return ""
+    return f"bubblewrap: {why_no_bubblewrap()}; seccomp: {seccomp.why_none()}"
+
+
+@lru_cache(1)
+def why_no_bubblewrap() -> str:
+    """Try bubblewrap once, and return why it cannot be had, or nothing."""
     bwrap = shutil.which("bwrap")
     if sys.platform != "linux":
         return "bubblewrap needs Linux"
@@ -115,7 +139,7 @@ def environment() -> dict[str, str]:
 
 @lru_cache(1)
 def version() -> str:
-    """Return the name and version of the sandbox."""
+    """Return the name and version of bubblewrap."""
     try:
         done = subprocess.run(
             [shutil.which("bwrap") or "bwrap", "--version"],

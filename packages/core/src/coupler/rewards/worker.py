@@ -9,7 +9,8 @@ and numbers start anew after it.
 The function sees neither pipe: its stdin is empty, and its stdout is stderr. A class is
 created once, before the first call, and its ``__call__`` is the function. Code that
 loads slowly belongs into its ``__init__``. What has an attribute ``sandbox = True``
-asks for the sandbox, unless MODE is ``off``.
+asks for the sandbox, unless MODE is ``off``. With MODE ``seccomp``, the process
+confines itself before the first call.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from time import perf_counter
 from typing import Any, BinaryIO
 
 from coupler.errors import CouplerError
+from coupler.rewards.seccomp import confine
 from coupler.rewards.value import checked, name, said
 from coupler.system import imports
 from coupler.system.imports import resolve
@@ -74,6 +76,12 @@ def main(target: str, mode: str) -> None:
             f"reward.target={target} cannot be imported: {said(partial(_told, error), MAX_REASON)}."
         )
         return send(0, {"failed": "\n".join([what, *_frames(error)])})
+
+    try:
+        if mode == "seccomp":
+            confine()
+    except OSError as error:
+        return send(0, {"failed": f"the sandbox of the reward {target} cannot be made: {error}"})
 
     send(0, {"sandbox": wanted})
     _serve(function, keywords, requests, send, json.JSONDecoder().decode)
