@@ -16,6 +16,7 @@ from coupler.config.schema import Job
 from coupler.errors import ConfigError, PluginError
 from coupler.interfaces import Model, Rank
 from coupler.plugins.manager import Plugins
+from coupler.rollout_kit.checkpoint import checkpoint_names, checkpoint_tensors, linear_maps
 from coupler_rollout_vllm.arguments import (
     GIB,
     adapter_arguments,
@@ -24,7 +25,6 @@ from coupler_rollout_vllm.arguments import (
 )
 from coupler_rollout_vllm.compat import engine, version
 from coupler_rollout_vllm.config import Precision, VLLMConfig
-from coupler_rollout_vllm.targets import checkpoint_names, checkpoint_tensors, linear_maps
 from coupler_rollout_vllm.worker.extension import answering
 
 MODEL = Model("/m")

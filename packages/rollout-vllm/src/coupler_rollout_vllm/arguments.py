@@ -7,9 +7,9 @@ from typing import Any
 
 from coupler.errors import ConfigError
 from coupler.interfaces import Model, Rank
+from coupler.rollout_kit.checkpoint import has_experts, linear_maps
 from coupler_rollout_vllm.compat import engine as vllm
 from coupler_rollout_vllm.config import FP32_ADAPTER, Precision, VLLMConfig
-from coupler_rollout_vllm.targets import has_experts, linear_maps
 
 GIB = 1 << 30
 CPU_CACHE_GIB = 0.25

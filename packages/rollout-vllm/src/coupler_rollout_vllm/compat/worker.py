@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from coupler.engine_kit.lora_names import names_of
+from coupler.rollout_kit.loading import as_tensor
 from coupler_rollout_vllm.compat import ADAPTER
 
 LAYERWISE = "vllm.model_executor.model_loader.reload.layerwise"
@@ -165,11 +166,6 @@ def _tie(model: Any) -> None:
         if head is not embedding:
             head.weight = embedding.weight
             head.quant_method.process_weights_after_loading(head)
-
-
-def as_tensor(tensor: Any) -> torch.Tensor:
-    """Convert a tensor that a transport brought, without a copy."""
-    return tensor if isinstance(tensor, torch.Tensor) else torch.from_numpy(tensor)
 
 
 def kept(tensor: Any) -> torch.Tensor:
