@@ -13,7 +13,12 @@ from coupler.errors import ConfigError, PluginError
 from coupler.plugins.manager import Plugins
 from coupler_rollout_sglang import arguments as module
 from coupler_rollout_sglang import messages
-from coupler_rollout_sglang.arguments import GIB, bytes_per_token, memory_arguments, server_arguments
+from coupler_rollout_sglang.arguments import (
+    GIB,
+    bytes_per_token,
+    memory_arguments,
+    server_arguments,
+)
 from coupler_rollout_sglang.compat import version
 from coupler_rollout_sglang.config import OURS, Mode, Precision, SGLangConfig
 

@@ -13,9 +13,9 @@ import torch
 
 from coupler.errors import WeightSyncError
 from coupler.interfaces import Named
+from coupler.rollout_kit.checksums import checksum, of_plan
 from coupler.rollout_kit.loading import copy, plans, record, shapes_of
 from coupler.testing.reference import TransformersReference
-from coupler_rollout_vllm.worker.checksums import checksum, of_plan
 
 
 @pytest.fixture(scope="module")

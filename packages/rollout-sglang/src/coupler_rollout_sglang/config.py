@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from coupler import RolloutConfig
-from coupler.interfaces import no_effect
+from coupler.interfaces import NO_EFFECT, no_effect
 
 # These server arguments decide what tokens, log-probs, versions and memory mean. Each
 # maps to our own key for it, or to an empty text if there is none.
@@ -82,7 +82,7 @@ class SGLangConfig(RolloutConfig):
     """Options of ``rollout=sglang``. Memory is of one device, in GiB."""
 
     name: str = "sglang"
-    mode: Mode = no_effect(Mode.ENGINE)
+    mode: Mode = field(default=Mode.ENGINE, metadata=NO_EFFECT)
     """How requests reach the engine. `engine` uses a private socket, and `server`
     speaks HTTP to SGLang's server."""
     server: str = no_effect("")
@@ -173,7 +173,8 @@ class SGLangConfig(RolloutConfig):
         address = urlsplit(self.server)
         if address.scheme not in ("http", "https") or not address.hostname or address.path:
             raise ValueError(
-                f"rollout.server must be like http://host:port, without a path; it is {self.server}."
+                "rollout.server must be like http://host:port, without a path; it is "
+                f"{self.server}."
             )
         if self.replicas > 1:
             raise ValueError(

@@ -77,7 +77,9 @@ def _kernels() -> Finding:
         import sgl_kernel  # pyright: ignore[reportMissingImports]
     except (ImportError, OSError, RuntimeError) as error:
         text = f"{name} {version(name)} does not load beside torch {version('torch')}: "
-        return problem("sgl_kernel", text + first_line(error), "pip install --force-reinstall sglang")
+        return problem(
+            "sgl_kernel", text + first_line(error), "pip install --force-reinstall sglang"
+        )
     found = getattr(sgl_kernel, "__version__", version(name))
     return ok("sgl_kernel", f"{found}, loads beside torch {version('torch')}")
 

@@ -42,7 +42,7 @@ def install() -> None:
     from coupler_rollout_sglang.worker import receiver
 
     sglang.register_sampler()
-    sglang.hook_stop_tokens(lambda original, self: set())
+    sglang.hook_stop_tokens(no_stop_tokens)
     sglang.hook_payload(only_ours)
     sglang.hook_answer(receiver.answered)
     sglang.hook_facts(receiver.facts)
@@ -50,7 +50,12 @@ def install() -> None:
         sglang.hook_seeds(with_seeds)
 
 
-def only_ours(original: Any, data: Any) -> Any:
+def no_stop_tokens(_original: Any, _config: Any) -> set[int]:
+    """Take the tokens out that end a completion by the model's folder."""
+    return set()
+
+
+def only_ours(_original: Any, data: Any) -> Any:
     """Read a payload of weights as our own message, and never as a pickle.
 
     Raises:
@@ -61,7 +66,7 @@ def only_ours(original: Any, data: Any) -> Any:
     return read_payload(data)
 
 
-def with_seeds(result: Any, cls: Any, batch: Any, *args: Any, **named: Any) -> Any:
+def with_seeds(result: Any, _class: Any, batch: Any, *_: Any, **__: Any) -> Any:
     """Keep the seeds of a batch, which SGLang drops unless its kernels are
     deterministic.
     """

@@ -1,4 +1,6 @@
-"""Hold an engine in a process tree of its own: ``python -m coupler_rollout_sglang.host``.
+"""Hold an engine in a process tree of its own.
+
+A rollout runs it as ``python -m coupler_rollout_sglang.host``.
 
 SGLang ends the process that started it when one of its own fails, and it sets handlers
 of signals. The rollout's process therefore starts this one, and speaks to it over a

@@ -171,6 +171,10 @@ class PrivateLink(Link):
 
     def close(self) -> None:
         self.process.close()
+        if self.reader is not None:
+            # Its event loop may have ended.
+            with suppress(RuntimeError):
+                self.reader.cancel()
 
 
 class HttpLink(Link):

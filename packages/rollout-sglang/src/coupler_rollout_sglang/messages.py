@@ -21,9 +21,13 @@ VERSION_KEY = "coupler_version"
 """Name under which the sampler reports the version of every token."""
 
 
-def payload(update: WeightUpdate) -> str:
-    """Return the payload, in base64 as SGLang's HTTP interface has it."""
-    return base64.b64encode(MARK + json.dumps(asdict(update)).encode()).decode()
+def payload(update: WeightUpdate | None) -> str:
+    """Return the payload, in base64 as SGLang's HTTP interface has it.
+
+    Without an update it asks for checksums of the weights.
+    """
+    fields = None if update is None else asdict(update)
+    return base64.b64encode(MARK + json.dumps(fields).encode()).decode()
 
 
 def text_of(data: bytes | str) -> str:
@@ -38,10 +42,14 @@ def text_of(data: bytes | str) -> str:
     return raw.removeprefix(MARK).decode()
 
 
-def update_of(text: str) -> WeightUpdate:
-    """Return the update in JSON."""
+def update_of(text: str) -> WeightUpdate | None:
+    """Return the update in JSON, or None where it asks for checksums."""
     fields = json.loads(text)
-    return WeightUpdate(**{**fields, "endpoints": tuple(Endpoint(**e) for e in fields["endpoints"])})
+    if fields is None:
+        return None
+    return WeightUpdate(
+        **{**fields, "endpoints": tuple(Endpoint(**e) for e in fields["endpoints"])}
+    )
 
 
 def answers_of(message: str) -> list[Any]:

@@ -201,7 +201,14 @@ class SGLangRollout(GatedRollout):
             await self._flush()
         return answers
 
-    async def _push(self, update: WeightUpdate) -> list[dict[str, Any]]:
+    async def checksums(self) -> list[dict[str, int]]:
+        """Return the checksums of the weights in each model worker.
+
+        See :func:`~coupler.rollout_kit.checksums.of_plan`.
+        """
+        return [answer["checksums"] for answer in await self._push(None)]
+
+    async def _push(self, update: WeightUpdate | None) -> list[dict[str, Any]]:
         """Give every model worker our message, and return their answers."""
         status, answer = await self._call("begin_weight_update", {})
         session = status != HTTPStatus.NOT_FOUND

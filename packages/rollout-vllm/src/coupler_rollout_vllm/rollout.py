@@ -135,7 +135,7 @@ class VLLMRollout(GatedRollout):
     async def checksums(self) -> list[dict[str, int]]:
         """Return the checksums of the weights in each model worker, without an adapter.
 
-        See :func:`~coupler_rollout_vllm.worker.checksums.of_plan`.
+        See :func:`~coupler.rollout_kit.checksums.of_plan`.
         """
         return await self._workers("coupler_checksums")
 

@@ -12,6 +12,7 @@ import torch
 
 from coupler.errors import CouplerError
 from coupler.interfaces import Rank
+from coupler.rollout_kit.checksums import of_plan
 from coupler.rollout_kit.loading import copy, plans, record, shapes_of
 from coupler_rollout_sglang import messages
 from coupler_rollout_sglang.compat import worker as sglang
@@ -30,11 +31,13 @@ def receive(model: torch.nn.Module, named: list[tuple[str, torch.Tensor]]) -> No
     process, so that it becomes the answer.
     """
     (text, _), *_ = named
-    index, world = sglang.rank()
+    update, (index, world) = messages.update_of(text), sglang.rank()
     answer: dict[str, Any]
     try:
-        place = Rank(index=index, world=world, devices=device())
-        answer = load(model, messages.update_of(text), place)
+        if update is None:
+            answer = {"checksums": of_plan(plans.get(model, {}))}
+        else:
+            answer = load(model, update, Rank(index=index, world=world, devices=device()))
     except CouplerError as error:
         answer = {"error": [type(error).__name__, str(error)]}
     except torch.OutOfMemoryError as error:

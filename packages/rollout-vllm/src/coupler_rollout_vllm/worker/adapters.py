@@ -28,7 +28,7 @@ def load_adapter(worker: Any, weights: Iterable[Named]) -> dict[str, Any]:
     before had it. A name is unused if no layer took it.
 
     Returns:
-        What became of the tensors, as :func:`coupler.rollout_kit.receipts.join` reads it.
+        What became of the tensors, as ``receipts.join`` of core reads it.
 
     Raises:
         WeightSyncError: its rank is above what vLLM was started for, or a tensor does

@@ -14,10 +14,11 @@ import torch
 
 from coupler.errors import CouplerError
 from coupler.interfaces import Endpoint, Memory, Rank, WeightUpdate
+from coupler.rollout_kit import checksums
 from coupler.rollout_kit.loading import plans, shapes_of
 from coupler_rollout_vllm.compat.memory import device_bytes_of
 from coupler_rollout_vllm.compat.worker import folder_of, model_of, rank_of, routers_of
-from coupler_rollout_vllm.worker import checksums, memory
+from coupler_rollout_vllm.worker import memory
 from coupler_rollout_vllm.worker.adapters import forget_adapter, load_adapter
 from coupler_rollout_vllm.worker.loading import load
 
@@ -74,7 +75,9 @@ class WorkerExtension:
             loaded = load_adapter(self, update.receive(place))
         else:
             forget_adapter(self)
-            loaded = load(self, update.receive(place, shapes_of(model_of(self), Path(folder_of(self)))))
+            loaded = load(
+                self, update.receive(place, shapes_of(model_of(self), Path(folder_of(self))))
+            )
         return {**loaded, "seconds": {"load": time.perf_counter() - start}}
 
     def coupler_checksums(self) -> dict[str, int]:

@@ -22,7 +22,7 @@ def load(worker: Any, weights: Iterable[Named]) -> dict[str, Any]:
     are the plan for all later times.
 
     Returns:
-        What became of the tensors, as :func:`coupler.rollout_kit.receipts.join` reads it.
+        What became of the tensors, as ``receipts.join`` of core reads it.
 
     Raises:
         WeightSyncError: a tensor does not fit its parameter.
