@@ -12,8 +12,9 @@ from typing import Any
 from coupler.interfaces import Endpoint, WeightUpdate
 
 MARK = b"coupler-update:"
-SAMPLER = "coupler"
-"""The name under which SGLang knows our sampler."""
+SAMPLER = "pytorch"
+"""The name under which SGLang knows our sampler. It forces this one on the CPU, and
+with deterministic kernels."""
 LOADER = "coupler_rollout_sglang.worker.receiver.receive"
 FACTS = "coupler_facts"
 """Name of no parameter, under which every worker says what it holds."""

@@ -13,6 +13,7 @@ import tempfile
 from dataclasses import asdict
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from coupler.errors import ConfigError, CouplerError
 from coupler_rollout_sglang.compat import engine as sglang
@@ -40,10 +41,7 @@ def main(words: list[str]) -> None:
     own = [word for word in options if not word.startswith("host=")]
     host = next((word.removeprefix("host=") for word in options if word not in own), LOOPBACK)
 
-    config = OmegaConf.to_object(
-        OmegaConf.merge(OmegaConf.structured(SGLangConfig), OmegaConf.from_dotlist(own))
-    )
-    assert isinstance(config, SGLangConfig)
+    config = configured(own)
     with tempfile.TemporaryDirectory(prefix="sgl-") as folder:
         arguments, _ = prepared(
             {
@@ -60,8 +58,24 @@ def main(words: list[str]) -> None:
         sglang.serve(arguments | address, watch_all)
 
 
+def configured(words: list[str]) -> SGLangConfig:
+    """Return the options of ``KEY=VALUE`` words.
+
+    Raises:
+        ConfigError: there is no such option, or a value is none for it.
+    """
+    try:
+        given = OmegaConf.from_dotlist(words)
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(SGLangConfig), given))
+    except (OmegaConfBaseException, ValueError) as error:
+        raise ConfigError(str(error).splitlines()[0]) from error
+    assert isinstance(config, SGLangConfig)
+    return config
+
+
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except CouplerError as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+        print(error, file=sys.stderr)
+        sys.exit(2)
