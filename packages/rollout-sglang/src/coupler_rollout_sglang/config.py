@@ -170,6 +170,7 @@ class SGLangConfig(RolloutConfig):
     def _check_server(self) -> None:
         if self.mode is not Mode.SERVER:
             raise ValueError(f"rollout.server={self.server} needs rollout.mode=server.")
+
         address = urlsplit(self.server)
         if address.scheme not in ("http", "https") or not address.hostname or address.path:
             raise ValueError(

@@ -51,6 +51,7 @@ def _requirements() -> Iterator[Finding]:
             wanted.marker is not None and not wanted.marker.evaluate()
         ):
             continue
+
         try:
             found = version(wanted.name)
         except PackageNotFoundError:

@@ -18,7 +18,7 @@ them."""
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What the rollout's options ask of every process of the engine."""
+    """Hold what the rollout's options ask of every process of the engine."""
 
     per_request_seeds: bool = True
 

@@ -72,6 +72,7 @@ class Process:
         # Short, since the names of sockets may not be long. It is ours alone.
         self.folder = tempfile.mkdtemp(prefix="sgl-")
         ours, theirs = socket.socketpair()
+
         environment = dict(os.environ)
         environment.pop(KEY_VARIABLE, None)
         self.of = subprocess.Popen(
@@ -82,6 +83,7 @@ class Process:
             env=environment,
         )
         theirs.close()
+
         self.wire = Wire(ours)
         self.wire.send({**asked, "folder": self.folder, "parent": os.getpid()})
 
@@ -89,7 +91,7 @@ class Process:
         """Wait for what the process says of the engine.
 
         Raises:
-            CouplerError: it did not start; its own log lines say why.
+            CouplerError: it did not start. Its own log lines say why.
         """
         facts = self.wire.receive()
         if facts is None:
@@ -248,6 +250,7 @@ class HttpLink(Link):
                     )
                 return
             await asyncio.sleep(0.2)
+
         raise CouplerError(
             f"no SGLang server answers at {self.url}.\n  look at:  rollout.server, and that it runs"
         )

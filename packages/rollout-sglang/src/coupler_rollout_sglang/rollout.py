@@ -1,6 +1,6 @@
 """Implement ``rollout=sglang`` in the process of one replica, which starts SGLang.
 
-SGLang's processes are a tree of their own; see :mod:`coupler_rollout_sglang.host`.
+SGLang's processes are a tree of their own, see :mod:`coupler_rollout_sglang.host`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FLUSH_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """What a model worker says of itself."""
+    """Hold what a model worker says of itself."""
 
     pid: int
     held: int
@@ -50,7 +50,7 @@ class Worker:
 
 @dataclass(slots=True)
 class Sampling:
-    """What one stay of a request in SGLang sampled."""
+    """Hold what one stay of a request in SGLang sampled."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -87,7 +87,7 @@ class SGLangRollout(GatedRollout):
         """Start the engine with random weights. An engine that died is started again.
 
         Raises:
-            CouplerError: SGLang did not start; its own log lines say why.
+            CouplerError: SGLang did not start. Its own log lines say why.
         """
         self.close()
         self.begin(rank)

@@ -29,7 +29,7 @@ DUMMY = -1
 
 
 class Stay(Protocol):
-    """What one stay of a request in the engine sampled."""
+    """Hold what one stay of a request in the engine sampled."""
 
     tokens: list[int]
     logprobs: list[float]

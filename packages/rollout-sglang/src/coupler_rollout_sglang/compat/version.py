@@ -56,7 +56,7 @@ def installed() -> str:
 def prepare(*, gpu: bool) -> None:
     """Set the variables that SGLang reads when it is imported.
 
-    Its processes inherit them; a variable that is set already stays.
+    Its processes inherit them. A variable that is set already stays.
     """
     for name, value in (DEFAULTS if gpu else DEFAULTS | ON_CPU).items():
         os.environ.setdefault(name, value)

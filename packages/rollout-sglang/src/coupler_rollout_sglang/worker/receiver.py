@@ -33,6 +33,7 @@ def receive(model: torch.nn.Module, named: list[tuple[str, torch.Tensor]]) -> No
     (text, _), *_ = named
     update, (index, world) = messages.update_of(text), sglang.rank()
     answer: dict[str, Any]
+
     try:
         if update is None:
             answer = {"checksums": of_plan(plans.get(model, {}))}

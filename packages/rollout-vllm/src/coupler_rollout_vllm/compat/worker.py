@@ -197,7 +197,7 @@ def adapter_places(worker: Any) -> dict[str, torch.Tensor]:
 
 
 def put_adapter(worker: Any, tensors: dict[str, torch.Tensor], rank: int) -> None:
-    """Make these tensors the worker's only adapter; each B holds its scale already."""
+    """Make these tensors the worker's only adapter. Each B holds its scale already."""
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
 
