@@ -60,8 +60,10 @@ KIT_rollout-vllm := --coupler engine=fsdp --coupler rollout=vllm -k 'test_rollou
 SYNC_rollout-vllm := --extra cpu
 KIT_rollout-sglang := --coupler engine=fsdp --coupler rollout=sglang -k 'test_rollout or test_pair'
 SYNC_rollout-sglang := --extra cpu
-# SGLang on the CPU: a stand-in for its kernels
+# SGLang on the CPU: a stand-in for its kernels. Every start imports it in three processes, so that compiled files are
+# kept, whatever the environment says.
 suite-rollout-sglang kit-rollout-sglang: export PYTHONPATH = $(CURDIR)/packages/rollout-sglang/tests/stand_in
+suite-rollout-sglang kit-rollout-sglang: export PYTHONDONTWRITEBYTECODE =
 # vLLM on the CPU: no warm-up, no pinned cores, the model worker in the scheduler's process
 VLLM_TESTS := suite-rollout-vllm faults-rollout-vllm kit-rollout-vllm
 $(VLLM_TESTS): export VLLM_CPU_CI_ENV = 1

@@ -32,10 +32,10 @@ from typing import Any
 import torch
 from shapes import SHAPES, checkpoint_shapes, write_shape
 
+from coupler.engine_kit.inference.checksums import checksum
 from coupler.engine_kit.lora_names import names_of, random_like
 from coupler.interfaces import InFlight, Memory, Model, Named, Rank
 from coupler.plugins.manager import Plugins
-from coupler.rollout_kit.checksums import checksum
 from coupler.testing.edge import Edge
 from coupler.testing.subject import configured, parse_settings
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from coupler.engine_kit.inference.checksums import checksum
 from coupler.interfaces import Completion, InFlight, Memory, Model, Named, Request
 from coupler.plugins.manager import Plugins
-from coupler.rollout_kit.checksums import checksum
 from coupler.testing.edge import Served
 from coupler.testing.models import write_qwen2, write_qwen3_moe
 from coupler.testing.reference import TransformersReference

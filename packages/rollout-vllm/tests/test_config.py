@@ -13,10 +13,14 @@ from safetensors.torch import save_file
 from coupler.cli import main
 from coupler.config.compose import compose
 from coupler.config.schema import Job
+from coupler.engine_kit.inference.checkpoint import (
+    checkpoint_names,
+    checkpoint_tensors,
+    linear_maps,
+)
 from coupler.errors import ConfigError, PluginError
 from coupler.interfaces import Model, Rank
 from coupler.plugins.manager import Plugins
-from coupler.rollout_kit.checkpoint import checkpoint_names, checkpoint_tensors, linear_maps
 from coupler_rollout_vllm.arguments import (
     GIB,
     adapter_arguments,

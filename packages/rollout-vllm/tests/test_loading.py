@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from coupler.engine_kit.inference.checksums import checksum, of_plan
+from coupler.engine_kit.inference.loading import copy, plans, record, shapes_of
 from coupler.errors import WeightSyncError
 from coupler.interfaces import Named
-from coupler.rollout_kit.checksums import checksum, of_plan
-from coupler.rollout_kit.loading import copy, plans, record, shapes_of
 from coupler.testing.reference import TransformersReference
 
 

@@ -32,6 +32,8 @@ KEY_VARIABLE = "COUPLER_SGLANG_KEY"
 """The environment variable with the key of a server that runs already."""
 LOOPBACK = "127.0.0.1"
 SOON = aiohttp.ClientTimeout(total=30)
+# Whoever waits looks at whether the server lives meanwhile.
+WITHOUT_LIMIT = aiohttp.ClientTimeout(total=0)
 START_S = 1800.0
 """Seconds within which a server answers, with all that it compiles first."""
 
@@ -226,7 +228,7 @@ class HttpLink(Link):
         if self.session is None:
             self.session = aiohttp.ClientSession(
                 headers={"Authorization": f"Bearer {self.key}"} if self.key else {},
-                timeout=aiohttp.ClientTimeout(total=None),
+                timeout=WITHOUT_LIMIT,
                 connector=aiohttp.TCPConnector(limit=0),
             )
         return self.session

@@ -20,9 +20,9 @@ import numpy as np
 
 from coupler import errors
 from coupler.engine_kit import resident_bytes
+from coupler.engine_kit.inference.gated import GatedRollout, Sampled
 from coupler.errors import CouplerError, ReplicaDied, WeightSyncError
 from coupler.interfaces import Memory, Model, Rank, Request, WeightUpdate
-from coupler.rollout_kit.gated import GatedRollout, Sampled
 from coupler_rollout_sglang import messages
 from coupler_rollout_sglang.arguments import positions_of, text_config
 from coupler_rollout_sglang.compat.version import installed
@@ -204,7 +204,7 @@ class SGLangRollout(GatedRollout):
     async def checksums(self) -> list[dict[str, int]]:
         """Return the checksums of the weights in each model worker.
 
-        See :func:`~coupler.rollout_kit.checksums.of_plan`.
+        See :func:`~coupler.engine_kit.inference.checksums.of_plan`.
         """
         return [answer["checksums"] for answer in await self._push(None)]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from coupler.engine_kit.inference.checkpoint import has_experts, linear_maps
 from coupler.errors import ConfigError
 from coupler.interfaces import Model, Rank
-from coupler.rollout_kit.checkpoint import has_experts, linear_maps
 from coupler_rollout_vllm.compat import engine as vllm
 from coupler_rollout_vllm.config import FP32_ADAPTER, Precision, VLLMConfig
 

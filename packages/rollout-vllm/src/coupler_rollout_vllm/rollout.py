@@ -18,9 +18,9 @@ from weakref import finalize
 
 from coupler import errors
 from coupler.engine_kit import resident_bytes
+from coupler.engine_kit.inference.gated import GatedRollout, Sampled
 from coupler.errors import CouplerError, ReplicaDied
 from coupler.interfaces import Memory, Model, Rank, Request, WeightUpdate
-from coupler.rollout_kit.gated import GatedRollout, Sampled
 from coupler_rollout_vllm.arguments import engine_arguments
 from coupler_rollout_vllm.client import Client, Running
 from coupler_rollout_vllm.compat import engine as vllm
@@ -135,7 +135,7 @@ class VLLMRollout(GatedRollout):
     async def checksums(self) -> list[dict[str, int]]:
         """Return the checksums of the weights in each model worker, without an adapter.
 
-        See :func:`~coupler.rollout_kit.checksums.of_plan`.
+        See :func:`~coupler.engine_kit.inference.checksums.of_plan`.
         """
         return await self._workers("coupler_checksums")
 

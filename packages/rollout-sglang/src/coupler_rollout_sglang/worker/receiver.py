@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from coupler.engine_kit.inference.checksums import of_plan
+from coupler.engine_kit.inference.loading import copy, plans, record, shapes_of
 from coupler.errors import CouplerError
 from coupler.interfaces import Rank
-from coupler.rollout_kit.checksums import of_plan
-from coupler.rollout_kit.loading import copy, plans, record, shapes_of
 from coupler_rollout_sglang import messages
 from coupler_rollout_sglang.compat import worker as sglang
 from coupler_rollout_sglang.worker import state

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from coupler.engine_kit.inference.loading import as_tensor
 from coupler.engine_kit.lora_names import names_of
-from coupler.rollout_kit.loading import as_tensor
 from coupler_rollout_vllm.compat import ADAPTER
 
 LAYERWISE = "vllm.model_executor.model_loader.reload.layerwise"

@@ -9,10 +9,19 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from coupler.engine_kit.inference.loading import (
+    COPY,
+    Piece,
+    Plan,
+    Way,
+    account,
+    copy,
+    region,
+    unfit,
+)
 from coupler.engine_kit.lora_names import A, partner
 from coupler.errors import WeightSyncError
 from coupler.interfaces import Named
-from coupler.rollout_kit.loading import COPY, Piece, Plan, Way, account, copy, region, unfit
 from coupler_rollout_vllm.compat import worker as vllm
 
 # The tensors of each model's adapter, and where each was copied.

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from coupler.engine_kit.inference import checksums
+from coupler.engine_kit.inference.loading import plans, shapes_of
 from coupler.errors import CouplerError
 from coupler.interfaces import Endpoint, Memory, Rank, WeightUpdate
-from coupler.rollout_kit import checksums
-from coupler.rollout_kit.loading import plans, shapes_of
 from coupler_rollout_vllm.compat.memory import device_bytes_of
 from coupler_rollout_vllm.compat.worker import folder_of, model_of, rank_of, routers_of
 from coupler_rollout_vllm.worker import memory

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from coupler.engine_kit.inference.loading import Ledger, copy, plans, record
 from coupler.interfaces import Named
-from coupler.rollout_kit.loading import Ledger, copy, plans, record
 from coupler_rollout_vllm.compat import worker as vllm
 
 

@@ -16,9 +16,9 @@ import torch
 from safetensors import SafetensorError
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from coupler.engine_kit.inference.checkpoint import checkpoint_names, checkpoint_tensors
 from coupler.errors import WeightSyncError
 from coupler.interfaces import Named, Shapes
-from coupler.rollout_kit.checkpoint import checkpoint_names, checkpoint_tensors
 
 COPY = torch.ops.aten.copy_.default
 FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from coupler.engine_kit.inference.receipts import join
 from coupler.errors import CouplerError, WeightSyncError
 from coupler.interfaces import (
     Completion,
@@ -22,7 +23,6 @@ from coupler.interfaces import (
     SyncReceipt,
     WeightUpdate,
 )
-from coupler.rollout_kit.receipts import join
 
 DUMMY = -1
 """Version of the random weights that a rollout starts with."""
@@ -180,7 +180,7 @@ class GatedRollout(Rollout):
     async def load(self, update: WeightUpdate) -> list[dict[str, Any]]:
         """Load an update in every model worker, and return their answers.
 
-        An answer is as :func:`~coupler.rollout_kit.receipts.join` reads it.
+        An answer is as :func:`~coupler.engine_kit.inference.receipts.join` reads it.
         """
 
     @abstractmethod
