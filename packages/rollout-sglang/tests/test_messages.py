@@ -6,11 +6,14 @@ import asyncio
 import base64
 import pickle
 import socket
+import subprocess
+import sys
+from importlib.metadata import entry_points
 
 import pytest
 
 from coupler.interfaces import Endpoint, WeightUpdate
-from coupler_rollout_sglang import messages
+from coupler_rollout_sglang import hooks, messages
 from coupler_rollout_sglang.wire import Wire
 
 UPDATE = WeightUpdate(7, "full", "a.b:C", (Endpoint("host:1"), Endpoint()), 3, 60.0, attempt=2)
@@ -64,3 +67,21 @@ def test_a_frame_that_breaks_off_is_the_end() -> None:
     ours.close()
     assert theirs.receive() is None
     theirs.close()
+
+
+def test_an_sglang_of_somebody_else_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang calls the hook in every engine of an environment with this package."""
+    code = (
+        "import sys; from coupler_rollout_sglang.hooks import install; install(); "
+        "sys.exit('sglang' in sys.modules or 'torch' in sys.modules)"
+    )
+    monkeypatch.delenv(hooks.VARIABLE, raising=False)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    (entry,) = [e for e in entry_points(group="sglang.srt.plugins") if e.name == "coupler"]
+    assert entry.load() is hooks.install
+
+
+def test_an_engine_of_ours_knows_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(hooks.VARIABLE, "")
+    hooks.Wanted(per_request_seeds=False).announce()
+    assert hooks.Wanted.read() == hooks.Wanted(per_request_seeds=False)

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from coupler.errors import ConfigError
 from coupler.engine_kit.inference.gated import Sampled
+from coupler.errors import ConfigError
 from coupler.interfaces import Completion, Model, Rank, Request
 from coupler_rollout_vllm.arguments import engine_arguments
 from coupler_rollout_vllm.client import Running

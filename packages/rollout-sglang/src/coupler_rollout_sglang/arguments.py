@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ SPARE = 16
 """Positions above the model's that SGLang is told of, since it keeps some to itself."""
 DTYPES = {Precision.BF16: "bfloat16", Precision.FP16: "float16", Precision.FP32: "float32"}
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+ASK_S = 300.0
+"""Seconds within which a process says what is free."""
 FOREVER_S = 1e9
 """Seconds before SGLang ends itself, since it takes a long weight update for a hang."""
 
@@ -110,10 +114,15 @@ def memory_arguments(
 
 
 def free_bytes() -> int:
-    """Return the bytes that are free on the first visible GPU."""
-    import torch
+    """Return the bytes that are free on the first visible GPU.
 
-    return int(torch.cuda.mem_get_info(0)[0])
+    A process of its own asks, since this one would keep half a GB there. What CUDA
+    takes for that process is missed, as SGLang's own is when it looks.
+    """
+    code = "import torch; print(torch.cuda.mem_get_info(0)[0])"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=ASK_S)
+    return int(done.stdout.split()[-1])
 
 
 def bytes_per_token(text: dict[str, Any], dtype: str, config: SGLangConfig) -> int:

@@ -62,6 +62,10 @@ class Link(ABC):
         """
 
     @abstractmethod
+    def pids(self) -> set[int]:
+        """Return the process that was started for this link, if there is one."""
+
+    @abstractmethod
     def close(self) -> None:
         """End what was started for this link."""
 
@@ -138,7 +142,7 @@ class PrivateLink(Link):
     def __init__(self, asked: dict[str, Any]) -> None:
         """Start the engine, and wait until it is there."""
         self.process = Process({**asked, "serve": None})
-        self.facts = self.process.started()
+        self.process.started()
         self.names = count()
         self.waiting: dict[int, asyncio.Future[Any]] = {}
         self.write: Callable[[Any], None] | None = None
@@ -172,6 +176,9 @@ class PrivateLink(Link):
     async def check(self) -> None:
         if not self.process.lives or (self.reader is not None and self.reader.done()):
             raise EngineEnded
+
+    def pids(self) -> set[int]:
+        return {self.process.of.pid}
 
     def close(self) -> None:
         self.process.close()
@@ -256,6 +263,9 @@ class HttpLink(Link):
         raise CouplerError(
             f"no SGLang server answers at {self.url}.\n  look at:  rollout.server, and that it runs"
         )
+
+    def pids(self) -> set[int]:
+        return {self.process.of.pid} if self.process is not None else set()
 
     def close(self) -> None:
         if self.process is not None:

@@ -276,7 +276,8 @@ class SGLangRollout(GatedRollout):
         return max(held - sum(self.given_back.values()), 0)
 
     async def host_bytes(self) -> int:
-        return sum(map(resident_bytes, {os.getpid(), *(worker.pid for worker in self.workers)}))
+        pids = {os.getpid(), *(worker.pid for worker in self.workers), *self._link().pids()}
+        return sum(map(resident_bytes, pids))
 
     async def _facts(self) -> list[Worker]:
         """Return what every model worker says of itself.

@@ -55,6 +55,8 @@ def load(model: torch.nn.Module, update: Any, place: Rank) -> dict[str, Any]:
     compute further weights after they were loaded go through their loader each time.
     """
     start = time.perf_counter()
+    # SGLang computes on a stream of its own, and may be a batch ahead.
+    synchronize()
     folder = Path(sglang.folder())
     weights = update.receive(place, shapes_of(model, folder))
 
@@ -69,8 +71,15 @@ def load(model: torch.nn.Module, update: Any, place: Rank) -> dict[str, Any]:
 
     if sglang.computes_weights(model):
         plans.pop(model, None)
+    synchronize()
     state.version = update.version
     return {**account, "seconds": {"load": time.perf_counter() - start}}
+
+
+def synchronize() -> None:
+    """Wait until the device has done all that was asked of it."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def answered(original: Any, *args: Any, **named: Any) -> tuple[bool, str]:
