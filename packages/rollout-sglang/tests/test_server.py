@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -59,7 +60,7 @@ def test_a_server_that_runs(
     """
     url, process = server
     monkeypatch.setenv(KEY_VARIABLE, KEY)
-    served = connected(url, reference)
+    served = connected(url, process, reference)
     try:
         _, receipt = served.push((n, torch.from_numpy(t)) for n, t in reference.tensors.items())
         assert (receipt.missing, receipt.unexpected) == ((), ())
@@ -71,7 +72,7 @@ def test_a_server_that_runs(
 
         monkeypatch.setenv(KEY_VARIABLE, "another key of 16 characters")
         with pytest.raises(CouplerError, match=f"(?s)takes another key.*{KEY_VARIABLE}"):
-            served.runner.run(rollout(url, reference).setup(Rank()))
+            asyncio.run(started(rollout(url, reference)))
 
         process.kill()
         start = time.monotonic()
@@ -82,10 +83,20 @@ def test_a_server_that_runs(
         served.close()
 
 
-def connected(url: str, reference: TransformersReference) -> Served:
+async def started(one: SGLangRollout) -> None:
+    try:
+        await one.setup(Rank())
+    finally:
+        one.close()
+
+
+def connected(
+    url: str, process: subprocess.Popen[bytes], reference: TransformersReference
+) -> Served:
     """Connect as soon as the server answers."""
     until = time.monotonic() + START_S
     while True:
+        assert process.poll() is None, "the server ended"
         try:
             return Served(rollout(url, reference), Plugins.load().get("transport", "disk"))
         except CouplerError as error:
@@ -94,11 +105,9 @@ def connected(url: str, reference: TransformersReference) -> Served:
 
 
 def test_a_server_that_does_not_run_is_named(reference: TransformersReference) -> None:
-    import asyncio
-
     url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(CouplerError, match=f"no SGLang server answers at {url}"):
-        asyncio.run(rollout(url, reference).setup(Rank()))
+        asyncio.run(started(rollout(url, reference)))
 
 
 @pytest.mark.parametrize(
@@ -108,7 +117,14 @@ def test_a_server_that_does_not_run_is_named(reference: TransformersReference) -
         (["MODEL", "port"], KEY, "coupler_rollout_sglang.server MODEL PORT"),
         (["MODEL", "1"], "short", f"{KEY_VARIABLE} must have a key of 16 characters"),
         (["no-model", "1"], KEY, "model.path=no-model has no readable config.json"),
-        (["MODEL", "1", "tensor_paralel=2"], KEY, "tensor_paralel"),
+        (
+            ["MODEL", "1", "tensor_paralel=2"],
+            KEY,
+            "tensor_paralel=2 is no option of rollout=sglang",
+        ),
+        (["MODEL", "1", "dtype=fp64"], KEY, "'fp64' is not a valid Precision"),
+        (["MODEL", "1", "tensor_parallel=two"], KEY, "two is no value in JSON"),
+        (["MODEL", "1", "tensor_parallel=0"], KEY, "rollout.tensor_parallel must be at least 1"),
     ],
 )
 def test_a_wrong_command_line_is_one_sentence(

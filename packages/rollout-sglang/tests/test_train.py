@@ -31,7 +31,13 @@ SETTINGS = {
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("offload=true", "sync.transport=tcp", "eval.every_steps=3", "eval.top_p=0.9"),
+        (
+            "offload=true",
+            "sync.transport=tcp",
+            "eval.every_steps=3",
+            "eval.temperature=1",
+            "eval.top_p=0.9",
+        ),
         (
             "max_staleness=1",
             "algorithm.correction_cap=2",

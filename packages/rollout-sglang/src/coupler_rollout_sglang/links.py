@@ -270,9 +270,11 @@ class HttpLink(Link):
     def close(self) -> None:
         if self.process is not None:
             self.process.close()
-        if self.session is not None and self.session.connector is not None:
-            # Closing needs no event loop; this one may have ended.
-            self.session.connector._close()
+        if self.session is not None and (connector := self.session.connector) is not None:
+            self.session.detach()
+            # Its event loop may have ended.
+            with suppress(RuntimeError):
+                connector.close()
 
 
 def free_port() -> int:

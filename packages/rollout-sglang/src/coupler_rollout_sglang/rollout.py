@@ -105,12 +105,12 @@ class SGLangRollout(GatedRollout):
         }
         if self.config.mode is Mode.SERVER:
             http = await asyncio.to_thread(HttpLink, self.config.server, asked)
-            self.link = http
+            self.link, self.end = http, finalize(self, http.close)
             await http.ready()
         else:
             self.link = await asyncio.to_thread(PrivateLink, asked)
-        # The engine ends with this process at the latest.
-        self.end = finalize(self, self.link.close)
+            # The engine ends with this process at the latest.
+            self.end = finalize(self, self.link.close)
 
         self.workers = await self._facts()
         self.given_back = dict.fromkeys(Memory, 0)

@@ -7,18 +7,17 @@ variable ``COUPLER_SGLANG_KEY`` has the key that requests must carry.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import tempfile
 from dataclasses import asdict
-
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from typing import Any
 
 from coupler.errors import ConfigError, CouplerError
 from coupler_rollout_sglang.compat import engine as sglang
 from coupler_rollout_sglang.config import SGLangConfig
-from coupler_rollout_sglang.host import prepared, watch_all
+from coupler_rollout_sglang.host import config_of, prepared, watch_all
 from coupler_rollout_sglang.links import KEY_VARIABLE, LOOPBACK
 
 
@@ -64,13 +63,27 @@ def configured(words: list[str]) -> SGLangConfig:
     Raises:
         ConfigError: there is no such option, or a value is none for it.
     """
+    defaults = asdict(SGLangConfig())
+    given: dict[str, Any] = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if key not in defaults or not equals:
+            names = ", ".join(defaults)
+            raise ConfigError(f"{word} is no option of rollout=sglang.\n  it has:  {names}")
+        given[key] = text if isinstance(defaults[key], str) else plain(text)
+
     try:
-        given = OmegaConf.from_dotlist(words)
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(SGLangConfig), given))
-    except (OmegaConfBaseException, ValueError) as error:
-        raise ConfigError(str(error).splitlines()[0]) from error
-    assert isinstance(config, SGLangConfig)
-    return config
+        return config_of(defaults | given)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def plain(text: str) -> Any:
+    """Read a number, a truth value or a mapping in JSON."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{text} is no value in JSON.") from error
 
 
 if __name__ == "__main__":
