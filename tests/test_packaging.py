@@ -44,7 +44,9 @@ WITHOUT_DECLARATION = {
     "coupler-engine-megatron": {"numpy": "comes with coupler-core, whose batches it is"},
     "coupler-algos": {"numpy": "comes with coupler-core, whose batches it is"},
     "coupler-rollout-vllm": {},
-    "coupler-rollout-sglang": {},
+    "coupler-rollout-sglang": {
+        "sgl_kernel": "comes with SGLang; the doctor tries in a function whether it loads",
+    },
 }
 OF_PYTEST = (
     "coupler.testing.plugin",
