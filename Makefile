@@ -1,6 +1,6 @@
 # Two commands on a bare machine with Python 3.11 to 3.13: `make quickstart` and `make test`. Everything stays in this folder, but for the cache of downloads.
 PYTHON ?= python3
-PACKAGES := rollout-vllm engine-megatron core engine-fsdp algos
+PACKAGES := rollout-vllm rollout-sglang engine-megatron core engine-fsdp algos
 UV := .tools/bin/uv
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
@@ -58,6 +58,12 @@ KIT_engine-megatron := --coupler engine=megatron $(addprefix --coupler engine=me
 KIT_algos := --coupler algorithm=grpo --coupler algorithm=rloo --coupler algorithm=ppo --coupler algorithm=sft
 KIT_rollout-vllm := --coupler engine=fsdp --coupler rollout=vllm -k 'test_rollout or test_pair'
 SYNC_rollout-vllm := --extra cpu
+KIT_rollout-sglang := --coupler engine=fsdp --coupler rollout=sglang -k 'test_rollout or test_pair'
+SYNC_rollout-sglang := --extra cpu
+# SGLang on the CPU: a stand-in for its kernels. Every start imports it in three processes, so that compiled files are
+# kept, whatever the environment says.
+suite-rollout-sglang kit-rollout-sglang: export PYTHONPATH = $(CURDIR)/packages/rollout-sglang/tests/stand_in
+suite-rollout-sglang kit-rollout-sglang: export PYTHONDONTWRITEBYTECODE =
 # vLLM on the CPU: no warm-up, no pinned cores, the model worker in the scheduler's process
 VLLM_TESTS := suite-rollout-vllm faults-rollout-vllm kit-rollout-vllm
 $(VLLM_TESTS): export VLLM_CPU_CI_ENV = 1

@@ -19,6 +19,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from shapes import SHAPES, write_shape
 from sides import Side, serve
 
 from coupler.interfaces import Model, Rank, Request
+from coupler.plugins.manager import Plugins
 from coupler.testing.subject import configured, parse_settings
 from coupler_rollout_vllm.config import VLLMConfig
 
@@ -46,19 +48,19 @@ def make_requests(count: int, vocabulary: int) -> list[Request]:
     ]
 
 
-def through_coupler(folder: Path, config: VLLMConfig, requests: list[Request]) -> None:
-    from coupler_rollout_vllm.rollout import VLLMRollout
+def through_coupler(folder: Path, config: Any, requests: list[Request]) -> None:
+    backend = Plugins.load().get("rollout", config.name)
 
-    async def start() -> VLLMRollout:
-        rollout = VLLMRollout(config, Model(str(folder)))
+    async def start() -> Any:
+        rollout = backend.load()(config, Model(str(folder)))
         await rollout.setup(Rank(seed=1))
         await asyncio.gather(*map(rollout.generate, requests[:WARM]))
         return rollout
 
-    async def generate(rollout: VLLMRollout) -> dict[str, float]:
+    async def generate(rollout: Any) -> dict[str, float]:
         begun, cpu = time.perf_counter(), time.process_time()
         done = await asyncio.gather(*map(rollout.generate, requests))
-        return _measured(sum(len(d.tokens) for d in done), begun, cpu, len(requests))
+        return measured(sum(len(d.tokens) for d in done), begun, cpu, len(requests))
 
     with asyncio.Runner() as runner:
         rollout = runner.run(start())
@@ -86,20 +88,18 @@ def through_vllm(folder: Path, config: VLLMConfig, requests: list[Request]) -> N
     def generate() -> dict[str, float]:
         begun, cpu = time.perf_counter(), time.process_time()
         done = llm.generate(prompts, params, use_tqdm=False)
-        return _measured(sum(len(d.outputs[0].token_ids) for d in done), begun, cpu, len(requests))
+        return measured(sum(len(d.outputs[0].token_ids) for d in done), begun, cpu, len(requests))
 
     serve(generate)
 
 
-def _measured(tokens: int, begun: float, cpu: float, count: int) -> dict[str, float]:
+def measured(tokens: int, begun: float, cpu: float, count: int) -> dict[str, float]:
     seconds, busy = time.perf_counter() - begun, time.process_time() - cpu
     return {"tokens_per_s": tokens / seconds, "driver_ms": 1e3 * busy / count}
 
 
-SIDES = {"coupler": through_coupler, "vllm": through_vllm}
-
-
-def compare(args: argparse.Namespace, folder: str) -> None:
+def compare(args: argparse.Namespace, folder: str, script: str, raw: str) -> None:
+    """Measure both sides of ``script`` in turns: ours, and the one named ``raw``."""
     shared = [
         f"--shape={args.shape}",
         f"--requests={args.requests}",
@@ -108,8 +108,8 @@ def compare(args: argparse.Namespace, folder: str) -> None:
     ]
     seeds = ["--no-seeds"] if args.no_seeds else []
     sides = {
-        name: Side(__file__, f"--side={name}", *seeds, *shared)
-        for name in ([args.only] if args.only else SIDES)
+        name: Side(script, f"--side={name}", *seeds, *shared)
+        for name in ([args.only] if args.only else ["coupler", raw])
     }
     for side in sides.values():
         side.ready()
@@ -130,13 +130,16 @@ def compare(args: argparse.Namespace, folder: str) -> None:
             f"driver {driver:.2f} ms a request"
         )
     if not args.only:
-        ratio = median["coupler"] / median["vllm"]
+        ratio = median["coupler"] / median[raw]
         print(f"RESULT throughput {args.shape}, {args.requests} requests: ratio {ratio:.3f}")
 
 
-def main() -> None:
+def main(
+    about: str | None, script: str, config_class: type, sides: dict[str, Callable[..., None]]
+) -> None:
+    """Compare the two ``sides`` of ``script``, or be one of them."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", choices=SHAPES, default="0.5b")
     parser.add_argument("--requests", type=int, default=512)
@@ -144,15 +147,15 @@ def main() -> None:
     parser.add_argument(
         "--no-seeds", action="store_true", help="sample from the engine's own random stream"
     )
-    parser.add_argument("--only", choices=SIDES, help="measure one side, without a ratio")
-    parser.add_argument("--side", choices=SIDES, help="be one side; the script starts both")
+    parser.add_argument("--only", choices=sides, help="measure one side, without a ratio")
+    parser.add_argument("--side", choices=sides, help="be one side; the script starts both")
     parser.add_argument("--folder", type=Path, help="of the model; the script writes one")
     parser.add_argument("settings", nargs="*", help="rollout.KEY=VALUE")
     args = parser.parse_args()
     if not args.side:
         with tempfile.TemporaryDirectory() as folder:
             write_shape(Path(folder), args.shape)
-            compare(args, folder)
+            compare(args, folder, script, next(name for name in sides if name != "coupler"))
         return
     cache = {"kv_cache_gib": CACHE_GIB} if torch.cuda.is_available() else {}
     settings = {
@@ -160,11 +163,11 @@ def main() -> None:
         **cache,
         **parse_settings(args.settings).get("rollout", {}),
     }
-    config = configured(VLLMConfig, {**settings, "per_request_seeds": not args.no_seeds})
-    SIDES[args.side](
+    config = configured(config_class, {**settings, "per_request_seeds": not args.no_seeds})
+    sides[args.side](
         args.folder, config, make_requests(args.requests, SHAPES[args.shape]["vocab_size"])
     )
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, __file__, VLLMConfig, {"coupler": through_coupler, "vllm": through_vllm})

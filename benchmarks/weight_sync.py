@@ -1,5 +1,5 @@
-"""Time of a weight sync into rollout=vllm, and of its sleep and wake, next to plain
-copies of the bytes.
+"""Time of a weight sync into one of our rollouts, and of its sleep and wake, next to
+plain copies of the bytes.
 
     python benchmarks/weight_sync.py --shape 1.5b --transport ipc           # same GPU,
     two processes python benchmarks/weight_sync.py --shape 7b --transport nccl
@@ -27,18 +27,17 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from shapes import SHAPES, checkpoint_shapes, write_shape
 
+from coupler.engine_kit.inference.checksums import checksum
 from coupler.engine_kit.lora_names import names_of, random_like
 from coupler.interfaces import InFlight, Memory, Model, Named, Rank
 from coupler.plugins.manager import Plugins
 from coupler.testing.edge import Edge
 from coupler.testing.subject import configured, parse_settings
-from coupler_rollout_vllm.config import VLLMConfig
-from coupler_rollout_vllm.rollout import VLLMRollout
-from coupler_rollout_vllm.worker.checksums import checksum
 
 SMALL = {"enforce_eager": True, "kv_cache_gib": 1.0, "max_model_len": 2048}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -115,8 +114,10 @@ async def measure(folder: Path, args: argparse.Namespace, settings: dict[str, ob
     free = free_bytes(int(apart))
     if apart:  # of the engine's processes, which start later
         os.environ["CUDA_VISIBLE_DEVICES"] = "1"
-    config = configured(VLLMConfig, {**SMALL, "max_lora_rank": args.adapter, **settings})
-    rollout = VLLMRollout(config, Model(str(folder)))
+    backend = Plugins.load().get("rollout", args.rollout)
+    adapter = {"max_lora_rank": args.adapter} if args.adapter else {}
+    config = configured(backend.config, {**SMALL, **adapter, **settings})
+    rollout = backend.load()(config, Model(str(folder)))
     edge = Edge(
         Plugins.load().get("transport", args.transport), rollout, await rollout.setup(Rank(seed=1))
     )
@@ -170,7 +171,7 @@ def report_sync(
     sync = statistics.median(times[2:])
     every = ", ".join(f"{1e3 * seconds:.0f}" for seconds in times[2:])
     print(
-        f"RESULT sync {args.shape} {args.transport}: {num_bytes / 1e9:.2f} GB in "
+        f"RESULT {args.rollout} sync {args.shape} {args.transport}: {num_bytes / 1e9:.2f} GB in "
         f"{1e3 * sync:.1f} ms ({every}; first "
         f"{1e3 * times[0]:.0f}), copy {1e3 * copied:.1f} ms, {sync / copied:.2f} times the copy "
         f"({sync / (3 * copied + 0.02):.2f} of 3 copies + 20 ms), "
@@ -207,7 +208,7 @@ async def push_adapters(
     )
 
 
-async def sleep_and_wake(rollout: VLLMRollout, free: int, device: int, pinned: float) -> None:
+async def sleep_and_wake(rollout: Any, free: int, device: int, pinned: float) -> None:
     both, times, residue, held = frozenset(Memory), [], 0, 0
     for _ in range(6):
         start = time.perf_counter()
@@ -233,6 +234,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", choices=SHAPES, default="1.5b")
+    parser.add_argument("--rollout", choices=["vllm", "sglang"], default="vllm")
     parser.add_argument("--transport", default="ipc")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--adapter", type=int, default=0, metavar="RANK")

@@ -22,6 +22,7 @@ FOLDERS = {
     "coupler-engine-fsdp": "engine-fsdp",
     "coupler-engine-megatron": "engine-megatron",
     "coupler-rollout-vllm": "rollout-vllm",
+    "coupler-rollout-sglang": "rollout-sglang",
     "coupler-algos": "algos",
 }
 # imports of distributions that a package does not ask for, and why it works
@@ -43,6 +44,9 @@ WITHOUT_DECLARATION = {
     "coupler-engine-megatron": {"numpy": "comes with coupler-core, whose batches it is"},
     "coupler-algos": {"numpy": "comes with coupler-core, whose batches it is"},
     "coupler-rollout-vllm": {},
+    "coupler-rollout-sglang": {
+        "sgl_kernel": "comes with SGLang; the doctor tries in a function whether it loads",
+    },
 }
 OF_PYTEST = (
     "coupler.testing.plugin",
@@ -52,6 +56,7 @@ OF_PYTEST = (
 # listed and planned with where their backend is not; it comes with an extra
 WITHOUT_BACKEND = {
     "coupler-rollout-vllm": {"vllm", "torch"},
+    "coupler-rollout-sglang": {"sglang", "torch"},
 }
 PROBE = """
 import importlib, pkgutil, sys
@@ -131,6 +136,7 @@ def test_the_wheel_holds_every_file(name: str, wheels: dict[str, ZipFile]) -> No
         ("coupler-engine-megatron", "megatron", "coupler-engine-megatron"),
         ("coupler-algos", "algos", "coupler-algos"),
         ("coupler-rollout-vllm", "vllm", "coupler-rollout-vllm[cuda]"),
+        ("coupler-rollout-sglang", "sglang", "coupler-rollout-sglang[cuda]"),
     ],
 )
 def test_a_plugin_is_found_and_core_offers_it(

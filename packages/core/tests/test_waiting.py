@@ -82,6 +82,7 @@ BOUNDED = {  # file, call: what ends it
         "self._changed.wait_for(lambda: self._waiting or self._stopped)",
     ): "close(), in a daemon thread",
     ("executor.py", "ray.shutdown()"): "Ray, which kills its processes",
+    ("links.py", "self.of.wait()"): "SIGKILL, which went to it before",
     ("engine.py", "engine.shutdown()"): "vLLM, which kills its processes after 5 s",
     ("gate.py", "self.server.accept()"): "its socket, which does not block",
     ("nccl.py", "work.wait()"): "it is done by then, or only queued on a stream",
@@ -89,7 +90,11 @@ BOUNDED = {  # file, call: what ends it
     ("checkpoint.py", "self._copied.get()"): "the None that the other thread always puts",
     ("toy.py", "self.admits.wait()"): RESUMED,
     ("toy.py", "self.samples.wait()"): RESUMED,
-    ("rollout.py", "self.gate.wait()"): RESUMED,
+    ("gated.py", "self.gate.wait()"): RESUMED,
+    (
+        "rollout.py",
+        "self.idle.wait()",
+    ): "the end of the engine's processes, which is looked for meanwhile",
     (
         "rollout.py",
         "self.client.idle.wait()",

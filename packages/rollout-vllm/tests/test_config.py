@@ -13,6 +13,11 @@ from safetensors.torch import save_file
 from coupler.cli import main
 from coupler.config.compose import compose
 from coupler.config.schema import Job
+from coupler.engine_kit.inference.checkpoint import (
+    checkpoint_names,
+    checkpoint_tensors,
+    linear_maps,
+)
 from coupler.errors import ConfigError, PluginError
 from coupler.interfaces import Model, Rank
 from coupler.plugins.manager import Plugins
@@ -24,7 +29,6 @@ from coupler_rollout_vllm.arguments import (
 )
 from coupler_rollout_vllm.compat import engine, version
 from coupler_rollout_vllm.config import Precision, VLLMConfig
-from coupler_rollout_vllm.targets import checkpoint_names, checkpoint_tensors, linear_maps
 from coupler_rollout_vllm.worker.extension import answering
 
 MODEL = Model("/m")

@@ -77,7 +77,7 @@ def push(served: Served, weights: list[Named]) -> None:
     """Push, and compare a checksum of every tensor in the model worker with that of the
     tensor that was sent.
     """
-    from coupler_rollout_vllm.worker.checksums import checksum
+    from coupler.engine_kit.inference.checksums import checksum
 
     sent, receipt = served.push(iter(weights))
     assert sent.num_tensors == receipt.num_received == receipt.num_loaded == len(weights)

@@ -6,17 +6,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from coupler.engine_kit.inference.checksums import checksum, of_plan
+from coupler.engine_kit.inference.loading import copy, plans, record, shapes_of
 from coupler.errors import WeightSyncError
 from coupler.interfaces import Named
 from coupler.testing.reference import TransformersReference
-from coupler_rollout_vllm.worker.checksums import checksum, of_plan
-from coupler_rollout_vllm.worker.loading import copy, plans, record, shapes_of
 
 
 @pytest.fixture(scope="module")
@@ -185,11 +184,7 @@ def test_shapes_are_those_of_the_plan_or_of_a_checkpoint_that_can_be_read(
     model: Any, reference: TransformersReference, tmp_path: Path
 ) -> None:
     def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-        runner, config = (
-            SimpleNamespace(get_model=lambda: model),
-            SimpleNamespace(model=str(folder)),
-        )
-        return dict(shapes_of(SimpleNamespace(model_runner=runner, model_config=config)))
+        return dict(shapes_of(model, folder))
 
     wanted = {name: tensor.shape for name, tensor in reference.tensors.items()}
     pointer = tmp_path / "pointer"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from coupler.engine_kit.inference.checkpoint import has_experts, linear_maps
 from coupler.errors import ConfigError
 from coupler.interfaces import Model, Rank
 from coupler_rollout_vllm.compat import engine as vllm
 from coupler_rollout_vllm.config import FP32_ADAPTER, Precision, VLLMConfig
-from coupler_rollout_vllm.targets import has_experts, linear_maps
 
 GIB = 1 << 30
 CPU_CACHE_GIB = 0.25

@@ -24,6 +24,8 @@ class Running:
     """Set to the reason when the request ends."""
     versions: list[tuple[int, int]]
     """Pairs of a number of tokens and the version that samples from there on."""
+    routers: list[int] = field(default_factory=list)
+    """The layers with a router."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     routes: list[np.ndarray] = field(default_factory=list)
@@ -37,6 +39,10 @@ class Running:
             self.routes.append(output.routed_experts)
         if output.finish_reason is not None and not self.ended.done():
             self.ended.set_result(str(output.finish_reason))
+
+    def each_route(self) -> np.ndarray | None:
+        """Return the experts of each token that was fed, [fed, layers, topk]."""
+        return np.concatenate(self.routes)[:, self.routers] if self.routes else None
 
     def each_version(self) -> list[int]:
         """Return the version that sampled each token, [tokens]."""
@@ -58,12 +64,21 @@ class Client:
         vllm.hand_over_outputs(engine, asyncio.create_task(self._receive()))
 
     async def run(
-        self, name: str, tokens: list[int], params: Any, salt: str, version: int, *, adapted: bool
+        self,
+        name: str,
+        tokens: list[int],
+        params: Any,
+        salt: str,
+        version: int,
+        *,
+        adapted: bool,
+        routers: list[int],
     ) -> tuple[Running, str]:
         """Run one request until it ends or is cut off.
 
         Args:
             adapted: run it with the engine's adapter.
+            routers: the layers with a router.
 
         Returns:
             The request with what it sampled, and the reason why it ended.
@@ -72,7 +87,7 @@ class Client:
             EngineDead: the engine's process ended.
         """
         request = self.running[name] = Running(
-            asyncio.get_running_loop().create_future(), [(0, version)]
+            asyncio.get_running_loop().create_future(), [(0, version)], routers
         )
         self.idle.clear()
 

@@ -15,7 +15,7 @@ def sleeps(worker: Any) -> bool:
 
 
 def discard(tag: str) -> int:
-    """Give back every allocation of one tag, without a copy; return how many bytes."""
+    """Give back every allocation of one tag, without a copy. Return how many bytes."""
     from vllm.device_allocator.cumem import CuMemAllocator, unmap_and_release
 
     torch.cuda.synchronize()
@@ -29,7 +29,7 @@ def discard(tag: str) -> int:
 
 
 def restore(tag: str) -> int:
-    """Undo :func:`discard`; return how many bytes."""
+    """Undo :func:`discard`, and return how many bytes."""
     from vllm.device_allocator.cumem import CuMemAllocator, create_and_map
 
     taken = 0

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from coupler.engine_kit.inference.loading import as_tensor
 from coupler.engine_kit.lora_names import names_of
 from coupler_rollout_vllm.compat import ADAPTER
 
@@ -167,11 +168,6 @@ def _tie(model: Any) -> None:
             head.quant_method.process_weights_after_loading(head)
 
 
-def as_tensor(tensor: Any) -> torch.Tensor:
-    """Convert a tensor that a transport brought, without a copy."""
-    return tensor if isinstance(tensor, torch.Tensor) else torch.from_numpy(tensor)
-
-
 def kept(tensor: Any) -> torch.Tensor:
     """Copy a received tensor, since layers hold on to parts until they have all."""
     return as_tensor(tensor).clone()
@@ -201,7 +197,7 @@ def adapter_places(worker: Any) -> dict[str, torch.Tensor]:
 
 
 def put_adapter(worker: Any, tensors: dict[str, torch.Tensor], rank: int) -> None:
-    """Make these tensors the worker's only adapter; each B holds its scale already."""
+    """Make these tensors the worker's only adapter. Each B holds its scale already."""
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
 

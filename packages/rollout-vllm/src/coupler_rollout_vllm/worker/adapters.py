@@ -9,11 +9,20 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from coupler.engine_kit.inference.loading import (
+    COPY,
+    Piece,
+    Plan,
+    Way,
+    account,
+    copy,
+    region,
+    unfit,
+)
 from coupler.engine_kit.lora_names import A, partner
 from coupler.errors import WeightSyncError
 from coupler.interfaces import Named
 from coupler_rollout_vllm.compat import worker as vllm
-from coupler_rollout_vllm.worker.loading import COPY, Piece, Plan, Way, account, copy, region, unfit
 
 # The tensors of each model's adapter, and where each was copied.
 loaded: WeakKeyDictionary[torch.nn.Module, frozenset[str]] = WeakKeyDictionary()
@@ -28,7 +37,7 @@ def load_adapter(worker: Any, weights: Iterable[Named]) -> dict[str, Any]:
     before had it. A name is unused if no layer took it.
 
     Returns:
-        What became of the tensors, as :func:`receipts.join` reads it.
+        What became of the tensors, as ``receipts.join`` of core reads it.
 
     Raises:
         WeightSyncError: its rank is above what vLLM was started for, or a tensor does

@@ -7,17 +7,20 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from coupler.engine_kit.inference import checksums
+from coupler.engine_kit.inference.loading import plans, shapes_of
 from coupler.errors import CouplerError
 from coupler.interfaces import Endpoint, Memory, Rank, WeightUpdate
 from coupler_rollout_vllm.compat.memory import device_bytes_of
-from coupler_rollout_vllm.compat.worker import model_of, rank_of, routers_of
-from coupler_rollout_vllm.worker import checksums, memory
+from coupler_rollout_vllm.compat.worker import folder_of, model_of, rank_of, routers_of
+from coupler_rollout_vllm.worker import memory
 from coupler_rollout_vllm.worker.adapters import forget_adapter, load_adapter
-from coupler_rollout_vllm.worker.loading import load, plans, shapes_of
+from coupler_rollout_vllm.worker.loading import load
 
 
 def answering(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,7 +75,9 @@ class WorkerExtension:
             loaded = load_adapter(self, update.receive(place))
         else:
             forget_adapter(self)
-            loaded = load(self, update.receive(place, shapes_of(self)))
+            loaded = load(
+                self, update.receive(place, shapes_of(model_of(self), Path(folder_of(self))))
+            )
         return {**loaded, "seconds": {"load": time.perf_counter() - start}}
 
     def coupler_checksums(self) -> dict[str, int]:

@@ -1,53 +1,16 @@
-"""Load received tensors into a model worker's model, and count every element."""
+"""Load received tensors into the model of a vLLM worker."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sized
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
-from safetensors import SafetensorError
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from coupler.errors import WeightSyncError
-from coupler.interfaces import Named, Shapes
+from coupler.engine_kit.inference.loading import Ledger, copy, plans, record
+from coupler.interfaces import Named
 from coupler_rollout_vllm.compat import worker as vllm
-from coupler_rollout_vllm.targets import checkpoint_names, checkpoint_tensors
-
-COPY = torch.ops.aten.copy_.default
-FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
-
-Region = tuple[int, tuple[int, ...], tuple[int, ...]]
-"""Start, shape and strides within a storage."""
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A part of a received tensor, and the part of a parameter that it is copied to."""
-
-    into: torch.Tensor
-    source: Region
-
-    def copy(self, tensor: torch.Tensor) -> None:
-        start, shape, strides = self.source
-        self.into.copy_(tensor.as_strided(shape, strides, tensor.storage_offset() + start))
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """The pieces by which a received tensor of this shape is copied."""
-
-    shape: tuple[int, ...]
-    pieces: list[Piece] = field(default_factory=list)
-
-
-Plan = dict[str, Way]
-"""The way of each tensor, by the name that it comes with."""
-plans: WeakKeyDictionary[torch.nn.Module, Plan] = WeakKeyDictionary()
 
 
 def load(worker: Any, weights: Iterable[Named]) -> dict[str, Any]:
@@ -59,7 +22,7 @@ def load(worker: Any, weights: Iterable[Named]) -> dict[str, Any]:
     are the plan for all later times.
 
     Returns:
-        What became of the tensors, as :func:`receipts.join` reads it.
+        What became of the tensors, as ``receipts.join`` of core reads it.
 
     Raises:
         WeightSyncError: a tensor does not fit its parameter.
@@ -70,22 +33,6 @@ def load(worker: Any, weights: Iterable[Named]) -> dict[str, Any]:
             return reload(model, vllm.unfilled(model), weights, folder)
     with vllm.configured(worker) as model, torch.no_grad():
         return copy(plans[model], weights) if model in plans else record(model, weights, folder)
-
-
-def shapes_of(worker: Any) -> Shapes:
-    """Return the shapes of the tensors that the model takes.
-
-    They are as in the last update, else as in the checkpoint. They are empty if the
-    folder has no checkpoint to read.
-    """
-    known = plans.get(vllm.model_of(worker))
-    if known is not None:
-        return {name: way.shape for name, way in known.items()}
-    try:
-        return checkpoint_tensors(Path(vllm.folder_of(worker)))
-    # Weights come over the wire, so a pointer to a file serves as well as the file.
-    except SafetensorError:
-        return {}
 
 
 def reload(
@@ -99,153 +46,3 @@ def reload(
     with ledger:
         ledger.feed(model, ((name, vllm.kept(tensor)) for name, tensor in weights))
     return ledger.answer(folder)
-
-
-def record(model: Any, weights: Iterable[Named], folder: Path) -> dict[str, Any]:
-    """Load through the model's own loader.
-
-    Its copies become the plan if copies alone filled every parameter.
-    """
-    ledger = Ledger(model, frozenset())
-    with ledger:
-        ledger.feed(model, ((name, vllm.as_tensor(tensor)) for name, tensor in weights))
-    answer = ledger.answer(folder)
-    if not answer["missing"] and ledger.plannable:
-        plans[model] = {name: ledger.ways[name] for name in ledger.received if name in ledger.used}
-    return answer
-
-
-def copy(plan: Plan, weights: Iterable[Named]) -> dict[str, Any]:
-    """Copy every tensor to where it went before.
-
-    Raises:
-        WeightSyncError: a tensor has another shape than before.
-    """
-    received: dict[str, None] = {}
-    num_bytes = 0
-    for name, sent in weights:
-        tensor = vllm.as_tensor(sent).contiguous()
-        received[name] = None
-        num_bytes += int(tensor.nbytes)
-        if way := plan.get(name):
-            if tensor.shape != way.shape:
-                raise unfit(name, f"its shape is {list(tensor.shape)}, and was {list(way.shape)}")
-            for piece in way.pieces:
-                piece.copy(tensor)
-        # In shared memory, the owner waits until the tensor is let go.
-        del sent, tensor
-
-    unused = [name for name in received if name not in plan]
-    return account(received, num_bytes, unused, sorted(plan.keys() - received.keys()))
-
-
-def account(
-    received: Sized, num_bytes: int, unused: list[str], missing: list[str]
-) -> dict[str, Any]:
-    return {
-        "num_received": len(received),
-        "num_bytes": num_bytes,
-        "unused": unused,
-        "missing": missing,
-    }
-
-
-class Ledger(TorchDispatchMode):
-    """Watch what is written into parameters, and for which received tensor.
-
-    vLLM fuses, cuts and pads, so that the names of a checkpoint are not those of its
-    parameters. Every loader ends in a copy into a part of a parameter, though, and this
-    mode sees all copies.
-    """
-
-    def __init__(self, model: torch.nn.Module, unfilled: frozenset[str]) -> None:
-        super().__init__()
-        self.sizes = {
-            name: p.numel() for name, p in model.named_parameters() if name not in unfilled
-        }
-        # Held alive, so that no address is used again.
-        self.storages = {name: p.untyped_storage() for name, p in model.named_parameters()}
-        self.owner = {storage._cdata: name for name, storage in self.storages.items()}
-
-        self.regions: dict[str, set[Region]] = defaultdict(set)
-        self.ways: Plan = {}
-        self.plannable = True
-        # A dictionary keeps the order.
-        self.received: dict[str, None] = {}
-        self.used: set[str] = set()
-        self.num_bytes = 0
-        self.current = ""
-        self.tensor = torch.empty(0)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is COPY or func in FILLS:
-            name = self.owner.get(args[0].untyped_storage()._cdata)
-            if name is not None:
-                self.regions[name].add(region(args[0]))
-                if func is COPY:
-                    self._copied(args[0], args[1])
-        return func(*args, **(kwargs or {}))
-
-    def _copied(self, into: torch.Tensor, source: torch.Tensor) -> None:
-        self.used.add(self.current)
-        start, shape, strides = region(source)
-        if source.untyped_storage()._cdata == self.tensor.untyped_storage()._cdata:
-            way = self.ways.setdefault(self.current, Way(tuple(self.tensor.shape)))
-            way.pieces.append(
-                Piece(into, (start - int(self.tensor.storage_offset()), shape, strides))
-            )
-        # A computed tensor was copied, and only the loader knows how it is computed.
-        else:
-            self.plannable = False
-
-    def feed(self, model: Any, weights: Iterable[Named]) -> None:
-        """Call the model's loader until every tensor was taken or refused."""
-        stream = self._counted(weights)
-        while True:
-            try:
-                model.load_weights(stream)
-                break
-            # This is how loaders refuse a name that they do not know.
-            except (KeyError, ValueError, AttributeError) as error:
-                if self.current in self.used:
-                    raise self._unfit(error) from error
-            except (AssertionError, RuntimeError) as error:
-                raise self._unfit(error) from error
-
-    def _counted(self, weights: Iterable[Named]) -> Iterator[Named]:
-        for name, tensor in weights:
-            self.current, self.tensor = name, tensor
-            self.received[name] = None
-            self.num_bytes += int(tensor.nbytes)
-            yield name, tensor
-
-    def _unfit(self, error: Exception) -> WeightSyncError:
-        return unfit(self.current, f"{type(error).__name__}: {error}")
-
-    def answer(self, folder: Path) -> dict[str, Any]:
-        """Return what became of the tensors.
-
-        If a parameter is incomplete, the checkpoint's names that did not come are
-        missing. Without a checkpoint in the folder, the parameter's own name is.
-        """
-        incomplete = [name for name, size in self.sizes.items() if self._filled(name) < size]
-        missing: list[str] = []
-        if incomplete:
-            missing = sorted(checkpoint_names(folder) - self.received.keys()) or incomplete
-
-        unused = [name for name in self.received if name not in self.used]
-        return account(self.received, self.num_bytes, unused, missing)
-
-    def _filled(self, name: str) -> int:
-        return sum(torch.Size(shape).numel() for _, shape, _ in self.regions[name])
-
-
-def unfit(name: str, why: str) -> WeightSyncError:
-    return WeightSyncError(
-        f"{name} does not fit the rollout's model: {why}.\n"
-        "  look at:  model.path, and whether engine and rollout have the same architecture"
-    )
-
-
-def region(tensor: torch.Tensor) -> Region:
-    return int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride())

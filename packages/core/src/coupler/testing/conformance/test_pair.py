@@ -28,6 +28,13 @@ Push = Callable[[Engine, Served], tuple[SendReceipt, SyncReceipt]]
 
 
 @pytest.fixture
+def adapting(engine_subject: Subject, rollout_subject: Subject) -> None:
+    """Skip a pair that sends no adapters, before it starts."""
+    if lacking := [str(s) for s in (engine_subject, rollout_subject) if not s.has("weights:lora")]:
+        pytest.skip(f"{' and '.join(lacking)} without weights:lora under these settings")
+
+
+@pytest.fixture
 def pair(
     engine_subject: Subject, rollout_subject: Subject, reference: Reference
 ) -> Iterator[tuple[Engine, Served]]:
@@ -113,9 +120,8 @@ def test_the_rollout_runs_the_weights_just_trained(
 
 
 def test_the_rollout_runs_the_adapter_just_trained(
+    adapting: None,
     pair: tuple[Engine, Served],
-    engine_subject: Subject,
-    rollout_subject: Subject,
     reference: Reference,
     every_model: None,
     tolerance: float,
@@ -123,8 +129,6 @@ def test_the_rollout_runs_the_adapter_just_trained(
     """The base weights come once. A random adapter shows, since the true one is 0
     before the first step.
     """
-    if lacking := [str(s) for s in (engine_subject, rollout_subject) if not s.has("weights:lora")]:
-        pytest.skip(f"{' and '.join(lacking)} without weights:lora under these settings")
     engine, served = pair
     served.push(engine.base_weights())
     altered = ((name, random_like(name, tensor)) for name, tensor in engine.adapter_weights())

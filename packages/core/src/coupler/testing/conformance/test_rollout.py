@@ -36,15 +36,17 @@ PROMPTS = tuple(
 
 @pytest.fixture(scope="module")
 def start(rollout_subject: Subject, reference: Reference) -> Iterator[Callable[..., Served]]:
-    served: list[Served] = []
+    """Start a rollout on a transport, once: engines take long to start."""
+    served: dict[str, Served] = {}
 
     def make(transport: str = "disk") -> Served:
-        backend = Plugins.load().get("transport", transport)
-        served.append(Served(rollout_subject.create(reference.folder), backend))
-        return served[-1]
+        if transport not in served:
+            backend = Plugins.load().get("transport", transport)
+            served[transport] = Served(rollout_subject.create(reference.folder), backend)
+        return served[transport]
 
     yield make
-    for each in served:
+    for each in served.values():
         each.close()
 
 
@@ -128,6 +130,7 @@ def test_it_starts_with_dummy_weights(
 
 @pytest.mark.parametrize("transport", ["disk", "inproc"])
 def test_an_update_brings_every_weight(
+    dummy: tuple[Served, list[Completion]],
     start: Callable[..., Served],
     rollout_subject: Subject,
     reference: Reference,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from coupler_rollout_vllm.receipts import join
+from coupler.engine_kit.inference.receipts import join
 
 
 def answer(

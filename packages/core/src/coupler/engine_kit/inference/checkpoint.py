@@ -1,6 +1,6 @@
 """Read which tensors a checkpoint has, and which layers an adapter can be for.
 
-Both the rollout's process and vLLM's model workers use this file.
+Both a rollout's process and its engine's model workers use this file.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ def join(version: int, answers: Sequence[dict[str, Any]]) -> SyncReceipt:
     """
     unexpected = set.intersection(*(set(answer["unused"]) for answer in answers))
     num_received = min(answer["num_received"] for answer in answers)
+
     return SyncReceipt(
         version=version,
         num_received=num_received,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from coupler_rollout_vllm.worker.loading import Plan
+from coupler.engine_kit.inference.loading import Plan
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 CHUNK = 1 << 24

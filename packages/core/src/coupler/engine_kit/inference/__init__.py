@@ -1,0 +1,1 @@
+"""Offer parts that rollouts of inference engines share, for plugins to build upon."""

@@ -1,0 +1,1 @@
+"""SGLang as inference engine: ``rollout=sglang``."""

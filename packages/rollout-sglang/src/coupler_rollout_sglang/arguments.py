@@ -1,0 +1,163 @@
+"""Turn our configuration into SGLang's server arguments, in the engine's process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from coupler.errors import ConfigError
+from coupler_rollout_sglang import messages
+from coupler_rollout_sglang.config import Precision, SGLangConfig
+
+GIB = 1 << 30
+CPU_CACHE_GIB = 0.25
+SPARE = 16
+"""Positions above the model's that SGLang is told of, since it keeps some to itself."""
+DTYPES = {Precision.BF16: "bfloat16", Precision.FP16: "float16", Precision.FP32: "float32"}
+BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+ASK_S = 300.0
+"""Seconds within which a process says what is free."""
+FOREVER_S = 1e9
+"""Seconds before SGLang ends itself, since it takes a long weight update for a hang."""
+
+
+def server_arguments(
+    config: SGLangConfig, model: str, seed: int, trust_remote_code: bool, *, gpu: bool
+) -> dict[str, Any]:
+    """Return the keyword arguments of ``ServerArgs``.
+
+    They ask for random weights, token ids in and out, and our sampler.
+
+    Raises:
+        ConfigError: a key needs a GPU, or the model's folder has no configuration.
+    """
+    if config.deterministic_kernels and not gpu:
+        raise ConfigError("rollout.deterministic_kernels=true needs a GPU.")
+
+    text = text_config(Path(model))
+    dtype = config.dtype
+    if dtype is Precision.AUTO:
+        dtype = Precision.BF16 if gpu else Precision.FP32
+    positions = config.max_model_len or positions_of(text)
+
+    arguments: dict[str, Any] = {
+        "model_path": model,
+        "trust_remote_code": trust_remote_code,
+        "dtype": DTYPES[dtype],
+        # Only an update brings weights.
+        "load_format": "dummy",
+        "custom_weight_loader": [messages.LOADER],
+        "sampling_backend": messages.SAMPLER,
+        "skip_tokenizer_init": True,
+        "grammar_backend": "none",
+        # No sampling defaults come from the model's folder.
+        "sampling_defaults": "openai",
+        "random_seed": seed % 2**31,
+        "context_length": positions + SPARE,
+        "tp_size": config.tensor_parallel,
+        "ep_size": config.expert_parallel,
+        "max_running_requests": config.max_sequences,
+        "disable_radix_cache": not config.prefix_caching,
+        "disable_cuda_graph": config.enforce_eager or not gpu,
+        "enable_memory_saver": config.sleep_mode and gpu,
+        "skip_server_warmup": True,
+        "watchdog_timeout": FOREVER_S,
+        "log_level": "error",
+    }
+    if not config.chunked_prefill:
+        arguments["chunked_prefill_size"] = -1
+    if config.data_parallel > 1:
+        arguments |= {"dp_size": config.data_parallel, "enable_dp_attention": True}
+    if config.attention_backend:
+        arguments["attention_backend"] = config.attention_backend
+    if config.deterministic_kernels:
+        arguments["enable_deterministic_inference"] = True
+
+    if not gpu:
+        arguments["device"] = "cpu"
+        arguments.setdefault("attention_backend", "torch_native")
+    return arguments | memory_arguments(config, text, DTYPES[dtype], gpu=gpu) | config.extra_args
+
+
+def memory_arguments(
+    config: SGLangConfig, text: dict[str, Any], dtype: str, *, gpu: bool
+) -> dict[str, Any]:
+    """Return how much device memory SGLang takes, and how much of it for its cache.
+
+    SGLang's ``mem_fraction_static`` is no part of the device, but of what is free when
+    it starts. With F bytes free before the weights and W bytes of weights, its cache
+    has ``(F - W) - F * (1 - fraction) = F * fraction - W`` bytes. A budget of B bytes
+    for weights and cache together is therefore ``fraction = B / F``. A cache of a given
+    size is told as a number of tokens.
+
+    Raises:
+        ConfigError: it is more than is free.
+    """
+    found: dict[str, Any] = {}
+    cache = config.kv_cache_gib or (0.0 if gpu else CPU_CACHE_GIB)
+    if cache:
+        each = bytes_per_token(text, dtype, config)
+        found["max_total_tokens"] = max(int(cache * GIB) // each, 1)
+
+    if gpu and config.gpu_memory_gib:
+        free = free_bytes() / GIB
+        if config.gpu_memory_gib >= free:
+            raise ConfigError(
+                f"rollout.gpu_memory_gib={config.gpu_memory_gib:g} is more than is free on the "
+                f"device, {free:.1f}."
+            )
+        found["mem_fraction_static"] = config.gpu_memory_gib / free
+    return found
+
+
+def free_bytes() -> int:
+    """Return the bytes that are free on the first visible GPU.
+
+    A process of its own asks, since this one would keep half a GB there. What CUDA
+    takes for that process is missed, as SGLang's own is when it looks.
+    """
+    code = "import torch; print(torch.cuda.mem_get_info(0)[0])"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=ASK_S)
+    return int(done.stdout.split()[-1])
+
+
+def bytes_per_token(text: dict[str, Any], dtype: str, config: SGLangConfig) -> int:
+    """Return the bytes that the cache of one token has on one device.
+
+    Keys and values of every layer are spread over the devices by heads. Latent
+    attention has one vector for both, the same on every device.
+    """
+    layers = text["num_hidden_layers"]
+    if "kv_lora_rank" in text:
+        return layers * (text["kv_lora_rank"] + text["qk_rope_head_dim"]) * BYTES[dtype]
+
+    heads = text.get("num_key_value_heads") or text["num_attention_heads"]
+    width = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
+    parts = config.tensor_parallel // config.data_parallel
+    return 2 * layers * max(heads // parts, 1) * width * BYTES[dtype]
+
+
+def text_config(folder: Path) -> dict[str, Any]:
+    """Return the configuration of the language model in a folder.
+
+    Raises:
+        ConfigError: the folder has none.
+    """
+    path = folder / "config.json"
+    try:
+        whole = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model.path={folder} has no readable config.json: {error}.\n"
+            "  set:  model.path to a folder of a model"
+        ) from error
+    return whole.get("text_config") or whole
+
+
+def positions_of(text: dict[str, Any]) -> int:
+    """Return the tokens of a sequence that a model takes at most."""
+    return int(text["max_position_embeddings"])

@@ -1,0 +1,102 @@
+"""Reach the model in a process of SGLang's scheduler, and hook into it."""
+# pyright: reportMissingImports=false
+# The environment that is type-checked has no SGLang: its torch may be another.
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from coupler_rollout_sglang import messages
+
+
+def register_sampler() -> None:
+    """Let ``sampling_backend`` name our sampler.
+
+    Its class is made in a scheduler alone, since it imports kernels.
+    """
+    from sglang.srt.layers.sampler import register_sampler_backend
+
+    def factory() -> Any:
+        from coupler_rollout_sglang.worker.sampler import CouplerSampler
+
+        return CouplerSampler()
+
+    register_sampler_backend(messages.SAMPLER, factory)
+
+
+def hook_stop_tokens(around: Callable[..., set[int]]) -> None:
+    """Decide which tokens of the model's folder end a completion.
+
+    SGLang has one switch for these and for those of a request.
+    """
+    _hook("sglang.srt.configs.model_config.ModelConfig._get_hf_eos_token_id", around, "AROUND")
+
+
+def hook_payload(around: Callable[..., Any]) -> None:
+    """Decide how the payload of a weight update is read, which SGLang unpickles."""
+    _hook("sglang.srt.utils.common.MultiprocessingSerializer.deserialize", around, "AROUND")
+
+
+def hook_answer(around: Callable[..., tuple[bool, str]]) -> None:
+    """Decide what an update from tensors returns: success, and a message."""
+    updater = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+    _hook(f"{updater}.update_weights_from_tensor", around, "AROUND")
+
+
+def hook_facts(around: Callable[..., Any]) -> None:
+    """Decide what a request for weights by name returns: rows of numbers."""
+    _hook("sglang.srt.managers.tp_worker.BaseTpWorker.get_weights_by_name", around, "AROUND")
+
+
+def hook_seeds(after: Callable[..., Any]) -> None:
+    """Change the sampling parameters of a batch when they are made."""
+    info = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
+    _hook(f"{info}.from_schedule_batch", after, "AFTER")
+
+
+def _hook(target: str, hook: Callable[..., Any], kind: str) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(target, hook, HookType[kind])
+
+
+def rank() -> tuple[int, int]:
+    """Return the worker's index in its replica, and the number of workers there."""
+    group = _group()
+    return group.rank_in_group, group.world_size
+
+
+def gather(answer: Any) -> list[Any]:
+    """Return the answers of all workers, in the order of their ranks."""
+    group = _group()
+    if group.world_size == 1:
+        return [answer]
+    answers: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(answers, answer, group=group.cpu_group)
+    return answers
+
+
+def _group() -> Any:
+    from sglang.srt.distributed import get_tp_group
+
+    return get_tp_group()
+
+
+def folder() -> str:
+    """Return the model's folder."""
+    from sglang.srt.runtime_context import get_model
+
+    return get_model().model_path
+
+
+def cache_tokens(worker: Any) -> int:
+    """Return how many tokens a worker's cache has room for."""
+    return int(worker.model_runner.max_total_num_tokens)
+
+
+def computes_weights(model: torch.nn.Module) -> bool:
+    """Tell if the model computes further weights from those that were loaded."""
+    return any(hasattr(module, "post_load_weights") for module in model.modules())

@@ -1,0 +1,78 @@
+"""Change what SGLang does, by its own plugin system, in the processes that we start.
+
+SGLang calls :func:`install` in every process of every engine in an environment that has
+this package. In an engine that somebody else started, it does nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from typing import Any
+
+VARIABLE = "COUPLER_SGLANG"
+"""The environment variable that an engine's processes inherit from the one that starts
+them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Hold what the rollout's options ask of every process of the engine."""
+
+    per_request_seeds: bool = True
+
+    def announce(self) -> None:
+        """Write it down for the processes that this one starts."""
+        os.environ[VARIABLE] = json.dumps(asdict(self))
+
+    @staticmethod
+    def read() -> Wanted | None:
+        """Return what was announced, or None in an engine of somebody else."""
+        text = os.environ.get(VARIABLE)
+        return Wanted(**json.loads(text)) if text else None
+
+
+def install() -> None:
+    """Register our sampler and hooks."""
+    wanted = Wanted.read()
+    if wanted is None:
+        return
+    from coupler_rollout_sglang.compat import worker as sglang
+    from coupler_rollout_sglang.worker import receiver
+
+    sglang.register_sampler()
+    sglang.hook_stop_tokens(no_stop_tokens)
+    sglang.hook_payload(only_ours)
+    sglang.hook_answer(receiver.answered)
+    sglang.hook_facts(receiver.facts)
+    if wanted.per_request_seeds:
+        sglang.hook_seeds(with_seeds)
+
+
+def no_stop_tokens(_original: Any, _config: Any) -> set[int]:
+    """Take the tokens out that end a completion by the model's folder."""
+    return set()
+
+
+def only_ours(_original: Any, data: Any) -> Any:
+    """Read a payload of weights as our own message, and never as a pickle.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    from coupler_rollout_sglang.worker.receiver import read_payload
+
+    return read_payload(data)
+
+
+def with_seeds(result: Any, _class: Any, batch: Any, *_: Any, **__: Any) -> Any:
+    """Keep the seeds of a batch, which SGLang drops unless its kernels are
+    deterministic.
+    """
+    import torch
+
+    if result.sampling_seed is None:
+        seeds = [request.sampling_params.sampling_seed or 0 for request in batch.reqs]
+        result.sampling_seed = torch.tensor(seeds, dtype=torch.int64).to(batch.device)
+    return result

@@ -1,0 +1,365 @@
+"""Implement ``rollout=sglang`` in the process of one replica, which starts SGLang.
+
+SGLang's processes are a tree of their own, see :mod:`coupler_rollout_sglang.host`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+from weakref import finalize
+
+import numpy as np
+
+from coupler import errors
+from coupler.engine_kit import resident_bytes
+from coupler.engine_kit.inference.gated import GatedRollout, Sampled
+from coupler.errors import CouplerError, ReplicaDied, WeightSyncError
+from coupler.interfaces import Memory, Model, Rank, Request, WeightUpdate
+from coupler_rollout_sglang import messages
+from coupler_rollout_sglang.arguments import positions_of, text_config
+from coupler_rollout_sglang.compat.version import installed
+from coupler_rollout_sglang.config import Mode
+from coupler_rollout_sglang.links import EngineEnded, HttpLink, Link, PrivateLink
+
+ALIVE_S = 1.0
+"""Seconds between two looks at whether the engine lives, during a call."""
+FLUSH_S = 10.0
+"""Seconds within which the cache of an engine that has nothing to do is empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """Hold what a model worker says of itself."""
+
+    pid: int
+    held: int
+    """Bytes that it holds on its device, with those that it gave back."""
+    free: int
+    """Bytes that are free there."""
+    cache_tokens: int
+    """Tokens that its cache has room for."""
+
+
+@dataclass(slots=True)
+class Sampling:
+    """Hold what one stay of a request in SGLang sampled."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int] = field(default_factory=list)
+
+    def each_version(self) -> list[int]:
+        return self.versions
+
+    def each_route(self) -> np.ndarray | None:
+        return None
+
+
+class SGLangRollout(GatedRollout):
+    """One replica of SGLang."""
+
+    def __init__(self, config: Any, model: Model) -> None:
+        """Check that SGLang is here, unless a server is elsewhere.
+
+        Raises:
+            PluginError: SGLang is not installed, or outside the tested range.
+        """
+        if not config.server:
+            installed()
+        super().__init__(config, model)
+        self.link: Link | None = None
+        self.end: finalize[..., Any] | None = None
+        # Requests in the engine. A name is no beginning of another one, since SGLang
+        # cuts off all that begin with a name.
+        self._running: dict[str, None] = {}
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+    async def setup(self, rank: Rank) -> int:
+        """Start the engine with random weights. An engine that died is started again.
+
+        Raises:
+            CouplerError: SGLang did not start. Its own log lines say why.
+        """
+        self.close()
+        self.begin(rank)
+        self._running.clear()
+        self.idle.set()
+
+        text = text_config(Path(self.model.path))
+        self.max_tokens = self.config.max_model_len or positions_of(text)
+        self.vocabulary = int(text["vocab_size"])
+        asked = {
+            "config": asdict(self.config),
+            "model": self.model.path,
+            "trust_remote_code": self.model.trust_remote_code,
+            "seed": rank.seed,
+        }
+        if self.config.mode is Mode.SERVER:
+            http = await asyncio.to_thread(HttpLink, self.config.server, asked)
+            self.link, self.end = http, finalize(self, http.close)
+            await http.ready()
+        else:
+            self.link = await asyncio.to_thread(PrivateLink, asked)
+            # The engine ends with this process at the latest.
+            self.end = finalize(self, self.link.close)
+
+        self.workers = await self._facts()
+        self.given_back = dict.fromkeys(Memory, 0)
+        return len(self.workers)
+
+    # --- requests
+
+    @property
+    def running(self) -> Mapping[str, None]:
+        return self._running
+
+    def check(self, request: Request) -> None:
+        """Refuse nothing: SGLang samples at every temperature."""
+
+    async def stay(self, request: Request, done: Sampled, room: int) -> tuple[Sampling, str]:
+        prompt = [*request.prompt, *done.tokens]
+        name = uuid4().hex
+        body = {
+            "rid": name,
+            "input_ids": prompt,
+            "sampling_params": self._parameters(request, room - len(done.tokens)),
+            "return_logprob": True,
+            # No log-probs of the prompt.
+            "logprob_start_len": -1,
+            # No cache of older weights has this key.
+            "extra_key": str(self.updates),
+        }
+
+        self._running[name] = None
+        self.idle.clear()
+        try:
+            status, output = await self._call("generate", body)
+        except asyncio.CancelledError:
+            await self._call("abort_request", {"rid": name})
+            raise
+        finally:
+            del self._running[name]
+            if not self._running:
+                self.idle.set()
+
+        if status != HTTPStatus.OK:
+            raise CouplerError(f"SGLang refused a request: {said(output)}")
+        return sampling_of(output)
+
+    def _parameters(self, request: Request, room: int) -> dict[str, Any]:
+        """Return SGLang's sampling parameters.
+
+        Its seed goes with the position of a token, so that a request that enters again
+        goes on as if it had not been cut off.
+        """
+        return {
+            "max_new_tokens": room,
+            "temperature": request.temperature,
+            "top_p": request.top_p if request.temperature else 1.0,
+            "stop_token_ids": list(request.stop),
+            "sampling_seed": request.seed % 2**63,
+            "skip_special_tokens": False,
+        }
+
+    async def freeze(self) -> None:
+        await self._call("pause_generation", {"mode": "in_place"})
+
+    async def thaw(self) -> None:
+        await self._call("continue_generation", {})
+
+    async def cut_off(self) -> None:
+        await asyncio.gather(
+            *(self._call("abort_request", {"rid": name}) for name in list(self._running))
+        )
+
+    async def drained(self) -> None:
+        await self._alive(self.idle.wait())
+
+    async def check_alive(self) -> None:
+        try:
+            await self._link().check()
+        except EngineEnded as error:
+            raise self._died() from error
+
+    # --- weights
+
+    async def load(self, update: WeightUpdate) -> list[dict[str, Any]]:
+        """Load the weights inside every model worker, and empty the cache if nothing
+        runs.
+        """
+        answers = await self._push(update)
+        if not self._running:
+            await self._flush()
+        return answers
+
+    async def checksums(self) -> list[dict[str, int]]:
+        """Return the checksums of the weights in each model worker.
+
+        See :func:`~coupler.engine_kit.inference.checksums.of_plan`.
+        """
+        return [answer["checksums"] for answer in await self._push(None)]
+
+    async def _push(self, update: WeightUpdate | None) -> list[dict[str, Any]]:
+        """Give every model worker our message, and return their answers."""
+        status, answer = await self._call("begin_weight_update", {})
+        session = status != HTTPStatus.NOT_FOUND
+        if session:
+            self._accepted(status, answer)
+
+        body = {
+            "serialized_named_tensors": [messages.payload(update)] * self.config.tensor_parallel,
+            "load_format": messages.LOADER,
+            "flush_cache": False,
+        }
+        try:
+            answer = self._accepted(*await self._call("update_weights_from_tensor", body))
+        finally:
+            if session:
+                await self._call("end_weight_update", {})
+
+        answers = messages.answers_of(answer["message"])
+        for each in answers:
+            if "error" in each:
+                kind, text = each["error"]
+                raise {**vars(errors), "MemoryError": MemoryError}[kind](text)
+        return answers
+
+    def _accepted(self, status: int, answer: dict[str, Any]) -> dict[str, Any]:
+        if status != HTTPStatus.OK or not answer.get("success", True):
+            raise WeightSyncError(f"SGLang refused a weight update: {said(answer)}")
+        return answer
+
+    async def _flush(self) -> None:
+        """Empty the prefix cache.
+
+        Raises:
+            WeightSyncError: SGLang still has requests, though we have none.
+        """
+        until = time.monotonic() + FLUSH_S
+        while (await self._call("flush_cache", {}))[0] != HTTPStatus.OK:
+            if time.monotonic() > until:
+                raise WeightSyncError(
+                    "SGLang did not empty its cache after a weight update, since it has requests "
+                    "that are not ours.\n  look at:  who else uses the server"
+                )
+            await asyncio.sleep(0.01)
+
+    # --- memory
+
+    async def release(self, parts: list[Memory]) -> None:
+        """Give back the memory of these parts, and count how much it was."""
+        if parts:
+            await self._flush()
+        for part in parts:
+            before = await self._facts()
+            await self._done("release_memory_occupation", {"tags": [str(part)]})
+            after = await self._facts()
+            freed = (new.free - old.free for old, new in zip(before, after, strict=True))
+            self.given_back[part] = max(0, *freed)
+
+    async def restore(self, parts: list[Memory]) -> None:
+        for part in parts:
+            await self._done("resume_memory_occupation", {"tags": [str(part)]})
+            self.given_back[part] = 0
+
+    async def device_bytes(self) -> int:
+        held = max(worker.held for worker in await self._facts())
+        return max(held - sum(self.given_back.values()), 0)
+
+    async def host_bytes(self) -> int:
+        pids = {os.getpid(), *(worker.pid for worker in self.workers), *self._link().pids()}
+        return sum(map(resident_bytes, pids))
+
+    async def _facts(self) -> list[Worker]:
+        """Return what every model worker says of itself.
+
+        Raises:
+            CouplerError: the engine is not one of ours.
+        """
+        _, rows = await self._call("get_weights_by_name", {"name": messages.FACTS})
+        if not isinstance(rows, list) or not rows:
+            raise CouplerError(
+                "this SGLang has not what Coupler needs in it.\n  start it with:  python -m "
+                "coupler_rollout_sglang.server, where coupler-rollout-sglang is installed"
+            )
+        # Parts of a replica that share no requests answer each for all.
+        rows = rows[0] if isinstance(rows[0][0], list) else rows
+        return [Worker(*map(int, row)) for row in rows]
+
+    async def _done(self, name: str, body: dict[str, Any]) -> None:
+        status, answer = await self._call(name, body)
+        if status != HTTPStatus.OK:
+            raise CouplerError(f"SGLang refused {name}: {said(answer)}")
+
+    # --- the engine's processes
+
+    def _link(self) -> Link:
+        if self.link is None:
+            raise CouplerError("the rollout has not started.\n  call:  setup()")
+        return self.link
+
+    async def _call(self, name: str, body: dict[str, Any]) -> tuple[int, Any]:
+        return await self._alive(self._link().call(name, body))
+
+    async def _alive(self, call: Any) -> Any:
+        """Wait for a call to the engine for as long as the engine lives."""
+        task = asyncio.ensure_future(call)
+        try:
+            while True:
+                done, _ = await asyncio.wait({task}, timeout=ALIVE_S)
+                if done:
+                    return task.result()
+                await self._link().check()
+        except EngineEnded as error:
+            raise self._died() from error
+        finally:
+            task.cancel()
+
+    def _died(self) -> ReplicaDied:
+        return ReplicaDied(
+            f"the SGLang engine of rollout replica {self.rank.index} died.\n"
+            "  look at:  its last lines above, or the log of this replica; out of memory, "
+            "most often"
+        )
+
+    def close(self) -> None:
+        """End the engine's processes."""
+        if self.end is not None:
+            self.end()
+
+
+def sampling_of(output: dict[str, Any]) -> tuple[Sampling, str]:
+    """Return what SGLang sampled for a request, and why it ended.
+
+    Raises:
+        CouplerError: there are more log-probs or versions than tokens, or fewer.
+    """
+    meta, tokens = output["meta_info"], list(output["output_ids"])
+    logprobs = [float(entry[0]) for entry in meta.get("output_token_logprobs") or []]
+    versions = list(meta.get(messages.VERSION_KEY) or [])
+
+    for name, found in (("log-probs", logprobs), ("versions", versions)):
+        if len(found) != len(tokens):
+            raise CouplerError(
+                f"SGLang returned {len(found)} {name} of {len(tokens)} tokens.\n  look at:  "
+                "rollout.extra_args; speculative decoding and others change what it returns"
+            )
+    return Sampling(tokens, logprobs, versions), str(meta["finish_reason"]["type"])
+
+
+def said(answer: Any) -> str:
+    """Return the sentence of an answer that is no success."""
+    if isinstance(answer, dict):
+        error = answer.get("error")
+        text = answer.get("message") or (error.get("message") if isinstance(error, dict) else error)
+        return str(text or answer)
+    return str(answer)

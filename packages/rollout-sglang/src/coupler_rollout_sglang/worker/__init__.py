@@ -1,0 +1,1 @@
+"""Run inside SGLang's model workers: sample, and receive and load weights."""

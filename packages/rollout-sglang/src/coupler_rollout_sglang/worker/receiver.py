@@ -1,0 +1,108 @@
+"""Receive and load weights inside a model worker, and say what became of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from coupler.engine_kit.inference.checksums import of_plan
+from coupler.engine_kit.inference.loading import copy, plans, record, shapes_of
+from coupler.errors import CouplerError
+from coupler.interfaces import Rank
+from coupler_rollout_sglang import messages
+from coupler_rollout_sglang.compat import worker as sglang
+from coupler_rollout_sglang.worker import state
+
+
+def read_payload(data: bytes | str) -> list[tuple[str, torch.Tensor]]:
+    """Return our message as the name of an empty tensor: SGLang hands on tensors."""
+    return [(messages.text_of(data), torch.empty(0))]
+
+
+def receive(model: torch.nn.Module, named: list[tuple[str, torch.Tensor]]) -> None:
+    """Receive what the message announces, and load it into the model.
+
+    SGLang's ``custom_weight_loader`` names this function. An error in it would end the
+    process, so that it becomes the answer.
+    """
+    (text, _), *_ = named
+    update, (index, world) = messages.update_of(text), sglang.rank()
+    answer: dict[str, Any]
+
+    try:
+        if update is None:
+            answer = {"checksums": of_plan(plans.get(model, {}))}
+        else:
+            answer = load(model, update, Rank(index=index, world=world, devices=device()))
+    except CouplerError as error:
+        answer = {"error": [type(error).__name__, str(error)]}
+    except torch.OutOfMemoryError as error:
+        answer = {"error": ["MemoryError", str(error)]}
+    except Exception as error:
+        answer = {"error": ["WeightSyncError", f"{type(error).__name__}: {error}"]}
+    state.answers = json.dumps(sglang.gather(answer))
+
+
+def load(model: torch.nn.Module, update: Any, place: Rank) -> dict[str, Any]:
+    """Load an update into the model.
+
+    Where copies alone fill the model, they are the plan for later updates. Models that
+    compute further weights after they were loaded go through their loader each time.
+    """
+    start = time.perf_counter()
+    # SGLang computes on a stream of its own, and may be a batch ahead.
+    synchronize()
+    folder = Path(sglang.folder())
+    weights = update.receive(place, shapes_of(model, folder))
+
+    if plans.get(model) is not None and not state.same_parameters(model):
+        del plans[model]
+    with torch.no_grad():
+        if model in plans:
+            account = copy(plans[model], weights)
+        else:
+            account = record(model, weights, folder)
+            state.remember_parameters(model)
+
+    if sglang.computes_weights(model):
+        plans.pop(model, None)
+    synchronize()
+    state.version = update.version
+    return {**account, "seconds": {"load": time.perf_counter() - start}}
+
+
+def synchronize() -> None:
+    """Wait until the device has done all that was asked of it."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def answered(original: Any, *args: Any, **named: Any) -> tuple[bool, str]:
+    """Return the answers of all workers as the message of an update."""
+    state.answers = None
+    success, message = original(*args, **named)
+    return success, state.answers or message
+
+
+def facts(original: Any, worker: Any, request: Any) -> Any:
+    """Return a row of each worker: its process, bytes that it holds and that are free
+    on its device, and tokens that its cache has room for.
+    """
+    if request.name != messages.FACTS:
+        return original(worker, request)
+    held, free = 0, 0
+    if torch.cuda.is_available():
+        held, free = torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[0]
+    row = (os.getpid(), held, free, sglang.cache_tokens(worker))
+    return sglang.gather([float(number) for number in row])
+
+
+def device() -> tuple[str, ...]:
+    if not torch.cuda.is_available():
+        return ()
+    return (str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid),)

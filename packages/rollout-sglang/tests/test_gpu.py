@@ -1,0 +1,196 @@
+"""One GPU: weights through shared memory, bit for bit, exact log-probs, and memory that
+is given back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from coupler.engine_kit.inference.checksums import checksum
+from coupler.interfaces import Completion, InFlight, Memory, Model, Named, Request
+from coupler.plugins.manager import Plugins
+from coupler.testing.edge import Served
+from coupler.testing.models import write_qwen2, write_qwen3_moe
+from coupler.testing.reference import TransformersReference
+from coupler_rollout_sglang.arguments import GIB, bytes_per_token, text_config
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+CACHE_GIB = 1.0
+
+
+def serve(reference: TransformersReference, **settings: object) -> Served:
+    from coupler_rollout_sglang.config import SGLangConfig
+    from coupler_rollout_sglang.rollout import SGLangRollout
+
+    given = {"kv_cache_gib": CACHE_GIB, "max_model_len": 256, "enforce_eager": True, **settings}
+    return Served(
+        SGLangRollout(SGLangConfig(**given), Model(str(reference.folder))),  # type: ignore[arg-type]
+        Plugins.load().get("transport", "ipc"),
+    )
+
+
+def tensors(reference: TransformersReference, factor: float = 1.0) -> list[Named]:
+    return [
+        (n, (factor * torch.from_numpy(t)).cuda().bfloat16()) for n, t in reference.tensors.items()
+    ]
+
+
+def push(served: Served, weights: list[Named]) -> None:
+    """Push, and compare a checksum of every tensor in the model worker with that of the
+    tensor that was sent.
+    """
+    sent, receipt = served.push(iter(weights))
+    assert sent.num_tensors == receipt.num_received == receipt.num_loaded == len(weights)
+    assert (receipt.missing, receipt.unexpected) == ((), ())
+    (found,) = served.run(served.rollout.checksums)
+    assert found == {name: checksum(tensor) for name, tensor in weights}
+
+
+def generate(served: Served, *requests: Request) -> list[Completion]:
+    async def together() -> list[Completion]:
+        return await asyncio.gather(*map(served.rollout.generate, requests))
+
+    return served.run(together)
+
+
+def difference(reference: TransformersReference, request: Request, done: Completion) -> float:
+    want = reference.logprobs_of(request.prompt, done.tokens, request.temperature or 1.0)
+    return float(np.abs(want - done.logprobs).mean())
+
+
+@pytest.fixture(scope="module")
+def live(reference: TransformersReference) -> Iterator[Served]:
+    """With CUDA graphs."""
+    one = serve(reference, enforce_eager=False)
+    yield one
+    one.close()
+
+
+def test_shared_memory_brings_every_bit(live: Served, reference: TransformersReference) -> None:
+    """Through the loader first, through its plan afterwards."""
+    for factor in (0.5, 2.0, 1.0):
+        push(live, tensors(reference, factor))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_logprobs_are_those_of_the_reference(
+    live: Served, reference: TransformersReference, temperature: float
+) -> None:
+    push(live, tensors(reference))
+    requests = [Request((5, 6, 7 + i), 24, temperature, seed=i) for i in range(16)]
+    for request, done in zip(requests, generate(live, *requests), strict=True):
+        assert difference(reference, request, done) < 0.1
+        assert set(done.versions) == {live.edge.version}
+
+
+def test_seeds_decide_and_differ(live: Served, reference: TransformersReference) -> None:
+    """Alone and among others; ``top_p`` has another path through the sampler."""
+    push(live, tensors(reference))
+    for top_p in (1.0, 0.9):
+        request = Request((5, 6, 7), 16, 1.0, seed=7, top_p=top_p)
+        alone = generate(live, request)[0].tokens
+        crowd = [Request((5, 6, 7), 16, 1.0, seed=i, top_p=top_p) for i in range(40, 80)]
+        *others, again = generate(live, *crowd, request)
+        # In bf16 a row's logits depend on the batch in their last bits.
+        same = sum(a == b for a, b in zip(alone, again.tokens, strict=True))
+        assert same >= 8
+        assert len({done.tokens for done in others}) == len(others)
+
+
+def test_the_cache_is_as_large_as_it_was_asked_for(
+    live: Served, reference: TransformersReference
+) -> None:
+    each = bytes_per_token(text_config(reference.folder), "bfloat16", live.rollout.config)
+    (worker,) = live.rollout.workers
+    assert worker.cache_tokens == pytest.approx(CACHE_GIB * GIB / each, rel=0.02)
+
+
+def test_a_budget_for_weights_and_cache_is_kept(tmp_path: Path) -> None:
+    """The formula of ``mem_fraction_static``, against the pool that SGLang made."""
+    folder = write_qwen2(tmp_path / "model", tied=False, hidden_size=512, intermediate_size=2048)
+    reference = TransformersReference(folder)
+    weights = 2 * sum(tensor.size for tensor in reference.tensors.values())
+    served = serve(reference, kv_cache_gib=0.0, gpu_memory_gib=4.0)
+    try:
+        each = bytes_per_token(text_config(folder), "bfloat16", served.rollout.config)
+        (worker,) = served.rollout.workers
+        assert worker.cache_tokens * each == pytest.approx(4 * GIB - weights, rel=0.15)
+    finally:
+        served.close()
+
+
+def test_memory_is_given_back_and_three_updates_leave_it_flat(
+    live: Served, reference: TransformersReference
+) -> None:
+    """The device's own count, with sleep between the updates."""
+    push(live, tensors(reference))
+    request = Request((5, 6, 7), 12, seed=3)
+    (before,) = generate(live, request)
+    free: list[tuple[int, int]] = []
+
+    async def nap() -> None:
+        rollout = live.rollout
+        await rollout.pause(InFlight.DRAIN)
+        await rollout.sleep(frozenset({Memory.KV_CACHE}))
+        await rollout.sleep(frozenset({Memory.WEIGHTS}))
+        asleep = torch.cuda.mem_get_info()[0]
+        await rollout.wake(frozenset({Memory.WEIGHTS}))
+        await live.edge.push(iter(weights))
+        await rollout.wake(frozenset({Memory.KV_CACHE}))
+        free.append((asleep, torch.cuda.mem_get_info()[0]))
+        await rollout.resume()
+
+    weights = tensors(reference)
+    for _ in range(4):
+        live.run(nap)
+        assert difference(reference, request, generate(live, request)[0]) < 0.1
+    assert generate(live, request)[0].tokens == before.tokens
+
+    # The first round makes what later ones keep.
+    asleep, awake = zip(*free[1:], strict=True)
+    assert min(asleep) - max(awake) > 0.9 * CACHE_GIB * GIB
+    for column in (asleep, awake):
+        assert max(column) - min(column) < 64 << 20
+
+
+def test_in_place_updates_name_the_version_of_every_token(
+    live: Served, reference: TransformersReference
+) -> None:
+    """Also with a batch in flight: SGLang schedules one ahead."""
+    push(live, tensors(reference))
+
+    async def story() -> Completion:
+        rollout = live.rollout
+        running = asyncio.ensure_future(rollout.generate(Request((5, 6), 240, seed=1)))
+        await asyncio.sleep(0.2)
+        await rollout.pause(InFlight.STALE_KV)
+        await live.edge.push(iter(tensors(reference, 0.5)))
+        await rollout.resume()
+        return await running
+
+    done = live.run(story)
+    versions = list(done.versions)
+    assert versions == sorted(versions) and len(versions) == 240
+    old = versions.count(live.edge.version - 1)
+    want = reference.logprobs_of((5, 6), done.tokens, 1.0)
+    assert old > 0 and np.abs(want - done.logprobs)[:old].mean() < 0.1
+
+
+def test_experts_arrive(tmp_path: Path) -> None:
+    """A mixture of experts: its kernels may want their weights in another form."""
+    reference = TransformersReference(write_qwen3_moe(tmp_path / "moe"))
+    served = serve(reference)
+    try:
+        for factor in (0.5, 1.0):
+            _, receipt = served.push(iter(tensors(reference, factor)))
+            assert (receipt.missing, receipt.unexpected) == ((), ())
+        request = Request((5, 6, 7), 12, seed=3)
+        assert difference(reference, request, generate(served, request)[0]) < 0.15
+    finally:
+        served.close()
