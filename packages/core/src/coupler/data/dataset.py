@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from datetime import date, time
 from decimal import Decimal
 from difflib import get_close_matches
@@ -56,13 +57,40 @@ def load_rows(config: DataConfig, key: str = "data") -> list[Row]:
         DataError: the source is missing, empty or malformed, or a row lacks a column or
             has one of a wrong type.
     """
-    records = islice(read(config.source, config.args, key), config.limit or None)
-    rows = [
-        _row(record, index, place, config, key) for index, (place, record) in enumerate(records)
-    ]
+    with _source_named(config, key):
+        records = islice(read(config.source, config.args, key), config.limit or None)
+        rows = [
+            _row(record, index, place, config, key) for index, (place, record) in enumerate(records)
+        ]
     if not rows:
         raise DataError(f"{key}.source: {config.source} has no rows.\n{EXAMPLE}")
     return rows
+
+
+def check_first_row(config: DataConfig, key: str = "data") -> None:
+    """Read the first row of ``config.source``, a file or a folder, and check it.
+
+    Raises:
+        DataError: as :func:`load_rows`, for what the first row shows.
+    """
+    load_rows(replace(config, limit=1), key)
+
+
+@contextmanager
+def _source_named(config: DataConfig, key: str) -> Iterator[None]:
+    """Let what the block raises name the option that sets the source."""
+    try:
+        yield
+    except OSError as error:
+        why = error.strerror or error
+        raise DataError(
+            f"{key}.source={config.source[:200]} cannot be read: {why}.\n"
+            "  it may be:  a file or a folder that this user may read"
+        ) from None
+    except DataError as error:
+        if key in str(error):
+            raise
+        raise DataError(f"{error}\n  set by:  {key}.source={config.source[:200]}") from None
 
 
 def fingerprint(rows: Iterable[Row]) -> str:

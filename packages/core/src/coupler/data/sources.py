@@ -32,7 +32,8 @@ def read(source: str, args: Mapping[str, Any], key: str = "data") -> Records:
         return _function(source, args, key)
     if args:
         raise DataError(
-            f"{key}.args has {', '.join(args)}, but {key}.source={source} is no function."
+            f"{key}.args has {', '.join(args)}, but {key}.source={source} is no function.\n"
+            f"  try:  {key}.args={{}}"
         )
 
     if path.is_dir():

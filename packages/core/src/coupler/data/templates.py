@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -10,11 +9,12 @@ from typing import Any
 
 from coupler.data.control import PlainText
 from coupler.data.dataset import Messages
+from coupler.data.folder_check import TOKENIZER_FILES
 from coupler.data.traced import Traced
 from coupler.errors import ConfigError, CouplerError
 from coupler.interfaces import Model
+from coupler.system.files import DamagedFile, read_json
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 MARK = "coupler"  # a word to find again in a rendered conversation
 
 
@@ -236,12 +236,9 @@ class Codec:
         """
         path = self.folder / name
         try:
-            found = json.loads(path.read_text()) if path.is_file() else {}
-            return dict(**found)
-        except (ValueError, TypeError) as error:
-            raise CouplerError(
-                f"{path} is damaged: {error!r}.\n  try:  saving the model again"
-            ) from None
+            return read_json(path) if path.is_file() else {}
+        except DamagedFile as error:
+            raise CouplerError(f"{error}\n  try:  saving the model again") from None
 
 
 def _difference(before: str, after: str, turn: int) -> str:
