@@ -128,12 +128,16 @@ def _imitate(prompt: Prompt, codec: Codec, config: DataConfig) -> Trajectory:
 
 
 def _ids(row: Row, codec: Codec, config: DataConfig) -> tuple[int, ...]:
+    where = f"row {row.index} (from 0) of {config.source}"
     try:
-        return codec.prompt_ids(
+        ids = codec.prompt_ids(
             row.prompt, config.system_prompt, control_tokens=config.control_tokens
         )
     except CouplerError as error:
-        raise DataError(f"row {row.index} (from 0) of {config.source}: {error}") from None
+        raise DataError(f"{where}: {error}") from None
+    if not ids:
+        raise DataError(f"{where}: {config.prompt_key!r} has no tokens under this tokenizer.")
+    return ids
 
 
 def _answer(row: Row, codec: Codec, config: DataConfig) -> tuple[int, ...]:
