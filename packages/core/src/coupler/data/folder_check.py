@@ -16,7 +16,7 @@ LFS = b"version https://git-lfs.github.com/"
 # A tokenizer's file that is larger takes long to parse, and is looked at by its ends.
 PARSED_BYTES = 2 << 20
 MAX_TEMPLATE_BYTES = 1 << 20
-OBJECTS = ("tokenizer_config.json", "generation_config.json", "special_tokens_map.json")
+TOKENIZER_OBJECTS = ("tokenizer_config.json", "special_tokens_map.json")
 
 
 def check_model_folder(path: str, key: str = "model.path") -> None:
@@ -39,10 +39,19 @@ def check_model_folder(path: str, key: str = "model.path") -> None:
 
     try:
         _check_config(read_json(folder / "config.json"), folder / "config.json")
-        for name in OBJECTS:
+        for name in TOKENIZER_OBJECTS:
             if (folder / name).exists():
                 read_json(folder / name)
         _check_tokenizer(folder / "tokenizer.json")
+    except DamagedFile as error:
+        raise ConfigError(
+            f"the tokenizer of {key}={path} cannot be loaded: {error}\n"
+            "  try:  downloading or saving the model again"
+        ) from None
+
+    try:
+        if (folder / "generation_config.json").exists():
+            read_json(folder / "generation_config.json")
         if (folder / "chat_template.jinja").exists():
             read_bytes(folder / "chat_template.jinja", MAX_TEMPLATE_BYTES)
         weights = _weights(folder)
@@ -50,7 +59,7 @@ def check_model_folder(path: str, key: str = "model.path") -> None:
             _check_weights(file)
     except DamagedFile as error:
         raise ConfigError(
-            f"{key}={path}: {error}\n  try:  downloading or saving the model again"
+            f"{error}\n  try:  downloading or saving the model of {key}={path} again"
         ) from None
     if not weights:
         raise ConfigError(

@@ -108,32 +108,31 @@ def _check_executor(config: RunConfig) -> None:
 def _check_model(path: str, key: str) -> None:
     if ":" in path and not os.path.exists(path):
         if problem := target_problem(path):
-            raise ConfigError(
-                f"{key}={path} is no folder, and no function either: {problem}.\n"
-                "  try:  a downloaded model, or pkg.mod:function"
-            )
+            why = problem.partition(": ")[2]
+            more = "" if "\n" in why else "\n  try:  a downloaded model, or pkg.mod:function"
+            raise ConfigError(f"{key}={path} is no folder, and no function either: {why}{more}")
         return
+    if key != "model.path" and not os.path.isdir(path):
+        raise ConfigError(
+            f"{key}={path[:200]} is no folder.\n  try:  leaving it out: model.path then serves"
+        )
     check_model_folder(path, key)
 
 
 def _check_rows(data: DataConfig, key: str) -> None:
     if ":" in data.source and Path(data.source).suffix not in (".jsonl", ".json", ".parquet"):
         if problem := target_problem(data.source):
-            raise ConfigError(
-                f"{key}.source={data.source} cannot be imported: {problem}.\n"
-                "  try:  FILE.jsonl, or pkg.mod:function"
-            )
+            why = problem.partition(": ")[2]
+            more = "" if "\n" in why else "\n  try:  FILE.jsonl, or pkg.mod:function"
+            raise ConfigError(f"{key}.source={data.source} cannot be imported: {why}{more}")
         return
     check_first_row(data, key)
 
 
 def _check_reward(target: str) -> None:
     if problem := target_problem(target, KEYWORDS, (os.getcwd(),)):
-        raise ConfigError(
-            f"reward.target={target} cannot be used: {problem}.\n"
-            "  try:  pkg.mod:function or file.py:function, which is called with the keywords it "
-            f"takes among: {', '.join(KEYWORDS)}"
-        )
+        more = f"\n  it is called with the keywords it takes among:  {', '.join(KEYWORDS)}"
+        raise ConfigError(f"reward.target={target} {problem}{'' if chr(10) in problem else more}")
 
 
 def _check_resume(wanted: str) -> None:

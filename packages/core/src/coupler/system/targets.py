@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from coupler.system.files import DamagedFile, read_bytes
 
 MAX_SOURCE_BYTES = 4 << 20
 # A module with one of these may have names that its source does not show.
-DYNAMIC = frozenset({"globals", "exec", "setattr", "__getattr__", "vars", "locals"})
+DYNAMIC = frozenset({"globals", "exec", "setattr", "__getattr__", "vars", "exit", "quit"})
+USED, IMPORTED = "cannot be used: ", "cannot be imported: "
 DEFINES = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
@@ -22,7 +24,8 @@ def target_problem(
 ) -> str:
     """Return why ``target`` cannot be called, or an empty text where it may be.
 
-    Nothing is imported, so only what the source shows is known.
+    Nothing is imported, so only what the source shows is known. The text is of whole
+    sentences and starts with :data:`USED` or :data:`IMPORTED`.
 
     Args:
         keywords: the arguments that the caller passes, by name, the first of which the
@@ -31,19 +34,23 @@ def target_problem(
     """
     module, colon, name = target.rpartition(":")
     if not colon or not module.strip() or not name.isidentifier():
-        return "it names nothing; write it as package.module:name or path/to/file.py:name"
+        return (
+            f"{USED}{target!r} names nothing.\n  write it as:  package.module:name  or  "
+            "path/to/file.py:name"
+        )
     if module in sys.modules:
         known = vars(sys.modules[module])
-        return "" if name in known or "__getattr__" in known else f"{module} has no {name!r}"
+        found = name in known or "__getattr__" in known
+        return "" if found else f"{USED}{module} has no {name!r}.\n  it has:  {_public(known)}"
+    if module.endswith(".py") and not os.path.lexists(module):
+        return f"{USED}there is no file {module[:200]}.\n  it is looked up from:  {Path.cwd()}"
     try:
         path = Path(module) if module.endswith(".py") else _source_of(module, places)
-        if path is None:
-            return ""
-        return _problem_in(path, name, keywords)
+        return "" if path is None else _problem_in(path, name, keywords, places)
     except DamagedFile as error:
-        return str(error).removesuffix(".")
+        return f"{USED}{error}"
     except LookupError as error:
-        return str(error.args[0])
+        return f"{IMPORTED}{error.args[0]}."
 
 
 def _source_of(module: str, also: tuple[str, ...]) -> Path | None:
@@ -55,7 +62,7 @@ def _source_of(module: str, also: tuple[str, ...]) -> Path | None:
     parts = module.split(".")
     if not all(part.isidentifier() for part in parts):
         raise LookupError(f"{module!r} is no name of a module; a file ends in .py")
-    if parts[0] in sys.builtin_module_names:
+    if parts[0] in sys.builtin_module_names or module in sys.modules:
         return None
 
     places: Sequence[str] | None = [*also, *sys.path]
@@ -83,15 +90,18 @@ def _ask(finder: object, name: str, places: Sequence[str] | None) -> ModuleSpec 
     return find(name, places) if find else None
 
 
-def _problem_in(path: Path, name: str, keywords: tuple[str, ...] | None) -> str:
+def _problem_in(
+    path: Path, name: str, keywords: tuple[str, ...] | None, places: tuple[str, ...]
+) -> str:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             tree = ast.parse(read_bytes(path, MAX_SOURCE_BYTES), str(path))
     except SyntaxError as error:
-        return f"{path}, line {error.lineno} cannot be read as Python: {error.msg}"
+        where = f"{path}, line {error.lineno}"
+        return f"{IMPORTED}{type(error).__name__}: {error.msg}.\n  at:  {where}"
     except (ValueError, RecursionError, MemoryError) as error:
-        return f"{path} cannot be read as Python: {str(error) or type(error).__name__}"
+        return f"{IMPORTED}{type(error).__name__}: {error}.\n  at:  {path}"
 
     made: dict[str, ast.AST | None] = {}
     for names, by in _definitions(tree.body):
@@ -99,12 +109,39 @@ def _problem_in(path: Path, name: str, keywords: tuple[str, ...] | None) -> str:
             made[each] = by
             if isinstance(by, ast.Delete):
                 del made[each]
-    if "*" in made or _is_dynamic(tree):
+    if _is_dynamic(tree):
+        return ""
+    if missing := _missing_import(tree, places):
+        return f"{IMPORTED}ModuleNotFoundError: {missing[0]}.\n  at:  {path}, line {missing[1]}"
+    if "*" in made:
         return ""
     if name not in made:
-        public = ", ".join(sorted(each for each in made if not each.startswith("_"))[:20])
-        return f"{path} has no {name!r}; it has: {public or 'nothing'}"
-    return _misfit(made[name], path, name, keywords)
+        return f"{USED}{path} has no {name!r}.\n  it has:  {_public(made)}"
+    why = _misfit(made[name], path, name, keywords)
+    return f"{USED}{why}." if why else ""
+
+
+def _public(names: Iterable[str]) -> str:
+    return ", ".join(sorted(name for name in names if not name.startswith("_"))[:20]) or "nothing"
+
+
+def _missing_import(tree: ast.Module, places: tuple[str, ...]) -> tuple[str, int] | None:
+    """Return the first package that a module always imports and that is not there, with
+    the line.
+    """
+    moves = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    if any(node.attr in ("path", "meta_path", "modules") for node in moves):
+        return None
+    for node in tree.body:
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [node.module]
+        for name in names:
+            try:
+                _source_of(name.partition(".")[0], places)
+            except LookupError as error:
+                return str(error.args[0]), node.lineno
+    return None
 
 
 def _definitions(body: list[ast.stmt]) -> Iterator[tuple[list[str], ast.AST | None]]:
