@@ -7,7 +7,16 @@ from importlib import import_module
 import pytest
 from tests.faults import ci_seed
 
-SAMPLES = {"answers": 60, "disks": 6, "run_folders": 6, "strangers": 12}
+SAMPLES = {
+    "answers": 60,
+    "control_text": 60,
+    "datasets": 8,
+    "disks": 6,
+    "hostile_files": 8,
+    "run_folders": 6,
+    "settings": 60,
+    "strangers": 12,
+}
 
 
 @pytest.mark.parametrize("name", SAMPLES)

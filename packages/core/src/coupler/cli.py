@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         return code
 
     except CouplerError as exc:
-        print(f"coupler: {exc}", file=sys.stderr)
+        print(f"coupler: {_in_order(str(exc))}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
         print("coupler: interrupted", file=sys.stderr)
@@ -56,6 +56,12 @@ def main(argv: list[str] | None = None) -> int:
         # Text that is still in the buffer of stdout must not raise at the exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return NO_READER
+
+
+def _in_order(text: str) -> str:
+    """Indent what follows the first line, which may come from a library."""
+    first, *rest = [line for line in text.splitlines() if line.strip()] or [""]
+    return "\n".join([first, *(line if line.startswith(" ") else f"  {line}" for line in rest)])
 
 
 def _reader_is_gone() -> bool:
