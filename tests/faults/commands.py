@@ -32,9 +32,18 @@ SUBREAPER = 36
 MAX_ANSWER = 4000
 # Imported before the forks. None of them imports torch.
 LIGHT = ("coupler.cli", "coupler.config.compose", "coupler.jobs", "coupler.testing.toy")
-HEAVY = (*LIGHT, "pyarrow.parquet", "transformers.modeling_utils", "torch.distributed.tensor",
-         "torch.fx.experimental.symbolic_shapes", "transformers.models.auto.tokenization_auto",
-         "accelerate", "psutil", "coupler.testing.reference", "numpy.testing")
+HEAVY = (
+    *LIGHT,
+    "pyarrow.parquet",
+    "transformers.modeling_utils",
+    "torch.distributed.tensor",
+    "torch.fx.experimental.symbolic_shapes",
+    "transformers.models.auto.tokenization_auto",
+    "accelerate",
+    "psutil",
+    "coupler.testing.reference",
+    "numpy.testing",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +96,11 @@ class Commands:
     """Keeps the process that forks."""
 
     def __init__(self, imports: Sequence[str] = LIGHT, cwd: Path = ROOT, **env: str) -> None:
-        settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        settings = {
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.faults.commands", *imports],

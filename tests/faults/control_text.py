@@ -19,8 +19,31 @@ from coupler.errors import CouplerError
 from coupler.interfaces import Model
 
 ROLES = ("user", "assistant", "system", "tool", "<|im_start|>", "im_start")
-NAMES = ("<tool>", "<|call|>", "[mask]", "<think>", "</think>", "<|im_end|><|im_end|>", "<|x y|>", "@@")
-FILL = ("", " ", "\n", "a", "what is 1 ?", "\u00a0", "\u200b", "\t", "<", ">", "|", "\u00e9", "\u4e2d")
+NAMES = (
+    "<tool>",
+    "<|call|>",
+    "[mask]",
+    "<think>",
+    "</think>",
+    "<|im_end|><|im_end|>",
+    "<|x y|>",
+    "@@",
+)
+FILL = (
+    "",
+    " ",
+    "\n",
+    "a",
+    "what is 1 ?",
+    "\u00a0",
+    "\u200b",
+    "\t",
+    "<",
+    ">",
+    "|",
+    "\u00e9",
+    "\u4e2d",
+)
 NORMALIZERS = (None, normalizers.NFKC, normalizers.NFC, normalizers.Lowercase, normalizers.NFKD)
 
 
@@ -93,7 +116,12 @@ def _try(codec: Codec, kind: str, names: list[str], chance: random.Random) -> It
 
 
 def _compare(
-    codec: Codec, template: str | None, roles: list[str], texts: list[str], calm: list[str], what: str
+    codec: Codec,
+    template: str | None,
+    roles: list[str],
+    texts: list[str],
+    calm: list[str],
+    what: str,
 ) -> Iterator[str]:
     def prompt(contents: list[str]) -> Any:
         if template is None:

@@ -178,7 +178,10 @@ def _table(case: Path, job: str, chance: random.Random) -> tuple[str, str, str, 
     columns |= make(pyarrow, count)
     pairs = [(key, value) for key, value in columns.items() if value is not None]
     table = pyarrow.Table.from_arrays(
-        [v if isinstance(v, pyarrow.Array | pyarrow.ChunkedArray) else pyarrow.array(v) for _, v in pairs],
+        [
+            v if isinstance(v, pyarrow.Array | pyarrow.ChunkedArray) else pyarrow.array(v)
+            for _, v in pairs
+        ],
         names=[key.rstrip("#") for key, _ in pairs],
     )
     codec = chance.choice(("none", "snappy", "gzip", "zstd", "lz4"))

@@ -37,7 +37,7 @@ class _Runs:
 
 
 def check(seed: int, cases: int) -> Iterator[str]:
-    """Yield a line for each file that runs, hangs, fills memory or gives a traceback."""
+    """Yield a line for each file that runs, hangs, fills memory or is not answered."""
     chance = random.Random(seed)
     with tempfile.TemporaryDirectory(prefix="faults-") as name, Commands(HEAVY) as commands:
         folder = Path(name)
@@ -60,7 +60,9 @@ def _try(commands: Commands, folder: Path, case: Path, chance: random.Random) ->
     command = chance.choice(sorted(COMMANDS))
     shutil.copytree(folder / ("real" if command == "real engine" else "toy"), case / "toy")
     marker = case / "executed"
-    what = chance.choice((_archive, _tensors, _tensors, _text, _text, _template))(case, marker, chance)
+    what = chance.choice((_archive, _tensors, _tensors, _text, _text, _template))(
+        case, marker, chance
+    )
     given = COMMANDS[command](folder, case)
     ended = commands.run(*given, limit_s=60)
 
@@ -117,7 +119,11 @@ def _tensors(case: Path, marker: Path, chance: random.Random) -> str:
 
 
 def _text(case: Path, marker: Path, chance: random.Random) -> str:
-    paths = [*(case / "toy").glob("*.json"), *(case / "run").rglob("*.json"), case / "run/config.yaml"]
+    paths = [
+        *(case / "toy").glob("*.json"),
+        *(case / "run").rglob("*.json"),
+        case / "run/config.yaml",
+    ]
     path = chance.choice(sorted(paths))
     name = chance.choice(sorted(TEXTS))
     path.write_bytes(TEXTS[name](path.read_bytes(), chance, marker))
@@ -142,7 +148,9 @@ def _npz(*members: tuple[str, bytes], method: int = zipfile.ZIP_STORED) -> bytes
     return data.getvalue()
 
 
-def _npy(shape: str = "(1,)", dtype: str = "'<i8'", data: bytes = bytes(8), version: int = 1) -> bytes:
+def _npy(
+    shape: str = "(1,)", dtype: str = "'<i8'", data: bytes = bytes(8), version: int = 1
+) -> bytes:
     head = f"{{'descr': {dtype}, 'fortran_order': False, 'shape': {shape}, }}\n".encode()
     size = struct.pack("<H" if version == 1 else "<I", len(head) % 65536)
     return b"\x93NUMPY" + bytes((version, 0)) + size + head + data

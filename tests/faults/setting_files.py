@@ -21,7 +21,13 @@ VALUES = (
     "!!int 'x'", "!!float 'x'", "!!bool 'x'", "!!null 'x'", "!!str [a]", "!!map [a]", "!!seq {a: 1}",
     "!!omap [a: 1]", "!!pairs [a: 1]",
 )  # fmt: skip
-KEYS = ("steps", "samples_per_prompt", "engine.ranks", "sampling.max_tokens", "data.max_prompt_tokens")
+KEYS = (
+    "steps",
+    "samples_per_prompt",
+    "engine.ranks",
+    "sampling.max_tokens",
+    "data.max_prompt_tokens",
+)
 WHOLE = (
     "- steps\n- 5\n", "steps\n", "5\n", "'text'\n", "[]\n", "- {steps: 5}\n", "steps: 5\nsteps: 6\n",
     "sampling:\n  max_tokens: 5\nsampling:\n  max_tokens: 6\n", "sampling: {max_tokens: 5, max_tokens: 6}\n",

@@ -62,18 +62,32 @@ def wrong_paths(folder: Path) -> Paths:
 
     found += [("model.path", _quoted(path), EVERY) for path in _models(folder)]
     for path in _rows(folder):
-        found += [("data.source", _quoted(path), TRAINS), ("eval.data.source", _quoted(path), ("eval",))]
+        found += [
+            ("data.source", _quoted(path), TRAINS),
+            ("eval.data.source", _quoted(path), ("eval",)),
+        ]
     code = [f"{path}:score" for path in _modules(folder)]
     for target in (*TARGETS, *code):
         found.append(("reward.target", _quoted(target), SAMPLES))
     plain = [t for t in TARGETS if ":" in t and not t.startswith(("'", "rows.jsonl"))]
     for target in (*plain, *(f"{p}:rows" for p in _modules(folder) if p.endswith(ONLY_BAD))):
-        found += [("data.source", _quoted(target), TRAINS), ("eval.data.source", _quoted(target), ("eval",))]
+        found += [
+            ("data.source", _quoted(target), TRAINS),
+            ("eval.data.source", _quoted(target), ("eval",)),
+        ]
         found.append(("model.path", _quoted(target), EVERY))
     for value in ("missing", str(folder / "rows.jsonl"), str(folder / "toy"), "Auto", "true", "a\0b",
                   "x" * 300, str(folder / "odd" / "pipe"), "/dev/zero", "no", "\udcff"):  # fmt: skip
-        found.append(("checkpoint.resume", _quoted(value) if value != "true" else value, ("grpo", "sft")))
-    for value in ("missing", str(folder / "rows.jsonl"), "a\0b", "x" * 300, str(folder / "odd/pipe")):
+        found.append(
+            ("checkpoint.resume", _quoted(value) if value != "true" else value, ("grpo", "sft"))
+        )
+    for value in (
+        "missing",
+        str(folder / "rows.jsonl"),
+        "a\0b",
+        "x" * 300,
+        str(folder / "odd/pipe"),
+    ):
         found.append(("critic.model.path", _quoted(value), ("ppo",)))
     return found
 

@@ -67,7 +67,7 @@ def check(seed: int, cases: int) -> Iterator[str]:
 
 
 def _pick(cases: list[Case], chance: random.Random) -> Case:
-    """Take a case out of a class, so that none comes twice as long as there are more."""
+    """Take a case out of a class, so that none comes twice while there are more."""
     return cases.pop(chance.randrange(len(cases))) if len(cases) > 1 else cases[0]
 
 
@@ -173,7 +173,9 @@ def _of_option(job: str, option: Option) -> Iterator[Case]:
     for name in sorted(names - {key}):
         if not _is_known(name, option):
             yield Case(job, (f"{name}=1",))
-            yield Case(job, file=f"{yaml.safe_dump(name, allow_unicode=True).split(chr(10))[0]}: 1\n")
+            yield Case(
+                job, file=f"{yaml.safe_dump(name, allow_unicode=True).split(chr(10))[0]}: 1\n"
+            )
 
     good = "1"
     spellings = (
@@ -205,7 +207,7 @@ def wrong_texts(option: Option) -> list[str]:
     optional = type(None) in get_args(kind)
     kind = next((k for k in get_args(kind) if k is not type(None)), kind) if optional else kind
     if isinstance(kind, type) and issubclass(kind, Enum):
-        found = ["nope", "[x]", "{a: 1}", "''", "17", "1.5", f"{[*kind][0]}x", "nan", "[]"]
+        found = ["nope", "[x]", "{a: 1}", "''", "17", "1.5", f"{next(iter(kind))}x", "nan", "[]"]
     elif get_origin(kind) is list:
         inner = get_args(kind)[0]
         found = ["5", "abc", "true", "{a: b}", "[[a]]", "[null]", "[{a: 1}]", "''", "1.5"]

@@ -66,6 +66,7 @@ def load_rows(config: DataConfig, key: str = "data") -> list[Row]:
         rows = [
             _row(record, index, place, config, key) for index, (place, record) in enumerate(records)
         ]
+
     if not rows:
         raise DataError(f"{key}.source: {config.source} has no rows.\n{EXAMPLE}")
     return rows
@@ -218,6 +219,7 @@ def _scalar(value: Any, place: str) -> Any:
                 f"{place} holds half of a surrogate pair (character {error.start}), which is no "
                 "text.\n  try:  writing the file as UTF-8"
             ) from None
+
     if isinstance(value, float) and not isfinite(value):
         if isnan(value):
             return None

@@ -81,6 +81,7 @@ def _check_config(config: dict[str, Any], path: Path) -> None:
         "hidden_size": int,
         "num_hidden_layers": int,
     }
+
     for name, kind in kinds.items():
         for where in (config, inner if isinstance(inner, dict) else {}):
             value = where.get(name)
@@ -95,6 +96,7 @@ def _check_tokenizer(path: Path) -> None:
     if size <= PARSED_BYTES or not path.is_file():
         read_json(path)
         return
+
     with path.open("rb") as file:
         start = file.read(64)
         file.seek(size - 64)

@@ -77,6 +77,7 @@ def _json(path: Path) -> Records:
         start = file.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip()
     # A large file of something else is not read whole.
     whole = path.stat().st_size <= MAX_LINE_BYTES or start.startswith((b"[", b"{"))
+
     records = _parse(path.read_bytes() if whole else start[:80], str(path))
     if not isinstance(records, list):
         raise DataError(

@@ -69,8 +69,7 @@ def _check_folder_to_write(path: str, key: str) -> None:
     parts = Path(path).parts
     if len(os.fsencode(path)) >= MAX_PATH or any(len(os.fsencode(p)) > MAX_NAME for p in parts):
         raise ConfigError(
-            f"{key}={path[:80]}... cannot be written: the name is too long.\n"
-            f"  try:  another {key}"
+            f"{key}={path[:80]}... cannot be written: the name is too long.\n  try:  another {key}"
         )
 
     try:
@@ -112,6 +111,7 @@ def _check_model(path: str, key: str) -> None:
             more = "" if "\n" in why else "\n  try:  a downloaded model, or pkg.mod:function"
             raise ConfigError(f"{key}={path} is no folder, and no function either: {why}{more}")
         return
+
     if key != "model.path" and not os.path.isdir(path):
         raise ConfigError(
             f"{key}={path[:200]} is no folder.\n  try:  leaving it out: model.path then serves"

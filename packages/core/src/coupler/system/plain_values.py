@@ -25,6 +25,7 @@ def is_of(kind: Any, value: Any) -> bool:
     inner = get_args(kind)
     if type(None) in inner and value is None:
         return True
+
     if get_origin(kind) is list:
         return isinstance(value, list) and all(is_of(inner[0], entry) for entry in value)
     if kind is dict or get_origin(kind) is dict:

@@ -42,6 +42,7 @@ def target_problem(
         known = vars(sys.modules[module])
         found = name in known or "__getattr__" in known
         return "" if found else f"{USED}{module} has no {name!r}.\n  it has:  {_public(known)}"
+
     if module.endswith(".py") and not os.path.lexists(module):
         return f"{USED}there is no file {module[:200]}.\n  it is looked up from:  {Path.cwd()}"
     try:
@@ -132,6 +133,7 @@ def _missing_import(tree: ast.Module, places: tuple[str, ...]) -> tuple[str, int
     moves = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
     if any(node.attr in ("path", "meta_path", "modules") for node in moves):
         return None
+
     for node in tree.body:
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -188,9 +190,7 @@ def _is_dynamic(tree: ast.Module) -> bool:
     )
 
 
-def _misfit(
-    node: ast.AST | None, path: Path, name: str, keywords: tuple[str, ...] | None
-) -> str:
+def _misfit(node: ast.AST | None, path: Path, name: str, keywords: tuple[str, ...] | None) -> str:
     """Return why what a name is bound to cannot be called."""
     plain = ast.Constant | ast.List | ast.Tuple | ast.Dict | ast.Set | ast.JoinedStr
     if isinstance(node, plain):
