@@ -27,7 +27,7 @@ FIXES = (
     "try:", " takes ", "must be", "must not", "set ", "needs", "did you mean", "write it as",
     "installed", "options of", "looked up from", "for a list", "quote it", "it has", "counts from",
     "set to", "its options", "refuse", "leave it out", "in use", "known once", "cannot be deleted",
-    "it may be", "one of", "a row is", "set by:",
+    "it may be", "one of", "a row is", "set by:", "at:",
 )  # fmt: skip
 JOBS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "grpo": ("train", "", ("engine=fsdp", "rollout=hf", "algorithm=grpo")),

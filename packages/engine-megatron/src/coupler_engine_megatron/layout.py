@@ -78,6 +78,21 @@ def _of_ranks(config: MegatronConfig, ranks: int, path: str) -> Iterator[Problem
 
 
 def _of_model(config: MegatronConfig, shape: Mapping[str, Any], path: str) -> Iterator[Problem]:
+    needed = (
+        "num_attention_heads",
+        "num_hidden_layers",
+        "hidden_size",
+        "intermediate_size",
+    )
+    missing = [name for name in needed if not shape.get(name)]
+    if missing:
+        names = ", ".join(missing)
+        yield (
+            f"the model's config.json has no {names}",
+            "model.path=another model",
+        )
+        return
+
     heads, layers = shape["num_attention_heads"], shape["num_hidden_layers"]
     experts = experts_of(shape)
     groups = shape.get("num_key_value_heads") or heads

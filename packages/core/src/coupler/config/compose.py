@@ -155,6 +155,7 @@ def _choose(
     for another choice goes with it.
     """
     typed_name, written_name = _take_name(path, typed), _take_name(path, written)
+
     if typed_name and written_name and typed_name != written_name and value_at(written, path):
         replace_at(written, path, None)
         notes.append(

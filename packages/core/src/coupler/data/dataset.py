@@ -92,6 +92,7 @@ def _source_named(config: DataConfig, key: str) -> Iterator[None]:
             f"{key}.source={config.source[:200]} cannot be read: {why}.\n"
             "  it may be:  a file or a folder that this user may read"
         ) from None
+
     except DataError as error:
         if f"{key}.source" in str(error):
             raise
@@ -112,11 +113,15 @@ def _row(record: Any, index: int, place: str, config: DataConfig, key: str) -> R
     if not isinstance(record, Mapping):
         raise DataError(f"{place} is a {type(record).__name__}, not a mapping of columns.")
 
-    plain = {
-        str(column): value
-        for column, inner in record.items()
-        if (value := _plain(inner, f"{place}: {str(column)[:80]!r}")) is not None
-    }
+    plain = {}
+    for column, inner in record.items():
+        try:
+            name, value = _scalar(str(column), place), _plain(inner, place)
+        except DataError as error:
+            raise DataError(f"{error}\n  column:  {str(column)[:80]!a}") from None
+        if value is not None:
+            plain[name] = value
+
     if config.prompt_key not in plain:
         hint = _did_you_mean(config.prompt_key, plain, f"{key}.prompt_key")
         raise DataError(f"{place} has no {config.prompt_key!r}{hint}")

@@ -49,6 +49,7 @@ def encode_prompts(
             or one cannot be rendered.
     """
     prompts = [Prompt(row, _ids(row, codec, config)) for row in rows]
+
     option = f"{key}.max_prompt_tokens="
     limits = [
         Limit(config.max_prompt_tokens, f"{option}{config.max_prompt_tokens}", f"{option}{{}}")
@@ -75,6 +76,7 @@ def supervised(
     """
     prompts, dropped = encode_prompts(rows, codec, config)
     made = [_imitate(p, codec, config) for p in prompts]
+
     limits = [room] if room else []
     if positions := codec.max_positions:
         limits.append(_of_model(positions, positions, "for a prompt with its answer"))

@@ -138,6 +138,7 @@ def _rows_of(file: Any, path: Path) -> Iterator[Any]:
             for record in records:
                 yield record
                 done += 1
+
     except CouplerError:
         raise
     except Exception as error:

@@ -235,6 +235,7 @@ class Codec:
             CouplerError: it is not a JSON object.
         """
         path = self.folder / name
+
         try:
             return read_json(path) if path.is_file() else {}
         except DamagedFile as error:

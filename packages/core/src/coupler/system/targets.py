@@ -159,6 +159,7 @@ def _definitions(body: list[ast.stmt]) -> Iterator[tuple[list[str], ast.AST | No
             yield _stored(node.targets[0]), node.value
         elif isinstance(node, ast.Delete):
             yield _stored(node), node
+
         else:
             inner = [
                 statement
