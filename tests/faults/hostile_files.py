@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import pickle
@@ -20,8 +21,11 @@ from tests.faults import run
 from tests.faults.commands import HEAVY, Commands
 from tests.faults.toy_runs import arguments, write_inputs
 
+from coupler.run.manifest import OF_THE_REST, seal
+from coupler.system.hashing import hash_files
 from coupler.testing.models import write_qwen2, write_tokenizer
 
+OF_RUNS = ("resume", "export", "replay", "eval")
 MOST_S, MOST_BYTES = 8.0, 1 << 30
 Make = Callable[[bytes, random.Random, Path], bytes]
 
@@ -52,7 +56,8 @@ def check(seed: int, cases: int) -> Iterator[str]:
 
 def size_of_space() -> int:
     """Return how many kinds of files there are, by the commands that read them."""
-    return (len(ARCHIVES) + len(TENSORS) + len(TEXTS)) * 8 * 3 + len(TEMPLATES) * 3
+    of_runs = (len(ARCHIVES) * 6 + len(TENSORS) + len(TEXTS) * 12) * len(OF_RUNS) * 2
+    return of_runs + (len(TENSORS) + len(TEXTS) * 3 + len(TEMPLATES)) * 4
 
 
 def _try(commands: Commands, folder: Path, case: Path, chance: random.Random) -> Iterator[str]:
@@ -60,9 +65,14 @@ def _try(commands: Commands, folder: Path, case: Path, chance: random.Random) ->
     command = chance.choice(sorted(COMMANDS))
     shutil.copytree(folder / ("real" if command == "real engine" else "toy"), case / "toy")
     marker = case / "executed"
-    what = chance.choice((_archive, _tensors, _tensors, _text, _text, _template))(
-        case, marker, chance
-    )
+    if command in OF_RUNS:
+        place, kinds = case / "run", (_archive, _archive, _tensors, _text)
+    else:
+        place, kinds = case / "toy", (_tensors, _text, _template)
+    what = chance.choice(kinds)(place, marker, chance)
+    if command in OF_RUNS and chance.random() < 0.6:
+        _forge(place)
+        what = f"{what}, with hashes that fit"
     given = COMMANDS[command](folder, case)
     ended = commands.run(*given, limit_s=60)
 
@@ -89,7 +99,7 @@ COMMANDS: dict[str, Callable[[Path, Path], list[str]]] = {
     "train": lambda folder, case: _of_toy(folder, case, "train"),
     "plan": lambda folder, case: _of_toy(folder, case, "plan"),
     "doctor": lambda folder, case: _of_toy(folder, case, "doctor"),
-    "real engine": lambda folder, case: _of_toy(folder, case, "train", "engine=fsdp", "rollout=hf"),
+    "real engine": lambda folder, case: _of_toy(folder, case, "train", "engine=fsdp", "rollout=hf", "algorithm=grpo"),
     "resume": lambda folder, case: arguments(folder, case / "run", "steps=3"),
     "export": lambda folder, case: ["export", str(case / "run"), "--out", str(case / "out")],
     "replay": lambda folder, case: ["replay", str(case / "run"), "--step", "2", "--stage", "train"],
@@ -100,40 +110,57 @@ COMMANDS: dict[str, Callable[[Path, Path], list[str]]] = {
 }  # fmt: skip
 
 
-def _archive(case: Path, marker: Path, chance: random.Random) -> str:
-    path = chance.choice(sorted((case / "run").rglob("*.npz")))
-    name = chance.choice(sorted(ARCHIVES))
-    path.write_bytes(ARCHIVES[name](path.read_bytes(), chance, marker))
-    return f"{path.relative_to(case)} {name}"
+def _archive(place: Path, marker: Path, chance: random.Random) -> str:
+    path = chance.choice(sorted(place.rglob("*.npz")))
+    return _changed_file(path, ARCHIVES, place, marker, chance)
 
 
-def _tensors(case: Path, marker: Path, chance: random.Random) -> str:
-    paths = [*case.rglob("*.safetensors")]
-    path = chance.choice([case / "toy" / "model.safetensors", *sorted(paths)])
-    name = chance.choice(sorted(TENSORS))
-    path.write_bytes(TENSORS[name](path.read_bytes(), chance, marker))
-    if name == "pickled beside":
+def _tensors(place: Path, marker: Path, chance: random.Random) -> str:
+    path = chance.choice(sorted(place.rglob("*.safetensors")))
+    what = _changed_file(path, TENSORS, place, marker, chance)
+    if what.endswith("pickled beside"):
         path.unlink()
         path.with_name("pytorch_model.bin").write_bytes(_pickle(marker))
-    return f"{path.relative_to(case)} {name}"
+    return what
 
 
-def _text(case: Path, marker: Path, chance: random.Random) -> str:
-    paths = [
-        *(case / "toy").glob("*.json"),
-        *(case / "run").rglob("*.json"),
-        case / "run/config.yaml",
-    ]
-    path = chance.choice(sorted(paths))
-    name = chance.choice(sorted(TEXTS))
-    path.write_bytes(TEXTS[name](path.read_bytes(), chance, marker))
-    return f"{path.relative_to(case)} {name}"
+def _text(place: Path, marker: Path, chance: random.Random) -> str:
+    path = chance.choice(sorted([*place.rglob("*.json"), *place.glob("config.yaml")]))
+    return _changed_file(path, TEXTS, place, marker, chance)
 
 
-def _template(case: Path, marker: Path, chance: random.Random) -> str:
+def _template(place: Path, marker: Path, chance: random.Random) -> str:
     source = chance.choice(TEMPLATES).replace("MARKER", str(marker))
-    (case / "toy" / "chat_template.jinja").write_text(source)
+    (place / "chat_template.jinja").write_text(source)
     return f"template {source[:80]!r}"
+
+
+def _changed_file(
+    path: Path, ways: dict[str, Make], place: Path, marker: Path, chance: random.Random
+) -> str:
+    name = chance.choice(sorted(ways))
+    path.write_bytes(ways[name](path.read_bytes(), chance, marker))
+    return f"{path.relative_to(place)} {name}"
+
+
+def _forge(run_dir: Path) -> None:
+    """Let manifests and records vouch for the files as they are now."""
+    for path in run_dir.rglob("MANIFEST.json"):
+        with contextlib.suppress(ValueError, TypeError, AttributeError, RecursionError):
+            manifest = json.loads(path.read_text())
+            files = [name for name in manifest["files"] if (path.parent / name).is_file()]
+            hashes = hash_files([path.parent / name for name in files])
+            for name, each in zip(files, hashes, strict=True):
+                size = (path.parent / name).stat().st_size
+                manifest["files"][name] = {"bytes": size, "sha256": each}
+            path.write_text(json.dumps({**manifest, OF_THE_REST: seal(manifest)}))
+
+    for path in run_dir.rglob("record.json"):
+        with contextlib.suppress(ValueError, TypeError, AttributeError, RecursionError):
+            about = json.loads(path.read_text())
+            names = list(about["sha256"])
+            hashes = hash_files([path.parent / name for name in names])
+            path.write_text(json.dumps({**about, "sha256": dict(zip(names, hashes, strict=True))}))
 
 
 def _pickle(marker: Path) -> bytes:

@@ -32,24 +32,11 @@ def check_model_folder(path: str, key: str = "model.path") -> None:
             "  try:  a downloaded model, for example of:  hf download ORG/NAME "
             "--local-dir models/NAME"
         )
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        raise ConfigError(
-            f"{key}={path} holds no tokenizer.\n  try:  copying tokenizer.json into it"
-        )
+    check_tokenizer(folder, key)
 
     try:
-        _check_config(read_json(folder / "config.json"), folder / "config.json")
-        for name in TOKENIZER_OBJECTS:
-            if (folder / name).exists():
-                read_json(folder / name)
-        _check_tokenizer(folder / "tokenizer.json")
-    except DamagedFile as error:
-        raise ConfigError(
-            f"the tokenizer of {key}={path} cannot be loaded: {error}\n"
-            "  try:  downloading or saving the model again"
-        ) from None
-
-    try:
+        if not os.path.lexists(folder / "config.json"):
+            raise DamagedFile(f"{folder / 'config.json'} is missing.")
         if (folder / "generation_config.json").exists():
             read_json(folder / "generation_config.json")
         if (folder / "chat_template.jinja").exists():
@@ -66,6 +53,31 @@ def check_model_folder(path: str, key: str = "model.path") -> None:
             f"{key}={path} holds neither {SINGLE} nor {INDEX}.\n  try:  save the model with "
             "save_pretrained; pickled weights are not read"
         )
+
+
+def check_tokenizer(folder: Path, key: str = "model.path") -> None:
+    """Refuse a folder whose tokenizer, or the configuration that names it, is damaged.
+
+    Raises:
+        ConfigError: the message names ``key`` and the file.
+    """
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ConfigError(
+            f"{key}={folder} holds no tokenizer.\n  try:  copying tokenizer.json into it"
+        )
+
+    try:
+        if os.path.lexists(folder / "config.json"):
+            _check_config(read_json(folder / "config.json"), folder / "config.json")
+        for name in TOKENIZER_OBJECTS:
+            if (folder / name).exists():
+                read_json(folder / name)
+        _check_tokenizer_json(folder / "tokenizer.json")
+    except DamagedFile as error:
+        raise ConfigError(
+            f"the tokenizer of {key}={folder} cannot be loaded: {error}\n"
+            "  try:  downloading or saving the model again"
+        ) from None
 
 
 def _check_config(config: dict[str, Any], path: Path) -> None:
@@ -89,7 +101,7 @@ def _check_config(config: dict[str, Any], path: Path) -> None:
                 raise DamagedFile(f"{path} is damaged: {name} is a {type(value).__name__}.")
 
 
-def _check_tokenizer(path: Path) -> None:
+def _check_tokenizer_json(path: Path) -> None:
     if not path.exists():
         return
     size = path.stat().st_size

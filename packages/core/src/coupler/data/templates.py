@@ -9,7 +9,7 @@ from typing import Any
 
 from coupler.data.control import PlainText
 from coupler.data.dataset import Messages
-from coupler.data.folder_check import TOKENIZER_FILES
+from coupler.data.folder_check import check_tokenizer
 from coupler.data.traced import Traced
 from coupler.errors import ConfigError, CouplerError
 from coupler.interfaces import Model
@@ -34,20 +34,18 @@ class Codec:
                 "  try:  a downloaded model, for example of:  hf download ORG/NAME "
                 "--local-dir models/NAME"
             )
-        if not any((self.folder / name).is_file() for name in TOKENIZER_FILES):
-            raise CouplerError(
-                f"model.path={model.path} holds no tokenizer.\n  try:  copying tokenizer.json "
-                "into it"
-            )
+        check_tokenizer(self.folder)
         from transformers import AutoTokenizer
 
         try:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(
                 self.folder, trust_remote_code=model.trust_remote_code, local_files_only=True
             )
-        except (OSError, ValueError, KeyError) as error:
+        # A hostile file makes transformers and tokenizers raise nearly any type.
+        except Exception as error:
             raise CouplerError(
-                f"the tokenizer of model.path={model.path} cannot be loaded: {error}"
+                f"the tokenizer of model.path={model.path} cannot be loaded: {error}\n"
+                "  try:  downloading or saving the model again"
             ) from error
 
     def prompt_ids(
