@@ -441,7 +441,7 @@ def short_model(model: Path, tmp_path: Path, positions: int) -> Path:
         ),
         (
             ("generation_config.json", "["),
-            "{path}/generation_config.json is damaged: JSONDecodeError",
+            "{path}/generation_config.json is damaged: it is no JSON",
             "try:  ",
         ),
         (
@@ -472,7 +472,7 @@ def test_the_model_folder(
 
 
 def test_a_model_function_that_is_not_there(refused: Refused, tmp_path: Path) -> None:
-    (line,) = refused("train", "model.path=no_such_module:build")
+    line, _ = refused("train", "model.path=no_such_module:build")
     assert line.startswith(
         "model.path=no_such_module:build is no folder, and no function either: No module named"
     )

@@ -11,12 +11,16 @@ SAMPLES = {
     "answers": 60,
     "backends": 8,
     "blame": 6,
+    "control_text": 60,
+    "datasets": 8,
     "disks": 6,
+    "hostile_files": 8,
     "plugins": 6,
     "processes": 2,
     "rewards": 6,
     "run_folders": 6,
     "sampling": 60,
+    "settings": 60,
     "strangers": 12,
 }
 

@@ -8,8 +8,11 @@ import json
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+from tests.faults.commands import HEAVY
 
 from coupler.cli import main
 from coupler.testing.models import write_tokenizer, write_toy
@@ -77,6 +80,9 @@ def arguments(inputs: Path, run_dir: Path, *more: str) -> list[str]:
 
 def call(given: list[str]) -> Said:
     """Run a command in this process, and return what it did."""
+    # What takes long to import is no part of the limit.
+    for name in HEAVY:
+        import_module(name)
     output = io.StringIO()
     code, raised = None, ""
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output), _limited():

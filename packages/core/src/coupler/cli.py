@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict, is_dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from coupler.errors import CouplerError
 from coupler.plugins.manager import CORE, Plugins, Row
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 USER_ERROR, INTERRUPTED, NO_READER = 2, 130, 141
+HELP = "\n  try:  coupler COMMAND --help; options are written key=value"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -44,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         return code
 
     except CouplerError as exc:
-        print(f"coupler: {exc}", file=sys.stderr)
+        print(f"coupler: {_in_order(str(exc))}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
         print("coupler: interrupted", file=sys.stderr)
@@ -55,6 +56,12 @@ def main(argv: list[str] | None = None) -> int:
         # Text that is still in the buffer of stdout must not raise at the exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return NO_READER
+
+
+def _in_order(text: str) -> str:
+    """Indent what follows the first line, which may come from a library."""
+    first, *rest = [line for line in text.splitlines() if line.strip()] or [""]
+    return "\n".join([first, *(line if line.startswith(" ") else f"  {line}" for line in rest)])
 
 
 def _reader_is_gone() -> bool:
@@ -72,6 +79,10 @@ class _CommandParser(argparse.ArgumentParser):
     """
 
     takes_options = True
+
+    def error(self, message: str) -> NoReturn:
+        """Raises CouplerError: always. The usage of argparse is no sentence."""
+        raise CouplerError(f"{message}.\n  try:  {self.prog} --help")
 
     def format_help(self) -> str:
         if self.takes_options:
@@ -111,13 +122,14 @@ def _way_to_options() -> str:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = _CommandParser(
         prog="coupler",
         description="Post-train language models.",
         epilog="coupler COMMAND --help says more, and how to list the options of a run.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"coupler {version(CORE)}")
+    parser.takes_options = False
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_CommandParser)
 
     _add_job(commands, "train", _train, "reinforcement learning")
@@ -166,7 +178,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     arguments, rest = parser.parse_known_args(argv)
     for text in rest:
         if text.startswith("-"):
-            hint = f"\n  write it as:  {text.lstrip('-')}" if "=" in text else ""
+            hint = f"\n  write it as:  {text.lstrip('-')}" if "=" in text else HELP
             raise CouplerError(f"unknown argument {text}.{hint}")
     if rest and arguments.command is _plugins:
         raise CouplerError(
@@ -195,6 +207,7 @@ def _add_job(
 
 def _train(arguments: argparse.Namespace) -> None:
     composed, plugins = _composed(arguments, "train")
+    _check_inputs(composed, plugins, "train")
     from coupler.jobs import train
 
     train(composed, plugins)
@@ -202,6 +215,7 @@ def _train(arguments: argparse.Namespace) -> None:
 
 def _sft(arguments: argparse.Namespace) -> None:
     composed, plugins = _composed(arguments, "sft")
+    _check_inputs(composed, plugins, "sft")
     from coupler.jobs import supervise
 
     supervise(composed, plugins)
@@ -212,6 +226,7 @@ def _eval(arguments: argparse.Namespace) -> None:
     composed, plugins = (
         _composed_of_export(arguments, Path(runs[0])) if runs else _composed(arguments, "eval")
     )
+    _check_inputs(composed, plugins, "eval")
     from coupler.jobs import evaluate
 
     evaluate(composed, plugins)
@@ -374,6 +389,16 @@ def _composed(
     for text in (*plugins.warnings(), *plugins.unknown(used), *composed.notes):
         log.warning(text)
     return composed, plugins
+
+
+def _check_inputs(composed: Composed, plugins: Plugins, job: str) -> None:
+    from coupler.config.schema import Job
+    from coupler.run.inputs import check_inputs
+    from coupler.run.plan import make_plan
+
+    if job != Job.EVAL:
+        make_plan(composed.config, None, plugins, job=Job(job))
+    check_inputs(composed.config, Job(job))
 
 
 def _plugins(arguments: argparse.Namespace) -> None:

@@ -93,4 +93,5 @@ class FSDPConfig(AdamWConfig):
         self._require(self.max_tokens_per_gpu > 0, "max_tokens_per_gpu", "must be above 0")
         for key in ("fsdp_size", "logits_tile", "lora_rank"):
             self._require(getattr(self, key) >= 0, key, "must not be negative")
+        self._require(self.lora_alpha > 0, "lora_alpha", "must be above 0")
         super().__post_init__()

@@ -15,6 +15,13 @@ from typing import Any
 from coupler_engine_megatron.config import MegatronConfig, RecomputeMethod
 
 Problem = tuple[str, str]
+# Counts of a model that every check needs.
+NEEDED = (
+    "num_attention_heads",
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+)
 """The sizes that do not fit, and the nearest settings that do."""
 
 
@@ -78,6 +85,12 @@ def _of_ranks(config: MegatronConfig, ranks: int, path: str) -> Iterator[Problem
 
 
 def _of_model(config: MegatronConfig, shape: Mapping[str, Any], path: str) -> Iterator[Problem]:
+    missing = [name for name in NEEDED if not shape.get(name)]
+    if missing:
+        names = ", ".join(missing)
+        yield f"the model's config.json has no {names}", "model.path=another model"
+        return
+
     heads, layers = shape["num_attention_heads"], shape["num_hidden_layers"]
     experts = experts_of(shape)
     groups = shape.get("num_key_value_heads") or heads

@@ -93,7 +93,7 @@ def compose(
         PluginError: what a section names is not installed, is broken, or is ambiguous.
     """
     typed = nest(parse_overrides(overrides))
-    written = read_file(config_file) if config_file else {}
+    written = {} if config_file is None else read_file(config_file)
     notes: list[str] = []
     choices: dict[str, str] = {}
 
@@ -121,6 +121,7 @@ def compose(
         for path, name in choices.items()
     }
     options = Options({path: backend.config for path, backend in backends.items()})
+    options.conform(written)  # What the command line replaces is checked too.
     config = _build(options, merge(merge(merge(base, inherited), written), typed))
     if complete:
         _check(plugins, config, job)
@@ -156,6 +157,7 @@ def _choose(
     for another choice goes with it.
     """
     typed_name, written_name = _take_name(path, typed), _take_name(path, written)
+
     if typed_name and written_name and typed_name != written_name and value_at(written, path):
         replace_at(written, path, None)
         notes.append(
@@ -292,7 +294,11 @@ def _in_one_sentence(
     suspects = [
         f"{k}={v}" for k, v in values.items() if "${" in str(v) and exc.full_key in (None, "", k)
     ]
-    return f"{', '.join(suspects) or exc.full_key} cannot be resolved: {text}."
+    named = ", ".join(suspects)[:300] or exc.full_key
+    return (
+        f"{named} cannot be resolved: {text[:300].rstrip('.')}.\n"
+        "  try:  a value, or ${KEY} of an option that has one"
+    )
 
 
 def _check(plugins: Plugins, config: RunConfig, job: Job) -> None:
@@ -339,7 +345,7 @@ def _incapable(plugins: Plugins, config: RunConfig, job: Job) -> Iterator[str]:
     if jobs and job is not Job.EVAL and job not in jobs:
         yield (
             f"algorithm={config.algorithm.name} is for coupler {' and '.join(jobs)}, not "
-            f"for coupler {job}."
+            f"for coupler {job}.\n  try:  another algorithm, or another command"
         )
     if config.eval.top_p < 1 and does_evaluate(config, job) and TOP_P not in declared(Kind.ROLLOUT):
         yield f"eval.top_p={config.eval.top_p}: rollout={config.rollout.name} cannot; leave it out."

@@ -8,10 +8,12 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from enum import Enum
 from functools import reduce
+from math import isfinite
 from typing import Any, get_args, get_origin, get_type_hints
 
 from coupler.config.schema import RunConfig
 from coupler.errors import ConfigError
+from coupler.system.plain_values import holds_text, is_of, shown
 
 # Sections whose options come from the selected plugin, and its kind.
 SECTIONS = {
@@ -97,7 +99,7 @@ class Options:
             }
 
         option = self.find(key)
-        _check_entries(option, value)
+        _check(option, value)
         kind = _enum_in(option.type)
         if kind is None or not isinstance(value, str) or value.startswith("${"):
             return value
@@ -169,20 +171,28 @@ def default_of(field: Field[Any]) -> Any:
 
 
 def wrong_value(option: Option, value: Any) -> str:
-    shown = "null" if value is None else repr(value)
-    return f"{option.key} takes {option.takes}, got {shown}."
+    return f"{option.key} takes {option.takes}, got {shown(value)}."
 
 
-def _check_entries(option: Option, value: Any) -> None:
-    """Refuse a mapping, a list or null as an entry of a list of numbers or texts, which
-    OmegaConf lets pass.
+def _check(option: Option, value: Any) -> None:
+    """Refuse what is of another type. OmegaConf lets some of it pass.
+
+    What an interpolation gives is known later.
     """
-    kind = get_args(option.type)[0] if get_origin(option.type) is list else None
-    if kind not in EXAMPLES or not isinstance(value, list):
+    if "${" in str(value) or is_of(option.type, value):
         return
-    if any(entry is None or isinstance(entry, Mapping | list) for entry in value):
+
+    fix, kind = "", get_args(option.type)[0] if get_origin(option.type) is list else None
+    if not holds_text(value):
+        fix = "\n  try:  text without NUL and without bytes that are not UTF-8"
+    elif option.type is str and isinstance(value, bool):
+        fix = f"\n  write it as:  \"{option.key}='{str(value).lower()}'\", if a text is meant"
+    elif kind in EXAMPLES:
         example = ",".join(map(str, option.default)) or EXAMPLES[kind]
-        raise ConfigError(f"{wrong_value(option, value)}\n  write it as:  {option.key}=[{example}]")
+        fix = f"\n  write it as:  {option.key}=[{example}]"
+    if type(value) is float and not isfinite(value):
+        raise ConfigError(f"{option.key} must be a finite number, got {value}.")
+    raise ConfigError(wrong_value(option, value) + fix)
 
 
 def _is_open(kind: Any) -> bool:

@@ -4,18 +4,21 @@ nested mappings.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from coupler.config.options import SECTIONS
-from coupler.errors import ConfigError
+from coupler.errors import ConfigError, CouplerError
+from coupler.system.plain_values import holds_text, shown
 from coupler.system.tree import nest
+from coupler.system.yaml_file import read_yaml
+
+# The longest override. Longer ones take the parser of Hydra seconds.
+MAX_OVERRIDE = 4096
 
 
 def parse_overrides(overrides: list[str]) -> list[tuple[str, Any]]:
@@ -36,18 +39,23 @@ def read_file(path: str) -> dict[str, Any]:
     Raises:
         ConfigError: there is none, or it is no YAML mapping.
     """
-    if not Path(path).is_file():
+    if not holds_text(path) or not path.strip():
+        raise ConfigError(f"--config={shown(path)} names no file.\n  try:  --config FILE.yaml")
+    if len(path) > MAX_OVERRIDE or not os.path.lexists(path):
         raise ConfigError(
-            f"there is no configuration file {path}.\n  it is looked up from:  {Path.cwd()}"
+            f"there is no configuration file {path[:200]}.\n  it is looked up from:  {Path.cwd()}"
         )
 
     try:
-        values = OmegaConf.to_container(OmegaConf.load(path))
-    except (YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as exc:
-        raise ConfigError(f"{path} is not readable as YAML: {' '.join(str(exc).split())}") from None
+        values = read_yaml(Path(path))
+    except CouplerError as error:
+        raise ConfigError(f"{error}\n  try:  a YAML file of options, such as  steps: 50") from None
+    if values is None:
+        return {}
     if not isinstance(values, dict):
         raise ConfigError(
-            f"{path} is a list, but a configuration is a mapping of options to values."
+            f"{path} is a {type(values).__name__}, but a configuration is a mapping of options to "
+            "values.\n  try:  a line for each option, such as  steps: 50"
         )
     return nest([_named(str(key), value) for key, value in values.items()])
 
@@ -58,6 +66,13 @@ def _named(key: str, value: Any) -> tuple[str, Any]:
 
 
 def _parse(parser: OverridesParser, text: str) -> tuple[str, Any]:
+    if not holds_text(text) or len(text) > MAX_OVERRIDE:
+        key = ascii(text.partition("=")[0][:80]).strip("'")
+        raise ConfigError(
+            f"the value of {key} has NUL, bytes that are not UTF-8, or more than {MAX_OVERRIDE} "
+            "characters.\n  try:  a shorter text without them, or a file:  --config FILE.yaml"
+        )
+
     key, equals, value = text.partition("=")
     key = key.lstrip("+").strip()
     if text.startswith("~"):
@@ -71,11 +86,12 @@ def _parse(parser: OverridesParser, text: str) -> tuple[str, Any]:
 
     try:
         override = parser.parse_override(f"{key}={value}")
-    except HydraException:
-        shown = value.replace("'", "\\'")
+    except (HydraException, ValueError, RecursionError):
+        quoted = value.replace("'", "\\'")
+        way = f"  quote it for us and for the shell:  \"{key}='{quoted}'\""
         raise ConfigError(
-            f"the value of {key} cannot be read: {value}\n  quote it for us and for the "
-            f"shell:  \"{key}='{shown}'\""
+            f"the value of {key} cannot be read: {value[:200]}\n"
+            + (way if len(value) < 200 else "  try:  a shorter value, or --config FILE.yaml")
         ) from None
 
     if override.is_sweep_override():
@@ -88,7 +104,8 @@ def _parse(parser: OverridesParser, text: str) -> tuple[str, Any]:
         if SECTIONS.get(key) != override.key_or_group or key == override.key_or_group:
             known = ", ".join(f"{kind}@{path}" for path, kind in SECTIONS.items() if kind != path)
             raise ConfigError(
-                f"{text!r}: a key with '@' chooses the backend of another role: {known}."
+                f"{text!r}: a key with '@' chooses the backend of another role.\n"
+                f"  write it as:  {known}=NAME"
             )
         return key, override.value()
     return override.key_or_group, override.value()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from datetime import date, time
 from decimal import Decimal
 from difflib import get_close_matches
 from itertools import islice
+from math import isfinite, isnan
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,10 @@ import numpy as np
 from coupler.config.schema import DataConfig
 from coupler.data.sources import EXAMPLE, read
 from coupler.errors import DataError
+from coupler.system.plain_values import MAX_INTEGER
 
+# Levels of lists and mappings in a column.
+MAX_DEPTH = 64
 # Messages in order: role, content, and the other keys that the chat template reads.
 Messages = tuple[dict[str, Any], ...]
 
@@ -56,13 +61,42 @@ def load_rows(config: DataConfig, key: str = "data") -> list[Row]:
         DataError: the source is missing, empty or malformed, or a row lacks a column or
             has one of a wrong type.
     """
-    records = islice(read(config.source, config.args, key), config.limit or None)
-    rows = [
-        _row(record, index, place, config, key) for index, (place, record) in enumerate(records)
-    ]
+    with _source_named(config, key):
+        records = islice(read(config.source, config.args, key), config.limit or None)
+        rows = [
+            _row(record, index, place, config, key) for index, (place, record) in enumerate(records)
+        ]
+
     if not rows:
         raise DataError(f"{key}.source: {config.source} has no rows.\n{EXAMPLE}")
     return rows
+
+
+def check_first_row(config: DataConfig, key: str = "data") -> None:
+    """Read the first row of ``config.source``, a file or a folder, and check it.
+
+    Raises:
+        DataError: as :func:`load_rows`, for what the first row shows.
+    """
+    load_rows(replace(config, limit=1), key)
+
+
+@contextmanager
+def _source_named(config: DataConfig, key: str) -> Iterator[None]:
+    """Let what the block raises name the option that sets the source."""
+    try:
+        yield
+    except OSError as error:
+        why = error.strerror or error
+        raise DataError(
+            f"{key}.source={config.source[:200]} cannot be read: {why}.\n"
+            "  it may be:  a file or a folder that this user may read"
+        ) from None
+
+    except DataError as error:
+        if f"{key}.source" in str(error):
+            raise
+        raise DataError(f"{error}\n  set by:  {key}.source={config.source[:200]}") from None
 
 
 def fingerprint(rows: Iterable[Row]) -> str:
@@ -79,7 +113,15 @@ def _row(record: Any, index: int, place: str, config: DataConfig, key: str) -> R
     if not isinstance(record, Mapping):
         raise DataError(f"{place} is a {type(record).__name__}, not a mapping of columns.")
 
-    plain = _plain(record, place)
+    plain = {}
+    for column, inner in record.items():
+        try:
+            name, value = _scalar(str(column), place), _plain(inner, place)
+        except DataError as error:
+            raise DataError(f"{error}\n  column:  {str(column)[:80]!a}") from None
+        if value is not None:
+            plain[name] = value
+
     if config.prompt_key not in plain:
         hint = _did_you_mean(config.prompt_key, plain, f"{key}.prompt_key")
         raise DataError(f"{place} has no {config.prompt_key!r}{hint}")
@@ -141,20 +183,24 @@ def _did_you_mean(key: str, record: Mapping[str, Any], option: str) -> str:
     return f"{guess}\n  it has:  {', '.join(record)}"
 
 
-def _plain(value: Any, place: str) -> Any:
+def _plain(value: Any, place: str, depth: int = 0) -> Any:
     """Return ``value`` as JSON knows it: no NumPy, tuples as lists, dates as text.
 
-    Nulls of mappings are left out.
+    NaN, with which tables mark what is missing, is null. Nulls of mappings are left
+    out.
     """
+    if depth > MAX_DEPTH:
+        raise DataError(f"{place} is nested more than {MAX_DEPTH} levels deep.")
     match value:
         case None | bool() | int() | float() | str():
-            return value.item() if isinstance(value, np.generic) else value
+            return _scalar(value.item() if isinstance(value, np.generic) else value, place)
         case Mapping():
-            return {str(k): _plain(v, place) for k, v in value.items() if v is not None}
+            inner = {_scalar(str(k), place): _plain(v, place, depth + 1) for k, v in value.items()}
+            return {k: v for k, v in inner.items() if v is not None}
         case list() | tuple():
-            return [_plain(v, place) for v in value]
+            return [_plain(v, place, depth + 1) for v in value]
         case np.ndarray() | np.generic():
-            return _plain(value.tolist(), place)
+            return _plain(value.tolist(), place, depth + 1)
         case date() | time() | Decimal():
             return str(value)
 
@@ -162,3 +208,29 @@ def _plain(value: Any, place: str) -> Any:
         f"{place} holds a {type(value).__name__}, which JSON cannot.\n  try:  text or numbers "
         "instead of it"
     )
+
+
+def _scalar(value: Any, place: str) -> Any:
+    """Return a text or a number that every process and every file takes.
+
+    Raises:
+        DataError: it is none.
+    """
+    if isinstance(value, str) and not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"{place} holds half of a surrogate pair (character {error.start}), which is no "
+                "text.\n  try:  writing the file as UTF-8"
+            ) from None
+
+    if isinstance(value, float) and not isfinite(value):
+        if isnan(value):
+            return None
+        raise DataError(f"{place} holds {value}, which JSON cannot.\n  try:  a finite number")
+    if type(value) is int and abs(value) > MAX_INTEGER:
+        raise DataError(
+            f"{place} holds an integer of {value.bit_length()} bits.\n  try:  text instead of it"
+        )
+    return value

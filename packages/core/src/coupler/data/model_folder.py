@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 
 from coupler.errors import ConfigError, CouplerError
 from coupler.system.imports import resolve
@@ -15,7 +15,7 @@ def model_folder(path: str, key: str = "model") -> str:
     Raises:
         ConfigError: there is no such function, or it raised.
     """
-    if ":" not in path or Path(path).exists():
+    if ":" not in path or os.path.exists(path):
         return path
 
     try:

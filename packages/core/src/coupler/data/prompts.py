@@ -49,6 +49,7 @@ def encode_prompts(
             or one cannot be rendered.
     """
     prompts = [Prompt(row, _ids(row, codec, config)) for row in rows]
+
     option = f"{key}.max_prompt_tokens="
     limits = [
         Limit(config.max_prompt_tokens, f"{option}{config.max_prompt_tokens}", f"{option}{{}}")
@@ -75,6 +76,7 @@ def supervised(
     """
     prompts, dropped = encode_prompts(rows, codec, config)
     made = [_imitate(p, codec, config) for p in prompts]
+
     limits = [room] if room else []
     if positions := codec.max_positions:
         limits.append(_of_model(positions, positions, "for a prompt with its answer"))
@@ -128,12 +130,16 @@ def _imitate(prompt: Prompt, codec: Codec, config: DataConfig) -> Trajectory:
 
 
 def _ids(row: Row, codec: Codec, config: DataConfig) -> tuple[int, ...]:
+    where = f"row {row.index} (from 0) of {config.source}"
     try:
-        return codec.prompt_ids(
+        ids = codec.prompt_ids(
             row.prompt, config.system_prompt, control_tokens=config.control_tokens
         )
     except CouplerError as error:
-        raise DataError(f"row {row.index} (from 0) of {config.source}: {error}") from None
+        raise DataError(f"{where}: {error}") from None
+    if not ids:
+        raise DataError(f"{where}: {config.prompt_key!r} has no tokens under this tokenizer.")
+    return ids
 
 
 def _answer(row: Row, codec: Codec, config: DataConfig) -> tuple[int, ...]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,10 @@ from coupler.errors import CouplerError, DataError, place_of
 from coupler.system.imports import resolve
 
 Records = Iterator[tuple[str, Any]]  # (place, record)
+# The longest row of a .jsonl file.
+MAX_LINE_BYTES = 64 << 20
+# A file of Parquet with more than this many times its size of values is refused.
+MAX_GROWTH = 1000
 EXAMPLE = '  a row is one line of JSON:  {"prompt": "1 + 2 = ?", "answer": "3"}'
 
 
@@ -32,7 +38,8 @@ def read(source: str, args: Mapping[str, Any], key: str = "data") -> Records:
         return _function(source, args, key)
     if args:
         raise DataError(
-            f"{key}.args has {', '.join(args)}, but {key}.source={source} is no function."
+            f"{key}.args has {', '.join(args)}, but {key}.source={source} is no function.\n"
+            f"  try:  {key}.args={{}}"
         )
 
     if path.is_dir():
@@ -54,14 +61,24 @@ def read(source: str, args: Mapping[str, Any], key: str = "data") -> Records:
 
 def _jsonl(path: Path) -> Records:
     with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
+        for number in count(1):
+            line = lines.readline(MAX_LINE_BYTES + 1)
+            place = f"{path}, line {number}"
+            if not line:
+                return
+            if len(line) > MAX_LINE_BYTES:
+                raise DataError(f"{place} has more than {MAX_LINE_BYTES} bytes.\n{EXAMPLE}")
             if line.strip():
-                place = f"{path}, line {number}"
                 yield place, _parse(line, place)
 
 
 def _json(path: Path) -> Records:
-    records = _parse(path.read_bytes(), str(path))
+    with path.open("rb") as file:
+        start = file.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip()
+    # A large file of something else is not read whole.
+    whole = path.stat().st_size <= MAX_LINE_BYTES or start.startswith((b"[", b"{"))
+
+    records = _parse(path.read_bytes() if whole else start[:80], str(path))
     if not isinstance(records, list):
         raise DataError(
             f"{path} holds a {type(records).__name__}, not a list of rows.\n  try:  one row a "
@@ -72,9 +89,19 @@ def _json(path: Path) -> Records:
 
 def _parse(text: bytes, place: str) -> Any:
     try:
-        return json.loads(text)
-    except ValueError as error:  # raised for text that is not UTF-8, too
-        raise DataError(f"{place} is not JSON: {error}.\n{EXAMPLE}") from None
+        return json.loads(text, object_pairs_hook=_mapping)
+    except (ValueError, RecursionError, MemoryError) as error:
+        # A ValueError is raised for text that is not UTF-8, too.
+        why = str(error)[:200] if isinstance(error, ValueError) else "it is nested too deep"
+        raise DataError(f"{place} is not JSON: {why}.\n{EXAMPLE}") from None
+
+
+def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"it has two values of {twice[:80]!r}")
+    return found
 
 
 def _parquet(path: Path) -> Records:
@@ -83,9 +110,42 @@ def _parquet(path: Path) -> Records:
 
     try:
         file = pyarrow.parquet.ParquetFile(path)
-    except pyarrow.ArrowException as error:
-        raise DataError(f"{path} is not Parquet: {error}.") from None
-    return _numbered(path, (row for batch in file.iter_batches(1024) for row in batch.to_pylist()))
+        names, groups = file.schema_arrow.names, file.metadata.num_row_groups
+        size = sum(file.metadata.row_group(i).total_byte_size for i in range(groups))
+    except Exception as error:
+        # Readers of hostile files fail with nearly every type there is.
+        raise DataError(f"{path} is not Parquet: {str(error)[:200]}.") from None
+
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise DataError(f"{path} has two columns {', '.join(sorted(twice))[:200]}.")
+    if size > MAX_GROWTH * max(path.stat().st_size, 1 << 20):
+        raise DataError(
+            f"{path} unpacks to {size} bytes, more than {MAX_GROWTH} times its size.\n"
+            "  try:  a file whose rows are not all the same"
+        )
+    return _numbered(path, _rows_of(file, path))
+
+
+def _rows_of(file: Any, path: Path) -> Iterator[Any]:
+    done = 0
+    try:
+        for batch in file.iter_batches(1024):
+            try:
+                records = batch.to_pylist()
+            except Exception:
+                # One by one, so that the message names the row.
+                records = (batch.slice(at, 1).to_pylist()[0] for at in range(len(batch)))
+            for record in records:
+                yield record
+                done += 1
+
+    except CouplerError:
+        raise
+    except Exception as error:
+        raise DataError(
+            f"{path}, row {done} (from 0) cannot be read: {str(error)[:200]}.\n"
+            "  try:  writing the file again"
+        ) from None
 
 
 def _saved(path: Path, key: str) -> Records:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -10,11 +9,12 @@ from typing import Any
 
 from coupler.data.control import PlainText
 from coupler.data.dataset import Messages
+from coupler.data.folder_check import check_tokenizer
 from coupler.data.traced import Traced
 from coupler.errors import ConfigError, CouplerError
 from coupler.interfaces import Model
+from coupler.system.files import DamagedFile, read_json
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 MARK = "coupler"  # a word to find again in a rendered conversation
 
 
@@ -34,20 +34,18 @@ class Codec:
                 "  try:  a downloaded model, for example of:  hf download ORG/NAME "
                 "--local-dir models/NAME"
             )
-        if not any((self.folder / name).is_file() for name in TOKENIZER_FILES):
-            raise CouplerError(
-                f"model.path={model.path} holds no tokenizer.\n  try:  copying tokenizer.json "
-                "into it"
-            )
+        check_tokenizer(self.folder)
         from transformers import AutoTokenizer
 
         try:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(
                 self.folder, trust_remote_code=model.trust_remote_code, local_files_only=True
             )
-        except (OSError, ValueError, KeyError) as error:
+        # A hostile file makes transformers and tokenizers raise nearly any type.
+        except Exception as error:
             raise CouplerError(
-                f"the tokenizer of model.path={model.path} cannot be loaded: {error}"
+                f"the tokenizer of model.path={model.path} cannot be loaded: {error}\n"
+                "  try:  downloading or saving the model again"
             ) from error
 
     def prompt_ids(
@@ -235,13 +233,11 @@ class Codec:
             CouplerError: it is not a JSON object.
         """
         path = self.folder / name
+
         try:
-            found = json.loads(path.read_text()) if path.is_file() else {}
-            return dict(**found)
-        except (ValueError, TypeError) as error:
-            raise CouplerError(
-                f"{path} is damaged: {error!r}.\n  try:  saving the model again"
-            ) from None
+            return read_json(path) if path.is_file() else {}
+        except DamagedFile as error:
+            raise CouplerError(f"{error}\n  try:  saving the model again") from None
 
 
 def _difference(before: str, after: str, turn: int) -> str:

@@ -42,7 +42,11 @@ class Builder:
             model_folder(self.config.model.path), self.config.model.trust_remote_code
         )
         self.executor = open_executor(self.config)
-        self.codec = Codec(self.model)
+
+    @cached_property
+    def codec(self) -> Codec:
+        """The tokenizer of the model. Rows are read before it is loaded."""
+        return Codec(self.model)
 
     @cached_property
     def algorithm(self) -> Algorithm:

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from coupler.errors import CouplerError
+
 VOCAB = 320
 EOS = 2  # <|im_end|>
 NUM_SPECIAL = 4  # ids below it never appear in the kit's prompts
@@ -36,6 +38,30 @@ def read_tensors(folder: Path) -> dict[str, np.ndarray]:
     return {
         k: v for path in sorted(folder.glob("*.safetensors")) for k, v in load_file(path).items()
     }
+
+
+def read_toy(folder: Path) -> dict[str, np.ndarray]:
+    """Read the tensors of the bigram model.
+
+    Raises:
+        CouplerError: they are not those of such a model, or not numbers of float32.
+    """
+    found = read_tensors(folder)
+
+    head = found.get("head.weight", np.zeros((0, 0)))
+    tables = {"embed.weight": head.shape, "head.weight": head.shape, "head.bias": head.shape[:1]}
+    wrong = [
+        name
+        for name, shape in tables.items()
+        if name not in found or found[name].shape != shape or found[name].dtype.kind != "f"
+    ]
+    if wrong or head.ndim != 2 or len(head) != VOCAB:
+        raise CouplerError(
+            f"model.path={folder} is no toy model: {', '.join(wrong or tables)} do not fit.\n"
+            "  try:  coupler.testing.models.write_toy"
+        )
+
+    return found
 
 
 def write_toy(folder: Path, seed: int = 0, hidden: int = 8) -> Path:

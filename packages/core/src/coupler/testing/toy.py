@@ -44,8 +44,9 @@ from coupler.interfaces import (
     WeightUpdate,
 )
 from coupler.metrics import Metric, Metrics, merge
+from coupler.system.files import reading
 from coupler.system.seeding import stream
-from coupler.testing.models import read_tensors
+from coupler.testing.models import read_toy
 
 Weights = dict[
     str, np.ndarray
@@ -180,9 +181,7 @@ class ToyEngine(Engine):
     def setup(self, rank: Rank) -> Layout:
         if rank.world != 1:
             raise CouplerError("engine=toy runs on one rank.\n  try:  engine=fsdp")
-        self.params = {
-            k: v.astype(np.float64) for k, v in read_tensors(Path(self.model.path)).items()
-        }
+        self.params = {k: v.astype(np.float64) for k, v in read_toy(Path(self.model.path)).items()}
 
         if self.model.head is Head.VALUE:
             width = self.params["embed.weight"].shape[1]
@@ -280,13 +279,14 @@ class ToyEngine(Engine):
             self.grads = _read(path / "grads.npz")
         if Part.OPTIMIZER in what:
             state = _read(path / "optimizer.npz")
-            self.steps = int(state.pop("steps"))
-            self.first = {k: state[f"first/{k}"] for k in self.params}
-            self.second = {k: state[f"second/{k}"] for k in self.params}
+            with reading(path / "optimizer.npz"):
+                self.steps = int(state.pop("steps"))
+                self.first = {k: state[f"first/{k}"] for k in self.params}
+                self.second = {k: state[f"second/{k}"] for k in self.params}
 
 
 def _read(path: Path) -> Weights:
-    with np.load(path, allow_pickle=False) as file:
+    with reading(path), np.load(path, allow_pickle=False) as file:
         return dict(file)
 
 
@@ -295,7 +295,7 @@ class ToyRollout(Rollout):
 
     async def setup(self, rank: Rank) -> int:
         self.weights: Weights = {
-            k: np.zeros_like(v) for k, v in read_tensors(Path(self.model.path)).items()
+            k: np.zeros_like(v) for k, v in read_toy(Path(self.model.path)).items()
         }
         self.version = -1
         self.admits = asyncio.Event()  # new requests are let in

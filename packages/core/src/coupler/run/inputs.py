@@ -1,0 +1,147 @@
+"""Check what a configuration names before anything is imported, started or made."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+from coupler.config.checks import does_evaluate
+from coupler.config.options import SECTIONS, section
+from coupler.config.schema import DataConfig, ExecutorName, Job, RunConfig
+from coupler.data.dataset import check_first_row
+from coupler.data.folder_check import check_model_folder
+from coupler.errors import ConfigError, CouplerError
+from coupler.rewards.worker import KEYWORDS
+from coupler.run.resume import AUTO, DISABLE
+from coupler.system.targets import target_problem
+
+# The longest path, and the longest name in it, that Linux takes.
+MAX_PATH, MAX_NAME = 4096, 255
+
+
+def check_inputs(config: RunConfig, job: Job) -> None:
+    """Refuse a path or a target that cannot be what its option takes.
+
+    Nothing is imported and no code of the user runs. A file of rows is read up to its
+    first row, and a model folder by its JSON files and the headers of its weights.
+
+    Raises:
+        CouplerError: the first one that cannot. The sentence names the key.
+    """
+    for check in _checks(config, job):
+        check()
+
+
+def missing_inputs(config: RunConfig, job: Job) -> list[str]:
+    """Return the first line of what :func:`check_inputs` would refuse, for a plan."""
+    found = []
+    for check in _checks(config, job):
+        try:
+            check()
+        except CouplerError as error:
+            found.append(str(error).splitlines()[0])
+    return found
+
+
+def _checks(config: RunConfig, job: Job) -> Iterator[Callable[[], None]]:
+    yield partial(_check_folder_to_write, config.run_dir, "run_dir")
+    if config.profile.steps and config.profile.path:
+        yield partial(_check_folder_to_write, config.profile.path, "profile.path")
+    yield partial(_check_executor, config)
+
+    yield partial(_check_model, config.model.path, "model.path")
+    if config.critic.engine and config.critic.model.path:
+        yield partial(_check_model, config.critic.model.path, "critic.model.path")
+    if job is not Job.EVAL:
+        yield partial(_check_rows, config.data, "data")
+        yield partial(_check_resume, config.checkpoint.resume)
+    if does_evaluate(config, job):
+        yield partial(_check_rows, config.eval.data, "eval.data")
+    if job is not Job.SFT:
+        yield partial(_check_reward, config.reward.target)
+
+
+def _check_folder_to_write(path: str, key: str) -> None:
+    """Refuse a folder that cannot be made or written. Nothing is made here."""
+    parts = Path(path).parts
+    if len(os.fsencode(path)) >= MAX_PATH or any(len(os.fsencode(p)) > MAX_NAME for p in parts):
+        raise ConfigError(
+            f"{key}={path[:80]}... cannot be written: the name is too long.\n  try:  another {key}"
+        )
+
+    try:
+        nearest = Path(path).absolute()
+        while not os.path.lexists(nearest) and nearest.parent != nearest:
+            nearest = nearest.parent
+        why = "" if nearest.is_dir() else "Not a directory"
+        if not why and not os.access(nearest, os.W_OK | os.X_OK):
+            why = "Permission denied"
+    except OSError as error:
+        why = error.strerror or str(error)
+    if why or str(nearest).startswith(("/proc/", "/sys/")):
+        raise ConfigError(
+            f"{key}={path} cannot be written: {why or 'the kernel makes what is there'}.\n"
+            f"  try:  another {key}"
+        )
+
+
+def _check_executor(config: RunConfig) -> None:
+    if config.executor is not ExecutorName.RAY:
+        return
+    if find_spec("ray") is None:
+        raise ConfigError("ray is not installed.\n  try:  pip install 'coupler-core[ray]'")
+
+    for path in SECTIONS:
+        inner = section(config, path)
+        python = getattr(inner, "python", "")
+        if python and not (os.path.isfile(python) and os.access(python, os.X_OK)):
+            raise ConfigError(
+                f"{path}.python={python} is no program.\n  try:  the python of a virtual "
+                f"environment, such as .venv/bin/python, or {path}.python=''"
+            )
+
+
+def _check_model(path: str, key: str) -> None:
+    if ":" in path and not os.path.exists(path):
+        if problem := target_problem(path):
+            why = problem.partition(": ")[2]
+            more = "" if "\n" in why else "\n  try:  a downloaded model, or pkg.mod:function"
+            raise ConfigError(f"{key}={path} is no folder, and no function either: {why}{more}")
+        return
+
+    if key != "model.path" and not os.path.isdir(path):
+        raise ConfigError(
+            f"{key}={path[:200]} is no folder.\n  try:  leaving it out: model.path then serves"
+        )
+    check_model_folder(path, key)
+
+
+def _check_rows(data: DataConfig, key: str) -> None:
+    if ":" in data.source and Path(data.source).suffix not in (".jsonl", ".json", ".parquet"):
+        if problem := target_problem(data.source):
+            why = problem.partition(": ")[2]
+            more = "" if "\n" in why else "\n  try:  FILE.jsonl, or pkg.mod:function"
+            raise ConfigError(f"{key}.source={data.source} cannot be imported: {why}{more}")
+        return
+    check_first_row(data, key)
+
+
+def _check_reward(target: str) -> None:
+    if problem := target_problem(target, KEYWORDS, (os.getcwd(),)):
+        more = f"\n  it is called with the keywords it takes among:  {', '.join(KEYWORDS)}"
+        raise ConfigError(f"reward.target={target} {problem}{'' if chr(10) in problem else more}")
+
+
+def _check_resume(wanted: str) -> None:
+    if wanted in (AUTO, DISABLE):
+        return
+    names = ("checkpoints", "MANIFEST.json")
+    if not any(os.path.exists(os.path.join(wanted, name)) for name in names):
+        raise ConfigError(
+            f"checkpoint.resume={wanted[:200]} is no whole checkpoint: it holds neither "
+            f"{' nor '.join(names)}.\n  try:  checkpoint.resume=auto, disable, or the "
+            "folder of one, or of a run that has one"
+        )
