@@ -72,8 +72,8 @@ def _check_folder_to_write(path: str, key: str) -> None:
             f"{key}={path[:80]}... cannot be written: the name is too long.\n  try:  another {key}"
         )
 
+    nearest = Path(path).absolute()
     try:
-        nearest = Path(path).absolute()
         while not os.path.lexists(nearest) and nearest.parent != nearest:
             nearest = nearest.parent
         why = "" if nearest.is_dir() else "Not a directory"
