@@ -33,7 +33,7 @@ WHOLE = (
     "sampling:\n  max_tokens: 5\nsampling:\n  max_tokens: 6\n", "sampling: {max_tokens: 5, max_tokens: 6}\n",
     "steps: 5\n\tseed: 6\n", "\tsteps: 5\n", "steps: 5\n  seed: 6\n", "sampling:\nmax_tokens: 5\n",
     "engine:\n  - name: toy\n", "engine: [fsdp]\n", "engine: {name: [fsdp]}\n", "engine: {name: 5}\n",
-    "engine: {name: nope}\n", "engine: 5\n", "engine: true\n", "sampling: 5\n", "sampling: [max_tokens, 5]\n",
+    "engine: 5\n", "engine: true\n", "sampling: 5\n", "sampling: [max_tokens, 5]\n",
     "sampling: text\n", "1: 2\n", "null: 2\n", "true: 2\n", "? [a]\n: 5\n", "? {a: 1}\n: 5\n", "1.5: 2\n",
     "'': 5\n", "' steps': 5\n", "'steps ': 5\n", "Steps: 5\n", "STEPS: 5\n", "step: 5\n", "steps : x\n",
     "sampling.max_token: 5\n", "sampling..max_tokens: 5\n", ".steps: 5\n", "steps.: 5\n", "a: &a {b: *a}\n",

@@ -13,7 +13,7 @@ from coupler.config.options import SECTIONS, section
 from coupler.config.schema import DataConfig, ExecutorName, Job, RunConfig
 from coupler.data.dataset import check_first_row
 from coupler.data.folder_check import check_model_folder
-from coupler.errors import ConfigError, CouplerError
+from coupler.errors import ConfigError
 from coupler.rewards.worker import KEYWORDS
 from coupler.run.resume import AUTO, DISABLE
 from coupler.system.targets import target_problem
@@ -33,17 +33,6 @@ def check_inputs(config: RunConfig, job: Job) -> None:
     """
     for check in _checks(config, job):
         check()
-
-
-def missing_inputs(config: RunConfig, job: Job) -> list[str]:
-    """Return the first line of what :func:`check_inputs` would refuse, for a plan."""
-    found = []
-    for check in _checks(config, job):
-        try:
-            check()
-        except CouplerError as error:
-            found.append(str(error).splitlines()[0])
-    return found
 
 
 def _checks(config: RunConfig, job: Job) -> Iterator[Callable[[], None]]:
@@ -72,8 +61,8 @@ def _check_folder_to_write(path: str, key: str) -> None:
             f"{key}={path[:80]}... cannot be written: the name is too long.\n  try:  another {key}"
         )
 
+    nearest = Path(path).absolute()
     try:
-        nearest = Path(path).absolute()
         while not os.path.lexists(nearest) and nearest.parent != nearest:
             nearest = nearest.parent
         why = "" if nearest.is_dir() else "Not a directory"
