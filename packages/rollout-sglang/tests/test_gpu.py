@@ -5,6 +5,7 @@ is given back.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,7 +29,13 @@ def serve(reference: TransformersReference, **settings: object) -> Served:
     from coupler_rollout_sglang.config import SGLangConfig
     from coupler_rollout_sglang.rollout import SGLangRollout
 
-    given = {"kv_cache_gib": CACHE_GIB, "max_model_len": 256, "enforce_eager": True, **settings}
+    given = {
+        "kv_cache_gib": CACHE_GIB,
+        "max_model_len": 256,
+        "enforce_eager": True,
+        "attention_backend": os.environ.get("COUPLER_SGLANG_ATTENTION", ""),
+        **settings,
+    }
     return Served(
         SGLangRollout(SGLangConfig(**given), Model(str(reference.folder))),  # type: ignore[arg-type]
         Plugins.load().get("transport", "ipc"),
