@@ -77,11 +77,6 @@ def no_traceback(lines: list[str]) -> str:
             "did you mean: algorithm=grpo",
         ),
         (
-            "rollout=sglang",
-            "no rollout named 'sglang' is installed.",
-            "try:        pip install coupler-rollout-sglang",
-        ),
-        (
             "trackers=[wandb]",
             "no tracker named 'wandb' is installed.",
             "installed:  console, jsonl, tensorboard",

@@ -76,7 +76,8 @@ def check_tokenizer(folder: Path, key: str = "model.path") -> None:
     except DamagedFile as error:
         raise ConfigError(
             f"the tokenizer of {key}={folder} cannot be loaded: {error}\n"
-            "  try:  downloading or saving the model again"
+            "  try:  copy tokenizer.json and tokenizer_config.json of the model into "
+            f"{folder} again"
         ) from None
 
 

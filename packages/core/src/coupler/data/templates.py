@@ -45,7 +45,8 @@ class Codec:
         except Exception as error:
             raise CouplerError(
                 f"the tokenizer of model.path={model.path} cannot be loaded: {error}\n"
-                "  try:  downloading or saving the model again"
+                "  try:  copy tokenizer.json and tokenizer_config.json of the model into "
+                f"{model.path} again"
             ) from error
 
     def prompt_ids(
