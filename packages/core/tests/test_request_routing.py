@@ -65,6 +65,9 @@ def test_a_group_that_is_kept_whole_stays_on_one_replica() -> None:
     for _ in range(64):
         router.start(request("group 1"), EVERYONE)
     assert sorted(router.outstanding)[:3] == [0, 0, 0]
+    (kept,) = {index for index in EVERYONE if router.outstanding[index]}
+    router.start(request("group 1"), [index for index in EVERYONE if index != kept])
+    assert router.metrics() == {}, "a death is no choice of the router"
     router.end("group 1")
     assert not router.sessions
 

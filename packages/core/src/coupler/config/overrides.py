@@ -104,7 +104,7 @@ def _parse(parser: OverridesParser, text: str) -> tuple[str, Any]:
         if SECTIONS.get(key) != override.key_or_group or key == override.key_or_group:
             known = ", ".join(f"{kind}@{path}" for path, kind in SECTIONS.items() if kind != path)
             raise ConfigError(
-                f"{text!r}: a key with '@' chooses the backend of another role.\n"
+                f"{text!r}: a key with '@' chooses the backend of another role: {known}.\n"
                 f"  write it as:  {known}=NAME"
             )
         return key, override.value()

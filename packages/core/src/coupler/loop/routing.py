@@ -89,7 +89,8 @@ class Router:
         if request.session:
             session = self.sessions.setdefault(request.session, Session())
             moved = session.replica not in (-1, index)
-            self.moved += moved
+            # A session that is kept whole leaves a dead replica alone.
+            self.moved += moved and not session.whole
             self.stayed += session.replica == index and not session.whole
             session.cached = max(len(request.prompt), 0 if moved else session.cached)
             session.replica = index

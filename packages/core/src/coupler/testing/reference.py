@@ -59,6 +59,11 @@ class Reference(ABC):
         sequence. Row t is of token t.
         """
 
+    @property
+    def padding(self) -> int | None:
+        """Return the token whose input embedding gets no gradient, if there is one."""
+        return None
+
     @abstractmethod
     def gradient(self, batch: Batch, loss: Loss) -> Gradient:
         """Differentiate ``sum(token_loss * loss_weight)`` over the tokens of
@@ -240,6 +245,10 @@ class TransformersReference(Reference):
             "entropy": entropy * mask,
             "sum_pi_squared": squares * mask,
         }
+
+    @property
+    def padding(self) -> int | None:
+        return self.model.config.pad_token_id
 
     def outputs(self, batch: Batch) -> Arrays:
         import torch

@@ -307,7 +307,12 @@ def test_a_crowd_of_sequences_equals_the_reference(
     gradient = long_model.gradient(mild, losses.surrogate)
     assert_metrics(metrics, gradient.metrics)
     for name, true in gradient.grads.items():
-        off = float(np.abs(grads[name] - true).max() / np.abs(true).max())
+        # transformers leaves the input row of the padding token as it is. Another
+        # implementation may train it.
+        rows = np.full(len(true), True)
+        if "embed_tokens" in name and long_model.padding is not None:
+            rows[long_model.padding] = False
+        off = float(np.abs(grads[name][rows] - true[rows]).max() / np.abs(true[rows]).max())
         limit = LONG_GRADIENT * gradient.tolerance
         expect.below(off, limit, f"the error of the gradient of {name}, as a share,")
 
