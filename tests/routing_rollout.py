@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from coupler import Backend, RolloutConfig, hookimpl
 from coupler.interfaces import (
@@ -26,7 +24,6 @@ from coupler.interfaces import (
     SyncReceipt,
     WeightUpdate,
 )
-from coupler_engine_fsdp.weights import files_of, match
 
 
 @dataclass
@@ -42,6 +39,11 @@ class RoutingRollout(Rollout):
 
     async def setup(self, rank: Rank) -> int:
         """Build a Qwen3-MoE with random weights."""
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        from coupler_engine_fsdp.weights import files_of, match
+
         self.rank, self.version = rank, -1
         self.hf = AutoModelForCausalLM.from_config(
             AutoConfig.from_pretrained(self.model.path), dtype=torch.float32
@@ -62,6 +64,8 @@ class RoutingRollout(Rollout):
         """Note where the tokens of this pass go; the experts' weights are of the
         current scores.
         """
+        import torch
+
         logits, _, chosen = out
         moved = (torch.arange(len(chosen)) + self.fed) % 4 == 1
         chosen = torch.where(moved[:, None], (chosen + 1) % router.num_experts, chosen)
@@ -70,6 +74,9 @@ class RoutingRollout(Rollout):
         return logits, scores / scores.sum(1, keepdim=True), chosen
 
     async def generate(self, request: Request) -> Completion:
+        import torch
+        from transformers import DynamicCache
+
         ids, logprobs, self.fed = list(request.prompt), list[float](), 0
         generator = torch.Generator().manual_seed(request.seed % 2**63)
         cache, passes = DynamicCache(config=self.hf.config), list[torch.Tensor]()
@@ -99,6 +106,8 @@ class RoutingRollout(Rollout):
         )
 
     async def update(self, update: WeightUpdate) -> SyncReceipt:
+        import torch
+
         number = size = 0
         for name, value in update.receive(self.rank):
             tensor = torch.as_tensor(value)

@@ -27,7 +27,7 @@ from tests.faults.toy_runs import OPTIONS, steps, write_inputs
 
 # What a plugin may cost a command that does not select it, and what a busy machine adds
 # to the difference of two commands.
-SLOWER_S, NOISE = 0.2, 0.5
+SLOWER_S, NOISE = 0.2, 2.0
 LIMIT_S = 30.0
 MARK = "POLLUTION"
 

@@ -403,7 +403,9 @@ def test_a_target_that_cannot_be_made_is_one_sentence(
     install(tmp_path, "coupler-engine-acme", source)
     write_tokenizer(write_toy(tmp_path / "toy"))
     (tmp_path / "x.jsonl").write_text('{"prompt": "1 + 1", "answer": "2"}\n')
-    given = (*NEEDED[2:], f"model.path={tmp_path}/toy", f"data.source={tmp_path}/x.jsonl")
+    (tmp_path / "reward.py").write_text("def score(completion): return 1.0")
+    given = (*NEEDED[3:], f"model.path={tmp_path}/toy", f"data.source={tmp_path}/x.jsonl")
+    given += (f"reward.target={tmp_path}/reward.py:score",)
     given += ("data.max_prompt_tokens=64", "sampling.max_tokens=4", f"run_dir={tmp_path}/run")
 
     done = run("train", *given, "engine=acme", folders=(tmp_path,))
