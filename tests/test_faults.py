@@ -7,6 +7,7 @@ from importlib import import_module
 import pytest
 from tests.faults import ci_seed
 
+# Not among them: "processes", whose cases start Ray and take minutes each.
 SAMPLES = {
     "answers": 60,
     "backends": 8,
@@ -16,7 +17,6 @@ SAMPLES = {
     "disks": 6,
     "hostile_files": 8,
     "plugins": 6,
-    "processes": 2,
     "rewards": 6,
     "run_folders": 6,
     "sampling": 60,

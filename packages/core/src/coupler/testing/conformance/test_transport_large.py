@@ -22,7 +22,7 @@ from coupler.worker.worker import reverse_elements
 
 LARGE = 40 << 20  # bytes of a tensor, above the buckets of every transport
 COUNT = 1500  # tensors of one update
-UPDATES, LEAK_BYTES = 12, 48 << 20
+UPDATES, KEPT_BYTES = 12, 4 << 20
 
 
 def large() -> list[Named]:
@@ -81,10 +81,9 @@ def test_memory_stays_over_many_updates(transport_subject: Subject) -> None:
     for version in range(UPDATES):
         link.carry(version, weights)
         sizes.append(resident_bytes())
-    grown = sizes[-1] - sizes[3]
-    expect.below(
-        grown, LEAK_BYTES, f"the bytes by which {UPDATES - 4} updates of 8 MiB make memory grow"
-    )
+    # What is kept makes every update cost memory. An allocator grows now and then.
+    rises = sum(after - before > KEPT_BYTES for before, after in pairwise(sizes[3:]))
+    expect.below(rises, UPDATES - 5, f"how many of {UPDATES - 4} updates of 8 MiB make memory grow")
 
 
 def test_a_sender_that_fails_leaves_no_whole_update(transport_subject: Subject) -> None:
