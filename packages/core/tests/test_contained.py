@@ -85,8 +85,13 @@ def test_every_call_has_an_answer_of_its_own(threads: bool, capfd: pytest.Captur
         over.set()
 
     assert (answers["value"].value, answers["has_thread"].value) == ({"x": [1]}, 1)
-    assert {name: answers[name].error for name in ERRORS} == ERRORS
-    assert {name for name, answer in answers.items() if answer.hung} == {"hangs", "prints"}
+    errors = {name: answers[name].error for name in ERRORS}
+    # A busy machine may take the whole limit to write the large answer.
+    large = errors.pop("is_large")
+    assert large in (ERRORS["is_large"], "it takes too long")
+    assert errors == {name: error for name, error in ERRORS.items() if name != "is_large"}
+    hung = {name for name, answer in answers.items() if answer.hung}
+    assert {"hangs", "prints"} <= hung <= {"hangs", "prints", "is_large"}
     assert capfd.readouterr() == ("", "")
 
 

@@ -395,6 +395,7 @@ class Other: ...
 def test_a_target_that_cannot_be_made_is_one_sentence(
     tmp_path: Path, target: str, sentence: str
 ) -> None:
+    pytest.importorskip("tokenizers")
     from coupler.testing.models import write_tokenizer, write_toy
 
     (tmp_path / "acme_code.py").write_text(ENGINE)
