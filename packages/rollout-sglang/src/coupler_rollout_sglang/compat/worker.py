@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -70,13 +71,25 @@ def rank() -> tuple[int, int]:
 
 
 def gather(answer: Any) -> list[Any]:
-    """Return the answers of all workers, in the order of their ranks."""
+    """Return the answers of all workers, in the order of their ranks.
+
+    They are plain data and travel as JSON.
+    """
     group = _group()
     if group.world_size == 1:
         return [answer]
-    answers: list[Any] = [None] * group.world_size
-    torch.distributed.all_gather_object(answers, answer, group=group.cpu_group)
-    return answers
+    text = torch.frombuffer(bytearray(json.dumps(answer).encode()), dtype=torch.uint8)
+
+    def everybodys(tensor: torch.Tensor) -> list[torch.Tensor]:
+        found = [torch.empty_like(tensor) for _ in range(group.world_size)]
+        torch.distributed.all_gather(found, tensor, group=group.cpu_group)
+        return found
+
+    sizes = [int(size) for size in everybodys(torch.tensor(len(text)))]
+    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    padded[: len(text)] = text
+    texts = zip(everybodys(padded), sizes, strict=True)
+    return [json.loads(bytes(one[:size].tolist())) for one, size in texts]
 
 
 def _group() -> Any:
