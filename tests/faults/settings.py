@@ -392,7 +392,7 @@ OF_JOBS: list[tuple[str, tuple[str, ...], str]] = [
     ("ppo", ("algorithm.gamma=-1",), "algorithm.gamma"),
     ("ppo", ("engine@critic.engine=nope",), "nope"),
     ("ppo", ("engine@nothing=fsdp",), "engine@"),
-    ("ppo", ("critic.engine=nope",), "nope"),
+    ("ppo", ("critic.engine=nope",), "critic.engine"),
     ("ppo", ("critic.engine.ranks=2",), "critic.engine.ranks"),
     ("ppo", ("critic.warmup_steps=-1",), "critic.warmup_steps"),
     ("plan", ("--job", "nope"), ""),

@@ -205,9 +205,17 @@ def _inherited(
 
 def _base(plugins: Plugins, choices: Mapping[str, str]) -> dict[str, Any]:
     """Return the defaults of the chosen backends, and of the chosen presets on top."""
-    return nest(
-        [(path, chosen_values(plugins, SECTIONS[path], name)) for path, name in choices.items()]
-    )
+    return nest([(path, _chosen(plugins, path, name)) for path, name in choices.items()])
+
+
+def _chosen(plugins: Plugins, path: str, name: str) -> dict[str, Any]:
+    kind = SECTIONS[path]
+    try:
+        return chosen_values(plugins, kind, name)
+    except PluginError as error:
+        if path == kind:
+            raise
+        raise PluginError(f"{path}={name}: {error}") from error
 
 
 def _backend_name(base: Mapping[str, Any], path: str, choice: str) -> str:
