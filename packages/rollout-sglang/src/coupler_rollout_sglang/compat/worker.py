@@ -78,18 +78,39 @@ def gather(answer: Any) -> list[Any]:
     group = _group()
     if group.world_size == 1:
         return [answer]
-    text = torch.frombuffer(bytearray(json.dumps(answer).encode()), dtype=torch.uint8)
 
-    def everybodys(tensor: torch.Tensor) -> list[torch.Tensor]:
-        found = [torch.empty_like(tensor) for _ in range(group.world_size)]
-        torch.distributed.all_gather(found, tensor, group=group.cpu_group)
-        return found
+    text = json.dumps(answer).encode()
+    own = torch.frombuffer(
+        bytearray(text),
+        dtype=torch.uint8,
+    )
+    sizes = _everybodys(torch.tensor(len(text)))
+    longest = max(int(size) for size in sizes)
+    padded = torch.zeros(
+        longest,
+        dtype=torch.uint8,
+    )
+    padded[: len(text)] = own
+    return [
+        json.loads(bytes(one[:size].tolist()))
+        for one, size in zip(
+            _everybodys(padded),
+            sizes,
+            strict=True,
+        )
+    ]
 
-    sizes = [int(size) for size in everybodys(torch.tensor(len(text)))]
-    padded = torch.zeros(max(sizes), dtype=torch.uint8)
-    padded[: len(text)] = text
-    texts = zip(everybodys(padded), sizes, strict=True)
-    return [json.loads(bytes(one[:size].tolist())) for one, size in texts]
+
+def _everybodys(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors of all workers, which have one shape."""
+    group = _group()
+    found = [torch.empty_like(tensor) for _ in range(group.world_size)]
+    torch.distributed.all_gather(
+        found,
+        tensor,
+        group=group.cpu_group,
+    )
+    return found
 
 
 def _group() -> Any:
