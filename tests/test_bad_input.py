@@ -180,7 +180,7 @@ def test_ray_that_is_not_installed(
         ),
         (
             ["engine@critic.engine=fdsp"],
-            "no engine named 'fdsp' is installed.",
+            "critic.engine=fdsp: no engine named 'fdsp' is installed.",
             "did you mean: engine=fsdp",
         ),
         (

@@ -372,7 +372,7 @@ def test_options_that_came_or_went_with_a_release_refuse_nothing_at_their_defaul
     assert toy("run") == 0
     config, about = (tmp_path / "run" / name for name in ("config.yaml", "run.json"))
     values = yaml.safe_load(config.read_text())
-    del values["engine"]["num_cycles"], values["router_replay"], values["waits"]
+    del values["engine"]["num_cycles"], values["data"]["shuffle"], values["waits"]
     config.write_text(yaml.safe_dump({**values, "left": 7}))
     (start,) = json.loads(about.read_text())
     about.write_text(json.dumps([{**start, "not_default": [*start["not_default"], "left"]}]))
@@ -383,9 +383,9 @@ def test_options_that_came_or_went_with_a_release_refuse_nothing_at_their_defaul
     )
     about.write_text(json.dumps([start]))
     assert "engine.lr" in start["not_default"] and "engine.eps" not in start["not_default"]
-    assert toy("run", "steps=3", "router_replay=R2") == 2
+    assert toy("run", "steps=3", "data.shuffle=false") == 2
     assert (
-        "differs:  router_replay was disabled, is R2\n  try:  router_replay=disabled "
+        "differs:  data.shuffle was True, is False\n  try:  data.shuffle=true "
         in capsys.readouterr().err
     )
     assert toy("run", "steps=3") == 0

@@ -320,6 +320,7 @@ class Crowd:
         self.kinds, self.seed = kinds, seed
         self.flood = [self._knock() for _ in range(flood)]
         self.threads: list[threading.Thread] = []
+        self.visits: list[socket.socket] = []
 
     def come(self) -> None:
         """Let all of them visit."""
@@ -343,6 +344,7 @@ class Crowd:
                 suppress(OSError),
                 socket.create_connection(("127.0.0.1", self.port), timeout=STAY_S) as to,
             ):
+                self.visits.append(to)
                 STRANGERS[kind](to, chance, self.over)
             self.over.wait(0.05)
 
@@ -351,6 +353,9 @@ class Crowd:
         self.over.set()
         for knocking in self.flood:
             knocking.close()
+        for to in list(self.visits):
+            with suppress(OSError):
+                to.shutdown(socket.SHUT_RDWR)  # one that waits for an answer wakes
         for thread in self.threads:
             thread.join(5)
 

@@ -16,8 +16,10 @@ from coupler.system.imports import resolve
 Records = Iterator[tuple[str, Any]]  # (place, record)
 # The longest row of a .jsonl file.
 MAX_LINE_BYTES = 64 << 20
-# A file of Parquet with more than this many times its size of values is refused.
-MAX_GROWTH = 1000
+# A file of Parquet with more than this many times its size of values is refused. One
+# below a MiB counts as a MiB.
+MAX_GROWTH = 500
+ROWS_AT_ONCE = 128
 EXAMPLE = '  a row is one line of JSON:  {"prompt": "1 + 2 = ?", "answer": "3"}'
 
 
@@ -118,24 +120,32 @@ def _parquet(path: Path) -> Records:
 
     if twice := {name for name in names if names.count(name) > 1}:
         raise DataError(f"{path} has two columns {', '.join(sorted(twice))[:200]}.")
-    if size > MAX_GROWTH * max(path.stat().st_size, 1 << 20):
+    most = MAX_GROWTH * max(path.stat().st_size, 1 << 20)
+    _check_growth(size, most, path)
+    return _numbered(path, _rows_of(file, most, path))
+
+
+def _check_growth(size: int, most: int, path: Path) -> None:
+    if size > most:
         raise DataError(
-            f"{path} unpacks to {size} bytes, more than {MAX_GROWTH} times its size.\n"
+            f"{path} unpacks to {size} bytes or more, over {MAX_GROWTH} times its size.\n"
             "  try:  a file whose rows are not all the same"
         )
-    return _numbered(path, _rows_of(file, path))
 
 
-def _rows_of(file: Any, path: Path) -> Iterator[Any]:
-    done = 0
+def _rows_of(file: Any, most: int, path: Path) -> Iterator[Any]:
+    done = unpacked = 0
     try:
-        for batch in file.iter_batches(1024):
+        for batch in file.iter_batches(ROWS_AT_ONCE):
             try:
                 records = batch.to_pylist()
             except Exception:
                 # One by one, so that the message names the row.
                 records = (batch.slice(at, 1).to_pylist()[0] for at in range(len(batch)))
             for record in records:
+                # Of a text that the file holds once for all rows no header says so.
+                unpacked += _size(record)
+                _check_growth(unpacked, most, path)
                 yield record
                 done += 1
 
@@ -146,6 +156,17 @@ def _rows_of(file: Any, path: Path) -> Iterator[Any]:
             f"{path}, row {done} (from 0) cannot be read: {str(error)[:200]}.\n"
             "  try:  writing the file again"
         ) from None
+
+
+def _size(value: Any) -> int:
+    match value:
+        case str() | bytes():
+            return len(value)
+        case dict():
+            return sum(map(_size, value.values()))
+        case list():
+            return sum(map(_size, value))
+    return 8
 
 
 def _saved(path: Path, key: str) -> Records:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-import resource
 import signal
 import threading
 from collections.abc import Iterator, Mapping
@@ -128,6 +127,8 @@ def _limited() -> Iterator[list[bool]]:
         yield slow
         return
 
+    import resource  # Windows has none
+
     before = signal.signal(signal.SIGVTALRM, interrupt)
     killing = signal.signal(signal.SIGPROF, signal.SIG_DFL)
     memory = resource.getrlimit(resource.RLIMIT_DATA)
@@ -151,6 +152,8 @@ def _limited() -> Iterator[list[bool]]:
 @lru_cache(1)
 def _most_bytes(hard: int) -> int:
     """Return the limit of private memory of a process that scores."""
+    import resource
+
     file = Path("/proc/self/statm")
     pages = int(file.read_text().split()[5]) if file.exists() else 0
     limit = pages * resource.getpagesize() + MAX_BYTES

@@ -13,7 +13,6 @@ from __future__ import annotations
 import errno
 import os
 import platform
-import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -127,6 +126,8 @@ def confine() -> None:
     Raises:
         OSError: it cannot be applied. The text says why.
     """
+    import resource  # Windows has none
+
     seccomp = _library()
     # A file that was opened for writing before does not grow either.
     for limit in (resource.RLIMIT_FSIZE, resource.RLIMIT_CORE):

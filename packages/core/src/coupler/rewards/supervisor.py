@@ -16,7 +16,6 @@ import ctypes
 import errno
 import json
 import os
-import resource
 import select
 import signal
 import sys
@@ -281,6 +280,8 @@ class Supervisor:
 
 def become(command: list[str], stderr: int) -> None:
     """Turn this child into the reward process."""
+    import resource  # Windows has none
+
     try:
         os.setsid()
         parent = os.getppid()

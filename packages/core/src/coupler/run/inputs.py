@@ -15,7 +15,7 @@ from coupler.data.dataset import check_first_row
 from coupler.data.folder_check import check_model_folder
 from coupler.errors import ConfigError
 from coupler.rewards.worker import KEYWORDS
-from coupler.run.resume import AUTO, DISABLE
+from coupler.run.resume import AUTO, DISABLE, is_started
 from coupler.system.targets import target_problem
 
 # The longest path, and the longest name in it, that Linux takes.
@@ -46,7 +46,7 @@ def _checks(config: RunConfig, job: Job) -> Iterator[Callable[[], None]]:
         yield partial(_check_model, config.critic.model.path, "critic.model.path")
     if job is not Job.EVAL:
         yield partial(_check_rows, config.data, "data")
-        yield partial(_check_resume, config.checkpoint.resume)
+        yield partial(_check_resume, config)
     if does_evaluate(config, job):
         yield partial(_check_rows, config.eval.data, "eval.data")
     if job is not Job.SFT:
@@ -124,9 +124,12 @@ def _check_reward(target: str) -> None:
         raise ConfigError(f"reward.target={target} {problem}{'' if chr(10) in problem else more}")
 
 
-def _check_resume(wanted: str) -> None:
-    if wanted in (AUTO, DISABLE):
+def _check_resume(config: RunConfig) -> None:
+    """Refuse a folder without checkpoints. A run that has begun goes on from its own."""
+    wanted = config.checkpoint.resume
+    if wanted in (AUTO, DISABLE) or is_started(Path(config.run_dir)):
         return
+
     names = ("checkpoints", "MANIFEST.json")
     if not any(os.path.exists(os.path.join(wanted, name)) for name in names):
         raise ConfigError(

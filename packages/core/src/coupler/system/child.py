@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import resource
 import signal
 import sys
 from collections.abc import Collection
@@ -73,6 +72,8 @@ def shield(*pipes: int) -> None:
 
     This process ends as the call does. The call goes on in the child.
     """
+    import resource  # Windows has none
+
     os.setsid()
     die_with_parent()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
