@@ -6,6 +6,7 @@ import json
 import os
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -72,17 +73,20 @@ def call(name: str, *arguments: object) -> Call:
     return Call(f"contained_calls:{name}", arguments)
 
 
-@pytest.mark.parametrize("threads", [False, True])
-def test_every_call_has_an_answer_of_its_own(threads: bool, capfd: pytest.CaptureFixture) -> None:
+@pytest.fixture(params=["one-thread", "threads"])
+def caller(request: pytest.FixtureRequest) -> Iterator[None]:
     """With threads in the caller, another interpreter takes the place of a fork."""
     over = threading.Event()
-    if threads:
+    if request.param == "threads":
         threading.Thread(target=over.wait, args=(120,), daemon=True).start()
-    try:
-        names = {name: call(name) for name in (*ERRORS, "has_thread")}
-        answers = Contained({"value": call("value", [1]), **names}, limit_s=10.0).all()
-    finally:
-        over.set()
+    yield
+    over.set()
+
+
+@pytest.mark.usefixtures("caller")
+def test_every_call_has_an_answer_of_its_own(capfd: pytest.CaptureFixture) -> None:
+    names = {name: call(name) for name in (*ERRORS, "has_thread")}
+    answers = Contained({"value": call("value", [1]), **names}, limit_s=10.0).all()
 
     assert (answers["value"].value, answers["has_thread"].value) == ({"x": [1]}, 1)
     errors = {name: answers[name].error for name in ERRORS}
@@ -112,6 +116,7 @@ def test_close_ends_calls_that_hang() -> None:
     assert hanging.pending == []
 
 
+@pytest.mark.usefixtures("caller")
 def test_an_answer_is_remembered_until_a_file_changes(calls: Path) -> None:
     question = {"a": Question(call("counts"), ("1",))}
 
@@ -128,6 +133,7 @@ def test_an_answer_is_remembered_until_a_file_changes(calls: Path) -> None:
     assert ask().value == 3
 
 
+@pytest.mark.usefixtures("caller")
 def test_a_failure_is_remembered_until_something_is_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,8 +44,8 @@ class MinimalRollout(Rollout):
         params = self.hf.state_dict(keep_vars=True)
         shapes = {name: param.shape for name, param in params.items()}
         reached, unexpected, num_received, num_bytes = set(), [], 0, 0
-        # All come before one is loaded: a refused update leaves the old weights. A tensor
-        # is a copy, since the transport takes it back when the next one is asked for.
+        # All come before one is loaded: a refused update leaves the old weights. They
+        # are copies, since the transport takes each back when the next is asked for.
         received = [(name, tensor.clone()) for name, tensor in update.receive(self.rank, shapes)]
         for name, tensor in received:
             num_received, num_bytes = num_received + 1, num_bytes + tensor.nbytes

@@ -125,7 +125,7 @@ def _check_reward(target: str) -> None:
 
 
 def _check_resume(config: RunConfig) -> None:
-    """Refuse a folder without checkpoints. A run that has begun goes on from its own."""
+    """Refuse a folder without checkpoints, unless the run has some of its own."""
     wanted = config.checkpoint.resume
     if wanted in (AUTO, DISABLE) or is_started(Path(config.run_dir)):
         return

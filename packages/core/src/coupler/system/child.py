@@ -121,7 +121,9 @@ def be_child(
         closefd=False,
     )  # type: ignore[misc]
 
-    write, leave, before = write_line, os._exit, set(sys.modules)
+    # Its own module counts, whoever imported that before the fork.
+    before = set(sys.modules) - {call.target.partition(":")[0]}
+    write, leave = write_line, os._exit
     value, error = None, ""
     try:
         value = resolve(call.target)(*call.arguments)

@@ -272,7 +272,8 @@ def main() -> NoReturn:
     }
     # What all calls import is imported once.
     for module in {call.target.partition(":")[0] for call in calls.values()}:
-        import_module(module)
+        with suppress(Exception):  # the call says why, in its child
+            import_module(module)
     _be_supervisor(
         _Task(calls, task["limit_s"], task["parallel"]),
         control,
