@@ -71,6 +71,8 @@ def often_equal(folder: Path) -> tuple[str, ...]:
         "algorithm.dynamic_sampling=true",
         f"reward.target={folder}/odd.py:score",
         "samples_per_prompt=2",
+        # A policy that is sure of every token gives equal groups alone.
+        "engine.lr=1e-4",
     )
 
 
