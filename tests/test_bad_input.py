@@ -536,6 +536,23 @@ def test_a_reward_that_cannot_be_called(
 
 
 @pytest.mark.parametrize(
+    ("target", "says"),
+    [
+        ("math:pi", "cannot be used: pi of math is no function."),
+        ("plain:score", "cannot be imported: plain is a folder without __init__.py."),
+    ],
+)
+def test_a_target_that_names_no_function(
+    target: str, says: str, refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "plain").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert refused("train", f"reward.target={target}")[0] == f"reward.target={target} {says}"
+    assert refused("train", f"model.path={target}")[0].endswith(says.partition(": ")[2])
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
     ("fault", "reasons"),
     [
         (

@@ -102,7 +102,16 @@ def _quoted(value: str) -> str:
 def _fits(key: str, value: str) -> bool:
     """Tell whether a path is no mistake for this option."""
     fine = {
-        "run_dir": ("missing", "toy", "missing.jsonl", "~", "missing/in/it", "empty", "dangling"),
+        "run_dir": (
+            "missing",
+            "toy",
+            "missing.jsonl",
+            "~",
+            "missing/in/it",
+            "empty",
+            "dangling",
+            "folder.jsonl",
+        ),
         "model.path": (),
     }
     return any(value.endswith(f"/{name}") or value == name for name in fine.get(key, ()))

@@ -40,8 +40,11 @@ def target_problem(
         )
     if module in sys.modules:
         known = vars(sys.modules[module])
-        found = name in known or "__getattr__" in known
-        return "" if found else f"{USED}{module} has no {name!r}.\n  it has:  {_public(known)}"
+        if name in known:
+            return "" if callable(known[name]) else f"{USED}{name} of {module} is no function."
+        if "__getattr__" in known:
+            return ""
+        return f"{USED}{module} has no {name!r}.\n  it has:  {_public(known)}"
 
     if module.endswith(".py") and not os.path.lexists(module):
         return f"{USED}there is no file {module[:200]}.\n  it is looked up from:  {Path.cwd()}"
@@ -82,6 +85,8 @@ def _source_of(module: str, also: tuple[str, ...]) -> Path | None:
         if places is None and at < len(parts):
             raise LookupError(f"{name} is a module, and has none inside")
 
+    if spec and spec.origin is None and spec.submodule_search_locations is not None:
+        raise LookupError(f"{module} is a folder without __init__.py")
     origin = spec.origin if spec and spec.has_location else None
     return Path(origin) if origin and origin.endswith(".py") else None
 
