@@ -34,22 +34,29 @@ def adapting(engine_subject: Subject, rollout_subject: Subject) -> None:
         pytest.skip(f"{' and '.join(lacking)} without weights:lora under these settings")
 
 
-@pytest.fixture
-def pair(
+@pytest.fixture(scope="module")
+def live(
     engine_subject: Subject, rollout_subject: Subject, reference: Reference
-) -> Iterator[tuple[Engine, Served]]:
+) -> Iterator[Served]:
+    """Start the rollout once for all tests of a model: a start may take half a
+    minute.
+    """
     if engine_subject.ranks_for(1) > 1:
         pytest.skip(
             f"{engine_subject} takes several ranks; what it sends is tested in test_engine.py"
         )
-
-    engine = engine_subject.create(reference.folder, lr=3e-2)
-    engine.setup(Rank(seed=1))
     served = Served(
         rollout_subject.create(reference.folder), Plugins.load().get("transport", "disk")
     )
-    yield engine, served
+    yield served
     served.close()
+
+
+@pytest.fixture
+def pair(engine_subject: Subject, live: Served, reference: Reference) -> tuple[Engine, Served]:
+    engine = engine_subject.create(reference.folder, lr=3e-2)
+    engine.setup(Rank(seed=1))
+    return engine, live
 
 
 def limit(engine: Engine, tolerance: float) -> float:
@@ -95,7 +102,7 @@ def follow(pair: tuple[Engine, Served], reference: Reference, tolerance: float, 
         sent, receipt = push(engine, served)
         expect.same(receipt.num_loaded, sent.num_tensors, "the number of tensors that were loaded")
         expect.same((receipt.missing, receipt.unexpected), ((), ()), "(missing, unexpected)")
-        samples = sample(served, version=served.edge.version)
+        samples = sample(served, served.edge.version)
         expect.below(
             difference(engine, samples),
             bound,
@@ -134,7 +141,7 @@ def test_the_rollout_runs_the_adapter_just_trained(
     altered = ((name, random_like(name, tensor)) for name, tensor in engine.adapter_weights())
     served.push(altered, adapter=True, permuted=True)
 
-    assert difference(engine, sample(served, version=1)) > 3 * limit(engine, tolerance), (
+    assert difference(engine, sample(served, served.edge.version)) > 3 * limit(engine, tolerance), (
         "no adapter runs"
     )
     follow(
@@ -150,7 +157,7 @@ def test_the_first_version_is_the_checkpoint(
 ) -> None:
     engine, served = pair
     served.push(engine.weights())
-    for one in sample(served, version=0):
+    for one in sample(served, served.edge.version):
         want = reference.outputs(one)["logprobs"]
         off = np.abs(want - one["rollout_logprobs"])[one["loss_mask"]].mean()
         expect.below(
