@@ -9,6 +9,7 @@ import os
 import random
 import shlex
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -392,6 +393,19 @@ def test_options_that_came_or_went_with_a_release_refuse_nothing_at_their_defaul
     )
     assert toy("run", "steps=3") == 0
     assert "another configuration" not in capsys.readouterr().out
+
+
+def test_a_configuration_without_an_engine_is_damaged_and_no_command_leaves_a_thread(
+    toy: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert toy("run", "record.every_steps=1") == 0
+    (tmp_path / "run" / "config.yaml").write_text("{}")
+    before = set(threading.enumerate())
+    assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 0
+    assert main(["replay", str(tmp_path / "run"), "--step", "2", "--stage", "train"]) == 0
+    assert "it names no engine, as every run's does; the copy in" in capsys.readouterr().err
+    assert set(threading.enumerate()) <= before
+    assert toy("run", "steps=3", "record.every_steps=1") == 0
 
 
 def test_a_format_of_a_later_release_is_refused_in_a_sentence(

@@ -111,7 +111,8 @@ def _damage(run_dir: Path, other: Path, chance: random.Random) -> str:
     if path is None:
         # The files of the run itself are few among those of its checkpoints.
         path = chance.choice(sorted(run_dir.iterdir()))
-    kinds = {**ANY, **(OF_FOLDERS if path.is_dir() else OF_FILES)}
+    # What was damaged once may be a pipe now, which nobody reads.
+    kinds = {**ANY, **(OF_FOLDERS if path.is_dir() else OF_FILES if path.is_file() else {})}
     name = chance.choice(sorted(kinds))
     kinds[name](path, other / path.relative_to(run_dir), chance)
     return f"{path.relative_to(run_dir)} {name}"

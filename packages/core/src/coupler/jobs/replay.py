@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from enum import StrEnum
 from functools import partial
@@ -67,7 +68,9 @@ def replay(
     """
     with disk_errors_named(run_dir):
         batch, trained = step_record.read(run_dir / "record", step)
-        return _replay(Builder(composed, plugins), run_dir, step, stage, batch, trained)
+        builder = Builder(composed, plugins)
+        with closing(builder.executor):
+            return _replay(builder, run_dir, step, stage, batch, trained)
 
 
 def _replay(
@@ -147,7 +150,8 @@ def export_run(
         else:
             _check_weights(run_dir, step, _another_export)
         builder = Builder(composed, plugins)
-        asyncio.run(_write(builder, run_dir, step, out))
+        with closing(builder.executor):
+            asyncio.run(_write(builder, run_dir, step, out))
     return step
 
 

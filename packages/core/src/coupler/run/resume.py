@@ -215,6 +215,9 @@ def _check_yaml(text: str) -> None:
     values = yaml.safe_load(text)
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ValueError("it is no mapping of options to values")
+    engine = values.get("engine")
+    if not isinstance(engine, dict) or not isinstance(engine.get("name"), str):
+        raise ValueError("it names no engine, as every run's does")
 
 
 def _warn_of_changes(found: Checkpoint, run_dir: Path) -> None:
