@@ -535,6 +535,18 @@ def test_a_reward_that_cannot_be_called(
     assert not (tmp_path / "run").exists()
 
 
+def test_an_entry_point_that_nobody_can_read(
+    refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = tmp_path / "acme-1.0.dist-info"
+    record.mkdir()
+    (record / "entry_points.txt").write_bytes("[acme]\na = b\n".encode("utf-16"))
+    monkeypatch.syspath_prepend(tmp_path)
+    (line, fix) = refused("train")
+    assert line.startswith(f"{record} has an entry_points.txt that cannot be read, and torch reads")
+    assert fix == "  try:  pip uninstall of that distribution"
+
+
 @pytest.mark.parametrize(
     ("target", "says"),
     [

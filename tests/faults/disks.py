@@ -55,6 +55,8 @@ def _try(folder: Path, case: Path, expected: list[Any], chance: random.Random) -
     kind = chance.choice((*CALLS, "write", "write", "read", "close", "vanish"))
     more = chance.choice(WAYS)
     ahead = not goes_on and chance.random() < 0.3
+    # A run that goes on without its moments has other numbers, too.
+    same = not ahead and "checkpoint.optimizer=false" not in more
     given = arguments(folder, run_dir, "steps=3", *more, *(AHEAD if ahead else ()))
     if goes_on and chance.random() < 0.2:
         given = ["export", str(run_dir), "--out", str(run_dir / "out")]
@@ -68,7 +70,7 @@ def _try(folder: Path, case: Path, expected: list[Any], chance: random.Random) -
         yield f"{what}: {said.raised or said.code} {said.text[-1500:]}"
     if kind != "vanish":
         again = given if given[0] == "train" else arguments(folder, run_dir, "steps=3")
-        yield from _check_after(run_dir, again, goes_on, [] if ahead else expected, what)
+        yield from _check_after(run_dir, again, goes_on, expected if same else [], what)
     shutil.rmtree(case, ignore_errors=True)
 
 
@@ -190,4 +192,4 @@ def _patched(*patches: tuple[Any, str, Any]) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    run(check, 60)
+    run(check, 400)

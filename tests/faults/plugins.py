@@ -28,7 +28,8 @@ from tests.faults.toy_runs import OPTIONS, steps, write_inputs
 # What a plugin may cost a command that does not select it, and what a busy machine adds
 # to the difference of two commands.
 SLOWER_S, NOISE = 0.2, 2.0
-LIMIT_S = 30.0
+# One that is selected is given up after a minute.
+LIMIT_S = 90.0
 MARK = "POLLUTION"
 
 GOOD = """
@@ -400,6 +401,8 @@ def without(which: str, chosen: str, fault: Fault, place: Place) -> Iterator[str
         beside, run_beside = place.run(which, chosen, Path(folder))
         left = survivors(folder)
 
+    if beside.code == 2 and "torch reads it when it is imported" in beside.err:
+        return  # Nothing that trains can be imported there.
     if beside.code != alone.code or "Traceback" in beside.err:
         yield f"ends with {beside.code}, without it with {alone.code}: {beside.err[-300:]!r}"
     # The listing is JSON, read below, and tells why a plugin failed in its own words.

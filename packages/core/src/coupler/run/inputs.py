@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -51,6 +52,7 @@ def _checks(config: RunConfig, job: Job) -> Iterator[Callable[[], None]]:
         yield partial(_check_rows, config.eval.data, "eval.data")
     if job is not Job.SFT:
         yield partial(_check_reward, config.reward.target)
+    yield _check_installed
 
 
 def _check_folder_to_write(path: str, key: str) -> None:
@@ -122,6 +124,21 @@ def _check_reward(target: str) -> None:
     if problem := target_problem(target, KEYWORDS, (os.getcwd(),)):
         more = f"\n  it is called with the keywords it takes among:  {', '.join(KEYWORDS)}"
         raise ConfigError(f"reward.target={target} {problem}{'' if chr(10) in problem else more}")
+
+
+def _check_installed() -> None:
+    """Refuse an environment in which torch cannot be imported, since it reads every
+    entry point.
+    """
+    for distribution in distributions():
+        try:
+            _ = distribution.entry_points
+        except Exception as error:
+            folder = getattr(distribution, "_path", "a distribution")
+            raise ConfigError(
+                f"{folder} has an entry_points.txt that cannot be read, and torch reads it "
+                f"when it is imported: {error}.\n  try:  pip uninstall of that distribution"
+            ) from None
 
 
 def _check_resume(config: RunConfig) -> None:

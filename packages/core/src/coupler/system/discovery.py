@@ -185,18 +185,13 @@ class Discovery:
         """
         blocked, first = set(_names_in(DISABLED)), dict[str, Entry]()
         found: dict[Source, tuple[str, ...]] = {}
-        for entry in entries(self._reader.group):
-            source = Source(
-                entry.name,
-                entry.distribution,
-                entry.version,
-                entry.value,
-            )
-            normal = re.sub(
-                r"[-_.]+",
-                "-",
-                entry.distribution,
-            ).lower()
+        named = [
+            (Source(e.name, e.distribution, e.version, e.value), e)
+            for e in entries(self._reader.group)
+        ]
+        # Core's own come first: nobody else's entry takes a module of it.
+        for source, entry in sorted(named, key=lambda pair: _normal(pair[1]) != self._reader.core):
+            normal = _normal(entry)
             used = first.setdefault(normal, entry)
             is_core = normal == self._reader.core
             stale = ""
@@ -226,6 +221,11 @@ class Discovery:
         ]
         modules = {source.module for source in found}
         return found | {source: () for source in added if source.module not in modules}
+
+
+def _normal(entry: Entry) -> str:
+    """Return the name of a distribution as the packaging standards compare it."""
+    return re.sub(r"[-_.]+", "-", entry.distribution).lower()
 
 
 def _names_in(variable: str) -> list[str]:

@@ -62,9 +62,10 @@ def log_file(path: Path) -> Iterator[None]:
     The file is made with the first message. A disk that refuses it stops no run.
     """
     handler = _File(path, delay=True, encoding="utf-8")
-    if os.path.lexists(path) and (path.is_symlink() or not path.is_file()):
-        # A pipe would wait for a reader, and a link leads to a file of somebody else.
-        handler.refused = True
+    # A pipe would wait for a reader, and a link leads to a file of somebody else.
+    with suppress(OSError):  # Of a disk that does not say, the first message tells.
+        handler.refused = os.path.lexists(path) and (path.is_symlink() or not path.is_file())
+    if handler.refused:
         get_logger(__name__).warning(f"{path} is no file, so that no messages are kept there.")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = get_logger(ROOT)
