@@ -39,7 +39,8 @@ REWARD = "def score(completion):\n    return 0.0\n"
 PLAN = (
     "import sys; from coupler.cli import main; sys.exit(main(['plan', 'engine=toy', "
     "'rollout=toy', 'algorithm=toy', 'model.path={0}/toy', 'data.source={0}/rows.jsonl', "
-    "'reward.target={0}/reward.py:score', 'run_dir={0}/run', 'steps=1']))"
+    "'reward.target={0}/reward.py:score', 'run_dir={0}/run', 'steps=1', "
+    "'sampling.max_tokens=8', 'data.max_prompt_tokens=64']))"
 )
 
 
