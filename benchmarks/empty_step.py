@@ -22,7 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +119,10 @@ async def step(group: EngineGroup, batch: Batch, update: WeightUpdate) -> None:
     await group.all("push", update)
 
 
-async def measure(workers: int, repeats: int) -> list[float]:
+async def measure(
+    workers: int, repeats: int, clock: Callable[[], float] = time.perf_counter
+) -> list[float]:
+    """Return the seconds of each step by ``clock``, after one that is not counted."""
     algorithm = ("coupler.testing.toy:ToyAlgorithm", ToyAlgorithmConfig())
     spec = WorkerSpec(
         "policy", f"{HERE}:Idle", EngineConfig("idle", ranks=workers), Model(""), algorithm
@@ -131,9 +134,9 @@ async def measure(workers: int, repeats: int) -> list[float]:
     update = WeightUpdate(1, "full", f"{HERE}:Nowhere", (), 0, 60.0)
     seconds = []
     for _ in range(repeats + 1):
-        start = time.perf_counter()
+        start = clock()
         await step(group, batch, update)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(clock() - start)
     executor.close()
     return seconds[1:]
 
@@ -142,10 +145,8 @@ def processor_ms(steps: dict[int, int]) -> dict[int, float]:
     """Return milliseconds of the processor for a step, by number of workers."""
     found = {}
     for workers, repeats in steps.items():
-        asyncio.run(measure(workers, 5))
-        start = time.process_time()
-        asyncio.run(measure(workers, repeats))
-        found[workers] = 1e3 * (time.process_time() - start) / repeats
+        seconds = asyncio.run(measure(workers, repeats, time.process_time))
+        found[workers] = 1e3 * statistics.mean(seconds)
     return found
 
 

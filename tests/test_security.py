@@ -228,7 +228,7 @@ def test_what_is_no_danger_passes(source: str) -> None:
 
 
 def _open_files(pid: int) -> set[str]:
-    """Return what the descriptors of a process lead to, without the numbers of pipes."""
+    """Return what the descriptors of a process lead to, without numbers of pipes."""
     names = set()
     for path in Path(f"/proc/{pid}/fd").iterdir():
         # One may be closed meanwhile.

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from tests.faults import run
 from tests.faults.toy_runs import arguments, call, steps, write_inputs
@@ -19,13 +20,18 @@ Damage = Callable[[Path, Path, random.Random], object]
 # A run that samples ahead has groups in its checkpoints that are not trained yet.
 # Which weights sample them is a matter of time, and so are its numbers.
 AHEAD = "ahead"
-KINDS = {"in turns": (), AHEAD: ("max_staleness=1", "deterministic=false")}
+KINDS = {
+    "in turns": (),
+    AHEAD: ("max_staleness=1", "deterministic=false"),
+    "with a critic": ("algorithm=judged", "critic.engine.lr=0.3"),
+}
 
 
 def check(seed: int, cases: int) -> Iterator[str]:
     """Yield a line for each damage that a command does not answer well."""
     chance = random.Random(seed)
-    with tempfile.TemporaryDirectory(prefix="faults-") as name:
+    judged = mock.patch.dict(os.environ, {"COUPLER_PLUGINS": "tests.faults.toy_critic"})
+    with tempfile.TemporaryDirectory(prefix="faults-") as name, judged:
         folder = Path(name)
         write_inputs(folder)
         _make(folder, "other", "engine.lr=0.2", "seed=3", "steps=2")
