@@ -129,6 +129,16 @@ def test_messages_are_kept_with_their_time_beside_what_a_run_writes(
     assert "after the run" not in (tmp_path / "coupler.log").read_text()
 
 
+def test_a_copy_of_a_run_by_hard_links_keeps_its_messages(tmp_path: Path) -> None:
+    (tmp_path / "coupler.log").write_text("before\n")
+    os.link(tmp_path / "coupler.log", tmp_path / "copy.log")
+    with claimed(tmp_path):
+        (tmp_path / "config.yaml").touch()
+        get_logger("coupler.test").info("after")
+    assert (tmp_path / "copy.log").read_text() == "before\n"
+    assert (tmp_path / "coupler.log").read_text().startswith("before\n2")
+
+
 def test_messages_alone_leave_no_folder(tmp_path: Path) -> None:
     with claimed(tmp_path / "run"):
         get_logger("coupler.test").info("nothing was done")

@@ -31,6 +31,7 @@ from coupler.loop.engine_group import EngineGroup
 from coupler.loop.state import State
 from coupler.loop.transfer import verify
 from coupler.plugins.manager import Plugins
+from coupler.run import step_record
 from coupler.run.checkpoint import MANIFEST, Checkpoints, check, read
 from coupler.run.run_folder import Journal
 from coupler.run.step_record import Recorder
@@ -281,6 +282,22 @@ def test_what_cannot_be_written_is_named(
         match=rf"^{what.format(tmp_path)}.* cannot be written: \[Errno .*\n  try:  room",
     ):
         write(journal)
+
+
+def test_a_record_of_another_run_is_not_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The folder of records may be a link to that run's."""
+    (tmp_path / "linked").symlink_to(tmp_path / "record")
+    Recorder(tmp_path / "record", 1, "theirs").write(1, BATCH, {})
+    Recorder(tmp_path / "linked", 1, "ours").write(1, BATCH, {})
+    Recorder(tmp_path / "linked", 1, "ours").write(2, BATCH, {})
+
+    with pytest.raises(CouplerError, match="is the record of another run"):
+        step_record.read(tmp_path / "linked", 1, "ours")
+    about = [json.loads((tmp_path / f"record/step_{i}/record.json").read_text()) for i in (1, 2)]
+    assert [each["run"] for each in about] == ["theirs", "ours"]
+    assert "step 1 is not recorded" in caplog.text and "step 2" not in caplog.text
 
 
 def test_a_rank_that_does_not_write_still_iterates(tmp_path: Path) -> None:

@@ -163,7 +163,10 @@ class Waits:
         return lines
 
     def close(self) -> None:
+        """End the thread, if there is one."""
         self.stop.set()
+        if self.thread:
+            self.thread.join()
 
 
 def _listed(indices: set[int]) -> str:

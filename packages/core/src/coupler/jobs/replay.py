@@ -67,7 +67,7 @@ def replay(
             were not kept.
     """
     with disk_errors_named(run_dir):
-        batch, trained = step_record.read(run_dir / "record", step)
+        batch, trained = step_record.read(run_dir / "record", step, find_run(run_dir))
         builder = Builder(composed, plugins)
         with closing(builder.executor):
             return _replay(builder, run_dir, step, stage, batch, trained)

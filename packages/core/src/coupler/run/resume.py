@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
-from yaml.events import AliasEvent
 
 from coupler.config.effect import options_of
 from coupler.config.options import Options
@@ -32,6 +32,7 @@ from coupler.system.files import (
 from coupler.system.hashing import hash_start
 from coupler.system.log import get_logger
 from coupler.system.tree import flatten
+from coupler.system.yaml_file import parse_yaml
 
 log = get_logger(__name__)
 
@@ -194,8 +195,7 @@ def restore_config(run_dir: Path) -> None:
 
 def _read_yaml(path: Path) -> str:
     text = read_text(path, MAX_CONFIG_BYTES)
-    with reading(path):
-        _check_yaml(text)
+    _check_config(text, path)
     return text
 
 
@@ -203,21 +203,22 @@ def _copy_of_config(run_dir: Path, damage: DamagedFile) -> str:
     for folder in checkpoint.folders(run_dir / "checkpoints"):
         manifest = checkpoint.whole(folder)
         if manifest and RESOLVED in manifest:
-            log.warning(f"{str(damage).removesuffix('.')}; the copy in {folder} is used")
-            return manifest[RESOLVED]
+            with suppress(DamagedFile):
+                _check_config(manifest[RESOLVED], folder)
+                log.warning(f"{str(damage).removesuffix('.')}; the copy in {folder} is used")
+                return manifest[RESOLVED]
     raise DamagedFile(f"{damage}\n  try:  putting it back, or another run_dir; nothing was touched")
 
 
-def _check_yaml(text: str) -> None:
-    """Refuse what is no plain mapping, before anything is built from it."""
-    if any(isinstance(event, AliasEvent) for event in yaml.parse(text)):
-        raise ValueError("it has aliases, which no run writes")
-    values = yaml.safe_load(text)
-    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise ValueError("it is no mapping of options to values")
-    engine = values.get("engine")
-    if not isinstance(engine, dict) or not isinstance(engine.get("name"), str):
-        raise ValueError("it names no engine, as every run's does")
+def _check_config(text: str, path: Path) -> None:
+    """Refuse what is no configuration of a run."""
+    values = parse_yaml(text, path)
+    with reading(path):
+        if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+            raise ValueError("it is no mapping of options to values")
+        engine = values.get("engine")
+        if not isinstance(engine, dict) or not isinstance(engine.get("name"), str):
+            raise ValueError("it names no engine, as every run's does")
 
 
 def _warn_of_changes(found: Checkpoint, run_dir: Path) -> None:

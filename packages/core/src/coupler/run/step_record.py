@@ -17,6 +17,9 @@ from coupler.run.format import FORMAT, KEY, check_format, load_batch, number_of
 from coupler.run.manifest import RUN
 from coupler.system.files import DamagedFile, read_json, remove, writing
 from coupler.system.hashing import hash_files
+from coupler.system.log import get_logger
+
+log = get_logger(__name__)
 
 BATCH, NUMBERS, ABOUT = "batch.npz", "trained.json", "record.json"
 
@@ -39,6 +42,12 @@ class Recorder:
             return
 
         folder = self.folder / f"step_{step}"
+        if self._is_foreign(folder):
+            log.warning(
+                f"step {step} is not recorded: {folder} is the record of another run. Is "
+                f"{self.folder} a link to that run's?"
+            )
+            return
         part = folder.with_suffix(".part")
         with writing(f"the record {folder}"):
             remove(part)
@@ -51,18 +60,29 @@ class Recorder:
             remove(folder)
             part.rename(folder)
 
+    def _is_foreign(self, folder: Path) -> bool:
+        """Tell whether another run recorded what is there."""
+        try:
+            about = read_json(folder / ABOUT)
+        except DamagedFile:
+            return False
+        return about.get(RUN, self.run) != self.run
+
 
 def steps(folder: Path) -> list[int]:
     """Return the steps that were recorded."""
     return sorted(number for path in folder.glob("step_*") if (number := number_of(path)))
 
 
-def read(folder: Path, step: int) -> tuple[Batch, Mapping[str, float]]:
+def read(folder: Path, step: int, run: str = "") -> tuple[Batch, Mapping[str, float]]:
     """Return the batch of ``step`` and the numbers of training on it.
 
+    Args:
+        run: the id of the run that recorded it. Empty where it is not known.
+
     Raises:
-        CouplerError: the step was not recorded, its record is damaged, or a newer
-            release wrote it in a format of its own.
+        CouplerError: the step was not recorded, its record is damaged or of another
+            run, or a newer release wrote it in a format of its own.
     """
     path = folder / f"step_{step}"
     if not path.is_dir():
@@ -75,6 +95,8 @@ def read(folder: Path, step: int) -> tuple[Batch, Mapping[str, float]]:
     check_format(about, path / ABOUT)
     if about.get("step", step) != step:
         raise DamagedFile(f"{path} is the record of step {about['step']}, under another name.")
+    if run and about.get(RUN, run) != run:
+        raise DamagedFile(f"{path} is the record of another run.")
 
     batch, numbers = load_batch(path / BATCH), read_json(path / NUMBERS)
     if about.get("sha256", _hashes(path)) != _hashes(path):

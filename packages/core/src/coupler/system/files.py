@@ -53,6 +53,17 @@ def write_whole(path: Path, text: str) -> None:
     flush(path.parent)
 
 
+def make_own(path: Path) -> None:
+    """Copy a file that has further names, so that what is written to it shows in none
+    of these.
+    """
+    if _kind(path) == "file" and path.stat().st_nlink > 1:
+        part = path.with_name(f"{path.name}.part")
+        remove(part)
+        shutil.copyfile(path, part)
+        part.replace(path)
+
+
 def flush(path: Path) -> None:
     """Wait until a file or a folder is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from coupler.errors import ConfigError
+from coupler.system.files import make_own
 
 ROOT = "coupler"
 VARIABLE = "COUPLER_LOG"
@@ -65,6 +66,7 @@ def log_file(path: Path) -> Iterator[None]:
     # A pipe would wait for a reader, and a link leads to a file of somebody else.
     with suppress(OSError):  # Of a disk that does not say, the first message tells.
         handler.refused = os.path.lexists(path) and (path.is_symlink() or not path.is_file())
+        make_own(path)
     if handler.refused:
         get_logger(__name__).warning(f"{path} is no file, so that no messages are kept there.")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

@@ -85,7 +85,15 @@ def read_yaml(path: Path) -> Any:
         text = read_bytes(path, MAX_BYTES).decode("utf-8-sig")
     except UnicodeDecodeError:
         raise DamagedFile(f"{path} is not readable as YAML: it is no UTF-8 text.") from None
+    return parse_yaml(text, path)
 
+
+def parse_yaml(text: str, path: Path) -> Any:
+    """Return what ``text`` of the file ``path`` holds, within the same bounds.
+
+    Raises:
+        DamagedFile: it is no YAML, or is larger than any configuration.
+    """
     try:
         loader = _Loader(text)
         try:
