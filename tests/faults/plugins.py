@@ -35,6 +35,7 @@ MARK = "POLLUTION"
 GOOD = """
 from dataclasses import dataclass
 import coupler
+import coupler.testing.toy_config
 from coupler.plugins import Backend, hookimpl
 @dataclass
 class Config(coupler.{base}):
@@ -46,7 +47,7 @@ def coupler_backends():
     return [Backend(**BACKEND)]
 """
 KINDS = {
-    "engine": {"base": "EngineConfig", "toy": "ToyEngine"},
+    "engine": {"base": "testing.toy_config.ToyEngineConfig", "toy": "ToyEngine"},
     "rollout": {"base": "RolloutConfig", "toy": "ToyRollout"},
 }
 
