@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 from rollout_vllm_throughput import WARM, main, measured, through_coupler
 from sides import serve
@@ -21,7 +22,8 @@ from coupler.interfaces import Request
 from coupler_rollout_sglang.config import SGLangConfig
 
 
-def through_sglang(folder: Path, config: SGLangConfig, requests: list[Request]) -> None:
+def own_engine(folder: Path, config: SGLangConfig) -> Any:
+    """Start SGLang as rollout=sglang does, but with its own sampler."""
     from coupler_rollout_sglang.arguments import server_arguments
     from coupler_rollout_sglang.compat.version import prepare
     from coupler_rollout_sglang.host import has_gpu
@@ -33,7 +35,11 @@ def through_sglang(folder: Path, config: SGLangConfig, requests: list[Request]) 
         del arguments[ours]
     from sglang.srt.entrypoints.engine import Engine
 
-    engine = Engine(**arguments)
+    return Engine(**arguments)
+
+
+def through_sglang(folder: Path, config: SGLangConfig, requests: list[Request]) -> None:
+    engine = own_engine(folder, config)
     prompts = [list(request.prompt) for request in requests]
     params = [
         {"max_new_tokens": r.max_tokens, "temperature": r.temperature, "ignore_eos": True}

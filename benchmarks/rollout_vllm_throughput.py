@@ -30,7 +30,6 @@ from sides import Side, serve
 from coupler.interfaces import Model, Rank, Request
 from coupler.plugins.manager import Plugins
 from coupler.testing.subject import configured, parse_settings
-from coupler_rollout_vllm.config import VLLMConfig
 
 LENGTHS = Path(__file__).with_name("lengths_lognormal.json")
 PROMPT = 256
@@ -170,4 +169,6 @@ def main(
 
 
 if __name__ == "__main__":
+    from coupler_rollout_vllm.config import VLLMConfig
+
     main(__doc__, __file__, VLLMConfig, {"coupler": through_coupler, "vllm": through_vllm})

@@ -1,14 +1,14 @@
-"""Where the time of a GRPO step goes: engine=fsdp and rollout=vllm on one GPU, against
-its parts done bare.
+"""Where the time of a GRPO step goes: engine=fsdp and a rollout on one GPU, against its
+parts done bare.
 
-    python benchmarks/grpo_step_vllm.py                                    #
-    SmolLM2-135M's shape, 256 samples a step python benchmarks/grpo_step_vllm.py
-    offload=true                       # engine and rollout take turns python
-    benchmarks/grpo_step_vllm.py --shape tiny --prompts 2 --samples 2 --tokens 8 --steps
-    3     # anywhere
+    python benchmarks/grpo_step.py                # 256 samples a step
+    python benchmarks/grpo_step.py --rollout sglang
+    python benchmarks/grpo_step.py offload=true   # engine and rollout take turns
+    python benchmarks/grpo_step.py --shape tiny --prompts 2 --samples 2 --tokens 8
+    # anywhere
 
-"Bare" is the sum of vLLM's own ``LLM.generate`` of as many requests with the same
-engine arguments, forward, backward and AdamW step of the engine alone on as many
+"Bare" is the sum of the inference engine's own ``generate`` of as many requests with
+the same arguments, forward, backward and AdamW step of the engine alone on as many
 tokens, and one copy of the weights on the device. Every prompt has 96 tokens and every
 completion is as long as allowed, but for a random stop in some hundred of them. Weights
 are random. All sides start together and are measured one after the other.
@@ -23,6 +23,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ import numpy as np
 import torch
 from shapes import SHAPES
 from sides import Side, serve
+
+from coupler.interfaces import Model, Rank, Request
 
 WARM_UP = 3  # steps, and calls of the bare parts
 PROMPT = 96
@@ -78,9 +81,10 @@ def options(args: argparse.Namespace, folder: Path) -> list[str]:
     given = {
         "engine": "fsdp", "engine.gradient_checkpointing": "false",
         "engine.max_tokens_per_gpu": 65536,
-        "rollout": "vllm", "rollout.max_model_len": PROMPT + args.tokens, "algorithm": "grpo",
+        "rollout": args.rollout, "rollout.max_model_len": PROMPT + args.tokens, "algorithm": "grpo",
         "algorithm.kl": "none",
         "model.path": folder / "model", "data.source": folder / "prompts.jsonl",
+        "data.max_prompt_tokens": PROMPT,
         "reward.target": f"{TASK}:score", "sampling.max_tokens": args.tokens,
         "run_dir": folder / "run",
         "trackers": "[jsonl]", "checkpoint.export": "false", "checkpoint.optimizer": "false",
@@ -104,21 +108,10 @@ def run_job(composed: Any, plugins: Any, folder: Path) -> list[dict[str, float]]
 
 
 def bare_generate(composed: Any, args: argparse.Namespace) -> None:
-    from coupler_rollout_vllm.compat.version import prepare
-
-    prepare()  # before the first import of vLLM
-    from vllm import LLM
-    from vllm.inputs import tokens_input
-
-    from coupler.interfaces import Model, Rank, Request
-    from coupler_rollout_vllm.arguments import engine_arguments
-    from coupler_rollout_vllm.compat.engine import sampling_params
-
-    config = composed.config
-    llm = LLM(**engine_arguments(config.rollout, Model(config.model.path), Rank(seed=1)))
+    generate = ENGINES[args.rollout](composed)
     rng = np.random.default_rng(0)
 
-    def generate() -> dict[str, float]:
+    def timed() -> dict[str, float]:
         prompts = [
             tuple(map(int, rng.integers(2, len(ALPHABET), PROMPT))) for _ in range(args.prompts)
         ]
@@ -127,6 +120,26 @@ def bare_generate(composed: Any, args: argparse.Namespace) -> None:
             for p in prompts
             for _ in range(args.samples)
         ]
+        return {"seconds": generate(requests)}
+
+    serve(timed)
+
+
+def vllm(composed: Any) -> Callable[[list[Request]], float]:
+    """Start vLLM, and return a function that takes the time of requests."""
+    from coupler_rollout_vllm.compat.version import prepare
+
+    prepare()  # before the first import of vLLM
+    from vllm import LLM
+    from vllm.inputs import tokens_input
+
+    from coupler_rollout_vllm.arguments import engine_arguments
+    from coupler_rollout_vllm.compat.engine import sampling_params
+
+    config = composed.config
+    llm = LLM(**engine_arguments(config.rollout, Model(config.model.path), Rank(seed=1)))
+
+    def generate(requests: list[Request]) -> float:
         inputs: list[Any] = [tokens_input(list(r.prompt)) for r in requests]
         params = [
             sampling_params(r, 0, r.max_tokens, config.rollout.per_request_seeds) for r in requests
@@ -135,9 +148,34 @@ def bare_generate(composed: Any, args: argparse.Namespace) -> None:
             each.flat_logprobs = True  # the quickest that it returns
         start = time.perf_counter()
         llm.generate(inputs, params, use_tqdm=False)
-        return {"seconds": time.perf_counter() - start}
+        return time.perf_counter() - start
 
-    serve(generate)
+    return generate
+
+
+def sglang(composed: Any) -> Callable[[list[Request]], float]:
+    """Start SGLang with its own sampler, and return a function that takes the time of
+    requests.
+    """
+    from rollout_sglang_throughput import own_engine
+
+    config = composed.config
+    engine = own_engine(Path(config.model.path), config.rollout)
+
+    def generate(requests: list[Request]) -> float:
+        inputs = [list(request.prompt) for request in requests]
+        params = [
+            {"max_new_tokens": r.max_tokens, "temperature": r.temperature, "ignore_eos": True}
+            for r in requests
+        ]
+        start = time.perf_counter()
+        engine.generate(input_ids=inputs, sampling_params=params, return_logprob=True)
+        return time.perf_counter() - start
+
+    return generate
+
+
+ENGINES = {"vllm": vllm, "sglang": sglang}
 
 
 def bare_train(composed: Any, args: argparse.Namespace) -> None:
@@ -145,7 +183,7 @@ def bare_train(composed: Any, args: argparse.Namespace) -> None:
     weights that a rollout gets.
     """
     from coupler.batch import Batch
-    from coupler.interfaces import Columns, Model, Output, Rank, StepInfo
+    from coupler.interfaces import Columns, Output, StepInfo
     from coupler.metrics import Metrics
     from coupler_engine_fsdp.engine import FSDPEngine
 
@@ -213,7 +251,7 @@ def report(
         + ", ".join(f"{n} {1e3 * s:.1f}" for n, s in parts.items())
     )
     print(
-        f"RESULT grpo step {args.shape}, {args.prompts} x {args.samples} samples of "
+        f"RESULT grpo step {args.rollout} {args.shape}, {args.prompts} x {args.samples} samples of "
         f"{args.tokens} tokens "
         f"({middle('batch/completion_tokens'):.1f} in the mean) {' '.join(args.settings)}: "
         f"{step / sum(parts.values()):.3f} of the bare parts; median of {len(rows)} steps"
@@ -255,6 +293,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", choices=SHAPES, default="135m")
+    parser.add_argument("--rollout", choices=ENGINES, default="vllm")
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=256, help="of each completion")
