@@ -92,6 +92,39 @@ def altering(where: Any, names: tuple[str, ...] = OUT, by: float = 0.05) -> type
     return type("Altering", (Hooked,), {"altered": altered})
 
 
+# --- masks
+
+
+MASKS = {
+    "ignored": lambda b, m: np.full_like(m, -1),
+    "first_id_only": lambda b, m: m[:, :1],
+    "last_id_left_out": lambda b, m: m[:, :-1],
+    "of_the_token_before": lambda b, m: np.where(
+        (m < 0).all(1, keepdims=True), m, np.roll(m, 1, 0)
+    ),
+    "whole_rows_are_the_token": lambda b, m: np.where(
+        (m < 0).all(1, keepdims=True), b["tokens"][:, None], m
+    ),
+}
+
+
+@fault("engine", how=tuple(MASKS), training=(False, True))
+def masks(how: str, training: bool) -> type:
+    def masked(batch: Batch) -> Batch:
+        if not batch.has("sampling_mask"):
+            return batch
+        return batch.with_tokens(sampling_mask=MASKS[how](batch, batch["sampling_mask"]))
+
+    class Masks(Hooked):
+        def _outputs(self, batch: Batch) -> dict[str, np.ndarray]:
+            return super()._outputs(batch if self.training is not training else masked(batch))
+
+        def _backward(self, batch: Batch, d_out: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+            return super()._backward(masked(batch) if training else batch, d_out)
+
+    return Masks
+
+
 # --- outputs
 
 

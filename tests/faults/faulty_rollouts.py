@@ -14,7 +14,7 @@ from coupler.errors import CouplerError, WeightSyncError
 from coupler.interfaces import Completion, InFlight, Memory, Rank, Request, SyncReceipt
 from coupler.system.seeding import stream
 from coupler.testing.models import EOS, VOCAB
-from coupler.testing.toy import ToyRollout, log_softmax, nucleus
+from coupler.testing.toy import ToyRollout, kept_ids, log_softmax, most_likely, nucleus
 
 NOTHING: frozenset[Memory] = frozenset()
 
@@ -76,6 +76,7 @@ class Hooked(ToyRollout):
         tokens: list[int] = []
         logprobs: list[float] = []
         versions: list[int] = []
+        masks: list[np.ndarray] = []
         finish = "length"
 
         while len(tokens) < self.limit(request):
@@ -85,16 +86,22 @@ class Hooked(ToyRollout):
                 finish = "abort"
                 break
             log_p = self.scores(request, tokens)
+            if request.top_k:
+                log_p = most_likely(log_p, request.top_k)
             if request.top_p < 1:
                 log_p = nucleus(log_p, request.top_p)
             at = self.drawn(log_p, request, tokens)
             tokens.append(self.choose(at, request, tokens, draw))
             logprobs.append(self.told(log_p, request, tokens))
             versions.append(self.version)
+            masks.append(kept_ids(log_p, request.top_k))
             if self.stops(request, tokens):
                 finish = "stop"
                 break
-        return Completion(tuple(tokens), tuple(logprobs), tuple(versions), finish)
+        mask = np.reshape(masks, (-1, request.top_k)) if request.top_k else None
+        return Completion(
+            tuple(tokens), tuple(logprobs), tuple(versions), finish, sampling_mask=mask
+        )
 
     async def update(self, update: Any) -> SyncReceipt:
         if Memory.WEIGHTS in self.asleep:
@@ -602,6 +609,39 @@ def top_p_of_one_is_that_of_all() -> type:
             return await super().generate(replace(request, top_p=self.least))
 
     return Shared
+
+
+@fault("rollout")
+def top_k_is_ignored() -> type:
+    class Ignores(Hooked):
+        async def generate(self, request: Request) -> Completion:
+            done = await super().generate(replace(request, top_k=0))
+            if not request.top_k:
+                return done
+            rows = np.full((len(done.tokens), request.top_k), -1)
+            rows[:, 0] = done.tokens
+            return replace(done, sampling_mask=rows)
+
+    return Ignores
+
+
+MASKS = {
+    "lacks_the_last_id": lambda m: np.where(m == m.max(1, keepdims=True), -1, m),
+    "one_too_many": lambda m: np.concatenate([m, (m[:, :1] + 1) % VOCAB], 1),
+    "of_the_token_before": lambda m: np.roll(m, 1, 0),
+    "the_first_of_all": lambda m: np.repeat(m[:1], len(m), 0),
+    "none": lambda m: None,
+    "a_row_less": lambda m: m[:-1],
+}
+
+
+@fault("rollout", how=tuple(MASKS))
+def masks(how: str) -> type:
+    def done(self: Hooked, request: Request, completion: Completion) -> Completion:
+        mask = completion.sampling_mask
+        return completion if mask is None else replace(completion, sampling_mask=MASKS[how](mask))
+
+    return type("Masks", (Hooked,), {"done": done})
 
 
 @fault("rollout")

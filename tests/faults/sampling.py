@@ -15,8 +15,8 @@ import numpy as np
 from tests.faults import run
 
 from coupler.errors import WeightSyncError
-from coupler.loop.sampling_check import WINDOW, SamplingCheck
 from coupler.metrics import Metrics
+from coupler.run.sampling_check import WINDOW, SamplingCheck
 from coupler.worker.train_infer import surprise
 
 LIMIT = 8.0  # of sync.max_sampling_z

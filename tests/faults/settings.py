@@ -304,6 +304,7 @@ def _of_backends(job: str) -> Iterator[Case]:
 # Options that contradict each other, and a key that the answer must name.
 TOGETHER: list[tuple[tuple[str, ...], str]] = [
     (("sampling.top_p=0.9",), "sampling.top_p"),
+    (("sampling.top_k=1",), "sampling.top_k"),
     (("sampling.temperature=0",), "sampling.temperature"),
     (("deterministic=true", "max_staleness=1", "algorithm.behaviour=rollout"), "deterministic"),
     (("offload=true", "max_staleness=1", "algorithm.behaviour=rollout"), "offload"),
@@ -379,6 +380,7 @@ OF_JOBS: list[tuple[str, tuple[str, ...], str]] = [
     ("sft", ("algorithm=grpo",), "algorithm"),
     ("grpo", ("algorithm=sft",), "algorithm"),
     ("eval", ("sampling.top_p=0.5",), "sampling.top_p"),
+    ("eval", ("sampling.top_k=5",), "sampling.top_k"),
     ("eval", ("eval.top_p=0.5",), "eval.top_p"),
     ("eval", ("eval.top_p=0",), "eval.top_p"),
     ("eval", ("eval.data.source=''",), "eval.data.source"),

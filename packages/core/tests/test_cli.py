@@ -48,7 +48,10 @@ def test_plugins_table_and_json(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", *NEEDED, "engine.lr=abc"], "coupler: engine.lr takes a number, got 'abc'."),
         (["train", *NEEDED, "steps"], "coupler: 'steps' is no override."),
         (["train", *NEEDED, "engine=nope"], "coupler: no engine named 'nope' is installed."),
-        (["train", *NEEDED, "sampling.top_p=0.5"], "coupler: sampling.top_p must be 1 in training"),
+        (
+            ["train", *NEEDED, "sampling.top_p=0.5"],
+            "coupler: sampling.top_p=0.5 needs sampling.top_k",
+        ),
         (["train"], "coupler: engine is not chosen."),
         (
             ["train", "--config", "/none.yaml"],

@@ -200,9 +200,10 @@ BAD = [
     ),
     (
         "sampling.top_p=0.9",
-        "sampling.top_p must be 1 in training",
-        "log-probs are of another distribution",
+        "sampling.top_p=0.9 needs sampling.top_k in training",
+        "set sampling.top_k=100, say.",
     ),
+    ("sampling.top_k=-1", "sampling.top_k must be at least 0, got -1.", ""),
     ("sampling.temperature=0", "sampling.temperature must be above 0 in training", ""),
     ("sampling=3", "sampling is a section, got 3.", "max_tokens"),
     ("data.args=3", "data.args takes a mapping", ""),
@@ -315,6 +316,24 @@ def test_top_p_is_of_evaluation_with_a_rollout_that_knows_it(plugins: Plugins) -
         good(plugins, "eval.data.source=x", "sampling.top_p=0.9", job=Job.EVAL)
 
 
+def test_top_k_is_of_training_with_backends_that_know_masks(plugins: Plugins) -> None:
+    knows = ("engine=toy", "sampling.top_k=20", "sampling.top_p=0.9")
+    assert good(plugins, *knows).config.sampling.top_k == 20
+    for choice, sentence in (
+        ("rollout=blunt", r"rollout=blunt cannot \(output:sampling_mask\)"),
+        ("engine=acme", r"engine=acme cannot \(input:sampling_mask\)"),
+    ):
+        with pytest.raises(ConfigError, match=rf"^sampling.top_k=20: {sentence}; set "):
+            good(plugins, *knows, choice)
+
+    with pytest.raises(ConfigError, match=r"^sampling.top_k must not be 1 in training: "):
+        good(plugins, "engine=toy", "sampling.top_k=1")
+    with pytest.raises(
+        ConfigError, match=r"^sampling.top_k=20 is not of evaluation: leave it out.$"
+    ):
+        good(plugins, "eval.data.source=x", "sampling.top_k=20", job=Job.EVAL)
+
+
 def test_pass_through_options_are_announced(plugins: Plugins) -> None:
     composed = good(plugins, "engine.extra_args.chunk=3")
     assert composed.config.engine.extra_args == {"chunk": 3}
@@ -362,7 +381,7 @@ def test_explain_an_option_and_a_section(plugins: Plugins) -> None:
     ):
         assert part in text
     assert "engine.inner.width" in explain(composed, "engine")
-    assert "below 1 the log-probs change meaning" in explain(composed, "sampling.top_p")
+    assert "which it needs below 1" in explain(composed, "sampling.top_p")
     with pytest.raises(ConfigError, match=r"unknown option engine\.lrr"):
         explain(composed, "engine.lrr")
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from coupler.data import Prompt, Row
-from coupler.interfaces import Completion
+from coupler.interfaces import Completion, Request
 from coupler.loop.evaluator import Evaluator
 from coupler.loop.sampler import ScoredCompletion
 from coupler.metrics import values
@@ -43,7 +43,7 @@ def evaluated(*sources: str, reads: bool = True) -> dict[str, float]:
         Prompt(Row("p", "a", i, {"data_source": source}), (1,)) for i, source in enumerate(sources)
     ]
     scorer: Any = Scripted(reads)
-    return values(asyncio.run(Evaluator(scorer, prompts, 3, 8, 1.0, 1.0, 0).run())[0])
+    return values(asyncio.run(Evaluator(scorer, prompts, 3, Request((), 8), 0).run())[0])
 
 
 def test_the_majority_counts_its_own_reward_and_a_tie_the_first() -> None:

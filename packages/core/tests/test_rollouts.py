@@ -188,7 +188,7 @@ def test_samples_of_one_prompt_meet_on_one_replica(
         scorer = Scorer(group, AsItIs(), AsItIs(), ())  # type: ignore[arg-type]
         prompts = [Prompt(Row(str(i), "", i, {}), (5, 6 + i)) for i in range(groups)]
         running = [
-            asyncio.ensure_future(scorer.sample(p, list(range(8)), 20, 1.0, groups=groups))
+            asyncio.ensure_future(scorer.sample(p, list(range(8)), Request((), 20), groups=groups))
             for p in prompts
         ]
         # Replicas that keep a group whole compute its prompt once.

@@ -11,8 +11,8 @@ from toy_run import ToyRun, small
 from coupler.config.schema import SamplingConfig, SyncConfig
 from coupler.errors import WeightSyncError
 from coupler.interfaces import Completion, Request
-from coupler.loop.sampling_check import SamplingCheck
 from coupler.metrics import Metric, Metrics, merge
+from coupler.run.sampling_check import SamplingCheck
 from coupler.system.seeding import stream
 from coupler.testing.toy import ToyRollout, log_softmax, nucleus
 from coupler.worker.train_infer import surprise

@@ -282,7 +282,7 @@ def test_a_heartbeat_names_the_prompts_that_are_outstanding() -> None:
             for i in (3, 9)
         ]
         await asyncio.gather(
-            *(scorer.sample(prompt, [0, 1], 8, 1.0, groups=2) for prompt in prompts)
+            *(scorer.sample(prompt, [0, 1], Request((), 8), groups=2) for prompt in prompts)
         )
 
     asyncio.run(sample())

@@ -14,7 +14,7 @@ from coupler.config.schema import RouterReplay, RunConfig, SamplingConfig
 from coupler.data import Prompt, PromptStream, Row
 from coupler.executors import Local
 from coupler.executors.waits import Waits
-from coupler.interfaces import Algorithm, Head, InFlight, Model, Rank
+from coupler.interfaces import Algorithm, Head, InFlight, Model, Rank, Request
 from coupler.jobs.device_sharing import share_devices, start
 from coupler.jobs.train import column_providers
 from coupler.loop.buffer import Buffer
@@ -25,6 +25,7 @@ from coupler.loop.trainer import Trainer
 from coupler.loop.weight_sync import StreamShardingManager
 from coupler.metrics import Metrics
 from coupler.rewards import RewardPool
+from coupler.run.sampling_check import SamplingCheck
 from coupler.run.step_record import Recorder
 from coupler.testing.models import write_toy
 from coupler.testing.toy_config import ToyAlgorithmConfig, ToyEngineConfig, ToyRolloutConfig
@@ -126,14 +127,20 @@ class ToyRun:
         )
         codec: Any = Numbers()
         self.sampler = Sampler(
-            config.sampling,
+            Request(
+                (),
+                config.sampling.max_tokens,
+                config.sampling.temperature,
+                top_p=config.sampling.top_p,
+                top_k=config.sampling.top_k,
+                routed_experts=config.router_replay is RouterReplay.R3,
+            ),
             config.samples_per_prompt,
             config.seed,
             prompts=PromptStream(prompts, config.seed, shuffle=True),
             scorer=Scorer(self.rollouts, self.pool, codec, ()),
             algorithm=algorithm,
             buffer=self.buffer,
-            routed_experts=config.router_replay is RouterReplay.R3,
         )
         self.trainer = Trainer(
             config,
@@ -146,6 +153,7 @@ class ToyRun:
             providers=column_providers(config, self.policy, None, self.critic, self.residency),
             residency=self.residency,
             record=Recorder(self.folder / "record", config.record.every_steps).write,
+            judge=SamplingCheck(config.sync.max_sampling_z).judge,
         )
         return self.trainer
 

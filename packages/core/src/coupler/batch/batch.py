@@ -237,7 +237,7 @@ class Batch:
 
         return Batch(
             lengths=np.concatenate([b.lengths for b in batches]),
-            tokens={k: np.concatenate([b.tokens[k] for b in batches]) for k in first.tokens},
+            tokens={k: concat([b.tokens[k] for b in batches]) for k in first.tokens},
             seqs={k: np.concatenate([b.seqs[k] for b in batches]) for k in first.seqs},
         )
 
@@ -256,6 +256,17 @@ class Batch:
             tokens = {k.removeprefix("tokens/"): file[k] for k in file if k.startswith("tokens/")}
             seqs = {k.removeprefix("seqs/"): file[k] for k in file if k.startswith("seqs/")}
             return Batch(file["lengths"], tokens, seqs)
+
+
+def concat(columns: Sequence[np.ndarray]) -> np.ndarray:
+    """Join token columns. Where rows have several widths, the narrower end in -1."""
+    if len({column.shape[1:] for column in columns}) > 1:
+        width = max(column.shape[1] for column in columns)
+        columns = [
+            np.pad(column, ((0, 0), (0, width - column.shape[1])), constant_values=-1)
+            for column in columns
+        ]
+    return np.concatenate(columns)
 
 
 def _are_ranges(rows: Sequence[np.ndarray]) -> bool:

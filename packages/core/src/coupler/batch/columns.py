@@ -11,17 +11,18 @@ from coupler.errors import CouplerError
 
 # the token column [T, layers, topk] that an engine replays
 ROUTED_EXPERTS: Final = "routed_experts"
+# the token column [T, kept] of the ids that each token was sampled among; -1 is no id
+SAMPLING_MASK: Final = "sampling_mask"
+# only engines read these, and they are wider than all other columns together
+OF_ENGINES: Final = (ROUTED_EXPERTS, SAMPLING_MASK)
 
 
 def loss_columns(batch: Batch) -> dict[str, np.ndarray]:
     """Return every numeric column, with ``seq`` [T], the sequence of each token, and
-    ``cu_seqlens`` [B + 1].
-
-    ``routed_experts`` is left out: only the engine reads it, and it is wider than all
-    other columns together.
+    ``cu_seqlens`` [B + 1]. Those that only engines read are left out.
     """
     columns = (
-        (n, c) for n, c in (*batch.tokens.items(), *batch.seqs.items()) if n != ROUTED_EXPERTS
+        (n, c) for n, c in (*batch.tokens.items(), *batch.seqs.items()) if n not in OF_ENGINES
     )
     arrays = {name: column for name, column in columns if column.dtype.kind in "biuf"}
     return {

@@ -48,6 +48,8 @@ def problems(config: RunConfig, job: Job) -> Iterator[str]:
         )
     if job is Job.EVAL and config.sampling.top_p < 1:
         yield f"sampling.top_p={config.sampling.top_p} is not of evaluation: set eval.top_p."
+    if job is Job.EVAL and config.sampling.top_k:
+        yield f"sampling.top_k={config.sampling.top_k} is not of evaluation: leave it out."
 
     if job is not Job.EVAL:
         yield from _checkpoint_problems(config)
@@ -173,11 +175,16 @@ def _adapter_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _training_problems(config: RunConfig) -> Iterator[str]:
-    if 0 < config.sampling.top_p < 1:
+    if 0 < config.sampling.top_p < 1 and not config.sampling.top_k:
         yield (
-            f"sampling.top_p must be 1 in training, got {config.sampling.top_p}: with part of "
-            "the vocabulary cut off, the rollout's log-probs are of another distribution than "
-            "the engine's, and their ratio would be wrong."
+            f"sampling.top_p={config.sampling.top_p} needs sampling.top_k in training: the "
+            "engine gets the ids that each token was sampled among, and so many at most; set "
+            "sampling.top_k=100, say."
+        )
+    if config.sampling.top_k == 1:
+        yield (
+            "sampling.top_k must not be 1 in training: greedy samples of one prompt are all "
+            "the same."
         )
     if config.sampling.temperature == 0:
         yield (

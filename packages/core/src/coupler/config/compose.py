@@ -41,6 +41,8 @@ CRITIC = "critic.engine"
 NEEDS_VALUES = "needs:values"  # capability of an algorithm
 GIVES_VALUES = "output:values"  # capability of an engine
 TOP_P = "sampling:top_p"  # capability of a rollout
+# capabilities that sampling.top_k takes
+MASKS = {Kind.ROLLOUT: "output:sampling_mask", Kind.ENGINE: "input:sampling_mask"}
 COMMAND_LINE = "command line"  # origin of values that were typed
 AS_ENGINE = "as in engine"  # origin of values of the critic's engine from the policy's
 
@@ -360,6 +362,12 @@ def _incapable(plugins: Plugins, config: RunConfig, job: Job) -> Iterator[str]:
 
     if job is not Job.TRAIN:
         return
+    for kind, wanted in MASKS.items() if config.sampling.top_k > 0 else ():
+        if wanted not in declared(kind):
+            yield (
+                f"sampling.top_k={config.sampling.top_k}: {kind}={section(config, kind).name} "
+                f"cannot ({wanted}); set sampling.top_k=0 and sampling.top_p=1, or another {kind}."
+            )
     if NEEDS_VALUES in declared(Kind.ALGORITHM) and GIVES_VALUES not in declared(CRITIC):
         able = [
             name

@@ -141,8 +141,13 @@ class SamplingConfig:
     """Logits are divided by this, in the rollout and in the policy; it must be above 0
     in training."""
     top_p: float = field(default=1.0, metadata={"ge": 1e-6, "le": 1})
-    """Training refuses values below 1, because below 1 the log-probs change meaning;
-    for evaluation set eval.top_p."""
+    """Training samples among the fewest tokens that together have this probability, out
+    of the sampling.top_k most likely ones, which it needs below 1; for evaluation set
+    eval.top_p."""
+    top_k: int = field(default=0, metadata={"ge": 0})
+    """Training samples among this many most likely tokens, and the engine's log-probs
+    are over the same ones; 0 stands for all of them. Rollout and engine must support
+    it."""
     stop: list[str] = field(default_factory=list)
     """Texts that end a completion, each one token of the tokenizer; the end of a turn
     always does."""

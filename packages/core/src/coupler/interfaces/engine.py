@@ -240,6 +240,12 @@ class Engine(ABC):
         the batch has it, decides which experts each token goes to, here and in
         :meth:`forward_backward`. A row of -1 leaves the choice to the router. Experts
         are weighted by the current scores, so that the router keeps its gradient.
+
+        With capability ``input:sampling_mask`` all that describes a distribution, here
+        and in :meth:`forward_backward`, is of the one over the ids in the token's row
+        of the column ``sampling_mask``, integers ``[T, kept]``, where the batch has it.
+        The probabilities of these ids add up to 1. A row ends in -1 where there are
+        fewer, and a row of -1 alone stands for every id.
         """
 
     @abstractmethod

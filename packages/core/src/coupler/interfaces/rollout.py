@@ -62,6 +62,9 @@ class Request:
             ``output:routed_experts``.
         top_p: sample among the fewest tokens whose probabilities add up to this, by
             capability ``sampling:top_p``.
+        top_k: with a temperature above 0, sample among so many most likely tokens, or
+            among what ``top_p`` leaves of their probability, and return the ids, by
+            capability ``output:sampling_mask``. 0 stands for all tokens.
     """
 
     prompt: tuple[int, ...]
@@ -72,6 +75,7 @@ class Request:
     session: str = ""
     routed_experts: bool = False
     top_p: float = 1.0
+    top_k: int = 0
 
     def room(self, max_positions: int, vocabulary: int) -> int:
         """Check the request against a model, and return how many tokens may be sampled.
@@ -118,10 +122,13 @@ class Completion:
     Attributes:
         tokens: sampled token ids.
         logprobs: one per token, the natural log under the sampling distribution, after
-            temperature and ``top_p``.
+            temperature, ``top_k`` and ``top_p``.
         versions: one per token, the version of the weights that sampled it.
         routed_experts: if asked for, integers [prompt + tokens, layers, topk] as in
             :class:`Output`, with rows of -1 for tokens that were never fed.
+        sampling_mask: with ``top_k``, integers [tokens, kept], the ids that each token
+            was sampled among. They are more than ``top_k`` where several are equally
+            likely. A row with fewer of them ends in -1.
         replica: number of the replica that sampled it, or its last part. Core fills it.
     """
 
@@ -130,6 +137,7 @@ class Completion:
     versions: tuple[int, ...]
     finish: Finish
     routed_experts: Any = None
+    sampling_mask: Any = None
     replica: int = field(default=0, compare=False)
 
 

@@ -13,7 +13,16 @@ from coupler.data.model_folder import model_folder
 from coupler.errors import ConfigError
 from coupler.executors import open_executor
 from coupler.executors.classes import load_class
-from coupler.interfaces import Algorithm, EngineConfig, Head, InFlight, Model, Rank, ShardingManager
+from coupler.interfaces import (
+    Algorithm,
+    EngineConfig,
+    Head,
+    InFlight,
+    Model,
+    Rank,
+    Request,
+    ShardingManager,
+)
 from coupler.loop.device_memory import Residency
 from coupler.loop.engine_group import EngineGroup
 from coupler.loop.evaluator import Evaluator
@@ -168,13 +177,18 @@ class Builder:
     def evaluator(self, scorer: Scorer, prompts: list[Prompt]) -> Evaluator:
         """Make what scores held-out ``prompts``, under ``eval.*``."""
         settings = self.config.eval
+        request = Request(
+            (),
+            settings.max_tokens or self.config.sampling.max_tokens,
+            settings.temperature,
+            top_p=settings.top_p,
+        )
+
         return Evaluator(
             scorer,
             prompts,
             settings.samples_per_prompt,
-            settings.max_tokens or self.config.sampling.max_tokens,
-            settings.temperature,
-            settings.top_p,
+            request,
             self.config.seed,
         )
 

@@ -16,7 +16,7 @@ from coupler.config.checks import does_evaluate
 from coupler.config.compose import Composed
 from coupler.config.schema import Job, RouterReplay, RunConfig
 from coupler.data import PromptStream, fingerprint
-from coupler.interfaces import Algorithm, Output
+from coupler.interfaces import Algorithm, Output, Request
 from coupler.jobs.build import Builder
 from coupler.jobs.device_sharing import hold_state, hold_trained, share_devices, start
 from coupler.jobs.preflight import check_spelling, import_classes, place, report_unread
@@ -33,6 +33,7 @@ from coupler.rewards import RewardPool
 from coupler.run.plan import VALUES, make_plan
 from coupler.run.run_folder import Journal
 from coupler.run.run_lock import claimed
+from coupler.run.sampling_check import SamplingCheck
 from coupler.run.saving import Saving, due
 from coupler.run.step_record import Recorder
 from coupler.system.garbage import heap_set_aside
@@ -57,8 +58,18 @@ def _sampler(
     config: RunConfig, algorithm: Algorithm, prompts: PromptStream, scorer: Scorer, buffer: Buffer
 ) -> Sampler:
     """Build what fills ``buffer`` with scored groups."""
+    sampling = config.sampling
+    request = Request(
+        (),
+        sampling.max_tokens,
+        sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        routed_experts=config.router_replay is RouterReplay.R3,
+    )
+
     return Sampler(
-        config.sampling,
+        request,
         config.samples_per_prompt,
         config.seed,
         prompts=prompts,
@@ -66,7 +77,6 @@ def _sampler(
         algorithm=algorithm,
         buffer=buffer,
         in_waves=config.deterministic,
-        routed_experts=config.router_replay is RouterReplay.R3,
     )
 
 
@@ -124,6 +134,7 @@ async def _train(builder: Builder) -> dict[str, float]:
                 record=Recorder(
                     journal.run_dir / "record", config.record.every_steps, session.run
                 ).write,
+                judge=SamplingCheck(config.sync.max_sampling_z).judge,
             )
             if found:
                 hold = partial(hold_trained, residency)

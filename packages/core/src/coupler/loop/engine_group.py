@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from coupler.batch import Batch
-from coupler.batch.columns import ROUTED_EXPERTS
+from coupler.batch.columns import OF_ENGINES
 from coupler.executors import Executor
 from coupler.interfaces import (
     Endpoint,
@@ -124,7 +124,7 @@ class EngineGroup:
 
     async def forward(self, batch: Batch, want: tuple[Output, ...]) -> dict[str, np.ndarray]:
         """Return one column per wanted output, in the order of ``batch``."""
-        read = ("tokens", "loss_mask", "temperature", "group", ROUTED_EXPERTS)
+        read = ("tokens", "loss_mask", "temperature", "group", *OF_ENGINES)
         needed = batch.select(*(name for name in read if batch.has(name)))
         rows = needed.partition(self.layout.num_shards)
         answers = await self.scatter("forward", needed.split(rows), want)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from coupler.data import Prompt
+from coupler.interfaces import Request
 from coupler.loop.sampler import ScoredCompletion, Scorer
 from coupler.metrics import Metric, Metrics
 from coupler.system.seeding import derive
@@ -22,9 +23,7 @@ class Evaluator:
     scorer: Scorer
     prompts: Sequence[Prompt]
     samples_per_prompt: int
-    max_tokens: int
-    temperature: float
-    top_p: float
+    request: Request
     seed: int
 
     async def run(self) -> tuple[Metrics, list[ScoredCompletion]]:
@@ -34,13 +33,11 @@ class Evaluator:
         A completion without a valid reward counts as 0, because leaving it out would
         flatter the mean.
         """
-        n, length, count = self.samples_per_prompt, self.max_tokens, len(self.prompts)
+        n, count = self.samples_per_prompt, len(self.prompts)
         seeds = [[derive(self.seed, "eval", i, j) for j in range(n)] for i in range(count)]
         groups = await asyncio.gather(
             *(
-                self.scorer.sample(
-                    prompt, mine, length, self.temperature, groups=count, top_p=self.top_p
-                )
+                self.scorer.sample(prompt, mine, self.request, groups=count)
                 for prompt, mine in zip(self.prompts, seeds, strict=True)
             )
         )

@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import numpy as np
 
+from coupler.batch.batch import concat
 from coupler.errors import CouplerError, ReplicaDied
 from coupler.executors import Executor
 from coupler.interfaces import (
@@ -47,14 +48,23 @@ def _joined(first: Any, rest: Any) -> Any:
 
 def _continued(done: Completion, more: Completion) -> Completion:
     """Join a completion that was cut off with the one that continued it."""
+    masks = [part.sampling_mask for part in (done, more) if part.sampling_mask is not None]
     return Completion(
         done.tokens + more.tokens,
         done.logprobs + more.logprobs,
         done.versions + more.versions,
         more.finish,
         _joined(done.routed_experts, more.routed_experts),
+        concat(masks) if masks else None,
         more.replica,
     )
+
+
+def _holds_all(mask: Any, tokens: tuple[int, ...]) -> bool:
+    """Return whether every token is in its row of a sampling mask."""
+    if mask is None or len(mask) != len(tokens):
+        return not tokens
+    return bool((mask == np.array(tokens, int)[:, None]).any(1).all())
 
 
 class RolloutGroup:
@@ -242,11 +252,11 @@ class RolloutGroup:
         return done
 
     async def _generate(self, request: Request) -> Completion:
-        """Sample one completion, with the routes of its tokens if these were asked for.
+        """Sample one completion, with the routes and masks that were asked for.
 
         Raises:
             CouplerError: the rollout's answer is not what :class:`Completion`
-                describes, or the routes are missing.
+                describes, or routes or masks are missing.
         """
         done = await self._sample(request)
 
@@ -266,6 +276,13 @@ class RolloutGroup:
             raise CouplerError(
                 "the rollout was asked which experts its tokens went to, and did not say.\n"
                 "  try:  router_replay=R2, which does not ask it"
+            )
+        if request.top_k and not _holds_all(done.sampling_mask, done.tokens):
+            raise CouplerError(
+                "the rollout was asked which ids it sampled each token among, and the token is "
+                "not always one of them.\n"
+                "  look at:  Completion.sampling_mask\n"
+                "  try:  sampling.top_k=0 sampling.top_p=1, which does not ask it"
             )
         return done
 

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from coupler.batch import Batch
-from coupler.batch.columns import ROUTED_EXPERTS
+from coupler.batch.batch import concat
+from coupler.batch.columns import ROUTED_EXPERTS, SAMPLING_MASK
 from coupler.batch.trajectory import Origin, Segment, Trajectory, columns_of
-from coupler.config.schema import SamplingConfig
 from coupler.data import Codec, Prompt, PromptStream
 from coupler.errors import CouplerError, WeightSyncError
 from coupler.interfaces import Algorithm, Completion, Request
@@ -57,18 +57,16 @@ class Scorer:
         self,
         prompt: Prompt,
         seeds: list[int],
-        max_tokens: int,
-        temperature: float,
+        request: Request,
         *,
         groups: int,
-        top_p: float = 1.0,
-        routed_experts: bool = False,
     ) -> list[ScoredCompletion]:
         """Return one scored completion per seed, without those of invalid rewards.
 
         The reward pool counts the invalid ones.
 
         Args:
+            request: what is asked for, but for prompt, stop tokens, seed and session.
             groups: calls that run side by side, this one included. If they are enough
                 to load all replicas evenly, a call's completions come from one replica,
                 which computes the prompt once.
@@ -77,9 +75,7 @@ class Scorer:
         if router.keeps_whole(groups):
             session = f"group {next(self.names)}"
             router.begin(session)
-        first = Request(
-            prompt.ids, max_tokens, temperature, self.stop, 0, session, routed_experts, top_p
-        )
+        first = replace(request, prompt=prompt.ids, stop=self.stop, session=session)
 
         try:
             found = await asyncio.gather(
@@ -114,7 +110,7 @@ class Sampler:
 
     def __init__(
         self,
-        config: SamplingConfig,
+        request: Request,
         samples_per_prompt: int,
         seed: int,
         *,
@@ -123,10 +119,9 @@ class Sampler:
         algorithm: Algorithm,
         buffer: Buffer,
         in_waves: bool = False,
-        routed_experts: bool = False,
     ) -> None:
-        self.in_waves, self.routed_experts = in_waves, routed_experts
-        self.config, self.samples_per_prompt, self.seed = config, samples_per_prompt, seed
+        self.in_waves, self.request = in_waves, request
+        self.samples_per_prompt, self.seed = samples_per_prompt, seed
         self.prompts, self.scorer, self.algorithm, self.buffer = prompts, scorer, algorithm, buffer
 
         # by admission number
@@ -165,12 +160,7 @@ class Sampler:
         try:
             seeds = [derive(self.seed, "sample", number, i) for i in range(self.samples_per_prompt)]
             scored = await self.scorer.sample(
-                prompt,
-                seeds,
-                self.config.max_tokens,
-                self.config.temperature,
-                groups=self.buffer.prompts_per_step,
-                routed_experts=self.routed_experts,
+                prompt, seeds, self.request, groups=self.buffer.prompts_per_step
             )
 
             if len(scored) < min(2, self.samples_per_prompt):
@@ -185,7 +175,7 @@ class Sampler:
             await self.buffer.fail(error)
 
     async def _offer(self, number: int, scored: list[ScoredCompletion]) -> None:
-        group = pack(scored, number, self.samples_per_prompt, self.config.temperature)
+        group = pack(scored, number, self.samples_per_prompt, self.request.temperature)
         kept = self.algorithm.keep(group)
         self.seen[number] = _describe(scored, group, kept)
         if kept:
@@ -244,7 +234,11 @@ def pack(
     numbers = group * samples_per_prompt + np.arange(size, dtype=np.int64)
     return Batch(
         lengths=np.array(lengths, np.int64),
-        tokens={**columns, **_routes(scored, lengths)},
+        tokens={
+            **columns,
+            **_routes(scored, lengths),
+            **_masks(scored, columns["loss_mask"]),
+        },
         seqs={
             "reward": np.array([one.reward for one in scored], np.float32),
             "temperature": np.full(size, temperature, np.float32),
@@ -285,6 +279,21 @@ def _routes(scored: list[ScoredCompletion], lengths: list[int]) -> dict[str, np.
                 "  try:      router_replay=R2, which does not ask it"
             )
     return {ROUTED_EXPERTS: np.concatenate(routes)}
+
+
+def _masks(scored: list[ScoredCompletion], sampled: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the column ``sampling_mask``, if the rollout was asked for it.
+
+    Args:
+        sampled: [T] True at sampled tokens. Rows of the others are -1.
+    """
+    masks = [one.completion.sampling_mask for one in scored]
+    if masks[0] is None:
+        return {}
+    kept = concat(masks)
+    column = np.full((len(sampled), kept.shape[1]), -1, np.int32)
+    column[sampled] = kept
+    return {SAMPLING_MASK: column}
 
 
 def _describe(scored: list[ScoredCompletion], group: Batch, kept: bool) -> Metrics:

@@ -17,7 +17,6 @@ from coupler.loop.buffer import Buffer
 from coupler.loop.device_memory import GENERATING, Held, Residency
 from coupler.loop.engine_group import EngineGroup
 from coupler.loop.sampler import Sampler
-from coupler.loop.sampling_check import SamplingCheck
 from coupler.loop.state import State
 from coupler.loop.step_metrics import Clock, describe, of_role, reproducible
 from coupler.loop.turns import OLD_LOGPROBS, Turn, takes_one_step, turns_of
@@ -29,6 +28,8 @@ Provider = Callable[[Batch], Awaitable[Mapping[str, np.ndarray]]]
 OnStep = Callable[[int, Metrics], Awaitable[None]]
 # keeps the batch of a step and the metrics of training on it
 Record = Callable[[int, Batch, Metrics], None]
+# judges a step by metrics of the engine, those of the sampler, and its prompt groups
+Judge = Callable[[Metrics, Metrics, int], Metrics]
 TRAINED = frozenset({Held.PARAMS, Held.GRADS, Held.OPTIMIZER})
 
 
@@ -52,17 +53,17 @@ class Trainer:
         providers: Mapping[str, Provider],
         residency: Residency,
         record: Record,
+        judge: Judge,
     ) -> None:
         self.config, self.policy, self.weights, self.algorithm = config, policy, weights, algorithm
         self.sampler, self.buffer, self.providers = sampler, buffer, providers
-        self.residency, self.record = residency, record
+        self.residency, self.record, self.judge = residency, record, judge
         self.critic = critic
 
         self.skips = {
             role: SkippedSteps(config.max_skipped_steps, role) for role in ("policy", "critic")
         }
         self.controller = algorithm.controller()
-        self.sampling = SamplingCheck(config.sync.max_sampling_z)
 
     async def fit(self, on_step: OnStep, done: int = 0) -> None:
         """Train the steps after ``done``, and give the metrics of each to ``on_step``.
@@ -99,7 +100,7 @@ class Trainer:
         self.record(step, batch, trained)
 
         sampled = self.sampler.metrics()
-        z = self.sampling.judge(trained, sampled, len(np.unique(batch["group"])))
+        z = self.judge(trained, sampled, len(np.unique(batch["group"])))
         verified = self.weights.check(trained)
         synced = await self.weights.sync(step)
         # the batch was sampled before the last sync, so it cannot verify it

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from coupler.batch import Batch
-from coupler.batch.columns import ROUTED_EXPERTS
+from coupler.batch.columns import OF_ENGINES
 from coupler.config.schema import RunConfig
 
 # column: the policy's log-probs before its first step on a batch
@@ -40,7 +40,7 @@ def turns_of(
         )
     if "critic" in roles:
         # nothing samples from a critic, so its weights have no version
-        judged = batch.without(ROUTED_EXPERTS)
+        judged = batch.without(*OF_ENGINES)
         turns["critic"] = Turn(
             judged, critic_steps_per_batch(config), None, config.epochs_per_batch
         )

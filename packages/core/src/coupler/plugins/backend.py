@@ -50,6 +50,10 @@ VOCABULARY = frozenset(
         "in_flight:stale_kv",
         # A rollout obeys Request.top_p.
         "sampling:top_p",
+        # A rollout obeys Request.top_k and returns Completion.sampling_mask. An engine
+        # obeys the column sampling_mask.
+        "output:sampling_mask",
+        "input:sampling_mask",
         # The backend works in NumPy, on the toy model folder of coupler.testing, and
         # not on folders of transformers.
         "model:toy",

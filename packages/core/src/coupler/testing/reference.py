@@ -23,6 +23,8 @@ Arrays = dict[str, np.ndarray]
 # The limit of max |dg| / max |g| of each tensor, in float32, however small its gradient
 # is beside the others.
 TOLERANCE = 2e-5
+# The logit of a token that a sampling mask leaves out.
+CUT = -1e30
 _PLAIN = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
 
@@ -112,11 +114,19 @@ class ToyReference(Reference):
             + self.weights["head.bias"]
         )
 
+    def _sampled(self, batch: Batch, t: np.intp, temperature: float) -> np.ndarray:
+        """Return the [V] logits of the distribution that token t was sampled from."""
+        z = self._logits(batch["tokens"][t - 1]) / temperature
+        kept = batch["sampling_mask"][t] if batch.has("sampling_mask") else np.array([-1])
+        if kept.max() < 0:
+            return z
+        return np.where(np.isin(np.arange(len(z)), kept), z, CUT)
+
     def outputs(self, batch: Batch) -> Arrays:
         out = {"logprobs": np.zeros(batch.num_tokens), "entropy": np.zeros(batch.num_tokens)}
         temperature = batch.spread(batch["temperature"]).astype(np.float64)
         for t in np.flatnonzero(batch["loss_mask"]):
-            z = self._logits(batch["tokens"][t - 1]) / temperature[t]
+            z = self._sampled(batch, t, temperature[t])
             log_p = z - np.logaddexp.reduce(z)
             out["logprobs"][t] = log_p[batch["tokens"][t]]
             out["entropy"][t] = -np.exp(log_p) @ log_p
@@ -134,11 +144,12 @@ class ToyReference(Reference):
 
         for t in np.flatnonzero(batch["loss_mask"]):
             previous = batch["tokens"][t - 1]
-            z = self._logits(previous) / temperature[t]
-            p = np.exp(z - np.logaddexp.reduce(z))
+            z = self._sampled(batch, t, temperature[t])
+            log_p = z - np.logaddexp.reduce(z)
+            p = np.exp(log_p)
             d_z = -slopes["logprobs"][t] * p
             d_z[batch["tokens"][t]] += slopes["logprobs"][t]
-            d_z -= slopes["entropy"][t] * p * (np.log(p) + out["entropy"][t])
+            d_z -= slopes["entropy"][t] * p * (log_p + out["entropy"][t])
             d_z /= temperature[t]
             grads["head.bias"] += d_z
             grads["head.weight"] += np.outer(d_z, self.weights["embed.weight"][previous])
@@ -236,7 +247,14 @@ class TransformersReference(Reference):
 
         tokens, mask = torch.from_numpy(one["tokens"]), torch.from_numpy(one["loss_mask"])
         with self._replaying(one):
-            log_p = self._logits(tokens, float(one["temperature"][0])).log_softmax(-1)
+            logits = self._logits(tokens, float(one["temperature"][0]))
+        if one.has("sampling_mask"):
+            ids = torch.from_numpy(one["sampling_mask"])
+            each = ids[:, :, None] == torch.arange(logits.shape[-1])
+            whole = (ids < 0).all(1, keepdim=True)
+            left = each.any(1) | whole
+            logits = logits.where(left.to(logits.device), CUT)
+        log_p = logits.log_softmax(-1)
         logprobs = log_p.gather(-1, tokens[:, None].long())[:, 0]
         entropy = -(log_p.exp() * log_p).sum(-1)
         squares = (2 * log_p).exp().sum(-1)

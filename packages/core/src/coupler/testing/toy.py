@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from coupler.batch import Batch
-from coupler.batch.columns import loss_columns
+from coupler.batch.columns import SAMPLING_MASK, loss_columns
 from coupler.batch.partition import micro_batches
 from coupler.engine_kit.adamw import multiplier
 from coupler.errors import CouplerError
@@ -53,6 +53,9 @@ Weights = dict[
 ]  # embed.weight [V, H], head.weight [V, H], head.bias [V], all float64
 
 
+LOW = -1e30  # the log-prob of what is cut off, which times 0 is 0
+
+
 def log_softmax(
     weights: Weights, previous: np.ndarray, temperature: np.ndarray | float
 ) -> np.ndarray:
@@ -75,6 +78,37 @@ def nucleus(log_p: np.ndarray, top_p: float) -> np.ndarray:
     return cut
 
 
+def most_likely(log_p: np.ndarray, number: int) -> np.ndarray:
+    """Return [V] log-probs among the ``number`` most likely tokens, else -inf."""
+    cut = np.full_like(log_p, -np.inf)
+    left = np.argsort(-log_p)[:number]
+    total = np.logaddexp.reduce(log_p[left])
+    cut[left] = log_p[left] - total
+    return cut
+
+
+def kept_ids(log_p: np.ndarray, width: int) -> np.ndarray:
+    """Return the [width] ids of finite log-probs, and -1 behind them."""
+    kept = np.full(width, -1, np.int32)
+    if width:
+        ids = np.flatnonzero(np.isfinite(log_p))
+        kept[: len(ids)] = ids
+    return kept
+
+
+def among(log_p: np.ndarray, kept: np.ndarray) -> np.ndarray:
+    """Return [n, V] log-probs among the ids of each row of ``kept`` [n, k].
+
+    The others get a number so low that their probability is 0. A row of -1 keeps all.
+    """
+    cut = np.where((kept < 0).all(1, keepdims=True), log_p, LOW)
+    row, place = np.nonzero(kept >= 0)
+    ids = kept[row, place]
+    cut[row, ids] = log_p[row, ids]
+    total = np.logaddexp.reduce(cut, 1, keepdims=True)
+    return cut - total
+
+
 @dataclass(frozen=True, slots=True)
 class Pass:
     """A forward pass over the predicted tokens of a batch."""
@@ -91,7 +125,10 @@ def run(weights: Weights, batch: Batch) -> Pass:
     temperature = batch["temperature"] if batch.has("temperature") else np.ones(len(batch))
     spread = batch.spread(temperature).astype(np.float64)[rows]
     previous = batch["tokens"][rows - 1]
-    return Pass(rows, previous, spread, log_softmax(weights, previous, spread))
+    log_p = log_softmax(weights, previous, spread)
+    if batch.has(SAMPLING_MASK):
+        log_p = among(log_p, batch[SAMPLING_MASK][rows])
+    return Pass(rows, previous, spread, log_p)
 
 
 def outputs(batch: Batch, done: Pass) -> dict[str, np.ndarray]:
@@ -317,7 +354,7 @@ class ToyRollout(Rollout):
 
     async def _sample(self, request: Request) -> Completion:
         random = stream(request.seed, "toy")
-        tokens, logprobs, versions = [], [], []
+        tokens, logprobs, versions, masks = [], [], [], []
         finish = "length"
 
         while len(tokens) < request.max_tokens:
@@ -328,6 +365,8 @@ class ToyRollout(Rollout):
                 break
             previous = np.array([(*request.prompt, *tokens)[-1]])
             log_p = log_softmax(self.weights, previous, request.temperature or 1.0)[0]
+            if request.top_k:
+                log_p = most_likely(log_p, request.top_k)
             if request.top_p < 1:
                 log_p = nucleus(log_p, request.top_p)
             token = int(
@@ -338,11 +377,15 @@ class ToyRollout(Rollout):
             tokens.append(token)
             logprobs.append(float(log_p[token]))
             versions.append(self.version)
+            masks.append(kept_ids(log_p, request.top_k))
             if token in request.stop:
                 finish = "stop"
                 break
 
-        return Completion(tuple(tokens), tuple(logprobs), tuple(versions), finish)
+        mask = np.reshape(masks, (-1, request.top_k)) if request.top_k else None
+        return Completion(
+            tuple(tokens), tuple(logprobs), tuple(versions), finish, sampling_mask=mask
+        )
 
     async def update(self, update: WeightUpdate) -> SyncReceipt:
         missing, unexpected, num_received, num_bytes = set(self.weights), [], 0, 0

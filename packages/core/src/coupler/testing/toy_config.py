@@ -39,7 +39,15 @@ BACKENDS = (
         name="toy",
         target="coupler.testing.toy:ToyEngine",
         config=ToyEngineConfig,
-        capabilities=frozenset({"weights:full", "model:toy", "world:1", "output:values"}),
+        capabilities=frozenset(
+            {
+                "weights:full",
+                "model:toy",
+                "world:1",
+                "output:values",
+                "input:sampling_mask",
+            }
+        ),
     ),
     Backend(
         kind="rollout",
@@ -51,6 +59,7 @@ BACKENDS = (
                 "weights:full",
                 "model:toy",
                 "sampling:top_p",
+                "output:sampling_mask",
                 "in_flight:abort",
                 "in_flight:recompute",
                 "in_flight:stale_kv",

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from coupler.batch.batch import concat
 from coupler.engine_kit.inference.receipts import join
 from coupler.errors import CouplerError, WeightSyncError
 from coupler.interfaces import (
@@ -42,6 +43,10 @@ class Stay(Protocol):
         """Return the experts of each token that was fed, [fed, layers, topk]."""
         ...
 
+    def each_mask(self) -> np.ndarray | None:
+        """Return the ids that each token was sampled among, [tokens, kept]."""
+        ...
+
 
 @dataclass(slots=True)
 class Sampled:
@@ -52,12 +57,18 @@ class Sampled:
     versions: list[int] = field(default_factory=list)
     routes: np.ndarray | None = None
     """[tokens fed, layers with a router, topk]"""
+    masks: list[np.ndarray] = field(default_factory=list)
+    """Of each stay, the ids that tokens were sampled among, [tokens, kept]."""
 
     def add(self, stay: Stay) -> None:
         """Append one more stay, which was fed all earlier tokens."""
         self.tokens += stay.tokens
         self.logprobs += stay.logprobs
         self.versions += stay.each_version()
+
+        mask = stay.each_mask()
+        if mask is not None:
+            self.masks.append(mask)
 
         routes = stay.each_route()
         if routes is not None:
@@ -79,7 +90,12 @@ class Sampled:
             routes[: len(self.routes)] = self.routes
 
         return Completion(
-            tuple(self.tokens), tuple(self.logprobs), tuple(self.versions), finish, routes
+            tuple(self.tokens),
+            tuple(self.logprobs),
+            tuple(self.versions),
+            finish,
+            routes,
+            concat(self.masks) if request.top_k and self.masks else None,
         )
 
 

@@ -356,6 +356,73 @@ def test_top_p_keeps_the_most_likely_tokens(
         )
 
 
+def most_likely(log_p: np.ndarray, top_k: int, top_p: float) -> set[int]:
+    """Return the ``top_k`` most likely ids, or the fewest of them that have ``top_p``
+    of their probability together.
+    """
+    order = np.argsort(-log_p)[:top_k]
+    mass = np.exp(log_p[order]).cumsum()
+    count = len(order) if top_p >= 1 else int(np.searchsorted(mass / mass[-1], top_p)) + 1
+    return set(order[:count].tolist())
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p"), [(2, 1.0), (9, 1.0), (9, 0.6), (VOCAB, 0.5), (VOCAB + 9, 1.0)]
+)
+def test_a_sampling_mask_has_the_ids_that_a_token_was_sampled_among(
+    served: Served,
+    reference: Reference,
+    rollout_subject: Subject,
+    tolerance: float,
+    top_k: int,
+    top_p: float,
+) -> None:
+    """They are the most likely ones, and log-probs are of these. A request beside it
+    has all of them and no mask.
+    """
+    if not rollout_subject.has("output:sampling_mask"):
+        pytest.skip(f"{rollout_subject} does not declare output:sampling_mask")
+    temperature = 2.0
+    requests = []
+    for i in range(24):
+        request = Request(PROMPTS[i % len(PROMPTS)], 3 + i % 3, temperature, seed=i)
+        if i % 4:
+            request = replace(request, top_k=top_k, top_p=top_p)
+        requests.append(request)
+
+    for request, done in zip(requests, generate(served, requests), strict=True):
+        mask = done.sampling_mask
+        if not request.top_k:
+            assert mask is None, "nobody asked"
+            continue
+        expect.same(mask.dtype.kind, "i", "the kind of the mask")
+        expect.same(len(mask), len(done.tokens), "the rows of the mask")
+
+        batch = as_batch(request.prompt, done.tokens, temperature)
+        every = reference.distributions(batch)[len(request.prompt) :]
+        for log_p, token, logprob, row in zip(
+            every,
+            done.tokens,
+            done.logprobs,
+            mask,
+            strict=True,
+        ):
+            ids = {*row[row >= 0].tolist()}
+            # Rounding may move a token over the edge.
+            slack = 1e-3 if top_p < 1 else 0.0
+            least = most_likely(log_p, top_k, top_p - slack)
+            most = most_likely(log_p, top_k, top_p + slack)
+            expect.holds(least <= ids <= most, f"the ids {sorted(most)} in a mask", sorted(ids))
+            expect.holds(token in ids, f"the sampled token among {sorted(ids)}", token)
+            total = np.logaddexp.reduce(log_p[sorted(ids)])
+            expect.near(
+                logprob,
+                log_p[token] - total,
+                f"the log-prob among {len(ids)} ids",
+                abs_=tolerance,
+            )
+
+
 def test_a_stop_token_ends_the_completion_and_belongs_to_it(flat: Served) -> None:
     stop = tuple(range(0, VOCAB, 8))
     done = generate(flat, [Request(p, 6, 1.0, stop, seed=i) for i, p in enumerate(PROMPTS * 6)])
