@@ -15,8 +15,11 @@ def on_device():
         yield
 
 
-def naive(hidden, weight, bias, targets, temperature, entropy):
+def naive(hidden, weight, bias, targets, temperature, entropy, kept=None):
     logits = torch.nn.functional.linear(hidden, weight, bias)
+    if kept is not None:
+        left = (kept[:, :, None] == torch.arange(V)).any(1) | (kept < 0).all(1, keepdim=True)
+        logits = logits.where(left, -1e30)
     log_p = (logits if temperature is None else logits / temperature[:, None]).log_softmax(-1)
     return log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(
         -1
@@ -30,16 +33,27 @@ def inputs(with_bias: bool):
     return hidden, weight.requires_grad_(), bias, torch.randint(0, V, (R,))
 
 
+def kept_ids(targets):
+    """1 to 40 ids of each row, the target's at any place among them, or none at all."""
+    kept = torch.stack([torch.randperm(V)[:40] for _ in range(R)])
+    kept[torch.arange(40) >= torch.randint(1, 41, (R, 1))] = -1
+    kept.scatter_(1, torch.randint(0, 40, (R, 1)), targets[:, None])
+    kept[3] = kept[17] = -1
+    return kept
+
+
 # the narrowest tiles; wider; one
 @pytest.mark.parametrize("chunk", [1, 3 * R * 128, 2**21])
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
 def test_values_and_gradients_equal_those_of_the_full_logits(
-    chunk, entropy, scaled, with_bias
+    chunk, entropy, scaled, with_bias, masked
 ) -> None:
     hidden, weight, bias, targets = inputs(with_bias)
     temperature = torch.rand(R) + 0.5 if scaled else None
+    kept = kept_ids(targets) if masked else None
     leaves = [leaf for leaf in (hidden, weight, bias) if leaf is not None]
     slopes = torch.randn(2, R)
 
@@ -51,10 +65,9 @@ def test_values_and_gradients_equal_those_of_the_full_logits(
     double = [
         x.double() if x is not None and x.is_floating_point() else x for x in (hidden, weight, bias)
     ]
-    true = run(
-        naive, *double, targets, None if temperature is None else temperature.double(), entropy
-    )
-    ours = run(token_logprobs, hidden, weight, bias, targets, temperature, entropy, chunk)
+    exact = None if temperature is None else temperature.double()
+    true = run(naive, *double, targets, exact, entropy, kept)
+    ours = run(token_logprobs, hidden, weight, bias, targets, temperature, entropy, chunk, kept)
     torch.testing.assert_close(ours[0].double(), true[0], atol=1e-5, rtol=1e-5)
     assert (ours[1] is None) == (not entropy)
     if entropy:
@@ -63,12 +76,14 @@ def test_values_and_gradients_equal_those_of_the_full_logits(
         assert (mine - other).abs().max() <= 1e-5 * other.abs().max()
 
 
-def test_a_row_that_is_not_finite_reaches_no_other_row() -> None:
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_row_that_is_not_finite_reaches_no_other_row(masked) -> None:
     hidden, weight, bias, targets = inputs(True)
-    clean, _ = token_logprobs(hidden, weight, bias, targets, None, True, 1)
+    kept = kept_ids(targets) if masked else None
+    clean, _ = token_logprobs(hidden, weight, bias, targets, None, True, 1, kept)
     with torch.no_grad():
         hidden[3] = torch.nan
-    dirty, _ = token_logprobs(hidden, weight, bias, targets, None, True, 1)
+    dirty, _ = token_logprobs(hidden, weight, bias, targets, None, True, 1, kept)
     assert dirty[3].isnan()
     keep = torch.arange(R) != 3
     assert torch.equal(dirty[keep], clean[keep])

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from coupler.errors import CouplerError
 from coupler.interfaces import Completion, Request
 from coupler_engine_fsdp.rollout_columns import Columns, Prefill, Shape
-from coupler_engine_fsdp.rollout_sampling import nucleus, sample, stream_starts, uniforms
+from coupler_engine_fsdp.rollout_sampling import cut, sample, stream_starts, uniforms
 from coupler_engine_fsdp.rollout_step import step_of
 
 MIN_GROWTH = 64
@@ -36,6 +36,8 @@ class LiveSequence:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     """Filled by :meth:`stamp`."""
+    kept: list[np.ndarray] = field(default_factory=list)
+    """The ids [top_k] that each token was sampled among, and -1 behind them."""
 
     @property
     def known(self) -> tuple[int, ...]:
@@ -52,8 +54,17 @@ class LiveSequence:
     def finish(self, reason: Literal["stop", "length", "abort"]) -> None:
         # A cancelled caller's future is done.
         if not self.done.done():
+            top_k = self.request.top_k
+            mask = np.array(self.kept, np.int32).reshape(-1, top_k) if top_k else None
+
             self.done.set_result(
-                Completion(tuple(self.tokens), tuple(self.logprobs), tuple(self.versions), reason)
+                Completion(
+                    tuple(self.tokens),
+                    tuple(self.logprobs),
+                    tuple(self.versions),
+                    reason,
+                    sampling_mask=mask,
+                )
             )
 
 
@@ -100,7 +111,6 @@ class Decoder:
         # The temperature is 1 for greedy rows.
         self.temperatures = torch.ones((0, 1), device=device)
         self.greedy: list[bool] = []
-        self.top_p: list[float] = []
         self.streams = np.zeros(0, np.uint64)
         self.drawn = np.zeros(0, np.uint64)
         self.uniforms = np.zeros((0, 0))  # [steps to come, rows]
@@ -219,7 +229,6 @@ class Decoder:
             [self.temperatures, torch.tensor(temperatures, device=device)]
         )
         self.greedy += [row.request.temperature == 0 for row in new]
-        self.top_p += [row.request.top_p for row in new]
         starts = stream_starts([row.request.seed for row in new])
         self.streams = np.concatenate([self.streams, starts])
         drawn = np.array([len(row.tokens) for row in new], np.uint64)
@@ -289,11 +298,7 @@ class Decoder:
     def _sample(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return tokens and their log-probabilities, each [rows]."""
         logprobs = torch.log_softmax(logits / self.temperatures, -1)
-        if cut := [index for index, top_p in enumerate(self.top_p) if top_p < 1]:
-            top_p = torch.tensor(
-                [[self.top_p[index]] for index in cut], dtype=torch.float64, device=logits.device
-            )
-            logprobs[cut] = nucleus(logprobs[cut], top_p)
+        self._cut(logprobs)
 
         if all(self.greedy):
             tokens = logprobs.argmax(-1)
@@ -304,6 +309,34 @@ class Decoder:
                     torch.tensor(self.greedy, device=logits.device), logprobs.argmax(-1), tokens
                 )
         return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+
+    def _cut(self, logprobs: Tensor) -> None:
+        """Leave to each row [V] what its request's ``top_k`` and ``top_p`` do.
+
+        Rows note what is left under ``top_k``.
+        """
+        requests = [row.request for row in self.rows]
+        chosen = [i for i, request in enumerate(requests) if request.top_k or request.top_p < 1]
+        if not chosen:
+            return
+
+        vocabulary, device = logprobs.shape[1], logprobs.device
+        top_k = [min(requests[i].top_k or vocabulary, vocabulary) for i in chosen]
+        top_p = [requests[i].top_p if requests[i].top_p < 1 else math.inf for i in chosen]
+        logprobs[chosen], ids = cut(
+            logprobs[chosen],
+            torch.tensor(top_k, device=device)[:, None],
+            torch.tensor(top_p, dtype=torch.float64, device=device)[:, None],
+        )
+
+        noting = [at for at, i in enumerate(chosen) if requests[i].top_k]
+        if not noting:
+            return
+        for at, kept in zip(noting, ids[noting].cpu().numpy(), strict=True):
+            wanted = requests[chosen[at]].top_k
+            row = np.full(wanted, -1, np.int32)
+            row[: len(kept)] = kept[:wanted]
+            self.rows[chosen[at]].kept.append(row)
 
     def _next_uniforms(self) -> np.ndarray:
         """Return the next uniform number of each row, [rows].
@@ -333,7 +366,7 @@ class Decoder:
         self.tokens, self.positions, self.temperatures = (
             each[index] for each in (self.tokens, self.positions, self.temperatures)
         )
-        self.greedy, self.top_p = [self.greedy[i] for i in order], [self.top_p[i] for i in order]
+        self.greedy = [self.greedy[i] for i in order]
         self.streams, self.drawn, self.uniforms = (
             self.streams[order],
             self.drawn[order],

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from coupler.batch import Batch
+from coupler.batch.columns import SAMPLING_MASK
 from coupler.engine_kit.loss import weighted_loss
 from coupler.engine_kit.micro_batches import agreed_split
 from coupler.engine_kit.precision import dtype_of
@@ -117,7 +118,7 @@ class FSDPEngine(Engine):
         """
         groups = self._micro_batches(batch)
         batch = batch.with_tokens(row=np.arange(batch.num_tokens))
-        optional = ["temperature"] if batch.has("temperature") else []
+        optional = [name for name in ("temperature", SAMPLING_MASK) if batch.has(name)]
         inputs = batch.select("tokens", "loss_mask", "row", *optional)
 
         parts: list[tuple[np.ndarray, dict[str, Tensor]]] = []

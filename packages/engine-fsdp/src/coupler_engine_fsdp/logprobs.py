@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from coupler.engine_kit.sampling_mask import cut_off
+
 _ALIGNED = 128
 """Columns. Matrix products of other widths take 2.5 times as long on a GPU."""
 
@@ -32,10 +34,11 @@ def token_logprobs(
     temperature: Tensor | None = None,
     want_entropy: bool = False,
     chunk: int = 0,
+    kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return log p(target) and, if wanted, the entropy of p.
 
-    p = softmax((hidden @ weight.T + bias) / temperature).
+    p = softmax((hidden @ weight.T + bias) / temperature), over the ids of ``kept``.
 
     Args:
         hidden: [R, H] of the dtype of ``weight``.
@@ -45,11 +48,15 @@ def token_logprobs(
         temperature: [R] fp32 above 0; None is 1 everywhere.
         want_entropy: also return the entropy; it is differentiable too.
         chunk: elements of the logits that exist at a time; performance only. 0 chooses.
+        kept: [R, K] int64 ids, the target's among them, and -1 for none. A row of -1
+            keeps all, and so does None.
 
     Returns:
         [R] fp32 log-probs and [R] fp32 entropy or None, both in nats.
     """
-    return _TokenLogprobs.apply(hidden, weight, bias, targets, temperature, want_entropy, chunk)
+    return _TokenLogprobs.apply(
+        hidden, weight, bias, targets, temperature, want_entropy, chunk, kept
+    )
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -63,6 +70,7 @@ class _TokenLogprobs(torch.autograd.Function):
         temperature: Tensor | None,
         want_entropy: bool,
         chunk: int,
+        kept: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         # The log-sum-exp of the tiles so far is fp64: hundreds of tiles add up, and the
         # gradient of the entropy lives on their difference.
@@ -75,7 +83,7 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.tiles = _tiles(len(weight), len(hidden), chunk or _default_chunk(hidden))
         reduce_tile = _operations(hidden.is_cuda).reduce_tile
         for tile in ctx.tiles:
-            logits = _matmul(hidden, weight[tile].t())
+            logits = cut_off(_matmul(hidden, weight[tile].t()), kept, tile.start)
             offset = None if bias is None else bias[tile]
             reduce_tile(
                 logits, offset, temperature, targets - tile.start, log_z, mean, picked, want_entropy
@@ -83,7 +91,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
         entropy = (log_z - mean).float() if want_entropy else None
         log_z = log_z.float()
-        ctx.save_for_backward(hidden, weight, bias, targets, temperature, log_z, entropy)
+        ctx.save_for_backward(hidden, weight, bias, targets, temperature, kept, log_z, entropy)
         ctx.set_materialize_grads(False)
         return picked - log_z, entropy
 
@@ -92,7 +100,7 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, temperature, log_z, entropy = ctx.saved_tensors
+        hidden, weight, bias, targets, temperature, kept, log_z, entropy = ctx.saved_tensors
         slopes = torch.zeros_like(log_z) if grad_logprobs is None else grad_logprobs.contiguous()
         if grad_entropy is not None:
             grad_entropy = grad_entropy.contiguous()
@@ -103,7 +111,7 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_tile = _operations(hidden.is_cuda).grad_tile
 
         for tile in ctx.tiles:
-            logits = _matmul(hidden, weight[tile].t())
+            logits = cut_off(_matmul(hidden, weight[tile].t()), kept, tile.start)
             offset = None if bias is None else bias[tile]
             local = targets - tile.start
             grad = grad_tile(
@@ -121,7 +129,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_bias[tile] = grad.sum(0, dtype=torch.float32)
             _add_matmul(grad_hidden, grad, weight[tile])
             torch.mm(grad.t(), hidden, out=grad_weight[tile])
-        return grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None, None, None
+        return grad_hidden.to(hidden.dtype), grad_weight, grad_bias, *(None,) * 5
 
 
 @cache

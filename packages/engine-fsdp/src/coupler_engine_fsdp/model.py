@@ -41,8 +41,16 @@ class Head(nn.Linear):
         """
         if packed is None:
             return super().forward(input)
+
         return token_logprobs(
-            input, self.weight, self.bias, packed.targets, packed.temperature, entropy, self.tile
+            input,
+            self.weight,
+            self.bias,
+            packed.targets,
+            packed.temperature,
+            entropy,
+            self.tile,
+            packed.kept,
         )
 
 

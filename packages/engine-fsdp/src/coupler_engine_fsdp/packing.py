@@ -11,6 +11,7 @@ from torch import Tensor
 from coupler.batch import Batch
 from coupler.batch.columns import temperature_of
 from coupler.engine_kit import micro_batches
+from coupler.engine_kit.sampling_mask import kept_ids
 from coupler.engine_kit.tensors import to_device
 from coupler.errors import CouplerError
 from coupler_engine_fsdp.attention import Packing, Piece
@@ -42,6 +43,8 @@ class Packed:
     """[R] int64"""
     temperature: Tensor | None
     """[R] fp32, or None for 1 everywhere"""
+    kept: Tensor | None
+    """[R, kept] int64: the ids that each target was sampled among, or None for all"""
 
 
 def pack(batch: Batch, device: torch.device) -> Packed:
@@ -94,6 +97,7 @@ def pack(batch: Batch, device: torch.device) -> Packed:
         sources=tensor(place[rows - 1]),
         targets=tensor(tokens[rows]),
         temperature=None if (scale := temperature_of(batch, rows)) is None else tensor(scale),
+        kept=None if (kept := kept_ids(batch, rows)) is None else tensor(kept),
     )
 
 

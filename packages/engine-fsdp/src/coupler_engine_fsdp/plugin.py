@@ -16,7 +16,13 @@ TESTED = {"torch": ">=2.11,<2.14", "transformers": ">=5.12,<5.18"}
 
 
 def _of_engine(config: FSDPConfig) -> frozenset[str]:
-    always = {"weights:full", "memory:offload", "output:values", "model:moe"}
+    always = {
+        "weights:full",
+        "memory:offload",
+        "output:values",
+        "model:moe",
+        "input:sampling_mask",
+    }
     lora = {"output:base_logprobs", "weights:lora"} if config.lora_rank else set()
     return frozenset(always | lora)
 
@@ -40,6 +46,7 @@ def coupler_backends() -> Iterable[Backend]:
             {
                 "weights:full",
                 "sampling:top_p",
+                "output:sampling_mask",
                 "memory:sleep",
                 "in_flight:abort",
                 "in_flight:recompute",

@@ -41,23 +41,29 @@ def uniforms(starts: np.ndarray, index: np.ndarray) -> np.ndarray:
     return ((bits >> np.uint64(11)).astype(np.float64) + 1.0) * 2.0**-53
 
 
-def nucleus(logprobs: Tensor, top_p: Tensor) -> Tensor:
-    """Keep the fewest tokens of each row that have ``top_p`` together.
+def cut(logprobs: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
+    """Keep the ``top_k`` most likely tokens of each row, and of these the fewest that
+    have ``top_p`` of their probability together.
 
     See arXiv 1904.09751, section 3.1.
 
     Args:
         logprobs: [n, V] float32.
-        top_p: [n, 1] in (0, 1).
+        top_k: [n, 1] int64 in [1, V].
+        top_p: [n, 1] float64, in (0, 1) or infinite for all.
 
     Returns:
-        [n, V] log-probs among the tokens that are left, -inf for the others.
+        [n, V] log-probs among the tokens that are left, -inf for the others, and [n, K]
+        ids, those that are left first, K being the largest ``top_k``.
     """
-    ordered, order = logprobs.sort(descending=True)
-    mass = ordered.double().exp()
+    ordered, order = logprobs.topk(int(top_k.max()))
+    ordered.masked_fill_(torch.arange(ordered.shape[1], device=order.device) >= top_k, -torch.inf)
+    mass = ordered.double().softmax(-1)
     # The first token always stays: the left side is 0 for it.
     ordered.masked_fill_(mass.cumsum(-1) - mass >= top_p, -torch.inf)
-    return torch.empty_like(logprobs).scatter_(1, order, ordered.log_softmax(-1))
+    left = torch.full_like(logprobs, -torch.inf)
+    left.scatter_(1, order, ordered.log_softmax(-1))
+    return left, order.masked_fill(ordered.isneginf(), -1)
 
 
 def sample(logprobs: Tensor, uniform: Tensor) -> Tensor:
