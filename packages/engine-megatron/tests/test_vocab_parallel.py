@@ -34,10 +34,25 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
     return hidden, weight, targets, temperature, normal(ROWS), normal(ROWS), normal(ROWS)
 
 
-def expected() -> Arrays:
+def kept_ids(targets: torch.Tensor) -> torch.Tensor:
+    """1 to 9 ids of each row, the target's among them, or none at all."""
+    generator = torch.Generator().manual_seed(1)
+    kept = torch.stack([torch.randperm(VOCAB, generator=generator)[:9] for _ in targets])
+    kept[torch.arange(9) >= torch.randint(1, 10, (ROWS, 1), generator=generator)] = -1
+    kept[:, 0] = targets
+    kept[::7] = -1
+    return kept
+
+
+def expected(masked: bool) -> Arrays:
     hidden, weight, targets, temperature, *slopes = inputs()
     hidden, weight = (x.double().requires_grad_() for x in (hidden, weight))
-    log_p = (hidden @ weight.T / temperature.double()[:, None]).log_softmax(-1)
+    logits = hidden @ weight.T / temperature.double()[:, None]
+    if masked:
+        kept = kept_ids(targets)
+        left = (kept[:, :, None] == torch.arange(VOCAB)).any(1)
+        logits = logits.where(left | (kept < 0).all(1, keepdim=True), -1e30)
+    log_p = logits.log_softmax(-1)
     logprobs = log_p.gather(1, targets[:, None])[:, 0]
     entropy = -(log_p.exp() * log_p).sum(-1)
     outputs = {"logprobs": logprobs, "entropy": entropy, "squares": log_p.exp().square().sum(-1)}
@@ -48,7 +63,7 @@ def expected() -> Arrays:
     return {name: tensor.detach().numpy() for name, tensor in found.items() if tensor is not None}
 
 
-def computed(rank: Rank, tile: int = 0, width: int = VOCAB) -> Arrays:
+def computed(rank: Rank, tile: int = 0, width: int = VOCAB, masked: bool = False) -> Arrays:
     """What one rank gets, with ``width`` rows of the weight each; the gradient of
     ``hidden`` is summed over ranks.
     """
@@ -58,7 +73,8 @@ def computed(rank: Rank, tile: int = 0, width: int = VOCAB) -> Arrays:
     hidden, part = hidden.requires_grad_(), weight[first : first + width].clone().requires_grad_()
     group = dist.group.WORLD
     assert group is not None
-    done = token_logprobs(hidden, part, targets, first, group, temperature, True, True, tile)
+    kept = kept_ids(targets) if masked else None
+    done = token_logprobs(hidden, part, targets, first, group, temperature, True, True, tile, kept)
     outputs = dict(zip(("logprobs", "entropy", "squares"), done, strict=True))
     torch.stack(
         [output @ slope for output, slope in zip(outputs.values(), slopes, strict=True)]
@@ -77,19 +93,24 @@ def assert_close(got: Arrays, want: Arrays) -> None:
 @pytest.mark.parametrize(
     "tile", [0, ROWS * 128, ROWS * 256], ids=["whole", "three-tiles", "two-tiles"]
 )
-def test_one_rank_equals_the_formula(tile: int) -> None:
-    assert_close(computed(Rank(), tile), expected())
+@pytest.mark.parametrize("masked", [False, True])
+def test_one_rank_equals_the_formula(tile: int, masked: bool) -> None:
+    assert_close(computed(Rank(), tile, masked=masked), expected(masked))
 
 
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("width", [150, 200], ids=["even", "uneven"])
-def test_two_ranks_equal_the_formula(tmp_path: Path, width: int) -> None:
+def test_two_ranks_equal_the_formula(tmp_path: Path, width: int, masked: bool) -> None:
     """Each has a part of the vocabulary; results are the same on both, and the weight's
     gradient is in its parts.
     """
-    one, two = on_ranks("test_vocab_parallel:computed", 2, tmp_path, tile=ROWS * 128, width=width)
+    settings = {"tile": ROWS * 128, "width": width, "masked": masked}
+    one, two = on_ranks("test_vocab_parallel:computed", 2, tmp_path, **settings)
     for name in ("logprobs", "entropy", "squares", "hidden"):
         np.testing.assert_array_equal(one[name], two[name])
-    assert_close({**one, "weight": np.concatenate([one["weight"], two["weight"]])}, expected())
+    assert_close(
+        {**one, "weight": np.concatenate([one["weight"], two["weight"]])}, expected(masked)
+    )
 
 
 def test_only_what_is_asked_for() -> None:

@@ -15,7 +15,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
 from coupler.batch import Batch
-from coupler.batch.columns import ROUTED_EXPERTS
+from coupler.batch.columns import OF_ENGINES, ROUTED_EXPERTS
 from coupler.engine_kit.loss import weighted_loss
 from coupler.engine_kit.micro_batches import Refusal, agreed_split, split
 from coupler.engine_kit.precision import dtype_of
@@ -127,7 +127,7 @@ class MegatronEngine(Engine):
         names = tuple(output.name for output in want if output.name != ROUTED_EXPERTS)
         names = names or ("logprobs",)
         inputs = batch.with_tokens(row=np.arange(batch.num_tokens))
-        optional = (name for name in ("temperature", ROUTED_EXPERTS) if batch.has(name))
+        optional = (name for name in ("temperature", *OF_ENGINES) if batch.has(name))
         inputs = inputs.select("tokens", "loss_mask", "row", *optional)
 
         done = {name: np.zeros(batch.num_tokens, np.float32) for name in names}

@@ -62,6 +62,7 @@ class LogprobHead:
             "entropy" in self.want,
             "sum_pi_squared" in self.want,
             self.tile,
+            packed.kept,
         )
         names = ("logprobs", "entropy", "sum_pi_squared")
         outputs: dict[str, Any] = dict(zip(names, found, strict=True))

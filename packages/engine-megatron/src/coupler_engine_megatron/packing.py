@@ -11,6 +11,7 @@ from torch import Tensor
 
 from coupler.batch import Batch
 from coupler.batch.columns import temperature_of
+from coupler.engine_kit.sampling_mask import kept_ids
 from coupler.errors import CouplerError
 from coupler_engine_megatron.attention import positions
 from coupler_engine_megatron.routing import Params
@@ -57,6 +58,8 @@ class Packed:
     """[L] int64"""
     temperature: Tensor | None
     """[L] fp32, or None for 1 everywhere"""
+    kept: Tensor | None
+    """[L, kept] int64: the ids that each target was sampled among, or None for all"""
     held: np.ndarray
     """[N / cp] the token of the batch at each place, or -1 for one that fills up"""
 
@@ -98,7 +101,7 @@ def pack(batch: Batch, device: torch.device, align: Alignment, size: int, rank: 
     def tensor(values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(device)
 
-    scale = temperature_of(batch, rows)
+    scale, kept = temperature_of(batch, rows), kept_ids(batch, rows)
     return Packed(
         batch=batch,
         tokens=tensor(tokens[held])[None],
@@ -109,6 +112,7 @@ def pack(batch: Batch, device: torch.device, align: Alignment, size: int, rank: 
         places=tensor(mine),
         targets=tensor(batch["tokens"][rows[mine]].astype(np.int64)),
         temperature=None if scale is None else tensor(scale[mine]),
+        kept=None if kept is None else tensor(kept[mine]),
         held=row[held],
     )
 

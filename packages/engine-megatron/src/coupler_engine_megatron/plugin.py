@@ -29,6 +29,7 @@ def coupler_backends() -> Iterable[Backend]:
                 "output:values",
                 "output:routed_experts",
                 "output:sum_pi_squared",
+                "input:sampling_mask",
                 "model:moe",
             }
         ),

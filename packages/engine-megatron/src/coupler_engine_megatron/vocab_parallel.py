@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from coupler.engine_kit.sampling_mask import cut_off
+
 _ALIGNED = 128
 """Columns. Matrix products of other widths are slower on a GPU."""
 
@@ -32,12 +34,14 @@ def token_logprobs(
     want_entropy: bool = False,
     want_squares: bool = False,
     tile: int = 0,
+    kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return log p(target) and, if wanted, entropy and sum of squares of p.
 
-    p = softmax(hidden @ weight.T / temperature). The call is collective over ``group``,
-    whose ranks get the same results. The gradient of ``hidden`` is this rank's share,
-    and their sum is the whole one: Megatron's mapping before the head adds them up.
+    p = softmax(hidden @ weight.T / temperature), over the ids of ``kept``. The call is
+    collective over ``group``, whose ranks get the same results. The gradient of
+    ``hidden`` is this rank's share, and their sum is the whole one: Megatron's mapping
+    before the head adds them up.
 
     Args:
         hidden: [R, H], the same on every rank.
@@ -48,13 +52,15 @@ def token_logprobs(
         want_entropy: also return the entropy, which is differentiable too.
         want_squares: also return ``sum_v p_v^2``, which is differentiable too.
         tile: elements of the logits that exist at a time; performance only. 0 chooses.
+        kept: [R, K] int64 ids, the target's among them, and -1 for none. A row of -1
+            keeps all, and so does None.
 
     Returns:
         [R] fp32 log-probs, [R] fp32 entropy or None, both in nats, and [R] fp32 sums of
         squares or None.
     """
     return _TokenLogprobs.apply(
-        hidden, weight, targets - first, group, temperature, want_entropy, want_squares, tile
+        hidden, weight, targets, first, group, temperature, want_entropy, want_squares, tile, kept
     )
 
 
@@ -65,17 +71,20 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
+        first: int,
         group: dist.ProcessGroup,
         temperature: Tensor | None,
         want_entropy: bool,
         want_squares: bool,
         tile: int,
+        kept: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        targets, ctx.first = targets - first, first
         ctx.tiles = _tiles(len(weight), len(hidden), tile or _default_tile(hidden))
         picked = hidden.new_zeros(len(hidden), dtype=torch.float32)
         sums, means, doubles = [], [], []
         for part in ctx.tiles:
-            logits = _logits(hidden, weight[part], temperature)
+            logits = cut_off(_logits(hidden, weight[part], temperature), kept, first + part.start)
             index, inside = _locate(targets - part.start, logits.shape[1])
             picked += torch.where(inside, logits.gather(1, index).squeeze(1), 0.0)
             log_z = logits.logsumexp(1)
@@ -94,7 +103,7 @@ class _TokenLogprobs(torch.autograd.Function):
             squares = (doubled - 2 * log_z).exp().float()
 
         log_z = log_z.float()
-        ctx.save_for_backward(hidden, weight, targets, temperature, log_z, entropy, squares)
+        ctx.save_for_backward(hidden, weight, targets, temperature, kept, log_z, entropy, squares)
         ctx.set_materialize_grads(False)
         return picked - log_z, entropy, squares
 
@@ -106,13 +115,15 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_entropy: Tensor | None,
         grad_squares: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, temperature, log_z, entropy, squares = ctx.saved_tensors
+        hidden, weight, targets, temperature, kept, log_z, entropy, squares = ctx.saved_tensors
         slopes = torch.zeros_like(log_z) if grad_logprobs is None else grad_logprobs
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
         grad_weight = torch.empty_like(weight)
 
         for part in ctx.tiles:
-            log_p = _logits(hidden, weight[part], temperature).sub_(log_z[:, None])
+            start = ctx.first + part.start
+            logits = cut_off(_logits(hidden, weight[part], temperature), kept, start)
+            log_p = logits.sub_(log_z[:, None])
             local = targets - part.start
             entropies, sums = (grad_entropy, entropy), (grad_squares, squares)
             grad = _slopes(log_p, local, slopes, entropies, sums)
@@ -121,7 +132,7 @@ class _TokenLogprobs(torch.autograd.Function):
             grad = grad.to(hidden.dtype)
             _add_matmul(grad_hidden, grad, weight[part])
             torch.mm(grad.t(), hidden, out=grad_weight[part])
-        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None, None, None
+        return grad_hidden.to(hidden.dtype), grad_weight, *(None,) * 8
 
 
 def _combine(
