@@ -577,17 +577,20 @@ def test_samples_of_one_prompt_are_independent(
 
 
 def paused(
-    served: Served, how: InFlight, during: Callable[[], Any], delay: float
+    served: Served,
+    how: InFlight,
+    during: Callable[[], Any],
+    delay: float,
+    top_k: int = 0,
 ) -> tuple[list[Completion], Completion]:
     """Pause two long requests, call ``during``, and resume. Return them and a request
     that came in while paused.
     """
     rollout = served.rollout
+    long = [Request(prompt, LONG, seed=3, top_k=top_k) for prompt in PROMPTS[:2]]
 
     async def story() -> tuple[list[Completion], Completion]:
-        running = [
-            asyncio.ensure_future(rollout.generate(Request(p, LONG, seed=3))) for p in PROMPTS[:2]
-        ]
+        running = [asyncio.ensure_future(rollout.generate(request)) for request in long]
         await asyncio.sleep(delay)
         await rollout.pause(how)
         late = asyncio.ensure_future(rollout.generate(Request(PROMPTS[3], 4, seed=4)))
@@ -602,13 +605,17 @@ def paused(
 
 
 def interrupted(
-    served: Served, how: InFlight, during: Callable[[], Any], hit: Callable[[Completion], bool]
+    served: Served,
+    how: InFlight,
+    during: Callable[[], Any],
+    hit: Callable[[Completion], bool],
+    top_k: int = 0,
 ) -> tuple[list[Completion], Completion]:
     """Call :func:`paused` as often as it takes to hit both requests between their first
     and last token.
     """
     for delay in (0.3, 0.1, 0.03, 0.01, 0.003, 0.001):
-        running, late = paused(served, how, during, delay)
+        running, late = paused(served, how, during, delay, top_k)
         if all(hit(done) for done in running):
             return running, late
     raise AssertionError("no pause came between the first and the last token of both requests")
@@ -708,6 +715,29 @@ def test_requests_in_flight_continue_on_new_weights(
                 assert np.abs(want - done.logprobs)[of_version].max() < tolerance, (
                     f"log-probs of version {version}"
                 )
+
+
+@pytest.mark.parametrize("how", [InFlight.RECOMPUTE, InFlight.STALE_KV])
+def test_every_token_of_a_request_in_flight_has_its_mask(
+    served: Served, reference: Reference, rollout_subject: Subject, how: InFlight
+) -> None:
+    needed = ("output:sampling_mask", f"in_flight:{how}")
+    if not all(map(rollout_subject.has, needed)):
+        pytest.skip(f"{rollout_subject} does not declare {' and '.join(needed)}")
+    running, _ = interrupted(
+        served,
+        how,
+        lambda: served.edge.push(stream(reference)),
+        lambda done: len(set(done.versions)) == 2,
+        top_k=5,
+    )
+
+    for done in running:
+        mask = done.sampling_mask
+        expect.same(len(mask), len(done.tokens), "the rows of a mask over two stays")
+        tokens = np.array(done.tokens)[:, None]
+        expect.holds((mask == tokens).any(1).all(), "every token in its row of the mask")
+        expect.same({*(mask >= 0).sum(1).tolist()}, {5}, "the numbers of ids in a mask")
 
 
 def test_memory_comes_and_goes_by_part(
