@@ -41,6 +41,26 @@ def error(reference: TransformersReference, request: Request, done: Completion) 
     return float(np.abs(want - done.logprobs).max())
 
 
+def test_ids_that_are_as_likely_as_the_last_one_are_in_the_mask(
+    served: Served, reference: TransformersReference
+) -> None:
+    """vLLM keeps them all, which it may not without saying so."""
+    name = "model.embed_tokens.weight"
+    try:
+        push(served, reference, **{name: np.repeat(reference.tensors[name][::2], 2, axis=0)})
+        for done in generate(served, *(Request((5, 6), 6, seed=i, top_k=3) for i in range(4))):
+            assert done.sampling_mask.shape == (6, 4)
+            for token, row in zip(done.tokens, done.sampling_mask, strict=True):
+                pairs = sorted(row.tolist())
+                assert token in pairs and [i + 1 for i in pairs[::2]] == pairs[1::2]
+
+        push(served, reference, **{name: np.zeros_like(reference.tensors[name])})
+        with pytest.raises(CouplerError, match=r"among 22 ids or more with sampling\.top_k=3"):
+            generate(served, Request((5, 6), 6, top_k=3))
+    finally:
+        push(served, reference)
+
+
 @pytest.mark.parametrize(
     ("request_", "message"),
     [

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from coupler.batch.batch import concat
 from coupler_rollout_vllm.compat import engine as vllm
 
 
@@ -30,6 +31,10 @@ class Running:
     logprobs: list[float] = field(default_factory=list)
     routes: list[np.ndarray] = field(default_factory=list)
     """Pieces of [fed, every layer, topk], where routes are recorded."""
+    masked: bool = False
+    """Whether to keep the ids that tokens were sampled among."""
+    masks: list[np.ndarray] = field(default_factory=list)
+    """Pieces of [tokens, kept] of these."""
 
     def take(self, output: Any) -> None:
         """Append what the scheduler sent."""
@@ -37,12 +42,21 @@ class Running:
         self.logprobs += vllm.logprobs_of(output)
         if output.routed_experts is not None:
             self.routes.append(output.routed_experts)
+        if self.masked and output.new_token_ids:
+            self.masks.append(vllm.kept_of(output))
         if output.finish_reason is not None and not self.ended.done():
             self.ended.set_result(str(output.finish_reason))
 
     def each_route(self) -> np.ndarray | None:
         """Return the experts of each token that was fed, [fed, layers, topk]."""
         return np.concatenate(self.routes)[:, self.routers] if self.routes else None
+
+    def each_mask(self) -> np.ndarray | None:
+        """Return the ids that each token was sampled among, [tokens, kept]."""
+        if not self.masks:
+            return None
+        ids = concat(self.masks)
+        return ids[:, : int((ids >= 0).sum(1).max())]
 
     def each_version(self) -> list[int]:
         """Return the version that sampled each token, [tokens]."""
@@ -73,12 +87,14 @@ class Client:
         *,
         adapted: bool,
         routers: list[int],
+        masked: bool,
     ) -> tuple[Running, str]:
         """Run one request until it ends or is cut off.
 
         Args:
             adapted: run it with the engine's adapter.
             routers: the layers with a router.
+            masked: keep the ids that tokens are sampled among.
 
         Returns:
             The request with what it sampled, and the reason why it ended.
@@ -87,7 +103,7 @@ class Client:
             EngineDead: the engine's process ended.
         """
         request = self.running[name] = Running(
-            asyncio.get_running_loop().create_future(), [(0, version)], routers
+            asyncio.get_running_loop().create_future(), [(0, version)], routers, masked=masked
         )
         self.idle.clear()
 

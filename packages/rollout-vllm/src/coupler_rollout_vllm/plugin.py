@@ -16,7 +16,9 @@ RANGE = ">=0.26,<0.33"
 
 def _capabilities(config: VLLMConfig) -> frozenset[str]:
     pauses = {"in_flight:abort", "in_flight:recompute", "in_flight:stale_kv"}
-    always = {"weights:full", "workers:remote", "sampling:top_p", *pauses}
+    samples = {"sampling:top_p", "output:sampling_mask"}
+    always = {"weights:full", "workers:remote", *samples, *pauses}
+
     chosen = {
         "memory:sleep": config.sleep_mode,
         "output:routed_experts": config.routed_experts,

@@ -80,15 +80,16 @@ class VLLMRollout(GatedRollout):
             raise CouplerError(problem)
 
     async def stay(self, request: Request, done: Sampled, room: int) -> tuple[Running, str]:
+        width = self._mask_width(request)
         params = vllm.sampling_params(
-            request, len(done.tokens), room, self.config.per_request_seeds
+            request, len(done.tokens), room, self.config.per_request_seeds, width
         )
         prompt = [*request.prompt, *done.tokens]
 
         if self.watch is None:
             self.watch = asyncio.create_task(self._watch())
         try:
-            return await self.client.run(
+            running, finish = await self.client.run(
                 f"coupler-{next(self.names)}",
                 prompt,
                 params,
@@ -96,9 +97,29 @@ class VLLMRollout(GatedRollout):
                 version=self.version,
                 adapted=self.adapted,
                 routers=self.workers[0]["routers"],
+                masked=width > 0,
             )
         except vllm.engine_dead() as error:
             raise self._died() from error
+
+        mask = running.each_mask()
+        if mask is not None and width < self.vocabulary and mask.shape[1] >= width:
+            raise CouplerError(
+                f"vLLM sampled among {width} ids or more with sampling.top_k={request.top_k}, "
+                "since so many are equally likely.\n"
+                "  try:  sampling.top_p below 1, or rollout.dtype=fp32"
+            )
+        return running, finish
+
+    def _mask_width(self, request: Request) -> int:
+        """Return how many log-probs show all ids that a token is sampled among.
+
+        vLLM also keeps each id that is as likely as the last one of ``top_k``. Logits
+        in half precision are often equal.
+        """
+        if not request.top_k or not request.temperature:
+            return 0
+        return min(2 * request.top_k + 16, self.vocabulary)
 
     @property
     def running(self) -> dict[str, Running]:

@@ -111,10 +111,10 @@ class Gathering:
 def joined(parts: list[Any]) -> Any:
     """Join all that a request produced in several steps into one output."""
     last = parts[-1]
+    logprobs = [part.new_logprobs for part in parts if part.new_logprobs is not None]
+    last.new_logprobs = vllm.join_logprobs(logprobs) if logprobs else None
     if len(parts) > 1:
         last.new_token_ids = list(chain.from_iterable(part.new_token_ids for part in parts))
-        logprobs = [part.new_logprobs for part in parts if part.new_logprobs is not None]
-        last.new_logprobs = vllm.join_logprobs(logprobs) if logprobs else None
         experts = [part.routed_experts for part in parts if part.routed_experts is not None]
         last.routed_experts = np.concatenate(experts) if experts else None
     return last

@@ -9,13 +9,16 @@ import os
 import time
 from copy import copy
 from functools import lru_cache
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from coupler.engine_kit import derive
 from coupler.errors import CouplerError
 from coupler.interfaces import Request
 from coupler_rollout_vllm.compat import ADAPTER
 from coupler_rollout_vllm.compat.version import installed
+
+if TYPE_CHECKING:
+    import numpy as np
 
 # vLLM would look here for an adapter that its workers do not hold.
 NOWHERE = "/adapters-come-by-updates"
@@ -78,12 +81,17 @@ def stop(engine: Any) -> None:
     engine.shutdown = lambda: None
 
 
-def sampling_params(request: Request, done: int, room: int, seeded: bool) -> Any:
+def sampling_params(
+    request: Request, done: int, room: int, seeded: bool, num_logprobs: int = 0
+) -> Any:
     """Return vLLM's parameters for a request, from its token ``done`` on.
 
-    Each continuation of a request draws from a stream of random numbers of its own.
+    The highest ``num_logprobs`` come beside that of the token. Each continuation of a
+    request draws from a stream of random numbers of its own.
     """
-    params = copy(_checked(request.temperature, request.stop, request.top_p))
+    params = copy(
+        _checked(request.temperature, request.stop, request.top_p, request.top_k, num_logprobs)
+    )
     params.max_tokens = room - done
     if seeded:
         seed = derive(request.seed, "continued", done) if done else request.seed
@@ -92,7 +100,9 @@ def sampling_params(request: Request, done: int, room: int, seeded: bool) -> Any
 
 
 @lru_cache
-def _checked(temperature: float, stop: tuple[int, ...], top_p: float) -> Any:
+def _checked(
+    temperature: float, stop: tuple[int, ...], top_p: float, top_k: int, num_logprobs: int
+) -> Any:
     """Make the parameters that requests share once, since vLLM checks each field."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -100,9 +110,10 @@ def _checked(temperature: float, stop: tuple[int, ...], top_p: float) -> Any:
     return SamplingParams(
         temperature=temperature,
         top_p=top_p,
+        top_k=top_k,
         stop_token_ids=list(stop),
         ignore_eos=True,
-        logprobs=0,  # of the sampled token only
+        logprobs=num_logprobs,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
@@ -122,6 +133,13 @@ def logprobs_of(output: Any) -> list[float]:
             "  look at:  rollout.extra_args; speculative decoding and others change what it returns"
         )
     return found
+
+
+def kept_of(output: Any) -> np.ndarray:
+    """Return the ids that each token in one output of the scheduler was sampled among,
+    [tokens, kept], as far as log-probs of them were asked for.
+    """
+    return output.new_logprobs.logprob_token_ids[:, 1:]
 
 
 async def freeze(engine: Any) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from coupler.batch.batch import concat
+
 CLIENT = 0  # The index of a scheduler's only client.
 
 
@@ -43,11 +45,12 @@ def says_more(sent: Any) -> bool:
 def join_logprobs(parts: list[Any]) -> Any:
     """Join the log-probs of several steps of a request, as if they were of one step.
 
-    The tokens' ids and ranks are left out: nobody reads them.
+    Of the ids, those that cannot be sampled become -1. A step is as wide as its widest
+    request. Ranks are left out: nobody reads them.
     """
     from vllm.v1.outputs import LogprobsLists
 
-    nothing = np.empty((0, 1), np.int32)
-    return LogprobsLists(
-        nothing, np.concatenate([part.logprobs for part in parts]), nothing[:, 0], None
-    )
+    logprobs = concat([part.logprobs for part in parts])
+    ids = concat([part.logprob_token_ids for part in parts])
+    possible = np.where(np.isneginf(logprobs), -1, ids)
+    return LogprobsLists(possible, logprobs, np.empty(0, np.int32), None)
