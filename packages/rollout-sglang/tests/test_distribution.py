@@ -7,6 +7,7 @@ import torch
 
 from coupler_rollout_sglang.worker.distribution import kept, mixed, sample, sample_on_cpu
 
+ALL = 1 << 30
 PROBS = torch.tensor([0.4, 0.05, 0.3, 0.2, 0.05])
 
 
@@ -22,7 +23,9 @@ PROBS = torch.tensor([0.4, 0.05, 0.3, 0.2, 0.05])
     ],
 )
 def test_the_fewest_tokens_stay_and_add_up_to_one(top_p: float, left: set[int]) -> None:
-    found = kept(PROBS.log()[None], torch.tensor([top_p])).exp()[0]
+    rows, ids = kept(PROBS.log()[None], torch.tensor([ALL]), torch.tensor([top_p]))
+    found = rows.exp()[0]
+    assert set(ids[0].tolist()) - {-1} == left
     assert {i for i, p in enumerate(found.tolist()) if p > 0} == left
     assert found.sum() == pytest.approx(1.0)
     inside = PROBS[sorted(left)]
@@ -30,9 +33,15 @@ def test_the_fewest_tokens_stay_and_add_up_to_one(top_p: float, left: set[int]) 
 
 
 def test_rows_are_cut_apart() -> None:
-    rows = kept(PROBS.log().repeat(2, 1), torch.tensor([0.1, 1.0])).exp()
-    assert rows[0].tolist() == [1.0, 0.0, 0.0, 0.0, 0.0]
-    assert rows[1].tolist() == pytest.approx(PROBS.tolist())
+    top_ks, top_ps = torch.tensor([ALL, ALL, 2, 3]), torch.tensor([0.1, 1.0, 1.0, 0.6])
+    rows, ids = kept(PROBS.log().repeat(4, 1), top_ks, top_ps)
+    found = rows.exp().tolist()
+    assert found[0] == [1.0, 0.0, 0.0, 0.0, 0.0]
+    assert found[1] == PROBS.log().exp().tolist()
+    assert found[2] == pytest.approx([4 / 7, 0, 3 / 7, 0, 0])
+    # 0.4 and 0.3 are more than 0.6 of the 0.9 that three tokens have.
+    assert found[3] == pytest.approx([4 / 7, 0, 3 / 7, 0, 0])
+    assert ids[2].tolist() == ids[3].tolist() == [0, 2, -1, -1, -1]
 
 
 @pytest.mark.parametrize("seeded", [True, False])

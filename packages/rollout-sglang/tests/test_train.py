@@ -26,6 +26,8 @@ SETTINGS = {
     "steps": "3",
     "strict": "true",
 }
+# With a larger rate all tokens of this model but one are soon cut off.
+MASKED = ("sampling.top_p=0.9", "sampling.top_k=20", "engine.lr=1e-4")
 
 
 @pytest.mark.parametrize(
@@ -37,6 +39,7 @@ SETTINGS = {
             "eval.every_steps=3",
             "eval.temperature=1",
             "eval.top_p=0.9",
+            *MASKED,
         ),
         (
             "max_staleness=1",
@@ -46,7 +49,10 @@ SETTINGS = {
             "engine.lora_rank=4",
         ),
     ],
-    ids=["taking turns", "asynchronous, from a server, with the adapter merged"],
+    ids=[
+        "taking turns, with sampling masks",
+        "asynchronous, from a server, with the adapter merged",
+    ],
 )
 def test_it_trains(
     tmp_path: Path, kernels: None, reference: TransformersReference, overrides: tuple[str, ...]

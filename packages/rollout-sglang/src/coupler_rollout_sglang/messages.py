@@ -20,6 +20,8 @@ FACTS = "coupler_facts"
 """Name of no parameter, under which every worker says what it holds."""
 VERSION_KEY = "coupler_version"
 """Name under which the sampler reports the version of every token."""
+MASK_KEY = "coupler_sampling_mask"
+"""Name under which it reports the ids that every token was sampled among."""
 
 
 def payload(update: WeightUpdate | None) -> str:

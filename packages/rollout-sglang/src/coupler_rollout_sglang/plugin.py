@@ -18,7 +18,14 @@ RANGE = ">=0.5.17,<0.5.24"
 
 def _capabilities(config: SGLangConfig) -> frozenset[str]:
     pauses = {"in_flight:abort", "in_flight:recompute", "in_flight:stale_kv"}
-    always = {"weights:full", "workers:remote", "sampling:top_p", "model:moe", *pauses}
+    always = {
+        "weights:full",
+        "workers:remote",
+        "sampling:top_p",
+        "output:sampling_mask",
+        "model:moe",
+        *pauses,
+    }
     return frozenset(always | ({"memory:sleep"} if config.sleep_mode else set()))
 
 

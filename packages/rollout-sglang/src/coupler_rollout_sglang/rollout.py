@@ -55,12 +55,16 @@ class Sampling:
     tokens: list[int]
     logprobs: list[float]
     versions: list[int] = field(default_factory=list)
+    mask: np.ndarray | None = None
 
     def each_version(self) -> list[int]:
         return self.versions
 
     def each_route(self) -> np.ndarray | None:
         return None
+
+    def each_mask(self) -> np.ndarray | None:
+        return self.mask
 
 
 class SGLangRollout(GatedRollout):
@@ -153,7 +157,7 @@ class SGLangRollout(GatedRollout):
 
         if status != HTTPStatus.OK:
             raise CouplerError(f"SGLang refused a request: {said(output)}")
-        return sampling_of(output)
+        return sampling_of(output, _top_k(request))
 
     def _parameters(self, request: Request, room: int) -> dict[str, Any]:
         """Return SGLang's sampling parameters.
@@ -165,6 +169,7 @@ class SGLangRollout(GatedRollout):
             "max_new_tokens": room,
             "temperature": request.temperature,
             "top_p": request.top_p if request.temperature else 1.0,
+            "top_k": _top_k(request) or -1,
             "stop_token_ids": list(request.stop),
             "sampling_seed": request.seed % 2**63,
             "skip_special_tokens": False,
@@ -337,23 +342,38 @@ class SGLangRollout(GatedRollout):
             self.end()
 
 
-def sampling_of(output: dict[str, Any]) -> tuple[Sampling, str]:
+def _top_k(request: Request) -> int:
+    """Return the request's ``top_k``, which says nothing to a greedy one."""
+    return request.top_k if request.temperature else 0
+
+
+def sampling_of(output: dict[str, Any], top_k: int = 0) -> tuple[Sampling, str]:
     """Return what SGLang sampled for a request, and why it ended.
 
     Raises:
-        CouplerError: there are more log-probs or versions than tokens, or fewer.
+        CouplerError: there are more log-probs, versions or masks than tokens, or fewer.
     """
     meta, tokens = output["meta_info"], list(output["output_ids"])
     logprobs = [float(entry[0]) for entry in meta.get("output_token_logprobs") or []]
     versions = list(meta.get(messages.VERSION_KEY) or [])
 
-    for name, found in (("log-probs", logprobs), ("versions", versions)):
+    masks = list(meta.get(messages.MASK_KEY) or [])
+
+    for name, found in (
+        ("log-probs", logprobs),
+        ("versions", versions),
+        *([("sampling masks", masks)] if top_k else []),
+    ):
         if len(found) != len(tokens):
             raise CouplerError(
                 f"SGLang returned {len(found)} {name} of {len(tokens)} tokens.\n  look at:  "
                 "rollout.extra_args; speculative decoding and others change what it returns"
             )
-    return Sampling(tokens, logprobs, versions), str(meta["finish_reason"]["type"])
+    sampling = Sampling(tokens, logprobs, versions)
+    if top_k and masks:
+        sampling.mask = np.array(masks, np.int32)
+    finish = meta["finish_reason"]["type"]
+    return sampling, str(finish)
 
 
 def said(answer: Any) -> str:

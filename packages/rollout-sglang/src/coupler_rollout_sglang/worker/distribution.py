@@ -5,17 +5,34 @@ from __future__ import annotations
 import torch
 
 
-def kept(logprobs: torch.Tensor, top_ps: torch.Tensor) -> torch.Tensor:
-    """Leave the fewest tokens of each row that together have ``top_p``, [rows, tokens].
+def kept(
+    logprobs: torch.Tensor,
+    top_ks: torch.Tensor,
+    top_ps: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Leave the ``top_k`` most likely tokens of each row, and of these the fewest that
+    together have ``top_p`` of their probability.
 
-    What is left adds up to 1 again.
+    Returns:
+        [rows, tokens] log-probs, of which what is left adds up to 1 again, and as many
+        ids, those that are left first, and -1 behind them.
     """
+    top_ks = top_ks.view(-1, 1)
+    top_ps = top_ps.view(-1, 1)
     ordered, order = logprobs.sort(dim=-1, descending=True)
-    probs = ordered.exp()
-    ordered.masked_fill_(probs.cumsum(-1) - probs >= top_ps.view(-1, 1), -torch.inf)
+    count = logprobs.shape[-1]
+    places = torch.arange(count, device=logprobs.device)
+    ordered.masked_fill_(places >= top_ks, -torch.inf)
+
+    probs = ordered.softmax(-1)
+    before = probs.cumsum(-1) - probs
+    beyond = (before >= top_ps) & (top_ps < 1)
+    ordered.masked_fill_(beyond, -torch.inf)
     left = torch.empty_like(logprobs).scatter_(-1, order, ordered)
-    whole = top_ps.view(-1, 1) >= 1
-    return torch.where(whole, logprobs, torch.log_softmax(left, dim=-1))
+    whole = (top_ps >= 1) & (top_ks >= count)
+    renormalised = torch.log_softmax(left, dim=-1)
+    ids = order.masked_fill(ordered.isneginf(), -1)
+    return torch.where(whole, logprobs, renormalised), ids
 
 
 def sample(logprobs: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.sampler import Sampler, multinomial_with_seed
+from sglang.srt.sampling.sampling_params import TOP_K_ALL
 
 from coupler_rollout_sglang import messages
 from coupler_rollout_sglang.worker import state
@@ -39,8 +40,17 @@ class CouplerSampler(Sampler):
         logits = self._preprocess_logits(logits_output.next_token_logits, sampling_info)
         info = sampling_info
         logprobs = torch.log_softmax(logits.float() / info.temperatures, dim=-1)
-        if info.need_top_p_sampling:
-            logprobs = kept(logprobs, info.top_ps)
+        versions = [state.version] * len(logprobs)
+        found: dict[str, Any] = {messages.VERSION_KEY: versions}
+        has_top_k = info.need_top_k_sampling and not info.is_all_greedy
+
+        if info.need_top_p_sampling or has_top_k:
+            # The log-prob of a greedy row is among all tokens.
+            greedy = info.top_ks == 1
+            top_ks = info.top_ks.masked_fill(greedy, TOP_K_ALL)
+            logprobs, ids = kept(logprobs, top_ks, info.top_ps)
+            if has_top_k:
+                found[messages.MASK_KEY] = _masks(ids, top_ks.tolist())
 
         tokens = logprobs.argmax(-1)
         if not info.is_all_greedy:
@@ -52,8 +62,19 @@ class CouplerSampler(Sampler):
                 logprobs, top_logprobs_nums, token_ids_logprobs, tokens
             ).write_output_to(logits_output)
         self._sync_token_ids_across_tp(tokens, info)
-        logits_output.customized_info = {messages.VERSION_KEY: [state.version] * len(tokens)}
+        logits_output.customized_info = found
         return tokens.to(torch.int32)
+
+
+def _masks(ids: torch.Tensor, top_ks: list[int]) -> list[list[int]]:
+    """Return the ids that are left of each row, filled up to its ``top_k`` with -1.
+
+    A row without ``top_k`` gets none.
+    """
+    widths = [0 if top_k == TOP_K_ALL else top_k for top_k in top_ks]
+    widest = max(widths)
+    rows = ids[:, :widest].tolist()
+    return [row[:width] for row, width in zip(rows, widths, strict=True)]
 
 
 def _sampled(
