@@ -9,9 +9,10 @@ import json
 from importlib.metadata import version
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from job_run import arguments, metrics, reproducible, run, write_inputs
+from job_run import arguments, metrics, replayed, reproducible, run, write_inputs
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -250,6 +251,25 @@ def test_supervised_training_lowers_the_loss(model: Path, tmp_path: Path) -> Non
     assert reproducible(run("sft", model, tmp_path / "again" / "run", *options)) == reproducible(
         folder
     )
+
+
+def test_a_cut_distribution_is_the_same_in_rollout_policy_and_reference(
+    trained: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Engine and rollout agree as closely as without a cut, also when a recorded step
+    is looked at again. The reference equals the policy at first.
+    """
+    cut = ("sampling.top_p=0.9", "sampling.top_k=20", "engine.lr=1e-4", "record.every_steps=1")
+    folder = run("train", model, tmp_path / "run", *cut)
+
+    for whole, masked in zip(metrics(trained)[1:], metrics(folder)[1:], strict=True):
+        assert whole["train_infer/kl"] < 1e-7 > masked["train_infer/kl"]
+        assert masked["train_infer/abs_diff_max"] < 1e-4
+        assert 0.1 < masked["entropy"] < np.log(20)
+    assert metrics(folder)[1]["kl_ref"] < 1e-7
+
+    found = replayed(folder, 1, "logprobs", capsys)
+    assert found and all(now == pytest.approx(then, rel=1e-4) for then, now, _ in found.values())
 
 
 def test_evaluation_with_a_top_p_that_leaves_one_token_is_greedy(
