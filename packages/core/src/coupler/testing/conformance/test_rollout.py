@@ -395,6 +395,7 @@ def test_a_sampling_mask_has_the_ids_that_a_token_was_sampled_among(
         if not request.top_k:
             assert mask is None, "nobody asked"
             continue
+        assert mask is not None, "a mask was asked for, and none came"
         expect.same(mask.dtype.kind, "i", "the kind of the mask")
         expect.same(len(mask), len(done.tokens), "the rows of the mask")
 
@@ -734,6 +735,7 @@ def test_every_token_of_a_request_in_flight_has_its_mask(
 
     for done in running:
         mask = done.sampling_mask
+        assert mask is not None, "a mask was asked for, and none came"
         expect.same(len(mask), len(done.tokens), "the rows of a mask over two stays")
         tokens = np.array(done.tokens)[:, None]
         expect.holds((mask == tokens).any(1).all(), "every token in its row of the mask")
