@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from coupler.config.compose import compose
 from coupler.errors import ConfigError, PluginError
@@ -15,6 +17,7 @@ from coupler_rollout_sglang import arguments as module
 from coupler_rollout_sglang import messages
 from coupler_rollout_sglang.arguments import (
     GIB,
+    adapter_arguments,
     bytes_per_token,
     memory_arguments,
     server_arguments,
@@ -45,7 +48,14 @@ def arguments(folder: str, *, gpu: bool = True, **settings: object) -> dict[str,
 
 @pytest.mark.parametrize(
     "key",
-    ["tensor_parallel", "data_parallel", "expert_parallel", "max_sequences", "kv_cache_gib"],
+    [
+        "tensor_parallel",
+        "data_parallel",
+        "expert_parallel",
+        "max_sequences",
+        "kv_cache_gib",
+        "max_lora_rank",
+    ],
 )
 def test_values_out_of_range_name_the_key(key: str) -> None:
     with pytest.raises(ValueError, match=f"rollout.{key} must be at least"):
@@ -175,6 +185,8 @@ RUN = [
             ("mem_fraction_static", "set rollout.gpu_memory_gib"),
             ("api_key", "leave it out"),
             ("attention_backend", "set rollout.attention_backend"),
+            ("enable_lora", "set rollout.max_lora_rank"),
+            ("lora_paths", "leave it out"),
         )
     ]
     + [
@@ -183,6 +195,14 @@ RUN = [
             "deterministic=true needs rollout.per_request_seeds=true",
         ),
         (["rollout.mode=grpc"], r"rollout\.mode"),
+        (
+            [
+                "rollout.max_lora_rank=8",
+                "rollout.tensor_parallel=2",
+                "rollout.data_parallel=2",
+            ],
+            r"rollout\.max_lora_rank=8 needs rollout\.data_parallel=1, it is 2: set one of them",
+        ),
     ],
 )
 def test_what_would_change_the_meaning_is_said_before_the_start(
@@ -217,6 +237,62 @@ def test_more_memory_than_is_free_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(module, "free_bytes", lambda: 8 * GIB)
     with pytest.raises(ConfigError, match=r"rollout\.gpu_memory_gib=8 is more than is free"):
         memory_arguments(SGLangConfig(gpu_memory_gib=8.0), SHAPE, "bfloat16", gpu=True)
+
+
+def test_capabilities_follow_the_configuration() -> None:
+    backend = Plugins.load().get("rollout", "sglang")
+    plain = backend.capabilities_of(SGLangConfig())
+    adapted = backend.capabilities_of(SGLangConfig(max_lora_rank=8, sleep_mode=False))
+    assert plain - adapted == {"memory:sleep", "model:moe"}
+    assert adapted - plain == {"weights:lora"}
+
+
+LAYER = {
+    "model.layers.1.self_attn.q_proj.weight": (8, 4),
+    "model.layers.1.mlp.up_proj.weight": (8, 4),
+    "model.layers.1.input_layernorm.weight": (4,),
+    "model.embed_tokens.weight": (9, 4),
+}
+EXPERT = {"model.layers.1.mlp.experts.0.down_proj.weight": (4, 8)}
+
+
+def checkpoint(folder: Path, shapes: dict[str, tuple[int, ...]]) -> Path:
+    folder.mkdir()
+    save_file(
+        {name: torch.zeros(shape) for name, shape in shapes.items()}, folder / "m.safetensors"
+    )
+    return folder
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_room_for_an_adapter_is_made_in_the_layers_alone(tmp_path: Path, gpu: bool) -> None:
+    place = tmp_path / "adapter"
+    found = adapter_arguments(6, checkpoint(tmp_path / "model", LAYER), place, gpu=gpu)
+    layers = ["q_proj", "up_proj"]
+    assert (found["max_lora_rank"], found["lora_target_modules"]) == (6, layers)
+    assert found.get("lora_backend") == (None if gpu else "torch_native")
+    assert found.keys() - {"lora_backend"} <= OURS.keys()
+    assert json.loads((place / "adapter_config.json").read_text()) == {
+        "peft_type": "LORA",
+        "r": 6,
+        "lora_alpha": 6,
+        "target_modules": layers,
+    }
+
+
+@pytest.mark.parametrize(
+    ("shapes", "lack"),
+    [
+        ({}, "has no checkpoint with names of layers"),
+        ({**LAYER, **EXPERT}, "is a mixture of experts"),
+    ],
+)
+def test_a_model_without_layers_for_an_adapter_is_refused(
+    tmp_path: Path, shapes: dict[str, tuple[int, ...]], lack: str
+) -> None:
+    sentence = rf"(?s)rollout\.max_lora_rank=6 is for .* {lack}.*set:  rollout\.max_lora_rank=0"
+    with pytest.raises(ConfigError, match=sentence):
+        adapter_arguments(6, checkpoint(tmp_path / "model", shapes), tmp_path / "a", gpu=True)
 
 
 @pytest.mark.parametrize(

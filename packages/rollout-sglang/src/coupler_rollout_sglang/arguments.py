@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from coupler.engine_kit.inference.checkpoint import has_experts, linear_maps
 from coupler.errors import ConfigError
 from coupler_rollout_sglang import messages
 from coupler_rollout_sglang.config import Precision, SGLangConfig
@@ -80,6 +81,57 @@ def server_arguments(
         arguments["device"] = "cpu"
         arguments.setdefault("attention_backend", "torch_native")
     return arguments | memory_arguments(config, text, DTYPES[dtype], gpu=gpu) | config.extra_args
+
+
+def adapter_arguments(
+    rank: int,
+    model: Path,
+    place: Path,
+    *,
+    gpu: bool,
+) -> dict[str, Any]:
+    """Return the arguments that make room for one adapter of the layers' linear maps.
+
+    SGLang starts with this adapter. The folder ``place`` gets its description, and
+    updates bring its tensors.
+
+    Raises:
+        ConfigError: the layers are not known, or there are experts among them.
+    """
+    targets = linear_maps(model)
+    if not targets or has_experts(model):
+        lack = "is a mixture of experts" if targets else "has no checkpoint with names of layers"
+        raise ConfigError(
+            f"rollout.max_lora_rank={rank} is for the layers of a dense model, and "
+            f"model.path={model} {lack}.\n"
+            "  set:  rollout.max_lora_rank=0: every sync then brings the sum"
+        )
+
+    place.mkdir()
+    # B holds the scale already, so that SGLang's is 1.
+    described = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": targets,
+    }
+    (place / "adapter_config.json").write_text(json.dumps(described))
+
+    found: dict[str, Any] = {
+        "enable_lora": True,
+        "max_lora_rank": rank,
+        "lora_target_modules": targets,
+        "lora_paths": [
+            {
+                "lora_name": messages.ADAPTER,
+                "lora_path": str(place),
+                "pinned": True,
+            }
+        ],
+        # It counts what has no adapter as one more.
+        "max_loras_per_batch": 2,
+    }
+    return found if gpu else found | {"lora_backend": "torch_native"}
 
 
 def memory_arguments(

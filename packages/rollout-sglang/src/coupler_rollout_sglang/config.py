@@ -47,9 +47,12 @@ OURS = {
     "enable_deterministic_inference": "rollout.deterministic_kernels",
     "rl_on_policy_target": "",
     "preferred_sampling_params": "",
-    "enable_lora": "",
+    "enable_lora": "rollout.max_lora_rank",
+    "max_lora_rank": "rollout.max_lora_rank",
     "lora_paths": "",
+    "lora_target_modules": "",
     "max_loras_per_batch": "",
+    "max_loaded_loras": "",
     "enable_return_routed_experts": "",
     "nnodes": "rollout.tensor_parallel",
     "node_rank": "",
@@ -130,6 +133,10 @@ class SGLangConfig(RolloutConfig):
     sleep_mode: bool = no_effect(True)
     """Let device memory be given back while others need it, as `offload=true` does. It
     costs nothing while the rollout is awake."""
+    max_lora_rank: int = 0
+    """Highest rank of an adapter that SGLang runs itself, so that a sync brings the
+    adapter alone. With 0 a sync brings the sum of weights and adapter.
+    """
     extra_args: dict[str, Any] = field(default_factory=dict)
     """Further server arguments, under SGLang's own names."""
 
@@ -141,6 +148,10 @@ class SGLangConfig(RolloutConfig):
     def sequence_limit(self) -> tuple[str, int]:
         return "max_model_len", self.max_model_len
 
+    @property
+    def adapter_limit(self) -> tuple[str, int]:
+        return "max_lora_rank", self.max_lora_rank
+
     def __post_init__(self) -> None:
         for key, least in (
             ("tensor_parallel", 1),
@@ -150,6 +161,7 @@ class SGLangConfig(RolloutConfig):
             ("max_model_len", 0),
             ("gpu_memory_gib", 0),
             ("kv_cache_gib", 0),
+            ("max_lora_rank", 0),
         ):
             value = getattr(self, key)
             if value < least:
@@ -162,6 +174,11 @@ class SGLangConfig(RolloutConfig):
                     f"rollout.tensor_parallel={self.tensor_parallel}."
                 )
 
+        if self.max_lora_rank and self.data_parallel > 1:
+            raise ValueError(
+                f"rollout.max_lora_rank={self.max_lora_rank} needs rollout.data_parallel=1, it is "
+                f"{self.data_parallel}: set one of them lower."
+            )
         if self.server:
             self._check_server()
         if taken := sorted(OURS.keys() & self.extra_args.keys()):

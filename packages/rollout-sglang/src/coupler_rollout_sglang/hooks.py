@@ -46,6 +46,7 @@ def install() -> None:
     sglang.hook_payload(only_ours)
     sglang.hook_answer(receiver.answered)
     sglang.hook_facts(receiver.facts)
+    sglang.hook_adapters(empty_adapter)
     if wanted.per_request_seeds:
         sglang.hook_seeds(with_seeds)
 
@@ -64,6 +65,11 @@ def only_ours(_original: Any, data: Any) -> Any:
     from coupler_rollout_sglang.worker.receiver import read_payload
 
     return read_payload(data)
+
+
+def empty_adapter(_original: Any, manager: Any, ref: Any) -> None:
+    """Start with an adapter that has a rank and no tensors: these come by updates."""
+    manager.load_lora_weights_from_tensors(ref, {})
 
 
 def with_seeds(result: Any, _class: Any, batch: Any, *_: Any, **__: Any) -> Any:

@@ -17,10 +17,11 @@ import sys
 import tempfile
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 from coupler.errors import ConfigError, CouplerError
-from coupler_rollout_sglang.arguments import server_arguments
+from coupler_rollout_sglang.arguments import adapter_arguments, server_arguments
 from coupler_rollout_sglang.compat import engine as sglang
 from coupler_rollout_sglang.compat.version import installed, prepare
 from coupler_rollout_sglang.config import Mode, Precision, SGLangConfig
@@ -68,6 +69,9 @@ def prepared(asked: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     tempfile.tempdir = os.environ["TMPDIR"] = asked["folder"]
     model, seed, trusted = asked["model"], asked["seed"], asked["trust_remote_code"]
     arguments = server_arguments(config, model, seed, trusted, gpu=gpu)
+    if rank := config.max_lora_rank:
+        place = Path(asked["folder"]) / "adapter"
+        arguments |= adapter_arguments(rank, Path(model), place, gpu=gpu)
     if unknown := sorted(arguments.keys() - sglang.server_fields()):
         raise ConfigError(
             f"rollout.extra_args.{unknown[0]} is no server argument of SGLang {installed()}."

@@ -18,10 +18,13 @@ with deterministic kernels."""
 LOADER = "coupler_rollout_sglang.worker.receiver.receive"
 FACTS = "coupler_facts"
 """Name of no parameter, under which every worker says what it holds."""
+ADAPTER = "policy"
+"""The name under which SGLang knows our adapter."""
 VERSION_KEY = "coupler_version"
 """Name under which the sampler reports the version of every token."""
 MASK_KEY = "coupler_sampling_mask"
 """Name under which it reports the ids that every token was sampled among."""
+
 
 
 def payload(update: WeightUpdate | None) -> str:

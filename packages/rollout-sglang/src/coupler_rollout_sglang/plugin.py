@@ -23,10 +23,14 @@ def _capabilities(config: SGLangConfig) -> frozenset[str]:
         "workers:remote",
         "sampling:top_p",
         "output:sampling_mask",
-        "model:moe",
         *pauses,
     }
-    return frozenset(always | ({"memory:sleep"} if config.sleep_mode else set()))
+    chosen = {
+        "memory:sleep": config.sleep_mode,
+        "weights:lora": config.max_lora_rank > 0,
+        "model:moe": config.max_lora_rank == 0,
+    }
+    return frozenset(always | {name for name, on in chosen.items() if on})
 
 
 @hookimpl

@@ -142,6 +142,9 @@ class SGLangRollout(GatedRollout):
             # No cache of older weights has this key.
             "extra_key": str(self.updates),
         }
+        if self.config.max_lora_rank:
+            # It is 0 while an update has brought the weights alone.
+            body["lora_path"] = messages.ADAPTER
 
         self._running[name] = None
         self.idle.clear()

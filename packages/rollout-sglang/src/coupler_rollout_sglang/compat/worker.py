@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -45,6 +45,11 @@ def hook_answer(around: Callable[..., tuple[bool, str]]) -> None:
     """Decide what an update from tensors returns: success, and a message."""
     updater = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
     _hook(f"{updater}.update_weights_from_tensor", around, "AROUND")
+
+
+def hook_adapters(around: Callable[..., None]) -> None:
+    """Decide how the tensors of an adapter are loaded that SGLang starts with."""
+    _hook("sglang.srt.lora.lora_manager.LoRAManager.load_lora_weights", around, "AROUND")
 
 
 def hook_facts(around: Callable[..., Any]) -> None:
@@ -129,6 +134,36 @@ def folder() -> str:
 def cache_tokens(worker: Any) -> int:
     """Return how many tokens a worker's cache has room for."""
     return int(worker.model_runner.max_total_num_tokens)
+
+
+def adapters_of(updater: Any) -> Any:
+    """Return the manager of adapters, or None if there is no room for one."""
+    return updater.get_model_runner().lora_manager
+
+
+def adapted_layers(manager: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Yield the weight of each layer that is ready for our adapter, and the places of
+    its A and B.
+
+    A layer is fused from one or several parts. A place is [parts x rank, in] for A, and
+    [out, rank] for B.
+    """
+    from sglang.srt.lora.utils import LoRAType, get_target_module_name
+
+    (ours,) = (key for key, ref in manager.lora_refs.items() if ref.lora_name == messages.ADAPTER)
+    # It gets a place when a request first needs it, or now.
+    manager.fetch_new_loras({ours})
+    pool = manager.memory_pool
+    place = pool.get_buffer_id(ours)
+
+    for index, modules in enumerate(manager.lora_modules):
+        for path, module in modules.items():
+            name = get_target_module_name(path, pool.target_modules)
+            a, b = (
+                pool.get_tensor(name, index, half)[place]
+                for half in (LoRAType.LORA_A, LoRAType.LORA_B)
+            )
+            yield module.base_layer.weight, a, b
 
 
 def computes_weights(model: torch.nn.Module) -> bool:

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from coupler.engine_kit.inference.checksums import of_plan
-from coupler.engine_kit.inference.loading import copy, plans, record, shapes_of
-from coupler.errors import CouplerError
-from coupler.interfaces import Rank
+from coupler.engine_kit.inference.loading import Plan, copy, plans, record, shapes_of
+from coupler.errors import CouplerError, WeightSyncError
+from coupler.interfaces import Rank, WeightUpdate
 from coupler_rollout_sglang import messages
 from coupler_rollout_sglang.compat import worker as sglang
 from coupler_rollout_sglang.worker import state
+from coupler_rollout_sglang.worker.adapters import forget_adapter, load_adapter
 
 
 def read_payload(data: bytes | str) -> list[tuple[str, torch.Tensor]]:
@@ -48,32 +49,71 @@ def receive(model: torch.nn.Module, named: list[tuple[str, torch.Tensor]]) -> No
     state.answers = json.dumps(sglang.gather(answer))
 
 
-def load(model: torch.nn.Module, update: Any, place: Rank) -> dict[str, Any]:
-    """Load an update into the model.
+def load(
+    model: torch.nn.Module,
+    update: WeightUpdate,
+    place: Rank,
+) -> dict[str, Any]:
+    """Load an update, of an adapter or of the weights."""
+    start = time.perf_counter()
+    # SGLang computes on a stream of its own, and may be a batch ahead.
+    synchronize()
+
+    with torch.no_grad():
+        if update.adapter:
+            account = load_adapter(
+                plan_beneath(model),
+                update.receive(place),
+            )
+        else:
+            forget_adapter()
+            account = load_weights(model, update, place)
+
+    synchronize()
+    state.version = update.version
+    return {**account, "seconds": {"load": time.perf_counter() - start}}
+
+
+def plan_beneath(model: torch.nn.Module) -> Plan:
+    """Return how the weights beneath an adapter were copied.
+
+    Raises:
+        WeightSyncError: the model computes further weights from them.
+    """
+    if model not in plans:
+        raise WeightSyncError(
+            "SGLang computes further weights of this model, so that an adapter cannot come apart."
+            "\n  set:  rollout.max_lora_rank=0: every sync then brings the sum"
+        )
+    return plans[model]
+
+
+def load_weights(
+    model: torch.nn.Module,
+    update: WeightUpdate,
+    place: Rank,
+) -> dict[str, Any]:
+    """Load weights into the model.
 
     Where copies alone fill the model, they are the plan for later updates. Models that
     compute further weights after they were loaded go through their loader each time.
     """
-    start = time.perf_counter()
-    # SGLang computes on a stream of its own, and may be a batch ahead.
-    synchronize()
     folder = Path(sglang.folder())
-    weights = update.receive(place, shapes_of(model, folder))
+    weights = update.receive(
+        place,
+        shapes_of(model, folder),
+    )
 
     if plans.get(model) is not None and not state.same_parameters(model):
         del plans[model]
-    with torch.no_grad():
-        if model in plans:
-            account = copy(plans[model], weights)
-        else:
-            account = record(model, weights, folder)
-            state.remember_parameters(model)
+    if model in plans:
+        return copy(plans[model], weights)
 
+    account = record(model, weights, folder)
+    state.remember_parameters(model)
     if sglang.computes_weights(model):
         plans.pop(model, None)
-    synchronize()
-    state.version = update.version
-    return {**account, "seconds": {"load": time.perf_counter() - start}}
+    return account
 
 
 def synchronize() -> None:
@@ -82,10 +122,10 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def answered(original: Any, *args: Any, **named: Any) -> tuple[bool, str]:
+def answered(original: Any, updater: Any, *args: Any, **named: Any) -> tuple[bool, str]:
     """Return the answers of all workers as the message of an update."""
-    state.answers = None
-    success, message = original(*args, **named)
+    state.answers, state.manager = None, sglang.adapters_of(updater)
+    success, message = original(updater, *args, **named)
     return success, state.answers or message
 
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 version = -1
 """Version of the weights that the next token is sampled with."""
 answers: str | None = None
 """Answers of all workers to the last message, in JSON."""
+manager: Any = None
+"""SGLang's manager of adapters, or None if there is no room for one."""
+adapter: frozenset[str] = frozenset()
+"""Names of the tensors of the adapter that runs."""
 _places: tuple[int, ...] = ()
 
 
