@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -21,7 +23,7 @@ from coupler.plugins.manager import Plugins
 from coupler.testing.edge import Served
 from coupler.testing.reference import TransformersReference
 from coupler_rollout_sglang.config import Mode, SGLangConfig
-from coupler_rollout_sglang.links import KEY_VARIABLE, free_port
+from coupler_rollout_sglang.links import KEY_VARIABLE, LOOPBACK, HttpLink, free_port
 from coupler_rollout_sglang.rollout import SGLangRollout
 
 KEY = "a key of more than 16 characters"
@@ -108,6 +110,35 @@ def test_a_server_that_does_not_run_is_named(reference: TransformersReference) -
     url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(CouplerError, match=f"no SGLang server answers at {url}"):
         asyncio.run(started(rollout(url, reference)))
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_link_closes_its_connections_also_when_its_event_loop_ended(ended: bool) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+        # The link's end closes it.
+        assert not await reader.read()
+        writer.close()
+
+    async def story() -> HttpLink:
+        server = await asyncio.start_server(answer, LOOPBACK, 0)
+        link = HttpLink(f"http://{LOOPBACK}:{server.sockets[0].getsockname()[1]}", {})
+        await link.ready()
+        if not ended:
+            link.close()
+        server.close()
+        return link
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        link = asyncio.run(story())
+        link.close()
+        assert link.session is not None and link.session.closed
+        del link
+        gc.collect()
+    said = [str(warning.message) for warning in caught]
+    assert not [text for text in said if "never awaited" in text or "Unclosed" in text]
 
 
 @pytest.mark.parametrize(

@@ -270,11 +270,13 @@ class HttpLink(Link):
     def close(self) -> None:
         if self.process is not None:
             self.process.close()
-        if self.session is not None and (connector := self.session.connector) is not None:
-            self.session.detach()
-            # Its event loop may have ended.
-            with suppress(RuntimeError):
-                connector.close()
+        if self.session is not None:
+            # The first step closes every connection. The rest would wait for their ends
+            # in an event loop that may have ended.
+            closing = self.session.close()
+            with suppress(StopIteration):
+                closing.send(None)
+            closing.close()
 
 
 def free_port() -> int:
