@@ -51,6 +51,7 @@ class MortalRollout(ToyRollout):
     async def setup(self, rank: Rank) -> int:
         self.dead, self.came = False, []
         self.starts += 1
+        self.check("setup")
         return await super().setup(rank)
 
     def close(self) -> None:
@@ -64,7 +65,7 @@ class MortalRollout(ToyRollout):
         return done
 
     async def pause(self, in_flight: InFlight) -> None:
-        self.check()
+        self.check("pause")
         await super().pause(in_flight)
 
     async def update(self, update: WeightUpdate) -> SyncReceipt:
@@ -144,6 +145,22 @@ def test_a_dead_replica_is_started_before_the_next_weights(
 
     asyncio.run(story())
     assert "rollout replica 1 died; starting it again" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("method", ["setup", "pause"])
+def test_a_replica_that_dies_while_it_starts_again_is_started_once_more(
+    tmp_path: Path, method: str
+) -> None:
+    async def story() -> None:
+        group = make_group(tmp_path, 2)
+        await group.setup()
+        replica(group, 1).dead = True
+        await group.pause(InFlight.DRAIN)
+        replica(group, 1).dies_in = method
+        await group.revive(InFlight.DRAIN)
+        assert (group.num_receivers, group.dead, replica(group, 1).starts) == (2, set(), 3)
+
+    asyncio.run(story())
 
 
 def test_a_session_moves_when_its_replica_dies(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""A process of the engine is killed: a named error within seconds, and a new start."""
+"""A process of the engine is killed: a named error within seconds, a new start, and a
+rollout that goes on.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,20 @@ from typing import Any
 import pytest
 import torch
 
+from coupler.config.schema import SyncConfig
 from coupler.errors import ReplicaDied
-from coupler.interfaces import InFlight, Memory, Named, Rank, Request
+from coupler.executors import Local
+from coupler.executors.waits import Waits
+from coupler.interfaces import InFlight, Memory, Model, Named, Rank, Request
+from coupler.loop.device_memory import Residency
+from coupler.loop.engine_group import EngineGroup
+from coupler.loop.rollout_group import RolloutGroup
+from coupler.loop.weight_sync import StreamShardingManager
+from coupler.plugins.manager import Plugins
 from coupler.testing.edge import Served
 from coupler.testing.reference import TransformersReference
+from coupler.testing.subject import configured
+from coupler.worker.spec import WorkerSpec
 
 WITHIN_S = 30.0
 
@@ -29,14 +41,30 @@ def weights(reference: TransformersReference) -> Iterator[Named]:
         yield name, torch.from_numpy(tensor)
 
 
-def scheduler(rollout: Any) -> int:
-    """The process of the model worker."""
-    return rollout.workers[0].pid
+def children(pid: int) -> list[int]:
+    listed = (path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children"))
+    return [int(pid) for pids in listed for pid in pids.split()]
 
 
-def manager(rollout: Any) -> int:
-    """The process that holds SGLang's tokenizer manager."""
-    return rollout.link.process.of.pid
+def title(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except FileNotFoundError:
+        return ""
+
+
+def process(rollout: Any, name: str) -> int:
+    """The engine's process of this name. The manager started the others."""
+    manager = rollout.link.process.of.pid
+    if name == "manager":
+        return manager
+    (found,) = (pid for pid in children(manager) if title(pid).startswith(f"sglang::{name}"))
+    return found
+
+
+def kill(pid: int) -> float:
+    os.kill(pid, signal.SIGKILL)
+    return time.monotonic()
 
 
 @pytest.fixture
@@ -70,28 +98,28 @@ def died_within(served: Served, story: Callable[[], Any]) -> None:
     served.run(told)
 
 
-def kill(pid: int) -> float:
-    os.kill(pid, signal.SIGKILL)
-    return time.monotonic()
-
-
-def test_a_manager_killed_while_idle(fresh: Served) -> None:
+@pytest.mark.parametrize("name", ["manager", "detokenizer"])
+def test_killed_while_idle(fresh: Served, name: str) -> None:
     async def story() -> Any:
-        start = kill(manager(fresh.rollout))
+        start = kill(process(fresh.rollout, name))
         await asyncio.sleep(1)
         return start, fresh.rollout.pause(InFlight.DRAIN)
 
     died_within(fresh, story)
 
 
-def test_a_worker_killed_while_it_samples(fresh: Served) -> None:
+def test_killed_while_it_samples(fresh: Served) -> None:
+    """One request has some tokens by then, and the prompt of the other has just
+    entered.
+    """
+
     async def story() -> Any:
         first = asyncio.ensure_future(fresh.rollout.generate(Request((5, 6), 240)))
         await asyncio.sleep(0.1)
-        late = asyncio.ensure_future(fresh.rollout.generate(Request((5, 7), 240)))
+        late = asyncio.ensure_future(fresh.rollout.generate(Request((5, *range(200)), 40)))
         while len(fresh.rollout.running) < 2:
             await asyncio.sleep(0)
-        start = kill(scheduler(fresh.rollout))
+        start = kill(process(fresh.rollout, "scheduler"))
         with pytest.raises(ReplicaDied):
             await asyncio.wait_for(first, WITHIN_S)
         return start, late
@@ -100,44 +128,99 @@ def test_a_worker_killed_while_it_samples(fresh: Served) -> None:
     assert not fresh.rollout.running
 
 
-def test_a_worker_killed_in_a_sync(fresh: Served, reference: TransformersReference) -> None:
-    """The update fails by name, and the same replica takes the next one."""
+def group_of_one(reference: TransformersReference) -> tuple[RolloutGroup, StreamShardingManager]:
+    """A group of one replica, and its edge from an engine that trains an adapter."""
+    plugins, executor = Plugins.load(), Local(inline=True, waits=Waits(300.0, 60.0))
+    rollout, engine = plugins.get("rollout", "sglang"), plugins.get("engine", "fsdp")
+    model, ranks = Model(str(reference.folder)), [Rank(seed=1)]
 
-    def slowly() -> Iterator[Named]:
-        for i, named in enumerate(weights(reference)):
+    sampled = configured(rollout.config, {"dtype": "fp32", "max_lora_rank": 4})
+    trained = configured(engine.config, {"dtype": "fp32", "lora_rank": 4})
+    group = RolloutGroup(executor, rollout.target, sampled, model, ranks)
+    policy = EngineGroup(executor, WorkerSpec("policy", engine.target, trained, model, None), ranks)
+    edge = StreamShardingManager(
+        SyncConfig(deadline_s=60.0),
+        engine=policy,
+        rollouts=group,
+        weight_format="lora",
+        transport=plugins.get("transport", "tcp").target,
+        probe_prompt=(5, 6, 7),
+        temperature=1.0,
+        residency=Residency({}, shared=False),
+        in_flight=InFlight.DRAIN,
+    )
+    return group, edge
+
+
+def kill_at_start() -> None:
+    """Wait for a process that an engine starts, and kill it."""
+    until = time.monotonic() + WITHIN_S
+    while time.monotonic() < until:
+        for manager in children(os.getpid()):
+            if "coupler_rollout_sglang.host" in title(manager):
+                for pid in children(manager):
+                    if "spawn_main" in title(pid):
+                        kill(pid)
+                        return
+        time.sleep(0.05)
+
+
+def test_a_group_goes_on_when_its_replica_dies_in_a_sync_in_a_wake_and_at_its_start(
+    kernels: None, reference: TransformersReference, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It starts again, gets the weights and the adapter, and samples what it sampled
+    before.
+    """
+    group, edge = group_of_one(reference)
+    rollout, request = group.replicas[0].of, Request((5, 6, 7), 12, seed=3)
+
+    def dying(adapter: Iterator[Named]) -> Iterator[Named]:
+        for i, named in enumerate(adapter):
             if i == 5:
-                kill(scheduler(fresh.rollout))
+                kill(process(rollout, "scheduler"))
                 time.sleep(1.0)
             yield named
 
     async def story() -> None:
-        with pytest.raises((ReplicaDied, ExceptionGroup)) as caught:
-            await fresh.edge.push(slowly())
-        assert "the SGLang engine of rollout replica 0 died" in repr(caught.value)
+        await edge.engine.setup()
+        await edge.setup()
+        engine = edge.engine.ranks[0].of.engine
+        with torch.no_grad():
+            for tensor in engine.adapter.parameters().values():
+                tensor.add_(0.05)
+        await edge.sync(0)
+        before = await group.generate(request)
 
-    fresh.run(story)
+        whole, pushes = engine.adapter_weights, []
 
+        def adapter_weights() -> Iterator[Named]:
+            pushes.append(time.monotonic())
+            return whole() if len(pushes) > 1 else dying(whole())
 
-def test_it_starts_again_and_samples_the_same(
-    fresh: Served, reference: TransformersReference
-) -> None:
-    """Weights that slept do not come back by themselves."""
-    request = Request((5, 6, 7), 12, seed=3)
-    before = fresh.run(lambda: fresh.rollout.generate(request))
+        engine.adapter_weights = adapter_weights
+        synced = await edge.sync(1)
+        assert len(pushes) == 2
+        assert synced["sync/tensors"].value == len(reference.tensors) + 28
+        done = await group.generate(request)
+        assert (done.tokens, set(done.versions)) == (before.tokens, {1})
 
-    async def asleep() -> None:
-        await fresh.rollout.pause(InFlight.DRAIN)
-        await fresh.rollout.sleep(frozenset(Memory))
-        kill(manager(fresh.rollout))
-        with pytest.raises(ReplicaDied):
-            await fresh.rollout.wake(frozenset(Memory))
-        await fresh.rollout.setup(Rank(seed=1))
-        await fresh.rollout.resume()
+        await group.pause(InFlight.DRAIN)
+        await group.tell("sleep", frozenset(Memory))
+        kill(process(rollout, "manager"))
+        await asyncio.wait_for(group.tell("wake", frozenset({Memory.WEIGHTS})), WITHIN_S)
+        assert group.dead == {0}
+        killed = asyncio.create_task(asyncio.to_thread(kill_at_start))
+        await edge.sync(2)
+        await killed
+        assert (await edge.probe())["sync/probe"].value < 1e-3
+        done = await group.generate(request)
+        assert (done.tokens, set(done.versions)) == (before.tokens, {2})
 
-    fresh.run(asleep, deadline_s=400.0)
-    fresh.push(weights(reference))
-    again = fresh.run(lambda: fresh.rollout.generate(request))
-    assert again.tokens == before.tokens
+    try:
+        asyncio.run(story())
+    finally:
+        rollout.close()
+    assert capsys.readouterr().out.count("rollout replica 0 died; starting it again") == 3
 
 
 OWNER = """

@@ -25,7 +25,8 @@ from typing import Any
 import aiohttp
 
 from coupler import errors
-from coupler.errors import CouplerError
+from coupler.errors import CouplerError, ReplicaDied
+from coupler_rollout_sglang.messages import DIED_AT_START
 from coupler_rollout_sglang.wire import Wire
 
 KEY_VARIABLE = "COUPLER_SGLANG_KEY"
@@ -98,14 +99,12 @@ class Process:
 
         Raises:
             CouplerError: it did not start. Its own log lines say why.
+            ReplicaDied: one of its processes ended meanwhile.
         """
         facts = self.wire.receive()
         if facts is None:
             self.close()
-            raise CouplerError(
-                "SGLang did not start.\n  look at:  its own lines above; too little free memory "
-                "(rollout.gpu_memory_gib) is usual"
-            )
+            raise ReplicaDied(DIED_AT_START)
         if "error" in facts:
             self.close()
             raise did_not_start(*facts["error"])
@@ -244,13 +243,14 @@ class HttpLink(Link):
         """Wait until the server answers.
 
         Raises:
-            CouplerError: it ended, or did not answer in time.
+            CouplerError: it did not answer in time.
+            ReplicaDied: it ended.
         """
         until = time.monotonic() + (START_S if self.process else 10.0)
         while time.monotonic() < until:
             if self.process is not None and not self.process.lives:
                 self.process.close()
-                raise did_not_start("start", "its process ended")
+                raise ReplicaDied(DIED_AT_START)
             with suppress(EngineEnded):
                 if await self._status() in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
                     raise CouplerError(

@@ -25,6 +25,10 @@ VERSION_KEY = "coupler_version"
 MASK_KEY = "coupler_sampling_mask"
 """Name under which it reports the ids that every token was sampled among."""
 
+DIED_AT_START = (
+    "SGLang died while it started.\n  look at:  its own lines above; too little free memory "
+    "(rollout.gpu_memory_gib) is usual"
+)
 
 
 def payload(update: WeightUpdate | None) -> str:

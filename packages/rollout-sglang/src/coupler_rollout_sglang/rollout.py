@@ -92,6 +92,7 @@ class SGLangRollout(GatedRollout):
 
         Raises:
             CouplerError: SGLang did not start. Its own log lines say why.
+            ReplicaDied: one of its processes ended meanwhile.
         """
         self.close()
         self.begin(rank)

@@ -212,7 +212,8 @@ class RolloutGroup:
         Raises:
             ReplicaDied: a replica was started ``MAX_RESTARTS`` times already.
         """
-        for index in sorted(self.dead):
+        while self.dead:
+            index = min(self.dead)
             self.restarts[index] += 1
             if self.restarts[index] > MAX_RESTARTS:
                 raise ReplicaDied(
@@ -222,11 +223,11 @@ class RolloutGroup:
 
             log.info(f"rollout replica {index} died; starting it again")
             self.replicas[index] = await self.executor.revive(self.replicas[index])
-            self.num_workers[index] = await self.executor.call(
-                self.replicas[index], "setup", self._alone(index)
-            )
-            await self.executor.call(self.replicas[index], "pause", in_flight)
-            self.dead.discard(index)
+            workers = await self._call(index, "setup", self._alone(index))
+            if not isinstance(workers, ReplicaDied):
+                self.num_workers[index] = workers
+                self.dead.discard(index)
+                await self._call(index, "pause", in_flight)
 
     async def generate(self, request: Request) -> Completion:
         """Sample one completion, and continue it where a pause cut it off.

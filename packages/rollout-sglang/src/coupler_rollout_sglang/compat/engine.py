@@ -9,6 +9,9 @@ from dataclasses import fields, is_dataclass
 from http import HTTPStatus
 from typing import Any
 
+from coupler.errors import ReplicaDied
+from coupler_rollout_sglang import messages
+
 # The name of each call is that of SGLang's HTTP endpoint. It maps to a method of the
 # tokenizer manager, and to the class of its argument.
 CALLS = {
@@ -23,10 +26,19 @@ CALLS = {
 
 
 def start(arguments: dict[str, Any]) -> Any:
-    """Start an engine, whose schedulers get processes of their own."""
+    """Start an engine, whose schedulers get processes of their own.
+
+    Raises:
+        ReplicaDied: one of these ended meanwhile.
+    """
     from sglang.srt.entrypoints.engine import Engine
 
-    return Engine(**arguments)
+    try:
+        return Engine(**arguments)
+    except RuntimeError as error:
+        if "scheduler died" in str(error):
+            raise ReplicaDied(messages.DIED_AT_START) from error
+        raise
 
 
 def serve(arguments: dict[str, Any], ready: Callable[[], None]) -> None:
