@@ -1,4 +1,4 @@
-"""``coupler train engine=fsdp rollout=sglang``, as a user types it."""
+"""``coupler train rollout=sglang``, as a user types it."""
 
 from __future__ import annotations
 
@@ -30,12 +30,39 @@ SETTINGS = {
 MASKED = ("sampling.top_p=0.9", "sampling.top_k=20", "engine.lr=1e-4")
 
 
+def arguments(folder: Path, reference: TransformersReference, *overrides: str) -> list[str]:
+    """Write data and reward into ``folder``, and return what ``coupler`` is given."""
+    rows = [{"prompt": f"what is {i} + 2 ?", "answer": str(i + 2)} for i in range(6)]
+    data = folder / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "reward.py").write_text(REWARD)
+
+    given = {
+        "model.path": reference.folder,
+        "run_dir": folder / "run",
+        "data.source": data,
+        "reward.target": f"{folder / 'reward.py'}:score",
+        **SETTINGS,
+    }
+    evaluated = [f"eval.data.source={data}"] if "eval.every_steps=3" in overrides else []
+    engine = [] if "engine=megatron" in overrides else ["engine=fsdp"]
+    words = [*engine, *overrides, *evaluated, "rollout=sglang", "algorithm=grpo"]
+    return ["train", *(f"{key}={value}" for key, value in given.items()), *words]
+
+
+def logged(folder: Path) -> list[dict[str, float]]:
+    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
         (
             "offload=true",
             "sync.transport=tcp",
+            "engine.lora_rank=4",
+            "rollout.max_lora_rank=4",
             "eval.every_steps=3",
             "eval.temperature=1",
             "eval.top_p=0.9",
@@ -48,34 +75,19 @@ MASKED = ("sampling.top_p=0.9", "sampling.top_k=20", "engine.lr=1e-4")
             "rollout.mode=server",
             "engine.lora_rank=4",
         ),
+        ("engine=megatron",),
     ],
     ids=[
-        "taking turns, with sampling masks",
+        "taking turns, with an adapter apart and sampling masks",
         "asynchronous, from a server, with the adapter merged",
+        "from megatron",
     ],
 )
 def test_it_trains(
     tmp_path: Path, kernels: None, reference: TransformersReference, overrides: tuple[str, ...]
 ) -> None:
-    rows = [{"prompt": f"what is {i} + 2 ?", "answer": str(i + 2)} for i in range(6)]
-    data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "reward.py").write_text(REWARD)
-
-    given = {
-        "model.path": reference.folder,
-        "run_dir": tmp_path / "run",
-        "data.source": data,
-        "reward.target": f"{tmp_path / 'reward.py'}:score",
-        **SETTINGS,
-    }
-    evaluated = [f"eval.data.source={data}"] if "eval.every_steps=3" in overrides else []
-    backends = ["engine=fsdp", "rollout=sglang", "algorithm=grpo"]
-    words = [*backends, *(f"{key}={value}" for key, value in given.items()), *evaluated]
-    assert main(["train", *words, *overrides]) == 0
-
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    log = [json.loads(line) for line in lines]
+    assert main(arguments(tmp_path, reference, *overrides)) == 0
+    log = logged(tmp_path)
     assert len(log) == 4
     assert log[0]["sync/probe"] < 1e-3 < 1e-2 < log[0]["sync/probe_permuted"]
     for step in log[1:]:
@@ -83,3 +95,8 @@ def test_it_trains(
         older = "train_infer/abs_diff" not in step
         assert step["sync/probe" if older else "train_infer/abs_diff"] < 1e-3
         assert step["train/grad_norm"] > 0
+
+    if "rollout.max_lora_rank=4" in overrides:
+        assert log[0]["sync/probe_adapter"] > 1e-2
+        # The weights slept, so that they come again before A and B of 14 linear maps.
+        assert {step["sync/tensors"] for step in log[1:]} == {len(reference.tensors) + 28}
