@@ -32,6 +32,7 @@ from coupler.testing.edge import Served
 from coupler.testing.reference import TransformersReference, as_batch
 from coupler.testing.subject import configured
 from coupler_rollout_sglang.worker.adapters import places
+from coupler_rollout_sglang.worker.receiver import plan_beneath
 
 RANK, ROOM = 4, 8
 CLOSE, FAR = 1e-3, 1e-2  # Nats: of one policy, and of two.
@@ -317,3 +318,10 @@ def test_a_layer_that_is_fused_in_another_way_takes_no_adapter() -> None:
     weight = torch.zeros(8, 8)
     plan: Plan = {"qkv.weight": Way((8, 8), [Piece(weight, (0, (8, 8), (8, 1)))])}
     assert places(plan, [(weight, torch.zeros(9, 8), torch.zeros(8, 3))]) == {}
+
+
+def test_a_model_that_computes_further_weights_takes_no_adapter() -> None:
+    """Its weights have no plan, since they go through the model's loader each time."""
+    sentence = r"(?s)computes further weights of this model.*set:  rollout\.max_lora_rank=0"
+    with pytest.raises(WeightSyncError, match=sentence):
+        plan_beneath(torch.nn.Linear(1, 1))
