@@ -138,7 +138,8 @@ def cache_tokens(worker: Any) -> int:
 
 def adapters_of(updater: Any) -> Any:
     """Return the manager of adapters, or None if there is no room for one."""
-    return updater.get_model_runner().lora_manager
+    # 0.5.17 has the attribute where adapters were asked for.
+    return getattr(updater.get_model_runner(), "lora_manager", None)
 
 
 def adapted_layers(manager: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
