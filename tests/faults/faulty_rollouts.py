@@ -98,7 +98,7 @@ class Hooked(ToyRollout):
             if self.stops(request, tokens):
                 finish = "stop"
                 break
-        mask = np.reshape(masks, (-1, request.top_k)) if request.top_k else None
+        mask = np.stack(masks) if request.top_k and masks else None
         return Completion(
             tuple(tokens), tuple(logprobs), tuple(versions), finish, sampling_mask=mask
         )

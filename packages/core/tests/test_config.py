@@ -203,7 +203,7 @@ BAD = [
         "sampling.top_p=0.9 needs sampling.top_k in training",
         "set sampling.top_k=100, say.",
     ),
-    ("sampling.top_k=-1", "sampling.top_k must be at least 0, got -1.", ""),
+    ("sampling.top_k=-1", "sampling.top_k must be between 0 and 500000, got -1.", ""),
     ("sampling.temperature=0", "sampling.temperature must be above 0 in training", ""),
     ("sampling=3", "sampling is a section, got 3.", "max_tokens"),
     ("data.args=3", "data.args takes a mapping", ""),

@@ -37,7 +37,7 @@ class LiveSequence:
     versions: list[int] = field(default_factory=list)
     """Filled by :meth:`stamp`."""
     kept: list[np.ndarray] = field(default_factory=list)
-    """The ids [top_k] that each token was sampled among, and -1 behind them."""
+    """The ids that each token was sampled among under ``top_k``, and -1 behind them."""
 
     @property
     def known(self) -> tuple[int, ...]:
@@ -52,11 +52,10 @@ class LiveSequence:
         self.versions += [version] * (len(self.tokens) - len(self.versions))
 
     def finish(self, reason: Literal["stop", "length", "abort"]) -> None:
+        mask = np.stack(self.kept) if self.kept else None
+
         # A cancelled caller's future is done.
         if not self.done.done():
-            top_k = self.request.top_k
-            mask = np.array(self.kept, np.int32).reshape(-1, top_k) if top_k else None
-
             self.done.set_result(
                 Completion(
                     tuple(self.tokens),
@@ -332,11 +331,8 @@ class Decoder:
         noting = [at for at, i in enumerate(chosen) if requests[i].top_k]
         if not noting:
             return
-        for at, kept in zip(noting, ids[noting].cpu().numpy(), strict=True):
-            wanted = requests[chosen[at]].top_k
-            row = np.full(wanted, -1, np.int32)
-            row[: len(kept)] = kept[:wanted]
-            self.rows[chosen[at]].kept.append(row)
+        for at, kept in zip(noting, ids[noting].int().cpu().numpy(), strict=True):
+            self.rows[chosen[at]].kept.append(kept[: top_k[at]].copy())
 
     def _next_uniforms(self) -> np.ndarray:
         """Return the next uniform number of each row, [rows].

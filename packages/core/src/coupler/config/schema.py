@@ -144,7 +144,7 @@ class SamplingConfig:
     """Training samples among the fewest tokens that together have this probability, out
     of the sampling.top_k most likely ones, which it needs below 1; for evaluation set
     eval.top_p."""
-    top_k: int = field(default=0, metadata={"ge": 0})
+    top_k: int = field(default=0, metadata={"ge": 0, "le": 500_000})
     """Training samples among this many most likely tokens, and the engine's log-probs
     are over the same ones; 0 stands for all of them. Rollout and engine must support
     it."""

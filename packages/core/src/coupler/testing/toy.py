@@ -88,8 +88,8 @@ def most_likely(log_p: np.ndarray, number: int) -> np.ndarray:
 
 
 def kept_ids(log_p: np.ndarray, width: int) -> np.ndarray:
-    """Return the [width] ids of finite log-probs, and -1 behind them."""
-    kept = np.full(width, -1, np.int32)
+    """Return the ids of finite log-probs, ``width`` at most, and -1 behind them."""
+    kept = np.full(min(width, len(log_p)), -1, np.int32)
     if width:
         ids = np.flatnonzero(np.isfinite(log_p))
         kept[: len(ids)] = ids
@@ -382,7 +382,7 @@ class ToyRollout(Rollout):
                 finish = "stop"
                 break
 
-        mask = np.reshape(masks, (-1, request.top_k)) if request.top_k else None
+        mask = np.stack(masks) if request.top_k and masks else None
         return Completion(
             tuple(tokens), tuple(logprobs), tuple(versions), finish, sampling_mask=mask
         )
