@@ -25,6 +25,7 @@ def _capabilities(config: SGLangConfig) -> frozenset[str]:
         "output:sampling_mask",
         *pauses,
     }
+
     chosen = {
         "memory:sleep": config.sleep_mode,
         "weights:lora": config.max_lora_rank > 0,

@@ -98,6 +98,7 @@ def parse_yaml(text: str, path: Path) -> Any:
         loader = _Loader(text)
         try:
             node = loader.get_single_node()
+
             if node is not None and _size(node, {}) > MAX_VALUES:
                 raise ValueError(f"with its aliases it has more than {MAX_VALUES} values")
             return loader.construct_document(node) if node is not None else None
