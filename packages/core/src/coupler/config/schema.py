@@ -167,6 +167,8 @@ class EvalConfig:
     """The longest completion in evaluation, in tokens; 0 takes sampling.max_tokens."""
     at_start: bool = False
     """Evaluate before the first training step, too."""
+    rollout: Any = None
+    """The rollout of evaluations during training; that of the run if none is chosen."""
 
 
 @dataclass
