@@ -11,12 +11,18 @@ from typing import Any
 import torch
 
 from coupler.engine_kit.inference.checksums import of_plan
-from coupler.engine_kit.inference.loading import copy, plans, record, shapes_of
+from coupler.engine_kit.inference.loading import (
+    copy,
+    least_precise,
+    plans,
+    record,
+    shapes_of,
+)
 from coupler.errors import CouplerError
 from coupler.interfaces import Rank
 from coupler_rollout_sglang import messages
 from coupler_rollout_sglang.compat import worker as sglang
-from coupler_rollout_sglang.worker import state
+from coupler_rollout_sglang.worker import quantized, state
 
 
 def read_payload(data: bytes | str) -> list[tuple[str, torch.Tensor]]:
@@ -52,7 +58,8 @@ def load(model: torch.nn.Module, update: Any, place: Rank) -> dict[str, Any]:
     """Load an update into the model.
 
     Where copies alone fill the model, they are the plan for later updates. Models that
-    compute further weights after they were loaded go through their loader each time.
+    compute further weights after they were loaded, and layers that are quantised, go
+    through their loader each time.
     """
     start = time.perf_counter()
     # SGLang computes on a stream of its own, and may be a batch ahead.
@@ -63,7 +70,9 @@ def load(model: torch.nn.Module, update: Any, place: Rank) -> dict[str, Any]:
     if plans.get(model) is not None and not state.same_parameters(model):
         del plans[model]
     with torch.no_grad():
-        if model in plans:
+        if quantized.layers:
+            account = quantized.load(model, weights, folder)
+        elif model in plans:
             account = copy(plans[model], weights)
         else:
             account = record(model, weights, folder)
@@ -73,7 +82,8 @@ def load(model: torch.nn.Module, update: Any, place: Rank) -> dict[str, Any]:
         plans.pop(model, None)
     synchronize()
     state.version = update.version
-    return {**account, "seconds": {"load": time.perf_counter() - start}}
+    seconds = {"load": time.perf_counter() - start}
+    return {**account, "seconds": seconds, "dtype": least_precise(model)}
 
 
 def synchronize() -> None:
