@@ -104,6 +104,15 @@ def test_another_rollout_samples_the_evaluations(
     assert max(step["train_infer/abs_diff"] for step in log[1:]) < 1e-3
 
 
+def test_a_quantised_rollout_is_held_to_the_limit_of_its_precision(
+    tmp_path: Path, reference: TransformersReference
+) -> None:
+    log = run(tmp_path, reference, "rollout.dtype=bf16", "rollout.quantization=fp8")
+    assert log[0]["sync/probe"] < 0.3 < 1 < log[0]["sync/probe_permuted"]
+    for step in log[1:]:
+        assert 1e-3 < step["train_infer/abs_diff"] < 0.3
+
+
 ADAPTED = ("engine.lora_rank=4", "engine.lora_alpha=8", "rollout.max_lora_rank=4")
 ASYNCHRONOUS = ("max_staleness=1", "algorithm.correction_cap=2")
 
