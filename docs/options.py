@@ -33,7 +33,8 @@ coupler config explain sampling.temperature
 coupler config explain engine engine=toy
 ```
 
-Every option of `engine` may be set under `critic.engine` too.
+Every option of `engine` may be set under `critic.engine` too, and every option of
+`rollout` under `eval.rollout`.
 """
 
 

@@ -44,7 +44,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 LINES = re.compile(r"\\\n\s*")
 FILES = re.compile(r"\.(py|md|png|yaml|jsonl?)$")
 # an attribute, and a section that plugins fill
-ELSEWHERE = {"model.head", "critic.engine"}
+ELSEWHERE = {"model.head", "critic.engine", "eval.rollout"}
 PARSED = "needs a run folder: parsed"
 FAMILIES = "sampled|reward|batch|advantages|staleness|train|critic|train_infer|sync|time|kl|moe"
 

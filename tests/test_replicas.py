@@ -31,6 +31,7 @@ from coupler.loop.weight_sync import StreamShardingManager
 from coupler.plugins.manager import Plugins
 from coupler.testing.models import write_tokenizer, write_toy
 from coupler.testing.toy_config import ToyEngineConfig, ToyRolloutConfig
+from coupler.worker.replica import RolloutSpec
 from coupler.worker.spec import WorkerSpec
 
 SLOW = f"{Path(__file__).with_name('ray_rollout.py')}:SlowRollout"
@@ -54,7 +55,7 @@ def told(folder: Path, story: Story, count: int = 2) -> None:
             "policy", plugins.get("engine", "toy").target, ToyEngineConfig(), model, None
         )
         ranks = [Rank(index=i, world=count) for i in range(count)]
-        group = RolloutGroup(executor, SLOW, ToyRolloutConfig(), model, ranks)
+        group = RolloutGroup(executor, RolloutSpec(SLOW, ToyRolloutConfig(), model), ranks)
         edge = StreamShardingManager(
             SyncConfig(deadline_s=30.0),
             engine=EngineGroup(executor, spec, [Rank()]),

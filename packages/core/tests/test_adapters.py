@@ -38,6 +38,7 @@ from coupler.plugins.manager import Plugins
 from coupler.testing.models import write_toy
 from coupler.testing.toy import ToyEngine, ToyRollout
 from coupler.testing.toy_config import ToyEngineConfig, ToyRolloutConfig
+from coupler.worker.replica import RolloutSpec
 from coupler.worker.spec import WorkerSpec
 
 HEAD = "head.weight"
@@ -118,7 +119,9 @@ def make_edge(folder: Path, count: int = 1) -> StreamShardingManager:
         SyncConfig(deadline_s=20.0),
         engine=EngineGroup(executor, spec, [Rank()]),
         rollouts=RolloutGroup(
-            executor, "test_adapters:AdaptedRollout", ToyRolloutConfig(), model, ranks
+            executor,
+            RolloutSpec("test_adapters:AdaptedRollout", ToyRolloutConfig(), model),
+            ranks,
         ),
         weight_format="lora",
         transport=Plugins.load().get("transport", "disk").target,

@@ -173,13 +173,13 @@ BAD = [
     ("critic.engine=3", "critic.engine takes the name of a plugin's backend or preset, got 3.", ""),
     (
         "rollout@critic.engine=toy",
-        "a key with '@' chooses the backend of another role: engine@critic.engine.",
-        "",
+        "chooses the backend of another role: engine@critic.engine, rollout@eval.rollout.",
+        "engine@critic.engine=NAME or rollout@eval.rollout=NAME",
     ),
     (
         "engine@actor=toy",
-        "a key with '@' chooses the backend of another role: engine@critic.engine.",
-        "",
+        "chooses the backend of another role: engine@critic.engine, rollout@eval.rollout.",
+        "engine@critic.engine=NAME or rollout@eval.rollout=NAME",
     ),
     (
         "engine@critic.engine=blind",

@@ -176,3 +176,11 @@ def test_ray_that_was_imported_without_its_token_is_named(monkeypatch: pytest.Mo
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     with pytest.raises(PlacementError, match="RAY_AUTH_MODE=token"), of_ray(starts=True):
         pytest.fail("it must not get here")
+
+
+def test_a_rollout_of_evaluations_is_with_the_rollouts() -> None:
+    roles = [Role("policy", 2), Role("rollout", 2), Role("eval_rollout", 1)]
+    names = [
+        [role.name for role in share.roles] for share in make_shares(roles, Placement.DISJOINT)
+    ]
+    assert names == [["policy"], ["rollout", "eval_rollout"]]

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import pytest
+from toy_run import ToyRun, small
+
 from coupler.engine_kit.inference.receipts import join
+from coupler.interfaces import SyncReceipt, WeightUpdate
+from coupler.testing.toy import ToyRollout
 
 
 def answer(
@@ -46,3 +53,34 @@ def test_a_parameter_is_missing_wherever_it_is() -> None:
 
 def test_a_worker_that_received_less_shows() -> None:
     assert join(0, [answer(), answer(received=4)]).num_received == 4
+
+
+class CoarseRollout(ToyRollout):
+    """Says that its parameters have 8 bits."""
+
+    async def update(self, update: WeightUpdate) -> SyncReceipt:
+        return replace(await super().update(update), dtype="torch.float8_e4m3fn")
+
+
+@pytest.mark.parametrize(
+    ("rollout", "limit"),
+    [("coupler.testing.toy:ToyRollout", 5e-3), ("test_receipts:CoarseRollout", 0.5)],
+)
+def test_the_probe_s_limit_is_that_of_the_least_precise_side(
+    tmp_path: Path, rollout: str, limit: float
+) -> None:
+    run = ToyRun(tmp_path, small(steps=1), rollout=rollout)
+    run.run()
+    assert run.weights.limit == limit
+
+
+def test_a_worker_may_say_how_precise_its_parameters_are() -> None:
+    torch = pytest.importorskip("torch")
+    from coupler.engine_kit.inference.loading import least_precise
+
+    assert join(0, [answer()]).dtype == ""
+    assert join(0, [{**answer(), "dtype": "torch.bfloat16"}]).dtype == "torch.bfloat16"
+    model = torch.nn.Linear(2, 2)
+    assert least_precise(model) == "torch.float32"
+    model.weight = torch.nn.Parameter(model.weight.to(torch.float8_e4m3fn), requires_grad=False)
+    assert least_precise(model) == "torch.float8_e4m3fn"

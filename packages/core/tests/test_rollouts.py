@@ -36,6 +36,7 @@ from coupler.rewards import Scored
 from coupler.testing.models import write_toy
 from coupler.testing.toy import ToyRollout
 from coupler.testing.toy_config import ToyEngineConfig, ToyRolloutConfig
+from coupler.worker.replica import RolloutSpec
 from coupler.worker.spec import WorkerSpec
 
 
@@ -97,7 +98,8 @@ def make_group(folder: Path, count: int) -> RolloutGroup:
     executor = Local(inline=True, waits=Waits(60.0, 60.0))
     ranks = [Rank(index=i, world=count) for i in range(count)]
     model = Model(str(write_toy(folder / "model")))
-    return RolloutGroup(executor, "test_rollouts:MortalRollout", ToyRolloutConfig(), model, ranks)
+    spec = RolloutSpec("test_rollouts:MortalRollout", ToyRolloutConfig(), model)
+    return RolloutGroup(executor, spec, ranks)
 
 
 def replica(group: RolloutGroup, index: int) -> Any:
@@ -361,7 +363,8 @@ class Aborts(ToyRollout):
 def test_an_end_that_is_none_is_an_error(tmp_path: Path, rollout: str, what: str) -> None:
     executor = Local(inline=True, waits=Waits(60.0, 60.0))
     model = Model(str(write_toy(tmp_path)))
-    group = RolloutGroup(executor, f"test_rollouts:{rollout}", ToyRolloutConfig(), model, [Rank()])
+    spec = RolloutSpec(f"test_rollouts:{rollout}", ToyRolloutConfig(), model)
+    group = RolloutGroup(executor, spec, [Rank()])
 
     async def story() -> None:
         await group.setup()
@@ -394,7 +397,8 @@ def test_a_rollout_that_never_answers_ends_at_the_deadline(
         pytest.skip("it blocks the only thread there is, which the heartbeat says")
     executor = Local(inline=inline, waits=Waits(0.5, 60))
     model = Model(str(write_toy(tmp_path)))
-    group = RolloutGroup(executor, f"test_rollouts:{rollout}", ToyRolloutConfig(), model, [Rank()])
+    spec = RolloutSpec(f"test_rollouts:{rollout}", ToyRolloutConfig(), model)
+    group = RolloutGroup(executor, spec, [Rank()])
 
     async def story() -> None:
         await group.setup()

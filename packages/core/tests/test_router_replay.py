@@ -31,6 +31,7 @@ from coupler.run.plan import make_plan
 from coupler.testing.models import write_toy
 from coupler.testing.toy import ToyAlgorithm, ToyEngine, ToyRollout
 from coupler.testing.toy_config import ToyRolloutConfig
+from coupler.worker.replica import RolloutSpec
 
 LAYERS, TOPK = 3, 2
 # what passes of the engine got to replay
@@ -188,9 +189,8 @@ class Silent(ToyRollout):
 
 def group_of(folder: Path, rollout: str) -> RolloutGroup:
     executor = Local(inline=True, waits=Waits(60.0, 60.0))
-    return RolloutGroup(
-        executor, rollout, ToyRolloutConfig(), Model(str(write_toy(folder / "model"))), [Rank()]
-    )
+    model = Model(str(write_toy(folder / "model")))
+    return RolloutGroup(executor, RolloutSpec(rollout, ToyRolloutConfig(), model), [Rank()])
 
 
 async def sample(group: RolloutGroup) -> Completion:

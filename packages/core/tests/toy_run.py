@@ -29,6 +29,7 @@ from coupler.run.sampling_check import SamplingCheck
 from coupler.run.step_record import Recorder
 from coupler.testing.models import write_toy
 from coupler.testing.toy_config import ToyAlgorithmConfig, ToyEngineConfig, ToyRolloutConfig
+from coupler.worker.replica import RolloutSpec
 from coupler.worker.spec import WorkerSpec
 
 REWARD = (
@@ -95,7 +96,9 @@ class ToyRun:
             )
             self.critic = EngineGroup(self.executor, values, [Rank()])
         self.rollouts = RolloutGroup(
-            self.executor, rollout, ToyRolloutConfig(), self.model, [Rank()] * replicas
+            self.executor,
+            RolloutSpec(rollout, ToyRolloutConfig(), self.model),
+            [Rank()] * replicas,
         )
         self.residency = share_devices(config, self.policy, self.rollouts, critic=self.critic)
         self.weights = StreamShardingManager(

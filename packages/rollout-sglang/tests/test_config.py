@@ -87,6 +87,38 @@ def test_a_server_s_address_is_checked(settings: dict[str, object], sentence: st
         SGLangConfig(**settings)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"quantization": "int4"}, "rollout.quantization=int4 is none of fp8: set one of them"),
+        (
+            {"quantization": "fp8", "dtype": Precision.FP32},
+            "rollout.quantization=fp8 starts from 16 bits: set rollout.dtype=bf16",
+        ),
+        (
+            {"quantization": "fp8", "max_lora_rank": 8},
+            "rollout.quantization=fp8 takes no adapter apart from the weights: set",
+        ),
+        (
+            {"extra_args": {"quantization": "fp8"}},
+            "rollout.extra_args.quantization is not yours to set: set rollout.quantization",
+        ),
+    ],
+)
+def test_a_quantisation_that_cannot_be_is_one_sentence(
+    settings: dict[str, object], sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        SGLangConfig(**settings)  # type: ignore[arg-type]
+
+
+def test_fp8_needs_a_gpu(folder: str) -> None:
+    assert arguments(folder, quantization="fp8")["quantization"] == "fp8"
+    assert "quantization" not in arguments(folder)
+    with pytest.raises(ConfigError, match=r"rollout\.quantization=fp8 needs a GPU"):
+        arguments(folder, gpu=False, quantization="fp8")
+
+
 def test_every_key_reaches_the_engine(folder: str) -> None:
     found = arguments(
         folder,

@@ -46,6 +46,37 @@ def test_values_out_of_range_name_the_key(key: str) -> None:
         VLLMConfig(**{key: -1})  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"quantization": "int4"}, "rollout.quantization=int4 is none of fp8: set one of them"),
+        (
+            {"quantization": "fp8", "dtype": Precision.FP32},
+            "rollout.quantization=fp8 starts from 16 bits: set rollout.dtype=bf16",
+        ),
+        (
+            {"quantization": "fp8", "max_lora_rank": 8},
+            "takes no adapter apart from the weights: set rollout.max_lora_rank=0",
+        ),
+        (
+            {"extra_args": {"quantization": "fp8"}},
+            "rollout.extra_args.quantization is not yours to set: set rollout.quantization",
+        ),
+    ],
+)
+def test_a_quantisation_that_cannot_be_is_one_sentence(
+    settings: dict[str, object], sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        VLLMConfig(**settings)  # type: ignore[arg-type]
+
+
+def test_weights_are_quantised_from_16_bits() -> None:
+    found = arguments(quantization="fp8")
+    assert (found["quantization"], found["dtype"]) == ("fp8_per_channel", "bfloat16")
+    assert "quantization" not in arguments()
+
+
 def test_every_key_reaches_the_engine() -> None:
     found = arguments(
         dtype=Precision.FP16,

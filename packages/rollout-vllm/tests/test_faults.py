@@ -32,6 +32,7 @@ from coupler.plugins.manager import Plugins
 from coupler.testing.edge import Served
 from coupler.testing.reference import TransformersReference
 from coupler.testing.subject import configured
+from coupler.worker.replica import RolloutSpec
 from coupler.worker.spec import WorkerSpec
 from coupler_rollout_vllm.config import Precision, VLLMConfig
 
@@ -159,9 +160,7 @@ def one_replica(
     target = "coupler_rollout_vllm.rollout:VLLMRollout"
     group = RolloutGroup(
         executor,
-        target,
-        VLLMConfig(dtype=Precision.FP32, max_lora_rank=rank),
-        model,
+        RolloutSpec(target, VLLMConfig(dtype=Precision.FP32, max_lora_rank=rank), model),
         [Rank(seed=1)],
     )
     engine = plugins.get("engine", "fsdp")
@@ -298,9 +297,8 @@ def test_unfinished_requests_go_to_the_other_replica(reference: TransformersRefe
         executor = Local(inline=True, waits=Waits(300.0, 60.0))
         ranks = [Rank(index=i, world=2, seed=1) for i in range(2)]
         model = Model(str(reference.folder))
-        group = RolloutGroup(
-            executor, "coupler_rollout_vllm.rollout:VLLMRollout", VLLMConfig(), model, ranks
-        )
+        target = "coupler_rollout_vllm.rollout:VLLMRollout"
+        group = RolloutGroup(executor, RolloutSpec(target, VLLMConfig(), model), ranks)
         await group.setup()
         try:
             await sync(group)

@@ -26,7 +26,7 @@ from coupler.errors import ReplicaDied
 from coupler.interfaces import Completion, InFlight, Memory, Model, Named, Rank, Request
 from coupler.plugins.manager import Plugins
 from coupler.testing.edge import Served
-from coupler.testing.models import SMALL, rewrite, write_random
+from coupler.testing.models import SMALL, rewrite, write_qwen3_moe, write_random
 from coupler.testing.reference import TransformersReference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -235,6 +235,58 @@ def test_200_hand_overs_leave_memory_flat_and_graphs_valid(
     assert torch.cuda.memory_allocated() - ours < 1 << 20
     assert host_bytes(*pids) - host < 64 << 20
     check(graphs, reference)
+
+
+@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
+def test_every_update_is_quantised_for_graphs_and_after_a_nap(
+    reference: TransformersReference, tmp_path: Path, experts: bool
+) -> None:
+    """fp8 with CUDA graphs, which read the weights where they were captured."""
+    from coupler_rollout_vllm.config import VLLMConfig
+    from coupler_rollout_vllm.rollout import VLLMRollout
+
+    if experts:
+        reference = TransformersReference(write_qwen3_moe(tmp_path / "moe"))
+    config = VLLMConfig(quantization="fp8", kv_cache_gib=CACHE_GIB, max_model_len=256)
+    rollout = VLLMRollout(config, Model(str(reference.folder)))
+    served = Served(rollout, Plugins.load().get("transport", "ipc"))
+
+    async def nap() -> None:
+        await rollout.pause(InFlight.DRAIN)
+        await rollout.sleep(frozenset(Memory))
+        await rollout.wake(frozenset(Memory))
+        await served.edge.push(iter(tensors(reference)))
+        await rollout.resume()
+
+    def differs() -> float:
+        found = []
+        for seed in range(8):
+            request = Request((5, 6, 7 + seed), 24, seed=seed)
+
+            async def sample(request: Request = request) -> Completion:
+                return await rollout.generate(request)
+
+            done = served.run(sample)
+            want = reference.logprobs_of(request.prompt, done.tokens, 1.0)
+            found.append(np.abs(want - done.logprobs).mean())
+        return float(np.mean(found))
+
+    try:
+        free = []
+        for factor in (0.5, 1.0, 2.0, 1.0):
+            _, receipt = served.push(iter(tensors(reference, factor)))
+            assert receipt.num_received == receipt.num_loaded == len(reference.tensors)
+            assert (receipt.missing, receipt.unexpected) == ((), ())
+            assert receipt.dtype == "torch.float8_e4m3fn"
+            limit = 0.5 if experts else 0.2
+            assert differs() < limit if factor == 1.0 else differs() > 0.5
+            free.append(torch.cuda.mem_get_info()[0])
+        assert max(free[1:]) - min(free[1:]) < 64 << 20
+
+        served.run(nap)
+        assert differs() < limit
+    finally:
+        served.close()
 
 
 def test_a_sleeping_replica_leaves_the_device_to_others(

@@ -91,6 +91,32 @@ def test_it_trains(
         assert step["train/grad_norm"] > 0
 
 
+def test_another_rollout_samples_the_evaluations(
+    tmp_path: Path, reference: TransformersReference
+) -> None:
+    """Training with transformers, evaluation with vLLM, in one run."""
+    held_out = (f"eval.data.source={tmp_path / 'rows.jsonl'}", "eval.data.max_prompt_tokens=64")
+    log = run(
+        tmp_path, reference, "rollout=hf", "eval.rollout=vllm", "eval.rollout.dtype=fp32",
+        "eval.every_steps=2", *held_out,
+    )  # fmt: skip
+
+    evaluated = [step for step in log if "eval/reward" in step]
+    assert len(evaluated) == 2
+    assert evaluated[0]["eval/sync/probe_permuted"] > 1e-2
+    assert max(step["eval/sync/probe"] for step in evaluated) < 1e-3
+    assert max(step["train_infer/abs_diff"] for step in log[1:]) < 1e-3
+
+
+def test_a_quantised_rollout_is_held_to_the_limit_of_its_precision(
+    tmp_path: Path, reference: TransformersReference
+) -> None:
+    log = run(tmp_path, reference, "rollout.dtype=bf16", "rollout.quantization=fp8")
+    assert log[0]["sync/probe"] < 0.3 < 1 < log[0]["sync/probe_permuted"]
+    for step in log[1:]:
+        assert 1e-3 < step["train_infer/abs_diff"] < 0.3
+
+
 ADAPTED = ("engine.lora_rank=4", "engine.lora_alpha=8", "rollout.max_lora_rank=4")
 ASYNCHRONOUS = ("max_staleness=1", "algorithm.correction_cap=2")
 

@@ -37,6 +37,11 @@ def server_arguments(
     """
     if config.deterministic_kernels and not gpu:
         raise ConfigError("rollout.deterministic_kernels=true needs a GPU.")
+    if config.quantization and not gpu:
+        raise ConfigError(
+            f"rollout.quantization={config.quantization} needs a GPU.\n  try:  leaving it out, or "
+            "rollout=vllm, whose fp8 runs on the CPU"
+        )
 
     text = text_config(Path(model))
     dtype = config.dtype
@@ -68,6 +73,8 @@ def server_arguments(
         "watchdog_timeout": FOREVER_S,
         "log_level": "error",
     }
+    if config.quantization:
+        arguments["quantization"] = config.quantization
     if not config.chunked_prefill:
         arguments["chunked_prefill_size"] = -1
     if config.data_parallel > 1:

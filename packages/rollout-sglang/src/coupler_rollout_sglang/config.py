@@ -16,6 +16,7 @@ OURS = {
     "model_path": "model.path",
     "trust_remote_code": "model.trust_remote_code",
     "dtype": "rollout.dtype",
+    "quantization": "rollout.quantization",
     "tp_size": "rollout.tensor_parallel",
     "dp_size": "rollout.data_parallel",
     "ep_size": "rollout.expert_parallel",
@@ -63,6 +64,9 @@ OURS = {
 }
 
 
+QUANTIZATIONS = ("fp8",)
+
+
 class Precision(StrEnum):
     AUTO = "auto"
     """bf16 on a GPU, fp32 on the CPU."""
@@ -97,6 +101,10 @@ class SGLangConfig(RolloutConfig):
     """
     dtype: Precision = Precision.AUTO
     """Dtype of weights and computation. `auto` is bf16 on a GPU and fp32 on the CPU."""
+    quantization: str = ""
+    """Precision that weights are rounded to while they are loaded, `fp8`. Empty keeps
+    that of `rollout.dtype`. Training and the transport keep theirs. It needs a GPU.
+    """
     tensor_parallel: int = no_effect(1)
     """Devices that share one copy of the model, all of one node."""
     data_parallel: int = no_effect(1)
@@ -179,10 +187,27 @@ class SGLangConfig(RolloutConfig):
                 f"rollout.max_lora_rank={self.max_lora_rank} needs rollout.data_parallel=1, it is "
                 f"{self.data_parallel}: set one of them lower."
             )
+        if self.quantization:
+            self._check_quantization()
         if self.server:
             self._check_server()
         if taken := sorted(OURS.keys() & self.extra_args.keys()):
             raise ValueError(not_yours(taken[0]))
+
+    def _check_quantization(self) -> None:
+        given = f"rollout.quantization={self.quantization}"
+
+        if self.quantization not in QUANTIZATIONS:
+            raise ValueError(
+                f"{given} is none of {', '.join(QUANTIZATIONS)}: set one of them, or leave it out."
+            )
+        if self.dtype is Precision.FP32:
+            raise ValueError(f"{given} starts from 16 bits: set rollout.dtype=bf16.")
+        if self.max_lora_rank:
+            raise ValueError(
+                f"{given} takes no adapter apart from the weights: set rollout.max_lora_rank=0, "
+                "so that every sync brings the sum."
+            )
 
     def _check_server(self) -> None:
         if self.mode is not Mode.SERVER:

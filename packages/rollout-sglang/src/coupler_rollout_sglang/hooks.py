@@ -21,6 +21,7 @@ class Wanted:
     """Hold what the rollout's options ask of every process of the engine."""
 
     per_request_seeds: bool = True
+    quantization: str = ""
 
     def announce(self) -> None:
         """Write it down for the processes that this one starts."""
@@ -39,7 +40,7 @@ def install() -> None:
     if wanted is None:
         return
     from coupler_rollout_sglang.compat import worker as sglang
-    from coupler_rollout_sglang.worker import receiver
+    from coupler_rollout_sglang.worker import quantized, receiver
 
     sglang.register_sampler()
     sglang.hook_stop_tokens(no_stop_tokens)
@@ -49,6 +50,9 @@ def install() -> None:
     sglang.hook_adapters(empty_adapter)
     if wanted.per_request_seeds:
         sglang.hook_seeds(with_seeds)
+    if wanted.quantization:
+        sglang.hook_quantization(quantized.quantise_once)
+        sglang.hook_cache_scales(quantized.without_scales)
 
 
 def no_stop_tokens(_original: Any, _config: Any) -> set[int]:

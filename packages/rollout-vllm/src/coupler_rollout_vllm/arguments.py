@@ -38,7 +38,7 @@ def engine_arguments(config: VLLMConfig, model: Model, rank: Rank) -> dict[str, 
 
     dtype = config.dtype
     if dtype is Precision.AUTO:
-        dtype = Precision.BF16 if gpu else Precision.FP32
+        dtype = Precision.BF16 if gpu or config.quantization else Precision.FP32
 
     arguments: dict[str, Any] = {
         "model": model.path,
@@ -66,6 +66,8 @@ def engine_arguments(config: VLLMConfig, model: Model, rank: Rank) -> dict[str, 
         "disable_log_stats": True,
     }
 
+    if config.quantization:
+        arguments["quantization"] = vllm.quantization(config.quantization)
     if config.max_batched_tokens:
         arguments["max_num_batched_tokens"] = config.max_batched_tokens
     if config.max_model_len:

@@ -15,6 +15,8 @@ OURS = {
     "model": "model.path",
     "trust_remote_code": "model.trust_remote_code",
     "dtype": "rollout.dtype",
+    "quantization": "rollout.quantization",
+    "quantization_config": "rollout.quantization",
     "tensor_parallel_size": "rollout.tensor_parallel",
     "max_num_seqs": "rollout.max_sequences",
     "max_num_batched_tokens": "rollout.max_batched_tokens",
@@ -54,6 +56,7 @@ FP32_ADAPTER = (
     "rollout.max_lora_rank needs 16 bits on a GPU: vLLM's kernels take no adapter of fp32.\n"
     "  try:  rollout.dtype=bf16, or rollout.max_lora_rank=0: every sync then brings the sum"
 )
+QUANTIZATIONS = ("fp8",)
 HIGHEST_RANK = 512
 """Highest rank of an adapter that vLLM runs."""
 
@@ -73,6 +76,10 @@ class VLLMConfig(RolloutConfig):
     name: str = "vllm"
     dtype: Precision = Precision.AUTO
     """Dtype of weights and computation. `auto` is bf16 on a GPU and fp32 on the CPU."""
+    quantization: str = ""
+    """Precision that weights are rounded to while they are loaded, `fp8`. Empty keeps
+    that of `rollout.dtype`. Training and the transport keep theirs in any case.
+    """
     tensor_parallel: int = no_effect(1)
     """Devices that one replica is split over, all of one node."""
     max_sequences: int = no_effect(256)
@@ -144,6 +151,8 @@ class VLLMConfig(RolloutConfig):
                 f"rollout.max_lora_rank must be at most {HIGHEST_RANK}, got {self.max_lora_rank}."
             )
 
+        if self.quantization:
+            self._check_quantization()
         if taken := sorted(OURS.keys() & self.extra_args.keys()):
             key = OURS[taken[0]]
             if key:
@@ -151,6 +160,21 @@ class VLLMConfig(RolloutConfig):
             else:
                 hint = "leave it out, since log-probs and weight updates depend on it"
             raise ValueError(f"rollout.extra_args.{taken[0]} is not yours to set: {hint}.")
+
+    def _check_quantization(self) -> None:
+        given = f"rollout.quantization={self.quantization}"
+
+        if self.quantization not in QUANTIZATIONS:
+            raise ValueError(
+                f"{given} is none of {', '.join(QUANTIZATIONS)}: set one of them, or leave it out."
+            )
+        if self.dtype is Precision.FP32:
+            raise ValueError(f"{given} starts from 16 bits: set rollout.dtype=bf16.")
+        if self.max_lora_rank:
+            raise ValueError(
+                f"{given} takes no adapter apart from the weights: set rollout.max_lora_rank=0, "
+                "so that every sync brings the sum."
+            )
 
 
 def bad_temperature(key: str, value: float) -> str:

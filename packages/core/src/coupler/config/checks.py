@@ -7,6 +7,7 @@ from dataclasses import fields, is_dataclass
 from math import inf
 from typing import Any
 
+from coupler.config.options import SECTIONS, section
 from coupler.config.schema import ExecutorName, Job, OnSync, Placement, RunConfig
 
 
@@ -15,12 +16,10 @@ def problems(config: RunConfig, job: Job) -> Iterator[str]:
     another, or is empty although the job needs it.
     """
     yield from _out_of_range(config, "")
-    for key, values in (
-        ("profile.steps", config.profile.steps),
-        ("profile.ranks", config.profile.ranks),
-    ):
-        if any(value < 0 for value in values):
-            yield f"{key} counts from 0, got {min(values)}."
+    for name in ("steps", "ranks"):
+        least = min(getattr(config.profile, name), default=0)
+        if least < 0:
+            yield f"profile.{name} counts from 0, got {least}."
 
     if not config.model.path:
         yield (
@@ -84,6 +83,11 @@ def does_evaluate(config: RunConfig, job: Job) -> bool:
     )
 
 
+def evaluating(config: RunConfig) -> str:
+    """Return the section of the rollout that samples evaluations."""
+    return "eval.rollout" if config.eval.rollout else "rollout"
+
+
 def _checkpoint_problems(config: RunConfig) -> Iterator[str]:
     settings = config.checkpoint
     if settings.keep_best and not settings.keep_last:
@@ -97,23 +101,18 @@ def _checkpoint_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _worker_problems(config: RunConfig) -> Iterator[str]:
-    critic = config.critic.engine
-    counts = {"engine.ranks": config.engine and config.engine.ranks}
-    counts["critic.engine.ranks"] = critic and critic.ranks
-    counts["rollout.replicas"] = config.rollout and config.rollout.replicas
+    for path, kind in SECTIONS.items():
+        inner, number = section(config, path), {"engine": "ranks", "rollout": "replicas"}.get(kind)
+        if inner is None or number is None:
+            continue
 
-    pythons = {"engine.python": config.engine and config.engine.python}
-    pythons["critic.engine.python"] = critic and critic.python
-    pythons["rollout.python"] = config.rollout and config.rollout.python
-
-    for key, count in counts.items():
-        if count is not None and count < 1:
+        key, count = f"{path}.{number}", getattr(inner, number)
+        if count < 1:
             yield f"{key} must be at least 1, got {count}."
-        elif count and count > 1 and config.executor is ExecutorName.LOCAL:
+        elif count > 1 and config.executor is ExecutorName.LOCAL:
             yield f"{key}={count} needs more than one process: set executor=ray, or {key}=1."
-    for key, path in pythons.items():
-        if path and config.executor is ExecutorName.LOCAL:
-            yield f"{key}={path} needs processes of its own: set executor=ray."
+        if inner.python and config.executor is ExecutorName.LOCAL:
+            yield f"{path}.python={inner.python} needs processes of its own: set executor=ray."
 
     if (
         config.offload
@@ -130,24 +129,24 @@ def _length_problems(config: RunConfig, trains: bool, evaluates: bool) -> Iterat
     """Yield the lengths that the rollout would cut short, or refuse when such a prompt
     comes.
     """
-    option, limit = config.rollout.sequence_limit if config.rollout else ("", 0)
     sampled, evaluated = config.sampling.max_tokens, config.eval.max_tokens
     completion = "eval.max_tokens" if evaluated else "sampling.max_tokens"
 
-    lengths: dict[str, int] = {}
+    lengths: list[tuple[str, str, int]] = []
     if trains:
-        lengths["data.max_prompt_tokens + sampling.max_tokens"] = (
-            config.data.max_prompt_tokens + sampled
-        )
+        keys = "data.max_prompt_tokens + sampling.max_tokens"
+        lengths.append(("rollout", keys, config.data.max_prompt_tokens + sampled))
     if evaluates:
-        prompt = config.eval.data.max_prompt_tokens
-        lengths[f"eval.data.max_prompt_tokens + {completion}"] = prompt + (evaluated or sampled)
+        keys = f"eval.data.max_prompt_tokens + {completion}"
+        longest = config.eval.data.max_prompt_tokens + (evaluated or sampled)
+        lengths.append((evaluating(config), keys, longest))
 
-    for keys, longest in lengths.items():
+    for path, keys, longest in lengths:
+        option, limit = section(config, path).sequence_limit
         if 0 < limit < longest:
             yield (
-                f"rollout.{option}={limit} is less than one sequence can have: {keys} = {longest}; "
-                f"set rollout.{option}={longest}, or one of those lower."
+                f"{path}.{option}={limit} is less than one sequence can have: {keys} = {longest}; "
+                f"set {path}.{option}={longest}, or one of those lower."
             )
 
 

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from coupler.config.checks import does_evaluate, problems
+from coupler.config.checks import does_evaluate, evaluating, problems
 from coupler.config.effect import not_default
 from coupler.config.options import SECTIONS, Options, in_full, section, wrong_value
 from coupler.config.overrides import parse_overrides, read_file
@@ -357,8 +357,10 @@ def _incapable(plugins: Plugins, config: RunConfig, job: Job) -> Iterator[str]:
             f"algorithm={config.algorithm.name} is for coupler {' and '.join(jobs)}, not "
             f"for coupler {job}.\n  try:  another algorithm, or another command"
         )
-    if config.eval.top_p < 1 and does_evaluate(config, job) and TOP_P not in declared(Kind.ROLLOUT):
-        yield f"eval.top_p={config.eval.top_p}: rollout={config.rollout.name} cannot; leave it out."
+    path = evaluating(config)
+    if config.eval.top_p < 1 and does_evaluate(config, job) and TOP_P not in declared(path):
+        name = section(config, path).name
+        yield f"eval.top_p={config.eval.top_p}: {path}={name} cannot; leave it out."
 
     if job is not Job.TRAIN:
         return

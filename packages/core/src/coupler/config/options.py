@@ -21,6 +21,7 @@ SECTIONS = {
     "rollout": "rollout",
     "algorithm": "algorithm",
     "critic.engine": "engine",
+    "eval.rollout": "rollout",
 }
 # Entries of a list, for messages.
 EXAMPLES = {str: "first,second", int: "1,2", float: "0.5,1", bool: "true,false"}

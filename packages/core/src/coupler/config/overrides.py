@@ -105,7 +105,7 @@ def _parse(parser: OverridesParser, text: str) -> tuple[str, Any]:
             known = ", ".join(f"{kind}@{path}" for path, kind in SECTIONS.items() if kind != path)
             raise ConfigError(
                 f"{text!r}: a key with '@' chooses the backend of another role: {known}.\n"
-                f"  write it as:  {known}=NAME"
+                f"  write it as:  {known.replace(', ', '=NAME or ')}=NAME"
             )
         return key, override.value()
     return override.key_or_group, override.value()

@@ -172,6 +172,8 @@ class EvalConfig:
     """The longest completion in evaluation, in tokens; 0 takes sampling.max_tokens."""
     at_start: bool = False
     """Evaluate before the first training step, too."""
+    rollout: Any = None
+    """The rollout of evaluations during training; that of the run if none is chosen."""
 
 
 @dataclass
@@ -259,7 +261,7 @@ class SyncConfig:
     found out."""
     max_mean_logprob_diff: float = no_effect(0.0, ge=0)
     """The largest mean difference of log-probs between engine and rollout after a sync;
-    0 takes the limit of the model's dtype."""
+    0 takes the limit of the least precise dtype of both."""
     max_sampling_z: float = no_effect(8.0, ge=0)
     """The largest distance, in standard deviations, between how surprising sampled
     tokens are and the entropy of their distribution, over several steps. A hidden top-p

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 from coupler.config.schema import Placement
 
-ROLLOUT = "rollout"
+ROLLOUT, EVAL_ROLLOUT = "rollout", "eval_rollout"
+# Roles whose workers are replicas, which a run can lose.
+ROLLOUTS = (ROLLOUT, EVAL_ROLLOUT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +62,8 @@ def make_shares(roles: Sequence[Role], placement: Placement) -> list[Share]:
     """Put all roles together, or engines and rollouts apart."""
     if placement is Placement.COLOCATED:
         return [Share(tuple(roles))]
-    engines = tuple(role for role in roles if role.name != ROLLOUT)
-    rollouts = tuple(role for role in roles if role.name == ROLLOUT)
+    engines = tuple(role for role in roles if role.name not in ROLLOUTS)
+    rollouts = tuple(role for role in roles if role.name in ROLLOUTS)
     return [Share(part) for part in (engines, rollouts) if part]
 
 

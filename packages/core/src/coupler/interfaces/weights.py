@@ -31,6 +31,7 @@ class SyncReceipt:
         missing: parameters of the rollout that no received tensor reached.
         unexpected: received names that no parameter takes.
         seconds: duration of each phase.
+        dtype: the least precise dtype of the replica's parameters, if it says so.
     """
 
     version: int
@@ -40,6 +41,7 @@ class SyncReceipt:
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
+    dtype: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,7 @@ class Transport(ABC):
 
     @abstractmethod
     def bind(self, rank: Rank) -> Endpoint:
-        """Return the address of an engine rank. Core calls it once on every rank."""
+        """Return the address of an engine rank. Core calls it once for every edge."""
 
     @abstractmethod
     def send(self, weights: Iterable[Named], update: WeightUpdate, rank: Rank) -> SendReceipt:

@@ -13,6 +13,7 @@ from coupler.data.model_folder import model_folder
 from coupler.errors import ConfigError
 from coupler.executors import open_executor
 from coupler.executors.classes import load_class
+from coupler.executors.placement import ROLLOUT
 from coupler.interfaces import (
     Algorithm,
     EngineConfig,
@@ -35,6 +36,7 @@ from coupler.run.session import Session
 from coupler.system.log import PLAIN, get_logger
 from coupler.system.reads import track
 from coupler.system.seeding import derive
+from coupler.worker.replica import RolloutSpec
 from coupler.worker.spec import WorkerSpec
 from coupler.worker.torch.profiling import NOTHING, Profile
 
@@ -117,13 +119,12 @@ class Builder:
             )
         return replace(self.model, path=folder, head=Head.VALUE)
 
-    def rollouts(self) -> RolloutGroup:
-        """Make the replicas of the rollout."""
-        config = self.config.rollout
+    def rollouts(self, role: str = ROLLOUT) -> RolloutGroup:
+        """Make the replicas of the rollout, or of that of evaluations."""
+        config = self.config.rollout if role == ROLLOUT else self.config.eval.rollout
         target = self.plugins.get("rollout", config.name).target
-        return RolloutGroup(
-            self.executor, target, config, self.model, self._ranks("rollout", config.replicas)
-        )
+        spec = RolloutSpec(target, config, self.model)
+        return RolloutGroup(self.executor, spec, self._ranks(role, config.replicas), role)
 
     def weight_sync(
         self,

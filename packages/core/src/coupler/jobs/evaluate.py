@@ -28,6 +28,11 @@ def evaluate(composed: Composed, plugins: Plugins) -> dict[str, float]:
 
 async def _evaluate(builder: Builder) -> dict[str, float]:
     config, plugins, session = builder.config, builder.plugins, builder.session()
+    if config.eval.rollout:
+        raise ConfigError(
+            f"eval.rollout={config.eval.rollout.name} is of coupler train: here rollout samples.\n"
+            f"  try:  rollout={config.eval.rollout.name}, and no eval.rollout"
+        )
     prompts = builder.prompts(config.eval.data, "eval.data")
     if is_started(Path(config.run_dir)):
         raise ConfigError(

@@ -19,11 +19,11 @@ from coupler.data import PromptStream, fingerprint
 from coupler.interfaces import Algorithm, Output, Request
 from coupler.jobs.build import Builder
 from coupler.jobs.device_sharing import hold_state, hold_trained, share_devices, start
+from coupler.jobs.evaluation import Evaluation, make_evaluation
 from coupler.jobs.preflight import check_spelling, import_classes, place, report_unread
 from coupler.loop.buffer import Buffer
-from coupler.loop.device_memory import GENERATING, Held, Residency
+from coupler.loop.device_memory import Held, Residency
 from coupler.loop.engine_group import EngineGroup
-from coupler.loop.evaluator import Evaluator
 from coupler.loop.sampler import Sampler, Scorer
 from coupler.loop.trainer import Provider, Trainer
 from coupler.loop.turns import OLD_LOGPROBS, warmup_steps
@@ -110,7 +110,10 @@ async def _train(builder: Builder) -> dict[str, float]:
         weights = builder.weight_sync(
             policy, rollouts, prompts[0], residency, path=plan.weight_path, in_flight=plan.in_flight
         )
+        evaluation = make_evaluation(builder, plan, policy, held_out, rewards, scorer, residency)
         await start(residency, weights, policy, reference, critic)
+        if evaluation:
+            await evaluation.start()
 
         max_rejected = config.max_rejected_factor * config.prompts_per_step
         buffer = Buffer(config.prompts_per_step, config.max_staleness, max_rejected)
@@ -119,8 +122,7 @@ async def _train(builder: Builder) -> dict[str, float]:
 
         trained = {group.spec.role: group for group in (policy, critic) if group}
         async with session.checkpoints(data) as checkpoints:
-            evaluator = builder.evaluator(scorer, held_out) if held_out else None
-            steps = _Steps(builder, journal, critic, evaluator, rewards, residency, done)
+            steps = _Steps(builder, journal, critic, evaluation, rewards, residency, done)
             trainer = Trainer(
                 config,
                 policy=policy,
@@ -159,7 +161,7 @@ class _Steps:
     builder: Builder
     journal: Journal
     critic: EngineGroup | None
-    evaluator: Evaluator | None
+    evaluation: Evaluation | None
     rewards: RewardPool
     residency: Residency
     # Steps of this run that another process took.
@@ -173,9 +175,8 @@ class _Steps:
         if not config.deterministic:
             metrics |= self.residency.metrics()
 
-        if self.evaluator and self.evaluates(step):
-            async with self.residency("eval", GENERATING):
-                evaluated, scored = await self.evaluator.run()
+        if self.evaluation and self.evaluates(step):
+            evaluated, scored = await self.evaluation.run(step)
             self.journal.write_samples(f"eval_{step}.jsonl", scored, self.builder.codec.decode)
             metrics |= evaluated
 

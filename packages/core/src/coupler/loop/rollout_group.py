@@ -16,7 +16,6 @@ from coupler.interfaces import (
     Finish,
     InFlight,
     Memory,
-    Model,
     Rank,
     Request,
     SyncReceipt,
@@ -28,6 +27,7 @@ from coupler.worker.replica import RolloutSpec
 
 log = get_logger(__name__)
 
+REPLICA = "coupler.worker.replica:build"
 FINISHES = get_args(Finish)
 # A replica that dies more often in a run has a cause that no restart mends.
 MAX_RESTARTS = 3
@@ -75,15 +75,11 @@ class RolloutGroup:
     """
 
     def __init__(
-        self, executor: Executor, target: str, config: Any, model: Model, ranks: list[Rank]
+        self, executor: Executor, spec: RolloutSpec, ranks: list[Rank], role: str = "rollout"
     ) -> None:
         self.executor, self.ranks = executor, ranks
-        spec = RolloutSpec(target, config, model)
         self.replicas = [
-            executor.spawn(
-                "rollout", rank.index, "coupler.worker.replica:build", spec, config.python
-            )
-            for rank in ranks
+            executor.spawn(role, rank.index, REPLICA, spec, spec.config.python) for rank in ranks
         ]
 
         self.num_workers = [0] * len(ranks)

@@ -6,14 +6,15 @@ The plan says how many sequences, steps and tokens the run has, and which roles.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from coupler.config.checks import does_evaluate
 from coupler.config.options import in_full, section
 from coupler.config.schema import ExecutorName, Job, OnSync, Placement, RunConfig
 from coupler.errors import ConfigError, PluginError
-from coupler.executors.placement import ROLLOUT, Role
-from coupler.interfaces import EngineConfig, InFlight
+from coupler.executors.placement import EVAL_ROLLOUT, ROLLOUT, ROLLOUTS, Role
+from coupler.interfaces import EngineConfig, InFlight, RolloutConfig
 from coupler.loop.turns import optimizer_steps
 from coupler.plugins.backend import Backend
 from coupler.plugins.manager import Plugins
@@ -68,6 +69,8 @@ class Plan:
     weights: str
     # The format and the transport of weights. Empty in supervised training.
     weight_path: tuple[str, str]
+    # The same to the rollout of evaluations. Empty where that of training serves.
+    eval_weight_path: tuple[str, str]
     # The policy can answer as it was before training, so that no other engine has to.
     own_reference: bool
     trackers: tuple[str, ...]
@@ -152,6 +155,8 @@ def make_plan(
     has_critic = trains and VALUES in needs
     engines, steps = trained_engines(config, has_critic), optimizer_steps(config, has_critic)
     path = weight_path(config, plugins) if trains else ("", "")
+    apart = trains and evaluates_apart(config)
+    eval_path = weight_path(as_evaluated(config), plugins) if apart else ("", "")
 
     plan = Plan(
         job=job,
@@ -176,10 +181,10 @@ def make_plan(
         placement=config.ray.placement if config.executor is ExecutorName.RAY else None,
         workers=workers,
         roles=tuple(_described(role, config) for role in workers),
-        weights=f"{config.engine.name} -> {path[1]} ({path[0]}) -> {config.rollout.name}"
-        if trains
-        else "",
+        weights=_way(config, path)
+        + (f"; evaluation: {_way(as_evaluated(config), eval_path)}" if apart else ""),
         weight_path=path,
+        eval_weight_path=eval_path,
         own_reference=is_own_reference(config, plugins),
         trackers=tuple(config.trackers),
         run_dir=config.run_dir,
@@ -237,14 +242,37 @@ def make_workers(
     roles += [Role("reference", config.engine.ranks)] if refers else []
     roles += [Role("critic", config.critic.engine.ranks)] if VALUES in needs else []
     if rollouts:
-        roles.append(Role(ROLLOUT, config.rollout.replicas, config.rollout.devices_per_replica))
+        roles.append(_replicas(ROLLOUT, config.rollout))
+        roles += [_replicas(EVAL_ROLLOUT, config.eval.rollout)] if evaluates_apart(config) else []
     return tuple(roles)
+
+
+def _replicas(role: str, rollout: RolloutConfig) -> Role:
+    return Role(role, rollout.replicas, rollout.devices_per_replica)
+
+
+def evaluates_apart(config: RunConfig) -> bool:
+    """Tell whether training evaluates with a rollout of its own."""
+    return config.eval.rollout is not None and does_evaluate(config, Job.TRAIN)
+
+
+def as_evaluated(config: RunConfig) -> RunConfig:
+    """Return the configuration with the rollout of evaluations as its rollout."""
+    return replace(config, rollout=config.eval.rollout)
+
+
+def _way(config: RunConfig, path: tuple[str, str]) -> str:
+    """Describe the way of weights. Supervised training has none."""
+    weight_format, transport = path
+    if not transport:
+        return ""
+    return f"{config.engine.name} -> {transport} ({weight_format}) -> {config.rollout.name}"
 
 
 def _described(role: Role, config: RunConfig) -> str:
     backend = _engine(config.engine)
-    if role.name == ROLLOUT:
-        backend = config.rollout.name
+    if role.name in ROLLOUTS:
+        backend = (config.rollout if role.name == ROLLOUT else config.eval.rollout).name
     elif role.name == "critic":
         alone = config.critic.warmup_steps
         backend = _engine(config.critic.engine)

@@ -84,6 +84,13 @@ def _check_engines(plan: Plan, config: RunConfig, plugins: Plugins) -> None:
 
 
 def _check_offload(config: RunConfig, plugins: Plugins) -> None:
+    if config.eval.rollout:
+        raise ConfigError(
+            f"offload=true and eval.rollout={config.eval.rollout.name}: the rollout of "
+            "evaluations keeps its memory, and takes no turns.\n"
+            "  try:  offload=false, or no eval.rollout"
+        )
+
     for path, kind in SECTIONS.items():
         wanted, inner = FREES_MEMORY.get(kind), section(config, path)
         if not wanted or not inner:

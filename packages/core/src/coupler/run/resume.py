@@ -38,7 +38,12 @@ log = get_logger(__name__)
 
 AUTO, DISABLE = "auto", "disable"
 MAX_CONFIG_BYTES = 4 << 20
-KNOWN_TO_CORE = {"engine": EngineConfig, "rollout": RolloutConfig, "critic.engine": EngineConfig}
+KNOWN_TO_CORE = {
+    "engine": EngineConfig,
+    "rollout": RolloutConfig,
+    "critic.engine": EngineConfig,
+    "eval.rollout": RolloutConfig,
+}
 
 
 def find(config: RunConfig, resolved: str, run: str = "") -> Checkpoint | None:

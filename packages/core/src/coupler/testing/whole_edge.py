@@ -35,6 +35,7 @@ from coupler.testing.reference import as_batch
 from coupler.testing.subject import Subject
 from coupler.testing.toy import ToyRollout
 from coupler.testing.toy_config import ToyEngineConfig, ToyRolloutConfig
+from coupler.worker.replica import RolloutSpec
 from coupler.worker.spec import WorkerSpec
 
 NUM_REPLICAS = 2
@@ -141,9 +142,8 @@ class WholeEdge:
 
         self.executor = Local(inline=True, waits=Waits(DEADLINE_S, 10 * DEADLINE_S))
         self.engine = EngineGroup(self.executor, spec, [Rank()])
-        self.rollouts = WatchedGroup(
-            self.executor, here, ToyRolloutConfig(replicas=NUM_REPLICAS), model, ranks
-        )
+        replicas = RolloutSpec(here, ToyRolloutConfig(replicas=NUM_REPLICAS), model)
+        self.rollouts = WatchedGroup(self.executor, replicas, ranks)
         self.rollouts.turns, self.rollouts.updated_in = Turns(), []
         self.random = np.random.default_rng(0)
         self.manager: ShardingManager = sharding.backend.load()(

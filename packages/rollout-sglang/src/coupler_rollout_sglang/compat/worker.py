@@ -63,6 +63,19 @@ def hook_seeds(after: Callable[..., Any]) -> None:
     _hook(f"{info}.from_schedule_batch", after, "AFTER")
 
 
+def hook_quantization(around: Callable[..., None]) -> None:
+    """Decide how a layer's weights become fp8 after they were loaded."""
+    for method in ("Fp8LinearMethod", "Fp8MoEMethod"):
+        target = f"sglang.srt.layers.quantization.fp8.{method}.process_weights_after_loading"
+        _hook(target, around, "AROUND")
+
+
+def hook_cache_scales(around: Callable[..., None]) -> None:
+    """Decide the scales of the cache, which come with a model that is quantised."""
+    method = "sglang.srt.layers.quantization.kv_cache.BaseKVCacheMethod"
+    _hook(f"{method}.process_weights_after_loading", around, "AROUND")
+
+
 def _hook(target: str, hook: Callable[..., Any], kind: str) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

@@ -11,12 +11,19 @@ from typing import Any
 import torch
 
 from coupler.engine_kit.inference.checksums import of_plan
-from coupler.engine_kit.inference.loading import Plan, copy, plans, record, shapes_of
+from coupler.engine_kit.inference.loading import (
+    Plan,
+    copy,
+    least_precise,
+    plans,
+    record,
+    shapes_of,
+)
 from coupler.errors import CouplerError, WeightSyncError
 from coupler.interfaces import Rank, WeightUpdate
 from coupler_rollout_sglang import messages
 from coupler_rollout_sglang.compat import worker as sglang
-from coupler_rollout_sglang.worker import state
+from coupler_rollout_sglang.worker import quantized, state
 from coupler_rollout_sglang.worker.adapters import forget_adapter, load_adapter
 
 
@@ -71,7 +78,8 @@ def load(
 
     synchronize()
     state.version = update.version
-    return {**account, "seconds": {"load": time.perf_counter() - start}}
+    seconds = {"load": time.perf_counter() - start}
+    return {**account, "seconds": seconds, "dtype": least_precise(model)}
 
 
 def plan_beneath(model: torch.nn.Module) -> Plan:
@@ -96,7 +104,8 @@ def load_weights(
     """Load weights into the model.
 
     Where copies alone fill the model, they are the plan for later updates. Models that
-    compute further weights after they were loaded go through their loader each time.
+    compute further weights after they were loaded, and layers that are quantised, go
+    through their loader each time.
     """
     folder = Path(sglang.folder())
     weights = update.receive(
@@ -106,6 +115,8 @@ def load_weights(
 
     if plans.get(model) is not None and not state.same_parameters(model):
         del plans[model]
+    if quantized.layers:
+        return quantized.load(model, weights, folder)
     if model in plans:
         return copy(plans[model], weights)
 

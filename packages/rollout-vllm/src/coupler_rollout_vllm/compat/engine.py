@@ -24,6 +24,18 @@ if TYPE_CHECKING:
 NOWHERE = "/adapters-come-by-updates"
 
 
+# Our name of a precision, and those that releases of vLLM have for it. The first known
+# one is taken. It has a scale for each row of a weight, where "fp8" has one for all.
+QUANTIZATIONS = {"fp8": ("fp8_per_channel", "fp8")}
+
+
+def quantization(name: str) -> str:
+    """Return vLLM's name for weights that are quantised while they are loaded."""
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
+
+    return next(known for known in QUANTIZATIONS[name] if known in QUANTIZATION_METHODS)
+
+
 def start(arguments: dict[str, Any]) -> Any:
     """Start an engine, whose scheduler and model workers get processes of their own.
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from coupler.engine_kit.inference import checksums
-from coupler.engine_kit.inference.loading import plans, shapes_of
+from coupler.engine_kit.inference.loading import least_precise, plans, shapes_of
 from coupler.errors import CouplerError
 from coupler.interfaces import Endpoint, Memory, Rank, WeightUpdate
 from coupler_rollout_vllm.compat.memory import device_bytes_of
@@ -78,7 +78,8 @@ class WorkerExtension:
             loaded = load(
                 self, update.receive(place, shapes_of(model_of(self), Path(folder_of(self))))
             )
-        return {**loaded, "seconds": {"load": time.perf_counter() - start}}
+        seconds = {"load": time.perf_counter() - start}
+        return {**loaded, "seconds": seconds, "dtype": least_precise(model_of(self))}
 
     def coupler_checksums(self) -> dict[str, int]:
         """Return the checksums of :func:`checksums.of_plan`.

@@ -111,6 +111,12 @@ def copy(plan: Plan, weights: Iterable[Named]) -> dict[str, Any]:
     return account(received, num_bytes, unused, sorted(plan.keys() - received.keys()))
 
 
+def least_precise(model: torch.nn.Module) -> str:
+    """Name the dtype of the model's parameters that has the fewest bits."""
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    return str(min(dtypes, key=lambda dtype: (dtype.itemsize, str(dtype))))
+
+
 def account(
     received: Sized, num_bytes: int, unused: list[str], missing: list[str]
 ) -> dict[str, Any]:
@@ -193,6 +199,11 @@ class Ledger(TorchDispatchMode):
 
     def _unfit(self, error: Exception) -> WeightSyncError:
         return unfit(self.current, f"{type(error).__name__}: {error}")
+
+    def is_whole(self, parameter: torch.Tensor) -> bool:
+        """Tell if every element of a parameter of the model was written."""
+        name = self.owner[parameter.untyped_storage()._cdata]
+        return self._filled(name) >= parameter.numel()
 
     def answer(self, folder: Path) -> dict[str, Any]:
         """Return what became of the tensors.

@@ -17,7 +17,7 @@ def join(version: int, answers: Sequence[dict[str, Any]]) -> SyncReceipt:
 
     Args:
         answers: one per worker, with ``num_received``, ``num_bytes``, the names that
-            were ``unused`` and ``missing``, and ``seconds``.
+            were ``unused`` and ``missing``, ``seconds``, and perhaps ``dtype``.
     """
     unexpected = set.intersection(*(set(answer["unused"]) for answer in answers))
     num_received = min(answer["num_received"] for answer in answers)
@@ -33,4 +33,5 @@ def join(version: int, answers: Sequence[dict[str, Any]]) -> SyncReceipt:
             name: max(answer["seconds"][name] for answer in answers)
             for name in answers[0]["seconds"]
         },
+        dtype=answers[0].get("dtype", ""),
     )

@@ -21,7 +21,7 @@ from coupler.errors import (
 from coupler.executors.environment import forwarded, of_ray
 from coupler.executors.handle import Handle
 from coupler.executors.host import Failure, Host, Place
-from coupler.executors.placement import ROLLOUT, Role, make_shares, shortage
+from coupler.executors.placement import ROLLOUTS, Role, make_shares, shortage
 from coupler.executors.ray import cluster
 from coupler.executors.ray.own import OwnCluster
 from coupler.executors.waits import Waits
@@ -283,7 +283,7 @@ class OnRay:
         try:
             await self._until_stopped(handle)
             stopped = f"{self._who(handle)} is stopped, by SIGSTOP or SIGTSTP"
-            if handle.role == ROLLOUT:
+            if handle.role in ROLLOUTS:
                 log.warning(f"{stopped}; it is killed, and starts again")
             elif not self.death.done():
                 at = self._log(handle.role, handle.index)
@@ -294,7 +294,7 @@ class OnRay:
                 await handle.of.alive.remote(self.watch_s)
         except ray.exceptions.RayActorError as error:
             died = self._died(handle, "", error)
-            if handle.role != ROLLOUT and not self.death.done():
+            if handle.role not in ROLLOUTS and not self.death.done():
                 self.death.set_exception(died)
 
     async def _until_stopped(self, handle: Handle) -> None:
@@ -332,14 +332,14 @@ class OnRay:
         ]
         text = "\n".join([*lines, *_tail(log)])
 
-        if handle.role != ROLLOUT:
+        if handle.role not in ROLLOUTS:
             return WorkerDied(text)
         self.lost.add(handle)
         return ReplicaDied(text)
 
     def _who(self, handle: Handle) -> str:
         place = self.places.get(handle)
-        kind = "replica" if handle.role == ROLLOUT else "rank"
+        kind = "replica" if handle.role in ROLLOUTS else "rank"
         where = f" (pid {place.process.pid}, node {place.node})" if place else ""
         return f"{handle.role} {kind} {handle.index}{where}"
 
