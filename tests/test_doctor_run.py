@@ -143,6 +143,9 @@ def test_a_kernel_of_another_torch(tmp_path: Path) -> None:
     (tmp_path / "flash_attn.py").write_text(
         "raise ImportError('undefined symbol: _ZN3c104cuda9SetDeviceEi')"
     )
+    info = tmp_path / "flash_attn-2.8.3.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: flash-attn\nVersion: 2.8.3\n")
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from coupler.cli import main; "
         "sys.exit(main(['doctor']))"

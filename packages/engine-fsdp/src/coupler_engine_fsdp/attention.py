@@ -10,7 +10,6 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib.metadata import PackageNotFoundError, version
 from inspect import signature
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ from transformers import AttentionInterface
 from coupler.engine_kit.tensors import to_device
 from coupler.errors import CouplerError
 from coupler_engine_fsdp.attention_flash4 import HEAD_DIMS, flash_4
+from coupler_engine_fsdp.optional import is_usable
 
 NAME = "coupler_varlen"
 """Transformers builds no mask for a name that it does not know."""
@@ -36,19 +36,11 @@ _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 """Arguments that change what attention computes."""
 
 
-def _installed(distribution: str) -> bool:
-    try:
-        version(distribution)
-    except PackageNotFoundError:
-        return False
-    return True
-
-
-FLASH_2 = _installed("flash-attn")
+FLASH_2 = torch.cuda.is_available() and is_usable("flash-attn", "flash_attn")
 FLASH_4 = (
-    _installed("flash-attn-4")
-    and torch.cuda.is_available()
+    torch.cuda.is_available()
     and torch.cuda.get_device_capability()[0] >= 9
+    and is_usable("flash-attn-4", "flash_attn.cute.interface")
 )
 
 

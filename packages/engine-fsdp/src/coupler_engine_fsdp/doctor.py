@@ -3,39 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib import import_module
-from importlib.util import find_spec
 
 from coupler.plugins.finding import Finding, ok, problem
+from coupler_engine_fsdp.optional import import_error, is_installed
 
+ATTENTION = "attention over packed sequences on a GPU"
+OF_THIS_TORCH = "pip install --force-reinstall --no-build-isolation --no-deps"
 KERNELS = {
-    "flash_attn": (
-        "flash-attn",
-        "attention over packed sequences on a GPU",
-        "torch's own attention",
+    "flash-attn": ("flash_attn", ATTENTION, "torch's own attention", OF_THIS_TORCH),
+    "flash-attn-4": (
+        "flash_attn.cute.interface",
+        f"{ATTENTION} of Hopper or later",
+        "flash-attn, or torch's own attention",
+        "pip install --force-reinstall",
     ),
-    "triton": ("triton", "log-probs on a GPU", "tiles of plain torch"),
+    "triton": ("triton", "log-probs on a GPU", "tiles of plain torch", OF_THIS_TORCH),
 }
-"""By module: the distribution, what it makes faster, and what runs without it."""
+"""By distribution: its module, what it makes faster, what runs without it, and the
+command that repairs it.
+"""
 
 
 def kernels() -> Iterator[Finding]:
     """Yield which kernels there are, and if each fits the torch that is installed."""
-    for module, (dist, use, instead) in KERNELS.items():
-        if find_spec(module) is None:
+    for dist, (module, use, instead, repair) in KERNELS.items():
+        if not is_installed(dist):
             yield ok(dist, f"is not installed; {use}: {instead}")
-            continue
-
-        try:
-            import_module(module)
-        # This is third-party code: a kernel of another torch raises ImportError,
-        # OSError and more.
-        except Exception as error:
-            text = f"is installed but cannot be imported: {type(error).__name__}: {error}"
+        elif why := import_error(module):
             yield problem(
                 dist,
-                text.splitlines()[0],
-                f"pip install --force-reinstall --no-build-isolation --no-deps {dist}",
+                f"is installed but cannot be imported: {why}",
+                f"{repair} {dist}",
             )
         else:
             yield ok(dist, f"is there, for {use}")
