@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from test_control_tokens import KINDS, OTHER, SPECIAL, TEMPLATES
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -180,6 +181,28 @@ def test_every_template_is_exact_or_refused(template: str, tools: bool, codec_of
     assert check_renderer(renderer, tools=tools, system=system) >= 20
 
 
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_tokenizer_is_exact(kind: str, template: str, tmp_path: Path) -> None:
+    made = KINDS[kind]()
+    made.add_special_tokens(SPECIAL)
+    made.add_tokens(OTHER)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+    )
+    fast.chat_template = template
+    fast.save_pretrained(tmp_path)
+
+    codec = Codec(Model(str(tmp_path)))
+    renderer = TemplateRenderer(codec)
+    assert check_renderer(renderer) == 25
+    texts = ("3", " a <s> ", "<|im_end|>")
+    asyncio.run(check_recording(renderer, lambda r: codec.target_ids(r.choice(texts)), 1))
+
+
 @pytest.mark.parametrize(
     ("template", "case", "reason"),
     [
@@ -191,6 +214,11 @@ def test_every_template_is_exact_or_refused(template: str, tools: bool, codec_of
             "depends on the turns before: ",
         ),
         (PLAIN, "a tool call", "does not show the tools"),
+        (
+            KEEPS.removesuffix("{% endif %}") + "{{ messages | length if tools }}{% endif %}",
+            "a user's message",
+            "depends on the turns before: ",
+        ),
         (
             KEEPS.replace("<tool_call>", "<tool_call>{{ raise_exception('no') }}"),
             "a tool call",
@@ -215,6 +243,12 @@ def test_a_template_that_cannot_be_continued_is_refused(
         TemplateRenderer(codec_of(template), tools=True)
     assert f"(case: {case}): " in str(error.value)
     assert reason in str(error.value)
+
+
+def test_tools_for_which_nothing_is_proved_are_refused(renderer_of: Any) -> None:
+    renderer = renderer_of(KEEPS, False)
+    with pytest.raises(ConfigError, match=r"1 tools are offered.*\n  set:  .*tools=True"):
+        renderer.render([user("a")], [TOOL])
 
 
 def test_without_a_template_there_is_no_conversation(tmp_path: Path) -> None:

@@ -100,14 +100,24 @@ class TemplateRenderer:
         self.template = ChatTemplate(codec, self.stop)
         self.thinking = find_thinking(self.template)
 
-        self.proved = {Case.USER}
-        self._require(Case.USER)
+        self.proved: set[Case] = set()
         self.calls: Calls | None = None
+        self._require(Case.USER)
         if tools:
             self._require_tools()
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[int, ...]:
-        """Encode messages up to where the policy speaks."""
+        """Encode messages up to where the policy speaks.
+
+        Raises:
+            ConfigError: tools are offered, for which nothing was proved.
+            CouplerError: the template refuses the messages.
+        """
+        if tools and self.calls is None:
+            raise ConfigError(
+                f"{len(tools)} tools are offered, and the renderer was made without tools.\n"
+                "  set:  TemplateRenderer(codec, tools=True)"
+            )
         return self.template.encode(self.template.text(messages, tools, generate=True))
 
     def extend(
@@ -120,8 +130,9 @@ class TemplateRenderer:
         """Encode what follows ``ids``, or return None if that is not proved.
 
         It is not where ``new`` is of no proved case, where a tool call has no result,
-        where the history has no message of a user, where the turn ended in another
-        token than the template's, or where the template refuses the messages.
+        where results come without tools, where the history has no message of a user,
+        where the turn ended in another token than the template's, or where the template
+        refuses the messages.
         """
         roles = " ".join(message["role"] for message in new)
         case = next((case for case in self.proved if ROLES[case].fullmatch(roles)), None)
@@ -130,6 +141,8 @@ class TemplateRenderer:
 
         calls = history[-1].get("tool_calls", [])
         if len(calls) != sum(message["role"] == "tool" for message in new):
+            return None
+        if calls and not tools:
             return None
         try:
             stop, segments, _ = self.template.after(
@@ -175,7 +188,7 @@ class TemplateRenderer:
 
         # a policy that writes one call at most gets one result
         several = self.calls.between is not None
-        for case in (Case.TOOL, *([Case.TOOLS] if several else [])):
+        for case in (Case.USER, Case.TOOL, *([Case.TOOLS] if several else [])):
             self._require(case)
         try:
             self._prove(Case.TOOL_AND_USER)
@@ -206,7 +219,7 @@ class TemplateRenderer:
             Unproved: they differ, or the new messages are not shown.
             CouplerError: the template refuses the messages.
         """
-        new, tools = case.messages, [TOOL] if case.calls else []
+        new, tools = case.messages, [TOOL] if self.calls else []
         answer = _dummy([call(i) for i in range(case.calls)])
         expected = self.template.after(
             [USER],
@@ -220,7 +233,7 @@ class TemplateRenderer:
             if at < 0:
                 raise Unproved(f"it does not show {message['content']!r} of {case}")
 
-        for history, thought in product(self._histories(case), THOUGHTS):
+        for history, thought in product(self._histories(), THOUGHTS):
             found = self.template.after(
                 history,
                 {**answer, **thought},
@@ -233,7 +246,7 @@ class TemplateRenderer:
                     + became(expected[2], found[2])
                 )
 
-    def _histories(self, case: Case) -> list[list[dict[str, Any]]]:
+    def _histories(self) -> list[list[dict[str, Any]]]:
         """Return histories in front of an answer, with earlier reasoning and tools."""
         system = [{"role": "system", "content": "coupler rules"}]
         try:
@@ -251,7 +264,7 @@ class TemplateRenderer:
             for more in THOUGHTS
         ]
         histories = [[*system, USER, one, USER] for one in thought]
-        if case.calls:
+        if self.calls:
             asked = {
                 "role": "assistant",
                 "content": "",
