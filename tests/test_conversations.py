@@ -28,6 +28,7 @@ from coupler.conversation import (
     ConversationOver,
     Ended,
     Limits,
+    Malformed,
     TemplateRenderer,
 )
 from coupler.conversation.messages import Said
@@ -337,6 +338,39 @@ def test_calls_are_read_or_said_to_be_malformed(template: str, codec_of: Any) ->
         assert "tool_calls" not in parsed.message
         assert parsed.message["content"] == bad
         assert bool(parsed.malformed) or template == ONE_CALL
+
+
+class Tags:
+    """Reads calls such as ``<call>look: door</call>``."""
+
+    def read(self, text: str) -> tuple[str, list[tuple[str, Any]]]:
+        before, opened, rest = text.partition("<call>")
+        if not opened:
+            return text, []
+        if not rest.endswith("</call>"):
+            raise Malformed("a call does not end")
+        calls = rest.removesuffix("</call>").split("</call><call>")
+        return before, [(name, {"at": at}) for name, _, at in (c.partition(": ") for c in calls)]
+
+
+def test_calls_of_another_shape_have_a_reader_of_their_own(codec_of: Any) -> None:
+    codec = codec_of(
+        KEEPS.replace(
+            "<tool_call>\n{{ c.function | tojson }}\n</tool_call>",
+            "<call>{{ c.function.name }}: {{ c.function.arguments.at }}</call>",
+        )
+    )
+    with pytest.raises(ConfigError, match="does not write a tool call as JSON"):
+        TemplateRenderer(codec, tools=True)
+
+    renderer = TemplateRenderer(codec, calls=Tags())
+    assert check_renderer(renderer, tools=True) > 30
+    good = ("a", "<call>look: a</call>", "so<call>look: a</call><call>look: b</call>", "<call>x")
+    says = lambda random: said(codec, random.choice(good))  # noqa: E731
+    for seed in range(6):
+        asyncio.run(check_recording(renderer, says, seed, tools=True))
+    assert renderer.parse(says(Random(3)), (), [TOOL]).message["role"] == "assistant"
+    assert renderer.parse(said(codec, good[3]), (), [TOOL]).malformed == "a call does not end"
 
 
 def test_reasoning_is_read(codec_of: Any) -> None:

@@ -8,7 +8,7 @@ from coupler.conversation.bridge import TemplateRenderer
 from coupler.conversation.limits import ConversationOver, Ended, Limits
 from coupler.conversation.messages import Message
 from coupler.conversation.recorder import Conversation, Generates, Reply
-from coupler.conversation.rendering import Parsed, Renderer
+from coupler.conversation.rendering import Malformed, Parsed, ReadsCalls, Renderer
 from coupler.conversation.tree import Row
 from coupler.data import Codec
 
@@ -19,8 +19,10 @@ __all__ = [
     "Ended",
     "Generates",
     "Limits",
+    "Malformed",
     "Message",
     "Parsed",
+    "ReadsCalls",
     "Renderer",
     "Reply",
     "Row",

@@ -25,12 +25,12 @@ from coupler.conversation.reading import (
     TOOL,
     USER,
     Calls,
-    Malformed,
     call,
+    check_tools,
     find_calls,
     find_thinking,
 )
-from coupler.conversation.rendering import Parsed
+from coupler.conversation.rendering import Malformed, Parsed, ReadsCalls
 from coupler.data.templates import Codec
 from coupler.errors import ConfigError, CouplerError
 
@@ -83,13 +83,22 @@ class TemplateRenderer:
     Args:
         codec: the tokenizer and the chat template.
         tools: whether the policy may call tools.
+        calls: reads tool calls that the model writes otherwise than as JSON. Giving it
+            implies ``tools``.
         stop: further tokens that end a turn.
 
     Raises:
         ConfigError: the template is not proved for what a conversation needs.
     """
 
-    def __init__(self, codec: Codec, *, tools: bool = False, stop: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        codec: Codec,
+        *,
+        tools: bool = False,
+        calls: ReadsCalls | None = None,
+        stop: Iterable[str] = (),
+    ) -> None:
         self.folder = codec.folder
         try:
             self.stop = codec.stop_ids(stop)
@@ -101,10 +110,10 @@ class TemplateRenderer:
         self.thinking = find_thinking(self.template)
 
         self.proved: set[Case] = set()
-        self.calls: Calls | None = None
+        self.calls: ReadsCalls | None = None
         self._require(Case.USER)
-        if tools:
-            self._require_tools()
+        if tools or calls:
+            self._require_tools(calls)
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[int, ...]:
         """Encode messages up to where the policy speaks.
@@ -180,14 +189,15 @@ class TemplateRenderer:
             message |= {"content": content, "tool_calls": made}
         return Parsed(message)
 
-    def _require_tools(self) -> None:
+    def _require_tools(self, calls: ReadsCalls | None) -> None:
         try:
-            self.calls = find_calls(self.template, self.thinking)
+            check_tools(self.template)
+            self.calls = calls or find_calls(self.template, self.thinking)
         except (Unproved, CouplerError) as error:
             raise self._refused("a tool call", error) from None
 
         # a policy that writes one call at most gets one result
-        several = self.calls.between is not None
+        several = not isinstance(self.calls, Calls) or self.calls.between is not None
         for case in (Case.USER, Case.TOOL, *([Case.TOOLS] if several else [])):
             self._require(case)
         try:
@@ -219,7 +229,7 @@ class TemplateRenderer:
             Unproved: they differ, or the new messages are not shown.
             CouplerError: the template refuses the messages.
         """
-        new, tools = case.messages, [TOOL] if self.calls else []
+        new, tools = case.messages, [TOOL] if self.calls is not None else []
         answer = _dummy([call(i) for i in range(case.calls)])
         expected = self.template.after(
             [USER],
@@ -264,7 +274,7 @@ class TemplateRenderer:
             for more in THOUGHTS
         ]
         histories = [[*system, USER, one, USER] for one in thought]
-        if self.calls:
+        if self.calls is not None:
             asked = {
                 "role": "assistant",
                 "content": "",

@@ -14,6 +14,7 @@ from typing import Any
 
 from coupler.conversation.chat_template import ChatTemplate, Unproved
 from coupler.conversation.messages import canonical, is_flat, parsed, shared
+from coupler.conversation.rendering import Malformed
 from coupler.errors import CouplerError
 
 USER = {"role": "user", "content": "hi"}
@@ -32,10 +33,6 @@ TOOL = {
     },
 }
 WORD = re.compile(r"<[^<>\s]*>|[^<\s]+|<")
-
-
-class Malformed(Exception):
-    """A tool call that cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,17 +151,24 @@ def find_thinking(template: ChatTemplate) -> Thinking | None:
     return Thinking(own, closes) if own and closes else None
 
 
+def check_tools(template: ChatTemplate) -> None:
+    """Check that the template shows tools to the policy.
+
+    Raises:
+        Unproved: it does not.
+        CouplerError: it refuses them.
+    """
+    if NAME not in template.text([USER], [TOOL], generate=True):
+        raise Unproved("it does not show the tools")
+
+
 def find_calls(template: ChatTemplate, thinking: Thinking | None) -> Calls:
     """Find how the template writes tool calls, and prove it by reading its examples.
 
     Raises:
-        Unproved: it shows no tools or no calls, or not as JSON.
+        Unproved: it shows no calls, or not as JSON.
         CouplerError: it refuses them.
     """
-    shown = template.text([USER], [TOOL], generate=True)
-    if NAME not in shown:
-        raise Unproved("it does not show the tools")
-
     one = _calls_text(template, 1, thinking)
     start, end, value = _object(one)
     names = [key for key, given in value.items() if given == NAME]

@@ -24,6 +24,22 @@ class Parsed:
     malformed: str = ""
 
 
+class Malformed(Exception):
+    """A tool call that cannot be read. The message says why."""
+
+
+class ReadsCalls(Protocol):
+    """Reads tool calls out of sampled text."""
+
+    def read(self, text: str) -> tuple[str, list[tuple[str, Any]]]:
+        """Return the text before the calls, and name and arguments of each call.
+
+        Raises:
+            Malformed: something that began as a call cannot be read.
+        """
+        ...
+
+
 class Renderer(Protocol):
     """Turns messages into ids of one model, and sampled ids into a message.
 
