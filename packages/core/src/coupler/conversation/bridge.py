@@ -1,0 +1,315 @@
+"""Extend sampled ids with new messages by the model's own chat template.
+
+New messages are rendered behind a short dummy history whose answer is a mark. What
+stands behind the end of the marked turn is what the template writes after any history,
+which is proved with examples when the renderer starts. Rendering the true history again
+would not do: many templates rewrite earlier turns.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from coupler.batch.trajectory import Segment
+from coupler.conversation.chat_template import ChatTemplate, Unproved
+from coupler.conversation.messages import Message, became
+from coupler.conversation.reading import (
+    TOOL,
+    USER,
+    Calls,
+    call,
+    check_tools,
+    find_calls,
+    find_thinking,
+)
+from coupler.conversation.rendering import Malformed, Parsed, ReadsCalls
+from coupler.data.templates import Codec
+from coupler.errors import ConfigError, CouplerError
+
+TAIL = 16  # tokens of a prompt that may open reasoning
+ID_DIGITS = 9
+STEP = "step"
+THOUGHTS = ({}, {"content": f"<think>\n{STEP}\n</think>\n\n"}, {"reasoning_content": STEP})
+
+
+class Case(StrEnum):
+    """The messages that may be appended to what was sampled."""
+
+    USER = "a user's message"
+    TOOL = "a tool's result"
+    TOOLS = "two tools' results"
+    TOOL_AND_USER = "a tool's result and a user's message"
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """Return an example."""
+        user = [{"role": "user", "content": "coupler asks"}]
+        tools = [_result(0), _result(1)]
+        made = {
+            Case.USER: user,
+            Case.TOOL: tools[:1],
+            Case.TOOLS: tools,
+        }
+        return made.get(self, [*tools[:1], *user])
+
+    @property
+    def calls(self) -> int:
+        """Return how many tool calls stand before the example."""
+        return sum(message["role"] == "tool" for message in self.messages)
+
+
+ROLES = {
+    Case.USER: re.compile("user"),
+    Case.TOOL: re.compile("tool"),
+    Case.TOOLS: re.compile("tool( tool)+"),
+    Case.TOOL_AND_USER: re.compile("tool( tool)* user"),
+}
+
+
+class TemplateRenderer:
+    """A renderer for any model, by its own chat template.
+
+    Earlier reasoning stays in what the policy is fed, also where the template would
+    drop it from a history.
+
+    Args:
+        codec: the tokenizer and the chat template.
+        tools: whether the policy may call tools.
+        calls: reads tool calls that the model writes otherwise than as JSON. Giving it
+            implies ``tools``.
+        stop: further tokens that end a turn.
+
+    Raises:
+        ConfigError: the template is not proved for what a conversation needs.
+    """
+
+    def __init__(
+        self,
+        codec: Codec,
+        *,
+        tools: bool = False,
+        calls: ReadsCalls | None = None,
+        stop: Iterable[str] = (),
+    ) -> None:
+        self.folder = codec.folder
+        try:
+            self.stop = codec.stop_ids(stop)
+        except ConfigError:
+            raise
+        except CouplerError as error:
+            raise self._refused("an answer", error) from None
+        self.template = ChatTemplate(codec, self.stop)
+        self.thinking = find_thinking(self.template)
+
+        self.proved: set[Case] = set()
+        self.calls: ReadsCalls | None = None
+        self._require(Case.USER)
+        if tools or calls:
+            self._require_tools(calls)
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[int, ...]:
+        """Encode messages up to where the policy speaks.
+
+        Raises:
+            ConfigError: tools are offered, for which nothing was proved.
+            CouplerError: the template refuses the messages.
+        """
+        if tools and self.calls is None:
+            raise ConfigError(
+                f"{len(tools)} tools are offered, and the renderer was made without tools.\n"
+                "  set:  TemplateRenderer(codec, tools=True)"
+            )
+        return self.template.encode(self.template.text(messages, tools, generate=True))
+
+    def extend(
+        self,
+        history: Sequence[Message],
+        ids: tuple[int, ...],
+        new: Sequence[Message],
+        tools: Sequence[Any],
+    ) -> tuple[Segment, ...] | None:
+        """Encode what follows ``ids``, or return None if that is not proved.
+
+        It is not where ``new`` is of no proved case, where a tool call has no result,
+        where results come without tools, where the history has no message of a user,
+        where the turn ended in another token than the template's, or where the template
+        refuses the messages.
+        """
+        roles = " ".join(message["role"] for message in new)
+        case = next((case for case in self.proved if ROLES[case].fullmatch(roles)), None)
+        if case is None or not any(message["role"] == "user" for message in history):
+            return None
+
+        calls = history[-1].get("tool_calls", [])
+        if len(calls) != sum(message["role"] == "tool" for message in new):
+            return None
+        if calls and not tools:
+            return None
+        try:
+            stop, segments, _ = self.template.after(
+                [USER],
+                _dummy(calls),
+                new,
+                tools,
+            )
+        except (Unproved, CouplerError):
+            return None
+        return segments if ids[-1:] == (stop,) else None
+
+    def parse(self, ids: Sequence[int], prompt: Sequence[int], tools: Sequence[Any]) -> Parsed:
+        """Read the message that the policy sampled as ``ids``.
+
+        Tool calls are read only if ``tools`` are offered.
+        """
+        ended = len(ids) > 0 and ids[-1] in self.stop
+        text = self.template.decode(ids[:-1] if ended else ids)
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if self.thinking:
+            before = self.template.decode(prompt[-TAIL:])
+            reasoning, message["content"] = self.thinking.split(text, before)
+            if reasoning:
+                message["reasoning_content"] = reasoning
+
+        if not tools or self.calls is None:
+            return Parsed(message)
+        try:
+            content, calls = self.calls.read(message["content"])
+        except Malformed as error:
+            return Parsed(message, str(error))
+        if calls:
+            made = [_made((len(prompt), index, *ids), *read) for index, read in enumerate(calls)]
+            message |= {"content": content, "tool_calls": made}
+        return Parsed(message)
+
+    def _require_tools(self, calls: ReadsCalls | None) -> None:
+        try:
+            check_tools(self.template)
+            self.calls = calls or find_calls(self.template, self.thinking)
+        except (Unproved, CouplerError) as error:
+            raise self._refused("a tool call", error) from None
+
+        # a policy that writes one call at most gets one result
+        several = not isinstance(self.calls, Calls) or self.calls.between is not None
+        for case in (Case.USER, Case.TOOL, *([Case.TOOLS] if several else [])):
+            self._require(case)
+        try:
+            self._prove(Case.TOOL_AND_USER)
+            self.proved.add(Case.TOOL_AND_USER)
+        except (Unproved, CouplerError):
+            pass  # such messages begin a new row
+
+    def _require(self, case: Case) -> None:
+        try:
+            self._prove(case)
+        except (Unproved, CouplerError) as error:
+            raise self._refused(case, error) from None
+        self.proved.add(case)
+
+    def _refused(self, case: str, error: Exception) -> ConfigError:
+        reason = str(error).partition("\n")[0]
+        return ConfigError(
+            f"the chat template of {self.folder} cannot be continued exactly "
+            f"(case: {case}): {reason}.\n"
+            "  try:  another chat_template in tokenizer_config.json, which ends every turn with "
+            "a token that the model stops at; or a Renderer of your own"
+        )
+
+    def _prove(self, case: Case) -> None:
+        """Compare what follows the dummy history with what follows longer ones.
+
+        Raises:
+            Unproved: they differ, or the new messages are not shown.
+            CouplerError: the template refuses the messages.
+        """
+        new, tools = case.messages, [TOOL] if self.calls is not None else []
+        answer = _dummy([call(i) for i in range(case.calls)])
+        expected = self.template.after(
+            [USER],
+            answer,
+            new,
+            tools,
+        )
+        at = 0
+        for message in new:
+            at = expected[2].find(message["content"], at)
+            if at < 0:
+                raise Unproved(f"it does not show {message['content']!r} of {case}")
+
+        for history, thought in product(self._histories(), THOUGHTS):
+            found = self.template.after(
+                history,
+                {**answer, **thought},
+                new,
+                tools,
+            )
+            if found != expected:
+                raise Unproved(
+                    "what it writes after a turn depends on the turns before: "
+                    + became(expected[2], found[2])
+                )
+
+    def _histories(self) -> list[list[dict[str, Any]]]:
+        """Return histories in front of an answer, with earlier reasoning and tools."""
+        system = [{"role": "system", "content": "coupler rules"}]
+        try:
+            self.template.text([*system, USER], [], generate=True)
+        except CouplerError:
+            system = []
+
+        said = {"role": "assistant", "content": "coupler says"}
+        thought = [
+            {
+                **said,
+                **more,
+                "content": f"{more.get('content', '')}coupler says",
+            }
+            for more in THOUGHTS
+        ]
+        histories = [[*system, USER, one, USER] for one in thought]
+        if self.calls is not None:
+            asked = {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [call()],
+            }
+            histories += [
+                [USER, asked, _result(0), said, USER],
+                [USER, {**asked, "reasoning_content": STEP}, _result(0)],
+            ]
+        return [[USER], *histories]
+
+
+def _dummy(calls: Sequence[Any]) -> dict[str, Any]:
+    made: dict[str, Any] = {"role": "assistant", "content": ""}
+    return made | ({"tool_calls": list(calls)} if calls else {})
+
+
+def _result(index: int) -> dict[str, Any]:
+    made = call(index)
+    return {
+        "role": "tool",
+        "content": f"coupler result {index}",
+        "tool_call_id": made["id"],
+        "name": made["function"]["name"],
+    }
+
+
+def _made(place: tuple[int, ...], name: str, arguments: Any) -> dict[str, Any]:
+    """Return a tool call with an id of nine letters and digits, which some templates
+    ask for.
+    """
+    id = hashlib.blake2b(np.array(place, np.int64).tobytes()).hexdigest()[:ID_DIGITS]
+    given = json.dumps(arguments, ensure_ascii=False)
+    return {
+        "id": id,
+        "type": "function",
+        "function": {"name": name, "arguments": given},
+    }

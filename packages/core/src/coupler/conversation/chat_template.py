@@ -1,0 +1,176 @@
+"""Render a model's chat template with tools, and find the place behind a mark."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import groupby
+from typing import Any
+
+from jinja2 import Template, TemplateError
+
+from coupler.batch.trajectory import Origin, Segment
+from coupler.conversation.messages import Message, shared, tidy
+from coupler.data.control import PlainText
+from coupler.data.sandbox import Sandbox
+from coupler.data.templates import MARK, Codec
+from coupler.data.traced import TEMPLATE, TEXT, Traced, trace
+from coupler.errors import CouplerError
+
+
+class Unproved(Exception):
+    """A chat template does not show what a conversation needs of it."""
+
+
+class ChatTemplate:
+    """The chat template of one tokenizer. Only the template writes control tokens.
+
+    Attributes:
+        stops: contents of the control tokens that end a turn of the policy, by id.
+    """
+
+    def __init__(self, codec: Codec, stop: tuple[int, ...]) -> None:
+        if not codec.tokenizer.chat_template:
+            raise CouplerError(
+                f"a conversation needs a chat template, which the tokenizer of {codec.folder} "
+                "lacks.\n  set:  chat_template in its tokenizer_config.json"
+            )
+        self.tokenizer, self.folder = codec.tokenizer, codec.folder
+        self._plain, self._sandbox = PlainText(codec.tokenizer), _Compiled()
+        self.stops = {id: self._plain.control[id] for id in stop if id in self._plain.control}
+
+    def text(self, messages: Sequence[Message], tools: Sequence[Any], *, generate: bool) -> Traced:
+        """Render messages, with the generation prompt if ``generate``.
+
+        Raises:
+            CouplerError: the template refuses them.
+        """
+        try:
+            return self._sandbox.render(
+                self.tokenizer.get_chat_template(tools=list(tools) or None),
+                [tidy(message) for message in messages],
+                **self.tokenizer.special_tokens_map,
+                tools=trace(list(tools)) or None,
+                documents=None,
+                add_generation_prompt=generate,
+            )
+
+        except TemplateError as error:
+            roles = ", ".join(m["role"] for m in messages)
+            raise CouplerError(
+                f"the chat template of {self.folder} refuses messages of {roles}: {error}"
+            ) from None
+
+    def encode(self, text: Traced) -> tuple[int, ...]:
+        """Encode rendered text."""
+        return self._plain.encode(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ``ids`` with its control tokens, to be parsed."""
+        return self.tokenizer.decode(
+            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+
+    def after(
+        self,
+        history: Sequence[Message],
+        answer: Message,
+        new: Sequence[Message],
+        tools: Sequence[Any],
+    ) -> tuple[int, tuple[Segment, ...], str]:
+        """Render ``new`` behind an answer, and return what follows the end of its turn.
+
+        Args:
+            answer: the message before ``new``. A mark takes the place of its text and
+                of the arguments of its tool calls.
+
+        Returns:
+            The token that ends the turn, and what follows it as segments and as text.
+
+        Raises:
+            Unproved: the mark or the end of its turn is not found.
+            CouplerError: the template refuses the messages.
+        """
+        mark = MARK
+        while mark in f"{answer}{new}{tools}":
+            mark += mark
+        text = self.text(
+            [*history, _marked(answer, mark), *new],
+            tools,
+            generate=True,
+        )
+        at = str.rfind(text, mark)
+        if at < 0:
+            raise Unproved("it does not show the text of an earlier answer")
+
+        stop, cut = self._end_of_turn(text, at + len(mark))
+        ids, head = self.encode(text), self.encode(text[:cut])
+        if ids[: len(head)] != head or head[-1] != stop:
+            raise Unproved(f"the tokenizer merges {self.stops[stop]!r} with what follows it")
+        return (
+            stop,
+            self._segments(
+                text,
+                cut,
+                ids,
+                len(head),
+            ),
+            str.__str__(text)[cut:],
+        )
+
+    def _end_of_turn(self, text: Traced, start: int) -> tuple[int, int]:
+        """Return the first token of :attr:`stops` that the template wrote from
+        ``start`` on, and the place behind it.
+        """
+        plain = str.__str__(text)
+        found = []
+        for id, content in self.stops.items():
+            at = plain.find(content, start)
+            while at >= 0 and TEXT in text.marks[at : at + len(content)]:
+                at = plain.find(content, at + 1)
+            if at >= 0:
+                found.append((at, -len(content), id))
+        if not found:
+            names = ", ".join(self.stops.values())
+            raise Unproved(f"none of the tokens that end a turn ({names}) follows an answer")
+
+        at, size, id = min(found)
+        return id, at - size
+
+    def _segments(
+        self, text: Traced, cut: int, ids: tuple[int, ...], done: int
+    ) -> tuple[Segment, ...]:
+        """Divide ``ids`` from ``done`` on, which encode ``text`` from ``cut`` on, into
+        tokens of the template and tokens of messages.
+        """
+        made, end = [], cut
+        for mark, run in groupby(text.marks[cut:]):
+            end += len(list(run))
+            until = len(ids) if end == len(text) else shared(ids, self.encode(text[:end]))
+            if until > done:
+                origin = Origin.GLUE if mark == TEMPLATE else Origin.OBSERVATION
+                made.append(Segment(ids[done:until], origin))
+                done = until
+        return tuple(made)
+
+
+class _Compiled(Sandbox):
+    """A sandbox that compiles every template once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._compile_once = cache(super().from_string)
+
+    def from_string(self, source: Any, *_: Any, **__: Any) -> Template:
+        return self._compile_once(source)
+
+
+def _marked(answer: Message, mark: str) -> dict[str, Any]:
+    """Put ``mark`` in the place of the text and of the arguments of an answer."""
+    made = {**answer, "content": f"{answer.get('content', '')}{mark}"}
+    if "tool_calls" in answer:
+        made["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": {mark: mark}}}
+            for call in answer["tool_calls"]
+        ]
+    return made

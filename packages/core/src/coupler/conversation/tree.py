@@ -1,0 +1,195 @@
+"""Keep the turns of a conversation as a tree of exact ids, and make rows of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from coupler.batch.trajectory import Origin, Segment, Trajectory
+from coupler.conversation.messages import Said, differs
+from coupler.interfaces import Completion
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """A request and its completion, with the ids that they added.
+
+    Attributes:
+        parent: the turn whose ids the request extended. None rendered them anew.
+        segments: what the request added, of any origin but ``SAMPLED``.
+        prompt: a digest of the prompt that the rollout was sent.
+        tools: the canonical JSON of the tools that were offered.
+        said: the messages that the request added, and the answer. It is empty where a
+            caller sent ids.
+    """
+
+    parent: Turn | None
+    segments: tuple[Segment, ...]
+    completion: Completion
+    prompt: bytes
+    tools: str = ""
+    said: tuple[Said, ...] = ()
+    children: list[Turn] = field(default_factory=list)
+
+    @property
+    def path(self) -> list[Turn]:
+        """Return the turns from the root to this one."""
+        found: list[Turn] = [self]
+        while found[-1].parent:
+            found.append(found[-1].parent)
+        return found[::-1]
+
+    @property
+    def added(self) -> tuple[int, ...]:
+        """Return the ids that the request added, and those that were sampled."""
+        return (*(i for s in self.segments for i in s.ids), *self.completion.tokens)
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Return all ids from the root to the end of this turn."""
+        return tuple(i for turn in self.path for i in turn.added)
+
+    def begins(self, prompt: tuple[int, ...]) -> bool:
+        """Return whether ``prompt`` starts with what this turn was fed and sampled."""
+        sampled = self.completion.tokens
+        end = len(self.ids)
+        fed = end - len(sampled)
+        return digest(prompt[:fed]) == self.prompt and prompt[fed:end] == sampled
+
+    @property
+    def history(self) -> list[Said]:
+        """Return all messages from the root to the answer of this turn."""
+        return [said for turn in self.path for said in turn.said]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One path through a conversation, from the root to a leaf.
+
+    Attributes:
+        trajectory: its segments. A sampled turn is ``SAMPLED`` in the first row that
+            holds it, and ``PROMPT`` in the others.
+        completions: the completions along the path, in order.
+    """
+
+    trajectory: Trajectory
+    completions: tuple[Completion, ...]
+
+
+class Tree:
+    """The turns of one conversation, in the order in which they were sampled."""
+
+    def __init__(self) -> None:
+        self.roots: list[Turn] = []
+        self.turns: list[Turn] = []
+
+    def siblings(self, parent: Turn | None) -> list[Turn]:
+        """Return the turns that follow ``parent``."""
+        return parent.children if parent else self.roots
+
+    def add(self, turn: Turn) -> None:
+        """Put a turn behind its parent."""
+        self.siblings(turn.parent).append(turn)
+        self.turns.append(turn)
+
+    def match(self, told: Sequence[Said], tools: str) -> tuple[Turn | None, int]:
+        """Find the longest recorded path that begins ``told``.
+
+        Returns:
+            Its last turn and how many messages it has. Among equally long ones it is
+            the path whose reasoning was repeated, then the first.
+        """
+        best: tuple[int, int] = (0, 0)
+        found: Turn | None = None
+        stack: list[tuple[Turn, int, int]] = [(turn, 0, 0) for turn in reversed(self.roots)]
+        while stack:
+            turn, at, exact = stack.pop()
+            end = at + len(turn.said)
+            if not turn.said or turn.tools != tools or end >= len(told):
+                continue
+            pairs = list(zip(told[at:end], turn.said, strict=True))
+            if not all(new.repeats(old) for new, old in pairs):
+                continue
+
+            exact += sum(new.reasoning == old.reasoning for new, old in pairs)
+            if (end, exact) > best:
+                best, found = (end, exact), turn
+            stack += [(child, end, exact) for child in reversed(turn.children)]
+        return found, best[0]
+
+    def match_ids(self, ids: tuple[int, ...]) -> tuple[Turn | None, int]:
+        """Find the longest recorded path whose ids begin ``ids``, and their number."""
+        found, length = None, 0
+        stack = [(turn, 0) for turn in reversed(self.roots)]
+
+        while stack:
+            turn, at = stack.pop()
+            added = turn.added
+            end = at + len(added)
+            if ids[at:end] == added:
+                if end > length:
+                    found, length = turn, end
+                stack += [(child, end) for child in reversed(turn.children)]
+        return found, length
+
+    def difference(self, told: Sequence[Said], tools: str) -> str:
+        """Say in words where ``told`` leaves the nearest recorded path."""
+        if not told:
+            return "other ids were sent"
+
+        def nearness(turn: Turn) -> tuple[int, int]:
+            history = turn.history
+            pairs = zip(told, history, strict=False)
+            changed = (i for i, (new, old) in enumerate(pairs) if not new.repeats(old))
+            return next(changed, min(len(told), len(history))), len(history)
+
+        nearest = max((turn for turn in self.turns if turn.said), key=nearness, default=None)
+        if nearest is None:
+            return "messages came after ids"
+        if nearest.tools != tools:
+            return "other tools were offered"
+        return differs(told, nearest.history) or "the same messages came again"
+
+    def rows(self) -> tuple[Row, ...]:
+        """Return one row per leaf, in the order in which the leaves were sampled.
+
+        Raises:
+            AssertionError: a row does not reproduce every request, or a sampled token
+                is not trained exactly once.
+        """
+        trained: set[int] = set()
+        made = tuple(self._row(leaf, trained) for leaf in self.turns if not leaf.children)
+
+        sampled = sum(len(turn.completion.tokens) for turn in self.turns)
+        assert sum(len(row.trajectory.sampled) for row in made) == sampled
+        return made
+
+    def _row(self, leaf: Turn, trained: set[int]) -> Row:
+        segments: list[Segment] = []
+        for turn in leaf.path:
+            segments += turn.segments
+            fed = tuple(i for segment in segments for i in segment.ids)
+            assert digest(fed) == turn.prompt, "a row is not what the rollout was fed"
+
+            done = turn.completion
+            if id(turn) in trained:
+                segments.append(Segment(done.tokens, Origin.PROMPT))
+            else:
+                segments.append(
+                    Segment(
+                        done.tokens,
+                        Origin.SAMPLED,
+                        done.logprobs,
+                        done.versions,
+                    )
+                )
+            trained.add(id(turn))
+        return Row(Trajectory(tuple(segments)), tuple(turn.completion for turn in leaf.path))
+
+
+def digest(ids: Sequence[int]) -> bytes:
+    """Return a short value that tells ids apart."""
+    return hashlib.blake2b(np.array(ids, np.int64).tobytes(), digest_size=16).digest()
