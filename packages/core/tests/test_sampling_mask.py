@@ -26,6 +26,7 @@ from coupler.loop.sampler import ScoredCompletion, pack
 from coupler.testing.models import write_toy
 from coupler.testing.toy import ToyAlgorithm, ToyEngine, ToyRollout
 from coupler.testing.toy_config import ToyRolloutConfig
+from coupler.worker.replica import RolloutSpec
 
 TOP_K = 12
 WHOLE = SamplingConfig(max_tokens=8)
@@ -153,8 +154,8 @@ class Shifted(ToyRollout):
 def sampled(folder: Path, rollout: str) -> Completion:
     executor = Local(inline=True, waits=Waits(60.0, 60.0))
     model = Model(str(write_toy(folder / "model")))
-    target = f"test_sampling_mask:{rollout}"
-    group = RolloutGroup(executor, target, ToyRolloutConfig(), model, [Rank()])
+    spec = RolloutSpec(f"test_sampling_mask:{rollout}", ToyRolloutConfig(), model)
+    group = RolloutGroup(executor, spec, [Rank()])
 
     async def sample() -> Completion:
         await group.setup()

@@ -142,7 +142,8 @@ def _length_problems(config: RunConfig, trains: bool, evaluates: bool) -> Iterat
         lengths.append((evaluating(config), keys, longest))
 
     for path, keys, longest in lengths:
-        option, limit = section(config, path).sequence_limit
+        rollout = section(config, path)
+        option, limit = rollout.sequence_limit if rollout else ("", 0)
         if 0 < limit < longest:
             yield (
                 f"{path}.{option}={limit} is less than one sequence can have: {keys} = {longest}; "

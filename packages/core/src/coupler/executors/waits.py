@@ -166,7 +166,7 @@ class Waits:
         """End the thread, if there is one."""
         self.stop.set()
         if self.thread:
-            self.thread.join()
+            self.thread.join(GRACE_S)
 
 
 def _listed(indices: set[int]) -> str:
