@@ -31,6 +31,7 @@ from coupler.plugins.manager import Plugins
 from coupler.testing.edge import Served
 from coupler.testing.reference import TransformersReference
 from coupler.testing.subject import configured
+from coupler.worker.replica import RolloutSpec
 from coupler.worker.spec import WorkerSpec
 
 WITHIN_S = 30.0
@@ -136,7 +137,7 @@ def group_of_one(reference: TransformersReference) -> tuple[RolloutGroup, Stream
 
     sampled = configured(rollout.config, {"dtype": "fp32", "max_lora_rank": 4})
     trained = configured(engine.config, {"dtype": "fp32", "lora_rank": 4})
-    group = RolloutGroup(executor, rollout.target, sampled, model, ranks)
+    group = RolloutGroup(executor, RolloutSpec(rollout.target, sampled, model), ranks)
     policy = EngineGroup(executor, WorkerSpec("policy", engine.target, trained, model, None), ranks)
     edge = StreamShardingManager(
         SyncConfig(deadline_s=60.0),

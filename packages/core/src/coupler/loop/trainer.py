@@ -258,5 +258,7 @@ def check_versions(batch: Batch, version: int, max_staleness: int) -> None:
         raise WeightSyncError(
             f"the rollouts hold weights version {version}, and sampled tokens name versions "
             f"{oldest} to {newest}, with max_staleness={max_staleness}.\n"
-            "  look at:  Completion.versions of the rollout"
+            "  this means:  the rollout names wrong versions, or a sync sent it nothing; these "
+            "numbers cannot tell which\n"
+            "  look at:  Completion.versions of the rollout, and sync() of sync.manager"
         )
