@@ -15,6 +15,7 @@ from coupler.run.provenance import installed
 from coupler.system import remembered
 from coupler.system.contained import Answer, Call, Contained
 from coupler.system.installed import entries
+from coupler.system.process_memory import resident_bytes
 from coupler.system.remembered import Question, Remembered
 from coupler.system.shapes import WrongShape, each_of, fits
 from coupler.system.user_cache import read_cached, write_cached
@@ -105,6 +106,19 @@ def test_what_a_call_leaves_ends_with_it(tmp_path: Path) -> None:
     while _is_alive(int((tmp_path / "left").read_text())):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError, ProcessLookupError])
+def test_a_process_that_ends_while_it_is_looked_at_has_no_memory(
+    error: type[OSError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The supervisor ended over it, and the call was blamed."""
+
+    def gone(self: Path) -> str:
+        raise error(self)
+
+    monkeypatch.setattr(Path, "read_text", gone)
+    assert resident_bytes(os.getpid()) == 0
 
 
 def test_close_ends_calls_that_hang() -> None:

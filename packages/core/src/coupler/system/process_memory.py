@@ -11,5 +11,9 @@ def resident_bytes(pid: int | str = "self") -> int:
 
     The answer is 0 where there is no such process, or the system has no /proc.
     """
-    statm = Path(f"/proc/{pid}/statm")
-    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
+    try:
+        pages = Path(f"/proc/{pid}/statm").read_text().split()[1]
+    # It may end while it is read.
+    except (OSError, IndexError):
+        return 0
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
