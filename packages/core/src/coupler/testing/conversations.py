@@ -296,5 +296,6 @@ async def check_recording(
             break
     rows = conversation.close()
     check_rows(rows, rollout.answered)
-    assert len({request.seed for request in rollout.requests}) == len(rollout.requests)
+    seeds = [request.seed for request in rollout.requests]
+    assert len(set(seeds)) == len(seeds), f"two turns of an episode have one seed: {seeds}"
     return conversation
