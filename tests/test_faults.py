@@ -17,7 +17,7 @@ SAMPLES = {
     "disks": 6,
     "hostile_files": 8,
     "plugins": 6,
-    "processes": 2,
+    "processes": 1,
     "rewards": 6,
     "run_folders": 6,
     "sampling": 60,

@@ -101,10 +101,13 @@ def died_within(served: Served, story: Callable[[], Any]) -> None:
 
 @pytest.mark.parametrize("name", ["manager", "detokenizer"])
 def test_killed_while_idle(fresh: Served, name: str) -> None:
+    async def noticed() -> None:
+        while True:
+            await fresh.rollout.pause(InFlight.DRAIN)
+            await asyncio.sleep(0.1)
+
     async def story() -> Any:
-        start = kill(process(fresh.rollout, name))
-        await asyncio.sleep(1)
-        return start, fresh.rollout.pause(InFlight.DRAIN)
+        return kill(process(fresh.rollout, name)), noticed()
 
     died_within(fresh, story)
 
