@@ -8,7 +8,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from coupler import RolloutConfig
-from coupler.engine_kit.inference.quantization import check_quantization
 from coupler.interfaces import NO_EFFECT, no_effect
 
 # These server arguments decide what tokens, log-probs, versions and memory mean. Each
@@ -189,11 +188,26 @@ class SGLangConfig(RolloutConfig):
                 f"{self.data_parallel}: set one of them lower."
             )
         if self.quantization:
-            check_quantization(self.quantization, QUANTIZATIONS, self.dtype, self.max_lora_rank)
+            self._check_quantization()
         if self.server:
             self._check_server()
         if taken := sorted(OURS.keys() & self.extra_args.keys()):
             raise ValueError(not_yours(taken[0]))
+
+    def _check_quantization(self) -> None:
+        given = f"rollout.quantization={self.quantization}"
+
+        if self.quantization not in QUANTIZATIONS:
+            raise ValueError(
+                f"{given} is none of {', '.join(QUANTIZATIONS)}: set one of them, or leave it out."
+            )
+        if self.dtype is Precision.FP32:
+            raise ValueError(f"{given} starts from 16 bits: set rollout.dtype=bf16.")
+        if self.max_lora_rank:
+            raise ValueError(
+                f"{given} takes no adapter apart from the weights: set rollout.max_lora_rank=0, "
+                "so that every sync brings the sum."
+            )
 
     def _check_server(self) -> None:
         if self.mode is not Mode.SERVER:

@@ -7,7 +7,6 @@ from enum import StrEnum
 from typing import Any
 
 from coupler import RolloutConfig
-from coupler.engine_kit.inference.quantization import check_quantization
 from coupler.interfaces import no_effect
 
 # These engine arguments decide what tokens, log-probs and versions mean. Each maps to
@@ -153,7 +152,7 @@ class VLLMConfig(RolloutConfig):
             )
 
         if self.quantization:
-            check_quantization(self.quantization, QUANTIZATIONS, self.dtype, self.max_lora_rank)
+            self._check_quantization()
         if taken := sorted(OURS.keys() & self.extra_args.keys()):
             key = OURS[taken[0]]
             if key:
@@ -161,6 +160,21 @@ class VLLMConfig(RolloutConfig):
             else:
                 hint = "leave it out, since log-probs and weight updates depend on it"
             raise ValueError(f"rollout.extra_args.{taken[0]} is not yours to set: {hint}.")
+
+    def _check_quantization(self) -> None:
+        given = f"rollout.quantization={self.quantization}"
+
+        if self.quantization not in QUANTIZATIONS:
+            raise ValueError(
+                f"{given} is none of {', '.join(QUANTIZATIONS)}: set one of them, or leave it out."
+            )
+        if self.dtype is Precision.FP32:
+            raise ValueError(f"{given} starts from 16 bits: set rollout.dtype=bf16.")
+        if self.max_lora_rank:
+            raise ValueError(
+                f"{given} takes no adapter apart from the weights: set rollout.max_lora_rank=0, "
+                "so that every sync brings the sum."
+            )
 
 
 def bad_temperature(key: str, value: float) -> str:
