@@ -33,7 +33,7 @@ from coupler.testing.conformance.test_engine import (
 )
 from coupler.testing.models import NUM_SPECIAL, rewrite
 from coupler.testing.ranks import Arrays, World
-from coupler.testing.reference import Reference
+from coupler.testing.reference import Gradient, Reference
 from coupler.testing.subject import Subject
 
 # Sequences that end before, at and after the usual sizes of tiles and windows. The
@@ -303,18 +303,26 @@ def test_a_crowd_of_sequences_equals_the_reference(
     mild = weighted(batch.with_seqs(temperature=np.ones(CROWD, np.float32)))
     near = long_model.outputs(mild)["logprobs"].astype(np.float32)
     mild = mild.with_tokens(rollout_logprobs=near)
-    grads, metrics, _ = long_worlds(1, max_tokens_per_gpu=LONGEST).gradient([mild], SURROGATE)
     gradient = long_model.gradient(mild, losses.surrogate)
-    assert_metrics(metrics, gradient.metrics)
-    for name, true in gradient.grads.items():
+    for tokens in (LONGEST, BUDGET):  # equal sequences apart, and in one micro-batch
+        world = long_worlds(1, max_tokens_per_gpu=tokens)
+        grads, metrics, _ = world.gradient([mild], SURROGATE)
+        assert_metrics(metrics, gradient.metrics)
+        assert_gradient_of_a_crowd(grads, gradient, long_model.padding, tokens)
+
+
+def assert_gradient_of_a_crowd(
+    grads: Arrays, want: Gradient, padding: int | None, tokens: int
+) -> None:
+    for name, true in want.grads.items():
         # transformers leaves the input row of the padding token as it is. Another
         # implementation may train it.
         rows = np.full(len(true), True)
-        if "embed_tokens" in name and long_model.padding is not None:
-            rows[long_model.padding] = False
+        if "embed_tokens" in name and padding is not None:
+            rows[padding] = False
         off = float(np.abs(grads[name][rows] - true[rows]).max() / np.abs(true[rows]).max())
-        limit = LONG_GRADIENT * gradient.tolerance
-        expect.below(off, limit, f"the error of the gradient of {name}, as a share,")
+        what = f"the error of the gradient of {name}, as a share, at {tokens} tokens a micro-batch"
+        expect.below(off, LONG_GRADIENT * want.tolerance, what)
 
 
 # --- files
