@@ -23,6 +23,7 @@ from coupler_rollout_sglang.arguments import GIB, bytes_per_token, text_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 CACHE_GIB = 1.0
+FIRST_KERNEL_S = 300.0
 
 
 def serve(reference: TransformersReference, **settings: object) -> Served:
@@ -59,11 +60,11 @@ def push(served: Served, weights: list[Named]) -> None:
     assert found == {name: checksum(tensor) for name, tensor in weights}
 
 
-def generate(served: Served, *requests: Request) -> list[Completion]:
+def generate(served: Served, *requests: Request, deadline_s: float = 60.0) -> list[Completion]:
     async def together() -> list[Completion]:
         return await asyncio.gather(*map(served.rollout.generate, requests))
 
-    return served.run(together)
+    return served.run(together, deadline_s)
 
 
 def difference(reference: TransformersReference, request: Request, done: Completion) -> float:
@@ -230,11 +231,16 @@ def test_experts_arrive(tmp_path: Path, quantization: str) -> None:
     reference = TransformersReference(write_qwen3_moe(tmp_path / "moe"))
     served = serve(reference, quantization=quantization)
     try:
+        # The first use of an expert kernel compiles it.
+        requests = [Request((5, 6, 7 + i), 24, seed=i) for i in range(8)]
+        generate(served, requests[0], deadline_s=FIRST_KERNEL_S)
         for factor in (0.5, 1.0):
             _, receipt = served.push(iter(tensors(reference, factor)))
             assert (receipt.missing, receipt.unexpected) == ((), ())
-        request = Request((5, 6, 7), 12, seed=3)
-        limit = 0.5 if quantization else 0.15
-        assert difference(reference, request, generate(served, request)[0]) < limit
+            done = generate(served, *requests)
+            found = [difference(reference, r, d) for r, d in zip(requests, done, strict=True)]
+            # A router that is nearly undecided may choose otherwise in bf16.
+            limit = 0.5 if quantization else 0.1
+            assert np.median(found) < limit if factor == 1.0 else np.median(found) > 1.0, found
     finally:
         served.close()
