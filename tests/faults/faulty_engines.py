@@ -197,7 +197,7 @@ CHANGED = {
     "shifted": lambda c, m: np.where(m, np.roll(c, 1), 0.0),
     "under_the_mask": lambda c, m: np.where(m, c, -1.0),
     "log2": lambda c, m: c / np.log(2),
-    "clamped": lambda c, m: np.clip(c, -6.0, 6.0),
+    "clamped": lambda c, m: np.clip(c, -3.0, 3.0),
     "off_by_a_little": lambda c, m: np.where(m, c + 5e-4, 0.0),
     "zero": lambda c, m: np.zeros_like(c),
 }
