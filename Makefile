@@ -1,6 +1,6 @@
 # Two commands on a bare machine with Python 3.11 to 3.13: `make quickstart` and `make test`. Everything stays in this folder, but for the cache of downloads.
 PYTHON ?= python3
-PACKAGES := rollout-vllm rollout-sglang engine-megatron core engine-fsdp algos
+PACKAGES := rollout-vllm rollout-sglang engine-megatron core engine-fsdp algos agents
 UV := .tools/bin/uv
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
@@ -60,6 +60,7 @@ KIT_engine-megatron := --coupler engine=megatron $(addprefix --coupler engine=me
 KIT_algos := --coupler algorithm=grpo --coupler algorithm=rloo --coupler algorithm=ppo --coupler algorithm=sft
 KIT_rollout-vllm := --coupler engine=fsdp --coupler rollout=vllm -k 'test_rollout or test_pair'
 SYNC_rollout-vllm := --extra cpu
+SYNC_agents := --extra gateway
 KIT_rollout-sglang := --coupler engine=fsdp --coupler rollout=sglang -k 'test_rollout or test_pair'
 SYNC_rollout-sglang := --extra cpu
 # SGLang on the CPU: a stand-in for its kernels
@@ -75,7 +76,10 @@ OUTSIDE := $(patsubst %,tests/test_%.py,ray replicas interpreters packaging exam
 FAULTS := $(patsubst %,packages/rollout-vllm/tests/test_%.py,faults ray)
 SUITE_rollout-vllm := $(FAULTS:%=--ignore=%)
 
-$(PACKAGES:%=test-%): test-%: suite-% kit-%
+# agents brings nothing yet that the kit checks
+KITS := $(filter-out agents,$(PACKAGES))
+$(KITS:%=test-%): test-%: suite-% kit-%
+test-agents: suite-agents
 test-rollout-vllm: faults-rollout-vllm
 
 suite-%: .envs/%/.synced

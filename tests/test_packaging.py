@@ -24,6 +24,7 @@ FOLDERS = {
     "coupler-rollout-vllm": "rollout-vllm",
     "coupler-rollout-sglang": "rollout-sglang",
     "coupler-algos": "algos",
+    "coupler-agents": "agents",
 }
 # imports of distributions that a package does not ask for, and why it works
 WITHOUT_DECLARATION = {
@@ -44,6 +45,7 @@ WITHOUT_DECLARATION = {
     "coupler-engine-megatron": {"numpy": "comes with coupler-core, whose batches it is"},
     "coupler-algos": {"numpy": "comes with coupler-core, whose batches it is"},
     "coupler-rollout-vllm": {},
+    "coupler-agents": {},
     "coupler-rollout-sglang": {
         "sgl_kernel": "comes with SGLang; the doctor tries in a function whether it loads",
     },
@@ -59,7 +61,9 @@ OF_TORCH = tuple(f"coupler.engine_kit.inference.{name}" for name in ("checksums"
 WITHOUT_BACKEND = {
     "coupler-rollout-vllm": {"vllm", "torch"},
     "coupler-rollout-sglang": {"sglang", "torch"},
+    "coupler-agents": {"aiohttp", "orjson"},
 }
+WITHOUT_PLUGIN = {"coupler-agents"}
 PROBE = """
 import importlib, pkgutil, sys
 package = importlib.import_module(sys.argv[1])
@@ -247,7 +251,7 @@ def test_a_plugin_works_alone(
     kinds = {
         line.split()[0] for line in call(python, "-c", LISTING).splitlines() if f" {name} " in line
     }
-    assert kinds & {"engine", "algorithm", "rollout"}
+    assert kinds & {"engine", "algorithm", "rollout"} or name in WITHOUT_PLUGIN
 
 
 def installed_alone(uv: str, name: str, wheels: dict[str, ZipFile], folder: Path) -> str:

@@ -1,0 +1,1 @@
+"""Train agents over several turns: with tools, in environments, or as programs."""
