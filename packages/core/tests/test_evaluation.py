@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from coupler.conversation.packing import Sample
+from coupler.conversation.tree import Row as Path
 from coupler.data import Prompt, Row
 from coupler.interfaces import Completion, Request
 from coupler.loop.evaluator import Evaluator
-from coupler.loop.sampler import ScoredCompletion
 from coupler.metrics import values
 
 SAMPLES = {  # row: (reward, answer) of its valid samples, of three
@@ -29,11 +30,12 @@ class Scripted:
     def __init__(self, reads: bool) -> None:
         self.reads = reads
 
-    async def sample(self, prompt: Prompt, *_: Any, **__: Any) -> list[ScoredCompletion]:
+    async def sample(self, prompt: Prompt, *_: Any, **__: Any) -> list[Sample]:
         done = Completion((1, 2), (0.0, 0.0), (0, 0), "stop")
+        rows = (Path.of_one_turn(prompt.ids, done),)
         found = SAMPLES[prompt.row.index]
         return [
-            ScoredCompletion(prompt, done, reward, answer if self.reads else None)
+            Sample(prompt, rows, reward, "", "stop", answer if self.reads else None)
             for reward, answer in found
         ]
 

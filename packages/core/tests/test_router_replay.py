@@ -17,6 +17,8 @@ from toy_run import ToyRun
 from coupler.batch import Batch
 from coupler.config.compose import compose
 from coupler.config.schema import Job, RouterReplay, RunConfig, SamplingConfig
+from coupler.conversation.packing import Sample, pack
+from coupler.conversation.tree import Row as Path
 from coupler.data import Prompt, Row
 from coupler.errors import ConfigError, CouplerError
 from coupler.executors import Local
@@ -24,7 +26,6 @@ from coupler.executors.waits import Waits
 from coupler.interfaces import Completion, Loss, Model, Output, Rank, Request, StepInfo
 from coupler.jobs.train import unreplayed
 from coupler.loop.rollout_group import RolloutGroup
-from coupler.loop.sampler import ScoredCompletion, pack
 from coupler.metrics import Metrics
 from coupler.plugins.manager import Plugins
 from coupler.run.plan import make_plan
@@ -146,7 +147,8 @@ def completion(**changes: Any) -> Completion:
 
 def packed(routes: np.ndarray) -> Batch:
     prompt = Prompt(Row(prompt="", answer="", index=0, extra={}), (1, 2, 3))
-    return pack([ScoredCompletion(prompt, completion(routed_experts=routes), 1.0)], 0, 1, 1.0)
+    path = Path.of_one_turn(prompt.ids, completion(routed_experts=routes))
+    return pack([Sample(prompt, (path,), 1.0, "", "stop")], 0, 1, 1.0)
 
 
 def test_routes_of_another_number_of_tokens_are_an_error() -> None:

@@ -16,13 +16,14 @@ from coupler.batch import Batch
 from coupler.batch.batch import concat
 from coupler.batch.columns import loss_columns
 from coupler.config.schema import RunConfig, SamplingConfig
+from coupler.conversation.packing import Sample, pack
+from coupler.conversation.tree import Row as Path
 from coupler.data import Prompt, Row
 from coupler.errors import CouplerError, WeightSyncError
 from coupler.executors import Local
 from coupler.executors.waits import Waits
 from coupler.interfaces import Completion, Model, Rank, Request
 from coupler.loop.rollout_group import RolloutGroup
-from coupler.loop.sampler import ScoredCompletion, pack
 from coupler.testing.models import write_toy
 from coupler.testing.toy import ToyAlgorithm, ToyEngine, ToyRollout
 from coupler.testing.toy_config import ToyRolloutConfig
@@ -93,7 +94,9 @@ def packed(mask: np.ndarray | None, tokens: tuple[int, ...] = (7, 8)) -> Batch:
     prompt = Prompt(Row("", "", 0, {}), (5, 6, 7))
     size = len(tokens)
     done = Completion(tokens, (0.0,) * size, (0,) * size, "stop", sampling_mask=mask)
-    return pack([ScoredCompletion(prompt, done, 1.0)], 0, 1, 1.0)
+    return pack(
+        [Sample(prompt, (Path.of_one_turn(prompt.ids, done),), 1.0, "", done.finish)], 0, 1, 1.0
+    )
 
 
 def test_a_row_is_about_predicting_its_token() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from math import inf
 from typing import Any
@@ -29,6 +29,8 @@ def problems(config: RunConfig, job: Job) -> Iterator[str]:
     if not config.run_dir:
         yield "run_dir is empty: set it to a folder for logs and checkpoints."
 
+    if config.environment:
+        yield from _environment_problems(config)
     evaluates = does_evaluate(config, job)
     if not config.data.source and job is not Job.EVAL:
         yield "data.source is empty: set it to a .jsonl or .parquet file, or to pkg.mod:function."
@@ -37,7 +39,7 @@ def problems(config: RunConfig, job: Job) -> Iterator[str]:
             "eval.data.source is empty: set it to the rows to evaluate on, a file or "
             "pkg.mod:function."
         )
-    if not config.reward.target and job is not Job.SFT:
+    if not config.reward.target and not config.environment and job is not Job.SFT:
         yield "reward.target is empty: set it to pkg.mod:function or file.py:function."
 
     if evaluates and config.eval.top_p < 1 and config.eval.temperature == 0:
@@ -59,6 +61,22 @@ def problems(config: RunConfig, job: Job) -> Iterator[str]:
         yield from _training_problems(config)
     elif job is Job.SFT:
         yield from _supervised_problems(config)
+
+
+def _environment_problems(config: RunConfig) -> Iterator[str]:
+    yield from _out_of_range(config.environment, "environment.")
+    limit, prompt = config.environment.max_tokens, config.data.max_prompt_tokens
+    if 0 < limit <= prompt:
+        yield (
+            f"environment.max_tokens={limit} leaves no token for an answer to the longest prompt: "
+            f"set it above data.max_prompt_tokens={prompt}, or that lower."
+        )
+    for key, data in (("data", config.data), ("eval.data", config.eval.data)):
+        if data.control_tokens:
+            yield (
+                f"{key}.control_tokens=true: environment={config.environment.name} renders every "
+                "turn with the chat template, and text of messages stays text; leave it out."
+            )
 
 
 def _out_of_range(section: Any, start: str) -> Iterator[str]:
@@ -132,6 +150,15 @@ def _length_problems(config: RunConfig, trains: bool, evaluates: bool) -> Iterat
     sampled, evaluated = config.sampling.max_tokens, config.eval.max_tokens
     completion = "eval.max_tokens" if evaluated else "sampling.max_tokens"
 
+    if config.environment:
+        limit = config.environment.max_tokens
+        keys = "environment.max_tokens" if limit else "what environment.max_tokens=0 stands for"
+        lengths = [("rollout", keys, episode_tokens(config))]
+        if evaluates:
+            lengths.append((evaluating(config), keys, episode_tokens(config)))
+        yield from _too_long(config, lengths)
+        return
+
     lengths: list[tuple[str, str, int]] = []
     if trains:
         keys = "data.max_prompt_tokens + sampling.max_tokens"
@@ -141,6 +168,18 @@ def _length_problems(config: RunConfig, trains: bool, evaluates: bool) -> Iterat
         longest = config.eval.data.max_prompt_tokens + (evaluated or sampled)
         lengths.append((evaluating(config), keys, longest))
 
+    yield from _too_long(config, lengths)
+
+
+def episode_tokens(config: RunConfig) -> int:
+    """Return the most tokens of an episode of the environment."""
+    settings = config.environment
+    turn = max(config.sampling.max_tokens, config.eval.max_tokens)
+    prompt = max(config.data.max_prompt_tokens, config.eval.data.max_prompt_tokens)
+    return settings.max_tokens or prompt + settings.max_turns * turn
+
+
+def _too_long(config: RunConfig, lengths: Sequence[tuple[str, str, int]]) -> Iterator[str]:
     for path, keys, longest in lengths:
         rollout = section(config, path)
         option, limit = rollout.sequence_limit if rollout else ("", 0)
@@ -210,6 +249,11 @@ def _training_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _supervised_problems(config: RunConfig) -> Iterator[str]:
+    if config.environment:
+        yield (
+            f"environment={config.environment.name} is of coupler train and coupler eval: leave "
+            "it out."
+        )
     for key, usual in (("max_staleness", 0), ("epochs_per_batch", 1)):
         if (value := getattr(config, key)) != usual:
             yield f"{key}={value} is of coupler train, for batches of samples: leave it out."

@@ -20,6 +20,7 @@ SECTIONS = {
     "engine": "engine",
     "rollout": "rollout",
     "algorithm": "algorithm",
+    "environment": "environment",
     "critic.engine": "engine",
     "eval.rollout": "rollout",
 }

@@ -30,11 +30,16 @@ class Sandbox(StrEnum):
     OFF = "off"
 
 
-# The sections that each job needs.
+# The sections that each job needs, and those that it may have.
 JOBS = {
     Job.TRAIN: ("engine", "rollout", "algorithm"),
     Job.SFT: ("engine", "algorithm"),
     Job.EVAL: ("engine", "rollout"),
+}
+MAY_HAVE = {
+    Job.TRAIN: ("critic.engine", "eval.rollout", "environment"),
+    Job.SFT: (),
+    Job.EVAL: ("environment",),
 }
 
 
@@ -331,12 +336,15 @@ class RouterReplay(StrEnum):
 class RunConfig:
     """All options of a run.
 
-    Those of ``engine``, ``rollout`` and ``algorithm`` come from plugins.
+    Those of ``engine``, ``rollout``, ``algorithm`` and ``environment`` come from
+    plugins.
     """
 
     engine: Any = None
     rollout: Any = None
     algorithm: Any = None
+    environment: Any = None
+    """The environment that plays the episodes; without one, each is one completion."""
     trackers: list[str] = field(default_factory=lambda: ["console", "jsonl"], metadata=NO_EFFECT)
     """The backends that write the run's metrics."""
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -5,12 +5,12 @@ was fed and sampled. A :class:`Renderer` turns messages of one model into ids an
 """
 
 from coupler.conversation.bridge import TemplateRenderer
-from coupler.conversation.limits import ConversationOver, Ended, Limits
-from coupler.conversation.messages import Message
-from coupler.conversation.recorder import Conversation, Generates, Reply
+from coupler.conversation.limits import ConversationOver, Limits
+from coupler.conversation.recorder import Conversation, Generates
 from coupler.conversation.rendering import Malformed, Parsed, ReadsCalls, Renderer
 from coupler.conversation.tree import Row
 from coupler.data import Codec
+from coupler.interfaces import Ended, Message, Reply
 
 __all__ = [
     "Codec",

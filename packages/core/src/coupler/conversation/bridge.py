@@ -20,7 +20,7 @@ import numpy as np
 
 from coupler.batch.trajectory import Segment
 from coupler.conversation.chat_template import ChatTemplate, Unproved
-from coupler.conversation.messages import Message, became
+from coupler.conversation.messages import became
 from coupler.conversation.reading import (
     TOOL,
     USER,
@@ -33,6 +33,7 @@ from coupler.conversation.reading import (
 from coupler.conversation.rendering import Malformed, Parsed, ReadsCalls
 from coupler.data.templates import Codec
 from coupler.errors import ConfigError, CouplerError
+from coupler.interfaces import Message
 
 TAIL = 16  # tokens of a prompt that may open reasoning
 ID_DIGITS = 9

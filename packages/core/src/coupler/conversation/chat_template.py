@@ -10,12 +10,13 @@ from typing import Any
 from jinja2 import Template, TemplateError
 
 from coupler.batch.trajectory import Origin, Segment
-from coupler.conversation.messages import Message, shared, tidy
+from coupler.conversation.messages import shared, tidy
 from coupler.data.control import PlainText
 from coupler.data.sandbox import Sandbox
 from coupler.data.templates import MARK, Codec
 from coupler.data.traced import TEMPLATE, TEXT, Traced, trace
 from coupler.errors import CouplerError
+from coupler.interfaces import Message
 
 
 class Unproved(Exception):

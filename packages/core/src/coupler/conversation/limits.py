@@ -1,29 +1,11 @@
-"""Bound a conversation, and name how it ended."""
+"""Bound a conversation."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from enum import StrEnum
 
 from coupler.errors import ConfigError, CouplerError
-
-
-class Ended(StrEnum):
-    """How an episode ended."""
-
-    # the policy or the caller had nothing more to say
-    STOP = "stop"
-    # a turn was cut by its limit of tokens
-    LENGTH = "length"
-    # one of the limits of an episode was reached
-    TURNS = "turns"
-    TOKENS = "tokens"
-    SECONDS = "seconds"
-    CALLS = "calls"
-    # the caller gave up over a tool call that could not be read
-    PARSE = "parse"
-    # the caller or the rollout went away
-    CUT = "cut"
+from coupler.interfaces import Ended
 
 
 @dataclass(frozen=True, slots=True)

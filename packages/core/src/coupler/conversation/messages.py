@@ -14,10 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from coupler.errors import CouplerError
+from coupler.interfaces import Message
 
-# A chat message in the shape of OpenAI: role, content, tool_calls, tool_call_id, name
-# and reasoning_content.
-Message = Mapping[str, Any]
 SHOWN = 40  # characters of a text in a sentence
 MAX_DEPTH = 64  # levels of arguments
 

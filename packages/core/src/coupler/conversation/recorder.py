@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from typing import Any, Protocol
 
 from coupler.batch.trajectory import Origin, Segment
-from coupler.conversation.limits import ConversationOver, Ended, Limits
-from coupler.conversation.messages import Message, Said, canonical
+from coupler.conversation.limits import ConversationOver, Limits
+from coupler.conversation.messages import Said, canonical
 from coupler.conversation.rendering import Renderer
 from coupler.conversation.tree import Row, Tree, Turn, digest
 from coupler.errors import CouplerError
-from coupler.interfaces import Completion, Request
+from coupler.interfaces import Completion, Ended, Message, Reply, Request
 from coupler.metrics import Metric, Metrics
 from coupler.system.seeding import derive
 
@@ -28,25 +28,6 @@ class Generates(Protocol):
     async def generate(self, request: Request) -> Completion:
         """Sample one completion."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """The answer to a request for a turn.
-
-    Attributes:
-        message: the message that the policy sampled.
-        finish: how the turn ended: stop, length or abort.
-        ended: how the conversation ended, None if it goes on.
-        usage: tokens of the prompt and of the completion.
-        malformed: the reason why a tool call in the content could not be read.
-    """
-
-    message: Message
-    finish: str
-    ended: Ended | None
-    usage: tuple[int, int]
-    malformed: str = ""
 
 
 class Conversation:

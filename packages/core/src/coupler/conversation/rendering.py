@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from coupler.batch.trajectory import Segment
-from coupler.conversation.messages import Message
+from coupler.interfaces import Message
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,10 +54,10 @@ class Turn:
 
     def begins(self, prompt: tuple[int, ...]) -> bool:
         """Return whether ``prompt`` starts with what this turn was fed and sampled."""
-        sampled = self.completion.tokens
+        tokens = self.completion.tokens
         end = len(self.ids)
-        fed = end - len(sampled)
-        return digest(prompt[:fed]) == self.prompt and prompt[fed:end] == sampled
+        fed = end - len(tokens)
+        return digest(prompt[:fed]) == self.prompt and prompt[fed:end] == tokens
 
     @property
     def history(self) -> list[Said]:
@@ -73,10 +73,18 @@ class Row:
         trajectory: its segments. A sampled turn is ``SAMPLED`` in the first row that
             holds it, and ``PROMPT`` in the others.
         completions: the completions along the path, in order.
+        trained: those of them that are ``SAMPLED`` in this row.
     """
 
     trajectory: Trajectory
     completions: tuple[Completion, ...]
+    trained: tuple[Completion, ...]
+
+    @classmethod
+    def of_one_turn(cls, prompt: tuple[int, ...], done: Completion) -> Row:
+        """Return the row of an episode of a single turn."""
+        segments = (Segment(prompt, Origin.PROMPT), sampled(done))
+        return cls(Trajectory(segments), (done,), (done,))
 
 
 class Tree:
@@ -163,12 +171,13 @@ class Tree:
         trained: set[int] = set()
         made = tuple(self._row(leaf, trained) for leaf in self.turns if not leaf.children)
 
-        sampled = sum(len(turn.completion.tokens) for turn in self.turns)
-        assert sum(len(row.trajectory.sampled) for row in made) == sampled
+        total = sum(len(turn.completion.tokens) for turn in self.turns)
+        assert sum(len(row.trajectory.sampled) for row in made) == total
         return made
 
     def _row(self, leaf: Turn, trained: set[int]) -> Row:
         segments: list[Segment] = []
+        mine: list[Completion] = []
         for turn in leaf.path:
             segments += turn.segments
             fed = tuple(i for segment in segments for i in segment.ids)
@@ -178,16 +187,16 @@ class Tree:
             if id(turn) in trained:
                 segments.append(Segment(done.tokens, Origin.PROMPT))
             else:
-                segments.append(
-                    Segment(
-                        done.tokens,
-                        Origin.SAMPLED,
-                        done.logprobs,
-                        done.versions,
-                    )
-                )
+                segments.append(sampled(done))
+                mine.append(done)
             trained.add(id(turn))
-        return Row(Trajectory(tuple(segments)), tuple(turn.completion for turn in leaf.path))
+        path = tuple(turn.completion for turn in leaf.path)
+        return Row(Trajectory(tuple(segments)), path, tuple(mine))
+
+
+def sampled(done: Completion) -> Segment:
+    """Return the segment that trains a completion."""
+    return Segment(done.tokens, Origin.SAMPLED, done.logprobs, done.versions)
 
 
 def digest(ids: Sequence[int]) -> bytes:

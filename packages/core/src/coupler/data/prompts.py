@@ -4,14 +4,14 @@ trajectories.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from coupler.batch.trajectory import Origin, Segment, Trajectory
 from coupler.config.schema import DataConfig
 from coupler.data.dataset import Row
-from coupler.data.templates import Codec
+from coupler.data.templates import Codec, messages_of
 from coupler.errors import CouplerError, DataError
 
 T = TypeVar("T")
@@ -19,10 +19,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A row with its prompt as token ids."""
+    """A row with its prompt as token ids.
+
+    Attributes:
+        messages: the prompt, after the system prompt where there is one.
+    """
 
     row: Row
     ids: tuple[int, ...]
+    messages: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +53,10 @@ def encode_prompts(
         DataError: a prompt is too long and ``config.drop_overlong`` is false, all are,
             or one cannot be rendered.
     """
-    prompts = [Prompt(row, _ids(row, codec, config)) for row in rows]
+    prompts = [
+        Prompt(row, _ids(row, codec, config), messages_of(row.prompt, config.system_prompt))
+        for row in rows
+    ]
 
     option = f"{key}.max_prompt_tokens="
     limits = [

@@ -75,16 +75,8 @@ class Codec:
                 )
             return self._encode(prompt, control_tokens, add_special_tokens=True)
 
-        messages = (
-            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        )
-        if system_prompt:
-            if messages[0]["role"] == "system":
-                raise CouplerError(
-                    "it has a system message of its own.\n  try:  data.system_prompt=''"
-                )
-            messages.insert(0, {"role": "system", "content": system_prompt})
-        return self._encode(self._render(messages, generate=True), control_tokens)
+        messages = messages_of(prompt, system_prompt)
+        return self._encode(self._render(list(messages), generate=True), control_tokens)
 
     def target_ids(self, text: str, *, control_tokens: bool = False) -> tuple[int, ...]:
         """Encode ``text`` as the policy would have sampled it after a prompt, with the
@@ -239,6 +231,20 @@ class Codec:
             return read_json(path) if path.is_file() else {}
         except DamagedFile as error:
             raise CouplerError(f"{error}\n  try:  saving the model again") from None
+
+
+def messages_of(prompt: str | Messages, system_prompt: str) -> Messages:
+    """Return a prompt as messages, after the system prompt where there is one.
+
+    Raises:
+        CouplerError: the prompt has a system message, too.
+    """
+    messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
+    if not system_prompt:
+        return tuple(messages)
+    if messages[0]["role"] == "system":
+        raise CouplerError("it has a system message of its own.\n  try:  data.system_prompt=''")
+    return ({"role": "system", "content": system_prompt}, *messages)
 
 
 def _difference(before: str, after: str, turn: int) -> str:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import cached_property
+from math import inf
 from pathlib import Path
 
+from coupler.config.checks import episode_tokens
 from coupler.config.compose import Composed
 from coupler.config.schema import DataConfig
+from coupler.conversation import Renderer, TemplateRenderer
+from coupler.conversation.episodes import Episodes
 from coupler.data import Codec, Prompt, encode_prompts, load_rows
 from coupler.data.model_folder import model_folder
 from coupler.errors import ConfigError
@@ -17,6 +23,7 @@ from coupler.executors.placement import ROLLOUT
 from coupler.interfaces import (
     Algorithm,
     EngineConfig,
+    Environment,
     Head,
     InFlight,
     Model,
@@ -171,9 +178,47 @@ class Builder:
             log.info(f"{key}: dropped {dropped} prompts that are too long", extra=PLAIN)
         return prompts
 
+    @cached_property
+    def environment(self) -> Environment | None:
+        """The environment of the run, if it has one."""
+        config = self.config.environment
+        if not config:
+            return None
+        made = load_class(self.plugins, "environment", config.name)
+        return made(self.composed.config.environment)
+
+    @cached_property
+    def renderer(self) -> Renderer:
+        """The one that turns messages of an environment into ids, proved."""
+        assert self.environment
+        return TemplateRenderer(
+            self.codec, tools=self.environment.uses_tools, stop=self.config.sampling.stop
+        )
+
     def scorer(self, rollouts: RolloutGroup, rewards: RewardPool) -> Scorer:
-        """Make what samples completions and scores them."""
-        return Scorer(rollouts, rewards, self.codec, self.codec.stop_ids(self.config.sampling.stop))
+        """Make what plays episodes and scores them."""
+        stop = self.codec.stop_ids(self.config.sampling.stop)
+        return Scorer(rollouts, rewards, self.codec, stop, self._episodes(rollouts))
+
+    def _episodes(self, rollouts: RolloutGroup) -> Episodes | None:
+        if not self.environment:
+            return None
+        tokens = min(episode_tokens(self.config), self.codec.max_positions or inf)
+        return Episodes(
+            self.environment, self.config.environment, rollouts, self.renderer, int(tokens)
+        )
+
+    @asynccontextmanager
+    async def environment_set_up(self) -> AsyncIterator[None]:
+        """Hold what the episodes of the environment share."""
+        if not self.environment:
+            yield
+            return
+        try:
+            await self.environment.setup()
+            yield
+        finally:
+            self.environment.close()
 
     def evaluator(self, scorer: Scorer, prompts: list[Prompt]) -> Evaluator:
         """Make what scores held-out ``prompts``, under ``eval.*``."""

@@ -54,7 +54,7 @@ async def _evaluate(builder: Builder) -> dict[str, float]:
         await weights.prove()
 
         scorer = builder.scorer(rollouts, rewards)
-        async with residency("eval", GENERATING):
+        async with builder.environment_set_up(), residency("eval", GENERATING):
             metrics, scored = await builder.evaluator(scorer, prompts).run()
 
         journal.write_samples("eval.jsonl", scored, builder.codec.decode)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from coupler.conversation.packing import Sample
 from coupler.data import Prompt
 from coupler.executors.placement import EVAL_ROLLOUT
 from coupler.interfaces import InFlight, ShardingManager
@@ -14,7 +15,7 @@ from coupler.jobs.device_sharing import share_devices
 from coupler.loop.device_memory import GENERATING, Residency
 from coupler.loop.engine_group import EngineGroup
 from coupler.loop.evaluator import Evaluator
-from coupler.loop.sampler import ScoredCompletion, Scorer
+from coupler.loop.sampler import Scorer
 from coupler.metrics import Metrics
 from coupler.rewards import RewardPool
 from coupler.run.plan import Plan
@@ -34,7 +35,7 @@ class Evaluation:
         if self.weights:
             await self.residency.start("rollout", self.weights.setup)
 
-    async def run(self, step: int) -> tuple[Metrics, list[ScoredCompletion]]:
+    async def run(self, step: int) -> tuple[Metrics, list[Sample]]:
         """Return the metrics of an evaluation after ``step``, and what it scored.
 
         Raises:

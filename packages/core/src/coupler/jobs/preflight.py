@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from coupler.config.compose import Composed
 from coupler.config.options import SECTIONS, section
-from coupler.config.schema import JOBS, ExecutorName, Job, RunConfig
+from coupler.config.schema import JOBS, MAY_HAVE, ExecutorName, Job, RunConfig
 from coupler.errors import ConfigError
 from coupler.executors.classes import check_spelling as look_for
 from coupler.executors.classes import load_class
@@ -22,6 +22,9 @@ from coupler.run.tested import tested_ranges
 from coupler.system.log import get_logger
 
 log = get_logger(__name__)
+
+# kinds whose backends run in this process
+CONTROLLERS = ("tracker", "sharding", "algorithm", "environment")
 
 
 def check_spelling(composed: Composed, plugins: Plugins, job: Job) -> None:
@@ -49,7 +52,7 @@ def import_classes(builder: Builder, job: Job) -> None:
     """
     near = builder.composed.config.executor is ExecutorName.LOCAL
     for kind, name, python in _backends(builder.composed.config, job):
-        if kind in ("tracker", "sharding", "algorithm") or (near and not python):
+        if kind in CONTROLLERS or (near and not python):
             load_class(builder.plugins, kind, name)
 
 
@@ -57,7 +60,7 @@ def _backends(config: RunConfig, job: Job) -> Iterator[tuple[str, str, str]]:
     """Yield kind, name and interpreter of each backend that a job starts."""
     for path, kind in SECTIONS.items():
         inner = section(config, path)
-        if inner and (path in JOBS[job] or (path not in JOBS[Job.TRAIN] and job is Job.TRAIN)):
+        if inner and path in (*JOBS[job], *MAY_HAVE[job]):
             yield kind, inner.name, getattr(inner, "python", "")
     yield from (("tracker", name, "") for name in config.trackers)
     if job is not Job.SFT:
@@ -74,7 +77,7 @@ async def place(builder: Builder, roles: Sequence[Role]) -> None:
     ours = [("tracker", name) for name in config.trackers]
     for path, kind in SECTIONS.items():
         inner = section(config, path)
-        if inner and kind != "algorithm" and inner.python:
+        if inner and kind not in CONTROLLERS and inner.python:
             check_interpreter(kind, inner.name, inner.python, plugins)
         elif inner:
             ours.append((kind, inner.name))

@@ -121,7 +121,7 @@ async def _train(builder: Builder) -> dict[str, float]:
         sampler = _sampler(config, algorithm, stream, scorer, buffer)
 
         trained = {group.spec.role: group for group in (policy, critic) if group}
-        async with session.checkpoints(data) as checkpoints:
+        async with session.checkpoints(data) as checkpoints, builder.environment_set_up():
             steps = _Steps(builder, journal, critic, evaluation, rewards, residency, done)
             trainer = Trainer(
                 config,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -34,6 +34,16 @@ def _again(mini: MiniBatch, steps_later: int) -> MiniBatch:
     """Return the same rows for a pass that comes ``steps_later``."""
     info = replace(mini.info, index=mini.info.index + steps_later)
     return replace(mini, info=info, fresh_version=None)
+
+
+def _mini_batches(batch: Batch, number: int) -> Iterator[np.ndarray]:
+    """Yield the rows of each mini-batch, in their order."""
+    if not batch.has("trajectory"):
+        yield from np.array_split(np.arange(len(batch)), number)
+        return
+    names, first = np.unique(batch["trajectory"], return_index=True)
+    for part in np.array_split(names[np.argsort(first)], number):
+        yield np.flatnonzero(np.isin(batch["trajectory"], part))
 
 
 class EngineGroup:
@@ -135,15 +145,15 @@ class EngineGroup:
         self, batch: Batch, num_steps: int, version: int | None, epochs: int = 1
     ) -> Trained:
         """Take ``num_steps`` optimizer steps per epoch, each over an equal part of the
-        rows.
+        trajectories.
 
         The batch is cut into mini-batches first and into shards second, so that each
-        step has one global normalisation.
+        step has one global normalisation. A trajectory stays in one mini-batch.
         """
         assert self.algorithm, f"role {self.spec.role} is not trained"
         shards: list[list[MiniBatch]] = [[] for _ in range(self.layout.num_shards)]
         num_replicas = 1 + int(batch["replica"].max()) if batch.has("replica") else 1
-        for i, rows in enumerate(np.array_split(np.arange(len(batch)), num_steps)):
+        for i, rows in enumerate(_mini_batches(batch, num_steps)):
             mini = prepare(batch.take(rows), self.algorithm)
             info = step_info(mini, self.steps_done + i)
             for shard, part in zip(shards, mini.split(mini.partition(len(shards))), strict=True):

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from coupler.conversation.packing import Sample
 from coupler.data import Prompt
 from coupler.interfaces import Request
-from coupler.loop.sampler import ScoredCompletion, Scorer
-from coupler.metrics import Metric, Metrics
+from coupler.loop.sampler import Scorer
+from coupler.metrics import Metric, Metrics, merge
 from coupler.system.seeding import derive
 
 
@@ -26,8 +27,8 @@ class Evaluator:
     request: Request
     seed: int
 
-    async def run(self) -> tuple[Metrics, list[ScoredCompletion]]:
-        """Return rewards over all prompts, and the scored completions.
+    async def run(self) -> tuple[Metrics, list[Sample]]:
+        """Return rewards over all prompts, and the scored episodes.
 
         Where rows name several values of ``data_source``, each has metrics of its own.
         A completion without a valid reward counts as 0, because leaving it out would
@@ -49,18 +50,20 @@ class Evaluator:
             for name, metric in _describe(mine, n).items():
                 metrics[f"eval/{source or 'other'}/{name}"] = metric
 
+        played = merge(sample.metrics for group in groups for sample in group)
+        metrics |= {f"eval/{name}": metric for name, metric in played.items()}
         return metrics, [scored for group in groups for scored in group]
 
 
-def _describe(groups: Sequence[Sequence[ScoredCompletion]], n: int) -> Metrics:
+def _describe(groups: Sequence[Sequence[Sample]], n: int) -> Metrics:
     """Return metrics of prompts with ``n`` samples each, some of them invalid."""
     rewards = [np.array([s.reward for s in group] + [0.0] * (n - len(group))) for group in groups]
     scored = [s for group in groups for s in group]
     count = max(len(scored), 1)
     metrics = {
         "reward": Metric(float(sum(r.mean() for r in rewards)), len(rewards)),
-        "completion_tokens": Metric(sum(len(s.completion.tokens) for s in scored), count),
-        "truncated": Metric(sum(s.completion.finish == "length" for s in scored), count),
+        "completion_tokens": Metric(sum(s.num_sampled for s in scored), count),
+        "truncated": Metric(sum(s.truncated for s in scored), count),
     }
 
     if n > 1:
@@ -70,7 +73,7 @@ def _describe(groups: Sequence[Sequence[ScoredCompletion]], n: int) -> Metrics:
     return metrics
 
 
-def _of_majority(group: Sequence[ScoredCompletion]) -> float:
+def _of_majority(group: Sequence[Sample]) -> float:
     """Return the reward of the most frequent answer, or 0 if no sample is valid.
 
     Of several answers that are equally frequent, the first one counts.

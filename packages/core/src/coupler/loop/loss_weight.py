@@ -16,16 +16,16 @@ from coupler.interfaces import Aggregation, Algorithm, StepInfo
 def loss_weight(batch: Batch, aggregation: Aggregation, constant: int = 1) -> np.ndarray:
     """Return weights w, [T] float32, so that a step's loss is ``sum(token_loss * w)``.
 
-    They are 0 outside ``loss_mask``. A sequence without valid tokens counts nowhere. A
-    mini-batch without any has weights of zero.
+    They are 0 outside ``loss_mask``. Rows with equal ``trajectory`` are one sequence
+    here. A sequence without valid tokens counts nowhere. A mini-batch without any has
+    weights of zero.
     """
     mask = batch["loss_mask"].astype(np.float64)
-    valid = batch.sum_by_sequence(mask)  # [B]
-    num_sequences = max(int((valid > 0).sum()), 1)
+    valid, num_sequences = _valid_tokens(batch, mask)
 
     match aggregation:
         case Aggregation.TOKEN_MEAN:
-            per_sequence = np.full(len(batch), 1 / max(valid.sum(), 1))
+            per_sequence = np.full(len(batch), 1 / max(mask.sum(), 1))
         case Aggregation.SEQUENCE_MEAN_TOKEN_MEAN:
             per_sequence = 1 / (num_sequences * np.maximum(valid, 1))
         case Aggregation.SEQUENCE_MEAN_TOKEN_SUM:
@@ -34,6 +34,18 @@ def loss_weight(batch: Batch, aggregation: Aggregation, constant: int = 1) -> np
             per_sequence = np.full(len(batch), 1 / (num_sequences * constant))
 
     return (batch.spread(per_sequence) * mask).astype(np.float32)
+
+
+def _valid_tokens(batch: Batch, mask: np.ndarray) -> tuple[np.ndarray, int]:
+    """Return [B] the valid tokens of each row's trajectory, and the number of
+    trajectories that have any.
+    """
+    valid = batch.sum_by_sequence(mask)
+    of_row = np.arange(len(batch))
+    if batch.has("trajectory"):
+        of_row = np.unique(batch["trajectory"], return_inverse=True)[1]
+    valid = np.bincount(of_row, valid)
+    return valid[of_row], max(int((valid > 0).sum()), 1)
 
 
 def prepare(batch: Batch, algorithm: Algorithm) -> Batch:

@@ -7,50 +7,41 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
-import numpy as np
-
 from coupler.batch import Batch
-from coupler.batch.batch import concat
-from coupler.batch.columns import ROUTED_EXPERTS, SAMPLING_MASK
-from coupler.batch.trajectory import Origin, Segment, Trajectory, columns_of
+from coupler.conversation.episodes import EpisodeFailed, Episodes, Played
+from coupler.conversation.packing import Sample, pack
+from coupler.conversation.tree import Row
 from coupler.data import Codec, Prompt, PromptStream
-from coupler.errors import CouplerError, WeightSyncError
-from coupler.interfaces import Algorithm, Completion, Request
+from coupler.interfaces import Algorithm, Outcome, Request, Task
 from coupler.loop.buffer import Buffer
 from coupler.loop.rollout_group import RolloutGroup
 from coupler.metrics import Metric, Metrics, merge
-from coupler.rewards import Invalid, RewardPool
+from coupler.rewards import Invalid, RewardPool, Scored, judged
 from coupler.system.seeding import derive
 
 
-@dataclass(frozen=True, slots=True)
-class ScoredCompletion:
-    """One sampled completion with its reward."""
-
-    prompt: Prompt
-    completion: Completion
-    reward: float
-    # the answer that the reward function read, if it returns one
-    answer: str | None = None
-
-    def trajectory(self) -> Trajectory:
-        """Return the prompt and the completion as segments."""
-        done = self.completion
-        sampled = Segment(done.tokens, Origin.SAMPLED, done.logprobs, done.versions)
-        return Trajectory((Segment(self.prompt.ids, Origin.PROMPT), sampled))
-
-
 class Scorer:
-    """Samples completions of a prompt and scores each, for training and evaluation."""
+    """Plays episodes of a prompt and scores each, for training and evaluation.
+
+    Args:
+        episodes: those of the run's environment. None for completions of one turn.
+    """
 
     def __init__(
-        self, rollouts: RolloutGroup, rewards: RewardPool, codec: Codec, stop: tuple[int, ...]
+        self,
+        rollouts: RolloutGroup,
+        rewards: RewardPool,
+        codec: Codec,
+        stop: tuple[int, ...],
+        episodes: Episodes | None = None,
     ) -> None:
         self.rollouts, self.rewards, self.codec, self.stop = rollouts, rewards, codec, stop
+        self.episodes = episodes
         self.names = count()
 
     async def sample(
@@ -60,10 +51,11 @@ class Scorer:
         request: Request,
         *,
         groups: int,
-    ) -> list[ScoredCompletion]:
-        """Return one scored completion per seed, without those of invalid rewards.
+    ) -> list[Sample]:
+        """Return one scored episode per seed, without those of invalid rewards.
 
-        The reward pool counts the invalid ones.
+        The reward pool counts the invalid ones. Where an episode failed, all of the
+        prompt are played again, ``environment.retries`` times.
 
         Args:
             request: what is asked for, but for prompt, stop tokens, seed and session.
@@ -71,31 +63,71 @@ class Scorer:
                 to load all replicas evenly, a call's completions come from one replica,
                 which computes the prompt once.
         """
+        if not self.episodes:
+            return await self._group(prompt, seeds, request, groups)
+        for _ in range(self.episodes.config.retries):
+            with suppress(EpisodeFailed):
+                return await self._group(prompt, seeds, request, groups)
+        return await self._group(prompt, seeds, request, groups)
+
+    async def _group(
+        self, prompt: Prompt, seeds: list[int], request: Request, groups: int
+    ) -> list[Sample]:
         router, session = self.rollouts.router, ""
         if router.keeps_whole(groups):
             session = f"group {next(self.names)}"
             router.begin(session)
         first = replace(request, prompt=prompt.ids, stop=self.stop, session=session)
+        tasks = [asyncio.create_task(self._one(prompt, replace(first, seed=s))) for s in seeds]
 
         try:
-            found = await asyncio.gather(
-                *(self._one(prompt, replace(first, seed=seed)) for seed in seeds)
-            )
+            found = await asyncio.gather(*tasks)
         finally:
+            # Where one has failed, the others are of no use.
+            for task in tasks:
+                task.cancel()
             router.end(session)
-        return [scored for scored in found if scored]
+        return [sample for sample in found if sample]
 
-    async def _one(self, prompt: Prompt, request: Request) -> ScoredCompletion | None:
-        row, waits = prompt.row, self.rollouts.executor.waits
-        with waits.named("prompts", "completions", [row.index]):
-            completion = await self.rollouts.generate(request)
-        with waits.named("prompts", "rewards", [row.index]):
-            scored = await self.rewards.score(
-                self.codec.decode(completion.tokens), row.answer, row.as_mapping()
-            )
+    async def _one(self, prompt: Prompt, request: Request) -> Sample | None:
+        waits = self.rollouts.executor.waits
+        with waits.named("prompts", "completions", [prompt.row.index]):
+            played = await self._play(prompt, request)
+        if not played.rows:
+            self.rewards.count(Scored(result=Invalid(played.outcome.invalid), seconds=0.0))
+            return None
+
+        text = self.codec.decode(played.rows[-1].completions[-1].tokens)
+        with waits.named("prompts", "rewards", [prompt.row.index]):
+            scored = await self._score(prompt, played.outcome, text)
         if isinstance(scored.result, Invalid):
             return None
-        return ScoredCompletion(prompt, completion, scored.result, scored.answer)
+        return Sample(
+            prompt,
+            played.rows,
+            scored.result,
+            text,
+            played.finish,
+            scored.answer,
+            played.outcome.turn_rewards,
+            played.metrics,
+        )
+
+    async def _play(self, prompt: Prompt, request: Request) -> Played:
+        if not self.episodes:
+            done = await self.rollouts.generate(request)
+            return Played((Row.of_one_turn(prompt.ids, done),), Outcome(), done.finish, {})
+        task = Task(prompt.messages, prompt.row.as_mapping(), request.seed)
+        return await self.episodes.play(task, request)
+
+    async def _score(self, prompt: Prompt, outcome: Outcome, text: str) -> Scored:
+        if outcome.reward is None and not outcome.invalid:
+            said, row = text if outcome.answer is None else outcome.answer, prompt.row
+            return await self.rewards.score(said, row.answer, row.as_mapping())
+
+        scored = judged(outcome.reward, outcome.invalid)
+        self.rewards.count(scored)
+        return scored
 
 
 class Sampler:
@@ -174,7 +206,7 @@ class Sampler:
             # The error of a background task has to reach the trainer.
             await self.buffer.fail(error)
 
-    async def _offer(self, number: int, scored: list[ScoredCompletion]) -> None:
+    async def _offer(self, number: int, scored: list[Sample]) -> None:
         group = pack(scored, number, self.samples_per_prompt, self.request.temperature)
         kept = self.algorithm.keep(group)
         self.seen[number] = _describe(scored, group, kept)
@@ -208,104 +240,20 @@ class Sampler:
         # sorted, so that rounding does not depend on the order of arrival
         merged = merge(self.seen[number] for number in sorted(self.seen))
         self.seen = {}
-        return merged | self.scorer.rollouts.router.metrics()
+        failed = self.scorer.episodes.metrics() if self.scorer.episodes else {}
+        return merged | failed | self.scorer.rollouts.router.metrics()
 
 
-def pack(
-    scored: list[ScoredCompletion], group: int, samples_per_prompt: int, temperature: float
-) -> Batch:
-    """Make one Batch of a prompt's completions.
-
-    Raises:
-        WeightSyncError: a log-prob is not finite.
-    """
-    trajectories = [one.trajectory() for one in scored]
-    lengths = [len(trajectory) for trajectory in trajectories]
-    columns = columns_of(trajectories)
-    if not np.isfinite(columns["rollout_logprobs"]).all():
-        raise WeightSyncError(
-            "a rollout sampled tokens whose log-prob is not finite, of weights version "
-            f"{columns['version'].max()}.\n"
-            "  look at:  the weights, which may hold a NaN; rollout.dtype; sync/probe in "
-            "metrics.jsonl"
-        )
-
-    size = len(scored)
-    numbers = group * samples_per_prompt + np.arange(size, dtype=np.int64)
-    return Batch(
-        lengths=np.array(lengths, np.int64),
-        tokens={
-            **columns,
-            **_routes(scored, lengths),
-            **_masks(scored, columns["loss_mask"]),
-        },
-        seqs={
-            "reward": np.array([one.reward for one in scored], np.float32),
-            "temperature": np.full(size, temperature, np.float32),
-            "group": np.full(size, group, np.int64),
-            "trajectory": numbers,
-            "unit": numbers,
-            "truncated": np.array([one.completion.finish == "length" for one in scored]),
-            "replica": np.array([one.completion.replica for one in scored], np.int32),
-        },
-    )
-
-
-def _routes(scored: list[ScoredCompletion], lengths: list[int]) -> dict[str, np.ndarray]:
-    """Return the column ``routed_experts``, if the rollout was asked for it.
-
-    Raises:
-        CouplerError: routes are of another number of tokens, or lack a token that was
-            fed.
-    """
-    found = [one.completion.routed_experts for one in scored]
-    routes = [of_one for of_one in found if of_one is not None]
-    if not routes:
-        return {}
-
-    for of_one, length in zip(routes, lengths, strict=True):
-        if len(of_one) != length:
-            raise CouplerError(
-                f"a rollout returned the experts of {len(of_one)} tokens for a prompt and "
-                f"completion of {length}.\n"
-                "  look at:  Completion.routed_experts; a token that was never fed has a row of -1"
-            )
-        if unknown := int((of_one[:-1] < 0).any(axis=(1, 2)).sum()):
-            raise CouplerError(
-                f"a rollout left out the experts of {unknown} of the {length - 1} tokens that "
-                "it was fed.\n"
-                "  look at:  Completion.routed_experts; only the last token, which nothing "
-                "was sampled after, may have -1\n"
-                "  try:      router_replay=R2, which does not ask it"
-            )
-    return {ROUTED_EXPERTS: np.concatenate(routes)}
-
-
-def _masks(scored: list[ScoredCompletion], sampled: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the column ``sampling_mask``, if the rollout was asked for it.
-
-    Args:
-        sampled: [T] True at sampled tokens. Rows of the others are -1.
-    """
-    masks = [one.completion.sampling_mask for one in scored]
-    if masks[0] is None:
-        return {}
-    kept = concat(masks)
-    column = np.full((len(sampled), kept.shape[1]), -1, np.int32)
-    column[sampled] = kept
-    return {SAMPLING_MASK: column}
-
-
-def _describe(scored: list[ScoredCompletion], group: Batch, kept: bool) -> Metrics:
+def _describe(samples: list[Sample], group: Batch, kept: bool) -> Metrics:
     rewards = group["reward"]
-    size = len(scored)
-    lengths = [len(one.completion.tokens) for one in scored]
+    size, sampled = len(samples), sum(sample.num_sampled for sample in samples)
 
     return {
-        "sampled/tokens": Metric(sum(lengths), how="sum"),
-        "sampled/completion_tokens": Metric(sum(lengths), size),
-        "sampled/truncated": Metric(float(group["truncated"].sum()), size),
-        "sampled/reward": Metric(float(rewards.sum()), size),
+        **merge(sample.metrics for sample in samples),
+        "sampled/tokens": Metric(sampled, how="sum"),
+        "sampled/completion_tokens": Metric(sampled, size),
+        "sampled/truncated": Metric(sum(sample.truncated for sample in samples), size),
+        "sampled/reward": Metric(sum(sample.reward for sample in samples), size),
         "sampled/equal_reward_groups": Metric(float(rewards.max() == rewards.min()), 1),
         "sampled/rejected_groups": Metric(float(not kept), how="sum"),
     }

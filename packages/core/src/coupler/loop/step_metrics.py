@@ -64,7 +64,10 @@ def of_steps(steps: tuple[StepResult, ...]) -> Metrics:
 
 
 def describe(batch: Batch, version: int, max_staleness: int) -> Metrics:
-    """Describe the batch of a step. ``staleness`` is in versions per sampled token."""
+    """Describe the batch of a step. ``staleness`` is in versions per sampled token.
+
+    Rewards and lengths are of trajectories, which may have several rows.
+    """
     mask = batch["loss_mask"]
     judged: Metrics = {}
     if batch.has("values", "returns"):
@@ -73,17 +76,20 @@ def describe(batch: Batch, version: int, max_staleness: int) -> Metrics:
         judged |= describe_advantages(batch["advantages"][mask])
 
     age = (version - batch["version"])[mask]
-    reward, valid = batch["reward"].astype(np.float64), batch.sum_by_sequence(mask)
+    _, first, of_row = np.unique(batch["trajectory"], return_index=True, return_inverse=True)
+    size, reward = len(first), batch["reward"][first].astype(np.float64)
+    valid = np.bincount(of_row, batch.sum_by_sequence(mask))
     return {
-        "reward/mean": Metric(float(reward.sum()), len(batch)),
+        "reward/mean": Metric(float(reward.sum()), size),
         "reward/max": Metric(float(reward.max()), how="max"),
         "reward/min": Metric(float(reward.min()), how="min"),
         "batch/sequences": Metric(len(batch), how="sum"),
+        "batch/trajectories": Metric(size, how="sum"),
         "batch/tokens": Metric(batch.num_tokens, how="sum"),
-        "batch/prompt_tokens": Metric(batch.num_tokens - float(valid.sum()), len(batch)),
-        "batch/completion_tokens": Metric(float(valid.sum()), len(batch)),
+        "batch/prompt_tokens": Metric(batch.num_tokens - float(valid.sum()), size),
+        "batch/completion_tokens": Metric(float(valid.sum()), size),
         "batch/completion_tokens_max": Metric(float(valid.max(initial=0)), how="max"),
-        "batch/truncated": Metric(float(batch["truncated"].sum()), len(batch)),
+        "batch/truncated": Metric(float(batch["truncated"][first].sum()), size),
         "staleness/mean": Metric(float(age.sum()), max(len(age), 1)),
         "staleness/max": Metric(float(age.max(initial=0)), how="max"),
         "staleness/violations": Metric(float((age > max_staleness).sum()), how="sum"),

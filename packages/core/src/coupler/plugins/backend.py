@@ -9,7 +9,16 @@ from functools import cache
 from typing import Any
 
 from coupler.errors import PluginError
-from coupler.interfaces import API, Algorithm, Engine, Rollout, ShardingManager, Tracker, Transport
+from coupler.interfaces import (
+    API,
+    Algorithm,
+    Engine,
+    Environment,
+    Rollout,
+    ShardingManager,
+    Tracker,
+    Transport,
+)
 from coupler.system.imports import load_subclass
 
 
@@ -20,10 +29,14 @@ class Kind(StrEnum):
     TRANSPORT = "transport"
     SHARDING = "sharding"
     TRACKER = "tracker"
+    ENVIRONMENT = "environment"
 
 
-BASES = (Engine, Rollout, Algorithm, Transport, ShardingManager, Tracker)
+BASES = (Engine, Rollout, Algorithm, Transport, ShardingManager, Tracker, Environment)
 CLASSES: Mapping[str, type] = dict(zip(Kind, BASES, strict=True))
+
+# these have options of their own
+_CONFIGURED = (Kind.ENGINE, Kind.ROLLOUT, Kind.ALGORITHM, Kind.ENVIRONMENT)
 
 VOCABULARY = frozenset(
     {
@@ -116,7 +129,7 @@ class Backend:
         Raises:
             TypeError: the kind needs one: its configuration travels to other processes.
         """
-        if self.config is None and self.kind in (Kind.ENGINE, Kind.ROLLOUT, Kind.ALGORITHM):
+        if self.config is None and self.kind in _CONFIGURED:
             raise TypeError(f"the backend {self.kind}={self.name} has no config class")
         if self.config is None:
             object.__setattr__(self, "config", _config_class(self.name))

@@ -13,7 +13,7 @@ import pluggy
 from packaging.specifiers import SpecifierSet
 
 from coupler.errors import PluginError
-from coupler.interfaces import API, EngineConfig, RolloutConfig
+from coupler.interfaces import API, EngineConfig, EnvironmentConfig, RolloutConfig
 from coupler.plugins import hooks
 from coupler.plugins.backend import VOCABULARY, Backend, Kind
 from coupler.system.installed import open_entry, texts_in
@@ -23,6 +23,11 @@ from coupler.system.words import did_you_mean
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,99}")
 TARGET = re.compile(r"[\w./-]+:\w+")
 TEXTS = {"kind": str, "name": str, "target": str}
+CONFIG_BASES: Mapping[Kind, type] = {
+    Kind.ENGINE: EngineConfig,
+    Kind.ROLLOUT: RolloutConfig,
+    Kind.ENVIRONMENT: EnvironmentConfig,
+}
 BACKEND = {**TEXTS, "api": int, "capabilities": [str], "tested": {str: str}}
 SHAPE = {"hooks": [str], "backends": [BACKEND], "presets": [(str, str, str)], "files": [str]}
 
@@ -183,7 +188,7 @@ def _default_config(backend: Backend, who: str) -> Any:
     if default.name != backend.name:  # type: ignore[attr-defined]
         raise PluginError(f"{who}: {backend.config.__name__}.name is {default.name!r}")  # type: ignore[attr-defined]
 
-    base = {Kind.ENGINE: EngineConfig, Kind.ROLLOUT: RolloutConfig}.get(Kind(backend.kind), object)
+    base = CONFIG_BASES.get(Kind(backend.kind), object)
     if not isinstance(default, base):
         raise PluginError(
             f"{who}: its config class {backend.config.__name__} does not extend "

@@ -20,7 +20,7 @@ from coupler.metrics import Metric, Metrics
 from coupler.rewards import sandbox
 from coupler.rewards.process import START_S, Limits, Mode, WorkerDied, WorkerProcess
 from coupler.rewards.result import Invalid, Scored
-from coupler.rewards.value import FLOAT32_MAX
+from coupler.rewards.value import FLOAT32_MAX, judged
 
 # Fewer invalid calls than this never stop a run.
 MIN_INVALID = 5
@@ -106,6 +106,8 @@ class RewardPool:
             CouplerError: the reward cannot be imported, or its signature does not fit,
                 or ``reward.sandbox=require`` finds no sandbox.
         """
+        if not self.target:
+            return
         if self.limits.sandbox == "require":
             self._mode = _sandbox("reward.sandbox=require: every reward must run in a sandbox")
 
@@ -134,11 +136,13 @@ class RewardPool:
                 after a process was killed.
         """
         scored = await self.call(completion, answer, row)
-        self._count(scored)
+        self.count(scored)
         return scored
 
     async def call(self, completion: str, answer: str, row: Mapping[str, Any]) -> Scored:
         """Score one completion without counting it, and never stop the run."""
+        if not self.target:
+            return judged(None, "the environment gave no reward, and reward.target is empty")
         try:
             request = json.dumps([completion, answer, row])
         except TypeError as error:
@@ -170,7 +174,12 @@ class RewardPool:
         for thread in self._threads:
             thread.join(10)
 
-    def _count(self, scored: Scored) -> None:
+    def count(self, scored: Scored) -> None:
+        """Count a result. :meth:`score` does so itself.
+
+        Raises:
+            RewardError: too many were invalid, as :meth:`score` says.
+        """
         self._step.append(scored)
         self._num_calls += 1
         self._recent.append(isinstance(scored.result, Invalid))
@@ -187,8 +196,8 @@ class RewardPool:
         recent = f"{sum(self._recent)} of the last {len(self._recent)}"
         lines = [
             (
-                f"{self.reasons.total()} of {self._num_calls} calls of {self.target} gave no "
-                f"valid number ({recent})."
+                f"{self.reasons.total()} of {self._num_calls} calls of "
+                f"{self.target or 'the environment'} gave no valid number ({recent})."
             ),
             f"  limit:   reward.max_invalid_fraction={self.max_invalid_fraction}",
             *(f"  reason:  {count} x {reason}" for reason, count in self.reasons.most_common(5)),

@@ -7,7 +7,7 @@ from math import isfinite
 from numbers import Complex, Real
 from typing import Any, SupportsFloat
 
-from coupler.rewards.result import Graded, Invalid
+from coupler.rewards.result import Graded, Invalid, Scored
 
 FLOAT32_MAX = 3.4028234663852886e38
 MAX_REASON, MAX_ANSWER = 300, 65_536
@@ -28,6 +28,16 @@ def checked(value: Any) -> tuple[float | None, str, str | None]:
     number, reason = _number(value.reward)
     answer = None if value.answer is None else said(lambda: value.answer, MAX_ANSWER)
     return number, reason, answer
+
+
+def judged(value: Any, invalid: str = "") -> Scored:
+    """Return the result of a reward that was computed in this process.
+
+    Args:
+        invalid: why there is none. Empty where there is one.
+    """
+    number, reason = (None, invalid) if invalid else _number(value)
+    return Scored(result=Invalid(reason) if number is None else number, seconds=0.0)
 
 
 def _number(value: Any) -> tuple[float | None, str]:

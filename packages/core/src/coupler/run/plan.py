@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from coupler.config.checks import does_evaluate
+from coupler.config.checks import does_evaluate, episode_tokens
 from coupler.config.options import in_full, section
 from coupler.config.schema import ExecutorName, Job, OnSync, Placement, RunConfig
 from coupler.errors import ConfigError, PluginError
@@ -167,7 +167,7 @@ def make_plan(
         epochs_per_batch=config.epochs_per_batch,
         optimizer_steps=steps["policy"],
         max_prompt_tokens=config.data.max_prompt_tokens,
-        max_completion_tokens=config.sampling.max_tokens if trains else 0,
+        max_completion_tokens=_completion_tokens(config) if trains else 0,
         max_tokens_per_micro_batch=config.engine.micro_batch_limit[1]
         * config.engine.ranks_per_sequence,
         rates={
@@ -319,3 +319,10 @@ def weight_path(config: RunConfig, plugins: Plugins) -> tuple[str, str]:
         f"coupler_weight_path of {source} returned {answer!r:.60}, and has to return a format "
         f"and one of the transports {', '.join(transports)}.\n  try:  {source.fix}"
     )
+
+
+def _completion_tokens(config: RunConfig) -> int:
+    """Return the most tokens that can follow the longest prompt."""
+    if config.environment:
+        return episode_tokens(config) - config.data.max_prompt_tokens
+    return config.sampling.max_tokens

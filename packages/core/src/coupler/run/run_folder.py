@@ -13,9 +13,9 @@ from typing import Any
 
 from coupler.config.effect import not_default
 from coupler.config.schema import RunConfig
+from coupler.conversation.packing import Sample
 from coupler.executors.classes import load_class
 from coupler.interfaces import Tracker
-from coupler.loop.sampler import ScoredCompletion
 from coupler.metrics import Metrics, values
 from coupler.plugins.manager import Plugins
 from coupler.run.format import FORMAT, KEY, check_format
@@ -106,9 +106,9 @@ class Journal:
         write_whole(path, json.dumps([*starts, about], indent=2))
 
     def write_samples(
-        self, name: str, scored: Iterable[ScoredCompletion], decode: Callable[[Sequence[int]], str]
+        self, name: str, scored: Iterable[Sample], decode: Callable[[Sequence[int]], str]
     ) -> None:
-        """Write every scored completion as one JSON object a line."""
+        """Write every scored episode as one JSON object a line."""
         path = self.run_dir / name
         with writing(f"the samples {path}"):
             check_writable(path)
@@ -117,10 +117,11 @@ class Journal:
                 line = {
                     "row": sample.prompt.row.index,
                     "answer": sample.prompt.row.answer,
-                    "completion": decode(sample.completion.tokens),
+                    "completion": sample.text,
                     "reward": sample.reward,
                     **({"read": sample.answer} if sample.answer is not None else {}),
-                    "finish": sample.completion.finish,
+                    "finish": sample.finish,
+                    **_conversation(sample, decode),
                 }
                 file.write(json.dumps(line) + "\n")
 
@@ -196,3 +197,12 @@ def digest_of(path: Path) -> str:
         return hashlib.sha256(read_bytes(path)).hexdigest()
     except DamagedFile:
         return ""
+
+
+def _conversation(sample: Sample, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+    """Return what was said in an episode of several turns, in all of its rows."""
+    rows = [row.trajectory.segments for row in sample.rows]
+    if sum(len(row.completions) for row in sample.rows) < 2:
+        return {}
+    said = [[{s.origin.value: decode(s.ids)} for s in segments] for segments in rows]
+    return {"conversation": said}

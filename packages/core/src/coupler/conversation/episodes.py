@@ -1,0 +1,165 @@
+"""Play the episodes of an environment, and count those that failed."""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from dataclasses import dataclass
+from textwrap import indent
+
+from coupler.conversation.limits import ConversationOver, Limits
+from coupler.conversation.recorder import Conversation, Generates
+from coupler.conversation.rendering import Renderer
+from coupler.conversation.tree import Row
+from coupler.errors import CouplerError
+from coupler.interfaces import (
+    Completion,
+    Ended,
+    Environment,
+    EnvironmentConfig,
+    Outcome,
+    Request,
+    Task,
+)
+from coupler.metrics import Metric, Metrics
+
+# Fewer failures than this never stop a run.
+MIN_FAILED = 5
+
+
+class EpisodeFailed(Exception):
+    """An episode failed each time that it was begun."""
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """An episode that was played to its end.
+
+    Attributes:
+        finish: how it ended, one of :class:`Ended`, or how its only turn did.
+    """
+
+    rows: tuple[Row, ...]
+    outcome: Outcome
+    finish: str
+    metrics: Metrics
+
+
+class Episodes:
+    """Plays episodes with the policy, each in a conversation of its own.
+
+    An episode that raises is begun anew with the same seed, :attr:`EnvironmentConfig.
+    retries` times.
+
+    Args:
+        tokens: the longest conversation, prompt and answers together.
+    """
+
+    def __init__(
+        self,
+        environment: Environment,
+        config: EnvironmentConfig,
+        rollout: Generates,
+        renderer: Renderer,
+        tokens: int,
+    ) -> None:
+        self.environment, self.config = environment, config
+        self.rollout, self.renderer = rollout, renderer
+        self.tokens = tokens
+        self.num_played, self.num_failed = 0, 0
+        self.first_failure = ""
+
+    async def play(self, task: Task, request: Request) -> Played:
+        """Play one episode.
+
+        Args:
+            request: the sampling of every turn, with the most tokens that one may have.
+
+        Raises:
+            EpisodeFailed: it failed each time.
+            CouplerError: too many episodes failed, or the rollout did.
+        """
+        for _ in range(1 + self.config.retries):
+            watched = Watched(self.rollout)
+            try:
+                return await self._once(task, request, watched)
+            except Exception as error:
+                if watched.failure:
+                    raise watched.failure from None
+                self._count(error)
+        raise EpisodeFailed
+
+    async def _once(self, task: Task, request: Request, rollout: Generates) -> Played:
+        config = self.config
+        limits = Limits(
+            request.max_tokens,
+            turns=config.max_turns,
+            tokens=self.tokens,
+            calls=config.max_calls,
+            seconds=config.timeout_s,
+        )
+        conversation = Conversation(rollout, self.renderer, limits, request)
+        outcome = await self._in_time(task, conversation)
+
+        rows = conversation.close()
+        if not rows and not outcome.invalid:
+            raise CouplerError("the episode ended before the policy said anything.")
+        self.num_played += 1
+        found = {f"environment/{name}": Metric(float(n)) for name, n in outcome.metrics.items()}
+        assert conversation.ended
+        return Played(rows, outcome, conversation.ended, {**conversation.metrics(), **found})
+
+    async def _in_time(self, task: Task, conversation: Conversation) -> Outcome:
+        """Return the outcome. Where a limit ended the episode, nothing is known of it
+        but what the policy said.
+        """
+        scope = asyncio.timeout(self.config.timeout_s)
+        try:
+            async with scope:
+                return await self.environment.episode(task, conversation)
+        except ConversationOver:
+            return Outcome()
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            conversation.end(Ended.SECONDS)
+            return Outcome()
+
+    def _count(self, error: Exception) -> None:
+        """Count a failure.
+
+        Raises:
+            CouplerError: there are too many.
+        """
+        self.num_failed += 1
+        self.first_failure = self.first_failure or "".join(traceback.format_exception(error))
+        tries, limit = self.num_played + self.num_failed, self.config.max_failed_fraction
+        if self.num_failed >= MIN_FAILED and self.num_failed > limit * tries:
+            raise CouplerError(
+                f"{self.num_failed} of {tries} episodes of environment={self.config.name} failed.\n"
+                f"  limit:  environment.max_failed_fraction={limit}\n"
+                f"  the first of them:\n{indent(self.first_failure.rstrip(), '    ')}"
+            ) from None
+
+    def metrics(self) -> Metrics:
+        """Return how many episodes failed since the run began."""
+        return {"environment/failed": Metric(float(self.num_failed), how="max")}
+
+
+class Watched:
+    """Passes requests on, and remembers what failed on the way.
+
+    An environment that raises because the rollout did is no failure of its own.
+    """
+
+    def __init__(self, rollout: Generates) -> None:
+        self.rollout = rollout
+        self.failure: Exception | None = None
+
+    async def generate(self, request: Request) -> Completion:
+        """Sample one completion."""
+        try:
+            return await self.rollout.generate(request)
+        except Exception as error:
+            self.failure = error
+            raise

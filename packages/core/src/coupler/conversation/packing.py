@@ -1,0 +1,183 @@
+"""Make one Batch of the episodes of a prompt.
+
+An episode has one row for each path through its conversation. They share the number of
+their trajectory, and its reward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from coupler.batch import Batch
+from coupler.batch.batch import concat
+from coupler.batch.columns import ROUTED_EXPERTS, SAMPLING_MASK
+from coupler.batch.trajectory import Origin, columns_of
+from coupler.conversation.tree import Row
+from coupler.data import Prompt
+from coupler.errors import CouplerError, WeightSyncError
+from coupler.metrics import Metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One episode of the policy with its reward.
+
+    Attributes:
+        text: what the policy said last, without special tokens.
+        finish: how the episode ended.
+        answer: the answer that the reward function read, if it returns one.
+        turn_rewards: one for each sampled turn of all rows, in order, or none.
+    """
+
+    prompt: Prompt
+    rows: tuple[Row, ...]
+    reward: float
+    text: str
+    finish: str
+    answer: str | None = None
+    turn_rewards: tuple[float, ...] = ()
+    metrics: Metrics = field(default_factory=dict)
+
+    @property
+    def num_sampled(self) -> int:
+        """The tokens that the policy sampled, in all turns."""
+        return sum(len(done.tokens) for row in self.rows for done in row.trained)
+
+    @property
+    def truncated(self) -> bool:
+        """Whether a limit of tokens cut the episode."""
+        return self.finish in ("length", "tokens")
+
+
+def pack(
+    samples: Sequence[Sample], group: int, samples_per_prompt: int, temperature: float
+) -> Batch:
+    """Make one Batch of a prompt's episodes.
+
+    Raises:
+        WeightSyncError: a log-prob is not finite.
+        CouplerError: routes do not fit the tokens, or turn rewards the turns.
+    """
+    rows = [row for sample in samples for row in sample.rows]
+    counts = [len(sample.rows) for sample in samples]
+    lengths = [len(row.trajectory) for row in rows]
+    columns = columns_of([row.trajectory for row in rows])
+    if not np.isfinite(columns["rollout_logprobs"]).all():
+        raise WeightSyncError(
+            "a rollout sampled tokens whose log-prob is not finite, of weights version "
+            f"{columns['version'].max()}.\n"
+            "  look at:  the weights, which may hold a NaN; rollout.dtype; sync/probe in "
+            "metrics.jsonl"
+        )
+
+    numbers = group * samples_per_prompt + np.arange(len(samples), dtype=np.int64)
+    rewards = np.array([sample.reward for sample in samples], np.float32)
+    truncated = np.array([sample.truncated for sample in samples])
+    return Batch(
+        lengths=np.array(lengths, np.int64),
+        tokens={
+            **columns,
+            **_routes(rows, lengths),
+            **_masks(rows, columns["loss_mask"]),
+            **_turn_rewards(samples),
+        },
+        seqs={
+            "reward": np.repeat(rewards, counts),
+            "temperature": np.full(len(rows), temperature, np.float32),
+            "group": np.full(len(rows), group, np.int64),
+            "trajectory": np.repeat(numbers, counts),
+            "unit": np.repeat(numbers, counts),
+            "truncated": np.repeat(truncated, counts),
+            "replica": np.array([row.completions[-1].replica for row in rows], np.int32),
+        },
+    )
+
+
+def _routes(rows: Sequence[Row], lengths: list[int]) -> dict[str, np.ndarray]:
+    """Return the column ``routed_experts``, if the rollout was asked for it.
+
+    Raises:
+        CouplerError: routes are of another number of tokens, or lack a token that was
+            fed.
+    """
+    found = [_routes_of(row) for row in rows]
+    routes = [of_row for of_row in found if of_row is not None]
+    if not routes:
+        return {}
+
+    for of_row, length in zip(routes, lengths, strict=True):
+        if len(of_row) != length:
+            raise CouplerError(
+                f"a rollout returned the experts of {len(of_row)} tokens for a prompt and "
+                f"completion of {length}.\n"
+                "  look at:  Completion.routed_experts; a token that was never fed has a row of -1"
+            )
+        if unknown := int((of_row[:-1] < 0).any(axis=(1, 2)).sum()):
+            raise CouplerError(
+                f"a rollout left out the experts of {unknown} of the {length - 1} tokens that "
+                "it was fed.\n"
+                "  look at:  Completion.routed_experts; only the last token, which nothing "
+                "was sampled after, may have -1\n"
+                "  try:      router_replay=R2, which does not ask it"
+            )
+    return {ROUTED_EXPERTS: np.concatenate(routes)}
+
+
+def _routes_of(row: Row) -> np.ndarray | None:
+    """Return the routes of a row: those of each turn when it was sampled first."""
+    routes = [done.routed_experts for done in row.completions]
+    if routes[-1] is None or len(routes) == 1:
+        return routes[-1]
+
+    joined = np.array(routes[-1])
+    for of_turn in reversed(routes[:-1]):
+        # The last token of a turn was fed by the next one.
+        if of_turn is not None:
+            joined[: len(of_turn) - 1] = of_turn[:-1]
+    return joined
+
+
+def _masks(rows: Sequence[Row], sampled: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the column ``sampling_mask``, if the rollout was asked for it.
+
+    Args:
+        sampled: [T] True at sampled tokens. Rows of the others are -1.
+    """
+    masks = [done.sampling_mask for row in rows for done in row.trained]
+    if masks[0] is None:
+        return {}
+    kept = concat(masks)
+    column = np.full((len(sampled), kept.shape[1]), -1, np.int32)
+    column[sampled] = kept
+    return {SAMPLING_MASK: column}
+
+
+def _turn_rewards(samples: Sequence[Sample]) -> dict[str, np.ndarray]:
+    """Return the column ``token_reward``, if episodes have rewards of their turns.
+
+    Each stands at the last token of its turn.
+
+    Raises:
+        CouplerError: an episode has another number of them than of turns.
+    """
+    if not any(sample.turn_rewards for sample in samples):
+        return {}
+
+    found: list[np.ndarray] = []
+    for sample in samples:
+        turns = [done for row in sample.rows for done in row.trained]
+        if len(sample.turn_rewards) != len(turns):
+            raise CouplerError(
+                f"an episode of {len(turns)} turns has {len(sample.turn_rewards)} turn rewards.\n"
+                "  look at:  Outcome.turn_rewards of the environment, one for each sampled turn"
+            )
+        left = iter(sample.turn_rewards)
+        for segment in (s for row in sample.rows for s in row.trajectory.segments):
+            column = np.zeros(len(segment.ids), np.float32)
+            if segment.origin is Origin.SAMPLED:
+                column[-1:] = next(left)
+            found.append(column)
+    return {"token_reward": np.concatenate(found)}

@@ -1,0 +1,162 @@
+"""Define an environment: the part of a run that plays episodes with the policy."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol
+
+from coupler.interfaces.options import no_effect
+from coupler.interfaces.rollout import Completion
+
+# role and content, and tool_calls, tool_call_id and reasoning_content where they apply
+Message = Mapping[str, Any]
+
+
+class Ended(StrEnum):
+    """How an episode ended."""
+
+    # the policy or the caller had nothing more to say
+    STOP = "stop"
+    # a turn was cut by its limit of tokens
+    LENGTH = "length"
+    # one of the limits of an episode was reached
+    TURNS = "turns"
+    TOKENS = "tokens"
+    SECONDS = "seconds"
+    CALLS = "calls"
+    # the caller gave up over a tool call that could not be read
+    PARSE = "parse"
+    # the caller or the rollout went away
+    CUT = "cut"
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The answer to a request for a turn.
+
+    Attributes:
+        message: the message that the policy sampled.
+        finish: how the turn ended: stop, length or abort.
+        ended: how the conversation ended, None if it goes on.
+        usage: tokens of the prompt and of the completion.
+        malformed: the reason why a tool call in the content could not be read.
+    """
+
+    message: Message
+    finish: str
+    ended: Ended | None
+    usage: tuple[int, int]
+    malformed: str = ""
+
+
+class Policy(Protocol):
+    """The policy, as an episode sees it. Every turn is recorded and trained on."""
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] = (),
+        *,
+        max_tokens: int | None = None,
+    ) -> Reply:
+        """Sample the answer to all messages so far. Tools are OpenAI JSON schemas.
+
+        Raises:
+            ConversationOver: the episode has reached one of its limits. An environment
+                may let it pass: what was sampled until then counts.
+        """
+        ...
+
+    async def sample(self, ids: tuple[int, ...], max_tokens: int | None = None) -> Completion:
+        """Sample after token ids, for an environment that keeps ids itself."""
+        ...
+
+    def end(self, ended: Ended) -> None:
+        """Say how the episode ended. The first reason counts."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One row of the data, as an episode begins with it.
+
+    Attributes:
+        messages: the row's prompt, after ``data.system_prompt`` where there is one.
+        row: all columns as plain JSON, ``prompt`` and ``answer`` among them.
+        seed: of this episode, for what an environment draws itself.
+    """
+
+    messages: tuple[Message, ...]
+    row: Mapping[str, Any]
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How an episode went.
+
+    Attributes:
+        reward: None lets ``reward.target`` score ``answer``.
+        answer: the text to score. None stands for the text of the last turn.
+        invalid: why there is no reward. The episode is then left out and counted.
+        metrics: numbers of this episode. Their means are tracked as
+            ``environment/NAME``.
+        turn_rewards: one for each sampled turn, for algorithms that read
+            ``token_reward``. Empty where only the episode has a reward.
+    """
+
+    reward: float | None = None
+    answer: str | None = None
+    invalid: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    turn_rewards: tuple[float, ...] = ()
+
+
+@dataclass
+class EnvironmentConfig:
+    """The options of every environment."""
+
+    name: str
+    max_turns: int = field(default=8, metadata={"ge": 1})
+    """The most turns that the policy samples in one episode."""
+    max_tokens: int = field(default=0, metadata={"ge": 0})
+    """The longest conversation in tokens, prompt and answers together; 0 takes as many
+    as the model has positions."""
+    max_calls: int = field(default=0, metadata={"ge": 0})
+    """The most tool calls of one episode; 0 sets no limit."""
+    timeout_s: float = field(default=600.0, metadata={"ge": 0.001})
+    """Seconds that one episode may take; what was sampled until then is scored."""
+    retries: int = no_effect(2, ge=0)
+    """How often an episode that failed begins anew, and how often its group does."""
+    max_failed_fraction: float = no_effect(0.01, ge=0, le=1)
+    """The run stops when more than this share of episodes failed, and at least 5 of
+    them did."""
+
+
+class Environment(ABC):
+    """Plays episodes, any number of them at once.
+
+    An episode that raises has failed: it begins anew, and never counts as a reward
+    of 0. An answer that is wrong is no failure.
+    """
+
+    # whether it offers tools through the chat template, which is then proved with them
+    uses_tools: bool = False
+
+    def __init__(self, config: EnvironmentConfig) -> None:
+        self.config = config
+
+    async def setup(self) -> None:
+        """Start what all episodes share."""
+        return None
+
+    @abstractmethod
+    async def episode(self, task: Task, policy: Policy) -> Outcome:
+        """Play one episode from its task to its end."""
+
+    def close(self) -> None:
+        """End what :meth:`setup` started."""
+        return None
