@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from coupler.conversation.packing import Sample
-from coupler.conversation.tree import Row as Path
+from coupler.conversation.tree import Row as OnePath
 from coupler.data import Prompt, Row
 from coupler.interfaces import Completion, Request
 from coupler.loop.evaluator import Evaluator
@@ -32,7 +32,7 @@ class Scripted:
 
     async def sample(self, prompt: Prompt, *_: Any, **__: Any) -> list[Sample]:
         done = Completion((1, 2), (0.0, 0.0), (0, 0), "stop")
-        rows = (Path.of_one_turn(prompt.ids, done),)
+        rows = (OnePath.of_one_turn(prompt.ids, done),)
         found = SAMPLES[prompt.row.index]
         return [
             Sample(prompt, rows, reward, "", "stop", answer if self.reads else None)

@@ -18,7 +18,7 @@ from coupler.batch import Batch
 from coupler.config.compose import compose
 from coupler.config.schema import Job, RouterReplay, RunConfig, SamplingConfig
 from coupler.conversation.packing import Sample, pack
-from coupler.conversation.tree import Row as Path
+from coupler.conversation.tree import Row as OnePath
 from coupler.data import Prompt, Row
 from coupler.errors import ConfigError, CouplerError
 from coupler.executors import Local
@@ -147,7 +147,7 @@ def completion(**changes: Any) -> Completion:
 
 def packed(routes: np.ndarray) -> Batch:
     prompt = Prompt(Row(prompt="", answer="", index=0, extra={}), (1, 2, 3))
-    path = Path.of_one_turn(prompt.ids, completion(routed_experts=routes))
+    path = OnePath.of_one_turn(prompt.ids, completion(routed_experts=routes))
     return pack([Sample(prompt, (path,), 1.0, "", "stop")], 0, 1, 1.0)
 
 

@@ -17,7 +17,7 @@ from coupler.batch.batch import concat
 from coupler.batch.columns import loss_columns
 from coupler.config.schema import RunConfig, SamplingConfig
 from coupler.conversation.packing import Sample, pack
-from coupler.conversation.tree import Row as Path
+from coupler.conversation.tree import Row as OnePath
 from coupler.data import Prompt, Row
 from coupler.errors import CouplerError, WeightSyncError
 from coupler.executors import Local
@@ -95,7 +95,7 @@ def packed(mask: np.ndarray | None, tokens: tuple[int, ...] = (7, 8)) -> Batch:
     size = len(tokens)
     done = Completion(tokens, (0.0,) * size, (0,) * size, "stop", sampling_mask=mask)
     return pack(
-        [Sample(prompt, (Path.of_one_turn(prompt.ids, done),), 1.0, "", done.finish)], 0, 1, 1.0
+        [Sample(prompt, (OnePath.of_one_turn(prompt.ids, done),), 1.0, "", done.finish)], 0, 1, 1.0
     )
 
 
