@@ -187,12 +187,18 @@ class Builder:
         made = load_class(self.plugins, "environment", config.name)
         return made(self.composed.config.environment)
 
-    @cached_property
-    def renderer(self) -> Renderer:
-        """The one that turns messages of an environment into ids, proved."""
-        assert self.environment
+    def prepare_environment(self) -> None:
+        """Make the environment, and prove the chat template for it.
+
+        Raises:
+            CouplerError: it cannot be made, or the template is not exact.
+        """
+        if self.environment:
+            self.renderer = self._prove(self.environment)
+
+    def _prove(self, environment: Environment) -> Renderer:
         return TemplateRenderer(
-            self.codec, tools=self.environment.uses_tools, stop=self.config.sampling.stop
+            self.codec, tools=environment.uses_tools, stop=self.config.sampling.stop
         )
 
     def scorer(self, rollouts: RolloutGroup, rewards: RewardPool) -> Scorer:

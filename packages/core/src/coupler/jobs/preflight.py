@@ -45,7 +45,8 @@ def check_spelling(composed: Composed, plugins: Plugins, job: Job) -> None:
 def import_classes(builder: Builder, job: Job) -> None:
     """Import the classes that this process runs, before a worker starts.
 
-    Those of other processes are imported there, before they load anything.
+    Those of other processes are imported there, before they load anything. The
+    environment is made here, and the chat template proved for it.
 
     Raises:
         PluginError: one is missing, abstract or of another type.
@@ -54,6 +55,7 @@ def import_classes(builder: Builder, job: Job) -> None:
     for kind, name, python in _backends(builder.composed.config, job):
         if kind in CONTROLLERS or (near and not python):
             load_class(builder.plugins, kind, name)
+    builder.prepare_environment()
 
 
 def _backends(config: RunConfig, job: Job) -> Iterator[tuple[str, str, str]]:

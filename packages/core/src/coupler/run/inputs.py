@@ -50,7 +50,7 @@ def _checks(config: RunConfig, job: Job) -> Iterator[Callable[[], None]]:
         yield partial(_check_resume, config)
     if does_evaluate(config, job):
         yield partial(_check_rows, config.eval.data, "eval.data")
-    if job is not Job.SFT:
+    if job is not Job.SFT and config.reward.target:
         yield partial(_check_reward, config.reward.target)
     yield _check_installed
 

@@ -1,0 +1,18 @@
+"""Declare the environments of this distribution."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from coupler.plugins import Backend, Kind, hookimpl
+from coupler_agents.tools.config import ToolsConfig
+
+
+@hookimpl
+def coupler_backends() -> Iterable[Backend]:
+    yield Backend(
+        kind=Kind.ENVIRONMENT,
+        name="tools",
+        target="coupler_agents.tools.environment:ToolEnvironment",
+        config=ToolsConfig,
+    )

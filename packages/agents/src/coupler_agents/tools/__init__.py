@@ -1,0 +1,1 @@
+"""Play episodes in which the policy calls tools."""

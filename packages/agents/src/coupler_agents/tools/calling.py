@@ -1,0 +1,93 @@
+"""Call tools that a policy named: in bounded time, with errors as text."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from coupler_agents.tools.config import ToolsConfig
+from coupler_agents.tools.schema import hidden_of
+
+SHOWN = 300  # characters of an error
+
+
+@dataclass
+class Counts:
+    """What the calls of one episode came to."""
+
+    calls: int = 0
+    errors: int = 0
+    timeouts: int = 0
+    truncated: int = 0
+
+
+@dataclass
+class Toolbox:
+    """The tools of one episode.
+
+    Attributes:
+        kwargs: arguments by tool that the policy does not give: ``tools_kwargs`` of
+            the row.
+    """
+
+    tools: Mapping[str, Callable[..., Any]]
+    config: ToolsConfig
+    threads: ThreadPoolExecutor
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    counts: Counts = field(default_factory=Counts)
+
+    async def call(self, name: str, arguments: Any) -> str:
+        """Return what a tool says, or in words why it says nothing."""
+        self.counts.calls += 1
+        try:
+            return self._cut(await self._call(name, arguments))
+        except TimeoutError:
+            self.counts.timeouts += 1
+            return f"Error: {name} took longer than {self.config.call_timeout_s:g} seconds."
+        except Exception as error:  # a tool's own, which the policy is told
+            self.counts.errors += 1
+            return f"Error: {type(error).__name__}: {error}"[:SHOWN]
+
+    async def _call(self, name: str, arguments: Any) -> Any:
+        tool = self.tools.get(name)
+        if tool is None:
+            raise LookupError(f"there is no tool {name!r}. There are: {', '.join(self.tools)}")
+        if not isinstance(arguments, Mapping):
+            raise TypeError(f"the arguments of {name} are no JSON object")
+
+        hidden = hidden_of(tool)
+        given = {**arguments, **self._given(name, hidden)}
+        if foreign := hidden & arguments.keys():
+            raise TypeError(f"{name} takes no argument {', '.join(sorted(foreign))}")
+        inspect.signature(tool).bind(**given)
+        async with asyncio.timeout(self.config.call_timeout_s):
+            if inspect.iscoroutinefunction(tool):
+                return await tool(**given)
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self.threads, lambda: tool(**given))
+
+    def _given(self, name: str, hidden: set[str]) -> dict[str, Any]:
+        """Return the arguments that the row gives, of those that are hidden."""
+        own = self.kwargs.get(name) or {}
+        found = own.get("execute_kwargs") or {}
+        return {key: value for key, value in found.items() if key in hidden}
+
+    def _cut(self, value: Any) -> str:
+        text = value if isinstance(value, str) else _as_text(value)
+        limit = self.config.max_result_characters
+        if len(text) <= limit:
+            return text
+        self.counts.truncated += 1
+        return f"{text[:limit]} ... ({len(text) - limit} characters more)"
+
+
+def _as_text(value: Any) -> str:
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError):
+        return str(value)

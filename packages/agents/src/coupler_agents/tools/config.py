@@ -1,0 +1,37 @@
+"""Define the options of ``environment=tools``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from coupler import EnvironmentConfig
+
+
+class CallFormat(StrEnum):
+    """How the policy is shown tools, and calls them."""
+
+    TEMPLATE = "template"  # as the chat template writes tools and calls
+    TEXT = "text"  # as JSON in the text, for a template that knows no tools
+
+
+@dataclass
+class ToolsConfig(EnvironmentConfig):
+    """Options of tools, and of the class that plays an episode."""
+
+    name: str = "tools"
+    functions: list[str] = field(default_factory=list)
+    """Tools of every episode: functions "pkg.mod:name" or "file.py:name", described by
+    their signature and docstring."""
+    target: str = ""
+    """A class "pkg.mod:name" or "file.py:name", made anew for each episode. Its public
+    methods are tools. The episode itself calls reset, get_reward and respond."""
+    calls: CallFormat = CallFormat.TEMPLATE
+    """The way in which tools are shown and called: as the chat template does, or as
+    JSON in plain text, for a template that knows no tools."""
+    call_timeout_s: float = field(default=30.0, metadata={"ge": 0.001})
+    """Seconds that one call of a tool may take; the policy is told of a longer one."""
+    max_result_characters: int = field(default=4000, metadata={"ge": 1})
+    """The longest text of a tool that the policy is shown; the rest is cut."""
+    max_threads: int = field(default=32, metadata={"ge": 1})
+    """Tools that are no coroutines run in threads, this many at once."""

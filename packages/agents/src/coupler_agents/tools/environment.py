@@ -1,0 +1,154 @@
+"""Let the policy call tools until it says something else, or a limit ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Any
+
+from coupler import (
+    CouplerError,
+    Environment,
+    Message,
+    Outcome,
+    Policy,
+    Reply,
+    Task,
+    import_target,
+)
+from coupler_agents.tools.calling import Toolbox
+from coupler_agents.tools.config import CallFormat, ToolsConfig
+from coupler_agents.tools.schema import schema_of
+from coupler_agents.tools.text_calls import as_message, read_calls, with_tools
+
+# methods of a class that the episode calls, and the policy does not
+OWN = ("reset", "get_reward", "respond")
+ASK_AGAIN = "Your tool call could not be read: {why}."
+
+
+class ToolEnvironment(Environment):
+    """Episodes with functions, with the methods of a class, or with both.
+
+    The class follows TRL's convention. ``reset(**row)`` begins an episode, and may
+    return a text that is put behind the prompt. ``get_reward()`` ends it, else
+    ``reward.target`` scores the last turn. ``respond(text)`` answers a turn without
+    calls, for example as a simulated user. It returns the next message, or None.
+    """
+
+    config: ToolsConfig
+
+    def __init__(self, config: ToolsConfig) -> None:
+        super().__init__(config)
+        self.functions = {f.__name__: f for f in map(_function, config.functions)}
+        self.made = _class(config.target) if config.target else None
+        if not self.functions and not self.made:
+            raise CouplerError(
+                "environment=tools has no tools.\n"
+                "  set:  environment.functions or environment.target"
+            )
+
+        methods = _methods(self.made) if self.made else {}
+        if both := methods.keys() & self.functions.keys():
+            raise CouplerError(
+                f"environment.target={config.target} has a tool {', '.join(sorted(both))}, and "
+                "environment.functions too."
+            )
+        described = [(tool, "environment.functions") for tool in self.functions.values()]
+        described += [(tool, "environment.target") for tool in methods.values()]
+        self.schemas = [schema_of(tool, where) for tool, where in described]
+        self.uses_tools = bool(self.schemas) and config.calls is CallFormat.TEMPLATE
+
+    async def setup(self) -> None:
+        """Start the threads of tools that are no coroutines."""
+        self.threads = ThreadPoolExecutor(self.config.max_threads, "tool")
+
+    def close(self) -> None:
+        """Leave the threads. A tool that is still running is not waited for."""
+        self.threads.shutdown(wait=False, cancel_futures=True)
+
+    async def episode(self, task: Task, policy: Policy) -> Outcome:
+        """Play one episode."""
+        player: Any = self.made() if self.made else None
+        tools = {**self.functions, **(_methods(player) if player else {})}
+        box = Toolbox(tools, self.config, self.threads, task.row.get("tools_kwargs") or {})
+        messages = await self._begin(task, player)
+
+        while True:
+            reply = await policy.chat(messages, self.schemas if self.uses_tools else ())
+            messages.append(reply.message)
+            if reply.ended:
+                break
+            follows = await self._answer(reply, box, player)
+            if not follows:
+                break
+            messages += follows
+
+        reward = await self._own(player.get_reward) if hasattr(player, "get_reward") else None
+        counts = {f"tool_{name}": float(n) for name, n in asdict(box.counts).items()}
+        return Outcome(reward, metrics=counts)
+
+    async def _begin(self, task: Task, player: Any) -> list[Message]:
+        messages: list[Message] = list(task.messages)
+        if hasattr(player, "reset"):
+            said = await self._own(player.reset, **task.row)
+            if isinstance(said, str) and said:
+                last = messages[-1]
+                messages[-1] = {**last, "content": f"{last['content']}{said}"}
+        if self.schemas and not self.uses_tools:
+            messages = with_tools(messages, self.schemas)
+        return messages
+
+    async def _answer(self, reply: Reply, box: Toolbox, player: Any) -> Sequence[Message]:
+        """Return the messages that follow a turn. Where there are none, it was the
+        last.
+        """
+        text, calls = reply.message.get("content") or "", reply.message.get("tool_calls") or []
+        malformed = reply.malformed
+        if self.schemas and not self.uses_tools:
+            read, malformed = read_calls(text)
+            if read and not malformed:
+                results = [box.call(name, arguments) for name, arguments in read]
+                return [as_message(await asyncio.gather(*results))]
+
+        if malformed:
+            box.counts.errors += 1
+            return [{"role": "user", "content": ASK_AGAIN.format(why=malformed)}]
+        if calls:
+            named = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+            results = await asyncio.gather(*(box.call(*call) for call in named))
+            return [
+                {"role": "tool", "tool_call_id": call.get("id", ""), "content": result}
+                for call, result in zip(calls, results, strict=True)
+            ]
+        said = await self._own(player.respond, text) if hasattr(player, "respond") else None
+        return [{"role": "user", "content": said}] if said else []
+
+    async def _own(self, method: Callable[..., Any], *args: Any, **row: Any) -> Any:
+        """Call a method of the class that is no tool. What it raises is a failure."""
+        if inspect.iscoroutinefunction(method):
+            return await method(*args, **row)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self.threads, lambda: method(*args, **row))
+
+
+def _function(target: str) -> Callable[..., Any]:
+    found = import_target(target)
+    if not inspect.isroutine(found):
+        raise CouplerError(f"environment.functions: {target} is no function.")
+    return found
+
+
+def _class(target: str) -> type:
+    found = import_target(target)
+    if not isinstance(found, type):
+        raise CouplerError(f"environment.target={target} is no class.")
+    return found
+
+
+def _methods(owner: Any) -> Mapping[str, Callable[..., Any]]:
+    """Return the tools of a class, or of an object of it."""
+    names = [n for n in dir(owner) if not n.startswith("_") and n not in OWN]
+    return {n: m for n in names if inspect.isroutine(m := getattr(owner, n))}
