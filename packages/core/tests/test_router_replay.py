@@ -20,6 +20,7 @@ from coupler.config.schema import Job, RouterReplay, RunConfig, SamplingConfig
 from coupler.conversation.packing import Sample, pack
 from coupler.conversation.tree import Row as OnePath
 from coupler.data import Prompt, Row
+from coupler.engine_kit.inference.gated import Sampled
 from coupler.errors import ConfigError, CouplerError
 from coupler.executors import Local
 from coupler.executors.waits import Waits
@@ -206,6 +207,31 @@ def test_a_completion_that_was_cut_off_keeps_the_routes_that_sampled_it(tmp_path
     assert done.routed_experts[:, 0, 0].tolist() == [7] * 4 + [8] * 4 + [
         -1
     ]  # token 5 was fed in the second part only
+
+
+class Stayed:
+    """Hold what one stay in an engine sampled, and the routes of what it was fed."""
+
+    def __init__(self, tokens: int, fed: int, route: int) -> None:
+        self.tokens, self.logprobs = [7] * tokens, [-1.0] * tokens
+        self.routes = np.full((fed, 1, 2), route, np.int32)
+
+    def each_version(self) -> list[int]:
+        return [0] * len(self.tokens)
+
+    def each_route(self) -> np.ndarray:
+        return self.routes
+
+    def each_mask(self) -> None:
+        return None
+
+
+def test_a_stay_that_was_never_fed_leaves_the_routes_of_others() -> None:
+    done = Sampled()
+    for stay in (Stayed(0, 0, 0), Stayed(2, 4, 5), Stayed(0, 0, 0), Stayed(1, 5, 6)):
+        done.add(stay)
+    found = done.completion(Request((5, 6, 7), 6, routed_experts=True), "length").routed_experts
+    assert found[:, 0, 0].tolist() == [5, 5, 5, 5, 6, -1]
 
 
 def test_a_rollout_that_does_not_say_is_an_error(tmp_path: Path) -> None:

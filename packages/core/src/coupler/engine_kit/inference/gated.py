@@ -73,9 +73,10 @@ class Sampled:
         routes = stay.each_route()
         if routes is not None:
             routes = routes.astype(np.int16)
-            # Earlier tokens keep the routes that sampled them.
+            # Earlier tokens keep the routes that sampled them, and a stay that was cut
+            # off before it was fed brings none.
             if self.routes is not None:
-                routes[: len(self.routes)] = self.routes
+                routes = np.concatenate([self.routes, routes[len(self.routes) :]])
             self.routes = routes
 
     def completion(self, request: Request, finish: Any) -> Completion:
