@@ -112,6 +112,35 @@ def test_a_quantisation_that_cannot_be_is_one_sentence(
         SGLangConfig(**settings)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (
+            {"chunked_prefill": False},
+            "rollout.routed_experts=true needs rollout.chunked_prefill=true",
+        ),
+        ({"max_lora_rank": 8}, "adds no adapter: set rollout.max_lora_rank=0, it is 8"),
+        (
+            {"extra_args": {"enable_hierarchical_cache": True}},
+            "routes of other tokens with rollout.extra_args.enable_hierarchical_cache: leave one",
+        ),
+        (
+            {"extra_args": {"enable_return_routed_experts": True}},
+            "enable_return_routed_experts is not yours to set: set rollout.routed_experts",
+        ),
+    ],
+)
+def test_routes_that_cannot_be_are_one_sentence(settings: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        SGLangConfig(routed_experts=True, **settings)  # type: ignore[arg-type]
+
+
+def test_routes_are_asked_for_where_somebody_wants_them(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**SHAPE, "num_experts_per_tok": 2}))
+    assert arguments(str(tmp_path), routed_experts=True)["enable_return_routed_experts"] is True
+    assert "enable_return_routed_experts" not in arguments(str(tmp_path))
+
+
 def test_fp8_needs_a_gpu(folder: str) -> None:
     assert arguments(folder, quantization="fp8")["quantization"] == "fp8"
     assert "quantization" not in arguments(folder)
@@ -277,6 +306,8 @@ def test_capabilities_follow_the_configuration() -> None:
     adapted = backend.capabilities_of(SGLangConfig(max_lora_rank=8, sleep_mode=False))
     assert plain - adapted == {"memory:sleep", "model:moe"}
     assert adapted - plain == {"weights:lora"}
+    routed = backend.capabilities_of(SGLangConfig(routed_experts=True))
+    assert routed - plain == {"output:routed_experts"}
 
 
 LAYER = {

@@ -18,7 +18,7 @@ from coupler.testing.edge import Served
 from coupler.testing.reference import TransformersReference
 from coupler_rollout_sglang import messages
 from coupler_rollout_sglang.arguments import CPU_CACHE_GIB, GIB, bytes_per_token, text_config
-from coupler_rollout_sglang.rollout import sampling_of
+from coupler_rollout_sglang.completions import sampling_of
 
 POSITIONS = 256  # of the model
 
@@ -79,10 +79,10 @@ def test_numbers_that_do_not_match_the_tokens_are_an_error(lacking: str) -> None
         "finish_reason": {"type": "length"},
     }
     output = {"output_ids": [1, 2], "meta_info": meta}
-    assert sampling_of(output)[0].versions == [3, 3]
+    assert sampling_of(output, prompt=3)[0].versions == [3, 3]
     meta[lacking] = meta[lacking][:1]
     with pytest.raises(CouplerError, match=r"SGLang returned 1 .* of 2 tokens"):
-        sampling_of(output)
+        sampling_of(output, prompt=3)
 
 
 def test_nothing_happens_under_running_requests(served: Served) -> None:

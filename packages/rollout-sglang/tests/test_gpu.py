@@ -12,13 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from prefixes import cached_tokens
 
 from coupler.engine_kit.inference.checksums import checksum
 from coupler.interfaces import Completion, InFlight, Memory, Model, Named, Request
 from coupler.plugins.manager import Plugins
 from coupler.testing.edge import Served
 from coupler.testing.models import write_qwen2, write_qwen3_moe
-from coupler.testing.reference import TransformersReference
+from coupler.testing.reference import TransformersReference, as_batch
 from coupler_rollout_sglang.arguments import GIB, bytes_per_token, text_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -244,3 +245,86 @@ def test_experts_arrive(tmp_path: Path, quantization: str) -> None:
             assert np.median(found) < limit if factor == 1.0 else np.median(found) > 1.0, found
     finally:
         served.close()
+
+
+PREFIX = tuple(range(10, 74))
+NEAR = 0.25
+"""How far apart router logits may be for bf16 to swap their experts."""
+
+
+@pytest.fixture(scope="module")
+def routed(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[Served, TransformersReference]]:
+    """Experts with CUDA graphs, and the reference with the weights in bf16."""
+    folder = write_qwen3_moe(tmp_path_factory.mktemp("models") / "moe", num_hidden_layers=3)
+    reference = TransformersReference(folder)
+    for parameter in reference.model.parameters():
+        parameter.data = parameter.data.bfloat16().double()
+    served = serve(reference, enforce_eager=False, routed_experts=True)
+    yield served, reference
+    served.close()
+
+
+def replayed(
+    reference: TransformersReference, request: Request, done: Completion
+) -> tuple[np.ndarray, np.ndarray]:
+    """Send the tokens of a completion where SGLang sent them. Return their log-probs
+    and the logits of every router, [fed, layers, experts].
+    """
+    routers = [m for name, m in reference.model.named_modules() if name.endswith("mlp.gate")]
+    logits: list[torch.Tensor] = []
+    hooks = [
+        router.register_forward_hook(lambda _module, _args, out: logits.append(out[0]))
+        for router in routers
+    ]
+    batch = as_batch(request.prompt, done.tokens, request.temperature)
+    out = reference.outputs(batch.with_tokens(routed_experts=done.routed_experts))
+    for hook in hooks:
+        hook.remove()
+    found = torch.stack(logits, 1).detach().numpy()[:-1]
+    return out["logprobs"][len(request.prompt) :], found
+
+
+@pytest.mark.parametrize("how", [None, InFlight.RECOMPUTE, InFlight.STALE_KV])
+def test_routed_experts_are_those_of_the_model(
+    routed: tuple[Served, TransformersReference], how: InFlight | None
+) -> None:
+    """Of a cached prefix, a prompt and a completion. A router's choice depends on those
+    before it, so that the reference follows them and is asked for the next one.
+    """
+    served, reference = routed
+    push(served, tensors(reference))
+    requests = [Request((*PREFIX, 7 + i), 150, seed=i, routed_experts=True) for i in range(8)]
+    generate(served, *(Request((*PREFIX, 100 + i), 8, seed=i) for i in range(8)))
+
+    async def story() -> list[Completion]:
+        running = [asyncio.ensure_future(served.rollout.generate(r)) for r in requests]
+        if how is not None:
+            await asyncio.sleep(0.1)
+            await served.rollout.pause(how)
+            await served.edge.push(iter(tensors(reference)))
+            await served.rollout.resume()
+        return await asyncio.gather(*running)
+
+    with cached_tokens(served.rollout) as cached:
+        completions = served.run(story)
+    assert max(cached) >= len(PREFIX)
+    if how is not None:
+        assert {len(set(done.versions)) for done in completions} == {2}, "the pause came too late"
+
+    same = []
+    for request, done in zip(requests, completions, strict=True):
+        assert done.routed_experts.shape == (len(PREFIX) + 1 + 150, 3, 2)
+        assert (done.routed_experts[-1] == -1).all()
+        chosen = done.routed_experts[:-1].astype(np.int64)
+        assert (chosen[..., 0] != chosen[..., 1]).all()
+
+        logprobs, logits = replayed(reference, request, done)
+        assert np.abs(logprobs - done.logprobs).mean() < 0.1
+        of_chosen = np.take_along_axis(logits, chosen, 2).min(2)
+        np.put_along_axis(logits, chosen, -np.inf, 2)
+        gap = logits.max(2) - of_chosen
+        assert gap.max() < NEAR
+        same.append((gap < 0).mean())
+    assert np.mean(same) > 0.95

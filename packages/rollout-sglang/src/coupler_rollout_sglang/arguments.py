@@ -44,6 +44,8 @@ def server_arguments(
         )
 
     text = text_config(Path(model))
+    if config.routed_experts:
+        check_experts(text, model)
     dtype = config.dtype
     if dtype is Precision.AUTO:
         dtype = Precision.BF16 if gpu else Precision.FP32
@@ -81,6 +83,8 @@ def server_arguments(
         arguments |= {"dp_size": config.data_parallel, "enable_dp_attention": True}
     if config.attention_backend:
         arguments["attention_backend"] = config.attention_backend
+    if config.routed_experts:
+        arguments["enable_return_routed_experts"] = True
     if config.deterministic_kernels:
         arguments["enable_deterministic_inference"] = True
 
@@ -88,6 +92,20 @@ def server_arguments(
         arguments["device"] = "cpu"
         arguments.setdefault("attention_backend", "torch_native")
     return arguments | memory_arguments(config, text, DTYPES[dtype], gpu=gpu) | config.extra_args
+
+
+def check_experts(text: dict[str, Any], model: str) -> None:
+    """Check that SGLang finds how many experts a token goes to.
+
+    Raises:
+        ConfigError: the model's configuration does not say it.
+    """
+    if not text.get(messages.TOPK):
+        raise ConfigError(
+            "rollout.routed_experts=true needs a mixture of experts, and config.json of "
+            f"model.path={model} has no {messages.TOPK}.\n"
+            "  set:  rollout.routed_experts=false"
+        )
 
 
 def adapter_arguments(

@@ -54,7 +54,7 @@ OURS = {
     "lora_target_modules": "",
     "max_loras_per_batch": "",
     "max_loaded_loras": "",
-    "enable_return_routed_experts": "",
+    "enable_return_routed_experts": "rollout.routed_experts",
     "nnodes": "rollout.tensor_parallel",
     "node_rank": "",
     "dist_init_addr": "",
@@ -65,6 +65,10 @@ OURS = {
 
 
 QUANTIZATIONS = ("fp8",)
+ROUTES_LOST = ("enable_hierarchical_cache", "enable_lmcache", "enable_two_batch_overlap")
+"""Server arguments with which SGLang returns routes of other tokens. The first two
+bring caches back without their routes, and the last one writes two batches to one
+place."""
 
 
 class Precision(StrEnum):
@@ -145,6 +149,8 @@ class SGLangConfig(RolloutConfig):
     """Highest rank of an adapter that SGLang runs itself, so that a sync brings the
     adapter alone. With 0 a sync brings the sum of weights and adapter.
     """
+    routed_experts: bool = False
+    """Return which experts each token went to, for router replay."""
     extra_args: dict[str, Any] = field(default_factory=dict)
     """Further server arguments, under SGLang's own names."""
 
@@ -189,6 +195,8 @@ class SGLangConfig(RolloutConfig):
             )
         if self.quantization:
             self._check_quantization()
+        if self.routed_experts:
+            self._check_routes()
         if self.server:
             self._check_server()
         if taken := sorted(OURS.keys() & self.extra_args.keys()):
@@ -208,6 +216,26 @@ class SGLangConfig(RolloutConfig):
                 f"{given} takes no adapter apart from the weights: set rollout.max_lora_rank=0, "
                 "so that every sync brings the sum."
             )
+
+    def _check_routes(self) -> None:
+        given = "rollout.routed_experts=true"
+
+        if not self.chunked_prefill:
+            raise ValueError(
+                f"{given} needs rollout.chunked_prefill=true, since SGLang has room for the "
+                "routes of one chunk."
+            )
+        if self.max_lora_rank:
+            raise ValueError(
+                f"{given} needs a mixture of experts, to which SGLang adds no adapter: set "
+                f"rollout.max_lora_rank=0, it is {self.max_lora_rank}."
+            )
+        for name in ROUTES_LOST:
+            if self.extra_args.get(name):
+                raise ValueError(
+                    f"{given} gets routes of other tokens with rollout.extra_args.{name}: leave "
+                    "one of the two out."
+                )
 
     def _check_server(self) -> None:
         if self.mode is not Mode.SERVER:

@@ -22,6 +22,7 @@ class Wanted:
 
     per_request_seeds: bool = True
     quantization: str = ""
+    routed_experts: bool = False
 
     def announce(self) -> None:
         """Write it down for the processes that this one starts."""
@@ -50,6 +51,8 @@ def install() -> None:
     sglang.hook_adapters(empty_adapter)
     if wanted.per_request_seeds:
         sglang.hook_seeds(with_seeds)
+    if wanted.routed_experts:
+        sglang.hook_routes(kept_apart)
     if wanted.quantization:
         sglang.hook_quantization(quantized.quantise_once)
         sglang.hook_cache_scales(quantized.without_scales)
@@ -86,3 +89,19 @@ def with_seeds(result: Any, _class: Any, batch: Any, *_: Any, **__: Any) -> Any:
         seeds = [request.sampling_params.sampling_seed or 0 for request in batch.reqs]
         result.sampling_seed = torch.tensor(seeds, dtype=torch.int64).to(batch.device)
     return result
+
+
+def kept_apart(result: Any, capturer: Any, *_: Any, **__: Any) -> Any:
+    """Keep the routes of a batch apart from where the next batch writes its own.
+
+    SGLang computes the next batch while it copies them to the host, and 0.5.17 copies
+    them from there.
+    """
+    if result is not None and _shares(result.topk, capturer.device_cache.buffer):
+        result.topk = result.topk.clone()
+    return result
+
+
+def _shares(one: Any, other: Any) -> bool:
+    """Tell if two tensors lie in the same memory."""
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

@@ -24,6 +24,11 @@ VERSION_KEY = "coupler_version"
 """Name under which the sampler reports the version of every token."""
 MASK_KEY = "coupler_sampling_mask"
 """Name under which it reports the ids that every token was sampled among."""
+ROUTES_KEY = "routed_experts"
+"""Name under which SGLang reports the experts of every token that it was fed."""
+TOPK = "num_experts_per_tok"
+"""Name under which SGLang looks for the experts of a token in a model's
+configuration."""
 
 DIED_AT_START = (
     "SGLang died while it started.\n  look at:  its own lines above; too little free memory "

@@ -28,6 +28,7 @@ def _capabilities(config: SGLangConfig) -> frozenset[str]:
 
     chosen = {
         "memory:sleep": config.sleep_mode,
+        "output:routed_experts": config.routed_experts,
         "weights:lora": config.max_lora_rank > 0,
         "model:moe": config.max_lora_rank == 0,
     }

@@ -9,14 +9,12 @@ import asyncio
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 from weakref import finalize
-
-import numpy as np
 
 from coupler import errors
 from coupler.engine_kit import resident_bytes
@@ -26,6 +24,7 @@ from coupler.interfaces import Memory, Model, Rank, Request, WeightUpdate
 from coupler_rollout_sglang import messages
 from coupler_rollout_sglang.arguments import positions_of, text_config
 from coupler_rollout_sglang.compat.version import installed
+from coupler_rollout_sglang.completions import Routers, Sampling, said, sampling_of, top_k_of
 from coupler_rollout_sglang.config import Mode
 from coupler_rollout_sglang.links import EngineEnded, HttpLink, Link, PrivateLink
 
@@ -46,25 +45,14 @@ class Worker:
     """Bytes that are free there."""
     cache_tokens: int
     """Tokens that its cache has room for."""
+    routers: tuple[int, ...] = ()
+    """Numbers of the layers whose router SGLang writes down."""
 
-
-@dataclass(slots=True)
-class Sampling:
-    """Hold what one stay of a request in SGLang sampled."""
-
-    tokens: list[int]
-    logprobs: list[float]
-    versions: list[int] = field(default_factory=list)
-    mask: np.ndarray | None = None
-
-    def each_version(self) -> list[int]:
-        return self.versions
-
-    def each_route(self) -> np.ndarray | None:
-        return None
-
-    def each_mask(self) -> np.ndarray | None:
-        return self.mask
+    @staticmethod
+    def of(row: list[float]) -> Worker:
+        """Return what a row of numbers says."""
+        pid, held, free, cache_tokens, *routers = map(int, row)
+        return Worker(pid, held, free, cache_tokens, tuple(routers))
 
 
 class SGLangRollout(GatedRollout):
@@ -118,6 +106,11 @@ class SGLangRollout(GatedRollout):
             self.end = finalize(self, self.link.close)
 
         self.workers = await self._facts()
+        self.routers: Routers | None = None
+        if self.config.routed_experts:
+            self.routers = Routers(
+                text["num_hidden_layers"], text[messages.TOPK], self.workers[0].routers
+            )
         self.given_back = dict.fromkeys(Memory, 0)
         return len(self.workers)
 
@@ -146,6 +139,9 @@ class SGLangRollout(GatedRollout):
         if self.config.max_lora_rank:
             # It is 0 while an update has brought the weights alone.
             body["lora_path"] = messages.ADAPTER
+        routers = self.routers if request.routed_experts else None
+        if routers is not None:
+            body["return_routed_experts"] = True
 
         self._running[name] = None
         self.idle.clear()
@@ -161,7 +157,7 @@ class SGLangRollout(GatedRollout):
 
         if status != HTTPStatus.OK:
             raise CouplerError(f"SGLang refused a request: {said(output)}")
-        return sampling_of(output, _top_k(request))
+        return sampling_of(output, len(prompt), top_k_of(request), routers)
 
     def _parameters(self, request: Request, room: int) -> dict[str, Any]:
         """Return SGLang's sampling parameters.
@@ -173,7 +169,7 @@ class SGLangRollout(GatedRollout):
             "max_new_tokens": room,
             "temperature": request.temperature,
             "top_p": request.top_p if request.temperature else 1.0,
-            "top_k": _top_k(request) or -1,
+            "top_k": top_k_of(request) or -1,
             "stop_token_ids": list(request.stop),
             "sampling_seed": request.seed % 2**63,
             "skip_special_tokens": False,
@@ -302,7 +298,7 @@ class SGLangRollout(GatedRollout):
             )
         # Parts of a replica that share no requests answer each for all.
         rows = rows[0] if isinstance(rows[0][0], list) else rows
-        return [Worker(*map(int, row)) for row in rows]
+        return [Worker.of(row) for row in rows]
 
     async def _done(self, name: str, body: dict[str, Any]) -> None:
         status, answer = await self._call(name, body)
@@ -344,46 +340,3 @@ class SGLangRollout(GatedRollout):
         """End the engine's processes."""
         if self.end is not None:
             self.end()
-
-
-def _top_k(request: Request) -> int:
-    """Return the request's ``top_k``, which says nothing to a greedy one."""
-    return request.top_k if request.temperature else 0
-
-
-def sampling_of(output: dict[str, Any], top_k: int = 0) -> tuple[Sampling, str]:
-    """Return what SGLang sampled for a request, and why it ended.
-
-    Raises:
-        CouplerError: there are more log-probs, versions or masks than tokens, or fewer.
-    """
-    meta, tokens = output["meta_info"], list(output["output_ids"])
-    logprobs = [float(entry[0]) for entry in meta.get("output_token_logprobs") or []]
-    versions = list(meta.get(messages.VERSION_KEY) or [])
-
-    masks = list(meta.get(messages.MASK_KEY) or [])
-
-    for name, found in (
-        ("log-probs", logprobs),
-        ("versions", versions),
-        *([("sampling masks", masks)] if top_k else []),
-    ):
-        if len(found) != len(tokens):
-            raise CouplerError(
-                f"SGLang returned {len(found)} {name} of {len(tokens)} tokens.\n  look at:  "
-                "rollout.extra_args; speculative decoding and others change what it returns"
-            )
-    sampling = Sampling(tokens, logprobs, versions)
-    if top_k and masks:
-        sampling.mask = np.array(masks, np.int32)
-    finish = meta["finish_reason"]["type"]
-    return sampling, str(finish)
-
-
-def said(answer: Any) -> str:
-    """Return the sentence of an answer that is no success."""
-    if isinstance(answer, dict):
-        error = answer.get("error")
-        text = answer.get("message") or (error.get("message") if isinstance(error, dict) else error)
-        return str(text or answer)
-    return str(answer)

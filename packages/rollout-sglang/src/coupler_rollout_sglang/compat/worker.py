@@ -63,6 +63,11 @@ def hook_seeds(after: Callable[..., Any]) -> None:
     _hook(f"{info}.from_schedule_batch", after, "AFTER")
 
 
+def hook_routes(after: Callable[..., Any]) -> None:
+    """Change the experts of a batch when they were written down."""
+    _hook("sglang.srt.state_capturer.base.BaseTopkCapturer.on_forward_end", after, "AFTER")
+
+
 def hook_quantization(around: Callable[..., None]) -> None:
     """Decide how a layer's weights become fp8 after they were loaded."""
     for method in ("Fp8LinearMethod", "Fp8MoEMethod"):
@@ -147,6 +152,15 @@ def folder() -> str:
 def cache_tokens(worker: Any) -> int:
     """Return how many tokens a worker's cache has room for."""
     return int(worker.model_runner.max_total_num_tokens)
+
+
+def routers_of(worker: Any) -> list[int]:
+    """List the numbers of the layers whose router SGLang can write down."""
+    from sglang.srt.layers.moe.topk import TopK
+
+    modules = worker.model_runner.model.modules()
+    numbers = {m.layer_id for m in modules if isinstance(m, TopK)}
+    return sorted(int(number) for number in numbers if number is not None)
 
 
 def adapters_of(updater: Any) -> Any:

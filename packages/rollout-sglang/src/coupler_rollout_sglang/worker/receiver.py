@@ -142,14 +142,14 @@ def answered(original: Any, updater: Any, *args: Any, **named: Any) -> tuple[boo
 
 def facts(original: Any, worker: Any, request: Any) -> Any:
     """Return a row of each worker: its process, bytes that it holds and that are free
-    on its device, and tokens that its cache has room for.
+    on its device, tokens that its cache has room for, and layers with a router.
     """
     if request.name != messages.FACTS:
         return original(worker, request)
     held, free = 0, 0
     if torch.cuda.is_available():
         held, free = torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[0]
-    row = (os.getpid(), held, free, sglang.cache_tokens(worker))
+    row = (os.getpid(), held, free, sglang.cache_tokens(worker), *sglang.routers_of(worker))
     return sglang.gather([float(number) for number in row])
 
 

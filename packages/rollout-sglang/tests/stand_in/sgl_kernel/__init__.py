@@ -2,8 +2,8 @@
 
 SGLang imports names of it that the CPU never calls. Calling one is an error.
 
-For adapters SGLang pins memory, which torch refuses where there is no GPU. There, it is
-left as it is.
+For adapters and routes SGLang pins memory, which torch and CUDA refuse where there is
+no GPU. There, it is left as it is.
 """
 
 from __future__ import annotations
@@ -35,6 +35,17 @@ def unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return made
 
 
+class Unpinned:
+    """Take the place of CUDA's runtime, and leave memory of the host as it is."""
+
+    @staticmethod
+    def cudaHostRegister(*_: Any) -> int:
+        return 0
+
+    cudaHostUnregister = cudaHostRegister
+
+
 if not torch.cuda.is_available():
+    torch.cuda.cudart = Unpinned
     torch.tensor, torch.zeros = unpinned(torch.tensor), unpinned(torch.zeros)
     torch.Tensor.pin_memory = lambda tensor, *_: tensor
