@@ -186,6 +186,25 @@ class CutOff(RoutedRollout):
         return replace(done, finish="abort" if first else "length", routed_experts=routes)
 
 
+class Waiting(RoutedRollout):
+    """Is cut off before it feeds the request, after two tokens, and once more before it
+    feeds the rest.
+    """
+
+    parts = (0, 2, 0, 9)
+    calls = 0
+
+    async def generate(self, request: Request) -> Completion:
+        tokens = self.parts[self.calls]
+        self.calls += 1
+        # Time for a pause.
+        await asyncio.sleep(0.01)
+        if tokens:
+            done = await super().generate(replace(request, max_tokens=min(tokens, 4)))
+            return replace(done, finish="length" if self.calls == 4 else "abort")
+        return Completion((), (), (), "abort")
+
+
 class Silent(ToyRollout):
     """Does not know of routes."""
 
@@ -207,6 +226,24 @@ def test_a_completion_that_was_cut_off_keeps_the_routes_that_sampled_it(tmp_path
     assert done.routed_experts[:, 0, 0].tolist() == [7] * 4 + [8] * 4 + [
         -1
     ]  # token 5 was fed in the second part only
+
+
+def test_what_was_cut_off_before_it_was_fed_leaves_the_routes_of_the_rest(
+    tmp_path: Path,
+) -> None:
+    group = group_of(tmp_path, "test_router_replay:Waiting")
+
+    async def story() -> Completion:
+        sampling = asyncio.ensure_future(sample(group))
+        while not sampling.done():
+            # As if a pause came between any two parts.
+            group.pauses += 1
+            await asyncio.sleep(0)
+        return await sampling
+
+    done = asyncio.run(story())
+    assert (len(done.tokens), done.finish) == (6, "length")
+    assert done.routed_experts[:, 0, 0].tolist() == [7] * 8 + [-1]
 
 
 class Stayed:

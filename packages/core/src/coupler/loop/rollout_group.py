@@ -36,10 +36,11 @@ MAX_RESTARTS = 3
 def _joined(first: Any, rest: Any) -> Any:
     """Join the routes of the two parts of a completion that was cut off.
 
-    The tokens that were fed while the first part was sampled keep their routes.
+    The tokens that were fed while the first part was sampled keep their routes. A part
+    that was cut off before anything was fed has none.
     """
-    if first is None:
-        return None
+    if first is None or rest is None:
+        return rest if first is None else first
     fed = first.max(axis=(1, 2), keepdims=True) >= 0
     whole = rest.copy()
     whole[: len(first)] = np.where(fed, first, rest[: len(first)])
@@ -269,7 +270,7 @@ class RolloutGroup:
                 f"versions of {len(done.tokens)} tokens.\n"
                 "  look at:  the rollout's log"
             )
-        if request.routed_experts and done.routed_experts is None:
+        if request.routed_experts and done.routed_experts is None and done.tokens:
             raise CouplerError(
                 "the rollout was asked which experts its tokens went to, and did not say.\n"
                 "  try:  router_replay=R2, which does not ask it"
