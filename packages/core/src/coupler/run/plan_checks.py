@@ -115,7 +115,7 @@ def check_routes(config: RunConfig, plugins: Plugins, needs: frozenset[str], job
             raise ConfigError(
                 f"router_replay={mode} needs {path}={inner.name} to say which experts tokens "
                 f"go to, which it does not ({ROUTES}).\n"
-                "  try:  router_replay=disabled, or another {path}"
+                f"  try:  router_replay=disabled, or another {path}"
             )
 
     if job is not Job.TRAIN:
