@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from coupler.cli import main
+from coupler.testing.models import write_qwen3_moe
 from coupler.testing.reference import TransformersReference
 
 REWARD = """
@@ -100,3 +101,20 @@ def test_it_trains(
         assert log[0]["sync/probe_adapter"] > 1e-2
         # The weights slept, so that they come again before A and B of 14 linear maps.
         assert {step["sync/tensors"] for step in log[1:]} == {len(reference.tensors) + 28}
+
+
+def test_the_experts_that_sampled_are_the_experts_that_train(
+    tmp_path: Path, kernels: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """R3. Without the option the plan says what is missing."""
+    experts = TransformersReference(write_qwen3_moe(tmp_path / "experts"))
+    given = arguments(tmp_path, experts, "engine=megatron", "router_replay=R3")
+    assert main(given) == 2
+    assert "needs rollout=sglang to say which experts tokens go to" in capsys.readouterr().err
+
+    assert main([*given, "rollout.routed_experts=true"]) == 0
+    for step in logged(tmp_path)[1:]:
+        # In fp32 both choose the same, but for ties.
+        assert step["moe/route_disagreement"] < 0.05
+        assert step["train_infer/abs_diff"] < 1e-3
+        assert step["train/grad_norm"] > 0
