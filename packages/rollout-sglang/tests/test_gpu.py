@@ -294,14 +294,14 @@ def test_routed_experts_are_those_of_the_model(
     before it, so that the reference follows them and is asked for the next one.
     """
     served, reference = routed
-    push(served, tensors(reference))
-    requests = [Request((*PREFIX, 7 + i), 150, seed=i, routed_experts=True) for i in range(8)]
+    served.push(iter(tensors(reference)))
+    requests = [Request((*PREFIX, 7 + i), 180, seed=i, routed_experts=True) for i in range(8)]
     generate(served, *(Request((*PREFIX, 100 + i), 8, seed=i) for i in range(8)))
 
     async def story() -> list[Completion]:
         running = [asyncio.ensure_future(served.rollout.generate(r)) for r in requests]
         if how is not None:
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.06)
             await served.rollout.pause(how)
             await served.edge.push(iter(tensors(reference)))
             await served.rollout.resume()
@@ -311,20 +311,23 @@ def test_routed_experts_are_those_of_the_model(
         completions = served.run(story)
     assert max(cached) >= len(PREFIX)
     if how is not None:
-        assert {len(set(done.versions)) for done in completions} == {2}, "the pause came too late"
+        assert {len(set(done.versions)) for done in completions} == {2}, (
+            "the pause came too early or late"
+        )
 
-    same = []
+    same, differences = [], []
     for request, done in zip(requests, completions, strict=True):
-        assert done.routed_experts.shape == (len(PREFIX) + 1 + 150, 3, 2)
+        assert done.routed_experts.shape == (len(PREFIX) + 1 + 180, 3, 2)
         assert (done.routed_experts[-1] == -1).all()
         chosen = done.routed_experts[:-1].astype(np.int64)
         assert (chosen[..., 0] != chosen[..., 1]).all()
 
         logprobs, logits = replayed(reference, request, done)
-        assert np.abs(logprobs - done.logprobs).mean() < 0.1
         of_chosen = np.take_along_axis(logits, chosen, 2).min(2)
         np.put_along_axis(logits, chosen, -np.inf, 2)
-        gap = logits.max(2) - of_chosen
-        assert gap.max() < NEAR
-        same.append((gap < 0).mean())
+        gaps = logits.max(2) - of_chosen
+        assert gaps.max() < NEAR, f"the largest gap of each layer: {gaps.max(0)}"
+        same.append((gaps < 0).mean())
+        differences.append(np.abs(logprobs - done.logprobs).mean())
     assert np.mean(same) > 0.95
+    assert max(differences) < 0.1, "the experts of a token compute something else"
