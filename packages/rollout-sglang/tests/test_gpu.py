@@ -296,7 +296,8 @@ def test_routed_experts_are_those_of_the_model(
     served, reference = routed
     served.push(iter(tensors(reference)))
     requests = [Request((*PREFIX, 7 + i), 180, seed=i, routed_experts=True) for i in range(8)]
-    generate(served, *(Request((*PREFIX, 100 + i), 8, seed=i) for i in range(8)))
+    warm = (Request((*PREFIX, 100 + i), 8, seed=i) for i in range(8))
+    generate(served, *warm, deadline_s=FIRST_KERNEL_S)
 
     async def story() -> list[Completion]:
         running = [asyncio.ensure_future(served.rollout.generate(r)) for r in requests]
