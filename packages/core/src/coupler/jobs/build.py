@@ -185,7 +185,7 @@ class Builder:
         if not config:
             return None
         made = load_class(self.plugins, "environment", config.name)
-        return made(self.composed.config.environment)
+        return made(self.config.environment)
 
     def prepare_environment(self) -> None:
         """Make the environment, and prove the chat template for it.
