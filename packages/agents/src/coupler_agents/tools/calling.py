@@ -57,6 +57,8 @@ class Toolbox:
         tool = self.tools.get(name)
         if tool is None:
             raise LookupError(f"there is no tool {name!r}. There are: {', '.join(self.tools)}")
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments)
         if not isinstance(arguments, Mapping):
             raise TypeError(f"the arguments of {name} are no JSON object")
 

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -19,6 +20,7 @@ from coupler import (
     Task,
     import_target,
 )
+from coupler.conversation import ConversationOver
 from coupler_agents.tools.calling import Toolbox
 from coupler_agents.tools.config import CallFormat, ToolsConfig
 from coupler_agents.tools.schema import schema_of
@@ -76,19 +78,29 @@ class ToolEnvironment(Environment):
         box = Toolbox(tools, self.config, self.threads, task.row.get("tools_kwargs") or {})
         messages = await self._begin(task, player)
 
-        while True:
-            reply = await policy.chat(messages, self.schemas if self.uses_tools else ())
-            messages.append(reply.message)
-            if reply.ended:
-                break
-            follows = await self._answer(reply, box, player)
-            if not follows:
-                break
-            messages += follows
+        # A limit ends the episode, and what happened until then has a reward.
+        with suppress(ConversationOver):
+            await self._talk(messages, policy, box, player)
 
         reward = await self._own(player.get_reward) if hasattr(player, "get_reward") else None
         counts = {f"tool_{name}": float(n) for name, n in asdict(box.counts).items()}
         return Outcome(reward, metrics=counts)
+
+    async def _talk(
+        self, messages: list[Message], policy: Policy, box: Toolbox, player: Any
+    ) -> None:
+        """Let the policy speak until nothing follows.
+
+        Raises:
+            ConversationOver: a limit was reached.
+        """
+        while True:
+            reply = await policy.chat(messages, self.schemas if self.uses_tools else ())
+            messages.append(reply.message)
+            follows = [] if reply.ended else await self._answer(reply, box, player)
+            if not follows:
+                return
+            messages += follows
 
     async def _begin(self, task: Task, player: Any) -> list[Message]:
         messages: list[Message] = list(task.messages)

@@ -1,0 +1,89 @@
+"""Tools that the tests of this folder give to a policy."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return a + b
+
+
+async def look(at: str, *, secret: str) -> str:
+    """Look at a place.
+
+    Args:
+        at: The place.
+    """
+    await asyncio.sleep(0)
+    return f"{at}: {secret}"
+
+
+def fail(why: str) -> str:
+    """Fail.
+
+    Args:
+        why: The reason.
+    """
+    raise ValueError(why)
+
+
+def long(size: int) -> str:
+    """Return a long text.
+
+    Args:
+        size: Its characters.
+    """
+    return "x" * size
+
+
+def sleep(seconds: float) -> str:
+    """Sleep.
+
+    Args:
+        seconds: How long.
+    """
+    time.sleep(seconds)
+    return "awake"
+
+
+def bare(a, b):  # type: ignore[no-untyped-def]
+    return a, b
+
+
+class Guess:
+    """A number to guess, in the convention of TRL."""
+
+    def reset(self, **row: object) -> str:
+        self.secret, self.won = int(str(row["answer"])), False
+        return " It is between 1 and 9."
+
+    def guess(self, number: int) -> str:
+        """Guess the number.
+
+        Args:
+            number: From 1 to 9.
+        """
+        self.won |= number == self.secret
+        return "right" if self.won else "higher" if number < self.secret else "lower"
+
+    def get_reward(self) -> float:
+        return float(self.won)
+
+
+class Talks:
+    """A user who asks for more, twice."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def respond(self, text: str) -> str | None:
+        self.asked += 1
+        return f"you said {text!r}, go on" if self.asked < 3 else None
