@@ -13,7 +13,7 @@ from coupler.conversation.packing import Sample
 from coupler.conversation.tree import Row as OnePath
 from coupler.data import Prompt, Row
 from coupler.interfaces import Completion, Request
-from coupler.loop.evaluator import Evaluator
+from coupler.jobs.evaluator import Evaluator
 from coupler.metrics import values
 
 SAMPLES = {  # row: (reward, answer) of its valid samples, of three

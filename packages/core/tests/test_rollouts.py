@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from coupler.config.schema import SyncConfig
+from coupler.conversation.episodes import OneTurn
 from coupler.data import Prompt, Row
 from coupler.errors import CouplerError, ReplicaDied, WaitTimeout
 from coupler.executors import Local
@@ -204,7 +205,7 @@ def test_samples_of_one_prompt_meet_on_one_replica(
     async def story() -> None:
         group = make_group(tmp_path, count)
         await group.setup()
-        scorer = Scorer(group, AsItIs(), AsItIs(), ())  # type: ignore[arg-type]
+        scorer = Scorer(group, AsItIs(), AsItIs(), OneTurn(group, ()))  # type: ignore[arg-type]
         prompts = [Prompt(Row(str(i), "", i, {}), (5, 6 + i)) for i in range(groups)]
         running = [
             asyncio.ensure_future(scorer.sample(p, list(range(8)), Request((), 20), groups=groups))

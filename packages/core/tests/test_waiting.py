@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from coupler.conversation.episodes import OneTurn
 from coupler.data import Prompt, Row
 from coupler.errors import WaitTimeout, WorkerDied
 from coupler.executors import Local
@@ -276,7 +277,7 @@ def test_a_heartbeat_names_the_prompts_that_are_outstanding() -> None:
 
     async def sample() -> None:
         parts: Any = Parts()
-        scorer = Scorer(parts, parts, parts, ())
+        scorer = Scorer(parts, parts, parts, OneTurn(parts, ()))
         prompts = [
             Prompt(Row(prompt="", answer="", index=i, extra={}), (5,) * (1 + (i == 9)))
             for i in (3, 9)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from coupler.config.schema import RouterReplay, RunConfig, SamplingConfig
+from coupler.conversation.episodes import OneTurn
 from coupler.data import Prompt, PromptStream, Row
 from coupler.executors import Local
 from coupler.executors.waits import Waits
@@ -141,7 +142,7 @@ class ToyRun:
             config.samples_per_prompt,
             config.seed,
             prompts=PromptStream(prompts, config.seed, shuffle=True),
-            scorer=Scorer(self.rollouts, self.pool, codec, ()),
+            scorer=Scorer(self.rollouts, self.pool, codec, OneTurn(self.rollouts, ())),
             algorithm=algorithm,
             buffer=self.buffer,
         )

@@ -18,7 +18,7 @@ SHOWN = 300  # characters of an error
 
 @dataclass
 class Counts:
-    """What the calls of one episode came to."""
+    """The counts of an episode's calls."""
 
     calls: int = 0
     errors: int = 0

@@ -97,6 +97,7 @@ class ToolEnvironment(Environment):
         while True:
             reply = await policy.chat(messages, self.schemas if self.uses_tools else ())
             messages.append(reply.message)
+
             follows = [] if reply.ended else await self._answer(reply, box, player)
             if not follows:
                 return

@@ -34,6 +34,7 @@ def with_tools(
 def read_calls(text: str) -> tuple[list[tuple[str, dict[str, Any]]], str]:
     """Return name and arguments of each call in a text, and why one cannot be read."""
     calls: list[tuple[str, dict[str, Any]]] = []
+
     for found in CALL.findall(text[:MAX_CHARACTERS]):
         try:
             call = json.loads(found)

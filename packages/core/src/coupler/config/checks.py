@@ -66,6 +66,7 @@ def problems(config: RunConfig, job: Job) -> Iterator[str]:
 def _environment_problems(config: RunConfig) -> Iterator[str]:
     yield from _out_of_range(config.environment, "environment.")
     limit, prompt = config.environment.max_tokens, config.data.max_prompt_tokens
+
     if 0 < limit <= prompt:
         yield (
             f"environment.max_tokens={limit} leaves no token for an answer to the longest prompt: "

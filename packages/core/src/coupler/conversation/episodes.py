@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from textwrap import indent
+from typing import Protocol
 
 from coupler.conversation.limits import ConversationOver, Limits
+from coupler.conversation.packing import Sample
 from coupler.conversation.recorder import Conversation, Generates
 from coupler.conversation.rendering import Renderer
 from coupler.conversation.tree import Row
+from coupler.data import Prompt
 from coupler.errors import CouplerError
 from coupler.interfaces import (
     Completion,
@@ -27,7 +32,7 @@ from coupler.metrics import Metric, Metrics
 MIN_FAILED = 5
 
 
-class EpisodeFailed(Exception):
+class EpisodeFailed(CouplerError):
     """An episode failed each time that it was begun."""
 
 
@@ -45,11 +50,48 @@ class Played:
     metrics: Metrics
 
 
+class Plays(Protocol):
+    """Plays the episodes of a run."""
+
+    async def play(self, prompt: Prompt, request: Request) -> Played:
+        """Play one episode, with the sampling of ``request``."""
+        ...
+
+    async def whole(self, group: Callable[[], Awaitable[list[Sample]]]) -> list[Sample]:
+        """Play all episodes of a prompt."""
+        ...
+
+    def metrics(self) -> Metrics:
+        """Return what is counted over the run."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class OneTurn:
+    """Plays episodes of one completion each: those of a run without environment."""
+
+    rollout: Generates
+    stop: tuple[int, ...]
+
+    async def play(self, prompt: Prompt, request: Request) -> Played:
+        """Sample one completion of the prompt."""
+        done = await self.rollout.generate(replace(request, prompt=prompt.ids, stop=self.stop))
+        return Played((Row.of_one_turn(prompt.ids, done),), Outcome(), done.finish, {})
+
+    async def whole(self, group: Callable[[], Awaitable[list[Sample]]]) -> list[Sample]:
+        """Sample all completions of a prompt."""
+        return await group()
+
+    def metrics(self) -> Metrics:
+        """Return nothing: completions do not fail."""
+        return {}
+
+
 class Episodes:
-    """Plays episodes with the policy, each in a conversation of its own.
+    """Plays the episodes of an environment, each in a conversation of its own.
 
     An episode that raises is begun anew with the same seed, :attr:`EnvironmentConfig.
-    retries` times.
+    retries` times. Then all episodes of its prompt are, as often.
 
     Args:
         tokens: the longest conversation, prompt and answers together.
@@ -64,12 +106,24 @@ class Episodes:
         tokens: int,
     ) -> None:
         self.environment, self.config = environment, config
+
         self.rollout, self.renderer = rollout, renderer
         self.tokens = tokens
         self.num_played, self.num_failed = 0, 0
         self.first_failure = ""
 
-    async def play(self, task: Task, request: Request) -> Played:
+    async def whole(self, group: Callable[[], Awaitable[list[Sample]]]) -> list[Sample]:
+        """Play all episodes of a prompt, and all of them again where one failed.
+
+        Raises:
+            EpisodeFailed: one failed each time.
+        """
+        for _ in range(self.config.retries):
+            with suppress(EpisodeFailed):
+                return await group()
+        return await group()
+
+    async def play(self, prompt: Prompt, request: Request) -> Played:
         """Play one episode.
 
         Args:
@@ -79,6 +133,8 @@ class Episodes:
             EpisodeFailed: it failed each time.
             CouplerError: too many episodes failed, or the rollout did.
         """
+        task = Task(prompt.messages, prompt.row.as_mapping(), request.seed)
+
         for _ in range(1 + self.config.retries):
             watched = Watched(self.rollout)
             try:
@@ -87,10 +143,15 @@ class Episodes:
                 if watched.failure:
                     raise watched.failure from None
                 self._count(error)
-        raise EpisodeFailed
+        raise EpisodeFailed(
+            f"an episode of environment={self.config.name} failed {1 + self.config.retries} times, "
+            f"and so did its group.\n  the first failure of the run:\n"
+            f"{indent(self.first_failure.rstrip(), '    ')}"
+        )
 
     async def _once(self, task: Task, request: Request, rollout: Generates) -> Played:
         config = self.config
+
         limits = Limits(
             request.max_tokens,
             turns=config.max_turns,
@@ -114,6 +175,7 @@ class Episodes:
         but what the policy said.
         """
         scope = asyncio.timeout(self.config.timeout_s)
+
         try:
             async with scope:
                 return await self.environment.episode(task, conversation)
@@ -134,6 +196,7 @@ class Episodes:
         self.num_failed += 1
         self.first_failure = self.first_failure or "".join(traceback.format_exception(error))
         tries, limit = self.num_played + self.num_failed, self.config.max_failed_fraction
+
         if self.num_failed >= MIN_FAILED and self.num_failed > limit * tries:
             raise CouplerError(
                 f"{self.num_failed} of {tries} episodes of environment={self.config.name} failed.\n"

@@ -43,12 +43,12 @@ class Sample:
 
     @property
     def num_sampled(self) -> int:
-        """The tokens that the policy sampled, in all turns."""
+        """Return the number of tokens that the policy sampled, in all turns."""
         return sum(len(done.tokens) for row in self.rows for done in row.trained)
 
     @property
     def truncated(self) -> bool:
-        """Whether a limit of tokens cut the episode."""
+        """Return whether a limit of tokens cut the episode."""
         return self.finish in ("length", "tokens")
 
 
@@ -149,6 +149,7 @@ def _masks(rows: Sequence[Row], sampled: np.ndarray) -> dict[str, np.ndarray]:
     masks = [done.sampling_mask for row in rows for done in row.trained]
     if masks[0] is None:
         return {}
+
     kept = concat(masks)
     column = np.full((len(sampled), kept.shape[1]), -1, np.int32)
     column[sampled] = kept

@@ -240,6 +240,7 @@ def messages_of(prompt: str | Messages, system_prompt: str) -> Messages:
         CouplerError: the prompt has a system message, too.
     """
     messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
+
     if not system_prompt:
         return tuple(messages)
     if messages[0]["role"] == "system":

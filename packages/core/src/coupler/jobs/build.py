@@ -13,7 +13,7 @@ from coupler.config.checks import episode_tokens
 from coupler.config.compose import Composed
 from coupler.config.schema import DataConfig
 from coupler.conversation import Renderer, TemplateRenderer
-from coupler.conversation.episodes import Episodes
+from coupler.conversation.episodes import Episodes, OneTurn, Plays
 from coupler.data import Codec, Prompt, encode_prompts, load_rows
 from coupler.data.model_folder import model_folder
 from coupler.errors import ConfigError
@@ -31,9 +31,9 @@ from coupler.interfaces import (
     Request,
     ShardingManager,
 )
+from coupler.jobs.evaluator import Evaluator
 from coupler.loop.device_memory import Residency
 from coupler.loop.engine_group import EngineGroup
-from coupler.loop.evaluator import Evaluator
 from coupler.loop.rollout_group import RolloutGroup
 from coupler.loop.sampler import Scorer
 from coupler.plugins.manager import Plugins
@@ -203,12 +203,11 @@ class Builder:
 
     def scorer(self, rollouts: RolloutGroup, rewards: RewardPool) -> Scorer:
         """Make what plays episodes and scores them."""
-        stop = self.codec.stop_ids(self.config.sampling.stop)
-        return Scorer(rollouts, rewards, self.codec, stop, self._episodes(rollouts))
+        return Scorer(rollouts, rewards, self.codec, self._episodes(rollouts))
 
-    def _episodes(self, rollouts: RolloutGroup) -> Episodes | None:
+    def _episodes(self, rollouts: RolloutGroup) -> Plays:
         if not self.environment:
-            return None
+            return OneTurn(rollouts, self.codec.stop_ids(self.config.sampling.stop))
         tokens = min(episode_tokens(self.config), self.codec.max_positions or inf)
         return Episodes(
             self.environment, self.config.environment, rollouts, self.renderer, int(tokens)

@@ -12,9 +12,9 @@ from coupler.executors.placement import EVAL_ROLLOUT
 from coupler.interfaces import InFlight, ShardingManager
 from coupler.jobs.build import Builder
 from coupler.jobs.device_sharing import share_devices
+from coupler.jobs.evaluator import Evaluator
 from coupler.loop.device_memory import GENERATING, Residency
 from coupler.loop.engine_group import EngineGroup
-from coupler.loop.evaluator import Evaluator
 from coupler.loop.sampler import Scorer
 from coupler.metrics import Metrics
 from coupler.rewards import RewardPool

@@ -11,7 +11,7 @@ from coupler.config.schema import Job
 from coupler.data import fingerprint, load_rows, supervised
 from coupler.jobs.build import Builder
 from coupler.jobs.preflight import check_spelling, import_classes, place, report_unread
-from coupler.loop.sft_trainer import SupervisedTrainer
+from coupler.jobs.sft_trainer import SupervisedTrainer
 from coupler.metrics import Metrics
 from coupler.plugins.manager import Plugins
 from coupler.run.plan import make_plan

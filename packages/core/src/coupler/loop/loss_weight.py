@@ -53,6 +53,7 @@ def prepare(batch: Batch, algorithm: Algorithm) -> Batch:
     a gradient.
     """
     mask = batch["loss_mask"]
+
     clean = {
         name: np.where(mask, column, 0).astype(column.dtype)
         for name, column in batch.tokens.items()

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from typing import Any
 
 from coupler.batch import Batch
-from coupler.conversation.episodes import EpisodeFailed, Episodes, Played
+from coupler.conversation.episodes import Plays
 from coupler.conversation.packing import Sample, pack
-from coupler.conversation.tree import Row
 from coupler.data import Codec, Prompt, PromptStream
-from coupler.interfaces import Algorithm, Outcome, Request, Task
+from coupler.interfaces import Algorithm, Outcome, Request
 from coupler.loop.buffer import Buffer
 from coupler.loop.rollout_group import RolloutGroup
 from coupler.metrics import Metric, Metrics, merge
@@ -26,36 +24,21 @@ from coupler.system.seeding import derive
 
 
 class Scorer:
-    """Plays episodes of a prompt and scores each, for training and evaluation.
-
-    Args:
-        episodes: those of the run's environment. None for completions of one turn.
-    """
+    """Plays episodes of a prompt and scores each, for training and evaluation."""
 
     def __init__(
-        self,
-        rollouts: RolloutGroup,
-        rewards: RewardPool,
-        codec: Codec,
-        stop: tuple[int, ...],
-        episodes: Episodes | None = None,
+        self, rollouts: RolloutGroup, rewards: RewardPool, codec: Codec, episodes: Plays
     ) -> None:
-        self.rollouts, self.rewards, self.codec, self.stop = rollouts, rewards, codec, stop
+        self.rollouts, self.rewards, self.codec = rollouts, rewards, codec
         self.episodes = episodes
         self.names = count()
 
     async def sample(
-        self,
-        prompt: Prompt,
-        seeds: list[int],
-        request: Request,
-        *,
-        groups: int,
+        self, prompt: Prompt, seeds: list[int], request: Request, *, groups: int
     ) -> list[Sample]:
         """Return one scored episode per seed, without those of invalid rewards.
 
-        The reward pool counts the invalid ones. Where an episode failed, all of the
-        prompt are played again, ``environment.retries`` times.
+        The reward pool counts the invalid ones.
 
         Args:
             request: what is asked for, but for prompt, stop tokens, seed and session.
@@ -63,12 +46,9 @@ class Scorer:
                 to load all replicas evenly, a call's completions come from one replica,
                 which computes the prompt once.
         """
-        if not self.episodes:
-            return await self._group(prompt, seeds, request, groups)
-        for _ in range(self.episodes.config.retries):
-            with suppress(EpisodeFailed):
-                return await self._group(prompt, seeds, request, groups)
-        return await self._group(prompt, seeds, request, groups)
+        return await self.episodes.whole(
+            lambda: self._group(prompt, seeds, request, groups),
+        )
 
     async def _group(
         self, prompt: Prompt, seeds: list[int], request: Request, groups: int
@@ -77,7 +57,7 @@ class Scorer:
         if router.keeps_whole(groups):
             session = f"group {next(self.names)}"
             router.begin(session)
-        first = replace(request, prompt=prompt.ids, stop=self.stop, session=session)
+        first = replace(request, session=session)
         tasks = [asyncio.create_task(self._one(prompt, replace(first, seed=s))) for s in seeds]
 
         try:
@@ -92,7 +72,7 @@ class Scorer:
     async def _one(self, prompt: Prompt, request: Request) -> Sample | None:
         waits = self.rollouts.executor.waits
         with waits.named("prompts", "completions", [prompt.row.index]):
-            played = await self._play(prompt, request)
+            played = await self.episodes.play(prompt, request)
         if not played.rows:
             self.rewards.count(Scored(result=Invalid(played.outcome.invalid), seconds=0.0))
             return None
@@ -112,13 +92,6 @@ class Scorer:
             played.outcome.turn_rewards,
             played.metrics,
         )
-
-    async def _play(self, prompt: Prompt, request: Request) -> Played:
-        if not self.episodes:
-            done = await self.rollouts.generate(request)
-            return Played((Row.of_one_turn(prompt.ids, done),), Outcome(), done.finish, {})
-        task = Task(prompt.messages, prompt.row.as_mapping(), request.seed)
-        return await self.episodes.play(task, request)
 
     async def _score(self, prompt: Prompt, outcome: Outcome, text: str) -> Scored:
         if outcome.reward is None and not outcome.invalid:
@@ -240,8 +213,8 @@ class Sampler:
         # sorted, so that rounding does not depend on the order of arrival
         merged = merge(self.seen[number] for number in sorted(self.seen))
         self.seen = {}
-        failed = self.scorer.episodes.metrics() if self.scorer.episodes else {}
-        return merged | failed | self.scorer.rollouts.router.metrics()
+        scorer = self.scorer
+        return merged | scorer.episodes.metrics() | scorer.rollouts.router.metrics()
 
 
 def _describe(samples: list[Sample], group: Batch, kept: bool) -> Metrics:

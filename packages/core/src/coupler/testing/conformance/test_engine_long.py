@@ -321,6 +321,7 @@ def assert_gradient_of_a_crowd(
         if "embed_tokens" in name and padding is not None:
             rows[padding] = False
         off = float(np.abs(grads[name][rows] - true[rows]).max() / np.abs(true[rows]).max())
+
         what = f"the error of the gradient of {name}, as a share, at {tokens} tokens a micro-batch"
         expect.below(off, LONG_GRADIENT * want.tolerance, what)
 
