@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
+import played_tools
 import pytest
 
 from coupler import CouplerError, Outcome, Request, Task
@@ -68,7 +69,7 @@ class Played:
             async with asyncio.timeout(30):
                 return await self.environment.episode(task, self.conversation)
         finally:
-            self.environment.close()
+            await self.environment.close()
 
     @property
     def shown(self) -> str:
@@ -113,7 +114,9 @@ def test_a_class_plays_an_episode(codec: Codec) -> None:
 
 
 def test_a_simulated_user_answers(codec: Codec) -> None:
+    before = played_tools.Talks.released
     played = Played(codec, ["one", "two", "three", "four"], target=f"{TOOLS}:Talks")
+    assert played_tools.Talks.released == before + 1, "what an episode holds is released"
     assert len(played.rollout.requests) == 3
     assert "you said 'two', go on" in played.shown
 

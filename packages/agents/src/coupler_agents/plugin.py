@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from coupler.plugins import Backend, Kind, hookimpl
+from coupler_agents.program.config import ProgramConfig
 from coupler_agents.tools.config import ToolsConfig
 
 
@@ -15,4 +16,10 @@ def coupler_backends() -> Iterable[Backend]:
         name="tools",
         target="coupler_agents.tools.environment:ToolEnvironment",
         config=ToolsConfig,
+    )
+    yield Backend(
+        kind=Kind.ENVIRONMENT,
+        name="program",
+        target="coupler_agents.program.environment:ProgramEnvironment",
+        config=ProgramConfig,
     )

@@ -25,7 +25,7 @@ class ToolsConfig(EnvironmentConfig):
     their signature and docstring."""
     target: str = ""
     """A class "pkg.mod:name" or "file.py:name", made anew for each episode. Its public
-    methods are tools. The episode itself calls reset, get_reward and respond."""
+    methods are tools, but for reset, respond, get_reward and release."""
     calls: CallFormat = CallFormat.TEMPLATE
     """The way in which tools are shown and called: as the chat template does, or as
     JSON in plain text, for a template that knows no tools."""

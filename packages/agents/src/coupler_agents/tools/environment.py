@@ -27,7 +27,7 @@ from coupler_agents.tools.schema import schema_of
 from coupler_agents.tools.text_calls import as_message, read_calls, with_tools
 
 # methods of a class that the episode calls, and the policy does not
-OWN = ("reset", "get_reward", "respond")
+OWN = ("reset", "get_reward", "respond", "release")
 ASK_AGAIN = "Your tool call could not be read: {why}."
 
 
@@ -38,6 +38,7 @@ class ToolEnvironment(Environment):
     return a text that is put behind the prompt. ``get_reward()`` ends it, else
     ``reward.target`` scores the last turn. ``respond(text)`` answers a turn without
     calls, for example as a simulated user. It returns the next message, or None.
+    ``release()`` is called at the end, however the episode ended.
     """
 
     config: ToolsConfig
@@ -67,7 +68,7 @@ class ToolEnvironment(Environment):
         """Start the threads of tools that are no coroutines."""
         self.threads = ThreadPoolExecutor(self.config.max_threads, "tool")
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Leave the threads. A tool that is still running is not waited for."""
         self.threads.shutdown(wait=False, cancel_futures=True)
 
@@ -76,13 +77,16 @@ class ToolEnvironment(Environment):
         player: Any = self.made() if self.made else None
         tools = {**self.functions, **(_methods(player) if player else {})}
         box = Toolbox(tools, self.config, self.threads, task.row.get("tools_kwargs") or {})
-        messages = await self._begin(task, player)
 
-        # A limit ends the episode, and what happened until then has a reward.
-        with suppress(ConversationOver):
-            await self._talk(messages, policy, box, player)
-
-        reward = await self._own(player.get_reward) if hasattr(player, "get_reward") else None
+        try:
+            messages = await self._begin(task, player)
+            # A limit ends the episode, and what happened until then has a reward.
+            with suppress(ConversationOver):
+                await self._talk(messages, policy, box, player)
+            reward = await self._own(player.get_reward) if hasattr(player, "get_reward") else None
+        finally:
+            if hasattr(player, "release"):
+                await self._own(player.release)
         counts = {f"tool_{name}": float(n) for name, n in asdict(box.counts).items()}
         return Outcome(reward, metrics=counts)
 

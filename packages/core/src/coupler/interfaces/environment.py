@@ -157,6 +157,6 @@ class Environment(ABC):
     async def episode(self, task: Task, policy: Policy) -> Outcome:
         """Play one episode from its task to its end."""
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End what :meth:`setup` started."""
         return None

@@ -223,7 +223,7 @@ class Builder:
             await self.environment.setup()
             yield
         finally:
-            self.environment.close()
+            await self.environment.close()
 
     def evaluator(self, scorer: Scorer, prompts: list[Prompt]) -> Evaluator:
         """Make what scores held-out ``prompts``, under ``eval.*``."""

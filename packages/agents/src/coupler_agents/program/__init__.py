@@ -1,0 +1,1 @@
+"""Train programs and functions that speak to an HTTP endpoint."""

@@ -1,0 +1,104 @@
+"""Run a program for one episode, and read what it says of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from coupler import CouplerError, Outcome
+
+TAIL = 65_536  # bytes of each stream that are kept, from the end
+SHOWN = 2_000  # characters of a failed program's last words
+CHUNK = 65_536
+
+
+class ProgramFailed(CouplerError):
+    """A program ended with another code than 0."""
+
+
+async def run(command: Sequence[str], row: Mapping[str, Any], more: Mapping[str, str]) -> Outcome:
+    """Run a program to its end.
+
+    The program and all that it started in its session are killed when this is
+    cancelled.
+
+    Args:
+        row: what it reads from its standard input, as JSON.
+        more: variables of its environment, beside those of this process.
+
+    Raises:
+        ProgramFailed: it ended with another code than 0, or cannot be started.
+    """
+    pipe = asyncio.subprocess.PIPE
+    environment = {**os.environ, **more}
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, start_new_session=True
+        )
+    except OSError as error:
+        raise ProgramFailed(
+            f"environment.command {command[0]} cannot be started: {error}"
+        ) from None
+
+    assert process.stdin and process.stdout and process.stderr
+    try:
+        _, out, err, code = await asyncio.gather(
+            _feed(process.stdin, json.dumps(row).encode()),
+            _last_of(process.stdout),
+            _last_of(process.stderr),
+            process.wait(),
+        )
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+    if code:
+        said = (err or out).decode("utf-8", "replace").strip()[-SHOWN:]
+        raise ProgramFailed(f"environment.command {command[0]} ended with code {code}:\n{said}")
+    return outcome_of(out.decode("utf-8", "replace"))
+
+
+def outcome_of(text: str) -> Outcome:
+    """Read the last line of a program: a number, or an object with ``reward`` and
+    ``metrics``.
+
+    Any other line says nothing of the reward, and ``reward.target`` scores the episode.
+    """
+    lines = text.strip().splitlines()
+    try:
+        last = json.loads(lines[-1]) if lines else None
+    except (ValueError, RecursionError):
+        return Outcome()
+
+    found: dict[str, Any] = last if isinstance(last, dict) else {"reward": last}
+    reward, metrics = found.get("reward"), found.get("metrics")
+    numbers = metrics if isinstance(metrics, dict) else {}
+    return Outcome(
+        float(reward) if _is_number(reward) else None,
+        metrics={str(n): float(v) for n, v in numbers.items() if _is_number(v)},
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30
+
+
+async def _feed(stdin: asyncio.StreamWriter, content: bytes) -> None:
+    """Write all of the row. A program need not read it."""
+    with suppress(BrokenPipeError, ConnectionResetError):
+        stdin.write(content + b"\n")
+        await stdin.drain()
+        stdin.close()
+
+
+async def _last_of(stream: asyncio.StreamReader) -> bytes:
+    """Read a stream to its end, and return its last bytes."""
+    kept = b""
+    while chunk := await stream.read(CHUNK):
+        kept = (kept + chunk)[-TAIL:]
+    return kept
