@@ -163,10 +163,13 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     replay.add_argument(
         "--stage", choices=("advantages", "logprobs", "values", "train"), default="train"
     )
+    show = commands.add_parser("show", help="print the conversations of a recorded step")
+    show.add_argument("--step", type=int, required=True, help="recorded by record.every_steps")
+    show.add_argument("--group", type=int, help="default: every prompt group")
     export = commands.add_parser("export", help="write a checkpoint's model in Hugging Face layout")
     export.add_argument("--out", type=Path, required=True, metavar="DIR")
     export.add_argument("--step", type=int, help="default: the last whole checkpoint")
-    for parser_of_run, run in ((replay, _replay), (export, _export)):
+    for parser_of_run, run in ((replay, _replay), (show, _show), (export, _export)):
         parser_of_run.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
         parser_of_run.add_argument(
             "overrides", nargs="*", metavar="key=value", help="options that differ from the run's"
@@ -319,6 +322,14 @@ def _replay(arguments: argparse.Namespace) -> None:
     compared = replay(composed, plugins, arguments.run, arguments.step, stage)
     for name, (then, now) in compared.items():
         print(f"{name:28} recorded {then:<14.7g} now {now:<14.7g} difference {now - then:.2g}")
+
+
+def _show(arguments: argparse.Namespace) -> None:
+    from coupler.jobs import show
+
+    composed, _ = _composed_of_run(arguments)
+    for line in show(composed, arguments.run, arguments.step, arguments.group):
+        print(line)
 
 
 def _export(arguments: argparse.Namespace) -> None:

@@ -16,6 +16,9 @@ SAMPLING_MASK: Final = "sampling_mask"
 # only engines read these, and they are wider than all other columns together
 OF_ENGINES: Final = (ROUTED_EXPERTS, SAMPLING_MASK)
 
+# only a record shows these: the source of each token, and how the episode ended
+OF_RECORDS: Final = ("origin", "ended")
+
 
 def loss_columns(batch: Batch) -> dict[str, np.ndarray]:
     """Return every numeric column, with ``seq`` [T], the sequence of each token, and

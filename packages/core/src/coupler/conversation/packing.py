@@ -18,7 +18,12 @@ from coupler.batch.trajectory import Origin, columns_of
 from coupler.conversation.tree import Row
 from coupler.data import Prompt
 from coupler.errors import CouplerError, WeightSyncError
+from coupler.interfaces import Ended
 from coupler.metrics import Metrics
+
+# the numbers that a record has for origins and endings
+ORIGINS = tuple(Origin)
+ENDED = {str(ended): code for code, ended in enumerate(Ended)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +78,7 @@ def pack(
             "metrics.jsonl"
         )
 
+    codes = [ENDED.get(sample.finish, ENDED[Ended.CUT]) for sample in samples]
     numbers = group * samples_per_prompt + np.arange(len(samples), dtype=np.int64)
     rewards = np.array([sample.reward for sample in samples], np.float32)
     truncated = np.array([sample.truncated for sample in samples])
@@ -83,6 +89,7 @@ def pack(
             **_routes(rows, lengths),
             **_masks(rows, columns["loss_mask"]),
             **_turn_rewards(samples),
+            "origin": _origins(rows),
         },
         seqs={
             "reward": np.repeat(rewards, counts),
@@ -91,9 +98,32 @@ def pack(
             "trajectory": np.repeat(numbers, counts),
             "unit": np.repeat(numbers, counts),
             "truncated": np.repeat(truncated, counts),
+            "ended": np.repeat(np.array(codes, np.int8), counts),
             "replica": np.array([row.completions[-1].replica for row in rows], np.int32),
         },
     )
+
+
+def with_origins(batch: Batch) -> Batch:
+    """Add the columns that a record shows to a batch that was packed without them.
+
+    Earlier releases did so. All of their episodes had one turn.
+    """
+    if batch.has("origin") or not batch.has("loss_mask", "truncated"):
+        return batch
+
+    prompt, sampled = ORIGINS.index(Origin.PROMPT), ORIGINS.index(Origin.SAMPLED)
+    length, stop = ENDED[Ended.LENGTH], ENDED[Ended.STOP]
+    return batch.with_tokens(
+        origin=np.where(batch["loss_mask"], sampled, prompt).astype(np.int8)
+    ).with_seqs(ended=np.where(batch["truncated"], length, stop).astype(np.int8))
+
+
+def _origins(rows: Sequence[Row]) -> np.ndarray:
+    """Return [T] the origin of each token, by its place in :data:`ORIGINS`."""
+    segments = [segment for row in rows for segment in row.trajectory.segments]
+    codes = np.array([ORIGINS.index(segment.origin) for segment in segments], np.int8)
+    return np.repeat(codes, [len(segment.ids) for segment in segments])
 
 
 def _routes(rows: Sequence[Row], lengths: list[int]) -> dict[str, np.ndarray]:

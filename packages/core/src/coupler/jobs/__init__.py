@@ -7,6 +7,7 @@ looks into such a folder.
 from coupler.jobs.evaluate import evaluate
 from coupler.jobs.replay import Stage, export_run, replay
 from coupler.jobs.sft import supervise
+from coupler.jobs.show import show
 from coupler.jobs.train import train
 
-__all__ = ["Stage", "evaluate", "export_run", "replay", "supervise", "train"]
+__all__ = ["Stage", "evaluate", "export_run", "replay", "show", "supervise", "train"]

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from coupler.batch import Batch
-from coupler.batch.columns import OF_ENGINES
+from coupler.batch.columns import OF_ENGINES, OF_RECORDS
 from coupler.config.schema import RunConfig
 
 # column: the policy's log-probs before its first step on a batch
@@ -31,8 +31,7 @@ def turns_of(
     Args:
         version: of the weights that train on ``batch``.
     """
-    turns = {}
-
+    turns, batch = {}, batch.without(*OF_RECORDS)
     if step > warmup_steps(config, "critic" in roles):
         own = batch.without(OLD_LOGPROBS) if takes_one_step(config) else batch
         turns["policy"] = Turn(

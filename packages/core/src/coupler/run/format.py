@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from coupler.batch import Batch
+from coupler.conversation.packing import with_origins
 from coupler.errors import CouplerError
 from coupler.plugins.manager import CORE
 from coupler.system.archives import check_archive
@@ -51,7 +52,7 @@ def load_batch(path: Path) -> Batch:
         lengths = batch.lengths
         if lengths.ndim != 1 or lengths.dtype.kind not in "iu" or (lengths < 0).any():
             raise ValueError("its lengths are no list of token counts")
-    return batch
+    return with_origins(batch)
 
 
 def number_of(path: Path) -> int | None:

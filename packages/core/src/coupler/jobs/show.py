@@ -1,0 +1,82 @@
+"""Print the conversations of a recorded step, for ``coupler show``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+
+from coupler.batch import Batch
+from coupler.batch.trajectory import Origin
+from coupler.config.compose import Composed
+from coupler.conversation.packing import ENDED, ORIGINS
+from coupler.data import Codec
+from coupler.data.model_folder import model_folder
+from coupler.errors import CouplerError
+from coupler.interfaces import Model
+from coupler.run import step_record
+from coupler.run.run_folder import find_run
+from coupler.system.files import disk_errors_named
+
+
+def show(composed: Composed, run_dir: Path, step: int, group: int | None = None) -> Iterator[str]:
+    """Yield the lines of each conversation that a step trained on.
+
+    Args:
+        group: the number of one prompt group. None shows all of them.
+
+    Raises:
+        CouplerError: the step or the group was not recorded, or the record is damaged.
+    """
+    config = composed.config.model
+    with disk_errors_named(run_dir):
+        batch, _ = step_record.read(run_dir / "record", step, find_run(run_dir))
+    _check(batch, run_dir, step, group)
+    codec = Codec(Model(model_folder(config.path), config.trust_remote_code))
+
+    for row in range(len(batch)):
+        if group is None or batch["group"][row] == group:
+            yield from _conversation(batch.take([row]), codec)
+
+
+def _check(batch: Batch, run_dir: Path, step: int, group: int | None) -> None:
+    if missing := [name for name in ("origin", "ended", "group") if not batch.has(name)]:
+        raise CouplerError(
+            f"the record of step {step} in {run_dir} is damaged: it has no {', '.join(missing)}."
+        )
+    if group is not None and group not in batch["group"]:
+        groups = ", ".join(map(str, np.unique(batch["group"])))
+        raise CouplerError(f"step {step} has no group {group}.\n  it has:  {groups}")
+
+
+def _conversation(one: Batch, codec: Codec) -> Iterator[str]:
+    ended = {code: name for name, code in ENDED.items()}[int(one["ended"][0])]
+    yield (
+        f"--- group {one['group'][0]}, trajectory {one['trajectory'][0]}, reward "
+        f"{one['reward'][0]:g}, ended: {ended}"
+    )
+
+    at = 0
+    for code, same in groupby(one["origin"].tolist()):
+        tokens = slice(at, at + len(list(same)))
+        at = tokens.stop
+        text = codec.tokenizer.decode(one["tokens"][tokens].tolist())
+        yield f"[{ORIGINS[code]}{_facts(one, tokens, ORIGINS[code])}] {text}"
+    yield ""
+
+
+def _facts(one: Batch, tokens: slice, origin: Origin) -> str:
+    """Return what is known of sampled tokens: their number, versions and log-probs."""
+    if origin is not Origin.SAMPLED:
+        return ""
+    versions = "-".join(map(str, np.unique(one["version"][tokens])))
+    logprobs = one["rollout_logprobs"][tokens]
+
+    rewards = one["token_reward"][tokens] if one.has("token_reward") else np.zeros(1)
+    earned = f", reward {rewards.sum():g}" if rewards.any() else ""
+    return (
+        f" {len(logprobs)} tokens, version {versions}, log-prob {logprobs.mean():.2f} a token"
+        f"{earned}"
+    )
