@@ -58,7 +58,7 @@ class ProgramEnvironment(Environment):
         if self.function:
             return Outcome(await self.function(row, session.base_url, session.api_key))
 
-        return await run(self.config.command, row, session.environ)
+        return await run(self.config.command, row, session.environ, self.config.timeout_s)
 
 
 def _function(target: str) -> Callable[..., Any]:

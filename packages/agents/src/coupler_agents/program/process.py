@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+from asyncio.subprocess import Process
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -15,17 +16,20 @@ from coupler import CouplerError, Outcome
 TAIL = 65_536  # bytes of each stream that are kept, from the end
 SHOWN = 2_000  # characters of a failed program's last words
 CHUNK = 65_536
+END_S = 10.0  # until the streams of a program that has ended are read
 
 
 class ProgramFailed(CouplerError):
     """A program ended with another code than 0."""
 
 
-async def run(command: Sequence[str], row: Mapping[str, Any], more: Mapping[str, str]) -> Outcome:
+async def run(
+    command: Sequence[str], row: Mapping[str, Any], more: Mapping[str, str], timeout_s: float
+) -> Outcome:
     """Run a program to its end.
 
-    The program and all that it started in its session are killed when this is
-    cancelled.
+    The program and all that it started in its session are killed when it has ended, or
+    when this is cancelled.
 
     Args:
         row: what it reads from its standard input, as JSON.
@@ -33,11 +37,35 @@ async def run(command: Sequence[str], row: Mapping[str, Any], more: Mapping[str,
 
     Raises:
         ProgramFailed: it ended with another code than 0, or cannot be started.
+        TimeoutError: it ran longer than ``timeout_s``, or left a process behind that
+            keeps its streams.
     """
-    pipe = asyncio.subprocess.PIPE
-    environment = {**os.environ, **more}
+    process = await _start(command, {**os.environ, **more})
+    assert process.stdin and process.stdout and process.stderr
+    streams = asyncio.gather(
+        _last_of(process.stdout),
+        _last_of(process.stderr),
+        _feed(process.stdin, json.dumps(row).encode()),
+    )
+
     try:
-        process = await asyncio.create_subprocess_exec(
+        code = await asyncio.wait_for(process.wait(), timeout_s)
+        _kill(process)
+        out, err, _ = await asyncio.wait_for(streams, END_S)
+    finally:
+        _kill(process)
+        streams.cancel()
+
+    if code:
+        said = (err or out).decode("utf-8", "replace").strip()[-SHOWN:]
+        raise ProgramFailed(f"environment.command {command[0]} ended with code {code}:\n{said}")
+    return outcome_of(out.decode("utf-8", "replace"))
+
+
+async def _start(command: Sequence[str], environment: Mapping[str, str]) -> Process:
+    pipe = asyncio.subprocess.PIPE
+    try:
+        return await asyncio.create_subprocess_exec(
             *command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, start_new_session=True
         )
     except OSError as error:
@@ -45,22 +73,10 @@ async def run(command: Sequence[str], row: Mapping[str, Any], more: Mapping[str,
             f"environment.command {command[0]} cannot be started: {error}"
         ) from None
 
-    assert process.stdin and process.stdout and process.stderr
-    try:
-        _, out, err, code = await asyncio.gather(
-            _feed(process.stdin, json.dumps(row).encode()),
-            _last_of(process.stdout),
-            _last_of(process.stderr),
-            process.wait(),
-        )
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
 
-    if code:
-        said = (err or out).decode("utf-8", "replace").strip()[-SHOWN:]
-        raise ProgramFailed(f"environment.command {command[0]} ended with code {code}:\n{said}")
-    return outcome_of(out.decode("utf-8", "replace"))
+def _kill(process: Process) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def outcome_of(text: str) -> Outcome:
