@@ -58,6 +58,7 @@ BOUNDED = {  # file, call: what ends it
     ("transfer.py", "asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)"): CALLS,
     ("transfer.py", "asyncio.wait(rest, timeout=None if died else GRACE_S)"): CALLS,
     ("rollout_group.py", "asyncio.wait(running)"): CALLS,
+    ("process.py", "process.wait()"): "the wait_for around it",
     (
         "pool.py",
         "thread.submit(asyncio.run, score_all()).result()",

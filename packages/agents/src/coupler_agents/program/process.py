@@ -55,6 +55,8 @@ async def run(
     finally:
         _kill(process)
         streams.cancel()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), END_S)
 
     if code:
         said = (err or out).decode("utf-8", "replace").strip()[-SHOWN:]
