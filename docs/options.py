@@ -17,7 +17,7 @@ from coupler.plugins.manager import Plugins
 from coupler.run.explain import description
 
 PAGE = Path(__file__).with_suffix(".md")
-KINDS = ("engine", "rollout", "algorithm")
+KINDS = ("engine", "rollout", "algorithm", "environment")
 # a plugin of somebody else that is installed beside ours is not listed
 OURS = "coupler-"
 HEAD = """# Options

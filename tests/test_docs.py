@@ -219,7 +219,11 @@ def check_make(words: list[str], block: Block) -> None:
 def check_pip(words: list[str], block: Block) -> None:
     """Every extra that is named exists, in core or in the plugin of the guide."""
     name, _, extras = words[-1].rstrip("]").partition("[")
-    file = {"coupler-core": "packages/core", ".": "examples/plugin-minimal"}[name]
+    file = {
+        "coupler-core": "packages/core",
+        "coupler-agents": "packages/agents",
+        ".": "examples/plugin-minimal",
+    }[name]
     project = tomllib.loads((ROOT / file / "pyproject.toml").read_text())["project"]
     assert set(extras.split(",")) <= project["optional-dependencies"].keys(), block.place
 

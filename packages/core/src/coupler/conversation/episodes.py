@@ -164,7 +164,11 @@ class Episodes:
 
         rows = conversation.close()
         if not rows and not outcome.invalid:
-            raise CouplerError("the episode ended before the policy said anything.")
+            raise CouplerError(
+                "the episode ended before the policy said anything "
+                f"({conversation.ended}: environment.max_tokens={self.tokens}, "
+                f"environment.timeout_s={config.timeout_s:g})."
+            )
         self.num_played += 1
         found = {f"environment/{name}": Metric(float(n)) for name, n in outcome.metrics.items()}
         assert conversation.ended

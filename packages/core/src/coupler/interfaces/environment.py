@@ -123,8 +123,8 @@ class EnvironmentConfig:
     max_turns: int = field(default=8, metadata={"ge": 1})
     """The most turns that the policy samples in one episode."""
     max_tokens: int = field(default=0, metadata={"ge": 0})
-    """The longest conversation in tokens, prompt and answers together; 0 takes as many
-    as the model has positions."""
+    """The longest conversation in tokens, prompt and answers together; 0 stands for
+    data.max_prompt_tokens and sampling.max_tokens for each of max_turns."""
     max_calls: int = field(default=0, metadata={"ge": 0})
     """The most tool calls of one episode; 0 sets no limit."""
     timeout_s: float = field(default=600.0, metadata={"ge": 0.001})
