@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shlex
 import shutil
 import threading
@@ -782,6 +783,25 @@ def test_replaying_a_stage_gives_what_the_run_had(
         "try:   --step 4, 6\n"
     ) in (capsys.readouterr().err)
     assert main(["replay", str(whole["train"]), "--step", "99"]) == 2
+    assert "it has:  1, 2, 3, 4, 5, 6" in capsys.readouterr().err
+
+
+def test_the_conversations_of_a_step_are_shown(
+    whole: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = str(whole["train"])
+    assert main(["show", run, "--step", "5"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("--- group ") == 8 and said.count("[prompt] <|im_start|>user") == 8
+    assert re.search(r"\[sampled \d+ tokens, version 4, log-prob -\d+\.\d\d a token\] ", said)
+    assert "ended: length" in said or "ended: stop" in said
+
+    group = re.findall(r"--- group (\d+)", said)[0]
+    assert main(["show", run, "--step", "5", "--group", group]) == 0
+    assert capsys.readouterr().out.count("--- group ") == 4
+    assert main(["show", run, "--step", "5", "--group", "999"]) == 2
+    assert "step 5 has no group 999.\n  it has:  " in capsys.readouterr().err
+    assert main(["show", run, "--step", "99"]) == 2
     assert "it has:  1, 2, 3, 4, 5, 6" in capsys.readouterr().err
 
 

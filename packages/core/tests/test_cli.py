@@ -143,7 +143,7 @@ def test_a_pipe_of_something_else_that_breaks_is_not_hidden(
 
 
 @pytest.mark.parametrize(
-    "command", ["train", "sft", "eval", "plan", "doctor", "config", "replay", "export"]
+    "command", ["train", "sft", "eval", "plan", "doctor", "config", "replay", "show", "export"]
 )
 def test_help_leads_to_the_options(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
