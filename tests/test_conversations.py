@@ -654,6 +654,18 @@ def test_callers_may_send_ids(codec_of: Any) -> None:
     assert conversation.forks == ["other ids were sent"]
 
 
+def test_counted_tokens_are_those_that_are_fed(codec_of: Any) -> None:
+    conversation, rollout = talk(codec_of(KEEPS), "one", "two", tools=True)
+    asked: list[Any] = [user("a")]
+    for turn in range(2):
+        counted = conversation.count(asked, [TOOL])
+        assert len(conversation.tree.turns) == len(rollout.requests) == turn
+        reply = chat(conversation, asked, [TOOL])
+        assert reply.usage[0] == counted
+        assert reply.completion == rollout.answered[turn][1]
+        asked = [*asked, reply.message, user("b")]
+
+
 def test_a_renderer_that_returns_sampled_ids_is_named(codec_of: Any) -> None:
     class Wrong(TemplateRenderer):
         def extend(self, *args: Any) -> Any:

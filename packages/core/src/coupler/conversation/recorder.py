@@ -81,13 +81,7 @@ class Conversation:
             CouplerError: the messages hold something else than text, do not end before
                 the policy's turn, or are refused by the chat template.
         """
-        told = [Said.of(message) for message in messages]
-        if not told or told[-1].message["role"] == "assistant":
-            raise CouplerError(
-                "the policy speaks after a message of a user or a tool, and the last message is "
-                f"{'its own' if told else 'missing'}.\n"
-                "  set:  messages to end with role user or tool"
-            )
+        told = _tell(messages)
         self._count_wishes(wishes or {})
 
         offered = canonical(tools)
@@ -111,8 +105,19 @@ class Conversation:
             done.finish,
             self.ended,
             (len(prompt), len(done.tokens)),
+            done,
             parsed.malformed,
         )
+
+    def count(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> int:
+        """Return how many tokens :meth:`chat` would feed. Nothing is recorded.
+
+        Raises:
+            CouplerError: the messages are none that :meth:`chat` takes.
+        """
+        parent, segments, _ = self._continue(_tell(messages), tools, canonical(tools))
+        recorded = len(parent.ids) if parent else 0
+        return recorded + sum(len(segment.ids) for segment in segments)
 
     async def sample(self, ids: tuple[int, ...], max_tokens: int | None = None) -> Completion:
         """Sample after ids, for callers that keep ids themselves.
@@ -288,3 +293,20 @@ class Conversation:
         wanted = {name: value for name, value in wishes.items() if value is not None}
         ours = {name: getattr(self.request, name, None) for name in wanted}
         self.overruled += wanted != ours
+
+
+def _tell(messages: Sequence[Message]) -> list[Said]:
+    """Tidy messages that the policy is to answer.
+
+    Raises:
+        CouplerError: they hold something else than text, or do not end before the
+            policy's turn.
+    """
+    told = [Said.of(message) for message in messages]
+    if not told or told[-1].message["role"] == "assistant":
+        raise CouplerError(
+            "the policy speaks after a message of a user or a tool, and the last message is "
+            f"{'its own' if told else 'missing'}.\n"
+            "  set:  messages to end with role user or tool"
+        )
+    return told

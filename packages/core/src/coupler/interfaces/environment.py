@@ -42,6 +42,7 @@ class Reply:
         finish: how the turn ended: stop, length or abort.
         ended: how the conversation ended, None if it goes on.
         usage: tokens of the prompt and of the completion.
+        completion: the sampled ids, with their log-probs and versions.
         malformed: the reason why a tool call in the content could not be read.
     """
 
@@ -49,6 +50,7 @@ class Reply:
     finish: str
     ended: Ended | None
     usage: tuple[int, int]
+    completion: Completion
     malformed: str = ""
 
 
