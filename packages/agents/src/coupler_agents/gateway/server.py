@@ -1,0 +1,316 @@
+"""Listen on the loopback, and let requests with a key into their conversation."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import secrets
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from coupler.conversation import Conversation, ConversationOver
+from coupler.errors import CouplerError, ReplicaDied, WaitTimeout, WorkerFailed
+from coupler_agents.gateway import chat, generate, messages, responses
+from coupler_agents.gateway.session import Bounds, Session
+from coupler_agents.gateway.wire import Object, Refused, dump, load
+
+HOST = "127.0.0.1"
+KEY_BYTES = 32
+REMEMBERED = 65536  # ended keys that are told from unknown ones
+BACKLOG = 1024
+CLOSE_SECONDS = 2.0
+LINGER_SECONDS = 2.0  # for what a refused client still sends
+OF_THE_ROLLOUT = (ReplicaDied, WorkerFailed, WaitTimeout)
+log = logging.getLogger(f"coupler.{__name__}")
+
+Answer = Object | list[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Answers the requests to one path.
+
+    Attributes:
+        error: makes an error of status, code and sentence.
+    """
+
+    answer: Callable[[Session, Object], Awaitable[Answer]]
+    error: Callable[[int, str, str], Object] = chat.error
+    method: str = "POST"
+
+
+ROUTES = {
+    "/v1/chat/completions": Route(chat.answer),
+    "/v1/models": Route(chat.models, method="GET"),
+    "/v1/responses": Route(responses.answer),
+    "/v1/messages": Route(messages.answer, messages.error),
+    "/v1/messages/count_tokens": Route(messages.count_tokens, messages.error),
+    "/inference/v1/generate": Route(generate.answer),
+}
+
+
+class Gateway:
+    """An HTTP server on the loopback, at a port of the operating system's choice.
+
+    All of its methods are called in the event loop that started it.
+    """
+
+    def __init__(self, bounds: Bounds | None = None) -> None:
+        self.bounds = bounds or Bounds()
+        self.url = ""
+        self._salt = secrets.token_bytes(KEY_BYTES)
+        self._sessions: dict[bytes, Session] = {}
+        self._ended: OrderedDict[bytes, None] = OrderedDict()
+        self._server: _Server | None = None
+        self._listener: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        """Listen.
+
+        Raises:
+            OSError: the operating system gives no port.
+        """
+        self._server = _Server(
+            self._handle,
+            self.bounds.connections,
+            handler_cancellation=True,
+            access_log=None,
+            keepalive_timeout=self.bounds.idle_seconds,
+            lingering_time=LINGER_SECONDS,
+            auto_decompress=False,
+            logger=log,
+        )
+
+        loop = asyncio.get_running_loop()
+        self._listener = await loop.create_server(self._server, HOST, 0, backlog=BACKLOG)
+        self.url = f"http://{HOST}:{self._listener.sockets[0].getsockname()[1]}"
+
+    async def close(self) -> None:
+        """End every session, answer what still runs, and stop to listen."""
+        for session in list(self._sessions.values()):
+            self.end(session)
+        if self._listener is None or self._server is None:
+            return
+
+        self._listener.close()
+        self._server.pre_shutdown()
+        await self._server.shutdown(CLOSE_SECONDS)
+        self._listener = self._server = None
+
+    def open(self, conversation: Conversation) -> Session:
+        """Give a conversation a key.
+
+        Raises:
+            CouplerError: the gateway does not listen.
+        """
+        if not self._listener:
+            raise CouplerError(
+                "a session needs a gateway that listens.\n  call:  await gateway.start()"
+            )
+        session = Session(conversation, self.url, secrets.token_urlsafe(KEY_BYTES))
+        self._sessions[self._name(session.api_key)] = session
+        return session
+
+    def end(self, session: Session) -> None:
+        """End the key of a session. What still runs is cancelled and gets 410."""
+        name = self._name(session.api_key)
+        if self._sessions.pop(name, None) is None:
+            return
+
+        session.end()
+        self._ended[name] = None
+        if len(self._ended) > REMEMBERED:
+            self._ended.popitem(last=False)
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer a request. A client that leaves cancels this."""
+        route = ROUTES.get(request.path)
+        error = route.error if route else chat.error
+        try:
+            made = await self._answer(request, route)
+            status = 200
+        except Refused as refused:
+            made = error(refused.status, refused.code, str(refused))
+            status = refused.status
+
+        response = _response(made, status)
+        if status in (408, 413):
+            response.force_close()
+        try:
+            async with asyncio.timeout(self.bounds.send_seconds):
+                await response.prepare(request)
+                await response.write_eof()
+        except TimeoutError:
+            if request.transport:
+                request.transport.abort()
+        return response
+
+    async def _answer(self, request: web.BaseRequest, route: Route | None) -> Answer:
+        """Return what a session answers.
+
+        Raises:
+            Refused: it does not.
+        """
+        session = self._session(request)
+        if route is None:
+            raise Refused(
+                f"there is nothing at {request.path[:80]!r}. There is {', '.join(ROUTES)}.",
+                404,
+                "not_found",
+            )
+        if request.method != route.method:
+            raise Refused(f"{request.path} takes {route.method}.", 405, "method_not_allowed")
+
+        with session.scope(self.bounds.in_flight) as running:
+            try:
+                async with running:
+                    body = load(await self._body(request)) if route.method == "POST" else {}
+                    return await _turn(session, route, body)
+            except TimeoutError:
+                raise _gone() from None
+
+    def _session(self, request: web.BaseRequest) -> Session:
+        """Return the session of a request's key.
+
+        Raises:
+            Refused: it has none.
+        """
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            key = ""
+        key = key.strip() or request.headers.get("X-Api-Key", "")
+
+        name = self._name(key)
+        session = self._sessions.get(name)
+        if session and hmac.compare_digest(_bytes(key), session.api_key.encode()):
+            return session
+        if name in self._ended:
+            raise _gone()
+        raise Refused(
+            "the request has no key of an episode. Send the key of this session as "
+            "'Authorization: Bearer KEY' or 'x-api-key: KEY'.",
+            401,
+            "invalid_api_key",
+        )
+
+    def _name(self, key: str) -> bytes:
+        """Return a digest of a key, which nobody else can compute. Looking it up tells
+        nothing of other keys.
+        """
+        return hashlib.blake2b(_bytes(key), key=self._salt, digest_size=16).digest()
+
+    async def _body(self, request: web.BaseRequest) -> bytes:
+        """Read the body of a request.
+
+        Raises:
+            Refused: it is too large, comes too slowly, is compressed or malformed.
+        """
+        if request.headers.get("Content-Encoding", "identity") != "identity":
+            raise Refused("a compressed body is not supported. Send plain JSON.", 415)
+        if (request.content_length or 0) > self.bounds.body:
+            raise self._too_large()
+
+        held = bytearray()
+        scope = asyncio.timeout(self.bounds.receive_seconds)
+        try:
+            async with scope:
+                while part := await request.content.readany():
+                    held += part
+                    if len(held) > self.bounds.body:
+                        raise self._too_large()
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            raise Refused(
+                f"the body took longer than {self.bounds.receive_seconds:g} seconds.",
+                408,
+                "too_slow",
+            ) from None
+        except web.RequestPayloadError as error:
+            raise Refused(f"the body is malformed: {error}.") from None
+        return bytes(held)
+
+    def _too_large(self) -> Refused:
+        return Refused(
+            f"the body has more than {self.bounds.body} bytes.", 413, "request_too_large"
+        )
+
+
+class _Server(web.Server):
+    """A server that takes a bounded number of connections."""
+
+    def __init__(self, handler: Any, most: int, **options: Any) -> None:
+        super().__init__(handler, **options)
+        self._most, self._open = most, 0
+
+    def connection_made(self, handler: Any, transport: asyncio.Transport) -> None:
+        super().connection_made(handler, transport)
+        self._open += 1
+        if self._open > self._most:
+            transport.abort()
+
+    def connection_lost(self, handler: Any, exc: BaseException | None = None) -> None:
+        super().connection_lost(handler, exc)
+        self._open -= 1
+
+
+async def _turn(session: Session, route: Route, body: Object) -> Answer:
+    """Return the answer of a dialect.
+
+    Raises:
+        Refused: the conversation is over, the request is wrong, or the rollout failed.
+    """
+    try:
+        return await route.answer(session, body)
+    except ConversationOver as over:
+        raise Refused(_sentence(over), 400, f"conversation_over_{over.ended}") from None
+    except Refused:
+        raise
+
+    # what is not the caller's fault is kept for the owner of the session
+    except OF_THE_ROLLOUT as error:
+        raise _failed(session, error) from error
+    except CouplerError as error:
+        raise Refused(_sentence(error)) from None
+    except Exception as error:
+        log.exception("a turn behind the gateway failed")
+        raise _failed(session, error) from error
+
+
+def _failed(session: Session, error: BaseException) -> Refused:
+    session.failure = session.failure or error
+    return Refused(
+        f"the rollout failed: {type(error).__name__}: {_sentence(error)}", 502, "rollout_failed"
+    )
+
+
+def _sentence(error: BaseException) -> str:
+    """Return what an error says, on one line."""
+    return " ".join(str(error).split())
+
+
+def _gone() -> Refused:
+    return Refused("this episode has ended, and its key with it.", 410, "episode_ended")
+
+
+def _bytes(key: str) -> bytes:
+    return key.encode("utf-8", "surrogateescape")
+
+
+def _response(made: Answer, status: int) -> web.Response:
+    stream = isinstance(made, list)
+    response = web.Response(
+        body=b"".join(made) if stream else dump(made),
+        status=status,
+        content_type="text/event-stream" if stream else "application/json",
+    )
+    if status != 200:
+        # clients of OpenAI and Anthropic send a refused request again if this lets them
+        response.headers["X-Should-Retry"] = "true" if status == 429 else "false"
+    return response
