@@ -173,6 +173,14 @@ def test_rejected_groups_allow_what_their_choice_can_explain() -> None:
         SamplingCheck(8.0).judge(found, {}, 250)
 
 
+def test_a_step_in_which_nothing_was_sampled_is_judged() -> None:
+    """The metrics of an environment and of replicas come all the same."""
+    random = np.random.default_rng(0)
+    found = sampled(random, "flat", 100, 1)
+    plain, other = SamplingCheck(8.0), SamplingCheck(8.0)
+    assert other.judge(found, {"environment/failed": Metric(0.0)}, 4) == plain.judge(found, {}, 4)
+
+
 def test_a_loss_without_entropies_says_nothing() -> None:
     assert surprise({"logprobs": np.zeros(2)}, {"rollout_logprobs": np.zeros(2)}, 0) == {}
     assert SamplingCheck(8.0).judge({}, {}, 4) == {}

@@ -56,7 +56,8 @@ class SamplingCheck:
         surprise = trained.get("sampling/surprise")
         if surprise is None or not surprise.weight:
             return {}
-        rejected = sampled["sampled/rejected_groups"].total if sampled else 0.0
+        # A step may train on groups that were all sampled before the last one.
+        rejected = sampled.get("sampled/rejected_groups", Metric(0.0)).total
         kept = groups * np.log1p(rejected / groups)
         rows = np.array(
             [
