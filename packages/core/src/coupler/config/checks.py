@@ -65,14 +65,14 @@ def problems(config: RunConfig, job: Job) -> Iterator[str]:
 
 def _environment_problems(config: RunConfig) -> Iterator[str]:
     yield from _out_of_range(config.environment, "environment.")
-    limit, prompt = config.environment.max_tokens, config.data.max_prompt_tokens
+    limit = config.environment.max_tokens
 
-    if 0 < limit <= prompt:
-        yield (
-            f"environment.max_tokens={limit} leaves no token for an answer to the longest prompt: "
-            f"set it above data.max_prompt_tokens={prompt}, or that lower."
-        )
     for key, data in (("data", config.data), ("eval.data", config.eval.data)):
+        if data.source and 0 < limit <= data.max_prompt_tokens:
+            yield (
+                f"environment.max_tokens={limit} leaves no token to answer the longest prompt: "
+                f"set it above {key}.max_prompt_tokens={data.max_prompt_tokens}, or that lower."
+            )
         if data.control_tokens:
             yield (
                 f"{key}.control_tokens=true: environment={config.environment.name} renders every "
@@ -176,8 +176,8 @@ def episode_tokens(config: RunConfig) -> int:
     """Return the most tokens of an episode of the environment."""
     settings = config.environment
     turn = max(config.sampling.max_tokens, config.eval.max_tokens)
-    prompt = max(config.data.max_prompt_tokens, config.eval.data.max_prompt_tokens)
-    return settings.max_tokens or prompt + settings.max_turns * turn
+    prompts = [data.max_prompt_tokens for data in (config.data, config.eval.data) if data.source]
+    return settings.max_tokens or max(prompts, default=0) + settings.max_turns * turn
 
 
 def _too_long(config: RunConfig, lengths: Sequence[tuple[str, str, int]]) -> Iterator[str]:

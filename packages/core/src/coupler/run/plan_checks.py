@@ -70,9 +70,12 @@ def _check_engines(plan: Plan, config: RunConfig, plugins: Plugins) -> None:
 
         room = micro_batch_room(engine, path)
         if room and longest > room.tokens:
+            keys = "data.max_prompt_tokens + sampling.max_tokens"
+            if config.environment:
+                keys = "environment.max_tokens, or the prompt and environment.max_turns answers,"
             raise ConfigError(
                 f"{room.name} is less than one sequence can have: "
-                f"data.max_prompt_tokens + sampling.max_tokens = {longest}.\n"
+                f"{keys} = {longest}.\n"
                 f"  try:  {room.fix.format(ceil_div(longest, room.ranks))}"
             )
 
