@@ -101,6 +101,18 @@ def test_the_toy_backends_give_the_same_numbers(
         )
 
 
+def test_an_environment_plays_the_same_episodes(
+    cluster: str, toy: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COUPLER_PLUGINS", "played_environments")
+    folders = [tmp_path / name for name in ("local", "ray")]
+    for folder in folders:
+        played = ("environment=played", "environment.max_turns=2", "deterministic=true")
+        assert main([*toy, *played, f"executor={folder.name}", f"run_dir={folder}"]) == 0
+    local, ray = map(reproducible, folders)
+    assert ray == local and local[-1]["conversation/completion_tokens"] > 0
+
+
 def test_an_option_that_nothing_reads_is_found_in_other_processes(
     cluster: str, toy: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -35,6 +35,13 @@ MIN_FAILED = 5
 class EpisodeFailed(CouplerError):
     """An episode failed each time that it was begun."""
 
+    def __init__(self, config: EnvironmentConfig, failure: str) -> None:
+        super().__init__(
+            f"an episode of environment={config.name} failed each time that it was begun.\n"
+            f"  tried:  environment.retries={config.retries}, and so often its group\n"
+            f"  its last failure:\n{indent(failure.rstrip(), '    ')}"
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Played:
@@ -109,8 +116,9 @@ class Episodes:
 
         self.rollout, self.renderer = rollout, renderer
         self.tokens = tokens
+        self.max_failed = config.max_failed_fraction
         self.num_played, self.num_failed = 0, 0
-        self.first_failure = ""
+        self.first_failure, self.last_failure = "", ""
 
     async def whole(self, group: Callable[[], Awaitable[list[Sample]]]) -> list[Sample]:
         """Play all episodes of a prompt, and all of them again where one failed.
@@ -131,23 +139,36 @@ class Episodes:
 
         Raises:
             EpisodeFailed: it failed each time.
-            CouplerError: too many episodes failed, or the rollout did.
+            CouplerError: too many episodes failed, or the rollout did. An environment
+                that lets a failure of the rollout pass does not hide it.
         """
         task = Task(prompt.messages, prompt.row.as_mapping(), request.seed)
 
         for _ in range(1 + self.config.retries):
             watched = Watched(self.rollout)
-            try:
-                return await self._once(task, request, watched)
-            except Exception as error:
-                if watched.failure:
-                    raise watched.failure from None
+            played = await self._tried(task, request, watched)
+            if watched.failure:
+                raise watched.failure
+            if played:
+                return played
+        raise EpisodeFailed(self.config, self.last_failure)
+
+    async def _tried(self, task: Task, request: Request, rollout: Watched) -> Played | None:
+        """Play an episode once. Where it failed, count that and return None."""
+        current = asyncio.current_task()
+        assert current
+
+        try:
+            return await self._once(task, request, rollout)
+        except asyncio.CancelledError as error:
+            # A part of the episode may have been cancelled, and not the episode.
+            if current.cancelling():
+                raise
+            self._count(error)
+        except Exception as error:
+            if not rollout.failure:
                 self._count(error)
-        raise EpisodeFailed(
-            f"an episode of environment={self.config.name} failed {1 + self.config.retries} times, "
-            f"and so did its group.\n  the first failure of the run:\n"
-            f"{indent(self.first_failure.rstrip(), '    ')}"
-        )
+        return None
 
     async def _once(self, task: Task, request: Request, rollout: Generates) -> Played:
         config = self.config
@@ -182,7 +203,7 @@ class Episodes:
 
         try:
             async with scope:
-                return await self.environment.episode(task, conversation)
+                return _checked(await self.environment.episode(task, conversation))
         except ConversationOver:
             return Outcome()
         except TimeoutError:
@@ -191,16 +212,17 @@ class Episodes:
             conversation.end(Ended.SECONDS)
             return Outcome()
 
-    def _count(self, error: Exception) -> None:
+    def _count(self, error: BaseException) -> None:
         """Count a failure.
 
         Raises:
             CouplerError: there are too many.
         """
         self.num_failed += 1
-        self.first_failure = self.first_failure or "".join(traceback.format_exception(error))
-        tries, limit = self.num_played + self.num_failed, self.config.max_failed_fraction
+        self.last_failure = "".join(traceback.format_exception(error))
+        self.first_failure = self.first_failure or self.last_failure
 
+        tries, limit = self.num_played + self.num_failed, self.max_failed
         if self.num_failed >= MIN_FAILED and self.num_failed > limit * tries:
             raise CouplerError(
                 f"{self.num_failed} of {tries} episodes of environment={self.config.name} failed.\n"
@@ -211,6 +233,17 @@ class Episodes:
     def metrics(self) -> Metrics:
         """Return how many episodes failed since the run began."""
         return {"environment/failed": Metric(float(self.num_failed), how="max")}
+
+
+def _checked(outcome: object) -> Outcome:
+    """Return what an environment returned.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if not isinstance(outcome, Outcome):
+        raise TypeError(f"episode() returned a {type(outcome).__name__}, not an Outcome")
+    return outcome
 
 
 class Watched:

@@ -192,7 +192,8 @@ def _turn_rewards(samples: Sequence[Sample]) -> dict[str, np.ndarray]:
     Each stands at the last token of its turn.
 
     Raises:
-        CouplerError: an episode has another number of them than of turns.
+        CouplerError: an episode has another number of them than of turns, or one that
+            is not finite.
     """
     if not any(sample.turn_rewards for sample in samples):
         return {}
@@ -204,6 +205,11 @@ def _turn_rewards(samples: Sequence[Sample]) -> dict[str, np.ndarray]:
             raise CouplerError(
                 f"an episode of {len(turns)} turns has {len(sample.turn_rewards)} turn rewards.\n"
                 "  look at:  Outcome.turn_rewards of the environment, one for each sampled turn"
+            )
+        if not np.isfinite(np.array(sample.turn_rewards, np.float32)).all():
+            raise CouplerError(
+                f"an episode has the turn rewards {', '.join(map(str, sample.turn_rewards))}.\n"
+                "  look at:  Outcome.turn_rewards of the environment, finite numbers of float32"
             )
         left = iter(sample.turn_rewards)
         for segment in (s for row in sample.rows for s in row.trajectory.segments):

@@ -165,10 +165,10 @@ class Conversation:
             "calls": self.num_calls,
             "forks": len(self.forks),
             "overruled": self.overruled,
-            "seconds": time.monotonic() - self.start,
             **{f"ended_{ended}": self.ended is ended for ended in Ended},
         }
-        return {f"conversation/{name}": Metric(float(count)) for name, count in counts.items()}
+        found = {f"conversation/{name}": Metric(float(count)) for name, count in counts.items()}
+        return {**found, "time/conversation": Metric(time.monotonic() - self.start)}
 
     def _continue(
         self, told: list[Said], tools: Sequence[Any], offered: str
@@ -210,6 +210,9 @@ class Conversation:
             AssertionError: the prompt does not begin with what ``parent`` was fed and
                 sampled.
         """
+        if self.ended:
+            # A caller that asks again and again must not keep others from running.
+            await asyncio.sleep(0)
         recorded = parent.ids if parent else ()
         prompt = (*recorded, *chain.from_iterable(segment.ids for segment in segments))
         assert not parent or parent.begins(prompt), "a prompt leaves what was recorded"

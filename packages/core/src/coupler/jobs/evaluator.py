@@ -51,7 +51,7 @@ class Evaluator:
                 metrics[f"eval/{source or 'other'}/{name}"] = metric
 
         played = merge(sample.metrics for group in groups for sample in group)
-        metrics |= {f"eval/{name}": metric for name, metric in played.items()}
+        metrics |= {f"eval/{name}": played[name] for name in played if name[:5] != "time/"}
         return metrics, [scored for group in groups for scored in group]
 
 
