@@ -87,7 +87,7 @@ class Played(Environment):
         self.tries: Counter[int] = Counter()
         SEEN.open += 1
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Stop."""
         SEEN.open -= 1
 

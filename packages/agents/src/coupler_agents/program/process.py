@@ -96,14 +96,14 @@ def outcome_of(text: str) -> Outcome:
     found: dict[str, Any] = last if isinstance(last, dict) else {"reward": last}
     reward, metrics = found.get("reward"), found.get("metrics")
     numbers = metrics if isinstance(metrics, dict) else {}
-    return Outcome(
-        float(reward) if _is_number(reward) else None,
-        metrics={str(n): float(v) for n, v in numbers.items() if _is_number(v)},
-    )
+    read = {str(name): _number(value) for name, value in numbers.items()}
+    return Outcome(_number(reward), metrics={name: n for name, n in read.items() if n is not None})
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e30:
+        return None
+    return float(value)
 
 
 async def _feed(stdin: asyncio.StreamWriter, content: bytes) -> None:
