@@ -138,7 +138,9 @@ def test_overlong_prompts_are_an_error_or_dropped_and_counted(chat: Codec) -> No
     )
     config.drop_overlong = True
     kept = [Prompt(row, chat.prompt_ids(str(row.prompt), "")) for row in (rows[0], rows[3])]
-    assert encode_prompts(rows, chat, config) == (kept, 2)
+    found, dropped = encode_prompts(rows, chat, config)
+    assert [(prompt.row, prompt.ids) for prompt in found] == [(p.row, p.ids) for p in kept]
+    assert found[1].messages == ({"role": "user", "content": "y"},) and dropped == 2
     with pytest.raises(DataError, match="1 of 1 prompts"):
         encode_prompts(rows[1:2], chat, config)
 

@@ -17,6 +17,7 @@ def coupler_backends() -> Iterable[Backend]:
         target="coupler_agents.tools.environment:ToolEnvironment",
         config=ToolsConfig,
     )
+
     yield Backend(
         kind=Kind.ENVIRONMENT,
         name="program",

@@ -306,6 +306,7 @@ def _tell(messages: Sequence[Message]) -> list[Said]:
             policy's turn.
     """
     told = [Said.of(message) for message in messages]
+
     if not told or told[-1].message["role"] == "assistant":
         raise CouplerError(
             "the policy speaks after a message of a user or a tool, and the last message is "

@@ -52,7 +52,6 @@ class Buffer:
 
     async def put(self, number: int, group: Batch) -> None:
         """Add a scored group."""
-        """Add a scored group."""
         async with self.changed:
             self.ready[number] = group
             self.changed.notify_all()

@@ -41,6 +41,7 @@ def _joined(first: Any, rest: Any) -> Any:
     """
     if first is None or rest is None:
         return rest if first is None else first
+
     fed = first.max(axis=(1, 2), keepdims=True) >= 0
     whole = rest.copy()
     whole[: len(first)] = np.where(fed, first, rest[: len(first)])

@@ -46,9 +46,7 @@ class Scorer:
                 to load all replicas evenly, a call's completions come from one replica,
                 which computes the prompt once.
         """
-        return await self.episodes.whole(
-            lambda: self._group(prompt, seeds, request, groups),
-        )
+        return await self.episodes.whole(lambda: self._group(prompt, seeds, request, groups))
 
     async def _group(
         self, prompt: Prompt, seeds: list[int], request: Request, groups: int

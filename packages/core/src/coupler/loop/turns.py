@@ -32,6 +32,7 @@ def turns_of(
         version: of the weights that train on ``batch``.
     """
     turns, batch = {}, batch.without(*OF_RECORDS)
+
     if step > warmup_steps(config, "critic" in roles):
         own = batch.without(OLD_LOGPROBS) if takes_one_step(config) else batch
         turns["policy"] = Turn(
