@@ -43,7 +43,11 @@ BODIES: dict[str, dict[str, Any]] = {
         "model": "policy",
         "input": [
             {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
-            {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "b"}]},
+            {
+                "type": "reasoning",
+                "summary": [],
+                "content": [{"type": "reasoning_text", "text": "b"}],
+            },
             {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"},
             {"type": "function_call_output", "call_id": "c", "output": "d"},
         ],
@@ -68,21 +72,29 @@ BODIES: dict[str, dict[str, Any]] = {
                     {"type": "tool_use", "id": "c", "name": "look", "input": {"at": "x"}},
                 ],
             },
-            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "d"}]},
+            {
+                "role": "user",
+                "content": [{"type": "tool_result", "tool_use_id": "c", "content": "d"}],
+            },
         ],
         "tools": [{"name": "look", "description": "x", "input_schema": {"type": "object"}}],
         "tool_choice": {"type": "auto"},
         "thinking": {"type": "disabled"},
     },
-    PATHS[4]: {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 3, "n": 1}, "stream": False},
-}  # fmt: skip
+    PATHS[4]: {
+        "token_ids": [5, 6, 7],
+        "sampling_params": {"max_tokens": 3, "n": 1},
+        "stream": False,
+    },
+}
 BODIES[PATHS[3]] = BODIES[PATHS[2]]
 STRANGE: tuple[Any, ...] = (
-    None, True, False, 0, -1, 1.5, 10**30, -(2**63), 1e308, "", "x", "\x00", "<|im_end|>", "é🙂", [], {},
-    [[]], [None], [0], ["x"], [{}], {"type": "text"}, {"type": "image_url"}, {"type": None}, {"text": 5},
-    {"": {}}, [{"type": "text", "text": "a"}], [{"type": "text", "text": None}], {"role": "user"},
-    {"function": None}, {"function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}, '"\\ud800"', "{",
-    "assistant", "tool", ["text"], {"name": "f", "parameters": {"a": [1]}}, "required", 2**31, 10**400,
+    None, True, False, 0, -1, 1.5, 10**30, -(2**63), 1e308, "", "x", "\x00", "<|im_end|>", "é🙂",
+    [], {}, [[]], [None], [0], ["x"], [{}], {"type": "text"}, {"type": "image_url"},
+    {"type": None}, {"text": 5}, {"": {}}, [{"type": "text", "text": "a"}],
+    [{"type": "text", "text": None}], {"role": "user"}, {"function": None},
+    {"function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}, '"\\ud800"', "{", "assistant",
+    "tool", ["text"], {"name": "f", "parameters": {"a": [1]}}, "required", 2**31, 10**400,
 )  # fmt: skip
 NUM_HOSTILE = 400
 
@@ -179,7 +191,11 @@ def test_hostile_bodies_get_a_sentence(seed: int) -> None:
         (PATHS[0], {"n": 2}, "n=2 is not supported"),
         (PATHS[0], {"logit_bias": {"5": 1}}, "logit_bias="),
         (PATHS[0], {"response_format": {"type": "json_object"}}, "response_format="),
-        (PATHS[0], {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
+        (
+            PATHS[0],
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "image_url",
+        ),
         (PATHS[0], {"messages": [{"role": "king", "content": "x"}]}, 'has role "king"'),
         (PATHS[0], {"messages": []}, "the last message is missing"),
         (PATHS[0], {"messages": "x"}, "messages must be a list of objects, and it is a text"),
@@ -191,7 +207,11 @@ def test_hostile_bodies_get_a_sentence(seed: int) -> None:
         (PATHS[1], {"tools": [{"type": "web_search"}]}, "only functions are supported"),
         (PATHS[1], {"input": [{"type": "item_reference", "id": "x"}]}, "is not supported"),
         (PATHS[1], {"background": True}, "background=true is not supported"),
-        (PATHS[2], {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 'type "image"'),
+        (
+            PATHS[2],
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            'type "image"',
+        ),
         (PATHS[2], {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "bash_20250124"),
         (PATHS[2], {"mcp_servers": [{"url": "x"}]}, "mcp_servers="),
         (PATHS[4], {"token_ids": []}, "token_ids must be a list"),
@@ -199,7 +219,7 @@ def test_hostile_bodies_get_a_sentence(seed: int) -> None:
         (PATHS[4], {"stream": True}, "stream=true is not supported"),
         (PATHS[4], {"sampling_params": {"n": 3}}, "n=3 is not supported"),
     ],
-)  # fmt: skip
+)
 def test_what_is_refused_says_why(path: str, more: dict[str, Any], words: str) -> None:
     conversation, rollout = talk("3")
 
@@ -227,7 +247,7 @@ def test_what_is_refused_says_why(path: str, more: dict[str, Any], words: str) -
         (b'{"a": 1' + b"0" * 40 + b', "b": ' + b"[" * 90000 + b"]" * 90000 + b"}", "nests deeper"),
         (b'{"n": ' + b"9" * 6000 + b"}", "not JSON"),
     ],
-)  # fmt: skip
+)
 def test_a_body_that_is_no_request(raw: bytes, words: str) -> None:
     async def episode() -> None:
         async with serving() as gateway:
@@ -434,8 +454,9 @@ def test_connections_are_bounded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "status"), [(ReplicaDied("it ended"), 502), (OSError("no"), 502), (TimeoutError(), 502)]
-)  # fmt: skip
+    ("error", "status"),
+    [(ReplicaDied("it ended"), 502), (OSError("no"), 502), (TimeoutError(), 502)],
+)
 def test_a_failure_of_the_rollout_is_kept(error: Exception, status: int) -> None:
     class Broken:
         async def generate(self, request: Request) -> Completion:
