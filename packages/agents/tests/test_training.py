@@ -1,0 +1,55 @@
+"""Whole runs of agents that know the official clients alone, on the toy backends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from coupler.cli import main
+from coupler.testing.models import EOS, read_tensors, rewrite, write_tokenizer, write_toy
+
+OPTIONS = (
+    "engine=toy", "engine.lr=0.1", "rollout=toy", "algorithm=toy", "trackers=[jsonl]",
+    "environment=program", "environment.uses_tools=false", "environment.max_turns=2",
+    "data.max_prompt_tokens=64", "sampling.max_tokens=48", "prompts_per_step=2",
+    "samples_per_prompt=2", "steps=2", "record.every_steps=1",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A toy model that mostly ends its turn, and rows."""
+    folder = tmp_path_factory.mktemp("inputs")
+    write_toy(folder / "toy")
+    write_tokenizer(folder / "toy")
+    tensors = read_tensors(folder / "toy")
+    tensors["head.bias"][EOS] += 6
+    rewrite(folder / "toy", folder / "toy", tensors)
+    rows = [{"prompt": f"what is {i} + 2 ?", "answer": str(i + 2)} for i in range(6)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.mark.parametrize("client", ["with_openai", "with_anthropic"])
+def test_the_official_clients_are_trained(
+    inputs: Path, tmp_path: Path, client: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [
+        "train", *OPTIONS, f"model.path={inputs / 'toy'}", f"run_dir={tmp_path / 'run'}",
+        f"data.source={inputs / 'rows.jsonl'}", f"environment.target=played_clients:{client}",
+    ]  # fmt: skip
+    assert main(given) == 0, capsys.readouterr().err
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    for line in lines[1:]:
+        assert 1 < line["conversation/turns"] <= 2 and line["environment/failed"] == 0
+        assert line["conversation/rows"] == 1, "the second turn extends the first"
+        assert line["sampled/reward"] > 0 and line["batch/trajectories"] == 4
+
+    capsys.readouterr()
+    assert main(["show", str(tmp_path / "run"), "--step", "2"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("[sampled ") > said.count("--- group ") == 4
+    assert "[observation] go" in said
