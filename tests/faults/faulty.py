@@ -23,6 +23,7 @@ LIKE = {
     "transport": "inproc",
     "sharding": "stream",
     "tracker": "jsonl",
+    "environment": "toy",
 }
 # What the faulty backends can do beyond those they are made from.
 MORE = {"engine": {"memory:offload"}, "rollout": {"memory:sleep"}}
@@ -86,6 +87,7 @@ def fault(kind: str, /, **values: tuple[Any, ...]) -> Callable[[Make], Make]:
 def every(kind: str = "") -> Iterator[Case]:
     """Yield every case of a kind, or of all kinds."""
     import tests.faults.faulty_engines
+    import tests.faults.faulty_environments
     import tests.faults.faulty_others
     import tests.faults.faulty_rollouts  # noqa: F401 - they declare cases
 
@@ -102,7 +104,8 @@ def __getattr__(name: str) -> type:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-# The option of a run that selects a backend. Trackers are left to the kit.
+# The option of a run that selects a backend. Trackers and environments are left
+# to the kit.
 KIND_OPTIONS = {
     "engine": "engine",
     "rollout": "rollout",

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from coupler.testing.subject import Subject
 
 # The kinds of backends.
-KINDS = ("engine", "rollout", "algorithm", "transport", "sharding", "tracker")
+KINDS = ("engine", "rollout", "algorithm", "transport", "sharding", "tracker", "environment")
+ENVIRONMENT = "environment"  # it has a setting of the kit: rows=FILE.jsonl
 REWARD = "reward"  # no backend: --coupler reward=package.module:function
 
 
@@ -184,9 +185,9 @@ def subjects(config: pytest.Config, kind: str) -> list[Subject]:
         words = own.split(",") if comma else []
         more = parse_settings([f"{kind}.{word}" for word in words if "=" in word]).get(kind, {})
         models = tuple(word for word in words if "=" not in word)
-        every = Subject(
-            plugins.get(kind, name), {**settings, **more}, selected=True, own=comma + own
-        )
+        given = {**settings, **more}
+        rows = str(given.pop("rows", "")) if kind == ENVIRONMENT else ""
+        every = Subject(plugins.get(kind, name), given, rows=rows, selected=True, own=comma + own)
         if unknown := [model for model in models if model not in every.models]:
             raise CouplerError(
                 f"--coupler {every}: there is no model {unknown[0]!r} here.\n  there are:  "

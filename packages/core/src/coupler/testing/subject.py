@@ -25,6 +25,8 @@ class Subject:
     """Settings of ``--coupler-set``, and its own."""
     only: tuple[str, ...] = ()
     """Models of ``--coupler-model``; empty means all."""
+    rows: str = ""
+    """A file with rows of an environment's task; empty stands for the kit's rows."""
     selected: bool = False
     """Named by ``--coupler``: without its dependency it fails, it is not skipped."""
     own: str = ""

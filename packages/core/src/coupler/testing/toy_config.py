@@ -1,4 +1,4 @@
-"""Declare the toy backends: ``engine=toy``, ``rollout=toy``, ``algorithm=toy``."""
+"""Declare the toy backends: engine, rollout, algorithm and environment."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from coupler.engine_kit.adamw import AdamWConfig
 from coupler.interfaces import RolloutConfig, no_effect
 from coupler.plugins import Backend, hookimpl
+from coupler.testing.toy_environment import ToyEnvironmentConfig
 
 
 @dataclass
@@ -72,6 +73,12 @@ BACKENDS = (
         target="coupler.testing.toy:ToyAlgorithm",
         config=ToyAlgorithmConfig,
         capabilities=frozenset({"model:toy"}),
+    ),
+    Backend(
+        kind="environment",
+        name="toy",
+        target="coupler.testing.toy_environment:ToyEnvironment",
+        config=ToyEnvironmentConfig,
     ),
 )
 
