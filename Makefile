@@ -58,6 +58,9 @@ KIT_engine-fsdp := --coupler engine=fsdp --coupler rollout=hf --coupler transpor
 LAYOUTS := tensor_parallel=2,pipeline_parallel=2 context_parallel=2 moe,expert_parallel=2
 KIT_engine-megatron := --coupler engine=megatron $(addprefix --coupler engine=megatron$(comma),$(LAYOUTS))
 KIT_algos := --coupler algorithm=grpo --coupler algorithm=rloo --coupler algorithm=ppo --coupler algorithm=sft
+TOOLS := packages/agents/tests/kit_tools.py
+KIT_agents := --coupler environment=tools --coupler environment=tools,target=$(TOOLS):Guess,calls=text \
+  --coupler-set 'environment.functions=["$(TOOLS):add", "$(TOOLS):wait"]'
 KIT_rollout-vllm := --coupler engine=fsdp --coupler rollout=vllm -k 'test_rollout or test_pair'
 SYNC_rollout-vllm := --extra cpu
 SYNC_agents := --extra gateway
@@ -76,10 +79,7 @@ OUTSIDE := $(patsubst %,tests/test_%.py,ray replicas interpreters packaging exam
 FAULTS := $(patsubst %,packages/rollout-vllm/tests/test_%.py,faults ray)
 SUITE_rollout-vllm := $(FAULTS:%=--ignore=%)
 
-# agents brings nothing yet that the kit checks
-KITS := $(filter-out agents,$(PACKAGES))
-$(KITS:%=test-%): test-%: suite-% kit-%
-test-agents: suite-agents
+$(PACKAGES:%=test-%): test-%: suite-% kit-%
 test-rollout-vllm: faults-rollout-vllm
 
 suite-%: .envs/%/.synced

@@ -70,7 +70,8 @@ class ToolEnvironment(Environment):
 
     async def close(self) -> None:
         """Leave the threads. A tool that is still running is not waited for."""
-        self.threads.shutdown(wait=False, cancel_futures=True)
+        if hasattr(self, "threads"):
+            self.threads.shutdown(wait=False, cancel_futures=True)
 
     async def episode(self, task: Task, policy: Policy) -> Outcome:
         """Play one episode."""
