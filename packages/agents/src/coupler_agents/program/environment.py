@@ -28,10 +28,10 @@ class ProgramEnvironment(Environment):
             )
         self.uses_tools = config.uses_tools
         self.function = _function(config.target) if config.target else None
+        self.gateway = Gateway()
 
     async def setup(self) -> None:
         """Start the gateway."""
-        self.gateway = Gateway()
         self.places = asyncio.Semaphore(self.config.concurrency)
         await self.gateway.start()
 

@@ -236,7 +236,7 @@ async def set_up(environment: Environment) -> AsyncIterator[Environment]:
         await environment.setup()
         yield environment
     finally:
-        environment.close()
+        await environment.close()
 
 
 async def settled(ready: Callable[[], bool], seconds: float) -> bool:

@@ -13,7 +13,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -339,9 +339,9 @@ def test_it_is_set_up_and_closed_again(make: Make, theatre: Theatre) -> None:
         _quiet(environment.close, "close() again")
 
 
-def _quiet(call: Callable[[], None], what: str) -> None:
+def _quiet(call: Callable[[], Coroutine[Any, Any, None]], what: str) -> None:
     try:
-        call()
+        asyncio.run(asyncio.wait_for(call(), GRACE_S))
     except Exception as error:
         raise AssertionError(
             f"expected {what} to do nothing, came {type(error).__name__}: {error}"
