@@ -196,7 +196,7 @@ def it_closes(how: str) -> type:
                 for _ in range(3):
                     threading.Thread(target=self.started.wait, args=(60,), daemon=True).start()
 
-        def close(self) -> None:
+        async def close(self) -> None:
             self.closed += 1
             if how == "twice":
                 del self.started
