@@ -42,6 +42,7 @@ class ProgramEnvironment(Environment):
     async def episode(self, task: Task, policy: Policy) -> Outcome:
         """Play one episode. A failure that follows one of its limits is none."""
         conversation = cast(Conversation, policy)
+
         async with self.places:
             session = self.gateway.open(conversation)
             try:
