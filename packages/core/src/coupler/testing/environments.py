@@ -12,7 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from coupler.conversation import Conversation, ConversationOver, Limits, TemplateRenderer
+from coupler.conversation import (
+    Conversation,
+    ConversationOver,
+    Limits,
+    TemplateRenderer,
+)
 from coupler.data import Codec
 from coupler.interfaces import (
     Completion,

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coupler.interfaces import Environment, EnvironmentConfig, Message, Outcome, Policy, Task
+from coupler.interfaces import (
+    Environment,
+    EnvironmentConfig,
+    Message,
+    Outcome,
+    Policy,
+    Task,
+)
 from coupler.system.seeding import stream
 
 

@@ -22,11 +22,25 @@ from typing import Any
 import pytest
 
 from coupler.errors import CouplerError
-from coupler.interfaces import Completion, Environment, EnvironmentConfig, Outcome, Request
+from coupler.interfaces import (
+    Completion,
+    Environment,
+    EnvironmentConfig,
+    Outcome,
+    Request,
+)
 from coupler.rewards.result import Invalid
 from coupler.rewards.value import judged
 from coupler.testing.conversations import check_rows
-from coupler.testing.environments import HOSTILE, SAYINGS, Say, Stage, Theatre, set_up, settled
+from coupler.testing.environments import (
+    HOSTILE,
+    SAYINGS,
+    Say,
+    Stage,
+    Theatre,
+    set_up,
+    settled,
+)
 from coupler.testing.subject import Subject
 
 AT_ONCE, CANCELLED = 24, 30
