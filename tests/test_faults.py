@@ -15,6 +15,7 @@ SAMPLES = {
     "control_text": 60,
     "datasets": 8,
     "disks": 6,
+    "environments": 4,
     "hostile_files": 8,
     "plugins": 6,
     "processes": 1,
