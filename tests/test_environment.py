@@ -194,8 +194,10 @@ def test_an_episode_that_always_fails_ends_the_run(start: Start) -> None:
     assert "environment.retries=0" in said and "the game broke" in said
 
 
-def test_a_cancelled_part_of_an_episode_is_a_failure(start: Start, tmp_path: Path) -> None:
-    went_well(start("environment.how=cancels", "environment.fails=1"))
+@pytest.mark.parametrize("how", ["cancels", "exits"])
+def test_an_episode_that_ends_by_itself_has_failed(start: Start, tmp_path: Path, how: str) -> None:
+    """A part of it was cancelled, or it called ``sys.exit``."""
+    went_well(start(f"environment.how={how}", "environment.fails=1"))
     assert metrics(tmp_path / "run")[-1]["environment/failed"] >= 4
 
 

@@ -165,7 +165,7 @@ class Episodes:
             if current.cancelling():
                 raise
             self._count(error)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if not rollout.failure:
                 self._count(error)
         return None
