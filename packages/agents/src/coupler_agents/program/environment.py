@@ -48,6 +48,8 @@ class ProgramEnvironment(Environment):
             try:
                 return await self._play(task, session)
             except Exception:
+                if session.failure:
+                    raise session.failure from None
                 if conversation.ended is None:
                     raise
                 return Outcome()
