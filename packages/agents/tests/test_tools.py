@@ -58,7 +58,12 @@ class Played:
         self.rollout = Scripted(lambda _: codec.target_ids(next(texts, last)))
         renderer = TemplateRenderer(codec, tools=self.environment.uses_tools)
         request = Request((), 1, 1.0, seed=7)
-        self.conversation = Conversation(self.rollout, renderer, Limits(4096, turns=6), request)
+        self.conversation = Conversation(
+            self.rollout,
+            renderer,
+            Limits(4096, turns=6, calls=self.environment.config.max_calls),
+            request,
+        )
         self.outcome: Outcome = asyncio.run(self._play(task))
         self.rows = self.conversation.close()
         check_rows(self.rows, self.rollout.answered)
@@ -101,6 +106,19 @@ def test_calls_of_one_turn_run_side_by_side(codec: Codec, calls: CallFormat) -> 
     played = Played(codec, [both, "done"], functions=[f"{TOOLS}:add"], calls=calls)
     assert "40" in played.shown and "60" in played.shown
     assert played.outcome.metrics["tool_calls"] == 2
+
+
+@pytest.mark.parametrize("calls", CallFormat)
+def test_more_calls_than_the_limit_end_the_episode(codec: Codec, calls: CallFormat) -> None:
+    played = Played(
+        codec,
+        [call("add", a=1, b=2)],
+        functions=[f"{TOOLS}:add"],
+        calls=calls,
+        max_calls=2,
+    )
+    assert played.conversation.ended is Ended.CALLS
+    assert len(played.rollout.requests) == 3
 
 
 def test_a_class_plays_an_episode(codec: Codec) -> None:

@@ -108,6 +108,8 @@ BOUNDED = {  # file, call: what ends it
     ("test_transport.py", "s.result()"): TRANSPORT,
     ("test_transport.py", "r.result()"): TRANSPORT,
     ("test_transport.py", "receiving.result()"): TRANSPORT,
+    ("test_environment.py", "waits.reached.wait()"): "the wait for it on the next line",
+    ("test_environment.py", "episode.result()"): "it has ended by then",
 }
 
 

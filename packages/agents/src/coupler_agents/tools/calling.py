@@ -41,6 +41,10 @@ class Toolbox:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
 
+    def exhausted(self, more: int) -> bool:
+        """Return whether ``more`` calls would be above ``environment.max_calls``."""
+        return 0 < self.config.max_calls < self.counts.calls + more
+
     async def call(self, name: str, arguments: Any) -> str:
         """Return what a tool says, or in words why it says nothing."""
         self.counts.calls += 1

@@ -20,7 +20,7 @@ from coupler import (
     Task,
     import_target,
 )
-from coupler.conversation import ConversationOver
+from coupler.conversation import ConversationOver, Ended
 from coupler_agents.tools.calling import Toolbox
 from coupler_agents.tools.config import CallFormat, ToolsConfig
 from coupler_agents.tools.schema import schema_of
@@ -103,7 +103,7 @@ class ToolEnvironment(Environment):
             reply = await policy.chat(messages, self.schemas if self.uses_tools else ())
             messages.append(reply.message)
 
-            follows = [] if reply.ended else await self._answer(reply, box, player)
+            follows = [] if reply.ended else await self._answer(reply, policy, box, player)
             if not follows:
                 return
             messages += follows
@@ -119,7 +119,9 @@ class ToolEnvironment(Environment):
             messages = with_tools(messages, self.schemas)
         return messages
 
-    async def _answer(self, reply: Reply, box: Toolbox, player: Any) -> Sequence[Message]:
+    async def _answer(
+        self, reply: Reply, policy: Policy, box: Toolbox, player: Any
+    ) -> Sequence[Message]:
         """Return the messages that follow a turn. Where there are none, it was the
         last.
         """
@@ -127,6 +129,9 @@ class ToolEnvironment(Environment):
         malformed = reply.malformed
         if self.schemas and not self.uses_tools:
             read, malformed = read_calls(text)
+            if read and not malformed and box.exhausted(len(read)):
+                policy.end(Ended.CALLS)
+                return []
             if read and not malformed:
                 results = [box.call(name, arguments) for name, arguments in read]
                 return [as_message(await asyncio.gather(*results))]

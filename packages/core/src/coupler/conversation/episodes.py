@@ -6,6 +6,7 @@ import asyncio
 import traceback
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from textwrap import indent
 from typing import Protocol
@@ -142,9 +143,10 @@ class Episodes:
             CouplerError: too many episodes failed, or the rollout did. An environment
                 that lets a failure of the rollout pass does not hide it.
         """
-        task = Task(prompt.messages, prompt.row.as_mapping(), request.seed)
-
         for _ in range(1 + self.config.retries):
+            # What an episode changes of its task is not there for the next one.
+            row, messages = deepcopy((dict(prompt.row.as_mapping()), prompt.messages))
+            task = Task(messages, row, request.seed)
             watched = Watched(self.rollout)
             played = await self._tried(task, request, watched)
             if watched.failure:

@@ -55,8 +55,12 @@ class Scorer:
         if router.keeps_whole(groups):
             session = f"group {next(self.names)}"
             router.begin(session)
-        first = replace(request, session=session)
-        tasks = [asyncio.create_task(self._one(prompt, replace(first, seed=s))) for s in seeds]
+        # The turns of one episode go to one replica too, while that is not overloaded.
+        sessions = [session or f"episode {next(self.names)}" for _ in seeds]
+        requests = (
+            replace(request, seed=s, session=n) for s, n in zip(seeds, sessions, strict=True)
+        )
+        tasks = [asyncio.create_task(self._one(prompt, one)) for one in requests]
 
         try:
             found = await asyncio.gather(*tasks)
@@ -64,7 +68,8 @@ class Scorer:
             # Where one has failed, the others are of no use.
             for task in tasks:
                 task.cancel()
-            router.end(session)
+            for name in sessions:
+                router.end(name)
         return [sample for sample in found if sample]
 
     async def _one(self, prompt: Prompt, request: Request) -> Sample | None:
@@ -80,16 +85,9 @@ class Scorer:
             scored = await self._score(prompt, played.outcome, text)
         if isinstance(scored.result, Invalid):
             return None
-        return Sample(
-            prompt,
-            played.rows,
-            scored.result,
-            text,
-            played.finish,
-            scored.answer,
-            played.outcome.turn_rewards,
-            played.metrics,
-        )
+        outcome = played.outcome
+        facts = (text, played.finish, scored.answer, outcome.turn_rewards, played.metrics)
+        return Sample(prompt, played.rows, scored.result, *facts)
 
     async def _score(self, prompt: Prompt, outcome: Outcome, text: str) -> Scored:
         if outcome.reward is None and not outcome.invalid:
