@@ -9,6 +9,7 @@ import asyncio
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -299,8 +300,10 @@ def test_a_heartbeat_names_the_prompts_that_are_outstanding() -> None:
 class Sleeper:
     def __init__(self, seconds: float) -> None:
         self.seconds, self.naps = seconds, 0
+        self.began = threading.Event()
 
     def nap(self) -> None:
+        self.began.set()
         time.sleep(self.seconds)
         self.naps += 1
 
@@ -343,7 +346,11 @@ def test_the_end_waits_for_a_call_that_has_not_reached_its_deadline() -> None:
     handle = executor.spawn("policy", 0, f"{__file__}:Sleeper", 0.5)
 
     async def leave() -> None:
-        await asyncio.wait([asyncio.ensure_future(executor.call(handle, "nap"))], timeout=0.1)
+        napping = asyncio.ensure_future(executor.call(handle, "nap"))
+        for _ in range(600):  # a loaded machine starts its thread late
+            await asyncio.wait([napping], timeout=0.1)
+            if handle.of.began.is_set():
+                return
 
     asyncio.run(leave())
     executor.close()
