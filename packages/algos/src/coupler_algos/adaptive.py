@@ -13,7 +13,6 @@ from coupler.batch import Batch
 from coupler.interfaces import Controller
 from coupler.metrics import Metric, Metrics
 from coupler_algos.config import PolicyConfig
-from coupler_algos.groups import trajectories
 from coupler_algos.kl import KL_COEF
 from coupler_algos.shaping import kl_per_token
 
@@ -45,7 +44,7 @@ class AdaptiveKL(Controller):
         Returns:
             The divergence, and the coefficient that was in force for this batch.
         """
-        number = len(trajectories(batch)[0])
+        number = len(batch.trajectories()[0])
         total = float(kl_per_token(self.config, batch).sum())
         used = self.value
 

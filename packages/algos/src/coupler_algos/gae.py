@@ -22,7 +22,7 @@ def estimate(
         values: [T] the value of the state before each token.
 
     Returns:
-        [T] float64; 0 outside ``loss_mask``.
+        [T] float64, 0 outside ``loss_mask``.
     """
     rows = np.flatnonzero(batch["loss_mask"])
     counts = batch.sum_by_sequence(batch["loss_mask"]).astype(np.int64)

@@ -7,23 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from coupler.batch import Batch
 from coupler.errors import CouplerError
-
-
-def trajectories(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-    """Find the trajectories of a batch.
-
-    Rows with equal ``trajectory`` are pieces of one rollout, and each carries its
-    reward. Without that column every row is a trajectory.
-
-    Returns:
-        [N] the first row of each trajectory, and [B] the trajectory of each row.
-    """
-    if not batch.has("trajectory"):
-        return np.arange(len(batch)), np.arange(len(batch))
-    _, first, of_row = np.unique(batch["trajectory"], return_index=True, return_inverse=True)
-    return first, of_row
 
 
 class Groups:

@@ -15,7 +15,7 @@ from coupler.interfaces import Algorithm, Columns, Controller, Output
 from coupler.metrics import Metrics
 from coupler_algos.adaptive import AdaptiveKL
 from coupler_algos.config import PolicyConfig
-from coupler_algos.groups import Groups, trajectories
+from coupler_algos.groups import Groups
 from coupler_algos.shaping import scores
 
 
@@ -59,7 +59,7 @@ class GroupPolicy(Policy):
         Raises:
             CouplerError: a group has one trajectory only.
         """
-        first, of_row = trajectories(batch)
+        first, of_row = batch.trajectories()
         per_trajectory = self.compare(scores(self.config, batch), Groups(batch["group"][first]))
 
         per_token = batch.spread(per_trajectory[of_row])

@@ -7,7 +7,6 @@ import numpy as np
 from coupler.batch import Batch
 from coupler_algos import kl
 from coupler_algos.config import KL, PolicyConfig
-from coupler_algos.groups import trajectories
 from coupler_algos.kl import KL_COEF
 
 
@@ -46,7 +45,7 @@ def scores(config: PolicyConfig, batch: Batch) -> np.ndarray:
 
     The order is that of :func:`~coupler_algos.groups.trajectories`.
     """
-    first, of_row = trajectories(batch)
+    first, of_row = batch.trajectories()
 
     def total(per_token: np.ndarray) -> np.ndarray:
         return np.bincount(of_row, batch.sum_by_sequence(per_token), minlength=len(first))

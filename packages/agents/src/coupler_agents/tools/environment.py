@@ -125,27 +125,23 @@ class ToolEnvironment(Environment):
         """Return the messages that follow a turn. Where there are none, it was the
         last.
         """
-        text, calls = reply.message.get("content") or "", reply.message.get("tool_calls") or []
-        malformed = reply.malformed
+        text = reply.message.get("content") or ""
+        calls = reply.message.get("tool_calls") or []
+        named, malformed = _named(calls), reply.malformed
         if self.schemas and not self.uses_tools:
-            read, malformed = read_calls(text)
-            if read and not malformed and box.exhausted(len(read)):
-                policy.end(Ended.CALLS)
-                return []
-            if read and not malformed:
-                results = [box.call(name, arguments) for name, arguments in read]
-                return [as_message(await asyncio.gather(*results))]
+            named, malformed = read_calls(text)
 
         if malformed:
             box.counts.errors += 1
             return [{"role": "user", "content": ASK_AGAIN.format(why=malformed)}]
-        if calls:
-            named = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+        if named and box.exhausted(len(named)):
+            policy.end(Ended.CALLS)
+            return []
+        if named:
             results = await asyncio.gather(*(box.call(*call) for call in named))
-            return [
-                {"role": "tool", "tool_call_id": call.get("id", ""), "content": result}
-                for call, result in zip(calls, results, strict=True)
-            ]
+            if self.uses_tools:
+                return _as_messages(calls, results)
+            return [as_message(results)]
         said = await self._own(player.respond, text) if hasattr(player, "respond") else None
         return [{"role": "user", "content": said}] if said else []
 
@@ -155,6 +151,18 @@ class ToolEnvironment(Environment):
             return await method(*args, **row)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.threads, lambda: method(*args, **row))
+
+
+def _named(calls: Sequence[Mapping[str, Any]]) -> list[tuple[str, Any]]:
+    functions = [call["function"] for call in calls]
+    return [(function["name"], function["arguments"]) for function in functions]
+
+
+def _as_messages(calls: Sequence[Mapping[str, Any]], results: Sequence[str]) -> list[Message]:
+    return [
+        {"role": "tool", "tool_call_id": call.get("id", ""), "content": result}
+        for call, result in zip(calls, results, strict=True)
+    ]
 
 
 def _function(target: str) -> Callable[..., Any]:

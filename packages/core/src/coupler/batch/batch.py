@@ -127,6 +127,20 @@ class Batch:
         owner = np.repeat(np.arange(len(self)), self.lengths)
         return np.bincount(owner, weights=per_token, minlength=len(self))
 
+    def trajectories(self) -> tuple[np.ndarray, np.ndarray]:
+        """Find the trajectories.
+
+        Rows with equal ``trajectory`` are pieces of one rollout, and each carries its
+        reward. Without that column every row is a trajectory.
+
+        Returns:
+            [N] the first row of each trajectory, and [B] the trajectory of each row.
+        """
+        if not self.has("trajectory"):
+            return np.arange(len(self)), np.arange(len(self))
+        _, first, of_row = np.unique(self["trajectory"], return_index=True, return_inverse=True)
+        return first, of_row
+
     def take(self, index: Sequence[int] | np.ndarray) -> Batch:
         """Return the rows ``index`` in that order. An index may repeat."""
         index = np.asarray(index, dtype=np.int64)

@@ -38,12 +38,9 @@ def _again(mini: MiniBatch, steps_later: int) -> MiniBatch:
 
 def _mini_batches(batch: Batch, number: int) -> Iterator[np.ndarray]:
     """Yield the rows of each mini-batch, in their order."""
-    if not batch.has("trajectory"):
-        yield from np.array_split(np.arange(len(batch)), number)
-        return
-    names, first = np.unique(batch["trajectory"], return_index=True)
-    for part in np.array_split(names[np.argsort(first)], number):
-        yield np.flatnonzero(np.isin(batch["trajectory"], part))
+    first, of_row = batch.trajectories()
+    for part in np.array_split(np.argsort(first), number):
+        yield np.flatnonzero(np.isin(of_row, part))
 
 
 class EngineGroup:

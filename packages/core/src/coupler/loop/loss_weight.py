@@ -40,11 +40,8 @@ def _valid_tokens(batch: Batch, mask: np.ndarray) -> tuple[np.ndarray, int]:
     """Return [B] the valid tokens of each row's trajectory, and the number of
     trajectories that have any.
     """
-    valid = batch.sum_by_sequence(mask)
-    of_row = np.arange(len(batch))
-    if batch.has("trajectory"):
-        of_row = np.unique(batch["trajectory"], return_inverse=True)[1]
-    valid = np.bincount(of_row, valid)
+    _, of_row = batch.trajectories()
+    valid = np.bincount(of_row, batch.sum_by_sequence(mask))
     return valid[of_row], max(int((valid > 0).sum()), 1)
 
 

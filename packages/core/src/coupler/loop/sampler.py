@@ -77,7 +77,7 @@ class Scorer:
         with waits.named("prompts", "completions", [prompt.row.index]):
             played = await self.episodes.play(prompt, request)
         if not played.rows:
-            self.rewards.count(Scored(result=Invalid(played.outcome.invalid), seconds=0.0))
+            self.rewards.count(judged(None, played.outcome.invalid))
             return None
 
         text = self.codec.decode(played.rows[-1].completions[-1].tokens)

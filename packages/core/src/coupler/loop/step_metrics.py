@@ -76,7 +76,7 @@ def describe(batch: Batch, version: int, max_staleness: int) -> Metrics:
         judged |= describe_advantages(batch["advantages"][mask])
 
     age = (version - batch["version"])[mask]
-    _, first, of_row = np.unique(batch["trajectory"], return_index=True, return_inverse=True)
+    first, of_row = batch.trajectories()
     size, reward = len(first), batch["reward"][first].astype(np.float64)
     valid = np.bincount(of_row, batch.sum_by_sequence(mask))
     return {

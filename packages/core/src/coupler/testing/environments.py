@@ -19,6 +19,7 @@ from coupler.conversation import (
     TemplateRenderer,
 )
 from coupler.data import Codec
+from coupler.data.templates import messages_of
 from coupler.interfaces import (
     Completion,
     Ended,
@@ -212,11 +213,7 @@ class Theatre:
     def task(self, number: int) -> Task:
         """Return the task of a number, each with a seed of its own."""
         row = deepcopy(dict(self.rows[number % len(self.rows)]))
-        prompt = row.get("prompt", "")
-        messages = (
-            ({"role": "user", "content": prompt},) if isinstance(prompt, str) else tuple(prompt)
-        )
-        return Task(messages, row, seed=1000 + number)
+        return Task(messages_of(row.get("prompt", ""), ""), row, seed=1000 + number)
 
     def stage(
         self, what: str, say: Say, number: int = 0, *, pause: float = 0.0, turns: int = TURNS
