@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from toy_run import ToyRun, small
 
+from coupler.builtin.transports.inproc import InprocTransport
 from coupler.engine_kit.inference.receipts import join
+from coupler.errors import WeightSyncError
 from coupler.interfaces import SyncReceipt, WeightUpdate
 from coupler.testing.toy import ToyRollout
 
@@ -53,6 +55,31 @@ def test_a_parameter_is_missing_wherever_it_is() -> None:
 
 def test_a_worker_that_received_less_shows() -> None:
     assert join(0, [answer(), answer(received=4)]).num_received == 4
+
+
+class NoReceipt(ToyRollout):
+    async def update(self, update: WeightUpdate) -> SyncReceipt:
+        await super().update(update)
+        return None  # type: ignore[return-value]
+
+
+def test_a_rollout_without_a_receipt_is_named(tmp_path: Path) -> None:
+    run = ToyRun(tmp_path, small(), rollout="test_receipts:NoReceipt")
+    with pytest.raises(WeightSyncError, match="rollout replica 0 returned a NoneType"):
+        run.run()
+
+
+def test_a_transport_without_a_receipt_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = InprocTransport.send
+
+    def silent(*given: Any) -> None:
+        send(*given)
+
+    monkeypatch.setattr(InprocTransport, "send", silent)
+    with pytest.raises(WeightSyncError, match=r"the transport .* returned a NoneType"):
+        ToyRun(tmp_path, small()).run()
 
 
 class CoarseRollout(ToyRollout):

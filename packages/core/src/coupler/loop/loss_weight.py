@@ -21,7 +21,9 @@ def loss_weight(batch: Batch, aggregation: Aggregation, constant: int = 1) -> np
     weights of zero.
     """
     mask = batch["loss_mask"].astype(np.float64)
-    valid, num_sequences = _valid_tokens(batch, mask)
+    _, of_row = batch.trajectories()
+    in_trajectory = np.bincount(of_row, batch.sum_by_sequence(mask))
+    valid, num_sequences = in_trajectory[of_row], max(int((in_trajectory > 0).sum()), 1)
 
     match aggregation:
         case Aggregation.TOKEN_MEAN:
@@ -34,15 +36,6 @@ def loss_weight(batch: Batch, aggregation: Aggregation, constant: int = 1) -> np
             per_sequence = np.full(len(batch), 1 / (num_sequences * constant))
 
     return (batch.spread(per_sequence) * mask).astype(np.float32)
-
-
-def _valid_tokens(batch: Batch, mask: np.ndarray) -> tuple[np.ndarray, int]:
-    """Return [B] the valid tokens of each row's trajectory, and the number of
-    trajectories that have any.
-    """
-    _, of_row = batch.trajectories()
-    valid = np.bincount(of_row, batch.sum_by_sequence(mask))
-    return valid[of_row], max(int((valid > 0).sum()), 1)
 
 
 def prepare(batch: Batch, algorithm: Algorithm) -> Batch:

@@ -11,6 +11,7 @@ from coupler.interfaces import (
     SendReceipt,
     SyncReceipt,
 )
+from coupler.system.shapes import check_receipt
 
 # After one side of a transfer failed, the other one gets this long to report the cause.
 GRACE_S = 5.0
@@ -46,6 +47,7 @@ def verify(sent: SendReceipt, receipt: SyncReceipt, replica: int) -> None:
         WeightSyncError: the version differs, a tensor did not arrive, or a name has no
             counterpart.
     """
+    check_receipt(receipt, SyncReceipt, f"rollout replica {replica}")
     problems = []
     if receipt.version != sent.version:
         problems.append(f"it reports version {receipt.version}, sent was {sent.version}")

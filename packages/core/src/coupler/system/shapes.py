@@ -6,13 +6,26 @@ from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import Any
 
-from coupler.errors import CouplerError
+from coupler.errors import CouplerError, WeightSyncError
 
 MAX_LISTED = 1000
 
 
 class WrongShape(CouplerError):
     """A value is not what somebody says that it is."""
+
+
+def check_receipt(receipt: Any, kind: type, who: str) -> None:
+    """Check that a plugin returned a receipt of a weight transfer.
+
+    Raises:
+        WeightSyncError: it is something else.
+    """
+    if not isinstance(receipt, kind):
+        raise WeightSyncError(
+            f"{who} returned a {type(receipt).__name__} for weights that it was given, not a "
+            f"{kind.__name__}.\n  try:  another backend"
+        )
 
 
 def fits(value: Any, shape: Any) -> bool:

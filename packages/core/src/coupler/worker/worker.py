@@ -32,6 +32,7 @@ from coupler.metrics import Metrics, merge, read
 from coupler.system.files import writing
 from coupler.system.imports import load_subclass
 from coupler.system.process_memory import resident_bytes
+from coupler.system.shapes import check_receipt
 from coupler.worker.spec import MiniBatch, Trained, WorkerSpec, build_algorithm
 from coupler.worker.torch.hf_export import export
 from coupler.worker.train_infer import checked_loss
@@ -89,6 +90,7 @@ class Worker:
             whole = True
 
         receipt = update.open().send(stream(), update, self.rank)
+        check_receipt(receipt, SendReceipt, f"the transport {update.transport}")
         if not whole or (receipt.version, receipt.num_tensors) != (update.version, count):
             raise WeightSyncError(
                 f"the transport {update.transport} took {count} tensors of version "
