@@ -299,6 +299,38 @@ def test_no_reward_without_a_target_is_one_sentence(start: Start) -> None:
     assert "reward.target" in said and "Traceback" not in said
 
 
+RANKED = """
+def score(completions, row):
+    order = sorted(set(completions), key=lambda text: (len(text), text))
+    ranks = [order.index(text) + 1 for text in completions]
+    return [{"reward": r / len(order), "rank": r, "size": len(completions)} for r in ranks]
+"""
+
+
+@pytest.mark.parametrize("plays", [True, False])
+def test_a_reward_of_groups_sees_all_episodes_of_a_prompt(
+    start: Start, inputs: Path, tmp_path: Path, plays: bool
+) -> None:
+    (tmp_path / "ranked.py").write_text(RANKED)
+    more = (f"reward.target={tmp_path / 'ranked.py'}:score", "samples_per_prompt=4")
+    if plays:
+        went_well(start(*more, "environment.how=scored", scored=True))
+    else:
+        given = toy_runs.arguments(inputs, tmp_path / "run", f"steps={STEPS}")
+        went_well(toy_runs.call([*given, *more]))
+
+    for batch in batches(tmp_path / "run"):
+        assert set(batch["reward_parts/size"]) == {4}
+        for group in set(batch["group"]):
+            mine = batch["group"] == group
+            ranks = batch["reward_parts/rank"][mine]
+            assert batch["reward"][mine] == pytest.approx(ranks / ranks.max())
+    step = metrics(tmp_path / "run")[-1]
+    assert step["reward_parts/size"] == 4 and step["reward_parts/rank"] >= 1
+    given = ["replay", str(tmp_path / "run"), "--step", "2", "--stage", "advantages"]
+    went_well(toy_runs.call(given))
+
+
 def test_turn_rewards_stand_at_the_last_token_of_each_turn(start: Start, tmp_path: Path) -> None:
     went_well(start("environment.how=per_turn"))
     for batch in batches(tmp_path / "run"):

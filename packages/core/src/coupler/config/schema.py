@@ -115,8 +115,9 @@ class RewardConfig:
     """The function that scores completions, and the processes that run it."""
 
     target: str = ""
-    """The reward function "pkg.mod:name" or "file.py:name"; it takes (completion,
-    answer, row) and returns a number, Graded or Invalid."""
+    """The reward function "pkg.mod:name" or "file.py:name"; it takes
+    completion, or completions of a prompt, and returns a number, a dict, Graded or
+    Invalid, or a list of these."""
     num_workers: int = no_effect(1, ge=1)
     """Processes that score completions."""
     timeout_s: float = no_effect(10.0, ge=0.001)

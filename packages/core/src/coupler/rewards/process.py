@@ -32,7 +32,7 @@ START_S = 120.0
 END_S = supervisor.END_S + 2
 MARK = "COUPLER_REWARD"
 # The longest answer, and the longest line of output that is shown as one.
-MAX_ANSWER, MAX_LINE = 2 << 20, 4096
+MAX_ANSWER, MAX_LINE = 16 << 20, 4096
 CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
@@ -116,6 +116,8 @@ class WorkerProcess:
         self.received = b""
         self.answered = 0
         self.junk = False
+        # Its function takes all completions of a prompt at once.
+        self.takes_group = False
 
         self.tail: deque[str] = deque(maxlen=50)
         self.reader = threading.Thread(target=self._forward_stderr, daemon=True)
@@ -135,6 +137,7 @@ class WorkerProcess:
             first: dict[str, Any] = json.loads(line)
             if "sandbox" in first:
                 self.answered = 0
+                self.takes_group = bool(first.get("group"))
                 return bool(first["sandbox"])
             why = str(first["failed"])
         except WorkerDied as died:

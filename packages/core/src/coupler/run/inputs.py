@@ -15,7 +15,7 @@ from coupler.config.schema import DataConfig, ExecutorName, Job, RunConfig
 from coupler.data.dataset import check_first_row
 from coupler.data.folder_check import check_model_folder
 from coupler.errors import ConfigError
-from coupler.rewards.worker import KEYWORDS
+from coupler.rewards.worker import COMPLETIONS, KEYWORDS
 from coupler.run.resume import AUTO, DISABLE, is_started
 from coupler.system.targets import target_problem
 
@@ -121,7 +121,7 @@ def _check_rows(data: DataConfig, key: str) -> None:
 
 
 def _check_reward(target: str) -> None:
-    if problem := target_problem(target, KEYWORDS, (os.getcwd(),)):
+    if problem := target_problem(target, KEYWORDS, (os.getcwd(),), COMPLETIONS):
         more = f"\n  it is called with the keywords it takes among:  {', '.join(KEYWORDS)}"
         raise ConfigError(f"reward.target={target} {problem}{'' if chr(10) in problem else more}")
 
