@@ -291,7 +291,8 @@ def _plan(arguments: argparse.Namespace) -> None:
 
     composed, plugins = _composed(arguments, arguments.job)
     data = composed.config.data
-    num_rows = len(load_rows(data)) if Path(data.source).is_file() else None
+    there = data.source and all(Path(source).exists() for source in data.sources)
+    num_rows = len(load_rows(data)) if there else None
     print(make_plan(composed.config, num_rows, plugins, job=Job(arguments.job)).render())
 
 

@@ -6,17 +6,17 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import date, time
 from decimal import Decimal
-from difflib import get_close_matches
 from itertools import islice
 from math import isfinite, isnan
 from typing import Any
 
 import numpy as np
 
-from coupler.config.schema import DataConfig
+from coupler.data.columns import Columns
+from coupler.data.options import DataConfig
 from coupler.data.sources import EXAMPLE, read
 from coupler.errors import DataError
 from coupler.system.plain_values import MAX_INTEGER
@@ -54,31 +54,42 @@ def load_rows(config: DataConfig, key: str = "data") -> list[Row]:
 
     ``key`` is the section of the configuration that ``config`` is, for messages.
 
-    The answer is column ``answer_key``, or ``reward_model.ground_truth`` where a row
-    has no such column. ``answer_key=""`` says that the reward needs none.
+    The answer is column ``answer``, or ``reward_model.ground_truth`` where a row has no
+    such column. ``answer_key=""`` says that the reward needs none.
 
     Raises:
-        DataError: the source is missing, empty or malformed, or a row lacks a column or
-            has one of a wrong type.
+        DataError: the source is missing, empty or malformed, a row lacks a column or
+            has one of a wrong type, or no row has a column of ``config.columns``.
     """
+    mapping = Columns(config, key)
     with _source_named(config, key):
-        records = islice(read(config.source, config.args, key), config.limit or None)
-        rows = [
-            _row(record, index, place, config, key) for index, (place, record) in enumerate(records)
-        ]
-
+        rows = list(_rows(config, key, mapping))
+        mapping.check_found()
     if not rows:
-        raise DataError(f"{key}.source: {config.source} has no rows.\n{EXAMPLE}")
+        raise DataError(f"{key}.source: {config.named} has no rows.\n{EXAMPLE}")
     return rows
 
 
 def check_first_row(config: DataConfig, key: str = "data") -> None:
-    """Read the first row of ``config.source``, a file or a folder, and check it.
+    """Read the first row of ``config.source``, no function, and check it.
 
     Raises:
         DataError: as :func:`load_rows`, for what the first row shows.
     """
-    load_rows(replace(config, limit=1), key)
+    with _source_named(config, key):
+        row = next(_rows(config, key, Columns(config, key)), None)
+    if not row:
+        raise DataError(f"{key}.source: {config.named} has no rows.\n{EXAMPLE}")
+
+
+def records(config: DataConfig, key: str = "data") -> Iterator[tuple[str, Any]]:
+    """Read the records that become rows, each with its place, without a check."""
+    return islice(read(config, key), config.limit or None)
+
+
+def _rows(config: DataConfig, key: str, mapping: Columns) -> Iterator[Row]:
+    for index, (place, record) in enumerate(records(config, key)):
+        yield row_of(record, index, place, config, mapping)
 
 
 @contextmanager
@@ -89,14 +100,14 @@ def _source_named(config: DataConfig, key: str) -> Iterator[None]:
     except OSError as error:
         why = error.strerror or error
         raise DataError(
-            f"{key}.source={config.source[:200]} cannot be read: {why}.\n"
+            f"{key}.source={config.named[:200]} cannot be read: {why}.\n"
             "  it may be:  a file or a folder that this user may read"
         ) from None
 
     except DataError as error:
         if f"{key}.source" in str(error):
             raise
-        raise DataError(f"{error}\n  set by:  {key}.source={config.source[:200]}") from None
+        raise DataError(f"{error}\n  set by:  {key}.source={config.named[:200]}") from None
 
 
 def fingerprint(rows: Iterable[Row]) -> str:
@@ -109,7 +120,12 @@ def fingerprint(rows: Iterable[Row]) -> str:
     return digest.hexdigest()
 
 
-def _row(record: Any, index: int, place: str, config: DataConfig, key: str) -> Row:
+def row_of(record: Any, index: int, place: str, config: DataConfig, mapping: Columns) -> Row:
+    """Make a row of a record, which is number ``index`` of its source.
+
+    Raises:
+        DataError: it is no mapping, lacks a column, or has one of a wrong type.
+    """
     if not isinstance(record, Mapping):
         raise DataError(f"{place} is a {type(record).__name__}, not a mapping of columns.")
 
@@ -122,17 +138,14 @@ def _row(record: Any, index: int, place: str, config: DataConfig, key: str) -> R
         if value is not None:
             plain[name] = value
 
-    if config.prompt_key not in plain:
-        hint = _did_you_mean(config.prompt_key, plain, f"{key}.prompt_key")
-        raise DataError(f"{place} has no {config.prompt_key!r}{hint}")
-
-    extra = {k: v for k, v in plain.items() if k not in (config.prompt_key, config.answer_key)}
-    prompt = _prompt(plain[config.prompt_key], place, config)
-    return Row(prompt, _answer(plain, place, config, key), index, extra)
+    found = mapping.take(plain, "prompt")
+    if found is None:
+        raise DataError(f"{place} has no {mapping.missing('prompt', plain)}")
+    prompt = _prompt(found, f"{place}: {mapping.source('prompt')!r}")
+    return Row(prompt, _answer(plain, place, mapping), index, mapping.extra(plain))
 
 
-def _prompt(value: Any, place: str, config: DataConfig) -> str | Messages:
-    where = f"{place}: {config.prompt_key!r}"
+def _prompt(value: Any, where: str) -> str | Messages:
     if isinstance(value, str):
         if not value.strip():
             raise DataError(f"{where} is empty.")
@@ -160,27 +173,20 @@ def _prompt(value: Any, place: str, config: DataConfig) -> str | Messages:
     return tuple(value)
 
 
-def _answer(record: dict[str, Any], place: str, config: DataConfig, key: str) -> str:
-    if not config.answer_key:
+def _answer(record: dict[str, Any], place: str, mapping: Columns) -> str:
+    if not mapping.source("answer"):
         return ""
 
-    if config.answer_key in record:
-        answer = record[config.answer_key]
-    else:
+    answer = mapping.take(record, "answer")
+    if answer is None:
         graded = record.get("reward_model")
         if not isinstance(graded, dict) or "ground_truth" not in graded:
-            hint = _did_you_mean(config.answer_key, record, f"{key}.answer_key")
             raise DataError(
-                f"{place} has no {config.answer_key!r}{hint}\n  none needed:  {key}.answer_key=''"
+                f"{place} has no {mapping.missing('answer', record)}\n"
+                f"  none needed:  {mapping.key}.answer_key=''"
             )
         answer = graded["ground_truth"]
     return answer if isinstance(answer, str) else json.dumps(answer)
-
-
-def _did_you_mean(key: str, record: Mapping[str, Any], option: str) -> str:
-    close = get_close_matches(key, record, n=1, cutoff=0.5)
-    guess = f" - did you mean {option}={close[0]}?" if close else f".\n  try:  {option}=COLUMN"
-    return f"{guess}\n  it has:  {', '.join(record)}"
 
 
 def _plain(value: Any, place: str, depth: int = 0) -> Any:
