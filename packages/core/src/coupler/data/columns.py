@@ -12,6 +12,12 @@ from coupler.errors import DataError
 # Names of columns that one message lists.
 MAX_LISTED = 30
 
+# Names that datasets have for the columns that every run reads.
+ALSO = {
+    "prompt": ("messages", "question", "problem", "instruction", "query", "input", "conversations"),
+    "answer": ("solution", "response", "completion", "target", "ground_truth", "output", "label"),
+}
+
 
 class Columns:
     """Renames columns as ``prompt_key``, ``answer_key`` and ``columns`` say.
@@ -22,15 +28,17 @@ class Columns:
 
     def __init__(self, config: DataConfig, key: str) -> None:
         self.key = key
-        keys = {"prompt": config.prompt_key, "answer": config.answer_key}
-        self.mapped = {**keys, **config.columns}
-        self.options = {
-            name: f"columns.{name}" if name in config.columns else f"{name}_key"
-            for name in self.mapped
+        self.mapped = {
+            "prompt": config.prompt_key,
+            "answer": config.answer_key,
+            **config.columns,
         }
+        # An answer that the user has placed is looked for nowhere else.
+        self.answer_is_placed = "answer" in config.columns
+        self.given = config.columns
+        self.others = [name for name in config.columns if name not in ("prompt", "answer")]
 
-        self.others = config.columns.keys() - keys.keys()
-        self.lost = sorted(self.others)  # those that no row had so far
+        self.lost = self.others  # those that no row had so far
         self.seen: dict[str, None] = {}  # columns of the source, in order
 
     def source(self, name: str) -> str:
@@ -41,17 +49,19 @@ class Columns:
         """Return the value of the column that becomes ``name``, or None."""
         return _value_at(row, self.mapped[name])
 
-    def extra(self, row: Mapping[str, Any]) -> dict[str, Any]:
+    def others_of(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return the columns but prompt and answer, under their new names."""
-        taken = [(name, self.take(row, name)) for name in self.others]
-        moved = {name: value for name, value in taken if value is not None}
+        gone = {*self.mapped.values(), *self.others}
+        found = {name: value for name, value in row.items() if name not in gone}
+        for name in self.others:
+            value = self.take(row, name)
+            if value is not None:
+                found[name] = value
 
         if self.lost:
-            self.lost = [name for name in self.lost if name not in moved]
+            self.lost = [name for name in self.lost if name not in found]
             self.seen |= dict.fromkeys(_names(row))
-
-        gone = {*self.mapped.values(), *self.others}
-        return {name: value for name, value in row.items() if name not in gone} | moved
+        return found
 
     def missing(self, name: str, row: Mapping[str, Any]) -> str:
         """Say that ``row`` lacks the column that becomes ``name``, and what it has."""
@@ -67,20 +77,42 @@ class Columns:
             raise DataError(f"no row has {self._missing(self.lost[0], list(self.seen))}")
 
     def _missing(self, name: str, has: list[str]) -> str:
-        column, option = self.mapped[name], f"{self.key}.{self.options[name]}"
-        close = get_close_matches(column, has, n=1, cutoff=0.5)
-        guess = f" - did you mean {option}={close[0]}?" if close else f".\n  try:  {option}=COLUMN"
-        more = f" and {len(has) - MAX_LISTED} more" if len(has) > MAX_LISTED else ""
-        return f"{column!r}{guess}\n  it has:  {', '.join(has[:MAX_LISTED])}{more}"
+        column = self.mapped[name]
+        option = f"{self.key}.{name}_key"
+        if name in self.given:
+            option = f"{self.key}.columns.{name}"
+        close = get_close_matches(column, _with_inner(has), n=1, cutoff=0.5)
+
+        listed = ", ".join(has[:MAX_LISTED])
+        if len(has) > MAX_LISTED:
+            listed = f"{listed} and {len(has) - MAX_LISTED} more"
+        if close:
+            return f"{column!r} - did you mean {option}={close[0]}?\n  it has:  {listed}"
+        usual = [other for other in ALSO.get(name, ()) if other in has]
+        guess = usual[0] if usual else "COLUMN"
+        return f"{column!r}.\n  try:  {option}={guess}\n  it has:  {listed}"
+
+
+def _with_inner(names: list[str]) -> list[str]:
+    """Return nested names, and those of the mappings that they lie in."""
+    inner: dict[str, None] = {}
+    for name in names:
+        outer = name.rpartition(".")[0]
+        while outer:
+            inner[outer] = None
+            outer = outer.rpartition(".")[0]
+    return [*inner, *names]
 
 
 def _value_at(row: Mapping[str, Any], column: str) -> Any:
     """Return the value of a column, or of a nested one, or None."""
-    if column in row or "." not in column:
-        return row.get(column)
+    if column in row:
+        return row[column]
     first, _, rest = column.partition(".")
     inner = row.get(first)
-    return _value_at(inner, rest) if isinstance(inner, Mapping) else None
+    if rest and isinstance(inner, Mapping):
+        return _value_at(inner, rest)
+    return None
 
 
 def _names(row: Mapping[str, Any], start: str = "") -> Iterator[str]:

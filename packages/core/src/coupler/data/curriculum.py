@@ -33,6 +33,7 @@ class ByReward:
                 f"data.sampler_args: low={low} must be below high={high}, and rest={rest} at "
                 "least 1."
             )
+
         self.low, self.high, self.rest = low, high, rest
         self.order = PromptStream(rows, seed, shuffle=True)
         self.wakes: dict[int, int] = {}  # row -> epoch in which it is taken again

@@ -62,7 +62,7 @@ def load_rows(config: DataConfig, key: str = "data") -> list[Row]:
             has one of a wrong type, or no row has a column of ``config.columns``.
     """
     mapping = Columns(config, key)
-    with _source_named(config, key):
+    with source_named(config, key):
         rows = list(_rows(config, key, mapping))
         mapping.check_found()
     if not rows:
@@ -76,7 +76,7 @@ def check_first_row(config: DataConfig, key: str = "data") -> None:
     Raises:
         DataError: as :func:`load_rows`, for what the first row shows.
     """
-    with _source_named(config, key):
+    with source_named(config, key):
         row = next(_rows(config, key, Columns(config, key)), None)
     if not row:
         raise DataError(f"{key}.source: {config.named} has no rows.\n{EXAMPLE}")
@@ -89,11 +89,11 @@ def records(config: DataConfig, key: str = "data") -> Iterator[tuple[str, Any]]:
 
 def _rows(config: DataConfig, key: str, mapping: Columns) -> Iterator[Row]:
     for index, (place, record) in enumerate(records(config, key)):
-        yield row_of(record, index, place, config, mapping)
+        yield row_of(record, index, place, mapping)
 
 
 @contextmanager
-def _source_named(config: DataConfig, key: str) -> Iterator[None]:
+def source_named(config: DataConfig, key: str) -> Iterator[None]:
     """Let what the block raises name the option that sets the source."""
     try:
         yield
@@ -120,7 +120,7 @@ def fingerprint(rows: Iterable[Row]) -> str:
     return digest.hexdigest()
 
 
-def row_of(record: Any, index: int, place: str, config: DataConfig, mapping: Columns) -> Row:
+def row_of(record: Any, index: int, place: str, mapping: Columns) -> Row:
     """Make a row of a record, which is number ``index`` of its source.
 
     Raises:
@@ -142,7 +142,7 @@ def row_of(record: Any, index: int, place: str, config: DataConfig, mapping: Col
     if found is None:
         raise DataError(f"{place} has no {mapping.missing('prompt', plain)}")
     prompt = _prompt(found, f"{place}: {mapping.source('prompt')!r}")
-    return Row(prompt, _answer(plain, place, mapping), index, mapping.extra(plain))
+    return Row(prompt, _answer(plain, place, mapping), index, mapping.others_of(plain))
 
 
 def _prompt(value: Any, where: str) -> str | Messages:
@@ -179,7 +179,7 @@ def _answer(record: dict[str, Any], place: str, mapping: Columns) -> str:
 
     answer = mapping.take(record, "answer")
     if answer is None:
-        graded = record.get("reward_model")
+        graded = None if mapping.answer_is_placed else record.get("reward_model")
         if not isinstance(graded, dict) or "ground_truth" not in graded:
             raise DataError(
                 f"{place} has no {mapping.missing('answer', record)}\n"

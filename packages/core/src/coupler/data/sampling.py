@@ -12,8 +12,8 @@ The class has this form. ``update`` may be left out.
         def restore(self, state): ...
 
 ``rows`` are mappings as reward functions see them, without those that are too long.
-``next`` returns a place in ``rows``. ``update`` hears the rewards of each group that was
-scored, in the order in which ``next`` gave them out. ``state`` is plain JSON.
+``next`` returns a place in ``rows``. ``update`` hears the rewards of each group that
+was scored, in the order in which ``next`` gave them out. ``state`` is plain JSON.
 """
 
 from __future__ import annotations

@@ -37,31 +37,43 @@ def read(config: DataConfig, key: str = "data") -> Records:
     if not config.source:
         raise DataError(f"{key}.source is not set.\n  try:  {key}.source=train.jsonl")
 
-    first, *others = config.sources
-    if is_function(first) and not others:
-        if config.split:
-            raise DataError(no_split(first, config.split, key))
-        return _function(first, config.args, key)
+    functions = [source for source in config.sources if is_function(source)]
+    if functions:
+        _check_alone(functions[0], config, key)
+        return _function(functions[0], config.args, key)
 
     if config.args:
         raise DataError(
             f"{key}.args has {', '.join(config.args)}, but {key}.source={config.named} is no "
             f"function.\n  try:  {key}.args={{}}"
         )
-    if functions := [source for source in config.sources if is_function(source)]:
+    # All are opened before the first row, so that a missing one is found at once.
+    opened = [
+        _opened(path, config.split, key)
+        for source in config.sources
+        for path in files(source, config.split, key)
+    ]
+    return chain.from_iterable(opened)
+
+
+def _check_alone(function: str, config: DataConfig, key: str) -> None:
+    """Refuse what a function does not take: other sources beside it, and a split."""
+    if len(config.sources) > 1:
         raise DataError(
-            f"{key}.source lists {functions[0]}, and a function stands alone.\n"
+            f"{key}.source lists {function}, and a function stands alone.\n"
             "  try:  a function that yields the rows of all"
         )
-
-    paths = [path for source in config.sources for path in files(source, config.split, key)]
-    # All are opened before the first row, so that a missing one is found at once.
-    return chain.from_iterable([_opened(path, config.split, key) for path in paths])
+    if config.split:
+        raise DataError(no_split(function, config.split, key))
 
 
 def _opened(path: Path, split: str, key: str) -> Records:
     """Open one file, or a folder that the package datasets saved."""
-    readers = {".jsonl": _jsonl, ".json": _json, ".parquet": _parquet}
+    readers = {
+        ".jsonl": _jsonl,
+        ".json": _json,
+        ".parquet": _parquet,
+    }
     if path.is_dir():
         return _saved(path, split, key)
     if path.stat().st_size == 0:

@@ -145,6 +145,11 @@ class Codec:
         return self.tokenizer.eos_token_id
 
     @cached_property
+    def control_texts(self) -> frozenset[str]:
+        """The texts of the tokenizer's control tokens, such as ``<|im_start|>``."""
+        return frozenset(self._plain.control.values())
+
+    @cached_property
     def max_positions(self) -> int:
         """The longest sequence that the model was made for, or 0 where its config.json
         does not say.
