@@ -96,6 +96,7 @@ def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ({"source": "a.jsonl", "split": "train"}, "data.split=train, but data.source=a.jsonl"),
         ({"source": "main"}, "2 of the 3 shards of train in main are missing, the first is"),
         ({"source": "hub"}, "its folders have: main, socratic.\n  try:  data.source=hub/main"),
+        ({"source": "org/set"}, "hf download --repo-type dataset org/set --local-dir FOLDER"),
         ({"source": []}, "data.source is not set"),
     ):  # fmt: skip
         with pytest.raises(DataError) as error:

@@ -20,6 +20,8 @@ SAVED = ("dataset_dict.json", "state.json")
 # Files of JSON that describe a folder of data and hold no rows.
 NO_ROWS = ("dataset_info.json", "dataset_infos.json", "config.json")
 SHARD = re.compile(r"(?P<name>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})")
+# The name of a dataset on the Hugging Face Hub.
+REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 # The words by which the package datasets tells the split of a file.
 SPLITS = {
     "train": ("train", "training"),
@@ -155,8 +157,12 @@ def _split_word(name: str) -> str:
 
 
 def _check_suffix(path: Path, key: str) -> None:
-    if path.suffix not in SUFFIXES:
-        raise DataError(f"{key}.source={path} is nothing that can be read.\n{MAY_BE}")
+    if path.suffix in SUFFIXES:
+        return
+    more = MAY_BE
+    if REPOSITORY.fullmatch(str(path)) and not path.parent.exists():
+        more += f"\n  of the Hub:  hf download --repo-type dataset {path} --local-dir FOLDER"
+    raise DataError(f"{key}.source={path} is nothing that can be read.\n{more}")
 
 
 def _whole(found: list[Path], key: str) -> list[Path]:

@@ -198,7 +198,15 @@ def _saved(path: Path, split: str, key: str) -> Records:
             "pip install datasets"
         ) from None
 
-    saved = load_from_disk(str(path))
+    try:
+        saved = load_from_disk(str(path))
+    except OSError:
+        raise
+    except Exception as error:  # whatever readers of damaged files fail with
+        raise DataError(
+            f"{key}.source: {path} cannot be read by datasets: {str(error)[:200]}.\n"
+            "  try:  saving it again"
+        ) from None
     if isinstance(saved, Dataset):
         if split:
             raise DataError(no_split(str(path), split, key))
