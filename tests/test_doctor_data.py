@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,7 @@ SCHEMA = {"type": "function", "function": {"name": "f"}}
             {"prompt": [{"role": r, "content": r} for r in ("user", "system", "user")]},
             "system messages that are not the first",
         ),
+        ({"tools": "[]"}, "'tools' as text"),
         ({"tools": [SCHEMA]}, "tools, of which the chat template knows none"),
     ],
 )
@@ -126,6 +128,22 @@ def test_what_looks_wrong_is_a_warning(
     warnings = of(findings([*GOOD, {"prompt": "odd", "answer": "x", **row}]), "warning")
     (warning,) = [text for text in warnings if said in text]
     assert f"{tmp_path / 'rows.jsonl'}, line 5" in warning or "(1 rows)" in warning
+
+
+def test_a_message_that_the_template_leaves_out_is_found(
+    model: Path, findings: Findings, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(model, copy)
+    template = (
+        "{% for m in messages %}{% if m.role != 'system' %}<|im_start|>{{ m.role }}\n"
+        "{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    )
+    (copy / "chat_template.jinja").write_text(template)
+    prompt = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "a"}]
+    found = findings([*GOOD, {"prompt": prompt, "answer": "b"}], f"model.path={copy}")
+    (lost,) = of(found, "warning")
+    assert "messages that the chat template leaves out (1 of 2 are shown): 1 of 5 rows" in lost
 
 
 def test_a_mapped_column_is_no_fault(findings: Findings) -> None:

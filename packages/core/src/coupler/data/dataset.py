@@ -47,6 +47,18 @@ class Row:
         """
         return {"index": self.index, **self.extra, "prompt": self.prompt, "answer": self.answer}
 
+    @property
+    def tools(self) -> tuple[Mapping[str, Any], ...]:
+        """The column ``tools``, if it holds OpenAI JSON schemas.
+
+        Anything else in it is for the reward or the environment alone.
+        """
+        found = self.extra.get("tools")
+        if not isinstance(found, list):
+            return ()
+        schemas = [each for each in found if isinstance(each, Mapping) and "function" in each]
+        return tuple(schemas) if len(schemas) == len(found) else ()
+
 
 def load_rows(config: DataConfig, key: str = "data") -> list[Row]:
     """Load and check the rows of ``config.source``, the first ``config.limit`` if that

@@ -141,7 +141,10 @@ def _ids(row: Row, codec: Codec, config: DataConfig) -> tuple[int, ...]:
     where = f"row {row.index} (from 0) of {config.named}"
     try:
         ids = codec.prompt_ids(
-            row.prompt, config.system_prompt, control_tokens=config.control_tokens
+            row.prompt,
+            config.system_prompt,
+            tools=row.tools,
+            control_tokens=config.control_tokens,
         )
     except CouplerError as error:
         raise DataError(f"{where}: {error}") from None

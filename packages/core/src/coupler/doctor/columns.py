@@ -126,6 +126,9 @@ def _misplaced(record: Mapping[str, Any]) -> Iterator[str]:
     if isinstance(tools, Mapping) or _holds_kwargs(tools):
         yield "arguments of tools under 'tools', which is for schemas and not for tools_kwargs"
 
+    elif isinstance(tools, str):
+        yield "'tools' as text, where a list of schemas is shown by the chat template"
+
     kwargs = record.get("tools_kwargs")
     if isinstance(kwargs, list) or _is_schema(kwargs):
         yield "schemas under 'tools_kwargs', which is for arguments by tool and not for tools"

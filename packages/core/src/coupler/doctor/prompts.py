@@ -42,7 +42,10 @@ class Encoded:
         try:
             messages = messages_of(row.prompt, config.system_prompt)
             ids = self.codec.prompt_ids(
-                row.prompt, config.system_prompt, control_tokens=config.control_tokens
+                row.prompt,
+                config.system_prompt,
+                tools=row.tools,
+                control_tokens=config.control_tokens,
             )
         except CouplerError as error:
             self.refused.add(place, error)
@@ -158,7 +161,7 @@ def _tools(encoded: Encoded) -> Iterator[Finding]:
         return
     found = Spotted()
     for row, place in zip(encoded.rows, encoded.places, strict=True):
-        if row.extra.get("tools"):
+        if row.tools:
             found.add(place, "it has a column 'tools'")
     what = "tools, of which the chat template knows none (environment.calls=text shows them)"
     yield from found.warnings(encoded.key, encoded.total, what)
