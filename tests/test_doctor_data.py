@@ -152,6 +152,12 @@ def test_a_mapped_column_is_no_fault(findings: Findings) -> None:
     assert not of(found, "warning")
 
 
+def test_a_mapping_to_a_name_that_nothing_knows_is_found(findings: Findings) -> None:
+    rows = [{**row, "kw": {"f": {}}} for row in GOOD]
+    (said,) = of(findings(rows, "data.columns.tool_kwargs=kw"), "warning")
+    assert "data.columns.tools_kwargs may be meant" in said
+
+
 def test_held_out_prompts_and_own_answers_are_compared(findings: Findings, tmp_path: Path) -> None:
     (tmp_path / "held.jsonl").write_text(json.dumps(GOOD[2]) + "\n")
     found = findings(GOOD, f"eval.data.source={tmp_path}/held.jsonl")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from forking import Forks
-from job_run import arguments, reproducible, write_inputs
+from job_run import arguments, metrics, reproducible, write_inputs
 
 from coupler.cli import main
 from coupler.testing.models import write_tokenizer, write_toy
@@ -86,10 +86,17 @@ def test_the_sampler_decides_and_hears_every_group_in_order(model: Path, tmp_pat
     assert asked[:2] == [0, 1] and len(asked) in (12, 14)
 
 
-@pytest.mark.parametrize("more", [(), ("deterministic=true", "max_staleness=0")])
+# Groups of equal rewards are rejected, and others take their place.
+REJECTING = ("deterministic=true", "algorithm.dynamic_sampling=true", "samples_per_prompt=2")
+
+
+@pytest.mark.parametrize("more", [(), REJECTING])
 def test_kills_at_random_instants_change_nothing(
     more: tuple[str, ...], model: Path, forks: Forks, tmp_path: Path
 ) -> None:
+    if more:
+        (tmp_path / "odd.py").write_text("def score(completion): return len(completion) % 2\n")
+        more = (*more, f"reward.target={tmp_path}/odd.py:score", "engine.lr=1e-4")
     assert main(command(model, tmp_path / "whole", *more)) == 0
 
     instants, kills = random.Random(5), 0
@@ -104,6 +111,8 @@ def test_kills_at_random_instants_change_nothing(
     whole, killed = tmp_path / "whole" / "run", tmp_path / "killed" / "run"
     assert reproducible(whole) == reproducible(killed)
     assert state(whole, 6) == state(killed, 6)
+    rejected = sum(line.get("sampled/rejected_groups", 0) for line in metrics(whole))
+    assert bool(rejected) == bool(more)
     exports = [folder / "export" / "model.safetensors" for folder in (whole, killed)]
     assert exports[0].read_bytes() == exports[1].read_bytes()
 

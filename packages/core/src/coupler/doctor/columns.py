@@ -99,6 +99,14 @@ def _other_names(key: str, config: DataConfig, seen: Seen) -> Iterator[Finding]:
     used = {_column(config, name) for name in KNOWN}
     used.update(column.partition(".")[0] for column in config.columns.values())
 
+    for name in config.columns.keys() - KNOWN:
+        if meant := _meant(name):
+            yield warning(
+                key,
+                f"{key}.columns.{name} makes a column {name!r}, which only a reward or an "
+                f"environment reads: {key}.columns.{meant} may be meant",
+            )
+
     for name in seen.types:
         meant = _meant(name)
         if name in used or not meant:
