@@ -130,9 +130,23 @@ def test_a_column_of_some_rows_is_enough(tmp_path: Path) -> None:
         ),
         ({"columns": {"prompt": ""}}, "columns takes names of columns, got '' for prompt"),
         ({"source": 3}, "source takes text or a list of texts, got 3"),
+        ({"source": ["a.jsonl", ""]}, "source lists an empty text"),
         ({"source": ["a.jsonl", 1]}, "source takes text or a list of texts"),
     ],
 )
 def test_options_that_contradict_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         DataConfig(**options)
+
+
+def test_a_message_that_calls_tools_needs_no_content(tmp_path: Path) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    prompt = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "3", "tool_call_id": "1"},
+    ]
+    (row,) = rows(tmp_path, [{"prompt": prompt, "answer": ""}])
+    assert row.prompt[1] == {"role": "assistant", "content": "", "tool_calls": [call]}
+    with pytest.raises(DataError, match="each message needs a role and a content"):
+        rows(tmp_path, [{"prompt": [{"role": "assistant", "content": None}], "answer": ""}])

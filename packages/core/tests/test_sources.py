@@ -61,6 +61,18 @@ def test_files_whose_names_tell_no_split_are_one(tmp_path: Path) -> None:
     assert prompts(source=str(tmp_path / "set"), split="train") == ["a", "b"]
 
 
+def test_other_files_of_a_folder_are_no_data(tmp_path: Path) -> None:
+    folder = tmp_path / "set"
+    write(folder / "train.parquet", "a")
+    (folder / "metadata.json").write_text('{"rows": 1}')
+    assert prompts(source=str(folder)) == ["a"]
+    write(folder / "train.jsonl", "a")
+    with pytest.raises(
+        DataError, match=r"has files of train as .jsonl and .parquet.\n  try:  "
+    ):
+        prompts(source=str(folder))
+
+
 def test_the_only_split_needs_no_choice(tmp_path: Path) -> None:
     write(tmp_path / "set" / "data" / "validation-00000-of-00001.parquet", "a")
     assert prompts(source=str(tmp_path / "set")) == ["a"]

@@ -171,18 +171,25 @@ def _prompt(value: Any, where: str) -> str | Messages:
     if not value:
         raise DataError(f"{where} has no messages.")
 
-    for message in value:
-        fits = isinstance(message, dict) and all(
-            isinstance(message.get(k), str) for k in ("role", "content")
-        )
-        if not fits:
-            raise DataError(
-                f"{where} holds {message!r:.80}; each message needs a role and a content, "
-                "both strings."
-            )
-    if not any(message["content"].strip() for message in value):
+    messages = tuple(_message(message, where) for message in value)
+    if not any(message["content"].strip() for message in messages):
         raise DataError(f"{where} is empty.")
-    return tuple(value)
+    return messages
+
+
+def _message(message: Any, where: str) -> dict[str, Any]:
+    """Check a message of a prompt. One that calls tools may have no content."""
+    if isinstance(message, dict) and message.get("tool_calls"):
+        message = {"content": "", **message}
+
+    fits = isinstance(message, dict) and all(
+        isinstance(message.get(k), str) for k in ("role", "content")
+    )
+    if not fits:
+        raise DataError(
+            f"{where} holds {message!r:.80}; each message needs a role and a content, both strings."
+        )
+    return message
 
 
 def _answer(record: dict[str, Any], place: str, mapping: Columns) -> str:

@@ -117,8 +117,25 @@ def _of_folder(folder: Path, split: str, key: str) -> list[Path]:
 
     by_split: dict[str, list[Path]] = {}
     for file in found:
-        by_split.setdefault(_split(file, place) or WHOLE, []).append(file)
-    return _whole(by_split[chosen(list(by_split), split, folder, key)], key)
+        by_split.setdefault(_split(file, place), []).append(file)
+    # Beside files that tell their split, another is no data.
+    rest = by_split.pop("", [])
+    if not by_split:
+        by_split[WHOLE] = rest
+
+    name = chosen(list(by_split), split, folder, key)
+    _check_one_format(by_split[name], name, folder, key)
+    return _whole(by_split[name], key)
+
+
+def _check_one_format(found: list[Path], split: str, folder: Path, key: str) -> None:
+    """Refuse a split in several formats, which may hold the same rows twice."""
+    suffixes = sorted({file.suffix for file in found})
+    if len(suffixes) > 1:
+        raise DataError(
+            f"{key}.source={folder} has files of {split} as {' and '.join(suffixes)}.\n"
+            f"  try:  {key}.source='{found[0].parent}/*{suffixes[0]}'"
+        )
 
 
 def _rows_in(folder: Path) -> list[Path]:

@@ -51,6 +51,8 @@ class DataConfig:
         texts = self.source if isinstance(self.source, list) else [self.source]
         if not all(isinstance(text, str) for text in texts):
             raise ValueError(f"source takes text or a list of texts, got {self.source!r:.80}.")
+        if isinstance(self.source, list) and "" in texts:
+            raise ValueError(f"source lists an empty text: {self.source!r:.80}.")
 
         for name, column in self.columns.items():
             if not isinstance(column, str) or not column:
