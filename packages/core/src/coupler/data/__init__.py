@@ -4,6 +4,7 @@ turn text into token ids.
 
 from coupler.data.dataset import Row, fingerprint, load_rows
 from coupler.data.prompts import Prompt, encode_prompts, supervised
+from coupler.data.sampling import prompt_stream
 from coupler.data.stream import PromptStream
 from coupler.data.templates import Codec
 
@@ -15,5 +16,6 @@ __all__ = [
     "encode_prompts",
     "fingerprint",
     "load_rows",
+    "prompt_stream",
     "supervised",
 ]

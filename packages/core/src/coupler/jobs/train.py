@@ -15,7 +15,7 @@ from coupler.batch.columns import ROUTED_EXPERTS
 from coupler.config.checks import does_evaluate
 from coupler.config.compose import Composed
 from coupler.config.schema import Job, RouterReplay, RunConfig
-from coupler.data import PromptStream, fingerprint
+from coupler.data import PromptStream, fingerprint, prompt_stream
 from coupler.interfaces import Algorithm, Output, Request
 from coupler.jobs.build import Builder
 from coupler.jobs.device_sharing import hold_state, hold_trained, share_devices, start
@@ -89,6 +89,7 @@ async def _train(builder: Builder) -> dict[str, float]:
 
     prompts = builder.prompts(config.data, "data")
     data = fingerprint(prompt.row for prompt in prompts)
+    stream = prompt_stream(prompts, config.data, config.seed)
     evaluates = does_evaluate(config, Job.TRAIN)
     held_out = builder.prompts(config.eval.data, "eval.data") if evaluates else []
     judge = builder.critic_model() if VALUES in algorithm.needs else None
@@ -117,7 +118,6 @@ async def _train(builder: Builder) -> dict[str, float]:
 
         max_rejected = config.max_rejected_factor * config.prompts_per_step
         buffer = Buffer(config.prompts_per_step, config.max_staleness, max_rejected)
-        stream = PromptStream(prompts, config.seed, config.data.shuffle)
         sampler = _sampler(config, algorithm, stream, scorer, buffer)
 
         trained = {group.spec.role: group for group in (policy, critic) if group}

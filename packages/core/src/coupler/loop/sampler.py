@@ -203,7 +203,8 @@ class Sampler:
                 await self._offer(number, scored)
             # Nothing else ran since the buffer took the group, so no checkpoint can
             # hold it in both places.
-            del self.unfinished[number]
+            row, rewards = self.unfinished.pop(number), [sample.reward for sample in scored]
+            self.prompts.finished(number, row, rewards, self.unfinished)
         except Exception as error:
             # The error of a background task has to reach the trainer.
             await self.buffer.fail(error)

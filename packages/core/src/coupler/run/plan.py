@@ -55,7 +55,7 @@ class Plan:
     max_staleness: int
     # What a sync does with requests that are being sampled.
     in_flight: InFlight
-    # None if the number is not known without loading the data.
+    # None if the number is not known without loading the data, or there are no epochs.
     num_rows: int | None
     # Data shards of the engine.
     num_shards: int
@@ -175,7 +175,7 @@ def make_plan(
         },
         max_staleness=config.max_staleness,
         in_flight=on_sync(config, plugins) if trains else InFlight.DRAIN,
-        num_rows=num_rows,
+        num_rows=None if config.data.sampler else num_rows,
         num_shards=max(config.engine.ranks // config.engine.ranks_per_shard, 1),
         executor=config.executor,
         placement=config.ray.placement if config.executor is ExecutorName.RAY else None,
