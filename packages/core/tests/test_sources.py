@@ -67,9 +67,7 @@ def test_other_files_of_a_folder_are_no_data(tmp_path: Path) -> None:
     (folder / "metadata.json").write_text('{"rows": 1}')
     assert prompts(source=str(folder)) == ["a"]
     write(folder / "train.jsonl", "a")
-    with pytest.raises(
-        DataError, match=r"has files of train as .jsonl and .parquet.\n  try:  "
-    ):
+    with pytest.raises(DataError, match=r"has files of train as .jsonl and .parquet.\n  try:  "):
         prompts(source=str(folder))
 
 
