@@ -128,6 +128,9 @@ class EnvironmentConfig:
     """The most tool calls of one episode; 0 sets no limit."""
     timeout_s: float = field(default=600.0, metadata={"ge": 0.001})
     """Seconds that one episode may take; what was sampled until then is scored."""
+    keep_reasoning: bool = True
+    """Feed the policy its earlier reasoning also where the chat template would drop it
+    from the history; else such a turn begins a new row."""
     retries: int = no_effect(2, ge=0)
     """How often an episode that failed begins anew, and how often its group does."""
     max_failed_fraction: float = no_effect(0.01, ge=0, le=1)

@@ -205,7 +205,10 @@ class Builder:
 
     def _prove(self, environment: Environment) -> Renderer:
         return TemplateRenderer(
-            self.codec, tools=environment.uses_tools, stop=self.config.sampling.stop
+            self.codec,
+            tools=environment.uses_tools,
+            stop=self.config.sampling.stop,
+            keep_reasoning=environment.config.keep_reasoning,
         )
 
     def scorer(self, rollouts: RolloutGroup, rewards: RewardPool) -> Scorer:

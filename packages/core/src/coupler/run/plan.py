@@ -48,6 +48,8 @@ class Plan:
     max_prompt_tokens: int
     # 0 in supervised training, where a row is as long as its text.
     max_completion_tokens: int
+    # Above 1 where an episode may have several rows by an option of the environment.
+    max_rows_per_episode: int
     # 0 if the engine has no such option.
     max_tokens_per_micro_batch: int
     # The schedule of the learning rate by trained role, where its engine says one.
@@ -168,6 +170,7 @@ def make_plan(
         optimizer_steps=steps["policy"],
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_completion_tokens=_completion_tokens(config) if trains else 0,
+        max_rows_per_episode=_rows_per_episode(config),
         max_tokens_per_micro_batch=config.engine.micro_batch_limit[1]
         * config.engine.ranks_per_sequence,
         rates={
@@ -319,6 +322,11 @@ def weight_path(config: RunConfig, plugins: Plugins) -> tuple[str, str]:
         f"coupler_weight_path of {source} returned {answer!r:.60}, and has to return a format "
         f"and one of the transports {', '.join(transports)}.\n  try:  {source.fix}"
     )
+
+
+def _rows_per_episode(config: RunConfig) -> int:
+    settings = config.environment
+    return settings.max_turns if settings and not settings.keep_reasoning else 1
 
 
 def _completion_tokens(config: RunConfig) -> int:
