@@ -1,0 +1,117 @@
+"""Hand out interpreters of this machine's sandbox."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Sequence
+
+from coupler_agents.sandbox.interpreter import Interpreter, pipe
+from coupler_agents.sandbox.limits import SandboxLimits
+from coupler_agents.sandbox.parent import Parent, why_none
+from coupler_agents.sandbox.ran import SandboxFailed
+
+TRIES = 3
+
+
+class Sandbox:
+    """Interpreters in bubblewrap, each a fork of a process that has started before.
+
+    An interpreter has files, processes and a network of its own, so that it sees no
+    other one. Where the kernel allows no namespaces inside bubblewrap, each interpreter
+    has a bubblewrap of its own, which takes longer.
+
+    Example:
+        ``sandbox = Sandbox(SandboxLimits()); await sandbox.start(); interpreter = await
+        sandbox.interpreter(); await interpreter.call("1 + 1", 5.0)``
+    """
+
+    def __init__(self, limits: SandboxLimits, *, separate: bool = True) -> None:
+        self.limits, self.separate = limits, separate
+        self.parent: Parent | None = None
+
+    async def start(self) -> None:
+        """Start the process that interpreters are forks of.
+
+        Raises:
+            SandboxFailed: there is no sandbox here. The text says why.
+        """
+        if why := why_none():
+            raise SandboxFailed(f"the sandbox of programs cannot be started: {why}")
+        self.places = asyncio.Semaphore(self.limits.interpreters)
+        self.starting = asyncio.Lock()
+        self.parent = await self._started()
+
+    async def interpreter(
+        self, *, fetch: Sequence[str] = (), apart: bool = False
+    ) -> Interpreter:
+        """Return a fresh interpreter.
+
+        Args:
+            fetch: names of files to hand out at its end.
+            apart: whether errors have a stream of their own.
+
+        Raises:
+            SandboxFailed: none could be made.
+        """
+        await self.places.acquire()
+        try:
+            return await self._forked(fetch, apart)
+        except BaseException:
+            self.places.release()
+            raise
+
+    async def close(self) -> None:
+        """End all interpreters."""
+        parent, self.parent = self.parent, None
+        if parent:
+            await parent.close()
+
+    async def _forked(self, fetch: Sequence[str], apart: bool) -> Interpreter:
+        for _ in range(TRIES):
+            parent = await self._for_one()
+            life, keepers = socket.socketpair()
+            talk, programs = socket.socketpair()
+            out, stdout = pipe(self.limits.output_bytes)
+            err, stderr = pipe(self.limits.output_bytes) if apart else (os.dup(out), None)
+            outputs = (stdout, stderr) if stderr else (stdout,)
+
+            interpreter = Interpreter(
+                *(life, talk, outputs), lambda parent=parent: self._released(parent)
+            )
+            try:
+                await parent.fork([keepers.fileno(), programs.fileno(), out, err], fetch)
+                return interpreter
+            # The process has ended, and another one is started.
+            except OSError:
+                await interpreter.drop()
+            finally:
+                for end in (keepers, programs):
+                    end.close()
+                for end in (out, err):
+                    os.close(end)
+        raise SandboxFailed(f"the sandbox of programs ended {TRIES} times before it was used.")
+
+    async def _for_one(self) -> Parent:
+        """Return the process to fork the next interpreter from."""
+        async with self.starting:
+            if self.parent and not self.parent.alive():
+                await self.parent.close()
+                self.parent = None
+            if not self.parent:
+                self.parent = await self._started()
+            parent = self.parent
+            if not parent.separate:
+                self.parent = None
+            return parent
+
+    async def _started(self) -> Parent:
+        parent = Parent(self.limits, separate=self.separate)
+        await parent.ready()
+        return parent
+
+    async def _released(self, parent: Parent) -> None:
+        self.places.release()
+        if not parent.separate:
+            await parent.close()
