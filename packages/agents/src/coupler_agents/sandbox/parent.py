@@ -151,8 +151,10 @@ def _bubblewrap(is_root: bool) -> list[str]:
 
 def _environment() -> dict[str, str]:
     own = Path(coupler_agents.__path__[0]).parent
-    one = dict.fromkeys(ALONE, "1")
-    return {**sandbox.environment(), **one, "PYTHONPATH": str(own), "PYTHONDONTWRITEBYTECODE": "1"}
+    kept = {k: v for k, v in sandbox.environment().items() if not k.startswith("PYTHON")}
+    path = os.pathsep.join((str(Path(sys.executable).parent), "/usr/bin", "/bin"))
+    more = {"PATH": path, "PYTHONPATH": str(own), "PYTHONDONTWRITEBYTECODE": "1"}
+    return {**kept, **dict.fromkeys(ALONE, "1"), **more}
 
 
 def _is_root() -> bool:
