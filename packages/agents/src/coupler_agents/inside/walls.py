@@ -20,7 +20,7 @@ CAPABILITIES = 0x20080522
 # Who a program is, in its own eyes.
 USER = 1000
 TMP, PROC, SHARED = b"/tmp", b"/proc", b"/dev/shm"  # noqa: S108
-INODES, DESCRIPTORS = 16_384, 256
+INODES, DESCRIPTORS, RESERVED = 16_384, 256, 4
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -88,7 +88,9 @@ def confine(bounds: Bounds, mapped: int, others: int) -> None:
     header = struct.pack("=Ii", CAPABILITIES, 0)
     _check(libc.capset(header, struct.pack("=6I", *([0] * 6))), "capset")
     for limit, value in (
-        (resource.RLIMIT_AS, bounds.memory + mapped),
+        (resource.RLIMIT_DATA, bounds.memory + mapped),
+        # Libraries reserve more than they use, and shared memory counts here alone.
+        (resource.RLIMIT_AS, RESERVED * bounds.memory + mapped),
         (resource.RLIMIT_NPROC, bounds.processes + others),
         (resource.RLIMIT_FSIZE, bounds.tmp),
         (resource.RLIMIT_NOFILE, DESCRIPTORS),

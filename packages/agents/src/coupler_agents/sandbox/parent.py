@@ -17,6 +17,7 @@ from pathlib import Path
 
 import coupler_agents
 from coupler.rewards import Limits, sandbox, supervisor
+from coupler.rewards.process import MARK
 from coupler_agents import inside
 from coupler_agents.inside import syscalls, walls
 from coupler_agents.sandbox.limits import SandboxLimits
@@ -30,12 +31,19 @@ OVERHEAD = 4
 FIRST_USER, USERS = 1 << 20, 1 << 20
 # Root needs no namespace of users, and keeps one that it can leave its own user in.
 NAMESPACES = ("ipc", "pid", "net", "uts", "cgroup-try")
+INSIDE = (
+    "The sandbox of rewards has none inside: run this reward outside of it, with "
+    "reward.sandbox=auto and without an attribute sandbox = True"
+)
 ALONE = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def why_none() -> str:
     """Return why there is no sandbox for programs here, or nothing."""
-    return syscalls.why_none() or sandbox.why_no_bubblewrap()
+    why = syscalls.why_none() or sandbox.why_no_bubblewrap()
+    if why and MARK in os.environ:
+        return f"{why}. {INSIDE}"
+    return why
 
 
 class Parent:

@@ -100,6 +100,8 @@ class Programs:
         Args:
             code: The code to run.
         """
+        if not isinstance(code, str):
+            raise ToolFailed("the code is no text.")
         async with self.turn:
             files = {} if self.interpreter else self.files
             if not self.interpreter:
@@ -136,6 +138,8 @@ class RemotePrograms:
         Args:
             code: The program to run.
         """
+        if not isinstance(code, str):
+            raise ToolFailed("the code is no text.")
         loop = asyncio.get_running_loop()
         ran = await loop.run_in_executor(self.tool.threads, self._run, code)
         text = "\n".join(part.rstrip("\n") for part in (ran.stdout, ran.stderr) if part)

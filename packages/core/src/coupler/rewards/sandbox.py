@@ -188,4 +188,5 @@ def _temporary(path: str) -> list[str]:
     words = version().rpartition(" ")[2].split(".")[:2]
     numbers = [int(word) for word in words if word.isdigit()]
     # Older ones cannot bound it, and it stays empty.
-    return ["--size", str(TMP_BYTES), "--tmpfs", path] if numbers >= [0, 7] else ["--dir", path]
+    sized = ["--perms", "1777", "--size", str(TMP_BYTES), "--tmpfs", path]
+    return sized if numbers >= [0, 7] else ["--dir", path]
