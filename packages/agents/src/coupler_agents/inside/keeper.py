@@ -91,8 +91,13 @@ def _watch(life: socket.socket, first: int, processes: int, memory: int) -> dict
 
     if how:
         os.kill(first, signal.SIGKILL)
-    status = os.waitstatus_to_exitcode(os.waitpid(first, 0)[1])
-    return {"how": how, "code": status}
+    return {"how": how, "code": exit_code(os.waitpid(first, 0)[1])}
+
+
+def exit_code(status: int) -> int:
+    """Return the exit code of a process, or 128 and the signal that killed it."""
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
 
 
 def memory_of(root: int, processes: int) -> int:
@@ -124,13 +129,15 @@ def fetched(names: list[str]) -> dict[str, str]:
             descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
         except (OSError, ValueError):
             continue
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            continue
         with open(descriptor, "rb") as file:
-            if stat.S_ISREG(os.fstat(descriptor).st_mode):
-                data = file.read(left + 1)
-                left -= len(data)
-                if left < 0:
-                    break
-                found[name] = base64.b64encode(data).decode()
+            data = file.read(left + 1)
+        left -= len(data)
+        if left < 0:
+            break
+        found[name] = base64.b64encode(data).decode()
     return found
 
 
@@ -148,8 +155,7 @@ def _begin(others: list[int], terms: Terms) -> NoReturn:
         ended, status = os.wait()
         while ended != child:
             ended, status = os.wait()
-        code = os.waitstatus_to_exitcode(status)
-        os._exit(code if code >= 0 else 128 - code)
+        os._exit(exit_code(status))
     finally:
         os._exit(FAILED)
 

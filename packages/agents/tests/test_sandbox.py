@@ -1,0 +1,321 @@
+"""Interpreters in the sandbox: what they keep, what they are kept from, and how they
+end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hostile_programs import PROGRAMS, SECRET
+
+from coupler_agents.sandbox import (
+    Interpreter,
+    InterpreterLost,
+    Sandbox,
+    SandboxFailed,
+    SandboxLimits,
+    run_python,
+)
+from coupler_agents.sandbox.parent import why_none
+
+pytestmark = pytest.mark.skipif(bool(why_none()), reason=why_none())
+LIMITS = SandboxLimits(memory_gib=0.5, files_mib=16, output_bytes=50_000)
+
+
+def within(
+    play: Callable[[Sandbox], Awaitable[Any]], limits: SandboxLimits = LIMITS, separate: bool = True
+) -> Any:
+    """Play with a sandbox, in bounded time."""
+
+    async def played() -> Any:
+        sandbox = Sandbox(limits, separate=separate)
+        await sandbox.start()
+        try:
+            async with asyncio.timeout(60):
+                return await play(sandbox)
+        finally:
+            await sandbox.close()
+
+    return asyncio.run(played())
+
+
+async def said(interpreter: Interpreter, code: str, seconds: float = 20.0) -> str:
+    return (await interpreter.call(code, seconds)).text
+
+
+@pytest.mark.parametrize("separate", [True, False])
+def test_state_is_kept_over_calls(separate: bool) -> None:
+    """A last expression is shown as an interactive interpreter shows it."""
+
+    async def play(sandbox: Sandbox) -> list[str]:
+        interpreter = await sandbox.interpreter()
+        calls = [
+            "import math\nx = math.sqrt(16)\nprint('set')",
+            "x",
+            "x = None",
+            "x",
+            "def f(n):\n    return 1 / n\nopen('a.txt', 'w').write('kept')",
+            "print('before')\nf(0)",
+            "open('a.txt').read()",
+            "print(1)\n2",
+            "2 +",
+            "",
+        ]
+        return [await said(interpreter, code) for code in calls]
+
+    found = within(play, separate=separate)
+    assert found[:5] == ["set", "4.0", "", "", "4"]
+    assert found[6:8] == ["'kept'", "1\n2"]
+    assert found[5] == (
+        "before\nTraceback (most recent call last):\n"
+        '  File "<call 6>", line 2, in <module>\n    f(0)\n'
+        '  File "<call 5>", line 2, in f\n    return 1 / n\n           ~~^~~\n'
+        "ZeroDivisionError: division by zero"
+    )
+    assert found[8].endswith("SyntaxError: invalid syntax") and "inside" not in found[8]
+    assert found[9] == ""
+
+
+def test_output_is_in_the_order_of_writing() -> None:
+    async def play(sandbox: Sandbox) -> str:
+        return await said(
+            await sandbox.interpreter(),
+            "import sys, os\nprint('a')\nprint('b', file=sys.stderr)\nprint('c', flush=True)\n"
+            "os.system('echo d')\nprint('e', end='')",
+        )
+
+    assert within(play) == "a\nb\nc\nd\ne"
+
+
+@pytest.mark.parametrize("separate", [True, False])
+def test_interpreters_do_not_see_each_other(separate: bool) -> None:
+    """Neither files nor variables, processes, sockets nor shared memory."""
+    shared = "/dev/shm" if separate else "/tmp"  # noqa: S108
+
+    async def play(sandbox: Sandbox) -> list[str]:
+        one, two = await sandbox.interpreter(), await sandbox.interpreter()
+        await said(
+            one,
+            "import socket, subprocess, sys\nx = 1\nopen('/tmp/a', 'w').write('x')\n"
+            f"open('{shared}/a', 'w').write('x')\n"
+            "s = socket.socket(socket.AF_UNIX)\ns.bind('\\0name')\ns.listen()\n"
+            "p = subprocess.Popen(['sleep', '60'])",
+        )
+        found = [
+            await said(
+                two,
+                "import os\nfound = [os.path.exists(p) for p in ('/tmp/a', '/dev/shm/a')]\n"
+                "found + ['x' in globals()]",
+            ),
+            await said(two, "import socket\nsocket.socket(socket.AF_UNIX).connect('\\0name')"),
+            await said(two, f"import os\nos.kill({await said(one, 'p.pid')} + 1000, 0)"),
+        ]
+        await one.close()
+        third = await sandbox.interpreter()
+        return [*found, await said(third, "import os\nos.listdir('/tmp')")]
+
+    files, socket, process, third = within(play, separate=separate)
+    assert files == "[False, False, False]" and third == "[]"
+    assert "ConnectionRefusedError" in socket and "ProcessLookupError" in process
+
+
+def test_random_numbers_differ() -> None:
+    async def play(sandbox: Sandbox) -> list[str]:
+        code = "import random\nrandom.random()"
+        return [await said(await sandbox.interpreter(), code) for _ in range(3)]
+
+    found = within(play, SandboxLimits(imports=("random",)))
+    assert len(set(found)) == 3
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_hostile_program_costs_its_own_interpreter(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A neighbour, the sandbox and this process go on, and nothing of the run is read."""
+    monkeypatch.setenv("COUPLER_KEY", SECRET)
+    secret = tmp_path / "secret.txt"
+    secret.write_text(SECRET)
+    code, end = PROGRAMS[name]
+
+    async def play(sandbox: Sandbox) -> None:
+        neighbour, interpreter = await sandbox.interpreter(), await sandbox.interpreter()
+        await said(neighbour, "x = 41\nopen('x', 'w').write('1')")
+        parent = sandbox.parent
+        try:
+            found = await said(interpreter, code, 1.0 if end == "slow" else 20.0)
+            assert end not in ("lost", "slow"), found
+            assert end in found
+        except InterpreterLost as lost:
+            found = lost.output
+            assert end in ("lost", "slow", ""), lost
+            assert lost.timed_out == (end == "slow")
+        assert SECRET not in found
+        assert len(found) < 120_000
+
+        assert await said(neighbour, "x + int(open('x').read())") == "42"
+        assert await said(await sandbox.interpreter(), "1 + 1") == "2"
+        assert sandbox.parent is parent and parent and parent.alive()
+        await interpreter.close()
+
+    within(play)
+
+
+def test_no_file_of_the_user_is_readable(tmp_path: Path) -> None:
+    secret = tmp_path / "secret.txt"
+    secret.write_text(SECRET)
+    here = Path(__file__)
+    for path in (secret, here, Path.home(), Path("/etc/hostname"), Path("/root/.ssh")):
+        ran = run_python(f"import os\nprint(os.path.isfile({str(path)!r}))\nopen({str(path)!r})")
+        assert ran.stdout == "False\n" and "Error" in ran.stderr and ran.code == 1, path
+
+
+def test_nothing_is_left_of_an_interpreter() -> None:
+    """What a program started ends with its interpreter, and all ends with the sandbox."""
+    code = "import subprocess\nfor _ in range(3): subprocess.Popen(['sleep', '4711'])"
+
+    def sleepers() -> int:
+        found = 0
+        for process in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                found += b"4711" in process.read_bytes()
+            except OSError:
+                continue
+        return found
+
+    async def gone() -> None:
+        while sleepers():
+            await asyncio.sleep(0.02)
+
+    async def play(sandbox: Sandbox) -> None:
+        interpreter = await sandbox.interpreter()
+        await said(interpreter, code)
+        assert sleepers() == 3
+        await interpreter.close()
+        await asyncio.wait_for(gone(), 10)
+        await said(await sandbox.interpreter(), code)
+        assert sleepers() == 3
+
+    within(play)
+    asyncio.run(asyncio.wait_for(gone(), 10))
+
+
+def test_a_sandbox_that_was_killed_is_started_again() -> None:
+    async def play(sandbox: Sandbox) -> list[str]:
+        interpreter = await sandbox.interpreter()
+        assert sandbox.parent
+        sandbox.parent.process.kill()
+        with pytest.raises(InterpreterLost, match="was ended with the sandbox"):
+            await said(interpreter, "while True: pass")
+        return [await said(await sandbox.interpreter(), "1 + 1")]
+
+    assert within(play) == ["2"]
+
+
+def test_interpreters_wait_for_places() -> None:
+    async def play(sandbox: Sandbox) -> None:
+        one, _ = await sandbox.interpreter(), await sandbox.interpreter()
+        waiting = asyncio.create_task(sandbox.interpreter())
+        await asyncio.sleep(0.2)
+        assert not waiting.done()
+        await one.close()
+        assert await said(await waiting, "1 + 1") == "2"
+
+    within(play, SandboxLimits(interpreters=2))
+
+
+def test_descriptors_are_given_back() -> None:
+    async def play(sandbox: Sandbox) -> None:
+        for round_ in range(2):
+            for code in ("1", "import os\nos._exit(1)"):
+                interpreter = await sandbox.interpreter()
+                try:
+                    await said(interpreter, code)
+                except InterpreterLost:
+                    continue
+                finally:
+                    await interpreter.close()
+            if not round_:
+                before = len(os.listdir("/proc/self/fd"))
+        assert len(os.listdir("/proc/self/fd")) == before
+
+    within(play)
+
+
+def test_a_program_runs_to_its_end() -> None:
+    ran = run_python(
+        "import sys, atexit, threading, time\natexit.register(lambda: print('last'))\n"
+        "threading.Thread(target=lambda: (time.sleep(0.2), print('thread'))).start()\n"
+        "print(sys.stdin.read().upper(), __name__)\n"
+        "open('out.bin', 'wb').write(b'\\0' + open('in/a.txt', 'rb').read())\n"
+        "print('problem', file=sys.stderr)\nsys.exit(3)",
+        stdin="héllo",
+        files={"in/a.txt": "text"},
+        fetch=["out.bin", "missing", "/dev/zero", "in"],
+    )
+    assert ran.stdout == "HÉLLO __main__\nthread\nlast\n"
+    assert (ran.stderr, ran.code, ran.timed_out) == ("problem\n", 3, False)
+    assert ran.files == {"out.bin": b"\0text"}
+
+
+ENDS: dict[str, tuple[str, int, str]] = {
+    "raises": ("def f():\n    1 / 0\nf()", 1, 'File "program.py", line 2, in f\n    1 / 0'),
+    "no syntax": ("1 +", 1, "SyntaxError: invalid syntax"),
+    "exits with a text": ("raise SystemExit('why')", 1, "why\n"),
+    "exits at once": ("import os\nos._exit(5)", 5, ""),
+    "is killed": ("import os\nos.kill(os.getpid(), 15)", 128 + 15, ""),
+    "a child comes back": ("import os\nif os.fork(): os.wait()\nraise SystemExit(6)", 6, ""),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_the_end_of_a_program(name: str) -> None:
+    code, exit_code, stderr = ENDS[name]
+    ran = run_python(code)
+    assert ran.code == exit_code and stderr in ran.stderr
+    assert "inside" not in ran.stderr and not ran.timed_out
+
+
+def test_a_program_that_is_ended_keeps_what_it_wrote() -> None:
+    begun = time.monotonic()
+    ran = run_python(
+        "open('a', 'w').write('1')\nprint('x', flush=True)\nwhile True: pass",
+        timeout_s=1.0,
+        fetch=["a"],
+    )
+    assert ran.timed_out and ran.stdout == "x\n" and ran.files == {"a": b"1"}
+    assert time.monotonic() - begun < 10
+
+    limits = SandboxLimits(memory_gib=0.25)
+    ran = run_python(
+        "import mmap, time\nm = mmap.mmap(-1, 400 << 20)\n"
+        "for n in range(0, 400 << 20, 4096): m[n] = 1\ntime.sleep(9)",
+        limits=limits,
+    )
+    assert "GiB of memory" in ran.ended and not ran.timed_out and ran.code == 137
+
+
+def test_output_is_cut() -> None:
+    limits = SandboxLimits(output_bytes=1000)
+    ran = run_python("print('x' * 10**6)", limits=limits)
+    assert ran.stdout.startswith("x" * 1000) and "bytes more" in ran.stdout
+    assert len(ran.stdout) < 1100 and ran.code == 0
+
+
+@pytest.mark.parametrize("name", ["", "/a", "../a", "a/../../b", "a\0"])
+def test_a_file_outside_of_the_folder_is_one_sentence(name: str) -> None:
+    with pytest.raises(SandboxFailed, match="leaves the folder of the program"):
+        run_python("", files={name: "x"})
+    with pytest.raises(SandboxFailed, match="is no text"):
+        run_python("", files={"a": 1})  # type: ignore[dict-item]
+
+
+def test_an_import_that_fails_is_one_sentence() -> None:
+    with pytest.raises(SandboxFailed, match="cannot be started: ModuleNotFoundError: No module"):
+        run_python("", limits=SandboxLimits(imports=("no_such_module",)))
