@@ -2,8 +2,8 @@
 
 ``python benchmarks/sandbox.py`` keeps to one core with all that it starts, and prints
 programs per second by the clock, with machine, versions and command. What else runs on
-that core makes the figures worse. The third row has a bubblewrap for each program, which is what a kernel without namespaces
-inside bubblewrap comes to.
+that core makes the figures worse. The third row has a bubblewrap for each program,
+as on a kernel that allows no namespaces inside bubblewrap.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ async def timed(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--programs", type=int, default=600)
     parser.add_argument("--together", type=int, default=8, help="interpreters at once")
     given = parser.parse_args()

@@ -7,7 +7,7 @@ bounded by anything but the sandbox, except where a loop would tell nothing more
 
 from __future__ import annotations
 
-SECRET = "a-secret-of-the-run"  # noqa: S105
+SECRET = "a-secret-of-the-run"
 
 PROGRAMS: dict[str, tuple[str, str]] = {
     # ends of its own process
@@ -26,11 +26,12 @@ PROGRAMS: dict[str, tuple[str, str]] = {
     "close output": ("import os\nos.close(1); os.close(2)\n41 + 1", "42"),
     "write garbage": ("import os\nos.write(3, b'\\xff' * 100_000)", "lost"),
     "write everywhere": (
-        "import os\nfor n in range(3, 300):\n  try: os.write(n, b'{}\\n' * 99)\n  except OSError: 0",
+        "import os\nfor n in range(3, 300):\n  try: os.write(n, b'{}\\n' * 99)\n"
+        "  except OSError: 0",
         "lost",
     ),
     "forge a frame": (
-        "import os, struct\nbody = b'{\"number\": 7, \"value\": 1, \"error\": []}'\n"
+        'import os, struct\nbody = b\'{"number": 7, "value": 1, "error": []}\'\n'
         "os.write(3, struct.pack('>I', len(body)) + body)",
         "lost",
     ),
@@ -131,8 +132,8 @@ PROGRAMS: dict[str, tuple[str, str]] = {
     ),
     "fork and come back": ("import os\nos.fork()\n'one'", "one"),
     "session of its own": (
-        "import os, time\nif not os.fork():\n  os.setsid()\n  if not os.fork():\n    time.sleep(99)\n"
-        "  os._exit(0)\n'left'",
+        "import os, time\nif not os.fork():\n  os.setsid()\n  if not os.fork():\n"
+        "    time.sleep(99)\n  os._exit(0)\n'left'",
         "left",
     ),
     "threads left behind": (

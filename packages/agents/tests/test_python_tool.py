@@ -1,4 +1,4 @@
-"""The tool python: in the sandbox of this machine, at a URL, and refused without both."""
+"""The tool python: in this machine's sandbox, at a URL, and refused without both."""
 
 from __future__ import annotations
 

@@ -199,7 +199,10 @@ def _give_stdin(text: str) -> None:
     os.lseek(file, 0, os.SEEK_SET)
     os.dup2(file, 0)
     os.close(file)
-    sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)
+    # It lives as long as the process.
+    sys.stdin = open(  # noqa: SIM115
+        0, encoding="utf-8", errors="surrogateescape", closefd=False
+    )
 
 
 def _content(name: str, folder: int) -> bytes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import atexit
+import contextlib
 import json
 import linecache
 import os
@@ -60,7 +61,7 @@ def run(request: Mapping[str, Any]) -> int:
 
     code = 0
     try:
-        exec(_compiled(str(request["code"]), "program.py", "exec"), space)
+        exec(_compiled(str(request["code"]), "program.py", "exec"), space)  # noqa: S102
     except SystemExit as error:
         code = _exit_code(error)
     # Whatever a program raises is its end.
@@ -77,10 +78,10 @@ def _call(text: str, name: str, space: dict[str, Any]) -> tuple[str, str]:
         _remember(text, name)
         tree = compile(text, name, "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-        exec(_compiled(tree, name, "exec"), space)
+        exec(_compiled(tree, name, "exec"), space)  # noqa: S102
         if not isinstance(last, ast.Expr):
             return "", ""
-        value = eval(_compiled(ast.Expression(last.value), name, "eval"), space)
+        value = eval(_compiled(ast.Expression(last.value), name, "eval"), space)  # noqa: S307
         return "" if value is None else repr(value), ""
     # Whatever a program raises is shown to the policy.
     except BaseException as error:
@@ -134,17 +135,19 @@ def _main() -> dict[str, Any]:
 
 
 def _stream(descriptor: int, *, line_buffering: bool = False) -> Any:
-    stream = open(descriptor, "w", encoding="utf-8", errors=SURROGATES, closefd=False)
+    # It lives as long as the process.
+    stream = open(  # noqa: SIM115
+        descriptor, "w", encoding="utf-8", errors=SURROGATES, closefd=False
+    )
     stream.reconfigure(line_buffering=line_buffering)
     return stream
 
 
 def _flush() -> None:
+    # A program may have put anything in their place.
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with contextlib.suppress(BaseException):
             stream.flush()
-        except BaseException:
-            continue
 
 
 def _short(text: str) -> str:

@@ -19,7 +19,7 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE, SIGKILL = 1, 4, 9
 CAPABILITIES = 0x20080522
 # Who a program is, in its own eyes.
 USER = 1000
-TMP, PROC, SHARED = b"/tmp", b"/proc", b"/dev/shm"  # noqa: S108
+TMP, PROC, SHARED = b"/tmp", b"/proc", b"/dev/shm"
 INODES, DESCRIPTORS, RESERVED = 16_384, 256, 4
 
 libc = ctypes.CDLL(None, use_errno=True)

@@ -103,9 +103,7 @@ class Interpreter:
             await self.close()
             raise
 
-    async def run(
-        self, code: str, timeout_s: float, files: Mapping[str, str], stdin: str
-    ) -> Ran:
+    async def run(self, code: str, timeout_s: float, files: Mapping[str, str], stdin: str) -> Ran:
         """Run one program to its end.
 
         Raises:
@@ -200,7 +198,11 @@ class Interpreter:
             raise ValueError("an answer is too long")
         answer = json.loads(await self._exactly(size))
         value, error = answer["value"], answer["error"]
-        if answer["number"] != self.calls or not isinstance(value, str) or not isinstance(error, str):
+        if (
+            answer["number"] != self.calls
+            or not isinstance(value, str)
+            or not isinstance(error, str)
+        ):
             raise ValueError("an answer has no value and error")
         return value, error
 

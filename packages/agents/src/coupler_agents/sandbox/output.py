@@ -54,7 +54,7 @@ class Output:
             self.loop.call_later(PAUSE_S, self._listen)
 
     def _read(self) -> bytes | None:
-        """Read a chunk: nothing at the end of the stream, None where none is there yet."""
+        """Read a chunk: nothing at the end of the stream, None where none has come."""
         if not self.open:
             return None
         try:

@@ -16,7 +16,7 @@ STANDARD = SandboxLimits()
 
 
 class Runner:
-    """Own a sandbox and the thread that speaks with it, for callers in other threads."""
+    """Own a sandbox and the thread that speaks with it, for all other threads."""
 
     def __init__(self, limits: SandboxLimits) -> None:
         self.loop = asyncio.new_event_loop()

@@ -43,9 +43,7 @@ class Sandbox:
         self.starting = asyncio.Lock()
         self.parent = await self._started()
 
-    async def interpreter(
-        self, *, fetch: Sequence[str] = (), apart: bool = False
-    ) -> Interpreter:
+    async def interpreter(self, *, fetch: Sequence[str] = (), apart: bool = False) -> Interpreter:
         """Return a fresh interpreter.
 
         Args:

@@ -152,9 +152,7 @@ class RemotePrograms:
 
     def _run(self, code: str) -> Ran:
         tool = self.tool
-        return run_at(
-            tool.url, code, tool.config.call_timeout_s, self.files, "", (), tool.limits
-        )
+        return run_at(tool.url, code, tool.config.call_timeout_s, self.files, "", (), tool.limits)
 
     async def close(self) -> None:
         """Do nothing: the server keeps nothing of an episode."""

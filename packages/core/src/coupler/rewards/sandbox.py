@@ -144,7 +144,7 @@ def interpreter() -> list[Path]:
 
 
 def narrowed(wanted: list[Path]) -> list[Path]:
-    """Return those that exist, without what another one holds and without wide folders."""
+    """Return those that exist, but for wide folders and what another one holds."""
     wanted = [*wanted, *(path.resolve() for path in wanted if path.is_symlink() and path.is_dir())]
     found: list[Path] = []
 
