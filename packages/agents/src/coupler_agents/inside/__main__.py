@@ -19,7 +19,8 @@ from typing import Any
 
 from coupler_agents.inside import keeper, walls
 
-OPEN, MAX_MESSAGE = 4, 1 << 16
+OPEN = 4
+MAX_MESSAGE = 1 << 16
 
 
 def main(options: dict[str, Any]) -> None:

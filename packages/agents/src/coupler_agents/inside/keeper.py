@@ -123,6 +123,7 @@ def fetched(names: list[str]) -> dict[str, str]:
     """Read files that a program left, as base64. What is no file is left out."""
     found: dict[str, str] = {}
     left = MAX_FETCHED
+
     for name in names:
         try:
             # A pipe, which nobody writes to, must not be waited for.

@@ -76,8 +76,9 @@ def _call(text: str, name: str, space: dict[str, Any]) -> tuple[str, str]:
     """Run one call. Returns the value of its last expression, and its traceback."""
     try:
         _remember(text, name)
-        tree = compile(text, name, "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
+        tree: Any = compile(text, name, "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+
         exec(_compiled(tree, name, "exec"), space)  # noqa: S102
         if not isinstance(last, ast.Expr):
             return "", ""

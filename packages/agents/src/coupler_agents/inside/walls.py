@@ -13,14 +13,30 @@ from dataclasses import dataclass
 
 from coupler_agents.inside import syscalls
 
-NEWNS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
-NOSUID, NODEV, READ_ONLY = 0x2, 0x4, 0x1
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, SIGKILL = 1, 4, 9
+# Flags of unshare(2), mount(2) and prctl(2).
+NEWNS = 0x20000
+NEWIPC = 0x8000000
+NEWUSER = 0x10000000
+NEWPID = 0x20000000
+NEWNET = 0x40000000
+NOSUID = 0x2
+NODEV = 0x4
+READ_ONLY = 0x1
+PR_SET_PDEATHSIG = 1
+PR_SET_DUMPABLE = 4
+SIGKILL = 9
+# The version of the structure of capset(2).
 CAPABILITIES = 0x20080522
 # Who a program is, in its own eyes.
 USER = 1000
-TMP, PROC, SHARED = b"/tmp", b"/proc", b"/dev/shm"
-INODES, DESCRIPTORS, RESERVED = 16_384, 256, 4
+TMP = b"/tmp"
+PROC = b"/proc"
+SHARED = b"/dev/shm"
+# Files of each folder, and open files of a process.
+INODES = 16_384
+DESCRIPTORS = 256
+# Address space, as a multiple of memory.
+RESERVED = 4
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -68,6 +84,7 @@ def separate(bounds: Bounds) -> None:
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
 
+    # A file without content takes memory of the kernel, too.
     sized = f"size={bounds.tmp},nr_inodes={INODES},mode=0700"
     _mount(TMP, sized, 0)
     _mount(SHARED, sized, 0)
@@ -87,6 +104,7 @@ def confine(bounds: Bounds, mapped: int, others: int) -> None:
     """
     header = struct.pack("=Ii", CAPABILITIES, 0)
     _check(libc.capset(header, struct.pack("=6I", *([0] * 6))), "capset")
+
     for limit, value in (
         (resource.RLIMIT_DATA, bounds.memory + mapped),
         # Libraries reserve more than they use, and shared memory counts here alone.

@@ -21,7 +21,8 @@ from coupler_agents.sandbox.limits import SandboxLimits
 from coupler_agents.sandbox.ran import Ran, SandboxFailed, clean
 
 # Seconds for the server beside those of the program, and bytes of its answer.
-SERVER_S, MAX_ANSWER = 30.0, 32 << 20
+SERVER_S = 30.0
+MAX_ANSWER = 32 << 20
 
 
 def check_url(url: str, where: str) -> None:
@@ -49,6 +50,7 @@ def run_at(
         SandboxFailed: the server cannot be reached, or says that it failed.
     """
     check_url(url, "url")
+
     body = {
         "code": clean(code),
         "language": "python",
@@ -58,6 +60,7 @@ def run_at(
         "files": {name: _encoded(text) for name, text in files.items()},
         "fetch_files": list(fetch),
     }
+
     answer = _asked(url, body, timeout_s)
     try:
         return _read(answer, limits.output_bytes)
@@ -73,6 +76,7 @@ def _asked(url: str, body: Mapping[str, Any], timeout_s: float) -> Any:
         json.dumps(body).encode(),
         {"Content-Type": "application/json"},
     )
+
     try:
         with urllib.request.urlopen(  # noqa: S310
             request, timeout=timeout_s + SERVER_S

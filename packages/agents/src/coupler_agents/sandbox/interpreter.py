@@ -16,7 +16,8 @@ from coupler_agents.sandbox.output import Output
 from coupler_agents.sandbox.ran import Ran, SandboxFailed, clean
 
 HEADER = struct.Struct(">I")
-MAX_ANSWER, MAX_ENDING = 1 << 20, 16 << 20
+MAX_ANSWER = 1 << 20
+MAX_ENDING = 16 << 20
 # The keeper says how an interpreter ended within this time.
 END_S = 5.0
 
@@ -71,12 +72,16 @@ class Interpreter:
         self.loop = asyncio.get_running_loop()
         for end in (life, talk):
             end.setblocking(False)
+
         self.calls = 0
         self.ending: asyncio.Task[dict[str, Any]] = asyncio.create_task(self._until_end())
         self.closed = False
 
     async def call(
-        self, code: str, timeout_s: float, files: Mapping[str, str] | None = None
+        self,
+        code: str,
+        timeout_s: float,
+        files: Mapping[str, str] | None = None,
     ) -> Answer:
         """Run code. What earlier calls defined is there.
 
@@ -89,9 +94,12 @@ class Interpreter:
         """
         request = {"code": clean(code), "files": dict(files or {})}
         answer = asyncio.create_task(self._exchange(request))
+
         try:
             await asyncio.wait(
-                {answer, self.ending}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+                {answer, self.ending},
+                timeout=timeout_s,
+                return_when=asyncio.FIRST_COMPLETED,
             )
             if answer.done() and not answer.exception():
                 value, error = answer.result()
@@ -109,7 +117,12 @@ class Interpreter:
         Raises:
             SandboxFailed: the interpreter could not be made.
         """
-        request = {"code": clean(code), "files": dict(files), "stdin": stdin, "script": True}
+        request = {
+            "code": clean(code),
+            "files": dict(files),
+            "stdin": stdin,
+            "script": True,
+        }
         sent = asyncio.create_task(self._send(request))
         try:
             done, _ = await asyncio.wait({self.ending}, timeout=timeout_s)
@@ -196,6 +209,7 @@ class Interpreter:
         (size,) = HEADER.unpack(await self._exactly(HEADER.size))
         if size > MAX_ANSWER:
             raise ValueError("an answer is too long")
+
         answer = json.loads(await self._exactly(size))
         value, error = answer["value"], answer["error"]
         if (

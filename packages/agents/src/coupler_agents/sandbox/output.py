@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 
-CHUNK, LAST = 1 << 16, 16
+CHUNK = 1 << 16
+LAST = 16
 # Above its limit, a stream is read a chunk at a time, this many seconds apart.
 PAUSE_S = 0.002
 

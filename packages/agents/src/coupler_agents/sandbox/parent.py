@@ -24,11 +24,13 @@ from coupler_agents.sandbox.limits import SandboxLimits
 from coupler_agents.sandbox.ran import SandboxFailed
 
 # bubblewrap, Python and the modules of ``imports`` start within this time.
-START_S, END_S = 60.0, 8.0
+START_S = 60.0
+END_S = 8.0
 # Processes that belong to an interpreter beside those of the program.
 OVERHEAD = 4
 # Users of the parent where this process is root: none that a machine knows.
-FIRST_USER, USERS = 1 << 20, 1 << 20
+FIRST_USER = 1 << 20
+USERS = 1 << 20
 # Root needs no namespace of users, and keeps one that it can leave its own user in.
 NAMESPACES = ("ipc", "pid", "net", "uts", "cgroup-try")
 INSIDE = (
@@ -62,16 +64,15 @@ class Parent:
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.leash, held = socket.socketpair()
         user = FIRST_USER + secrets.randbelow(USERS) if _is_root() else 0
-        bounds = walls.Bounds(
-            int(limits.memory_gib * (1 << 30)), limits.processes, limits.files_mib << 20
-        )
         options = {
-            "bounds": asdict(bounds),
+            "bounds": asdict(_bounds(limits)),
             "imports": limits.imports,
             "separate": separate,
             "user": user,
         }
-        most = Limits(max_processes=limits.interpreters * (limits.processes + OVERHEAD) + OVERHEAD)
+        each = limits.processes + OVERHEAD
+        most = Limits(max_processes=limits.interpreters * each + OVERHEAD)
+
         with theirs, held:
             self.process = subprocess.Popen(
                 [
@@ -80,7 +81,7 @@ class Parent:
                     *_bubblewrap(bool(user)),
                     *(sys.executable, "-s", "-P", "-m", inside.__name__, json.dumps(options)),
                 ],
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
@@ -96,6 +97,7 @@ class Parent:
             SandboxFailed: it does not start. The text says why.
         """
         why = f"it did not start within {START_S:g} s"
+
         try:
             async with asyncio.timeout(START_S):
                 said = await asyncio.get_running_loop().sock_recv(self.control, 1 << 16)
@@ -106,6 +108,7 @@ class Parent:
             why = str(first["failed"])
         except TimeoutError:
             pass
+
         await self.close()
         raise SandboxFailed(f"the sandbox of programs cannot be started: {why}")
 
@@ -144,6 +147,14 @@ class Parent:
         os.set_blocking(self.process.stderr.fileno(), False)
         said = (self.process.stderr.read() or b"").decode(errors="replace").strip()
         return said.splitlines()[-1][:300] if said else "it ended at once"
+
+
+def _bounds(limits: SandboxLimits) -> walls.Bounds:
+    return walls.Bounds(
+        memory=int(limits.memory_gib * (1 << 30)),
+        processes=limits.processes,
+        tmp=limits.files_mib << 20,
+    )
 
 
 def _bubblewrap(is_root: bool) -> list[str]:

@@ -26,7 +26,12 @@ class Runner:
         asyncio.run_coroutine_threadsafe(self.sandbox.start(), self.loop).result()
 
     def run(
-        self, code: str, timeout_s: float, files: dict[str, str], stdin: str, fetch: Sequence[str]
+        self,
+        code: str,
+        timeout_s: float,
+        files: dict[str, str],
+        stdin: str,
+        fetch: Sequence[str],
     ) -> Ran:
         """Run one program."""
 

@@ -45,6 +45,7 @@ def check_files(files: object, where: str) -> dict[str, str]:
     """
     if not isinstance(files, dict):
         raise SandboxFailed(f"{where} is no object of names and texts.")
+
     for name, text in files.items():
         parts = str(name).split("/")
         if not name or name.startswith("/") or ".." in parts or "\x00" in name:

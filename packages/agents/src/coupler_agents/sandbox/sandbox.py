@@ -23,8 +23,8 @@ class Sandbox:
     has a bubblewrap of its own, which takes longer.
 
     Example:
-        ``sandbox = Sandbox(SandboxLimits()); await sandbox.start(); interpreter = await
-        sandbox.interpreter(); await interpreter.call("1 + 1", 5.0)``
+        ``await sandbox.start()``, ``python = await sandbox.interpreter()``, and then
+        ``await python.call("1 + 1", timeout_s=5.0)``
     """
 
     def __init__(self, limits: SandboxLimits, *, separate: bool = True) -> None:

@@ -61,6 +61,7 @@ class Toolbox:
             SandboxFailed: the sandbox does not work, which is no fault of the policy.
         """
         self.counts.calls += 1
+
         try:
             return self._cut(await self._call(name, arguments))
         except SandboxFailed:

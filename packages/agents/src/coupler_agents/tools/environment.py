@@ -71,11 +71,13 @@ class ToolEnvironment(Environment):
             "environment.builtin": {"python": self.python.described} if self.python else {},
         }
         seen: dict[str, str] = {}
+
         for where, tools in sources.items():
             for name in tools:
                 if name in seen:
                     raise CouplerError(f"{where} has a tool {name}, and {seen[name]} too.")
                 seen[name] = where
+
         return [schema_of(t, where) for where, tools in sources.items() for t in tools.values()]
 
     async def setup(self) -> None:

@@ -37,14 +37,15 @@ class PythonTool:
     def __init__(self, config: ToolsConfig) -> None:
         self.config, self.url = config, config.sandbox_url
         self.limits = SandboxLimits(
-            config.sandbox_memory_gib,
-            config.sandbox_processes,
-            config.sandbox_files_mib,
-            config.sandbox_interpreters,
-            tuple(config.sandbox_imports),
-            BYTES * config.max_result_characters,
+            memory_gib=config.sandbox_memory_gib,
+            processes=config.sandbox_processes,
+            files_mib=config.sandbox_files_mib,
+            interpreters=config.sandbox_interpreters,
+            imports=tuple(config.sandbox_imports),
+            output_bytes=BYTES * config.max_result_characters,
         )
         self.sandbox: Sandbox | None = None
+
         if self.url:
             check_url(self.url, "environment.sandbox_url")
         elif why := why_none():
@@ -102,6 +103,7 @@ class Programs:
         """
         if not isinstance(code, str):
             raise ToolFailed("the code is no text.")
+
         async with self.turn:
             files = {} if self.interpreter else self.files
             if not self.interpreter:
@@ -152,7 +154,15 @@ class RemotePrograms:
 
     def _run(self, code: str) -> Ran:
         tool = self.tool
-        return run_at(tool.url, code, tool.config.call_timeout_s, self.files, "", (), tool.limits)
+        return run_at(
+            tool.url,
+            code,
+            timeout_s=tool.config.call_timeout_s,
+            files=self.files,
+            stdin="",
+            fetch=(),
+            limits=tool.limits,
+        )
 
     async def close(self) -> None:
         """Do nothing: the server keeps nothing of an episode."""

@@ -95,6 +95,7 @@ def _serve(
     decode: Callable[[str], Any],
 ) -> None:
     number = 0
+
     while line := _next(requests):
         for completion, answer, row in decode(line.decode()):
             given = {
