@@ -187,21 +187,22 @@ def test_nothing_is_left_of_an_interpreter() -> None:
                 continue
         return found
 
-    async def gone() -> None:
-        while sleepers():
-            await asyncio.sleep(0.02)
+    async def until(number: int) -> None:
+        async with asyncio.timeout(10):
+            while sleepers() != number:
+                await asyncio.sleep(0.02)
 
     async def play(sandbox: Sandbox) -> None:
         interpreter = await sandbox.interpreter()
         await said(interpreter, code)
-        assert sleepers() == 3
+        await until(3)
         await interpreter.close()
-        await asyncio.wait_for(gone(), 10)
+        await until(0)
         await said(await sandbox.interpreter(), code)
-        assert sleepers() == 3
+        await until(3)
 
     within(play)
-    asyncio.run(asyncio.wait_for(gone(), 10))
+    asyncio.run(until(0))
 
 
 def test_a_sandbox_that_was_killed_is_started_again() -> None:
