@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hostile_programs import PROGRAMS, SECRET
 
+from coupler.rewards import sandbox
 from coupler_agents.inside import syscalls
 from coupler_agents.sandbox import (
     Interpreter,
@@ -73,12 +74,14 @@ def test_state_is_kept_over_calls(separate: bool) -> None:
     found = within(play, separate=separate)
     assert found[:5] == ["set", "4.0", "", "", "4"]
     assert found[6:8] == ["'kept'", "1\n2"]
-    assert found[5] == (
-        "before\nTraceback (most recent call last):\n"
-        '  File "<call 6>", line 2, in <module>\n    f(0)\n'
-        '  File "<call 5>", line 2, in f\n    return 1 / n\n           ~~^~~\n'
-        "ZeroDivisionError: division by zero"
-    )
+    # Newer versions of Python mark more of a line.
+    unmarked = [line for line in found[5].splitlines() if line.strip(" ^~")]
+    assert unmarked == [
+        *("before", "Traceback (most recent call last):"),
+        *('  File "<call 6>", line 2, in <module>', "    f(0)"),
+        *('  File "<call 5>", line 2, in f', "    return 1 / n"),
+        "ZeroDivisionError: division by zero",
+    ]
     assert found[8].endswith("SyntaxError: invalid syntax") and "inside" not in found[8]
     assert found[9] == ""
 
@@ -335,3 +338,8 @@ def test_the_numbers_of_system_calls_are_those_of_libseccomp(machine: str) -> No
         # An older library lacks the newest, and gives a number below 0.
         assert found == numbers[column] or found < 0, name
     assert len(syscalls.program(machine)) % 8 == 0
+
+
+def test_python_in_the_folder_of_programs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "interpreter", lambda: [Path("/usr"), Path("/tmp/venv")])
+    assert why_none() == "Python is in /tmp/venv, and programs have a /tmp of their own"

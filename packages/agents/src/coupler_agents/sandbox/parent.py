@@ -42,7 +42,7 @@ ALONE = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 def why_none() -> str:
     """Return why there is no sandbox for programs here, or nothing."""
-    why = syscalls.why_none() or sandbox.why_no_bubblewrap()
+    why = syscalls.why_none() or sandbox.why_no_bubblewrap() or _why_hidden()
     if why and MARK in os.environ:
         return f"{why}. {INSIDE}"
     return why
@@ -174,6 +174,13 @@ def _environment() -> dict[str, str]:
     path = os.pathsep.join((str(Path(sys.executable).parent), "/usr/bin", "/bin"))
     more = {"PATH": path, "PYTHONPATH": str(own), "PYTHONDONTWRITEBYTECODE": "1"}
     return {**kept, **dict.fromkeys(ALONE, "1"), **more}
+
+
+def _why_hidden() -> str:
+    """Return why programs could not read Python, or nothing."""
+    own = Path("/tmp")  # noqa: S108
+    hidden = [path for path in sandbox.interpreter() if own in path.parents]
+    return f"Python is in {hidden[0]}, and programs have a /tmp of their own" if hidden else ""
 
 
 def _is_root() -> bool:
