@@ -125,6 +125,10 @@ PROGRAMS: dict[str, tuple[str, str]] = {
         "      time.sleep(9); os._exit(0)\nexcept OSError: print('refused at', n)",
         "refused at",
     ),
+    "endless forks": (
+        "import os\nwhile True:\n  try: os.fork()\n  except OSError: pass",
+        "slow",
+    ),
     "threads": (
         "import threading, time\ntry:\n  for n in range(200):\n    threading.Thread(target="
         "time.sleep, args=(9,), daemon=True).start()\nexcept RuntimeError: print('refused')",

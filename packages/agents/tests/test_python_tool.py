@@ -88,6 +88,13 @@ def test_what_a_program_prints_is_cut(codec: Codec) -> None:
 
 
 @here
+def test_a_traceback_is_shown_however_much_was_printed(codec: Codec) -> None:
+    says = python("print('y' * 10**5)\n1 / 0")
+    played = Played(codec, says, builtin=["python"], max_result_characters=300)
+    assert "ZeroDivisionError" in played.shown and "It printed:\nyyy" in played.shown
+
+
+@here
 def test_code_that_is_no_text_is_told(codec: Codec) -> None:
     says = [call("python", code=3), call("python", code="\ud800"), call("python"), "done"]
     played = Played(codec, says, builtin=["python"], calls=CallFormat.TEXT)

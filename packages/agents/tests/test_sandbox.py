@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -218,6 +219,37 @@ def test_a_sandbox_that_was_killed_is_started_again() -> None:
         return [await said(await sandbox.interpreter(), "1 + 1")]
 
     assert within(play) == ["2"]
+
+
+def test_without_descriptors_it_is_no_fault_of_the_program() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    async def play(sandbox: Sandbox) -> None:
+        used = len(os.listdir("/proc/self/fd"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 2, hard))
+        try:
+            with pytest.raises(SandboxFailed, match="ulimit -n"):
+                await sandbox.interpreter()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert len(os.listdir("/proc/self/fd")) == used
+        assert await said(await sandbox.interpreter(), "1 + 1") == "2"
+
+    within(play)
+
+
+def test_a_call_that_is_cancelled_ends_its_interpreter() -> None:
+    async def play(sandbox: Sandbox) -> None:
+        interpreter = await sandbox.interpreter()
+        call = asyncio.create_task(said(interpreter, "while True: pass"))
+        await asyncio.sleep(0.2)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert interpreter.closed
+        assert await said(await sandbox.interpreter(), "1 + 1") == "2"
+
+    within(play, SandboxLimits(interpreters=1))
 
 
 def test_interpreters_wait_for_places() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import os
 import socket
 import struct
 from collections.abc import Awaitable, Callable, Mapping
@@ -241,9 +240,3 @@ async def _cancelled(task: asyncio.Task[Any]) -> None:
     if not task.cancelled():
         # It is seen here, so that nobody is told that it never was.
         task.exception()
-
-
-def pipe(limit: int) -> tuple[int, Output]:
-    """Return the end of a pipe to write to, and what reads the other one."""
-    reading, writing = os.pipe()
-    return writing, Output(reading, limit)

@@ -20,7 +20,7 @@ class SandboxLimits:
     """
 
     memory_gib: float = 1.0
-    processes: int = 32
+    processes: int = 16
     files_mib: int = 64
     interpreters: int = 256
     imports: tuple[str, ...] = ()

@@ -7,8 +7,9 @@ import os
 import socket
 from collections.abc import Sequence
 
-from coupler_agents.sandbox.interpreter import Interpreter, pipe
+from coupler_agents.sandbox.interpreter import Interpreter
 from coupler_agents.sandbox.limits import SandboxLimits
+from coupler_agents.sandbox.output import Output
 from coupler_agents.sandbox.parent import Parent, why_none
 from coupler_agents.sandbox.ran import SandboxFailed
 
@@ -69,27 +70,50 @@ class Sandbox:
     async def _forked(self, fetch: Sequence[str], apart: bool) -> Interpreter:
         for _ in range(TRIES):
             parent = await self._for_one()
-            life, keepers = socket.socketpair()
-            talk, programs = socket.socketpair()
-            out, stdout = pipe(self.limits.output_bytes)
-            err, stderr = pipe(self.limits.output_bytes) if apart else (os.dup(out), None)
-            outputs = (stdout, stderr) if stderr else (stdout,)
-
-            interpreter = Interpreter(
-                *(life, talk, outputs), lambda parent=parent: self._released(parent)
-            )
+            interpreter, ends = self._made(parent, apart)
             try:
-                await parent.fork([keepers.fileno(), programs.fileno(), out, err], fetch)
+                await parent.fork(ends, fetch)
                 return interpreter
-            # The process has ended, and another one is started.
-            except OSError:
+            except BaseException as error:
                 await interpreter.drop()
+                # The process has ended, and another one is started.
+                if not isinstance(error, OSError):
+                    raise
             finally:
-                for end in (keepers, programs):
-                    end.close()
-                for end in (out, err):
+                for end in set(ends):
                     os.close(end)
+
         raise SandboxFailed(f"the sandbox of programs ended {TRIES} times before it was used.")
+
+    def _made(self, parent: Parent, apart: bool) -> tuple[Interpreter, list[int]]:
+        """Return an interpreter, and the ends of its sockets and pipes to give away.
+
+        Raises:
+            SandboxFailed: this process may open no more.
+        """
+        opened: list[int] = []
+        try:
+            for _ in range(2):
+                opened += [end.detach() for end in socket.socketpair()]
+            for _ in range(1 + apart):
+                opened += os.pipe()
+        except OSError as error:
+            for descriptor in opened:
+                os.close(descriptor)
+            raise SandboxFailed(
+                f"an interpreter could not be started: {error}.\n"
+                "  try:  a higher ulimit -n, or a lower environment.sandbox_interpreters"
+            ) from None
+
+        life, keeper, talk, program, *pipes = opened
+        interpreter = Interpreter(
+            socket.socket(fileno=life),
+            socket.socket(fileno=talk),
+            tuple(Output(reading, self.limits.output_bytes) for reading in pipes[::2]),
+            lambda: self._released(parent),
+        )
+        # Without a pipe of their own, errors go where the output goes.
+        return interpreter, [keeper, program, pipes[1], pipes[-1]]
 
     async def _for_one(self) -> Parent:
         """Return the process to fork the next interpreter from."""

@@ -42,7 +42,7 @@ class ToolsConfig(EnvironmentConfig):
     of this machine. Nothing is kept there between two calls."""
     sandbox_memory_gib: float = field(default=1.0, metadata={"gt": 0})
     """GiB of memory of one episode's programs."""
-    sandbox_processes: int = field(default=32, metadata={"ge": 1})
+    sandbox_processes: int = field(default=16, metadata={"ge": 1})
     """Processes and threads of one episode's programs."""
     sandbox_files_mib: int = field(default=64, metadata={"ge": 1})
     """MiB of files of one episode's programs, in /tmp and again in /dev/shm."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from coupler.errors import ConfigError
 from coupler_agents.sandbox import (
+    Answer,
     Interpreter,
     InterpreterLost,
     Ran,
@@ -111,7 +112,8 @@ class Programs:
                 self.interpreter = await self.tool.sandbox.interpreter()
             try:
                 seconds = self.tool.config.call_timeout_s
-                return (await self.interpreter.call(code, seconds, files)).text
+                answer = await self.interpreter.call(code, seconds, files)
+                return _shown(answer, self.tool.config.max_result_characters)
             except InterpreterLost as lost:
                 raise ToolFailed(_told(lost), timed_out=lost.timed_out) from None
             finally:
@@ -166,6 +168,14 @@ class RemotePrograms:
 
     async def close(self) -> None:
         """Do nothing: the server keeps nothing of an episode."""
+
+
+def _shown(answer: Answer, limit: int) -> str:
+    """Return a call as text, with a value or traceback first where its end is cut."""
+    result = answer.value or answer.error
+    if len(answer.text) <= limit or not result:
+        return answer.text
+    return f"{result.rstrip()}\nIt printed:\n{answer.output}"
 
 
 def _told(lost: InterpreterLost) -> str:
