@@ -12,8 +12,10 @@ from test_tools import TASK, TOOLS, Played, call, codec
 from coupler import CouplerError, Task
 from coupler.conversation import Codec
 from coupler.errors import ConfigError
+from coupler.plugins.finding import Verdict
 from coupler.rewards import check_reward, sandbox
-from coupler_agents.sandbox import SandboxFailed, SandboxLimits, run_python
+from coupler_agents.doctor import findings
+from coupler_agents.sandbox import Sandbox, SandboxFailed, SandboxLimits, run_python
 from coupler_agents.sandbox.parent import why_none
 from coupler_agents.tools.config import CallFormat, ToolsConfig
 from coupler_agents.tools.environment import ToolEnvironment
@@ -235,3 +237,37 @@ def test_a_reward_in_the_sandbox_is_told_that_it_runs_no_programs() -> None:
     (scored,) = check_reward("played_tools:by_program", samples, 30.0, Limits(sandbox="require"))
     assert isinstance(scored.result, Invalid)
     assert "run this reward outside of it, with reward.sandbox=auto" in scored.detail
+
+
+DOCTOR: dict[str, tuple[tuple[int, str] | None, Verdict, str]] = {
+    "right": (None, Verdict.OK, "runs programs, each alone"),
+    "wrong": (
+        (200, json.dumps({"status": "Success", "run_result": {"status": "Finished"}})),
+        Verdict.PROBLEM,
+        "runs a program, and says ''",
+    ),
+    "broken": ((500, "no"), Verdict.PROBLEM, "answers 500: no"),
+}
+
+
+@here
+@pytest.mark.parametrize("name", DOCTOR)
+def test_the_doctor_tries_a_server(name: str) -> None:
+    fixed, verdict, text = DOCTOR[name]
+    with serving(fixed) as (url, _):
+        (found,) = findings(ToolsConfig(builtin=["python"], sandbox_url=url))
+    assert found.verdict is verdict and text in found.text
+
+
+@here
+@pytest.mark.parametrize("separate", [True, False])
+def test_the_doctor_tries_the_sandbox(separate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = Sandbox.__init__
+    monkeypatch.setattr(
+        Sandbox, "__init__", lambda self, limits: make(self, limits, separate=separate)
+    )
+    (found,) = findings(ToolsConfig(builtin=["python"]))
+    assert found.verdict is (Verdict.OK if separate else Verdict.WARNING)
+    monkeypatch.setattr(sandbox, "why_no_bubblewrap", lambda: "bwrap is not installed")
+    (found,) = findings(ToolsConfig(builtin=["python"]))
+    assert found.verdict is Verdict.PROBLEM and "apt-get install bubblewrap" in found.fix

@@ -7,7 +7,8 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
-import time
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -178,35 +179,38 @@ def test_no_file_of_the_user_is_readable(tmp_path: Path) -> None:
         assert ran.stdout == "False\n" and "Error" in ran.stderr and ran.code == 1, path
 
 
+def processes_with(argument: bytes) -> int:
+    found = 0
+    for process in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            found += argument in process.read_bytes().split(b"\0")
+        except OSError:
+            continue
+    return found
+
+
+async def until_left(argument: bytes, number: int) -> None:
+    """Wait until so many processes have an argument."""
+    async with asyncio.timeout(10):
+        while processes_with(argument) != number:
+            await asyncio.sleep(0.02)
+
+
 def test_nothing_is_left_of_an_interpreter() -> None:
     """What a program started ends with its interpreter, or with the sandbox."""
     code = "import subprocess\nfor _ in range(3): subprocess.Popen(['sleep', '4711'])"
 
-    def sleepers() -> int:
-        found = 0
-        for process in Path("/proc").glob("[0-9]*/cmdline"):
-            try:
-                found += b"4711" in process.read_bytes()
-            except OSError:
-                continue
-        return found
-
-    async def until(number: int) -> None:
-        async with asyncio.timeout(10):
-            while sleepers() != number:
-                await asyncio.sleep(0.02)
-
     async def play(sandbox: Sandbox) -> None:
         interpreter = await sandbox.interpreter()
         await said(interpreter, code)
-        await until(3)
+        await until_left(b"4711", 3)
         await interpreter.close()
-        await until(0)
+        await until_left(b"4711", 0)
         await said(await sandbox.interpreter(), code)
-        await until(3)
+        await until_left(b"4711", 3)
 
     within(play)
-    asyncio.run(until(0))
+    asyncio.run(until_left(b"4711", 0))
 
 
 def test_a_sandbox_that_was_killed_is_started_again() -> None:
@@ -282,74 +286,6 @@ def test_descriptors_are_given_back() -> None:
     within(play)
 
 
-def test_a_program_runs_to_its_end() -> None:
-    ran = run_python(
-        "import sys, atexit, threading, time\natexit.register(lambda: print('last'))\n"
-        "threading.Thread(target=lambda: (time.sleep(0.2), print('thread'))).start()\n"
-        "print(sys.stdin.read().upper(), __name__)\n"
-        "open('out.bin', 'wb').write(b'\\0' + open('in/a.txt', 'rb').read())\n"
-        "print('problem', file=sys.stderr)\nsys.exit(3)",
-        stdin="héllo",
-        files={"in/a.txt": "text"},
-        fetch=["out.bin", "missing", "/dev/zero", "in"],
-    )
-    assert ran.stdout == "HÉLLO __main__\nthread\nlast\n"
-    assert (ran.stderr, ran.code, ran.timed_out) == ("problem\n", 3, False)
-    assert ran.files == {"out.bin": b"\0text"}
-
-
-ENDS: dict[str, tuple[str, int, str]] = {
-    "raises": ("def f():\n    1 / 0\nf()", 1, 'File "program.py", line 2, in f\n    1 / 0'),
-    "no syntax": ("1 +", 1, "SyntaxError: invalid syntax"),
-    "exits with a text": ("raise SystemExit('why')", 1, "why\n"),
-    "exits at once": ("import os\nos._exit(5)", 5, ""),
-    "is killed": ("import os\nos.kill(os.getpid(), 15)", 128 + 15, ""),
-    "a child comes back": ("import os\nif os.fork(): os.wait()\nraise SystemExit(6)", 6, ""),
-}
-
-
-@pytest.mark.parametrize("name", ENDS)
-def test_the_end_of_a_program(name: str) -> None:
-    code, exit_code, stderr = ENDS[name]
-    ran = run_python(code)
-    assert ran.code == exit_code and stderr in ran.stderr
-    assert "inside" not in ran.stderr and not ran.timed_out
-
-
-def test_a_program_that_is_ended_keeps_what_it_wrote() -> None:
-    begun = time.monotonic()
-    ran = run_python(
-        "open('a', 'w').write('1')\nprint('x', flush=True)\nwhile True: pass",
-        timeout_s=1.0,
-        fetch=["a"],
-    )
-    assert ran.timed_out and ran.stdout == "x\n" and ran.files == {"a": b"1"}
-    assert time.monotonic() - begun < 10
-
-    limits = SandboxLimits(memory_gib=0.25)
-    ran = run_python(
-        "import mmap, time\nm = mmap.mmap(-1, 400 << 20)\n"
-        "for n in range(0, 400 << 20, 4096): m[n] = 1\ntime.sleep(9)",
-        limits=limits,
-    )
-    assert "GiB of memory" in ran.ended and not ran.timed_out and ran.code == 137
-
-
-def test_output_is_cut() -> None:
-    limits = SandboxLimits(output_bytes=1000)
-    ran = run_python("print('x' * 10**6)", limits=limits)
-    assert ran.stdout.startswith("x" * 1000) and "bytes more" in ran.stdout
-    assert len(ran.stdout) < 1100 and ran.code == 0
-
-
-@pytest.mark.parametrize("name", ["", "/a", "../a", "a/../../b", "a\0"])
-def test_a_file_outside_of_the_folder_is_one_sentence(name: str) -> None:
-    with pytest.raises(SandboxFailed, match="leaves the folder of the program"):
-        run_python("", files={name: "x"})
-    with pytest.raises(SandboxFailed, match="is no text"):
-        run_python("", files={"a": 1})  # type: ignore[dict-item]
-
-
 def test_an_import_that_fails_is_one_sentence() -> None:
     with pytest.raises(SandboxFailed, match="cannot be started: ModuleNotFoundError: No module"):
         run_python("", limits=SandboxLimits(imports=("no_such_module",)))
@@ -375,3 +311,62 @@ def test_the_numbers_of_system_calls_are_those_of_libseccomp(machine: str) -> No
 def test_python_in_the_folder_of_programs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "interpreter", lambda: [Path("/usr"), Path("/tmp/venv")])
     assert why_none() == "Python is in /tmp/venv, and programs have a /tmp of their own"
+
+
+ORDINARY: dict[str, tuple[str, str]] = {
+    "a package": ("import numpy as np\nint(np.ones((9, 9)).sum())", "81"),
+    "a pool": (
+        "import multiprocessing\ndef f(x): return x * x\n"
+        "with multiprocessing.Pool(2) as pool: found = pool.map(f, range(4))\nfound",
+        "[0, 1, 4, 9]",
+    ),
+    "a thread": (
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "with ThreadPoolExecutor() as pool: found = list(pool.map(abs, [-1]))\nfound",
+        "[1]",
+    ),
+    "a program": (
+        "import subprocess, sys\nopen('a.py', 'w').write('print(input()[::-1])')\n"
+        "subprocess.run([sys.executable, 'a.py'], input=b'abc', capture_output=True).stdout",
+        r"b'cba\n'",
+    ),
+    "a module": ("open('own.py', 'w').write('y = 5')\nimport own\nown.y", "5"),
+    "a coroutine": ("import asyncio\nasync def f(): return 3\nasyncio.run(f())", "3"),
+    "a class": (
+        "from dataclasses import dataclass\n@dataclass\nclass P:\n  x: int\nP(3)",
+        "P(x=3)",
+    ),
+    "a database": (
+        "import sqlite3\nsqlite3.connect('x.db').execute('select 1').fetchall()",
+        "[(1,)]",
+    ),
+    "its source": ("import inspect\ndef f(): return 1\ninspect.getsource(f)", "return 1"),
+    "no input": ("input()", "EOFError"),
+}
+
+
+@pytest.mark.parametrize("name", ORDINARY)
+def test_ordinary_programs_work(name: str) -> None:
+    code, shown = ORDINARY[name]
+
+    async def play(sandbox: Sandbox) -> str:
+        return await said(await sandbox.interpreter(), code)
+
+    assert shown in within(play)
+
+
+def test_nothing_is_left_of_a_run_that_was_killed() -> None:
+    code = (
+        "import asyncio, os\nfrom coupler_agents.sandbox import Sandbox, SandboxLimits\n"
+        "async def main():\n"
+        "    sandbox = Sandbox(SandboxLimits())\n    await sandbox.start()\n"
+        "    python = await sandbox.interpreter()\n"
+        '    code = \'import subprocess\\nsubprocess.Popen(["sleep", "4712"])\'\n'
+        "    await python.call(code, 20.0)\n    os.kill(os.getpid(), 9)\nasyncio.run(main())"
+    )
+    path = os.pathsep.join(path for path in sys.path if path)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, check=False
+    )
+    assert done.returncode == -9
+    asyncio.run(until_left(b"4712", 0))

@@ -23,6 +23,9 @@ class Sandbox:
     other one. Where the kernel allows no namespaces inside bubblewrap, each interpreter
     has a bubblewrap of its own, which takes longer.
 
+    Attributes:
+        separate: whether an interpreter has namespaces of its own inside bubblewrap.
+
     Example:
         ``await sandbox.start()``, ``python = await sandbox.interpreter()``, and then
         ``await python.call("1 + 1", timeout_s=5.0)``
@@ -43,6 +46,7 @@ class Sandbox:
         self.places = asyncio.Semaphore(self.limits.interpreters)
         self.starting = asyncio.Lock()
         self.parent = await self._started()
+        self.separate = self.parent.separate
 
     async def interpreter(self, *, fetch: Sequence[str] = (), apart: bool = False) -> Interpreter:
         """Return a fresh interpreter.
