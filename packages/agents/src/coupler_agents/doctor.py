@@ -13,7 +13,7 @@ from coupler_agents.sandbox.sandbox import Sandbox
 from coupler_agents.tools.config import ToolsConfig
 from coupler_agents.tools.python import FIX, PythonTool
 
-NAME = "sandbox of programs"
+NAME = "python tool"
 SERVER_FIX = "start the server, or name another address"
 ASK, SAYS, SECONDS = "print(6 * 7)", "42", 10.0
 

@@ -18,6 +18,7 @@ import sys
 from typing import Any
 
 from coupler_agents.inside import keeper, walls
+from coupler_agents.inside.bounds import Bounds
 
 OPEN = 4
 MAX_MESSAGE = 1 << 16
@@ -26,7 +27,7 @@ MAX_MESSAGE = 1 << 16
 def main(options: dict[str, Any]) -> None:
     """Serve until the host closes its end of the socket."""
     control = socket.socket(fileno=os.dup(0))
-    bounds = walls.Bounds(**options["bounds"])
+    bounds = Bounds(**options["bounds"])
     try:
         if options["user"]:
             walls.become(options["user"])
@@ -66,7 +67,7 @@ def _serve(control: socket.socket, terms: keeper.Terms) -> None:
         _reap()
 
 
-def _can_separate(bounds: walls.Bounds) -> bool:
+def _can_separate(bounds: Bounds) -> bool:
     """Return whether the kernel lets a process of the sandbox make namespaces."""
     child = os.fork()
     if not child:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from coupler_agents.inside import program, walls
+from coupler_agents.inside.bounds import Bounds
 
 TICK_MS = 500
 FOLDER = "/tmp"  # noqa: S108
@@ -37,7 +38,7 @@ class Terms:
         separate: whether each interpreter has namespaces of its own.
     """
 
-    bounds: walls.Bounds
+    bounds: Bounds
     mapped: int
     separate: bool
 

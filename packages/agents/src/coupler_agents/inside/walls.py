@@ -9,9 +9,9 @@ import ctypes
 import os
 import resource
 import struct
-from dataclasses import dataclass
 
 from coupler_agents.inside import syscalls
+from coupler_agents.inside.bounds import Bounds
 
 # Flags of unshare(2), mount(2) and prctl(2).
 NEWNS = 0x20000
@@ -39,21 +39,6 @@ DESCRIPTORS = 256
 RESERVED = 4
 
 libc = ctypes.CDLL(None, use_errno=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """The limits of one interpreter.
-
-    Attributes:
-        memory: bytes of its processes.
-        processes: processes and threads.
-        tmp: bytes of its files.
-    """
-
-    memory: int
-    processes: int
-    tmp: int
 
 
 def become(user: int) -> None:

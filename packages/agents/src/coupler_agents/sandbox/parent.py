@@ -19,7 +19,8 @@ import coupler_agents
 from coupler.rewards import Limits, sandbox, supervisor
 from coupler.rewards.process import MARK
 from coupler_agents import inside
-from coupler_agents.inside import syscalls, walls
+from coupler_agents.inside import syscalls
+from coupler_agents.inside.bounds import Bounds
 from coupler_agents.sandbox.limits import SandboxLimits
 from coupler_agents.sandbox.ran import SandboxFailed
 
@@ -149,8 +150,8 @@ class Parent:
         return said.splitlines()[-1][:300] if said else "it ended at once"
 
 
-def _bounds(limits: SandboxLimits) -> walls.Bounds:
-    return walls.Bounds(
+def _bounds(limits: SandboxLimits) -> Bounds:
+    return Bounds(
         memory=int(limits.memory_gib * (1 << 30)),
         processes=limits.processes,
         tmp=limits.files_mib << 20,
