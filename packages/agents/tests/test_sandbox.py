@@ -170,6 +170,36 @@ def test_a_hostile_program_costs_its_own_interpreter(
     within(play)
 
 
+WITHOUT_WALLS = (
+    "kill itself", "close all", "write everywhere", "ignored signals", "memory of children",
+    "delete files", "fill the disk", "read what is there", "environment", "environment of others",
+    "signals to all", "signals to numbers", "kill its parent", "trace", "namespaces",
+    "become root", "network", "loopback", "forks", "endless forks", "session of its own",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WITHOUT_WALLS)
+def test_a_program_in_a_bubblewrap_of_its_own_ends_at_most_that(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It sees the sandbox's own processes, but neither a neighbour nor the run."""
+    monkeypatch.setenv("COUPLER_KEY", SECRET)
+    code, end = PROGRAMS[name]
+
+    async def play(sandbox: Sandbox) -> None:
+        neighbour, interpreter = await sandbox.interpreter(), await sandbox.interpreter()
+        await said(neighbour, "x = 41\nopen('x', 'w').write('1')")
+        try:
+            found = await said(interpreter, code, 1.0 if end == "slow" else 20.0)
+        except InterpreterLost as lost:
+            found = lost.output
+        assert SECRET not in found
+        assert await said(neighbour, "x + int(open('x').read())") == "42"
+        assert await said(await sandbox.interpreter(), "1 + 1") == "2"
+
+    within(play, separate=False)
+
+
 def test_no_file_of_the_user_is_readable(tmp_path: Path) -> None:
     secret = tmp_path / "secret.txt"
     secret.write_text(SECRET)
