@@ -658,7 +658,7 @@ def test_counted_tokens_are_those_that_are_fed(codec_of: Any) -> None:
     conversation, rollout = talk(codec_of(KEEPS), "one", "two", tools=True)
     asked: list[Any] = [user("a")]
     for turn in range(2):
-        counted = conversation.count(asked, [TOOL])
+        counted = asyncio.run(conversation.count(asked, [TOOL]))
         assert len(conversation.tree.turns) == len(rollout.requests) == turn
         reply = chat(conversation, asked, [TOOL])
         assert reply.usage[0] == counted

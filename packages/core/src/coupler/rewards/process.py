@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from coupler.errors import CouplerError
-from coupler.rewards import sandbox, supervisor
+from coupler.rewards import sandbox
+from coupler.system import supervisor
 
 # The reward's module must be imported within this time.
 START_S = 120.0
