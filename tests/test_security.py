@@ -17,8 +17,9 @@ import pytest
 
 from coupler.builtin.transports.disk import DiskTransport
 from coupler.interfaces import Rank
-from coupler.rewards import Limits, supervisor
+from coupler.rewards import Limits
 from coupler.rewards.process import Mode, WorkerProcess
+from coupler.system import supervisor
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted(

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import coupler_agents
-from coupler.rewards import Limits, sandbox, supervisor
+from coupler.rewards import Limits, sandbox
 from coupler.rewards.process import MARK
 from coupler_agents import inside
 from coupler_agents.inside import syscalls
@@ -77,8 +77,7 @@ class Parent:
         with theirs, held:
             self.process = subprocess.Popen(
                 [
-                    *(sys.executable, "-I", "-S", supervisor.__file__, str(held.fileno())),
-                    *most.words(),
+                    *most.watched(held.fileno()),
                     *_bubblewrap(bool(user)),
                     *(sys.executable, "-s", "-P", "-m", inside.__name__, json.dumps(options)),
                 ],
