@@ -10,6 +10,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -260,12 +261,19 @@ def test_without_descriptors_it_is_no_fault_of_the_program() -> None:
 
     async def play(sandbox: Sandbox) -> None:
         used = len(os.listdir("/proc/self/fd"))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 2, hard))
+        taken: list[int] = []
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 50, hard))
         try:
+            with suppress(OSError):
+                while True:
+                    taken.append(os.dup(2))
+            os.close(taken.pop())
             with pytest.raises(SandboxFailed, match="ulimit -n"):
                 await sandbox.interpreter()
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for descriptor in taken:
+                os.close(descriptor)
         assert len(os.listdir("/proc/self/fd")) == used
         assert await said(await sandbox.interpreter(), "1 + 1") == "2"
 
