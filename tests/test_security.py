@@ -17,8 +17,9 @@ import pytest
 
 from coupler.builtin.transports.disk import DiskTransport
 from coupler.interfaces import Rank
-from coupler.rewards import Limits, supervisor
+from coupler.rewards import Limits
 from coupler.rewards.process import Mode, WorkerProcess
+from coupler.system import supervisor
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted(
@@ -33,7 +34,13 @@ SOURCES = sorted(
     for path in ROOT.glob(pattern)
 )
 # (file, what is found there) -> why it is no danger
-ALLOWED: dict[tuple[str, str], str] = {}
+PROGRAM = "packages/agents/src/coupler_agents/inside/program.py"
+IN_THE_SANDBOX = "it runs what the model wrote, in the sandbox alone, and nothing else does"
+ALLOWED: dict[tuple[str, str], str] = {
+    (PROGRAM, "compile()"): IN_THE_SANDBOX,
+    (PROGRAM, "exec()"): IN_THE_SANDBOX,
+    (PROGRAM, "eval()"): IN_THE_SANDBOX,
+}
 PICKLES = {
     "pickle",
     "_pickle",

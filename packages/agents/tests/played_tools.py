@@ -92,3 +92,19 @@ class Talks:
 
     def release(self) -> None:
         type(self).released += 1
+
+
+def python(code: str) -> str:
+    """Run nothing, under the name of another tool.
+
+    Args:
+        code: Some text.
+    """
+    return code
+
+
+def by_program(completion: str, answer: str) -> float:
+    """Score a program by what it prints."""
+    from coupler_agents.sandbox import run_python
+
+    return float(run_python(completion).stdout.strip() == answer)

@@ -23,6 +23,7 @@ from coupler import (
 from coupler.conversation import ConversationOver, Ended
 from coupler_agents.tools.calling import Toolbox
 from coupler_agents.tools.config import CallFormat, ToolsConfig
+from coupler_agents.tools.python import PythonTool
 from coupler_agents.tools.schema import schema_of
 from coupler_agents.tools.text_calls import as_message, read_calls, with_tools
 
@@ -47,37 +48,62 @@ class ToolEnvironment(Environment):
         super().__init__(config)
         self.functions = {f.__name__: f for f in map(_function, config.functions)}
         self.made = _class(config.target) if config.target else None
-        if not self.functions and not self.made:
+        self.python = PythonTool(config) if _has_python(config) else None
+        if not self.functions and not self.made and not self.python:
             raise CouplerError(
                 "environment=tools has no tools.\n"
-                "  set:  environment.functions or environment.target"
+                "  set:  environment.functions, environment.target or environment.builtin"
             )
 
-        methods = _methods(self.made) if self.made else {}
-        if both := methods.keys() & self.functions.keys():
-            raise CouplerError(
-                f"environment.target={config.target} has a tool {', '.join(sorted(both))}, and "
-                "environment.functions too."
-            )
-        described = [(tool, "environment.functions") for tool in self.functions.values()]
-        described += [(tool, "environment.target") for tool in methods.values()]
-        self.schemas = [schema_of(tool, where) for tool, where in described]
+        self.schemas = self._described()
         self.uses_tools = bool(self.schemas) and config.calls is CallFormat.TEMPLATE
 
+    def _described(self) -> list[dict[str, Any]]:
+        """Return the schema of each tool.
+
+        Raises:
+            CouplerError: two have one name, or one cannot be described.
+        """
+        methods = _methods(self.made) if self.made else {}
+        sources = {
+            "environment.functions": self.functions,
+            "environment.target": methods,
+            "environment.builtin": {"python": self.python.described} if self.python else {},
+        }
+        seen: dict[str, str] = {}
+
+        for where, tools in sources.items():
+            for name in tools:
+                if name in seen:
+                    raise CouplerError(f"{where} has a tool {name}, and {seen[name]} too.")
+                seen[name] = where
+
+        return [schema_of(t, where) for where, tools in sources.items() for t in tools.values()]
+
     async def setup(self) -> None:
-        """Start the threads of tools that are no coroutines."""
+        """Start the threads of tools that are no coroutines, and the sandbox."""
         self.threads = ThreadPoolExecutor(self.config.max_threads, "tool")
+        if self.python:
+            await self.python.start(self.threads)
 
     async def close(self) -> None:
         """Leave the threads. A tool that is still running is not waited for."""
+        if self.python:
+            await self.python.close()
         if hasattr(self, "threads"):
             self.threads.shutdown(wait=False, cancel_futures=True)
 
     async def episode(self, task: Task, policy: Policy) -> Outcome:
         """Play one episode."""
         player: Any = self.made() if self.made else None
-        tools = {**self.functions, **(_methods(player) if player else {})}
-        box = Toolbox(tools, self.config, self.threads, task.row.get("tools_kwargs") or {})
+        kwargs = task.row.get("tools_kwargs") or {}
+        programs = self.python.episode(kwargs.get("python") or {}) if self.python else None
+        tools = {
+            **self.functions,
+            **(_methods(player) if player else {}),
+            **({"python": programs.python} if programs else {}),
+        }
+        box = Toolbox(tools, self.config, self.threads, kwargs)
 
         try:
             messages = await self._begin(task, player)
@@ -86,6 +112,8 @@ class ToolEnvironment(Environment):
                 await self._talk(messages, policy, box, player)
             reward = await self._own(player.get_reward) if hasattr(player, "get_reward") else None
         finally:
+            if programs:
+                await programs.close()
             if hasattr(player, "release"):
                 await self._own(player.release)
         counts = {f"tool_{name}": float(n) for name, n in asdict(box.counts).items()}
@@ -163,6 +191,14 @@ def _as_messages(calls: Sequence[Mapping[str, Any]], results: Sequence[str]) -> 
         {"role": "tool", "tool_call_id": call.get("id", ""), "content": result}
         for call, result in zip(calls, results, strict=True)
     ]
+
+
+def _has_python(config: ToolsConfig) -> bool:
+    if unknown := sorted(set(config.builtin) - {"python"}):
+        raise CouplerError(
+            f"environment.builtin: there is no tool {', '.join(unknown)}.\n  there is:  python"
+        )
+    return "python" in config.builtin
 
 
 def _function(target: str) -> Callable[..., Any]:

@@ -52,6 +52,16 @@ class Limits:
         memory = int(self.max_memory_gib * (1 << 30)) or machine_bytes() // 2
         return [str(memory), str(self.max_processes)]
 
+    def watched(self, control: int) -> list[str]:
+        """Return the words before a command that a supervisor watches.
+
+        ``control`` is the descriptor of a socket. The command, and all that it started,
+        ends when the other end is closed, when the thread that started it ends, or
+        above these limits.
+        """
+        watch = (sys.executable, "-I", "-S", supervisor.__file__)
+        return [*watch, str(control), *self.words()]
+
 
 class Mode(StrEnum):
     """How a worker deals with a reward that asks for the sandbox."""
@@ -91,8 +101,7 @@ class WorkerProcess:
         self.mark = f"{MARK}={secrets.token_hex(8)}"
         self.process = subprocess.Popen(
             [
-                *(sys.executable, "-I", "-S", supervisor.__file__, str(theirs.fileno())),
-                *limits.words(),
+                *limits.watched(theirs.fileno()),
                 *(sandbox.command(target) if mode is Mode.BUBBLEWRAP else ()),
                 *(sys.executable, "-m", "coupler.rewards.worker", target, mode),
             ],

@@ -99,6 +99,7 @@ def _serve(
     decode: Callable[[str], Any],
 ) -> None:
     number = 0
+
     while line := _next(requests):
         for texts, answer, row in decode(line.decode()):
             given = {
