@@ -84,8 +84,8 @@ def test_good_rows_are_described(findings: Findings) -> None:
         ([], ("data.sampler=no.py:Mine",), "data.sampler=no.py:Mine cannot be used"),
         (
             [],
-            ("algorithm=sft", "data.sampler=coupler.data.curriculum:ByReward"),
-            "is of coupler train, which has rewards to pick rows by",
+            ("algorithm=sft", "data.sampler=coupler.data.curriculum:ByRewards"),
+            "has no 'ByRewards'",
         ),
         (
             [],

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from coupler.config.schema import Job, RewardConfig, RunConfig
-from coupler.data import Codec, Row, supervised
+from coupler.data import Codec, Row, examples
 from coupler.data.columns import Columns
 from coupler.data.dataset import records, row_of, source_named
 from coupler.data.model_folder import model_folder
@@ -168,13 +168,15 @@ def _taken(
         check_no_sampler(section.config)
         return
 
-    check_sampler(config, job)
+    check_sampler(config)
+    rows = [prompt.row for prompt in prompts]
     if job is Job.SFT:
         room = micro_batch_room(config.engine, "engine") if config.engine else None
-        supervised([prompt.row for prompt in prompts], codec, section.config, room)
-    elif section.config.sampler and prompts:
-        prompt_stream(prompts, section.config, config.seed)
-        yield ok("data.sampler", f"{section.config.sampler} takes {len(prompts)} rows")
+        kept, _ = examples(rows, codec, section.config, room)
+        rows = [row for row, _ in kept]
+    if section.config.sampler and rows:
+        prompt_stream(rows, rows, section.config, config.seed)
+        yield ok("data.sampler", f"{section.config.sampler} takes {len(rows)} rows")
 
 
 def _repeated(section: Section) -> Iterator[Finding]:

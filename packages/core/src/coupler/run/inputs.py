@@ -48,7 +48,7 @@ def _checks(config: RunConfig, job: Job) -> Iterator[Callable[[], None]]:
         yield partial(_check_model, config.critic.model.path, "critic.model.path")
     if job is not Job.EVAL:
         yield partial(_check_rows, config.data, "data")
-        yield partial(check_sampler, config, job)
+        yield partial(check_sampler, config)
         yield partial(_check_resume, config)
     if does_evaluate(config, job):
         yield partial(_check_rows, config.eval.data, "eval.data")
@@ -123,18 +123,13 @@ def _check_rows(data: DataConfig, key: str) -> None:
     check_first_row(data, key)
 
 
-def check_sampler(config: RunConfig, job: Job) -> None:
-    """Refuse a class that cannot pick the rows of the job. It is not imported.
+def check_sampler(config: RunConfig) -> None:
+    """Refuse a class of ``data.sampler`` that there is not. It is not imported.
 
     Raises:
-        ConfigError: the job has no rewards, or there is no such class.
+        ConfigError: there is no such class.
     """
     target = config.data.sampler
-    if target and job is Job.SFT:
-        raise ConfigError(
-            f"data.sampler={target} is of coupler train, which has rewards to pick rows by.\n"
-            "  try:  data.sampler='', and rows in the order that is wanted with data.shuffle=false"
-        )
     if target and (problem := target_problem(target)):
         raise ConfigError(f"data.sampler={target} {problem}")
 
