@@ -81,7 +81,17 @@ def test_good_rows_are_described(findings: Findings) -> None:
             ("data.system_prompt=be brief",),
             "3 of 7 rows; the first: {path}, line 5: it has a system message of its own.",
         ),
-        ([], ("data.sampler=no.py:Mine",), "data.sampler=no.py:Mine cannot be imported"),
+        ([], ("data.sampler=no.py:Mine",), "data.sampler=no.py:Mine cannot be used"),
+        (
+            [],
+            ("algorithm=sft", "data.sampler=coupler.data.curriculum:ByRewards"),
+            "has no 'ByRewards'",
+        ),
+        (
+            [],
+            ("data.sampler=coupler.data.curriculum:ByReward", "data.sampler_args={low: 2}"),
+            "data.sampler_args: low=2 must be below high=1.0",
+        ),
         ([{"prompt": "a", "answer": ""}], ("algorithm=sft",), "has an empty answer: there is"),
     ],
 )

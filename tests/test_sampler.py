@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from forking import Forks
-from job_run import arguments, metrics, reproducible, write_inputs
+from job_run import MEASURED, arguments, metrics, reproducible, write_inputs
 
 from coupler.cli import main
 from coupler.testing.models import write_tokenizer, write_toy
@@ -138,6 +138,26 @@ def test_an_asynchronous_run_loses_no_update(model: Path, forks: Forks, tmp_path
     inner = saved["prompts"]["sampler"]
     finished = len(inner["heard"]) + len(saved["prompts"]["waiting"])
     assert inner["asked"] == finished + len(saved["unfinished"])
+
+
+def test_it_picks_the_rows_of_supervised_training_too(model: Path, tmp_path: Path) -> None:
+    runs = []
+    for name, lengths in (("whole", (6,)), ("parts", (2, 3, 6))):
+        folder = tmp_path / name
+        folder.mkdir()
+        write_inputs(folder)
+        (folder / "worst.py").write_text(WORST_FIRST)
+        given = [
+            *arguments("sft", model, folder, folder / "run"),
+            f"data.sampler={folder}/worst.py:WorstFirst",
+            "checkpoint.every_steps=1",
+        ]
+        for steps in lengths:
+            assert main([*given, f"steps={steps}"]) == 0
+        saved = json.loads((folder / "run" / "checkpoints" / "step_6" / "state.json").read_text())
+        runs.append((reproducible(folder / "run", (*MEASURED, "run/")), saved["order"]))
+    assert runs[0] == runs[1]
+    assert runs[0][1]["sampler"]["asked"] == 24 and runs[0][1]["sampler"]["heard"] == []
 
 
 @pytest.fixture

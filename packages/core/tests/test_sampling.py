@@ -39,7 +39,7 @@ def stream(tmp_path: Path) -> SampledStream:
 
 def made(folder: Path, **args: Any) -> SampledStream:
     config = DataConfig(sampler=f"{folder}/told.py:Told", sampler_args=args)
-    found = prompt_stream(PROMPTS, config, 7)
+    found = prompt_stream(PROMPTS, [prompt.row for prompt in PROMPTS], config, 7)
     assert isinstance(found, SampledStream)
     return found
 

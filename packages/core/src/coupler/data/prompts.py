@@ -82,13 +82,21 @@ def supervised(
         DataError: a row has no answer, is longer than the model or the engine takes, or
             as :func:`encode_prompts`.
     """
+    kept, dropped = examples(rows, codec, config, room)
+    return [trajectory for _, trajectory in kept], dropped
+
+
+def examples(
+    rows: Iterable[Row], codec: Codec, config: DataConfig, room: Limit | None = None
+) -> tuple[list[tuple[Row, Trajectory]], int]:
+    """Return what :func:`supervised` does, with the row of each trajectory."""
     prompts, dropped = encode_prompts(rows, codec, config)
-    made = [_imitate(p, codec, config) for p in prompts]
+    made = [(prompt.row, _imitate(prompt, codec, config)) for prompt in prompts]
 
     limits = [room] if room else []
     if positions := codec.max_positions:
         limits.append(_of_model(positions, positions, "for a prompt with its answer"))
-    sizes = [(p.row, len(t)) for p, t in zip(prompts, made, strict=True)]
+    sizes = [(row, len(trajectory)) for row, trajectory in made]
     kept, more = _short_enough(made, sizes, "rows", limits, config, "data")
     return kept, dropped + more
 

@@ -13,7 +13,8 @@ The class has this form. ``update`` may be left out.
 
 ``rows`` are mappings as reward functions see them, without those that are too long.
 ``next`` returns a place in ``rows``. ``update`` hears the rewards of each group that
-was scored, in the order in which ``next`` gave them out. ``state`` is plain JSON.
+was scored, in the order in which ``next`` gave them out. Supervised training has no
+rewards and never calls it. ``state`` is plain JSON.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ import inspect
 import json
 from collections.abc import Collection, Mapping, Sequence
 from operator import index
-from typing import Any
+from typing import Any, TypeVar
 
+from coupler.data.dataset import Row
 from coupler.data.options import DataConfig
-from coupler.data.prompts import Prompt
 from coupler.data.stream import PromptStream
 from coupler.errors import CouplerError, DataError, place_of
 from coupler.system.imports import resolve
+
+T = TypeVar("T")
 
 METHODS = ("next", "state", "restore")
 FORM = (
@@ -37,18 +40,20 @@ FORM = (
 )
 
 
-def prompt_stream(prompts: Sequence[Prompt], config: DataConfig, seed: int) -> PromptStream[Prompt]:
-    """Return what picks the next prompt of a run.
+def prompt_stream(
+    items: Sequence[T], rows: Sequence[Row], config: DataConfig, seed: int
+) -> PromptStream[T]:
+    """Return what picks the next of ``items``, each of which was made of one row.
 
     Raises:
         DataError: the class of ``config.sampler`` cannot be made.
     """
     if not config.sampler:
-        return PromptStream(prompts, seed, config.shuffle)
-    return SampledStream(prompts, config.sampler, config.sampler_args, seed)
+        return PromptStream(items, seed, config.shuffle)
+    return SampledStream(items, rows, config.sampler, config.sampler_args, seed)
 
 
-class SampledStream(PromptStream[Prompt]):
+class SampledStream(PromptStream[T]):
     """Asks the class ``target`` of the user for every next row.
 
     Updates reach it in the order of admission: those of a group wait until all groups
@@ -59,22 +64,27 @@ class SampledStream(PromptStream[Prompt]):
     """
 
     def __init__(
-        self, prompts: Sequence[Prompt], target: str, args: Mapping[str, Any], seed: int
+        self,
+        items: Sequence[T],
+        rows: Sequence[Row],
+        target: str,
+        args: Mapping[str, Any],
+        seed: int,
     ) -> None:
-        self.rows, self.target = prompts, target
+        self.rows, self.target = items, target
         self.waiting: dict[int, tuple[int, list[float]]] = {}
-        rows = [prompt.row.as_mapping() for prompt in prompts]
+        seen = [row.as_mapping() for row in rows]
 
         made = self._class()
         try:
-            inspect.signature(made).bind(rows, seed, **args)
+            inspect.signature(made).bind(seen, seed, **args)
         except TypeError as error:
             raise self._refusal(
                 f"data.sampler_args does not fit: {error}.\n  it takes:  {inspect.signature(made)}"
             ) from None
         except ValueError:  # a class of C has no signature
             pass
-        self.sampler = self._call("__init__", made, rows, seed, **args)
+        self.sampler = self._call("__init__", made, seen, seed, **args)
 
         if lacks := [name for name in METHODS if not callable(getattr(self.sampler, name, None))]:
             raise self._refusal(f"it has no method {lacks[0]}.\n{FORM}")

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from coupler.config.schema import Job, RewardConfig, RunConfig
-from coupler.data import Codec, Row, supervised
+from coupler.data import Codec, Row, examples
 from coupler.data.columns import Columns
 from coupler.data.dataset import records, row_of, source_named
 from coupler.data.model_folder import model_folder
@@ -25,6 +25,7 @@ from coupler.interfaces import Model
 from coupler.plugins.finding import Finding, first_line, from_error, ok, problem
 from coupler.plugins.manager import Plugins
 from coupler.rewards import Invalid, Limits, Scored, check_reward
+from coupler.run.inputs import check_no_sampler, check_sampler
 from coupler.run.plan_checks import micro_batch_room
 
 # Rows whose own answer the reward scores.
@@ -149,17 +150,33 @@ def _encoded(section: Section, codec: Codec, config: RunConfig, job: Job) -> Ite
         Prompt(row, ids, messages_of(row.prompt, section.config.system_prompt))
         for row, ids in encoded.fitting()
     ]
-    if section.key != "data" or not prompts:
-        return
     try:
-        if job is Job.SFT:
-            room = micro_batch_room(config.engine, "engine") if config.engine else None
-            supervised([prompt.row for prompt in prompts], codec, section.config, room)
-        elif section.config.sampler:
-            prompt_stream(prompts, section.config, config.seed)
-            yield ok("data.sampler", f"{section.config.sampler} takes {len(prompts)} rows")
+        yield from _taken(section, prompts, codec, config, job)
     except CouplerError as error:
         yield from_error(section.key, error, "look at the rows")
+
+
+def _taken(
+    section: Section, prompts: list[Prompt], codec: Codec, config: RunConfig, job: Job
+) -> Iterator[Finding]:
+    """Hand the prompts to that part of the run which takes them.
+
+    Raises:
+        CouplerError: it refuses them.
+    """
+    if section.key != "data":
+        check_no_sampler(section.config)
+        return
+
+    check_sampler(config)
+    rows = [prompt.row for prompt in prompts]
+    if job is Job.SFT:
+        room = micro_batch_room(config.engine, "engine") if config.engine else None
+        kept, _ = examples(rows, codec, section.config, room)
+        rows = [row for row, _ in kept]
+    if section.config.sampler and rows:
+        prompt_stream(rows, rows, section.config, config.seed)
+        yield ok("data.sampler", f"{section.config.sampler} takes {len(rows)} rows")
 
 
 def _repeated(section: Section) -> Iterator[Finding]:

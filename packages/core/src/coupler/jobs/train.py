@@ -88,8 +88,9 @@ async def _train(builder: Builder) -> dict[str, float]:
         return {}
 
     prompts = builder.prompts(config.data, "data")
-    data = fingerprint(prompt.row for prompt in prompts)
-    stream = prompt_stream(prompts, config.data, config.seed)
+    rows = [prompt.row for prompt in prompts]
+    data = fingerprint(rows)
+    stream = prompt_stream(prompts, rows, config.data, config.seed)
     evaluates = does_evaluate(config, Job.TRAIN)
     held_out = builder.prompts(config.eval.data, "eval.data") if evaluates else []
     judge = builder.critic_model() if VALUES in algorithm.needs else None

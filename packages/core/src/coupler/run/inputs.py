@@ -48,11 +48,11 @@ def _checks(config: RunConfig, job: Job) -> Iterator[Callable[[], None]]:
         yield partial(_check_model, config.critic.model.path, "critic.model.path")
     if job is not Job.EVAL:
         yield partial(_check_rows, config.data, "data")
-        yield partial(_check_sampler, config, job)
+        yield partial(check_sampler, config)
         yield partial(_check_resume, config)
     if does_evaluate(config, job):
         yield partial(_check_rows, config.eval.data, "eval.data")
-        yield partial(_check_no_sampler, config.eval.data)
+        yield partial(check_no_sampler, config.eval.data)
     if job is not Job.SFT and config.reward.target:
         yield partial(_check_reward, config.reward.target)
     yield _check_installed
@@ -123,18 +123,23 @@ def _check_rows(data: DataConfig, key: str) -> None:
     check_first_row(data, key)
 
 
-def _check_sampler(config: RunConfig, job: Job) -> None:
+def check_sampler(config: RunConfig) -> None:
+    """Refuse a class of ``data.sampler`` that there is not. It is not imported.
+
+    Raises:
+        ConfigError: there is no such class.
+    """
     target = config.data.sampler
-    if target and job is Job.SFT:
-        raise ConfigError(
-            f"data.sampler={target} is of coupler train, which has rewards to pick rows by.\n"
-            "  try:  data.sampler='', and rows in the order that is wanted with data.shuffle=false"
-        )
     if target and (problem := target_problem(target)):
         raise ConfigError(f"data.sampler={target} {problem}")
 
 
-def _check_no_sampler(data: DataConfig) -> None:
+def check_no_sampler(data: DataConfig) -> None:
+    """Refuse a class that picks rows for an evaluation.
+
+    Raises:
+        ConfigError: there is one.
+    """
     if data.sampler:
         raise ConfigError(
             f"eval.data.sampler={data.sampler}: an evaluation takes every row once.\n"
