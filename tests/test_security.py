@@ -262,8 +262,9 @@ def test_a_reward_process_has_pipes_and_no_file_or_port(tmp_path: Path) -> None:
         left = _open_files(worker.process.pid) - {"pipe", "/dev/null", "socket"}
         assert all(name.startswith("/proc") for name in left)
         assert all(stat.S_ISFIFO(os.fstat(fd).st_mode) for fd in (worker.stdin, worker.stdout))
-        worker.send(b'[["x", "", {}]]\n', 10)
-        assert json.loads(worker.receive(10)[0])[0] == 0
+        worker.send(b'[[["x"], "", {}]]\n', 10)
+        ((number, *_),) = json.loads(worker.receive(10)[0])[0]
+        assert number == 0
     finally:
         worker.kill()
 

@@ -55,10 +55,16 @@ def train(composed: Composed, plugins: Plugins) -> dict[str, float]:
 
 
 def _sampler(
-    config: RunConfig, algorithm: Algorithm, prompts: PromptStream, scorer: Scorer, buffer: Buffer
+    config: RunConfig,
+    algorithm: Algorithm,
+    prompts: PromptStream,
+    scorer: Scorer,
 ) -> Sampler:
-    """Build what fills ``buffer`` with scored groups."""
+    """Build what fills a buffer of its own with scored groups."""
+    max_rejected = config.max_rejected_factor * config.prompts_per_step
+    buffer = Buffer(config.prompts_per_step, config.max_staleness, max_rejected)
     sampling = config.sampling
+
     request = Request(
         (),
         sampling.max_tokens,
@@ -117,9 +123,7 @@ async def _train(builder: Builder) -> dict[str, float]:
         if evaluation:
             await evaluation.start()
 
-        max_rejected = config.max_rejected_factor * config.prompts_per_step
-        buffer = Buffer(config.prompts_per_step, config.max_staleness, max_rejected)
-        sampler = _sampler(config, algorithm, stream, scorer, buffer)
+        sampler = _sampler(config, algorithm, stream, scorer)
 
         trained = {group.spec.role: group for group in (policy, critic) if group}
         async with session.checkpoints(data) as checkpoints, builder.environment_set_up():
@@ -131,7 +135,7 @@ async def _train(builder: Builder) -> dict[str, float]:
                 weights=weights,
                 algorithm=algorithm,
                 sampler=sampler,
-                buffer=buffer,
+                buffer=sampler.buffer,
                 providers=column_providers(config, policy, reference, critic, residency),
                 residency=residency,
                 record=Recorder(

@@ -28,7 +28,13 @@ def read_answer(line: bytes, size: int) -> list[Scored]:
 
 
 def _result(
-    number: Any, reason: Any, answer: Any, parts: Any, *, seconds: float, trace: str
+    number: Any,
+    reason: Any,
+    answer: Any,
+    parts: Any,
+    *,
+    seconds: float,
+    trace: str,
 ) -> Scored:
     """Read what was said of one completion.
 
