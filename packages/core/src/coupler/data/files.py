@@ -86,7 +86,9 @@ def chosen(splits: Sequence[str], wanted: str, folder: Path, key: str) -> str:
 
     names = ", ".join(splits)
     if not wanted:
-        first = WHOLE if WHOLE in splits else splits[0]
+        first = splits[0]
+        if WHOLE in splits:
+            first = WHOLE
         raise DataError(
             f"{key}.source={folder} has several splits: {names}.\n  try:  {key}.split={first}"
         )
@@ -110,10 +112,7 @@ def _of_folder(folder: Path, split: str, key: str) -> list[Path]:
         if found:
             break
     else:
-        inner = [each.name for each in _folders(folder) if _has_rows(each)]
-        more = f"\n  try:  {key}.source={folder / inner[0]}" if inner else f"\n{MAY_BE}"
-        others = f", but its folders have: {', '.join(inner)}" if inner else ""
-        raise DataError(f"{key}.source={folder} is a folder without a file of rows{others}.{more}")
+        raise DataError(_without_rows(folder, key))
 
     by_split: dict[str, list[Path]] = {}
     for file in found:
@@ -126,6 +125,18 @@ def _of_folder(folder: Path, split: str, key: str) -> list[Path]:
     name = chosen(list(by_split), split, folder, key)
     _check_one_format(by_split[name], name, folder, key)
     return _whole(by_split[name], key)
+
+
+def _without_rows(folder: Path, key: str) -> str:
+    """Say that a folder has no rows, and which of its folders have."""
+    what = f"{key}.source={folder} is a folder without a file of rows"
+    inner = [each.name for each in _folders(folder) if _has_rows(each)]
+    if not inner:
+        return f"{what}.\n{MAY_BE}"
+    return (
+        f"{what}, but its folders have: {', '.join(inner)}.\n"
+        f"  try:  {key}.source={folder / inner[0]}"
+    )
 
 
 def _check_one_format(found: list[Path], split: str, folder: Path, key: str) -> None:
@@ -162,10 +173,15 @@ def _split(file: Path, folder: Path) -> str:
 
     The text is empty where they tell none.
     """
-    if shard := SHARD.fullmatch(file.stem):
-        return shard["name"] if file.parent == folder else _split_word(file.parent.name)
+    shard = SHARD.fullmatch(file.stem)
+    if shard and file.parent == folder:
+        return shard["name"]
+    if shard:
+        return _split_word(file.parent.name)
     own = _split_word(file.stem)
-    return own or ("" if file.parent == folder else _split_word(file.parent.name))
+    if own or file.parent == folder:
+        return own
+    return _split_word(file.parent.name)
 
 
 def _split_word(name: str) -> str:
