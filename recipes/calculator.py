@@ -8,9 +8,10 @@ from typing import Any
 
 from coupler.data import reasoning_gym
 
-# The prompt shows two calls, since so small a model writes none by itself.
-SHOWN = {"What is 25 + 317?": "25 + 317", "Compute 90 - 4 + 55.": "90 - 4 + 55"}
+ASK = "{} Use the calculator."
 CALL = '<tool_call>{{"name": "calculator", "arguments": {{"expression": "{}"}}}}</tool_call>'
+# The prompt shows these calls, since so small a model writes none by itself.
+SHOWN = ("25 + 317 - 90", "404 - 61 + 8")
 
 
 def calculator(expression: str) -> str:
@@ -27,17 +28,18 @@ def calculator(expression: str) -> str:
 
 def rows(size: int, seed: int, **task: Any) -> Iterator[dict[str, Any]]:
     """Yield ``size`` rows of ``chain_sum`` behind the shown calls."""
-    shown = [message for ask, text in SHOWN.items() for message in _shown(ask, text)]
+    shown = [message for expression in SHOWN for message in _shown(expression)]
     for row in reasoning_gym.rows("chain_sum", size, seed, **task):
-        asked = {"role": "user", "content": row["prompt"]}
+        sums = row["prompt"].rpartition(": ")[2].rstrip(" =")
+        asked = {"role": "user", "content": ASK.format(f"What is {sums}?")}
         yield {**row, "prompt": [*shown, asked]}
 
 
-def _shown(ask: str, expression: str) -> list[dict[str, str]]:
+def _shown(expression: str) -> list[dict[str, str]]:
     result = calculator(expression)
     return [
-        {"role": "user", "content": ask},
+        {"role": "user", "content": ASK.format(f"What is {expression}?")},
         {"role": "assistant", "content": CALL.format(expression)},
         {"role": "user", "content": f"<tool_response>\n{result}\n</tool_response>"},
-        {"role": "assistant", "content": result},
+        {"role": "assistant", "content": f"It is {result}."},
     ]
