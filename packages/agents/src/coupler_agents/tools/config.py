@@ -22,7 +22,8 @@ class ToolsConfig(EnvironmentConfig):
     name: str = "tools"
     functions: list[str] = field(default_factory=list)
     """Tools of every episode: functions "pkg.mod:name" or "file.py:name", described by
-    their signature and docstring."""
+    their signature and docstring, or classes with __call__, made anew for each
+    episode."""
     target: str = ""
     """A class "pkg.mod:name" or "file.py:name", made anew for each episode. Its public
     methods are tools, but for reset, respond, get_reward and release."""

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -21,8 +21,10 @@ from coupler import (
     import_target,
 )
 from coupler.conversation import ConversationOver, Ended
+from coupler_agents.tools import objects
 from coupler_agents.tools.calling import Toolbox
 from coupler_agents.tools.config import CallFormat, ToolsConfig
+from coupler_agents.tools.row_kwargs import given_by
 from coupler_agents.tools.schema import schema_of
 from coupler_agents.tools.text_calls import as_message, read_calls, with_tools
 
@@ -39,22 +41,27 @@ class ToolEnvironment(Environment):
     ``reward.target`` scores the last turn. ``respond(text)`` answers a turn without
     calls, for example as a simulated user. It returns the next message, or None.
     ``release()`` is called at the end, however the episode ended.
+
+    A tool may be a class too, with ``__call__`` in place of other methods. The row's
+    ``tools_kwargs`` has the arguments of its ``reset``, ``get_reward`` and ``release``.
     """
 
     config: ToolsConfig
 
     def __init__(self, config: ToolsConfig) -> None:
         super().__init__(config)
-        self.functions = {f.__name__: f for f in map(_function, config.functions)}
+        found = {tool.__name__: tool for tool in map(_tool, config.functions)}
+        self.classes = {name: tool for name, tool in found.items() if isinstance(tool, type)}
+        self.functions = {name: tool for name, tool in found.items() if name not in self.classes}
         self.made = _class(config.target) if config.target else None
-        if not self.functions and not self.made:
+        if not found and not self.made:
             raise CouplerError(
                 "environment=tools has no tools.\n"
                 "  set:  environment.functions or environment.target"
             )
 
         methods = _methods(self.made) if self.made else {}
-        if both := methods.keys() & self.functions.keys():
+        if both := methods.keys() & found.keys():
             raise CouplerError(
                 f"environment.target={config.target} has a tool {', '.join(sorted(both))}, and "
                 "environment.functions too."
@@ -62,6 +69,9 @@ class ToolEnvironment(Environment):
         described = [(tool, "environment.functions") for tool in self.functions.values()]
         described += [(tool, "environment.target") for tool in methods.values()]
         self.schemas = [schema_of(tool, where) for tool, where in described]
+        self.schemas += [
+            objects.described(made, "environment.functions") for made in self.classes.values()
+        ]
         self.uses_tools = bool(self.schemas) and config.calls is CallFormat.TEMPLATE
 
     async def setup(self) -> None:
@@ -77,19 +87,24 @@ class ToolEnvironment(Environment):
         """Play one episode."""
         player: Any = self.made() if self.made else None
         tools = {**self.functions, **(_methods(player) if player else {})}
-        box = Toolbox(tools, self.config, self.threads, task.row.get("tools_kwargs") or {})
+        called = {name: made.__call__ for name, made in self.classes.items()}
+        given = given_by(task.row, {**tools, **called}, self.classes)
 
-        try:
+        async with AsyncExitStack() as held:
+            if hasattr(player, "release"):
+                held.push_async_callback(self._own, player.release)
+            made = await objects.begin(self.classes, given, self._own, held)
+            tools |= {name: tool.__call__ for name, tool in made.items()}
+
+            box = Toolbox(tools, self.config, self.threads, given)
             messages = await self._begin(task, player)
             # A limit ends the episode, and what happened until then has a reward.
             with suppress(ConversationOver):
                 await self._talk(messages, policy, box, player)
-            reward = await self._own(player.get_reward) if hasattr(player, "get_reward") else None
-        finally:
-            if hasattr(player, "release"):
-                await self._own(player.release)
-        counts = {f"tool_{name}": float(n) for name, n in asdict(box.counts).items()}
-        return Outcome(reward, metrics=counts)
+            rewards = await objects.rewards(made, given, self._own)
+            if hasattr(player, "get_reward"):
+                rewards[""] = await self._own(player.get_reward)
+        return _outcome(box, rewards)
 
     async def _talk(
         self, messages: list[Message], policy: Policy, box: Toolbox, player: Any
@@ -165,10 +180,21 @@ def _as_messages(calls: Sequence[Mapping[str, Any]], results: Sequence[str]) -> 
     ]
 
 
-def _function(target: str) -> Callable[..., Any]:
+def _outcome(box: Toolbox, rewards: dict[str, Any]) -> Outcome:
+    """Return the sum of all rewards, or none. The name of the class's own is empty."""
+    counts = {f"tool_{name}": float(n) for name, n in asdict(box.counts).items()}
+    counts |= {f"tool_reward_{name}": value for name, value in rewards.items() if name}
+
+    own = [value for value in rewards.values() if value is not None]
+    if len(own) < 2:
+        return Outcome(own[0] if own else None, metrics=counts)
+    return Outcome(sum(own), metrics=counts)
+
+
+def _tool(target: str) -> Callable[..., Any]:
     found = import_target(target)
-    if not inspect.isroutine(found):
-        raise CouplerError(f"environment.functions: {target} is no function.")
+    if not inspect.isroutine(found) and not isinstance(found, type):
+        raise CouplerError(f"environment.functions: {target} is no function and no class.")
     return found
 
 
