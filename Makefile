@@ -91,6 +91,14 @@ faults-rollout-vllm: .envs/rollout-vllm/.synced
 kit-%: .envs/%/.synced
 	.envs/$*/bin/python -m pytest $(KIT) $(KIT_$*)
 
+# Those that take other settings than KIT_agents
+MCP := {"played": {"command": [".envs/agents/bin/python", "packages/agents/tests/played_mcp.py"], \
+  "tools": ["plus"], "session": "run"}}
+kit-agents-adapters: .envs/agents/.synced
+	.envs/agents/bin/python -m pytest $(KIT) --coupler environment=tools --coupler-set 'environment.mcp=$(MCP)'
+
+test-agents: kit-agents-adapters
+
 test-workspace: suite-workspace suite-outside
 
 # The tests of targets train a model with a tokenizer, which core's environment has not.

@@ -55,6 +55,10 @@ def sleep(seconds: float) -> str:
     return "awake"
 
 
+def length(completion: str) -> float:
+    return float(len(completion))
+
+
 def bare(a, b):  # type: ignore[no-untyped-def]
     return a, b
 

@@ -10,11 +10,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from coupler import CouplerError
 from coupler_agents.tools.config import ToolsConfig
 from coupler_agents.tools.row_kwargs import Given
 from coupler_agents.tools.schema import hidden_of
 
 SHOWN = 300  # characters of an error
+
+
+class ToolLost(CouplerError):
+    """What a tool runs on went away. That is a failure of the episode."""
 
 
 @dataclass
@@ -47,13 +52,19 @@ class Toolbox:
         return 0 < self.config.max_calls < self.counts.calls + more
 
     async def call(self, name: str, arguments: Any) -> str:
-        """Return what a tool says, or in words why it says nothing."""
+        """Return what a tool says, or in words why it says nothing.
+
+        Raises:
+            ToolLost: what it runs on went away.
+        """
         self.counts.calls += 1
         try:
             return self._cut(await self._call(name, arguments))
         except TimeoutError:
             self.counts.timeouts += 1
             return f"Error: {name} took longer than {self.config.call_timeout_s:g} seconds."
+        except ToolLost:
+            raise
         except Exception as error:  # a tool's own, which the policy is told
             self.counts.errors += 1
             return f"Error: {type(error).__name__}: {error}"[:SHOWN]

@@ -21,6 +21,7 @@ from coupler import (
     import_target,
 )
 from coupler.conversation import ConversationOver, Ended
+from coupler_agents.mcp.offer import McpTools
 from coupler_agents.tools import objects
 from coupler_agents.tools.calling import Toolbox
 from coupler_agents.tools.config import CallFormat, ToolsConfig
@@ -54,10 +55,11 @@ class ToolEnvironment(Environment):
         self.classes = {name: tool for name, tool in found.items() if isinstance(tool, type)}
         self.functions = {name: tool for name, tool in found.items() if name not in self.classes}
         self.made = _class(config.target) if config.target else None
-        if not found and not self.made:
+        self.mcp = McpTools(config.mcp)
+        if not found and not self.made and not self.mcp:
             raise CouplerError(
                 "environment=tools has no tools.\n"
-                "  set:  environment.functions or environment.target"
+                "  set:  environment.functions, environment.target or environment.mcp"
             )
 
         methods = _methods(self.made) if self.made else {}
@@ -72,25 +74,41 @@ class ToolEnvironment(Environment):
         self.schemas += [
             objects.described(made, "environment.functions") for made in self.classes.values()
         ]
-        self.uses_tools = bool(self.schemas) and config.calls is CallFormat.TEMPLATE
+        self.own = tuple(self.schemas)
+        offers = bool(self.schemas or self.mcp)
+        self.uses_tools = offers and config.calls is CallFormat.TEMPLATE
 
     async def setup(self) -> None:
-        """Start the threads of tools that are no coroutines."""
+        """Start the threads of tools that are no coroutines, and list those of MCP
+        servers.
+
+        Raises:
+            CouplerError: a server cannot be reached, or two tools have one name.
+        """
+        await self.mcp.setup()
+        self.schemas = [*self.own, *self.mcp.schemas]
+        names = [schema["function"]["name"] for schema in self.schemas]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise CouplerError(
+                f"environment.mcp: two tools have the name {', '.join(sorted(twice))}.\n"
+                "  set:  environment.mcp.NAME.tools to those that are meant"
+            )
         self.threads = ThreadPoolExecutor(self.config.max_threads, "tool")
 
     async def close(self) -> None:
         """Leave the threads. A tool that is still running is not waited for."""
         if hasattr(self, "threads"):
             self.threads.shutdown(wait=False, cancel_futures=True)
+        await self.mcp.close()
 
     async def episode(self, task: Task, policy: Policy) -> Outcome:
         """Play one episode."""
         player: Any = self.made() if self.made else None
         tools = {**self.functions, **(_methods(player) if player else {})}
         called = {name: made.__call__ for name, made in self.classes.items()}
-        given = given_by(task.row, {**tools, **called}, self.classes)
-
         async with AsyncExitStack() as held:
+            tools |= await self.mcp.begin(held)
+            given = given_by(task.row, {**tools, **called}, self.classes)
             if hasattr(player, "release"):
                 held.push_async_callback(self._own, player.release)
             made = await objects.begin(self.classes, given, self._own, held)
