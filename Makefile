@@ -96,6 +96,8 @@ MCP := {"played": {"command": [".envs/agents/bin/python", "packages/agents/tests
   "tools": ["plus"], "session": "run"}}
 kit-agents-adapters: .envs/agents/.synced
 	.envs/agents/bin/python -m pytest $(KIT) --coupler environment=tools --coupler-set 'environment.mcp=$(MCP)'
+	.envs/agents/bin/python -m pytest $(KIT) --coupler environment=gymnasium,id=FrozenLake-v1 \
+	  --coupler environment=gymnasium,target=packages/agents/tests/kit_gymnasium.py:Guess
 
 test-agents: kit-agents-adapters
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from coupler.plugins import Backend, Kind, hookimpl
+from coupler_agents.gymnasium.config import GymnasiumConfig
 from coupler_agents.program.config import ProgramConfig
 from coupler_agents.tools.config import ToolsConfig
 
@@ -23,4 +24,11 @@ def coupler_backends() -> Iterable[Backend]:
         name="program",
         target="coupler_agents.program.environment:ProgramEnvironment",
         config=ProgramConfig,
+    )
+
+    yield Backend(
+        kind=Kind.ENVIRONMENT,
+        name="gymnasium",
+        target="coupler_agents.gymnasium.environment:GymnasiumEnvironment",
+        config=GymnasiumConfig,
     )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from coupler import CouplerError
@@ -49,9 +49,6 @@ class Server:
         return f"{SECTION}.{self.name}"
 
 
-KEYS = [each.name for each in fields(Server) if each.name != "name"]
-
-
 def read_servers(entries: Mapping[str, Any]) -> list[Server]:
     """Read the entries of ``environment.mcp``.
 
@@ -65,30 +62,24 @@ def _server(name: str, entry: Any) -> Server:
     key = f"{SECTION}.{name}"
 
     if not isinstance(entry, Mapping):
-        raise ConfigError(f"{key} is no mapping.\n  its keys:  {', '.join(KEYS)}")
-    if unknown := [str(each) for each in entry if each not in KEYS]:
-        raise ConfigError(f"unknown option {key}.{unknown[0]}.\n  its keys:  {', '.join(KEYS)}")
+        raise ConfigError(f"{key} is no mapping.\n  its keys:  {', '.join(TAKES)}")
+    if unknown := [str(each) for each in entry if each not in TAKES]:
+        raise ConfigError(f"unknown option {key}.{unknown[0]}.\n  its keys:  {', '.join(TAKES)}")
     if bool(entry.get("command")) == bool(entry.get("url")):
         raise ConfigError(
             f"{key} needs one way to its server.\n"
             f"  set:  {key}.command=[PROGRAM,ARGUMENT] or {key}.url=http://HOST/mcp"
         )
 
-    for each in ("command", "tools"):
-        _check(key, each, entry.get(each, []), "a list of texts", _is_texts)
-    _check(key, "env", entry.get("env", {}), "a mapping of texts", _is_env)
-    for each in ("url", "sha256"):
-        _check(key, each, entry.get(each, ""), "a text", lambda value: isinstance(value, str))
-    _check(
-        key, "session", entry.get("session", SESSIONS[0]), "episode or run", SESSIONS.__contains__
-    )
-    _check(key, "start_timeout_s", entry.get("start_timeout_s", 1), "seconds above 0", _is_seconds)
+    for each, value in entry.items():
+        wanted, fits = TAKES[each]
+        if not fits(value):
+            raise ConfigError(f"{key}.{each} takes {wanted}, got {value!r:.80}.")
     return Server(name=name, **entry)
 
 
-def _check(key: str, name: str, value: Any, wanted: str, fits: Any) -> None:
-    if not fits(value):
-        raise ConfigError(f"{key}.{name} takes {wanted}, got {value!r:.80}.")
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
 
 
 def _is_texts(value: Any) -> bool:
@@ -101,6 +92,17 @@ def _is_env(value: Any) -> bool:
 
 def _is_seconds(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e6
+
+
+TAKES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "command": ("a list of texts", _is_texts),
+    "url": ("a text", _is_text),
+    "env": ("a mapping of texts", _is_env),
+    "tools": ("a list of texts", _is_texts),
+    "sha256": ("a text", _is_text),
+    "session": ("episode or run", SESSIONS.__contains__),
+    "start_timeout_s": ("seconds above 0", _is_seconds),
+}
 
 
 def chosen(server: Server, schemas: Sequence[Schema]) -> list[Schema]:

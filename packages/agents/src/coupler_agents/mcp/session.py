@@ -49,6 +49,7 @@ class Session:
             CouplerError: that failed, or took too long.
         """
         self._task = asyncio.create_task(self._hold())
+
         try:
             async with asyncio.timeout(self.server.start_timeout_s):
                 self._client = await asyncio.shield(self._opened)
@@ -65,10 +66,13 @@ class Session:
 
     async def _hold(self) -> None:
         with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said:
+            transport = self._transport(said)
+
             try:
-                async with mcp.Client(self._transport(said), cache=None) as client:
+                async with mcp.Client(transport, cache=None) as client:
                     self._opened.set_result(client)
                     await self._leave.wait()
+
             except (Exception, asyncio.CancelledError) as error:
                 if self._opened.done():
                     log.debug("%s: %r on the way out", self.server.key, error)

@@ -19,7 +19,7 @@ SHOWN = 300  # characters of an error
 
 
 class ToolLost(CouplerError):
-    """What a tool runs on went away. That is a failure of the episode."""
+    """The server of a tool went away. That is a failure of the episode."""
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Toolbox:
         """Return what a tool says, or in words why it says nothing.
 
         Raises:
-            ToolLost: what it runs on went away.
+            ToolLost: its server went away.
         """
         self.counts.calls += 1
         try:

@@ -200,13 +200,15 @@ def _as_messages(calls: Sequence[Mapping[str, Any]], results: Sequence[str]) -> 
 
 def _outcome(box: Toolbox, rewards: dict[str, Any]) -> Outcome:
     """Return the sum of all rewards, or none. The name of the class's own is empty."""
-    counts = {f"tool_{name}": float(n) for name, n in asdict(box.counts).items()}
-    counts |= {f"tool_reward_{name}": value for name, value in rewards.items() if name}
+    metrics = {f"tool_{name}": float(n) for name, n in asdict(box.counts).items()}
+    metrics |= {f"tool_reward_{name}": value for name, value in rewards.items() if name}
 
     own = [value for value in rewards.values() if value is not None]
-    if len(own) < 2:
-        return Outcome(own[0] if own else None, metrics=counts)
-    return Outcome(sum(own), metrics=counts)
+    if not own:
+        return Outcome(metrics=metrics)
+    if len(own) == 1:
+        return Outcome(own[0], metrics=metrics)
+    return Outcome(sum(own), metrics=metrics)
 
 
 def _tool(target: str) -> Callable[..., Any]:

@@ -65,6 +65,7 @@ def _read(name: str, value: Any, tools: Mapping[str, Any]) -> Given:
             f"the row's column {COLUMN} names the tool {name!r}, and there is none.\n"
             f"  there are:  {', '.join(tools) or 'no tools'}"
         )
+
     found = _object(value, f"{COLUMN}.{name}")
     known = [each.name for each in fields(Given)]
     for key in found:
@@ -107,7 +108,9 @@ def _check_function(name: str, given: Given) -> None:
 
 def _check_object(name: str, made: type, given: Given) -> None:
     for key, method in METHODS.items():
-        kwargs, called = getattr(given, key), getattr(made, method, None)
+        kwargs = getattr(given, key)
+        called = getattr(made, method, None)
+
         if key == "execute_kwargs" or (called is None and not kwargs):
             continue
         if called is None:
