@@ -8,6 +8,7 @@ from coupler.plugins import Backend, Kind, hookimpl
 from coupler_agents.gymnasium.config import GymnasiumConfig
 from coupler_agents.program.config import ProgramConfig
 from coupler_agents.tools.config import ToolsConfig
+from coupler_agents.verifiers.config import VerifiersConfig
 
 
 @hookimpl
@@ -31,4 +32,11 @@ def coupler_backends() -> Iterable[Backend]:
         name="gymnasium",
         target="coupler_agents.gymnasium.environment:GymnasiumEnvironment",
         config=GymnasiumConfig,
+    )
+
+    yield Backend(
+        kind=Kind.ENVIRONMENT,
+        name="verifiers",
+        target="coupler_agents.verifiers.environment:VerifiersEnvironment",
+        config=VerifiersConfig,
     )
