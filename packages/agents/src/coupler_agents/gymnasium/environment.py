@@ -61,8 +61,12 @@ class GymnasiumEnvironment(Environment):
         """Play one episode, until the environment or a limit ends it."""
         from coupler_agents.gymnasium.game import Game
 
-        make = partial(self.made, **{**self.config.kwargs, **_kwargs_of(task.row)})
-        game = Game(make, self.threads, self.config.step_timeout_s)
+        kwargs = {**self.config.kwargs, **_kwargs_of(task.row)}
+        game = Game(
+            partial(self.made, **kwargs),
+            self.threads,
+            self.config.step_timeout_s,
+        )
         score = Score(self.config)
 
         try:

@@ -93,6 +93,7 @@ def _shown(env: Env[Any, Any], observation: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
+    """Return a value of Python and NumPy as JSON has it."""
     if isinstance(value, dict):
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, tuple | list):

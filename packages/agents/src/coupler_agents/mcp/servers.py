@@ -111,7 +111,7 @@ def chosen(server: Server, schemas: Sequence[Schema]) -> list[Schema]:
     Raises:
         CouplerError: there are none, or one that the run names is not there.
     """
-    by_name = {schema["function"]["name"]: schema for schema in schemas}
+    by_name = _by_name(schemas)
     names = server.tools or sorted(by_name)
     missing = [name for name in names if name not in by_name]
 
@@ -121,6 +121,10 @@ def chosen(server: Server, schemas: Sequence[Schema]) -> list[Schema]:
             f"the server of {server.key} has {what}.\n  it has:  {', '.join(by_name) or 'none'}"
         )
     return [by_name[name] for name in sorted(names)]
+
+
+def _by_name(schemas: Sequence[Schema]) -> dict[str, Schema]:
+    return {schema["function"]["name"]: schema for schema in schemas}
 
 
 def hash_of(schemas: Sequence[Schema]) -> str:
@@ -152,8 +156,9 @@ def check_same(server: Server, before: Sequence[Schema], now: Sequence[Schema]) 
     """
     if hash_of(before) == hash_of(now):
         return
-    old, new = ({s["function"]["name"]: s for s in each} for each in (before, now))
-    names = sorted(n for n in old.keys() | new.keys() if old.get(n) != new.get(n))
+
+    old, new = _by_name(before), _by_name(now)
+    names = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
     raise ToolsChanged(
         f"the tools of {server.key} changed during the run: {', '.join(names)}.\n"
         f"  do:  end what changes the server, or name its tools in {server.key}.tools"

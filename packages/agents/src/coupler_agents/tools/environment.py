@@ -68,13 +68,12 @@ class ToolEnvironment(Environment):
                 f"environment.target={config.target} has a tool {', '.join(sorted(both))}, and "
                 "environment.functions too."
             )
-        described = [(tool, "environment.functions") for tool in self.functions.values()]
-        described += [(tool, "environment.target") for tool in methods.values()]
-        self.schemas = [schema_of(tool, where) for tool, where in described]
-        self.schemas += [
-            objects.described(made, "environment.functions") for made in self.classes.values()
+        self.own = [
+            *(schema_of(tool, "environment.functions") for tool in self.functions.values()),
+            *(schema_of(tool, "environment.target") for tool in methods.values()),
+            *(objects.described(made, "environment.functions") for made in self.classes.values()),
         ]
-        self.own = tuple(self.schemas)
+        self.schemas = list(self.own)
         offers = bool(self.schemas or self.mcp)
         self.uses_tools = offers and config.calls is CallFormat.TEMPLATE
 
@@ -104,15 +103,20 @@ class ToolEnvironment(Environment):
     async def episode(self, task: Task, policy: Policy) -> Outcome:
         """Play one episode."""
         player: Any = self.made() if self.made else None
-        tools = {**self.functions, **(_methods(player) if player else {})}
-        called = {name: made.__call__ for name, made in self.classes.items()}
+        tools = {
+            **self.functions,
+            **(_methods(player) if player else {}),
+        }
+        classes = {name: made.__call__ for name, made in self.classes.items()}
+
         async with AsyncExitStack() as held:
             tools |= await self.mcp.begin(held)
-            given = given_by(task.row, {**tools, **called}, self.classes)
+            given = given_by(task.row, {**tools, **classes}, self.classes)
             if hasattr(player, "release"):
                 held.push_async_callback(self._own, player.release)
             made = await objects.begin(self.classes, given, self._own, held)
-            tools |= {name: tool.__call__ for name, tool in made.items()}
+            for name, tool in made.items():
+                tools[name] = tool.__call__
 
             box = Toolbox(tools, self.config, self.threads, given)
             messages = await self._begin(task, player)
@@ -201,7 +205,9 @@ def _as_messages(calls: Sequence[Mapping[str, Any]], results: Sequence[str]) -> 
 def _outcome(box: Toolbox, rewards: dict[str, Any]) -> Outcome:
     """Return the sum of all rewards, or none. The name of the class's own is empty."""
     metrics = {f"tool_{name}": float(n) for name, n in asdict(box.counts).items()}
-    metrics |= {f"tool_reward_{name}": value for name, value in rewards.items() if name}
+    for name, value in rewards.items():
+        if name:
+            metrics[f"tool_reward_{name}"] = value
 
     own = [value for value in rewards.values() if value is not None]
     if not own:

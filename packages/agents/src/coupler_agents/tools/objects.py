@@ -42,7 +42,8 @@ async def begin(
 
     for name, cls in classes.items():
         own = given.get(name, Given())
-        made[name] = tool = await run(cls)
+        tool = await run(cls)
+        made[name] = tool
         if hasattr(tool, "release"):
             held.push_async_callback(run, tool.release, **own.release_kwargs)
         if hasattr(tool, "reset"):

@@ -109,6 +109,7 @@ class VerifiersEnvironment(Environment):
                 f"the row has no task of verifiers in its column {COLUMN}.\n"
                 "  write rows:  python -m coupler_agents.verifiers.rows ENV > rows.jsonl"
             )
+
         try:
             data = self.task_type.data_type().model_validate(dict(found))
         except ValueError as error:

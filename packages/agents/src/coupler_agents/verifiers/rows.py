@@ -29,7 +29,11 @@ def rows(env: dict[str, Any], most: int | None = None) -> Iterator[dict[str, Any
     for task in islice(taskset, most):
         data = task.data.model_dump(mode="json", exclude_defaults=True)
         prompt = task.data.prompt_text or OPENED
-        yield {"prompt": prompt, "answer": "", COLUMN: data}
+        yield {
+            "prompt": prompt,
+            "answer": "",
+            COLUMN: data,
+        }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
