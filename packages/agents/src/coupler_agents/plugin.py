@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from coupler.plugins import Backend, Kind, hookimpl
 from coupler_agents.gymnasium.config import GymnasiumConfig
+from coupler_agents.openenv.config import OpenEnvConfig
 from coupler_agents.program.config import ProgramConfig
 from coupler_agents.tools.config import ToolsConfig
 from coupler_agents.verifiers.config import VerifiersConfig
@@ -39,4 +40,11 @@ def coupler_backends() -> Iterable[Backend]:
         name="verifiers",
         target="coupler_agents.verifiers.environment:VerifiersEnvironment",
         config=VerifiersConfig,
+    )
+
+    yield Backend(
+        kind=Kind.ENVIRONMENT,
+        name="openenv",
+        target="coupler_agents.openenv.environment:OpenEnvEnvironment",
+        config=OpenEnvConfig,
     )

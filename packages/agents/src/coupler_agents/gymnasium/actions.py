@@ -9,14 +9,9 @@ from typing import Any
 from gymnasium import Env, spaces
 
 from coupler import CouplerError
-from coupler.errors import ConfigError
+from coupler_agents.pattern import ActionPattern, NoAction
 
-MAX_CHARACTERS = 20_000  # of a turn in which an action is looked for
 NUMBER = re.compile(r"[+-]?\d{1,18}", re.ASCII)
-
-
-class NoAction(Exception):
-    """A turn has no action of the space. The policy is told why."""
 
 
 class Reader:
@@ -31,12 +26,7 @@ class Reader:
     """
 
     def __init__(self, pattern: str, names: Sequence[str]) -> None:
-        try:
-            self.pattern = re.compile(pattern, re.DOTALL) if pattern else None
-        except re.error as error:
-            raise ConfigError(
-                f"environment.action_pattern={pattern!r} is no regular expression: {error}."
-            ) from None
+        self.pattern = ActionPattern(pattern)
         self.names = {name.strip().lower(): i for i, name in enumerate(names)}
         self.listed = ", ".join(names)
 
@@ -68,7 +58,7 @@ class Reader:
         Raises:
             NoAction: it has none.
         """
-        said = self._found(text[-MAX_CHARACTERS:]).strip()
+        said = self.pattern.find(text)
         if isinstance(space, spaces.Text):
             if not space.contains(said):
                 raise NoAction(
@@ -85,11 +75,3 @@ class Reader:
             first = int(space.start)
             raise NoAction(f"An action is a number from {first} to {first + int(space.n) - 1}.")
         return int(said)
-
-    def _found(self, text: str) -> str:
-        if not self.pattern:
-            return text
-        matches = list(self.pattern.finditer(text))
-        if not matches:
-            raise NoAction(f"An action is written as {self.pattern.pattern}.")
-        return matches[-1][1 if self.pattern.groups else 0] or ""

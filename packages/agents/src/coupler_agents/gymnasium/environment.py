@@ -21,6 +21,7 @@ from coupler import (
 from coupler.conversation import ConversationOver
 from coupler.errors import DataError
 from coupler_agents.gymnasium.config import GymnasiumConfig
+from coupler_agents.pattern import NoAction
 
 COLUMN = "env_kwargs"
 
@@ -84,10 +85,9 @@ class GymnasiumEnvironment(Environment):
         Raises:
             ConversationOver: a limit was reached.
         """
-        from coupler_agents.gymnasium.actions import NoAction
-
         while True:
             reply = await policy.chat(messages)
+
             try:
                 said = reply.message.get("content") or ""
                 action = self.reader.read(said, game.env.action_space)
