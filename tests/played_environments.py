@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from coupler import (
@@ -53,8 +54,13 @@ class PlayedConfig(EnvironmentConfig):
     fails: int = 0
     """How often a chosen episode raises before it goes well."""
     tools: bool = False
+    ignored: int = 0
+    """Nothing reads it."""
     dies_at: int = no_effect(0)
     """The episode at which the process dies."""
+    kills: str = no_effect("")
+    """A folder with a file for each episode that killed its process. Those do of every
+    third seed, once, before a turn or behind the last."""
 
 
 @dataclass
@@ -98,6 +104,7 @@ class Played(Environment):
             os.kill(os.getpid(), signal.SIGKILL)
         SEEN.begun.append((str(task.row["prompt"]), task.seed))
         said = await self._turns(task, policy)
+        self._maybe_die(task.seed, len(said))
         reward = sum(map(len, said)) / 100 + len(said)
         return await getattr(self, f"_{self.config.how}")(task, policy, said, reward)
 
@@ -105,6 +112,7 @@ class Played(Environment):
         history: list[Message] = list(task.messages)
         said: list[str] = []
         for turn in range(self.config.turns):
+            self._maybe_die(task.seed, turn)
             reply = await policy.chat(history, [LOOK] if self.config.tools else ())
             said.append(str(reply.message["content"]))
             SEEN.turns.append(said[-1])
@@ -112,6 +120,14 @@ class Played(Environment):
                 break
             history += [reply.message, {"role": "user", "content": f"{turn} ?"}]
         return said
+
+    def _maybe_die(self, seed: int, turn: int) -> None:
+        if not self.config.kills or seed % 3 or seed // 3 % 3 != turn:
+            return
+        mark = Path(self.config.kills, str(seed))
+        if not mark.exists():
+            mark.write_text(f"before turn {turn}")
+            os.kill(os.getpid(), signal.SIGKILL)
 
     async def _talk(self, task: Task, policy: Policy, said: list[str], reward: float) -> Outcome:
         return Outcome(reward, metrics={"said": float(len(said))})

@@ -384,6 +384,44 @@ def test_reasoning_is_read(codec_of: Any) -> None:
         assert (message.get("reasoning_content"), message["content"]) == (reasoning, content)
 
 
+@pytest.mark.parametrize(("template", "rows"), [(DROPS, 3), (KEEPS, 1)])
+def test_reasoning_may_be_dropped_as_the_template_does(
+    codec_of: Any, template: str, rows: int
+) -> None:
+    """Each turn is trained once, in a row that shows what the template would."""
+    codec = codec_of(template)
+    thought = "<think>\nhm {}\n</think>\n\nfine"
+    rollout = Scripted(
+        lambda request: said(codec, thought.format(len(rollout.requests) - 1)),
+    )
+    renderer = TemplateRenderer(codec, keep_reasoning=False)
+    conversation = Conversation(rollout, renderer, Limits(99), Request((), 1))
+    history: list[Any] = [user("hi")]
+    for _ in range(3):
+        history += [chat(conversation, history).message, user("go on")]
+
+    made = conversation.close()
+    check_rows(made, rollout.answered)
+    assert len(made) == rows and conversation.metrics()["conversation/forks"].value == rows - 1
+    fed = [codec.tokenizer.decode(request.prompt) for request in rollout.requests]
+    assert ["hm" in text for text in fed] == [False, rows == 1, rows == 1]
+    if rows > 1:
+        said_before = history[:3]
+        assert rollout.requests[1].prompt == renderer.render(said_before, ())
+
+
+def test_reasoning_that_was_dropped_is_not_missed_again(codec_of: Any) -> None:
+    codec = codec_of(DROPS)
+    answers = ["<think>\nhm\n</think>\n\nfine", "yes", "no"]
+    rollout = Scripted(lambda _: said(codec, answers[len(rollout.requests) - 1]))
+    renderer = TemplateRenderer(codec, keep_reasoning=False)
+    conversation = Conversation(rollout, renderer, Limits(99), Request((), 1))
+    history: list[Any] = [user("hi")]
+    for _ in answers:
+        history += [chat(conversation, history).message, user("go on")]
+    assert [len(row.trained) for row in conversation.close()] == [1, 2]
+
+
 def test_what_means_nothing_is_no_difference() -> None:
     def call(arguments: Any, **more: Any) -> dict[str, Any]:
         function = {"name": "f", "arguments": arguments}
@@ -658,7 +696,7 @@ def test_counted_tokens_are_those_that_are_fed(codec_of: Any) -> None:
     conversation, rollout = talk(codec_of(KEEPS), "one", "two", tools=True)
     asked: list[Any] = [user("a")]
     for turn in range(2):
-        counted = conversation.count(asked, [TOOL])
+        counted = asyncio.run(conversation.count(asked, [TOOL]))
         assert len(conversation.tree.turns) == len(rollout.requests) == turn
         reply = chat(conversation, asked, [TOOL])
         assert reply.usage[0] == counted

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import venv
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -298,6 +299,38 @@ def test_no_reward_without_a_target_is_one_sentence(start: Start) -> None:
     assert "reward.target" in said and "Traceback" not in said
 
 
+RANKED = """
+def score(completions, row):
+    order = sorted(set(completions), key=lambda text: (len(text), text))
+    ranks = [order.index(text) + 1 for text in completions]
+    return [{"reward": r / len(order), "rank": r, "size": len(completions)} for r in ranks]
+"""
+
+
+@pytest.mark.parametrize("plays", [True, False])
+def test_a_reward_of_groups_sees_all_episodes_of_a_prompt(
+    start: Start, inputs: Path, tmp_path: Path, plays: bool
+) -> None:
+    (tmp_path / "ranked.py").write_text(RANKED)
+    more = (f"reward.target={tmp_path / 'ranked.py'}:score", "samples_per_prompt=4")
+    if plays:
+        went_well(start(*more, "environment.how=scored", scored=True))
+    else:
+        given = toy_runs.arguments(inputs, tmp_path / "run", f"steps={STEPS}")
+        went_well(toy_runs.call([*given, *more]))
+
+    for batch in batches(tmp_path / "run"):
+        assert set(batch["reward_parts/size"]) == {4}
+        for group in set(batch["group"]):
+            mine = batch["group"] == group
+            ranks = batch["reward_parts/rank"][mine]
+            assert batch["reward"][mine] == pytest.approx(ranks / ranks.max())
+    step = metrics(tmp_path / "run")[-1]
+    assert step["reward_parts/size"] == 4 and step["reward_parts/rank"] >= 1
+    given = ["replay", str(tmp_path / "run"), "--step", "2", "--stage", "advantages"]
+    went_well(toy_runs.call(given))
+
+
 def test_turn_rewards_stand_at_the_last_token_of_each_turn(start: Start, tmp_path: Path) -> None:
     went_well(start("environment.how=per_turn"))
     for batch in batches(tmp_path / "run"):
@@ -313,6 +346,87 @@ def test_turn_rewards_stand_at_the_last_token_of_each_turn(start: Start, tmp_pat
 def test_wrong_turn_rewards_are_one_sentence(start: Start, how: str) -> None:
     said = sentence(start(f"environment.how={how}"))
     assert "turn" in said and "Outcome.turn_rewards" in said and "Traceback" not in said
+
+
+# --- processes of their own
+
+SAME = ("time/", "memory/", "environment/failed")
+
+
+def test_workers_play_the_same_episodes(start: Start, tmp_path: Path) -> None:
+    went_well(start(name="here"))
+    begun, SEEN.begun = SEEN.begun, []
+    went_well(start("environment.workers=2", name="there"))
+    assert begun and not SEEN.begun, "an episode was played in the process of the run"
+    assert reproducible(tmp_path / "there") == reproducible(tmp_path / "here")
+
+
+def test_kills_of_workers_change_no_number(start: Start, tmp_path: Path) -> None:
+    more = ("steps=15", "samples_per_prompt=4", "environment.retries=4")
+    went_well(start(*more, name="plain"))
+    (tmp_path / "kills").mkdir()
+    kills = f"environment.kills={tmp_path / 'kills'}"
+    went_well(start(*more, kills, "environment.workers=2", name="killed"))
+
+    when = Counter(mark.read_text() for mark in (tmp_path / "kills").iterdir())
+    assert when.total() >= 20 and len(when) == 3
+    one, other = (reproducible(tmp_path / name, SAME) for name in ("plain", "killed"))
+    assert one == other
+    failed = metrics(tmp_path / "killed")[-1]["environment/failed"]
+    assert 20 <= failed <= when.total()
+
+
+def test_killed_workers_end_a_run_that_allows_none(start: Start, tmp_path: Path) -> None:
+    kills, none = f"environment.kills={tmp_path}", "environment.max_failed_fraction=0"
+    said = sentence(
+        start(kills, none, "environment.workers=1", "steps=15", "environment.retries=9")
+    )
+    assert "environment=played failed" in said
+    assert "the process of the episode was killed by SIGKILL" in said
+
+
+@pytest.mark.parametrize("how", ["raises", "exits", "nothing", "cancels"])
+def test_a_failure_in_a_worker_is_the_environments(start: Start, how: str) -> None:
+    said = sentence(
+        start(f"environment.how={how}", "environment.fails=99", "environment.workers=1")
+    )
+    assert "episode of environment=played failed" in said
+    shown = {"raises": "the game broke", "exits": "SystemExit", "cancels": "CancelledError"}
+    assert shown.get(how, "returned a NoneType, not an Outcome") in said
+    assert "link.py" not in said, "the traceback shows how it came here"
+
+
+def test_a_worker_whose_rollout_fails_has_not_failed(start: Start) -> None:
+    said = start("rollout.fails_after=12", "environment.workers=1")
+    text = said.raised + said.text
+    assert "the rollout broke" in text and "max_failed_fraction" not in text
+
+
+def test_an_environment_of_another_interpreter(start: Start, tmp_path: Path) -> None:
+    """It has core alone, of this source tree."""
+    venv.create(tmp_path / "other", with_pip=False)
+    python = tmp_path / "other" / "bin" / "python"
+    (site,) = (tmp_path / "other").glob("lib/python*/site-packages")
+    paths = [*map(str, IMPORTED), *(path for path in sys.path if path)]
+    (site / "ours.pth").write_text("\n".join(paths))
+    went_well(start(name="here"))
+    SEEN.clear()
+    went_well(start(f"environment.python={python}", name="there"))
+    assert not SEEN.begun
+    assert reproducible(tmp_path / "there") == reproducible(tmp_path / "here")
+
+
+def test_an_interpreter_without_coupler_is_one_sentence(start: Start, tmp_path: Path) -> None:
+    venv.create(tmp_path / "other", with_pip=False)
+    python = tmp_path / "other" / "bin" / "python"
+    said = sentence(start(f"environment.python={python}"))
+    assert f"{python} -m pip install coupler-core" in said
+    assert "environment.python=/nowhere" in sentence(start("environment.python=/nowhere"))
+
+
+def test_an_option_that_no_worker_reads_is_named(start: Start) -> None:
+    said = sentence(start("environment.ignored=1", "environment.workers=1", "strict=true"))
+    assert "you set environment.ignored, and nothing read it" in said
 
 
 # --- other runs

@@ -47,6 +47,12 @@ def chat(tmp_path: Path) -> Codec:
     return Codec(Model(str(folder(tmp_path, TURNS + START))))
 
 
+WITH_TOOLS = (
+    "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}"
+    "<|im_end|>\n{% endif %}"
+)
+
+
 def text_of(codec: Codec, ids: tuple[int, ...]) -> str:
     return codec.tokenizer.decode(list(ids))
 
@@ -177,3 +183,24 @@ def test_a_broken_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(CouplerError, match=r"the tokenizer of model\.path="):
         Codec(Model(str(tmp_path)))
+
+
+def test_tools_of_a_row_are_shown_by_a_template_that_knows_them(tmp_path: Path) -> None:
+    schema = {"type": "function", "function": {"name": "add", "description": "2 <|im_end|> 2"}}
+    rows = [
+        Row("hi", "", 0, {"tools": [schema]}),
+        Row("hi", "", 1, {}),
+        Row("hi", "", 2, {"tools": ["add"]}),  # for the environment alone
+    ]
+    config = DataConfig(source="a.jsonl")
+    codec = Codec(Model(str(folder(tmp_path / "tools", WITH_TOOLS + TURNS + START))))
+    shown, *plain = (p.ids for p in encode_prompts(rows, codec, config)[0])
+
+    text = text_of(codec, shown)
+    assert text.startswith("<|im_start|>system\n{") and '"name": "add"' in text
+    end = codec.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert shown.count(end) == 2, "a control token in a description is plain text"
+    assert plain == [codec.prompt_ids("hi", "")] * 2
+
+    knows_none = Codec(Model(str(folder(tmp_path / "none", TURNS + START))))
+    assert len({p.ids for p in encode_prompts(rows, knows_none, config)[0]}) == 1

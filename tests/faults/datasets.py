@@ -66,7 +66,22 @@ def _try(commands: Commands, folder: Path, case: Path, chance: random.Random) ->
     if why:
         shown = what.encode("ascii", "backslashreplace").decode()[:200]
         yield f"{job} {shown}: {why}: {ended.text[-700:]}"
+    yield from _unlike(commands, folder, path, case, job, ended)
     shutil.rmtree(case, ignore_errors=True)
+
+
+def _unlike(
+    commands: Commands, folder: Path, path: str, case: Path, job: str, ended: Ended
+) -> Iterator[str]:
+    """Compare the verdict of ``doctor data`` with that of the job."""
+    given = _arguments(folder, path, case / "other", job)[1:]
+    algorithm = ["algorithm=sft"] if job == "sft" else []
+    examined = commands.run("doctor", "data", *given, *algorithm, limit_s=60)
+
+    refused, said = ended.code == 2, examined.code
+    if examined.raised or said != (2 if refused else 0):
+        what = f"{job} of {path} ended with {ended.code}, and doctor data with {said}"
+        yield f"{what}: {ended.text[-300:]}: {examined.raised}{examined.text[-700:]}"
 
 
 def _arguments(folder: Path, path: str, run_dir: Path, job: str) -> list[str]:

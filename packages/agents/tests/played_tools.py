@@ -141,3 +141,19 @@ class broken(counter):
 
     def get_reward(self, scale: float = 1.0) -> float:
         return float("nan")
+
+
+def python(code: str) -> str:
+    """Run nothing, under the name of another tool.
+
+    Args:
+        code: Some text.
+    """
+    return code
+
+
+def by_program(completion: str, answer: str) -> float:
+    """Score a program by what it prints."""
+    from coupler_agents.sandbox import run_python
+
+    return float(run_python(completion).stdout.strip() == answer)

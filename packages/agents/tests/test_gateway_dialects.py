@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -303,5 +304,5 @@ def test_a_cut_turn_says_so_and_ends_the_episode() -> None:
 def test_counting_leaves_no_turn() -> None:
     conversation, rollout = talk("3")
     user = {"role": "user", "content": "a"}
-    assert conversation.count([user]) == len(renderer().render([user], []))
+    assert asyncio.run(conversation.count([user])) == len(renderer().render([user], []))
     assert not rollout.requests and not conversation.tree.turns

@@ -146,10 +146,11 @@ def test_hostile_answers_end_no_episode(codec: Codec, calls: CallFormat) -> None
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "no tools": ({}, "environment.functions, environment.target or environment.mcp"),
+    "no tools": ({}, "environment.builtin or environment.mcp"),
     "no docstring": ({"functions": [f"{TOOLS}:bare"]}, "the tool bare cannot be described"),
     "a class": ({"functions": [f"{TOOLS}:Guess"]}, "is no tool"),
     "a function": ({"target": f"{TOOLS}:add"}, "is no class"),
+    "no such builtin": ({"builtin": ["bash"]}, "there is no tool bash"),
     "no module": ({"target": f"{TOOLS}:Nobody"}, "has no 'Nobody'"),
 }
 

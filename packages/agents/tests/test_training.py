@@ -33,14 +33,17 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("client", ["with_openai", "with_anthropic"])
 def test_the_official_clients_are_trained(
-    inputs: Path, tmp_path: Path, client: str, capsys: pytest.CaptureFixture[str]
+    inputs: Path, tmp_path: Path, client: str, workers: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """With workers, the gateway is in their processes and the conversation is not."""
     given = [
         "train", *OPTIONS, f"model.path={inputs / 'toy'}", f"run_dir={tmp_path / 'run'}",
         f"data.source={inputs / 'rows.jsonl'}", f"environment.target=played_clients:{client}",
         "environment=program", "environment.uses_tools=false",
+        f"environment.workers={workers}",
     ]  # fmt: skip
     assert main(given) == 0, capsys.readouterr().err
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]

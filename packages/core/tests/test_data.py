@@ -133,7 +133,9 @@ def test_a_bad_source_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.parquet").write_text("not parquet at all")
     (tmp_path / "x.json").write_text('{"rows": []}')
-    (tmp_path / "folder").mkdir()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "state.json").write_text("{}")
     (tmp_path / "gen.py").write_text("def rows(n): return [{'prompt': 'x'}, 3]\nvalue = 3")
     for config, what in (
         (DataConfig(), "data.source is not set"),
@@ -141,7 +143,8 @@ def test_a_bad_source_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         (DataConfig(source="x.parquet"), "is not Parquet"),
         (DataConfig(source="x.json"), "holds a dict, not a list"),
         (DataConfig(source="x.csv"), "is nothing that can be read"),
-        (DataConfig(source="folder"), "pip install datasets"),
+        (DataConfig(source="saved"), "pip install datasets"),
+        (DataConfig(source="empty"), "is a folder without a file of rows"),
         (DataConfig(source="x.json", args={"n": 1}), "data.args has n, but"),
         (DataConfig(source="no_such_module:rows"), "cannot be imported"),
         (DataConfig(source="gen.py:value"), "is a int, not a function"),

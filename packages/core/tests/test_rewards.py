@@ -447,7 +447,7 @@ def test_output_without_end_is_cut(rewards: str, capsys: pytest.CaptureFixture[s
         assert scores(pool, ["flood", "1"]) == [1.0, 1.0]
     written = capsys.readouterr().err
     assert len(written) < 4 << 20
-    assert "bytes of this reward's output are left out" in written
+    assert "bytes of this process's output are left out" in written
 
 
 def test_an_answer_is_bounded_and_can_be_written(rewards: str) -> None:

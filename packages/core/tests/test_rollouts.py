@@ -185,6 +185,8 @@ def test_a_session_moves_when_its_replica_dies(tmp_path: Path) -> None:
 class AsItIs:
     """A codec, and rewards."""
 
+    takes_group = False
+
     def decode(self, ids: tuple[int, ...]) -> str:
         return str(ids)
 

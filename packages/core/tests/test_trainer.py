@@ -17,7 +17,15 @@ from toy_run import REWARD, ToyRun, small
 
 from coupler.config.schema import SamplingConfig
 from coupler.errors import CouplerError, RewardError, WaitTimeout, WeightSyncError
-from coupler.interfaces import Completion, InFlight, Rank, Request, SyncReceipt, WeightUpdate
+from coupler.interfaces import (
+    Completion,
+    InFlight,
+    Rank,
+    Request,
+    SyncReceipt,
+    WeightUpdate,
+    open_transport,
+)
 from coupler.loop.engine_group import EngineGroup
 from coupler.rewards import RewardPool
 from coupler.testing.models import read_tensors, rewrite
@@ -600,3 +608,5 @@ def test_a_sync_that_hangs_ends_at_its_deadline(
         WaitTimeout, match=r"version 0 were not in every rollout after 0 s|was not .* after"
     ):
         run.run()
+    # A later run of this process took them for its own.
+    assert not open_transport.cache_info().currsize

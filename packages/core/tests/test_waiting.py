@@ -267,6 +267,7 @@ def test_a_heartbeat_names_the_prompts_that_are_outstanding() -> None:
     class Parts:  # rollouts, rewards and codec
         executor = SimpleNamespace(waits=waits)
         router = Router(2)
+        takes_group = False
 
         async def generate(self, request: Request) -> Completion:
             await asyncio.sleep(0.001 * (len(request.prompt) > 1))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from coupler import RunConfig
 from coupler.plugins import Backend, Kind, hookimpl
+from coupler.plugins.finding import Finding
 from coupler_agents.gymnasium.config import GymnasiumConfig
 from coupler_agents.openenv.config import OpenEnvConfig
 from coupler_agents.program.config import ProgramConfig
@@ -48,3 +50,14 @@ def coupler_backends() -> Iterable[Backend]:
         target="coupler_agents.openenv.environment:OpenEnvEnvironment",
         config=OpenEnvConfig,
     )
+
+
+@hookimpl
+def coupler_doctor(config: RunConfig | None) -> Iterable[Finding]:
+    """Check the sandbox of programs, if the run has the tool python."""
+    environment = config.environment if config else None
+    if not isinstance(environment, ToolsConfig) or "python" not in environment.builtin:
+        return []
+    from coupler_agents.doctor import findings
+
+    return findings(environment)

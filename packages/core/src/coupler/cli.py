@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 USER_ERROR, INTERRUPTED, NO_READER = 2, 130, 141
+DATA = "data"  # coupler doctor data
+CHECKS = "check this machine and a configuration; 'doctor data' examines the rows of one"
 HELP = "\n  try:  coupler COMMAND --help; options are written key=value"
 
 
@@ -35,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
 
     It is 2 for an error that the user can fix, which is printed without a traceback,
     130 for Ctrl-C, and 141 where nobody reads the output any more. ``doctor`` returns 1
-    if it found a problem.
+    if it found a problem, and ``doctor data`` 2 if the run would be refused.
     """
     try:
         configure()
@@ -138,9 +140,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     plan = _add_job(
         commands, "plan", _plan, "print what a configuration amounts to; takes no device"
     )
-    doctor = _add_job(
-        commands, "doctor", _doctor, "check this machine, what is installed, and a configuration"
-    )
+    doctor = _add_job(commands, "doctor", _doctor, CHECKS)
     doctor.add_argument("--json", action="store_true", help="for programs")
 
     plugins = commands.add_parser("plugins", help="list what is installed, and what does not load")
@@ -291,27 +291,32 @@ def _plan(arguments: argparse.Namespace) -> None:
 
     composed, plugins = _composed(arguments, arguments.job)
     data = composed.config.data
-    num_rows = len(load_rows(data)) if Path(data.source).is_file() else None
+    there = data.source and all(Path(source).exists() for source in data.sources)
+    num_rows = len(load_rows(data)) if there else None
     print(make_plan(composed.config, num_rows, plugins, job=Job(arguments.job)).render())
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
     from coupler.config.compose import compose
-    from coupler.doctor import Verdict, diagnose, render
+    from coupler.doctor import Verdict, diagnose, examine, render
 
+    about_data = DATA in arguments.overrides
+    arguments.overrides = [text for text in arguments.overrides if text != DATA]
     plugins, config = Plugins.load(), None
-    if arguments.config or arguments.overrides:
+    if arguments.config or arguments.overrides or about_data:
         config = compose(plugins, arguments.overrides, arguments.config, complete=False).config
 
     findings = []
-    for finding in diagnose(plugins, config):
+    asked = examine(config, plugins) if config and about_data else diagnose(plugins, config)
+    for finding in asked:
         findings.append(finding)
         if not arguments.json:
             print(render(finding), flush=True)
 
     if arguments.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
-    return int(any(finding.verdict is Verdict.PROBLEM for finding in findings))
+    wrong = any(finding.verdict is Verdict.PROBLEM for finding in findings)
+    return wrong * (USER_ERROR if about_data else 1)
 
 
 def _replay(arguments: argparse.Namespace) -> None:

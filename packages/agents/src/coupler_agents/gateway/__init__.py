@@ -5,6 +5,6 @@ OpenAI or Anthropic or as token ids, become turns of the episode's conversation.
 """
 
 from coupler_agents.gateway.server import Gateway
-from coupler_agents.gateway.session import Bounds, Session
+from coupler_agents.gateway.session import Bounds, Session, Talk
 
-__all__ = ["Bounds", "Gateway", "Session"]
+__all__ = ["Bounds", "Gateway", "Session", "Talk"]

@@ -56,7 +56,7 @@ async def answer(session: Session, body: Object) -> Object | list[bytes]:
 async def count_tokens(session: Session, body: Object) -> Object:
     """Count the tokens of the prompt that a request would make."""
     asked = read(body)
-    return {"input_tokens": session.conversation.count(asked.messages, asked.tools)}
+    return {"input_tokens": await session.conversation.count(asked.messages, asked.tools)}
 
 
 def read(body: Object) -> Asked:

@@ -14,10 +14,10 @@ from typing import Any
 
 from aiohttp import web
 
-from coupler.conversation import Conversation, ConversationOver
+from coupler.conversation import ConversationOver
 from coupler.errors import CouplerError, ReplicaDied, WaitTimeout, WorkerFailed
 from coupler_agents.gateway import chat, generate, messages, responses
-from coupler_agents.gateway.session import Bounds, Session
+from coupler_agents.gateway.session import Bounds, Session, Talk
 from coupler_agents.gateway.wire import Object, Refused, dump, load
 
 HOST = "127.0.0.1"
@@ -103,7 +103,7 @@ class Gateway:
         await self._server.shutdown(CLOSE_SECONDS)
         self._listener = self._server = None
 
-    def open(self, conversation: Conversation) -> Session:
+    def open(self, conversation: Talk) -> Session:
         """Give a conversation a key.
 
         Raises:

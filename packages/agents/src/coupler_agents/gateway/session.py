@@ -3,14 +3,50 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from coupler.conversation import Conversation, Reply
+from coupler.conversation import Ended, Message, Reply
 from coupler.interfaces import Completion
 from coupler_agents.gateway.wire import Asked, Refused
+
+
+class Talk(Protocol):
+    """A conversation, in this process or in that of the run.
+
+    See :class:`coupler.conversation.Conversation`.
+    """
+
+    ended: Ended | None
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] = (),
+        *,
+        max_tokens: int | None = None,
+        wishes: Mapping[str, Any] | None = None,
+    ) -> Reply:
+        """Sample the answer to messages."""
+        ...
+
+    async def count(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] = (),
+    ) -> int:
+        """Return how many tokens :meth:`chat` would feed."""
+        ...
+
+    async def sample(
+        self,
+        ids: tuple[int, ...],
+        max_tokens: int | None = None,
+    ) -> Completion:
+        """Sample after ids."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +82,7 @@ class Session:
         told: messages up to each answer of the Responses dialect, by its id.
     """
 
-    conversation: Conversation
+    conversation: Talk
     url: str
     api_key: str = field(repr=False)
     keys: list[str] = field(default_factory=list, repr=False)

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from coupler import CouplerError, Environment, Outcome, Policy, Task, import_target
-from coupler.conversation import Conversation
-from coupler_agents.gateway import Gateway, Session
+from coupler_agents.gateway import Gateway, Session, Talk
 from coupler_agents.program.config import ProgramConfig
 from coupler_agents.program.process import run
 
@@ -41,7 +40,7 @@ class ProgramEnvironment(Environment):
 
     async def episode(self, task: Task, policy: Policy) -> Outcome:
         """Play one episode. A failure that follows one of its limits is none."""
-        conversation = cast(Conversation, policy)
+        conversation = cast(Talk, policy)
 
         async with self.places:
             session = self.gateway.open(conversation)

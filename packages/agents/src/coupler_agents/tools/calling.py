@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from coupler import CouplerError
+from coupler_agents.sandbox import SandboxFailed
 from coupler_agents.tools.config import ToolsConfig
 from coupler_agents.tools.row_kwargs import Given
 from coupler_agents.tools.schema import hidden_of
@@ -20,6 +21,14 @@ SHOWN = 300  # characters of an error
 
 class ToolLost(CouplerError):
     """The server of a tool went away. That is a failure of the episode."""
+
+
+class ToolFailed(Exception):
+    """Raised by a tool of this package. The policy is told the text as it is."""
+
+    def __init__(self, text: str, *, timed_out: bool = False) -> None:
+        super().__init__(text)
+        self.timed_out = timed_out
 
 
 @dataclass
@@ -56,15 +65,21 @@ class Toolbox:
 
         Raises:
             ToolLost: its server went away.
+            SandboxFailed: the sandbox does not work, which is no fault of the policy.
         """
         self.counts.calls += 1
+
         try:
             return self._cut(await self._call(name, arguments))
+        except (SandboxFailed, ToolLost):
+            raise
+        except ToolFailed as error:
+            self.counts.timeouts += error.timed_out
+            self.counts.errors += not error.timed_out
+            return self._cut(f"Error: {error}")
         except TimeoutError:
             self.counts.timeouts += 1
             return f"Error: {name} took longer than {self.config.call_timeout_s:g} seconds."
-        except ToolLost:
-            raise
         except Exception as error:  # a tool's own, which the policy is told
             self.counts.errors += 1
             return f"Error: {type(error).__name__}: {error}"[:SHOWN]
@@ -83,7 +98,9 @@ class Toolbox:
         if foreign := hidden & arguments.keys():
             raise TypeError(f"{name} takes no argument {', '.join(sorted(foreign))}")
         inspect.signature(tool).bind(**given)
-        async with asyncio.timeout(self.config.call_timeout_s):
+        # Some wait for a place first, and bound the time of a call themselves.
+        bounded = getattr(tool, "bounds_its_time", False)
+        async with asyncio.timeout(None if bounded else self.config.call_timeout_s):
             if inspect.iscoroutinefunction(tool):
                 return await tool(**given)
             loop = asyncio.get_running_loop()

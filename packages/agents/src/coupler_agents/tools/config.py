@@ -40,3 +40,18 @@ class ToolsConfig(EnvironmentConfig):
     """The longest text of a tool that the policy is shown; the rest is cut."""
     max_threads: int = field(default=32, metadata={"ge": 1})
     """Tools that are no coroutines run in threads, this many at once."""
+    builtin: list[str] = field(default_factory=list)
+    """Tools that come with this package: python runs programs in the sandbox."""
+    sandbox_url: str = ""
+    """The address of a SandboxFusion server that runs programs, in place of the sandbox
+    of this machine. Nothing is kept there between two calls."""
+    sandbox_memory_gib: float = field(default=1.0, metadata={"gt": 0})
+    """GiB of memory of one episode's programs."""
+    sandbox_processes: int = field(default=16, metadata={"ge": 1})
+    """Processes and threads of one episode's programs."""
+    sandbox_files_mib: int = field(default=64, metadata={"ge": 1})
+    """MiB of files of one episode's programs, in /tmp and again in /dev/shm."""
+    sandbox_interpreters: int = field(default=256, metadata={"ge": 1})
+    """Interpreters that live at once. An episode waits for one at its first program."""
+    sandbox_imports: list[str] = field(default_factory=list)
+    """Modules that the sandbox imports once, before any program starts."""

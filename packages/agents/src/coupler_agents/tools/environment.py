@@ -25,7 +25,8 @@ from coupler_agents.mcp.offer import McpTools
 from coupler_agents.tools import objects
 from coupler_agents.tools.calling import Toolbox
 from coupler_agents.tools.config import CallFormat, ToolsConfig
-from coupler_agents.tools.row_kwargs import given_by
+from coupler_agents.tools.python import PythonTool
+from coupler_agents.tools.row_kwargs import given_by, python_of
 from coupler_agents.tools.schema import schema_of
 from coupler_agents.tools.text_calls import as_message, read_calls, with_tools
 
@@ -56,30 +57,44 @@ class ToolEnvironment(Environment):
         self.functions = {name: tool for name, tool in found.items() if name not in self.classes}
         self.made = _class(config.target) if config.target else None
         self.mcp = McpTools(config.mcp)
-        if not found and not self.made and not self.mcp:
+        self.python = PythonTool(config) if _has_python(config) else None
+        if not found and not self.made and not self.mcp and not self.python:
             raise CouplerError(
                 "environment=tools has no tools.\n"
-                "  set:  environment.functions, environment.target or environment.mcp"
+                "  set:  environment.functions, environment.target, environment.builtin or "
+                "environment.mcp"
             )
 
-        methods = _methods(self.made) if self.made else {}
-        if both := methods.keys() & found.keys():
-            raise CouplerError(
-                f"environment.target={config.target} has a tool {', '.join(sorted(both))}, and "
-                "environment.functions too."
-            )
-        self.own = [
-            *(schema_of(tool, "environment.functions") for tool in self.functions.values()),
-            *(schema_of(tool, "environment.target") for tool in methods.values()),
-            *(objects.described(made, "environment.functions") for made in self.classes.values()),
-        ]
+        self.own = self._described()
         self.schemas = list(self.own)
         offers = bool(self.schemas or self.mcp)
         self.uses_tools = offers and config.calls is CallFormat.TEMPLATE
 
+    def _described(self) -> list[dict[str, Any]]:
+        """Return the schema of each tool.
+
+        Raises:
+            CouplerError: two have one name, or one cannot be described.
+        """
+        methods = _methods(self.made) if self.made else {}
+        sources = {
+            "environment.functions": {**self.functions, **self.classes},
+            "environment.target": methods,
+            "environment.builtin": {"python": self.python.described} if self.python else {},
+        }
+        seen: dict[str, str] = {}
+
+        for where, tools in sources.items():
+            for name in tools:
+                if name in seen:
+                    raise CouplerError(f"{where} has a tool {name}, and {seen[name]} too.")
+                seen[name] = where
+
+        return [_schema(t, where) for where, tools in sources.items() for t in tools.values()]
+
     async def setup(self) -> None:
-        """Start the threads of tools that are no coroutines, and list those of MCP
-        servers.
+        """Start the threads of tools that are no coroutines, and the sandbox, and list
+        the tools of MCP servers.
 
         Raises:
             CouplerError: a server cannot be reached, or two tools have one name.
@@ -92,10 +107,15 @@ class ToolEnvironment(Environment):
                 f"environment.mcp: two tools have the name {', '.join(sorted(twice))}.\n"
                 "  set:  environment.mcp.NAME.tools to those that are meant"
             )
+
         self.threads = ThreadPoolExecutor(self.config.max_threads, "tool")
+        if self.python:
+            await self.python.start(self.threads)
 
     async def close(self) -> None:
         """Leave the threads. A tool that is still running is not waited for."""
+        if self.python:
+            await self.python.close()
         if hasattr(self, "threads"):
             self.threads.shutdown(wait=False, cancel_futures=True)
         await self.mcp.close()
@@ -111,7 +131,16 @@ class ToolEnvironment(Environment):
 
         async with AsyncExitStack() as held:
             tools |= await self.mcp.begin(held)
-            given = given_by(task.row, {**tools, **classes}, self.classes)
+            if self.python:
+                programs = self.python.episode(python_of(task.row))
+                held.push_async_callback(programs.close)
+                tools["python"] = programs.python
+            given = given_by(
+                task.row,
+                {**tools, **classes},
+                self.classes,
+                builtin=("python",) if self.python else (),
+            )
             if hasattr(player, "release"):
                 held.push_async_callback(self._own, player.release)
             made = await objects.begin(self.classes, given, self._own, held)
@@ -215,6 +244,20 @@ def _outcome(box: Toolbox, rewards: dict[str, Any]) -> Outcome:
     if len(own) == 1:
         return Outcome(own[0], metrics=metrics)
     return Outcome(sum(own), metrics=metrics)
+
+
+def _has_python(config: ToolsConfig) -> bool:
+    if unknown := sorted(set(config.builtin) - {"python"}):
+        raise CouplerError(
+            f"environment.builtin: there is no tool {', '.join(unknown)}.\n  there is:  python"
+        )
+    return "python" in config.builtin
+
+
+def _schema(tool: Any, where: str) -> dict[str, Any]:
+    if isinstance(tool, type):
+        return objects.described(tool, where)
+    return schema_of(tool, where)
 
 
 def _tool(target: str) -> Callable[..., Any]:

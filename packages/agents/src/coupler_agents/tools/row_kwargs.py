@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -31,7 +31,10 @@ class Given:
 
 
 def given_by(
-    row: Mapping[str, Any], tools: Mapping[str, Callable[..., Any]], classes: Mapping[str, type]
+    row: Mapping[str, Any],
+    tools: Mapping[str, Callable[..., Any]],
+    classes: Mapping[str, type],
+    builtin: Collection[str] = (),
 ) -> dict[str, Given]:
     """Return what a row gives to each tool that it names.
 
@@ -41,6 +44,7 @@ def given_by(
     Args:
         tools: what is called, by the name of the tool.
         classes: those tools of which an episode has an object.
+        builtin: those tools of this package that read their ``create_kwargs``.
 
     Raises:
         DataError: a tool or an argument is not there, or an object needs one more.
@@ -52,11 +56,21 @@ def given_by(
 
     for name, given in read.items():
         _check_call(name, given.execute_kwargs, tools[name])
-        if name not in classes:
+        if name not in classes and name not in builtin:
             _check_function(name, given)
     for name, made in classes.items():
         _check_object(name, made, read.get(name, Given()))
     return read
+
+
+def python_of(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what a row gives to the tool ``python``.
+
+    Raises:
+        DataError: it is no object.
+    """
+    given = _object(row.get(COLUMN), COLUMN)
+    return _object(given.get("python"), f"{COLUMN}.python")
 
 
 def _read(name: str, value: Any, tools: Mapping[str, Any]) -> Given:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from coupler.data.options import DataConfig
 from coupler.interfaces import NO_EFFECT, InFlight, no_effect
 
 
@@ -81,42 +82,13 @@ class CriticConfig:
 
 
 @dataclass
-class DataConfig:
-    """Rows to train on or to evaluate."""
-
-    source: str = ""
-    """The rows: FILE.jsonl, FILE.json, FILE.parquet, a folder of datasets, or a
-    function "pkg.mod:name"."""
-    args: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments for a source that is a function."""
-    prompt_key: str = "prompt"
-    """The field of a row that holds the prompt: text, or a list of {role, content}."""
-    answer_key: str = "answer"
-    """The field of a row that the reward compares with, or the target text in
-    supervised training."""
-    system_prompt: str = ""
-    """The first message of every prompt; it needs a chat template."""
-    control_tokens: bool = False
-    """Let control tokens in the text of the data, such as <|im_start|>, be encoded as
-    control tokens; else they are plain characters."""
-    max_prompt_tokens: int = field(default=1024, metadata={"ge": 1})
-    """The longest prompt that is allowed, in tokens; a longer one is an error, or is
-    dropped if drop_overlong is set."""
-    drop_overlong: bool = False
-    """Leave out rows that are too long, and say how many they are."""
-    shuffle: bool = True
-    """Take the rows in a new order in every epoch."""
-    limit: int = field(default=0, metadata={"ge": 0})
-    """Use only this many rows from the start of the source; 0 uses all."""
-
-
-@dataclass
 class RewardConfig:
     """The function that scores completions, and the processes that run it."""
 
     target: str = ""
-    """The reward function "pkg.mod:name" or "file.py:name"; it takes (completion,
-    answer, row) and returns a number, Graded or Invalid."""
+    """The reward function "pkg.mod:name" or "file.py:name"; it takes
+    completion, or completions of a prompt, and returns a number, a dict, Graded or
+    Invalid, or a list of these."""
     num_workers: int = no_effect(1, ge=1)
     """Processes that score completions."""
     timeout_s: float = no_effect(10.0, ge=0.001)

@@ -79,7 +79,8 @@ class TemplateRenderer:
     """A renderer for any model, by its own chat template.
 
     Earlier reasoning stays in what the policy is fed, also where the template would
-    drop it from a history.
+    drop it from a history. Without ``keep_reasoning`` it is dropped there, and the
+    conversation begins a new row.
 
     Args:
         codec: the tokenizer and the chat template.
@@ -99,8 +100,9 @@ class TemplateRenderer:
         tools: bool = False,
         calls: ReadsCalls | None = None,
         stop: Iterable[str] = (),
+        keep_reasoning: bool = True,
     ) -> None:
-        self.folder = codec.folder
+        self.folder, self.keep_reasoning = codec.folder, keep_reasoning
         try:
             self.stop = codec.stop_ids(stop)
         except ConfigError:
@@ -139,10 +141,11 @@ class TemplateRenderer:
     ) -> tuple[Segment, ...] | None:
         """Encode what follows ``ids``, or return None if that is not proved.
 
-        It is not where ``new`` is of no proved case, where a tool call has no result,
-        where results come without tools, where the history has no message of a user,
-        where the turn ended in another token than the template's, or where the template
-        refuses the messages.
+        It is not proved where ``new`` is of no proved case, where a tool call has no
+        result, where results come without tools, where the history has no message of a
+        user, where the turn ended in another token than the template's, or where the
+        template refuses the messages. It is also None where ``ids`` hold reasoning that
+        the template drops, without ``keep_reasoning``.
         """
         roles = " ".join(message["role"] for message in new)
         case = next((case for case in self.proved if ROLES[case].fullmatch(roles)), None)
@@ -154,6 +157,8 @@ class TemplateRenderer:
             return None
         if calls and not tools:
             return None
+        if not self.keep_reasoning and self._drops(history, ids, new, tools):
+            return None
         try:
             stop, segments, _ = self.template.after(
                 [USER],
@@ -164,6 +169,22 @@ class TemplateRenderer:
         except (Unproved, CouplerError):
             return None
         return segments if ids[-1:] == (stop,) else None
+
+    def _drops(
+        self,
+        history: Sequence[Message],
+        ids: tuple[int, ...],
+        new: Sequence[Message],
+        tools: Sequence[Any],
+    ) -> bool:
+        """Return whether ``ids`` hold reasoning that the template would not show."""
+        thoughts = [str(message.get("reasoning_content") or "").strip() for message in history]
+        if not any(thoughts):
+            return False
+
+        fed = self.template.decode(ids)
+        shown = str.__str__(self.template.text([*history, *new], tools, generate=True))
+        return any(thought in fed and thought not in shown for thought in thoughts if thought)
 
     def parse(self, ids: Sequence[int], prompt: Sequence[int], tools: Sequence[Any]) -> Parsed:
         """Read the message that the policy sampled as ``ids``.

@@ -16,6 +16,7 @@ from coupler.conversation.packing import Sample
 from coupler.conversation.recorder import Conversation, Generates
 from coupler.conversation.rendering import Renderer
 from coupler.conversation.tree import Row
+from coupler.conversation.workers.link import FailedThere, WorkerDied
 from coupler.data import Prompt
 from coupler.errors import CouplerError
 from coupler.interfaces import (
@@ -220,8 +221,13 @@ class Episodes:
         Raises:
             CouplerError: there are too many.
         """
+        if isinstance(error, WorkerDied):
+            # All episodes of the process raise this one.
+            if error.counted:
+                return
+            error.counted = True
         self.num_failed += 1
-        self.last_failure = "".join(traceback.format_exception(error))
+        self.last_failure = _words(error)
         self.first_failure = self.first_failure or self.last_failure
 
         tries, limit = self.num_played + self.num_failed, self.max_failed
@@ -235,6 +241,13 @@ class Episodes:
     def metrics(self) -> Metrics:
         """Return how many episodes failed since the run began."""
         return {"environment/failed": Metric(float(self.num_failed), how="max")}
+
+
+def _words(error: BaseException) -> str:
+    """Return the traceback of a failure, where it happened."""
+    if isinstance(error, FailedThere | WorkerDied):
+        return str(error)
+    return "".join(traceback.format_exception(error))
 
 
 def _checked(outcome: object) -> Outcome:

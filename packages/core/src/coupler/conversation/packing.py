@@ -6,7 +6,7 @@ their trajectory, and its reward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,10 +19,11 @@ from coupler.conversation.tree import Row
 from coupler.data import Prompt
 from coupler.errors import CouplerError, WeightSyncError
 from coupler.interfaces import Ended
-from coupler.metrics import Metrics
+from coupler.metrics import Metric, Metrics, merge
 
 # the numbers that a record has for origins and endings
 ORIGINS = tuple(Origin)
+PARTS = "reward_parts"  # opens the names of their columns and metrics
 ENDED = {str(ended): code for code, ended in enumerate(Ended)}
 
 
@@ -35,6 +36,7 @@ class Sample:
         finish: how the episode ended.
         answer: the answer that the reward function read, if it returns one.
         turn_rewards: one for each sampled turn of all rows, in order, or none.
+        parts: the numbers that the reward was made of, by name.
     """
 
     prompt: Prompt
@@ -44,6 +46,7 @@ class Sample:
     finish: str
     answer: str | None = None
     turn_rewards: tuple[float, ...] = ()
+    parts: Mapping[str, float] = field(default_factory=dict)
     metrics: Metrics = field(default_factory=dict)
 
     @property
@@ -93,6 +96,7 @@ def pack(
         },
         seqs={
             "reward": np.repeat(rewards, counts),
+            **_parts(samples, counts),
             "temperature": np.full(len(rows), temperature, np.float32),
             "group": np.full(len(rows), group, np.int64),
             "trajectory": np.repeat(numbers, counts),
@@ -101,6 +105,41 @@ def pack(
             "ended": np.repeat(np.array(codes, np.int8), counts),
             "replica": np.array([row.completions[-1].replica for row in rows], np.int32),
         },
+    )
+
+
+def _parts(samples: Sequence[Sample], counts: Sequence[int]) -> dict[str, np.ndarray]:
+    """Return a column of each number that rewards are made of."""
+    names = sorted(samples[0].parts)
+    found = {name: [sample.parts[name] for sample in samples] for name in names}
+    return {
+        f"{PARTS}/{name}": np.repeat(np.array(numbers, np.float32), counts)
+        for name, numbers in found.items()
+    }
+
+
+def describe(samples: Sequence[Sample], group: Batch, kept: bool) -> Metrics:
+    """Return metrics of the samples of a prompt, which the algorithm kept or not."""
+    rewards = group["reward"]
+    size, sampled = len(samples), sum(sample.num_sampled for sample in samples)
+
+    return {
+        **merge(sample.metrics for sample in samples),
+        **describe_parts(samples),
+        "sampled/tokens": Metric(sampled, how="sum"),
+        "sampled/completion_tokens": Metric(sampled, size),
+        "sampled/truncated": Metric(sum(sample.truncated for sample in samples), size),
+        "sampled/reward": Metric(sum(sample.reward for sample in samples), size),
+        "sampled/equal_reward_groups": Metric(float(rewards.max() == rewards.min()), 1),
+        "sampled/rejected_groups": Metric(float(not kept), how="sum"),
+    }
+
+
+def describe_parts(samples: Sequence[Sample]) -> Metrics:
+    """Return the mean of each number of which rewards are made."""
+    return merge(
+        {f"{PARTS}/{name}": Metric(number) for name, number in sample.parts.items()}
+        for sample in samples
     )
 
 

@@ -109,7 +109,7 @@ class Conversation:
             parsed.malformed,
         )
 
-    def count(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> int:
+    async def count(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> int:
         """Return how many tokens :meth:`chat` would feed. Nothing is recorded.
 
         Raises:

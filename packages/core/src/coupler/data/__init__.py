@@ -3,7 +3,8 @@ turn text into token ids.
 """
 
 from coupler.data.dataset import Row, fingerprint, load_rows
-from coupler.data.prompts import Prompt, encode_prompts, supervised
+from coupler.data.prompts import Prompt, encode_prompts, examples, supervised
+from coupler.data.sampling import prompt_stream
 from coupler.data.stream import PromptStream
 from coupler.data.templates import Codec
 
@@ -13,7 +14,9 @@ __all__ = [
     "PromptStream",
     "Row",
     "encode_prompts",
+    "examples",
     "fingerprint",
     "load_rows",
+    "prompt_stream",
     "supervised",
 ]

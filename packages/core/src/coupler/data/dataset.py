@@ -6,17 +6,17 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import date, time
 from decimal import Decimal
-from difflib import get_close_matches
 from itertools import islice
 from math import isfinite, isnan
 from typing import Any
 
 import numpy as np
 
-from coupler.config.schema import DataConfig
+from coupler.data.columns import Columns
+from coupler.data.options import DataConfig
 from coupler.data.sources import EXAMPLE, read
 from coupler.errors import DataError
 from coupler.system.plain_values import MAX_INTEGER
@@ -47,6 +47,18 @@ class Row:
         """
         return {"index": self.index, **self.extra, "prompt": self.prompt, "answer": self.answer}
 
+    @property
+    def tools(self) -> tuple[Mapping[str, Any], ...]:
+        """The column ``tools``, if it holds OpenAI JSON schemas.
+
+        Anything else in it is for the reward or the environment alone.
+        """
+        found = self.extra.get("tools")
+        if not isinstance(found, list):
+            return ()
+        schemas = [each for each in found if isinstance(each, Mapping) and "function" in each]
+        return tuple(schemas) if len(schemas) == len(found) else ()
+
 
 def load_rows(config: DataConfig, key: str = "data") -> list[Row]:
     """Load and check the rows of ``config.source``, the first ``config.limit`` if that
@@ -54,49 +66,60 @@ def load_rows(config: DataConfig, key: str = "data") -> list[Row]:
 
     ``key`` is the section of the configuration that ``config`` is, for messages.
 
-    The answer is column ``answer_key``, or ``reward_model.ground_truth`` where a row
-    has no such column. ``answer_key=""`` says that the reward needs none.
+    The answer is column ``answer``, or ``reward_model.ground_truth`` where a row has no
+    such column. ``answer_key=""`` says that the reward needs none.
 
     Raises:
-        DataError: the source is missing, empty or malformed, or a row lacks a column or
-            has one of a wrong type.
+        DataError: the source is missing, empty or malformed, a row lacks a column or
+            has one of a wrong type, or no row has a column of ``config.columns``.
     """
-    with _source_named(config, key):
-        records = islice(read(config.source, config.args, key), config.limit or None)
-        rows = [
-            _row(record, index, place, config, key) for index, (place, record) in enumerate(records)
-        ]
-
+    mapping = Columns(config, key)
+    with source_named(config, key):
+        rows = list(_rows(config, key, mapping))
+        mapping.check_found()
     if not rows:
-        raise DataError(f"{key}.source: {config.source} has no rows.\n{EXAMPLE}")
+        raise DataError(f"{key}.source: {config.named} has no rows.\n{EXAMPLE}")
     return rows
 
 
 def check_first_row(config: DataConfig, key: str = "data") -> None:
-    """Read the first row of ``config.source``, a file or a folder, and check it.
+    """Read the first row of ``config.source``, no function, and check it.
 
     Raises:
         DataError: as :func:`load_rows`, for what the first row shows.
     """
-    load_rows(replace(config, limit=1), key)
+    with source_named(config, key):
+        row = next(_rows(config, key, Columns(config, key)), None)
+    if not row:
+        raise DataError(f"{key}.source: {config.named} has no rows.\n{EXAMPLE}")
+
+
+def records(config: DataConfig, key: str = "data") -> Iterator[tuple[str, Any]]:
+    """Read the records that become rows, each with its place, without a check."""
+    return islice(read(config, key), config.limit or None)
+
+
+def _rows(config: DataConfig, key: str, mapping: Columns) -> Iterator[Row]:
+    for index, (place, record) in enumerate(records(config, key)):
+        yield row_of(record, index, place, mapping)
 
 
 @contextmanager
-def _source_named(config: DataConfig, key: str) -> Iterator[None]:
+def source_named(config: DataConfig, key: str) -> Iterator[None]:
     """Let what the block raises name the option that sets the source."""
     try:
         yield
     except OSError as error:
         why = error.strerror or error
         raise DataError(
-            f"{key}.source={config.source[:200]} cannot be read: {why}.\n"
+            f"{key}.source={config.named[:200]} cannot be read: {why}.\n"
             "  it may be:  a file or a folder that this user may read"
         ) from None
 
     except DataError as error:
         if f"{key}.source" in str(error):
             raise
-        raise DataError(f"{error}\n  set by:  {key}.source={config.source[:200]}") from None
+        raise DataError(f"{error}\n  set by:  {key}.source={config.named[:200]}") from None
 
 
 def fingerprint(rows: Iterable[Row]) -> str:
@@ -109,7 +132,12 @@ def fingerprint(rows: Iterable[Row]) -> str:
     return digest.hexdigest()
 
 
-def _row(record: Any, index: int, place: str, config: DataConfig, key: str) -> Row:
+def row_of(record: Any, index: int, place: str, mapping: Columns) -> Row:
+    """Make a row of a record, which is number ``index`` of its source.
+
+    Raises:
+        DataError: it is no mapping, lacks a column, or has one of a wrong type.
+    """
     if not isinstance(record, Mapping):
         raise DataError(f"{place} is a {type(record).__name__}, not a mapping of columns.")
 
@@ -122,17 +150,14 @@ def _row(record: Any, index: int, place: str, config: DataConfig, key: str) -> R
         if value is not None:
             plain[name] = value
 
-    if config.prompt_key not in plain:
-        hint = _did_you_mean(config.prompt_key, plain, f"{key}.prompt_key")
-        raise DataError(f"{place} has no {config.prompt_key!r}{hint}")
-
-    extra = {k: v for k, v in plain.items() if k not in (config.prompt_key, config.answer_key)}
-    prompt = _prompt(plain[config.prompt_key], place, config)
-    return Row(prompt, _answer(plain, place, config, key), index, extra)
+    found = mapping.take(plain, "prompt")
+    if found is None:
+        raise DataError(f"{place} has no {mapping.missing('prompt', plain)}")
+    prompt = _prompt(found, f"{place}: {mapping.source('prompt')!r}")
+    return Row(prompt, _answer(plain, place, mapping), index, mapping.others_of(plain))
 
 
-def _prompt(value: Any, place: str, config: DataConfig) -> str | Messages:
-    where = f"{place}: {config.prompt_key!r}"
+def _prompt(value: Any, where: str) -> str | Messages:
     if isinstance(value, str):
         if not value.strip():
             raise DataError(f"{where} is empty.")
@@ -146,41 +171,41 @@ def _prompt(value: Any, place: str, config: DataConfig) -> str | Messages:
     if not value:
         raise DataError(f"{where} has no messages.")
 
-    for message in value:
-        fits = isinstance(message, dict) and all(
-            isinstance(message.get(k), str) for k in ("role", "content")
-        )
-        if not fits:
-            raise DataError(
-                f"{where} holds {message!r:.80}; each message needs a role and a content, "
-                "both strings."
-            )
-    if not any(message["content"].strip() for message in value):
+    messages = tuple(_message(message, where) for message in value)
+    if not any(message["content"].strip() for message in messages):
         raise DataError(f"{where} is empty.")
-    return tuple(value)
+    return messages
 
 
-def _answer(record: dict[str, Any], place: str, config: DataConfig, key: str) -> str:
-    if not config.answer_key:
+def _message(message: Any, where: str) -> dict[str, Any]:
+    """Check a message of a prompt. One that calls tools may have no content."""
+    if isinstance(message, dict) and message.get("tool_calls"):
+        message = {"content": "", **message}
+
+    fits = isinstance(message, dict) and all(
+        isinstance(message.get(k), str) for k in ("role", "content")
+    )
+    if not fits:
+        raise DataError(
+            f"{where} holds {message!r:.80}; each message needs a role and a content, both strings."
+        )
+    return message
+
+
+def _answer(record: dict[str, Any], place: str, mapping: Columns) -> str:
+    if not mapping.source("answer"):
         return ""
 
-    if config.answer_key in record:
-        answer = record[config.answer_key]
-    else:
-        graded = record.get("reward_model")
+    answer = mapping.take(record, "answer")
+    if answer is None:
+        graded = None if mapping.answer_is_placed else record.get("reward_model")
         if not isinstance(graded, dict) or "ground_truth" not in graded:
-            hint = _did_you_mean(config.answer_key, record, f"{key}.answer_key")
             raise DataError(
-                f"{place} has no {config.answer_key!r}{hint}\n  none needed:  {key}.answer_key=''"
+                f"{place} has no {mapping.missing('answer', record)}\n"
+                f"  none needed:  {mapping.key}.answer_key=''"
             )
         answer = graded["ground_truth"]
     return answer if isinstance(answer, str) else json.dumps(answer)
-
-
-def _did_you_mean(key: str, record: Mapping[str, Any], option: str) -> str:
-    close = get_close_matches(key, record, n=1, cutoff=0.5)
-    guess = f" - did you mean {option}={close[0]}?" if close else f".\n  try:  {option}=COLUMN"
-    return f"{guess}\n  it has:  {', '.join(record)}"
 
 
 def _plain(value: Any, place: str, depth: int = 0) -> Any:

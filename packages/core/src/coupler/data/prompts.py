@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from coupler.batch.trajectory import Origin, Segment, Trajectory
-from coupler.config.schema import DataConfig
 from coupler.data.dataset import Row
+from coupler.data.options import DataConfig
 from coupler.data.templates import Codec, messages_of
 from coupler.errors import CouplerError, DataError
 
@@ -82,13 +82,21 @@ def supervised(
         DataError: a row has no answer, is longer than the model or the engine takes, or
             as :func:`encode_prompts`.
     """
+    kept, dropped = examples(rows, codec, config, room)
+    return [trajectory for _, trajectory in kept], dropped
+
+
+def examples(
+    rows: Iterable[Row], codec: Codec, config: DataConfig, room: Limit | None = None
+) -> tuple[list[tuple[Row, Trajectory]], int]:
+    """Return what :func:`supervised` does, with the row of each trajectory."""
     prompts, dropped = encode_prompts(rows, codec, config)
-    made = [_imitate(p, codec, config) for p in prompts]
+    made = [(prompt.row, _imitate(prompt, codec, config)) for prompt in prompts]
 
     limits = [room] if room else []
     if positions := codec.max_positions:
         limits.append(_of_model(positions, positions, "for a prompt with its answer"))
-    sizes = [(p.row, len(t)) for p, t in zip(prompts, made, strict=True)]
+    sizes = [(row, len(trajectory)) for row, trajectory in made]
     kept, more = _short_enough(made, sizes, "rows", limits, config, "data")
     return kept, dropped + more
 
@@ -118,7 +126,7 @@ def _short_enough(
         drop = "" if drops else f", or {key}.drop_overlong=true"
         raise DataError(
             f"{len(overlong)} of {len(items)} {noun} are longer than {limit.name}; "
-            f"the first is row {first.index} (from 0) of {config.source} with {size} tokens.\n"
+            f"the first is row {first.index} (from 0) of {config.named} with {size} tokens.\n"
             f"  try:  {limit.fix.format(-(-longest // limit.ranks))}{drop}"
         )
 
@@ -129,7 +137,7 @@ def _short_enough(
 def _imitate(prompt: Prompt, codec: Codec, config: DataConfig) -> Trajectory:
     if not prompt.row.answer:
         raise DataError(
-            f"row {prompt.row.index} (from 0) of {config.source} has an empty answer: there "
+            f"row {prompt.row.index} (from 0) of {config.named} has an empty answer: there "
             "is nothing to imitate.\n"
             "  try:  data.answer_key=COLUMN, the text to be learnt"
         )
@@ -138,15 +146,18 @@ def _imitate(prompt: Prompt, codec: Codec, config: DataConfig) -> Trajectory:
 
 
 def _ids(row: Row, codec: Codec, config: DataConfig) -> tuple[int, ...]:
-    where = f"row {row.index} (from 0) of {config.source}"
+    where = f"row {row.index} (from 0) of {config.named}"
     try:
         ids = codec.prompt_ids(
-            row.prompt, config.system_prompt, control_tokens=config.control_tokens
+            row.prompt,
+            config.system_prompt,
+            tools=row.tools,
+            control_tokens=config.control_tokens,
         )
     except CouplerError as error:
         raise DataError(f"{where}: {error}") from None
     if not ids:
-        raise DataError(f"{where}: {config.prompt_key!r} has no tokens under this tokenizer.")
+        raise DataError(f"{where}: {config.prompt_column!r} has no tokens under this tokenizer.")
     return ids
 
 
@@ -154,4 +165,4 @@ def _answer(row: Row, codec: Codec, config: DataConfig) -> tuple[int, ...]:
     try:
         return codec.target_ids(row.answer, control_tokens=config.control_tokens)
     except CouplerError as error:
-        raise DataError(f"row {row.index} (from 0) of {config.source}: {error}") from None
+        raise DataError(f"row {row.index} (from 0) of {config.named}: {error}") from None

@@ -1,4 +1,4 @@
-"""Read records from a file or a function, each with its place for messages."""
+"""Read records from files or a function, each with its place for messages."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import inspect
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
+from coupler.data.files import chosen, files, is_function, no_split
+from coupler.data.options import DataConfig
 from coupler.errors import CouplerError, DataError, place_of
 from coupler.system.imports import resolve
 
@@ -23,39 +25,57 @@ ROWS_AT_ONCE = 128
 EXAMPLE = '  a row is one line of JSON:  {"prompt": "1 + 2 = ?", "answer": "3"}'
 
 
-def read(source: str, args: Mapping[str, Any], key: str = "data") -> Records:
-    """Read ``source``: .jsonl, .json (a list), .parquet, a saved ``datasets`` folder,
-    or ``module:function``.
+def read(config: DataConfig, key: str = "data") -> Records:
+    """Read the records of ``config.source``, one source after the other.
+
+    ``key`` is the section of the configuration that ``config`` is, for messages.
 
     Raises:
-        DataError: it is missing, empty or malformed, or the function cannot be found or
-            does not take ``args``.
+        DataError: a source is missing, empty or malformed, or its function cannot be
+            found or does not take ``config.args``.
     """
-    if not source:
+    if not config.source:
         raise DataError(f"{key}.source is not set.\n  try:  {key}.source=train.jsonl")
 
-    path = Path(source)
-    readers = {".jsonl": _jsonl, ".json": _json, ".parquet": _parquet}
-    if path.suffix not in readers and ":" in source:
-        return _function(source, args, key)
-    if args:
-        raise DataError(
-            f"{key}.args has {', '.join(args)}, but {key}.source={source} is no function.\n"
-            f"  try:  {key}.args={{}}"
-        )
+    functions = [source for source in config.sources if is_function(source)]
+    if functions:
+        _check_alone(functions[0], config, key)
+        return _function(functions[0], config.args, key)
 
+    if config.args:
+        raise DataError(
+            f"{key}.args has {', '.join(config.args)}, but {key}.source={config.named} is no "
+            f"function.\n  try:  {key}.args={{}}"
+        )
+    # All are opened before the first row, so that a missing one is found at once.
+    opened = [
+        _opened(path, config.split, key)
+        for source in config.sources
+        for path in files(source, config.split, key)
+    ]
+    return chain.from_iterable(opened)
+
+
+def _check_alone(function: str, config: DataConfig, key: str) -> None:
+    """Refuse what a function does not take: other sources beside it, and a split."""
+    if len(config.sources) > 1:
+        raise DataError(
+            f"{key}.source lists {function}, and a function stands alone.\n"
+            "  try:  a function that yields the rows of all"
+        )
+    if config.split:
+        raise DataError(no_split(function, config.split, key))
+
+
+def _opened(path: Path, split: str, key: str) -> Records:
+    """Open one file, or a folder that the package datasets saved."""
+    readers = {
+        ".jsonl": _jsonl,
+        ".json": _json,
+        ".parquet": _parquet,
+    }
     if path.is_dir():
-        return _saved(path, key)
-    if path.suffix not in readers:
-        raise DataError(
-            f"{key}.source={source} is nothing that can be read.\n"
-            "  it may be:  FILE.jsonl, FILE.json, FILE.parquet, a folder of datasets' "
-            "save_to_disk, module:function"
-        )
-    if not path.is_file():
-        raise DataError(
-            f"{key}.source: there is no file {path}.\n  it is looked up from:  {Path.cwd()}"
-        )
+        return _saved(path, split, key)
     if path.stat().st_size == 0:
         raise DataError(f"{key}.source: {path} is empty.\n{EXAMPLE}")
     return readers[path.suffix](path)
@@ -169,7 +189,7 @@ def _size(value: Any) -> int:
     return 8
 
 
-def _saved(path: Path, key: str) -> Records:
+def _saved(path: Path, split: str, key: str) -> Records:
     try:
         from datasets import Dataset, load_from_disk  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -178,13 +198,21 @@ def _saved(path: Path, key: str) -> Records:
             "pip install datasets"
         ) from None
 
-    saved = load_from_disk(str(path))
-    if not isinstance(saved, Dataset):
+    try:
+        saved = load_from_disk(str(path))
+    except OSError:
+        raise
+    except Exception as error:  # whatever readers of damaged files fail with
         raise DataError(
-            f"{key}.source: {path} holds several splits.\n  try:  one of "
-            f"{', '.join(str(path / s) for s in saved)}"
-        )
-    return _numbered(path, iter(saved))
+            f"{key}.source: {path} cannot be read by datasets: {str(error)[:200]}.\n"
+            "  try:  saving it again"
+        ) from None
+    if isinstance(saved, Dataset):
+        if split:
+            raise DataError(no_split(str(path), split, key))
+        return _numbered(path, iter(saved))
+    name = chosen(list(saved), split, path, key)
+    return _numbered(f"{path}, split {name}", iter(saved[name]))
 
 
 def _function(source: str, args: Mapping[str, Any], key: str) -> Records:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -38,6 +38,18 @@ class PromptStream(Generic[T]):
             self._start(self.epoch + 1)
         self.position += 1
         return int(self.order[self.position - 1])
+
+    def finished(
+        self, number: int, row: int, rewards: list[float], unfinished: Collection[int]
+    ) -> None:
+        """Learn how a row that was handed out went. This order depends on none.
+
+        Args:
+            number: the group's number of admission.
+            rewards: of its completions, without those whose reward is invalid.
+            unfinished: numbers of the groups that are not finished yet.
+        """
+        return None
 
     def state(self) -> dict[str, Any]:
         """Return the position in the stream as plain JSON."""

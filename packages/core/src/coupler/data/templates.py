@@ -10,7 +10,7 @@ from typing import Any
 from coupler.data.control import PlainText
 from coupler.data.dataset import Messages
 from coupler.data.folder_check import check_tokenizer
-from coupler.data.traced import Traced
+from coupler.data.traced import Traced, trace
 from coupler.errors import ConfigError, CouplerError
 from coupler.interfaces import Model
 from coupler.system.files import DamagedFile, read_json
@@ -50,7 +50,12 @@ class Codec:
             ) from error
 
     def prompt_ids(
-        self, prompt: str | Messages, system_prompt: str, *, control_tokens: bool = False
+        self,
+        prompt: str | Messages,
+        system_prompt: str,
+        *,
+        tools: Sequence[Any] = (),
+        control_tokens: bool = False,
     ) -> tuple[int, ...]:
         """Encode a prompt up to where the policy speaks.
 
@@ -60,6 +65,7 @@ class Codec:
         becomes the first message.
 
         Args:
+            tools: OpenAI JSON schemas, which the chat template shows if it knows tools.
             control_tokens: False encodes a control token in the text as plain
                 characters. Only the chat template writes control tokens then.
 
@@ -76,7 +82,8 @@ class Codec:
             return self._encode(prompt, control_tokens, add_special_tokens=True)
 
         messages = messages_of(prompt, system_prompt)
-        return self._encode(self._render(list(messages), generate=True), control_tokens)
+        text = self._render(list(messages), generate=True, tools=tools)
+        return self._encode(text, control_tokens)
 
     def target_ids(self, text: str, *, control_tokens: bool = False) -> tuple[int, ...]:
         """Encode ``text`` as the policy would have sampled it after a prompt, with the
@@ -145,6 +152,11 @@ class Codec:
         return self.tokenizer.eos_token_id
 
     @cached_property
+    def control_texts(self) -> frozenset[str]:
+        """The texts of the tokenizer's control tokens, such as ``<|im_start|>``."""
+        return frozenset(self._plain.control.values())
+
+    @cached_property
     def max_positions(self) -> int:
         """The longest sequence that the model was made for, or 0 where its config.json
         does not say.
@@ -177,15 +189,17 @@ class Codec:
                     return _difference(before, after, turn)
         return None
 
-    def _render(self, messages: list[dict[str, Any]], *, generate: bool) -> Traced:
+    def _render(
+        self, messages: list[dict[str, Any]], *, generate: bool, tools: Sequence[Any] = ()
+    ) -> Traced:
         from jinja2 import TemplateError
 
         try:
             return self._sandbox.render(
-                self.tokenizer.get_chat_template(),
+                self.tokenizer.get_chat_template(tools=list(tools) or None),
                 messages,
                 **self.tokenizer.special_tokens_map,
-                tools=None,
+                tools=trace(list(tools)) or None,
                 documents=None,
                 add_generation_prompt=generate,
             )

@@ -3,7 +3,8 @@
 This is ``coupler doctor``. A plugin adds checks with the hook ``coupler_doctor``.
 """
 
+from coupler.doctor.dataset import examine
 from coupler.doctor.report import diagnose, render
 from coupler.plugins.finding import Finding, Verdict, ok, problem, warning
 
-__all__ = ["Finding", "Verdict", "diagnose", "ok", "problem", "render", "warning"]
+__all__ = ["Finding", "Verdict", "diagnose", "examine", "ok", "problem", "render", "warning"]

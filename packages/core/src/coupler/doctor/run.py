@@ -141,14 +141,14 @@ def data(config: DataConfig, key: str, model: Model) -> Iterator[Finding]:
         rows = load_rows(config, key)
         prompts, dropped = encode_prompts(rows[:MAX_ENCODED], Codec(model), config, key)
     except CouplerError as error:
-        yield from_error(key, error, f"look at {key}.source={config.source}")
+        yield from_error(key, error, f"look at {key}.source={config.named}")
         return
 
     longest = max(len(prompt.ids) for prompt in prompts)
     drops = f", {dropped} dropped" if dropped else ""
     yield ok(
         key,
-        f"{len(rows)} rows of {config.source}; of the first {len(prompts)}, "
+        f"{len(rows)} rows of {config.named}; of the first {len(prompts)}, "
         f"at most {longest} tokens{drops}",
     )
 

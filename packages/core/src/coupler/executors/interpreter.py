@@ -19,8 +19,13 @@ from coupler.plugins.manager import Plugins
 DEADLINE_S = 120.0
 
 
-def check_interpreter(kind: str, name: str, path: str, plugins: Plugins) -> None:
+def check_interpreter(
+    kind: str, name: str, path: str, plugins: Plugins, *, pickles: bool = True
+) -> None:
     """Check that ``path`` can run ``kind=name`` for this controller.
+
+    Args:
+        pickles: its messages are Ray's, which need the same Python and Ray.
 
     Raises:
         ConfigError: it does not start, or has another Python, Ray, core or plugin.
@@ -33,8 +38,7 @@ def check_interpreter(kind: str, name: str, path: str, plugins: Plugins) -> None
         f"{what} is {there[field] or 'not installed'} there and "
         f"{here[field] or 'not installed'} here"
         for field, what in (
-            ("python", "Python"),
-            ("ray", "ray"),
+            *((("python", "Python"), ("ray", "ray")) if pickles else ()),
             ("core", "coupler-core"),
             ("api", "API generation"),
         )

@@ -10,7 +10,7 @@ from typing import Any
 from coupler.executors.handle import Handle
 from coupler.executors.placement import Role
 from coupler.executors.waits import Waits
-from coupler.interfaces import Rank, Rollout
+from coupler.interfaces import Rank, Rollout, open_transport
 from coupler.system.imports import resolve
 from coupler.system.log import get_logger
 from coupler.system.threads import DaemonThreads, in_daemon
@@ -130,6 +130,8 @@ class Local:
             pool.close(self.waits.deadline_s)
         for worker in self.workers:
             _close(worker)
+        # What a receiver has not read is of no run that comes later.
+        open_transport.cache_clear()
 
 
 def _close(worker: Any) -> None:

@@ -16,20 +16,17 @@ Message = Mapping[str, Any]
 
 
 class Ended(StrEnum):
-    """How an episode ended."""
+    """How an episode ended: nothing more was said, a turn was cut at its limit, one of
+    the episode was reached, a tool call could not be read, or a side went away.
+    """
 
-    # the policy or the caller had nothing more to say
     STOP = "stop"
-    # a turn was cut by its limit of tokens
     LENGTH = "length"
-    # one of the limits of an episode was reached
     TURNS = "turns"
     TOKENS = "tokens"
     SECONDS = "seconds"
     CALLS = "calls"
-    # the caller gave up over a tool call that could not be read
     PARSE = "parse"
-    # the caller or the rollout went away
     CUT = "cut"
 
 
@@ -131,11 +128,18 @@ class EnvironmentConfig:
     """The most tool calls of one episode; 0 sets no limit."""
     timeout_s: float = field(default=600.0, metadata={"ge": 0.001})
     """Seconds that one episode may take; what was sampled until then is scored."""
+    keep_reasoning: bool = True
+    """Feed the policy its earlier reasoning also where the chat template would drop it
+    from the history; else such a turn begins a new row."""
     retries: int = no_effect(2, ge=0)
     """How often an episode that failed begins anew, and how often its group does."""
     max_failed_fraction: float = no_effect(0.01, ge=0, le=1)
     """The run stops when more than this share of episodes failed, and at least 5 of
     them did."""
+    workers: int = no_effect(0, ge=0)
+    """Processes that play episodes. With 0, the process of the run does."""
+    python: str = no_effect("")
+    """The interpreter of workers, if it is another than that of the run."""
 
 
 class Environment(ABC):

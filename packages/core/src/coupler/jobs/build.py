@@ -14,11 +14,13 @@ from coupler.config.compose import Composed
 from coupler.config.schema import DataConfig
 from coupler.conversation import Renderer, TemplateRenderer
 from coupler.conversation.episodes import Episodes, OneTurn, Plays
+from coupler.conversation.workers import open_environment
 from coupler.data import Codec, Prompt, encode_prompts, load_rows
 from coupler.data.model_folder import model_folder
 from coupler.errors import ConfigError
 from coupler.executors import open_executor
 from coupler.executors.classes import load_class
+from coupler.executors.interpreter import check_interpreter
 from coupler.executors.placement import ROLLOUT
 from coupler.interfaces import (
     Algorithm,
@@ -184,8 +186,13 @@ class Builder:
         config = self.config.environment
         if not config:
             return None
-        made = load_class(self.plugins, "environment", config.name)
-        return made(self.config.environment)
+        if config.python:
+            check_interpreter(
+                "environment", config.name, config.python, self.plugins, pickles=False
+            )
+        return open_environment(
+            config, lambda: load_class(self.plugins, "environment", config.name)
+        )
 
     def prepare_environment(self) -> None:
         """Make the environment, and prove the chat template for it.
@@ -198,7 +205,10 @@ class Builder:
 
     def _prove(self, environment: Environment) -> Renderer:
         return TemplateRenderer(
-            self.codec, tools=environment.uses_tools, stop=self.config.sampling.stop
+            self.codec,
+            tools=environment.uses_tools,
+            stop=self.config.sampling.stop,
+            keep_reasoning=environment.config.keep_reasoning,
         )
 
     def scorer(self, rollouts: RolloutGroup, rewards: RewardPool) -> Scorer:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from coupler.conversation.packing import Sample
+from coupler.conversation.packing import Sample, describe_parts
 from coupler.data import Prompt
 from coupler.interfaces import Request
 from coupler.loop.sampler import Scorer
@@ -50,9 +50,10 @@ class Evaluator:
             for name, metric in _describe(mine, n).items():
                 metrics[f"eval/{source or 'other'}/{name}"] = metric
 
-        played = merge(sample.metrics for group in groups for sample in group)
+        scored = [sample for group in groups for sample in group]
+        played = merge(sample.metrics for sample in scored) | describe_parts(scored)
         metrics |= {f"eval/{name}": played[name] for name in played if name[:5] != "time/"}
-        return metrics, [scored for group in groups for scored in group]
+        return metrics, scored
 
 
 def _describe(groups: Sequence[Sequence[Sample]], n: int) -> Metrics:

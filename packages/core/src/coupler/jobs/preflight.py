@@ -53,7 +53,7 @@ def import_classes(builder: Builder, job: Job) -> None:
     """
     near = builder.composed.config.executor is ExecutorName.LOCAL
     for kind, name, python in _backends(builder.composed.config, job):
-        if kind in CONTROLLERS or (near and not python):
+        if not python and (near or kind in CONTROLLERS):
             load_class(builder.plugins, kind, name)
     builder.prepare_environment()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from coupler.config.compose import Composed
 from coupler.config.schema import Job
-from coupler.data import fingerprint, load_rows, supervised
+from coupler.data import examples, fingerprint, load_rows, prompt_stream
 from coupler.jobs.build import Builder
 from coupler.jobs.preflight import check_spelling, import_classes, place, report_unread
 from coupler.jobs.sft_trainer import SupervisedTrainer
@@ -44,10 +44,12 @@ async def _supervise(builder: Builder) -> dict[str, float]:
     rows = load_rows(config.data)
     data = fingerprint(rows)
     room = micro_batch_room(config.engine, "engine")
-    examples, dropped = supervised(rows, builder.codec, config.data, room)
+    kept, dropped = examples(rows, builder.codec, config.data, room)
     if dropped:
         log.info(f"data: dropped {dropped} rows that are too long", extra=PLAIN)
-    plan = make_plan(config, len(examples), builder.plugins, algorithm.needs, Job.SFT)
+    taught, trajectories = zip(*kept, strict=True)
+    order = prompt_stream(trajectories, taught, config.data, config.seed)
+    plan = make_plan(config, len(kept), builder.plugins, algorithm.needs, Job.SFT)
     log.info(plan.render(), extra=PLAIN)
 
     import_classes(builder, Job.SFT)
@@ -65,9 +67,7 @@ async def _supervise(builder: Builder) -> dict[str, float]:
 
         trained = {"policy": policy}
         async with session.checkpoints(data) as checkpoints:
-            trainer = SupervisedTrainer(
-                config, policy=policy, algorithm=algorithm, examples=examples
-            )
+            trainer = SupervisedTrainer(config, policy=policy, algorithm=algorithm, order=order)
             if found:
                 await session.restore(found, trained, trainer, data, nullcontext)
 

@@ -20,8 +20,8 @@ from coupler.loop.trainer import OnStep, SkippedSteps
 
 
 class SupervisedTrainer:
-    """Takes ``config.steps`` batches of ``config.prompts_per_step`` rows, in a new
-    order every epoch.
+    """Takes ``config.steps`` batches of ``config.prompts_per_step`` rows out of
+    ``order``.
     """
 
     def __init__(
@@ -30,10 +30,10 @@ class SupervisedTrainer:
         *,
         policy: EngineGroup,
         algorithm: Algorithm,
-        examples: Sequence[Trajectory],
+        order: PromptStream[Trajectory],
     ) -> None:
         self.config, self.policy, self.algorithm = config, policy, algorithm
-        self.order = PromptStream(examples, config.seed, config.data.shuffle)
+        self.order = order
         self.skips = SkippedSteps(config.max_skipped_steps)
 
     async def fit(self, on_step: OnStep, done: int = 0) -> None:

@@ -15,7 +15,7 @@ from coupler.batch.columns import ROUTED_EXPERTS
 from coupler.config.checks import does_evaluate
 from coupler.config.compose import Composed
 from coupler.config.schema import Job, RouterReplay, RunConfig
-from coupler.data import PromptStream, fingerprint
+from coupler.data import PromptStream, fingerprint, prompt_stream
 from coupler.interfaces import Algorithm, Output, Request
 from coupler.jobs.build import Builder
 from coupler.jobs.device_sharing import hold_state, hold_trained, share_devices, start
@@ -55,10 +55,16 @@ def train(composed: Composed, plugins: Plugins) -> dict[str, float]:
 
 
 def _sampler(
-    config: RunConfig, algorithm: Algorithm, prompts: PromptStream, scorer: Scorer, buffer: Buffer
+    config: RunConfig,
+    algorithm: Algorithm,
+    prompts: PromptStream,
+    scorer: Scorer,
 ) -> Sampler:
-    """Build what fills ``buffer`` with scored groups."""
+    """Build what fills a buffer of its own with scored groups."""
+    max_rejected = config.max_rejected_factor * config.prompts_per_step
+    buffer = Buffer(config.prompts_per_step, config.max_staleness, max_rejected)
     sampling = config.sampling
+
     request = Request(
         (),
         sampling.max_tokens,
@@ -88,7 +94,9 @@ async def _train(builder: Builder) -> dict[str, float]:
         return {}
 
     prompts = builder.prompts(config.data, "data")
-    data = fingerprint(prompt.row for prompt in prompts)
+    rows = [prompt.row for prompt in prompts]
+    data = fingerprint(rows)
+    stream = prompt_stream(prompts, rows, config.data, config.seed)
     evaluates = does_evaluate(config, Job.TRAIN)
     held_out = builder.prompts(config.eval.data, "eval.data") if evaluates else []
     judge = builder.critic_model() if VALUES in algorithm.needs else None
@@ -115,10 +123,7 @@ async def _train(builder: Builder) -> dict[str, float]:
         if evaluation:
             await evaluation.start()
 
-        max_rejected = config.max_rejected_factor * config.prompts_per_step
-        buffer = Buffer(config.prompts_per_step, config.max_staleness, max_rejected)
-        stream = PromptStream(prompts, config.seed, config.data.shuffle)
-        sampler = _sampler(config, algorithm, stream, scorer, buffer)
+        sampler = _sampler(config, algorithm, stream, scorer)
 
         trained = {group.spec.role: group for group in (policy, critic) if group}
         async with session.checkpoints(data) as checkpoints, builder.environment_set_up():
@@ -130,7 +135,7 @@ async def _train(builder: Builder) -> dict[str, float]:
                 weights=weights,
                 algorithm=algorithm,
                 sampler=sampler,
-                buffer=buffer,
+                buffer=sampler.buffer,
                 providers=column_providers(config, policy, reference, critic, residency),
                 residency=residency,
                 record=Recorder(

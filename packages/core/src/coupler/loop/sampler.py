@@ -11,14 +11,13 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
-from coupler.batch import Batch
-from coupler.conversation.episodes import Plays
-from coupler.conversation.packing import Sample, pack
+from coupler.conversation.episodes import Played, Plays
+from coupler.conversation.packing import Sample, describe, pack
 from coupler.data import Codec, Prompt, PromptStream
-from coupler.interfaces import Algorithm, Outcome, Request
+from coupler.interfaces import Algorithm, Request
 from coupler.loop.buffer import Buffer
 from coupler.loop.rollout_group import RolloutGroup
-from coupler.metrics import Metric, Metrics, merge
+from coupler.metrics import Metrics, merge
 from coupler.rewards import Invalid, RewardPool, Scored, judged
 from coupler.system.seeding import derive
 
@@ -60,43 +59,77 @@ class Scorer:
         requests = (
             replace(request, seed=s, session=n) for s, n in zip(seeds, sessions, strict=True)
         )
-        tasks = [asyncio.create_task(self._one(prompt, one)) for one in requests]
+        play = self._play if self.rewards.takes_group else self._one
+        tasks = [asyncio.create_task(play(prompt, one)) for one in requests]
 
         try:
-            found = await asyncio.gather(*tasks)
+            found = [one for one in await asyncio.gather(*tasks) if one]
         finally:
             # Where one has failed, the others are of no use.
             for task in tasks:
                 task.cancel()
             for name in sessions:
                 router.end(name)
-        return [sample for sample in found if sample]
+        scored = [one for one in found if isinstance(one, Sample)]
+        return scored or await self._score_together(
+            prompt, [one for one in found if isinstance(one, Played)]
+        )
 
     async def _one(self, prompt: Prompt, request: Request) -> Sample | None:
-        waits = self.rollouts.executor.waits
-        with waits.named("prompts", "completions", [prompt.row.index]):
+        played = await self._play(prompt, request)
+        if not played:
+            return None
+        with self.rollouts.executor.waits.named("prompts", "rewards", [prompt.row.index]):
+            scored = self._own(played) or await self._score(prompt, played)
+        return self._sample(prompt, played, scored)
+
+    async def _score(self, prompt: Prompt, played: Played) -> Scored:
+        row = prompt.row
+        return await self.rewards.score(self._said(played), row.answer, row.as_mapping())
+
+    async def _play(self, prompt: Prompt, request: Request) -> Played | None:
+        """Play an episode. One without a word of the policy is counted as invalid."""
+        with self.rollouts.executor.waits.named("prompts", "completions", [prompt.row.index]):
             played = await self.episodes.play(prompt, request)
-        if not played.rows:
-            self.rewards.count(judged(None, played.outcome.invalid))
-            return None
+        if played.rows:
+            return played
+        self.rewards.count(judged(None, played.outcome.invalid))
+        return None
 
-        text = self.codec.decode(played.rows[-1].completions[-1].tokens)
-        with waits.named("prompts", "rewards", [prompt.row.index]):
-            scored = await self._score(prompt, played.outcome, text)
-        if isinstance(scored.result, Invalid):
-            return None
+    async def _score_together(self, prompt: Prompt, played: list[Played]) -> list[Sample]:
+        """Score all episodes of a prompt by one call of the reward."""
+        found = [self._own(one) for one in played]
+        texts = [self._said(p) for p, own in zip(played, found, strict=True) if not own]
+        with self.rollouts.executor.waits.named("prompts", "rewards", [prompt.row.index]):
+            row = prompt.row
+            scored = iter(await self.rewards.score_group(texts, row.answer, row.as_mapping()))
+        pairs = [(one, own or next(scored)) for one, own in zip(played, found, strict=True)]
+        return [made for pair in pairs if (made := self._sample(prompt, *pair))]
+
+    def _own(self, played: Played) -> Scored | None:
+        """Return the reward that the episode gave itself, counted, if it did."""
         outcome = played.outcome
-        facts = (text, played.finish, scored.answer, outcome.turn_rewards, played.metrics)
-        return Sample(prompt, played.rows, scored.result, *facts)
-
-    async def _score(self, prompt: Prompt, outcome: Outcome, text: str) -> Scored:
         if outcome.reward is None and not outcome.invalid:
-            said, row = text if outcome.answer is None else outcome.answer, prompt.row
-            return await self.rewards.score(said, row.answer, row.as_mapping())
-
+            return None
         scored = judged(outcome.reward, outcome.invalid)
         self.rewards.count(scored)
         return scored
+
+    def _said(self, played: Played) -> str:
+        """Return the text to score."""
+        answer = played.outcome.answer
+        return self._text(played) if answer is None else answer
+
+    def _text(self, played: Played) -> str:
+        return self.codec.decode(played.rows[-1].completions[-1].tokens)
+
+    def _sample(self, prompt: Prompt, played: Played, scored: Scored) -> Sample | None:
+        if isinstance(scored.result, Invalid):
+            return None
+        facts = (self._text(played), played.finish, scored.answer, played.outcome.turn_rewards)
+        return Sample(
+            prompt, played.rows, scored.result, *facts, scored.parts, metrics=played.metrics
+        )
 
 
 class Sampler:
@@ -170,7 +203,8 @@ class Sampler:
                 await self._offer(number, scored)
             # Nothing else ran since the buffer took the group, so no checkpoint can
             # hold it in both places.
-            del self.unfinished[number]
+            row, rewards = self.unfinished.pop(number), [sample.reward for sample in scored]
+            self.prompts.finished(number, row, rewards, self.unfinished)
         except Exception as error:
             # The error of a background task has to reach the trainer.
             await self.buffer.fail(error)
@@ -178,7 +212,7 @@ class Sampler:
     async def _offer(self, number: int, scored: list[Sample]) -> None:
         group = pack(scored, number, self.samples_per_prompt, self.request.temperature)
         kept = self.algorithm.keep(group)
-        self.seen[number] = _describe(scored, group, kept)
+        self.seen[number] = describe(scored, group, kept)
         if kept:
             await self.buffer.put(number, group)
         else:
@@ -211,18 +245,3 @@ class Sampler:
         self.seen = {}
         scorer = self.scorer
         return merged | scorer.episodes.metrics() | scorer.rollouts.router.metrics()
-
-
-def _describe(samples: list[Sample], group: Batch, kept: bool) -> Metrics:
-    rewards = group["reward"]
-    size, sampled = len(samples), sum(sample.num_sampled for sample in samples)
-
-    return {
-        **merge(sample.metrics for sample in samples),
-        "sampled/tokens": Metric(sampled, how="sum"),
-        "sampled/completion_tokens": Metric(sampled, size),
-        "sampled/truncated": Metric(sum(sample.truncated for sample in samples), size),
-        "sampled/reward": Metric(sum(sample.reward for sample in samples), size),
-        "sampled/equal_reward_groups": Metric(float(rewards.max() == rewards.min()), 1),
-        "sampled/rejected_groups": Metric(float(not kept), how="sum"),
-    }

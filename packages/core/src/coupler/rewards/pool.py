@@ -18,9 +18,10 @@ from typing import Any
 from coupler.errors import ConfigError, CouplerError, DataError, RewardError
 from coupler.metrics import Metric, Metrics
 from coupler.rewards import sandbox
+from coupler.rewards.answers import read_answer
 from coupler.rewards.process import START_S, Limits, Mode, WorkerDied, WorkerProcess
 from coupler.rewards.result import Invalid, Scored
-from coupler.rewards.value import FLOAT32_MAX, judged
+from coupler.rewards.value import judged
 
 # Fewer invalid calls than this never stop a run.
 MIN_INVALID = 5
@@ -34,18 +35,19 @@ MESSAGE_CALLS = 64
 
 @dataclass(slots=True)
 class _Call:
-    # The call as JSON.
+    # The call as JSON, and how many completions it has.
     request: str
-    future: asyncio.Future[Scored]
+    size: int
+    future: asyncio.Future[list[Scored]]
     # A process died while it had this call and had answered others.
     retried: bool = False
 
-    def settle(self, result: Scored | CouplerError) -> None:
+    def settle(self, result: list[Scored] | CouplerError) -> None:
         """Set the result. Runs in the thread of the event loop."""
         # The task that waits may have been cancelled.
         if self.future.done():
             return
-        if isinstance(result, Scored):
+        if isinstance(result, list):
             self.future.set_result(result)
         else:
             self.future.set_exception(result)
@@ -84,11 +86,15 @@ class RewardPool:
         self.timeout_s = timeout_s
         self.max_invalid_fraction = max_invalid_fraction
         self.limits = limits or Limits()
+        # its function takes all completions of a prompt at once
+        self.takes_group = False
         self._mode = Mode.OFF if self.limits.sandbox == "off" else Mode.ASK
 
         self.reasons: Counter[str] = Counter()
         self.first_detail = ""
         self._num_calls = 0
+        # The names of the parts of rewards, once there is one.
+        self._parts: list[str] | None = None
         # One entry for each of the last calls: True if it was invalid.
         self._recent: deque[bool] = deque(maxlen=RECENT)
         self._step: list[Scored] = []
@@ -139,15 +145,34 @@ class RewardPool:
         self.count(scored)
         return scored
 
+    async def score_group(
+        self, completions: Sequence[str], answer: str, row: Mapping[str, Any]
+    ) -> list[Scored]:
+        """Score all completions of a prompt at once, by a function that takes them.
+
+        See :attr:`takes_group` and :meth:`score`.
+        """
+        if not completions:
+            return []
+        scored = await self._ask(completions, answer, row)
+        for one in scored:
+            self.count(one)
+        return scored
+
     async def call(self, completion: str, answer: str, row: Mapping[str, Any]) -> Scored:
         """Score one completion without counting it, and never stop the run."""
         if not self.target:
             return judged(None, "the environment gave no reward, and reward.target is empty")
+        return (await self._ask([completion], answer, row))[0]
+
+    async def _ask(
+        self, completions: Sequence[str], answer: str, row: Mapping[str, Any]
+    ) -> list[Scored]:
         try:
-            request = json.dumps([completion, answer, row])
+            request = json.dumps([list(completions), answer, row])
         except TypeError as error:
             raise DataError(f"a row cannot be sent to the reward as JSON: {error}.") from None
-        call = _Call(request, asyncio.get_running_loop().create_future())
+        call = _Call(request, len(completions), asyncio.get_running_loop().create_future())
 
         with self._changed:
             if self._stopped:
@@ -178,8 +203,10 @@ class RewardPool:
         """Count a result. :meth:`score` does so itself.
 
         Raises:
-            RewardError: too many were invalid, as :meth:`score` says.
+            RewardError: too many were invalid, as :meth:`score` says, or this one has
+                other parts than those before.
         """
+        self._check_parts(scored)
         self._step.append(scored)
         self._num_calls += 1
         self._recent.append(isinstance(scored.result, Invalid))
@@ -191,6 +218,20 @@ class RewardPool:
         burst = len(self._recent) == RECENT and sum(self._recent) > max(0.5, limit) * RECENT
         if count >= MIN_INVALID and (count > limit * self._num_calls or burst):
             raise RewardError(self._complaint())
+
+    def _check_parts(self, scored: Scored) -> None:
+        if isinstance(scored.result, Invalid):
+            return
+
+        names = sorted(scored.parts)
+        if self._parts is None:
+            self._parts = names
+        if names != self._parts:
+            now, before = (", ".join(each) or "none" for each in (names, self._parts))
+            raise RewardError(
+                f"a reward has other parts than those before: {now} and not {before}.\n"
+                f"  look at:  reward.target={self.target}, which gives the same parts each time"
+            )
 
     def _complaint(self) -> str:
         recent = f"{sum(self._recent)} of the last {len(self._recent)}"
@@ -260,6 +301,7 @@ class RewardPool:
                 process.terminate()
 
         wants_sandbox = process.wait_ready(self.target)
+        self.takes_group = process.takes_group
         if mode is Mode.ASK and wants_sandbox:
             self._seek_sandbox()
             return self._replace(process)
@@ -308,12 +350,13 @@ class RewardPool:
         try:
             process.send(f"[{','.join(c.request for c in calls)}]\n".encode(), self.timeout_s)
             while unanswered:
-                scored = [_scored(line) for line in process.receive(self.timeout_s)]
-                if len(scored) > len(unanswered):
+                lines = process.receive(self.timeout_s)
+                if len(lines) > len(unanswered):
                     raise WorkerDied("gave more answers than it had calls")
-                done = [(unanswered.popleft(), result) for result in scored]
-                _settle(done)
-                slowest = max(slowest, *(scored.seconds for _, scored in done))
+                sizes = [call.size for call in unanswered]
+                found = [read_answer(*pair) for pair in zip(lines, sizes, strict=False)]
+                _settle([(unanswered.popleft(), scored) for scored in found])
+                slowest = max(slowest, *(scored[0].seconds for scored in found))
 
         except TimeoutError:
             slowest = self.timeout_s
@@ -351,7 +394,7 @@ class RewardPool:
             detail="\n".join(process.tail),
             timed_out=timed_out,
         )
-        _settle([(call, self._stopped or blamed)])
+        _settle([(call, self._stopped or [blamed] * call.size)])
 
 
 def _sandbox(why: str) -> Mode:
@@ -368,33 +411,9 @@ def _sandbox(why: str) -> Mode:
     )
 
 
-def _scored(line: bytes) -> Scored:
-    """Read an answer.
-
-    Raises:
-        WorkerDied: it is none, so the process is of no more use.
-    """
-    try:
-        number, reason, seconds, trace, answer = json.loads(line)
-        if number is not None:
-            number = float(number)
-            # Also false for NaN.
-            if not abs(number) <= FLOAT32_MAX:
-                raise ValueError
-        seconds = max(0.0, float(seconds))
-        texts = [reason, trace, answer or ""]
-        if not all(isinstance(text, str) for text in texts):
-            raise ValueError
-    except (ValueError, TypeError, RecursionError):
-        raise WorkerDied("gave no answer of the kind that it must") from None
-
-    result = Invalid(reason) if number is None else number
-    return Scored(result=result, seconds=seconds, answer=answer, detail=trace)
-
-
-def _settle(results: Sequence[tuple[_Call, Scored | CouplerError]]) -> None:
+def _settle(results: Sequence[tuple[_Call, list[Scored] | CouplerError]]) -> None:
     """Hand results to the event loops that wait for them, and wake each loop once."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Call, Scored | CouplerError]]] = {}
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Call, list[Scored] | CouplerError]]] = {}
     for call, result in results:
         by_loop.setdefault(call.future.get_loop(), []).append((call, result))
 

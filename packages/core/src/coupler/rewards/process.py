@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from coupler.errors import CouplerError
-from coupler.rewards import sandbox, supervisor
+from coupler.rewards import sandbox
+from coupler.system import supervisor
 
 # The reward's module must be imported within this time.
 START_S = 120.0
@@ -31,7 +32,7 @@ START_S = 120.0
 END_S = supervisor.END_S + 2
 MARK = "COUPLER_REWARD"
 # The longest answer, and the longest line of output that is shown as one.
-MAX_ANSWER, MAX_LINE = 2 << 20, 4096
+MAX_ANSWER, MAX_LINE = 16 << 20, 4096
 CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
@@ -50,6 +51,16 @@ class Limits:
         """Return the limits as the supervisor takes them."""
         memory = int(self.max_memory_gib * (1 << 30)) or machine_bytes() // 2
         return [str(memory), str(self.max_processes)]
+
+    def watched(self, control: int) -> list[str]:
+        """Return the words before a command that a supervisor watches.
+
+        ``control`` is the descriptor of a socket. The command, and all that it started,
+        ends when the other end is closed, when the thread that started it ends, or
+        above these limits.
+        """
+        watch = (sys.executable, "-I", "-S", supervisor.__file__)
+        return [*watch, str(control), *self.words()]
 
 
 class Mode(StrEnum):
@@ -90,8 +101,7 @@ class WorkerProcess:
         self.mark = f"{MARK}={secrets.token_hex(8)}"
         self.process = subprocess.Popen(
             [
-                *(sys.executable, "-I", "-S", supervisor.__file__, str(theirs.fileno())),
-                *limits.words(),
+                *limits.watched(theirs.fileno()),
                 *(sandbox.command(target) if mode is Mode.BUBBLEWRAP else ()),
                 *(sys.executable, "-m", "coupler.rewards.worker", target, mode),
             ],
@@ -115,6 +125,8 @@ class WorkerProcess:
         self.received = b""
         self.answered = 0
         self.junk = False
+        # Its function takes all completions of a prompt at once.
+        self.takes_group = False
 
         self.tail: deque[str] = deque(maxlen=50)
         self.reader = threading.Thread(target=self._forward_stderr, daemon=True)
@@ -134,6 +146,7 @@ class WorkerProcess:
             first: dict[str, Any] = json.loads(line)
             if "sandbox" in first:
                 self.answered = 0
+                self.takes_group = bool(first.get("group"))
                 return bool(first["sandbox"])
             why = str(first["failed"])
         except WorkerDied as died:

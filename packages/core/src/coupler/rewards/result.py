@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,13 +19,17 @@ class Invalid:
 
 @dataclass(frozen=True, slots=True)
 class Graded:
-    """Give a reward together with the answer that was read in the completion.
+    """Give a reward together with what it was made of.
 
-    Evaluation votes over these answers.
+    Attributes:
+        answer: the answer that was read in the completion. Evaluation votes over these.
+        parts: numbers that the reward was made of, by name. Their means are tracked as
+            ``reward_parts/NAME``, and algorithms see each as a column of that name.
     """
 
     reward: float
-    answer: str
+    answer: str | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
 
     def __float__(self) -> float:
         return float(self.reward)
@@ -39,6 +44,8 @@ class Scored:
     seconds: float
     # The answer that the function read, if it named one.
     answer: str | None = None
+    # The numbers that the reward was made of, by name.
+    parts: Mapping[str, float] = field(default_factory=dict)
     # The traceback, or the last lines on stderr of a worker that hung or died.
     detail: str = ""
     timed_out: bool = False

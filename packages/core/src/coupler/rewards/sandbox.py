@@ -88,18 +88,39 @@ def command(target: str) -> list[str]:
     ``target`` is the reward, whose files can be read there.
     """
     paths = readable(target)
-    binds = [word for path in paths for word in ("--ro-bind-try", str(path), str(path))]
     here = Path.cwd()
     inside = any(path in (here, *here.parents) for path in paths)
+    return confined(paths, here if inside else Path("/tmp"))  # noqa: S108
+
+
+def confined(
+    paths: list[Path],
+    folder: Path,
+    namespaces: tuple[str, ...] = ("--unshare-all", "--hostname", "sandbox"),
+    capabilities: tuple[str, ...] = (),
+) -> list[str]:
+    """Return the words of bubblewrap before a command.
+
+    Args:
+        paths: files and folders that can be read.
+        folder: where the command starts.
+        namespaces: the options that part it from the machine.
+        capabilities: what it keeps. Everything else is dropped.
+    """
+    binds = [word for path in paths for word in ("--ro-bind-try", str(path), str(path))]
+    kept = [word for name in capabilities for word in ("--cap-add", name)]
+    # A folder that is not named here would be the first user's alone.
+    above = dict.fromkeys(folder for path in paths for folder in reversed(path.parents[:-1]))
+    folders = [word for folder in above for word in ("--dir", str(folder))]
 
     return [
-        *(shutil.which("bwrap") or "bwrap", "--unshare-all", "--die-with-parent", "--new-session"),
-        *("--cap-drop", "ALL", "--hostname", "sandbox", "--proc", "/proc", "--dev", "/dev"),
+        *(shutil.which("bwrap") or "bwrap", *namespaces, "--die-with-parent", "--new-session"),
+        *("--cap-drop", "ALL", *kept, "--proc", "/proc", "--dev", "/dev"),
         *_temporary("/tmp"),  # noqa: S108
         *("--dir", "/var/tmp"),  # noqa: S108
+        *folders,
         *binds,
-        *("--remount-ro", "/dev", "--remount-ro", "/"),
-        *("--chdir", str(here) if inside else "/tmp", "--"),  # noqa: S108
+        *("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", str(folder), "--"),
     ]
 
 
@@ -108,16 +129,25 @@ def readable(target: str) -> list[Path]:
     import coupler
 
     file = file_of(target)
-    wanted = [Path(path) for path in SYSTEM]
-    wanted += [Path(path) for path in (sys.prefix, sys.exec_prefix, sys.base_prefix)]
-    wanted += [Path(sys.executable).resolve().parent, Path(coupler.__path__[0])]
+    wanted = [*interpreter(), Path(coupler.__path__[0])]
     wanted += [Path(path).absolute() for path in sys.path if path]
     if file:
         file = file.absolute()
         wanted.append(file if wide(file.parent) else file.parent)
-    wanted += [path.resolve() for path in wanted if path.is_symlink() and path.is_dir()]
+    return narrowed(wanted)
 
+
+def interpreter() -> list[Path]:
+    """Return what this Python and its installed packages read."""
+    prefixes = (sys.prefix, sys.exec_prefix, sys.base_prefix)
+    return [*map(Path, (*SYSTEM, *prefixes)), Path(sys.executable).resolve().parent]
+
+
+def narrowed(wanted: list[Path]) -> list[Path]:
+    """Return those that exist, but for wide folders and what another one holds."""
+    wanted = [*wanted, *(path.resolve() for path in wanted if path.is_symlink() and path.is_dir())]
     found: list[Path] = []
+
     for path in sorted(dict.fromkeys(wanted), key=lambda path: len(path.parts)):
         covered = any(done in path.parents for done in found)
         if path.exists() and not covered and not wide(path):
@@ -158,4 +188,5 @@ def _temporary(path: str) -> list[str]:
     words = version().rpartition(" ")[2].split(".")[:2]
     numbers = [int(word) for word in words if word.isdigit()]
     # Older ones cannot bound it, and it stays empty.
-    return ["--size", str(TMP_BYTES), "--tmpfs", path] if numbers >= [0, 7] else ["--dir", path]
+    sized = ["--perms", "1777", "--size", str(TMP_BYTES), "--tmpfs", path]
+    return sized if numbers >= [0, 7] else ["--dir", path]

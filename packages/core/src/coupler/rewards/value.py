@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from itertools import islice
 from math import isfinite
 from numbers import Complex, Real
 from typing import Any, SupportsFloat
@@ -10,24 +13,70 @@ from typing import Any, SupportsFloat
 from coupler.rewards.result import Graded, Invalid, Scored
 
 FLOAT32_MAX = 3.4028234663852886e38
-MAX_REASON, MAX_ANSWER = 300, 65_536
+MAX_REASON, MAX_ANSWER, MAX_PARTS = 300, 65_536, 64
+PART = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)  # a name of a metric
 TEXTS = (str, bytes, bytearray, memoryview)
 
 
-def checked(value: Any) -> tuple[float | None, str, str | None]:
-    """Return the number, the reason where there is none, and the answer that was read.
+# number or None, the reason where there is none, the answer that was read, and parts
+Checked = tuple[float | None, str, str | None, dict[str, float]]
+
+
+def checked(value: Any) -> Checked:
+    """Return what a reward function said of one completion.
 
     Raises:
         BaseException: whatever the value's own methods raise.
     """
     if isinstance(value, Invalid):
-        return None, said(lambda: value.reason, MAX_REASON), None
+        return None, said(lambda: value.reason, MAX_REASON), None, {}
+    if isinstance(value, dict):
+        if "reward" not in value:
+            return None, "returned a dict without the key reward", None, {}
+        others = {key: part for key, part in value.items() if key != "reward"}
+        value = Graded(value["reward"], parts=others)
     if not isinstance(value, Graded):
-        return *_number(value), None
+        return *_number(value), None, {}
 
     number, reason = _number(value.reward)
     answer = None if value.answer is None else said(lambda: value.answer, MAX_ANSWER)
-    return number, reason, answer
+    parts, wrong = _parts(value.parts)
+    if wrong and number is not None:
+        return None, wrong, None, {}
+    return number, reason, answer, parts
+
+
+def each(value: Any, size: int) -> list[Checked]:
+    """Return what a reward function said of each of ``size`` completions.
+
+    Raises:
+        BaseException: whatever the value's own methods raise.
+    """
+    kind = name(type(value))[:100]
+    if isinstance(value, (*TEXTS, dict)) or not isinstance(value, Iterable):
+        return [checked(Invalid(f"returned a {kind}, not {size} rewards"))] * size
+
+    found = list(islice(value, size + 1))
+    if len(found) == size:
+        return [checked(one) for one in found]
+    count = f"more than {size}" if found[size:] else len(found)
+    return [checked(Invalid(f"returned {count} rewards for {size} completions"))] * size
+
+
+def _parts(parts: Mapping[Any, Any]) -> tuple[dict[str, float], str]:
+    """Return the parts of a reward, or why they are none."""
+    found: dict[str, float] = {}
+    if len(parts) > MAX_PARTS:
+        return {}, f"returned {len(parts)} parts, more than {MAX_PARTS}"
+
+    for key, value in parts.items():
+        if not PART.fullmatch(shown := said(partial(str, key), MAX_REASON)):
+            return {}, f"returned a part {shown[:100]!r}, whose name is none"
+        number, reason = _number(value)
+        if number is None:
+            return {}, f"{reason}, as the part {shown}"
+        found[shown] = number
+    return found, ""
 
 
 def judged(value: Any, invalid: str = "") -> Scored:

@@ -1,10 +1,11 @@
 """Call a reward function: ``python -m coupler.rewards.worker TARGET MODE``.
 
-The process reads a token from stdin, and then lines of JSON ``[[completion, answer,
-row], ...]``. It writes one line ``TOKEN NUMBER [number or null, reason, seconds,
-traceback, answer or null]`` to stdout for each call, in order, as soon as its result is
-known. The first line is ``TOKEN 0 {"sandbox": bool}`` or ``TOKEN 0 {"failed": why}``,
-and numbers start anew after it.
+The process reads a token from stdin, and then lines of JSON ``[[[completion, ...],
+answer, row], ...]``. It writes one line ``TOKEN NUMBER [results, seconds, traceback]``
+to stdout for each call, in order, as soon as it is known. A result, one for each
+completion, is ``[number or null, reason, answer or null, parts]``. The first line is
+``TOKEN 0 {"sandbox": bool, "group": bool}`` or ``TOKEN 0 {"failed": why}``, and numbers
+start anew after it.
 
 The function sees neither pipe: its stdin is empty, and its stdout is stderr. A class is
 created once, before the first call, and its ``__call__`` is the function. Code that
@@ -28,12 +29,15 @@ from time import perf_counter
 from typing import Any, BinaryIO
 
 from coupler.errors import CouplerError
+from coupler.rewards.result import Invalid
 from coupler.rewards.seccomp import confine
-from coupler.rewards.value import checked, name, said
+from coupler.rewards.value import Checked, checked, each, name, said
 from coupler.system import imports
 from coupler.system.imports import resolve
 
-KEYWORDS = ("completion", "answer", "row", "prompt")
+# A function takes one completion, or all of a prompt at once.
+COMPLETIONS = ("completion", "completions")
+KEYWORDS = (*COMPLETIONS, "answer", "row", "prompt")
 MAX_REASON, MAX_TRACE = 300, 16_384
 
 
@@ -64,7 +68,7 @@ def main(target: str, mode: str) -> None:
         function = resolve(target)
         wanted = mode != "off" and getattr(function, "sandbox", False) is True
         if wanted and mode == "ask":
-            return send(0, {"sandbox": True})
+            return send(0, {"sandbox": True, "group": False})
         if isinstance(function, type):
             function = function()
         keywords = accepted_keywords(function, target)
@@ -83,7 +87,7 @@ def main(target: str, mode: str) -> None:
     except OSError as error:
         return send(0, {"failed": f"the sandbox of the reward {target} cannot be made: {error}"})
 
-    send(0, {"sandbox": wanted})
+    send(0, {"sandbox": wanted, "group": "completions" in keywords})
     _serve(function, keywords, requests, send, json.JSONDecoder().decode)
 
 
@@ -95,15 +99,17 @@ def _serve(
     decode: Callable[[str], Any],
 ) -> None:
     number = 0
+
     while line := _next(requests):
-        for completion, answer, row in decode(line.decode()):
+        for texts, answer, row in decode(line.decode()):
             given = {
-                "completion": completion,
+                "completion": texts[0],
+                "completions": texts,
                 "answer": answer,
                 "row": row,
                 "prompt": row.get("prompt"),
             }
-            send(number, _call(function, {name: given[name] for name in keywords}))
+            send(number, _call(function, {name: given[name] for name in keywords}, len(texts)))
             number += 1
 
 
@@ -138,12 +144,17 @@ def accepted_keywords(function: Any, target: str) -> tuple[str, ...]:
         for p in parameters
         if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     }
-    keywords = tuple(k for k in KEYWORDS if anything or any(p.name == k for p in named))
+    names = {p.name for p in named}
+    keywords = tuple(k for k in KEYWORDS if anything or k in names)
+    if anything and "completions" not in names:
+        keywords = tuple(k for k in keywords if k != "completions")
 
     extra = sorted(required - set(keywords))
     problems = [f"requires {', '.join(extra)}, which nothing passes"] if extra else []
-    if "completion" not in keywords:
-        problems.append("does not take completion")
+    if not set(keywords) & set(COMPLETIONS):
+        problems.append("does not take completion or completions")
+    if names.issuperset(COMPLETIONS):
+        problems.append("takes both completion and completions")
     if problems:
         raise CouplerError(
             f"the reward {target}{inspect.signature(function)} {' and '.join(problems)}.\n"
@@ -171,18 +182,19 @@ def _claim_pipes() -> tuple[BinaryIO, int]:
 def _call(
     function: Callable[..., Any],
     keywords: dict[str, Any],
+    size: int,
     clock: Callable[[], float] = perf_counter,
-) -> tuple[float | None, str, float, str, str | None]:
+) -> tuple[list[Checked], float, str]:
     start, trace = clock(), ""
     try:
-        number, reason, answer = checked(function(**keywords))
+        value = function(**keywords)
+        found = each(value, size) if "completions" in keywords else [checked(value)]
     # The code is the user's: any exception, even SystemExit, is an invalid reward.
     except BaseException as error:
-        number, answer = None, None
-        reason = said(partial(_told, error), MAX_REASON)
+        found = [checked(Invalid(said(partial(_told, error), MAX_REASON)))] * size
         trace = said(partial(_trace, error), MAX_TRACE)
 
-    return number, reason, clock() - start, trace, answer
+    return found, clock() - start, trace
 
 
 def _told(error: BaseException) -> str:

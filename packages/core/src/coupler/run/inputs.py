@@ -13,9 +13,10 @@ from coupler.config.checks import does_evaluate
 from coupler.config.options import SECTIONS, section
 from coupler.config.schema import DataConfig, ExecutorName, Job, RunConfig
 from coupler.data.dataset import check_first_row
+from coupler.data.files import is_function
 from coupler.data.folder_check import check_model_folder
 from coupler.errors import ConfigError
-from coupler.rewards.worker import KEYWORDS
+from coupler.rewards.worker import COMPLETIONS, KEYWORDS
 from coupler.run.resume import AUTO, DISABLE, is_started
 from coupler.system.targets import target_problem
 
@@ -47,9 +48,11 @@ def _checks(config: RunConfig, job: Job) -> Iterator[Callable[[], None]]:
         yield partial(_check_model, config.critic.model.path, "critic.model.path")
     if job is not Job.EVAL:
         yield partial(_check_rows, config.data, "data")
+        yield partial(check_sampler, config)
         yield partial(_check_resume, config)
     if does_evaluate(config, job):
         yield partial(_check_rows, config.eval.data, "eval.data")
+        yield partial(check_no_sampler, config.eval.data)
     if job is not Job.SFT and config.reward.target:
         yield partial(_check_reward, config.reward.target)
     yield _check_installed
@@ -111,7 +114,7 @@ def _check_model(path: str, key: str) -> None:
 
 
 def _check_rows(data: DataConfig, key: str) -> None:
-    if ":" in data.source and Path(data.source).suffix not in (".jsonl", ".json", ".parquet"):
+    if isinstance(data.source, str) and is_function(data.source):
         if problem := target_problem(data.source):
             why = problem.partition(": ")[2]
             more = "" if "\n" in why else "\n  try:  FILE.jsonl, or pkg.mod:function"
@@ -120,8 +123,32 @@ def _check_rows(data: DataConfig, key: str) -> None:
     check_first_row(data, key)
 
 
+def check_sampler(config: RunConfig) -> None:
+    """Refuse a class of ``data.sampler`` that there is not. It is not imported.
+
+    Raises:
+        ConfigError: there is no such class.
+    """
+    target = config.data.sampler
+    if target and (problem := target_problem(target)):
+        raise ConfigError(f"data.sampler={target} {problem}")
+
+
+def check_no_sampler(data: DataConfig) -> None:
+    """Refuse a class that picks rows for an evaluation.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    if data.sampler:
+        raise ConfigError(
+            f"eval.data.sampler={data.sampler}: an evaluation takes every row once.\n"
+            "  try:  eval.data.sampler=''"
+        )
+
+
 def _check_reward(target: str) -> None:
-    if problem := target_problem(target, KEYWORDS, (os.getcwd(),)):
+    if problem := target_problem(target, KEYWORDS, (os.getcwd(),), COMPLETIONS):
         more = f"\n  it is called with the keywords it takes among:  {', '.join(KEYWORDS)}"
         raise ConfigError(f"reward.target={target} {problem}{'' if chr(10) in problem else more}")
 

@@ -48,6 +48,8 @@ class Plan:
     max_prompt_tokens: int
     # 0 in supervised training, where a row is as long as its text.
     max_completion_tokens: int
+    # Above 1 where an episode may have several rows by an option of the environment.
+    max_rows_per_episode: int
     # 0 if the engine has no such option.
     max_tokens_per_micro_batch: int
     # The schedule of the learning rate by trained role, where its engine says one.
@@ -55,7 +57,7 @@ class Plan:
     max_staleness: int
     # What a sync does with requests that are being sampled.
     in_flight: InFlight
-    # None if the number is not known without loading the data.
+    # None if the number is not known without loading the data, or there are no epochs.
     num_rows: int | None
     # Data shards of the engine.
     num_shards: int
@@ -168,6 +170,7 @@ def make_plan(
         optimizer_steps=steps["policy"],
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_completion_tokens=_completion_tokens(config) if trains else 0,
+        max_rows_per_episode=_rows_per_episode(config),
         max_tokens_per_micro_batch=config.engine.micro_batch_limit[1]
         * config.engine.ranks_per_sequence,
         rates={
@@ -175,7 +178,7 @@ def make_plan(
         },
         max_staleness=config.max_staleness,
         in_flight=on_sync(config, plugins) if trains else InFlight.DRAIN,
-        num_rows=num_rows,
+        num_rows=None if config.data.sampler else num_rows,
         num_shards=max(config.engine.ranks // config.engine.ranks_per_shard, 1),
         executor=config.executor,
         placement=config.ray.placement if config.executor is ExecutorName.RAY else None,
@@ -319,6 +322,11 @@ def weight_path(config: RunConfig, plugins: Plugins) -> tuple[str, str]:
         f"coupler_weight_path of {source} returned {answer!r:.60}, and has to return a format "
         f"and one of the transports {', '.join(transports)}.\n  try:  {source.fix}"
     )
+
+
+def _rows_per_episode(config: RunConfig) -> int:
+    settings = config.environment
+    return settings.max_turns if settings and not settings.keep_reasoning else 1
 
 
 def _completion_tokens(config: RunConfig) -> int:

@@ -29,6 +29,9 @@ def _lines(plan: Plan) -> list[tuple[str, str]]:
             f"sequence, {most} per step"
         )
         lines.append(("tokens", text))
+    if (rows := plan.max_rows_per_episode) > 1:
+        text = f"dropped as the template does: up to {rows} rows per episode, and {rows} times "
+        lines.append(("reasoning", f"{text}the tokens where each turn has some"))
     if plan.max_tokens_per_micro_batch:
         most = plan.max_micro_batches
         number = f"at most {most}" if most else "as many as it takes"

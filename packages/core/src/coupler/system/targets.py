@@ -20,7 +20,10 @@ DEFINES = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def target_problem(
-    target: str, keywords: tuple[str, ...] | None = None, places: tuple[str, ...] = ()
+    target: str,
+    keywords: tuple[str, ...] | None = None,
+    places: tuple[str, ...] = (),
+    either: tuple[str, ...] = (),
 ) -> str:
     """Return why ``target`` cannot be called, or an empty text where it may be.
 
@@ -28,9 +31,10 @@ def target_problem(
     sentences and starts with :data:`USED` or :data:`IMPORTED`.
 
     Args:
-        keywords: the arguments that the caller passes, by name, the first of which the
-            function must take. None where that is not checked.
+        keywords: the arguments that the caller passes, by name. None where that is not
+            checked.
         places: folders where modules are looked for beside ``sys.path``.
+        either: keywords of which the function must take one.
     """
     module, colon, name = target.rpartition(":")
     if not colon or not module.strip() or not name.isidentifier():
@@ -50,7 +54,7 @@ def target_problem(
         return f"{USED}there is no file {module[:200]}.\n  it is looked up from:  {Path.cwd()}"
     try:
         path = Path(module) if module.endswith(".py") else _source_of(module, places)
-        return "" if path is None else _problem_in(path, name, keywords, places)
+        return "" if path is None else _problem_in(path, name, keywords, places, either)
     except DamagedFile as error:
         return f"{USED}{error}"
     except LookupError as error:
@@ -97,7 +101,11 @@ def _ask(finder: object, name: str, places: Sequence[str] | None) -> ModuleSpec 
 
 
 def _problem_in(
-    path: Path, name: str, keywords: tuple[str, ...] | None, places: tuple[str, ...]
+    path: Path,
+    name: str,
+    keywords: tuple[str, ...] | None,
+    places: tuple[str, ...],
+    either: tuple[str, ...],
 ) -> str:
     try:
         with warnings.catch_warnings():
@@ -123,7 +131,7 @@ def _problem_in(
         return ""
     if name not in made:
         return f"{USED}{path} has no {name!r}.\n  it has:  {_public(made)}"
-    why = _misfit(made[name], path, name, keywords)
+    why = _misfit(made[name], path, name, keywords, either)
     return f"{USED}{why}." if why else ""
 
 
@@ -196,7 +204,13 @@ def _is_dynamic(tree: ast.Module) -> bool:
     )
 
 
-def _misfit(node: ast.AST | None, path: Path, name: str, keywords: tuple[str, ...] | None) -> str:
+def _misfit(
+    node: ast.AST | None,
+    path: Path,
+    name: str,
+    keywords: tuple[str, ...] | None,
+    either: tuple[str, ...],
+) -> str:
     """Return why what a name is bound to cannot be called."""
     plain = ast.Constant | ast.List | ast.Tuple | ast.Dict | ast.Set | ast.JoinedStr
     if isinstance(node, plain):
@@ -215,8 +229,8 @@ def _misfit(node: ast.AST | None, path: Path, name: str, keywords: tuple[str, ..
         if default is None
     }
     takes = {each.arg for each in (*given.args, *given.kwonlyargs)}
-    if keywords[0] not in takes and not given.kwarg:
-        return f"{name} of {path} does not take {keywords[0]}"
+    if either and takes.isdisjoint(either) and not given.kwarg:
+        return f"{name} of {path} does not take {' or '.join(either)}"
     if extra := sorted(required - {*keywords}):
         return f"{name} of {path} requires {', '.join(extra)}, which nothing passes"
     return ""

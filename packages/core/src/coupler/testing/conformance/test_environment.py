@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from coupler.conversation.workers import open_environment
 from coupler.errors import CouplerError
 from coupler.interfaces import (
     Completion,
@@ -58,7 +59,7 @@ def make(environment_subject: Subject) -> Make:
     config: EnvironmentConfig = environment_subject.config()
 
     def made() -> Environment:
-        return environment_subject.backend.load()(replace(config))
+        return open_environment(replace(config), environment_subject.backend.load)
 
     try:
         made()
@@ -259,15 +260,14 @@ def test_a_cancelled_episode_leaves_nothing(make: Make, theatre: Theatre, at: in
         async with set_up(make()) as environment:
             for number in range(2):
                 await _cancel_one(theatre, environment, number, at)
-            before, shared = _held(), asyncio.all_tasks()
+            before, tasks = _held(), asyncio.all_tasks()
             for number in range(CANCELLED):
                 await _cancel_one(theatre, environment, number, at)
 
-            ended = await settled(lambda: asyncio.all_tasks() <= shared, GRACE_S)
-            left = asyncio.all_tasks() - shared
+            ended = await settled(lambda: asyncio.all_tasks() <= tasks, GRACE_S)
             assert ended, (
-                f"expected no task after {CANCELLED} cancelled episodes, came {len(left)}: "
-                f"{next(iter(left), None)}"
+                f"expected no task after {CANCELLED} cancelled episodes, came "
+                f"{next(iter(asyncio.all_tasks() - tasks))}"
             )
             _check_held(before, FEW, f"after {CANCELLED} cancelled episodes")
 

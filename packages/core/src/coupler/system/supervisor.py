@@ -1,15 +1,16 @@
-"""Watch one reward process, and end everything that it started.
+"""Watch one process, and end everything that it started.
 
 The file is run as a script, ``python -I -S supervisor.py CONTROL BYTES TASKS
 COMMAND``, and imports little, so that it starts at once. The command inherits stdin and
 stdout. Its stderr passes through here, and what is too much of it is left out.
 
-CONTROL is the descriptor of a socket. The pool writes ``s`` for the stacks of the
+CONTROL is the descriptor of a socket. Its owner writes ``s`` for the stacks of the
 process, and closes the socket to end it. The last thing that this side writes is how
-the process ended, as JSON.
+the process ended, as JSON. BYTES and TASKS bound all that is below, where
+they are not 0.
 
 A process that makes a session of its own, or whose parent ends, stays below this one,
-which adopts such orphans. When the pool's thread ends, however it ends, all of them do.
+which adopts such orphans. When the owner's thread ends, all of them do.
 """
 
 import ctypes
@@ -150,7 +151,9 @@ class Output:
 
     def say_what_is_left_out(self) -> None:
         if self.left_out:
-            self.write(f"\n[{self.left_out} bytes of this reward's output are left out]\n".encode())
+            self.write(
+                f"\n[{self.left_out} bytes of this process's output are left out]\n".encode()
+            )
         self.left_out = 0
 
     def write(self, data: bytes) -> None:
@@ -164,7 +167,7 @@ class Output:
 
 
 class Supervisor:
-    """Own the process until it or the pool ends."""
+    """Own the process until it or its owner ends."""
 
     def __init__(self, control: int, max_bytes: int, max_tasks: int, command: list[str]) -> None:
         self.control, self.max_bytes, self.max_tasks = control, max_bytes, max_tasks
@@ -279,7 +282,7 @@ class Supervisor:
 
 
 def become(command: list[str], stderr: int) -> None:
-    """Turn this child into the reward process."""
+    """Turn this child into the process that is watched."""
     import resource  # Windows has none
 
     try:
