@@ -64,7 +64,7 @@ KIT_agents := --coupler environment=tools --coupler environment=tools,target=$(T
   --coupler-set 'environment.functions=["$(TOOLS):add", "$(TOOLS):wait"]'
 KIT_rollout-vllm := --coupler engine=fsdp --coupler rollout=vllm -k 'test_rollout or test_pair'
 SYNC_rollout-vllm := --extra cpu
-SYNC_agents := --extra gateway
+SYNC_agents := --extra gateway --extra mcp --extra gymnasium
 KIT_rollout-sglang := --coupler engine=fsdp --coupler rollout=sglang -k 'test_rollout or test_pair'
 SYNC_rollout-sglang := --extra cpu
 # SGLang on the CPU: a stand-in for its kernels
@@ -91,6 +91,16 @@ faults-rollout-vllm: .envs/rollout-vllm/.synced
 
 kit-%: .envs/%/.synced
 	.envs/$*/bin/python -m pytest $(KIT) $(KIT_$*)
+
+# Those that take other settings than KIT_agents
+MCP := {"played": {"command": [".envs/agents/bin/python", "packages/agents/tests/played_mcp.py"], \
+  "tools": ["plus"], "session": "run"}}
+kit-agents-adapters: .envs/agents/.synced
+	.envs/agents/bin/python -m pytest $(KIT) --coupler environment=tools --coupler-set 'environment.mcp=$(MCP)'
+	.envs/agents/bin/python -m pytest $(KIT) --coupler environment=gymnasium,id=FrozenLake-v1 \
+	  --coupler environment=gymnasium,target=packages/agents/tests/kit_gymnasium.py:Guess
+
+test-agents: kit-agents-adapters
 
 test-workspace: suite-workspace suite-outside
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import ClassVar
 
 
 def add(a: int, b: int) -> int:
@@ -54,6 +55,10 @@ def sleep(seconds: float) -> str:
     return "awake"
 
 
+def length(completion: str) -> float:
+    return float(len(completion))
+
+
 def bare(a, b):  # type: ignore[no-untyped-def]
     return a, b
 
@@ -92,6 +97,50 @@ class Talks:
 
     def release(self) -> None:
         type(self).released += 1
+
+
+class counter:
+    """A counter of one episode, which keeps what happened to it in ``log``."""
+
+    log: ClassVar[list[str]] = []
+
+    def reset(self, start: int = 0) -> None:
+        self.log.append(f"reset {start}")
+        self.value = start
+
+    async def __call__(self, by: int, *, times: int = 1) -> int:
+        """Count up, and return the new number.
+
+        Args:
+            by: How far.
+        """
+        await asyncio.sleep(0)
+        self.value += by * times
+        return self.value
+
+    def get_reward(self, scale: float = 1.0) -> float:
+        return self.value * scale
+
+    def release(self, why: str = "") -> None:
+        self.log.append(f"release {why}")
+
+
+class needy:
+    """A tool that cannot begin without its row."""
+
+    def reset(self, key: str) -> None:
+        self.key = key
+
+    def __call__(self) -> str:
+        """Tell the key."""
+        return self.key
+
+
+class broken(counter):
+    """A tool that fails at the end."""
+
+    def get_reward(self, scale: float = 1.0) -> float:
+        return float("nan")
 
 
 def python(code: str) -> str:

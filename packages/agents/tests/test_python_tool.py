@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from fusion_server import serving
-from test_tools import TASK, TOOLS, Played, call, codec
+from playing import TASK, TOOLS, Played, call
 
 from coupler import CouplerError, Task
 from coupler.conversation import Codec
@@ -20,7 +20,6 @@ from coupler_agents.sandbox.parent import why_none
 from coupler_agents.tools.config import CallFormat, ToolsConfig
 from coupler_agents.tools.environment import ToolEnvironment
 
-__all__ = ["codec"]
 here = pytest.mark.skipif(bool(why_none()), reason=why_none())
 
 

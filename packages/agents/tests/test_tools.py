@@ -4,86 +4,18 @@ calls come to.
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Sequence
 from random import Random
 from typing import Any
 
 import played_tools
 import pytest
+from playing import TASK, TOOLS, Played, call
 
-from coupler import CouplerError, Outcome, Request, Task
-from coupler.conversation import Codec, Conversation, Ended, Limits, TemplateRenderer
-from coupler.interfaces import Model
-from coupler.testing.conversations import Scripted, check_rows
-from coupler.testing.models import write_tokenizer
+from coupler import CouplerError, Task
+from coupler.conversation import Codec, Ended
 from coupler_agents.tools.config import CallFormat, ToolsConfig
 from coupler_agents.tools.environment import ToolEnvironment
-
-TOOLS = "played_tools"
-TEMPLATE = (
-    "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}"
-    "<|im_end|>\n{% endif %}{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user\n"
-    "<result>{{ m.content }}</result><|im_end|>\n{% else %}<|im_start|>{{ m.role }}\n"
-    "{{ m.content }}{% for c in m.tool_calls or [] %}{{ '\\n' if m.content or not loop.first }}"
-    "<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}<|im_end|>\n{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-TASK = Task(({"role": "user", "content": "what is 1 + 2 ?"},), {"answer": "3", "index": 0}, 7)
-
-
-@pytest.fixture(scope="module")
-def codec(tmp_path_factory: pytest.TempPathFactory) -> Codec:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    made = Codec(Model(str(folder)))
-    made.tokenizer.chat_template = TEMPLATE
-    return made
-
-
-class Played:
-    """One episode with a policy that says the given texts, the last one again and
-    again.
-    """
-
-    def __init__(
-        self, codec: Codec, says: Sequence[str], task: Task = TASK, **options: Any
-    ) -> None:
-        texts = iter(says)
-        last = says[-1]
-        self.codec = codec
-        self.environment = ToolEnvironment(ToolsConfig(**options))
-        self.rollout = Scripted(lambda _: codec.target_ids(next(texts, last)))
-        renderer = TemplateRenderer(codec, tools=self.environment.uses_tools)
-        request = Request((), 1, 1.0, seed=7)
-        self.conversation = Conversation(
-            self.rollout,
-            renderer,
-            Limits(4096, turns=6, calls=self.environment.config.max_calls),
-            request,
-        )
-        self.outcome: Outcome = asyncio.run(self._play(task))
-        self.rows = self.conversation.close()
-        check_rows(self.rows, self.rollout.answered)
-
-    async def _play(self, task: Task) -> Outcome:
-        await self.environment.setup()
-        try:
-            async with asyncio.timeout(30):
-                return await self.environment.episode(task, self.conversation)
-        finally:
-            await self.environment.close()
-
-    @property
-    def shown(self) -> str:
-        """The text of the last prompt."""
-        return self.codec.tokenizer.decode(self.rollout.requests[-1].prompt)
-
-
-def call(name: str, **arguments: Any) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 @pytest.mark.parametrize("calls", CallFormat)
@@ -214,9 +146,9 @@ def test_hostile_answers_end_no_episode(codec: Codec, calls: CallFormat) -> None
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "no tools": ({}, "environment.functions, environment.target or environment.builtin"),
+    "no tools": ({}, "environment.builtin or environment.mcp"),
     "no docstring": ({"functions": [f"{TOOLS}:bare"]}, "the tool bare cannot be described"),
-    "a class": ({"functions": [f"{TOOLS}:Guess"]}, "is no function"),
+    "a class": ({"functions": [f"{TOOLS}:Guess"]}, "is no tool"),
     "a function": ({"target": f"{TOOLS}:add"}, "is no class"),
     "no such builtin": ({"builtin": ["bash"]}, "there is no tool bash"),
     "no module": ({"target": f"{TOOLS}:Nobody"}, "has no 'Nobody'"),

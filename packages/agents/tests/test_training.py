@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from coupler.testing.models import EOS, read_tensors, rewrite, write_tokenizer, 
 
 OPTIONS = (
     "engine=toy", "engine.lr=0.1", "rollout=toy", "algorithm=toy", "trackers=[jsonl]",
-    "environment=program", "environment.uses_tools=false", "environment.max_turns=2",
+    "environment.max_turns=2",
     "data.max_prompt_tokens=64", "sampling.max_tokens=48", "prompts_per_step=2",
     "samples_per_prompt=2", "steps=2", "record.every_steps=1",
 )  # fmt: skip
@@ -41,6 +42,7 @@ def test_the_official_clients_are_trained(
     given = [
         "train", *OPTIONS, f"model.path={inputs / 'toy'}", f"run_dir={tmp_path / 'run'}",
         f"data.source={inputs / 'rows.jsonl'}", f"environment.target=played_clients:{client}",
+        "environment=program", "environment.uses_tools=false",
         f"environment.workers={workers}",
     ]  # fmt: skip
     assert main(given) == 0, capsys.readouterr().err
@@ -56,3 +58,22 @@ def test_the_official_clients_are_trained(
     said = capsys.readouterr().out
     assert said.count("[sampled ") > said.count("--- group ") == 4
     assert "[observation] go" in said
+
+
+def test_a_run_offers_the_tools_of_a_server(
+    inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("mcp")
+    server = Path(__file__).with_name("played_mcp.py")
+    mcp = f"{{played: {{command: [{sys.executable}, {server}], tools: [plus], session: run}}}}"
+    given = [
+        "train", *OPTIONS, f"model.path={inputs / 'toy'}", f"run_dir={tmp_path / 'run'}",
+        f"data.source={inputs / 'rows.jsonl'}", "environment=tools", f"environment.mcp={mcp}",
+        "environment.calls=text", "environment.max_tokens=2000", "engine.max_tokens_per_gpu=4096",
+        "reward.target=played_tools:length",
+    ]  # fmt: skip
+    assert main(given) == 0, capsys.readouterr().err
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert all(line["environment/failed"] == 0 for line in lines[1:])
+    assert "environment.mcp.played has plus, sha256=" in (tmp_path / "run/coupler.log").read_text()

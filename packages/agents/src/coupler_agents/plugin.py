@@ -7,8 +7,11 @@ from collections.abc import Iterable
 from coupler import RunConfig
 from coupler.plugins import Backend, Kind, hookimpl
 from coupler.plugins.finding import Finding
+from coupler_agents.gymnasium.config import GymnasiumConfig
+from coupler_agents.openenv.config import OpenEnvConfig
 from coupler_agents.program.config import ProgramConfig
 from coupler_agents.tools.config import ToolsConfig
+from coupler_agents.verifiers.config import VerifiersConfig
 
 
 @hookimpl
@@ -25,6 +28,27 @@ def coupler_backends() -> Iterable[Backend]:
         name="program",
         target="coupler_agents.program.environment:ProgramEnvironment",
         config=ProgramConfig,
+    )
+
+    yield Backend(
+        kind=Kind.ENVIRONMENT,
+        name="gymnasium",
+        target="coupler_agents.gymnasium.environment:GymnasiumEnvironment",
+        config=GymnasiumConfig,
+    )
+
+    yield Backend(
+        kind=Kind.ENVIRONMENT,
+        name="verifiers",
+        target="coupler_agents.verifiers.environment:VerifiersEnvironment",
+        config=VerifiersConfig,
+    )
+
+    yield Backend(
+        kind=Kind.ENVIRONMENT,
+        name="openenv",
+        target="coupler_agents.openenv.environment:OpenEnvEnvironment",
+        config=OpenEnvConfig,
     )
 
 

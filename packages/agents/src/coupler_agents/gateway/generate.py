@@ -39,7 +39,7 @@ async def answer(session: Session, body: Object) -> Object:
         "index": 0,
         "finish_reason": "length" if done.finish == "abort" else done.finish,
         "token_ids": done.tokens,
-        "logprobs": {"content": [{"token_id": id, "logprob": value} for id, value in pairs]},
+        "logprobs": {"content": [_logprob(id, value) for id, value in pairs]},
         "versions": done.versions,
     }
     return {
@@ -51,6 +51,11 @@ async def answer(session: Session, body: Object) -> Object:
             "total_tokens": len(ids) + len(done.tokens),
         },
     }
+
+
+def _logprob(token: int, value: float) -> Object:
+    """Name a token as vLLM does where it returns ids in place of texts."""
+    return {"token": f"token_id:{token}", "token_id": token, "logprob": value}
 
 
 def _ids(value: Any) -> tuple[int, ...]:

@@ -114,18 +114,29 @@ class Gateway:
                 "a session needs a gateway that listens.\n  call:  await gateway.start()"
             )
         session = Session(conversation, self.url, secrets.token_urlsafe(KEY_BYTES))
-        self._sessions[self._name(session.api_key)] = session
+        self.admit(session, session.api_key)
         return session
 
-    def end(self, session: Session) -> None:
-        """End the key of a session. What still runs is cancelled and gets 410."""
-        name = self._name(session.api_key)
-        if self._sessions.pop(name, None) is None:
-            return
+    def admit(self, session: Session, key: str) -> None:
+        """Let requests with one more key into a session, until it ends.
 
+        Args:
+            key: what nobody can guess. A request has it as the session's own key, or as
+                ``X-Session-ID``.
+        """
+        session.keys.append(key)
+        self._sessions[self._name(key)] = session
+
+    def end(self, session: Session) -> None:
+        """End the keys of a session. What still runs is cancelled and gets 410."""
+        names = [self._name(key) for key in session.keys]
+        session.keys.clear()
         session.end()
-        self._ended[name] = None
-        if len(self._ended) > REMEMBERED:
+
+        for name in names:
+            self._sessions.pop(name, None)
+            self._ended[name] = None
+        while len(self._ended) > REMEMBERED:
             self._ended.popitem(last=False)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -184,13 +195,15 @@ class Gateway:
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         if scheme.lower() != "bearer":
             key = ""
-        key = key.strip() or request.headers.get("X-Api-Key", "")
+        others = (request.headers.get(name, "") for name in ("X-Api-Key", "X-Session-ID"))
 
-        name = self._name(key)
-        session = self._sessions.get(name)
-        if session and hmac.compare_digest(_bytes(key), session.api_key.encode()):
-            return session
-        if name in self._ended:
+        keys = [key.strip(), *others]
+        names = {self._name(each): each for each in keys if each}
+        for name, each in names.items():
+            session = self._sessions.get(name)
+            if session and any(_equal(each, own) for own in session.keys):
+                return session
+        if names.keys() & self._ended.keys():
             raise _gone()
         raise Refused(
             "the request has no key of an episode. Send the key of this session as "
@@ -297,6 +310,10 @@ def _sentence(error: BaseException) -> str:
 
 def _gone() -> Refused:
     return Refused("this episode has ended, and its key with it.", 410, "episode_ended")
+
+
+def _equal(key: str, own: str) -> bool:
+    return hmac.compare_digest(_bytes(key), _bytes(own))
 
 
 def _bytes(key: str) -> bytes:

@@ -77,6 +77,7 @@ class Session:
     Attributes:
         url: address of the gateway, without a path.
         api_key: the key of this episode alone.
+        keys: every key of this episode.
         failure: the first error that was not the caller's, of the rollout for example.
         told: messages up to each answer of the Responses dialect, by its id.
     """
@@ -84,6 +85,7 @@ class Session:
     conversation: Talk
     url: str
     api_key: str = field(repr=False)
+    keys: list[str] = field(default_factory=list, repr=False)
     failure: BaseException | None = None
     told: dict[str, list[dict[str, Any]]] = field(default_factory=dict, repr=False)
     _running: set[asyncio.Timeout] = field(default_factory=set, repr=False)

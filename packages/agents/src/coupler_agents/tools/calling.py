@@ -10,11 +10,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from coupler import CouplerError
 from coupler_agents.sandbox import SandboxFailed
 from coupler_agents.tools.config import ToolsConfig
+from coupler_agents.tools.row_kwargs import Given
 from coupler_agents.tools.schema import hidden_of
 
 SHOWN = 300  # characters of an error
+
+
+class ToolLost(CouplerError):
+    """The server of a tool went away. That is a failure of the episode."""
 
 
 class ToolFailed(Exception):
@@ -40,14 +46,14 @@ class Toolbox:
     """The tools of one episode.
 
     Attributes:
-        kwargs: arguments by tool that the policy does not give: ``tools_kwargs`` of
-            the row.
+        given: arguments by tool that the policy does not give: ``tools_kwargs`` of the
+            row.
     """
 
     tools: Mapping[str, Callable[..., Any]]
     config: ToolsConfig
     threads: ThreadPoolExecutor
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    given: Mapping[str, Given] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
 
     def exhausted(self, more: int) -> bool:
@@ -58,13 +64,14 @@ class Toolbox:
         """Return what a tool says, or in words why it says nothing.
 
         Raises:
+            ToolLost: its server went away.
             SandboxFailed: the sandbox does not work, which is no fault of the policy.
         """
         self.counts.calls += 1
 
         try:
             return self._cut(await self._call(name, arguments))
-        except SandboxFailed:
+        except (SandboxFailed, ToolLost):
             raise
         except ToolFailed as error:
             self.counts.timeouts += error.timed_out
@@ -87,7 +94,7 @@ class Toolbox:
             raise TypeError(f"the arguments of {name} are no JSON object")
 
         hidden = hidden_of(tool)
-        given = {**arguments, **self._given(name, hidden)}
+        given = {**arguments, **self.given.get(name, Given()).execute_kwargs}
         if foreign := hidden & arguments.keys():
             raise TypeError(f"{name} takes no argument {', '.join(sorted(foreign))}")
         inspect.signature(tool).bind(**given)
@@ -98,12 +105,6 @@ class Toolbox:
                 return await tool(**given)
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self.threads, lambda: tool(**given))
-
-    def _given(self, name: str, hidden: set[str]) -> dict[str, Any]:
-        """Return the arguments that the row gives, of those that are hidden."""
-        own = self.kwargs.get(name) or {}
-        found = own.get("execute_kwargs") or {}
-        return {key: value for key, value in found.items() if key in hidden}
 
     def _cut(self, value: Any) -> str:
         text = value if isinstance(value, str) else _as_text(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from coupler import EnvironmentConfig
 
@@ -22,10 +23,14 @@ class ToolsConfig(EnvironmentConfig):
     name: str = "tools"
     functions: list[str] = field(default_factory=list)
     """Tools of every episode: functions "pkg.mod:name" or "file.py:name", described by
-    their signature and docstring."""
+    their signature and docstring, or classes with __call__, made anew for each
+    episode."""
     target: str = ""
     """A class "pkg.mod:name" or "file.py:name", made anew for each episode. Its public
     methods are tools, but for reset, respond, get_reward and release."""
+    mcp: dict[str, Any] = field(default_factory=dict)
+    """MCP servers by name, each with a command or a url. A server may also have tools,
+    sha256, session, env and start_timeout_s."""
     calls: CallFormat = CallFormat.TEMPLATE
     """The way in which tools are shown and called: as the chat template does, or as
     JSON in plain text, for a template that knows no tools."""

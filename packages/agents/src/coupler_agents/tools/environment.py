@@ -6,7 +6,7 @@ import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -21,9 +21,12 @@ from coupler import (
     import_target,
 )
 from coupler.conversation import ConversationOver, Ended
+from coupler_agents.mcp.offer import McpTools
+from coupler_agents.tools import objects
 from coupler_agents.tools.calling import Toolbox
 from coupler_agents.tools.config import CallFormat, ToolsConfig
 from coupler_agents.tools.python import PythonTool
+from coupler_agents.tools.row_kwargs import given_by, python_of
 from coupler_agents.tools.schema import schema_of
 from coupler_agents.tools.text_calls import as_message, read_calls, with_tools
 
@@ -40,23 +43,32 @@ class ToolEnvironment(Environment):
     ``reward.target`` scores the last turn. ``respond(text)`` answers a turn without
     calls, for example as a simulated user. It returns the next message, or None.
     ``release()`` is called at the end, however the episode ended.
+
+    A tool may be a class too, with ``__call__`` in place of other methods. The row's
+    ``tools_kwargs`` has the arguments of its ``reset``, ``get_reward`` and ``release``.
     """
 
     config: ToolsConfig
 
     def __init__(self, config: ToolsConfig) -> None:
         super().__init__(config)
-        self.functions = {f.__name__: f for f in map(_function, config.functions)}
+        found = {tool.__name__: tool for tool in map(_tool, config.functions)}
+        self.classes = {name: tool for name, tool in found.items() if isinstance(tool, type)}
+        self.functions = {name: tool for name, tool in found.items() if name not in self.classes}
         self.made = _class(config.target) if config.target else None
+        self.mcp = McpTools(config.mcp)
         self.python = PythonTool(config) if _has_python(config) else None
-        if not self.functions and not self.made and not self.python:
+        if not found and not self.made and not self.mcp and not self.python:
             raise CouplerError(
                 "environment=tools has no tools.\n"
-                "  set:  environment.functions, environment.target or environment.builtin"
+                "  set:  environment.functions, environment.target, environment.builtin or "
+                "environment.mcp"
             )
 
-        self.schemas = self._described()
-        self.uses_tools = bool(self.schemas) and config.calls is CallFormat.TEMPLATE
+        self.own = self._described()
+        self.schemas = list(self.own)
+        offers = bool(self.schemas or self.mcp)
+        self.uses_tools = offers and config.calls is CallFormat.TEMPLATE
 
     def _described(self) -> list[dict[str, Any]]:
         """Return the schema of each tool.
@@ -66,7 +78,7 @@ class ToolEnvironment(Environment):
         """
         methods = _methods(self.made) if self.made else {}
         sources = {
-            "environment.functions": self.functions,
+            "environment.functions": {**self.functions, **self.classes},
             "environment.target": methods,
             "environment.builtin": {"python": self.python.described} if self.python else {},
         }
@@ -78,10 +90,24 @@ class ToolEnvironment(Environment):
                     raise CouplerError(f"{where} has a tool {name}, and {seen[name]} too.")
                 seen[name] = where
 
-        return [schema_of(t, where) for where, tools in sources.items() for t in tools.values()]
+        return [_schema(t, where) for where, tools in sources.items() for t in tools.values()]
 
     async def setup(self) -> None:
-        """Start the threads of tools that are no coroutines, and the sandbox."""
+        """Start the threads of tools that are no coroutines, and the sandbox, and list
+        the tools of MCP servers.
+
+        Raises:
+            CouplerError: a server cannot be reached, or two tools have one name.
+        """
+        await self.mcp.setup()
+        self.schemas = [*self.own, *self.mcp.schemas]
+        names = [schema["function"]["name"] for schema in self.schemas]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise CouplerError(
+                f"environment.mcp: two tools have the name {', '.join(sorted(twice))}.\n"
+                "  set:  environment.mcp.NAME.tools to those that are meant"
+            )
+
         self.threads = ThreadPoolExecutor(self.config.max_threads, "tool")
         if self.python:
             await self.python.start(self.threads)
@@ -92,32 +118,44 @@ class ToolEnvironment(Environment):
             await self.python.close()
         if hasattr(self, "threads"):
             self.threads.shutdown(wait=False, cancel_futures=True)
+        await self.mcp.close()
 
     async def episode(self, task: Task, policy: Policy) -> Outcome:
         """Play one episode."""
         player: Any = self.made() if self.made else None
-        kwargs = task.row.get("tools_kwargs") or {}
-        programs = self.python.episode(kwargs.get("python") or {}) if self.python else None
         tools = {
             **self.functions,
             **(_methods(player) if player else {}),
-            **({"python": programs.python} if programs else {}),
         }
-        box = Toolbox(tools, self.config, self.threads, kwargs)
+        classes = {name: made.__call__ for name, made in self.classes.items()}
 
-        try:
+        async with AsyncExitStack() as held:
+            tools |= await self.mcp.begin(held)
+            if self.python:
+                programs = self.python.episode(python_of(task.row))
+                held.push_async_callback(programs.close)
+                tools["python"] = programs.python
+            given = given_by(
+                task.row,
+                {**tools, **classes},
+                self.classes,
+                builtin=("python",) if self.python else (),
+            )
+            if hasattr(player, "release"):
+                held.push_async_callback(self._own, player.release)
+            made = await objects.begin(self.classes, given, self._own, held)
+            for name, tool in made.items():
+                tools[name] = tool.__call__
+
+            box = Toolbox(tools, self.config, self.threads, given)
             messages = await self._begin(task, player)
             # A limit ends the episode, and what happened until then has a reward.
             with suppress(ConversationOver):
                 await self._talk(messages, policy, box, player)
-            reward = await self._own(player.get_reward) if hasattr(player, "get_reward") else None
-        finally:
-            if programs:
-                await programs.close()
-            if hasattr(player, "release"):
-                await self._own(player.release)
-        counts = {f"tool_{name}": float(n) for name, n in asdict(box.counts).items()}
-        return Outcome(reward, metrics=counts)
+            rewards = await objects.rewards(made, given, self._own)
+            if hasattr(player, "get_reward"):
+                rewards[""] = await self._own(player.get_reward)
+        return _outcome(box, rewards)
 
     async def _talk(
         self, messages: list[Message], policy: Policy, box: Toolbox, player: Any
@@ -193,6 +231,21 @@ def _as_messages(calls: Sequence[Mapping[str, Any]], results: Sequence[str]) -> 
     ]
 
 
+def _outcome(box: Toolbox, rewards: dict[str, Any]) -> Outcome:
+    """Return the sum of all rewards, or none. The name of the class's own is empty."""
+    metrics = {f"tool_{name}": float(n) for name, n in asdict(box.counts).items()}
+    for name, value in rewards.items():
+        if name:
+            metrics[f"tool_reward_{name}"] = value
+
+    own = [value for value in rewards.values() if value is not None]
+    if not own:
+        return Outcome(metrics=metrics)
+    if len(own) == 1:
+        return Outcome(own[0], metrics=metrics)
+    return Outcome(sum(own), metrics=metrics)
+
+
 def _has_python(config: ToolsConfig) -> bool:
     if unknown := sorted(set(config.builtin) - {"python"}):
         raise CouplerError(
@@ -201,10 +254,16 @@ def _has_python(config: ToolsConfig) -> bool:
     return "python" in config.builtin
 
 
-def _function(target: str) -> Callable[..., Any]:
+def _schema(tool: Any, where: str) -> dict[str, Any]:
+    if isinstance(tool, type):
+        return objects.described(tool, where)
+    return schema_of(tool, where)
+
+
+def _tool(target: str) -> Callable[..., Any]:
     found = import_target(target)
-    if not inspect.isroutine(found):
-        raise CouplerError(f"environment.functions: {target} is no function.")
+    if not inspect.isroutine(found) and not isinstance(found, type):
+        raise CouplerError(f"environment.functions: {target} is no function and no class.")
     return found
 
 

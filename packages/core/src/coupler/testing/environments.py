@@ -132,12 +132,13 @@ class Watching:
         tools: Sequence[Any] = (),
         *,
         max_tokens: int | None = None,
+        **wishes: Any,
     ) -> Reply:
         """Sample the answer to messages."""
         self.tools = tools
         self.asked.append(json.dumps(list(messages), default=str))
         try:
-            return await self.conversation.chat(messages, tools, max_tokens=max_tokens)
+            return await self.conversation.chat(messages, tools, max_tokens=max_tokens, **wishes)
         except ConversationOver:
             self.refused += 1
             raise
@@ -150,6 +151,10 @@ class Watching:
     def end(self, ended: Ended) -> None:
         """Say how the episode ended."""
         self.conversation.end(ended)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what else a conversation has, for an environment behind a gateway."""
+        return getattr(self.conversation, name)
 
 
 @dataclass

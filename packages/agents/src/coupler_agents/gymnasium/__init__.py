@@ -1,0 +1,1 @@
+"""Play text environments of the gymnasium API."""

@@ -1,0 +1,1 @@
+"""Play environments that are served by OpenEnv."""

@@ -1,0 +1,1 @@
+"""Train on environments of the verifiers library."""
