@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+import site
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
@@ -18,6 +19,7 @@ import pytest
 from hostile_programs import PROGRAMS, SECRET
 
 from coupler.rewards import sandbox
+from coupler_agents.inside import __main__ as parent
 from coupler_agents.inside import syscalls
 from coupler_agents.sandbox import (
     Interpreter,
@@ -344,6 +346,18 @@ def test_the_numbers_of_system_calls_are_those_of_libseccomp(machine: str) -> No
         # An older library lacks the newest, and gives a number below 0.
         assert found == numbers[column] or found < 0, name
     assert len(syscalls.program(machine)) % 8 == 0
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_programs_import_what_is_installed(
+    installed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder of this package is theirs only where it holds all packages."""
+    monkeypatch.setenv("PYTHONPATH", "/packages")
+    monkeypatch.setattr(sys, "path", ["/packages", "/lib"])
+    monkeypatch.setattr(site, "getsitepackages", lambda: ["/packages"] if installed else [])
+    parent._set_path()
+    assert sys.path == (["/tmp", "/lib", "/packages"] if installed else ["/tmp", "/lib"])
 
 
 def test_python_in_the_folder_of_programs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
