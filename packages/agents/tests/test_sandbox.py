@@ -246,6 +246,36 @@ def test_nothing_is_left_of_an_interpreter() -> None:
     asyncio.run(until_left(b"4711", 0))
 
 
+@pytest.mark.parametrize("separate", [True, False])
+def test_what_is_left_running_stands_still_between_calls(separate: bool) -> None:
+    """Threads and processes, of which some fork, go on in the next call."""
+    code = (
+        "import os, threading, time\nn = 0\ndef count():\n  global n\n  while True:\n"
+        "    n += 1; time.sleep(0.001)\nthreading.Thread(target=count, daemon=True).start()\n"
+        "if not os.fork():\n  while True:\n    with open('m', 'a') as f: f.write('x')\n"
+        "    time.sleep(0.001)\n"
+        "if not os.fork():\n  while True:\n    if not os.fork(): time.sleep(0.01); os._exit(0)\n"
+        "    os.wait()"
+    )
+    count = "(n, os.path.getsize('m'))"
+
+    async def play(sandbox: Sandbox) -> None:
+        interpreter = await sandbox.interpreter()
+        await said(interpreter, code + "\ntime.sleep(0.2)")
+        before = pair(await said(interpreter, count))
+        await asyncio.sleep(1.0)
+        still = pair(await said(interpreter, count))
+        after = pair(await said(interpreter, f"time.sleep(0.5)\n{count}"))
+        assert all(now - then < 100 for now, then in zip(still, before, strict=True))
+        assert all(now - then > 100 for now, then in zip(after, still, strict=True))
+
+    within(play, separate=separate)
+
+
+def pair(text: str) -> list[int]:
+    return [int(number) for number in text.strip("()").split(",")]
+
+
 def test_a_sandbox_that_was_killed_is_started_again() -> None:
     async def play(sandbox: Sandbox) -> list[str]:
         interpreter = await sandbox.interpreter()
