@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+import site
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
@@ -18,6 +19,7 @@ import pytest
 from hostile_programs import PROGRAMS, SECRET
 
 from coupler.rewards import sandbox
+from coupler_agents.inside import __main__ as parent
 from coupler_agents.inside import syscalls
 from coupler_agents.sandbox import (
     Interpreter,
@@ -244,6 +246,36 @@ def test_nothing_is_left_of_an_interpreter() -> None:
     asyncio.run(until_left(b"4711", 0))
 
 
+@pytest.mark.parametrize("separate", [True, False])
+def test_what_is_left_running_stands_still_between_calls(separate: bool) -> None:
+    """Threads and processes, of which some fork, go on in the next call."""
+    code = (
+        "import os, threading, time\nn = 0\ndef count():\n  global n\n  while True:\n"
+        "    n += 1; time.sleep(0.001)\nthreading.Thread(target=count, daemon=True).start()\n"
+        "if not os.fork():\n  while True:\n    with open('m', 'a') as f: f.write('x')\n"
+        "    time.sleep(0.001)\n"
+        "if not os.fork():\n  while True:\n    if not os.fork(): time.sleep(0.01); os._exit(0)\n"
+        "    os.wait()"
+    )
+    count = "(n, os.path.getsize('m'))"
+
+    async def play(sandbox: Sandbox) -> None:
+        interpreter = await sandbox.interpreter()
+        await said(interpreter, code + "\ntime.sleep(0.2)")
+        before = pair(await said(interpreter, count))
+        await asyncio.sleep(1.0)
+        still = pair(await said(interpreter, count))
+        after = pair(await said(interpreter, f"time.sleep(0.5)\n{count}"))
+        assert all(now - then < 100 for now, then in zip(still, before, strict=True))
+        assert all(now - then > 100 for now, then in zip(after, still, strict=True))
+
+    within(play, separate=separate)
+
+
+def pair(text: str) -> list[int]:
+    return [int(number) for number in text.strip("()").split(",")]
+
+
 def test_a_sandbox_that_was_killed_is_started_again() -> None:
     async def play(sandbox: Sandbox) -> list[str]:
         interpreter = await sandbox.interpreter()
@@ -344,6 +376,18 @@ def test_the_numbers_of_system_calls_are_those_of_libseccomp(machine: str) -> No
         # An older library lacks the newest, and gives a number below 0.
         assert found == numbers[column] or found < 0, name
     assert len(syscalls.program(machine)) % 8 == 0
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_programs_import_what_is_installed(
+    installed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder of this package is theirs only where it holds all packages."""
+    monkeypatch.setenv("PYTHONPATH", "/packages")
+    monkeypatch.setattr(sys, "path", ["/packages", "/lib"])
+    monkeypatch.setattr(site, "getsitepackages", lambda: ["/packages"] if installed else [])
+    parent._set_path()
+    assert sys.path == (["/tmp", "/lib", "/packages"] if installed else ["/tmp", "/lib"])
 
 
 def test_python_in_the_folder_of_programs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import gc
 import importlib
 import json
 import os
+import site
 import socket
 import sys
 from typing import Any
@@ -31,8 +32,7 @@ def main(options: dict[str, Any]) -> None:
     try:
         if options["user"]:
             walls.become(options["user"])
-        sys.path[:] = ["/tmp", *(path for path in sys.path if path != os.environ["PYTHONPATH"])]  # noqa: S108
-        del os.environ["PYTHONPATH"]
+        _set_path()
         for name in options["imports"]:
             importlib.import_module(name)
         separate = options["separate"] and _can_separate(bounds)
@@ -48,6 +48,15 @@ def main(options: dict[str, Any]) -> None:
     gc.freeze()
     control.sendall(json.dumps({"separate": separate}).encode())
     _serve(control, terms)
+
+
+def _set_path() -> None:
+    """Let programs import their own files, and what is installed."""
+    own = os.environ.pop("PYTHONPATH")
+    rest = [path for path in sys.path if path != own]
+    # Where this package is installed, its folder is that of all others.
+    installed = [own] if own in site.getsitepackages() else []
+    sys.path[:] = [keeper.FOLDER, *rest, *installed]
 
 
 def _serve(control: socket.socket, terms: keeper.Terms) -> None:

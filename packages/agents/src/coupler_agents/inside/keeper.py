@@ -2,7 +2,8 @@
 
 Three processes belong to an interpreter. The keeper stands outside of the world that
 the program sees. The first process of that world ends it, and the second one runs the
-program. When the host closes its end of ``life``, all three end.
+program. When the host closes its end of ``life``, all three end. Between two calls of
+an episode the program is stopped, with all that it left running.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import signal
 import socket
 import stat
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -25,6 +27,11 @@ from coupler_agents.inside.bounds import Bounds
 TICK_MS = 500
 FOLDER = "/tmp"  # noqa: S108
 FAILED = 126
+# The host's words: stop what is left running between two calls, and let it go on.
+STOP = b"s"
+CHUNK = 64
+# A stopped process forks no more, and so few passes find them all.
+PASSES = 20
 # Bytes of all files that are handed out.
 MAX_FETCHED = 8 << 20
 
@@ -86,7 +93,11 @@ def _watch(life: socket.socket, first: int, processes: int, memory: int) -> dict
         if end in ready:
             break
         if life.fileno() in ready:
-            how = "was ended"
+            asked = life.recv(CHUNK)
+            how = "" if asked else "was ended"
+            if asked:
+                stops = asked.endswith(STOP)
+                signal_below(first, processes, signal.SIGSTOP if stops else signal.SIGCONT)
         elif (used := memory_of(first, processes)) > memory:
             how = f"used {used / 2**30:.2f} GiB of memory"
 
@@ -107,17 +118,38 @@ def memory_of(root: int, processes: int) -> int:
     Args:
         processes: a descriptor of ``/proc``.
     """
-    pages, waiting = 0, [root]
+    pages = 0
+    for pid in below(root, processes):
+        # One may have ended meanwhile.
+        with suppress(OSError, IndexError):
+            pages += int(_content(f"{pid}/statm", processes).split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def signal_below(root: int, processes: int, number: int) -> None:
+    """Send a signal to all descendants of a process, those among them that are new."""
+    reached: set[int] = set()
+    for _ in range(PASSES):
+        found = set(below(root, processes)) - {root}
+        if found <= reached:
+            return
+        for pid in found:
+            with suppress(OSError):
+                os.kill(pid, number)
+        reached |= found
+
+
+def below(root: int, processes: int) -> list[int]:
+    """Return a process and all that descends from it, by their numbers."""
+    found, waiting = [], [root]
     while waiting:
         pid = waiting.pop()
-        try:
-            pages += int(_content(f"{pid}/statm", processes).split()[1])
+        found.append(pid)
+        with suppress(OSError):
             for task in _names(f"{pid}/task", processes):
-                waiting += map(int, _content(f"{pid}/task/{task}/children", processes).split())
-        # It has ended meanwhile.
-        except (OSError, IndexError):
-            continue
-    return pages * os.sysconf("SC_PAGE_SIZE")
+                children = _content(f"{pid}/task/{task}/children", processes)
+                waiting += map(int, children.split())
+    return found
 
 
 def fetched(names: list[str]) -> dict[str, str]:

@@ -8,6 +8,7 @@ import json
 import socket
 import struct
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,9 @@ MAX_ANSWER = 1 << 20
 MAX_ENDING = 16 << 20
 # The keeper says how an interpreter ended within this time.
 END_S = 5.0
+# Words for the keeper.
+STOP = b"s"
+GO_ON = b"c"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +99,7 @@ class Interpreter:
         answer = asyncio.create_task(self._exchange(request))
 
         try:
+            self._tell(GO_ON)
             await asyncio.wait(
                 {answer, self.ending},
                 timeout=timeout_s,
@@ -103,6 +108,7 @@ class Interpreter:
             if answer.done() and not answer.exception():
                 value, error = answer.result()
                 self.calls += 1
+                self._tell(STOP)
                 return Answer(clean(self._output()), clean(value), clean(error))
             raise await self._lost(answer, timeout_s)
         except BaseException:
@@ -159,6 +165,12 @@ class Interpreter:
         # The keeper sees this, and ends what is left.
         self.life.close()
 
+    def _tell(self, word: bytes) -> None:
+        """Have the keeper stop the program, or let it go on."""
+        # A keeper that has ended is seen elsewhere.
+        with suppress(OSError):
+            self.life.send(word)
+
     def _output(self) -> bytes:
         return b"".join(output.taken() for output in self.outputs)
 
@@ -190,10 +202,12 @@ class Interpreter:
 
     async def _until_end(self) -> dict[str, Any]:
         data = bytearray()
-        while chunk := await self.loop.sock_recv(self.life, 1 << 16):
-            data += chunk
-            if len(data) > MAX_ENDING:
-                break
+        # The socket is reset where the keeper ended before it read all words.
+        with suppress(ConnectionError):
+            while chunk := await self.loop.sock_recv(self.life, 1 << 16):
+                data += chunk
+                if len(data) > MAX_ENDING:
+                    break
         # Where the whole sandbox was ended, nobody is left to say anything.
         return json.loads(data) if data else {"how": "was ended with the sandbox"}
 
