@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 from coupler import (
@@ -186,7 +187,7 @@ def _registered(name: str) -> Callable[..., Any]:
     module, colon, _ = name.partition(":")
     try:
         if colon:
-            __import__(module)
+            import_module(module)
         gymnasium.spec(name.rpartition(":")[2])
     except (gymnasium.error.Error, ImportError) as error:
         raise CouplerError(f"environment.id={name} cannot be made: {error}") from None

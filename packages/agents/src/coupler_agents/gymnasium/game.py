@@ -10,7 +10,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
-import numpy as np
 from gymnasium import Env
 
 Make = Callable[[], Env[Any, Any]]
@@ -98,6 +97,4 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, tuple | list):
         return [_plain(each) for each in value]
-    if isinstance(value, np.ndarray | np.generic):
-        return value.tolist()
-    return value
+    return value.tolist() if hasattr(value, "tolist") else value
