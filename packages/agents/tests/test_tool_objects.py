@@ -51,6 +51,37 @@ def test_rewards_of_tools_and_of_the_class_are_added(codec: Codec) -> None:
     assert played.outcome.reward == 3.0
 
 
+@pytest.mark.parametrize("calls", CallFormat)
+def test_a_row_may_offer_some_of_the_tools(codec: Codec, calls: CallFormat) -> None:
+    """As names, or as the schemas that datasets have. The others cannot be called."""
+    schema = {"type": "function", "function": {"name": "counter", "parameters": {}}}
+    functions = [f"{TOOLS}:add", f"{TOOLS}:counter"]
+    for column in (["counter"], [schema, "counter"]):
+        row = {**TASK.row, "tools": column}
+        says = [call("add", a=1, b=2), call("counter", by=1), "done"]
+        played = Played(codec, says, Task(TASK.messages, row, 1), functions=functions, calls=calls)
+        assert "there is no tool 'add'. There are: counter" in played.shown
+        assert played.outcome.metrics["tool_errors"] == 1
+        first = played.codec.tokenizer.decode(played.rollout.requests[0].prompt)
+        assert "Count up" in first and '"add"' not in first
+
+    none = Task(TASK.messages, {**TASK.row, "tools": []}, 1)
+    played = Played(codec, [call("add", a=1, b=2)], none, functions=functions, calls=calls)
+    assert played.outcome.metrics["tool_calls"] == 0
+
+
+@pytest.mark.parametrize(
+    ("column", "said"),
+    [(["nope"], "names 'nope'"), ("counter", "is a str"), ([{"function": 1}], "names None")],
+)
+def test_a_row_that_offers_what_is_not_there_is_refused(
+    codec: Codec, column: Any, said: str
+) -> None:
+    row = {**TASK.row, "tools": column}
+    with pytest.raises(DataError, match=f"the row's column tools {said}"):
+        Played(codec, ["done"], Task(TASK.messages, row, 1), functions=[f"{TOOLS}:counter"])
+
+
 def test_a_table_has_nulls_where_other_rows_name_a_tool(codec: Codec) -> None:
     """A Parquet column of structs has every key in every row."""
     kwargs = {"elsewhere": None, "counter": {"create_kwargs": {"start": None}, "extra": None}}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,6 +46,7 @@ class Toolbox:
     """The tools of one episode.
 
     Attributes:
+        schemas: those that the policy is offered.
         given: arguments by tool that the policy does not give: ``tools_kwargs`` of the
             row.
     """
@@ -53,6 +54,7 @@ class Toolbox:
     tools: Mapping[str, Callable[..., Any]]
     config: ToolsConfig
     threads: ThreadPoolExecutor
+    schemas: Sequence[Mapping[str, Any]] = ()
     given: Mapping[str, Given] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
 
@@ -85,9 +87,10 @@ class Toolbox:
             return f"Error: {type(error).__name__}: {error}"[:SHOWN]
 
     async def _call(self, name: str, arguments: Any) -> Any:
-        tool = self.tools.get(name)
-        if tool is None:
-            raise LookupError(f"there is no tool {name!r}. There are: {', '.join(self.tools)}")
+        names = [schema["function"]["name"] for schema in self.schemas]
+        if name not in names:
+            raise LookupError(f"there is no tool {name!r}. There are: {', '.join(names)}")
+        tool = self.tools[name]
         if isinstance(arguments, str):
             arguments = json.loads(arguments)
         if not isinstance(arguments, Mapping):

@@ -26,7 +26,7 @@ from coupler_agents.tools import objects
 from coupler_agents.tools.calling import Toolbox
 from coupler_agents.tools.config import CallFormat, ToolsConfig
 from coupler_agents.tools.python import PythonTool
-from coupler_agents.tools.row_kwargs import given_by, python_of
+from coupler_agents.tools.row_kwargs import given_by, offered, python_of
 from coupler_agents.tools.schema import schema_of
 from coupler_agents.tools.text_calls import as_message, read_calls, with_tools
 
@@ -147,8 +147,9 @@ class ToolEnvironment(Environment):
             for name, tool in made.items():
                 tools[name] = tool.__call__
 
-            box = Toolbox(tools, self.config, self.threads, given)
-            messages = await self._begin(task, player)
+            schemas = offered(task.row, self.schemas)
+            box = Toolbox(tools, self.config, self.threads, schemas, given)
+            messages = await self._begin(task, player, box)
             # A limit ends the episode, and what happened until then has a reward.
             with suppress(ConversationOver):
                 await self._talk(messages, policy, box, player)
@@ -166,7 +167,7 @@ class ToolEnvironment(Environment):
             ConversationOver: a limit was reached.
         """
         while True:
-            reply = await policy.chat(messages, self.schemas if self.uses_tools else ())
+            reply = await policy.chat(messages, box.schemas if self.uses_tools else ())
             messages.append(reply.message)
 
             follows = [] if reply.ended else await self._answer(reply, policy, box, player)
@@ -174,15 +175,15 @@ class ToolEnvironment(Environment):
                 return
             messages += follows
 
-    async def _begin(self, task: Task, player: Any) -> list[Message]:
+    async def _begin(self, task: Task, player: Any, box: Toolbox) -> list[Message]:
         messages: list[Message] = list(task.messages)
         if hasattr(player, "reset"):
             said = await self._own(player.reset, **task.row)
             if isinstance(said, str) and said:
                 last = messages[-1]
                 messages[-1] = {**last, "content": f"{last['content']}{said}"}
-        if self.schemas and not self.uses_tools:
-            messages = with_tools(messages, self.schemas)
+        if box.schemas and not self.uses_tools:
+            messages = with_tools(messages, box.schemas)
         return messages
 
     async def _answer(
@@ -194,7 +195,7 @@ class ToolEnvironment(Environment):
         text = reply.message.get("content") or ""
         calls = reply.message.get("tool_calls") or []
         named, malformed = _named(calls), reply.malformed
-        if self.schemas and not self.uses_tools:
+        if box.schemas and not self.uses_tools:
             named, malformed = read_calls(text)
 
         if malformed:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from coupler.errors import DataError
 from coupler_agents.tools.schema import hidden_of
 
+Schema = Mapping[str, Any]
 COLUMN = "tools_kwargs"
 # each key of a tool, and the method of its object that takes the arguments
 METHODS = {
@@ -138,6 +139,37 @@ def _check_object(name: str, made: type, given: Given) -> None:
             raise DataError(
                 f"the row's {COLUMN}.{name}.{key} does not fit {name}.{method}: {error}."
             ) from None
+
+
+def offered(row: Mapping[str, Any], schemas: Sequence[Schema]) -> list[Schema]:
+    """Return the tools that a row offers: those that its column ``tools`` names, or
+    all.
+
+    Raises:
+        DataError: it names one that is not there, or is no list of tools.
+    """
+    found = row.get("tools")
+    if found is None:
+        return list(schemas)
+    by_name = {schema["function"]["name"]: schema for schema in schemas}
+    if not isinstance(found, list):
+        raise DataError(f"the row's column tools is a {type(found).__name__}, and no list.")
+
+    names = [_name_of(each) for each in found]
+    if unknown := [name for name in names if name not in by_name]:
+        raise DataError(
+            f"the row's column tools names {unknown[0]!r:.80}, and there is no such tool.\n"
+            f"  there are:  {', '.join(by_name) or 'no tools'}"
+        )
+    return [by_name[name] for name in dict.fromkeys(names)]
+
+
+def _name_of(tool: Any) -> Any:
+    """Return the name of a tool, which may be itself, or in an OpenAI schema."""
+    if not isinstance(tool, Mapping):
+        return str(tool)
+    function = tool.get("function")
+    return function.get("name") if isinstance(function, Mapping) else tool.get("name")
 
 
 def _check_tools_column(row: Mapping[str, Any], tools: Mapping[str, Any]) -> None:
