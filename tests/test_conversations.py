@@ -9,7 +9,9 @@ import asyncio
 import json
 import re
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -60,6 +62,18 @@ KEEPS = (
 DROPS = KEEPS.replace("SHOWN", "loop.index0 > messages | map(attribute='role') | list | length - 2")
 KEEPS = KEEPS.replace("SHOWN", "true")
 OPENS = DROPS.removesuffix("{% endif %}") + "<think>\n{% endif %}"
+# as some newer models write calls: tags around the name, the arguments and the values
+TAGGED = KEEPS.replace(
+    "<tool_call>\n{{ c.function | tojson }}\n</tool_call>",
+    "<tool_call>\n<function={{ c.function.name }}>\n{% for k, v in c.function.arguments | items %}"
+    "<parameter={{ k }}>\n{{ v if v is string else v | tojson }}\n</parameter>\n{% endfor %}"
+    "</function>\n</tool_call>",
+)
+PAIRED = KEEPS.replace(
+    "<tool_call>\n{{ c.function | tojson }}\n</tool_call>",
+    "<call>{{ c.function.name }}{% for k, v in c.function.arguments | items %}<key>{{ k }}</key>"
+    "<value>{{ v if v is string else v | tojson }}</value>{% endfor %}</call>",
+)
 ONE_CALL = (
     "{% for m in messages %}<s>{{ m.role }}\n{% if loop.first and tools %}{{ tools | tojson }}\n"
     "{% endif %}{% if m.tool_calls %}{% if m.tool_calls | length > 1 %}{{ raise_exception("
@@ -162,7 +176,9 @@ def templates() -> Iterator[Any]:
                     yield pytest.param(text, id=file.name)
 
 
-@pytest.mark.parametrize("template", [PLAIN, KEEPS, DROPS, OPENS, ONE_CALL, *templates()])
+@pytest.mark.parametrize(
+    "template", [PLAIN, KEEPS, DROPS, OPENS, ONE_CALL, TAGGED, PAIRED, *templates()]
+)
 @pytest.mark.parametrize("tools", [False, True])
 def test_every_template_is_exact_or_refused(template: str, tools: bool, codec_of: Any) -> None:
     codec, renderer, refusal = codec_of(template), None, ""
@@ -172,7 +188,7 @@ def test_every_template_is_exact_or_refused(template: str, tools: bool, codec_of
         refusal = str(error)
     if renderer is None:
         assert REFUSAL.match(refusal)
-        assert template not in (KEEPS, DROPS, OPENS, ONE_CALL)
+        assert template not in (KEEPS, DROPS, OPENS, ONE_CALL, TAGGED, PAIRED)
         return
     system = True
     try:
@@ -343,7 +359,7 @@ def test_calls_are_read_or_said_to_be_malformed(template: str, codec_of: Any) ->
 class Tags:
     """Reads calls such as ``<call>look: door</call>``."""
 
-    def read(self, text: str) -> tuple[str, list[tuple[str, Any]]]:
+    def read(self, text: str, tools: Any) -> tuple[str, list[tuple[str, Any]]]:
         before, opened, rest = text.partition("<call>")
         if not opened:
             return text, []
@@ -371,6 +387,87 @@ def test_calls_of_another_shape_have_a_reader_of_their_own(codec_of: Any) -> Non
         asyncio.run(check_recording(renderer, says, seed, tools=True))
     assert renderer.parse(says(Random(3)), (), [TOOL]).message["role"] == "assistant"
     assert renderer.parse(said(codec, good[3]), (), [TOOL]).malformed == "a call does not end"
+
+
+TYPED = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "parameters": {
+            "properties": {
+                "at": {"type": "string"},
+                "far": {"type": "number"},
+                "maybe": {"type": ["string", "null"]},
+                "any": {},
+            }
+        },
+    },
+}
+
+
+def tagged(name: str, **values: str) -> str:
+    given = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in values.items())
+    return f"<tool_call>\n<function={name}>\n{given}</function>\n</tool_call>"
+
+
+def paired(name: str, **values: str) -> str:
+    given = "".join(f"<key>{k}</key><value>{v}</value>" for k, v in values.items())
+    return f"<call>{name}{given}</call>"
+
+
+@pytest.mark.parametrize(("template", "write"), [(TAGGED, tagged), (PAIRED, paired)])
+def test_calls_with_tags_are_read_by_the_types_of_the_tool(
+    template: str, write: Any, codec_of: Any
+) -> None:
+    codec = codec_of(template)
+    renderer = TemplateRenderer(codec, tools=True)
+
+    def read(text: str) -> Any:
+        message = renderer.parse(said(codec, text), (), [TYPED]).message
+        calls = [call["function"] for call in message.get("tool_calls", ())]
+        return message["content"], [(c["name"], json.loads(c["arguments"])) for c in calls]
+
+    code = "  if a < b:\n    print('</b>')\n"
+    given = {"at": code, "far": "2.5", "maybe": "3", "any": "[1, null]", "new": "x y"}
+    wanted = {"at": code, "far": 2.5, "maybe": "3", "any": [1, None], "new": "x y"}
+    one = write("look", **given)
+    assert read(one) == ("", [("look", wanted)])
+    assert read("so\n" + one) == ("so", [("look", wanted)])
+    assert read(one + "\n" + write("rest") + "\n" + write("look", at="3"))[1] == [
+        ("look", wanted), ("rest", {}), ("look", {"at": "3"}),
+    ]  # fmt: skip
+    assert read(write("rest")) == ("", [("rest", {})])
+    assert read("no <call") == ("no <call", [])
+    assert read(write("look", far="much"))[1] == [("look", {"far": "much"})]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("<tool_call>\n<function=look", "follows a tool call"),
+        ("<tool_call>\n<function=look>\n<parameter=at", "has no value"),
+        ("<tool_call>\n<function=look>\n<parameter=at>\nthe door", "does not end"),
+        ("<tool_call>\n<function=>\n</function>\n</tool_call>", "has no name"),
+        (tagged("look", at="x") + " and so on", "follows a tool call"),
+        ("<tool_call>\n<function=look>\n" + "<parameter=a>\nb\n</parameter>\n" * 999, "end"),
+    ],
+)
+def test_a_call_with_tags_that_cannot_be_read_is_told(text: str, why: str, codec_of: Any) -> None:
+    codec = codec_of(TAGGED)
+    parsed = TemplateRenderer(codec, tools=True).parse(said(codec, text), (), [TYPED])
+    assert why in parsed.malformed and parsed.message["content"] == text
+    assert "tool_calls" not in parsed.message
+
+
+def test_hostile_calls_with_tags_take_no_time(codec_of: Any) -> None:
+    renderer = TemplateRenderer(codec_of(TAGGED), tools=True)
+    assert renderer.calls
+    start = time.monotonic()
+    for piece in ("<tool_call>\n", "<function=", "<parameter=a>", "\n", "</parameter>", " ", "<"):
+        for before in ("", "<tool_call>\n<function=f>\n", tagged("f")[:-30]):
+            with suppress(Malformed):
+                renderer.calls.read(before + piece * 20_000, [TYPED])
+    assert time.monotonic() - start < 20
 
 
 def test_reasoning_is_read(codec_of: Any) -> None:

@@ -24,13 +24,13 @@ from coupler.conversation.messages import became
 from coupler.conversation.reading import (
     TOOL,
     USER,
-    Calls,
     call,
     check_tools,
     find_calls,
     find_thinking,
 )
 from coupler.conversation.rendering import Malformed, Parsed, ReadsCalls
+from coupler.conversation.tagged_calls import find_tagged_calls
 from coupler.data.templates import Codec
 from coupler.errors import ConfigError, CouplerError
 from coupler.interfaces import Message
@@ -203,7 +203,7 @@ class TemplateRenderer:
         if not tools or self.calls is None:
             return Parsed(message)
         try:
-            content, calls = self.calls.read(message["content"])
+            content, calls = self.calls.read(message["content"], tools)
         except Malformed as error:
             return Parsed(message, str(error))
         if calls:
@@ -214,12 +214,12 @@ class TemplateRenderer:
     def _require_tools(self, calls: ReadsCalls | None) -> None:
         try:
             check_tools(self.template)
-            self.calls = calls or find_calls(self.template, self.thinking)
+            self.calls = calls or self._found_calls()
         except (Unproved, CouplerError) as error:
             raise self._refused("a tool call", error) from None
 
         # a policy that writes one call at most gets one result
-        several = not isinstance(self.calls, Calls) or self.calls.between is not None
+        several = getattr(self.calls, "several", True)
         for case in (Case.USER, Case.TOOL, *([Case.TOOLS] if several else [])):
             self._require(case)
         try:
@@ -227,6 +227,20 @@ class TemplateRenderer:
             self.proved.add(Case.TOOL_AND_USER)
         except (Unproved, CouplerError):
             pass  # such messages begin a new row
+
+    def _found_calls(self) -> ReadsCalls:
+        """Find how the template writes calls: as JSON, or with tags around their parts.
+
+        Raises:
+            Unproved: in neither way.
+        """
+        try:
+            return find_calls(self.template, self.thinking)
+        except Unproved as error:
+            try:
+                return find_tagged_calls(self.template, self.thinking)
+            except Unproved as other:
+                raise Unproved(f"{error}; and {other}") from None
 
     def _require(self, case: Case) -> None:
         try:

@@ -76,7 +76,12 @@ class Calls:
     name: str
     arguments: str
 
-    def read(self, text: str) -> tuple[str, list[tuple[str, Any]]]:
+    @property
+    def several(self) -> bool:
+        """Return whether a turn may have several calls."""
+        return self.between is not None
+
+    def read(self, text: str, tools: Sequence[Any]) -> tuple[str, list[tuple[str, Any]]]:
         """Return the text before the calls, and name and arguments of each call.
 
         Raises:
@@ -119,9 +124,13 @@ class Calls:
         return (name, given), end
 
 
-def call(index: int = 0) -> dict[str, Any]:
+def call(
+    index: int = 0,
+    arguments: Mapping[str, Any] = ARGUMENTS,
+    name: str = NAME,
+) -> dict[str, Any]:
     """Return a tool call for examples, with an id that every template takes."""
-    function = {"name": NAME, "arguments": ARGUMENTS}
+    function = {"name": name, "arguments": dict(arguments)}
     return {
         "id": f"example0{index}",
         "type": "function",
@@ -169,7 +178,7 @@ def find_calls(template: ChatTemplate, thinking: Thinking | None) -> Calls:
         Unproved: it shows no calls, or not as JSON.
         CouplerError: it refuses them.
     """
-    one = _calls_text(template, 1, thinking)
+    one = calls_text(template, [call()], thinking)
     start, end, value = _object(one)
     names = [key for key, given in value.items() if given == NAME]
     given = [key for key, held in value.items() if parsed(held) == ARGUMENTS]
@@ -177,7 +186,7 @@ def find_calls(template: ChatTemplate, thinking: Thinking | None) -> Calls:
         raise Unproved("it does not write a tool call as JSON with a name and arguments")
 
     try:
-        two = _calls_text(template, 2, thinking)
+        two = calls_text(template, [call(), call(1)], thinking)
         second = two.find("{", _object(two)[1])
         between = two[_object(two)[1] : second].strip() if second > 0 else None
     except (CouplerError, Unproved):
@@ -192,7 +201,7 @@ def find_calls(template: ChatTemplate, thinking: Thinking | None) -> Calls:
 
     for text, count in ((one, 1), *([(two, 2)] if between is not None else [])):
         try:
-            content, read = calls.read(text)
+            content, read = calls.read(text, [TOOL])
         except Malformed as error:
             raise Unproved(f"its own tool call cannot be read: {error}") from None
         if (
@@ -203,18 +212,25 @@ def find_calls(template: ChatTemplate, thinking: Thinking | None) -> Calls:
     return calls
 
 
-def _calls_text(template: ChatTemplate, count: int, thinking: Thinking | None) -> str:
-    """Render an answer of tool calls alone, without header, empty reasoning and end."""
+def calls_text(
+    template: ChatTemplate, calls: Sequence[Mapping[str, Any]], thinking: Thinking | None
+) -> str:
+    """Render an answer of tool calls alone, without header, empty reasoning and end.
+
+    Raises:
+        Unproved: the template shows none.
+        CouplerError: it refuses them.
+    """
     answer = {
         "role": "assistant",
         "content": "",
-        "tool_calls": [call(i) for i in range(count)],
+        "tool_calls": list(calls),
     }
     text, header = _answer(template, [answer], [TOOL])
     if thinking and not text.startswith(header):
         header = header.rstrip().removesuffix(thinking.opens)
     text = text[shared(text, header) :]
-    name = text.find(NAME)
+    name = text.find(calls[0]["function"]["name"])
     if name < 0:
         raise Unproved("it does not show tool calls")
 

@@ -31,8 +31,11 @@ class Malformed(Exception):
 class ReadsCalls(Protocol):
     """Reads tool calls out of sampled text."""
 
-    def read(self, text: str) -> tuple[str, list[tuple[str, Any]]]:
+    def read(self, text: str, tools: Sequence[Any]) -> tuple[str, list[tuple[str, Any]]]:
         """Return the text before the calls, and name and arguments of each call.
+
+        Args:
+            tools: those that were offered, as OpenAI JSON schemas.
 
         Raises:
             Malformed: something that began as a call cannot be read.

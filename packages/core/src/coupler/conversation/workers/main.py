@@ -69,11 +69,19 @@ class RemotePolicy:
         self.ended = self.ended or reply.ended
         return reply
 
-    async def count(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> int:
+    async def count(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] = (),
+    ) -> int:
         """Return how many tokens :meth:`chat` would feed."""
         return await self._ask("count", {"messages": list(messages), "tools": list(tools)})
 
-    async def sample(self, ids: tuple[int, ...], max_tokens: int | None = None) -> Completion:
+    async def sample(
+        self,
+        ids: tuple[int, ...],
+        max_tokens: int | None = None,
+    ) -> Completion:
         """Sample after ids."""
         given = {"ids": list(ids), "max_tokens": max_tokens}
         return completion_from(await self._ask("sample", given))

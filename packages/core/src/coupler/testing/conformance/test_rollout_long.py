@@ -417,19 +417,25 @@ def test_a_refused_update_changes_nothing(
 def test_sampling_leaves_generators_and_memory_alone(served: Served) -> None:
     """A trainer in the same process has random numbers and memory of its own."""
     requests = [Request(p, 6, seed=i) for i, p in enumerate(PROMPTS * 6)]
-    generate(served, requests)
-    before = generators()
-    grown = [served.run(served.rollout.host_bytes)]
-    for _ in range(4):
+    for _ in range(2):
         generate(served, requests)
-        grown.append(served.run(served.rollout.host_bytes))
+    before = generators()
+    # What leaks goes on to. What a process takes once for all it may take late.
+    grown = []
+    for _ in range(3):
+        start = served.run(served.rollout.host_bytes)
+        for _ in range(3):
+            generate(served, requests)
+        grown.append(served.run(served.rollout.host_bytes) - start)
+        if grown[-1] < LEAK_BYTES:
+            break
 
     after = generators()
     assert after == before, (
         "expected global random generators as they were, sampling changed "
         f"{[name for name in before if before[name] != after[name]]}"
     )
-    more = grown[-1] - grown[1]
+    more = min(grown)
     assert more < LEAK_BYTES, (
         f"expected memory to stay, {3 * len(requests)} requests made it grow by {more >> 20} MiB"
     )
