@@ -111,6 +111,22 @@ BOUNDED = {  # file, call: what ends it
     ("test_transport.py", "receiving.result()"): TRANSPORT,
     ("test_environment.py", "waits.reached.wait()"): "the wait for it on the next line",
     ("test_environment.py", "episode.result()"): "it has ended by then",
+    ("interpreter.py", "asyncio.wait({task})"): "the task, which was cancelled before",
+    ("interpreter.py", "self.ending.result()"): "it has ended by then",
+    ("interpreter.py", "answer.result()"): "it has ended by then",
+    (
+        "programs.py",
+        "asyncio.run_coroutine_threadsafe(self.sandbox.start(), self.loop).result()",
+    ): "START_S of the sandbox",
+    (
+        "programs.py",
+        "asyncio.run_coroutine_threadsafe(run(), self.loop).result()",
+    ): "the time of each program, also of those that hold the places",
+    ("sandbox.py", "self.places.acquire()"): "the episodes that hold them, which have a limit",
+    ("keeper.py", "os.wait()"): "its keeper or its host, which kills it at a limit",
+    ("environment.py", "self.leave.wait()"): "close()",
+    ("environment.py", "self.serving.result()"): "it has ended by then",
+    ("session.py", "self._leave.wait()"): "close()",
 }
 
 

@@ -16,6 +16,7 @@ from coupler_agents.verifiers.config import VerifiersConfig
 
 COLUMN = "task"
 NO_KEY = "COUPLER_NO_KEY"  # requests are told apart by the id of their trace
+START_S = 600.0
 CLOSE_S = 30.0
 
 
@@ -45,7 +46,7 @@ class VerifiersEnvironment(Environment):
         """Start the gateway, and what all episodes of verifiers share.
 
         Raises:
-            Exception: verifiers cannot start what it shares.
+            Exception: verifiers cannot start what it shares, or takes too long.
         """
         await self.gateway.start()
         self.client = self._client()
@@ -54,9 +55,18 @@ class VerifiersEnvironment(Environment):
 
         self.leave = asyncio.Event()
         self.serving = asyncio.create_task(self._serve(ready))
-        await asyncio.wait({ready, self.serving}, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(
+            {ready, self.serving},
+            timeout=START_S,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
         if self.serving.done():
             self.serving.result()
+        if not done:
+            raise CouplerError(
+                f"environment=verifiers: what {self.env.taskset.config.id} shares did not start "
+                f"within {START_S:.0f} s."
+            )
 
     async def _serve(self, ready: asyncio.Future[None]) -> None:
         """Hold what verifiers serves. The task that entered it has to leave it."""
