@@ -165,6 +165,16 @@ def test_the_text_of_a_model_is_not_executed(task: str, tmp_path: Path) -> None:
     assert not canary.exists()
 
 
+def test_an_answer_that_needs_the_table_of_integrals_is_scored() -> None:
+    """sympy keeps the table as text, which was refused as if the answer had asked."""
+    samples = []
+    for seed in (6, 7):
+        row = next(iter(rows("intermediate_integration", 1, seed)))
+        samples.append(("exp(Integral(exp(sin(x)**9)*log(cos(x)), x))", row["answer"], row))
+    scored = check_reward("coupler.rewards.reasoning_gym:Score", samples, 60.0)
+    assert [one.result for one in scored] == [0.0, 0.0]
+
+
 @pytest.mark.parametrize(
     ("text", "value"),
     [

@@ -16,7 +16,7 @@ from typing import Any
 
 from coupler.data.reasoning_gym import create, library
 from coupler.rewards.result import Graded, Invalid
-from coupler.rewards.verifiers import Guard, check_safe, disarm
+from coupler.rewards.verifiers import Guard, check_safe, disarm, fill_tables
 
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 OPEN, CLOSE = "<answer>", "</answer>"
@@ -169,6 +169,7 @@ def _guard() -> Guard:
 def _verifier(task: str, task_config: str) -> Any:
     verifier = create(task, {"size": 1, "seed": 0, **json.loads(task_config)})
     check_safe(task, type(verifier))
+    fill_tables(type(verifier))
     return verifier
 
 

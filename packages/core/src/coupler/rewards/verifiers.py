@@ -268,6 +268,20 @@ def disarm() -> None:
         setattr(module, name, safe)
 
 
+def fill_tables(verifier: type) -> None:
+    """Have sympy read its table of integrals, which it keeps as text, before a guard
+    would refuse that.
+    """
+    if EVALUATORS.get(verifier.__module__.partition(".")[2]) != "sympy":
+        return
+
+    import sympy
+    from sympy.integrals.meijerint import meijerint_indefinite
+
+    x = sympy.Symbol("x")
+    meijerint_indefinite(sympy.sin(x), x)
+
+
 def check_safe(task: str, verifier: type) -> None:
     """Raise where the verifier of ``task`` evaluates text and no parser stands in.
 
