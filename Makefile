@@ -51,8 +51,7 @@ $(UV):
 comma := ,
 KIT := --pyargs coupler.testing.conformance
 KIT_core := --coupler engine=toy --coupler rollout=toy --coupler algorithm=toy --coupler transport=inproc \
-  --coupler transport=disk --coupler transport=tcp --coupler sharding=stream --coupler tracker=jsonl --coupler tracker=console \
-  --coupler environment=toy,workers=2
+  --coupler transport=disk --coupler transport=tcp --coupler sharding=stream --coupler tracker=jsonl --coupler tracker=console
 KIT_engine-fsdp := --coupler engine=fsdp --coupler rollout=hf --coupler transport=nccl
 # Plain, and in each of these layouts: settings, and models of the kit, with commas between them; further ones are in
 # the package's own suite. LAYOUTS=tensor_parallel=4 on the command line tries another.
@@ -99,6 +98,7 @@ kit-agents-adapters: .envs/agents/.synced
 	.envs/agents/bin/python -m pytest $(KIT) --coupler environment=tools --coupler-set 'environment.mcp=$(MCP)'
 	.envs/agents/bin/python -m pytest $(KIT) --coupler environment=gymnasium,id=FrozenLake-v1 \
 	  --coupler environment=gymnasium,target=packages/agents/tests/kit_gymnasium.py:Guess
+	.envs/agents/bin/python -m pytest $(KIT) --coupler environment=toy,workers=2
 
 test-agents: kit-agents-adapters
 
