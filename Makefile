@@ -23,7 +23,7 @@ quickstart: .venv/.synced
 ifdef PACKAGE
 test: test-$(PACKAGE)
 else
-test: lint docs suite-outside suite-workspace suite-rollout-vllm faults-rollout-vllm kit-engine-megatron suite-core \
+test: lint docs suite-outside suite-workspace suite-rollout-sglang suite-rollout-vllm faults-rollout-vllm kit-engine-megatron suite-core \
   kit-rollout-vllm suite-engine-megatron $(addprefix test-,$(PACKAGES))
 endif
 
