@@ -1,5 +1,5 @@
 """One GPU: weights through shared memory, bit for bit, exact log-probs, and memory that
-is given back.
+is given back. Two GPUs: through NCCL.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CACHE_GIB = 1.0
 FIRST_KERNEL_S = 300.0
 
 
-def serve(reference: TransformersReference, **settings: object) -> Served:
+def serve(reference: TransformersReference, transport: str = "ipc", **settings: object) -> Served:
     from coupler_rollout_sglang.config import SGLangConfig
     from coupler_rollout_sglang.rollout import SGLangRollout
 
@@ -40,7 +40,7 @@ def serve(reference: TransformersReference, **settings: object) -> Served:
     }
     return Served(
         SGLangRollout(SGLangConfig(**given), Model(str(reference.folder))),  # type: ignore[arg-type]
-        Plugins.load().get("transport", "ipc"),
+        Plugins.load().get("transport", transport),
     )
 
 
@@ -85,6 +85,21 @@ def test_shared_memory_brings_every_bit(live: Served, reference: TransformersRef
     """Through the loader first, through its plan afterwards."""
     for factor in (0.5, 2.0, 1.0):
         push(live, tensors(reference, factor))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_nccl_brings_every_bit_to_another_device(
+    reference: TransformersReference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # This process keeps both. The engine's processes, which start now, see the second.
+    torch.cuda.init()
+    monkeypatch.setitem(os.environ, "CUDA_VISIBLE_DEVICES", "1")
+    one = serve(reference, "nccl")
+    try:
+        for factor in (0.5, 2.0, 1.0):
+            push(one, tensors(reference, factor))
+    finally:
+        one.close()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])

@@ -11,7 +11,6 @@ import asyncio
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,7 +25,7 @@ from coupler.errors import ReplicaDied
 from coupler.interfaces import Completion, InFlight, Memory, Model, Named, Rank, Request
 from coupler.plugins.manager import Plugins
 from coupler.testing.edge import Served
-from coupler.testing.models import SMALL, rewrite, write_qwen3_moe, write_random
+from coupler.testing.models import rewrite, write_qwen3_moe
 from coupler.testing.reference import TransformersReference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -490,81 +489,3 @@ def test_a_killed_engine_is_named_at_once_and_starts_again(
     mortal.run(rollout.resume)
     push(mortal, weights)
     check(mortal, reference)
-
-
-IN_BF16 = (
-    "rollout.dtype=bf16",
-    "engine.dtype=bf16",
-    "rollout.kv_cache_gib=1",
-    "rollout.enforce_eager=true",
-)
-
-
-def check_log(log: list[dict[str, float]]) -> None:
-    assert log[0]["sync/probe"] < 0.15 < log[0]["sync/probe_permuted"]
-    for step in log[1:]:
-        assert step["train_infer/abs_diff"] < 0.15
-
-
-@pytest.mark.parametrize(
-    "algorithm",
-    [("algorithm=grpo",), ("algorithm=ppo", "critic.engine.lr=1e-2")],
-    ids=["a reference beside", "a critic and a reference beside"],
-)
-def test_the_whole_job_takes_turns_on_one_device(
-    tmp_path: Path, algorithm: tuple[str, ...]
-) -> None:
-    """``coupler train engine=fsdp rollout=vllm offload=true``: step-0 gate, hand-over,
-    and a ledger of each phase.
-
-    vLLM starts, with nine tenths of the device, when the engine has given its memory
-    back.
-    """
-    from test_train import run
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    sizes = {
-        **SMALL,
-        "intermediate_size": 1 << 16,
-    }  # 200 MB, of which what stays on the device is a small part
-    wide = TransformersReference(
-        write_random(Qwen2ForCausalLM(Qwen2Config(**sizes)), tmp_path / "wide", seed=0)
-    )
-    log = run(
-        tmp_path,
-        wide,
-        "offload=true",
-        "sync.transport=ipc",
-        *IN_BF16,
-        "rollout.kv_cache_gib=0",
-        *algorithm,
-    )
-    check_log(log)
-    assert all(step["memory/train/device_gib"] > 0 for step in log[1:])
-    started = {
-        role: log[0].get(f"memory/start_{role}/policy_gib", 0.0) for role in ("policy", "rollout")
-    }
-    assert started["rollout"] < 0.5 * started["policy"]
-    assert "memory/reference/device_gib" in log[1]
-    assert ("critic/loss" in log[1]) == ("algorithm=ppo" in algorithm)
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ("engine.ranks=2", "rollout.tensor_parallel=2", "offload=true", "sync.transport=ipc"),
-        ("ray.placement=disjoint", "sync.transport=nccl"),
-    ],
-    ids=["one replica on both, in turns", "a GPU for training, a GPU for inference"],
-)
-def test_the_whole_job_on_two_devices(
-    reference: TransformersReference, tmp_path: Path, overrides: tuple[str, ...]
-) -> None:
-    from test_train import arguments, logged
-
-    train = arguments(tmp_path, reference, "executor=ray", *overrides, *IN_BF16)
-    subprocess.run(
-        [sys.executable, "-m", "coupler.cli", *train], check=True, timeout=400
-    )  # here vLLM imported Ray
-    check_log(logged(tmp_path))
