@@ -2,16 +2,18 @@
 
     python benchmarks/quantized_rollout.py --rollout vllm --shape 1.5b
     python benchmarks/quantized_rollout.py --rollout sglang --shape 7b
+    python benchmarks/quantized_rollout.py --rollout vllm --model FOLDER
     python benchmarks/quantized_rollout.py --rollout vllm --shape tiny --requests 8
     # anywhere, vLLM alone
 
-A model of random weights in bf16 is pushed into the rollout, first in bf16 and then
-with ``rollout.quantization=fp8``, each in a process of its own. Its output layer is
-multiplied by 5, since random weights would make every token equally likely. KL is
+A model in bf16 is pushed into the rollout, first in bf16 and then with
+``rollout.quantization=fp8``, each in a process of its own. It has random weights, or
+those of ``--model``, a Hugging Face folder. The output layer of random ones is
+multiplied by 5, since they would make every token equally likely. KL is
 ``train_infer/kl`` (k3, nats per token) between transformers in bf16 and the rollout, on
-the first 64 completions. A trained model has another KL than a random one: read
-``train_infer/kl`` of a run. The row is for a table: rollout, shape, requests, tokens/s
-in bf16 and fp8, their ratio, the seconds of an update and the KL in bf16 and fp8.
+the first 64 completions; a trained model has another KL than a random one. The row is
+for a table: rollout, model, requests, tokens/s in bf16 and in fp8, their ratio, the
+seconds of an update and the KL in bf16 and fp8.
 """
 
 from __future__ import annotations
@@ -49,6 +51,11 @@ LIMIT_S = 1800.0
 def make_model(folder: Path) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    if list(folder.glob("*.safetensors")):
+        found = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.bfloat16, trust_remote_code=False
+        )
+        return found.to(DEVICE).eval()
     torch.manual_seed(0)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     with torch.device(DEVICE), torch.no_grad():
@@ -85,7 +92,7 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
             seconds.append(time.perf_counter() - begun)
             assert (receipt.missing, receipt.unexpected) == ((), ()), receipt
 
-        requests = make_requests(args.requests, SHAPES[args.shape]["vocab_size"])
+        requests = make_requests(args.requests, model.config.vocab_size)
         generate(served, requests[:WARM])
         rates = []
         for _ in range(args.rounds):
@@ -126,7 +133,8 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--side", choices=("bf16", "fp8"), help="be one side")
-    parser.add_argument("--folder", type=Path, help="of the model; the script writes one")
+    parser.add_argument("--model", type=Path, help="a Hugging Face folder with weights")
+    parser.add_argument("--folder", type=Path, help="of a side: where the model is")
     parser.add_argument("settings", nargs="*", help="rollout.KEY=VALUE")
     args = parser.parse_args()
     if args.side:
@@ -135,9 +143,11 @@ def main() -> None:
 
     found = {}
     with tempfile.TemporaryDirectory() as folder:
-        write_shape(Path(folder), args.shape)
+        if not args.model:
+            write_shape(Path(folder), args.shape)
         for side in ("bf16", "fp8"):
-            command = [sys.executable, __file__, f"--side={side}", f"--folder={folder}"]
+            where = args.model or folder
+            command = [sys.executable, __file__, f"--side={side}", f"--folder={where}"]
             command += [*sys.argv[1:]]
             done = subprocess.run(
                 command, stdout=subprocess.PIPE, text=True, check=True, timeout=2 * LIMIT_S
@@ -145,8 +155,9 @@ def main() -> None:
             found[side] = json.loads(done.stdout.splitlines()[-1])
 
     plain, fp8 = found["bf16"], found["fp8"]
+    name = args.model.name if args.model else args.shape
     print(
-        f"| {args.rollout} | {args.shape} | {args.requests} | {plain['rate']:,.0f} | "
+        f"| {args.rollout} | {name} | {args.requests} | {plain['rate']:,.0f} | "
         f"{fp8['rate']:,.0f} | {fp8['rate'] / plain['rate']:.2f} | {plain['update_s']:.2f} | "
         f"{fp8['update_s']:.2f} | {plain['kl']:.2g} | {fp8['kl']:.2g} |"
     )

@@ -46,7 +46,7 @@ def sample_on_cpu(
 ) -> torch.Tensor:
     """Sample a token of each row by its seed and position, [rows].
 
-    SGLang has this as a kernel for GPUs, with other random numbers.
+    ``fused.py`` has this for GPUs, with other random numbers.
     """
     noise = torch.empty_like(logprobs, dtype=torch.float64)
     generator = torch.Generator()

@@ -1,7 +1,9 @@
 """Sample tokens in a model worker, with the log-probs of the distribution they are of.
 
 SGLang's own sampler returns log-probs from before ``top_p``, has no seeds on the CPU
-and cannot say which weights a token was sampled with.
+and cannot say which weights a token was sampled with. In release 0.5.17 one number in
+2**32 of its seeded noise is infinite, so that one token in 28,000 of a vocabulary of
+150,000 is any token.
 """
 # pyright: reportMissingImports=false
 # The environment that is type-checked has no SGLang: its torch may be another.
@@ -11,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from sglang.srt.layers.sampler import Sampler, multinomial_with_seed
+from sglang.srt.layers.sampler import Sampler
 from sglang.srt.sampling.sampling_params import TOP_K_ALL
 
 from coupler_rollout_sglang import messages
@@ -38,32 +40,33 @@ class CouplerSampler(Sampler):
         A greedy row has temperature 1 and ``top_k`` 1, as SGLang makes it.
         """
         logits = self._preprocess_logits(logits_output.next_token_logits, sampling_info)
-        info = sampling_info
-        logprobs = torch.log_softmax(logits.float() / info.temperatures, dim=-1)
-        versions = [state.version] * len(logprobs)
-        found: dict[str, Any] = {messages.VERSION_KEY: versions}
+        info, temperatures = sampling_info, sampling_info.temperatures
+        found: dict[str, Any] = {messages.VERSION_KEY: [state.version] * len(logits)}
         has_top_k = info.need_top_k_sampling and not info.is_all_greedy
+        greedy = info.top_ks == 1
 
         if info.need_top_p_sampling or has_top_k:
             # The log-prob of a greedy row is among all tokens.
-            greedy = info.top_ks == 1
             top_ks = info.top_ks.masked_fill(greedy, TOP_K_ALL)
-            logprobs, ids = kept(logprobs, top_ks, info.top_ps)
+            logits, ids = kept(_logprobs(logits, temperatures), top_ks, info.top_ps)
+            temperatures = torch.ones_like(temperatures)
             if has_top_k:
                 found[messages.MASK_KEY] = _masks(ids, top_ks.tolist())
 
-        tokens = logprobs.argmax(-1)
-        if not info.is_all_greedy:
-            sampled = _sampled(logprobs, info.sampling_seed, positions)
-            tokens = torch.where(info.top_ks == 1, tokens, sampled)
-
+        tokens, logprobs = _draw(logits, temperatures, greedy, info.sampling_seed, positions)
         if return_logprob:
-            self.output_logprob_processor.compute_logprobs(
-                logprobs, top_logprobs_nums, token_ids_logprobs, tokens
-            ).write_output_to(logits_output)
+            logits_output.next_token_logprobs = logprobs
+            if any(top_logprobs_nums) or any(token_ids_logprobs):
+                self.output_logprob_processor.compute_logprobs(
+                    _logprobs(logits, temperatures), top_logprobs_nums, token_ids_logprobs, tokens
+                ).write_output_to(logits_output)
         self._sync_token_ids_across_tp(tokens, info)
         logits_output.customized_info = found
-        return tokens.to(torch.int32)
+        return tokens
+
+
+def _logprobs(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+    return torch.log_softmax(logits.float() / temperatures, dim=-1)
 
 
 def _masks(ids: torch.Tensor, top_ks: list[int]) -> list[list[int]]:
@@ -77,11 +80,23 @@ def _masks(ids: torch.Tensor, top_ks: list[int]) -> list[list[int]]:
     return [row[:width] for row, width in zip(rows, widths, strict=True)]
 
 
-def _sampled(
-    logprobs: torch.Tensor, seeds: torch.Tensor | None, positions: torch.Tensor
-) -> torch.Tensor:
-    if seeds is None:
-        return sample(logprobs)
-    if logprobs.is_cuda:
-        return multinomial_with_seed(logprobs, seeds, positions).view(-1)
-    return sample_on_cpu(logprobs, seeds, positions)
+def _draw(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    greedy: torch.Tensor,
+    seeds: torch.Tensor | None,
+    positions: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a token of each row, int32, and its log-prob."""
+    if logits.is_cuda:
+        # It needs Triton, which may be missing on the CPU.
+        from coupler_rollout_sglang.worker.fused import draw
+
+        if seeds is None:
+            seeds = torch.randint(1 << 62, positions.shape, device=logits.device)
+        return draw(logits, temperatures, greedy, seeds, positions)
+
+    logprobs = _logprobs(logits, temperatures)
+    sampled = sample(logprobs) if seeds is None else sample_on_cpu(logprobs, seeds, positions)
+    tokens = torch.where(greedy, logprobs.argmax(-1), sampled)
+    return tokens.to(torch.int32), logprobs.gather(-1, tokens[:, None])[:, 0]
