@@ -1,11 +1,11 @@
 """Measure how much of an engine's busy throughput episodes with slow tools keep.
 
     python benchmarks/slow_tools.py --rollout vllm --shape 0.5b
-    python benchmarks/slow_tools.py --rollout hf --shape tiny --sessions 4 --tokens 16 \\
-        --tool-s 0.5 --window-s 10   # anywhere
+    python benchmarks/slow_tools.py --rollout hf --shape tiny --sessions 4 \\
+        --tokens 64 --tool-s 0.2 --warm-s 2 --window-s 6 --rounds 1   # anywhere
 
-Each turn samples about 256 tokens. A tool that sleeps 0 to 5 s follows it. Weights are
-random and call no tools, so the environment of this script plays a fixed number of
+Each turn samples about 256 tokens, and a tool that sleeps 0 to 5 s follows it. Weights
+are random and call no tools, so the environment of this script plays a fixed number of
 turns through the real ``Episodes`` and ``Conversation``. Three cases take turns:
 
 busy: 256 sessions without tools, so 256 requests are always in the engine.
@@ -104,7 +104,7 @@ class NoText:
 
 
 class SlowTools(Environment):
-    """Plays a fixed number of turns, with a tool that sleeps after each but the last."""
+    """Plays a fixed number of turns, with a tool that sleeps after each."""
 
     def __init__(self, engine: Engine, arguments: argparse.Namespace, tool_s: float) -> None:
         super().__init__(EnvironmentConfig("slow_tools", max_turns=arguments.turns))
@@ -116,14 +116,12 @@ class SlowTools(Environment):
         ids = self._words(random, self.arguments.prompt)
 
         for turn in range(self.arguments.turns):
-            if turn:
-                ids += await self._tool(random)
             if self.engine.over and turn:
                 break
             length = random.randint(tokens - tokens // 2, tokens + tokens // 2)
             done = await policy.sample(ids, length)
             assert len(done.tokens) == length, "the model has too few positions"
-            ids += done.tokens
+            ids += done.tokens + await self._tool(random)
         return Outcome(reward=0.0)
 
     async def _tool(self, random: Random) -> tuple[int, ...]:
@@ -149,7 +147,9 @@ class Found:
 async def measure(
     rollout: Any, arguments: argparse.Namespace, sessions: int, tool_s: float, seeds: Iterator[int]
 ) -> Found:
-    """Keep so many sessions going, and measure once they are spread over their turns."""
+    """Keep so many sessions going, and measure when they are spread over their
+    turns.
+    """
     engine = Engine(rollout, asyncio.Semaphore(arguments.sessions))
     environment = SlowTools(engine, arguments, tool_s)
     longest = arguments.turns * (2 * arguments.tokens + RESULT) + arguments.prompt
@@ -160,7 +160,7 @@ async def measure(
     async def session() -> None:
         while not engine.over:
             seed = next(seeds)
-            prompt = Prompt(Row(seed, "", None, {}), (), (message,))
+            prompt = Prompt(Row("", "", seed, {}), (), (message,))
             name = f"episode {seed}"
             played = await episodes.play(prompt, replace(request, seed=seed, session=name))
             assert len(played.rows) == 1, "an episode is more than one row"
@@ -252,8 +252,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256, help="of a turn, half to 1.5 of it")
     parser.add_argument("--prompt", type=int, default=256, help="tokens of the first prompt")
     parser.add_argument("--tool-s", type=float, default=5.0, help="the slowest tool")
-    parser.add_argument("--warm-s", type=float, default=15.0, help="before the window")
-    parser.add_argument("--window-s", type=float, default=30.0)
+    parser.add_argument("--warm-s", type=float, default=12.0, help="before the window")
+    parser.add_argument("--window-s", type=float, default=20.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("settings", nargs="*", help="rollout.KEY=VALUE")
     arguments = parser.parse_args()
