@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from toy_run import ToyRun, small
 from coupler.builtin.transports.inproc import InprocTransport
 from coupler.engine_kit.inference.receipts import join
 from coupler.errors import WeightSyncError
-from coupler.interfaces import SyncReceipt, WeightUpdate
+from coupler.interfaces import Named, SyncReceipt, WeightUpdate
 from coupler.testing.toy import ToyRollout
 
 
@@ -111,3 +112,26 @@ def test_a_worker_may_say_how_precise_its_parameters_are() -> None:
     assert least_precise(model) == "torch.float32"
     model.weight = torch.nn.Parameter(model.weight.to(torch.float8_e4m3fn), requires_grad=False)
     assert least_precise(model) == "torch.float8_e4m3fn"
+
+
+def test_a_transport_that_fails_is_not_taken_for_a_tensor_that_does_not_fit() -> None:
+    torch = pytest.importorskip("torch")
+    from coupler.engine_kit.inference.loading import Ledger
+
+    class Loads(torch.nn.Linear):
+        def load_weights(self, weights: Iterable[Named]) -> None:
+            for name, tensor in weights:
+                self.get_parameter(name).data.copy_(tensor)
+
+    def broken() -> Iterator[Named]:
+        yield "weight", torch.ones(2, 2)
+        raise RuntimeError("NCCL error: invalid argument")
+
+    def of_another_shape() -> Iterator[Named]:
+        yield "weight", torch.ones(3, 3)
+
+    model = Loads(2, 2)
+    with pytest.raises(WeightSyncError, match="did not arrive: RuntimeError: NCCL error"):
+        Ledger(model, frozenset()).feed(model, broken())
+    with pytest.raises(WeightSyncError, match="weight does not fit the rollout's model"):
+        Ledger(model, frozenset()).feed(model, of_another_shape())

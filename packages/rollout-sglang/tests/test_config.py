@@ -216,6 +216,12 @@ def test_kernels_that_need_a_gpu_are_refused_without_one(folder: str) -> None:
         arguments(folder, gpu=False, deterministic_kernels=True)
 
 
+def test_a_dtype_without_kernels_is_refused_on_a_gpu(folder: str) -> None:
+    with pytest.raises(ConfigError, match=r"(?s)rollout\.dtype=fp32: .*rollout\.dtype=bf16"):
+        arguments(folder, dtype=Precision.FP32)
+    assert arguments(folder, gpu=False, dtype=Precision.FP32)["dtype"] == "float32"
+
+
 def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.path=.* has no readable config\.json"):
         arguments(str(tmp_path))

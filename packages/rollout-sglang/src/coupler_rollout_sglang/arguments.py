@@ -33,7 +33,8 @@ def server_arguments(
     They ask for random weights, token ids in and out, and our sampler.
 
     Raises:
-        ConfigError: a key needs a GPU, or the model's folder has no configuration.
+        ConfigError: a key needs a GPU, or has no kernel there, or the model's folder has
+            no configuration.
     """
     if config.deterministic_kernels and not gpu:
         raise ConfigError("rollout.deterministic_kernels=true needs a GPU.")
@@ -41,6 +42,12 @@ def server_arguments(
         raise ConfigError(
             f"rollout.quantization={config.quantization} needs a GPU.\n  try:  leaving it out, or "
             "rollout=vllm, whose fp8 runs on the CPU"
+        )
+
+    if config.dtype is Precision.FP32 and gpu:
+        raise ConfigError(
+            "rollout.dtype=fp32: SGLang's kernels for GPUs compute in 16 bits.\n  set:  "
+            "rollout.dtype=bf16, or fp16, which rounds less"
         )
 
     text = text_config(Path(model))

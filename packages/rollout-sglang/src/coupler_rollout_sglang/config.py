@@ -104,7 +104,9 @@ class SGLangConfig(RolloutConfig):
     those that SGLang chooses for the device.
     """
     dtype: Precision = Precision.AUTO
-    """Dtype of weights and computation. `auto` is bf16 on a GPU and fp32 on the CPU."""
+    """Dtype of weights and computation. `auto` is bf16 on a GPU and fp32 on the CPU.
+    SGLang has no kernels for fp32 on a GPU.
+    """
     quantization: str = ""
     """Precision that weights are rounded to while they are loaded, `fp8`. Empty keeps
     that of `rollout.dtype`. Training and the transport keep theirs. It needs a GPU.
@@ -137,7 +139,7 @@ class SGLangConfig(RolloutConfig):
     enforce_eager: bool = no_effect(False)
     """Leave out CUDA graphs. The start is quicker, and tokens are slower."""
     per_request_seeds: bool = True
-    """Give equal tokens to equal requests. `false` is faster on a GPU."""
+    """Give equal tokens to equal requests. `false` takes the engine's random numbers."""
     deterministic_kernels: bool = False
     """Use kernels whose results do not depend on the batch. Tokens are slower. It needs
     a GPU.

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from coupler.engine_kit.inference.checkpoint import checkpoint_names, checkpoint_tensors
-from coupler.errors import WeightSyncError
+from coupler.errors import CouplerError, WeightSyncError
 from coupler.interfaces import Named, Shapes
 
 COPY = torch.ops.aten.copy_.default
@@ -191,7 +191,7 @@ class Ledger(TorchDispatchMode):
                 raise self._unfit(error) from error
 
     def _counted(self, weights: Iterable[Named]) -> Iterator[Named]:
-        for name, tensor in weights:
+        for name, tensor in arriving(weights):
             self.current, self.tensor = name, tensor
             self.received[name] = None
             self.num_bytes += int(tensor.nbytes)
@@ -221,6 +221,29 @@ class Ledger(TorchDispatchMode):
 
     def _filled(self, name: str) -> int:
         return sum(torch.Size(shape).numel() for _, shape, _ in self.regions[name])
+
+
+def arriving(weights: Iterable[Named]) -> Iterator[Named]:
+    """Yield the tensors. What fails in between is the transport, and no loader.
+
+    Raises:
+        WeightSyncError: the transport failed.
+    """
+    source = iter(weights)
+    while True:
+        try:
+            named = next(source)
+        except StopIteration:
+            return
+        except CouplerError:
+            raise
+        except Exception as error:
+            raise WeightSyncError(
+                f"the weights did not arrive: {type(error).__name__}: {error}\n"
+                "  look at:  sync.transport, and whether both sides have its library in the same "
+                "settings"
+            ) from error
+        yield named
 
 
 def unfit(name: str, why: str) -> WeightSyncError:
