@@ -73,10 +73,6 @@ class Reference(ABC):
         """
 
     @abstractmethod
-    def greedy(self, prompt: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
-        """Continue with the most probable token, ``num_tokens`` times."""
-
-    @abstractmethod
     def carried(self, tensor: np.ndarray) -> Any:
         """Return the tensor as an engine would yield it."""
 
@@ -156,12 +152,6 @@ class ToyReference(Reference):
             grads["embed.weight"][previous] += d_z @ self.weights["head.weight"]
 
         return Gradient(grads, read(loss(out, columns)[1]), self.tolerance)
-
-    def greedy(self, prompt: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
-        tokens = list(prompt)
-        for _ in range(num_tokens):
-            tokens.append(int(self._logits(tokens[-1]).argmax()))
-        return tuple(tokens[len(prompt) :])
 
     def carried(self, tensor: np.ndarray) -> Any:
         return tensor
@@ -314,16 +304,6 @@ class TransformersReference(Reference):
                 input_ids=torch.from_numpy(one["tokens"])[None].long()
             ).last_hidden_state[0]
         return np.concatenate([np.zeros((1, found.shape[1])), found[:-1].numpy()])
-
-    def greedy(self, prompt: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
-        import torch
-
-        ids = list(prompt)
-        with torch.no_grad():
-            # A call of generate() would follow the folder's sampling defaults
-            for _ in range(num_tokens):
-                ids.append(int(self.model(torch.tensor([ids])).logits[0, -1].argmax()))
-        return tuple(ids[len(prompt) :])
 
     def carried(self, tensor: np.ndarray) -> Any:
         import torch
