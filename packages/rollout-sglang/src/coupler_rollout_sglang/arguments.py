@@ -33,8 +33,8 @@ def server_arguments(
     They ask for random weights, token ids in and out, and our sampler.
 
     Raises:
-        ConfigError: a key needs a GPU, or has no kernel there, or the model's folder has
-            no configuration.
+        ConfigError: a key needs a GPU, or has no kernel there, or the model's folder
+            has no configuration.
     """
     if config.deterministic_kernels and not gpu:
         raise ConfigError("rollout.deterministic_kernels=true needs a GPU.")

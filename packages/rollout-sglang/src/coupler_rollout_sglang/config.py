@@ -139,7 +139,8 @@ class SGLangConfig(RolloutConfig):
     enforce_eager: bool = no_effect(False)
     """Leave out CUDA graphs. The start is quicker, and tokens are slower."""
     per_request_seeds: bool = True
-    """Give equal tokens to equal requests. `false` takes the engine's random numbers."""
+    """Give equal tokens to equal requests. `false` takes random numbers of the engine.
+    """
     deterministic_kernels: bool = False
     """Use kernels whose results do not depend on the batch. Tokens are slower. It needs
     a GPU.

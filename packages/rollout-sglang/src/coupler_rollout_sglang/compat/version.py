@@ -15,8 +15,8 @@ DEFAULTS = {
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
     # A GPU host's own cuDNN is used by convolutions alone, which no model here has.
     "SGLANG_DISABLE_CUDNN_CHECK": "1",
-    # NCCL's own choice, as an engine has it. Where the variable is missing SGLang sets 0,
-    # and two sides that allocate in different ways cannot map each other's memory.
+    # NCCL's own choice, as an engine has it. Where the variable is missing SGLang sets
+    # 0, and two sides that allocate differently cannot map each other's memory.
     "NCCL_CUMEM_ENABLE": "-2",
 }
 ON_CPU = {

@@ -341,7 +341,7 @@ def test_top_p_keeps_the_most_likely_tokens(
     for top_p in (1e-6, 0.5, 0.9):
         # Rounding may move a token over the edge.
         least, most = (
-            int(np.searchsorted(mass, top_p + slack)) for slack in (-tolerance, tolerance)
+            int(np.searchsorted(mass[:-1], top_p + slack)) for slack in (-tolerance, tolerance)
         )
         requests = [
             Request(prompt, 1, temperature, seed=i, top_p=top_p if i % 4 else 1.0)
@@ -372,8 +372,8 @@ def test_top_p_keeps_the_most_likely_tokens(
 def check_kept(
     log_p: np.ndarray, ids: set[int], top_k: int, top_p: float, tolerance: float
 ) -> None:
-    """Fail unless ``ids`` are the ``top_k`` most likely ones, or the fewest of them with
-    ``top_p`` of their probability, as far as the tolerance tells.
+    """Fail unless ``ids`` are the ``top_k`` most likely ones, or the fewest of them
+    with ``top_p`` of their probability, as far as the tolerance tells.
     """
     kept = log_p[sorted(ids)]
     outside = np.delete(log_p, sorted(ids)).max(initial=-np.inf)
