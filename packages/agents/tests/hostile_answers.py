@@ -125,7 +125,7 @@ ANSWERS: dict[str, str] = {
     "invisible letters": "\u200b\u202e\ufeff" * 500,
     "combining letters": "e" + "\u0301" * 5_000,
     # programs
-    "write outside": python(f"open('/work/{CANARY}', 'w').write('1')"),
+    "write outside": python(f"open('/srv/{CANARY}', 'w').write('1')"),
     "write where it is": python(f"open('{CANARY}', 'w').write('1')"),
     "start a program": python(f"import os; os.system('touch /tmp/{CANARY} /var/tmp/{CANARY}')"),
     "use this package": python("import coupler_agents, coupler"),

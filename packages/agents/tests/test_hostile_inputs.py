@@ -49,7 +49,7 @@ from coupler_agents.tools.environment import ToolEnvironment
 
 WANTED = 200
 AT_ONCE = 4
-PLACES = ("/", "/work", "/tmp", "/var/tmp", ".", str(Path.home()))
+PLACES = ("/", "/srv", "/tmp", "/var/tmp", ".", str(Path.home()))
 TAGS = (
     "<tool_call>\n<function={{ c.function.name }}>\n{% for k, v in c.function.arguments | items %}"
     "<parameter={{ k }}>\n{{ v if v is string else v | tojson }}\n</parameter>\n{% endfor %}"
