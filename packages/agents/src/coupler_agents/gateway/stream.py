@@ -60,6 +60,7 @@ class Stream:
                     self.response = web.StreamResponse()
                     self.response.content_type = "text/event-stream"
                     await self.response.prepare(self.request)
+
                 await self.response.write(b"".join(events))
                 if last:
                     await self.response.write_eof()
