@@ -92,12 +92,15 @@ kit-%: .envs/%/.synced
 	.envs/$*/bin/python -m pytest $(KIT) $(KIT_$*)
 
 # Those that take other settings than KIT_agents
+CLIENTS := packages/agents/tests/played_clients.py
 MCP := {"played": {"command": [".envs/agents/bin/python", "packages/agents/tests/played_mcp.py"], \
   "tools": ["plus"], "session": "run"}}
 kit-agents-adapters: .envs/agents/.synced
 	.envs/agents/bin/python -m pytest $(KIT) --coupler environment=tools --coupler-set 'environment.mcp=$(MCP)'
 	.envs/agents/bin/python -m pytest $(KIT) --coupler environment=gymnasium,id=FrozenLake-v1 \
 	  --coupler environment=gymnasium,target=packages/agents/tests/kit_gymnasium.py:Guess
+	.envs/agents/bin/python -m pytest $(KIT) --coupler environment=program,target=$(CLIENTS):with_openai \
+	  --coupler environment=program,target=$(CLIENTS):with_anthropic
 	.envs/agents/bin/python -m pytest $(KIT) --coupler environment=toy,workers=2
 
 test-agents: kit-agents-adapters

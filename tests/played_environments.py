@@ -61,6 +61,8 @@ class PlayedConfig(EnvironmentConfig):
     kills: str = no_effect("")
     """A folder with a file for each episode that killed its process. Those do of every
     third seed, once, before a turn or behind the last."""
+    holds: str = no_effect("")
+    """A folder with a file for each episode under way, by ``how=lingers``."""
 
 
 @dataclass
@@ -139,6 +141,23 @@ class Played(Environment):
         self.tries[task.seed] += 1
         if task.seed % 3 == 0 and self.tries[task.seed] <= self.config.fails:
             raise RuntimeError(f"the game broke, try {self.tries[task.seed]}")
+        return Outcome(reward)
+
+    async def _lingers(self, task: Task, policy: Policy, said: list[str], reward: float) -> Outcome:
+        """Raise as :meth:`_raises` does, while other seeds hold what they give back
+        late.
+        """
+        if task.seed % 3 == 0:
+            return await self._raises(task, policy, said, reward)
+        held = Path(self.config.holds, str(task.seed))
+        if held.exists():
+            Path(self.config.holds, "twice").touch()
+        held.touch()
+        try:
+            await asyncio.sleep(0.3)
+        finally:
+            await asyncio.sleep(0.3)
+            held.unlink(missing_ok=True)
         return Outcome(reward)
 
     async def _cancels(self, task: Task, policy: Policy, said: list[str], reward: float) -> Outcome:

@@ -172,6 +172,17 @@ def test_then_its_group_begins_anew(start: Start) -> None:
     assert any(begun[prompt, seed] > 1 for prompt, seed in begun if prompt in groups and seed % 3)
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_its_episodes_have_ended_by_then(start: Start, tmp_path: Path, workers: int) -> None:
+    """Those of the failed group are cancelled, and take a while to give back what they
+    hold.
+    """
+    lingers = ("environment.how=lingers", "environment.fails=2", f"environment.holds={tmp_path}")
+    went_well(start(*lingers, f"environment.workers={workers}", "steps=2"))
+    assert metrics(tmp_path / "run")[-1]["environment/failed"] >= 2
+    assert not (tmp_path / "twice").exists()
+
+
 def test_too_many_failures_end_the_run(start: Start) -> None:
     said = sentence(
         start(

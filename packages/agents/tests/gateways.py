@@ -12,6 +12,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+import httpx
 from transformers import PreTrainedTokenizerFast
 
 from coupler.conversation import Codec, Conversation, Limits, Row, TemplateRenderer
@@ -105,3 +106,44 @@ def recorded(
 
     run(episode())
     return conversation.close(), conversation
+
+
+def client_of(session: Session) -> httpx.AsyncClient:
+    return httpx.AsyncClient(
+        base_url=session.url,
+        headers={"Authorization": f"Bearer {session.api_key}"},
+        timeout=20.0,
+    )
+
+
+async def still_works(session: Session) -> None:
+    async with client_of(session) as client:
+        answer = await client.post(
+            "/v1/chat/completions",
+            json={"model": "policy", "messages": [{"role": "user", "content": "a"}]},
+        )
+    assert answer.status_code == 200, answer.text
+
+
+def check_error(answer: httpx.Response, path: str) -> str:
+    """The sentence of an error, in the shape of its dialect."""
+    held = answer.json()
+    assert (held.get("type") == "error") == path.startswith("/v1/messages"), held
+    sentence = held["error"]["message"]
+    assert sentence.strip() and "\n" not in sentence and "Traceback" not in sentence
+    return sentence
+
+
+async def raw(session: Session, *parts: bytes, pause: float = 0.0) -> bytes:
+    """Write parts to a connection, and return what came until it was closed."""
+    host, port = session.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        for part in parts:
+            writer.write(part)
+            await asyncio.sleep(pause)
+        return await asyncio.wait_for(reader.read(), 10)
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()

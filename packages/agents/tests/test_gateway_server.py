@@ -10,92 +10,24 @@ from typing import Any
 
 import httpx
 import pytest
-from gateways import LOOK, renderer, run, said, serving, talk
+from gateways import (
+    check_error,
+    client_of,
+    raw,
+    renderer,
+    run,
+    said,
+    serving,
+    still_works,
+    talk,
+)
+from hostile_requests import ASK, BODIES, NO_REQUEST, PATHS, REFUSED, STRANGE
 
 from coupler.conversation import Conversation, Limits
 from coupler.errors import CouplerError, ReplicaDied
 from coupler.interfaces import Completion, Request
-from coupler_agents.gateway import Bounds, Gateway, Session
+from coupler_agents.gateway import Bounds, Gateway
 
-USER = {"role": "user", "content": "a"}
-ASK = {"model": "policy", "messages": [USER]}
-PATHS = (
-    "/v1/chat/completions",
-    "/v1/responses",
-    "/v1/messages",
-    "/v1/messages/count_tokens",
-    "/inference/v1/generate",
-)
-BODIES: dict[str, dict[str, Any]] = {
-    PATHS[0]: {
-        **ASK,
-        "tools": [{"type": "function", "function": LOOK}],
-        "tool_choice": "auto",
-        "max_tokens": 5,
-        "temperature": 0.5,
-        "stream": False,
-        "stream_options": {"include_usage": True},
-        "stop": ["x"],
-        "logprobs": False,
-        "n": 1,
-    },
-    PATHS[1]: {
-        "model": "policy",
-        "input": [
-            {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
-            {
-                "type": "reasoning",
-                "summary": [],
-                "content": [{"type": "reasoning_text", "text": "b"}],
-            },
-            {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"},
-            {"type": "function_call_output", "call_id": "c", "output": "d"},
-        ],
-        "instructions": "e",
-        "tools": [{"type": "function", **LOOK}],
-        "previous_response_id": None,
-        "store": True,
-        "include": [],
-        "text": {"format": {"type": "text"}},
-        "max_output_tokens": 5,
-    },
-    PATHS[2]: {
-        "model": "policy",
-        "max_tokens": 5,
-        "system": [{"type": "text", "text": "a"}],
-        "messages": [
-            {"role": "user", "content": [{"type": "text", "text": "a"}]},
-            {
-                "role": "assistant",
-                "content": [
-                    {"type": "thinking", "thinking": "b", "signature": ""},
-                    {"type": "tool_use", "id": "c", "name": "look", "input": {"at": "x"}},
-                ],
-            },
-            {
-                "role": "user",
-                "content": [{"type": "tool_result", "tool_use_id": "c", "content": "d"}],
-            },
-        ],
-        "tools": [{"name": "look", "description": "x", "input_schema": {"type": "object"}}],
-        "tool_choice": {"type": "auto"},
-        "thinking": {"type": "disabled"},
-    },
-    PATHS[4]: {
-        "token_ids": [5, 6, 7],
-        "sampling_params": {"max_tokens": 3, "n": 1},
-        "stream": False,
-    },
-}
-BODIES[PATHS[3]] = BODIES[PATHS[2]]
-STRANGE: tuple[Any, ...] = (
-    None, True, False, 0, -1, 1.5, 10**30, -(2**63), 1e308, "", "x", "\x00", "<|im_end|>", "é🙂",
-    [], {}, [[]], [None], [0], ["x"], [{}], {"type": "text"}, {"type": "image_url"},
-    {"type": None}, {"text": 5}, {"": {}}, [{"type": "text", "text": "a"}],
-    [{"type": "text", "text": None}], {"role": "user"}, {"function": None},
-    {"function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}, '"\\ud800"', "{", "assistant",
-    "tool", ["text"], {"name": "f", "parameters": {"a": [1]}}, "required", 2**31, 10**400,
-)  # fmt: skip
 NUM_HOSTILE = 400
 
 
@@ -133,29 +65,6 @@ def spoiled(random: Random) -> tuple[str, bytes]:
     return path, raw
 
 
-def client_of(session: Session) -> httpx.AsyncClient:
-    return httpx.AsyncClient(
-        base_url=session.url,
-        headers={"Authorization": f"Bearer {session.api_key}"},
-        timeout=20.0,
-    )
-
-
-async def still_works(session: Session) -> None:
-    async with client_of(session) as client:
-        answer = await client.post("/v1/chat/completions", json=ASK)
-    assert answer.status_code == 200, answer.text
-
-
-def check_error(answer: httpx.Response, path: str) -> str:
-    """The sentence of an error, in the shape of its dialect."""
-    held = answer.json()
-    assert (held.get("type") == "error") == path.startswith("/v1/messages"), held
-    sentence = held["error"]["message"]
-    assert sentence.strip() and "\n" not in sentence and "Traceback" not in sentence
-    return sentence
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_hostile_bodies_get_a_sentence(seed: int) -> None:
     random = Random(seed)
@@ -185,41 +94,7 @@ def test_hostile_bodies_get_a_sentence(seed: int) -> None:
     conversation.close()
 
 
-@pytest.mark.parametrize(
-    ("path", "more", "words"),
-    [
-        (PATHS[0], {"n": 2}, "n=2 is not supported"),
-        (PATHS[0], {"logit_bias": {"5": 1}}, "logit_bias="),
-        (PATHS[0], {"response_format": {"type": "json_object"}}, "response_format="),
-        (
-            PATHS[0],
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "image_url",
-        ),
-        (PATHS[0], {"messages": [{"role": "king", "content": "x"}]}, 'has role "king"'),
-        (PATHS[0], {"messages": []}, "the last message is missing"),
-        (PATHS[0], {"messages": "x"}, "messages must be a list of objects, and it is a text"),
-        (PATHS[0], {"max_tokens": 0}, "max_tokens must be a whole number of at least 1"),
-        (PATHS[0], {"temperature": "hot"}, "temperature must be a number"),
-        (PATHS[0], {"tools": [{"type": "custom", "custom": {}}]}, "only functions are supported"),
-        (PATHS[0], {"tools": [{"type": "function", "function": {}}]}, "has no name"),
-        (PATHS[1], {"previous_response_id": "resp_x"}, "is no stored response of this session"),
-        (PATHS[1], {"tools": [{"type": "web_search"}]}, "only functions are supported"),
-        (PATHS[1], {"input": [{"type": "item_reference", "id": "x"}]}, "is not supported"),
-        (PATHS[1], {"background": True}, "background=true is not supported"),
-        (
-            PATHS[2],
-            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-            'type "image"',
-        ),
-        (PATHS[2], {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "bash_20250124"),
-        (PATHS[2], {"mcp_servers": [{"url": "x"}]}, "mcp_servers="),
-        (PATHS[4], {"token_ids": []}, "token_ids must be a list"),
-        (PATHS[4], {"token_ids": [-1]}, "which is no token id"),
-        (PATHS[4], {"stream": True}, "stream=true is not supported"),
-        (PATHS[4], {"sampling_params": {"n": 3}}, "n=3 is not supported"),
-    ],
-)
+@pytest.mark.parametrize(("path", "more", "words"), REFUSED)
 def test_what_is_refused_says_why(path: str, more: dict[str, Any], words: str) -> None:
     conversation, rollout = talk("3")
 
@@ -235,19 +110,7 @@ def test_what_is_refused_says_why(path: str, more: dict[str, Any], words: str) -
     assert not rollout.requests
 
 
-@pytest.mark.parametrize(
-    ("raw", "words"),
-    [
-        (b"", "not JSON"),
-        (b"{", "not JSON"),
-        (b"[]", "must be a JSON object, and it is a list"),
-        (b"\xff\xfe", "not JSON"),
-        (b'{"messages": ' + b"[" * 200_000, "not JSON"),
-        (b'{"a": ' + b"[" * 900 + b"]" * 900 + b"}", "nests deeper than 64 levels"),
-        (b'{"a": 1' + b"0" * 40 + b', "b": ' + b"[" * 90000 + b"]" * 90000 + b"}", "nests deeper"),
-        (b'{"n": ' + b"9" * 6000 + b"}", "not JSON"),
-    ],
-)
+@pytest.mark.parametrize(("raw", "words"), NO_REQUEST)
 def test_a_body_that_is_no_request(raw: bytes, words: str) -> None:
     async def episode() -> None:
         async with serving() as gateway:
@@ -394,21 +257,6 @@ def test_a_body_has_a_limit() -> None:
     run(episode())
 
 
-async def raw(session: Session, *parts: bytes, pause: float = 0.0) -> bytes:
-    """Write parts to a connection, and return what came until it was closed."""
-    host, port = session.url.removeprefix("http://").split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    try:
-        for part in parts:
-            writer.write(part)
-            await asyncio.sleep(pause)
-        return await asyncio.wait_for(reader.read(), 10)
-    except ConnectionError:
-        return b""
-    finally:
-        writer.close()
-
-
 def test_slow_and_malformed_clients_are_dropped() -> None:
     async def episode() -> None:
         bounds = Bounds(receive_seconds=0.3, idle_seconds=0.5)
@@ -422,16 +270,6 @@ def test_slow_and_malformed_clients_are_dropped() -> None:
             assert await raw(session, *endless, pause=0.1) == b""
             slow = [head + b"Content-Length: 90\r\n\r\n", *[b" "] * 9]
             assert b" 408 " in (await raw(session, *slow, pause=0.1)).partition(b"\r\n")[0]
-            for broken in (
-                b"\x16\x03\x01\x02\x00\x01",
-                b"GET\r\n\r\n",
-                head + b"Content-Length: -5\r\n\r\n",
-                head + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\n",
-                head + b"Transfer-Encoding: chunked\r\n\r\nZZ\r\n",
-                head + b"X: " + b"y" * 100_000 + b"\r\n\r\n",
-            ):
-                answer = await raw(session, broken)
-                assert answer == b"" or b" 400 " in answer.partition(b"\r\n")[0], (broken, answer)
             assert await raw(session, head + b"Content-Length: 90\r\n\r\n{") != b""
             await still_works(session)
 

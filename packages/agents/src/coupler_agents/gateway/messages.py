@@ -32,6 +32,7 @@ TEXT = ("text",)
 BETWEEN = "\n\n"  # between blocks of text
 UNSUPPORTED = {"mcp_servers": (), "container": (), "context_management": (), "output_format": ()}
 FORMAT = {"format": ()}
+PING = frame({"type": "ping"}, "ping")
 KINDS = {
     401: "authentication_error",
     404: "not_found_error",

@@ -18,7 +18,8 @@ from coupler.conversation import ConversationOver
 from coupler.errors import CouplerError, ReplicaDied, WaitTimeout, WorkerFailed
 from coupler_agents.gateway import chat, generate, messages, responses
 from coupler_agents.gateway.session import Bounds, Session, Talk
-from coupler_agents.gateway.wire import Object, Refused, dump, load
+from coupler_agents.gateway.stream import COMMENT, Stream
+from coupler_agents.gateway.wire import Object, Refused, dump, frame, load
 
 HOST = "127.0.0.1"
 KEY_BYTES = 32
@@ -38,18 +39,21 @@ class Route:
 
     Attributes:
         error: makes an error of status, code and sentence.
+        ping: the event that a stream of the dialect is kept open with, empty where
+            there are no streams.
     """
 
     answer: Callable[[Session, Object], Awaitable[Answer]]
     error: Callable[[int, str, str], Object] = chat.error
     method: str = "POST"
+    ping: bytes = b""
 
 
 ROUTES = {
-    "/v1/chat/completions": Route(chat.answer),
+    "/v1/chat/completions": Route(chat.answer, ping=COMMENT),
     "/v1/models": Route(chat.models, method="GET"),
-    "/v1/responses": Route(responses.answer),
-    "/v1/messages": Route(messages.answer, messages.error),
+    "/v1/responses": Route(responses.answer, ping=COMMENT),
+    "/v1/messages": Route(messages.answer, messages.error, ping=messages.PING),
     "/v1/messages/count_tokens": Route(messages.count_tokens, messages.error),
     "/inference/v1/generate": Route(generate.answer),
 }
@@ -142,19 +146,24 @@ class Gateway:
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer a request. A client that leaves cancels this."""
         route = ROUTES.get(request.path)
-        error = route.error if route else chat.error
+        error, ping = (route.error, route.ping) if route else (chat.error, b"")
+        bounds = self.bounds
+        stream = Stream(request, ping, bounds.ping_seconds, bounds.send_seconds)
         try:
-            made = await self._answer(request, route)
+            made = await self._answer(request, route, stream)
             status = 200
         except Refused as refused:
             made = error(refused.status, refused.code, str(refused))
             status = refused.status
 
+        if stream.response:
+            await stream.send(made if isinstance(made, list) else [frame(made, "error")], last=True)
+            return stream.response
         response = _response(made, status)
         if status in (408, 413):
             response.force_close()
         try:
-            async with asyncio.timeout(self.bounds.send_seconds):
+            async with asyncio.timeout(bounds.send_seconds):
                 await response.prepare(request)
                 await response.write_eof()
         except TimeoutError:
@@ -162,8 +171,10 @@ class Gateway:
                 request.transport.abort()
         return response
 
-    async def _answer(self, request: web.BaseRequest, route: Route | None) -> Answer:
-        """Return what a session answers.
+    async def _answer(
+        self, request: web.BaseRequest, route: Route | None, stream: Stream
+    ) -> Answer:
+        """Return what a session answers. A stream is begun where that takes long.
 
         Raises:
             Refused: it does not.
@@ -182,7 +193,10 @@ class Gateway:
             try:
                 async with running:
                     body = load(await self._body(request)) if route.method == "POST" else {}
-                    return await _turn(session, route, body)
+                    turn = _turn(session, route, body)
+                    if route.ping and body.get("stream") is True:
+                        return await stream.pinging(turn)
+                    return await turn
             except TimeoutError:
                 raise _gone() from None
 

@@ -60,6 +60,7 @@ class Bounds:
         receive_seconds: time for the body of a request.
         send_seconds: time for a client to take an answer.
         idle_seconds: time for a connection without a whole request.
+        ping_seconds: time between two pings in a stream whose turn is being sampled.
     """
 
     body: int = 64 << 20
@@ -68,6 +69,7 @@ class Bounds:
     receive_seconds: float = 60.0
     send_seconds: float = 60.0
     idle_seconds: float = 120.0
+    ping_seconds: float = 10.0
 
 
 @dataclass(slots=True, eq=False)

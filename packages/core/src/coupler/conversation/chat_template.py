@@ -144,15 +144,39 @@ class ChatTemplate:
         """Divide ``ids`` from ``done`` on, which encode ``text`` from ``cut`` on, into
         tokens of the template and tokens of messages.
         """
-        made, end = [], cut
+        made, end, base = [], cut, (cut, done)
         for mark, run in groupby(text.marks[cut:]):
             end += len(list(run))
-            until = len(ids) if end == len(text) else shared(ids, self.encode(text[:end]))
+            until, base = (
+                (len(ids), base) if end == len(text) else self._until(text, end, ids, base)
+            )
             if until > done:
                 origin = Origin.GLUE if mark == TEMPLATE else Origin.OBSERVATION
                 made.append(Segment(ids[done:until], origin))
                 done = until
         return tuple(made)
+
+    def _until(
+        self, text: Traced, end: int, ids: tuple[int, ...], base: tuple[int, int]
+    ) -> tuple[int, tuple[int, int]]:
+        """Return how many of ``ids`` encode ``text`` up to ``end``, and the next base.
+
+        Args:
+            base: a place in the text and the number of ids before it. The text is
+                encoded from there. To encode all of it for each result of a tool would
+                take half a minute for some hundreds of them.
+        """
+        start, before = base
+        found = self.encode(text[start:end])
+        same = shared(ids[before : before + len(found)], found)
+        if start and found and not same:
+            # the base is inside of a word
+            return self._until(text, end, ids, (0, 0))
+
+        # unknown words are equal, whatever their letters
+        exact = same == len(found) and self.tokenizer.unk_token_id not in found
+        until = before + same
+        return until, (end, until) if exact else base
 
 
 class _Compiled(Sandbox):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from textwrap import indent
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from coupler.conversation.limits import ConversationOver, Limits
 from coupler.conversation.packing import Sample
@@ -32,6 +32,9 @@ from coupler.metrics import Metric, Metrics
 
 # Fewer failures than this never stop a run.
 MIN_FAILED = 5
+# Seconds that a cancelled episode has to give back what it holds.
+END_S = 10.0
+T = TypeVar("T")
 
 
 class EpisodeFailed(CouplerError):
@@ -73,6 +76,24 @@ class Plays(Protocol):
     def metrics(self) -> Metrics:
         """Return what is counted over the run."""
         ...
+
+
+async def together(episodes: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Play the episodes of a group side by side, and return what each gave.
+
+    Where one fails, the others are of no use. They have ended when this raises, so that
+    they can be played again. One that takes longer than :data:`END_S` is left behind.
+    """
+    tasks = [asyncio.create_task(one) for one in episodes]
+
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        running = [task for task in tasks if not task.done()]
+        for task in running:
+            task.cancel()
+        if running:
+            await asyncio.wait(running, timeout=END_S)
 
 
 @dataclass(frozen=True, slots=True)

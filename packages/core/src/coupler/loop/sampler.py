@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
-from coupler.conversation.episodes import Played, Plays
+from coupler.conversation.episodes import Played, Plays, together
 from coupler.conversation.packing import Sample, describe, pack
 from coupler.data import Codec, Prompt, PromptStream
 from coupler.interfaces import Algorithm, Request
@@ -60,14 +60,11 @@ class Scorer:
             replace(request, seed=s, session=n) for s, n in zip(seeds, sessions, strict=True)
         )
         play = self._play if self.rewards.takes_group else self._one
-        tasks = [asyncio.create_task(play(prompt, one)) for one in requests]
 
         try:
-            found = [one for one in await asyncio.gather(*tasks) if one]
+            played = await together(play(prompt, one) for one in requests)
+            found = [one for one in played if one]
         finally:
-            # Where one has failed, the others are of no use.
-            for task in tasks:
-                task.cancel()
             for name in sessions:
                 router.end(name)
         scored = [one for one in found if isinstance(one, Sample)]

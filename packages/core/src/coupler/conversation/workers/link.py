@@ -30,6 +30,7 @@ from coupler.system import supervisor
 
 START_S = 120.0  # to import the environment, and to set it up
 CLOSE_S = 10.0  # to end what setup started
+LEAVE_S = 4.0  # for a cancelled episode to give back what it holds
 MAIN = "coupler.conversation.workers.main"
 # of our own interpreter
 OURS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
@@ -85,6 +86,8 @@ class Link:
     def __init__(self, python: str, section: Section, read: Any) -> None:
         self.python, self.section, self.read = python, section, read
         self.episodes: dict[int, _Episode] = {}
+        # cancelled here, and not ended there yet
+        self.leaving: dict[int, asyncio.Future[None]] = {}
         self.begun = 0
         self.died: WorkerDied | None = None
         self.reading: asyncio.Task[None] | None = None
@@ -124,7 +127,7 @@ class Link:
         self.reading = asyncio.create_task(self._serve())
 
     async def episode(self, task: Task, policy: Any) -> Outcome:
-        """Play one episode there.
+        """Play one episode there. One that is cancelled has ended there, too.
 
         Raises:
             ConversationOver: the episode let it pass.
@@ -141,13 +144,12 @@ class Link:
         try:
             self.wire.post({"episode": number, "task": task_to(task)})
             said = await episode.future
-        except asyncio.CancelledError:
-            self.wire.post({"episode": number, "cancel": True})
-            raise
         finally:
             del self.episodes[number]
             for asked in episode.asked:
                 asked.cancel()
+            if episode.future.cancelled() and not self.died:
+                await self._cancel(number)
 
         for name in said["reads"]:
             self.read(name)
@@ -156,6 +158,14 @@ class Link:
         if "failed" in said:
             raise FailedThere(said["failed"])
         return outcome_from(said["outcome"])
+
+    async def _cancel(self, number: int) -> None:
+        """Cancel an episode there, and wait until it has ended."""
+        self.wire.post({"episode": number, "cancel": True})
+        left = self.leaving[number] = asyncio.get_running_loop().create_future()
+
+        await asyncio.wait({left}, timeout=LEAVE_S)
+        del self.leaving[number]
 
     async def close(self) -> None:
         """End the process, after it has closed its environment."""
@@ -189,14 +199,22 @@ class Link:
 
         how = await self._ending()
         self.died = WorkerDied(f"the process of the episode {how}")
+        self._left(*self.leaving)
         for episode in self.episodes.values():
             if not episode.future.done():
                 episode.future.set_exception(self.died)
 
     def _late(self, line: Line) -> None:
-        """Answer a request of an episode that was cancelled."""
+        """Answer a request of an episode that was cancelled, or take its end."""
         if "ask" in line:
             self.wire.post({"episode": 0, "call": line["call"], "over": Ended.CUT})
+        elif "ended" not in line:
+            self._left(line["episode"])
+
+    def _left(self, *numbers: int) -> None:
+        for number in numbers:
+            if number in self.leaving and not self.leaving[number].done():
+                self.leaving[number].set_result(None)
 
     async def _answer(self, episode: _Episode, line: Line) -> None:
         said: Mapping[str, Any]

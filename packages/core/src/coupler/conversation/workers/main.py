@@ -137,6 +137,8 @@ class Worker:
             if "task" in line:
                 task = asyncio.create_task(self._episode(environment, line))
                 self.episodes[number] = task
+                # A cancelled task that has not begun would never say that it ended.
+                await asyncio.sleep(0)
             elif "cancel" in line and number in self.episodes:
                 self.episodes[number].cancel()
             elif "call" in line and line["call"] in self.waiting:
