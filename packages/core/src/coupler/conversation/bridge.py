@@ -118,6 +118,9 @@ class TemplateRenderer:
         if tools or calls:
             self._require_tools(calls)
 
+    def __str__(self) -> str:
+        return f"the chat template of {self.folder}"
+
     def render(self, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[int, ...]:
         """Encode messages up to where the policy speaks.
 
@@ -207,7 +210,7 @@ class TemplateRenderer:
         except Malformed as error:
             return Parsed(message, str(error))
         if calls:
-            made = [_made((len(prompt), index, *ids), *read) for index, read in enumerate(calls)]
+            made = [called((len(prompt), index, *ids), *read) for index, read in enumerate(calls)]
             message |= {"content": content, "tool_calls": made}
         return Parsed(message)
 
@@ -338,9 +341,13 @@ def _result(index: int) -> dict[str, Any]:
     }
 
 
-def _made(place: tuple[int, ...], name: str, arguments: Any) -> dict[str, Any]:
+def called(place: tuple[int, ...], name: str, arguments: Any) -> dict[str, Any]:
     """Return a tool call with an id of nine letters and digits, which some templates
     ask for.
+
+    Args:
+        place: numbers that no other call of the conversation has, for the id.
+        arguments: an object of JSON.
     """
     id = hashlib.blake2b(np.array(place, np.int64).tobytes()).hexdigest()[:ID_DIGITS]
     given = json.dumps(arguments, ensure_ascii=False)

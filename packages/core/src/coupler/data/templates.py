@@ -10,7 +10,7 @@ from typing import Any
 from coupler.data.control import PlainText
 from coupler.data.dataset import Messages
 from coupler.data.folder_check import check_tokenizer
-from coupler.data.traced import Traced, trace
+from coupler.data.traced import Traced, concat, template, trace
 from coupler.errors import ConfigError, CouplerError
 from coupler.interfaces import Model
 from coupler.system.files import DamagedFile, read_json
@@ -124,6 +124,15 @@ class Codec:
                 characters.
         """
         return (*self._encode(text, control_tokens), self.end_of_turn)
+
+    def encode(
+        self, parts: Iterable[tuple[str, bool]], *, add_special_tokens: bool = False
+    ) -> tuple[int, ...]:
+        """Encode a text in parts. A part that comes with True is text of a message,
+        whose control tokens are encoded as plain characters.
+        """
+        text = concat(Traced(part) if plain else template(part) for part, plain in parts)
+        return self._plain.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ``ids`` without special tokens. The text is for parsing
