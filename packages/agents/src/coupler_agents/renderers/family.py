@@ -63,7 +63,7 @@ def find_family(codec: Codec, wanted: str) -> tuple[str, str]:
 
 
 def make(codec: Codec, family: str, tokenizer: Any) -> Any:
-    """Make a renderer of the library.
+    """Make a renderer of the library, which goes on behind reasoning of any turn.
 
     Raises:
         CouplerError: it cannot be made for this tokenizer.
@@ -71,7 +71,8 @@ def make(codec: Codec, family: str, tokenizer: Any) -> Any:
     from renderers import config_from_name, create_renderer
 
     try:
-        return create_renderer(tokenizer, config_from_name(family))
+        config = type(config_from_name(family))(thinking_retention="all")
+        return create_renderer(tokenizer, config)
     except Exception as error:  # the library asserts what it needs of a tokenizer
         text = f"{type(error).__name__}: {error}"
         raise CouplerError(

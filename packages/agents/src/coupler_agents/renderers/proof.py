@@ -1,13 +1,14 @@
 """Prove a renderer of the library for one model, against its chat template.
 
 The library was written for the templates of known models. The template of a folder may
-be another one, so three things are compared before a run starts: the first prompts with
-the template, what follows a turn with the template, and both with a rendering from the
-beginning.
+be another one, so three things are compared before a run starts: first prompts with the
+template, a turn and what follows it with the template, and the extended conversation
+with a rendering from the beginning. Calls and answers are then read back.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,25 +29,24 @@ class Unproved(CouplerError):
     """The library does not do what the model's chat template does."""
 
 
-def prove(renderer: LibraryRenderer) -> frozenset[Case]:
-    """Return the cases of messages that may follow a turn.
+def prove(renderer: LibraryRenderer) -> dict[Case, int]:
+    """Return the cases of messages that may follow a turn, with the id that ends it.
 
     Raises:
         CouplerError: it is not exact for what a conversation needs.
     """
     tools: list[Any] = [TOOL] if renderer.tools else []
-    proved = set()
+    proved: dict[Case, int] = {}
 
     for offered in ([], tools) if tools else ([],):
         _prove_prompts(renderer, offered)
     for case in Case if tools else (Case.USER,):
         try:
-            _prove_turn(renderer, case, tools)
-            proved.add(case)
+            proved[case] = _prove_turn(renderer, case, tools)
         except CouplerError:
             if case in REQUIRED:
                 raise
-    return frozenset(proved)
+    return proved
 
 
 def _prove_prompts(renderer: LibraryRenderer, tools: Sequence[Any]) -> None:
@@ -68,9 +68,9 @@ def _prove_prompts(renderer: LibraryRenderer, tools: Sequence[Any]) -> None:
         _same(renderer, "a prompt", expected, renderer.render(messages, tools))
 
 
-def _prove_turn(renderer: LibraryRenderer, case: Case, tools: Sequence[Any]) -> None:
-    """Compare what follows a turn with the template, and with a rendering from the
-    beginning.
+def _prove_turn(renderer: LibraryRenderer, case: Case, tools: Sequence[Any]) -> int:
+    """Compare a turn and what follows it with the template, and with a rendering from
+    the beginning. Returns the id that ends the turn.
     """
     calls = [call(index) for index in range(case.calls)]
     answer = {**SAID, "content": "", "tool_calls": calls} if calls else SAID
@@ -81,7 +81,7 @@ def _prove_turn(renderer: LibraryRenderer, case: Case, tools: Sequence[Any]) -> 
     prompt = renderer.render(history[:-1], tools)
     whole = renderer.render([*history, *new], tools)
     turn = _turn(renderer, prompt, whole, case)
-    added = renderer.extend(history, (*prompt, *turn), new, tools)
+    added = renderer.append((*prompt, *turn), new, tools)
     if added is None:
         raise Unproved(f"the library does not append {case} to a turn")
 
@@ -92,8 +92,9 @@ def _prove_turn(renderer: LibraryRenderer, case: Case, tools: Sequence[Any]) -> 
             raise Unproved(f"it does not show {message['content']!r} of {case}")
     _same(renderer, case, whole, (*prompt, *turn, *tail))
     theirs = renderer.codec.prompt_ids([*history, *new], "", tools=tools)
-    _same(renderer, case, theirs[-len(tail) :], tail)
+    _same(renderer, case, theirs[-len(turn + tail) :], turn + tail)
     _prove_parsing(renderer, calls, turn, prompt, tools)
+    return turn[-1]
 
 
 def _turn(
@@ -120,7 +121,7 @@ def _prove_parsing(
     found = [each["function"] for each in parsed.message.get("tool_calls", [])]
     wanted = [each["function"] for each in calls]
 
-    read = [canonical([each["name"], _value(each["arguments"])]) for each in found]
+    read = [canonical([each["name"], json.loads(each["arguments"])]) for each in found]
     if parsed.malformed or read != [canonical([NAME, each["arguments"]]) for each in wanted]:
         raise Unproved("its own tool call is read as something else")
     if not calls and parsed.message["content"] != SAID["content"]:
@@ -133,12 +134,6 @@ def _takes_system(renderer: LibraryRenderer) -> bool:
     except CouplerError:
         return False
     return True
-
-
-def _value(arguments: Any) -> Any:
-    import json
-
-    return json.loads(arguments) if isinstance(arguments, str) else arguments
 
 
 def _same(

@@ -8,7 +8,7 @@ from typing import Any
 
 from coupler.batch.trajectory import Origin, Segment
 from coupler.conversation import Codec, Message, Parsed
-from coupler.conversation.bridge import ROLES, Case, called
+from coupler.conversation.bridge import ROLES, called
 from coupler.conversation.messages import tidy
 from coupler_agents.renderers.family import find_family, make
 from coupler_agents.renderers.shielded import Shielded
@@ -52,7 +52,6 @@ class LibraryRenderer:
         self.inner = make(codec, self.family, self.tokenizer)
         stops = (*self.inner.get_stop_token_ids(), *codec.stop_ids(stop))
         self.stop = tuple(dict.fromkeys(stops))
-        self.proved: frozenset[Case] = frozenset(Case)
         self.proved = prove(self)
 
     def __str__(self) -> str:
@@ -78,30 +77,45 @@ class LibraryRenderer:
         """Encode what follows ``ids``, or return None if that is not proved.
 
         It is not proved where ``new`` is of no proved case, where a tool call has no
-        result, where results come without tools, where the turn ended in no token that
-        ends one, or where the library does not go on. It is also None where the history
-        has reasoning, without ``keep_reasoning``.
+        result, where results come without tools, where the turn ended in another token
+        than the template's, or where the library does not go on. It is also None where
+        the history has reasoning, without ``keep_reasoning``.
         """
         roles = " ".join(message["role"] for message in new)
+        ends = [end for case, end in self.proved.items() if ROLES[case].fullmatch(roles)]
+        if ids[-1] not in ends:
+            return None
+
         calls = history[-1].get("tool_calls", [])
         results = [message for message in new if message["role"] == "tool"]
-        if not any(ROLES[case].fullmatch(roles) for case in self.proved):
-            return None
-        if len(calls) != len(results) or (calls and not tools) or ids[-1:][0] not in self.stop:
+        if len(calls) != len(results) or (calls and not tools):
             return None
         if not self.keep_reasoning and any(m.get("reasoning_content") for m in history):
             return None
+        return self.append(ids, _named(new, calls), tools)
 
-        # The library looks for the end of the turn in the last part alone.
+    def append(
+        self, ids: tuple[int, ...], new: Sequence[Message], tools: Sequence[Any]
+    ) -> tuple[Segment, ...] | None:
+        """Let the library encode what follows a turn, or return None where it does not.
+
+        Args:
+            ids: everything so far. The last one ended the turn.
+            new: the messages to append. Results of tools have names.
+        """
+        # The library looks for the end of the turn in the last part alone, and goes on
+        # from a prompt that is not empty.
+        before, end = ids[:-1] or ids, ids[-1:]
         found = self.inner.bridge_to_next_turn(
-            list(ids[:-1]),
-            [ids[-1]],
-            self._given(_named(new, calls)),
+            list(before),
+            list(end),
+            self._given(new),
             tools=self.tokenizer.shield(tools) or None,
         )
-        if found is None or tuple(found.token_ids[: len(ids)]) != ids:
+        at = len(before) + 1
+        if found is None or tuple(found.token_ids[:at]) != before + end:
             return None
-        return _segments(found.token_ids[len(ids) :], found.message_indices[len(ids) :])
+        return _segments(found.token_ids[at:], found.message_indices[at:])
 
     def parse(self, ids: Sequence[int], prompt: Sequence[int], tools: Sequence[Any]) -> Parsed:
         """Read the message that the policy sampled as ``ids``.
