@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -63,8 +63,8 @@ class ChatTemplate:
         """Render ``new`` behind an answer, and return what follows the end of its turn.
 
         Args:
-            answer: the message before ``new``. A mark takes the place of its text and
-                of the arguments of its tool calls.
+            answer: the message before ``new``. A mark takes the place of the arguments
+                of its tool calls, or of its text where they are not shown.
 
         Returns:
             The token that ends the turn, and what follows it as segments and as text.
@@ -76,13 +76,12 @@ class ChatTemplate:
         mark = MARK
         while mark in f"{answer}{new}{tools}":
             mark += mark
-        text = self.text(
-            [*history, _marked(answer, mark), *new],
-            tools,
-            generate=True,
-        )
-        at = str.rfind(text, mark)
-        if at < 0:
+        for marked in _marked(answer, mark):
+            text = self.text([*history, marked, *new], tools, generate=True)
+            at = str.rfind(text, mark)
+            if at >= 0:
+                break
+        else:
             raise Unproved("it does not show the text of an earlier answer")
 
         stop, cut = self._end_of_turn(text, at + len(mark))
@@ -136,12 +135,12 @@ class ChatTemplate:
         return tuple(made)
 
 
-def _marked(answer: Message, mark: str) -> dict[str, Any]:
-    """Put ``mark`` in the place of the text and of the arguments of an answer."""
-    made = {**answer, "content": f"{answer.get('content', '')}{mark}"}
+def _marked(answer: Message, mark: str) -> Iterator[dict[str, Any]]:
+    """Put ``mark`` in the place of the arguments of calls, and in that of the text."""
     if "tool_calls" in answer:
-        made["tool_calls"] = [
+        calls = [
             {**call, "function": {**call["function"], "arguments": {mark: mark}}}
             for call in answer["tool_calls"]
         ]
-    return made
+        yield {**answer, "tool_calls": calls}
+    yield {**answer, "content": f"{answer.get('content', '')}{mark}"}
