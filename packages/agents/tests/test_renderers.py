@@ -195,7 +195,7 @@ def test_a_template_that_the_library_does_not_write_is_refused(tmp_path: Path) -
     with pytest.raises(ConfigError) as error:
         choose_renderer(codec, tools=True)
     first, *rest = str(error.value).splitlines()
-    assert "cannot be continued exactly (case: a tool call)" in first
+    assert "cannot be continued exactly (case: a user's message)" in first
     assert "it writes a prompt otherwise than the chat template" in rest[-1]
     assert rest[-1].startswith("  renderers:  ")
 
@@ -237,4 +237,4 @@ def test_a_run_is_trained_by_it(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
     refused = ["train", *given, "environment.renderer=template", f"run_dir={tmp_path / 'other'}"]
     assert main(refused) == 2
-    assert "cannot be continued exactly (case: a tool call)" in capsys.readouterr().err
+    assert "cannot be continued exactly (case: a user's message)" in capsys.readouterr().err

@@ -21,7 +21,7 @@ def library() -> Any:
         CouplerError: it is not installed.
     """
     try:
-        return import_module("renderers.base")
+        return import_module("renderers")
     except ImportError as error:
         raise CouplerError(
             f"the renderers library cannot be imported: {error}\n"
@@ -42,7 +42,7 @@ def find_family(codec: Codec, wanted: str) -> tuple[str, str]:
         ConfigError: there is no such renderer.
         CouplerError: the library does not know the model.
     """
-    base = library()
+    base = library().base
     base._populate_registry()  # importing the families is put off until then
     families = sorted(base.RENDERER_REGISTRY.keys() - {"default"})
     known: Mapping[str, str] = base.MODEL_RENDERER_MAP
@@ -68,11 +68,10 @@ def make(codec: Codec, family: str, tokenizer: Any) -> Any:
     Raises:
         CouplerError: it cannot be made for this tokenizer.
     """
-    from renderers import config_from_name, create_renderer
-
+    from_library = library()
     try:
-        config = type(config_from_name(family))(thinking_retention="all")
-        return create_renderer(tokenizer, config)
+        config = type(from_library.config_from_name(family))(thinking_retention="all")
+        return from_library.create_renderer(tokenizer, config)
     except Exception as error:  # the library asserts what it needs of a tokenizer
         text = f"{type(error).__name__}: {error}"
         raise CouplerError(
