@@ -49,7 +49,11 @@ class LibraryRenderer:
         self.codec, self.keep_reasoning, self.tools = codec, keep_reasoning, tools
         self.family, hub = find_family(codec, family)
         self.tokenizer = Shielded(codec, hub or str(codec.folder))
-        self.inner = make(codec, self.family, self.tokenizer)
+        self.inner = make(
+            codec,
+            self.family,
+            self.tokenizer,
+        )
         stops = (*self.inner.get_stop_token_ids(), *codec.stop_ids(stop))
         self.stop = tuple(dict.fromkeys(stops))
         self.proved = prove(self)
@@ -57,13 +61,21 @@ class LibraryRenderer:
     def __str__(self) -> str:
         return f"{self.family} of the renderers library"
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[int, ...]:
-        """Encode messages up to where the policy speaks."""
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any],
+        *,
+        generate: bool = True,
+    ) -> tuple[int, ...]:
+        """Encode messages up to where the policy speaks, or to their end without
+        ``generate``.
+        """
         return tuple(
             self.inner.render_ids(
                 self._given(messages),
                 tools=self.tokenizer.shield(tools) or None,
-                add_generation_prompt=True,
+                add_generation_prompt=generate,
             )
         )
 
@@ -92,7 +104,11 @@ class LibraryRenderer:
             return None
         if not self.keep_reasoning and any(m.get("reasoning_content") for m in history):
             return None
-        return self.append(ids, _named(new, calls), tools)
+        return self.append(
+            ids,
+            _named(new, calls),
+            tools,
+        )
 
     def append(
         self, ids: tuple[int, ...], new: Sequence[Message], tools: Sequence[Any]
@@ -112,6 +128,7 @@ class LibraryRenderer:
             self._given(new),
             tools=self.tokenizer.shield(tools) or None,
         )
+
         at = len(before) + 1
         if found is None or tuple(found.token_ids[:at]) != before + end:
             return None
@@ -128,7 +145,10 @@ class LibraryRenderer:
             list(ids), tools=list(tools) or None, prompt_ids=list(prompt)
         )
 
-        message: dict[str, Any] = {"role": "assistant", "content": said.content}
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": said.content,
+        }
         if said.reasoning_content:
             message["reasoning_content"] = said.reasoning_content
         if not said.tool_calls:
@@ -142,7 +162,11 @@ class LibraryRenderer:
             why = f"a tool call cannot be read ({wrong[0].status}): {wrong[0].raw[:40]!r}"
             return Parsed(message | {"content": text}, why)
         made = [
-            called((len(prompt), index, *ids), call.name, call.arguments)
+            called(
+                (len(prompt), index, *ids),
+                call.name,
+                call.arguments,
+            )
             for index, call in enumerate(said.tool_calls)
         ]
         return Parsed(message | {"tool_calls": made})

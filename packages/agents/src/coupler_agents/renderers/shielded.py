@@ -24,7 +24,11 @@ class Shielded:
 
     def __init__(self, codec: Codec, name: str) -> None:
         self.codec, self.name_or_path = codec, name
-        texts = sorted(codec.control_texts, key=len, reverse=True)
+        texts = sorted(
+            codec.control_texts,
+            key=len,
+            reverse=True,
+        )
         self.texts = {chr(FIRST + place): text for place, text in enumerate(texts)}
         self.characters = {text: character for character, text in self.texts.items()}
         self.control = re.compile("|".join(map(re.escape, texts)) or r"(?!)")

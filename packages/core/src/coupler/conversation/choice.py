@@ -48,13 +48,22 @@ def choose_renderer(
 
     if wanted not in (AUTO, TEMPLATE):
         name, _, family = wanted.partition(":")
-        return _made(_named(name), codec, given, family)
+        return _made(
+            _named(name),
+            codec,
+            given,
+            family,
+        )
     try:
         return TemplateRenderer(codec, **given)
     except ConfigError as error:
         if wanted == TEMPLATE or "cannot be continued exactly" not in str(error):
             raise
-        return _instead(codec, given, error)
+        return _instead(
+            codec,
+            given,
+            error,
+        )
 
 
 def installed() -> dict[str, EntryPoint]:
@@ -77,7 +86,11 @@ def _instead(codec: Codec, given: dict[str, Any], refusal: ConfigError) -> Rende
     reasons = [] if installed() else [f"  or:  {INSTALL}"]
     for name, entry in installed().items():
         try:
-            return _made(entry, codec, given)
+            return _made(
+                entry,
+                codec,
+                given,
+            )
         except CouplerError as error:
             reasons.append(f"  {name}:  " + str(error).replace("\n", "\n  "))
     raise ConfigError("\n".join([str(refusal), *reasons])) from None
@@ -102,4 +115,9 @@ def _made(entry: EntryPoint, codec: Codec, given: dict[str, Any], family: str = 
             f"environment.renderer={entry.name} cannot be imported: {error}\n"
             f"  try:  installing the distribution of {entry.value} again"
         ) from error
-    return make(codec, family=family, **given)
+
+    return make(
+        codec,
+        family=family,
+        **given,
+    )

@@ -8,7 +8,7 @@ examples.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -79,7 +79,11 @@ class LiteralCalls:
         is one.
         """
         literals, given = Literals(self.quote), dict[str, Any]()
-        at = expect(text, at, self.begins)
+        at = expect(
+            text,
+            at,
+            self.begins,
+        )
 
         while True:
             more = loosely(self.more).match(text, at) if self.more is not None else None
@@ -88,9 +92,24 @@ class LiteralCalls:
             if loosely(self.closes).fullmatch(text, at):
                 return given, None
 
-            at = expect(text, at, ",") if given else at
+            at = (
+                expect(
+                    text,
+                    at,
+                    ",",
+                )
+                if given
+                else at
+            )
             key, at = literals.key(text, at)
-            given[key], at = literals.read(text, expect(text, at, self.assigns))
+            given[key], at = literals.read(
+                text,
+                expect(
+                    text,
+                    at,
+                    self.assigns,
+                ),
+            )
             at = skip(text, at)
 
 
@@ -102,20 +121,35 @@ def find_literal_calls(template: ChatTemplate, thinking: Thinking | None) -> Lit
         CouplerError: it refuses them.
     """
     made, closes = _one_call(template, thinking)
-    more = _between(template, thinking, closes)
+    more = _between(
+        template,
+        thinking,
+        closes,
+    )
     made = replace(made, more=more)
     bare, other = call(arguments={}), call(1, name=OTHER)
 
-    examples: list[list[Mapping[str, Any]]] = [[call()], [other], [bare]]
+    examples = [[call()], [other], [bare]]
     if more is not None:
         examples += [[call(), other], [bare, call(1)], [call(), bare]]
     for calls in examples:
-        check(made, calls, calls_text(template, calls, thinking))
+        check(
+            made,
+            calls,
+            calls_text(template, calls, thinking),
+        )
     return made
 
 
 def _one_call(template: ChatTemplate, thinking: Thinking | None) -> tuple[LiteralCalls, str]:
-    opens, rest = cut(calls_text(template, [call()], thinking), NAME)
+    opens, rest = cut(
+        calls_text(
+            template,
+            [call()],
+            thinking,
+        ),
+        NAME,
+    )
     begins, rest = cut(rest, FIRST)
     assigns = ASSIGNS.match(rest)
     if not opens.strip() or not begins.strip() or not assigns:
@@ -125,25 +159,48 @@ def _one_call(template: ChatTemplate, thinking: Thinking | None) -> tuple[Litera
     literals = Literals(string if raw else "")
     try:
         _, at = literals.read(rest, assigns.end())
-        key, at = literals.key(rest, expect(rest, at, ","))
-        value, at = literals.read(rest, expect(rest, at, assigns.group().strip()))
+        key, at = literals.key(
+            rest,
+            expect(
+                rest,
+                at,
+                ",",
+            ),
+        )
+        value, at = literals.read(
+            rest,
+            expect(
+                rest,
+                at,
+                assigns.group().strip(),
+            ),
+        )
     except (ValueError, RecursionError):
         raise _unproved() from None
     if (key, value) != (SECOND, ARGUMENTS[SECOND]) or not rest[at:].strip():
         raise _unproved()
 
     parts = (begins.strip(), assigns.group().strip(), None, rest[at:].strip())
-    return LiteralCalls(opens.strip(), *parts, literals.quote), rest[at:]
+    return LiteralCalls(
+        opens.strip(),
+        *parts,
+        literals.quote,
+    ), rest[at:]
 
 
 def _between(template: ChatTemplate, thinking: Thinking | None, closes: str) -> str | None:
     """Return what stands between two calls."""
     try:
-        two = calls_text(template, [call(arguments={}), call(1, arguments={})], thinking)
+        two = calls_text(
+            template,
+            [call(arguments={}), call(1, arguments={})],
+            thinking,
+        )
         _, rest = cut(two, NAME)
         between, _ = cut(rest, NAME)
     except (CouplerError, Unproved):
         return None
+
     bracket = closes.strip()[:1]
     at = between.find(bracket)
     return between[at:].strip() if at >= 0 else None

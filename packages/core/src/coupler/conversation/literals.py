@@ -43,10 +43,23 @@ class Literals:
         at = skip(text, at)
         if (string := self._string(text, at)) is not None:
             return string
+
         if text.startswith("[", at):
-            return self._items(text, at + 1, "]", self._element, list)
+            return self._items(
+                text,
+                at + 1,
+                "]",
+                self._element,
+                list,
+            )
         if text.startswith("{", at):
-            return self._items(text, at + 1, "}", self._pair, dict)
+            return self._items(
+                text,
+                at + 1,
+                "}",
+                self._pair,
+                dict,
+            )
         if word := WORDS.match(text, at):
             return VALUES[word.group().lower()], word.end()
         if number := NUMBER.match(text, at):
@@ -83,12 +96,17 @@ class Literals:
     ) -> tuple[Any, int]:
         """Read what stands between brackets, with commas between."""
         found: list[Any] = []
+
         while True:
             at = skip(text, at)
             if text.startswith(closes, at):
                 return made(found), at + 1
             if found:
-                at = expect(text, at, ",")
+                at = expect(
+                    text,
+                    at,
+                    ",",
+                )
                 at = skip(text, at)
                 if text.startswith(closes, at):  # behind the last comma
                     continue
@@ -100,7 +118,14 @@ class Literals:
 
     def _pair(self, text: str, at: int) -> tuple[tuple[str, Any], int]:
         key, at = self.key(text, at)
-        value, at = self.read(text, expect(text, at, ":"))
+        value, at = self.read(
+            text,
+            expect(
+                text,
+                at,
+                ":",
+            ),
+        )
         return (key, value), at
 
 

@@ -177,9 +177,7 @@ def make_plan(
         renderer=described(config.environment.renderer) if config.environment else "",
         max_tokens_per_micro_batch=config.engine.micro_batch_limit[1]
         * config.engine.ranks_per_sequence,
-        rates={
-            role: engine.rate for role, engine in engines.items() if engine.rate and steps[role]
-        },
+        rates={r: e.rate for r, e in engines.items() if e.rate and steps[r]},
         max_staleness=config.max_staleness,
         in_flight=on_sync(config, plugins) if trains else InFlight.DRAIN,
         num_rows=None if config.data.sampler else num_rows,
