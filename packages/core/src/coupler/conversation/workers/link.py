@@ -172,7 +172,8 @@ class Link:
     async def _serve(self) -> None:
         """Answer until the process ends."""
         while line := await self.wire.receive():
-            episode = self.episodes.get(line["episode"])
+            # a process that fails as it ends says so, of no episode
+            episode = self.episodes.get(line.get("episode", 0))
             if not episode:
                 self._late(line)
             elif "ask" in line:
