@@ -63,7 +63,7 @@ KIT_agents := --coupler environment=tools --coupler environment=tools,target=$(T
   --coupler-set 'environment.functions=["$(TOOLS):add", "$(TOOLS):wait"]'
 KIT_rollout-vllm := --coupler engine=fsdp --coupler rollout=vllm -k 'test_rollout or test_pair'
 SYNC_rollout-vllm := --extra cpu
-SYNC_agents := --extra gateway --extra mcp --extra gymnasium
+SYNC_agents := --extra gateway --extra mcp --extra gymnasium --extra renderers
 KIT_rollout-sglang := --coupler engine=fsdp --coupler rollout=sglang -k 'test_rollout or test_pair'
 SYNC_rollout-sglang := --extra cpu
 # SGLang on the CPU: a stand-in for its kernels

@@ -279,7 +279,7 @@ def test_text_is_rendered_as_transformers_does(codec: Codec, name: str) -> None:
     with_template(codec, name)
     for text, generate in product(HOSTILE + HARMLESS, (True, False)):
         for messages in conversations(text):
-            ours = codec._render(list(messages), generate=generate)
+            ours = codec.render(messages, generate=generate)
             theirs = codec.tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=generate
             )
@@ -315,7 +315,7 @@ def test_operations_of_templates_give_what_they_do_elsewhere(codec: Codec, sourc
     codec.tokenizer.chat_template = source
     messages = [{"role": "user", "content": "a b\nc b  c\n"}, {"role": "user", "content": "d"}]
     theirs = codec.tokenizer.apply_chat_template(messages, tokenize=False)
-    assert str.__str__(codec._render(messages, generate=False)) == theirs
+    assert str.__str__(codec.render(messages, generate=False)) == theirs
 
 
 def test_a_tokenizer_written_in_python_is_guarded_too(tmp_path: Path) -> None:

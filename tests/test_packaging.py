@@ -61,7 +61,15 @@ OF_TORCH = tuple(f"coupler.engine_kit.inference.{name}" for name in ("checksums"
 WITHOUT_BACKEND = {
     "coupler-rollout-vllm": {"vllm", "torch"},
     "coupler-rollout-sglang": {"sglang", "torch"},
-    "coupler-agents": {"aiohttp", "orjson", "mcp", "gymnasium", "verifiers", "openenv"},
+    "coupler-agents": {
+        "aiohttp",
+        "orjson",
+        "mcp",
+        "gymnasium",
+        "verifiers",
+        "openenv",
+        "renderers",
+    },
 }
 WITHOUT_PLUGIN = {"coupler-agents"}
 PROBE = """

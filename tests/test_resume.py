@@ -304,6 +304,43 @@ def test_another_run_is_refused(
     assert (whole["train"] / "metrics.jsonl").read_bytes() == before
 
 
+CHANGED = """
+class Rows:
+    def __init__(self, rows, seed):
+        self.at = 0
+    def next(self):
+        self.at += 1
+        return self.at % 3
+    def state(self):
+        return self.at
+    def restore(self, state):
+        self.at = state
+"""
+
+
+def test_a_file_of_the_user_that_was_changed_is_named(
+    toy: Callable[..., int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "rows.py").write_text(CHANGED)
+    sampler = f"data.sampler={tmp_path}/rows.py:Rows"
+    assert toy("run", sampler, "steps=2") == 0
+    assert toy("run", sampler, "steps=3") == 0
+    assert "was changed since" not in caplog.text
+
+    (tmp_path / "rows.py").write_text(CHANGED.replace("% 3", "% 2"))
+    assert toy("run", sampler, "steps=4") == 0
+    assert (
+        f"data.sampler={tmp_path}/rows.py was changed since step 3, and is used as it is now"
+        in caplog.text
+    )
+    assert "reward.target" not in caplog.text
+
+    reward = tmp_path / "reward.py"
+    reward.write_text(reward.read_text() + "# changed\n")
+    assert toy("run", sampler, "steps=5") == 0
+    assert f"reward.target={reward} was changed since step 4" in caplog.text
+
+
 def ways_out(said: str) -> list[list[str]]:
     """The overrides of each line of advice, as a shell reads them."""
     lines = [

@@ -220,6 +220,12 @@ def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
     assert "coupler.testing.toy_config:ToyEngineConfig" in capsys.readouterr().out
 
 
+def test_explain_says_what_a_source_may_be(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "explain", "eval.data.source", *NEEDED]) == 0
+    said = "takes:     a file, a pattern, a folder, a function, or a list [...] of them"
+    assert said in capsys.readouterr().out
+
+
 def test_overrides_may_stand_on_both_sides_of_the_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,7 +20,7 @@ from coupler import (
     import_target,
 )
 from coupler.conversation import ConversationOver
-from coupler.errors import DataError
+from coupler_agents.beginning import kwargs_of, with_observation
 from coupler_agents.gymnasium.config import GymnasiumConfig
 from coupler_agents.pattern import NoAction
 
@@ -63,7 +63,7 @@ class GymnasiumEnvironment(Environment):
         """Play one episode, until the environment or a limit ends it."""
         from coupler_agents.gymnasium.game import Game
 
-        kwargs = {**self.config.kwargs, **_kwargs_of(task.row)}
+        kwargs = {**self.config.kwargs, **kwargs_of(task.row, COLUMN)}
         game = Game(
             partial(self.made, **kwargs),
             self.threads,
@@ -75,7 +75,7 @@ class GymnasiumEnvironment(Environment):
             seen = await game.begin(task.seed, self.reader.check)
             # A limit ends the episode, and what happened until then has a reward.
             with suppress(ConversationOver):
-                await self._play(_with(task.messages, seen), policy, game, score)
+                await self._play(with_observation(task.messages, seen), policy, game, score)
         finally:
             await game.close()
         return score.outcome()
@@ -153,22 +153,6 @@ class Score:
             metrics=metrics,
             turn_rewards=tuple(self.rewards),
         )
-
-
-def _with(messages: tuple[Message, ...], seen: str) -> list[Message]:
-    """Return a prompt with the first observation behind it."""
-    *before, last = messages
-    return [*before, {**last, "content": f"{last['content']}\n{seen}"}]
-
-
-def _kwargs_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the row's arguments. A null counts as absent, since a table has it where
-    other rows have a value.
-    """
-    found = row.get(COLUMN) or {}
-    if not isinstance(found, Mapping):
-        raise DataError(f"the row's {COLUMN} is a {type(found).__name__}, and no object.")
-    return {key: value for key, value in found.items() if value is not None}
 
 
 def _check_library() -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
 from coupler import CouplerError, Environment, Message, Outcome, Policy, Task
 from coupler.conversation import ConversationOver
-from coupler.errors import DataError
+from coupler_agents.beginning import kwargs_of, with_observation
 from coupler_agents.openenv.config import OpenEnvConfig
 from coupler_agents.pattern import ActionPattern, NoAction
 
@@ -48,12 +47,11 @@ class OpenEnvEnvironment(Environment):
         rewards: list[float] = []
 
         async with client:
-            result = await client.reset(seed=task.seed, **_kwargs_of(task.row))
-            *before, last = task.messages
-            seen = f"{last['content']}\n{self._shown(result)}"
+            result = await client.reset(seed=task.seed, **kwargs_of(task.row, COLUMN))
+            messages = with_observation(task.messages, self._shown(result))
             # A limit ends the episode, and what happened until then has a reward.
             with suppress(ConversationOver):
-                await self._play([*before, {**last, "content": seen}], policy, client, rewards)
+                await self._play(messages, policy, client, rewards)
 
         return Outcome(sum(rewards), turn_rewards=tuple(rewards))
 
@@ -143,11 +141,3 @@ def _reward(result: Any) -> float:
     if not math.isfinite(reward):
         raise CouplerError(f"environment=openenv: a step has the reward {reward}.")
     return reward
-
-
-def _kwargs_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the row's arguments for ``reset``, without its nulls."""
-    found = row.get(COLUMN) or {}
-    if not isinstance(found, Mapping):
-        raise DataError(f"the row's {COLUMN} is a {type(found).__name__}, and no object.")
-    return {key: value for key, value in found.items() if value is not None}

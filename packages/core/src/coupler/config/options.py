@@ -38,11 +38,12 @@ class Option:
     default: Any
     owner: type  # the dataclass it is a field of
     affects_results: bool = True  # see coupler.interfaces.no_effect
+    words: str = ""  # for what it takes, where its type does not say that
 
     @property
     def takes(self) -> str:
         """Say in words what values the option has."""
-        return _in_words(self.type)
+        return self.words or _in_words(self.type)
 
 
 class Options:
@@ -125,8 +126,7 @@ class Options:
         wanted = key[len(start) :].split(".")[0]
         close = [start + name for name in get_close_matches(wanted, names, n=2)]
         if not close:
-            last = key.rpartition(".")[2]
-            close = [k for k in self.table if k.rpartition(".")[2] == last][:3]
+            close = [k for k in self.table if k.split(".")[-1] == key.split(".")[-1]][:3]
 
         lines = [f"unknown option {key}."]
         lines += [f"  did you mean:  {', '.join(close)}"] if close else []
@@ -144,7 +144,8 @@ class Options:
             if is_dataclass(inner):
                 yield from self._walk(inner, f"{key}.", matters)  # type: ignore[arg-type]
             elif inner is not None:
-                yield Option(key, inner, default_of(field), owner, matters)
+                words = field.metadata.get("takes", "")
+                yield Option(key, inner, default_of(field), owner, matters, words)
 
 
 def section(config: RunConfig, path: str) -> Any:
@@ -162,8 +163,7 @@ def in_full(complaint: str, path: str) -> str:
         ``in_full("engine.lr must be above 0.", "critic.engine")`` is
         ``"critic.engine.lr must be above 0."``
     """
-    own = path.rpartition(".")[2]
-    return re.sub(rf"(?<![\w.]){own}\.(?=\w)", f"{path}.", complaint)
+    return re.sub(rf"(?<![\w.]){path.rpartition('.')[2]}\.(?=\w)", f"{path}.", complaint)
 
 
 def default_of(field: Field[Any]) -> Any:
@@ -217,6 +217,6 @@ def _in_words(kind: Any) -> str:
     if _is_open(kind):
         return "a mapping {key: value, ...}"
     if type(None) in get_args(kind):
-        others = [_in_words(k) for k in get_args(kind) if k is not type(None)]
-        return " or ".join(others) + ", or null"
+        others = " or ".join(_in_words(k) for k in get_args(kind) if k is not type(None))
+        return f"{others}, or null"
     return TYPE_NAMES.get(getattr(kind, "__name__", ""), "any value")

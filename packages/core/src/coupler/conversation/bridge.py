@@ -20,6 +20,7 @@ import numpy as np
 
 from coupler.batch.trajectory import Segment
 from coupler.conversation.chat_template import ChatTemplate, Unproved
+from coupler.conversation.literal_calls import find_literal_calls
 from coupler.conversation.messages import became
 from coupler.conversation.reading import (
     TOOL,
@@ -38,6 +39,7 @@ from coupler.interfaces import Message
 TAIL = 16  # tokens of a prompt that may open reasoning
 ID_DIGITS = 9
 STEP = "step"
+SAYS = {"content": "coupler says"}  # beside its calls
 THOUGHTS = ({}, {"content": f"<think>\n{STEP}\n</think>\n\n"}, {"reasoning_content": STEP})
 
 
@@ -113,10 +115,15 @@ class TemplateRenderer:
         self.thinking = find_thinking(self.template)
 
         self.proved: set[Case] = set()
+        # False where the template moves such a text behind the results
+        self.text_beside_calls = True
         self.calls: ReadsCalls | None = None
         self._require(Case.USER)
         if tools or calls:
             self._require_tools(calls)
+
+    def __str__(self) -> str:
+        return f"the chat template of {self.folder}"
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[int, ...]:
         """Encode messages up to where the policy speaks.
@@ -143,9 +150,10 @@ class TemplateRenderer:
 
         It is not proved where ``new`` is of no proved case, where a tool call has no
         result, where results come without tools, where the history has no message of a
-        user, where the turn ended in another token than the template's, or where the
-        template refuses the messages. It is also None where ``ids`` hold reasoning that
-        the template drops, without ``keep_reasoning``.
+        user, where the turn ended in another token than the template's, where the
+        template moves the text that the policy said beside its calls, or where it
+        refuses the messages. It is also None where ``ids`` hold reasoning that the
+        template drops, without ``keep_reasoning``.
         """
         roles = " ".join(message["role"] for message in new)
         case = next((case for case in self.proved if ROLES[case].fullmatch(roles)), None)
@@ -156,6 +164,8 @@ class TemplateRenderer:
         if len(calls) != sum(message["role"] == "tool" for message in new):
             return None
         if calls and not tools:
+            return None
+        if calls and history[-1].get("content") and not self.text_beside_calls:
             return None
         if not self.keep_reasoning and self._drops(history, ids, new, tools):
             return None
@@ -207,7 +217,7 @@ class TemplateRenderer:
         except Malformed as error:
             return Parsed(message, str(error))
         if calls:
-            made = [_made((len(prompt), index, *ids), *read) for index, read in enumerate(calls)]
+            made = [called((len(prompt), index, *ids), *read) for index, read in enumerate(calls)]
             message |= {"content": content, "tool_calls": made}
         return Parsed(message)
 
@@ -229,18 +239,19 @@ class TemplateRenderer:
             pass  # such messages begin a new row
 
     def _found_calls(self) -> ReadsCalls:
-        """Find how the template writes calls: as JSON, or with tags around their parts.
+        """Find how the template writes calls: as JSON, with tags around their parts, or
+        as a function with values.
 
         Raises:
-            Unproved: in neither way.
+            Unproved: in none of these ways.
         """
-        try:
-            return find_calls(self.template, self.thinking)
-        except Unproved as error:
+        reasons = []
+        for find in (find_calls, find_tagged_calls, find_literal_calls):
             try:
-                return find_tagged_calls(self.template, self.thinking)
-            except Unproved as other:
-                raise Unproved(f"{error}; and {other}") from None
+                return find(self.template, self.thinking)
+            except Unproved as error:
+                reasons.append(str(error))
+        raise Unproved("; and ".join(dict.fromkeys(reasons)))
 
     def _require(self, case: Case) -> None:
         try:
@@ -279,18 +290,22 @@ class TemplateRenderer:
             if at < 0:
                 raise Unproved(f"it does not show {message['content']!r} of {case}")
 
-        for history, thought in product(self._histories(), THOUGHTS):
+        said = (*THOUGHTS, SAYS) if case.calls else THOUGHTS
+        for history, thought in product(self._histories(), said):
             found = self.template.after(
                 history,
                 {**answer, **thought},
                 new,
                 tools,
             )
-            if found != expected:
+            if found == expected:
+                continue
+            if not case.calls or "content" not in thought:
                 raise Unproved(
                     "what it writes after a turn depends on the turns before: "
                     + became(expected[2], found[2])
                 )
+            self.text_beside_calls = False
 
     def _histories(self) -> list[list[dict[str, Any]]]:
         """Return histories in front of an answer, with earlier reasoning and tools."""
@@ -338,9 +353,13 @@ def _result(index: int) -> dict[str, Any]:
     }
 
 
-def _made(place: tuple[int, ...], name: str, arguments: Any) -> dict[str, Any]:
+def called(place: tuple[int, ...], name: str, arguments: Any) -> dict[str, Any]:
     """Return a tool call with an id of nine letters and digits, which some templates
     ask for.
+
+    Args:
+        place: numbers that no other call of the conversation has, for the id.
+        arguments: an object of JSON.
     """
     id = hashlib.blake2b(np.array(place, np.int64).tobytes()).hexdigest()[:ID_DIGITS]
     given = json.dumps(arguments, ensure_ascii=False)

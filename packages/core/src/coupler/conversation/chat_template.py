@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
-
-from jinja2 import Template, TemplateError
 
 from coupler.batch.trajectory import Origin, Segment
 from coupler.conversation.messages import shared, tidy
 from coupler.data.control import PlainText
-from coupler.data.sandbox import Sandbox
 from coupler.data.templates import MARK, Codec
-from coupler.data.traced import TEMPLATE, TEXT, Traced, trace
+from coupler.data.traced import TEMPLATE, TEXT, Traced
 from coupler.errors import CouplerError
 from coupler.interfaces import Message
 
@@ -36,8 +32,7 @@ class ChatTemplate:
                 f"a conversation needs a chat template, which the tokenizer of {codec.folder} "
                 "lacks.\n  set:  chat_template in its tokenizer_config.json"
             )
-        self.tokenizer, self.folder = codec.tokenizer, codec.folder
-        self._plain, self._sandbox = PlainText(codec.tokenizer), _Compiled()
+        self.codec, self._plain = codec, PlainText(codec.tokenizer)
         self.stops = {id: self._plain.control[id] for id in stop if id in self._plain.control}
 
     def text(self, messages: Sequence[Message], tools: Sequence[Any], *, generate: bool) -> Traced:
@@ -46,21 +41,7 @@ class ChatTemplate:
         Raises:
             CouplerError: the template refuses them.
         """
-        try:
-            return self._sandbox.render(
-                self.tokenizer.get_chat_template(tools=list(tools) or None),
-                [tidy(message) for message in messages],
-                **self.tokenizer.special_tokens_map,
-                tools=trace(list(tools)) or None,
-                documents=None,
-                add_generation_prompt=generate,
-            )
-
-        except TemplateError as error:
-            roles = ", ".join(m["role"] for m in messages)
-            raise CouplerError(
-                f"the chat template of {self.folder} refuses messages of {roles}: {error}"
-            ) from None
+        return self.codec.render([tidy(each) for each in messages], tools, generate=generate)
 
     def encode(self, text: Traced) -> tuple[int, ...]:
         """Encode rendered text."""
@@ -68,7 +49,7 @@ class ChatTemplate:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ``ids`` with its control tokens, to be parsed."""
-        return self.tokenizer.decode(
+        return self.codec.tokenizer.decode(
             list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
 
@@ -82,8 +63,8 @@ class ChatTemplate:
         """Render ``new`` behind an answer, and return what follows the end of its turn.
 
         Args:
-            answer: the message before ``new``. A mark takes the place of its text and
-                of the arguments of its tool calls.
+            answer: the message before ``new``. A mark takes the place of the arguments
+                of its tool calls, or of its text where they are not shown.
 
         Returns:
             The token that ends the turn, and what follows it as segments and as text.
@@ -95,13 +76,12 @@ class ChatTemplate:
         mark = MARK
         while mark in f"{answer}{new}{tools}":
             mark += mark
-        text = self.text(
-            [*history, _marked(answer, mark), *new],
-            tools,
-            generate=True,
-        )
-        at = str.rfind(text, mark)
-        if at < 0:
+        for marked in _marked(answer, mark):
+            text = self.text([*history, marked, *new], tools, generate=True)
+            at = str.rfind(text, mark)
+            if at >= 0:
+                break
+        else:
             raise Unproved("it does not show the text of an earlier answer")
 
         stop, cut = self._end_of_turn(text, at + len(mark))
@@ -179,23 +159,12 @@ class ChatTemplate:
         return until, (end, until) if exact else base
 
 
-class _Compiled(Sandbox):
-    """A sandbox that compiles every template once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._compile_once = cache(super().from_string)
-
-    def from_string(self, source: Any, *_: Any, **__: Any) -> Template:
-        return self._compile_once(source)
-
-
-def _marked(answer: Message, mark: str) -> dict[str, Any]:
-    """Put ``mark`` in the place of the text and of the arguments of an answer."""
-    made = {**answer, "content": f"{answer.get('content', '')}{mark}"}
+def _marked(answer: Message, mark: str) -> Iterator[dict[str, Any]]:
+    """Put ``mark`` in the place of the arguments of calls, and in that of the text."""
     if "tool_calls" in answer:
-        made["tool_calls"] = [
+        calls = [
             {**call, "function": {**call["function"], "arguments": {mark: mark}}}
             for call in answer["tool_calls"]
         ]
-    return made
+        yield {**answer, "tool_calls": calls}
+    yield {**answer, "content": f"{answer.get('content', '')}{mark}"}

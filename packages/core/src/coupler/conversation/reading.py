@@ -87,7 +87,7 @@ class Calls:
         Raises:
             Malformed: something that began as a call cannot be read.
         """
-        began = _loosely(self.opens).search(text)
+        began = loosely(self.opens).search(text)
         if not began or (not self.opens and not self._is_call(text)):
             return text, []
 
@@ -95,11 +95,11 @@ class Calls:
         while True:
             call, at = self._one(text, at)
             found.append(call)
-            more = _loosely(self.between).match(text, at) if self.between is not None else None
+            more = loosely(self.between).match(text, at) if self.between is not None else None
             if more and text[more.end() :].strip():
                 at = more.end()
                 continue
-            if not _loosely(self.closes).fullmatch(text, at):
+            if not loosely(self.closes).fullmatch(text, at):
                 raise Malformed(f"the text {text[at:][:40]!r} follows a tool call")
             return text[: began.start()].rstrip("\n"), found
 
@@ -265,6 +265,6 @@ def _object(text: str) -> tuple[int, int, dict[str, Any]]:
     raise Unproved("it does not write a tool call as JSON with a name and arguments")
 
 
-def _loosely(text: str) -> re.Pattern[str]:
-    """Match ``text`` with any blanks around and between its tags and words."""
+def loosely(text: str) -> re.Pattern[str]:
+    """Match a text with any blanks around and between its tags and words."""
     return re.compile(r"\s*" + r"\s*".join(map(re.escape, WORD.findall(text))) + r"\s*")

@@ -24,7 +24,7 @@ from coupler.conversation.reading import (
     call,
     calls_text,
 )
-from coupler.conversation.rendering import Malformed
+from coupler.conversation.rendering import Malformed, ReadsCalls
 from coupler.errors import CouplerError
 
 FIRST, SECOND = ARGUMENTS
@@ -138,11 +138,11 @@ def find_tagged_calls(
         CouplerError: it refuses them.
     """
     one = calls_text(template, [call()], thinking)
-    opens, rest = _cut(one, NAME)
-    first, rest = _cut(rest, FIRST)
-    value, rest = _cut(rest, VALUES[0])
-    next_, rest = _cut(rest, SECOND)
-    again, closes = _cut(rest, VALUES[1])
+    opens, rest = cut(one, NAME)
+    first, rest = cut(rest, FIRST)
+    value, rest = cut(rest, VALUES[0])
+    next_, rest = cut(rest, SECOND)
+    again, closes = cut(rest, VALUES[1])
     texts = (opens, first, value, next_)
     if again.strip() != value.strip() or not all(text.strip() for text in (*texts, closes)):
         raise Unproved("it does not write a tool call with texts around its parts")
@@ -158,7 +158,7 @@ def find_tagged_calls(
         made = TaggedCalls(*texts, more, closes, bare_more, bare_closes)
         examples += [[bare], *([[bare, call()], [call(), bare]] if bare_more else [])]
     for calls in examples:
-        _check(made, calls, calls_text(template, calls, thinking))
+        check(made, calls, calls_text(template, calls, thinking))
     return made
 
 
@@ -166,7 +166,7 @@ def _between(template: ChatTemplate, thinking: Thinking | None) -> str | None:
     """Return what stands between two calls."""
     try:
         rest = calls_text(template, [call(), call(1)], thinking)
-        return _cut(_cut(rest, VALUES[1])[1], NAME)[0]
+        return cut(cut(rest, VALUES[1])[1], NAME)[0]
     except (CouplerError, Unproved):
         return None
 
@@ -176,16 +176,21 @@ def _bare(
 ) -> str | None:
     """Return what follows the name of a call without arguments."""
     try:
-        return _cut(calls_text(template, calls, thinking), NAME)[1]
+        return cut(calls_text(template, calls, thinking), NAME)[1]
     except (CouplerError, Unproved):
         return None
 
 
-def _check(
-    made: TaggedCalls,
+def check(
+    made: ReadsCalls,
     calls: Sequence[Mapping[str, Any]],
     text: str,
 ) -> None:
+    """Read an example of a template.
+
+    Raises:
+        Unproved: it is read as something else than these calls.
+    """
     try:
         content, read = made.read(text, [TOOL])
     except Malformed as error:
@@ -196,7 +201,12 @@ def _check(
         raise Unproved("its own tool call is read as something else")
 
 
-def _cut(text: str, part: str) -> tuple[str, str]:
+def cut(text: str, part: str) -> tuple[str, str]:
+    """Divide the text of an example at a part of it.
+
+    Raises:
+        Unproved: it does not have the part.
+    """
     before, found, after = text.partition(part)
     if not found:
         raise Unproved(f"it does not write {part!r} of a tool call as it is")

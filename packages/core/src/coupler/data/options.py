@@ -10,7 +10,10 @@ from typing import Any
 class DataConfig:
     """Rows to train on or to evaluate."""
 
-    source: Any = ""
+    source: Any = field(
+        default="",
+        metadata={"takes": "a file, a pattern, a folder, a function, or a list [...] of them"},
+    )
     """The rows: FILE.jsonl, FILE.json, FILE.parquet, a pattern such as
     'data/*.parquet', a folder of such files or of datasets, a function "pkg.mod:name",
     or a list [...] of files, patterns and folders."""

@@ -11,10 +11,10 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
-from jinja2 import TemplateError, nodes
+from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
@@ -35,7 +35,10 @@ class TooMuch(TemplateError):
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """An environment for chat templates whose strings are :class:`Traced`."""
+    """An environment for chat templates whose strings are :class:`Traced`.
+
+    Every template is compiled once.
+    """
 
     intercepted_binops = frozenset({"**", "*", "%", "+"})
 
@@ -43,6 +46,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
+        self._compile_once = cache(super().from_string)
         self.concat = self._concat
         self.limit, self.rounds, self.end = MAX_CHARACTERS, MAX_ROUNDS, 0.0
 
@@ -51,6 +55,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
             self.filters[name] = self._tracing(name, function)
         self.filters |= {"_counted": pass_context(_counted), "_concat": pass_context(_joined)}
         self.globals |= {"raise_exception": _raise, "strftime_now": datetime.now().strftime}
+
+    def from_string(self, source: Any, *_: Any, **__: Any) -> Template:
+        return self._compile_once(source)
 
     def render(self, source: str, messages: list[Any], **names: Any) -> Traced:
         """Render messages, and return the result with its marks.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from coupler.data.control import PlainText
 from coupler.data.dataset import Messages
 from coupler.data.folder_check import check_tokenizer
-from coupler.data.traced import Traced, trace
+from coupler.data.traced import Traced, concat, template, trace
 from coupler.errors import ConfigError, CouplerError
 from coupler.interfaces import Model
 from coupler.system.files import DamagedFile, read_json
@@ -82,8 +82,38 @@ class Codec:
             return self._encode(prompt, control_tokens, add_special_tokens=True)
 
         messages = messages_of(prompt, system_prompt)
-        text = self._render(list(messages), generate=True, tools=tools)
+        text = self.render(messages, tools, generate=True)
         return self._encode(text, control_tokens)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] = (),
+        *,
+        generate: bool,
+    ) -> Traced:
+        """Render messages by the chat template, with the generation prompt if
+        ``generate``.
+
+        Raises:
+            CouplerError: the template refuses them.
+        """
+        from jinja2 import TemplateError
+
+        try:
+            return self._sandbox.render(
+                self.tokenizer.get_chat_template(tools=list(tools) or None),
+                list(messages),
+                **self.tokenizer.special_tokens_map,
+                tools=trace(list(tools)) or None,
+                documents=None,
+                add_generation_prompt=generate,
+            )
+        except TemplateError as error:
+            roles = ", ".join(m["role"] for m in messages)
+            raise CouplerError(
+                f"the chat template of {self.folder} refuses messages of {roles}: {error}"
+            ) from None
 
     def target_ids(self, text: str, *, control_tokens: bool = False) -> tuple[int, ...]:
         """Encode ``text`` as the policy would have sampled it after a prompt, with the
@@ -94,6 +124,15 @@ class Codec:
                 characters.
         """
         return (*self._encode(text, control_tokens), self.end_of_turn)
+
+    def encode(
+        self, parts: Iterable[tuple[str, bool]], *, add_special_tokens: bool = False
+    ) -> tuple[int, ...]:
+        """Encode a text in parts. A part that comes with True is text of a message,
+        whose control tokens are encoded as plain characters.
+        """
+        text = concat(Traced(part) if plain else template(part) for part, plain in parts)
+        return self._plain.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ``ids`` without special tokens. The text is for parsing
@@ -132,7 +171,7 @@ class Codec:
         """
         if self.tokenizer.chat_template:
             turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": MARK}]
-            _, mark, after = self._render(turns, generate=False).rpartition(MARK)
+            _, mark, after = self.render(turns, generate=False).rpartition(MARK)
             special = {
                 i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special
             }
@@ -179,35 +218,15 @@ class Codec:
         for answer in ("one two", "<think>\nstep\n</think>\n\none two"):
             messages: list[dict[str, Any]] = [{"role": "user", "content": "first"}]
             for turn in range(2, 4):
-                before = self._render(messages, generate=True) + answer
+                before = self.render(messages, generate=True) + answer
                 messages += [
                     {"role": "assistant", "content": answer},
                     {"role": "user", "content": f"turn {turn}"},
                 ]
-                after = self._render(messages, generate=True)
+                after = self.render(messages, generate=True)
                 if not after.startswith(before):
                     return _difference(before, after, turn)
         return None
-
-    def _render(
-        self, messages: list[dict[str, Any]], *, generate: bool, tools: Sequence[Any] = ()
-    ) -> Traced:
-        from jinja2 import TemplateError
-
-        try:
-            return self._sandbox.render(
-                self.tokenizer.get_chat_template(tools=list(tools) or None),
-                messages,
-                **self.tokenizer.special_tokens_map,
-                tools=trace(list(tools)) or None,
-                documents=None,
-                add_generation_prompt=generate,
-            )
-        except TemplateError as error:
-            roles = ", ".join(m["role"] for m in messages)
-            raise CouplerError(
-                f"the chat template of {self.folder} refuses messages of {roles}: {error}"
-            ) from None
 
     def _encode(
         self, text: str, control_tokens: bool, *, add_special_tokens: bool = False

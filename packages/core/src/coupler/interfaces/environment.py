@@ -101,8 +101,7 @@ class Outcome:
         reward: None lets ``reward.target`` score ``answer``.
         answer: the text to score. None stands for the text of the last turn.
         invalid: why there is no reward. The episode is then left out and counted.
-        metrics: numbers of this episode. Their means are tracked as
-            ``environment/NAME``.
+        metrics: numbers of this episode, whose means are ``environment/NAME``.
         turn_rewards: one for each sampled turn, for algorithms that read
             ``token_reward``. Empty where only the episode has a reward.
     """
@@ -128,14 +127,16 @@ class EnvironmentConfig:
     """The most tool calls of one episode; 0 sets no limit."""
     timeout_s: float = field(default=600.0, metadata={"ge": 0.001})
     """Seconds that one episode may take; what was sampled until then is scored."""
+    renderer: str = "auto"
+    """What turns messages into ids: template is the chat template, and an installed
+    renderer goes by its name. auto takes the template where it is proved exact."""
     keep_reasoning: bool = True
     """Feed the policy its earlier reasoning also where the chat template would drop it
     from the history; else such a turn begins a new row."""
     retries: int = no_effect(2, ge=0)
     """How often an episode that failed begins anew, and how often its group does."""
     max_failed_fraction: float = no_effect(0.01, ge=0, le=1)
-    """The run stops when more than this share of episodes failed, and at least 5 of
-    them did."""
+    """The run stops above this share of failed episodes, and at least 5 of them."""
     workers: int = no_effect(0, ge=0)
     """Processes that play episodes. With 0, the process of the run does."""
     python: str = no_effect("")

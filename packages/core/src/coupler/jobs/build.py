@@ -12,7 +12,8 @@ from pathlib import Path
 from coupler.config.checks import episode_tokens
 from coupler.config.compose import Composed
 from coupler.config.schema import DataConfig
-from coupler.conversation import Renderer, TemplateRenderer
+from coupler.conversation import Renderer
+from coupler.conversation.choice import choose_renderer
 from coupler.conversation.episodes import Episodes, OneTurn, Plays
 from coupler.conversation.workers import open_environment
 from coupler.data import Codec, Prompt, encode_prompts, load_rows
@@ -204,12 +205,15 @@ class Builder:
             self.renderer = self._prove(self.environment)
 
     def _prove(self, environment: Environment) -> Renderer:
-        return TemplateRenderer(
+        renderer = choose_renderer(
             self.codec,
+            environment.config.renderer,
             tools=environment.uses_tools,
             stop=self.config.sampling.stop,
             keep_reasoning=environment.config.keep_reasoning,
         )
+        log.info(f"messages become ids by {renderer}", extra=PLAIN)
+        return renderer
 
     def scorer(self, rollouts: RolloutGroup, rewards: RewardPool) -> Scorer:
         """Make what plays episodes and scores them."""

@@ -116,8 +116,7 @@ class Backend:
     config: type = None  # type: ignore[assignment]  # __post_init__ makes it a class.
     """A dataclass with a field ``name`` that defaults to ``name``. Its module imports
     nothing heavy. A transport, a sharding manager or a tracker without options leaves
-    it out, and gets one.
-    """
+    it out, and gets one."""
     api: int = API
     capabilities: frozenset[str] | Callable[[Any], frozenset[str]] = frozenset()
     tested: Mapping[str, str] = field(default_factory=dict)

@@ -47,20 +47,13 @@ class Limits:
     max_memory_gib: float = 0.0
     max_processes: int = 2000
 
-    def words(self) -> list[str]:
-        """Return the limits as the supervisor takes them."""
-        memory = int(self.max_memory_gib * (1 << 30)) or machine_bytes() // 2
-        return [str(memory), str(self.max_processes)]
-
     def watched(self, control: int) -> list[str]:
-        """Return the words before a command that a supervisor watches.
+        """Return the words before a command that a supervisor holds to these limits.
 
-        ``control`` is the descriptor of a socket. The command, and all that it started,
-        ends when the other end is closed, when the thread that started it ends, or
-        above these limits.
+        ``control`` is as :func:`coupler.system.supervisor.watched` takes it.
         """
-        watch = (sys.executable, "-I", "-S", supervisor.__file__)
-        return [*watch, str(control), *self.words()]
+        memory = int(self.max_memory_gib * (1 << 30)) or machine_bytes() // 2
+        return supervisor.watched(control, memory, self.max_processes)
 
 
 class Mode(StrEnum):

@@ -12,6 +12,7 @@ from typing import Any
 from coupler.config.checks import does_evaluate, episode_tokens
 from coupler.config.options import in_full, section
 from coupler.config.schema import ExecutorName, Job, OnSync, Placement, RunConfig
+from coupler.conversation.choice import described
 from coupler.errors import ConfigError, PluginError
 from coupler.executors.placement import EVAL_ROLLOUT, ROLLOUT, ROLLOUTS, Role
 from coupler.interfaces import EngineConfig, InFlight, RolloutConfig
@@ -50,6 +51,8 @@ class Plan:
     max_completion_tokens: int
     # Above 1 where an episode may have several rows by an option of the environment.
     max_rows_per_episode: int
+    # What turns messages into ids. Empty without an environment.
+    renderer: str
     # 0 if the engine has no such option.
     max_tokens_per_micro_batch: int
     # The schedule of the learning rate by trained role, where its engine says one.
@@ -171,11 +174,10 @@ def make_plan(
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_completion_tokens=_completion_tokens(config) if trains else 0,
         max_rows_per_episode=_rows_per_episode(config),
+        renderer=described(config.environment.renderer) if config.environment else "",
         max_tokens_per_micro_batch=config.engine.micro_batch_limit[1]
         * config.engine.ranks_per_sequence,
-        rates={
-            role: engine.rate for role, engine in engines.items() if engine.rate and steps[role]
-        },
+        rates={r: e.rate for r, e in engines.items() if e.rate and steps[r]},
         max_staleness=config.max_staleness,
         in_flight=on_sync(config, plugins) if trains else InFlight.DRAIN,
         num_rows=None if config.data.sampler else num_rows,

@@ -29,6 +29,8 @@ def _lines(plan: Plan) -> list[tuple[str, str]]:
             f"sequence, {most} per step"
         )
         lines.append(("tokens", text))
+    if plan.renderer:
+        lines.append(("renderer", plan.renderer))
     if (rows := plan.max_rows_per_episode) > 1:
         text = f"dropped as the template does: up to {rows} rows per episode, and {rows} times "
         lines.append(("reasoning", f"{text}the tokens where each turn has some"))

@@ -21,6 +21,7 @@ from coupler.run.checkpoint import WATCHED, Checkpoint
 from coupler.run.effect import Change, changes
 from coupler.run.manifest import BESIDE, RESOLVED
 from coupler.run.run_folder import NOT_DEFAULT, read_starts
+from coupler.run.user_files import FILES, warn_of_changed_files
 from coupler.system.files import (
     DamagedFile,
     read_text,
@@ -77,6 +78,7 @@ def find(config: RunConfig, resolved: str, run: str = "") -> Checkpoint | None:
         if found:
             log.info(f"going on from {found.folder}")
             _warn_of_changes(found, run_dir)
+            warn_of_changed_files(found.manifest.get(FILES), resolved, found.step)
             return _of_this_configuration(found, resolved)
         log.info(f"no checkpoint yet, starting from {wanted if named else 'step 0'}")
 

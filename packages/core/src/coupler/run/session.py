@@ -23,6 +23,7 @@ from coupler.run.plan import Plan
 from coupler.run.provenance import installed
 from coupler.run.run_folder import Journal, find_run
 from coupler.run.saving import Resumable, export_folder, export_problem
+from coupler.run.user_files import FILES, hash_user_files
 from coupler.system.files import reading, remove, writing
 from coupler.system.imports import file_of
 from coupler.system.log import get_logger
@@ -139,7 +140,12 @@ class Session:
         Args:
             data: the fingerprint of its rows.
         """
-        facts = {**self.facts(data), "packages": installed(), RESOLVED: self.resolved}
+        facts = {
+            **self.facts(data),
+            "packages": installed(),
+            RESOLVED: self.resolved,
+            FILES: hash_user_files(self.resolved),
+        }
         return Checkpoints(Path(self.config.run_dir) / "checkpoints", self.config.checkpoint, facts)
 
     async def restore(

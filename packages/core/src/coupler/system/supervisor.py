@@ -33,6 +33,20 @@ LINUX = sys.platform == "linux"
 SIGCATCH = b"SigCgt:"
 
 
+def watched(control: int, bytes: int = 0, tasks: int = 0) -> list[str]:
+    """Return the words before a command that a supervisor watches.
+
+    The command, and all that it started, ends when the other end of a socket is closed,
+    when the thread that started it ends, or above the limits.
+
+    Args:
+        control: the descriptor of this end of the socket.
+        bytes: the most memory of all processes together, or 0 for any.
+        tasks: the most processes and threads, or 0 for any.
+    """
+    return [sys.executable, "-I", "-S", __file__, str(control), str(bytes), str(tasks)]
+
+
 def processes() -> dict[int, list[str]]:
     """Return the fields of each process that runs, from its state on, by its number."""
     found = {}

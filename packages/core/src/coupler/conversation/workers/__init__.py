@@ -1,5 +1,5 @@
 """Play episodes in processes of their own, also of another interpreter."""
 
-from coupler.conversation.workers.pool import WorkerDied, open_environment, uses_tools
+from coupler.conversation.workers.pool import open_environment
 
-__all__ = ["WorkerDied", "open_environment", "uses_tools"]
+__all__ = ["open_environment"]

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -102,18 +102,15 @@ class Link:
         self.control, control = socket.socketpair()
         with theirs, control:
             fds = (theirs.fileno(), control.fileno())
-            watch = (sys.executable, "-I", "-S", supervisor.__file__, str(fds[1]), "0", "0")
             self.process = subprocess.Popen(
-                [*watch, *command(self.python, str(fds[0]))],
+                [*supervisor.watched(fds[1]), *command(self.python, str(fds[0]))],
                 stdin=subprocess.DEVNULL,
                 pass_fds=fds,
                 env=environment_of(self.python),
                 start_new_session=True,
             )
         self.wire = await Wire.open(ours)
-        section = self.section
-        given = {"path": section.path, "target": section.target, "values": section.values}
-        self.wire.post(given)
+        self.wire.post(asdict(self.section))
 
         try:
             async with asyncio.timeout(START_S):
@@ -185,7 +182,8 @@ class Link:
     async def _serve(self) -> None:
         """Answer until the process ends."""
         while line := await self.wire.receive():
-            episode = self.episodes.get(line["episode"])
+            # a process that fails as it ends says so, of no episode
+            episode = self.episodes.get(line.get("episode", 0))
             if not episode:
                 self._late(line)
             elif "ask" in line:

@@ -7,7 +7,7 @@ import json
 import subprocess
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import lru_cache, reduce
 
 from coupler.config.plain import Section
@@ -15,14 +15,11 @@ from coupler.conversation.workers.link import (
     START_S,
     FailedThere,
     Link,
-    WorkerDied,
     command,
     environment_of,
 )
 from coupler.errors import CouplerError
 from coupler.interfaces import Environment, EnvironmentConfig, Outcome, Policy, Task
-
-__all__ = ["WorkerDied", "open_environment", "uses_tools"]
 
 
 def open_environment(
@@ -45,7 +42,7 @@ class EnvironmentWorkers(Environment):
     """Plays each episode in the process that has the fewest.
 
     A process that ended is replaced when the next episode begins. Its episodes raise
-    :class:`WorkerDied`.
+    :class:`~coupler.conversation.workers.link.WorkerDied`.
     """
 
     def __init__(self, config: EnvironmentConfig) -> None:
@@ -114,8 +111,7 @@ def uses_tools(python: str, section: Section) -> bool:
     Raises:
         CouplerError: the environment cannot be made there.
     """
-    values = {"path": section.path, "target": section.target, "values": section.values}
-    return _uses_tools(python, json.dumps(values))
+    return _uses_tools(python, json.dumps(asdict(section)))
 
 
 @lru_cache(8)

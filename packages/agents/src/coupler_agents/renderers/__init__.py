@@ -1,0 +1,3 @@
+"""Turn messages into ids with the renderers library, where a chat template is not
+proved.
+"""
