@@ -190,8 +190,8 @@ class AsItIs:
     def decode(self, ids: tuple[int, ...]) -> str:
         return str(ids)
 
-    async def score(self, *_: Any) -> Scored:
-        return Scored(result=1.0, seconds=0.0)
+    async def score(self, *_: Any) -> list[Scored]:
+        return [Scored(result=1.0, seconds=0.0)]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from coupler.loop.device_memory import GENERATING, Residency
 from coupler.loop.engine_group import EngineGroup
 from coupler.loop.sampler import Scorer
 from coupler.metrics import Metrics
-from coupler.rewards import RewardPool
+from coupler.rewards.opinions import Rewards
 from coupler.run.plan import Plan
 
 
@@ -63,7 +63,7 @@ def make_evaluation(
     plan: Plan,
     policy: EngineGroup,
     prompts: list[Prompt],
-    rewards: RewardPool,
+    rewards: Rewards,
     scorer: Scorer,
     residency: Residency,
 ) -> Evaluation | None:

@@ -1,0 +1,109 @@
+"""Build the models that are asked about finished episodes, and start them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from coupler.batch import Batch
+from coupler.data import Codec, Prompt
+from coupler.data.model_folder import model_folder
+from coupler.interfaces import Head, Model, Output
+from coupler.jobs.build import Builder
+from coupler.loop.engine_group import EngineGroup
+from coupler.loop.rollout_group import RolloutGroup
+from coupler.rewards import RewardPool
+from coupler.rewards.classifier import check_classifier
+from coupler.rewards.opinions import Asks, Rewards, refuse_columns
+from coupler.rewards.options import ScorerModelConfig, opinions_of
+from coupler.rewards.reward_model import RewardModel
+from coupler.run.plan_checks import micro_batch_room
+from coupler.worker.spec import WorkerSpec
+
+VALUES = Output("values")
+
+
+@dataclass
+class Opinions:
+    """The workers of models that are asked about episodes, and how to ask them."""
+
+    reward_model: EngineGroup | None = None
+    judge: RolloutGroup | None = None
+    models: dict[str, Asks] = field(default_factory=dict)
+
+    def of(self, pool: RewardPool) -> Rewards:
+        """Return what scores episodes: the function, with these models."""
+        return Rewards(pool, self.models)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The folders of the models to ask, checked, with their tokenizers loaded."""
+
+    classifier: tuple[Model, Codec, int | None] | None
+
+
+def find_models(builder: Builder, prompts: Sequence[tuple[str, Sequence[Prompt]]]) -> Found:
+    """Check the folders of all models that are asked, before a worker starts.
+
+    Args:
+        prompts: those of each section of data, by its key.
+
+    Raises:
+        CouplerError: a folder does not hold what is asked for, or a row has a column
+            of what a model says.
+    """
+    config = builder.config
+    for key, rows in prompts:
+        refuse_columns(rows, opinions_of(config.reward_model, config.judge), key)
+
+    classifier = None
+    if config.reward_model.model.path:
+        model = replace(_model(config.reward_model.model, "reward_model.model"), head=Head.VALUE)
+        padding = check_classifier(Path(model.path)).get("pad_token_id")
+        classifier = (model, Codec(model), padding)
+    return Found(classifier)
+
+
+def _model(config: ScorerModelConfig, key: str) -> Model:
+    return Model(model_folder(config.path, key), config.trust_remote_code)
+
+
+def make_opinions(builder: Builder, found: Found) -> Opinions:
+    """Make the workers of the models that were found. Nothing heavy is loaded."""
+    made = Opinions()
+    if found.classifier:
+        made.reward_model = _engine(builder, found.classifier[0])
+        made.models["score"] = _scoring(builder, made.reward_model, *found.classifier[1:])
+    return made
+
+
+def _engine(builder: Builder, model: Model) -> EngineGroup:
+    engine = builder.config.reward_model.engine
+    spec = WorkerSpec(
+        role="reward_model",
+        engine=builder.plugins.get("engine", engine.name).target,
+        engine_config=engine,
+        model=model,
+        algorithm=None,
+    )
+    return EngineGroup(builder.executor, spec, builder.ranks("reward_model", engine.ranks))
+
+
+def _scoring(
+    builder: Builder, engine: EngineGroup, codec: Codec, padding: int | None
+) -> RewardModel:
+    async def forward(batch: Batch) -> np.ndarray:
+        return (await engine.forward(batch, (VALUES,)))["values"]
+
+    # One token more follows the conversation.
+    limits = []
+    if room := micro_batch_room(builder.config.reward_model.engine, "reward_model.engine"):
+        limits.append((room.tokens - 1, room.name))
+    if codec.max_positions:
+        limits.append((codec.max_positions - 1, "max_position_embeddings of its config.json"))
+    room = min(limits, default=(2**31, "none"))
+    return RewardModel(codec, forward, room, padding, alone=builder.config.deterministic)
