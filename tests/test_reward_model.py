@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from job_run import metrics, reproducible, run
+from job_run import metrics, run
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from coupler.testing.models import read_tensors, rewrite, write_classifier
+from coupler.testing.models import write_classifier
 
 EVALUATED = ("eval.at_start=true", "eval.every_steps=3", "eval.data.max_prompt_tokens=64")
 

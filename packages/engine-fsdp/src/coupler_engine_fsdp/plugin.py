@@ -45,6 +45,7 @@ def coupler_backends() -> Iterable[Backend]:
         capabilities=frozenset(
             {
                 "weights:full",
+                "model:own_weights",
                 "sampling:top_p",
                 "output:sampling_mask",
                 "memory:sleep",

@@ -26,11 +26,17 @@ FOREVER_S = 1e9
 
 
 def server_arguments(
-    config: SGLangConfig, model: str, seed: int, trust_remote_code: bool, *, gpu: bool
+    config: SGLangConfig,
+    model: str,
+    seed: int,
+    trust_remote_code: bool,
+    *,
+    gpu: bool,
+    own_weights: bool = False,
 ) -> dict[str, Any]:
     """Return the keyword arguments of ``ServerArgs``.
 
-    They ask for random weights, token ids in and out, and our sampler.
+    They ask for random weights or the folder's, token ids in and out, and our sampler.
 
     Raises:
         ConfigError: a key needs a GPU, or the model's folder has no configuration.
@@ -55,8 +61,8 @@ def server_arguments(
         "model_path": model,
         "trust_remote_code": trust_remote_code,
         "dtype": DTYPES[dtype],
-        # Only an update brings weights.
-        "load_format": "dummy",
+        # Only an update brings weights, but to a model that serves those of its folder.
+        "load_format": "auto" if own_weights else "dummy",
         "custom_weight_loader": [messages.LOADER],
         "sampling_backend": messages.SAMPLER,
         "skip_tokenizer_init": True,

@@ -68,7 +68,8 @@ def prepared(asked: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     # The sockets between SGLang's processes lie in a folder that is ours alone.
     tempfile.tempdir = os.environ["TMPDIR"] = asked["folder"]
     model, seed, trusted = asked["model"], asked["seed"], asked["trust_remote_code"]
-    arguments = server_arguments(config, model, seed, trusted, gpu=gpu)
+    own = bool(asked.get("own_weights"))
+    arguments = server_arguments(config, model, seed, trusted, gpu=gpu, own_weights=own)
     if rank := config.max_lora_rank:
         place = Path(asked["folder"]) / "adapter"
         arguments |= adapter_arguments(rank, Path(model), place, gpu=gpu)

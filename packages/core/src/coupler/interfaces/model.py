@@ -46,8 +46,8 @@ class Model:
     has no ``score``, it is zeros, so that every value is 0 until the first step for any
     seed and number of ranks.
 
-    With ``own_weights``, a rollout of capability ``weights:folder`` serves the weights
-    of the folder from its setup on, and no update comes.
+    With ``own_weights``, a rollout of capability ``model:own_weights`` serves the
+    weights of the folder from its setup on, and no update comes.
     """
 
     path: str

@@ -42,7 +42,8 @@ async def start(
 ) -> None:
     """Set up the engines, and then the rollouts that ``weights`` go to.
 
-    A rollout takes its share of the free memory, so that it comes last, after the judge.
+    A rollout takes its share of the free memory, so that it comes last. The judge comes
+    before it.
     """
     for group in filter(None, (*engines, opinions.reward_model)):
         await residency.start(group.spec.role, group.setup)

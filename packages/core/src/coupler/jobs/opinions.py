@@ -11,16 +11,19 @@ import numpy as np
 from coupler.batch import Batch
 from coupler.data import Codec, Prompt
 from coupler.data.model_folder import model_folder
+from coupler.executors.placement import JUDGE, REWARD_MODEL
 from coupler.interfaces import Head, Model, Output
 from coupler.jobs.build import Builder
 from coupler.loop.engine_group import EngineGroup
 from coupler.loop.rollout_group import RolloutGroup
 from coupler.rewards import RewardPool
 from coupler.rewards.classifier import check_classifier
+from coupler.rewards.judge import Judge, Question
 from coupler.rewards.opinions import Asks, Rewards, refuse_columns
 from coupler.rewards.options import ScorerModelConfig, opinions_of
 from coupler.rewards.reward_model import RewardModel
 from coupler.run.plan_checks import micro_batch_room
+from coupler.worker.replica import RolloutSpec
 from coupler.worker.spec import WorkerSpec
 
 VALUES = Output("values")
@@ -44,6 +47,7 @@ class Found:
     """The folders of the models to ask, checked, with their tokenizers loaded."""
 
     classifier: tuple[Model, Codec, int | None] | None
+    judge: tuple[Model, Codec, Question] | None
 
 
 def find_models(builder: Builder, prompts: Sequence[tuple[str, Sequence[Prompt]]]) -> Found:
@@ -65,7 +69,12 @@ def find_models(builder: Builder, prompts: Sequence[tuple[str, Sequence[Prompt]]
         model = replace(_model(config.reward_model.model, "reward_model.model"), head=Head.VALUE)
         padding = check_classifier(Path(model.path)).get("pad_token_id")
         classifier = (model, Codec(model), padding)
-    return Found(classifier)
+
+    judge = None
+    if config.judge.model.path:
+        model = replace(_model(config.judge.model, "judge.model"), own_weights=True)
+        judge = (model, Codec(model), Question.of(config.judge))
+    return Found(classifier, judge)
 
 
 def _model(config: ScorerModelConfig, key: str) -> Model:
@@ -78,19 +87,44 @@ def make_opinions(builder: Builder, found: Found) -> Opinions:
     if found.classifier:
         made.reward_model = _engine(builder, found.classifier[0])
         made.models["score"] = _scoring(builder, made.reward_model, *found.classifier[1:])
+    if found.judge:
+        made.judge = _replicas(builder, found.judge[0])
+        made.models["verdict"] = _judging(builder, made.judge, *found.judge[1:])
     return made
+
+
+def _replicas(builder: Builder, model: Model) -> RolloutGroup:
+    rollout = builder.config.judge.rollout
+    target = builder.plugins.get("rollout", rollout.name).target
+    spec = RolloutSpec(target, rollout, model)
+    return RolloutGroup(builder.executor, spec, builder.ranks(JUDGE, rollout.replicas), JUDGE)
+
+
+def _judging(builder: Builder, rollouts: RolloutGroup, codec: Codec, question: Question) -> Judge:
+    config = builder.config
+    limits = (config.judge.rollout.sequence_limit[1], codec.max_positions)
+
+    return Judge(
+        codec,
+        rollouts.generate,
+        question,
+        config.judge,
+        room=min((limit for limit in limits if limit), default=2**31),
+        seed=config.seed,
+        alone=config.deterministic,
+    )
 
 
 def _engine(builder: Builder, model: Model) -> EngineGroup:
     engine = builder.config.reward_model.engine
     spec = WorkerSpec(
-        role="reward_model",
+        role=REWARD_MODEL,
         engine=builder.plugins.get("engine", engine.name).target,
         engine_config=engine,
         model=model,
         algorithm=None,
     )
-    return EngineGroup(builder.executor, spec, builder.ranks("reward_model", engine.ranks))
+    return EngineGroup(builder.executor, spec, builder.ranks(REWARD_MODEL, engine.ranks))
 
 
 def _scoring(

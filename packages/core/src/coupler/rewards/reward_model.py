@@ -26,8 +26,8 @@ class RewardModel:
     """Asks a sequence classifier for the score of an episode.
 
     The conversation is rendered with the classifier's own tokenizer and chat template.
-    Its score is the head's output at the last token that is not padding, as transformers
-    has it. While one forward pass runs, other episodes gather for the next one.
+    Its score is the head's output at the last token that is not padding, as
+    transformers has it. While one pass runs, other episodes gather for the next one.
 
     Args:
         forward: computes ``values`` under ``loss_mask``.

@@ -1,4 +1,4 @@
-"""Call a reward function: ``python -m coupler.rewards.worker TARGET MODE [OPINION ...]``.
+"""Call a reward function: ``python -m coupler.rewards.worker TARGET MODE OPINION...``.
 
 The process reads a token from stdin, and then lines of JSON ``[[[completion, ...],
 answer, row], ...]``. It writes one line ``TOKEN NUMBER [results, seconds, traceback]``

@@ -68,7 +68,7 @@ def _check_engines(plan: Plan, config: RunConfig, plugins: Plugins) -> None:
         if kind != "engine" or not engine:
             continue
 
-        # A classifier has a tokenizer of its own, and what is too long for it is invalid.
+        # A classifier has a tokenizer of its own. What is too long for it is invalid.
         room = None if path == "reward_model.engine" else micro_batch_room(engine, path)
         if room and longest > room.tokens:
             keys = "data.max_prompt_tokens + sampling.max_tokens"
