@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from job_run import metrics, run
+from job_run import metrics, reproducible, run
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from coupler.batch import Batch
@@ -101,11 +101,18 @@ def scores(found: list[Opinion | Invalid]) -> list[float]:
     return [float(one.said) for one in found if isinstance(one, Opinion)]
 
 
-def test_the_score_is_that_of_transformers(model: Path, classifier: Path, tmp_path: Path) -> None:
-    by_model = (f"reward_model.model.path={classifier}", "reward.target=", "strict=true")
+@pytest.mark.parametrize("engine", ["fsdp", "megatron"])
+def test_the_score_is_that_of_transformers(
+    model: Path, classifier: Path, tmp_path: Path, engine: str
+) -> None:
+    pytest.importorskip(f"coupler_engine_{engine}.engine")
+    by_model = (
+        f"engine@reward_model.engine={engine}", f"reward_model.model.path={classifier}",
+        "reward_model.engine.dtype=fp32", "reward.target=", "strict=true", "algorithm.kl=none",
+    )  # fmt: skip
     folder = run(
         "train", model, tmp_path / "run", "algorithm=grpo", *by_model, *EVALUATED,
-        f"eval.data.source={tmp_path / 'rows.jsonl'}",
+        f"eval.data.source={tmp_path / 'rows.jsonl'}", "steps=1",
     )  # fmt: skip
 
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
@@ -260,6 +267,45 @@ def test_an_evaluation_job_asks_the_model(tmp_path: Path) -> None:
     assert main(["eval", *given, *held_out]) == 0
     lines = (tmp_path / "run" / "eval.jsonl").read_text().splitlines()
     assert all(json.loads(line)["score"] == json.loads(line)["reward"] for line in lines)
+
+
+BOTH = """
+def score(completion, score, verdict):
+    return {"reward": score + len(verdict) / 10, "length": len(verdict)}
+"""
+
+
+def test_ray_gives_the_same_numbers(cluster: str, tmp_path: Path) -> None:
+    """A classifier and a judge, each in processes of its own, and two of the judge."""
+    (tmp_path / "both.py").write_text(BOTH)
+    (tmp_path / "question.txt").write_text("{prompt}{completion}")
+    asked = (
+        f"reward.target={tmp_path / 'both.py'}:score", "steps=2", "judge.temperature=1",
+        f"judge.prompt={tmp_path / 'question.txt'}", "judge.max_tokens=8",
+    )  # fmt: skip
+    logs = []
+    for name, more in (("local", ()), ("ray", ("judge.rollout.replicas=2",))):
+        judge = f"judge.model.path={tmp_path / name / 'model'}"
+        logs.append(trained(tmp_path / name, *asked, judge, f"executor={name}", *more))
+
+    assert logs[0] == logs[1] and logs[0][-1]["judge/tokens"] > 1
+    folder = tmp_path / "ray" / "run" / "logs"
+    assert {"judge-1.log", "reward_model-0.log"} <= {path.name for path in folder.iterdir()}
+
+
+def test_with_offload_they_take_turns(model: Path, classifier: Path, tmp_path: Path) -> None:
+    """The judge's cache and the classifier leave the device while the policy trains."""
+    (tmp_path / "both.py").write_text(BOTH)
+    (tmp_path / "question.txt").write_text("{completion}")
+    asked = (
+        f"reward.target={tmp_path / 'both.py'}:score", f"judge.model.path={model}",
+        f"judge.prompt={tmp_path / 'question.txt'}", "judge.max_tokens=4",
+        "judge.rollout.dtype=fp32", f"reward_model.model.path={classifier}",
+        "algorithm=grpo", "steps=2", "deterministic=true", "checkpoint.export=false",
+    )  # fmt: skip
+    kept = run("train", model, tmp_path / "kept" / "run", *asked)
+    turns = run("train", model, tmp_path / "turns" / "run", *asked, "offload=true")
+    assert reproducible(kept) == reproducible(turns)
 
 
 @pytest.fixture(scope="module")
