@@ -28,6 +28,7 @@ from coupler.interfaces import (
 )
 from coupler.loop.device_memory import Residency
 from coupler.loop.engine_group import EngineGroup
+from coupler.jobs.judging import JudgeReplicas
 from coupler.loop.rollout_group import MAX_RESTARTS, RolloutGroup
 from coupler.loop.routing import FULLER
 from coupler.loop.sampler import Scorer
@@ -162,6 +163,24 @@ def test_a_replica_that_dies_while_it_starts_again_is_started_once_more(
         replica(group, 1).dies_in = method
         await group.revive(InFlight.DRAIN)
         assert (group.num_receivers, group.dead, replica(group, 1).starts) == (2, set(), 3)
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_dead_judge_is_started_before_the_next_verdict(tmp_path: Path, count: int) -> None:
+    """No weight sync comes that would do it."""
+
+    async def story() -> None:
+        group = make_group(tmp_path, count)
+        await group.setup()
+        judge = JudgeReplicas(group)
+        whole = await asyncio.gather(*map(judge.generate, requests(4)))
+        replica(group, 0).dead = True
+        again = await asyncio.gather(*map(judge.generate, requests(4)))
+        assert [done.tokens for done in again] == [done.tokens for done in whole]
+        await judge.generate(requests(1)[0])
+        assert (group.dead, replica(group, 0).starts) == (set(), 2)
 
     asyncio.run(story())
 

@@ -46,6 +46,12 @@ def arguments(folder: str, *, gpu: bool = True, **settings: object) -> dict[str,
     return server_arguments(config, folder, 2**40 + 3, False, gpu=gpu)
 
 
+def test_a_judge_loads_the_weights_of_its_folder(folder: str) -> None:
+    config = SGLangConfig()
+    own = server_arguments(config, folder, 0, False, gpu=True, own_weights=True)
+    assert (own["load_format"], arguments(folder)["load_format"]) == ("auto", "dummy")
+
+
 @pytest.mark.parametrize(
     "key",
     [

@@ -53,6 +53,7 @@ def coupler_validate(config: RunConfig) -> Iterable[str]:
     for path, engine, folder in (
         ("engine", config.engine, config.model.path),
         ("critic.engine", config.critic.engine, critic),
+        ("reward_model.engine", config.reward_model.engine, config.reward_model.model.path),
     ):
         if isinstance(engine, MegatronConfig):
             for what, fix in problems(engine, engine.ranks, read_shape(Path(folder)), path):
@@ -73,7 +74,8 @@ def coupler_doctor(config: RunConfig | None) -> Iterable[Finding]:
     Only an import of Megatron-Core can tell.
     """
     if config is None or not any(
-        isinstance(e, MegatronConfig) for e in (config.engine, config.critic.engine)
+        isinstance(e, MegatronConfig)
+        for e in (config.engine, config.critic.engine, config.reward_model.engine)
     ):
         return []
     from coupler_engine_megatron.doctor import stand_ins

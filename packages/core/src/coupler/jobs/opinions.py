@@ -14,6 +14,7 @@ from coupler.data.model_folder import model_folder
 from coupler.executors.placement import JUDGE, REWARD_MODEL
 from coupler.interfaces import Head, Model, Output
 from coupler.jobs.build import Builder
+from coupler.jobs.judging import JudgeReplicas
 from coupler.loop.engine_group import EngineGroup
 from coupler.loop.rollout_group import RolloutGroup
 from coupler.rewards import RewardPool
@@ -106,7 +107,7 @@ def _judging(builder: Builder, rollouts: RolloutGroup, codec: Codec, question: Q
 
     return Judge(
         codec,
-        rollouts.generate,
+        JudgeReplicas(rollouts).generate,
         question,
         config.judge,
         room=min((limit for limit in limits if limit), default=2**31),
