@@ -211,7 +211,8 @@ def test_a_function_gets_the_score(
     body += "" if group else "    return {'reward': score + 100, 'raw': score}\n"
     (tmp_path / "of_score.py").write_text(body)
     folder = run(
-        "train", model, tmp_path / "run", "algorithm=dapo", "algorithm.overlong_buffer_tokens=1", "engine.lr=1e-4",
+        "train", model, tmp_path / "run", "algorithm=dapo", "engine.lr=1e-4",
+        "algorithm.overlong_buffer_tokens=1",
         f"reward_model.model.path={classifier}", "reward_model.engine.max_tokens_per_gpu=128",
         f"reward.target={tmp_path / 'of_score.py'}:score", "strict=true",
     )  # fmt: skip

@@ -26,9 +26,9 @@ from coupler.interfaces import (
     SyncReceipt,
     WeightUpdate,
 )
+from coupler.jobs.judging import JudgeReplicas
 from coupler.loop.device_memory import Residency
 from coupler.loop.engine_group import EngineGroup
-from coupler.jobs.judging import JudgeReplicas
 from coupler.loop.rollout_group import MAX_RESTARTS, RolloutGroup
 from coupler.loop.routing import FULLER
 from coupler.loop.sampler import Scorer

@@ -1,4 +1,4 @@
-"""Sample from a judge whose replicas may die, since no weight sync starts them again."""
+"""Sample from a judge, and start a replica of it again that died."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from coupler.loop.rollout_group import RolloutGroup
 
 
 class JudgeReplicas:
-    """Starts dead replicas again before the next verdict.
+    """Starts dead replicas again before the next verdict, since no weight sync does.
 
     They load the weights of their folder as they did at first.
     """
