@@ -19,6 +19,7 @@ from coupler_rollout_sglang.arguments import (
     GIB,
     adapter_arguments,
     bytes_per_token,
+    folder_arguments,
     memory_arguments,
     server_arguments,
 )
@@ -47,8 +48,7 @@ def arguments(folder: str, *, gpu: bool = True, **settings: object) -> dict[str,
 
 
 def test_a_judge_loads_the_weights_of_its_folder(folder: str) -> None:
-    config = SGLangConfig()
-    own = server_arguments(config, folder, 0, False, gpu=True, own_weights=True)
+    own = arguments(folder) | folder_arguments()
     assert (own["load_format"], arguments(folder)["load_format"]) == ("auto", "dummy")
 
 

@@ -26,17 +26,11 @@ FOREVER_S = 1e9
 
 
 def server_arguments(
-    config: SGLangConfig,
-    model: str,
-    seed: int,
-    trust_remote_code: bool,
-    *,
-    gpu: bool,
-    own_weights: bool = False,
+    config: SGLangConfig, model: str, seed: int, trust_remote_code: bool, *, gpu: bool
 ) -> dict[str, Any]:
     """Return the keyword arguments of ``ServerArgs``.
 
-    They ask for random weights or the folder's, token ids in and out, and our sampler.
+    They ask for random weights, token ids in and out, and our sampler.
 
     Raises:
         ConfigError: a key needs a GPU, or the model's folder has no configuration.
@@ -61,8 +55,8 @@ def server_arguments(
         "model_path": model,
         "trust_remote_code": trust_remote_code,
         "dtype": DTYPES[dtype],
-        # Only an update brings weights, but to a model that serves those of its folder.
-        "load_format": "auto" if own_weights else "dummy",
+        # Only an update brings weights.
+        "load_format": "dummy",
         "custom_weight_loader": [messages.LOADER],
         "sampling_backend": messages.SAMPLER,
         "skip_tokenizer_init": True,
@@ -98,6 +92,11 @@ def server_arguments(
         arguments["device"] = "cpu"
         arguments.setdefault("attention_backend", "torch_native")
     return arguments | memory_arguments(config, text, DTYPES[dtype], gpu=gpu) | config.extra_args
+
+
+def folder_arguments() -> dict[str, Any]:
+    """Return the arguments that load the weights of the folder, as a judge wants it."""
+    return {"load_format": "auto"}
 
 
 def check_experts(text: dict[str, Any], model: str) -> None:

@@ -50,8 +50,7 @@ async def _evaluate(builder: Builder) -> dict[str, float]:
         await place(builder, make_workers(config, frozenset(), plugins, rollouts=True))
 
         engine, rollouts = builder.engine("policy", trains=False), builder.rollouts()
-        opinions = make_opinions(builder, asked)
-        rewards = opinions.of(pool)
+        opinions = make_opinions(builder, asked, pool)
         residency = share_devices(config, engine, rollouts, opinions=opinions)
         path, in_flight = weight_path(config, plugins), on_sync(config, plugins)
         weights = builder.weight_sync(
@@ -60,10 +59,10 @@ async def _evaluate(builder: Builder) -> dict[str, float]:
         await start(residency, weights, engine, opinions=opinions)
         await weights.prove()
 
-        scorer = builder.scorer(rollouts, rewards)
+        scorer = builder.scorer(rollouts, opinions.rewards)
         async with builder.environment_set_up(), residency("eval", GENERATING):
             metrics, scored = await builder.evaluator(scorer, prompts).run()
 
         journal.write_samples("eval.jsonl", scored, builder.codec.decode)
         await report_unread(builder)
-        return journal.log(0, {**metrics, **rewards.metrics()})
+        return journal.log(0, {**metrics, **opinions.rewards.metrics()})

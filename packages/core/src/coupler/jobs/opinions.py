@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,7 @@ from coupler.loop.rollout_group import RolloutGroup
 from coupler.rewards import RewardPool
 from coupler.rewards.classifier import check_classifier
 from coupler.rewards.judge import Judge, Question
-from coupler.rewards.opinions import Asks, Rewards, refuse_columns
+from coupler.rewards.opinions import Rewards, refuse_columns
 from coupler.rewards.options import ScorerModelConfig, opinions_of
 from coupler.rewards.reward_model import RewardModel
 from coupler.run.plan_checks import micro_batch_room
@@ -32,15 +32,11 @@ VALUES = Output("values")
 
 @dataclass
 class Opinions:
-    """The workers of models that are asked about episodes, and how to ask them."""
+    """What scores episodes, and the workers of the models that it asks."""
 
+    rewards: Rewards
     reward_model: EngineGroup | None = None
     judge: RolloutGroup | None = None
-    models: dict[str, Asks] = field(default_factory=dict)
-
-    def of(self, pool: RewardPool) -> Rewards:
-        """Return what scores episodes: the function, with these models."""
-        return Rewards(pool, self.models)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +78,18 @@ def _model(config: ScorerModelConfig, key: str) -> Model:
     return Model(model_folder(config.path, key), config.trust_remote_code)
 
 
-def make_opinions(builder: Builder, found: Found) -> Opinions:
-    """Make the workers of the models that were found. Nothing heavy is loaded."""
-    made = Opinions()
+def make_opinions(builder: Builder, found: Found, pool: RewardPool) -> Opinions:
+    """Make what scores episodes, with the models that were found.
+
+    Nothing heavy is loaded.
+    """
+    made = Opinions(Rewards(pool))
     if found.classifier:
         made.reward_model = _engine(builder, found.classifier[0])
-        made.models["score"] = _scoring(builder, made.reward_model, *found.classifier[1:])
+        made.rewards.models["score"] = _scoring(builder, made.reward_model, *found.classifier[1:])
     if found.judge:
         made.judge = _replicas(builder, found.judge[0])
-        made.models["verdict"] = _judging(builder, made.judge, *found.judge[1:])
+        made.rewards.models["verdict"] = _judging(builder, made.judge, *found.judge[1:])
     return made
 
 

@@ -115,14 +115,15 @@ async def _train(builder: Builder) -> dict[str, float]:
         refers = REFERENCE in algorithm.needs and not plan.own_reference
         reference = builder.engine("reference", trains=False) if refers else None
         critic = builder.critic(critic_model) if critic_model else None
-        opinions = make_opinions(builder, asked)
-        rewards = opinions.of(pool)
+        opinions = make_opinions(builder, asked, pool)
         residency = share_devices(config, policy, rollouts, reference, critic, opinions=opinions)
-        scorer = builder.scorer(rollouts, rewards)
+        scorer = builder.scorer(rollouts, opinions.rewards)
         weights = builder.weight_sync(
             policy, rollouts, prompts[0], residency, path=plan.weight_path, in_flight=plan.in_flight
         )
-        evaluation = make_evaluation(builder, plan, policy, held_out, rewards, scorer, residency)
+        evaluation = make_evaluation(
+            builder, plan, policy, held_out, opinions.rewards, scorer, residency
+        )
         await start(residency, weights, policy, reference, critic, opinions=opinions)
         if evaluation:
             await evaluation.start()
@@ -131,7 +132,7 @@ async def _train(builder: Builder) -> dict[str, float]:
 
         trained = {group.spec.role: group for group in (policy, critic) if group}
         async with session.checkpoints(data) as checkpoints, builder.environment_set_up():
-            steps = _Steps(builder, journal, critic, evaluation, rewards, residency, done)
+            steps = _Steps(builder, journal, critic, evaluation, opinions.rewards, residency, done)
             trainer = Trainer(
                 config,
                 policy=policy,
@@ -148,8 +149,9 @@ async def _train(builder: Builder) -> dict[str, float]:
                 judge=SamplingCheck(config.sync.max_sampling_z).judge,
             )
             if found:
-                hold = partial(hold_trained, residency)
-                await session.restore(found, trained, trainer, data, hold)
+                await session.restore(
+                    found, trained, trainer, data, partial(hold_trained, residency)
+                )
 
             hold = partial(hold_state, residency)
             saving = Saving(config, checkpoints, trained, trainer, steps.after, hold)

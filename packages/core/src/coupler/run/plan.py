@@ -18,7 +18,6 @@ from coupler.interfaces import EngineConfig, InFlight, RolloutConfig
 from coupler.loop.turns import optimizer_steps
 from coupler.plugins.backend import Backend
 from coupler.plugins.manager import Plugins
-from coupler.run.opinion_checks import check_opinions
 from coupler.run.plan_checks import check, check_routes
 from coupler.run.plan_text import render
 from coupler.system.reads import original
@@ -197,7 +196,6 @@ def make_plan(
     )
 
     check(plan, config, plugins)
-    check_opinions(config, plugins, job)
     check_routes(config, plugins, needs, job)
     return plan
 
