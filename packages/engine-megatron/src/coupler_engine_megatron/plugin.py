@@ -50,10 +50,12 @@ def coupler_validate(config: RunConfig) -> Iterable[str]:
     already.
     """
     critic = config.critic.model.path or config.model.path
+    scorer = config.reward_model.model.path
+
     for path, engine, folder in (
         ("engine", config.engine, config.model.path),
         ("critic.engine", config.critic.engine, critic),
-        ("reward_model.engine", config.reward_model.engine, config.reward_model.model.path),
+        ("reward_model.engine", config.reward_model.engine, scorer),
     ):
         if isinstance(engine, MegatronConfig):
             for what, fix in problems(engine, engine.ranks, read_shape(Path(folder)), path):

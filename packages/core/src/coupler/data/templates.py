@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -95,7 +95,9 @@ class Codec:
         """
         return (*self._encode(text, control_tokens), self.end_of_turn)
 
-    def conversation_ids(self, messages: Messages, answer: str) -> tuple[int, ...]:
+    def conversation_ids(
+        self, messages: Sequence[Mapping[str, Any]], answer: str
+    ) -> tuple[int, ...]:
         """Encode a whole conversation, without a generation prompt.
 
         Without a chat template, the one message and the answer are encoded as one text.
@@ -118,7 +120,7 @@ class Codec:
             return self._encode(text, False, add_special_tokens=True)
 
         said = {"role": "assistant", "content": answer}
-        return self._encode(self._render([*messages, said], generate=False), False)
+        return self._encode(self._render([*map(dict, messages), said], generate=False), False)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ``ids`` without special tokens. The text is for parsing

@@ -32,7 +32,7 @@ VALUES = Output("values")
 
 @dataclass
 class Opinions:
-    """What scores episodes, and the workers of the models that it asks."""
+    """The rewards of a run, and the workers of the models that they ask."""
 
     rewards: Rewards
     reward_model: EngineGroup | None = None

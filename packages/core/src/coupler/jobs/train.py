@@ -121,15 +121,12 @@ async def _train(builder: Builder) -> dict[str, float]:
         weights = builder.weight_sync(
             policy, rollouts, prompts[0], residency, path=plan.weight_path, in_flight=plan.in_flight
         )
-        evaluation = make_evaluation(
-            builder, plan, policy, held_out, opinions.rewards, scorer, residency
-        )
+        evaluation = make_evaluation(builder, plan, policy, held_out, scorer, residency)
         await start(residency, weights, policy, reference, critic, opinions=opinions)
         if evaluation:
             await evaluation.start()
 
         sampler = _sampler(config, algorithm, stream, scorer)
-
         trained = {group.spec.role: group for group in (policy, critic) if group}
         async with session.checkpoints(data) as checkpoints, builder.environment_set_up():
             steps = _Steps(builder, journal, critic, evaluation, opinions.rewards, residency, done)
@@ -149,9 +146,8 @@ async def _train(builder: Builder) -> dict[str, float]:
                 judge=SamplingCheck(config.sync.max_sampling_z).judge,
             )
             if found:
-                await session.restore(
-                    found, trained, trainer, data, partial(hold_trained, residency)
-                )
+                hold = partial(hold_trained, residency)
+                await session.restore(found, trained, trainer, data, hold)
 
             hold = partial(hold_state, residency)
             saving = Saving(config, checkpoints, trained, trainer, steps.after, hold)

@@ -17,7 +17,7 @@ from coupler.rewards.value import judged
 
 @dataclass(frozen=True, slots=True)
 class Opinion:
-    """What one model says of an episode.
+    """The answer of one model that was asked about an episode.
 
     Attributes:
         said: what the reward function gets, a score or a verdict.

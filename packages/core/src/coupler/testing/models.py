@@ -126,7 +126,7 @@ def write_classifier(folder: Path, *, labels: int = 1, seed: int = 0, **config: 
     """
     from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
-    made = Qwen2Config(**{**SMALL, **config}, num_labels=labels)
+    made = Qwen2Config(**{**SMALL, **config, "num_labels": labels})
     return write_random(Qwen2ForSequenceClassification(made), folder, seed)
 
 
