@@ -96,8 +96,7 @@ async def _train(builder: Builder) -> dict[str, float]:
 
     prompts = builder.prompts(config.data, "data")
     rows = [prompt.row for prompt in prompts]
-    data = fingerprint(rows)
-    stream = prompt_stream(prompts, rows, config.data, config.seed)
+    data, stream = fingerprint(rows), prompt_stream(prompts, rows, config.data, config.seed)
     evaluates = does_evaluate(config, Job.TRAIN)
     held_out = builder.prompts(config.eval.data, "eval.data") if evaluates else []
     critic_model = builder.critic_model() if VALUES in algorithm.needs else None
