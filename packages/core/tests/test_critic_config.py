@@ -173,12 +173,14 @@ BAD = [
     ("critic.engine=3", "critic.engine takes the name of a plugin's backend or preset, got 3.", ""),
     (
         "rollout@critic.engine=toy",
-        "chooses the backend of another role: engine@critic.engine, rollout@eval.rollout.",
+        "chooses the backend of another role: engine@critic.engine, rollout@eval.rollout, "
+        "engine@reward_model.engine, rollout@judge.rollout.",
         "engine@critic.engine=NAME or rollout@eval.rollout=NAME",
     ),
     (
         "engine@actor=toy",
-        "chooses the backend of another role: engine@critic.engine, rollout@eval.rollout.",
+        "chooses the backend of another role: engine@critic.engine, rollout@eval.rollout, "
+        "engine@reward_model.engine, rollout@judge.rollout.",
         "engine@critic.engine=NAME or rollout@eval.rollout=NAME",
     ),
     (

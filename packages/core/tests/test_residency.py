@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 
 import pytest
 
@@ -13,7 +14,9 @@ ENGINE = frozenset({Held.PARAMS, Held.GRADS, Held.OPTIMIZER})
 ROLLOUT = frozenset({Held.WEIGHTS, Held.KV_CACHE})
 
 
-def build(shared: bool) -> tuple[Residency, list[str]]:
+def build(
+    shared: bool, more: Mapping[str, frozenset[Held]] | None = None
+) -> tuple[Residency, list[str]]:
     moves: list[str] = []
 
     def holder(role: str, parts: frozenset[Held]) -> Holder:
@@ -31,7 +34,8 @@ def build(shared: bool) -> tuple[Residency, list[str]]:
 
         return Holder(parts, evict, admit, device_bytes, host_bytes)
 
-    holders = {"policy": holder("policy", ENGINE), "rollout": holder("rollout", ROLLOUT)}
+    parts = {"policy": ENGINE, "rollout": ROLLOUT, **(more or {})}
+    holders = {role: holder(role, held) for role, held in parts.items()}
     residency = Residency(holders, shared=shared)
 
     async def start() -> None:
@@ -90,6 +94,28 @@ def test_grads_and_optimizer_leave_before_rollout_weights_wake() -> None:
     assert found == {**device, "memory/sync/rollout_host_gib": 3}, (
         "a role in this process has no number of its own"
     )
+
+
+def test_models_that_score_have_their_memory_while_episodes_are_sampled() -> None:
+    """The weights of a judge stay, because nothing would bring them back."""
+    scoring = {"reward_model": frozenset({Held.PARAMS}), "judge": frozenset({Held.KV_CACHE})}
+    residency, moves = build(shared=True, more=scoring)
+    moves.clear()
+
+    async def go() -> None:
+        async with residency.generating("sample"):
+            moves.append("sample")
+        async with residency("train", {"policy": ENGINE}):
+            moves.append("train")
+        async with residency.generating("sample"):
+            moves.append("sample again")
+
+    asyncio.run(go())
+    trains = moves.index("train")
+    left, back = moves[moves.index("sample") : trains], moves[trains:]
+    assert {"-reward_model.params", "-judge.kv_cache"} <= set(left)
+    assert {"+reward_model.params", "+judge.kv_cache"} <= set(back)
+    assert "-judge.weights" not in moves
 
 
 def test_nothing_moves_where_devices_are_not_shared() -> None:

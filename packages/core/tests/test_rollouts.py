@@ -26,6 +26,7 @@ from coupler.interfaces import (
     SyncReceipt,
     WeightUpdate,
 )
+from coupler.jobs.judging import JudgeReplicas
 from coupler.loop.device_memory import Residency
 from coupler.loop.engine_group import EngineGroup
 from coupler.loop.rollout_group import MAX_RESTARTS, RolloutGroup
@@ -166,6 +167,24 @@ def test_a_replica_that_dies_while_it_starts_again_is_started_once_more(
     asyncio.run(story())
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_dead_judge_is_started_before_the_next_verdict(tmp_path: Path, count: int) -> None:
+    """No weight sync comes that would do it."""
+
+    async def story() -> None:
+        group = make_group(tmp_path, count)
+        await group.setup()
+        judge = JudgeReplicas(group)
+        whole = await asyncio.gather(*map(judge.generate, requests(4)))
+        replica(group, 0).dead = True
+        again = await asyncio.gather(*map(judge.generate, requests(4)))
+        assert [done.tokens for done in again] == [done.tokens for done in whole]
+        await judge.generate(requests(1)[0])
+        assert (group.dead, replica(group, 0).starts) == (set(), 2)
+
+    asyncio.run(story())
+
+
 def test_a_session_moves_when_its_replica_dies(tmp_path: Path) -> None:
     async def story() -> None:
         group = make_group(tmp_path, 2)
@@ -190,8 +209,8 @@ class AsItIs:
     def decode(self, ids: tuple[int, ...]) -> str:
         return str(ids)
 
-    async def score(self, *_: Any) -> Scored:
-        return Scored(result=1.0, seconds=0.0)
+    async def score(self, *_: Any) -> list[Scored]:
+        return [Scored(result=1.0, seconds=0.0)]
 
 
 @pytest.mark.parametrize(

@@ -290,8 +290,8 @@ def test_a_heartbeat_names_the_prompts_that_are_outstanding() -> None:
             said.append(waits.overdue())
             return Completion((1,), (0.0,), (0,), "stop")
 
-        async def score(self, *_: object) -> Scored:
-            return Scored(result=1.0, seconds=0.0)
+        async def score(self, *_: object) -> list[Scored]:
+            return [Scored(result=1.0, seconds=0.0)]
 
         def decode(self, ids: object) -> str:
             return ""

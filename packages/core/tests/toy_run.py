@@ -26,6 +26,7 @@ from coupler.loop.trainer import Trainer
 from coupler.loop.weight_sync import StreamShardingManager
 from coupler.metrics import Metrics
 from coupler.rewards import RewardPool
+from coupler.rewards.opinions import Rewards
 from coupler.run.sampling_check import SamplingCheck
 from coupler.run.step_record import Recorder
 from coupler.testing.models import write_toy
@@ -142,7 +143,7 @@ class ToyRun:
             config.samples_per_prompt,
             config.seed,
             prompts=PromptStream(prompts, config.seed, shuffle=True),
-            scorer=Scorer(self.rollouts, self.pool, codec, OneTurn(self.rollouts, ())),
+            scorer=Scorer(self.rollouts, Rewards(self.pool), codec, OneTurn(self.rollouts, ())),
             algorithm=algorithm,
             buffer=self.buffer,
         )

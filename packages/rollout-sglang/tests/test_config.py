@@ -19,6 +19,7 @@ from coupler_rollout_sglang.arguments import (
     GIB,
     adapter_arguments,
     bytes_per_token,
+    folder_arguments,
     memory_arguments,
     server_arguments,
 )
@@ -44,6 +45,11 @@ def folder(tmp_path: Path) -> str:
 def arguments(folder: str, *, gpu: bool = True, **settings: object) -> dict[str, object]:
     config = SGLangConfig(**settings)  # type: ignore[arg-type]
     return server_arguments(config, folder, 2**40 + 3, False, gpu=gpu)
+
+
+def test_a_judge_loads_the_weights_of_its_folder(folder: str) -> None:
+    own = arguments(folder) | folder_arguments()
+    assert (own["load_format"], arguments(folder)["load_format"]) == ("auto", "dummy")
 
 
 @pytest.mark.parametrize(

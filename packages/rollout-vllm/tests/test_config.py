@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,11 @@ MODEL = Model("/m")
 
 def arguments(**settings: object) -> dict[str, object]:
     return engine_arguments(VLLMConfig(**settings), MODEL, Rank(seed=2**40 + 3))  # type: ignore[arg-type]
+
+
+def test_a_judge_loads_the_weights_of_its_folder() -> None:
+    own = engine_arguments(VLLMConfig(), replace(MODEL, own_weights=True), Rank())
+    assert (own["load_format"], arguments()["load_format"]) == ("auto", "dummy")
 
 
 @pytest.mark.parametrize(

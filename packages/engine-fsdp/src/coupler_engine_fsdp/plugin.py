@@ -45,6 +45,7 @@ def coupler_backends() -> Iterable[Backend]:
         capabilities=frozenset(
             {
                 "weights:full",
+                "model:own_weights",
                 "sampling:top_p",
                 "output:sampling_mask",
                 "memory:sleep",
@@ -59,7 +60,11 @@ def coupler_backends() -> Iterable[Backend]:
 
 @hookimpl
 def coupler_validate(config: RunConfig) -> Iterable[str]:
-    for path, engine in (("engine", config.engine), ("critic.engine", config.critic.engine)):
+    for path, engine in (
+        ("engine", config.engine),
+        ("critic.engine", config.critic.engine),
+        ("reward_model.engine", config.reward_model.engine),
+    ):
         if isinstance(engine, FSDPConfig) and engine.fsdp_size and engine.ranks % engine.fsdp_size:
             yield (
                 f"{path}.fsdp_size={engine.fsdp_size} does not divide {path}.ranks={engine.ranks}: "

@@ -6,6 +6,7 @@ It runs on the event loop that calls it.
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,12 +29,15 @@ from coupler_engine_fsdp.rollout_model import (
     build,
     cache_shape,
     free_weights,
+    load_folder,
     load_named,
     shapes_of,
 )
 
 DUMMY = -1
 """Version of the random weights that the rollout starts with."""
+OWN = 0
+"""Version of the weights of the model's own folder, which never change."""
 
 
 class HFRollout(Rollout):
@@ -56,13 +60,18 @@ class HFRollout(Rollout):
         self.task: asyncio.Task[None] | None = None
 
     async def setup(self, rank: Rank) -> int:
-        """Build the model with random weights. A replica has one worker.
+        """Build the model with random weights, or with its own where they are asked
+        for. A replica has one worker.
 
         Raises:
-            CouplerError: this model family cannot run here.
+            CouplerError: this model family cannot run here, or its folder lacks
+                weights.
         """
         self.rank, self.torn = rank, False
         self.hf = build(self.model, self.config.dtype, rank)
+        if self.model.own_weights:
+            load_folder(self.hf, Path(self.model.path))
+            self.version = OWN
         self.max_positions: int = self.hf.config.get_text_config().max_position_embeddings
         self.vocabulary: int = self.hf.config.get_text_config().vocab_size
 

@@ -6,10 +6,12 @@ It attends through a cache of aligned columns.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import cast
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import (
@@ -36,7 +38,7 @@ UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias")
 def build(model: Model, dtype: Precision, rank: Rank) -> PreTrainedModel:
     """Build the model of this folder's ``config.json`` with random weights.
 
-    Its checkpoint is never opened.
+    Its checkpoint is not opened.
 
     Raises:
         CouplerError: this family caches something else than one growing key and value
@@ -167,6 +169,28 @@ def load_named(model: PreTrainedModel, named: Iterable[Named], version: int) -> 
         tuple(unexpected),
         seconds,
     )
+
+
+def load_folder(model: PreTrainedModel, folder: Path) -> None:
+    """Fill the model with the weights of its folder.
+
+    Raises:
+        CouplerError: the folder lacks a weight, or holds one that the model has not.
+    """
+
+    def stored() -> Iterator[Named]:
+        for path in sorted(folder.glob("*.safetensors")):
+            with safe_open(path, "pt") as file:
+                yield from ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+
+    found = load_named(model, stored(), 0)
+    if found.missing or found.unexpected:
+        lost = f"lacks {found.missing[0]}" if found.missing else f"holds {found.unexpected[0]}"
+        raise CouplerError(
+            f"the weights of {folder} do not fit its config.json: it {lost}, among "
+            f"{len(found.missing) + len(found.unexpected)} of the kind.\n"
+            "  try:  saving the model again, or rollout=vllm"
+        )
 
 
 def free_weights(model: PreTrainedModel) -> list[tuple[torch.UntypedStorage, int]]:

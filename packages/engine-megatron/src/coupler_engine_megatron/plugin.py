@@ -50,9 +50,12 @@ def coupler_validate(config: RunConfig) -> Iterable[str]:
     already.
     """
     critic = config.critic.model.path or config.model.path
+    scorer = config.reward_model.model.path
+
     for path, engine, folder in (
         ("engine", config.engine, config.model.path),
         ("critic.engine", config.critic.engine, critic),
+        ("reward_model.engine", config.reward_model.engine, scorer),
     ):
         if isinstance(engine, MegatronConfig):
             for what, fix in problems(engine, engine.ranks, read_shape(Path(folder)), path):
@@ -73,7 +76,8 @@ def coupler_doctor(config: RunConfig | None) -> Iterable[Finding]:
     Only an import of Megatron-Core can tell.
     """
     if config is None or not any(
-        isinstance(e, MegatronConfig) for e in (config.engine, config.critic.engine)
+        isinstance(e, MegatronConfig)
+        for e in (config.engine, config.critic.engine, config.reward_model.engine)
     ):
         return []
     from coupler_engine_megatron.doctor import stand_ins

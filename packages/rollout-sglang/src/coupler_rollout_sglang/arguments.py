@@ -101,6 +101,11 @@ def server_arguments(
     return arguments | memory_arguments(config, text, DTYPES[dtype], gpu=gpu) | config.extra_args
 
 
+def folder_arguments() -> dict[str, Any]:
+    """Return the arguments that load the weights of the folder, as a judge wants it."""
+    return {"load_format": "auto"}
+
+
 def check_experts(text: dict[str, Any], model: str) -> None:
     """Check that SGLang finds how many experts a token goes to.
 

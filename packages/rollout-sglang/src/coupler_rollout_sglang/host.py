@@ -21,7 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from coupler.errors import ConfigError, CouplerError
-from coupler_rollout_sglang.arguments import adapter_arguments, server_arguments
+from coupler_rollout_sglang.arguments import (
+    adapter_arguments,
+    folder_arguments,
+    server_arguments,
+)
 from coupler_rollout_sglang.compat import engine as sglang
 from coupler_rollout_sglang.compat.version import installed, prepare
 from coupler_rollout_sglang.config import Mode, Precision, SGLangConfig
@@ -69,6 +73,8 @@ def prepared(asked: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     tempfile.tempdir = os.environ["TMPDIR"] = asked["folder"]
     model, seed, trusted = asked["model"], asked["seed"], asked["trust_remote_code"]
     arguments = server_arguments(config, model, seed, trusted, gpu=gpu)
+    if asked.get("own_weights"):
+        arguments |= folder_arguments()
     if rank := config.max_lora_rank:
         place = Path(asked["folder"]) / "adapter"
         arguments |= adapter_arguments(rank, Path(model), place, gpu=gpu)

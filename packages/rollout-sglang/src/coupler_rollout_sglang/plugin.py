@@ -28,6 +28,8 @@ def _capabilities(config: SGLangConfig) -> frozenset[str]:
 
     chosen = {
         "memory:sleep": config.sleep_mode,
+        # A server that runs already has the weights that it was started with.
+        "model:own_weights": not config.server,
         "output:routed_experts": config.routed_experts,
         "weights:lora": config.max_lora_rank > 0,
         "model:moe": config.max_lora_rank == 0,

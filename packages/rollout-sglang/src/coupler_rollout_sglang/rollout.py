@@ -94,6 +94,7 @@ class SGLangRollout(GatedRollout):
             "config": asdict(self.config),
             "model": self.model.path,
             "trust_remote_code": self.model.trust_remote_code,
+            "own_weights": self.model.own_weights,
             "seed": rank.seed,
         }
         if self.config.mode is Mode.SERVER:

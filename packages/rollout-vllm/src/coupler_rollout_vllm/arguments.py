@@ -21,8 +21,8 @@ SCHEDULER = "coupler_rollout_vllm.scheduler.scheduler"
 def engine_arguments(config: VLLMConfig, model: Model, rank: Rank) -> dict[str, Any]:
     """Return the keyword arguments of ``AsyncEngineArgs``.
 
-    They ask for dummy weights, token ids in and out, and log-probs after the
-    temperature.
+    They ask for dummy weights or the folder's, token ids in and out, and log-probs
+    after the temperature.
 
     Raises:
         ConfigError: a key needs a GPU.
@@ -44,8 +44,8 @@ def engine_arguments(config: VLLMConfig, model: Model, rank: Rank) -> dict[str, 
         "model": model.path,
         "trust_remote_code": model.trust_remote_code,
         "dtype": DTYPES[dtype],
-        # Only an update brings weights.
-        "load_format": "dummy",
+        # Only an update brings weights, but to a model that serves those of its folder.
+        "load_format": "auto" if model.own_weights else "dummy",
         "skip_tokenizer_init": True,
         # No sampling defaults and no stop tokens come from the model's folder.
         "generation_config": "vllm",

@@ -17,7 +17,7 @@ RANGE = ">=0.26,<0.33"
 def _capabilities(config: VLLMConfig) -> frozenset[str]:
     pauses = {"in_flight:abort", "in_flight:recompute", "in_flight:stale_kv"}
     samples = {"sampling:top_p", "output:sampling_mask"}
-    always = {"weights:full", "workers:remote", *samples, *pauses}
+    always = {"weights:full", "model:own_weights", "workers:remote", *samples, *pauses}
 
     chosen = {
         "memory:sleep": config.sleep_mode,

@@ -39,7 +39,8 @@ def problems(config: RunConfig, job: Job) -> Iterator[str]:
             "eval.data.source is empty: set it to the rows to evaluate on, a file or "
             "pkg.mod:function."
         )
-    if not config.reward.target and not config.environment and job is not Job.SFT:
+    models = config.reward_model.model.path or config.judge.model.path
+    if not (config.reward.target or config.environment or models) and job is not Job.SFT:
         yield "reward.target is empty: set it to pkg.mod:function or file.py:function."
 
     if evaluates and config.eval.top_p < 1 and config.eval.temperature == 0:

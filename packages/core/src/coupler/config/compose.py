@@ -38,6 +38,12 @@ from coupler.system.tree import flatten, merge, nest, replace_at, value_at
 
 T = TypeVar("T")
 CRITIC = "critic.engine"
+# sections that are as in the run if nothing else is chosen, and keys that call for them
+AS_THE_RUN = {
+    CRITIC: (),
+    "reward_model.engine": ("reward_model.model.path",),
+    "judge.rollout": ("judge.model.path",),
+}
 NEEDS_VALUES = "needs:values"  # capability of an algorithm
 GIVES_VALUES = "output:values"  # capability of an engine
 TOP_P = "sampling:top_p"  # capability of a rollout
@@ -101,13 +107,12 @@ def compose(
 
     for path in SECTIONS:
         name = _choose(path, typed, written, config_file or "", notes)
-        if not name and path == CRITIC:
-            wanted = (
-                value_at(typed, path)
-                or value_at(written, path)
-                or _needs_values(plugins, _base(plugins, choices))
-            )
-            name = choices.get("engine", "") if wanted else ""
+        if not name and path in AS_THE_RUN:
+            keys = (path, *AS_THE_RUN[path])
+            wanted = any(value_at(layer, key) for layer in (typed, written) for key in keys)
+            if path == CRITIC and not wanted:
+                wanted = _needs_values(plugins, _base(plugins, choices))
+            name = choices.get(SECTIONS[path], "") if wanted else ""
         if name:
             choices[path] = name
         elif (complete and path in JOBS[job]) or value_at(typed, path) or value_at(written, path):
@@ -196,13 +201,12 @@ def _needs_values(plugins: Plugins, base: Mapping[str, Any]) -> bool:
 def _inherited(
     choices: Mapping[str, str], written: Mapping[str, Any], typed: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the user's options of ``engine`` for a critic whose engine is the same
-    choice.
+    """Return the user's options of ``engine`` for a critic or a reward model whose
+    engine is the same choice.
     """
-    if CRITIC not in choices or choices[CRITIC] != choices.get("engine"):
-        return {}
     said = merge(written.get("engine", {}), typed.get("engine", {}))
-    return nest([(CRITIC, said)]) if said else {}
+    same = [path for path in (CRITIC, "reward_model.engine") if choices.get(path)]
+    return nest([(p, said) for p in same if said and choices[p] == choices.get("engine")])
 
 
 def _base(plugins: Plugins, choices: Mapping[str, str]) -> dict[str, Any]:

@@ -23,6 +23,8 @@ SECTIONS = {
     "environment": "environment",
     "critic.engine": "engine",
     "eval.rollout": "rollout",
+    "reward_model.engine": "engine",
+    "judge.rollout": "rollout",
 }
 # Entries of a list, for messages.
 EXAMPLES = {str: "first,second", int: "1,2", float: "0.5,1", bool: "true,false"}

@@ -13,6 +13,7 @@ from typing import Any
 
 from coupler.data.options import DataConfig
 from coupler.interfaces import NO_EFFECT, InFlight, no_effect
+from coupler.rewards.options import JudgeConfig, RewardConfig, RewardModelConfig
 
 
 class Job(StrEnum):
@@ -23,24 +24,17 @@ class Job(StrEnum):
     EVAL = "eval"
 
 
-class Sandbox(StrEnum):
-    """When rewards run in a sandbox."""
-
-    AUTO = "auto"
-    REQUIRE = "require"
-    OFF = "off"
-
-
 # The sections that each job needs, and those that it may have.
 JOBS = {
     Job.TRAIN: ("engine", "rollout", "algorithm"),
     Job.SFT: ("engine", "algorithm"),
     Job.EVAL: ("engine", "rollout"),
 }
+OF_EPISODES = ("environment", "reward_model.engine", "judge.rollout")
 MAY_HAVE = {
-    Job.TRAIN: ("critic.engine", "eval.rollout", "environment"),
+    Job.TRAIN: ("critic.engine", "eval.rollout", *OF_EPISODES),
     Job.SFT: (),
-    Job.EVAL: ("environment",),
+    Job.EVAL: OF_EPISODES,
 }
 
 
@@ -79,33 +73,6 @@ class CriticConfig:
     optimizer_steps_per_batch: int = field(default=0, metadata={"ge": 0})
     """Optimizer steps that the critic takes on each batch; 0 takes as many as the
     policy."""
-
-
-@dataclass
-class RewardConfig:
-    """The function that scores completions, and the processes that run it."""
-
-    target: str = ""
-    """The reward function "pkg.mod:name" or "file.py:name"; it takes
-    completion, or completions of a prompt, and returns a number, a dict, Graded or
-    Invalid, or a list of these."""
-    num_workers: int = no_effect(1, ge=1)
-    """Processes that score completions."""
-    timeout_s: float = no_effect(10.0, ge=0.001)
-    """Seconds that one reward call may take; the process of a longer one is killed."""
-    max_invalid_fraction: float = no_effect(0.01, ge=0, le=1)
-    """The run stops when more than this share of reward calls is invalid, and at least
-    5 of them are."""
-    sandbox: Sandbox = field(default=Sandbox.AUTO, metadata=NO_EFFECT)
-    """"auto" runs a reward that asks for a sandbox in bubblewrap, else behind a filter
-    of system calls (seccomp), else refuses it; "require" does so with every reward,
-    "off" uses none."""
-    max_memory_gib: float = no_effect(0.0, ge=0)
-    """Resident memory, in GiB, that one reward process and what it started may have
-    together; 0 stands for half of the machine's. Above it they are killed."""
-    max_processes: int = no_effect(2000, ge=1)
-    """Processes and threads that one reward process may have, itself included; above
-    this number they are killed."""
 
 
 @dataclass
@@ -323,6 +290,8 @@ class RunConfig:
     critic: CriticConfig = field(default_factory=CriticConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     eval: EvalConfig = field(default_factory=EvalConfig, metadata=NO_EFFECT)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig, metadata=NO_EFFECT)

@@ -37,6 +37,7 @@ class Sample:
         answer: the answer that the reward function read, if it returns one.
         turn_rewards: one for each sampled turn of all rows, in order, or none.
         parts: the numbers that the reward was made of, by name.
+        opinions: what models said of the episode: ``score``, ``verdict``, or neither.
     """
 
     prompt: Prompt
@@ -47,6 +48,7 @@ class Sample:
     answer: str | None = None
     turn_rewards: tuple[float, ...] = ()
     parts: Mapping[str, float] = field(default_factory=dict)
+    opinions: Mapping[str, float | str] = field(default_factory=dict)
     metrics: Metrics = field(default_factory=dict)
 
     @property

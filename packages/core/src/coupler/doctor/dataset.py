@@ -25,6 +25,7 @@ from coupler.interfaces import Model
 from coupler.plugins.finding import Finding, first_line, from_error, ok, problem
 from coupler.plugins.manager import Plugins
 from coupler.rewards import Invalid, Limits, Scored, check_reward
+from coupler.rewards.options import opinions_of
 from coupler.run.inputs import check_no_sampler, check_sampler
 from coupler.run.plan_checks import micro_batch_room
 
@@ -68,7 +69,9 @@ def examine(config: RunConfig, plugins: Plugins) -> Iterator[Finding]:
         if codec and section.rows:
             yield from _encoded(section, codec, config, job)
         yield from _repeated(section)
-        if config.reward.target and section.rows and job is not Job.SFT:
+        # What models say of an episode, no row has.
+        alone = not opinions_of(config.reward_model, config.judge)
+        if config.reward.target and alone and section.rows and job is not Job.SFT:
             yield from _scored(config.reward, section)
 
     if len(sections) == 2:

@@ -20,6 +20,9 @@ from coupler.errors import CouplerError
 from coupler.interfaces import Model
 from coupler.plugins.finding import Finding, first_line, from_error, ok, problem, warning
 from coupler.rewards import Invalid, Limits, check_reward
+from coupler.rewards.classifier import check_classifier
+from coupler.rewards.judge import Question
+from coupler.rewards.options import opinions_of
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 NUM_SAMPLES, MAX_ENCODED = 2, 1000
@@ -49,8 +52,10 @@ def configured(config: RunConfig) -> Iterator[Finding]:
     for key, source in (("data", config.data), ("eval.data", config.eval.data)):
         if source.source and model.path:
             yield from data(source, key, model)
+    models = config.reward_model, config.judge
     source = config.data if config.data.source else config.eval.data
-    if config.reward.target and source.source:
+    yield from opinions(config)
+    if config.reward.target and source.source and not opinions_of(*models):
         yield from reward(config.reward, source)
 
 
@@ -151,6 +156,22 @@ def data(config: DataConfig, key: str, model: Model) -> Iterator[Finding]:
         f"{len(rows)} rows of {config.named}; of the first {len(prompts)}, "
         f"at most {longest} tokens{drops}",
     )
+
+
+def opinions(config: RunConfig) -> Iterator[Finding]:
+    """Check the classifier and the question to the judge, if the run has them.
+
+    They are not asked, so that a function that gets their opinions is not called.
+    """
+    try:
+        if path := config.reward_model.model.path:
+            check_classifier(Path(model_folder(path, "reward_model.model")))
+            yield ok("reward model", f"{path} is a sequence classifier with one label")
+        if path := config.judge.model.path:
+            Question.of(config.judge)
+            yield ok("judge", f"{config.judge.prompt} asks {path}")
+    except CouplerError as error:
+        yield from_error("reward model", error, "correct reward_model.* or judge.*")
 
 
 def reward(config: RewardConfig, source: DataConfig) -> Iterator[Finding]:

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 
 from coupler.config.schema import Placement
 
-ROLLOUT, EVAL_ROLLOUT = "rollout", "eval_rollout"
+ROLLOUT, EVAL_ROLLOUT, JUDGE = "rollout", "eval_rollout", "judge"
 # Roles whose workers are replicas, which a run can lose.
-ROLLOUTS = (ROLLOUT, EVAL_ROLLOUT)
+ROLLOUTS = (ROLLOUT, EVAL_ROLLOUT, JUDGE)
+# The engine of a classifier, which never trains.
+REWARD_MODEL = "reward_model"
 
 
 @dataclass(frozen=True, slots=True)

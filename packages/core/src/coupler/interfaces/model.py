@@ -45,8 +45,12 @@ class Model:
     With ``head=VALUE``, a language-model head in the folder is left out. If the folder
     has no ``score``, it is zeros, so that every value is 0 until the first step for any
     seed and number of ranks.
+
+    With ``own_weights``, a rollout of capability ``model:own_weights`` serves the
+    weights of the folder from its setup on, and no update comes.
     """
 
     path: str
     trust_remote_code: bool = False
     head: Head = Head.LM
+    own_weights: bool = False

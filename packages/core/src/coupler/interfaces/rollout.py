@@ -161,7 +161,8 @@ class Memory(StrEnum):
 class Rollout(ABC):
     """One replica of an inference backend.
 
-    It starts with dummy weights, and only :meth:`update` brings real ones.
+    It starts with dummy weights, and only :meth:`update` brings real ones, unless
+    :attr:`Model.own_weights` asks for those of the folder.
     """
 
     def __init__(self, config: Any, model: Model) -> None:

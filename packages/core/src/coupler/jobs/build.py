@@ -40,7 +40,7 @@ from coupler.loop.engine_group import EngineGroup
 from coupler.loop.rollout_group import RolloutGroup
 from coupler.loop.sampler import Scorer
 from coupler.plugins.manager import Plugins
-from coupler.rewards import RewardPool
+from coupler.rewards.opinions import Rewards
 from coupler.run.plan import VALUES, trained_engines
 from coupler.run.session import Session
 from coupler.system.log import PLAIN, get_logger
@@ -97,7 +97,7 @@ class Builder:
             profile=self.profile(),
         )
 
-        return EngineGroup(self.executor, spec, self._ranks(role, config.engine.ranks))
+        return EngineGroup(self.executor, spec, self.ranks(role, config.engine.ranks))
 
     def critic(self, model: Model) -> EngineGroup:
         """Make the engine of ``critic.engine``, with the loss of the algorithm."""
@@ -112,7 +112,7 @@ class Builder:
             profile=self.profile(),
         )
 
-        return EngineGroup(self.executor, spec, self._ranks("critic", config.critic.engine.ranks))
+        return EngineGroup(self.executor, spec, self.ranks("critic", config.critic.engine.ranks))
 
     def critic_model(self) -> Model:
         """Return the model of ``critic.model``, or the policy's, with a value head.
@@ -134,7 +134,7 @@ class Builder:
         config = self.config.rollout if role == ROLLOUT else self.config.eval.rollout
         target = self.plugins.get("rollout", config.name).target
         spec = RolloutSpec(target, config, self.model)
-        return RolloutGroup(self.executor, spec, self._ranks(role, config.replicas), role)
+        return RolloutGroup(self.executor, spec, self.ranks(role, config.replicas), role)
 
     def weight_sync(
         self,
@@ -215,7 +215,7 @@ class Builder:
         log.info(f"messages become ids by {renderer}", extra=PLAIN)
         return renderer
 
-    def scorer(self, rollouts: RolloutGroup, rewards: RewardPool) -> Scorer:
+    def scorer(self, rollouts: RolloutGroup, rewards: Rewards) -> Scorer:
         """Make what plays episodes and scores them."""
         return Scorer(rollouts, rewards, self.codec, self._episodes(rollouts))
 
@@ -269,7 +269,8 @@ class Builder:
         folder = Path(config.path) if config.path else Path(self.config.run_dir) / "profile"
         return Profile(tuple(config.ranks), tuple(config.steps), str(folder.absolute()))
 
-    def _ranks(self, role: str, count: int) -> list[Rank]:
+    def ranks(self, role: str, count: int) -> list[Rank]:
+        """Return the places of ``count`` workers of a role, each with its seed."""
         seed, deterministic = self.config.seed, self.config.deterministic
         return [
             Rank(index=i, world=count, seed=derive(seed, role, i), deterministic=deterministic)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Protocol
 
 from coupler.config.schema import ExecutorName, RunConfig
+from coupler.executors.placement import JUDGE, REWARD_MODEL
 from coupler.interfaces import Memory, Part, ShardingManager
 from coupler.loop.device_memory import Held, Holder, Residency
 from coupler.loop.engine_group import EngineGroup
@@ -13,15 +16,39 @@ from coupler.loop.trainer import TRAINED
 from coupler.system.process_memory import resident_bytes
 
 
+class Asked(Protocol):
+    """The workers of models that are asked about episodes."""
+
+    reward_model: EngineGroup | None
+    judge: RolloutGroup | None
+
+
+@dataclass
+class Nobody:
+    """No model is asked."""
+
+    reward_model: EngineGroup | None = None
+    judge: RolloutGroup | None = None
+
+
+NOBODY = Nobody()
+
+
 async def start(
-    residency: Residency, weights: ShardingManager, *engines: EngineGroup | None
+    residency: Residency,
+    weights: ShardingManager,
+    *engines: EngineGroup | None,
+    opinions: Asked = NOBODY,
 ) -> None:
     """Set up the engines, and then the rollouts that ``weights`` go to.
 
-    A rollout takes its share of the free memory, so that it comes last.
+    A rollout takes its share of the free memory, so that it comes last. The judge comes
+    before it.
     """
-    for group in filter(None, engines):
+    for group in filter(None, (*engines, opinions.reward_model)):
         await residency.start(group.spec.role, group.setup)
+    if opinions.judge:
+        await residency.start(JUDGE, opinions.judge.setup)
     await residency.start("rollout", weights.setup)
 
 
@@ -47,6 +74,8 @@ def share_devices(
     rollouts: RolloutGroup,
     reference: EngineGroup | None = None,
     critic: EngineGroup | None = None,
+    *,
+    opinions: Asked = NOBODY,
 ) -> Residency:
     """Return the residency of a run whose roles live on the same devices.
 
@@ -60,6 +89,13 @@ def share_devices(
         holders["reference"] = _engine_holder(reference, apart, frozenset({Held.PARAMS}))
     if critic:
         holders["critic"] = _engine_holder(critic, apart)
+    if opinions.reward_model:
+        holders[REWARD_MODEL] = _engine_holder(
+            opinions.reward_model, apart, frozenset({Held.PARAMS})
+        )
+    if opinions.judge:
+        # Nothing would bring its weights back.
+        holders[JUDGE] = _rollout_holder(opinions.judge, apart, frozenset({Held.KV_CACHE}))
 
     return Residency(holders, shared=config.offload)
 
@@ -89,7 +125,11 @@ def _engine_holder(
     return Holder(parts, evict, admit, device_bytes, host_bytes)
 
 
-def _rollout_holder(rollouts: RolloutGroup, apart: bool) -> Holder:
+def _rollout_holder(
+    rollouts: RolloutGroup,
+    apart: bool,
+    parts: frozenset[Held] = frozenset({Held.WEIGHTS, Held.KV_CACHE}),
+) -> Holder:
     async def evict(part: Held) -> None:
         await rollouts.sleep(frozenset({Memory(part)}))
 
@@ -104,4 +144,4 @@ def _rollout_holder(rollouts: RolloutGroup, apart: bool) -> Holder:
         # Without Ray this process is one of the rollout's own.
         return most if apart else max(most - resident_bytes(), 0)
 
-    return Holder(frozenset({Held.WEIGHTS, Held.KV_CACHE}), evict, admit, device_bytes, host_bytes)
+    return Holder(parts, evict, admit, device_bytes, host_bytes)

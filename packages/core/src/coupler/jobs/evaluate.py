@@ -11,9 +11,11 @@ from coupler.data import fingerprint
 from coupler.errors import ConfigError
 from coupler.jobs.build import Builder
 from coupler.jobs.device_sharing import share_devices, start
+from coupler.jobs.opinions import find_models, make_opinions
 from coupler.jobs.preflight import check_spelling, import_classes, place, report_unread
 from coupler.loop.device_memory import GENERATING
 from coupler.plugins.manager import Plugins
+from coupler.run.opinion_checks import check_opinions
 from coupler.run.plan import make_workers, on_sync, weight_path
 from coupler.run.resume import is_started
 from coupler.run.run_lock import claimed
@@ -40,23 +42,27 @@ async def _evaluate(builder: Builder) -> dict[str, float]:
             "  try:  another run_dir"
         )
 
+    check_opinions(config, plugins, Job.EVAL)
+    asked = find_models(builder, [("eval.data", prompts)])
+
     import_classes(builder, Job.EVAL)
-    with session.running(fingerprint(prompt.row for prompt in prompts)) as (journal, rewards):
+    with session.running(fingerprint(prompt.row for prompt in prompts)) as (journal, pool):
         await place(builder, make_workers(config, frozenset(), plugins, rollouts=True))
 
         engine, rollouts = builder.engine("policy", trains=False), builder.rollouts()
-        residency = share_devices(config, engine, rollouts)
+        opinions = make_opinions(builder, asked, pool)
+        residency = share_devices(config, engine, rollouts, opinions=opinions)
         path, in_flight = weight_path(config, plugins), on_sync(config, plugins)
         weights = builder.weight_sync(
             engine, rollouts, prompts[0], residency, path=path, in_flight=in_flight
         )
-        await start(residency, weights, engine)
+        await start(residency, weights, engine, opinions=opinions)
         await weights.prove()
 
-        scorer = builder.scorer(rollouts, rewards)
+        scorer = builder.scorer(rollouts, opinions.rewards)
         async with builder.environment_set_up(), residency("eval", GENERATING):
             metrics, scored = await builder.evaluator(scorer, prompts).run()
 
         journal.write_samples("eval.jsonl", scored, builder.codec.decode)
         await report_unread(builder)
-        return journal.log(0, {**metrics, **rewards.metrics()})
+        return journal.log(0, {**metrics, **opinions.rewards.metrics()})

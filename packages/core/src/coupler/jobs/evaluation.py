@@ -17,7 +17,6 @@ from coupler.loop.device_memory import GENERATING, Residency
 from coupler.loop.engine_group import EngineGroup
 from coupler.loop.sampler import Scorer
 from coupler.metrics import Metrics
-from coupler.rewards import RewardPool
 from coupler.run.plan import Plan
 
 
@@ -63,7 +62,6 @@ def make_evaluation(
     plan: Plan,
     policy: EngineGroup,
     prompts: list[Prompt],
-    rewards: RewardPool,
     scorer: Scorer,
     residency: Residency,
 ) -> Evaluation | None:
@@ -88,5 +86,5 @@ def make_evaluation(
         path=plan.eval_weight_path,
         in_flight=InFlight.DRAIN,
     )
-    evaluator = builder.evaluator(builder.scorer(rollouts, rewards), prompts)
+    evaluator = builder.evaluator(builder.scorer(rollouts, scorer.rewards), prompts)
     return Evaluation(evaluator, residency, weights)

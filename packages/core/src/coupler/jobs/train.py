@@ -20,6 +20,7 @@ from coupler.interfaces import Algorithm, Output, Request
 from coupler.jobs.build import Builder
 from coupler.jobs.device_sharing import hold_state, hold_trained, share_devices, start
 from coupler.jobs.evaluation import Evaluation, make_evaluation
+from coupler.jobs.opinions import find_models, make_opinions
 from coupler.jobs.preflight import check_spelling, import_classes, place, report_unread
 from coupler.loop.buffer import Buffer
 from coupler.loop.device_memory import Held, Residency
@@ -29,7 +30,7 @@ from coupler.loop.trainer import Provider, Trainer
 from coupler.loop.turns import OLD_LOGPROBS, warmup_steps
 from coupler.metrics import Metrics, merge
 from coupler.plugins.manager import Plugins
-from coupler.rewards import RewardPool
+from coupler.rewards.opinions import Rewards
 from coupler.run.plan import VALUES, make_plan
 from coupler.run.run_folder import Journal
 from coupler.run.run_lock import claimed
@@ -95,11 +96,11 @@ async def _train(builder: Builder) -> dict[str, float]:
 
     prompts = builder.prompts(config.data, "data")
     rows = [prompt.row for prompt in prompts]
-    data = fingerprint(rows)
-    stream = prompt_stream(prompts, rows, config.data, config.seed)
+    data, stream = fingerprint(rows), prompt_stream(prompts, rows, config.data, config.seed)
     evaluates = does_evaluate(config, Job.TRAIN)
     held_out = builder.prompts(config.eval.data, "eval.data") if evaluates else []
-    judge = builder.critic_model() if VALUES in algorithm.needs else None
+    critic_model = builder.critic_model() if VALUES in algorithm.needs else None
+    asked = find_models(builder, (("data", prompts), ("eval.data", held_out)))
 
     plan = make_plan(config, len(prompts), builder.plugins, algorithm.needs)
     log.info(plan.render(), extra=PLAIN)
@@ -107,27 +108,27 @@ async def _train(builder: Builder) -> dict[str, float]:
         log.warning(warning)
 
     import_classes(builder, Job.TRAIN)
-    with session.running(data, found, plan) as (journal, rewards):
+    with session.running(data, found, plan) as (journal, pool):
         await place(builder, plan.workers)
         policy, rollouts = builder.engine("policy", trains=True), builder.rollouts()
         refers = REFERENCE in algorithm.needs and not plan.own_reference
         reference = builder.engine("reference", trains=False) if refers else None
-        critic = builder.critic(judge) if judge else None
-        residency = share_devices(config, policy, rollouts, reference, critic)
-        scorer = builder.scorer(rollouts, rewards)
+        critic = builder.critic(critic_model) if critic_model else None
+        opinions = make_opinions(builder, asked, pool)
+        residency = share_devices(config, policy, rollouts, reference, critic, opinions=opinions)
+        scorer = builder.scorer(rollouts, opinions.rewards)
         weights = builder.weight_sync(
             policy, rollouts, prompts[0], residency, path=plan.weight_path, in_flight=plan.in_flight
         )
-        evaluation = make_evaluation(builder, plan, policy, held_out, rewards, scorer, residency)
-        await start(residency, weights, policy, reference, critic)
+        evaluation = make_evaluation(builder, plan, policy, held_out, scorer, residency)
+        await start(residency, weights, policy, reference, critic, opinions=opinions)
         if evaluation:
             await evaluation.start()
 
         sampler = _sampler(config, algorithm, stream, scorer)
-
         trained = {group.spec.role: group for group in (policy, critic) if group}
         async with session.checkpoints(data) as checkpoints, builder.environment_set_up():
-            steps = _Steps(builder, journal, critic, evaluation, rewards, residency, done)
+            steps = _Steps(builder, journal, critic, evaluation, opinions.rewards, residency, done)
             trainer = Trainer(
                 config,
                 policy=policy,
@@ -167,7 +168,7 @@ class _Steps:
     journal: Journal
     critic: EngineGroup | None
     evaluation: Evaluation | None
-    rewards: RewardPool
+    rewards: Rewards
     residency: Residency
     # Steps of this run that another process took.
     done: int

@@ -50,7 +50,12 @@ class Holder:
     host_bytes: Callable[[], Awaitable[int]]
 
 
-GENERATING = {"rollout": frozenset({Held.WEIGHTS, Held.KV_CACHE})}
+GENERATING = {
+    "rollout": frozenset({Held.WEIGHTS, Held.KV_CACHE}),
+    # the models that score what was generated, where there are any
+    "reward_model": frozenset({Held.PARAMS}),
+    "judge": frozenset({Held.KV_CACHE}),
+}
 SYNCING = {"policy": frozenset({Held.PARAMS}), "rollout": frozenset({Held.WEIGHTS})}
 
 
@@ -130,10 +135,10 @@ class Residency:
                     held.discard(part)
 
         for part in reversed(Held):
-            for role, wanted in needs.items():
-                if part in wanted and part not in self.resident[role]:
+            for role, held in self.resident.items():
+                if part in needs.get(role, frozenset()) and part not in held:
                     await self.holders[role].admit(part)
-                    self.resident[role].add(part)
+                    held.add(part)
 
     async def _measure(self, phase: str, roles: Iterable[str]) -> None:
         """Record the memory of ``roles`` at the end of ``phase``."""

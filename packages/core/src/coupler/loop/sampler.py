@@ -18,7 +18,8 @@ from coupler.interfaces import Algorithm, Request
 from coupler.loop.buffer import Buffer
 from coupler.loop.rollout_group import RolloutGroup
 from coupler.metrics import Metrics, merge
-from coupler.rewards import Invalid, RewardPool, Scored, judged
+from coupler.rewards import Invalid, Scored, judged
+from coupler.rewards.opinions import Rewards
 from coupler.system.seeding import derive
 
 
@@ -26,7 +27,7 @@ class Scorer:
     """Plays episodes of a prompt and scores each, for training and evaluation."""
 
     def __init__(
-        self, rollouts: RolloutGroup, rewards: RewardPool, codec: Codec, episodes: Plays
+        self, rollouts: RolloutGroup, rewards: Rewards, codec: Codec, episodes: Plays
     ) -> None:
         self.rollouts, self.rewards, self.codec = rollouts, rewards, codec
         self.episodes = episodes
@@ -81,8 +82,7 @@ class Scorer:
         return self._sample(prompt, played, scored)
 
     async def _score(self, prompt: Prompt, played: Played) -> Scored:
-        row = prompt.row
-        return await self.rewards.score(self._said(played), row.answer, row.as_mapping())
+        return (await self.rewards.score([self._said(played)], prompt))[0]
 
     async def _play(self, prompt: Prompt, request: Request) -> Played | None:
         """Play an episode. One without a word of the policy is counted as invalid."""
@@ -98,8 +98,7 @@ class Scorer:
         found = [self._own(one) for one in played]
         texts = [self._said(p) for p, own in zip(played, found, strict=True) if not own]
         with self.rollouts.executor.waits.named("prompts", "rewards", [prompt.row.index]):
-            row = prompt.row
-            scored = iter(await self.rewards.score_group(texts, row.answer, row.as_mapping()))
+            scored = iter(await self.rewards.score(texts, prompt))
         pairs = [(one, own or next(scored)) for one, own in zip(played, found, strict=True)]
         return [made for pair in pairs if (made := self._sample(prompt, *pair))]
 
@@ -124,9 +123,8 @@ class Scorer:
         if isinstance(scored.result, Invalid):
             return None
         facts = (self._text(played), played.finish, scored.answer, played.outcome.turn_rewards)
-        return Sample(
-            prompt, played.rows, scored.result, *facts, scored.parts, metrics=played.metrics
-        )
+        about = (scored.parts, scored.opinions)
+        return Sample(prompt, played.rows, scored.result, *facts, *about, metrics=played.metrics)
 
 
 class Sampler:

@@ -73,6 +73,8 @@ VOCABULARY = frozenset(
         # The backend runs mixtures of experts too. The checkpoint has one tensor per
         # expert.
         "model:moe",
+        # A rollout serves the weights of the folder where Model.own_weights says so.
+        "model:own_weights",
         # The model workers of a rollout are other processes, which place:process does
         # not reach.
         "workers:remote",

@@ -74,6 +74,7 @@ class RewardPool:
         timeout_s: float,
         max_invalid_fraction: float,
         limits: Limits | None = None,
+        opinions: Sequence[str] = (),
     ) -> None:
         if num_workers < 1 or timeout_s <= 0:
             raise ConfigError(
@@ -86,6 +87,8 @@ class RewardPool:
         self.timeout_s = timeout_s
         self.max_invalid_fraction = max_invalid_fraction
         self.limits = limits or Limits()
+        # columns of every row that models add: score, verdict
+        self.opinions = tuple(opinions)
         # its function takes all completions of a prompt at once
         self.takes_group = False
         self._mode = Mode.OFF if self.limits.sandbox == "off" else Mode.ASK
@@ -294,7 +297,7 @@ class RewardPool:
 
     def _spawn(self) -> WorkerProcess:
         mode = self._mode
-        process = WorkerProcess(self.target, self.limits, mode)
+        process = WorkerProcess(self.target, self.limits, mode, self.opinions)
         with self._changed:
             self._processes.add(process)
             if self._stopped:
@@ -429,6 +432,7 @@ def check_reward(
     samples: Iterable[tuple[str, str, Mapping[str, Any]]],
     timeout_s: float,
     limits: Limits | None = None,
+    opinions: Sequence[str] = (),
 ) -> list[Scored]:
     """Score (completion, answer, row) ``samples`` in one worker process.
 
@@ -442,7 +446,7 @@ def check_reward(
     async def score_all() -> list[Scored]:
         return [await pool.call(*sample) for sample in samples]
 
-    pool = RewardPool(target, 1, timeout_s, 1.0, limits)
+    pool = RewardPool(target, 1, timeout_s, 1.0, limits, opinions)
     pool.start()
 
     try:

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -87,7 +88,9 @@ class WorkerProcess:
     ends the process with that thread.
     """
 
-    def __init__(self, target: str, limits: Limits, mode: Mode) -> None:
+    def __init__(
+        self, target: str, limits: Limits, mode: Mode, opinions: Sequence[str] = ()
+    ) -> None:
         self.control, theirs = socket.socketpair()
         self.token = secrets.token_hex(16)
         # Where the supervisor was killed, this finds what it left behind.
@@ -96,7 +99,7 @@ class WorkerProcess:
             [
                 *limits.watched(theirs.fileno()),
                 *(sandbox.command(target) if mode is Mode.BUBBLEWRAP else ()),
-                *(sys.executable, "-m", "coupler.rewards.worker", target, mode),
+                *(sys.executable, "-m", "coupler.rewards.worker", target, mode, *opinions),
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -46,6 +46,8 @@ class Scored:
     answer: str | None = None
     # The numbers that the reward was made of, by name.
     parts: Mapping[str, float] = field(default_factory=dict)
+    # What models said of the episode before the call: score and verdict, where asked.
+    opinions: Mapping[str, float | str] = field(default_factory=dict)
     # The traceback, or the last lines on stderr of a worker that hung or died.
     detail: str = ""
     timed_out: bool = False

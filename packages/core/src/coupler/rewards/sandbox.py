@@ -19,6 +19,8 @@ from pathlib import Path
 from coupler.rewards import seccomp
 from coupler.system.imports import file_of
 
+# The folder of this package.
+CORE = Path(__file__).parents[1]
 PROBE_S = 2.0
 FIX = f"apt-get install bubblewrap, or {seccomp.FIX}"
 TMP_BYTES = 256 << 20
@@ -126,10 +128,8 @@ def confined(
 
 def readable(target: str) -> list[Path]:
     """Return the files and folders that a reward in the sandbox can read."""
-    import coupler
-
     file = file_of(target)
-    wanted = [*interpreter(), Path(coupler.__path__[0])]
+    wanted = [*interpreter(), CORE]
     wanted += [Path(path).absolute() for path in sys.path if path]
     if file:
         file = file.absolute()

@@ -1,4 +1,4 @@
-"""Call a reward function: ``python -m coupler.rewards.worker TARGET MODE``.
+"""Call a reward function: ``python -m coupler.rewards.worker TARGET MODE OPINION...``.
 
 The process reads a token from stdin, and then lines of JSON ``[[[completion, ...],
 answer, row], ...]``. It writes one line ``TOKEN NUMBER [results, seconds, traceback]``
@@ -11,7 +11,8 @@ The function sees neither pipe: its stdin is empty, and its stdout is stderr. A 
 created once, before the first call, and its ``__call__`` is the function. Code that
 loads slowly belongs into its ``__init__``. What has an attribute ``sandbox = True``
 asks for the sandbox, unless MODE is ``off``. With MODE ``seccomp``, the process
-confines itself before the first call.
+confines itself before the first call. Each OPINION is a column of every row, which is
+passed by its keyword, too.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any, BinaryIO
@@ -38,6 +39,8 @@ from coupler.system.imports import resolve
 # A function takes one completion, or all of a prompt at once.
 COMPLETIONS = ("completion", "completions")
 KEYWORDS = (*COMPLETIONS, "answer", "row", "prompt")
+# What models say of an episode before the call, and the option that asks for it.
+OPINIONS = {"score": "reward_model.model.path", "verdict": "judge.model.path"}
 MAX_REASON, MAX_TRACE = 300, 16_384
 
 
@@ -59,7 +62,7 @@ class _Answers:
         self.send = send
 
 
-def main(target: str, mode: str) -> None:
+def main(target: str, mode: str, *opinions: str) -> None:
     """Serve calls until stdin ends."""
     requests, pipe = _claim_pipes()
     send = _Answers(pipe, requests.readline().strip()).send
@@ -71,7 +74,7 @@ def main(target: str, mode: str) -> None:
             return send(0, {"sandbox": True, "group": False})
         if isinstance(function, type):
             function = function()
-        keywords = accepted_keywords(function, target)
+        keywords = accepted_keywords(function, target, opinions)
     except CouplerError as error:
         return send(0, {"failed": f"reward.target={target} cannot be used: {error}"})
     # The module is the user's, and whatever its import raises is the answer.
@@ -108,6 +111,7 @@ def _serve(
                 "answer": answer,
                 "row": row,
                 "prompt": row.get("prompt"),
+                **{name: row.get(name) for name in OPINIONS},
             }
             send(number, _call(function, {name: given[name] for name in keywords}, len(texts)))
             number += 1
@@ -119,8 +123,8 @@ def _next(requests: BinaryIO) -> bytes:
     return requests.readline()
 
 
-def accepted_keywords(function: Any, target: str) -> tuple[str, ...]:
-    """Return the keywords among ``KEYWORDS`` that ``function`` takes.
+def accepted_keywords(function: Any, target: str, opinions: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return the keywords among ``KEYWORDS`` and ``opinions`` that ``function`` takes.
 
     Raises:
         CouplerError: it is no plain function, does not take ``completion``, or requires
@@ -144,8 +148,8 @@ def accepted_keywords(function: Any, target: str) -> tuple[str, ...]:
         for p in parameters
         if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     }
-    names = {p.name for p in named}
-    keywords = tuple(k for k in KEYWORDS if anything or k in names)
+    names, known = {p.name for p in named}, (*KEYWORDS, *opinions)
+    keywords = tuple(k for k in known if anything or k in names)
     if anything and "completions" not in names:
         keywords = tuple(k for k in keywords if k != "completions")
 
@@ -156,9 +160,11 @@ def accepted_keywords(function: Any, target: str) -> tuple[str, ...]:
     if names.issuperset(COMPLETIONS):
         problems.append("takes both completion and completions")
     if problems:
+        lacks = [f"{name} comes with {OPINIONS[name]}" for name in OPINIONS if name in extra]
+        absent = "".join(f"\n  try:  {text}" for text in lacks)
         raise CouplerError(
             f"the reward {target}{inspect.signature(function)} {' and '.join(problems)}.\n"
-            f"  it is called with the keywords it takes among:  {', '.join(KEYWORDS)}"
+            f"  it is called with the keywords it takes among:  {', '.join(known)}{absent}"
         )
     return keywords
 
@@ -222,4 +228,4 @@ def _trace(error: BaseException) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    main(*sys.argv[1:])

@@ -16,6 +16,7 @@ from coupler.data.dataset import check_first_row
 from coupler.data.files import is_function
 from coupler.data.folder_check import check_model_folder
 from coupler.errors import ConfigError
+from coupler.rewards.options import opinions_of
 from coupler.rewards.worker import COMPLETIONS, KEYWORDS
 from coupler.run.resume import AUTO, DISABLE, is_started
 from coupler.system.targets import target_problem
@@ -46,6 +47,10 @@ def _checks(config: RunConfig, job: Job) -> Iterator[Callable[[], None]]:
     yield partial(_check_model, config.model.path, "model.path")
     if config.critic.engine and config.critic.model.path:
         yield partial(_check_model, config.critic.model.path, "critic.model.path")
+    if job is not Job.SFT:
+        for key, scorer in (("reward_model", config.reward_model), ("judge", config.judge)):
+            if scorer.model.path:
+                yield partial(_check_model, scorer.model.path, f"{key}.model.path")
     if job is not Job.EVAL:
         yield partial(_check_rows, config.data, "data")
         yield partial(check_sampler, config)
@@ -54,7 +59,8 @@ def _checks(config: RunConfig, job: Job) -> Iterator[Callable[[], None]]:
         yield partial(_check_rows, config.eval.data, "eval.data")
         yield partial(check_no_sampler, config.eval.data)
     if job is not Job.SFT and config.reward.target:
-        yield partial(_check_reward, config.reward.target)
+        said = opinions_of(config.reward_model, config.judge)
+        yield partial(_check_reward, config.reward.target, said)
     yield _check_installed
 
 
@@ -147,9 +153,10 @@ def check_no_sampler(data: DataConfig) -> None:
         )
 
 
-def _check_reward(target: str) -> None:
-    if problem := target_problem(target, KEYWORDS, (os.getcwd(),), COMPLETIONS):
-        more = f"\n  it is called with the keywords it takes among:  {', '.join(KEYWORDS)}"
+def _check_reward(target: str, opinions: tuple[str, ...]) -> None:
+    keywords = (*KEYWORDS, *opinions)
+    if problem := target_problem(target, keywords, (os.getcwd(),), COMPLETIONS):
+        more = f"\n  it is called with the keywords it takes among:  {', '.join(keywords)}"
         raise ConfigError(f"reward.target={target} {problem}{'' if chr(10) in problem else more}")
 
 

@@ -14,7 +14,7 @@ from coupler.config.options import in_full, section
 from coupler.config.schema import ExecutorName, Job, OnSync, Placement, RunConfig
 from coupler.conversation.choice import described
 from coupler.errors import ConfigError, PluginError
-from coupler.executors.placement import EVAL_ROLLOUT, ROLLOUT, ROLLOUTS, Role
+from coupler.executors.placement import EVAL_ROLLOUT, JUDGE, REWARD_MODEL, ROLLOUT, ROLLOUTS, Role
 from coupler.interfaces import EngineConfig, InFlight, RolloutConfig
 from coupler.loop.turns import optimizer_steps
 from coupler.plugins.backend import Backend
@@ -28,6 +28,8 @@ from coupler.system.words import ceil_div, count
 RECOMPUTES = "in_flight:recompute"
 # Column of a critic.
 VALUES = "values"
+# Sections of the rollouts, by role.
+SERVED_BY = {ROLLOUT: "rollout", EVAL_ROLLOUT: "eval.rollout", JUDGE: "judge.rollout"}
 # Begins the capabilities of an algorithm that name a column which core adds. An example
 # is needs:ref_logprobs.
 NEEDS = "needs:"
@@ -246,9 +248,12 @@ def make_workers(
     refers = "ref_logprobs" in needs and not is_own_reference(config, plugins)
     roles += [Role("reference", config.engine.ranks)] if refers else []
     roles += [Role("critic", config.critic.engine.ranks)] if VALUES in needs else []
+    if rollouts and config.reward_model.model.path:
+        roles.append(Role(REWARD_MODEL, config.reward_model.engine.ranks))
     if rollouts:
         roles.append(_replicas(ROLLOUT, config.rollout))
         roles += [_replicas(EVAL_ROLLOUT, config.eval.rollout)] if evaluates_apart(config) else []
+        roles += [_replicas(JUDGE, config.judge.rollout)] if config.judge.model.path else []
     return tuple(roles)
 
 
@@ -277,7 +282,9 @@ def _way(config: RunConfig, path: tuple[str, str]) -> str:
 def _described(role: Role, config: RunConfig) -> str:
     backend = _engine(config.engine)
     if role.name in ROLLOUTS:
-        backend = (config.rollout if role.name == ROLLOUT else config.eval.rollout).name
+        backend = section(config, SERVED_BY[role.name]).name
+    elif role.name == REWARD_MODEL:
+        backend = _engine(config.reward_model.engine)
     elif role.name == "critic":
         alone = config.critic.warmup_steps
         backend = _engine(config.critic.engine)

@@ -13,6 +13,7 @@ from coupler.data.prompts import Limit
 from coupler.errors import ConfigError
 from coupler.interfaces import EngineConfig
 from coupler.plugins.manager import Plugins
+from coupler.run.opinion_checks import check_opinions
 from coupler.system.reads import original
 from coupler.system.words import ceil_div, either
 
@@ -33,6 +34,7 @@ def check(plan: Plan, config: RunConfig, plugins: Plugins) -> None:
     """
     _check_steps(plan, config)
     _check_engines(plan, config, plugins)
+    check_opinions(config, plugins, plan.job)
     if config.offload and plan.job is Job.TRAIN:
         _check_offload(config, plugins)
 
@@ -68,7 +70,8 @@ def _check_engines(plan: Plan, config: RunConfig, plugins: Plugins) -> None:
         if kind != "engine" or not engine:
             continue
 
-        room = micro_batch_room(engine, path)
+        # A classifier has a tokenizer of its own. What is too long for it is invalid.
+        room = None if path == "reward_model.engine" else micro_batch_room(engine, path)
         if room and longest > room.tokens:
             keys = "data.max_prompt_tokens + sampling.max_tokens"
             if config.environment:

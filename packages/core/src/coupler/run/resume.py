@@ -44,6 +44,8 @@ KNOWN_TO_CORE = {
     "rollout": RolloutConfig,
     "critic.engine": EngineConfig,
     "eval.rollout": RolloutConfig,
+    "reward_model.engine": EngineConfig,
+    "judge.rollout": RolloutConfig,
 }
 
 

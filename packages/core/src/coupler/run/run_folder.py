@@ -120,6 +120,7 @@ class Journal:
                     "completion": sample.text,
                     "reward": sample.reward,
                     **({"read": sample.answer} if sample.answer is not None else {}),
+                    **sample.opinions,
                     "finish": sample.finish,
                     **_conversation(sample, decode),
                 }

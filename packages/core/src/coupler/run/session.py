@@ -16,6 +16,7 @@ from coupler.interfaces import Part
 from coupler.loop.engine_group import EngineGroup
 from coupler.plugins.manager import Plugins
 from coupler.rewards import Limits, RewardPool
+from coupler.rewards.options import opinions_of
 from coupler.run import resume
 from coupler.run.checkpoint import Checkpoint, Checkpoints
 from coupler.run.manifest import RESOLVED, RUN, STATE
@@ -125,6 +126,7 @@ class Session:
             reward.timeout_s,
             reward.max_invalid_fraction,
             Limits(reward.sandbox, reward.max_memory_gib, reward.max_processes),
+            opinions_of(self.config.reward_model, self.config.judge),
         )
 
         try:

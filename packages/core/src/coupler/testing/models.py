@@ -117,6 +117,19 @@ def write_qwen2(folder: Path, *, tied: bool, seed: int = 0, **config: Any) -> Pa
     )
 
 
+def write_classifier(folder: Path, *, labels: int = 1, seed: int = 0, **config: Any) -> Path:
+    """Write a float32 Qwen2 sequence classifier, and its tokenizer.
+
+    Args:
+        labels: numbers that its head ``score.weight [labels, H]`` gives.
+        config: values of its configuration beside those of ``SMALL``.
+    """
+    from transformers import Qwen2Config, Qwen2ForSequenceClassification
+
+    made = Qwen2Config(**{**SMALL, **config, "num_labels": labels})
+    return write_random(Qwen2ForSequenceClassification(made), folder, seed)
+
+
 def write_qwen3_moe(folder: Path, seed: int = 0, **more: Any) -> Path:
     """Write a float32 Qwen3-MoE with two layers of four experts, of which each token
     takes two.

@@ -67,9 +67,12 @@ class Subject:
         """
         return configured(self.backend.config, {**more, **self.settings})
 
-    def create(self, folder: Path, head: Head = Head.LM, **more: Any) -> Any:
+    def create(
+        self, folder: Path, head: Head = Head.LM, *, own_weights: bool = False, **more: Any
+    ) -> Any:
         """Construct the engine or rollout on a model folder."""
-        return self.backend.load()(self.config(**more), Model(str(folder), head=head))
+        model = Model(str(folder), head=head, own_weights=own_weights)
+        return self.backend.load()(self.config(**more), model)
 
     def recipe(self, folder: Path, head: Head = Head.LM, **more: Any) -> dict[str, Any]:
         """Return names and plain values from which another process builds it."""

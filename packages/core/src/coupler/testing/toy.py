@@ -331,10 +331,10 @@ class ToyRollout(Rollout):
     """Sample one token per request and turn of the event loop."""
 
     async def setup(self, rank: Rank) -> int:
-        self.weights: Weights = {
-            k: np.zeros_like(v) for k, v in read_toy(Path(self.model.path)).items()
-        }
-        self.version = -1
+        stored = read_toy(Path(self.model.path))
+        own = self.model.own_weights
+        self.weights: Weights = {k: v if own else np.zeros_like(v) for k, v in stored.items()}
+        self.version = 0 if own else -1
         self.admits = asyncio.Event()  # new requests are let in
         self.samples = asyncio.Event()  # tokens of admitted requests are sampled
         self.admits.set()

@@ -58,6 +58,7 @@ BACKENDS = (
         capabilities=frozenset(
             {
                 "weights:full",
+                "model:own_weights",
                 "model:toy",
                 "sampling:top_p",
                 "output:sampling_mask",

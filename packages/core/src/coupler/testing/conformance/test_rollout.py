@@ -128,6 +128,21 @@ def test_it_starts_with_dummy_weights(
     assert max(differences) > 0.1, "it samples from the checkpoint, though no weights were sent"
 
 
+def test_it_serves_the_weights_of_its_folder(
+    rollout_subject: Subject, reference: Reference, every_model: None, tolerance: float
+) -> None:
+    """A judge has weights of its own, and no engine sends them."""
+    if not rollout_subject.has("model:own_weights"):
+        pytest.skip(f"{rollout_subject} does not declare model:own_weights")
+    rollout = rollout_subject.create(reference.folder, own_weights=True)
+    served = Served(rollout, Plugins.load().get("transport", "disk"))
+
+    try:
+        assert worst(served, reference) < tolerance
+    finally:
+        served.close()
+
+
 @pytest.mark.parametrize("transport", ["disk", "inproc"])
 def test_an_update_brings_every_weight(
     dummy: tuple[Served, list[Completion]],
