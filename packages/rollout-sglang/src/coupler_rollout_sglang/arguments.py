@@ -44,24 +44,16 @@ def server_arguments(
             "rollout=vllm, whose fp8 runs on the CPU"
         )
 
-    if config.dtype is Precision.FP32 and gpu:
-        raise ConfigError(
-            "rollout.dtype=fp32: SGLang's kernels for GPUs compute in 16 bits.\n  set:  "
-            "rollout.dtype=bf16, or fp16, which rounds less"
-        )
-
     text = text_config(Path(model))
     if config.routed_experts:
         check_experts(text, model)
-    dtype = config.dtype
-    if dtype is Precision.AUTO:
-        dtype = Precision.BF16 if gpu else Precision.FP32
+    dtype = DTYPES[precision(config, gpu=gpu)]
     positions = config.max_model_len or positions_of(text)
 
     arguments: dict[str, Any] = {
         "model_path": model,
         "trust_remote_code": trust_remote_code,
-        "dtype": DTYPES[dtype],
+        "dtype": dtype,
         # Only an update brings weights.
         "load_format": "dummy",
         "custom_weight_loader": [messages.LOADER],
@@ -98,12 +90,29 @@ def server_arguments(
     if not gpu:
         arguments["device"] = "cpu"
         arguments.setdefault("attention_backend", "torch_native")
-    return arguments | memory_arguments(config, text, DTYPES[dtype], gpu=gpu) | config.extra_args
+    return arguments | memory_arguments(config, text, dtype, gpu=gpu) | config.extra_args
 
 
 def folder_arguments() -> dict[str, Any]:
     """Return the arguments that load the weights of the folder, as a judge wants it."""
     return {"load_format": "auto"}
+
+
+def precision(config: SGLangConfig, *, gpu: bool) -> Precision:
+    """Return the dtype of the weights that ``rollout.dtype`` asks for.
+
+    Raises:
+        ConfigError: SGLang has no kernels for it.
+    """
+    if config.dtype is Precision.FP32 and gpu:
+        raise ConfigError(
+            "rollout.dtype=fp32: SGLang's kernels for GPUs compute in 16 bits.\n  set:  "
+            "rollout.dtype=bf16, or fp16, which rounds less"
+        )
+
+    if config.dtype is Precision.AUTO:
+        return Precision.BF16 if gpu else Precision.FP32
+    return config.dtype
 
 
 def check_experts(text: dict[str, Any], model: str) -> None:

@@ -8,6 +8,8 @@ for each of its numbers, as tensors of their own, cost several times what the pa
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -95,9 +97,9 @@ def draw(
     row.
 
     Args:
-        logits: [rows, tokens], of any floating dtype; each row's numbers lie together.
+        logits: [rows, tokens], of any floating dtype. A row lies in one piece.
         temperatures: [rows], float32.
-        greedy: [rows], bool; such a row gets its most likely token.
+        greedy: [rows], bool. Such a row gets its most likely token.
         seeds: [rows], int64, of which every bit counts.
         positions: [rows], integers below 2**32.
 
@@ -106,13 +108,24 @@ def draw(
         logits / temperature, float32 [rows].
     """
     rows, vocab = logits.shape
-    tokens = torch.empty(rows, dtype=torch.int32, device=logits.device)
-    logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    flat = (temperatures.view(-1), greedy.view(-1), seeds.view(-1), positions.view(-1))
-    _draw[(rows,)](
+    tokens = torch.empty(
+        rows,
+        dtype=torch.int32,
+        device=logits.device,
+    )
+    logprobs = torch.empty_like(
+        tokens,
+        dtype=torch.float32,
+    )
+
+    launch: Any = _draw[(rows,)]
+    launch(
         logits,
         logits.stride(0),
-        *flat,
+        temperatures.view(-1),
+        greedy.view(-1),
+        seeds.view(-1),
+        positions.view(-1),
         tokens,
         logprobs,
         vocab,

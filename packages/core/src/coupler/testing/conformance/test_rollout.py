@@ -283,8 +283,9 @@ def test_a_tensor_of_another_shape_is_refused(
 
 
 def test_greedy_is_the_most_likely(served: Served, reference: Reference, tolerance: float) -> None:
-    """As far as two log-probs can be told apart that are each off by the tolerance."""
+    """Two log-probs that are each off by the tolerance may change places."""
     requests = [Request(p, 12, 0.0) for p in PROMPTS]
+
     for request, done in zip(requests, generate(served, requests), strict=True):
         expect.below(
             shortfall(reference, request, done),
@@ -393,16 +394,21 @@ def check_kept(
     kept = log_p[sorted(ids)]
     outside = np.delete(log_p, sorted(ids)).max(initial=-np.inf)
     expect.below(
-        outside - kept.min(), 2 * tolerance, "the nats of an id outside a mask above one inside"
+        outside - kept.min(),
+        2 * tolerance,
+        "the nats of an id outside a mask above one inside",
     )
     candidates = np.sort(log_p)[::-1][:top_k]
     if top_p >= 1:
         expect.same(len(ids), len(candidates), f"the ids of top_k={top_k}")
         return
+
     share = np.exp(kept - np.logaddexp.reduce(candidates))
     expect.above(share.sum() + tolerance, top_p, "the probability of a mask")
     expect.below(
-        share.sum() - share.min() - tolerance, top_p, "the probability without the last id"
+        share.sum() - share.min() - tolerance,
+        top_p,
+        "the probability without the last id",
     )
 
 
