@@ -222,7 +222,7 @@ def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_explain_says_what_a_source_may_be(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "explain", "eval.data.source", *NEEDED]) == 0
-    said = "takes:     a file, a pattern, a folder, a function, or a list [...] of them"
+    said = "takes:     text (a file, pattern, folder or function), or a list [...] of such"
     assert said in capsys.readouterr().out
 
 

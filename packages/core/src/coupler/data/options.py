@@ -12,7 +12,7 @@ class DataConfig:
 
     source: Any = field(
         default="",
-        metadata={"takes": "a file, a pattern, a folder, a function, or a list [...] of them"},
+        metadata={"takes": "text (a file, pattern, folder or function), or a list [...] of such"},
     )
     """The rows: FILE.jsonl, FILE.json, FILE.parquet, a pattern such as
     'data/*.parquet', a folder of such files or of datasets, a function "pkg.mod:name",
