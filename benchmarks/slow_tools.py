@@ -236,7 +236,8 @@ async def start(folder: Path, arguments: argparse.Namespace) -> Any:
 
     await rollout.setup(Rank(seed=1))
     request = Request(tuple(range(5, 5 + arguments.prompt)), arguments.tokens)
-    await asyncio.gather(*(rollout.generate(replace(request, seed=i)) for i in range(arguments.sessions)))
+    requests = [replace(request, seed=i) for i in range(arguments.sessions)]
+    await asyncio.gather(*map(rollout.generate, requests))
     return rollout
 
 
