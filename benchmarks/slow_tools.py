@@ -229,14 +229,15 @@ def report(found: dict[str, list[Found]], arguments: argparse.Namespace) -> None
 
 
 async def start(folder: Path, arguments: argparse.Namespace) -> Any:
-    """Start the rollout on random weights, and sample once from it."""
+    """Start the rollout on random weights, and fill it once."""
     backend = Plugins.load().get("rollout", arguments.rollout)
     settings = parse_settings(arguments.settings).get("rollout", {})
     rollout = backend.load()(configured(backend.config, settings), Model(str(folder)))
 
     await rollout.setup(Rank(seed=1))
     request = Request(tuple(range(5, 5 + arguments.prompt)), arguments.tokens)
-    await asyncio.gather(*(rollout.generate(replace(request, seed=i)) for i in range(8)))
+    requests = [replace(request, seed=i) for i in range(arguments.sessions)]
+    await asyncio.gather(*map(rollout.generate, requests))
     return rollout
 
 
