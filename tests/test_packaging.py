@@ -48,6 +48,7 @@ WITHOUT_DECLARATION = {
     "coupler-agents": {},
     "coupler-rollout-sglang": {
         "sgl_kernel": "comes with SGLang; the doctor tries in a function whether it loads",
+        "triton": "comes with torch where there is a GPU; its module is imported there only",
     },
 }
 OF_PYTEST = (

@@ -219,7 +219,13 @@ def free_bytes() -> int:
     """
     code = "import torch; print(torch.cuda.mem_get_info(0)[0])"
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=ASK_S)
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=ASK_S,
+    )
     return int(done.stdout.split()[-1])
 
 

@@ -92,7 +92,13 @@ def read_tools(body: Object) -> list[Object]:
     for number, each in enumerate(tools):
         _only_functions(each, f"tools[{number}]")
         inner = member(each, "function")
-        found.append(tool(inner, f"tools[{number}].function", "parameters"))
+        found.append(
+            tool(
+                inner,
+                f"tools[{number}].function",
+                "parameters",
+            )
+        )
     return found
 
 
@@ -212,7 +218,11 @@ def _message(body: Object, place: str) -> Object:
 
 
 def _content(body: Object, place: str) -> str:
-    content = joined(body.get("content"), f"{place}.content", PARTS)
+    content = joined(
+        body.get("content"),
+        f"{place}.content",
+        PARTS,
+    )
     return content or text(body, "refusal")
 
 

@@ -141,7 +141,12 @@ def events(made: Object) -> Iterator[bytes]:
         if item["type"] == "function_call":
             given = item["arguments"]
             yield event("function_call_arguments.delta", delta=given, **place)
-            yield event("function_call_arguments.done", arguments=given, name=item["name"], **place)
+            yield event(
+                "function_call_arguments.done",
+                arguments=given,
+                name=item["name"],
+                **place,
+            )
         else:
             yield from _content_events(event, item, place)
         yield event("output_item.done", output_index=index, item=item)
@@ -294,7 +299,11 @@ def _add(told: list[Object], **part: Any) -> None:
 
 
 def _reasoning(item: Object, place: str) -> str:
-    thought = joined(item.get("content"), f"{place}.content", ("reasoning_text", "text"))
+    thought = joined(
+        item.get("content"),
+        f"{place}.content",
+        ("reasoning_text", "text"),
+    )
     return thought or joined(item.get("summary"), f"{place}.summary", ("summary_text",))
 
 

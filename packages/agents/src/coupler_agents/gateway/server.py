@@ -117,7 +117,11 @@ class Gateway:
             raise CouplerError(
                 "a session needs a gateway that listens.\n  call:  await gateway.start()"
             )
-        session = Session(conversation, self.url, secrets.token_urlsafe(KEY_BYTES))
+        session = Session(
+            conversation,
+            self.url,
+            secrets.token_urlsafe(KEY_BYTES),
+        )
         self.admit(session, session.api_key)
         return session
 
@@ -148,7 +152,12 @@ class Gateway:
         route = ROUTES.get(request.path)
         error, ping = (route.error, route.ping) if route else (chat.error, b"")
         bounds = self.bounds
-        stream = Stream(request, ping, bounds.ping_seconds, bounds.send_seconds)
+        stream = Stream(
+            request,
+            ping,
+            bounds.ping_seconds,
+            bounds.send_seconds,
+        )
         try:
             made = await self._answer(request, route, stream)
             status = 200
@@ -157,7 +166,8 @@ class Gateway:
             status = refused.status
 
         if stream.response:
-            await stream.send(made if isinstance(made, list) else [frame(made, "error")], last=True)
+            frames = made if isinstance(made, list) else [frame(made, "error")]
+            await stream.send(frames, last=True)
             return stream.response
         response = _response(made, status)
         if status in (408, 413):
@@ -187,7 +197,11 @@ class Gateway:
                 "not_found",
             )
         if request.method != route.method:
-            raise Refused(f"{request.path} takes {route.method}.", 405, "method_not_allowed")
+            raise Refused(
+                f"{request.path} takes {route.method}.",
+                405,
+                "method_not_allowed",
+            )
 
         with session.scope(self.bounds.in_flight) as running:
             try:
@@ -323,7 +337,11 @@ def _sentence(error: BaseException) -> str:
 
 
 def _gone() -> Refused:
-    return Refused("this episode has ended, and its key with it.", 410, "episode_ended")
+    return Refused(
+        "this episode has ended, and its key with it.",
+        410,
+        "episode_ended",
+    )
 
 
 def _equal(key: str, own: str) -> bool:

@@ -75,7 +75,12 @@ class GymnasiumEnvironment(Environment):
             seen = await game.begin(task.seed, self.reader.check)
             # A limit ends the episode, and what happened until then has a reward.
             with suppress(ConversationOver):
-                await self._play(with_observation(task.messages, seen), policy, game, score)
+                await self._play(
+                    with_observation(task.messages, seen),
+                    policy,
+                    game,
+                    score,
+                )
         finally:
             await game.close()
         return score.outcome()

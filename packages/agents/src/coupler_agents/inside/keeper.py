@@ -97,7 +97,11 @@ def _watch(life: socket.socket, first: int, processes: int, memory: int) -> dict
             how = "" if asked else "was ended"
             if asked:
                 stops = asked.endswith(STOP)
-                signal_below(first, processes, signal.SIGSTOP if stops else signal.SIGCONT)
+                signal_below(
+                    first,
+                    processes,
+                    signal.SIGSTOP if stops else signal.SIGCONT,
+                )
         elif (used := memory_of(first, processes)) > memory:
             how = f"used {used / 2**30:.2f} GiB of memory"
 
@@ -179,7 +183,11 @@ def _begin(others: list[int], terms: Terms) -> NoReturn:
     """Be the first process of a world, with the program as its child."""
     try:
         walls.end_with_parent()
-        walls.confine(terms.bounds, terms.mapped, 2 if terms.separate else 4)
+        walls.confine(
+            terms.bounds,
+            terms.mapped,
+            2 if terms.separate else 4,
+        )
         child = os.fork()
         if not child:
             _play(others)

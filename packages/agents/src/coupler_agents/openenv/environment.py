@@ -51,7 +51,12 @@ class OpenEnvEnvironment(Environment):
             messages = with_observation(task.messages, self._shown(result))
             # A limit ends the episode, and what happened until then has a reward.
             with suppress(ConversationOver):
-                await self._play(messages, policy, client, rewards)
+                await self._play(
+                    messages,
+                    policy,
+                    client,
+                    rewards,
+                )
 
         return Outcome(sum(rewards), turn_rewards=tuple(rewards))
 

@@ -46,7 +46,9 @@ class Shielded:
             return self.control.sub(lambda found: self.characters[found.group()], value)
         if isinstance(value, Mapping):
             return {self.shield(key): self.shield(each) for key, each in value.items()}
-        return [self.shield(each) for each in value] if isinstance(value, list | tuple) else value
+        if isinstance(value, list | tuple):
+            return [self.shield(each) for each in value]
+        return value
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Encode what the library writes."""
@@ -57,5 +59,6 @@ class Shielded:
     def decode(self, ids: Sequence[int], **options: Any) -> str:
         """Decode ids, and leave blanks as they are."""
         return self.codec.tokenizer.decode(
-            list(ids), **{"clean_up_tokenization_spaces": False, **options}
+            list(ids),
+            **{"clean_up_tokenization_spaces": False, **options},
         )

@@ -164,7 +164,11 @@ def _made(config: VerifiersConfig) -> Any:
         for name, role in resolved:
             if hasattr(role, "max_turns") and role.max_turns is None:
                 limited = role.model_copy(update={"max_turns": config.max_turns})
-                setattr(resolved, name, limited)
+                setattr(
+                    resolved,
+                    name,
+                    limited,
+                )
         return loaders.load_environment(resolved)
     except Exception as error:  # it has no class for all of them
         raise CouplerError(

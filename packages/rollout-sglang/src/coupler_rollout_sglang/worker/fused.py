@@ -56,10 +56,20 @@ def _draw(
     for start in range(0, vocab, 4 * block):
         counter = (start // 4 + lanes).to(tl.uint32)
         zeros = counter * 0
-        bits = tl.philox(seed, counter, zeros + position, zeros, zeros)
+        bits = tl.philox(
+            seed,
+            counter,
+            zeros + position,
+            zeros,
+            zeros,
+        )
         for part in tl.static_range(4):
             columns = start + part * block + lanes
-            x = tl.load(logits + row * stride + columns, columns < vocab, other=float("-inf"))
+            x = tl.load(
+                logits + row * stride + columns,
+                columns < vocab,
+                other=float("-inf"),
+            )
             x = x.to(tl.float32) / temperature
 
             higher = tl.maximum(largest, x)
@@ -67,7 +77,11 @@ def _draw(
             largest = higher
 
             uniform = (bits[part].to(tl.float32) + 0.5) * (1.0 / 4294967296.0)
-            key = tl.where(is_greedy, x, x - tl.log(_exponential(uniform)))
+            key = tl.where(
+                is_greedy,
+                x,
+                x - tl.log(_exponential(uniform)),
+            )
             better = key > best
             best = tl.where(better, key, best)
             column = tl.where(better, columns, column)

@@ -48,17 +48,30 @@ class CouplerSampler(Sampler):
         if info.need_top_p_sampling or has_top_k:
             # The log-prob of a greedy row is among all tokens.
             top_ks = info.top_ks.masked_fill(greedy, TOP_K_ALL)
-            logits, ids = kept(_logprobs(logits, temperatures), top_ks, info.top_ps)
+            logits, ids = kept(
+                _logprobs(logits, temperatures),
+                top_ks,
+                info.top_ps,
+            )
             temperatures = torch.ones_like(temperatures)
             if has_top_k:
                 found[messages.MASK_KEY] = _masks(ids, top_ks.tolist())
 
-        tokens, logprobs = _draw(logits, temperatures, greedy, info.sampling_seed, positions)
+        tokens, logprobs = _draw(
+            logits,
+            temperatures,
+            greedy,
+            info.sampling_seed,
+            positions,
+        )
         if return_logprob:
             logits_output.next_token_logprobs = logprobs
             if any(top_logprobs_nums) or any(token_ids_logprobs):
                 self.output_logprob_processor.compute_logprobs(
-                    _logprobs(logits, temperatures), top_logprobs_nums, token_ids_logprobs, tokens
+                    _logprobs(logits, temperatures),
+                    top_logprobs_nums,
+                    token_ids_logprobs,
+                    tokens,
                 ).write_output_to(logits_output)
         self._sync_token_ids_across_tp(tokens, info)
         logits_output.customized_info = found
@@ -93,8 +106,18 @@ def _draw(
         from coupler_rollout_sglang.worker.fused import draw
 
         if seeds is None:
-            seeds = torch.randint(1 << 62, positions.shape, device=logits.device)
-        return draw(logits, temperatures, greedy, seeds, positions)
+            seeds = torch.randint(
+                1 << 62,
+                positions.shape,
+                device=logits.device,
+            )
+        return draw(
+            logits,
+            temperatures,
+            greedy,
+            seeds,
+            positions,
+        )
 
     logprobs = _logprobs(logits, temperatures)
     sampled = sample(logprobs) if seeds is None else sample_on_cpu(logprobs, seeds, positions)

@@ -607,6 +607,7 @@ def test_samples_of_one_prompt_are_independent(
 ) -> None:
     requests = [Request(PROMPTS[2], 10, 1.5, seed=i) for i in range(8)]
     done = generate(served, requests)
+
     expect.same(
         len({d.tokens for d in done}),
         len(done),
