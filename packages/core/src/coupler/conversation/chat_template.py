@@ -154,7 +154,7 @@ class ChatTemplate:
             return self._until(text, end, ids, (0, 0))
 
         # unknown words are equal, whatever their letters
-        exact = same == len(found) and self.codec.tokenizer.unk_token_id not in found
+        exact = same == len(found) and self._plain.tokenizer.unk_token_id not in found
         until = before + same
         return until, (end, until) if exact else base
 
