@@ -34,6 +34,16 @@ def test_every_option_that_names_a_file_counts(tmp_path: Path) -> None:
     assert len(set(found.values())) == 4
 
 
+def test_the_question_to_a_judge_counts(tmp_path: Path) -> None:
+    question = tmp_path / "question.txt"
+    question.write_text("{completion}")
+    resolved = yaml.safe_dump({"judge": {"prompt": str(question), "max_tokens": 8}})
+    then = hash_user_files(resolved)
+    question.write_text("Rate: {completion}")
+    assert list(then) == [f"judge.prompt={question}"] and hash_user_files(resolved) != then
+    assert hash_user_files(yaml.safe_dump({"judge": {"prompt": ""}})) == {}
+
+
 def test_a_changed_file_is_named_and_a_new_one_is_not(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

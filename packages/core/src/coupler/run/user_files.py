@@ -21,7 +21,8 @@ TARGET = re.compile(r"(.+\.py):[^\W\d]\w*")
 
 
 def hash_user_files(resolved: str) -> dict[str, str]:
-    """Return the hash of each file that an option names as ``FILE.py:NAME``.
+    """Return the hash of each file that an option names as ``FILE.py:NAME``, and of
+    ``judge.prompt``.
 
     An option that names several files has one entry for each, as ``key=file``. A file
     that cannot be read is left out, since importing it fails with a sentence.
@@ -53,8 +54,10 @@ def warn_of_changed_files(then: Any, resolved: str, step: int) -> None:
 
 
 def _named(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield option and file of each target."""
+    """Yield option and file of each target, and of the question to a judge."""
     for key, value in options.items():
+        if key == "judge.prompt" and value:
+            yield key, str(value)
         for text in value if isinstance(value, list) else [value]:
             if isinstance(text, str) and (target := TARGET.fullmatch(text)):
                 yield key, target[1]
