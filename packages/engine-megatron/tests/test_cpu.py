@@ -7,12 +7,12 @@ from __future__ import annotations
 import threading
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from coupler.config.schema import RunConfig
 from coupler.errors import CouplerError
 from coupler.interfaces import EngineConfig, Model, Rank
 from coupler.plugins.finding import Finding
@@ -53,9 +53,7 @@ def test_the_doctor_lists_it_for_a_run_of_this_engine_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def report(engine: EngineConfig) -> list[Finding]:
-        return list(
-            coupler_doctor(SimpleNamespace(engine=engine, critic=SimpleNamespace(engine=None)))
-        )
+        return list(coupler_doctor(RunConfig(engine=engine)))
 
     lines = {finding.text for finding in report(MegatronConfig())}
     assert len(lines) == len(OF_TORCH | OF_MEGATRON)

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from coupler.config.schema import RouterReplay, RunConfig
 from coupler.engine_kit.adamw import Schedule
 from coupler_engine_megatron.config import TESTED, MegatronConfig
 from coupler_engine_megatron.layout import problems, stage_layers
@@ -295,22 +296,23 @@ def test_a_plan_says_which_sizes_no_test_has_together() -> None:
 
 
 def test_a_plan_names_the_engine_of_the_role(tmp_path: Path) -> None:
-    """The policy's and the critic's, each with its own model where there is one."""
+    """Each with its own model where there is one."""
     (tmp_path / "config.json").write_text(json.dumps(DENSE))
-    none = SimpleNamespace(path="")
-    config = SimpleNamespace(
-        engine=MegatronConfig(ranks=3, tensor_parallel=3),
-        model=SimpleNamespace(path=str(tmp_path)),
-        critic=SimpleNamespace(engine=MegatronConfig(ranks=3, pipeline_parallel=2), model=none),
-        router_replay="R2",
+    config = RunConfig(
+        engine=MegatronConfig(ranks=3, tensor_parallel=3), router_replay=RouterReplay.R2
     )
+    config.model.path = config.reward_model.model.path = str(tmp_path)
+    config.critic.engine = MegatronConfig(ranks=3, pipeline_parallel=2)
+    config.reward_model.engine = MegatronConfig(ranks=3, pipeline_parallel=2)
     lines = list(coupler_validate(config))
     assert any(
         line.startswith("engine.tensor_parallel=3 neither")
         and "set engine.tensor_parallel=" in line
         for line in lines
     )
-    assert any(line.startswith("critic.engine.ranks=3 is no multiple") for line in lines)
+    for role in ("critic", "reward_model"):
+        said = f"{role}.engine.ranks=3 is no multiple"
+        assert any(line.startswith(said) for line in lines), role
     assert any(line.startswith("router_replay=R2 needs a model with experts") for line in lines)
 
 

@@ -138,7 +138,11 @@ def test_it_serves_the_weights_of_its_folder(
     served = Served(rollout, Plugins.load().get("transport", "disk"))
 
     try:
-        assert worst(served, reference) < tolerance
+        expect.below(
+            worst(served, reference),
+            tolerance,
+            "the log-prob error of a rollout with the weights of its folder",
+        )
     finally:
         served.close()
 
