@@ -35,10 +35,10 @@ class Sequences:
         ``mask``.
 
         Args:
-            level: the ratio of each token; of its sequence, the product over tokens; or
-                the geometric mean of its sequence (GSPO, arXiv 2507.18071, eq. 7).
-                A token has the value of its sequence and a gradient of its own alone,
-                as in section 4.3 there.
+            level: the ratio of each token, the product over its sequence, or the
+                geometric mean of its sequence (GSPO, arXiv 2507.18071, eq. 7). A token
+                has the value of its sequence and a gradient of its own alone, as in
+                section 4.3 there.
         """
         difference = numerator - denominator
         if level is not Ratio.TOKEN:

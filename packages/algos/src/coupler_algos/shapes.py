@@ -13,6 +13,7 @@ from coupler_algos.config import PolicyConfig, Shape
 def surrogate(config: PolicyConfig, ratio: Tensor, advantages: Tensor, logprobs: Tensor) -> Tensor:
     """Return the loss of each token [T] that ``config.shape`` names."""
     low, high = config.clip_low, config.clip_high
+
     match config.shape:
         case Shape.CLIP:
             return clipped_surrogate(
