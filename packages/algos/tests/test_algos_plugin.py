@@ -16,11 +16,14 @@ from coupler_algos import plugin
 from coupler_algos.config import (
     KL,
     Behaviour,
+    Correction,
     GRPOConfig,
     KLEstimator,
     PPOConfig,
+    Ratio,
     RLOOConfig,
     SFTConfig,
+    Shape,
 )
 from coupler_algos.ppo import PPO
 
@@ -106,6 +109,35 @@ def test_ppo_needs_no_second_sample():
         (GRPOConfig(clip_high=-0.1), {}, ["algorithm.clip_high=-0.1", "negative"]),
         (GRPOConfig(dual_clip=0.5), {}, ["algorithm.dual_clip=0.5", "above 1"]),
         (GRPOConfig(correction_cap=-1.0), {}, ["algorithm.correction_cap=-1.0", "negative"]),
+        (
+            GRPOConfig(shape=Shape.GATE),
+            {},
+            ["algorithm.shape=gate does not clip", "algorithm.clip_low=0.2", "to 0"],
+        ),
+        (
+            GRPOConfig(shape=Shape.DETACHED_CLIP, dual_clip=3.0),
+            {},
+            ["algorithm.dual_clip=3.0", "does nothing with detached_clip"],
+        ),
+        (GRPOConfig(gate_positive=0.0), {}, ["algorithm.gate_positive=0.0", "above 0"]),
+        (GRPOConfig(scale_by_mean=True), {}, ["algorithm.scale_by_mean", "set one of them"]),
+        (GRPOConfig(opsm_delta=-1.0), {}, ["algorithm.opsm_delta=-1.0", "0 switches it off"]),
+        (
+            GRPOConfig(correction=Correction.MASK),
+            {},
+            ["algorithm.correction=mask", "algorithm.correction_cap=5"],
+        ),
+        (
+            GRPOConfig(correction_cap=2.0, correction_floor=0.5),
+            {},
+            ["algorithm.correction_floor=0.5", "algorithm.correction=mask"],
+        ),
+        (
+            GRPOConfig(correction=Correction.MASK, correction_cap=2.0, correction_floor=3.0),
+            {},
+            ["algorithm.correction_floor=3.0", "below algorithm.correction_cap=2.0"],
+        ),
+        (PPOConfig(ratio=Ratio.SEQUENCE), {}, ["algorithm.ratio=sequence", "token or geometric"]),
         (PPOConfig(gamma=1.5), {}, ["algorithm.gamma=1.5", "between 0 and 1"]),
         (PPOConfig(lam=-0.1), {}, ["algorithm.lam=-0.1", "between 0 and 1"]),
         (PPOConfig(value_clip=-1.0), {}, ["algorithm.value_clip=-1.0", "0 switches it off"]),

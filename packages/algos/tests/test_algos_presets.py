@@ -9,7 +9,7 @@ from coupler.config.schema import Job
 from coupler.errors import ConfigError
 from coupler.interfaces import Aggregation
 from coupler.plugins.manager import Plugins
-from coupler_algos.config import KL, GRPOConfig
+from coupler_algos.config import KL, Baseline, GRPOConfig, KLEstimator, Ratio, Shape
 
 
 def composed(*overrides: str) -> Composed:
@@ -42,6 +42,49 @@ def test_dr_grpo_divides_by_the_longest_completion_and_by_no_std():
     assert algorithm == GRPOConfig(
         aggregation=Aggregation.CONSTANT, aggregation_constant=512, scale_by_std=False, kl=KL.NONE
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("gspo", {"ratio": Ratio.GEOMETRIC, "clip_low": 3e-4, "clip_high": 4e-4}),
+        (
+            "cispo",
+            {
+                "shape": Shape.DETACHED_CLIP,
+                "aggregation": Aggregation.TOKEN_MEAN,
+                "clip_low": 0.0,
+                "clip_high": 4.0,
+            },
+        ),
+        ("sapo", {"shape": Shape.GATE, "clip_low": 0.0, "clip_high": 0.0}),
+        (
+            "opo",
+            {
+                "baseline": Baseline.LENGTH_WEIGHTED,
+                "scale_by_std": False,
+                "aggregation": Aggregation.SEQUENCE_MEAN_TOKEN_SUM,
+                "clip_low": 0.0,
+                "clip_high": 0.0,
+            },
+        ),
+        ("maxrl", {"scale_by_std": False, "scale_by_mean": True}),
+        (
+            "reinforce_plus_plus_baseline",
+            {
+                "scale_by_std": False,
+                "whiten": True,
+                "aggregation": Aggregation.TOKEN_MEAN,
+                "kl": KL.IN_LOSS,
+                "kl_estimator": KLEstimator.K2,
+                "kl_coef": 0.001,
+            },
+        ),
+    ],
+)
+def test_a_preset_is_grpo_with_these_switches(name: str, changes: dict[str, object]) -> None:
+    found = composed(f"algorithm={name}").config.algorithm
+    assert found == GRPOConfig(**{"kl": KL.NONE, **changes})
 
 
 def test_the_command_line_wins_over_a_preset():

@@ -12,11 +12,21 @@ from coupler.interfaces import Aggregation
 from coupler.loop.loss_weight import loss_weight, prepare
 from coupler.metrics import merge, values
 from coupler.worker.train_infer import checked_loss
-from coupler_algos.config import KL, Behaviour, GRPOConfig, KLEstimator, RLOOConfig, SFTConfig
+from coupler_algos.config import (
+    KL,
+    Behaviour,
+    Correction,
+    GRPOConfig,
+    KLEstimator,
+    Ratio,
+    RLOOConfig,
+    SFTConfig,
+    Shape,
+)
 from coupler_algos.grpo import GRPO
-from coupler_algos.losses import clipped_surrogate
 from coupler_algos.rloo import RLOO
 from coupler_algos.sft import SFT
+from coupler_algos.shapes import clipped_surrogate
 
 EVERYTHING = {
     "dual_clip": 3.0,
@@ -30,6 +40,18 @@ ALGORITHMS = [
     GRPO(GRPOConfig(**EVERYTHING, kl_estimator=KLEstimator.K2)),
     GRPO(GRPOConfig(behaviour=Behaviour.ROLLOUT, kl=KL.NONE)),
     GRPO(GRPOConfig(aggregation=Aggregation.CONSTANT, aggregation_constant=16, kl=KL.IN_REWARD)),
+    GRPO(GRPOConfig(ratio=Ratio.GEOMETRIC, kl=KL.NONE, opsm_delta=0.1)),
+    GRPO(GRPOConfig(shape=Shape.DETACHED_CLIP, clip_low=0.0, clip_high=0.3, kl=KL.NONE)),
+    GRPO(GRPOConfig(shape=Shape.GATE, clip_low=0.0, clip_high=0.0, kl=KL.NONE)),
+    GRPO(
+        GRPOConfig(
+            kl=KL.NONE,
+            correction_cap=2.0,
+            correction=Correction.MASK,
+            correction_floor=0.5,
+            correction_ratio=Ratio.GEOMETRIC,
+        )
+    ),
     RLOO(RLOOConfig()),
     RLOO(RLOOConfig(**EVERYTHING, clip_low=0.2, clip_high=0.2)),
     SFT(SFTConfig()),

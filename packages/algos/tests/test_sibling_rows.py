@@ -14,7 +14,7 @@ from coupler.interfaces import Aggregation, Algorithm
 from coupler.loop.engine_group import _mini_batches
 from coupler.loop.loss_weight import loss_weight
 from coupler.loop.step_metrics import describe
-from coupler_algos.config import KL, GRPOConfig, RLOOConfig
+from coupler_algos.config import KL, Baseline, GRPOConfig, RLOOConfig
 from coupler_algos.grpo import GRPO
 from coupler_algos.rloo import RLOO
 
@@ -27,6 +27,12 @@ ALGORITHMS: dict[str, Callable[[], Algorithm]] = {
     "rloo, kl in the reward": lambda: RLOO(RLOOConfig(kl=KL.IN_REWARD, kl_coef=0.1)),
     "grpo, overlong": lambda: GRPO(
         GRPOConfig(kl=KL.NONE, overlong_buffer_tokens=3, overlong_max_tokens=8)
+    ),
+    "grpo, weighted by length": lambda: GRPO(
+        GRPOConfig(kl=KL.NONE, scale_by_std=False, baseline=Baseline.LENGTH_WEIGHTED)
+    ),
+    "grpo, by the mean and whitened": lambda: GRPO(
+        GRPOConfig(kl=KL.NONE, scale_by_std=False, scale_by_mean=True, whiten=True)
     ),
     "rloo": lambda: RLOO(RLOOConfig(kl=KL.NONE)),
 }

@@ -39,6 +39,48 @@ class Behaviour(StrEnum):
     """The log-probs that the rollout reported when it sampled."""
 
 
+class Ratio(StrEnum):
+    """Choose what one ratio of probabilities is of."""
+
+    TOKEN = "token"
+    SEQUENCE = "sequence"
+    """The product over the sampled tokens of a sequence."""
+    GEOMETRIC = "geometric"
+    """The geometric mean over them: GSPO (arXiv 2507.18071) eq. 7."""
+
+
+class Shape(StrEnum):
+    """Choose how ratio and advantage become a loss.
+
+    :mod:`coupler_algos.shapes` has each.
+    """
+
+    CLIP = "clip"
+    """PPO's: arXiv 1707.06347 eq. 7."""
+    DETACHED_CLIP = "detached_clip"
+    """CISPO's: arXiv 2506.13585 eq. 4."""
+    GATE = "gate"
+    """SAPO's: arXiv 2511.20347."""
+
+
+class Correction(StrEnum):
+    """Choose what becomes of a weight w = recomputed / rollout probability."""
+
+    TRUNCATE = "truncate"
+    """min(w, cap): arXiv 1802.01561."""
+    MASK = "mask"
+    """w between floor and cap, and 0 outside: IcePop (arXiv 2510.18855)."""
+
+
+class Baseline(StrEnum):
+    """Choose what GRPO subtracts from a reward."""
+
+    MEAN = "mean"
+    """The mean of the prompt's group."""
+    LENGTH_WEIGHTED = "length_weighted"
+    """The mean of the group, weighted by sampled tokens: OPO (arXiv 2505.23585)."""
+
+
 @dataclass
 class PolicyConfig:
     """Hold what GRPO, RLOO and PPO share. In every number, 0 switches the part off."""
@@ -47,6 +89,11 @@ class PolicyConfig:
     """How the losses of tokens add up to the loss of a step."""
     aggregation_constant: int = 0
     """The divisor of each sequence's loss under aggregation=constant, in tokens."""
+    ratio: Ratio = Ratio.TOKEN
+    """What one ratio of probabilities is of: a token, a sequence, or the geometric mean
+    of a sequence."""
+    shape: Shape = Shape.CLIP
+    """How ratio and advantage become a loss: clip, detached_clip or gate."""
     clip_low: float = 0.0
     """The ratio is clipped below at 1 - clip_low. 0 does not clip it there."""
     clip_high: float = 0.0
@@ -55,12 +102,28 @@ class PolicyConfig:
     """Bound the loss of a negative advantage at -advantage * dual_clip. It must be
     above 1, or 0 for no bound.
     """
+    gate_positive: float = 1.0
+    """The steepness of shape=gate where the advantage is positive."""
+    gate_negative: float = 1.05
+    """The steepness of shape=gate where the advantage is negative."""
     behaviour: Behaviour = Behaviour.RECOMPUTED
     """The log-probs in the denominator of the ratio: recomputed by the trainer before
     the batch's first optimizer step, or reported by the rollout."""
     correction_cap: float = 0.0
     """Weigh the loss with min(recomputed / rollout probability, correction_cap). 0 does
     not weigh it.
+    """
+    correction: Correction = Correction.TRUNCATE
+    """What becomes of the weight above correction_cap: truncate takes the cap, and mask
+    drops the token, also below correction_floor."""
+    correction_floor: float = 0.0
+    """The least weight that correction=mask keeps."""
+    correction_ratio: Ratio = Ratio.TOKEN
+    """What the weight of correction_cap is of: a token, a sequence, or the geometric
+    mean of a sequence."""
+    opsm_delta: float = 0.0
+    """Drop a sequence with a negative advantage whose mean log-prob fell by more than
+    this many nats since it was sampled. 0 drops none.
     """
     kl: KL = KL.NONE
     """Where the divergence from the reference enters: in the reward, in the loss, or
@@ -133,8 +196,16 @@ class GRPOConfig(GroupConfig):
     clip_high: float = 0.2
     kl: KL = KL.IN_LOSS
     kl_coef: float = 0.04
+    baseline: Baseline = Baseline.MEAN
+    """What is subtracted from a reward: the group's mean, or that mean weighted by
+    sampled tokens."""
     scale_by_std: bool = True
     """Divide advantages by the standard deviation of the group's rewards."""
+    scale_by_mean: bool = False
+    """Divide advantages by the mean of the group's rewards, which must not be negative.
+    """
+    whiten: bool = False
+    """Shift and scale the advantages of a batch to mean 0 and standard deviation 1."""
 
 
 @dataclass
@@ -148,6 +219,8 @@ class RLOOConfig(GroupConfig):
     name: str = "rloo"
     """The algorithm's name, chosen by algorithm=NAME."""
     aggregation: Aggregation = Aggregation.SEQUENCE_MEAN_TOKEN_SUM
+    ratio: Ratio = Ratio.SEQUENCE
+    correction_ratio: Ratio = Ratio.SEQUENCE
     kl: KL = KL.IN_REWARD
     kl_coef: float = 0.05
     kl_estimator: KLEstimator = KLEstimator.K1

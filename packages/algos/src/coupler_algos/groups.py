@@ -36,6 +36,22 @@ class Groups:
         shifted = values - values[self._first][self._of]
         return shifted - (np.bincount(self._of, shifted) / self._size)[self._of]
 
+    def mean(self, values: np.ndarray) -> np.ndarray:
+        """Return [N] the mean of each member's group."""
+        return (np.bincount(self._of, values) / self._size)[self._of]
+
+    def minus_weighted(self, values: np.ndarray, weights: np.ndarray) -> np.ndarray:
+        """Subtract the weighted mean of the member's group from [N].
+
+        The result is exactly 0 where all values of a group are equal. A group without
+        weight has its plain mean.
+        """
+        total = np.bincount(self._of, weights)[self._of]
+        weights = np.where(total > 0, weights, 1.0)
+        shifted = values - values[self._first][self._of]
+        mean = np.bincount(self._of, shifted * weights) / np.bincount(self._of, weights)
+        return shifted - mean[self._of]
+
     def std(self, values: np.ndarray) -> np.ndarray:
         """Return [N] the standard deviation of each member's group.
 

@@ -8,16 +8,25 @@ them, NaN included.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from coupler.interfaces import Columns
 from coupler.metrics import Metric, Metrics
 from coupler_algos import kl
-from coupler_algos.config import KL, Behaviour, KLEstimator, PolicyConfig, PPOConfig
-from coupler_algos.kl import KL_COEF, MAX_LOG_RATIO
+from coupler_algos.config import (
+    KL,
+    Behaviour,
+    Correction,
+    KLEstimator,
+    PolicyConfig,
+    PPOConfig,
+    Ratio,
+    Shape,
+)
+from coupler_algos.kl import KL_COEF
+from coupler_algos.ratios import Sequences
+from coupler_algos.shapes import surrogate
 
 
 def nll_loss(out: Columns, batch: Columns) -> tuple[Tensor, Metrics]:
@@ -28,30 +37,20 @@ def nll_loss(out: Columns, batch: Columns) -> tuple[Tensor, Metrics]:
 
 
 def policy_loss(
-    config: PolicyConfig, out: Columns, batch: Columns, sequence_ratio: bool
+    config: PolicyConfig,
+    out: Columns,
+    batch: Columns,
 ) -> tuple[Tensor, Metrics]:
-    """Return the clipped surrogate, with KL and entropy bonus, per token [T].
+    """Return the surrogate of ``config.shape``, with KL and entropy bonus, [T].
 
-    ``kl_coef * KL`` is added and ``entropy_coef * entropy`` subtracted. The log of the
-    ratio is limited to +-20, and its gradient is zero beyond. With ``correction_cap``
-    the surrogate is weighted by ``min(p_recomputed / p_rollout, cap)``: the decoupled
-    objective of arXiv 2110.00641 with the truncated weights of arXiv 1802.01561.
-
-    Args:
-        sequence_ratio: take one ratio per sequence, the product over its tokens. A
-            sequence then has one surrogate, of which each valid token holds an equal
-            part.
+    ``kl_coef * KL`` is added and ``entropy_coef * entropy`` subtracted. With one ratio
+    per sequence, its product over tokens, a sequence has one surrogate, of which each
+    valid token holds an equal part.
     """
-    mask = batch["loss_mask"]
+    mask, sequences = batch["loss_mask"], Sequences.of(batch)
 
     def valid(column: Tensor) -> Tensor:
         return torch.where(mask, column, 0.0)
-
-    def log_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-        difference = numerator - denominator
-        if sequence_ratio:
-            difference = sum_over_sequence(difference, batch["cu_seqlens"], batch["seq"])
-        return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
     logprobs, advantages = valid(out["logprobs"]), valid(batch["advantages"])
     if config.behaviour is Behaviour.ROLLOUT:
@@ -59,16 +58,27 @@ def policy_loss(
     else:
         old = valid(batch["old_logprobs"]) if "old_logprobs" in batch else logprobs.detach()
 
-    ratio = log_ratio(logprobs, old).exp()
-    loss = clipped_surrogate(ratio, advantages, config.clip_low, config.clip_high, config.dual_clip)
+    ratio = sequences.log_ratio(logprobs, old, config.ratio).exp()
+    loss = surrogate(
+        config,
+        ratio,
+        advantages,
+        logprobs,
+    )
     metrics = _ratio_metrics(config, ratio.detach(), advantages, mask)
+
+    if config.opsm_delta:
+        moved = sequences.log_ratio(old, logprobs.detach(), Ratio.GEOMETRIC)
+        dropped = (advantages < 0) & (moved > config.opsm_delta)
+        loss = torch.where(dropped, 0.0, loss)
+        metrics["opsm_masked"] = _mean(dropped, mask)
     if config.correction_cap:
-        weight = log_ratio(old, valid(batch["rollout_logprobs"])).exp()
-        loss = loss * weight.clamp(max=config.correction_cap)
-        metrics["correction_capped"] = _mean(weight > config.correction_cap, mask)
+        weight, measured = _correction(config, sequences, old, valid(batch["rollout_logprobs"]))
+        loss = loss * weight
+        metrics |= measured
     metrics["policy_loss"] = _mean(loss, mask)
-    if sequence_ratio:
-        loss = count_once(loss, mask, batch["cu_seqlens"], batch["seq"])
+    if config.ratio is Ratio.SEQUENCE:
+        loss = sequences.count_once(loss)
 
     if config.kl is not KL.NONE:
         reference = valid(batch["ref_logprobs"])
@@ -83,6 +93,28 @@ def policy_loss(
         if config.entropy_coef:
             loss = loss - config.entropy_coef * entropy
     return loss, metrics
+
+
+def _correction(
+    config: PolicyConfig, sequences: Sequences, recomputed: Tensor, rollout: Tensor
+) -> tuple[Tensor, Metrics]:
+    """Return the weights [T] for tokens that another program sampled.
+
+    ``w = p_recomputed / p_rollout``, as :class:`~coupler_algos.config.Correction` says.
+    """
+    weight = sequences.log_ratio(
+        recomputed,
+        rollout,
+        config.correction_ratio,
+    ).exp()
+    over = weight > config.correction_cap
+    if config.correction is Correction.TRUNCATE:
+        return weight.clamp(max=config.correction_cap), {
+            "correction_capped": _mean(over, sequences.mask)
+        }
+
+    outside = over | (weight < config.correction_floor)
+    return torch.where(outside, 0.0, weight), {"correction_masked": _mean(outside, sequences.mask)}
 
 
 def value_loss(config: PPOConfig, out: Columns, batch: Columns) -> tuple[Tensor, Metrics]:
@@ -109,49 +141,6 @@ def value_loss(config: PPOConfig, out: Columns, batch: Columns) -> tuple[Tensor,
     return loss, {**metrics, "value_loss": _mean(loss, mask)}
 
 
-def clipped_surrogate(
-    ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float
-) -> Tensor:
-    """Return ``max(-A * r, -A * clip(r, 1 - low, 1 + high))`` [T].
-
-    It is PPO (arXiv 1707.06347) eq. 7 with the two limits of DAPO (arXiv 2503.14476)
-    eq. 10. A limit of 0 is none. If A < 0, ``dual`` bounds the loss by ``-A * dual``:
-    dual-clip PPO (arXiv 1912.09729).
-    """
-    clipped = ratio.clamp(1 - (low or math.inf), 1 + (high or math.inf))
-    loss = torch.maximum(-advantages * ratio, -advantages * clipped)
-    if not dual:
-        return loss
-    return torch.where(advantages < 0, torch.minimum(loss, -advantages * dual), loss)
-
-
-def sum_over_sequence(per_token: Tensor, cu_seqlens: Tensor, seq: Tensor) -> Tensor:
-    """Give every token the sum over its sequence, with its own gradient only.
-
-    Summed over a sequence, the gradients are then those of one loss per sequence: GSPO
-    (arXiv 2507.18071) section 4.3.
-
-    Returns:
-        [T] as ``per_token``.
-    """
-    total = torch.segment_reduce(per_token.detach(), "sum", offsets=cu_seqlens.long())
-    return total[seq] + (per_token - per_token.detach())
-
-
-def count_once(per_token: Tensor, mask: Tensor, cu_seqlens: Tensor, seq: Tensor) -> Tensor:
-    """Divide a loss that all tokens of a sequence repeat among its valid tokens.
-
-    Their sum is then one loss per sequence, as it is for the gradients, which
-    :func:`sum_over_sequence` divided already: they pass as they are.
-
-    Returns:
-        [T] as ``per_token``.
-    """
-    valid = torch.segment_reduce(mask.to(per_token.dtype), "sum", offsets=cu_seqlens.long())
-    value = per_token.detach()
-    return value / valid.clamp(min=1)[seq] + (per_token - value)
-
-
 def _ratio_metrics(
     config: PolicyConfig, ratio: Tensor, advantages: Tensor, mask: Tensor
 ) -> Metrics:
@@ -162,10 +151,14 @@ def _ratio_metrics(
         "kl_old": _mean(-ratio.log(), mask),
     }
 
+    # A clip without a gradient holds for both signs of an advantage.
+    either = config.shape is Shape.DETACHED_CLIP
     if config.clip_low:
-        metrics["clip_low"] = _mean((ratio < 1 - config.clip_low) & (advantages < 0), mask)
+        below = ratio < 1 - config.clip_low
+        metrics["clip_low"] = _mean(below & (either | (advantages < 0)), mask)
     if config.clip_high:
-        metrics["clip_high"] = _mean((ratio > 1 + config.clip_high) & (advantages > 0), mask)
+        above = ratio > 1 + config.clip_high
+        metrics["clip_high"] = _mean(above & (either | (advantages > 0)), mask)
     if config.dual_clip:
         metrics["clip_dual"] = _mean((ratio > config.dual_clip) & (advantages < 0), mask)
     return metrics

@@ -16,14 +16,11 @@ from coupler.metrics import Metrics
 from coupler_algos.adaptive import AdaptiveKL
 from coupler_algos.config import PolicyConfig
 from coupler_algos.groups import Groups
-from coupler_algos.shaping import scores
+from coupler_algos.shaping import sampled_tokens, scores
 
 
 class Policy(Algorithm):
     """Base class of every algorithm with a ratio of probabilities."""
-
-    sequence_ratio = False
-    """If it is true, there is one probability ratio per sequence, not per token."""
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__(config)
@@ -36,7 +33,7 @@ class Policy(Algorithm):
         """Return :func:`coupler_algos.losses.policy_loss`."""
         from coupler_algos import losses
 
-        return losses.policy_loss(self.config, out, batch, self.sequence_ratio)
+        return losses.policy_loss(self.config, out, batch)
 
     def controller(self) -> Controller | None:
         """Return an adaptive KL coefficient if ``kl_target`` is set."""
@@ -50,8 +47,12 @@ class GroupPolicy(Policy):
     """
 
     @abstractmethod
-    def compare(self, scores: np.ndarray, groups: Groups) -> np.ndarray:
-        """Turn [N] scores of trajectories into [N] advantages."""
+    def compare(self, scores: np.ndarray, groups: Groups, lengths: np.ndarray) -> np.ndarray:
+        """Turn [N] scores of trajectories into [N] advantages.
+
+        Args:
+            lengths: [N] the tokens that each trajectory sampled.
+        """
 
     def advantages(self, batch: Batch) -> Batch:
         """Add ``advantages`` [T] float32; 0 outside ``loss_mask``.
@@ -60,7 +61,11 @@ class GroupPolicy(Policy):
             CouplerError: a group has one trajectory only.
         """
         first, of_row = batch.trajectories()
-        per_trajectory = self.compare(scores(self.config, batch), Groups(batch["group"][first]))
+        per_trajectory = self.compare(
+            scores(self.config, batch),
+            Groups(batch["group"][first]),
+            sampled_tokens(batch),
+        )
 
         per_token = batch.spread(per_trajectory[of_row])
         return batch.with_tokens(

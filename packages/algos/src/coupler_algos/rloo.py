@@ -17,7 +17,5 @@ from coupler_algos.policy import GroupPolicy
 class RLOO(GroupPolicy):
     """Run ``algorithm=rloo``, by :class:`~coupler_algos.config.RLOOConfig`."""
 
-    sequence_ratio = True
-
-    def compare(self, scores: np.ndarray, groups: Groups) -> np.ndarray:
+    def compare(self, scores: np.ndarray, groups: Groups, lengths: np.ndarray) -> np.ndarray:
         return groups.minus_others(scores)

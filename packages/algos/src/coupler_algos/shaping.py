@@ -40,6 +40,12 @@ def kl_coefficient(config: PolicyConfig, batch: Batch) -> np.ndarray:
     return np.full(len(batch), config.kl_coef)
 
 
+def sampled_tokens(batch: Batch) -> np.ndarray:
+    """Return [N] the number of tokens that each trajectory sampled."""
+    first, of_row = batch.trajectories()
+    return np.bincount(of_row, batch.sum_by_sequence(batch["loss_mask"]), minlength=len(first))
+
+
 def scores(config: PolicyConfig, batch: Batch) -> np.ndarray:
     """Return [N] the reward of each trajectory, with its penalties.
 
@@ -53,7 +59,7 @@ def scores(config: PolicyConfig, batch: Batch) -> np.ndarray:
     score = batch["reward"][first].astype(np.float64)
     if config.overlong_buffer_tokens:
         limit, buffer = config.overlong_max_tokens, config.overlong_buffer_tokens
-        score = score + overlong_penalty(total(batch["loss_mask"]), limit, buffer)
+        score = score + overlong_penalty(sampled_tokens(batch), limit, buffer)
     if config.kl is KL.IN_REWARD:
         coefficient = batch.spread(kl_coefficient(config, batch))
         score = score - total(coefficient * kl_per_token(config, batch))

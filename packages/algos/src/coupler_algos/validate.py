@@ -10,11 +10,15 @@ from coupler_algos.adaptive import MAX_ERROR
 from coupler_algos.config import (
     KL,
     Behaviour,
+    Correction,
     GroupConfig,
+    GRPOConfig,
     KLEstimator,
     PolicyConfig,
     PPOConfig,
+    Ratio,
     SFTConfig,
+    Shape,
 )
 
 if TYPE_CHECKING:
@@ -43,6 +47,8 @@ def problems(config: RunConfig) -> Iterator[str]:
         algorithm, "the longest completion, algorithm.aggregation_constant=${sampling.max_tokens}"
     )
     yield from _ratio(algorithm)
+    yield from _shape(algorithm)
+    yield from _correction(algorithm)
     yield from _kl(algorithm)
     yield from _horizon(config, algorithm)
     yield from _overlong(config, algorithm)
@@ -91,6 +97,41 @@ def _ratio(a: PolicyConfig) -> Iterator[str]:
             "switch it off."
         )
 
+
+def _shape(a: PolicyConfig) -> Iterator[str]:
+    if a.dual_clip and a.shape is not Shape.CLIP:
+        yield (
+            f"algorithm.dual_clip={a.dual_clip} belongs to algorithm.shape=clip and does nothing "
+            f"with {a.shape}: set one of them back."
+        )
+
+    if a.shape is Shape.GATE and (a.clip_low or a.clip_high):
+        yield (
+            f"algorithm.shape=gate does not clip: set algorithm.clip_low={a.clip_low} and "
+            f"algorithm.clip_high={a.clip_high} to 0."
+        )
+
+    for key in ("gate_positive", "gate_negative"):
+        if getattr(a, key) <= 0:
+            yield f"algorithm.{key}={getattr(a, key)} must be above 0; 1 is usual."
+
+    if a.ratio is Ratio.SEQUENCE and isinstance(a, PPOConfig):
+        yield (
+            "algorithm.ratio=sequence needs one advantage for all tokens of a sequence, and "
+            "algorithm=ppo has one for each: set algorithm.ratio=token or geometric."
+        )
+
+    if isinstance(a, GRPOConfig) and a.scale_by_std and a.scale_by_mean:
+        yield (
+            "algorithm.scale_by_std and algorithm.scale_by_mean divide the same advantages: set "
+            "one of them to false."
+        )
+
+    if a.opsm_delta < 0:
+        yield f"algorithm.opsm_delta={a.opsm_delta} must not be negative: 0 switches it off."
+
+
+def _correction(a: PolicyConfig) -> Iterator[str]:
     if a.correction_cap < 0:
         yield (
             f"algorithm.correction_cap={a.correction_cap} must not be negative: 0 switches "
@@ -101,6 +142,25 @@ def _ratio(a: PolicyConfig) -> Iterator[str]:
         yield (
             "algorithm.correction_cap corrects from recomputed to rollout log-probs and does "
             "nothing with algorithm.behaviour=rollout: set one of them back."
+        )
+
+    masks = a.correction is Correction.MASK
+    if masks and not a.correction_cap:
+        yield (
+            "algorithm.correction=mask needs the largest weight that it keeps: set "
+            "algorithm.correction_cap=5."
+        )
+
+    if a.correction_floor and not masks:
+        yield (
+            f"algorithm.correction_floor={a.correction_floor} belongs to "
+            "algorithm.correction=mask: set one of them back."
+        )
+
+    if masks and a.correction_cap and not 0 <= a.correction_floor < a.correction_cap:
+        yield (
+            f"algorithm.correction_floor={a.correction_floor} must be at least 0 and below "
+            f"algorithm.correction_cap={a.correction_cap}."
         )
 
 

@@ -79,11 +79,7 @@ class LiteralCalls:
         is one.
         """
         literals, given = Literals(self.quote), dict[str, Any]()
-        at = expect(
-            text,
-            at,
-            self.begins,
-        )
+        at = expect(text, at, self.begins)
 
         while True:
             more = loosely(self.more).match(text, at) if self.more is not None else None
@@ -92,24 +88,11 @@ class LiteralCalls:
             if loosely(self.closes).fullmatch(text, at):
                 return given, None
 
-            at = (
-                expect(
-                    text,
-                    at,
-                    ",",
-                )
-                if given
-                else at
-            )
+            if given:
+                at = expect(text, at, ",")
             key, at = literals.key(text, at)
-            given[key], at = literals.read(
-                text,
-                expect(
-                    text,
-                    at,
-                    self.assigns,
-                ),
-            )
+            at = expect(text, at, self.assigns)
+            given[key], at = literals.read(text, at)
             at = skip(text, at)
 
 

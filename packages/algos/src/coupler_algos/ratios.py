@@ -1,0 +1,81 @@
+"""Compare probabilities by token or by sequence, in torch.
+
+A sequence is a row of the batch: what it sampled are its tokens under ``loss_mask``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from coupler.interfaces import Columns
+from coupler_algos.config import Ratio
+from coupler_algos.kl import MAX_LOG_RATIO
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """The rows of a batch, whose tokens are packed in one dimension of length T."""
+
+    mask: Tensor
+    cu_seqlens: Tensor
+    seq: Tensor
+
+    @classmethod
+    def of(cls, batch: Columns) -> Sequences:
+        """Return the rows of ``batch``."""
+        return cls(batch["loss_mask"], batch["cu_seqlens"], batch["seq"])
+
+    def log_ratio(self, numerator: Tensor, denominator: Tensor, level: Ratio) -> Tensor:
+        """Return the log of a ratio of probabilities [T], limited to +-20.
+
+        Its gradient is zero beyond. Both are log-probs [T], with equal values outside
+        ``mask``.
+
+        Args:
+            level: the ratio of each token, the product over its sequence, or the
+                geometric mean of its sequence (GSPO, arXiv 2507.18071, eq. 7). A token
+                has the value of its sequence and a gradient of its own alone, as in
+                section 4.3 there.
+        """
+        difference = numerator - denominator
+        if level is not Ratio.TOKEN:
+            difference = self.shared(
+                difference,
+                mean=level is Ratio.GEOMETRIC,
+            )
+        return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+    def shared(self, per_token: Tensor, *, mean: bool = False) -> Tensor:
+        """Give every token the sum or the mean over its sequence, with its own gradient
+        only.
+
+        Summed over a sequence, the gradients are then those of one loss per sequence.
+        """
+        total = self.total(per_token.detach())
+        if mean:
+            total = total / self.counts()
+        return total[self.seq] + (per_token - per_token.detach())
+
+    def count_once(self, per_token: Tensor) -> Tensor:
+        """Divide a loss that all tokens of a sequence repeat among its valid tokens.
+
+        Their sum is then one loss per sequence, as it is for the gradients, which
+        :meth:`shared` divided already: they pass as they are.
+        """
+        value = per_token.detach()
+        return value / self.counts()[self.seq] + (per_token - value)
+
+    def total(self, per_token: Tensor) -> Tensor:
+        """Return the sum over each sequence [B]."""
+        return torch.segment_reduce(
+            per_token,
+            "sum",
+            offsets=self.cu_seqlens.long(),
+        )
+
+    def counts(self) -> Tensor:
+        """Return the valid tokens of each sequence [B], at least 1."""
+        return self.total(self.mask.to(torch.get_default_dtype())).clamp(min=1)
