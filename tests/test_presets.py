@@ -31,6 +31,7 @@ def test_a_preset_trains(tmp_path: Path, model: Path, preset: str) -> None:
             "optimizer_steps_per_batch=2",
         )
     )
-    for step in log[1:]:
-        assert step["train/grad_norm"] > 0 and isfinite(step["train/policy_loss"])
-        assert step["train/ratio_max"] > 1
+    assert all(isfinite(step["policy_loss"]) for step in log[1:])
+    # A step whose rewards are equal moves nothing.
+    assert max(step["train/grad_norm"] for step in log[1:]) > 0
+    assert any(step["ratio_mean"] != 1 for step in log[1:])
