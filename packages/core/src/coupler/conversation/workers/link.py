@@ -207,7 +207,7 @@ class Link:
         if "ask" in line:
             self.wire.post({"episode": 0, "call": line["call"], "over": Ended.CUT})
         elif "ended" not in line:
-            self._left(line["episode"])
+            self._left(line.get("episode", 0))
 
     def _left(self, *numbers: int) -> None:
         for number in numbers:
