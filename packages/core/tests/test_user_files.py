@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -60,3 +61,9 @@ def test_a_changed_file_is_named_and_a_new_one_is_not(
     warn_of_changed_files(then, resolved, 3)
     said = f"environment.functions={file} was changed since step 3, and is used as it is now"
     assert [record.message for record in caplog.records] == [said]
+
+
+def test_a_pipe_in_the_place_of_a_file_is_left_out(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "reward.py")
+    resolved = yaml.safe_dump({"reward": {"target": f"{tmp_path}/reward.py:score"}})
+    assert hash_user_files(resolved) == {}

@@ -33,6 +33,9 @@ def hash_user_files(resolved: str) -> dict[str, str]:
     found = {}
 
     for key, file in _named(flatten(yaml.safe_load(resolved))):
+        # a pipe in its place would not end
+        if not Path(file).is_file():
+            continue
         try:
             found[f"{key}={file}"] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
         except OSError:
