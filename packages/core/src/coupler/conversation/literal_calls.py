@@ -17,7 +17,7 @@ from coupler.conversation.literals import Literals, expect, skip
 from coupler.conversation.messages import is_flat
 from coupler.conversation.reading import ARGUMENTS, NAME, Thinking, call, calls_text, loosely
 from coupler.conversation.rendering import Malformed
-from coupler.conversation.tagged_calls import FIRST, NAMES, OTHER, SECOND, check, cut
+from coupler.conversation.tagged_calls import FIRST, NAMES, OTHER, SECOND, check, cut, read_calls
 from coupler.errors import CouplerError
 
 ASSIGNS = re.compile(r"\s*[:=]\s*")
@@ -55,24 +55,17 @@ class LiteralCalls:
         Raises:
             Malformed: something that began as a call cannot be read.
         """
-        began = loosely(self.opens).search(text)
-        if not began:
-            return text, []
-        found: list[tuple[str, Any]] = []
-        at: int | None = began.end()
 
-        while at is not None:
-            name = NAMES.match(text, at)
-            if not name:
-                raise Malformed(f"a tool call has no name: {text[at:][:40]!r}")
+        def arguments(_: str, at: int) -> tuple[dict[str, Any], int | None]:
             try:
-                given, at = self._arguments(text, name.end())
+                given, after = self._arguments(text, at)
             except (ValueError, RecursionError) as error:
                 raise Malformed(f"a tool call cannot be read: {error}") from None
             if not is_flat(given):
                 raise Malformed("the arguments of a tool call nest too deeply")
-            found.append((name.group(), given))
-        return text[: began.start()].rstrip("\n"), found
+            return given, after
+
+        return read_calls(text, loosely(self.opens), arguments)
 
     def _arguments(self, text: str, at: int) -> tuple[dict[str, Any], int | None]:
         """Return the arguments behind a name, and the place of the next name, if there

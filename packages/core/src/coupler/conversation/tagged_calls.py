@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,36 @@ FIRST, SECOND = ARGUMENTS
 OTHER = "another_example"
 VALUES = (ARGUMENTS[FIRST], json.dumps(ARGUMENTS[SECOND], ensure_ascii=False))
 NAMES = re.compile(r"[\w.:/-]{1,128}")
+
+
+def read_calls(
+    text: str,
+    opens: re.Pattern[str],
+    arguments: Callable[[str, int], tuple[dict[str, Any], int | None]],
+) -> tuple[str, list[tuple[str, Any]]]:
+    """Return the text before the calls, and name and arguments of each call.
+
+    Args:
+        opens: what stands before the first name.
+        arguments: takes a name and the place behind it. It returns the arguments, and
+            the place of the next name, if there is one.
+
+    Raises:
+        Malformed: a call has no name.
+    """
+    began = opens.search(text)
+    if not began:
+        return text, []
+    found: list[tuple[str, Any]] = []
+    at: int | None = began.end()
+
+    while at is not None:
+        name = NAMES.match(text, at)
+        if not name:
+            raise Malformed(f"a tool call has no name: {text[at:][:40]!r}")
+        given, at = arguments(name.group(), name.end())
+        found.append((name.group(), given))
+    return text[: began.start()].rstrip("\n"), found
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,18 +102,10 @@ class TaggedCalls:
         Raises:
             Malformed: something that began as a call cannot be read.
         """
-        began = _around(self.opens).search(text)
-        if not began:
-            return text, []
-        found: list[tuple[str, Any]] = []
-        at: int | None = began.end()
 
-        while at is not None:
-            name = NAMES.match(text, at)
-            if not name:
-                raise Malformed(f"a tool call has no name: {text[at:][:40]!r}")
-            given, at = self._arguments(text, name.end())
-            types = _types(name.group(), tools)
+        def arguments(name: str, at: int) -> tuple[dict[str, Any], int | None]:
+            given, after = self._arguments(text, at)
+            types = _types(name, tools)
             values = {
                 key: _typed(
                     value,
@@ -91,8 +113,9 @@ class TaggedCalls:
                 )
                 for key, value in given.items()
             }
-            found.append((name.group(), values))
-        return text[: began.start()].rstrip("\n"), found
+            return values, after
+
+        return read_calls(text, _around(self.opens), arguments)
 
     def _arguments(self, text: str, at: int) -> tuple[dict[str, str], int | None]:
         """Return the values behind a name as text, and the place of the next name, if
