@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
-from difflib import get_close_matches
 from enum import Enum
 from functools import reduce
 from math import isfinite
@@ -14,6 +13,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from coupler.config.schema import RunConfig
 from coupler.errors import ConfigError
 from coupler.system.plain_values import holds_text, is_of, shown
+from coupler.system.words import closest
 
 # Sections whose options come from the selected plugin, and its kind.
 SECTIONS = {
@@ -126,7 +126,7 @@ class Options:
         names = list(dict.fromkeys(names))
 
         wanted = key[len(start) :].split(".")[0]
-        close = [start + name for name in get_close_matches(wanted, names, n=2)]
+        close = [start + name for name in closest(wanted, names, n=2)]
         if not close:
             close = [k for k in self.table if k.split(".")[-1] == key.split(".")[-1]][:3]
 

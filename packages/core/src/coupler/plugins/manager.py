@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from coupler.system.contained import shortened
 from coupler.system.discovery import Discovery, Reader, Source
 from coupler.system.installed import open_entry
 from coupler.system.shapes import each_of
+from coupler.system.words import closest
 
 __all__ = ["Plugins", "Row", "Source", "accepts"]
 
@@ -233,7 +233,7 @@ class Plugins(Discovery):
             for (k, n), dist in KNOWN.items()
             if k == kind and n not in installed
         }
-        for close in get_close_matches(name, [*installed, *known], n=1):
+        for close in closest(name, [*installed, *known]):
             if close != name:
                 lines.append(f"  did you mean: {kind}={close}{known.get(close, '')}")
         lines.append(f"  installed:  {', '.join(sorted(installed)) or 'none'}")

@@ -25,7 +25,13 @@ def ceil_div(value: int, by: int) -> int:
     return -(-value // by)
 
 
+def closest(name: str, known: Iterable[str], n: int = 1) -> list[str]:
+    """Return up to ``n`` names that are like ``name``, swapped letters first."""
+    close = get_close_matches(name, sorted(map(str, known)), n=10)
+    return sorted(close, key=lambda other: sorted(other) != sorted(name))[:n]
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return the end of a sentence about a name, which is empty if none is like it."""
-    close = get_close_matches(name, sorted(map(str, known)), n=1)
+    close = closest(name, known)
     return f"; did you mean {close[0]!r}?" if close else ""
