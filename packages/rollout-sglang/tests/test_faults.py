@@ -157,8 +157,11 @@ def group_of_one(reference: TransformersReference) -> tuple[RolloutGroup, Stream
 
 
 def kill_at_start() -> None:
-    """Wait for a process that an engine starts, and kill it."""
-    until = time.monotonic() + WITHIN_S
+    """Wait for a process that an engine starts, and kill it.
+
+    Where others work beside it, SGLang's imports before that take more than 30 s.
+    """
+    until = time.monotonic() + 4 * WITHIN_S
     while time.monotonic() < until:
         for manager in children(os.getpid()):
             if "coupler_rollout_sglang.host" in title(manager):
@@ -167,6 +170,7 @@ def kill_at_start() -> None:
                         kill(pid)
                         return
         time.sleep(0.05)
+    raise TimeoutError("no engine started a process")
 
 
 def test_a_group_goes_on_when_its_replica_dies_in_a_sync_in_a_wake_and_at_its_start(
