@@ -114,6 +114,12 @@ class Builder:
 
         return EngineGroup(self.executor, spec, self.ranks("critic", config.critic.engine.ranks))
 
+    def frozen(self, role: str, engine: EngineConfig, model: Model) -> EngineGroup:
+        """Make an engine of another model than the policy's, which never trains."""
+        target = self.plugins.get("engine", engine.name).target
+        spec = WorkerSpec(role, target, engine, model, algorithm=None)
+        return EngineGroup(self.executor, spec, self.ranks(role, engine.ranks))
+
     def critic_model(self) -> Model:
         """Return the model of ``critic.model``, or the policy's, with a value head.
 
