@@ -28,6 +28,7 @@ def find_teacher(builder: Builder) -> Model | None:
 
     model = Model(model_folder(config.path, "teacher.model"), config.trust_remote_code)
     codec = Codec(model)
+
     check_tokens(builder.codec, codec)
     longest = longest_sequence(original(builder.config), "rollout")
     if codec.max_positions and codec.max_positions < longest:
@@ -51,6 +52,7 @@ def check_tokens(policy: Codec, teacher: Codec) -> None:
         ConfigError: a token of the policy has another id there, or none.
     """
     known = teacher.tokenizer.get_vocab()
+
     wrong = [
         (id, token) for token, id in policy.tokenizer.get_vocab().items() if known.get(token) != id
     ]

@@ -17,7 +17,7 @@ from coupler.config.compose import Composed
 from coupler.config.schema import Job, RouterReplay, RunConfig
 from coupler.data import PromptStream, fingerprint, prompt_stream
 from coupler.executors.placement import TEACHER
-from coupler.interfaces import Algorithm, Output, Request
+from coupler.interfaces import Algorithm, Model, Output, Request
 from coupler.jobs.build import Builder
 from coupler.jobs.device_sharing import hold_state, hold_trained, share_devices, start
 from coupler.jobs.evaluation import Evaluation, make_evaluation
@@ -33,7 +33,7 @@ from coupler.loop.turns import OLD_LOGPROBS, warmup_steps
 from coupler.metrics import Metrics, merge
 from coupler.plugins.manager import Plugins
 from coupler.rewards.opinions import Rewards
-from coupler.run.plan import VALUES, make_plan
+from coupler.run.plan import VALUES, Plan, make_plan
 from coupler.run.run_folder import Journal
 from coupler.run.run_lock import claimed
 from coupler.run.sampling_check import SamplingCheck
@@ -56,6 +56,22 @@ def train(composed: Composed, plugins: Plugins) -> dict[str, float]:
     check_spelling(composed, plugins, Job.TRAIN)
     with claimed(Path(composed.config.run_dir)):
         return asyncio.run(_train(Builder(composed, plugins)))
+
+
+def _engines(
+    builder: Builder, plan: Plan, critic: Model | None, teacher: Model | None
+) -> tuple[EngineGroup, EngineGroup | None, EngineGroup | None, EngineGroup | None]:
+    """Make the engines of policy, reference, critic and teacher, as far as they are
+    needed.
+    """
+    refers = REFERENCE in builder.algorithm.needs and not plan.own_reference
+
+    return (
+        builder.engine("policy", trains=True),
+        builder.engine("reference", trains=False) if refers else None,
+        builder.critic(critic) if critic else None,
+        make_teacher(builder, teacher),
+    )
 
 
 def _sampler(
@@ -114,13 +130,9 @@ async def _train(builder: Builder) -> dict[str, float]:
     import_classes(builder, Job.TRAIN)
     with session.running(data, found, plan) as (journal, pool):
         await place(builder, plan.workers)
-        policy, rollouts = builder.engine("policy", trains=True), builder.rollouts()
-        refers = REFERENCE in algorithm.needs and not plan.own_reference
-        reference = builder.engine("reference", trains=False) if refers else None
-        critic = builder.critic(critic_model) if critic_model else None
-        teacher = make_teacher(builder, taught_by)
+        rollouts = builder.rollouts()
+        engines = policy, _, critic, _ = _engines(builder, plan, critic_model, taught_by)
         opinions = make_opinions(builder, asked, pool)
-        engines = policy, reference, critic, teacher
         residency = share_devices(config, rollouts, *engines, opinions=opinions)
         scorer = builder.scorer(rollouts, opinions.rewards)
         weights = builder.weight_sync(

@@ -259,6 +259,7 @@ def make_workers(
     roles += [Role("reference", config.engine.ranks)] if refers else []
     roles += [Role("critic", config.critic.engine.ranks)] if VALUES in needs else []
     roles += [Role(TEACHER, config.teacher.engine.ranks)] if config.teacher.engine else []
+
     if rollouts and config.reward_model.model.path:
         roles.append(Role(REWARD_MODEL, config.reward_model.engine.ranks))
     if rollouts:
