@@ -44,7 +44,7 @@ class Ratio(StrEnum):
 
     TOKEN = "token"
     SEQUENCE = "sequence"
-    """The product over the sampled tokens of a sequence."""
+    """The product over the tokens that a trajectory sampled, in all of its rows."""
     GEOMETRIC = "geometric"
     """The geometric mean over them: GSPO (arXiv 2507.18071) eq. 7."""
 
@@ -162,6 +162,14 @@ class PolicyConfig:
         reference = {"ref_logprobs"} if self.kl is not KL.NONE else set()
         old = {"old_logprobs"} if self.behaviour is Behaviour.RECOMPUTED else set()
         return frozenset(reference | old | self.always)
+
+    @property
+    def reads_sequences(self) -> bool:
+        """Return whether a loss reads all tokens that its trajectory sampled
+        (``Algorithm.whole_units``).
+        """
+        weighs = self.correction_cap > 0 and self.correction_ratio is not Ratio.TOKEN
+        return self.ratio is not Ratio.TOKEN or weighs or self.opsm_delta > 0
 
     @property
     def always(self) -> frozenset[str]:

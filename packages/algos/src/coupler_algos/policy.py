@@ -26,6 +26,7 @@ class Policy(Algorithm):
         super().__init__(config)
         self.aggregation, self.constant = config.aggregation, config.aggregation_constant
         self.needs, self.always = config.needs, config.always
+        self.whole_units = config.reads_sequences
         entropy = (Output("entropy"),) if config.log_entropy or config.entropy_coef else ()
         self.want = (Output("logprobs"), *entropy)
 

@@ -46,6 +46,7 @@ class ValueLoss(Algorithm):
 
     config: PPOConfig
     want = (Output("values"),)
+    whole_units = False
 
     def __init__(self, config: PPOConfig) -> None:
         super().__init__(config)

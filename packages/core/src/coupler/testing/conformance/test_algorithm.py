@@ -306,6 +306,34 @@ def test_micro_batches_change_nothing(
     )
 
 
+def test_micro_batches_of_whole_units_change_nothing(
+    algorithm_subject: Subject, algorithm: Algorithm, plain: Batch
+) -> None:
+    """Trajectories have several rows. Only an algorithm with ``whole_units`` may read
+    one row for the loss of another.
+    """
+    trajectory = np.array([7, 7, 3, 9, 4, 4, 4, 1])
+    siblings = plain.with_seqs(
+        trajectory=trajectory,
+        unit=trajectory,
+        reward=np.array([0, 0, 1, 0.5, 2, 2, 2, 1], np.float32),
+    )
+    batch = ready(algorithm, siblings)
+    whole = Evaluated(algorithm_subject, algorithm, batch)
+    parts = []
+
+    for unit in np.unique(batch["unit"]):
+        rows = np.flatnonzero(batch["unit"] == unit).tolist()
+        parts.append(Evaluated(algorithm_subject, algorithm, batch.take(rows)))
+        same(parts[-1], whole, token_rows(batch, rows))
+    expect.numbers(
+        values(merge(p.metrics for p in parts)),
+        values(whole.metrics),
+        "the merged metrics of units",
+        rel=1e-6,
+    )
+
+
 @pytest.mark.parametrize("case", ["no-sequence", "no-valid-token"])
 def test_an_empty_micro_batch_passes(
     algorithm_subject: Subject, algorithm: Algorithm, plain: Batch, case: str
