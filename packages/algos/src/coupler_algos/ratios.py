@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from coupler.interfaces import Columns
-from coupler_algos.config import Ratio
 from coupler_algos.kl import MAX_LOG_RATIO
+from coupler_algos.slots import Ratio
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +88,25 @@ class Sequences:
         )
         first = self.first()
         return torch.zeros_like(by_row).index_add(0, first, by_row)[first]
+
+    def largest(self, per_token: Tensor) -> Tensor:
+        """Return [B] the largest value in the sequence that each row belongs to.
+
+        No value is negative.
+        """
+        by_row = torch.segment_reduce(
+            per_token,
+            "max",
+            offsets=self.cu_seqlens.long(),
+        )
+        first = self.first()
+        return torch.zeros_like(by_row).scatter_reduce(0, first, by_row, "amax")[first]
+
+    def once(self) -> Tensor:
+        """Return [B] true at one row of each sequence that has valid tokens."""
+        first = self.first()
+        rows = torch.arange(len(first), device=first.device)
+        return (first == rows) & (self.total(self.mask.to(torch.get_default_dtype())) > 0)
 
     def first(self) -> Tensor:
         """Return [B] the first row of the sequence that each row belongs to."""
