@@ -22,8 +22,8 @@ def marks(config: PolicyConfig, batch: Batch) -> np.ndarray:
 
     ``covariance_share`` of the sampled tokens are marked, at least one if any
     qualifies. Without limits they are those with the largest covariance (KL-Cov). With
-    limits they are drawn from the tokens between them (Clip-Cov), by a hash of token
-    and log-prob: neither the order of rows nor a generator decides.
+    limits they are drawn from the tokens between them (Clip-Cov), by a hash of log-prob
+    and position: neither the order of rows nor a generator decides.
     """
     by_rollout = config.behaviour is Behaviour.ROLLOUT
     rows = np.flatnonzero(batch["loss_mask"])
@@ -33,7 +33,8 @@ def marks(config: PolicyConfig, batch: Batch) -> np.ndarray:
     low, high = config.covariance_low, config.covariance_high
     inside = (covariance > low if low else True) & (covariance < high if high else True)
     candidates = np.flatnonzero(np.broadcast_to(inside, covariance.shape))
-    drawn = _hash(batch["tokens"][rows], logprobs)[candidates]
+    position = np.arange(batch.num_tokens) - batch.spread(batch.starts[:-1])
+    drawn = _hash(logprobs, position[rows])[candidates]
     order = np.lexsort((drawn,) if low or high else (drawn, -covariance[candidates]))
 
     number = max(int(config.covariance_share * len(rows)), 1)
@@ -47,7 +48,9 @@ def _centred(values: np.ndarray) -> np.ndarray:
     return wide - wide.mean() if len(wide) else wide
 
 
-def _hash(tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
-    """Return [n] uint32, spread evenly by Knuth's multiplicative hashing."""
-    bits = logprobs.astype(np.float32).view(np.uint32) ^ tokens.astype(np.uint32)
-    return bits * np.uint32(2654435761)
+def _hash(logprobs: np.ndarray, position: np.ndarray) -> np.ndarray:
+    """Return [n] uint32, spread evenly by the finalizer of MurmurHash3."""
+    bits = logprobs.astype(np.float32).view(np.uint32) ^ position.astype(np.uint32)
+    bits = (bits ^ (bits >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+    bits = (bits ^ (bits >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+    return bits ^ (bits >> np.uint32(16))

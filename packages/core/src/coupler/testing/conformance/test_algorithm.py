@@ -71,10 +71,14 @@ def algorithm(request: pytest.FixtureRequest, algorithm_subject: Subject) -> Alg
 
 @pytest.fixture(scope="module")
 def plain(reference_of: Callable[[str], Reference]) -> Batch:
+    return sampled(reference_of("toy"))
+
+
+def sampled(reference: Reference) -> Batch:
     """Make two groups of four as the sampler writes them, with every column that core
     can add.
     """
-    batch = make_batch(reference_of("toy"), RAGGED)
+    batch = make_batch(reference, RAGGED)
     random, mask = np.random.default_rng(1), batch["loss_mask"]
     near = {
         n: batch["rollout_logprobs"] + random.normal(0, d, batch.num_tokens)
