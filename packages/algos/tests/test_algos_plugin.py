@@ -16,16 +16,14 @@ from coupler_algos import plugin
 from coupler_algos.config import (
     KL,
     Behaviour,
-    Correction,
     GRPOConfig,
     KLEstimator,
     PPOConfig,
-    Ratio,
     RLOOConfig,
     SFTConfig,
-    Shape,
 )
 from coupler_algos.ppo import PPO
+from coupler_algos.slots import Correction, Ratio, Shape
 
 
 def problems(algorithm, **changes) -> list[str]:

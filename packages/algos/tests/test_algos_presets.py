@@ -9,7 +9,8 @@ from coupler.config.schema import Job
 from coupler.errors import ConfigError
 from coupler.interfaces import Aggregation
 from coupler.plugins.manager import Plugins
-from coupler_algos.config import KL, Baseline, GRPOConfig, KLEstimator, Ratio, Shape
+from coupler_algos.config import KL, GRPOConfig, KLEstimator
+from coupler_algos.slots import Baseline, Ratio, Shape
 
 
 def composed(*overrides: str) -> Composed:

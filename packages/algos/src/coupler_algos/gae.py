@@ -44,6 +44,13 @@ def estimate(
     return whole
 
 
+def to_come(batch: Batch, rewards: np.ndarray) -> np.ndarray:
+    """Return [T] the sum of the rewards of a token and of the sampled ones after it in
+    its row, 0 outside ``loss_mask``.
+    """
+    return estimate(batch, rewards, np.zeros(batch.num_tokens), 1.0, 1.0)
+
+
 def whiten(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """Shift and scale [T] to mean 0 and standard deviation 1 over ``mask``.
 

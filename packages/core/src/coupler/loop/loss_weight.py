@@ -40,9 +40,11 @@ def loss_weight(batch: Batch, aggregation: Aggregation, constant: int = 1) -> np
 
 def prepare(batch: Batch, algorithm: Algorithm) -> Batch:
     """Add ``loss_weight``, and put zeros under the mask so that no NaN there can reach
-    a gradient.
+    a gradient. Without ``algorithm.whole_units`` each row is a unit.
     """
     mask = batch["loss_mask"]
+    if batch.has("unit") and not algorithm.whole_units:
+        batch = batch.with_seqs(unit=np.arange(len(batch)))
 
     clean = {
         name: np.where(mask, column, 0).astype(column.dtype)

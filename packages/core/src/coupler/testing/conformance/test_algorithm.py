@@ -71,10 +71,14 @@ def algorithm(request: pytest.FixtureRequest, algorithm_subject: Subject) -> Alg
 
 @pytest.fixture(scope="module")
 def plain(reference_of: Callable[[str], Reference]) -> Batch:
+    return sampled(reference_of("toy"))
+
+
+def sampled(reference: Reference) -> Batch:
     """Make two groups of four as the sampler writes them, with every column that core
     can add.
     """
-    batch = make_batch(reference_of("toy"), RAGGED)
+    batch = make_batch(reference, RAGGED)
     random, mask = np.random.default_rng(1), batch["loss_mask"]
     near = {
         n: batch["rollout_logprobs"] + random.normal(0, d, batch.num_tokens)
@@ -302,6 +306,34 @@ def test_micro_batches_change_nothing(
         values(merge(p.metrics for p in parts)),
         values(whole.metrics),
         "the merged metrics of micro-batches",
+        rel=1e-6,
+    )
+
+
+def test_micro_batches_of_whole_units_change_nothing(
+    algorithm_subject: Subject, algorithm: Algorithm, plain: Batch
+) -> None:
+    """Trajectories have several rows. Only an algorithm with ``whole_units`` may read
+    one row for the loss of another.
+    """
+    trajectory = np.array([7, 7, 3, 9, 4, 4, 4, 1])
+    siblings = plain.with_seqs(
+        trajectory=trajectory,
+        unit=trajectory,
+        reward=np.array([0, 0, 1, 0.5, 2, 2, 2, 1], np.float32),
+    )
+    batch = ready(algorithm, siblings)
+    whole = Evaluated(algorithm_subject, algorithm, batch)
+    parts = []
+
+    for unit in np.unique(batch["unit"]):
+        rows = np.flatnonzero(batch["unit"] == unit).tolist()
+        parts.append(Evaluated(algorithm_subject, algorithm, batch.take(rows)))
+        same(parts[-1], whole, token_rows(batch, rows))
+    expect.numbers(
+        values(merge(p.metrics for p in parts)),
+        values(whole.metrics),
+        "the merged metrics of units",
         rel=1e-6,
     )
 
