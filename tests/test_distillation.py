@@ -1,0 +1,61 @@
+"""A run learns from a teacher, on a small Qwen2 with random weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from job_run import arguments, metrics, run, write_inputs
+
+from coupler.cli import main
+from coupler.testing.models import write_qwen2
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A policy and a teacher with other weights."""
+    folder = tmp_path_factory.mktemp("models")
+    teacher = write_qwen2(folder / "teacher", tied=False, seed=7)
+    return write_qwen2(folder / "policy", tied=True), teacher
+
+
+def distil(models: tuple[Path, Path], run_dir: Path, *overrides: str) -> list[dict[str, float]]:
+    policy, teacher = models
+    given = (f"teacher.model.path={teacher}", "algorithm=opd", "samples_per_prompt=1")
+    return metrics(run("train", policy, run_dir, *given, *overrides))
+
+
+def test_the_policy_comes_nearer_to_the_teacher(tmp_path: Path, models: tuple[Path, Path]) -> None:
+    log = distil(models, tmp_path / "run", "steps=12", "prompts_per_step=6", "engine.lr=3e-3")
+    first, last = log[1]["kl_teacher"], log[-1]["kl_teacher"]
+    assert first > 0.1
+    assert last < first / 2
+
+
+def test_a_teacher_that_is_the_policy_teaches_nothing(
+    tmp_path: Path, models: tuple[Path, Path]
+) -> None:
+    """It has an engine of its own, and both take turns on the device."""
+    policy = models[0]
+    log = distil((policy, policy), tmp_path / "run", "steps=1", "offload=true")
+    assert abs(log[1]["kl_teacher"]) < 1e-6
+    assert log[1]["train/grad_norm"] < 1e-5
+
+
+def test_a_teacher_of_another_family_is_refused(
+    tmp_path: Path, models: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(models[1], other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = list(vocabulary)[-2:]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+    write_inputs(tmp_path)
+    given = arguments("train", models[0], tmp_path, tmp_path / "run")
+    assert main([*given, "algorithm=opd", f"teacher.model.path={other}"]) == 2
+    assert "reads other tokens than the policy samples: 2 differ" in capsys.readouterr().err
