@@ -29,9 +29,9 @@ def distil(models: tuple[Path, Path], run_dir: Path, *overrides: str) -> list[di
 
 def test_the_policy_comes_nearer_to_the_teacher(tmp_path: Path, models: tuple[Path, Path]) -> None:
     log = distil(models, tmp_path / "run", "steps=12", "prompts_per_step=6", "engine.lr=3e-3")
-    first, last = log[1]["kl_teacher"], log[-1]["kl_teacher"]
-    assert first > 0.1
-    assert last < first / 2
+    distance = [step["kl_teacher"] for step in log[1:]]
+    assert distance[0] > 1
+    assert sum(distance[-3:]) / 3 < 0.6 * distance[0]
 
 
 def test_a_teacher_that_is_the_policy_teaches_nothing(
