@@ -47,7 +47,11 @@ class Policy(Algorithm):
         if self.config.covariance_share:
             batch = batch.with_tokens(**{MARKED: marks(self.config, batch)})
         if self.config.correction_normalize:
-            mean = np.full(len(batch), mean_weight(self.config, batch), np.float32)
+            mean = np.full(
+                len(batch),
+                mean_weight(self.config, batch),
+                np.float32,
+            )
             batch = batch.with_seqs(**{MEAN_WEIGHT: mean})
         return batch
 
@@ -55,7 +59,11 @@ class Policy(Algorithm):
         """Return :func:`coupler_algos.losses.policy_loss`."""
         from coupler_algos import losses
 
-        return losses.policy_loss(self.config, out, batch)
+        return losses.policy_loss(
+            self.config,
+            out,
+            batch,
+        )
 
     def controller(self) -> Controller | None:
         """Return an adaptive KL coefficient if ``kl_target`` is set."""
@@ -81,7 +89,11 @@ class GroupPolicy(Policy):
 
     def judge(self, batch: Batch, groups: Groups) -> np.ndarray:
         """Return [N] the advantage of each trajectory."""
-        return self.compare(scores(self.config, batch), groups, sampled_tokens(batch))
+        return self.compare(
+            scores(self.config, batch),
+            groups,
+            sampled_tokens(batch),
+        )
 
     def estimate(self, batch: Batch) -> Batch:
         """Add ``advantages`` [T] float32; 0 outside ``loss_mask``.
@@ -98,7 +110,11 @@ class GroupPolicy(Policy):
             penalty = coefficient * kl_per_token(self.config, batch)
             per_token = per_token - gae.to_come(batch, penalty)
         return batch.with_tokens(
-            advantages=np.where(batch["loss_mask"], per_token, 0).astype(np.float32)
+            advantages=np.where(
+                batch["loss_mask"],
+                per_token,
+                0,
+            ).astype(np.float32)
         )
 
     def keep(self, group: Batch) -> bool:
