@@ -15,7 +15,7 @@ from coupler.interfaces import Algorithm, Columns, Controller, Output
 from coupler.metrics import Metrics
 from coupler_algos import gae
 from coupler_algos.adaptive import AdaptiveKL
-from coupler_algos.config import KL, GroupConfig, PolicyConfig
+from coupler_algos.config import KL, PolicyConfig
 from coupler_algos.covariance import MARKED, marks
 from coupler_algos.groups import Groups
 from coupler_algos.shaping import kl_coefficient, kl_per_token, sampled_tokens, scores
@@ -76,8 +76,6 @@ class GroupPolicy(Policy):
     A trajectory has one advantage, the same for all its tokens but for
     ``kl=in_return``.
     """
-
-    config: GroupConfig
 
     @abstractmethod
     def compare(self, scores: np.ndarray, groups: Groups, lengths: np.ndarray) -> np.ndarray:
