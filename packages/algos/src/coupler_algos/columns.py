@@ -41,7 +41,11 @@ class Tokens:
         mask = batch["loss_mask"]
 
         def valid(column: Tensor) -> Tensor:
-            return torch.where(mask, column, 0.0)
+            return torch.where(
+                mask,
+                column,
+                0.0,
+            )
 
         def given(name: str) -> Tensor | None:
             return valid(batch[name]) if name in batch else None
@@ -75,4 +79,11 @@ class Tokens:
 
 def mean(per_token: Tensor, mask: Tensor) -> Metric:
     """Return the mean of [T] over ``mask``, without a gradient."""
-    return Metric(torch.where(mask, per_token.detach(), 0).sum(), mask.sum())
+    return Metric(
+        torch.where(
+            mask,
+            per_token.detach(),
+            0,
+        ).sum(),
+        mask.sum(),
+    )

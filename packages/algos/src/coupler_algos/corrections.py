@@ -19,7 +19,11 @@ from coupler_algos.weighing import bounded
 
 def weights(config: PolicyConfig, tokens: Tokens, rollout: Tensor) -> tuple[Tensor, Metrics]:
     """Return the weight of each token [T]."""
-    log = tokens.sequences.log_ratio(tokens.recomputed, rollout, config.correction_ratio)
+    log = tokens.sequences.log_ratio(
+        tokens.recomputed,
+        rollout,
+        config.correction_ratio,
+    )
     weight, changed = bounded(config, log.exp(), torch)
     name = "capped" if config.correction is Correction.TRUNCATE else "masked"
     return weight, {f"correction_{name}": tokens.mean(changed)}
@@ -29,7 +33,11 @@ def dropped_as_unlikely(config: PolicyConfig, tokens: Tokens) -> Tensor:
     """Return [T] true in sequences with a negative advantage whose mean log-prob fell
     by more than ``opsm_delta`` (DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
     """
-    moved = tokens.sequences.log_ratio(tokens.old, tokens.logprobs.detach(), Ratio.GEOMETRIC)
+    moved = tokens.sequences.log_ratio(
+        tokens.old,
+        tokens.logprobs.detach(),
+        Ratio.GEOMETRIC,
+    )
     return (tokens.advantages < 0) & (moved > config.opsm_delta)
 
 
@@ -43,8 +51,15 @@ def rejected(config: PolicyConfig, tokens: Tokens, rollout: Tensor) -> Tensor:
     found = torch.zeros_like(tokens.mask)
     for key, bound in config.reject.items():
         level, _, estimator = key.rpartition("_")
-        divergence = kl.estimate(KLEstimator(estimator), rollout, tokens.recomputed, torch)
-        found = found | (_joined(Level(level), tokens, divergence).abs() > bound)
+        divergence = kl.estimate(
+            KLEstimator(estimator),
+            rollout,
+            tokens.recomputed,
+            torch,
+        )
+        joined = _joined(Level(level), tokens, divergence)
+        found = found | (joined.abs() > bound)
+
     return found & tokens.mask
 
 
@@ -70,15 +85,38 @@ def measured(config: PolicyConfig, tokens: Tokens, rollout: Tensor) -> Metrics:
     need ``config.reads_sequences``.
     """
     mask, sequences = tokens.mask, tokens.sequences
-    weight = sequences.log_ratio(tokens.recomputed, rollout, Ratio.TOKEN).exp()
-    square = torch.where(mask, weight * weight, 0)
+    weight = sequences.log_ratio(
+        tokens.recomputed,
+        rollout,
+        Ratio.TOKEN,
+    ).exp()
+    square = torch.where(
+        mask,
+        weight * weight,
+        0,
+    )
+
     metrics = {
         "mismatch/weight": tokens.mean(weight),
-        "mismatch/weight_max": Metric(_most(torch.where(mask, weight, 0)), how="max"),
+        "mismatch/weight_max": Metric(
+            _most(
+                torch.where(
+                    mask,
+                    weight,
+                    0,
+                )
+            ),
+            how="max",
+        ),
         "mismatch/chi2": tokens.mean(square - 1),
         "mismatch/ess": Metric(mask.sum(), square.sum()),
         "mismatch/k3": tokens.mean(
-            kl.estimate(KLEstimator.K3, rollout, tokens.recomputed, torch),
+            kl.estimate(
+                KLEstimator.K3,
+                rollout,
+                tokens.recomputed,
+                torch,
+            ),
         ),
     }
     if not config.reads_sequences:
@@ -97,7 +135,14 @@ def _of_sequences(tokens: Tokens, rollout: Tensor) -> Metrics:
     train, inference = (-sequences.total(c) / valid for c in (tokens.recomputed, rollout))
     return {
         "mismatch/chi2_sequence": mean(square - 1, once),
-        "mismatch/ess_sequence": Metric(once.sum(), torch.where(once, square, 0).sum()),
+        "mismatch/ess_sequence": Metric(
+            once.sum(),
+            torch.where(
+                once,
+                square,
+                0,
+            ).sum(),
+        ),
         "mismatch/ppl_train": mean(train.exp(), once),
         "mismatch/ppl_rollout": mean(inference.exp(), once),
         "mismatch/ppl_ratio": mean((train - inference).exp(), once),

@@ -22,8 +22,13 @@ class Groups:
     """
 
     def __init__(self, ids: np.ndarray, *, may_be_alone: bool = False) -> None:
-        names, self._first, self._of = np.unique(ids, return_index=True, return_inverse=True)
+        names, self._first, self._of = np.unique(
+            ids,
+            return_index=True,
+            return_inverse=True,
+        )
         self._size = np.bincount(self._of)
+
         if (self._size == 1).any() and not may_be_alone:
             alone = names[self._size == 1]
             raise CouplerError(
@@ -51,7 +56,11 @@ class Groups:
         weight has its plain mean.
         """
         total = np.bincount(self._of, weights)[self._of]
-        weights = np.where(total > 0, weights, 1.0)
+        weights = np.where(
+            total > 0,
+            weights,
+            1.0,
+        )
         shifted = values - values[self._first][self._of]
         mean = np.bincount(self._of, shifted * weights) / np.bincount(self._of, weights)
         return shifted - mean[self._of]

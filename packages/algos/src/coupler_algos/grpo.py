@@ -67,7 +67,12 @@ class GRPO(GroupPolicy):
         parts = {name: batch[name][first].astype(np.float64) for name in names}
         return sum(
             (
-                weights.get(name.removeprefix(PARTS), 1.0) * self.compare(part, groups, lengths)
+                weights.get(name.removeprefix(PARTS), 1.0)
+                * self.compare(
+                    part,
+                    groups,
+                    lengths,
+                )
                 for name, part in parts.items()
             ),
             np.zeros(len(first)),

@@ -44,13 +44,23 @@ def policy_loss(
     loss = surrogate(config, ratio, tokens)
     metrics = _ratio_metrics(config, ratio.detach(), tokens)
 
-    loss, found = _corrected(config, loss, tokens, batch)
+    loss, found = _corrected(
+        config,
+        loss,
+        tokens,
+        batch,
+    )
     metrics |= found
     metrics["policy_loss"] = tokens.mean(loss)
     if config.ratio is Ratio.SEQUENCE and not config.shape.by_token:
         loss = tokens.sequences.count_once(loss)
 
-    loss, found = _held(config, loss, tokens, batch)
+    loss, found = _held(
+        config,
+        loss,
+        tokens,
+        batch,
+    )
     metrics |= found
     if "entropy" in out:
         entropy = torch.where(tokens.mask, out["entropy"], 0.0)
@@ -111,11 +121,21 @@ def _held(
     if config.kl is not KL.NONE:
         reference = torch.where(tokens.mask, batch["ref_logprobs"], 0.0)
         logprobs = tokens.logprobs
-        divergence = kl.estimate(KLEstimator.K3, logprobs.detach(), reference, torch)
+        divergence = kl.estimate(
+            KLEstimator.K3,
+            logprobs.detach(),
+            reference,
+            torch,
+        )
         metrics["kl_ref"] = tokens.mean(divergence)
         if config.kl is KL.IN_LOSS:
             coefficient = batch[KL_COEF][batch["seq"]] if KL_COEF in batch else config.kl_coef
-            loss = loss + coefficient * kl.estimate(config.kl_estimator, logprobs, reference, torch)
+            loss = loss + coefficient * kl.estimate(
+                config.kl_estimator,
+                logprobs,
+                reference,
+                torch,
+            )
     return loss, metrics
 
 

@@ -15,7 +15,7 @@ from coupler.interfaces import Algorithm, Columns, Controller, Output
 from coupler.metrics import Metrics
 from coupler_algos import gae
 from coupler_algos.adaptive import AdaptiveKL
-from coupler_algos.config import KL, GroupConfig, PolicyConfig
+from coupler_algos.config import KL, PolicyConfig
 from coupler_algos.covariance import MARKED, marks
 from coupler_algos.groups import Groups
 from coupler_algos.shaping import kl_coefficient, kl_per_token, sampled_tokens, scores
@@ -50,7 +50,11 @@ class Policy(Algorithm):
         if self.config.covariance_share:
             batch = batch.with_tokens(**{MARKED: marks(self.config, batch)})
         if self.config.correction_normalize:
-            mean = np.full(len(batch), mean_weight(self.config, batch), np.float32)
+            mean = np.full(
+                len(batch),
+                mean_weight(self.config, batch),
+                np.float32,
+            )
             batch = batch.with_seqs(**{MEAN_WEIGHT: mean})
         return batch
 
@@ -58,7 +62,11 @@ class Policy(Algorithm):
         """Return :func:`coupler_algos.losses.policy_loss`."""
         from coupler_algos import losses
 
-        return losses.policy_loss(self.config, out, batch)
+        return losses.policy_loss(
+            self.config,
+            out,
+            batch,
+        )
 
     def controller(self) -> Controller | None:
         """Return an adaptive KL coefficient if ``kl_target`` is set."""
@@ -72,8 +80,6 @@ class GroupPolicy(Policy):
     ``kl=in_return``.
     """
 
-    config: GroupConfig
-
     @abstractmethod
     def compare(self, scores: np.ndarray, groups: Groups, lengths: np.ndarray) -> np.ndarray:
         """Turn [N] scores of trajectories into [N] advantages.
@@ -84,7 +90,11 @@ class GroupPolicy(Policy):
 
     def judge(self, batch: Batch, groups: Groups) -> np.ndarray:
         """Return [N] the advantage of each trajectory."""
-        return self.compare(scores(self.config, batch), groups, sampled_tokens(batch))
+        return self.compare(
+            scores(self.config, batch),
+            groups,
+            sampled_tokens(batch),
+        )
 
     def estimate(self, batch: Batch) -> Batch:
         """Add ``advantages`` [T] float32; 0 outside ``loss_mask``.
@@ -101,7 +111,11 @@ class GroupPolicy(Policy):
             penalty = coefficient * kl_per_token(self.config, batch)
             per_token = per_token - gae.to_come(batch, penalty)
         return batch.with_tokens(
-            advantages=np.where(batch["loss_mask"], per_token, 0).astype(np.float32)
+            advantages=np.where(
+                batch["loss_mask"],
+                per_token,
+                0,
+            ).astype(np.float32)
         )
 
     def keep(self, group: Batch) -> bool:

@@ -87,7 +87,11 @@ class Sequences:
             offsets=self.cu_seqlens.long(),
         )
         first = self.first()
-        return torch.zeros_like(by_row).index_add(0, first, by_row)[first]
+        return torch.zeros_like(by_row).index_add(
+            0,
+            first,
+            by_row,
+        )[first]
 
     def largest(self, per_token: Tensor) -> Tensor:
         """Return [B] the largest value in the sequence that each row belongs to.

@@ -42,9 +42,20 @@ def surrogate(config: PolicyConfig, ratio: Tensor, tokens: Tokens) -> Tensor:
         case Shape.CLIP_TOKENS:
             return -advantages * ratio
         case Shape.DETACHED_CLIP:
-            return detached_clip(ratio, advantages, logprobs, low, high)
+            return detached_clip(
+                ratio,
+                advantages,
+                logprobs,
+                low,
+                high,
+            )
         case Shape.GATE:
-            return gate(ratio, advantages, config.gate_positive, config.gate_negative)
+            return gate(
+                ratio,
+                advantages,
+                config.gate_positive,
+                config.gate_negative,
+            )
         case Shape.TV_MASK:
             below, above = outside(config, ratio, tokens)
             away = torch.where(advantages > 0, above, below)

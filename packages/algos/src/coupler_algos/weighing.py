@@ -31,7 +31,11 @@ def bounded(config: PolicyConfig, weight: Any, xp: Any) -> tuple[Any, Any]:
         return weight.clip(max=config.correction_cap), over
 
     outside = over | (weight < config.correction_floor)
-    return xp.where(outside, 0.0, weight), outside
+    return xp.where(
+        outside,
+        0.0,
+        weight,
+    ), outside
 
 
 def mean_weight(config: PolicyConfig, batch: Batch) -> float:
@@ -40,7 +44,14 @@ def mean_weight(config: PolicyConfig, batch: Batch) -> float:
     """
     mask = batch["loss_mask"]
     columns = (batch["old_logprobs"], batch["rollout_logprobs"])
-    recomputed, rollout = (np.where(mask, c, 0).astype(np.float64) for c in columns)
+    recomputed, rollout = (
+        np.where(
+            mask,
+            c,
+            0,
+        ).astype(np.float64)
+        for c in columns
+    )
     log, counts = recomputed - rollout, mask
 
     if config.correction_ratio is not Ratio.TOKEN:
@@ -48,6 +59,10 @@ def mean_weight(config: PolicyConfig, batch: Batch) -> float:
         log = by_trajectory(batch, log)
         if config.correction_ratio is Ratio.GEOMETRIC:
             log = log / np.maximum(counts, 1)
-    weight, _ = bounded(config, np.exp(log.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)), np)
+    weight, _ = bounded(
+        config,
+        np.exp(log.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)),
+        np,
+    )
     counted = weight[counts > 0]
     return float(counted.mean()) if counted.any() else 1.0

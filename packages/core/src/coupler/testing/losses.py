@@ -61,8 +61,9 @@ def squares(out: Columns, batch: Columns) -> tuple[Any, Metrics]:
 
 def units(out: Columns, batch: Columns) -> tuple[Any, Metrics]:
     """Return the negative log-prob of each token, and count the units."""
-    numbers = _library(out["logprobs"]).unique(batch["unit"])
-    return -out["logprobs"], {"units": Metric(len(numbers), how="sum")}
+    xp = _library(out["logprobs"])
+    number = len(xp.unique(batch["unit"]))
+    return -out["logprobs"], {"units": Metric(number, how="sum")}
 
 
 def nll(out: Columns, batch: Columns) -> tuple[Any, Metrics]:
