@@ -24,7 +24,7 @@ from coupler.testing.subject import Subject
 from coupler.worker.train_infer import checked_loss
 
 # Columns that core can add, and how far they are from the rollout's log-probs.
-COLUMNS = {"ref_logprobs": 0.2, "old_logprobs": 0.1, "values": 0.3}
+COLUMNS = {"ref_logprobs": 0.2, "old_logprobs": 0.1, "values": 0.3, "teacher_logprobs": 0.4}
 ALWAYS = (
     "tokens",
     "loss_mask",
