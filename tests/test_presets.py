@@ -5,9 +5,11 @@ from __future__ import annotations
 from math import isfinite
 from pathlib import Path
 
+import numpy as np
 import pytest
 from job_run import metrics, run
 
+from coupler.batch import Batch
 from coupler.testing.models import write_qwen2
 
 PARTS = """
@@ -33,6 +35,7 @@ PRESETS: dict[str, tuple[str, ...]] = {
     "gpg": (),
     "luspo": ("algorithm.correction_cap=2", "algorithm.correction_normalize=true"),
     "topr": (),
+    "remax": ("samples_per_prompt=1", "algorithm.whiten=true"),
 }
 REPORTED = {
     "clip_cov": {"covariance_marked"},
@@ -73,3 +76,27 @@ def test_a_preset_trains(tmp_path: Path, model: Path, preset: str) -> None:
     assert any(step["ratio_mean"] != 1 for step in log[1:])
     for name in REPORTED.get(preset, ()):
         assert all(isfinite(step[name]) for step in log[1:]), name
+
+
+@pytest.mark.parametrize(("temperature", "equal"), [(0.001, True), (1.0, False)])
+def test_remax_compares_with_a_greedy_episode(
+    tmp_path: Path, model: Path, temperature: float, equal: bool
+) -> None:
+    """Samples of almost no temperature are greedy ones, and have their reward."""
+    folder = run(
+        "train",
+        model,
+        tmp_path / "run",
+        "algorithm=remax",
+        "algorithm.kl=none",
+        "steps=1",
+        "record.every_steps=1",
+        f"sampling.temperature={temperature}",
+    )
+    batch = Batch.load(folder / "record" / "step_1" / "batch.npz")
+    ahead = batch["reward"] - batch["greedy_reward"]
+    assert len(set(batch["greedy_reward"])) <= len(set(batch["group"]))
+    assert bool((ahead == 0).all()) is equal
+    assert metrics(folder)[1]["advantages/mean"] == pytest.approx(
+        np.average(ahead, weights=batch.sum_by_sequence(batch["loss_mask"])), abs=1e-6
+    )

@@ -192,6 +192,11 @@ def test_an_algorithm_that_compares_nothing_needs_no_second_sample():
             ["algorithm.scale_by_informative", "algorithm.baseline=none"],
         ),
         (
+            GRPOConfig(baseline=Baseline.GREEDY, by_part=True),
+            {},
+            ["algorithm.baseline=greedy", "algorithm.by_part"],
+        ),
+        (
             GRPOConfig(baseline=Baseline.NONE),
             {"samples_per_prompt": 1},
             ["samples_per_prompt=1", "set samples_per_prompt=2"],

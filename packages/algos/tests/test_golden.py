@@ -208,6 +208,25 @@ def test_reinforce_plus_plus_counts_the_divergence_that_is_to_come() -> None:
     assert found.tolist() == pytest.approx(expected.tolist(), rel=1e-6)
 
 
+def test_remax_compares_with_the_greedy_episode() -> None:
+    """Two prompts of one sample each and one of two, without divergence."""
+    batch = Batch(
+        np.array([2] * 3),
+        {
+            "loss_mask": np.array([False, True] * 3),
+            "tokens": np.zeros(6, np.int32),
+            **{name: np.zeros(6, np.float32) for name in ("old_logprobs", "ref_logprobs")},
+        },
+        {
+            "reward": np.array([1.0, 0.25, 0.5]),
+            "greedy_reward": np.array([0.75, 0.5, 0.5]),
+            "group": np.array([1, 2, 2]),
+        },
+    )
+    policy = algorithm("remax", "samples_per_prompt=1")
+    assert policy.advantages(batch)["advantages"][1::2].tolist() == [0.25, -0.25, 0]
+
+
 # --- covariance
 
 

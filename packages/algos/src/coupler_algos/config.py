@@ -219,7 +219,8 @@ class GRPOConfig(GroupConfig):
     kl_coef: float = 0.04
     baseline: Baseline = Baseline.MEAN
     """What is subtracted from a reward: the group's mean, that mean weighted by sampled
-    tokens, the second best reward from the best alone, or nothing."""
+    tokens, the second best reward from the best alone, that of a greedy episode, or
+    nothing."""
     scale_by_std: bool = True
     """Divide advantages by the standard deviation of the group's rewards."""
     scale_by_mean: bool = False
@@ -238,7 +239,13 @@ class GRPOConfig(GroupConfig):
     def compares(self) -> bool:
         """Return whether a sample needs another one of its prompt."""
         scales = self.scale_by_std or self.scale_by_mean or self.scale_by_informative
-        return super().compares and (self.baseline is not Baseline.NONE or scales)
+        return super().compares and (self.baseline.compares or scales)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Return the columns of every policy, and the reward of a greedy episode."""
+        greedy = {"greedy_reward"} if self.baseline is Baseline.GREEDY else set()
+        return super().needs | greedy
 
 
 @dataclass

@@ -17,7 +17,7 @@ from coupler_algos.config import GRPOConfig
 from coupler_algos.gae import whiten
 from coupler_algos.groups import Groups
 from coupler_algos.policy import GroupPolicy
-from coupler_algos.shaping import sampled_tokens
+from coupler_algos.shaping import sampled_tokens, scores
 from coupler_algos.slots import Baseline
 
 _EPSILON = 1e-6
@@ -38,7 +38,7 @@ class GRPO(GroupPolicy):
                 advantages = groups.minus_weighted(scores, lengths)
             case Baseline.SECOND_BEST:
                 advantages = groups.best_minus_second(scores)
-            case Baseline.NONE:
+            case Baseline.GREEDY | Baseline.NONE:
                 advantages = scores
 
         if self.config.scale_by_informative:
@@ -57,6 +57,9 @@ class GRPO(GroupPolicy):
         Raises:
             CouplerError: rewards have no parts, or not those that have a weight.
         """
+        if self.config.baseline is Baseline.GREEDY:
+            ahead = scores(self.config, batch) - batch["greedy_reward"][batch.trajectories()[0]]
+            return self.compare(ahead, groups, sampled_tokens(batch))
         if not self.config.by_part:
             return super().judge(batch, groups)
         names = sorted(name for name in batch.seqs if name.startswith(PARTS))

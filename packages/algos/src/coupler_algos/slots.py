@@ -72,8 +72,15 @@ class Baseline(StrEnum):
     SECOND_BEST = "second_best"
     """The second best reward of the group, from the best. The others get 0: the best of
     k samples, leave one out (arXiv 2503.19595)."""
+    GREEDY = "greedy"
+    """The reward of a greedy episode of the prompt: ReMax (arXiv 2310.10505)."""
     NONE = "none"
     """Nothing."""
+
+    @property
+    def compares(self) -> bool:
+        """Return whether it takes another sample of the prompt."""
+        return self not in (Baseline.GREEDY, Baseline.NONE)
 
 
 class Level(StrEnum):

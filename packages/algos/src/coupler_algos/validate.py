@@ -208,9 +208,14 @@ GRPO: tuple[Rule, ...] = (
         "them to false.",
     ),
     (
-        lambda a: a.baseline is Baseline.NONE and a.scale_by_informative,
+        lambda a: not a.baseline.compares and a.scale_by_informative,
         "algorithm.scale_by_informative counts samples that their group tells nothing of, and "
-        "algorithm.baseline=none asks no group: set one of them back.",
+        "algorithm.baseline={a.baseline} asks no group: set one of them back.",
+    ),
+    (
+        lambda a: a.baseline is Baseline.GREEDY and (a.by_part or a.scale_by_mean),
+        "algorithm.baseline=greedy compares the whole reward with that of a greedy episode: set "
+        "algorithm.by_part and algorithm.scale_by_mean to false.",
     ),
     (
         lambda a: a.part_weights and not a.by_part,

@@ -83,6 +83,7 @@ VOCABULARY = frozenset(
         "needs:ref_logprobs",
         "needs:old_logprobs",
         "needs:values",
+        "needs:greedy_reward",
         # An engine runs models with Head.VALUE and computes Output("values").
         "output:values",
         # An engine trains an adapter. The model without it is the reference model.

@@ -25,6 +25,8 @@ from coupler.worker.train_infer import checked_loss
 
 # Columns that core can add, and how far they are from the rollout's log-probs.
 COLUMNS = {"ref_logprobs": 0.2, "old_logprobs": 0.1, "values": 0.3, "teacher_logprobs": 0.4}
+# One that core can add for each sequence.
+GREEDY = "greedy_reward"
 ALWAYS = (
     "tokens",
     "loss_mask",
@@ -84,9 +86,13 @@ def sampled(reference: Reference) -> Batch:
         n: batch["rollout_logprobs"] + random.normal(0, d, batch.num_tokens)
         for n, d in COLUMNS.items()
     }
+
     return batch.with_tokens(
         **{n: np.where(mask, c, 0).astype(np.float32) for n, c in near.items()}
-    ).with_seqs(reward=np.array([0, 1, 1, 0.5, 2, 0, 0, 1], np.float32))
+    ).with_seqs(
+        reward=np.array([0, 1, 1, 0.5, 2, 0, 0, 1], np.float32),
+        greedy_reward=np.repeat(np.array([0.5, 1], np.float32), 4),
+    )
 
 
 def main_output(algorithm: Algorithm) -> str:
@@ -170,8 +176,8 @@ def test_it_declares_what_core_knows(algorithm_subject: Subject, algorithm: Algo
     ``needs:<column>`` name the same columns.
     """
     expect.holds(
-        algorithm.always <= algorithm.needs <= COLUMNS.keys(),
-        f"always within needs, and needs within {sorted(COLUMNS)}",
+        algorithm.always <= algorithm.needs <= {GREEDY, *COLUMNS},
+        f"always within needs, and needs within {sorted([GREEDY, *COLUMNS])}",
         (sorted(algorithm.always), sorted(algorithm.needs)),
     )
     declared = {
