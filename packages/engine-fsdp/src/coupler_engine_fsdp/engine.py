@@ -194,10 +194,11 @@ class FSDPEngine(Engine):
     def _micro_batches(self, batch: Batch) -> list[np.ndarray]:
         """Cut a batch into as many micro-batches on every rank. Some may be empty."""
         room = self.config.max_tokens_per_gpu
-        cut = partial(split, batch, room * self.peers.size)
+        peers = self.peers.size
+        cut = partial(split, batch, room * peers)
         axes = range(self.mesh.ndim) if self.mesh.size() > 1 else ()
         groups = [self.mesh.get_group(axis) for axis in axes]
-        return agreed_split(cut, room, self.device, groups)
+        return agreed_split(cut, room, self.device, groups, ranks_per_sequence=peers)
 
     def step(self) -> StepResult:
         """Apply the gradient.
