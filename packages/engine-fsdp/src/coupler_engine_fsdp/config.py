@@ -43,7 +43,11 @@ class FSDPConfig(AdamWConfig):
     Master weights, optimizer state and gradient reduction are fp32.
     """
 
-    one_rank: ClassVar[Mapping[str, Any]] = {**AdamWConfig.one_rank, "sequence_parallel": 1}
+    one_rank: ClassVar[Mapping[str, Any]] = {
+        **AdamWConfig.one_rank,
+        "sequence_parallel": 1,
+        "fsdp_size": 0,
+    }
 
     name: str = "fsdp"
     dtype: Precision = Precision.AUTO
