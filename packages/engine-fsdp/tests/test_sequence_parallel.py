@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from helpers import closeness, make_engine
 
-from coupler.errors import ConfigError, CouplerError
+from coupler.errors import ConfigError, CouplerError, TooFewDevices
 from coupler.interfaces import Part, Rank
 from coupler.testing import losses
 from coupler.testing.cases import LENGTHS, RAGGED, make_batch, weighted
@@ -29,6 +30,7 @@ from coupler_engine_fsdp.sequence import Peers
 
 Folder = Callable[[str], Path]
 SURROGATE = "coupler.testing.losses:surrogate"
+LIMIT = 5e-5 if torch.cuda.is_available() else 1e-5
 # Models, ranks and settings. Models have 4 heads and 2 of keys where they do not say
 # otherwise.
 CASES = {
@@ -57,7 +59,10 @@ def recipe(folder: Path, **settings: object) -> dict:
 @contextmanager
 def running(folder: Path, place: Path, ranks: int, **settings: object) -> Iterator[World]:
     place.mkdir(exist_ok=True)
-    world = World(recipe(folder, **settings), ranks, place)
+    try:
+        world = World(recipe(folder, **settings), ranks, place)
+    except TooFewDevices as error:
+        pytest.skip(str(error).splitlines()[0])
     yield world
     world.close()
 
@@ -76,7 +81,7 @@ def test_ranks_that_split_sequences_have_one_gradient(
             got, metrics, steps = world.gradient(shards, SURROGATE)
             for name, true in want.grads.items():
                 off = np.abs(got[name] - true).max() / np.abs(true).max()
-                assert off < 1e-5, (name, off)
+                assert off < LIMIT, (name, off)
             # Tokens that fill a part up have id 0, which the batch has not.
             tied = "lm_head.weight" not in got
             assert tied or not got["model.embed_tokens.weight"][0].any()
@@ -187,6 +192,14 @@ def test_sizes_that_do_not_fit_are_refused_before_the_start(
     assert found == [sentence]
     with pytest.raises(ConfigError, match=re.escape(sentence.partition(":")[0])):
         make_engine(folder, Rank(world=ranks), **settings)
+
+
+def test_one_rank_takes_up_what_several_shared() -> None:
+    """A replay and an export read a split run."""
+    split = FSDPConfig(fsdp_size=2, sequence_parallel=2)
+    alone = replace(split, **split.one_rank)
+    assert not [*problems(alone, alone.ranks, heads=4)]
+    assert (split.split, alone.split, split.ranks_per_shard) == ("sequence 2", "", 2)
 
 
 def test_heads_are_those_of_the_text_part(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def problems(
 
     Args:
         ranks: ranks of the engine.
-        heads: attention heads of the model; 0 if they are not known yet.
+        heads: attention heads of the model, or 0 if they are not known yet.
         path: the place of ``config`` in the run's configuration.
     """
     if config.fsdp_size and ranks % config.fsdp_size:

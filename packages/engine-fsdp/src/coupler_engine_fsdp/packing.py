@@ -85,45 +85,69 @@ def pack(batch: Batch, device: torch.device, peers: Peers = ALONE) -> Packed:
     begin, end, sequences = _pieces(starts, _ends(starts, rows), prompts, owners)
     taken = _ranges(begin, end)
 
-    # The place of each token in the row. A shared prompt stands with its owner.
-    place = np.empty(len(tokens), np.int64)
-    place[taken] = np.arange(len(taken))
-    again = np.flatnonzero(owners != np.arange(len(owners)))
-    copies, originals = (
-        _ranges(starts[i], starts[i] + prompts[again]) for i in (again, owners[again])
-    )
-    place[copies] = place[originals]
-    positions = (np.arange(len(tokens)) - np.repeat(starts[:-1], np.diff(starts)))[taken]
+    place = _places(starts, prompts, owners, taken)
+    within = np.arange(len(tokens)) - np.repeat(starts[:-1], np.diff(starts))
 
     edges = np.concatenate([[0], np.cumsum(end - begin)])
     prompt = place[starts[sequences]]
-    pieces = np.stack([edges[:-1], edges[1:], prompt, prompt + begin - starts[sequences]], axis=1)
+    pieces = np.stack(
+        [
+            edges[:-1],
+            edges[1:],
+            prompt,
+            prompt + begin - starts[sequences],
+        ],
+        axis=1,
+    )
 
     # What fills the row up attends to itself alone, and nothing reads it.
     total, fill = len(taken), -len(taken) % peers.size
     if fill:
         pieces = np.concatenate([pieces, [[total, total + fill, total, total]]])
     first, last = peers.part(total + fill)
-    ids = np.pad(tokens[taken], (0, fill))[first:last]
-    positions = np.concatenate([positions, np.arange(fill)])[first:last]
+    ids = np.pad(tokens[taken], (0, fill))
+    positions = np.concatenate([within[taken], np.arange(fill)])
 
     sources = place[rows - 1]
     held = np.flatnonzero((sources >= first) & (sources < last))
-    scale, kept = temperature_of(batch, rows), kept_ids(batch, rows[held])
+    scale = temperature_of(batch, rows)
+    kept = kept_ids(batch, rows[held])
 
     def tensor(values: np.ndarray) -> Tensor:
         return to_device(values, device)
 
     return Packed(
-        tokens=tensor(ids)[None],
-        positions=tensor(positions)[None],
-        packing=Packing.of([Piece(*piece) for piece in pieces.tolist()], device, peers),
+        tokens=tensor(ids[first:last])[None],
+        positions=tensor(positions[first:last])[None],
+        packing=Packing.of(
+            [Piece(*piece) for piece in pieces.tolist()],
+            device,
+            peers,
+        ),
         rows=tensor(rows[held]),
         sources=tensor(sources[held] - first),
         targets=tensor(tokens[rows[held]]),
         temperature=None if scale is None else tensor(scale[held]),
         kept=None if kept is None else tensor(kept),
     )
+
+
+def _places(
+    starts: np.ndarray, prompts: np.ndarray, owners: np.ndarray, taken: np.ndarray
+) -> np.ndarray:
+    """Return the place of each token in the row.
+
+    A shared prompt stands with its owner.
+    """
+    place = np.empty(starts[-1], np.int64)
+    place[taken] = np.arange(len(taken))
+
+    again = np.flatnonzero(owners != np.arange(len(owners)))
+    copies, originals = (
+        _ranges(starts[i], starts[i] + prompts[again]) for i in (again, owners[again])
+    )
+    place[copies] = place[originals]
+    return place
 
 
 def _prompts(starts: np.ndarray, rows: np.ndarray) -> np.ndarray:

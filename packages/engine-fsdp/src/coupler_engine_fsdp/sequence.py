@@ -75,21 +75,30 @@ class Peers:
         Raises:
             CouplerError: k does not divide the heads of ``query``.
         """
-        heads, repeats = query.shape[1], self.size // gcd(self.size, key.shape[1])
+        heads = query.shape[1]
+        repeats = self.size // gcd(self.size, key.shape[1])
         if heads % self.size:
             raise CouplerError(
                 f"engine.sequence_parallel={self.size} does not divide the {heads} attention "
                 "heads of a layer.\n  try:  engine.sequence_parallel=1"
             )
         if repeats > 1:
-            key, value = (x.repeat_interleave(repeats, 1) for x in (key, value))
+            key = key.repeat_interleave(repeats, 1)
+            value = value.repeat_interleave(repeats, 1)
 
-        parts = [self._by_rank(x) for x in (query, key, value)]
+        # One exchange for all three.
+        given = (query, key, value)
+        parts = [self._by_rank(x) for x in given]
         widths = [x.shape[2] for x in parts]
-        arrived = swap(torch.cat(parts, 2), self.group).flatten(0, 1).split(widths, 1)
+        arrived = swap(torch.cat(parts, 2), self.group)
+
         return tuple(
             x.unflatten(1, (-1, old.shape[3])).transpose(0, 1)[None]
-            for x, old in zip(arrived, (query, key, value), strict=True)
+            for x, old in zip(
+                arrived.flatten(0, 1).split(widths, 1),
+                given,
+                strict=True,
+            )
         )
 
     def _by_rank(self, heads: Tensor) -> Tensor:
@@ -98,8 +107,9 @@ class Peers:
 
     def to_tokens(self, out: Tensor) -> Tensor:
         """Undo :meth:`to_heads`: [1, N, heads / k, E] -> [1, n, heads, E]."""
-        parts = out[0].unflatten(0, (self.size, -1)).contiguous()
-        return swap(parts, self.group).transpose(0, 1).flatten(1, 2)[None]
+        parts = out[0].unflatten(0, (self.size, -1))
+        arrived = swap(parts.contiguous(), self.group)
+        return arrived.transpose(0, 1).flatten(1, 2)[None]
 
 
 ALONE = Peers()
@@ -127,7 +137,10 @@ def leave_peers(peers: Peers) -> None:
 def layout_of(world: int, size: int) -> Layout:
     """Let peers read the same rows, and the first of them answer."""
     ranks = range(world)
-    return Layout(tuple(i // size for i in ranks), tuple(i % size == 0 for i in ranks))
+    return Layout(
+        shard_of=tuple(i // size for i in ranks),
+        answers=tuple(i % size == 0 for i in ranks),
+    )
 
 
 @torch.library.custom_op("coupler::swap", mutates_args=())

@@ -68,7 +68,7 @@ def agreed_split(
         cut: returns the micro-batches of this rank, or raises a ``ValueError`` for a
             sequence that is too long.
         max_tokens_per_gpu: the option's value, for the message.
-        device: holds the numbers that ranks compare; unused for one rank.
+        device: holds the numbers that ranks compare. One rank compares none.
         groups: process groups that together join all ranks, None being the default one;
             empty for one rank.
         refusals: further reasons that ranks have to agree on.

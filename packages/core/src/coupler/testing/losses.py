@@ -46,13 +46,21 @@ def sequence_ratio(out: Columns, batch: Columns) -> tuple[Any, Metrics]:
     """
     mask, seq = batch["loss_mask"], batch["seq"]
     old = batch["rollout_logprobs"].where(mask, 0.0)
-    zeros = out["logprobs"].new_zeros(batch["num_seqs"])
-    change = zeros.index_add(0, seq, out["logprobs"] - old)
-    tokens = zeros.index_add(0, seq, mask.to(zeros.dtype))
-    ratio = (change / tokens.clamp(min=1)).exp()
+    advantages = batch["advantages"].where(mask, 0.0)
 
-    metrics = {"ratio": Metric(_detached(ratio).sum(), batch["num_seqs"])}
-    return -batch["advantages"].where(mask, 0.0) * ratio[seq], metrics
+    zeros = out["logprobs"].new_zeros(batch["num_seqs"])
+    change = out["logprobs"] - old
+    total = zeros.index_add(0, seq, change)
+    tokens = zeros.index_add(0, seq, mask.to(zeros.dtype))
+    ratio = (total / tokens.clamp(min=1)).exp()
+
+    metrics = {
+        "ratio": Metric(
+            _detached(ratio).sum(),
+            batch["num_seqs"],
+        ),
+    }
+    return -advantages * ratio[seq], metrics
 
 
 def value_error(out: Columns, batch: Columns) -> tuple[Any, Metrics]:

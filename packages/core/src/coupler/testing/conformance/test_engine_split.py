@@ -42,10 +42,16 @@ def dense(reference: Reference, lengths: tuple[int, ...]) -> Batch:
     batch = make_batch(reference, lengths)
     mask = np.ones(batch.num_tokens, bool)
     mask[batch.starts[:-1]] = False
-    draw = np.random.default_rng(8).normal(0, 1, batch.num_tokens)
-    batch = batch.with_tokens(loss_mask=mask, advantages=(mask * draw).astype(np.float32))
-    near = reference.outputs(batch)["logprobs"] + 0.25 * draw
-    return batch.with_tokens(rollout_logprobs=np.where(mask, near, 0).astype(np.float32))
+
+    drawn = np.random.default_rng(8).normal(0, 1, batch.num_tokens)
+    batch = batch.with_tokens(
+        loss_mask=mask,
+        advantages=(mask * drawn).astype(np.float32),
+    )
+    near = reference.outputs(batch)["logprobs"] + 0.25 * drawn
+    return batch.with_tokens(
+        rollout_logprobs=np.where(mask, near, 0).astype(np.float32),
+    )
 
 
 @pytest.mark.parametrize("num_shards", [1, 2])
@@ -67,14 +73,20 @@ def test_log_probs_wherever_a_row_is_cut(
     """
     world = worlds(1, max_tokens_per_gpu=share(engine_subject, LONGEST))
     batch = dense(reference, EVERY_CUT)
+    names = ("logprobs", "entropy")
+
     for i, length in enumerate(EVERY_CUT):
         one = batch.take([i])
         want = reference.outputs(one)
-        (done,) = world.forward([one], ("logprobs", "entropy"))
-        for name in ("logprobs", "entropy"):
+        (done,) = world.forward([one], names)
+        for name in names:
             what = f"{name} of a sequence of {length} tokens"
             np.testing.assert_allclose(
-                done[name], want[name], atol=LOGPROBS, rtol=1e-4, err_msg=what
+                done[name],
+                want[name],
+                atol=LOGPROBS,
+                rtol=1e-4,
+                err_msg=what,
             )
 
 
@@ -89,8 +101,18 @@ def test_gradient_wherever_a_row_is_cut(
     want = reference.gradient(batch, losses.surrogate)
     assert_gradient(grads, want)
     assert_metrics(metrics, want.metrics)
-    expect.holds(all(step == steps[0] for step in steps), "one step on every rank", steps)
-    expect.near(steps[0][1], want.norm, "the norm of the gradient", rel=1e-4)
+
+    expect.holds(
+        all(step == steps[0] for step in steps),
+        "one step on every rank",
+        steps,
+    )
+    expect.near(
+        steps[0][1],
+        want.norm,
+        "the norm of the gradient",
+        rel=1e-4,
+    )
 
 
 def test_a_sequence_as_long_as_its_ranks_hold_together_trains(
@@ -109,15 +131,22 @@ def test_a_sequence_that_its_ranks_do_not_hold_is_refused(
     fresh: Callable[..., World], engine_subject: Subject, reference: Reference
 ) -> None:
     """The message names the option that would make room."""
-    config = engine_subject.config(max_tokens_per_gpu=share(engine_subject, LONGEST) - 1)
+    room = share(engine_subject, LONGEST) - 1
+    config = engine_subject.config(max_tokens_per_gpu=room)
     option, limit = config.micro_batch_limit
     if not limit:
         pytest.skip(f"{engine_subject} has no limit")
+
     world = fresh(reference.folder, max_tokens_per_gpu=limit)
     too_long = weighted(make_batch(reference, (LONGEST + 1, LONGEST + 1)))
     with pytest.raises(CouplerError) as refused:
         world.gradient([too_long], SURROGATE)
-    expect.holds(option in str(refused.value), f"a refusal that names {option}", refused.value)
+
+    expect.holds(
+        option in str(refused.value),
+        f"a refusal that names {option}",
+        refused.value,
+    )
 
 
 def test_a_loss_sees_whole_sequences(
@@ -130,11 +159,14 @@ def test_a_loss_sees_whole_sequences(
         pytest.skip("the toy reference takes losses of one token at a time")
     batch = weighted(dense(reference, EVERY_CUT))
     want = reference.gradient(batch, losses.sequence_ratio)
+
     # Smaller parts, then several sequences in a part.
     for tokens in (LONGEST, 3 * LONGEST):
         world = worlds(1, max_tokens_per_gpu=share(engine_subject, tokens))
         grads, metrics, _ = world.gradient(
-            [batch], "coupler.testing.losses:sequence_ratio", ("logprobs",)
+            [batch],
+            "coupler.testing.losses:sequence_ratio",
+            ("logprobs",),
         )
         assert_gradient(grads, want)
         assert_metrics(metrics, want.metrics)
