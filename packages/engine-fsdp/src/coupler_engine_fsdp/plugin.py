@@ -64,11 +64,13 @@ def coupler_backends() -> Iterable[Backend]:
 def coupler_validate(config: RunConfig) -> Iterable[str]:
     """Refuse sizes that do not fit the ranks, or a model that is there already."""
     critic = config.critic.model.path or config.model.path
+    teacher = config.teacher.model.path or config.model.path
     scorer = config.reward_model.model.path
 
     for path, engine, folder in (
         ("engine", config.engine, config.model.path),
         ("critic.engine", config.critic.engine, critic),
+        ("teacher.engine", config.teacher.engine, teacher),
         ("reward_model.engine", config.reward_model.engine, scorer),
     ):
         if isinstance(engine, FSDPConfig):
