@@ -52,7 +52,7 @@ comma := ,
 KIT := --pyargs coupler.testing.conformance
 KIT_core := --coupler engine=toy --coupler rollout=toy --coupler algorithm=toy --coupler transport=inproc \
   --coupler transport=disk --coupler transport=tcp --coupler sharding=stream --coupler tracker=jsonl --coupler tracker=console
-KIT_engine-fsdp := --coupler engine=fsdp --coupler rollout=hf --coupler transport=nccl
+KIT_engine-fsdp := --coupler engine=fsdp --coupler engine=fsdp,sequence_parallel=2 --coupler rollout=hf --coupler transport=nccl
 # Plain, and in each of these layouts: settings, and models of the kit, with commas between them; further ones are in
 # the package's own suite. LAYOUTS=tensor_parallel=4 on the command line tries another.
 LAYOUTS := tensor_parallel=2,pipeline_parallel=2 context_parallel=2 moe,expert_parallel=2

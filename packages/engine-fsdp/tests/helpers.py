@@ -50,6 +50,8 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         moe_intermediate_size=16,
         tie_word_embeddings=False,
     ),  # no multiple of 2 or 4 either
+    "six-heads": Qwen2Config(**{**SHAPE, "num_attention_heads": 6}, tie_word_embeddings=False),
+    "eight-heads": Qwen2Config(**{**SHAPE, "num_attention_heads": 8}, tie_word_embeddings=False),
     "wide": Qwen3Config(
         **SHAPE, head_dim=64, tie_word_embeddings=False
     ),  # as flash-attn-4 takes them

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from coupler import RolloutConfig
 from coupler.engine_kit.adamw import AdamWConfig
@@ -41,6 +43,12 @@ class FSDPConfig(AdamWConfig):
     Master weights, optimizer state and gradient reduction are fp32.
     """
 
+    one_rank: ClassVar[Mapping[str, Any]] = {
+        **AdamWConfig.one_rank,
+        "sequence_parallel": 1,
+        "fsdp_size": 0,
+    }
+
     name: str = "fsdp"
     dtype: Precision = Precision.AUTO
     """The dtype of activations and of the weights they meet. auto is bf16 on a GPU and
@@ -49,8 +57,12 @@ class FSDPConfig(AdamWConfig):
     sync_dtype: Precision = Precision.AUTO
     """The dtype of the weights that a rollout gets. auto is engine.dtype."""
     max_tokens_per_gpu: int = no_effect(16384)
-    """One micro-batch has at most this many tokens. It changes speed and memory, and no
-    result.
+    """One micro-batch has at most this many tokens on each rank. It changes speed and
+    memory, and no result.
+    """
+    sequence_parallel: int = no_effect(1)
+    """This many ranks split each sequence, so that one as many times as long fits. It
+    divides the attention heads of the model and the ranks.
     """
     fsdp_size: int = no_effect(0)
     """This many ranks share one copy of the model. 0 is all of them, and fewer is
@@ -86,11 +98,24 @@ class FSDPConfig(AdamWConfig):
         return "max_tokens_per_gpu", self.max_tokens_per_gpu
 
     @property
+    def ranks_per_shard(self) -> int:
+        return self.sequence_parallel
+
+    @property
+    def ranks_per_sequence(self) -> int:
+        return self.sequence_parallel
+
+    @property
+    def split(self) -> str:
+        return f"sequence {self.sequence_parallel}" if self.sequence_parallel > 1 else ""
+
+    @property
     def adapter_rank(self) -> tuple[str, int]:
         return "lora_rank", self.lora_rank
 
     def __post_init__(self) -> None:
         self._require(self.max_tokens_per_gpu > 0, "max_tokens_per_gpu", "must be above 0")
+        self._require(self.sequence_parallel >= 1, "sequence_parallel", "must be at least 1")
         for key in ("fsdp_size", "logits_tile", "lora_rank"):
             self._require(getattr(self, key) >= 0, key, "must not be negative")
         self._require(self.lora_alpha > 0, "lora_alpha", "must be above 0")

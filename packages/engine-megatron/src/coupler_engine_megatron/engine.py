@@ -246,10 +246,19 @@ class MegatronEngine(Engine):
         )
 
         limit = self.config.max_tokens_per_gpu
-        cut = partial(split, batch, limit * self.config.context_parallel)
+        ranks = self.config.ranks_per_sequence
+        cut = partial(split, batch, limit * ranks)
         # Parts of the model take turns over as many micro-batches as there are stages.
         stages = self.config.pipeline_parallel if len(self.chunks) > 1 else 1
-        return agreed_split(cut, limit, self.device, [None], unroutable, multiple_of=stages)
+        return agreed_split(
+            cut,
+            limit,
+            self.device,
+            [None],
+            unroutable,
+            multiple_of=stages,
+            ranks_per_sequence=ranks,
+        )
 
     def step(self) -> StepResult:
         """Apply the gradient.

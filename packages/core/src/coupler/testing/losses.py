@@ -40,6 +40,29 @@ def surrogate(out: Columns, batch: Columns) -> tuple[Any, Metrics]:
     return -(gain + 0.01 * entropy) * factor, metrics
 
 
+def sequence_ratio(out: Columns, batch: Columns) -> tuple[Any, Metrics]:
+    """Compute the unclipped loss of GSPO (arXiv 2507.18071, equations 5 and 7), in
+    which every token has the ratio of its sequence. It takes torch tensors.
+    """
+    mask, seq = batch["loss_mask"], batch["seq"]
+    old = batch["rollout_logprobs"].where(mask, 0.0)
+    advantages = batch["advantages"].where(mask, 0.0)
+
+    zeros = out["logprobs"].new_zeros(batch["num_seqs"])
+    change = out["logprobs"] - old
+    total = zeros.index_add(0, seq, change)
+    tokens = zeros.index_add(0, seq, mask.to(zeros.dtype))
+    ratio = (total / tokens.clamp(min=1)).exp()
+
+    metrics = {
+        "ratio": Metric(
+            _detached(ratio).sum(),
+            batch["num_seqs"],
+        ),
+    }
+    return -advantages * ratio[seq], metrics
+
+
 def value_error(out: Columns, batch: Columns) -> tuple[Any, Metrics]:
     """Return half the squared distance of each value from the column ``returns``, with
     a factor per sequence.

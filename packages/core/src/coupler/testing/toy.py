@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 from coupler.batch import Batch
 from coupler.batch.columns import SAMPLING_MASK, loss_columns
 from coupler.engine_kit.adamw import multiplier
-from coupler.engine_kit.micro_batches import split
+from coupler.engine_kit.micro_batches import agreed_split, split
 from coupler.errors import CouplerError
 from coupler.interfaces import (
     Algorithm,
@@ -241,7 +242,8 @@ class ToyEngine(Engine):
         self.grads = {k: np.zeros_like(v) for k, v in self.params.items()}
         metrics = []
 
-        for rows in split(batch, self.config.max_tokens_per_gpu):
+        room = self.config.max_tokens_per_gpu
+        for rows in agreed_split(partial(split, batch, room), room, None, ()):
             part = batch.take(rows)
             everything = self._outputs(part)
             out = {o.name: everything[o.name] for o in want}
