@@ -83,7 +83,8 @@ VOCABULARY = frozenset(
         "needs:ref_logprobs",
         "needs:old_logprobs",
         "needs:values",
-        # An engine runs models with Head.VALUE and computes Output("values").
+        # An engine runs models with Head.VALUE or Head.SCORE and computes
+        # Output("values").
         "output:values",
         # An engine trains an adapter. The model without it is the reference model.
         "output:base_logprobs",
@@ -95,6 +96,12 @@ VOCABULARY = frozenset(
         # An algorithm is for these jobs, or for both where it names neither.
         "job:train",
         "job:sft",
+        # Supervised training of an algorithm reads pairs of completions, or completions
+        # with a label. Without either, it reads answers.
+        "rows:pair",
+        "rows:label",
+        # An algorithm trains a model with Head.SCORE. Its engine declares output:values.
+        "head:score",
         # An engine has one rank only.
         "world:1",
     }
