@@ -18,7 +18,34 @@ from torch.nn.functional import logsigmoid
 from coupler.interfaces import Columns
 from coupler.metrics import Metric, Metrics
 from coupler_algos.preference_config import DPOConfig, KTOConfig, PairLoss, RewardModelConfig
-from coupler_algos.ratios import Sequences
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The B rows of a micro-batch, whose tokens are packed in one dimension T.
+
+    Attributes:
+        mask: [T] True at tokens that are learnt.
+        of_token: [T] the row of each token.
+        bounds: [B + 1] int64, the first token of each row, then T.
+    """
+
+    mask: Tensor
+    of_token: Tensor
+    bounds: Tensor
+
+    @classmethod
+    def of(cls, batch: Columns) -> Rows:
+        """Return the rows of ``batch``."""
+        return cls(batch["loss_mask"], batch["seq"], batch["cu_seqlens"].long())
+
+    def total(self, per_token: Tensor) -> Tensor:
+        """Sum over the tokens of each row: [T] -> [B]."""
+        return torch.segment_reduce(per_token, "sum", offsets=self.bounds)
+
+    def counts(self, per_token: Tensor) -> Tensor:
+        """Return the valid tokens of each row [B], in the dtype of ``per_token``."""
+        return self.total(self.mask.to(per_token.dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +57,7 @@ class Pairs:
         chosen: [B] True where a row is of the chosen side.
     """
 
-    rows: Sequences
+    rows: Rows
     of_row: Tensor
     chosen: Tensor
     number: int
@@ -39,7 +66,7 @@ class Pairs:
     def of(cls, batch: Columns) -> Pairs:
         """Return the pairs of ``batch``: rows of one ``unit`` are one pair."""
         names, of_row = torch.unique(batch["unit"], return_inverse=True)
-        return cls(Sequences.of(batch), of_row, batch["chosen"], len(names))
+        return cls(Rows.of(batch), of_row, batch["chosen"], len(names))
 
     def sides(self, per_token: Tensor) -> Tensor:
         """Sum over the tokens of each side, chosen and rejected: [T] -> [2, P]."""
@@ -62,7 +89,7 @@ class Pairs:
             counts: [2, P] valid tokens of each side.
         """
         share = loss / counts.sum(0).clamp(min=1)
-        return torch.where(self.rows.mask, share[self.of_row][self.rows.seq], 0.0)
+        return torch.where(self.rows.mask, share[self.of_row][self.rows.of_token], 0.0)
 
 
 def of_margin(config: DPOConfig, margin: Tensor) -> Tensor:
@@ -106,9 +133,9 @@ def dpo_loss(config: DPOConfig, out: Columns, batch: Columns) -> tuple[Tensor, M
     for side, total in zip(("chosen", "rejected"), policy.detach(), strict=True):
         metrics[f"logps/{side}"] = _mean(total, valid)
     if config.sft_coef:
-        is_chosen = mask & pairs.chosen[pairs.rows.seq]
-        mean = -logprobs / counts[0].clamp(min=1)[pairs.of_row][pairs.rows.seq]
-        nll = torch.where(is_chosen, mean, 0.0)
+        row = pairs.rows.of_token
+        mean = -logprobs / counts[0].clamp(min=1)[pairs.of_row][row]
+        nll = torch.where(mask & pairs.chosen[row], mean, 0.0)
         metrics["nll"] = Metric(-policy[0].detach().sum(), counts[0].sum())
         loss = loss + config.sft_coef * nll
     return loss, metrics
@@ -121,23 +148,24 @@ def kto_loss(config: KTOConfig, out: Columns, batch: Columns) -> tuple[Tensor, M
     + and lambda ``desirable_weight`` for a desirable row, and - and
     ``undesirable_weight`` for another: KTO (arXiv 2402.01306) eq. 8.
     """
-    rows, mask, desirable = Sequences.of(batch), batch["loss_mask"], batch["desirable"]
+    rows, mask, desirable = Rows.of(batch), batch["loss_mask"], batch["desirable"]
     ratio = torch.where(mask, out["logprobs"] - batch["ref_logprobs"], 0.0)
     reward = rows.total(ratio)
 
     over = reward - batch["reference_point"].to(reward.dtype)
     sign = torch.where(desirable, 1.0, -1.0)
     weight = torch.where(desirable, config.desirable_weight, config.undesirable_weight)
-    loss = weight * torch.sigmoid(-config.beta * sign * over) / rows.counts()
+    counts = rows.counts(ratio)
+    loss = weight * torch.sigmoid(-config.beta * sign * over) / counts.clamp(min=1)
 
-    valid = rows.total(mask.to(ratio.dtype)) > 0
+    valid = counts > 0
     implied = config.beta * reward.detach()
     metrics = {
         "rewards/desirable": _mean(implied, valid & desirable),
         "rewards/undesirable": _mean(implied, valid & ~desirable),
         "kto/reference_point": _mean(batch["reference_point"], valid),
     }
-    return torch.where(mask, loss[rows.seq], 0.0), metrics
+    return torch.where(mask, loss[rows.of_token], 0.0), metrics
 
 
 def score_loss(

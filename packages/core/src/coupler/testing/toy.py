@@ -18,8 +18,8 @@ import numpy as np
 
 from coupler.batch import Batch
 from coupler.batch.columns import SAMPLING_MASK, loss_columns
-from coupler.batch.partition import micro_batches
 from coupler.engine_kit.adamw import multiplier
+from coupler.engine_kit.micro_batches import split
 from coupler.errors import CouplerError
 from coupler.interfaces import (
     Algorithm,
@@ -245,7 +245,7 @@ class ToyEngine(Engine):
         self.grads = {k: np.zeros_like(v) for k, v in self.params.items()}
         metrics = []
 
-        for rows in micro_batches(batch.lengths, self.config.max_tokens_per_gpu):
+        for rows in split(batch, self.config.max_tokens_per_gpu):
             part = batch.take(rows)
             everything = self._outputs(part)
             out = {o.name: everything[o.name] for o in want}
