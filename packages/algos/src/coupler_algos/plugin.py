@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING
 from coupler.plugins import Backend, Kind, hookimpl
 from coupler_algos import preference_checks, validate
 from coupler_algos.config import GRPOConfig, PolicyConfig, PPOConfig, RLOOConfig, SFTConfig
-from coupler_algos.preference_config import DPOConfig, KTOConfig, RewardModelConfig
+from coupler_algos.preference_config import (
+    DPOConfig,
+    KTOConfig,
+    OnlineDPOConfig,
+    RewardModelConfig,
+)
 
 if TYPE_CHECKING:
     from coupler import RunConfig
@@ -64,6 +69,14 @@ def _of_preferences() -> Iterable[Backend]:
     )
     yield Backend(
         kind=Kind.ALGORITHM,
+        name="online_dpo",
+        target="coupler_algos.preferences:OnlineDPO",
+        config=OnlineDPOConfig,
+        capabilities=_of_samples,
+        tested=TESTED,
+    )
+    yield Backend(
+        kind=Kind.ALGORITHM,
         name="kto",
         target="coupler_algos.preferences:KTO",
         config=KTOConfig,
@@ -98,3 +111,8 @@ def _capabilities(config: PolicyConfig) -> frozenset[str]:
 
 def _of_pairs(config: DPOConfig) -> frozenset[str]:
     return frozenset({"job:sft", "rows:pair", *(f"needs:{column}" for column in config.needs)})
+
+
+def _of_samples(config: OnlineDPOConfig) -> frozenset[str]:
+    needs = {f"needs:{column}" for column in config.needs}
+    return frozenset({"job:train", "rows:select", *needs})

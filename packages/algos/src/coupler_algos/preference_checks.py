@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from coupler_algos.preference_config import DPOConfig, KTOConfig, PairLoss, RewardModelConfig
+from coupler_algos.preference_config import (
+    DPOConfig,
+    KTOConfig,
+    OnlineDPOConfig,
+    PairLoss,
+    RewardModelConfig,
+)
 
 if TYPE_CHECKING:
     from coupler import RunConfig
@@ -13,6 +19,11 @@ if TYPE_CHECKING:
 
 def problems(config: RunConfig) -> Iterator[str]:
     """Yield one sentence per problem, with key and fix."""
+    if isinstance(config.algorithm, OnlineDPOConfig) and config.samples_per_prompt < 2:
+        yield (
+            f"samples_per_prompt={config.samples_per_prompt} makes no pair of a prompt's samples: "
+            "set samples_per_prompt=2 or more."
+        )
     match config.algorithm:
         case DPOConfig() as algorithm:
             yield from _of_dpo(algorithm)

@@ -52,6 +52,16 @@ class DPOConfig:
 
 
 @dataclass
+class OnlineDPOConfig(DPOConfig):
+    """Configure DPO on pairs of samples (arXiv 2402.04792), for
+    ``algorithm=online_dpo``.
+    """
+
+    name: str = "online_dpo"
+    """The algorithm's name, chosen by algorithm=NAME."""
+
+
+@dataclass
 class KTOConfig:
     """Configure KTO (arXiv 2402.01306), for ``algorithm=kto``."""
 

@@ -38,6 +38,67 @@ class DPO(Algorithm):
         return preference_losses.dpo_loss(self.config, out, batch)
 
 
+class OnlineDPO(DPO):
+    """Run ``algorithm=online_dpo``: DPO in the loop of ``coupler train``.
+
+    The best and the worst completion of a prompt by reward are a pair (arXiv
+    2402.04792, with a reward in place of the annotator). The others are not trained on.
+    """
+
+    def advantages(self, batch: Batch) -> Batch:
+        """Leave the pairs: rows with ``chosen`` [B] bool, ``unit`` and ``trajectory``
+        by pair, and ``advantages`` [T] float32 of 1 and -1.
+
+        Of equal rewards, the trajectory with the lower number is the worst and the one
+        with the higher number the best. A group whose rewards are all equal has no
+        pair. A batch of pairs stays as it is.
+        """
+        if batch.has("chosen"):
+            return batch
+        first, of_row = batch.trajectories()
+        pair, chosen = best_and_worst(
+            batch["group"][first], batch["reward"][first], batch["trajectory"][first]
+        )
+
+        rows = np.flatnonzero(pair[of_row] >= 0)
+        kept, number = batch.take(rows), pair[of_row][rows]
+        side = chosen[of_row][rows]
+        sign = np.where(kept["loss_mask"], kept.spread(np.where(side, 1, -1)), 0)
+        return kept.with_seqs(unit=number, trajectory=number, chosen=side).with_tokens(
+            advantages=sign.astype(np.float32)
+        )
+
+    def keep(self, group: Batch) -> bool:
+        """Reject a group whose rewards are all equal, so that every prompt of a step
+        has a pair.
+        """
+        return bool(np.ptp(group["reward"]) > 0)
+
+
+def best_and_worst(
+    group: np.ndarray, reward: np.ndarray, name: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Find the trajectories with the most and the least reward of each group.
+
+    Args:
+        name: decides between equal rewards. All three are [N].
+
+    Returns:
+        [N] int64 the number of the pair, -1 for none, and [N] True at the best.
+    """
+    order = np.lexsort((name, reward, group))
+    ends = np.flatnonzero(np.diff(group[order])) + 1
+    worst = order[np.concatenate([[0], ends])] if len(order) else order
+    best = order[np.concatenate([ends, [len(order)]]) - 1] if len(order) else order
+
+    differ = reward[best] > reward[worst]
+    pair, chosen = np.full(len(group), -1, np.int64), np.zeros(len(group), bool)
+    for side in (worst[differ], best[differ]):
+        pair[side] = np.arange(len(side))
+    chosen[best[differ]] = True
+    return pair, chosen
+
+
 class KTO(Algorithm):
     """Run ``algorithm=kto``, by :class:`~coupler_algos.preference_config.KTOConfig`."""
 

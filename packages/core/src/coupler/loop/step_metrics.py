@@ -69,12 +69,6 @@ def describe(batch: Batch, version: int, max_staleness: int) -> Metrics:
     Rewards and lengths are of trajectories, which may have several rows.
     """
     mask = batch["loss_mask"]
-    judged: Metrics = {}
-    if batch.has("values", "returns"):
-        judged |= describe_values(batch["values"][mask], batch["returns"][mask])
-    if batch.has("advantages"):
-        judged |= describe_advantages(batch["advantages"][mask])
-
     age = (version - batch["version"])[mask]
     first, of_row = batch.trajectories()
     size, reward = len(first), batch["reward"][first].astype(np.float64)
@@ -93,8 +87,18 @@ def describe(batch: Batch, version: int, max_staleness: int) -> Metrics:
         "staleness/mean": Metric(float(age.sum()), max(len(age), 1)),
         "staleness/max": Metric(float(age.max(initial=0)), how="max"),
         "staleness/violations": Metric(float((age > max_staleness).sum()), how="sum"),
-        **judged,
     }
+
+
+def describe_trained(batch: Batch) -> Metrics:
+    """Describe what the algorithm made of a batch, which may leave out trajectories."""
+    mask = batch["loss_mask"]
+    judged: Metrics = {}
+    if batch.has("values", "returns"):
+        judged |= describe_values(batch["values"][mask], batch["returns"][mask])
+    if batch.has("advantages"):
+        judged |= describe_advantages(batch["advantages"][mask])
+    return judged
 
 
 def describe_advantages(advantages: np.ndarray) -> Metrics:

@@ -18,7 +18,7 @@ from coupler.loop.device_memory import GENERATING, Held, Residency
 from coupler.loop.engine_group import EngineGroup
 from coupler.loop.sampler import Sampler
 from coupler.loop.state import State
-from coupler.loop.step_metrics import Clock, describe, of_role, reproducible
+from coupler.loop.step_metrics import Clock, describe, describe_trained, of_role, reproducible
 from coupler.loop.turns import OLD_LOGPROBS, Turn, takes_one_step, turns_of
 from coupler.metrics import Metrics, merge
 
@@ -94,7 +94,8 @@ class Trainer:
             batch = Batch.concat(await self.buffer.take())
             check_versions(batch, step - 1, self.config.max_staleness)
         async with clock("time/complete"):
-            batch, controlled = self.control(await complete(batch, self.config, self.algorithm, self.providers))
+            whole = await complete(batch, self.config, self.algorithm, self.providers)
+            batch, controlled = self.control(whole)
         async with clock("time/train"):
             trained = await self.train(batch, step)
         self.record(step, batch, trained)
@@ -109,7 +110,8 @@ class Trainer:
         trained = reproducible(trained, verified)
         return {
             **sampled,
-            **describe(batch, step - 1, self.config.max_staleness),
+            **describe(whole, step - 1, self.config.max_staleness),
+            **describe_trained(batch),
             **controlled,
             **trained,
             **z,

@@ -100,6 +100,8 @@ VOCABULARY = frozenset(
         # with a label. Without either, it reads answers.
         "rows:pair",
         "rows:label",
+        # An algorithm trains on some of the sampled rows, and joins them to units.
+        "rows:select",
         # An algorithm trains a model with Head.SCORE. Its engine declares output:values.
         "head:score",
         # An engine has one rank only.

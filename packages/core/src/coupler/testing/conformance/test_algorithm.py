@@ -98,6 +98,12 @@ def plain(sampled: Batch, algorithm_subject: Subject) -> Batch:
             chosen=np.arange(len(sampled)) % 2 == 0,
             margin=(pair / 4).astype(np.float32),
         )
+    if algorithm_subject.has("rows:select"):
+        # Groups of two, of which it can leave out none.
+        return sampled.with_seqs(
+            group=np.arange(len(sampled)) // 2,
+            reward=np.array([0, 1, 1, 0.5, 2, 0, 0, 1], np.float32),
+        )
     if algorithm_subject.has("rows:label"):
         labels = np.array([True, False, False, True, True, True, False, False])
         return sampled.with_seqs(desirable=labels, mismatched=np.zeros(len(sampled), bool))
@@ -314,9 +320,9 @@ def test_micro_batches_change_nothing(
     algorithm_subject: Subject, algorithm: Algorithm, plain: Batch, size: int
 ) -> None:
     """A part's losses are those of the whole, and metrics merge to its metrics."""
-    if len(plain) // len(np.unique(plain["unit"])) > size:
-        pytest.skip("rows of a unit stay together")
     batch = ready(algorithm, plain)
+    if len(batch) // len(np.unique(batch["unit"])) > size:
+        pytest.skip("rows of a unit stay together")
     whole = Evaluated(algorithm_subject, algorithm, batch)
     parts = []
 
@@ -441,10 +447,14 @@ def test_a_group_of_one_is_finite_or_refused(algorithm: Algorithm, plain: Batch)
     expect.finite({"advantages": found}, "groups of 1, 3 and 1 sequences")
 
 
-def test_a_group_is_judged_by_itself(algorithm: Algorithm, plain: Batch) -> None:
+def test_a_group_is_judged_by_itself(
+    algorithm_subject: Subject, algorithm: Algorithm, plain: Batch
+) -> None:
     """Other rewards in the first group move the advantages of all others alike, as
     whitening does, or not at all.
     """
+    if algorithm_subject.has("rows:select"):
+        pytest.skip("its rows are those of the groups that it selects from")
     sizes = (4, 4, 4)
     before = grouped(plain, sizes, (0, 1, 2))
     other = before["reward"].copy()
@@ -463,14 +473,20 @@ def test_a_group_is_judged_by_itself(algorithm: Algorithm, plain: Batch) -> None
     )
 
 
-def test_advantages_keep_the_batch(algorithm: Algorithm, plain: Batch) -> None:
-    """They add columns of float32, and every other one stays as the sampler made it."""
+def test_advantages_keep_the_batch(
+    algorithm_subject: Subject, algorithm: Algorithm, plain: Batch
+) -> None:
+    """They add columns of float32, and every other one stays as the sampler made it.
+
+    An algorithm that selects rows names their units anew.
+    """
+    own = {"unit", "trajectory"} if algorithm_subject.has("rows:select") else set()
     before = given(plain, algorithm.needs)
     done = algorithm.advantages(before)
     expect.same(done.lengths.tolist(), before.lengths.tolist(), "the lengths of the rows")
     for name in (*before.tokens, *before.seqs):
         expect.holds(done.has(name), f"the column {name} to stay, it is gone")
-        if name != "reward":  # It may be shaped.
+        if name not in {"reward", *own}:  # A reward may be shaped.
             np.testing.assert_array_equal(done[name], before[name], err_msg=name)
     for name in done.tokens.keys() - before.tokens.keys():
         expect.same(done[name].dtype, np.dtype(np.float32), f"the dtype of {name}")
@@ -517,7 +533,7 @@ def test_equal_tokens_pull_alike(
     found = Evaluated(algorithm_subject, algorithm, batch, noise=0.0)
     pulls = found.grads["logprobs"][mask] / batch["loss_weight"][mask]
     # Rows that are not preferred pull the other way.
-    pulls = np.abs(pulls) if {*PREFERENCES} & batch.seqs.keys() else pulls
+    pulls = np.abs(pulls) if batch.has("chosen") or batch.has("desirable") else pulls
     off = float(np.ptp(pulls) / np.abs(pulls).max())
     expect.below(off, 1e-4, "the spread of the gradients of equal tokens, as a share,")
 
