@@ -131,9 +131,7 @@ def test_reference_free_needs_no_reference(two: Batch, columns: Callable) -> Non
     assert total == pytest.approx(sum(wanted) / 2, rel=1e-12)
 
 
-def test_sft_coef_adds_the_mean_likelihood_of_what_is_chosen(
-    two: Batch, columns: Callable
-) -> None:
+def test_sft_coef_adds_the_mean_likelihood_of_what_is_chosen(two: Batch, columns: Callable) -> None:
     """Of the pairs, -(-1 - 2) / 2 and 5 nats a token: 3.25 in the mean."""
     plain, _, before = evaluated(DPO(DPOConfig()), two, columns, logprobs=LOGPROBS)
     config = DPOConfig(sft_coef=0.3)
@@ -296,6 +294,9 @@ def test_parts_of_whole_pairs_add_up(seed: int, columns: Callable) -> None:
 
 def test_a_micro_batch_may_be_empty(two: Batch, columns: Callable) -> None:
     empty = two.take([])
-    for algorithm, name in ((DPO(DPOConfig()), "logprobs"), (RewardModel(RewardModelConfig()), "values")):
+    for algorithm, name in (
+        (DPO(DPOConfig()), "logprobs"),
+        (RewardModel(RewardModelConfig()), "values"),
+    ):
         total, metrics, _ = evaluated(algorithm, empty, columns, **{name: np.zeros(0)})
         assert total == 0 and set(metrics.values()) <= {0.0}

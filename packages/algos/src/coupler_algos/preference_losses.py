@@ -168,9 +168,7 @@ def kto_loss(config: KTOConfig, out: Columns, batch: Columns) -> tuple[Tensor, M
     return torch.where(mask, loss[rows.of_token], 0.0), metrics
 
 
-def score_loss(
-    config: RewardModelConfig, out: Columns, batch: Columns
-) -> tuple[Tensor, Metrics]:
+def score_loss(config: RewardModelConfig, out: Columns, batch: Columns) -> tuple[Tensor, Metrics]:
     """Return ``-log sigmoid(s_w - s_l - m) + centering_coef (s_w + s_l)^2`` of each pair
     by tokens [T], with the margin m of the row (0 where it has none).
 

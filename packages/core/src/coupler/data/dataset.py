@@ -155,6 +155,8 @@ def row_of(record: Any, index: int, place: str, mapping: Columns) -> Row:
         if value is not None:
             plain[name] = value
 
+    if lacking := mapping.lacking(plain):
+        raise DataError(f"{place} has no {lacking}")
     found = mapping.take(plain, "prompt")
     if found is None:
         raise DataError(f"{place} has no {mapping.missing('prompt', plain)}")

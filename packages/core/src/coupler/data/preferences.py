@@ -27,20 +27,18 @@ class PreferenceColumns(Columns):
     Without a prompt, it is what both conversations begin with.
     """
 
-    names: tuple[str, ...] = ()
-
     def __init__(self, config: DataConfig, key: str) -> None:
         super().__init__(config, key)
-        own = {name: config.columns.get(name, name) for name in self.names}
+        own = {name: config.columns.get(name, name) for name in self.needed}
         self.mapped = {**self.mapped, **own, "answer": ""}
         self.given = {**config.columns, **own}
-        self.others = list(dict.fromkeys([*self.others, *self.names]))
+        self.others = list(dict.fromkeys([*self.others, *self.needed]))
         self.lost = self.others
 
     def take(self, row: Mapping[str, Any], name: str) -> Any:
         """Return the value of the column that becomes ``name``, or None."""
         found = super().take(row, name)
-        if found is None and name == "prompt" and REJECTED in self.names:
+        if found is None and name == "prompt" and REJECTED in self.needed:
             return shared_prompt(super().take(row, CHOSEN), super().take(row, REJECTED))
         return found
 
@@ -48,13 +46,13 @@ class PreferenceColumns(Columns):
 class PairColumns(PreferenceColumns):
     """Renames the columns of pairs: ``prompt``, ``chosen`` and ``rejected``."""
 
-    names = (CHOSEN, REJECTED)
+    needed = (CHOSEN, REJECTED)
 
 
 class LabelColumns(PreferenceColumns):
     """Renames the columns of KTO: ``prompt``, ``completion`` and ``label``."""
 
-    names = (COMPLETION, LABEL)
+    needed = (COMPLETION, LABEL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,15 +190,10 @@ def _completion(prompt: Prompt, name: str, config: DataConfig) -> str:
     """Return the text of a completion: a text, or what follows the prompt's messages.
 
     Raises:
-        DataError: it is missing, empty, or no text of the assistant.
+        DataError: it is empty, or no text of the assistant.
     """
     row = prompt.row
-    found = row.extra.get(name)
-    if found is None:
-        raise DataError(
-            f"{_place(row, config)} has no {name!r}.\n  try:  data.columns.{name}=COLUMN"
-        )
-
+    found = row.extra[name]
     messages = found if isinstance(found, list) else [{"role": "assistant", "content": found}]
     asked = _as_messages(row.prompt)
     if len(messages) > len(asked) and [_whole(m) for m in messages[: len(asked)]] == asked:
@@ -237,11 +230,7 @@ def _margin(row: Row, config: DataConfig) -> float:
 
 
 def _label(row: Row, config: DataConfig) -> bool:
-    found = row.extra.get(LABEL)
-    if found is None:
-        raise DataError(
-            f"{_place(row, config)} has no {LABEL!r}.\n  try:  data.columns.{LABEL}=COLUMN"
-        )
+    found = row.extra[LABEL]
     if found not in (True, False):
         raise DataError(
             f"{_place(row, config)}: {LABEL!r} must be true or false, got {found!r:.80}."

@@ -49,9 +49,7 @@ class SupervisedTrainer:
             clock = Clock()
             rows = [self.order.rows[self.order.next()] for _ in range(self.config.prompts_per_step)]
             async with clock("time/complete"):
-                batch = await complete(
-                    self.pack(rows), self.config, self.algorithm, self.providers
-                )
+                batch = await complete(self.pack(rows), self.config, self.algorithm, self.providers)
                 batch = self.algorithm.advantages(batch)
 
             async with clock("time/train"):

@@ -43,9 +43,7 @@ def check_inputs(config: RunConfig, job: Job, columns: ColumnsOf = Columns) -> N
         check()
 
 
-def _checks(
-    config: RunConfig, job: Job, columns: ColumnsOf
-) -> Iterator[Callable[[], None]]:
+def _checks(config: RunConfig, job: Job, columns: ColumnsOf) -> Iterator[Callable[[], None]]:
     yield partial(_check_folder_to_write, config.run_dir, "run_dir")
     if config.profile.steps and config.profile.path:
         yield partial(_check_folder_to_write, config.profile.path, "profile.path")

@@ -225,9 +225,7 @@ class ToyEngine(Engine):
             width = self.params["embed.weight"].shape[1]
             score = {"score.weight": np.zeros((1, width)), "score.bias": np.zeros(1), **self.params}
             dropped = "score.bias" if self.model.head is Head.SCORE else "head."
-            self.params = {
-                k: v for k, v in score.items() if not k.startswith(("head.", dropped))
-            }
+            self.params = {k: v for k, v in score.items() if not k.startswith(("head.", dropped))}
 
         self.first = {k: np.zeros_like(v) for k, v in self.params.items()}
         self.second = {k: np.zeros_like(v) for k, v in self.params.items()}

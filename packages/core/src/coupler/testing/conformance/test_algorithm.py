@@ -284,9 +284,7 @@ def test_values_under_the_mask_change_nothing(
     dirty = algorithm.advantages(poisoned(given(plain, algorithm.needs)))
     batch = ready(algorithm, plain)
 
-    for name, column in algorithm.advantages(
-        given(plain, algorithm.needs)
-    ).tokens.items():
+    for name, column in algorithm.advantages(given(plain, algorithm.needs)).tokens.items():
         np.testing.assert_array_equal(dirty[name][mask], column[mask], err_msg=name)
     for filler in (0.0, float("nan")):
         got = Evaluated(algorithm_subject, algorithm, poisoned(batch), filler)

@@ -179,11 +179,15 @@ def test_gradient_over_shards(
 def in_pairs(reference: Reference) -> Batch:
     """Make pairs of rows, one unit and one trajectory each, far from each other."""
     unit = np.array([0, 1, 2, 3, 3, 2, 1, 0])
-    batch = make_batch(reference).without("group").with_seqs(
-        unit=unit,
-        trajectory=unit,
-        unit_rows=np.full(len(unit), 2),
-        sign=np.repeat([1, -1], 4).astype(np.float32),
+    batch = (
+        make_batch(reference)
+        .without("group")
+        .with_seqs(
+            unit=unit,
+            trajectory=unit,
+            unit_rows=np.full(len(unit), 2),
+            sign=np.repeat([1, -1], 4).astype(np.float32),
+        )
     )
     return weighted(batch, Aggregation.SEQUENCE_MEAN_TOKEN_SUM)
 
