@@ -72,14 +72,8 @@ def compared(line: dict[str, float]) -> dict[str, float]:
 
 @pytest.mark.parametrize("algorithm", ["dpo", "ipo"])
 def test_a_run_learns_what_is_preferred(model: Path, tmp_path: Path, algorithm: str) -> None:
-    found = prefer(
-        model,
-        tmp_path / "run",
-        f"algorithm={algorithm}",
-        "algorithm.beta=0.5",
-        "steps=12",
-        "engine.lr=1e-3",
-    )
+    more = ("algorithm.beta=0.5", "steps=12", "engine.lr=1e-4")
+    found = prefer(model, tmp_path / "run", *more, algorithm=algorithm)
     first, last = found[0], found[-1]
     assert first["loss"] == pytest.approx(np.log(2) if algorithm == "dpo" else 1, rel=1e-5)
     assert first["rewards/margin"] == pytest.approx(0, abs=1e-5)

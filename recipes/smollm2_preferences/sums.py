@@ -1,4 +1,4 @@
-"""Sums of reasoning-gym for three stages: answers, pairs, and prompts with a verifier."""
+"""Sums of reasoning-gym for three stages: answers, pairs, and a verifier."""
 
 from __future__ import annotations
 

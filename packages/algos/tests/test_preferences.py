@@ -64,7 +64,7 @@ def evaluated(algorithm: Any, batch: Batch, columns: Callable, **outputs: np.nda
 
 
 def test_dpo_by_hand(two: Batch, columns: Callable) -> None:
-    """beta h is 1 and -2: losses log(1 + e^-1) and log(1 + e^2), slopes -beta sigmoid."""
+    """Since beta h is 1 and -2, losses are log(1 + e^-1) and log(1 + e^2)."""
     loss, metrics, grads = evaluated(DPO(DPOConfig(beta=0.5)), two, columns, logprobs=LOGPROBS)
     assert loss == pytest.approx((LOG_1 + LOG_2) / 2, rel=1e-12)
     first, second = 0.5 * SIGMA_1 / 2, 0.5 * SIGMA_2 / 2

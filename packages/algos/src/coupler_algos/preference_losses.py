@@ -75,7 +75,7 @@ class Pairs:
         return total.index_add(0, side, self.rows.total(per_token)).view(2, self.number)
 
     def counts(self, per_token: Tensor) -> Tensor:
-        """Return the valid tokens of each side [2, P], in the dtype of ``per_token``."""
+        """Return the valid tokens of each side [2, P], in the dtype given."""
         return self.sides(self.rows.mask.to(per_token.dtype))
 
     def per_pair(self, column: Tensor) -> Tensor:
@@ -96,9 +96,10 @@ def of_margin(config: DPOConfig, margin: Tensor) -> Tensor:
     """Return the loss of pairs by their margins, both [P].
 
     The margin is h = log pi(y_w) / ref(y_w) - log pi(y_l) / ref(y_l). ``sigmoid`` is
-    ``-(1 - s) log sigmoid(beta h) - s log sigmoid(-beta h)`` with label smoothing s, DPO
-    (arXiv 2305.18290) eq. 7 where s = 0. ``ipo`` is ``(h - 1 / (2 beta))^2`` (arXiv
-    2310.12036 eq. 17), and ``hinge`` is ``max(0, 1 - beta h)`` (arXiv 2309.06657 eq. 11).
+    ``-(1 - s) log sigmoid(beta h) - s log sigmoid(-beta h)`` with label smoothing s,
+    DPO (arXiv 2305.18290) eq. 7 where s = 0. ``ipo`` is ``(h - 1 / (2 beta))^2`` (arXiv
+    2310.12036 eq. 17), and ``hinge`` is ``max(0, 1 - beta h)`` (arXiv 2309.06657 eq.
+    11).
     """
     match config.loss:
         case PairLoss.SIGMOID:
@@ -144,8 +145,8 @@ def dpo_loss(config: DPOConfig, out: Columns, batch: Columns) -> tuple[Tensor, M
 def kto_loss(config: KTOConfig, out: Columns, batch: Columns) -> tuple[Tensor, Metrics]:
     """Return ``lambda (1 - sigmoid(+-beta (r - z)))`` of each row by tokens [T].
 
-    r is the row's sum of log pi / ref, and z the column ``reference_point``. The sign is
-    + and lambda ``desirable_weight`` for a desirable row, and - and
+    r is the row's sum of log pi / ref, and z the column ``reference_point``. The sign
+    is + and lambda ``desirable_weight`` for a desirable row, and - and
     ``undesirable_weight`` for another: KTO (arXiv 2402.01306) eq. 8.
     """
     rows, mask, desirable = Rows.of(batch), batch["loss_mask"], batch["desirable"]
@@ -169,8 +170,8 @@ def kto_loss(config: KTOConfig, out: Columns, batch: Columns) -> tuple[Tensor, M
 
 
 def score_loss(config: RewardModelConfig, out: Columns, batch: Columns) -> tuple[Tensor, Metrics]:
-    """Return ``-log sigmoid(s_w - s_l - m) + centering_coef (s_w + s_l)^2`` of each pair
-    by tokens [T], with the margin m of the row (0 where it has none).
+    """Return ``-log sigmoid(s_w - s_l - m) + centering_coef (s_w + s_l)^2`` of each
+    pair by tokens [T], with the margin m of the row (0 where it has none).
 
     The model is that of Bradley and Terry (1952), as in arXiv 2203.02155 eq. 1. The
     margin is that of Llama 2 (arXiv 2307.09288) eq. 2, and the centering term that of

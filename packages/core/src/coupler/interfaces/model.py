@@ -45,9 +45,9 @@ class Model:
     """The model of one role: a folder in Hugging Face layout (config, safetensors,
     tokenizer).
 
-    With ``head=VALUE`` or ``SCORE``, a language-model head in the folder is left out. If
-    the folder has no ``score``, it is zeros, so that every value is 0 until the first step for any
-    seed and number of ranks.
+    With another head than LM, a language-model head in the folder is left out. If the
+    folder has no ``score``, it is zeros, so that every value is 0 until the first step
+    for any seed and number of ranks.
 
     With ``own_weights``, a rollout of capability ``model:own_weights`` serves the
     weights of the folder from its setup on, and no update comes.

@@ -102,7 +102,7 @@ VOCABULARY = frozenset(
         "rows:label",
         # An algorithm trains on some of the sampled rows, and joins them to units.
         "rows:select",
-        # An algorithm trains a model with Head.SCORE. Its engine declares output:values.
+        # An algorithm trains a model with Head.SCORE, on an engine of output:values.
         "head:score",
         # An engine has one rank only.
         "world:1",
