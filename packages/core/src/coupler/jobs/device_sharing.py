@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from coupler.config.schema import ExecutorName, RunConfig
-from coupler.executors.placement import JUDGE, REWARD_MODEL
+from coupler.executors.placement import JUDGE
 from coupler.interfaces import Memory, Part, ShardingManager
 from coupler.loop.device_memory import Held, Holder, Residency
 from coupler.loop.engine_group import EngineGroup
@@ -70,10 +70,11 @@ def hold_trained(residency: Residency, role: str) -> AbstractAsyncContextManager
 
 def share_devices(
     config: RunConfig,
-    policy: EngineGroup,
     rollouts: RolloutGroup,
+    policy: EngineGroup,
     reference: EngineGroup | None = None,
     critic: EngineGroup | None = None,
+    teacher: EngineGroup | None = None,
     *,
     opinions: Asked = NOBODY,
 ) -> Residency:
@@ -85,14 +86,10 @@ def share_devices(
     apart = config.executor is ExecutorName.RAY
 
     holders = {"policy": _engine_holder(policy, apart), "rollout": _rollout_holder(rollouts, apart)}
-    if reference:
-        holders["reference"] = _engine_holder(reference, apart, frozenset({Held.PARAMS}))
+    for frozen in filter(None, (reference, teacher, opinions.reward_model)):
+        holders[frozen.spec.role] = _engine_holder(frozen, apart, frozenset({Held.PARAMS}))
     if critic:
         holders["critic"] = _engine_holder(critic, apart)
-    if opinions.reward_model:
-        holders[REWARD_MODEL] = _engine_holder(
-            opinions.reward_model, apart, frozenset({Held.PARAMS})
-        )
     if opinions.judge:
         # Nothing would bring its weights back.
         holders[JUDGE] = _rollout_holder(opinions.judge, apart, frozenset({Held.KV_CACHE}))

@@ -52,6 +52,8 @@ def _checks(config: RunConfig, job: Job, columns: ColumnsOf) -> Iterator[Callabl
     yield partial(_check_model, config.model.path, "model.path")
     if config.critic.engine and config.critic.model.path:
         yield partial(_check_model, config.critic.model.path, "critic.model.path")
+    if job is Job.TRAIN and config.teacher.model.path:
+        yield partial(_check_model, config.teacher.model.path, "teacher.model.path")
     if job is not Job.SFT:
         for key, scorer in (("reward_model", config.reward_model), ("judge", config.judge)):
             if scorer.model.path:
@@ -118,9 +120,10 @@ def _check_model(path: str, key: str) -> None:
         return
 
     if key != "model.path" and not os.path.isdir(path):
-        raise ConfigError(
-            f"{key}={path[:200]} is no folder.\n  try:  leaving it out: model.path then serves"
-        )
+        instead = "leaving it out: model.path then serves"
+        if not key.startswith("critic."):
+            instead = "the folder of a downloaded model"
+        raise ConfigError(f"{key}={path[:200]} is no folder.\n  try:  {instead}")
     check_model_folder(path, key)
 
 
