@@ -149,7 +149,7 @@ def test_json_is_read(block: Block) -> None:
     mapped = f"data.source={block.title} data.columns." in block.page.read_text()
     answered = [row.get("answer") or row.get("chosen") or row.get("completion") for row in rows]
     asked = [row.get("prompt") or isinstance(row.get("chosen"), list) for row in rows]
-    assert mapped or all(asked) and all(answered)
+    assert mapped or (all(asked) and all(answered))
 
 
 @of_language("toml")

@@ -67,6 +67,7 @@ def _of_preferences() -> Iterable[Backend]:
         capabilities=_of_pairs,
         tested=TESTED,
     )
+
     yield Backend(
         kind=Kind.ALGORITHM,
         name="online_dpo",
@@ -75,6 +76,7 @@ def _of_preferences() -> Iterable[Backend]:
         capabilities=_of_samples,
         tested=TESTED,
     )
+
     yield Backend(
         kind=Kind.ALGORITHM,
         name="kto",
@@ -85,6 +87,7 @@ def _of_preferences() -> Iterable[Backend]:
         ),
         tested=TESTED,
     )
+
     yield Backend(
         kind=Kind.ALGORITHM,
         name="reward_model",

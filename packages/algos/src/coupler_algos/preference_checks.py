@@ -24,6 +24,7 @@ def problems(config: RunConfig) -> Iterator[str]:
             f"samples_per_prompt={config.samples_per_prompt} makes no pair of a prompt's samples: "
             "set samples_per_prompt=2 or more."
         )
+
     match config.algorithm:
         case DPOConfig() as algorithm:
             yield from _of_dpo(algorithm)
@@ -44,11 +45,13 @@ def _of_dpo(a: DPOConfig) -> Iterator[str]:
             f"algorithm.label_smoothing={a.label_smoothing} must be at least 0 and below 0.5, "
             "where both orders of a pair are as likely."
         )
+
     elif a.label_smoothing and a.loss is not PairLoss.SIGMOID:
         yield (
             f"algorithm.label_smoothing={a.label_smoothing} belongs to algorithm.loss=sigmoid "
             f"and does nothing with {a.loss}: set one of them back."
         )
+
     if a.sft_coef < 0:
         yield f"algorithm.sft_coef={a.sft_coef} must not be negative: 0 switches it off."
 

@@ -37,7 +37,11 @@ class Rows:
     @classmethod
     def of(cls, batch: Columns) -> Rows:
         """Return the rows of ``batch``."""
-        return cls(batch["loss_mask"], batch["seq"], batch["cu_seqlens"].long())
+        return cls(
+            batch["loss_mask"],
+            batch["seq"],
+            batch["cu_seqlens"].long(),
+        )
 
     def total(self, per_token: Tensor) -> Tensor:
         """Sum over the tokens of each row: [T] -> [B]."""
@@ -66,13 +70,23 @@ class Pairs:
     def of(cls, batch: Columns) -> Pairs:
         """Return the pairs of ``batch``: rows of one ``unit`` are one pair."""
         names, of_row = torch.unique(batch["unit"], return_inverse=True)
-        return cls(Rows.of(batch), of_row, batch["chosen"], len(names))
+        return cls(
+            Rows.of(batch),
+            of_row,
+            batch["chosen"],
+            len(names),
+        )
 
     def sides(self, per_token: Tensor) -> Tensor:
         """Sum over the tokens of each side, chosen and rejected: [T] -> [2, P]."""
         side = self.of_row + self.number * (~self.chosen).long()
-        total = per_token.new_zeros(2 * self.number)
-        return total.index_add(0, side, self.rows.total(per_token)).view(2, self.number)
+        zeros = per_token.new_zeros(2 * self.number)
+        total = zeros.index_add(
+            0,
+            side,
+            self.rows.total(per_token),
+        )
+        return total.view(2, self.number)
 
     def counts(self, per_token: Tensor) -> Tensor:
         """Return the valid tokens of each side [2, P], in the dtype given."""
@@ -89,7 +103,11 @@ class Pairs:
             counts: [2, P] valid tokens of each side.
         """
         share = loss / counts.sum(0).clamp(min=1)
-        return torch.where(self.rows.mask, share[self.of_row][self.rows.of_token], 0.0)
+        return torch.where(
+            self.rows.mask,
+            share[self.of_row][self.rows.of_token],
+            0.0,
+        )
 
 
 def of_margin(config: DPOConfig, margin: Tensor) -> Tensor:
@@ -105,18 +123,25 @@ def of_margin(config: DPOConfig, margin: Tensor) -> Tensor:
         case PairLoss.SIGMOID:
             smoothing = config.label_smoothing
             loss = -(1 - smoothing) * logsigmoid(config.beta * margin)
-            return loss - smoothing * logsigmoid(-config.beta * margin) if smoothing else loss
+            if not smoothing:
+                return loss
+            return loss - smoothing * logsigmoid(-config.beta * margin)
         case PairLoss.IPO:
             return (margin - 1 / (2 * config.beta)) ** 2
         case PairLoss.HINGE:
             return (1 - config.beta * margin).clamp(min=0)
 
 
-def dpo_loss(config: DPOConfig, out: Columns, batch: Columns) -> tuple[Tensor, Metrics]:
+def dpo_loss(
+    config: DPOConfig,
+    out: Columns,
+    batch: Columns,
+) -> tuple[Tensor, Metrics]:
     """Return the loss of :func:`of_margin` by tokens [T], with ``sft_coef`` times the
     mean negative log-likelihood of the chosen completion (RPO, arXiv 2404.19733 eq. 1).
     """
-    pairs, mask = Pairs.of(batch), batch["loss_mask"]
+    pairs = Pairs.of(batch)
+    mask = batch["loss_mask"]
     logprobs = torch.where(mask, out["logprobs"], 0.0)
     reference = torch.zeros_like(logprobs)
     if not config.reference_free:
@@ -127,37 +152,59 @@ def dpo_loss(config: DPOConfig, out: Columns, batch: Columns) -> tuple[Tensor, M
     ratio = policy - pairs.sides(reference)
     if config.length_normalised:
         ratio = ratio / counts.clamp(min=1)
-    loss = pairs.spread(of_margin(config, ratio[0] - ratio[1]), counts)
+    loss = pairs.spread(
+        of_margin(config, ratio[0] - ratio[1]),
+        counts,
+    )
 
     valid = counts.sum(0) > 0
     metrics = _of_rewards(config.beta * ratio.detach(), valid)
     for side, total in zip(("chosen", "rejected"), policy.detach(), strict=True):
         metrics[f"logps/{side}"] = _mean(total, valid)
+
     if config.sft_coef:
         row = pairs.rows.of_token
-        mean = -logprobs / counts[0].clamp(min=1)[pairs.of_row][row]
-        nll = torch.where(mask & pairs.chosen[row], mean, 0.0)
-        metrics["nll"] = Metric(-policy[0].detach().sum(), counts[0].sum())
+        tokens = counts[0].clamp(min=1)[pairs.of_row][row]
+        nll = torch.where(
+            mask & pairs.chosen[row],
+            -logprobs / tokens,
+            0.0,
+        )
+        metrics["nll"] = Metric(
+            -policy[0].detach().sum(),
+            counts[0].sum(),
+        )
         loss = loss + config.sft_coef * nll
     return loss, metrics
 
 
-def kto_loss(config: KTOConfig, out: Columns, batch: Columns) -> tuple[Tensor, Metrics]:
+def kto_loss(
+    config: KTOConfig,
+    out: Columns,
+    batch: Columns,
+) -> tuple[Tensor, Metrics]:
     """Return ``lambda (1 - sigmoid(+-beta (r - z)))`` of each row by tokens [T].
 
     r is the row's sum of log pi / ref, and z the column ``reference_point``. The sign
     is + and lambda ``desirable_weight`` for a desirable row, and - and
     ``undesirable_weight`` for another: KTO (arXiv 2402.01306) eq. 8.
     """
-    rows, mask, desirable = Rows.of(batch), batch["loss_mask"], batch["desirable"]
+    rows = Rows.of(batch)
+    mask = batch["loss_mask"]
+    desirable = batch["desirable"]
     ratio = torch.where(mask, out["logprobs"] - batch["ref_logprobs"], 0.0)
     reward = rows.total(ratio)
 
     over = reward - batch["reference_point"].to(reward.dtype)
     sign = torch.where(desirable, 1.0, -1.0)
-    weight = torch.where(desirable, config.desirable_weight, config.undesirable_weight)
+    weight = torch.where(
+        desirable,
+        config.desirable_weight,
+        config.undesirable_weight,
+    )
     counts = rows.counts(ratio)
-    loss = weight * torch.sigmoid(-config.beta * sign * over) / counts.clamp(min=1)
+    value = torch.sigmoid(-config.beta * sign * over)
+    loss = weight * value / counts.clamp(min=1)
 
     valid = counts > 0
     implied = config.beta * reward.detach()
@@ -169,7 +216,11 @@ def kto_loss(config: KTOConfig, out: Columns, batch: Columns) -> tuple[Tensor, M
     return torch.where(mask, loss[rows.of_token], 0.0), metrics
 
 
-def score_loss(config: RewardModelConfig, out: Columns, batch: Columns) -> tuple[Tensor, Metrics]:
+def score_loss(
+    config: RewardModelConfig,
+    out: Columns,
+    batch: Columns,
+) -> tuple[Tensor, Metrics]:
     """Return ``-log sigmoid(s_w - s_l - m) + centering_coef (s_w + s_l)^2`` of each
     pair by tokens [T], with the margin m of the row (0 where it has none).
 
@@ -177,7 +228,8 @@ def score_loss(config: RewardModelConfig, out: Columns, batch: Columns) -> tuple
     margin is that of Llama 2 (arXiv 2307.09288) eq. 2, and the centering term that of
     arXiv 2312.09244, section 2.
     """
-    pairs, mask = Pairs.of(batch), batch["loss_mask"]
+    pairs = Pairs.of(batch)
+    mask = batch["loss_mask"]
     values = torch.where(mask, out["values"], 0.0)
     scores = pairs.sides(values)
     margin = pairs.per_pair(batch["margin"]).to(scores.dtype)
@@ -185,8 +237,13 @@ def score_loss(config: RewardModelConfig, out: Columns, batch: Columns) -> tuple
     loss = -logsigmoid(scores[0] - scores[1] - margin)
     if config.centering_coef:
         loss = loss + config.centering_coef * scores.sum(0) ** 2
+
     counts = pairs.counts(values)
-    return pairs.spread(loss, counts), _of_rewards(scores.detach(), counts.sum(0) > 0)
+    metrics = _of_rewards(
+        scores.detach(),
+        counts.sum(0) > 0,
+    )
+    return pairs.spread(loss, counts), metrics
 
 
 def _of_rewards(rewards: Tensor, valid: Tensor) -> dict[str, Metric]:
@@ -202,4 +259,7 @@ def _of_rewards(rewards: Tensor, valid: Tensor) -> dict[str, Metric]:
 
 
 def _mean(column: Tensor, valid: Tensor) -> Metric:
-    return Metric(torch.where(valid, column, 0.0).sum(), valid.sum())
+    return Metric(
+        torch.where(valid, column, 0.0).sum(),
+        valid.sum(),
+    )

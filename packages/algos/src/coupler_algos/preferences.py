@@ -57,16 +57,24 @@ class OnlineDPO(DPO):
             return batch
         first, of_row = batch.trajectories()
         pair, chosen = best_and_worst(
-            batch["group"][first], batch["reward"][first], batch["trajectory"][first]
+            batch["group"][first],
+            batch["reward"][first],
+            batch["trajectory"][first],
         )
 
         rows = np.flatnonzero(pair[of_row] >= 0)
-        kept, number = batch.take(rows), pair[of_row][rows]
+        kept = batch.take(rows)
+        number = pair[of_row][rows]
         side = chosen[of_row][rows]
-        sign = np.where(kept["loss_mask"], kept.spread(np.where(side, 1, -1)), 0)
-        return kept.with_seqs(unit=number, trajectory=number, chosen=side).with_tokens(
-            advantages=sign.astype(np.float32)
+        pairs = kept.with_seqs(
+            unit=number,
+            trajectory=number,
+            chosen=side,
         )
+
+        sign = kept.spread(np.where(side, 1, -1))
+        sign = np.where(kept["loss_mask"], sign, 0)
+        return pairs.with_tokens(advantages=sign.astype(np.float32))
 
     def keep(self, group: Batch) -> bool:
         """Reject a group whose rewards are all equal, so that every prompt of a step
@@ -76,7 +84,9 @@ class OnlineDPO(DPO):
 
 
 def best_and_worst(
-    group: np.ndarray, reward: np.ndarray, name: np.ndarray
+    group: np.ndarray,
+    reward: np.ndarray,
+    name: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Find the trajectories with the most and the least reward of each group.
 
@@ -87,14 +97,19 @@ def best_and_worst(
         [N] int64 the number of the pair, -1 for none, and [N] True at the best.
     """
     order = np.lexsort((name, reward, group))
-    ends = np.flatnonzero(np.diff(group[order])) + 1
-    worst = order[np.concatenate([[0], ends])] if len(order) else order
-    best = order[np.concatenate([ends, [len(order)]]) - 1] if len(order) else order
-
+    _, start, size = np.unique(
+        group[order],
+        return_index=True,
+        return_counts=True,
+    )
+    worst = order[start]
+    best = order[start + size - 1]
     differ = reward[best] > reward[worst]
-    pair, chosen = np.full(len(group), -1, np.int64), np.zeros(len(group), bool)
+
+    pair = np.full(len(group), -1, np.int64)
     for side in (worst[differ], best[differ]):
         pair[side] = np.arange(len(side))
+    chosen = np.zeros(len(group), bool)
     chosen[best[differ]] = True
     return pair, chosen
 
@@ -120,13 +135,24 @@ class KTO(Algorithm):
         """
         mismatched = batch["mismatched"]
         mask = batch["loss_mask"]
-        both = batch["old_logprobs"], batch["ref_logprobs"]
-        policy, reference = (np.where(mask, column, 0).astype(np.float64) for column in both)
+        policy, reference = (
+            np.where(mask, batch[name], 0).astype(np.float64)
+            for name in ("old_logprobs", "ref_logprobs")
+        )
 
         ratio = batch.sum_by_sequence(policy - reference)[mismatched]
-        point = max(float(ratio.mean()), 0.0) if len(ratio) else 0.0
-        kept = batch.take(np.flatnonzero(~mismatched)) if mismatched.any() else batch
-        return kept.with_seqs(reference_point=np.full(len(kept), point, np.float32))
+        point = 0.0
+        if len(ratio):
+            point = max(float(ratio.mean()), point)
+            batch = batch.take(np.flatnonzero(~mismatched))
+
+        return batch.with_seqs(
+            reference_point=np.full(
+                len(batch),
+                point,
+                np.float32,
+            ),
+        )
 
     def loss(self, out: Columns, batch: Columns) -> tuple[Any, Metrics]:
         """Return :func:`coupler_algos.preference_losses.kto_loss`."""

@@ -310,6 +310,7 @@ def _set_head(chunk: Any, head: Head, bridge: Any, tile: int, device: torch.devi
             config.sequence_parallel,
             bias=head is Head.VALUE,
         )
+
     else:
         chunk.output_layer.forward = LogprobHead(chunk.output_layer, bridge.vocab_size, tile)
 

@@ -88,9 +88,10 @@ class ValueHead(nn.Module):
         bias: bool,
     ) -> None:
         super().__init__()
+        self.sequence_parallel = sequence_parallel
+
         self.weight = nn.Parameter(torch.zeros(1, hidden_size, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.zeros(1, dtype=dtype, device=device)) if bias else None
-        self.sequence_parallel = sequence_parallel
 
     def forward(self, hidden: Tensor, **unused: Any) -> tuple[Tensor, None]:
         """Map [t / tp, 1, H] to [1, R]."""

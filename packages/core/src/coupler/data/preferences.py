@@ -30,8 +30,16 @@ class PreferenceColumns(Columns):
     def __init__(self, config: DataConfig, key: str) -> None:
         super().__init__(config, key)
         own = {name: config.columns.get(name, name) for name in self.needed}
-        self.mapped = {**self.mapped, **own, "answer": ""}
-        self.given = {**config.columns, **own}
+
+        self.mapped = {
+            **self.mapped,
+            **own,
+            "answer": "",
+        }
+        self.given = {
+            **config.columns,
+            **own,
+        }
         self.others = list(dict.fromkeys([*self.others, *self.needed]))
         self.lost = self.others
 
@@ -39,7 +47,10 @@ class PreferenceColumns(Columns):
         """Return the value of the column that becomes ``name``, or None."""
         found = super().take(row, name)
         if found is None and name == "prompt" and REJECTED in self.needed:
-            return shared_prompt(super().take(row, CHOSEN), super().take(row, REJECTED))
+            return shared_prompt(
+                super().take(row, CHOSEN),
+                super().take(row, REJECTED),
+            )
         return found
 
 
@@ -65,6 +76,11 @@ class Pair:
 
     def __len__(self) -> int:
         return len(self.chosen) + len(self.rejected)
+
+    @property
+    def longest(self) -> int:
+        """Return the tokens of the longer row."""
+        return max(len(self.chosen), len(self.rejected))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,17 +129,31 @@ def pairs(
     prompts, dropped = encode_prompts(rows, codec, config)
     encode = _conversation if scored else _completed
     made: list[tuple[Row, Pair]] = []
+
     for prompt in prompts:
         sides = (
-            encode(prompt, _completion(prompt, name, config), codec, config)
+            encode(
+                prompt,
+                _completion(prompt, name, config),
+                codec,
+                config,
+            )
             for name in (CHOSEN, REJECTED)
         )
-        made.append((prompt.row, Pair(*sides, margin=_margin(prompt.row, config))))
+        pair = Pair(*sides, margin=_margin(prompt.row, config))
+        made.append((prompt.row, pair))
 
-    longest = [(row, max(len(pair.chosen), len(pair.rejected))) for row, pair in made]
+    longest = [(row, pair.longest) for row, pair in made]
     made, more = _within(made, longest, codec, config)
     whole = [(row, len(pair)) for row, pair in made]
-    kept, most = short_enough(made, whole, "pairs", [room] if room else [], config, "data")
+    kept, most = short_enough(
+        made,
+        whole,
+        "pairs",
+        [room] if room else [],
+        config,
+        "data",
+    )
     return kept, dropped + more + most
 
 
@@ -136,19 +166,27 @@ def labelled(
         room: the engine's limit for a prompt with its completion.
     """
     prompts, dropped = encode_prompts(rows, codec, config)
-    made = [
-        (
-            prompt.row,
-            Labelled(
-                _completed(prompt, _completion(prompt, COMPLETION, config), codec, config),
-                _label(prompt.row, config),
-            ),
+    made: list[tuple[Row, Labelled]] = []
+
+    for prompt in prompts:
+        trajectory = _completed(
+            prompt,
+            _completion(prompt, COMPLETION, config),
+            codec,
+            config,
         )
-        for prompt in prompts
-    ]
+        label = _label(prompt.row, config)
+        made.append((prompt.row, Labelled(trajectory, label)))
 
     sizes = [(row, len(one)) for row, one in made]
-    kept, more = _within(made, sizes, codec, config, *([room] if room else []))
+    limits = [room] if room else []
+    kept, more = _within(
+        made,
+        sizes,
+        codec,
+        config,
+        *limits,
+    )
     return kept, dropped + more
 
 
@@ -163,12 +201,24 @@ def _within(
     if positions := codec.max_positions:
         use = "for a prompt with its completion"
         limits = (*limits, of_model(positions, positions, use))
-    return short_enough(made, sizes, "rows", list(limits), config, "data")
+    return short_enough(
+        made,
+        sizes,
+        "rows",
+        list(limits),
+        config,
+        "data",
+    )
 
 
 def _completed(prompt: Prompt, text: str, codec: Codec, config: DataConfig) -> Trajectory:
     """Return a prompt with a completion to learn from."""
-    return imitate(replace(prompt, row=replace(prompt.row, answer=text)), codec, config)
+    row = replace(prompt.row, answer=text)
+    return imitate(
+        replace(prompt, row=row),
+        codec,
+        config,
+    )
 
 
 def _conversation(prompt: Prompt, text: str, codec: Codec, config: DataConfig) -> Trajectory:
@@ -183,7 +233,10 @@ def _conversation(prompt: Prompt, text: str, codec: Codec, config: DataConfig) -
         ids = ids[:-1]
     if not ids:
         raise DataError(f"{_place(prompt.row, config)} has no tokens under this tokenizer.")
-    return Trajectory((Segment(ids, Origin.PROMPT), Segment(ids[-1:], Origin.TARGET)))
+
+    whole = Segment(ids, Origin.PROMPT)
+    after = Segment(ids[-1:], Origin.TARGET)
+    return Trajectory((whole, after))
 
 
 def _completion(prompt: Prompt, name: str, config: DataConfig) -> str:
@@ -195,6 +248,7 @@ def _completion(prompt: Prompt, name: str, config: DataConfig) -> str:
     row = prompt.row
     found = row.extra[name]
     messages = found if isinstance(found, list) else [{"role": "assistant", "content": found}]
+
     asked = _as_messages(row.prompt)
     if len(messages) > len(asked) and [_whole(m) for m in messages[: len(asked)]] == asked:
         messages = messages[len(asked) :]
@@ -244,7 +298,9 @@ def _place(row: Row, config: DataConfig) -> str:
 
 def pack_pairs(examples: Sequence[Pair]) -> Batch:
     """Make one Batch of pairs. The rows of a pair are one unit and one trajectory."""
-    rows = [side for pair in examples for side in (pair.chosen, pair.rejected)]
+    rows: list[Trajectory] = []
+    for pair in examples:
+        rows += [pair.chosen, pair.rejected]
     numbers = np.repeat(np.arange(len(examples), dtype=np.int64), 2)
     margins = np.array([pair.margin for pair in examples], np.float32)
 
@@ -266,9 +322,12 @@ def pack_labelled(examples: Sequence[Labelled], room: int) -> Batch:
     Args:
         room: the most tokens of a row.
     """
-    mismatched = [found for at in range(len(examples)) if (found := _mate(examples, at, room))]
-    rows = [*(one.trajectory for one in examples), *mismatched]
-    desirable = [one.desirable for one in examples] + [False] * len(mismatched)
+    rows = [one.trajectory for one in examples]
+    desirable = [one.desirable for one in examples]
+    for at in range(len(examples)):
+        if mismatched := _mate(examples, at, room):
+            rows.append(mismatched)
+            desirable.append(False)
 
     return _packed(
         rows,
@@ -281,8 +340,10 @@ def pack_labelled(examples: Sequence[Labelled], room: int) -> Batch:
 def _mate(examples: Sequence[Labelled], at: int, room: int) -> Trajectory | None:
     prompt, _ = examples[at].trajectory.segments
     for step in range(1, len(examples)):
-        other, completion = examples[(at + step) % len(examples)].trajectory.segments
-        if other != prompt and len(prompt.ids) + len(completion.ids) <= room:
+        next_one = examples[(at + step) % len(examples)]
+        other, completion = next_one.trajectory.segments
+        size = len(prompt.ids) + len(completion.ids)
+        if other != prompt and size <= room:
             return Trajectory((prompt, completion))
     return None
 

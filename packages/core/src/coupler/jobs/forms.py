@@ -40,9 +40,15 @@ def form_of(config: RunConfig, plugins: Plugins) -> Form:
     """Return the form of rows that the algorithm of ``config`` trains on."""
     able = capabilities(config, plugins)
     if PAIRS in able:
-        return Form(partial(pairs, scored=SCORES in able), pack_pairs)
+        return Form(
+            partial(pairs, scored=SCORES in able),
+            pack_pairs,
+        )
     if LABELS in able:
         room = micro_batch_room(config.engine, "engine") if config.engine else None
         limit = room.tokens if room else UNLIMITED
-        return Form(labelled, partial(pack_labelled, room=limit))
+        return Form(
+            labelled,
+            partial(pack_labelled, room=limit),
+        )
     return Form(examples, pack)

@@ -41,6 +41,7 @@ class SupervisedTrainer:
     ) -> None:
         self.config, self.policy, self.algorithm = config, policy, algorithm
         self.order, self.pack, self.providers = order, pack, providers
+
         self.skips = SkippedSteps(config.max_skipped_steps)
 
     async def fit(self, on_step: OnStep, done: int = 0) -> None:

@@ -73,6 +73,7 @@ def describe(batch: Batch, version: int, max_staleness: int) -> Metrics:
     first, of_row = batch.trajectories()
     size, reward = len(first), batch["reward"][first].astype(np.float64)
     valid = np.bincount(of_row, batch.sum_by_sequence(mask))
+
     return {
         "reward/mean": Metric(float(reward.sum()), size),
         "reward/max": Metric(float(reward.max()), how="max"),

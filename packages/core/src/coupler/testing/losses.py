@@ -84,9 +84,15 @@ def pair(out: Columns, batch: Columns) -> tuple[Any, Metrics]:
     import torch
 
     mask = batch["loss_mask"]
+    seq = batch["seq"]
     names, of_row = torch.unique(batch["unit"], return_inverse=True)
-    of_token, sign = of_row[batch["seq"]], batch["sign"][batch["seq"]]
-    signed = torch.where(mask, sign * out["logprobs"], 0.0)
+    of_token = of_row[seq]
+    sign = batch["sign"][seq]
+    signed = torch.where(
+        mask,
+        sign * out["logprobs"],
+        0.0,
+    )
 
     zeros = signed.new_zeros(len(names))
     margin = zeros.index_add(0, of_token, signed)

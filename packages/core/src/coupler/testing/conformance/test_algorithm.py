@@ -98,6 +98,7 @@ def plain(sampled: Batch, algorithm_subject: Subject) -> Batch:
             chosen=np.arange(len(sampled)) % 2 == 0,
             margin=(pair / 4).astype(np.float32),
         )
+
     if algorithm_subject.has("rows:select"):
         # Groups of two, of which it can leave out none.
         return sampled.with_seqs(

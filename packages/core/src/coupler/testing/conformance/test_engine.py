@@ -179,6 +179,7 @@ def test_gradient_over_shards(
 def in_pairs(reference: Reference) -> Batch:
     """Make pairs of rows, one unit and one trajectory each, far from each other."""
     unit = np.array([0, 1, 2, 3, 3, 2, 1, 0])
+
     batch = (
         make_batch(reference)
         .without("group")
@@ -200,7 +201,11 @@ def test_rows_of_a_unit_share_a_micro_batch(
     batch = in_pairs(reference)
     world = worlds(num_shards, max_tokens_per_gpu=2 * LONGEST)
     loss = "coupler.testing.losses:whole_units"
-    grads, metrics, _ = world.gradient(split(batch, world), loss, ("logprobs",))
+    grads, metrics, _ = world.gradient(
+        split(batch, world),
+        loss,
+        ("logprobs",),
+    )
     expect.same(metrics["broken"].value, 0.0, "the rows that are apart from their unit")
     assert_gradient(grads, reference.gradient(batch, losses.nll))
 
@@ -221,8 +226,16 @@ def test_the_gradient_of_a_pair_equals_its_formula(
 
     world = worlds(num_shards, max_tokens_per_gpu=2 * LONGEST)
     loss = "coupler.testing.losses:pair"
-    grads, _, _ = world.gradient(split(batch, world), loss, ("logprobs",))
-    assert_gradient(grads, reference.gradient(batch.with_seqs(slope=slope), losses.sloped))
+    grads, _, _ = world.gradient(
+        split(batch, world),
+        loss,
+        ("logprobs",),
+    )
+    want = reference.gradient(
+        batch.with_seqs(slope=slope),
+        losses.sloped,
+    )
+    assert_gradient(grads, want)
 
 
 def test_values_under_the_mask_change_nothing(worlds: Worlds, reference: Reference) -> None:

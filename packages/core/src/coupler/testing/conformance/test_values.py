@@ -227,8 +227,10 @@ def test_a_score_is_a_value_without_a_bias(
     scale = float(np.abs(want["score.weight"]).max())
     off = float(np.abs(got["score.weight"] - want["score.weight"]).max())
     expect.below(off, critic.tolerance * scale, "the difference of the gradient of score.weight")
+    after = score.forward([batch], VALUES)[0]
     expect.moves(
-        score.forward([batch], VALUES)[0].select("values").tokens, "values that the step moved"
+        after.select("values").tokens,
+        "values that the step moved",
     )
 
 
