@@ -56,10 +56,11 @@ class OnlineDPO(DPO):
         if batch.has("chosen"):
             return batch
         first, of_row = batch.trajectories()
+        names = batch["trajectory"] if batch.has("trajectory") else np.arange(len(batch))
         pair, chosen = best_and_worst(
             batch["group"][first],
             batch["reward"][first],
-            batch["trajectory"][first],
+            names[first],
         )
 
         rows = np.flatnonzero(pair[of_row] >= 0)
@@ -133,13 +134,15 @@ class KTO(Algorithm):
         whole batch, from passes before its first optimizer step, and has no gradient.
         So it depends on neither ranks nor micro-batches.
         """
-        mismatched = batch["mismatched"]
         mask = batch["loss_mask"]
         policy, reference = (
             np.where(mask, batch[name], 0).astype(np.float64)
             for name in ("old_logprobs", "ref_logprobs")
         )
 
+        mismatched = np.zeros(len(batch), bool)
+        if batch.has("mismatched"):
+            mismatched = batch["mismatched"]
         ratio = batch.sum_by_sequence(policy - reference)[mismatched]
         point = 0.0
         if len(ratio):
