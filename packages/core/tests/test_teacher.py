@@ -54,7 +54,7 @@ def test_the_teacher_has_an_engine_like_the_policys(plugins: Plugins) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["algorithm=learner"], "algorithm=learner learns from a teacher, and teacher.model.path"),
+        (["algorithm=learner"], "algorithm=learner learns from a teacher, and there is none."),
         (
             ["algorithm=toy", "teacher.model.path=/t"],
             "teacher.model.path=/t is set, and algorithm=toy learns from no teacher.",
@@ -78,10 +78,10 @@ def codec(**ids: int) -> Any:
 
 
 def test_a_teacher_with_other_tokens_is_refused() -> None:
-    check_tokens(codec(a=0, b=1), codec(a=0, b=1, c=2))
+    check_tokens(codec(a=0, b=1), codec(a=0, b=1, c=2), "teacher.model.path")
     for teacher, words in (
         (codec(a=0, b=2), "1 differ, and 'b', whose id is 1, has the id 2 there."),
         (codec(b=1), "1 differ, and 'a', whose id is 0, does not exist there."),
     ):
         with pytest.raises(ConfigError, match=words):
-            check_tokens(codec(a=0, b=1), teacher)
+            check_tokens(codec(a=0, b=1), teacher, "teacher.model.path")

@@ -41,7 +41,7 @@ CRITIC = "critic.engine"
 # sections that are as in the run if nothing else is chosen, and keys that call for them
 AS_THE_RUN = {
     CRITIC: (),
-    "teacher.engine": ("teacher.model.path",),
+    "teacher.engine": ("teacher.model.path", "teacher.models"),
     "reward_model.engine": ("reward_model.model.path",),
     "judge.rollout": ("judge.model.path",),
 }

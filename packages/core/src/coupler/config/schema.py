@@ -88,7 +88,7 @@ class TeacherModelConfig:
 
 @dataclass
 class TeacherConfig:
-    """The model that an algorithm which needs ``teacher_logprobs`` learns from.
+    """The models that an algorithm which needs ``teacher_logprobs`` learns from.
 
     Options that ``teacher.engine`` does not set are as in ``engine``.
     """
@@ -97,6 +97,13 @@ class TeacherConfig:
     """The backend that computes the teacher's log-probs; the policy's if none is
     chosen."""
     model: TeacherModelConfig = field(default_factory=TeacherModelConfig)
+    models: dict[str, str] = field(default_factory=dict)
+    """Several teachers in place of one, a folder by name; the column ``teacher`` of a
+    row names its own."""
+    prompt: str = ""
+    """A text file with {prompt} and other columns of a row, such as {answer}, which
+    teachers read in place of the prompt; without a teacher's model the policy is its
+    own teacher."""
 
 
 @dataclass

@@ -74,8 +74,7 @@ def share_devices(
     policy: EngineGroup,
     reference: EngineGroup | None = None,
     critic: EngineGroup | None = None,
-    teacher: EngineGroup | None = None,
-    *,
+    *teachers: EngineGroup,
     opinions: Asked = NOBODY,
 ) -> Residency:
     """Return the residency of a run whose roles live on the same devices.
@@ -86,7 +85,7 @@ def share_devices(
     apart = config.executor is ExecutorName.RAY
 
     holders = {"policy": _engine_holder(policy, apart), "rollout": _rollout_holder(rollouts, apart)}
-    for frozen in filter(None, (reference, teacher, opinions.reward_model)):
+    for frozen in filter(None, (reference, *teachers, opinions.reward_model)):
         holders[frozen.spec.role] = _engine_holder(frozen, apart, frozenset({Held.PARAMS}))
     if critic:
         holders["critic"] = _engine_holder(critic, apart)

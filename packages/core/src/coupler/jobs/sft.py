@@ -83,7 +83,7 @@ async def _supervise(builder: Builder) -> dict[str, float]:
                 algorithm=algorithm,
                 order=order,
                 pack=form.pack,
-                providers=column_providers(config, policy, reference, None, None, alone),
+                providers=column_providers(config, policy, reference, None, alone),
             )
             if found:
                 await session.restore(found, trained, trainer, data, nullcontext)

@@ -1,51 +1,63 @@
-"""Find the model of a teacher, and make the engine that computes its log-probs."""
+"""Find the models of teachers, and make the engines that compute their log-probs."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from coupler.config.checks import longest_sequence
-from coupler.data import Codec
+from coupler.data import Codec, Prompt
 from coupler.data.model_folder import model_folder
-from coupler.errors import ConfigError
-from coupler.executors.placement import TEACHER
+from coupler.errors import ConfigError, DataError
 from coupler.interfaces import Model
 from coupler.jobs.build import Builder
 from coupler.loop.engine_group import EngineGroup
+from coupler.run.teacher_check import ALL_ROWS, role_of, teachers_of
 from coupler.system.reads import original
 
-KEY = "teacher.model.path"
+COLUMN = "teacher"  # of rows, the name of theirs
 
 
-def find_teacher(builder: Builder) -> Model | None:
-    """Return the teacher of the run, checked before a worker starts, if it has one.
+def find_teachers(builder: Builder, prompts: Sequence[Prompt]) -> dict[str, Model]:
+    """Return the teachers of the run by name, checked before a worker starts.
 
     Raises:
-        CouplerError: its folder has no tokenizer, tokens of the policy have other ids
-            there, or it has too few positions.
+        CouplerError: a folder has no tokenizer, tokens of the policy have other ids
+            there, it has too few positions, or a row names no teacher.
     """
-    config = builder.config.teacher.model
-    if not config.path:
-        return None
+    config = builder.config.teacher
+    folders = teachers_of(config)
+    if folders.keys() - {ALL_ROWS}:
+        _check_names(prompts, folders)
 
-    model = Model(model_folder(config.path, "teacher.model"), config.trust_remote_code)
+    found: dict[str, Model] = {}
+    for name, path in folders.items():
+        key = f"teacher.models.{name}" if name else "teacher.model.path"
+        model = Model(model_folder(path, key), config.model.trust_remote_code)
+        _check(builder, key, model)
+        found[name] = model
+    return found
+
+
+def make_teachers(builder: Builder, found: Mapping[str, Model]) -> dict[str, EngineGroup]:
+    """Make the engine of each teacher that was found. Nothing is loaded."""
+    engine = builder.config.teacher.engine
+    return {name: builder.frozen(role_of(name), engine, model) for name, model in found.items()}
+
+
+def _check(builder: Builder, key: str, model: Model) -> None:
     codec = Codec(model)
+    check_tokens(builder.codec, codec, key)
 
-    check_tokens(builder.codec, codec)
     longest = longest_sequence(original(builder.config), "rollout")
     if codec.max_positions and codec.max_positions < longest:
         raise ConfigError(
-            f"{KEY}={config.path} has positions for {codec.max_positions} tokens, and one "
+            f"{key}={model.path} has positions for {codec.max_positions} tokens, and one "
             f"sequence can have {longest}.\n"
             "  try:  a smaller sampling.max_tokens or data.max_prompt_tokens"
         )
-    return model
 
 
-def make_teacher(builder: Builder, model: Model | None) -> EngineGroup | None:
-    """Make the engine of the teacher that was found. Nothing is loaded."""
-    return builder.frozen(TEACHER, builder.config.teacher.engine, model) if model else None
-
-
-def check_tokens(policy: Codec, teacher: Codec) -> None:
+def check_tokens(policy: Codec, teacher: Codec, key: str) -> None:
     """Refuse a teacher that would read other tokens than the policy samples.
 
     Raises:
@@ -62,7 +74,23 @@ def check_tokens(policy: Codec, teacher: Codec) -> None:
     id, token = min(wrong)
     there = f"has the id {known[token]}" if token in known else "does not exist"
     raise ConfigError(
-        f"{KEY}={teacher.folder} reads other tokens than the policy samples: {len(wrong)} differ, "
+        f"{key}={teacher.folder} reads other tokens than the policy samples: {len(wrong)} differ, "
         f"and {token!r}, whose id is {id}, {there} there.\n"
         "  try:  a teacher of the policy's family, with the same tokenizer"
     )
+
+
+def _check_names(prompts: Sequence[Prompt], folders: Mapping[str, str]) -> None:
+    """Refuse rows whose column ``teacher`` names none of several teachers.
+
+    Raises:
+        DataError: there is one.
+    """
+    wrong = [p.row for p in prompts if p.row.extra.get(COLUMN) not in folders]
+    if wrong:
+        named = wrong[0].extra.get(COLUMN)
+        raise DataError(
+            f"{len(wrong)} of {len(prompts)} rows name no teacher of teacher.models; row "
+            f"{wrong[0].index} (from 0) has {COLUMN}={named!r}.\n"
+            f"  it takes:  {', '.join(sorted(folders))}"
+        )

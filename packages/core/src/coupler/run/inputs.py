@@ -21,6 +21,7 @@ from coupler.rewards.options import opinions_of
 from coupler.rewards.worker import COMPLETIONS, KEYWORDS
 from coupler.run.resume import AUTO, DISABLE, is_started
 from coupler.run.row_form import ColumnsOf
+from coupler.run.teacher_check import teachers_of
 from coupler.system.targets import target_problem
 
 # The longest path, and the longest name in it, that Linux takes.
@@ -52,8 +53,10 @@ def _checks(config: RunConfig, job: Job, columns: ColumnsOf) -> Iterator[Callabl
     yield partial(_check_model, config.model.path, "model.path")
     if config.critic.engine and config.critic.model.path:
         yield partial(_check_model, config.critic.model.path, "critic.model.path")
-    if job is Job.TRAIN and config.teacher.model.path:
-        yield partial(_check_model, config.teacher.model.path, "teacher.model.path")
+    if job is Job.TRAIN:
+        for name, path in teachers_of(config.teacher).items():
+            key = f"teacher.models.{name}" if name else "teacher.model.path"
+            yield partial(_check_model, path, key)
     if job is not Job.SFT:
         for key, scorer in (("reward_model", config.reward_model), ("judge", config.judge)):
             if scorer.model.path:
