@@ -147,7 +147,9 @@ def test_json_is_read(block: Block) -> None:
     rows = [json.loads(line) for line in block.text.splitlines()]
     # A command of the page maps columns of other names.
     mapped = f"data.source={block.title} data.columns." in block.page.read_text()
-    assert mapped or all(row["prompt"] and row["answer"] for row in rows)
+    answered = [row.get("answer") or row.get("chosen") or row.get("completion") for row in rows]
+    asked = [row.get("prompt") or isinstance(row.get("chosen"), list) for row in rows]
+    assert mapped or (all(asked) and all(answered))
 
 
 @of_language("toml")

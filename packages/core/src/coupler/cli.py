@@ -288,11 +288,12 @@ def _plan(arguments: argparse.Namespace) -> None:
     from coupler.config.schema import Job
     from coupler.data import load_rows
     from coupler.run.plan import make_plan
+    from coupler.run.row_form import columns_of
 
     composed, plugins = _composed(arguments, arguments.job)
-    data = composed.config.data
+    data, columns = composed.config.data, columns_of(composed.config, plugins)
     there = data.source and all(Path(source).exists() for source in data.sources)
-    num_rows = len(load_rows(data)) if there else None
+    num_rows = len(load_rows(data, columns=columns)) if there else None
     print(make_plan(composed.config, num_rows, plugins, job=Job(arguments.job)).render())
 
 
@@ -413,10 +414,11 @@ def _check_inputs(composed: Composed, plugins: Plugins, job: str) -> None:
     from coupler.config.schema import Job
     from coupler.run.inputs import check_inputs
     from coupler.run.plan import make_plan
+    from coupler.run.row_form import columns_of
 
     if job != Job.EVAL:
         make_plan(composed.config, None, plugins, job=Job(job))
-    check_inputs(composed.config, Job(job))
+    check_inputs(composed.config, Job(job), columns_of(composed.config, plugins))
 
 
 def _plugins(arguments: argparse.Namespace) -> None:

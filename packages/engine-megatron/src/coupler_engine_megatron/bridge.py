@@ -35,7 +35,12 @@ from coupler_engine_megatron.routing import Router
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3")
 """Model types whose log-probs and weights are tested."""
-SCORE = {"output_layer.weight": "score.weight", "output_layer.bias": "score.bias"}
+WEIGHT = {"output_layer.weight": "score.weight"}
+SCORE: dict[Head, dict[str, str]] = {
+    Head.LM: {},
+    Head.SCORE: WEIGHT,
+    Head.VALUE: {**WEIGHT, "output_layer.bias": "score.bias"},
+}
 LATENT = "deepseek_v3"
 """The model type with multi-head latent attention, and routers with a bias."""
 _ROPE = {"default", "linear", "llama3"}
@@ -100,7 +105,7 @@ def read_config(model: Model) -> Any:
     # mbridge looks for it here.
     config.rope_theta = rope["rope_theta"]
     # A critic has no head to tie.
-    if model.head is Head.VALUE:
+    if model.head is not Head.LM:
         config.tie_word_embeddings = False
     return config
 
@@ -167,8 +172,7 @@ def make_bridge(
     direct = dict(base._DIRECT_MAPPING)
     if config.tie_word_embeddings:
         direct["output_layer.weight"] = direct["embedding.word_embeddings.weight"]
-    if head is Head.VALUE:
-        direct |= SCORE
+    direct |= SCORE[head]
 
     class Adapted(base):  # pyright: ignore[reportGeneralTypeIssues]
         _DIRECT_MAPPING = direct
@@ -298,10 +302,15 @@ def _set_latent_eps(chunk: torch.nn.Module) -> None:
 
 def _set_head(chunk: Any, head: Head, bridge: Any, tile: int, device: torch.device) -> None:
     config = bridge.config
-    if head is Head.VALUE:
+    if head is not Head.LM:
         chunk.output_layer = ValueHead(
-            config.hidden_size, config.params_dtype, device, config.sequence_parallel
+            config.hidden_size,
+            config.params_dtype,
+            device,
+            config.sequence_parallel,
+            bias=head is Head.VALUE,
         )
+
     else:
         chunk.output_layer.forward = LogprobHead(chunk.output_layer, bridge.vocab_size, tile)
 

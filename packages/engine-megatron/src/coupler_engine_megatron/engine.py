@@ -379,9 +379,9 @@ class MegatronEngine(Engine):
         return self._optimizer
 
     def _read_weights(self, *, tied: bool) -> None:
-        folder, value = Folder(Path(self.model.path)), self.model.head is Head.VALUE
-        score = [*bridge.SCORE.values()] if value else []
-        dropped = ("lm_head.",) if value or tied else ()
+        folder, head = Folder(Path(self.model.path)), self.model.head
+        score = [*bridge.SCORE[head].values()]
+        dropped = ("lm_head.",) if tied or head is not Head.LM else ()
         folder.check(self.catalogue.names(), score, (*dropped, *bridge.untrained(self.bridge)))
         self.catalogue.fill(folder.read, partial(self._put, "param"))
 

@@ -47,6 +47,7 @@ AS_THE_RUN = {
 }
 LIKE_THE_POLICY = (CRITIC, "teacher.engine", "reward_model.engine")
 NEEDS_VALUES = "needs:values"  # capability of an algorithm
+SCORES = "head:score"  # capability of an algorithm
 GIVES_VALUES = "output:values"  # capability of an engine
 TOP_P = "sampling:top_p"  # capability of a rollout
 # capabilities that sampling.top_k takes
@@ -368,6 +369,11 @@ def _incapable(plugins: Plugins, config: RunConfig, job: Job) -> Iterator[str]:
         name = section(config, path).name
         yield f"eval.top_p={config.eval.top_p}: {path}={name} cannot; leave it out."
 
+    if SCORES in declared(Kind.ALGORITHM) and GIVES_VALUES not in declared(Kind.ENGINE):
+        yield (
+            f"algorithm={config.algorithm.name} trains a score, and engine={config.engine.name} "
+            f"does not compute values ({GIVES_VALUES}): set engine to another."
+        )
     if job is not Job.TRAIN:
         return
     for kind, wanted in MASKS.items() if config.sampling.top_k > 0 else ():

@@ -24,7 +24,12 @@ class Columns:
 
     A name with dots leads into nested mappings, where no column has that name as it
     stands. A column that already has the new name is hidden by the renamed one.
+
+    Attributes:
+        needed: columns that every row must have, beside prompt and answer.
     """
+
+    needed: tuple[str, ...] = ()
 
     def __init__(self, config: DataConfig, key: str) -> None:
         self.key = key
@@ -62,6 +67,14 @@ class Columns:
             self.lost = [name for name in self.lost if name not in found]
             self.seen |= dict.fromkeys(_names(row))
         return found
+
+    def lacking(self, row: Mapping[str, Any]) -> str:
+        """Say which of the columns :attr:`needed` a row lacks, and what it has.
+
+        The text is empty where it has them all.
+        """
+        lost = [name for name in self.needed if self.take(row, name) is None]
+        return self.missing(lost[0], row) if lost else ""
 
     def missing(self, name: str, row: Mapping[str, Any]) -> str:
         """Say that ``row`` lacks the column that becomes ``name``, and what it has."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import date, time
@@ -60,11 +60,14 @@ class Row:
         return tuple(schemas) if len(schemas) == len(found) else ()
 
 
-def load_rows(config: DataConfig, key: str = "data") -> list[Row]:
+def load_rows(
+    config: DataConfig, key: str = "data", columns: Callable[[DataConfig, str], Columns] = Columns
+) -> list[Row]:
     """Load and check the rows of ``config.source``, the first ``config.limit`` if that
     is positive.
 
-    ``key`` is the section of the configuration that ``config`` is, for messages.
+    ``key`` is the section of the configuration that ``config`` is, for messages, and
+    ``columns`` gives the columns of its source their names.
 
     The answer is column ``answer``, or ``reward_model.ground_truth`` where a row has no
     such column. ``answer_key=""`` says that the reward needs none.
@@ -73,7 +76,7 @@ def load_rows(config: DataConfig, key: str = "data") -> list[Row]:
         DataError: the source is missing, empty or malformed, a row lacks a column or
             has one of a wrong type, or no row has a column of ``config.columns``.
     """
-    mapping = Columns(config, key)
+    mapping = columns(config, key)
     with source_named(config, key):
         rows = list(_rows(config, key, mapping))
         mapping.check_found()
@@ -82,14 +85,16 @@ def load_rows(config: DataConfig, key: str = "data") -> list[Row]:
     return rows
 
 
-def check_first_row(config: DataConfig, key: str = "data") -> None:
+def check_first_row(
+    config: DataConfig, key: str = "data", columns: Callable[[DataConfig, str], Columns] = Columns
+) -> None:
     """Read the first row of ``config.source``, no function, and check it.
 
     Raises:
         DataError: as :func:`load_rows`, for what the first row shows.
     """
     with source_named(config, key):
-        row = next(_rows(config, key, Columns(config, key)), None)
+        row = next(_rows(config, key, columns(config, key)), None)
     if not row:
         raise DataError(f"{key}.source: {config.named} has no rows.\n{EXAMPLE}")
 
@@ -150,6 +155,8 @@ def row_of(record: Any, index: int, place: str, mapping: Columns) -> Row:
         if value is not None:
             plain[name] = value
 
+    if lacking := mapping.lacking(plain):
+        raise DataError(f"{place} has no {lacking}")
     found = mapping.take(plain, "prompt")
     if found is None:
         raise DataError(f"{place} has no {mapping.missing('prompt', plain)}")

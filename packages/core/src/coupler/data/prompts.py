@@ -63,8 +63,8 @@ def encode_prompts(
         Limit(config.max_prompt_tokens, f"{option}{config.max_prompt_tokens}", f"{option}{{}}")
     ]
     if positions := codec.max_positions:
-        limits.append(_of_model(positions, positions - 1, "one of them for a completion"))
-    return _short_enough(
+        limits.append(of_model(positions, positions - 1, "one of them for a completion"))
+    return short_enough(
         prompts, [(p.row, len(p.ids)) for p in prompts], "prompts", limits, config, key
     )
 
@@ -91,22 +91,23 @@ def examples(
 ) -> tuple[list[tuple[Row, Trajectory]], int]:
     """Return what :func:`supervised` does, with the row of each trajectory."""
     prompts, dropped = encode_prompts(rows, codec, config)
-    made = [(prompt.row, _imitate(prompt, codec, config)) for prompt in prompts]
+    made = [(prompt.row, imitate(prompt, codec, config)) for prompt in prompts]
 
     limits = [room] if room else []
     if positions := codec.max_positions:
-        limits.append(_of_model(positions, positions, "for a prompt with its answer"))
+        limits.append(of_model(positions, positions, "for a prompt with its answer"))
     sizes = [(row, len(trajectory)) for row, trajectory in made]
-    kept, more = _short_enough(made, sizes, "rows", limits, config, "data")
+    kept, more = short_enough(made, sizes, "rows", limits, config, "data")
     return kept, dropped + more
 
 
-def _of_model(positions: int, tokens: int, use: str) -> Limit:
+def of_model(positions: int, tokens: int, use: str) -> Limit:
+    """Return the limit that the positions of a model set."""
     name = f"{tokens} tokens, for the model has {positions} positions, {use}"
     return Limit(tokens, name, "a model with more max_position_embeddings in its config.json")
 
 
-def _short_enough(
+def short_enough(
     items: list[T],
     sizes: list[tuple[Row, int]],
     noun: str,
@@ -134,7 +135,12 @@ def _short_enough(
     return kept, len(overlong)
 
 
-def _imitate(prompt: Prompt, codec: Codec, config: DataConfig) -> Trajectory:
+def imitate(prompt: Prompt, codec: Codec, config: DataConfig) -> Trajectory:
+    """Return a prompt and the answer of its row, to be learnt.
+
+    Raises:
+        DataError: the answer is empty, or cannot be encoded.
+    """
     if not prompt.row.answer:
         raise DataError(
             f"row {prompt.row.index} (from 0) of {config.named} has an empty answer: there "

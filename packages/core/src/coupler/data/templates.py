@@ -231,6 +231,11 @@ class Codec:
         config = config.get("text_config", config)
         return config.get("max_position_embeddings") or 0
 
+    @cached_property
+    def padding(self) -> int | None:
+        """The id of ``pad_token_id`` in the model's config.json, if it has one."""
+        return self._json("config.json").get("pad_token_id")
+
     def probe_prefix_preserving(self) -> str | None:
         """Render a conversation turn by turn and at once. Return the first difference,
         or None if there is none.

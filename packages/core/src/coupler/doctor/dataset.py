@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from coupler.config.schema import Job, RewardConfig, RunConfig
-from coupler.data import Codec, Row, examples
+from coupler.data import Codec, Row
 from coupler.data.columns import Columns
 from coupler.data.dataset import records, row_of, source_named
 from coupler.data.model_folder import model_folder
@@ -22,12 +22,14 @@ from coupler.doctor.prompts import Encoded, prompt_findings
 from coupler.doctor.spotted import Spotted
 from coupler.errors import CouplerError, DataError
 from coupler.interfaces import Model
+from coupler.jobs.forms import Form, form_of
 from coupler.plugins.finding import Finding, first_line, from_error, ok, problem
 from coupler.plugins.manager import Plugins
 from coupler.rewards import Invalid, Limits, Scored, check_reward
 from coupler.rewards.options import opinions_of
 from coupler.run.inputs import check_no_sampler, check_sampler
 from coupler.run.plan_checks import micro_batch_room
+from coupler.run.row_form import ColumnsOf, columns_of
 
 # Rows whose own answer the reward scores.
 FIRST_SCORED, MAX_SCORED = 2, 100
@@ -39,6 +41,7 @@ class Section:
 
     key: str
     config: DataConfig
+    columns: ColumnsOf = Columns
     found: list[tuple[str, Row]] = field(default_factory=list)  # with their places
     rows: list[Row] = field(default_factory=list)
 
@@ -53,7 +56,7 @@ def examine(config: RunConfig, plugins: Plugins) -> Iterator[Finding]:
     A problem means that the run would be refused.
     """
     both = [
-        Section("data", config.data),
+        Section("data", config.data, columns_of(config, plugins)),
         Section("eval.data", config.eval.data),
     ]
     sections = [section for section in both if section.config.source]
@@ -64,10 +67,11 @@ def examine(config: RunConfig, plugins: Plugins) -> Iterator[Finding]:
 
     codec = yield from _codec(config)
     job = job_of(config, plugins)
+    form = form_of(config, plugins) if job is Job.SFT else None
     for section in sections:
         yield from _read(section)
         if codec and section.rows:
-            yield from _encoded(section, codec, config, job)
+            yield from _encoded(section, codec, config, form)
         yield from _repeated(section)
         # What models say of an episode, no row has.
         alone = not opinions_of(config.reward_model, config.judge)
@@ -111,7 +115,7 @@ def _codec(config: RunConfig) -> Iterator[Finding]:
 def _read(section: Section) -> Iterator[Finding]:
     """Read the rows, and say what their columns are and which rows are refused."""
     config, key = section.config, section.key
-    mapping = Columns(config, key)
+    mapping = section.columns(config, key)
     seen = Seen()
     refused = Spotted()
 
@@ -139,10 +143,12 @@ def _read(section: Section) -> Iterator[Finding]:
     if section.rows:
         yield ok(key, f"{len(section.rows)} of {seen.total} rows of {config.named} can be read")
     yield from refused.problems(key, seen.total)
-    yield from column_findings(section.key, section.config, seen)
+    yield from column_findings(section.key, section.config, seen, mapping.needed)
 
 
-def _encoded(section: Section, codec: Codec, config: RunConfig, job: Job) -> Iterator[Finding]:
+def _encoded(
+    section: Section, codec: Codec, config: RunConfig, form: Form | None
+) -> Iterator[Finding]:
     """Encode the prompts, and hand them to what the run would make of them."""
     encoded = Encoded(section.key, section.config, codec)
     for place, row in section.found:
@@ -154,13 +160,13 @@ def _encoded(section: Section, codec: Codec, config: RunConfig, job: Job) -> Ite
         for row, ids in encoded.fitting()
     ]
     try:
-        yield from _taken(section, prompts, codec, config, job)
+        yield from _taken(section, prompts, codec, config, form)
     except CouplerError as error:
         yield from_error(section.key, error, "look at the rows")
 
 
 def _taken(
-    section: Section, prompts: list[Prompt], codec: Codec, config: RunConfig, job: Job
+    section: Section, prompts: list[Prompt], codec: Codec, config: RunConfig, form: Form | None
 ) -> Iterator[Finding]:
     """Hand the prompts to that part of the run which takes them.
 
@@ -173,9 +179,9 @@ def _taken(
 
     check_sampler(config)
     rows = [prompt.row for prompt in prompts]
-    if job is Job.SFT:
+    if form:
         room = micro_batch_room(config.engine, "engine") if config.engine else None
-        kept, _ = examples(rows, codec, section.config, room)
+        kept, _ = form.encode(rows, codec, section.config, room)
         rows = [row for row, _ in kept]
     if section.config.sampler and rows:
         prompt_stream(rows, rows, section.config, config.seed)

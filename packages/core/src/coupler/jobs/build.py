@@ -42,6 +42,7 @@ from coupler.loop.sampler import Scorer
 from coupler.plugins.manager import Plugins
 from coupler.rewards.opinions import Rewards
 from coupler.run.plan import VALUES, trained_engines
+from coupler.run.row_form import SCORES, capabilities
 from coupler.run.session import Session
 from coupler.system.log import PLAIN, get_logger
 from coupler.system.reads import original, track
@@ -88,11 +89,12 @@ class Builder:
             target = self.plugins.get("algorithm", config.algorithm.name).target
             algorithm = (target, config.algorithm)
 
+        scores = SCORES in capabilities(config, self.plugins)
         spec = WorkerSpec(
             role=role,
             engine=self.plugins.get("engine", config.engine.name).target,
             engine_config=self.trained_engines[role] if trains else config.engine,
-            model=self.model,
+            model=replace(self.model, head=Head.SCORE) if scores else self.model,
             algorithm=algorithm,
             profile=self.profile(),
         )

@@ -8,14 +8,18 @@ from pathlib import Path
 
 from coupler.config.compose import Composed
 from coupler.config.schema import Job
-from coupler.data import examples, fingerprint, load_rows, prompt_stream
+from coupler.data import fingerprint, load_rows, prompt_stream
 from coupler.jobs.build import Builder
+from coupler.jobs.forms import form_of
 from coupler.jobs.preflight import check_spelling, import_classes, place, report_unread
 from coupler.jobs.sft_trainer import SupervisedTrainer
+from coupler.jobs.train import REFERENCE, column_providers
+from coupler.loop.device_memory import Residency
 from coupler.metrics import Metrics
 from coupler.plugins.manager import Plugins
 from coupler.run.plan import make_plan
 from coupler.run.plan_checks import micro_batch_room
+from coupler.run.row_form import columns_of
 from coupler.run.run_lock import claimed
 from coupler.run.saving import Saving
 from coupler.system.garbage import heap_set_aside
@@ -41,10 +45,11 @@ async def _supervise(builder: Builder) -> dict[str, float]:
     if session.is_complete(done):
         return {}
 
-    rows = load_rows(config.data)
+    form = form_of(config, builder.plugins)
+    rows = load_rows(config.data, columns=columns_of(config, builder.plugins))
     data = fingerprint(rows)
     room = micro_batch_room(config.engine, "engine")
-    kept, dropped = examples(rows, builder.codec, config.data, room)
+    kept, dropped = form.encode(rows, builder.codec, config.data, room)
     if dropped:
         log.info(f"data: dropped {dropped} rows that are too long", extra=PLAIN)
     taught, trajectories = zip(*kept, strict=True)
@@ -57,6 +62,10 @@ async def _supervise(builder: Builder) -> dict[str, float]:
         await place(builder, plan.workers)
         policy = builder.engine("policy", trains=True)
         await policy.setup()
+        reference = None
+        if REFERENCE in algorithm.needs and not plan.own_reference:
+            reference = builder.engine("reference", trains=False)
+            await reference.setup()
         last: dict[str, float] = {}
 
         async def track(step: int, metrics: Metrics) -> dict[str, float]:
@@ -67,7 +76,15 @@ async def _supervise(builder: Builder) -> dict[str, float]:
 
         trained = {"policy": policy}
         async with session.checkpoints(data) as checkpoints:
-            trainer = SupervisedTrainer(config, policy=policy, algorithm=algorithm, order=order)
+            alone = Residency({}, shared=False)
+            trainer = SupervisedTrainer(
+                config,
+                policy=policy,
+                algorithm=algorithm,
+                order=order,
+                pack=form.pack,
+                providers=column_providers(config, policy, reference, None, alone),
+            )
             if found:
                 await session.restore(found, trained, trainer, data, nullcontext)
 

@@ -4,7 +4,8 @@ reinforcement learning.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -16,12 +17,16 @@ from coupler.interfaces import Algorithm
 from coupler.loop.engine_group import EngineGroup
 from coupler.loop.state import State
 from coupler.loop.step_metrics import Clock, of_steps
-from coupler.loop.trainer import OnStep, SkippedSteps
+from coupler.loop.trainer import OnStep, Provider, SkippedSteps, complete
 
 
 class SupervisedTrainer:
     """Takes ``config.steps`` batches of ``config.prompts_per_step`` rows out of
     ``order``.
+
+    Args:
+        pack: makes a Batch of rows.
+        providers: compute the columns that the algorithm needs, by their names.
     """
 
     def __init__(
@@ -30,10 +35,13 @@ class SupervisedTrainer:
         *,
         policy: EngineGroup,
         algorithm: Algorithm,
-        order: PromptStream[Trajectory],
+        order: PromptStream[Any],
+        pack: Callable[[Sequence[Any]], Batch],
+        providers: Mapping[str, Provider],
     ) -> None:
         self.config, self.policy, self.algorithm = config, policy, algorithm
-        self.order = order
+        self.order, self.pack, self.providers = order, pack, providers
+
         self.skips = SkippedSteps(config.max_skipped_steps)
 
     async def fit(self, on_step: OnStep, done: int = 0) -> None:
@@ -41,7 +49,9 @@ class SupervisedTrainer:
         for step in range(done + 1, self.config.steps + 1):
             clock = Clock()
             rows = [self.order.rows[self.order.next()] for _ in range(self.config.prompts_per_step)]
-            batch = self.algorithm.advantages(pack(rows))
+            async with clock("time/complete"):
+                batch = await complete(self.pack(rows), self.config, self.algorithm, self.providers)
+                batch = self.algorithm.advantages(batch)
 
             async with clock("time/train"):
                 trained = await self.policy.train(
