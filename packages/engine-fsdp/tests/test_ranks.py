@@ -37,7 +37,10 @@ BF16 = {
     "bf16-hybrid": ("mistral", {"dtype": "bf16", "fsdp_size": 2, "reshard_after_forward": False}),
 }
 # rows of A that no number of ranks here divides
-LORA = {"lora": ("llama", {"lora_rank": 6})}
+LORA = {
+    "lora": ("llama", {"lora_rank": 6}),
+    "lora-bf16": ("llama", {"lora_rank": 6, "dtype": "bf16"}),
+}
 SETTINGS = {"lr": 1e-2, "max_tokens_per_gpu": 40, "dtype": "fp32"}
 STEPS = 2
 NUM_GPUS = torch.cuda.device_count()
@@ -256,3 +259,36 @@ def test_replicas_write_one_copy(runs) -> None:
         "shard-00000-of-00002.safetensors",
         "shard-00001-of-00002.safetensors",
     ]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_hold_fp32_masters_of_what_trains_alone(runs, folder_of: Folder, world: int) -> None:
+    """Shards may be filled up by a row, so that the sum over ranks may be larger."""
+    reports = [json.loads((out / "lora-bf16.json").read_text()) for out in of_world(runs, world)]
+    engine = make_engine(folder_of(LORA["lora-bf16"][0]), lora_rank=6)
+    adapter = sum(p.numel() for p in engine.adapter.parameters().values())
+    frozen = sum(t.numel() for t in engine.named.values())
+    held = [
+        sum(r["bytes"].get(f"torch.{dtype}", 0) for r in reports) for dtype in ("bfloat16", "float32")
+    ]
+    assert (held[0], held[1]) == (2 * frozen, 4 * adapter)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_hold_a_reference_in_two_bytes(runs, folder_of: Folder, world: int) -> None:
+    """Its log-probs are those of an engine with masters, which rounds them each time."""
+    folder = folder_of(CASES["sharded"][0])
+    trained = make_engine(folder, dtype="bf16")
+    outs = of_world(runs, world)
+    found = [json.loads((out / "frozen-bytes.json").read_text()) for out in outs]
+    assert {name for each in found for name in each} == {"torch.bfloat16"}
+    count = sum(tensor.numel() for tensor in trained.named.values())
+    assert sum(each["torch.bfloat16"] for each in found) == 2 * count
+
+    rows = make_batch().partition(world - 1)
+    want = trained.forward(make_batch(), WANT)["logprobs"]
+    for part, out in zip(rows, outs[1:], strict=True):
+        batch = make_batch().with_tokens(want=want).take(part)
+        np.testing.assert_allclose(
+            loaded(out / "frozen-outputs.npz")["logprobs"], batch["want"], atol=0.1
+        )

@@ -37,7 +37,7 @@ from coupler_engine_fsdp.check import check
 from coupler_engine_fsdp.config import FSDPConfig
 from coupler_engine_fsdp.distributed import build_mesh, check_fsdp_size, prepare_device
 from coupler_engine_fsdp.lora import Adapter
-from coupler_engine_fsdp.masters import Masters
+from coupler_engine_fsdp.masters import Masters, cast_frozen
 from coupler_engine_fsdp.model import build, compile_layers, layers_of, materialise, shard
 from coupler_engine_fsdp.optimizer import Optimizer
 from coupler_engine_fsdp.packing import pack, split
@@ -81,6 +81,9 @@ class FSDPEngine(Engine):
         self.adapter = Adapter(self.config.lora_rank, self.config.lora_alpha)
         if self.config.lora_rank:
             self.adapter.insert(self.policy.causal, layers_of(self.policy))
+        if self.model.frozen:
+            self.policy.requires_grad_(False)
+        cast_frozen(self.policy, self.dtype)
         if self.config.compile:
             compile_layers(self.policy)
         # One rank has nothing to shard. FSDP's hooks would take 30 to 80 % of a step of

@@ -52,6 +52,9 @@ from coupler.worker.torch.profiling import NOTHING, Profile
 
 log = get_logger(__name__)
 
+REFERENCE = "reference"
+"""The role of the policy before training, whose engine never trains."""
+
 
 class Builder:
     """Makes one thing per method. Construction loads nothing heavy."""
@@ -92,7 +95,7 @@ class Builder:
             role=role,
             engine=self.plugins.get("engine", config.engine.name).target,
             engine_config=self.trained_engines[role] if trains else config.engine,
-            model=self.model,
+            model=replace(self.model, frozen=role == REFERENCE),
             algorithm=algorithm,
             profile=self.profile(),
         )

@@ -121,7 +121,7 @@ def _engine(builder: Builder, model: Model) -> EngineGroup:
         role=REWARD_MODEL,
         engine=builder.plugins.get("engine", engine.name).target,
         engine_config=engine,
-        model=model,
+        model=replace(model, frozen=True),
         algorithm=None,
     )
     return EngineGroup(builder.executor, spec, builder.ranks(REWARD_MODEL, engine.ranks))
