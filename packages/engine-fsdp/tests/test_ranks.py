@@ -37,10 +37,8 @@ BF16 = {
     "bf16-hybrid": ("mistral", {"dtype": "bf16", "fsdp_size": 2, "reshard_after_forward": False}),
 }
 # rows of A that no number of ranks here divides
-LORA = {
-    "lora": ("llama", {"lora_rank": 6}),
-    "lora-bf16": ("llama", {"lora_rank": 6, "dtype": "bf16"}),
-}
+LORA = {"lora": ("llama", {"lora_rank": 6})}
+FROZEN = {"lora-bf16": ("llama", {"lora_rank": 6, "dtype": "bf16"})}
 SETTINGS = {"lr": 1e-2, "max_tokens_per_gpu": 40, "dtype": "fp32"}
 STEPS = 2
 NUM_GPUS = torch.cuda.device_count()
@@ -99,7 +97,7 @@ def runs(
     """
     cases = {
         name: (str(folder_of(model)), settings)
-        for name, (model, settings) in (CASES | BF16 | LORA).items()
+        for name, (model, settings) in (CASES | BF16 | LORA | FROZEN).items()
     }
     on_gpus = request.param == "nccl"
     worlds = [world for world in (4, 2) if not on_gpus or world <= NUM_GPUS]
@@ -263,15 +261,12 @@ def test_replicas_write_one_copy(runs) -> None:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_hold_fp32_masters_of_what_trains_alone(runs, folder_of: Folder, world: int) -> None:
-    """Shards may be filled up by a row, so that the sum over ranks may be larger."""
     reports = [json.loads((out / "lora-bf16.json").read_text()) for out in of_world(runs, world)]
-    engine = make_engine(folder_of(LORA["lora-bf16"][0]), lora_rank=6)
+    engine = make_engine(folder_of(FROZEN["lora-bf16"][0]), lora_rank=6)
     adapter = sum(p.numel() for p in engine.adapter.parameters().values())
     frozen = sum(t.numel() for t in engine.named.values())
-    held = [
-        sum(r["bytes"].get(f"torch.{dtype}", 0) for r in reports) for dtype in ("bfloat16", "float32")
-    ]
-    assert (held[0], held[1]) == (2 * frozen, 4 * adapter)
+    held = {n: sum(r["bytes"].get(f"torch.{n}", 0) for r in reports) for n in ("bfloat16", "float32")}
+    assert held == {"bfloat16": 2 * frozen, "float32": 4 * adapter}
 
 
 @pytest.mark.parametrize("world", [2, 4])

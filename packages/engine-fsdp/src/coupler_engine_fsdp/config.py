@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from coupler import RolloutConfig
-from coupler.engine_kit.adamw import AdamWConfig
+from coupler.engine_kit.lora import LoRAConfig
 from coupler.engine_kit.precision import Precision
 from coupler.interfaces import no_effect
 
@@ -35,7 +35,7 @@ class HFConfig(RolloutConfig):
 
 
 @dataclass
-class FSDPConfig(AdamWConfig):
+class FSDPConfig(LoRAConfig):
     """PyTorch FSDP2 with AdamW.
 
     Master weights, optimizer state and gradient reduction are fp32.
@@ -70,12 +70,6 @@ class FSDPConfig(AdamWConfig):
     """Compile each layer with torch.compile. On a GPU a step takes a third less time,
     and the start a minute more.
     """
-    lora_rank: int = 0
-    """The rank of the low-rank updates of the layers' linear maps (LoRA). 0 trains the
-    weights themselves.
-    """
-    lora_alpha: float = 16.0
-    """The low-rank updates are scaled by lora_alpha / lora_rank."""
     logits_tile: int = no_effect(0)
     """At most this many elements of the fp32 logits exist at a time. 0 chooses by
     device and rows.
@@ -85,13 +79,8 @@ class FSDPConfig(AdamWConfig):
     def micro_batch_limit(self) -> tuple[str, int]:
         return "max_tokens_per_gpu", self.max_tokens_per_gpu
 
-    @property
-    def adapter_rank(self) -> tuple[str, int]:
-        return "lora_rank", self.lora_rank
-
     def __post_init__(self) -> None:
         self._require(self.max_tokens_per_gpu > 0, "max_tokens_per_gpu", "must be above 0")
-        for key in ("fsdp_size", "logits_tile", "lora_rank"):
+        for key in ("fsdp_size", "logits_tile"):
             self._require(getattr(self, key) >= 0, key, "must not be negative")
-        self._require(self.lora_alpha > 0, "lora_alpha", "must be above 0")
         super().__post_init__()

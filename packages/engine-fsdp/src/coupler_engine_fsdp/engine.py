@@ -78,7 +78,7 @@ class FSDPEngine(Engine):
         files = weights.files_of(Path(self.model.path)) if Path(self.model.path).is_dir() else {}
         self.policy = build(self.model, self.config.logits_tile, self.config.gradient_checkpointing)
         self.dtype = dtype_of(self.config.dtype, self.device)
-        self.adapter = Adapter(self.config.lora_rank, self.config.lora_alpha)
+        self.adapter = Adapter(self.config)
         if self.config.lora_rank:
             self.adapter.insert(self.policy.causal, layers_of(self.policy))
         if self.model.frozen:
@@ -225,7 +225,7 @@ class FSDPEngine(Engine):
     def gradients(self) -> Iterator[Named]:
         """Yield the gradient in fp32."""
         self.masters.settle()
-        return weights.stream_gradients(self.tensors, self.experts)
+        return weights.stream_gradients(self.adapter.renamed(self.tensors), self.experts)
 
     def save(self, path: Path, what: Parts) -> Pending:
         """Copy parameters and optimizer to the host, and write them while training goes

@@ -91,6 +91,13 @@ def _of_model(config: MegatronConfig, shape: Mapping[str, Any], path: str) -> It
         yield f"the model's config.json has no {names}", "model.path=another model"
         return
 
+    if config.lora_rank and shape.get("kv_lora_rank"):
+        yield (
+            f"{path}.lora_rank={config.lora_rank} adapts no latent attention, which the model "
+            f"of type {shape['model_type']!r} has",
+            f"{path}.lora_rank=0, or {path}=fsdp",
+        )
+
     heads, layers = shape["num_attention_heads"], shape["num_hidden_layers"]
     experts = experts_of(shape)
     groups = shape.get("num_key_value_heads") or heads
