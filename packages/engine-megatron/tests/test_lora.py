@@ -13,6 +13,7 @@ from families import References, Start, shards
 
 from coupler.engine_kit.lora_names import names_of, random_like, weight_of
 from coupler.engine_kit.peft_folder import write_adapter
+from coupler.errors import ConfigError
 from coupler.interfaces import Model, Rank
 from coupler.testing import losses
 from coupler.testing.cases import make_batch, weighted
@@ -128,3 +129,55 @@ def test_a_layout_changes_no_gradient_of_an_adapter(
     assert_gradient(got, expected)
     assert all(step == steps[0] for step in steps)
     assert steps[0][1] == pytest.approx(expected.norm, rel=1e-4)
+
+
+def parameter_bytes(engine: MegatronEngine) -> dict[str, int]:
+    """Bytes of parameters and of their fp32 masters, by dtype."""
+    held = [p for chunk in engine.chunks for p in chunk.parameters()]
+    if engine._optimizer is not None:
+        for part in engine._optimizer.parts:
+            held += [t for group in part.shard_fp32_from_float16_groups for t in group]
+    found: dict[str, int] = {}
+    for tensor in {t.data_ptr(): t for t in held}.values():
+        found[str(tensor.dtype)] = found.get(str(tensor.dtype), 0) + tensor.nbytes
+    return found
+
+
+@pytest.mark.parametrize("lora", [True, False])
+def test_what_does_not_train_takes_two_bytes_a_parameter(
+    lora: bool, reference_of: References
+) -> None:
+    """A reference has no optimizer; under LoRA there are masters of the adapter alone."""
+    reference = reference_of("llama")
+    settings = {"lora_rank": RANK} if lora else {}
+    config = MegatronConfig(dtype="bf16", **settings)
+    engine = MegatronEngine(config, Model(str(reference.folder), frozen=not lora))
+    engine.setup(Rank())
+    model = sum(tensor.size for tensor in reference.tensors.values())
+    pairs = adapter(reference, adapted(reference, ["all-linear"])) if lora else {}
+    trained = sum(tensor.size for tensor in pairs.values())
+
+    assert parameter_bytes(engine) == {"torch.bfloat16": 2 * (model + trained)}
+    if lora:
+        engine._trained()
+        assert parameter_bytes(engine) == {
+            "torch.bfloat16": 2 * (model + trained),
+            "torch.float32": 4 * trained,
+        }
+
+
+def test_a_model_with_latent_attention_is_refused(reference_of: References) -> None:
+    engine = MegatronEngine(
+        MegatronConfig(lora_rank=RANK), Model(str(reference_of("latent").folder))
+    )
+    with pytest.raises(ConfigError, match="adapts no latent attention") as raised:
+        engine.setup(Rank())
+    assert "engine=fsdp" in str(raised.value)
+
+
+def test_a_target_that_is_not_there_is_named(reference_of: References) -> None:
+    config = MegatronConfig(lora_rank=RANK, target_modules=["q_proj", "c_attn"])
+    engine = MegatronEngine(config, Model(str(reference_of("llama").folder)))
+    with pytest.raises(ConfigError, match="target_modules names c_attn") as raised:
+        engine.setup(Rank())
+    assert "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj" in str(raised.value)

@@ -48,6 +48,7 @@ NEEDS = {
     "values": ("engine",),
     "routing": ("engine",),
     "engine_long": ("engine",),
+    "adapter": ("engine",),
     "rollout_long": ("rollout",),
     "transport_large": ("transport",),
 }
