@@ -32,7 +32,7 @@ from coupler.interfaces import (
     StepResult,
 )
 from coupler.metrics import Metrics, merge, read
-from coupler_engine_fsdp import checkpoint, weights
+from coupler_engine_fsdp import checkpoint, foreign, weights
 from coupler_engine_fsdp.check import check
 from coupler_engine_fsdp.config import FSDPConfig
 from coupler_engine_fsdp.distributed import build_mesh, check_fsdp_size, prepare_device
@@ -225,7 +225,9 @@ class FSDPEngine(Engine):
     def gradients(self) -> Iterator[Named]:
         """Yield the gradient in fp32."""
         self.masters.settle()
-        return weights.stream_gradients(self.adapter.renamed(self.tensors), self.experts)
+        names = self.adapter.names(self.tensors)
+        tensors = {names[name]: tensor for name, tensor in self.tensors.items()}
+        return weights.stream_gradients(tensors, self.experts)
 
     def save(self, path: Path, what: Parts) -> Pending:
         """Copy parameters and optimizer to the host, and write them while training goes
@@ -236,13 +238,16 @@ class FSDPEngine(Engine):
         return checkpoint.save(path, self._state(what), self.mesh, self._host)
 
     def load(self, path: Path, what: Parts) -> None:
-        """Read what :meth:`save` wrote on any number of ranks.
+        """Read what an engine saved on any number of ranks.
 
         Raises:
             CouplerError: ``path`` does not hold it.
         """
         state = self._state(what)
-        checkpoint.load(path, state)
+        if checkpoint.is_native(path):
+            checkpoint.load(path, state)
+        else:
+            foreign.load(path, state, self.adapter.names(self.tensors), self.experts)
         if self._optimizer is not None and Part.OPTIMIZER in what:
             self._optimizer.num_steps = int(state["num_steps"])
         self.masters.refresh()

@@ -156,11 +156,14 @@ class Adapter:
         for name, (_, a, b) in self.updates.items():
             yield from zip(names_of(name), (a.detach(), b.detach() * self.scale), strict=True)
 
-    def renamed(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Give A and B among ``tensors`` the names that :meth:`apart` gives them."""
-        names = {
+    def names(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+        """Map the names of ``tensors`` to those that every engine knows.
+
+        They are the same but for A and B, which :meth:`apart` names.
+        """
+        known = {
             id(tensor): name
             for weight, (_, *parts) in self.updates.items()
             for name, tensor in zip(names_of(weight), parts, strict=True)
         }
-        return {names.get(id(tensor), name): tensor for name, tensor in tensors.items()}
+        return {name: known.get(id(tensor), name) for name, tensor in tensors.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from coupler.engine_kit.loss import weighted_loss
 from coupler.engine_kit.micro_batches import Refusal, agreed_split, split
 from coupler.engine_kit.precision import dtype_of
 from coupler.engine_kit.process_group import Membership, device_of, join, require_same_ranks
+from coupler.engine_kit.saved import State, open_saved
 from coupler.engine_kit.tensors import columns
 from coupler.interfaces import (
     Engine,
@@ -52,7 +53,7 @@ from coupler_engine_megatron.weights import Catalogue
 
 LOGPROBS, BASE = Output("logprobs"), Output("base_logprobs")
 # The states of a parameter that a checkpoint has, with the folders of their names.
-SAVED = {
+SAVED: Mapping[Part, Mapping[State, str]] = {
     Part.PARAMS: {"param": "params"},
     Part.OPTIMIZER: {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"},
 }
@@ -338,7 +339,7 @@ class MegatronEngine(Engine):
         return parameter if self._optimizer is None else self._optimizer.whole(parameter, state)
 
     def load(self, path: Path, what: Parts) -> None:
-        """Read what :meth:`save` wrote on ranks that split the model in any way.
+        """Read what an engine saved on ranks that split the model in any way.
 
         Raises:
             CouplerError: ``path`` does not hold it.
@@ -346,14 +347,15 @@ class MegatronEngine(Engine):
         if Part.OPTIMIZER in what:
             self._trained()
 
-        with checkpoint.Saved(path) as saved:
+        with open_saved(path) as saved:
             for part in sorted(what & SAVED.keys()):
-                for state, folder in SAVED[part].items():
-                    read = self.adapter.reading(partial(_read, saved, folder))
+                for state in SAVED[part]:
+                    read = self.adapter.reading(partial(saved.tensor, state))
                     self.trained.fill(read, partial(self._put, state))
             if self._optimizer is not None:
+                steps = saved.num_steps
                 with self._platform():
-                    self._optimizer.resume(saved.facts.get("num_steps", self._optimizer.num_steps))
+                    self._optimizer.resume(self._optimizer.num_steps if steps is None else steps)
 
     def _put(self, state: str, parameter: nn.Parameter, piece: Tensor) -> None:
         if self._optimizer is None:
@@ -440,10 +442,6 @@ def _finalize(
 
 def _itself(parameter: nn.Parameter) -> Tensor:
     return parameter
-
-
-def _read(saved: checkpoint.Saved, folder: str, name: str) -> Tensor:
-    return saved.read(f"{folder}/{name}")
 
 
 def _unwrapped(chunk: Any) -> Any:
