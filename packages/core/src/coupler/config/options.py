@@ -31,6 +31,11 @@ EXAMPLES = {str: "first,second", int: "1,2", float: "0.5,1", bool: "true,false"}
 TYPE_NAMES = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "text"}
 
 
+REPLACED = {  # options of earlier releases, and what to write instead
+    "checkpoint.optimizer": "checkpoint.contents=[model,extra] for false; true is the default",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Option:
     """One key that users can set."""
@@ -114,6 +119,8 @@ class Options:
         raise ConfigError(wrong_value(option, value))
 
     def _unknown(self, key: str) -> str:
+        if key in REPLACED:
+            return f"the option {key} was replaced.\n  write it as:  {REPLACED[key]}"
         for path in SECTIONS.keys() - self.sections.keys():
             if f"{key}.".startswith(f"{path}."):
                 return f"the options of {path} are known once one is chosen.\n  try:  {path}=NAME"

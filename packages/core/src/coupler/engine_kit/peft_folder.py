@@ -21,6 +21,8 @@ from coupler.system.files import writing
 if TYPE_CHECKING:
     from torch import Tensor
 
+ADAPTER = "adapter"
+"""The folder of an adapter within an export."""
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 # Options of PEFT with which an adapter is more than A and B of one rank, and the value
 # that says that it is not.

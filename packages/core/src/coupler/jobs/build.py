@@ -52,9 +52,6 @@ from coupler.worker.torch.profiling import NOTHING, Profile
 
 log = get_logger(__name__)
 
-REFERENCE = "reference"
-"""The role of the policy before training, whose engine never trains."""
-
 
 class Builder:
     """Makes one thing per method. Construction loads nothing heavy."""
@@ -83,8 +80,12 @@ class Builder:
         """The configurations of the engines that train, by role."""
         return trained_engines(self.config, VALUES in self.algorithm.needs)
 
-    def engine(self, role: str, *, trains: bool) -> EngineGroup:
-        """Make the engine of the policy, or of the reference, which does not train."""
+    def engine(self, role: str, *, trains: bool, frozen: bool = False) -> EngineGroup:
+        """Make the engine of the policy, or of the reference, which does not train.
+
+        Args:
+            frozen: its weights are those of the model's folder and stay so.
+        """
         config = self.config
         algorithm = None
         if trains:  # an evaluation names no algorithm
@@ -95,7 +96,7 @@ class Builder:
             role=role,
             engine=self.plugins.get("engine", config.engine.name).target,
             engine_config=self.trained_engines[role] if trains else config.engine,
-            model=replace(self.model, frozen=role == REFERENCE),
+            model=replace(self.model, frozen=frozen),
             algorithm=algorithm,
             profile=self.profile(),
         )

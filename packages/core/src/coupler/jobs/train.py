@@ -17,7 +17,7 @@ from coupler.config.compose import Composed
 from coupler.config.schema import Job, RouterReplay, RunConfig
 from coupler.data import PromptStream, fingerprint, prompt_stream
 from coupler.interfaces import Algorithm, Output, Request
-from coupler.jobs.build import REFERENCE, Builder
+from coupler.jobs.build import Builder
 from coupler.jobs.device_sharing import hold_state, hold_trained, share_devices, start
 from coupler.jobs.evaluation import Evaluation, make_evaluation
 from coupler.jobs.opinions import find_models, make_opinions
@@ -112,7 +112,9 @@ async def _train(builder: Builder) -> dict[str, float]:
         await place(builder, plan.workers)
         policy, rollouts = builder.engine("policy", trains=True), builder.rollouts()
         refers = REFERENCE in algorithm.needs and not plan.own_reference
-        reference = builder.engine(REFERENCE, trains=False) if refers else None
+        reference = None
+        if refers:
+            reference = builder.engine("reference", trains=False, frozen=True)
         critic = builder.critic(critic_model) if critic_model else None
         opinions = make_opinions(builder, asked, pool)
         residency = share_devices(config, policy, rollouts, reference, critic, opinions=opinions)

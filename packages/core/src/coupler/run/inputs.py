@@ -18,6 +18,7 @@ from coupler.data.folder_check import check_model_folder
 from coupler.errors import ConfigError
 from coupler.rewards.options import opinions_of
 from coupler.rewards.worker import COMPLETIONS, KEYWORDS
+from coupler.run.checkpoint_hook import load_hook
 from coupler.run.resume import AUTO, DISABLE, is_started
 from coupler.system.targets import target_problem
 
@@ -55,6 +56,7 @@ def _checks(config: RunConfig, job: Job) -> Iterator[Callable[[], None]]:
         yield partial(_check_rows, config.data, "data")
         yield partial(check_sampler, config)
         yield partial(_check_resume, config)
+        yield partial(load_hook, config.checkpoint.hook)
     if does_evaluate(config, job):
         yield partial(_check_rows, config.eval.data, "eval.data")
         yield partial(check_no_sampler, config.eval.data)
