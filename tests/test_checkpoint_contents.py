@@ -159,6 +159,8 @@ def test_an_adapter_is_exported_apart(model: Path, tmp_path: Path) -> None:
         np.testing.assert_allclose(tensor, base[name] + update, atol=1e-6, err_msg=name)
 
     more = (*lora, f"engine.lora_adapter_path={adapter}", "engine.lr=1e-30", "steps=1")
-    again = load_file(run("sft", model, tmp_path / "again" / "run", *more) / "export" / "model.safetensors")
+    again = load_file(
+        run("sft", model, tmp_path / "again" / "run", *more) / "export" / "model.safetensors"
+    )
     for name, tensor in merged.items():
         np.testing.assert_allclose(again[name], tensor, atol=1e-6, err_msg=name)

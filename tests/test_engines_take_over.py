@@ -55,9 +55,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Transform
 def start(tmp_path: Path) -> Iterator[Start]:
     made: list[World] = []
 
-    def make(
-        layout: tuple[str, int, dict[str, Any]], folder: Path, **more: object
-    ) -> World:
+    def make(layout: tuple[str, int, dict[str, Any]], folder: Path, **more: object) -> World:
         engine, ranks, settings = layout
         target, config = ENGINES[engine]
         recipe = {
@@ -93,7 +91,11 @@ def assert_near(got: Arrays, want: Arrays, near: float) -> None:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("back", [False, True])
 def test_one_engine_goes_on_where_the_other_saved(
-    case: str, back: bool, model: Callable[[str], TransformersReference], start: Start, tmp_path: Path
+    case: str,
+    back: bool,
+    model: Callable[[str], TransformersReference],
+    start: Start,
+    tmp_path: Path,
 ) -> None:
     """The next step is that of the run that went on. What comes back is equal to the bit."""
     name, one, other, settings = CASES[case]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from coupler import RolloutConfig
 from coupler.engine_kit.lora import LoRAConfig
@@ -34,9 +35,16 @@ class HFConfig(RolloutConfig):
                 raise ValueError(f"rollout.{key} must be above 0, got {getattr(self, key)}.")
 
 
+class OptimizerName(StrEnum):
+    """The optimizer of the layers' matrices. Everything else is AdamW's."""
+
+    ADAMW = "adamw"
+    MUON = "muon"
+
+
 @dataclass
 class FSDPConfig(LoRAConfig):
-    """PyTorch FSDP2 with AdamW.
+    """PyTorch FSDP2 with AdamW, or with Muon for the layers' matrices.
 
     Master weights, optimizer state and gradient reduction are fp32.
     """
@@ -70,6 +78,12 @@ class FSDPConfig(LoRAConfig):
     """Compile each layer with torch.compile. On a GPU a step takes a third less time,
     and the start a minute more.
     """
+    optimizer: OptimizerName = OptimizerName.ADAMW
+    """Train the matrices of the layers with AdamW or with Muon. Embeddings, head, norms
+    and experts are always AdamW's.
+    """
+    muon_momentum: float = 0.95
+    """Muon's decay of the running mean of gradients."""
     logits_tile: int = no_effect(0)
     """At most this many elements of the fp32 logits exist at a time. 0 chooses by
     device and rows.
@@ -83,4 +97,12 @@ class FSDPConfig(LoRAConfig):
         self._require(self.max_tokens_per_gpu > 0, "max_tokens_per_gpu", "must be above 0")
         for key in ("fsdp_size", "logits_tile"):
             self._require(getattr(self, key) >= 0, key, "must not be negative")
+        muon = self.optimizer == OptimizerName.MUON
+        self._require(not (muon and self.lora_rank), "optimizer", "needs engine.lora_rank=0")
+        self._require(0 <= self.muon_momentum < 1, "muon_momentum", "must be in [0, 1)")
+        self._require(
+            muon or self.muon_momentum == FSDPConfig.muon_momentum,
+            "muon_momentum",
+            "needs engine.optimizer=muon",
+        )
         super().__post_init__()

@@ -34,11 +34,12 @@ from coupler.interfaces import (
 from coupler.metrics import Metrics, merge, read
 from coupler_engine_fsdp import checkpoint, foreign, weights
 from coupler_engine_fsdp.check import check
-from coupler_engine_fsdp.config import FSDPConfig
+from coupler_engine_fsdp.config import FSDPConfig, OptimizerName
 from coupler_engine_fsdp.distributed import build_mesh, check_fsdp_size, prepare_device
 from coupler_engine_fsdp.lora import Adapter
 from coupler_engine_fsdp.masters import Masters, cast_frozen
 from coupler_engine_fsdp.model import build, compile_layers, layers_of, materialise, shard
+from coupler_engine_fsdp.muon import matrices_of
 from coupler_engine_fsdp.optimizer import Optimizer
 from coupler_engine_fsdp.packing import pack, split
 from coupler_engine_fsdp.value import zero_absent
@@ -106,6 +107,9 @@ class FSDPEngine(Engine):
         self.adapter.start(rank, self.device)
 
         self.tensors = {**self.named, **updates}
+        self.matrices: list[str] = []
+        if self.config.optimizer == OptimizerName.MUON:
+            self.matrices = matrices_of(self.named, layers_of(self.policy))
         self.masters = Masters()
         if alone and self.dtype != torch.float32:
             self.masters.split(self.policy, self.dtype)
@@ -331,7 +335,9 @@ class FSDPEngine(Engine):
         parameters = {
             name: tensor for name, tensor in trained.items() if isinstance(tensor, nn.Parameter)
         }
-        return Optimizer(self.config, parameters, self.masters, self.mesh)
+        return Optimizer(
+            self.config, parameters, self.masters, self.mesh, self.matrices, self.dtype
+        )
 
     def _clear_gradients(self) -> None:
         self.masters.clear()

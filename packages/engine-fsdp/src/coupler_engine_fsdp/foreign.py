@@ -34,6 +34,11 @@ def load(
             if key == "num_steps" or key.endswith("/step"):
                 target.fill_(saved.num_steps or 0)
                 continue
+            if key.endswith("/momentum"):
+                raise CouplerError(
+                    f"the checkpoint {path} has AdamW's moments and none of Muon's.\n"
+                    "  try:  engine.optimizer=adamw, or checkpoint.load_contents=[model,extra]"
+                )
             name, which = _parts(key)
             _fill(saved, which, names[name], target, experts)
 

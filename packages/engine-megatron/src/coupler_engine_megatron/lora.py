@@ -135,7 +135,9 @@ class Adapter:
         update = self.updates.get(id(parameter))
         return parameter if update is None else update.merged()
 
-    def start(self, trained: Catalogue, folder: Folder, seed: int) -> Callable[[str], Tensor | None]:
+    def start(
+        self, trained: Catalogue, folder: Folder, seed: int
+    ) -> Callable[[str], Tensor | None]:
         """Return what reads the A and B that training starts from.
 
         Raises:

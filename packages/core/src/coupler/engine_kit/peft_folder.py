@@ -66,8 +66,12 @@ class PeftFolder:
                 f"  it needs:  {CONFIG} and {TENSORS}"
             ) from None
 
-        odd = {"peft_type": config["peft_type"]} if config.get("peft_type", "LORA") != "LORA" else {}
-        odd |= {key: config[key] for key, plain in PLAIN.items() if (config.get(key) or plain) != plain}
+        odd = (
+            {"peft_type": config["peft_type"]} if config.get("peft_type", "LORA") != "LORA" else {}
+        )
+        odd |= {
+            key: config[key] for key, plain in PLAIN.items() if (config.get(key) or plain) != plain
+        }
         for key, value in odd.items():
             raise CouplerError(
                 f"engine.lora_adapter_path={folder} is no plain LoRA: {key}={value}.\n"
