@@ -1,5 +1,5 @@
-"""The parts of a checkpoint: what is written, what is read, the model beside it, and the
-user's function that is called with it.
+"""The parts of a checkpoint: what is written, what is read, the model beside it, and
+the user's function that is called with it.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def test_what_cannot_be_is_refused_before_anything_starts(
 
 
 def test_an_adapter_is_exported_apart(model: Path, tmp_path: Path) -> None:
-    """The folder is PEFT's; the export is the model with it added; a run starts from it."""
+    """The folder is PEFT's, the export has it added, and a run starts from it."""
     lora = ("engine.lora_rank=4", "engine.lora_alpha=8", "engine.target_modules=[q_proj,v_proj]")
     folder = run("sft", model, tmp_path / "run", *lora)
     adapter = folder / "export" / "adapter"

@@ -97,7 +97,9 @@ def test_one_engine_goes_on_where_the_other_saved(
     start: Start,
     tmp_path: Path,
 ) -> None:
-    """The next step is that of the run that went on. What comes back is equal to the bit."""
+    """The next step is that of the run that went on. What comes back is equal to the
+    bit.
+    """
     name, one, other, settings = CASES[case]
     if back:
         one, other = other, one

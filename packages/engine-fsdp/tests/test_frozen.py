@@ -1,4 +1,4 @@
-"""Memory of weights that no step changes: 2 bytes of each in bf16, and no fp32 master."""
+"""Memory of weights that no step changes: 2 bytes of each in bf16, no fp32 master."""
 
 from __future__ import annotations
 

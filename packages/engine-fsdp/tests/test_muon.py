@@ -32,7 +32,7 @@ def test_an_orthogonal_matrix_comes_out(shape: tuple[int, int]) -> None:
     u, s, v = torch.linalg.svd(matrix.double(), full_matrices=False)
     found = u.T @ orthogonalise(matrix, torch.float32).double() @ v.T
     assert (s.min() / s.max()) > 0.02, "no direction is too small for five iterations"
-    assert 0.6 < float(found.diagonal().min()) and float(found.diagonal().max()) < 1.3
+    assert float(found.diagonal().min()) > 0.6 and float(found.diagonal().max()) < 1.3
     np.testing.assert_allclose(found - found.diagonal().diag(), 0, atol=1e-5)
 
 

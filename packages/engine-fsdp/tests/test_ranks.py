@@ -276,7 +276,7 @@ def test_ranks_hold_fp32_masters_of_what_trains_alone(runs, folder_of: Folder, w
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_hold_a_reference_in_two_bytes(runs, folder_of: Folder, world: int) -> None:
-    """Its log-probs are those of an engine with masters, which rounds them each time."""
+    """Its log-probs are those of an engine with masters, which rounds each time."""
     folder = folder_of(CASES["sharded"][0])
     trained = make_engine(folder, dtype="bf16")
     outs = of_world(runs, world)

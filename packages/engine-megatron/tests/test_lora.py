@@ -147,7 +147,7 @@ def parameter_bytes(engine: MegatronEngine) -> dict[str, int]:
 def test_what_does_not_train_takes_two_bytes_a_parameter(
     lora: bool, reference_of: References
 ) -> None:
-    """A reference has no optimizer; under LoRA there are masters of the adapter alone."""
+    """A reference has no optimizer, and LoRA has masters of the adapter alone."""
     reference = reference_of("llama")
     settings = {"lora_rank": RANK} if lora else {}
     config = MegatronConfig(dtype="bf16", **settings)

@@ -85,6 +85,8 @@ class FSDPEngine(Engine):
         if self.model.frozen:
             self.policy.requires_grad_(False)
         cast_frozen(self.policy, self.dtype)
+        muon = self.config.optimizer == OptimizerName.MUON
+        layers = layers_of(self.policy) if muon else []
         if self.config.compile:
             compile_layers(self.policy)
         # One rank has nothing to shard. FSDP's hooks would take 30 to 80 % of a step of
@@ -107,9 +109,7 @@ class FSDPEngine(Engine):
         self.adapter.start(rank, self.device)
 
         self.tensors = {**self.named, **updates}
-        self.matrices: list[str] = []
-        if self.config.optimizer == OptimizerName.MUON:
-            self.matrices = matrices_of(self.named, layers_of(self.policy))
+        self.matrices = matrices_of(self.named, layers)
         self.masters = Masters()
         if alone and self.dtype != torch.float32:
             self.masters.split(self.policy, self.dtype)

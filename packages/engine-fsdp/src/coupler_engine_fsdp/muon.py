@@ -108,7 +108,7 @@ class Muon:
         return [flat.view_as(update) for flat, update in zip(back, updates, strict=False)]
 
     def _pieces(self, names: Sequence[str]) -> list[int]:
-        """Return the elements that each rank has of this rank's matrix, if it has one."""
+        """Count the elements of this rank's matrix on each rank, 0 if it has none."""
         if self.rank >= len(names):
             return [0] * self.ranks
         rows, *columns = self.shapes[names[self.rank]]
@@ -135,8 +135,8 @@ class Muon:
 def matrices_of(named: Mapping[str, Any], layers: Sequence[nn.Module]) -> list[str]:
     """Name the parameters that Muon trains: matrices of the layers.
 
-    Embeddings, the head, norms, biases and the experts of a layer in one tensor are left
-    to AdamW.
+    Embeddings, the head, norms, biases and the experts of a layer in one tensor are
+    left to AdamW.
     """
     inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
     return [

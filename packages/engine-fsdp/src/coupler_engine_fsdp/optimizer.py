@@ -1,4 +1,4 @@
-"""Run the optimizer over the local shards, with clipping and a learning-rate schedule."""
+"""Run the optimizer over local shards, with clipping and a learning-rate schedule."""
 
 from __future__ import annotations
 

@@ -2,8 +2,10 @@
 
 Megatron fuses linear maps of a checkpoint: queries, keys and values are one, a gate and
 an up are one. Each keeps its own A. Those of one fused map stand above each other in
-``lora_A`` [k r, in], and ``lora_B`` [out, r] has the rows of all of them in the order of
-the fused map's rows. Shapes: k maps of the checkpoint, r rank, t tokens of this rank.
+``lora_A`` [k r, in], and ``lora_B`` [out, r] has the rows of all of them in the order
+of the fused map's rows.
+
+Shapes: k maps of the checkpoint, r rank, t tokens of this rank.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ class Update:
     has E = B.
     """
 
-    def __init__(self, adapter: Adapter, module: nn.Module, name: str, maps: Sequence[str]) -> None:
+    def __init__(self, adapter: Adapter, module: Any, name: str, maps: Sequence[str]) -> None:
         """Give ``module`` its A and B, and add their product to what it returns.
 
         Args:
@@ -59,7 +61,7 @@ class Update:
         kind = {"device": weight.device, "dtype": weight.dtype}
         a = nn.Parameter(torch.zeros(len(maps) * adapter.rank, weight.shape[1], **kind))
         b = nn.Parameter(torch.zeros(weight.shape[0], adapter.rank, **kind))
-        # A of a column-parallel map, and B of a row-parallel one, are whole on each rank.
+        # A of a column-parallel map and B of a row-parallel one are whole on each rank.
         for parameter, split, dim in ((a, not self.column, 1), (b, self.column, 0)):
             set_tensor_model_parallel_attributes(parameter, split, dim if split else -1, 1)
             if not split:
@@ -68,7 +70,7 @@ class Update:
         module.register_parameter("lora_B", b)
         module.register_forward_hook(self._add)
 
-    def _add(self, module: nn.Module, inputs: tuple[Any, ...], found: Any) -> Any:
+    def _add(self, module: Any, inputs: tuple[Any, ...], found: Any) -> Any:
         """Add the update to the map's output. Its bias, which follows, stays."""
         if not self.adapter.on:
             return None
@@ -97,7 +99,7 @@ class Update:
 
 
 class Adapter:
-    """The low-rank updates of this rank's parts of a model. There are none at rank 0."""
+    """The low-rank updates of this rank's parts of a model, none at rank 0."""
 
     def __init__(self, config: MegatronConfig, bridge: Any) -> None:
         self.config, self.bridge, self.on = config, bridge, True
@@ -149,7 +151,9 @@ class Adapter:
 
         def read(name: str) -> Tensor | None:
             weight = weight_of(name)
-            return weight and start.pair(weight, self.shapes[weight])[name.endswith(B)]
+            if weight is None:
+                return None
+            return start.pair(weight, self.shapes[weight])[name.endswith(B)]
 
         return self.reading(read)
 

@@ -86,8 +86,9 @@ def join_to_hf(bridge: Any, name: str, parts: Tensor, part: Any) -> list[tuple[s
 
 
 def rows_of_maps(bridge: Any, name: str, rows: int) -> Tensor:
-    """Return [rows] the number of the checkpoint's map that each row of this rank's part
-    of a weight is of.
+    """Return [rows]: the checkpoint's map that each row of a weight is of, by number.
+
+    The rows are those of this rank's part.
     """
     count = len(weights.hf_names(bridge, name))
     if not _is_attention(name, count):

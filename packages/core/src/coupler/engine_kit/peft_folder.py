@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coupler.engine_kit.lora import LoRAConfig
-from coupler.engine_kit.lora_names import A, PREFIX, names_of, start_of
+from coupler.engine_kit.lora_names import PREFIX, A, names_of, start_of
 from coupler.errors import CouplerError
 from coupler.interfaces import Named
 from coupler.system.files import writing

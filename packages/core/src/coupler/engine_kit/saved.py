@@ -1,7 +1,7 @@
 """Read checkpoints of any engine by the names of a Hugging Face folder.
 
-Engines write their own files, fast and without talking to each other. What these hold is
-one thing: parameters and AdamW's moments in fp32, each whole under the name of its
+Engines write their own files, fast and without talking to each other. What these hold
+is one thing: parameters and AdamW's moments in fp32, each whole under the name of its
 weight, and the optimizer steps done. Two layouts of files are known.
 
 *Rows*: ``shard-00001-of-00004.safetensors`` has the rows of one rank of every tensor,

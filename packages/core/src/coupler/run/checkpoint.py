@@ -97,7 +97,7 @@ class Checkpoint:
     async def restore(
         self, role: str, group: EngineGroup, contents: Collection[str] = RESUMED
     ) -> None:
-        """Load what was saved of ``role``, and is wanted, into every rank of ``group``."""
+        """Load what of ``role`` was saved and is wanted into all ranks of ``group``."""
         wanted = EVERYTHING if "optimizer" in contents else {Part.PARAMS}
         what = frozenset(Part(part) for part in self.manifest["parts"]) & wanted
         await group.load(self.folder / role, what)

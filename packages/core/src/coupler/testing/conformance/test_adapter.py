@@ -110,7 +110,7 @@ def test_without_the_adapter_it_is_the_model(fresh: Worlds, reference: Reference
 
 
 def test_chosen_targets_alone_are_trained(fresh: Worlds, reference: Reference) -> None:
-    """Every other weight stays, also where an engine fuses it with one that is chosen."""
+    """Every other weight stays, also one that an engine fuses with a chosen one."""
     world = fresh(reference.folder, **LORA, target_modules=["q_proj", "up_proj"])
     grads, _, _ = world.gradient([weighted(make_batch(reference))], SURROGATE)
     ends = (".q_proj.weight", ".up_proj.weight")
