@@ -97,6 +97,7 @@ class FSDPConfig(LoRAConfig):
         self._require(self.max_tokens_per_gpu > 0, "max_tokens_per_gpu", "must be above 0")
         for key in ("fsdp_size", "logits_tile"):
             self._require(getattr(self, key) >= 0, key, "must not be negative")
+
         muon = self.optimizer == OptimizerName.MUON
         self._require(not (muon and self.lora_rank), "optimizer", "needs engine.lora_rank=0")
         self._require(0 <= self.muon_momentum < 1, "muon_momentum", "must be in [0, 1)")

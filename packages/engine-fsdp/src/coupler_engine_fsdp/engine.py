@@ -252,6 +252,7 @@ class FSDPEngine(Engine):
             checkpoint.load(path, state)
         else:
             foreign.load(path, state, self.adapter.names(self.tensors), self.experts)
+
         if self._optimizer is not None and Part.OPTIMIZER in what:
             self._optimizer.num_steps = int(state["num_steps"])
         self.masters.refresh()

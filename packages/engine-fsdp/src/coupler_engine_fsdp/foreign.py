@@ -34,13 +34,21 @@ def load(
             if key == "num_steps" or key.endswith("/step"):
                 target.fill_(saved.num_steps or 0)
                 continue
+
             if key.endswith("/momentum"):
                 raise CouplerError(
                     f"the checkpoint {path} has AdamW's moments and none of Muon's.\n"
                     "  try:  engine.optimizer=adamw, or checkpoint.load_contents=[model,extra]"
                 )
+
             name, which = _parts(key)
-            _fill(saved, which, names[name], target, experts)
+            _fill(
+                saved,
+                which,
+                names[name],
+                target,
+                experts,
+            )
 
 
 def _parts(key: str) -> tuple[str, State]:
@@ -52,14 +60,30 @@ def _parts(key: str) -> tuple[str, State]:
     return name, "exp_avg" if moment == "exp_avg" else "exp_avg_sq"
 
 
-def _fill(saved: Saved, which: State, name: str, target: Tensor, experts: Experts) -> None:
+def _fill(
+    saved: Saved,
+    which: State,
+    name: str,
+    target: Tensor,
+    experts: Experts,
+) -> None:
     if name in experts:
         for part, place in experts[name].items():
             if (held := place.held(target)) is not None:
-                held.copy_(_checked(saved.tensor(which, part), part, held))
+                held.copy_(
+                    _checked(
+                        saved.tensor(which, part),
+                        part,
+                        held,
+                    )
+                )
         return
 
-    whole = _checked(saved.tensor(which, name), name, target)
+    whole = _checked(
+        saved.tensor(which, name),
+        name,
+        target,
+    )
     if isinstance(target, DTensor):
         rows = rows_of(target)
         target.to_local().copy_(whole[rows.start : rows.stop])
@@ -67,11 +91,16 @@ def _fill(saved: Saved, which: State, name: str, target: Tensor, experts: Expert
         target.copy_(whole)
 
 
-def _checked(whole: Tensor, name: str, target: Tensor) -> Tensor:
+def _checked(
+    whole: Tensor,
+    name: str,
+    target: Tensor,
+) -> Tensor:
     if whole.shape != target.shape:
         raise CouplerError(
             f"the checkpoint has {name} of shape {list(whole.shape)}, and the model "
             f"{list(target.shape)}.\n  try:  the model.path and engine.lora_rank that it was "
             "saved with"
         )
+
     return whole

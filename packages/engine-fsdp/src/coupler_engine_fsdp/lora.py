@@ -30,7 +30,11 @@ class LoRALinear(nn.Linear):
     A [rank, in] and B [out, rank] are trained. W and its bias are not.
     """
 
-    def __init__(self, old: nn.Linear, adapter: Adapter) -> None:
+    def __init__(
+        self,
+        old: nn.Linear,
+        adapter: Adapter,
+    ) -> None:
         kind = {"device": "meta", "dtype": torch.float32}
         super().__init__(old.in_features, old.out_features, old.bias is not None, **kind)
         self.requires_grad_(False)
@@ -44,7 +48,12 @@ class LoRALinear(nn.Linear):
             return out
         return out + linear(linear(input, self.lora_A), self.lora_B) * self.adapter.scale
 
-    def merged(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    def merged(
+        self,
+        weight: Tensor,
+        a: Tensor,
+        b: Tensor,
+    ) -> Tensor:
         """Return this rank's rows of ``W + scale * B A``. It is collective if A is
         sharded.
         """
@@ -73,7 +82,11 @@ class Adapter:
         self.linears: dict[str, LoRALinear] = {}
         self.updates: dict[str, tuple[LoRALinear, nn.Parameter, nn.Parameter]] = {}
 
-    def insert(self, model: nn.Module, layers: Iterable[nn.Module]) -> None:
+    def insert(
+        self,
+        model: nn.Module,
+        layers: Iterable[nn.Module],
+    ) -> None:
         """Replace the targeted linear maps in ``layers``, on meta.
 
         Only their updates, and a value head, are trained.
@@ -105,7 +118,11 @@ class Adapter:
         }
 
     @torch.no_grad()
-    def start(self, rank: Rank, device: torch.device) -> None:
+    def start(
+        self,
+        rank: Rank,
+        device: torch.device,
+    ) -> None:
         """Set A and B to what training starts from, equal on any number of ranks.
 
         Raises:
@@ -114,10 +131,18 @@ class Adapter:
         seed = torch.tensor(rank.seed % 2**62, device=device)
         if rank.world > 1:
             dist.broadcast(seed, 0)
-        start = Start(self.config, self.updates, int(seed))
+        start = Start(
+            self.config,
+            self.updates,
+            int(seed),
+        )
 
         for name, (module, *parts) in self.updates.items():
-            for target, drawn in zip(parts, start.pair(name, module.weight.shape), strict=True):
+            for target, drawn in zip(
+                parts,
+                start.pair(name, module.weight.shape),
+                strict=True,
+            ):
                 if isinstance(target, DTensor):
                     rows = rows_of(target)
                     target.to_local().copy_(drawn[rows.start : rows.stop])
@@ -154,7 +179,11 @@ class Adapter:
         Their names are those of :mod:`coupler.engine_kit.lora_names`.
         """
         for name, (_, a, b) in self.updates.items():
-            yield from zip(names_of(name), (a.detach(), b.detach() * self.scale), strict=True)
+            yield from zip(
+                names_of(name),
+                (a.detach(), b.detach() * self.scale),
+                strict=True,
+            )
 
     def names(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
         """Map the names of ``tensors`` to those that every engine knows.
@@ -164,6 +193,10 @@ class Adapter:
         known = {
             id(tensor): name
             for weight, (_, *parts) in self.updates.items()
-            for name, tensor in zip(names_of(weight), parts, strict=True)
+            for name, tensor in zip(
+                names_of(weight),
+                parts,
+                strict=True,
+            )
         }
         return {name: known.get(id(tensor), name) for name, tensor in tensors.items()}

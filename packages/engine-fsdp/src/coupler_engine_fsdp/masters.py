@@ -49,6 +49,7 @@ class Masters:
         for owner in module.modules():
             if isinstance(owner, ValueHead):
                 continue
+
             for name, master in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
                 if master.dtype == dtype:
                     continue

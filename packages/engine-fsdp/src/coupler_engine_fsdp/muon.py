@@ -36,9 +36,11 @@ def orthogonalise(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     wide = matrix.shape[0] <= matrix.shape[1]
     x = (matrix if wide else matrix.T) / matrix.norm().clamp(min=1e-7)
     x = x.to(dtype)
+
     for _ in range(ITERATIONS):
         y = x @ x.T
         x = a * x + (b * y + c * y @ y) @ x
+
     return (x if wide else x.T).float()
 
 
@@ -64,9 +66,15 @@ class Muon:
             shapes: the shapes of the whole matrices.
             dtype: that of the products of :func:`orthogonalise`.
         """
-        self.config, self.shards, self.shapes, self.dtype = config, shards, shapes, dtype
-        self.ranks, self.rank = mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1)
-        self.group = mesh.get_group(mesh.ndim - 1) if self.ranks > 1 else None
+        self.config = config
+        self.shards = shards
+        self.shapes = shapes
+        self.dtype = dtype
+
+        axis = mesh.ndim - 1
+        self.ranks = mesh.size(axis)
+        self.rank = mesh.get_local_rank(axis)
+        self.group = mesh.get_group(axis) if self.ranks > 1 else None
         self.momentum = {
             name: torch.zeros_like(shard, requires_grad=False) for name, shard in shards.items()
         }
@@ -76,44 +84,92 @@ class Muon:
         """Apply the gradients of the shards. It is collective over the ranks."""
         keep = self.config.muon_momentum
         every = list(self.shards)
-        for first in range(0, len(every), self.ranks):
+        for first in range(
+            0,
+            len(every),
+            self.ranks,
+        ):
             some = every[first : first + self.ranks]
             updates = []
             for name in some:
-                gradient, momentum = self._gradient(name), self.momentum[name]
+                gradient = self._gradient(name)
+                momentum = self.momentum[name]
                 momentum.lerp_(gradient, 1 - keep)
                 updates.append(gradient.lerp(momentum, keep))
-            for name, update in zip(some, self._orthogonal(some, updates), strict=True):
+
+            for name, update in zip(
+                some,
+                self._orthogonal(some, updates),
+                strict=True,
+            ):
                 shard = self.shards[name].detach()
                 shard.mul_(1 - lr * self.config.weight_decay)
-                shard.add_(update, alpha=-lr * RMS * max(self.shapes[name]) ** 0.5)
+                scale = RMS * max(self.shapes[name]) ** 0.5
+                shard.add_(update, alpha=-lr * scale)
 
     def _gradient(self, name: str) -> Tensor:
         gradient = self.shards[name].grad
         return torch.zeros_like(self.momentum[name]) if gradient is None else gradient.float()
 
-    def _orthogonal(self, names: Sequence[str], updates: list[Tensor]) -> list[Tensor]:
+    def _orthogonal(
+        self,
+        names: Sequence[str],
+        updates: list[Tensor],
+    ) -> list[Tensor]:
         """Orthogonalise one matrix per rank, given and returned as this rank's rows."""
         if self.group is None:
             return [orthogonalise(update, self.dtype) for update in updates]
 
-        whole = self._exchange(names, updates, self._pieces(names))
+        whole = self._exchange(
+            names,
+            updates,
+            self._pieces(names),
+        )
         mine = []
         if self.rank < len(names):
             shape = self.shapes[names[self.rank]]
             done = orthogonalise(torch.cat(whole).view(shape), self.dtype)
-            rows = [shard_rows(shape[0], self.ranks, rank) for rank in range(self.ranks)]
+            rows = [
+                shard_rows(
+                    shape[0],
+                    self.ranks,
+                    rank,
+                )
+                for rank in range(self.ranks)
+            ]
             mine = [done[each.start : each.stop] for each in rows]
-        back = self._exchange(names, mine, [update.numel() for update in updates])
-        return [flat.view_as(update) for flat, update in zip(back, updates, strict=False)]
+        back = self._exchange(
+            names,
+            mine,
+            [update.numel() for update in updates],
+        )
+        return [
+            flat.view_as(update)
+            for flat, update in zip(
+                back,
+                updates,
+                strict=False,
+            )
+        ]
 
     def _pieces(self, names: Sequence[str]) -> list[int]:
         """Count the elements of this rank's matrix on each rank, 0 if it has none."""
         if self.rank >= len(names):
             return [0] * self.ranks
+
         rows, *columns = self.shapes[names[self.rank]]
         width = columns[0] if columns else 1
-        return [len(shard_rows(rows, self.ranks, rank)) * width for rank in range(self.ranks)]
+        return [
+            len(
+                shard_rows(
+                    rows,
+                    self.ranks,
+                    rank,
+                )
+            )
+            * width
+            for rank in range(self.ranks)
+        ]
 
     def _exchange(
         self, names: Sequence[str], sent: list[Tensor], received: list[int]
@@ -121,10 +177,17 @@ class Muon:
         """Send the i-th tensor to rank i, and return what each rank sent here, flat."""
         sizes = [tensor.numel() for tensor in sent] + [0] * (self.ranks - len(sent))
         received = received + [0] * (self.ranks - len(received))
+
         first = self.momentum[names[0]]
         given = torch.cat([t.reshape(-1) for t in sent]) if sent else first.new_empty(0)
         found = first.new_empty(sum(received))
-        dist.all_to_all_single(found, given, received, sizes, group=self.group)
+        dist.all_to_all_single(
+            found,
+            given,
+            received,
+            sizes,
+            group=self.group,
+        )
         return list(found.split(received))
 
     def to(self, device: torch.device) -> None:

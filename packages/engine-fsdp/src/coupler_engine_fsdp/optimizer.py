@@ -109,6 +109,7 @@ class Optimizer:
         for group in self.adamw.param_groups:
             group["lr"] = lr
         self.adamw.step()
+
         if self.muon:
             self.muon.step(lr)
         self.masters.refresh()
@@ -173,6 +174,7 @@ class Optimizer:
         tensors: dict[str, Tensor] = {}
         for name, momentum in self.muon.momentum.items() if self.muon else ():
             tensors[f"{name}/momentum"] = _like(momentum, self.parameters[name])
+
         for name, shard in self.elementwise.items():
             state = self.adamw.state[shard]
             tensors[f"{name}/step"] = state["step"]

@@ -228,6 +228,7 @@ def _layers(config: Any, engine: bool, plain: bool, stage: int | None) -> Any:
     """
     packed = not engine or config.params_dtype == torch.float32
     engine = engine and not plain
+
     block: Any = get_gpt_decoder_block_spec(
         config, use_transformer_engine=engine, normalization="RMSNorm", vp_stage=stage
     )

@@ -134,13 +134,20 @@ class MegatronEngine(Engine):
         self.adapter = Adapter(self.config, self.bridge)
         if self.adapter.rank:
             self.adapter.insert(self.chunks)
+
         self.catalogue = Catalogue(
-            self.bridge, self.chunks, bucket, lambda name, _: not is_adapter(name)
+            self.bridge,
+            self.chunks,
+            bucket,
+            lambda name, _: not is_adapter(name),
         )
         self.trained = self.catalogue
         if self.adapter.rank:
             self.trained = Catalogue(
-                self.bridge, self.chunks, bucket, lambda _, parameter: parameter.requires_grad
+                self.bridge,
+                self.chunks,
+                bucket,
+                lambda _, parameter: parameter.requires_grad,
             )
 
     def forward(self, batch: Batch, want: tuple[Output, ...]) -> Batch:

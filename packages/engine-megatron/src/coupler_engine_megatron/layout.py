@@ -57,6 +57,7 @@ def problems(
         what = f"{key}={config.expert_tensor_parallel} is neither 1 nor {path}.tensor_parallel"
         yield what, f"{key}={_either({1, config.tensor_parallel})}"
     if shape is not None:
+        yield from _of_adapter(config, shape, path)
         yield from _of_model(config, shape, path)
 
 
@@ -84,19 +85,21 @@ def _of_ranks(config: MegatronConfig, ranks: int, path: str) -> Iterator[Problem
         )
 
 
-def _of_model(config: MegatronConfig, shape: Mapping[str, Any], path: str) -> Iterator[Problem]:
-    missing = [name for name in NEEDED if not shape.get(name)]
-    if missing:
-        names = ", ".join(missing)
-        yield f"the model's config.json has no {names}", "model.path=another model"
-        return
-
+def _of_adapter(config: MegatronConfig, shape: Mapping[str, Any], path: str) -> Iterator[Problem]:
     if config.lora_rank and shape.get("kv_lora_rank"):
         yield (
             f"{path}.lora_rank={config.lora_rank} adapts no latent attention, which the model "
             f"of type {shape['model_type']!r} has",
             f"{path}.lora_rank=0, or {path}=fsdp",
         )
+
+
+def _of_model(config: MegatronConfig, shape: Mapping[str, Any], path: str) -> Iterator[Problem]:
+    missing = [name for name in NEEDED if not shape.get(name)]
+    if missing:
+        names = ", ".join(missing)
+        yield f"the model's config.json has no {names}", "model.path=another model"
+        return
 
     heads, layers = shape["num_attention_heads"], shape["num_hidden_layers"]
     experts = experts_of(shape)

@@ -43,7 +43,13 @@ class Update:
     has E = B.
     """
 
-    def __init__(self, adapter: Adapter, module: Any, name: str, maps: Sequence[str]) -> None:
+    def __init__(
+        self,
+        adapter: Adapter,
+        module: Any,
+        name: str,
+        maps: Sequence[str],
+    ) -> None:
         """Give ``module`` its A and B, and add their product to what it returns.
 
         Args:
@@ -54,7 +60,11 @@ class Update:
         weight = module.weight
         self.column = isinstance(module, ColumnParallelLinear)
         self.sequence_parallel = module.sequence_parallel
-        of = hf.rows_of_maps(adapter.bridge, name, weight.shape[0]).to(weight.device)
+        of = hf.rows_of_maps(
+            adapter.bridge,
+            name,
+            weight.shape[0],
+        ).to(weight.device)
         # [out, k], 1 where a row is of a map.
         self.rows = one_hot(of, len(maps)).to(weight.dtype)
 
@@ -63,14 +73,28 @@ class Update:
         b = nn.Parameter(torch.zeros(weight.shape[0], adapter.rank, **kind))
         # A of a column-parallel map and B of a row-parallel one are whole on each rank.
         for parameter, split, dim in ((a, not self.column, 1), (b, self.column, 0)):
-            set_tensor_model_parallel_attributes(parameter, split, dim if split else -1, 1)
+            set_tensor_model_parallel_attributes(
+                parameter,
+                split,
+                dim if split else -1,
+                1,
+            )
             if not split:
-                setattr(parameter, "sequence_parallel", self.sequence_parallel)  # noqa: B010
+                setattr(
+                    parameter,
+                    "sequence_parallel",
+                    self.sequence_parallel,
+                )  # noqa: B010
         module.register_parameter("lora_A", a)
         module.register_parameter("lora_B", b)
         module.register_forward_hook(self._add)
 
-    def _add(self, module: Any, inputs: tuple[Any, ...], found: Any) -> Any:
+    def _add(
+        self,
+        module: Any,
+        inputs: tuple[Any, ...],
+        found: Any,
+    ) -> Any:
         """Add the update to the map's output. Its bias, which follows, stays."""
         if not self.adapter.on:
             return None
@@ -101,7 +125,11 @@ class Update:
 class Adapter:
     """The low-rank updates of this rank's parts of a model, none at rank 0."""
 
-    def __init__(self, config: MegatronConfig, bridge: Any) -> None:
+    def __init__(
+        self,
+        config: MegatronConfig,
+        bridge: Any,
+    ) -> None:
         self.config, self.bridge, self.on = config, bridge, True
         self.rank = config.lora_rank
         self.scale = config.lora_alpha / self.rank if self.rank else 0.0
@@ -128,9 +156,18 @@ class Adapter:
 
         for chunk in chunks:
             _freeze(chunk)
-        for (module, name), names in zip(linears, maps, strict=True):
+        for (module, name), names in zip(
+            linears,
+            maps,
+            strict=True,
+        ):
             if any(map(self.config.targets, names)):
-                self.updates[id(module.weight)] = Update(self, module, name, names)
+                self.updates[id(module.weight)] = Update(
+                    self,
+                    module,
+                    name,
+                    names,
+                )
 
     def merged(self, parameter: nn.Parameter) -> Tensor:
         """Return a weight with its update, if it has one."""
@@ -147,7 +184,11 @@ class Adapter:
         """
         weights = {weight for name in trained.names() if (weight := weight_of(name))}
         self.shapes = {weight: folder.shape(weight) for weight in weights}
-        start = Start(self.config, [w for w in weights if self.config.targets(w)], seed)
+        start = Start(
+            self.config,
+            [w for w in weights if self.config.targets(w)],
+            seed,
+        )
 
         def read(name: str) -> Tensor | None:
             weight = weight_of(name)

@@ -42,38 +42,85 @@ def has_halves(name: str) -> bool:
     return not name.endswith(A) and weights.has_halves(name)
 
 
-def to_megatron(bridge: Any, name: str, tensors: list[Tensor]) -> Tensor:
+def to_megatron(
+    bridge: Any,
+    name: str,
+    tensors: list[Tensor],
+) -> Tensor:
     """Join the checkpoint's tensors of one parameter, of all tensor-parallel ranks."""
     if not is_adapter(name):
-        return weights.to_megatron(bridge, name, tensors)
+        return weights.to_megatron(
+            bridge,
+            name,
+            tensors,
+        )
     if name.endswith(A) or not _is_attention(name, len(tensors)):
         return torch.cat(tensors)
     heads, _ = _groups(bridge)
     return torch.cat([tensor.unflatten(0, (heads, -1)) for tensor in tensors], 1).flatten(0, 1)
 
 
-def to_hf(bridge: Any, name: str, whole: Tensor) -> list[tuple[str, Tensor]]:
+def to_hf(
+    bridge: Any,
+    name: str,
+    whole: Tensor,
+) -> list[tuple[str, Tensor]]:
     """Undo :func:`to_megatron`."""
     if not is_adapter(name):
-        return weights.to_hf(bridge, name, whole)
+        return weights.to_hf(
+            bridge,
+            name,
+            whole,
+        )
     names = hf_names(bridge, name)
     if name.endswith(A) or not _is_attention(name, len(names)):
-        return list(zip(names, whole.chunk(len(names)), strict=True))
+        return list(
+            zip(
+                names,
+                whole.chunk(len(names)),
+                strict=True,
+            )
+        )
+
     heads, sizes = _groups(bridge)
     parts = whole.unflatten(0, (heads, -1)).split(sizes, 1)
-    return [(each, part.flatten(0, 1)) for each, part in zip(names, parts, strict=True)]
+    return [
+        (each, part.flatten(0, 1))
+        for each, part in zip(
+            names,
+            parts,
+            strict=True,
+        )
+    ]
 
 
-def split_tensor(bridge: Any, name: str, whole: Tensor, part: Tensor, size: int) -> list[Tensor]:
+def split_tensor(
+    bridge: Any,
+    name: str,
+    whole: Tensor,
+    part: Tensor,
+    size: int,
+) -> list[Tensor]:
     """Cut a whole parameter into those of ``size`` tensor-parallel ranks."""
     if is_adapter(name) and part.shape == whole.shape:
         return [whole] * size
     if name.endswith(B):
         name = weight_of(name)
-    return weights.split_tensor(bridge, name, whole, part, size)
+    return weights.split_tensor(
+        bridge,
+        name,
+        whole,
+        part,
+        size,
+    )
 
 
-def join_to_hf(bridge: Any, name: str, parts: Tensor, part: Any) -> list[tuple[str, Tensor]]:
+def join_to_hf(
+    bridge: Any,
+    name: str,
+    parts: Tensor,
+    part: Any,
+) -> list[tuple[str, Tensor]]:
     """Undo :func:`to_megatron` and :func:`split_tensor`.
 
     Args:
@@ -81,11 +128,24 @@ def join_to_hf(bridge: Any, name: str, parts: Tensor, part: Any) -> list[tuple[s
         part: says in ``partition_dim`` how the parameter is split.
     """
     if not is_adapter(name):
-        return weights.join_to_hf(bridge, name, parts, part)
-    return to_hf(bridge, name, torch.cat(parts.unbind(), part.partition_dim))
+        return weights.join_to_hf(
+            bridge,
+            name,
+            parts,
+            part,
+        )
+    return to_hf(
+        bridge,
+        name,
+        torch.cat(parts.unbind(), part.partition_dim),
+    )
 
 
-def rows_of_maps(bridge: Any, name: str, rows: int) -> Tensor:
+def rows_of_maps(
+    bridge: Any,
+    name: str,
+    rows: int,
+) -> Tensor:
     """Return [rows]: the checkpoint's map that each row of a weight is of, by number.
 
     The rows are those of this rank's part.
@@ -106,7 +166,14 @@ def _groups(bridge: Any) -> tuple[int, list[int]]:
     """Return the groups of heads, and the rows of queries, keys and values of one."""
     config = bridge.hf_config
     heads = config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    width = (
+        getattr(
+            config,
+            "head_dim",
+            None,
+        )
+        or config.hidden_size // heads
+    )
     return config.num_key_value_heads, [
         width * heads // config.num_key_value_heads,
         width,

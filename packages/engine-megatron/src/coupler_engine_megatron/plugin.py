@@ -25,6 +25,7 @@ def _capabilities(config: MegatronConfig) -> frozenset[str]:
         "input:sampling_mask",
         "model:moe",
     }
+
     lora = {"output:base_logprobs", "weights:lora"} if config.lora_rank else set()
     return frozenset(always | lora)
 

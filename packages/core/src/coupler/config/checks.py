@@ -126,6 +126,7 @@ def _checkpoint_problems(config: RunConfig) -> Iterator[str]:
             yield f"checkpoint.{key} has {odd[0]!r}: it takes some of {', '.join(parts)}."
         elif "model" not in chosen:
             yield f"checkpoint.{key} needs model: no run goes on from a checkpoint without it."
+
     best = settings.best_metric
     if settings.keep_best and best.startswith("eval/") and not config.eval.every_steps:
         yield (

@@ -152,11 +152,11 @@ class CheckpointConfig:
     """Write these parts: model, optimizer, extra (where data, buffer and controller
     stood), and hf_model, each trained model as a Hugging Face folder."""
     load_contents: list[str] = field(default_factory=lambda: list(RESUMED))
-    """Read these parts of a checkpoint: model, optimizer, extra; one that is left out
+    """Read these parts of a checkpoint: model, optimizer, extra. One that is left out
     starts anew."""
     hook: str = ""
     """Call this function, file.py:function, with the folder of each checkpoint once it
-    is whole; if it fails, that is a warning."""
+    is whole. If it fails, that is a warning."""
     deadline_s: float = field(default=1800.0, metadata={"ge": 0.001})
     """Seconds until a checkpoint must be on the disk."""
 

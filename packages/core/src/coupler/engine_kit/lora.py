@@ -65,6 +65,7 @@ class LoRAConfig(AdamWConfig):
             ConfigError: names the first such target, and the maps that there are.
         """
         modules = [weight.removesuffix(".weight") for weight in weights]
+
         for target in self.target_modules:
             if target != ALL and not any(f".{m}".endswith(f".{target}") for m in modules):
                 there = sorted({module.rpartition(".")[2] for module in modules})

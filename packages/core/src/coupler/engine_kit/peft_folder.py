@@ -78,7 +78,11 @@ class PeftFolder:
                 "  try:  an adapter with A and B of one rank alone"
             )
 
-    def check(self, weights: Collection[str], rank: int) -> None:
+    def check(
+        self,
+        weights: Collection[str],
+        rank: int,
+    ) -> None:
         """Hold the adapter against the weights that are to be adapted.
 
         Raises:
@@ -101,13 +105,18 @@ class PeftFolder:
                 f"  try:  engine.target_modules=[{','.join(there)}]"
             )
 
-    def pair(self, weight: str, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    def pair(
+        self,
+        weight: str,
+        shape: tuple[int, ...],
+    ) -> tuple[Tensor, Tensor]:
         """Return A [rank, in] and B [out, rank] of a weight [out, in], in fp32.
 
         Raises:
             CouplerError: they have another shape.
         """
         a, b = (self.tensors[name].float() for name in names_of(weight))
+
         if (tuple(a.shape), tuple(b.shape)) != ((self.rank, shape[1]), (shape[0], self.rank)):
             raise CouplerError(
                 f"{weight} has shape {list(shape)}, and the adapter {self.folder} has A "
@@ -120,7 +129,12 @@ class PeftFolder:
 class Start:
     """The adapter that training starts from: a PEFT folder, or the model as it is."""
 
-    def __init__(self, config: LoRAConfig, weights: Collection[str], seed: int) -> None:
+    def __init__(
+        self,
+        config: LoRAConfig,
+        weights: Collection[str],
+        seed: int,
+    ) -> None:
         """Read ``lora_adapter_path``, if it is set.
 
         Args:
@@ -131,23 +145,39 @@ class Start:
         """
         self.rank, self.seed = config.lora_rank, seed % 2**62
         self.folder: PeftFolder | None = None
+
         if config.lora_adapter_path:
             self.folder = PeftFolder(Path(config.lora_adapter_path))
             self.folder.check(weights, self.rank)
             self.ratio = self.folder.scale / (config.lora_alpha / config.lora_rank)
 
-    def pair(self, weight: str, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    def pair(
+        self,
+        weight: str,
+        shape: tuple[int, ...],
+    ) -> tuple[Tensor, Tensor]:
         """Return A [rank, in] and B [out, rank] of a weight [out, in], in fp32."""
         import torch
 
         if self.folder is None:
-            drawn = start_of(weight, self.rank, shape[1], self.seed)
+            drawn = start_of(
+                weight,
+                self.rank,
+                shape[1],
+                self.seed,
+            )
             return torch.from_numpy(drawn), torch.zeros(shape[0], self.rank)
         a, b = self.folder.pair(weight, shape)
         return a, b * self.ratio
 
 
-def write_adapter(tensors: Iterable[Named], folder: Path, model: str, *, write: bool) -> None:
+def write_adapter(
+    tensors: Iterable[Named],
+    folder: Path,
+    model: str,
+    *,
+    write: bool,
+) -> None:
     """Write an adapter's A and B to ``folder``.
 
     Every rank iterates, since producing a tensor is collective, and the one with
@@ -185,7 +215,11 @@ def write_adapter(tensors: Iterable[Named], folder: Path, model: str, *, write: 
 
     with writing(f"the adapter {folder}", SafetensorError):
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(held, folder / TENSORS, metadata={"format": "pt"})
+        save_file(
+            held,
+            folder / TENSORS,
+            metadata={"format": "pt"},
+        )
         (folder / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 

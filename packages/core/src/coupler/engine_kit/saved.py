@@ -40,7 +40,11 @@ class Saved(ABC):
 
     num_steps: int | None
 
-    def __init__(self, path: Path, index: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        index: dict[str, Any],
+    ) -> None:
         self.path, self.index = path, index
         self._files: dict[str, Any] = {}
         self._stack = ExitStack()
@@ -52,7 +56,11 @@ class Saved(ABC):
         self._stack.close()
 
     @abstractmethod
-    def tensor(self, state: State, name: str) -> Tensor:
+    def tensor(
+        self,
+        state: State,
+        name: str,
+    ) -> Tensor:
         """Return a state of a weight, whole and in fp32.
 
         Args:
@@ -74,7 +82,11 @@ class Saved(ABC):
             self._files[file] = self._stack.enter_context(opened)
         return self._files[file]
 
-    def _read(self, file: str, key: str) -> Tensor:
+    def _read(
+        self,
+        file: str,
+        key: str,
+    ) -> Tensor:
         from safetensors import SafetensorError
 
         try:
@@ -92,11 +104,19 @@ class Saved(ABC):
 class WholeTensors(Saved):
     """Each tensor in one file, under its state and its name."""
 
-    def __init__(self, path: Path, index: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        index: dict[str, Any],
+    ) -> None:
         super().__init__(path, index)
         self.num_steps = index.get("num_steps")
 
-    def tensor(self, state: State, name: str) -> Tensor:
+    def tensor(
+        self,
+        state: State,
+        name: str,
+    ) -> Tensor:
         key = f"{'params' if state == 'param' else state}/{name}"
         file = self.index["tensors"].get(key)
         if file is None:
@@ -107,7 +127,11 @@ class WholeTensors(Saved):
 class Rows(Saved):
     """The rows of every tensor over several files."""
 
-    def __init__(self, path: Path, index: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        index: dict[str, Any],
+    ) -> None:
         super().__init__(path, index)
         self.num_steps = None
         if "num_steps" in index["tensors"]:
@@ -115,7 +139,11 @@ class Rows(Saved):
         # All experts of a layer are asked for one by one.
         self._stacked = lru_cache(maxsize=2)(self._whole)
 
-    def tensor(self, state: State, name: str) -> Tensor:
+    def tensor(
+        self,
+        state: State,
+        name: str,
+    ) -> Tensor:
         if weight := weight_of(name):
             part = "lora_A" if name == names_of(weight)[0] else "lora_B"
             name = f"{weight.removesuffix('.weight')}.{part}"
@@ -158,7 +186,9 @@ def open_saved(path: Path) -> Saved:
     try:
         index = json.loads((path / INDEX).read_text(encoding="utf-8"))
         layout = Rows if "shards" in index else WholeTensors
+        # An index without them is damaged.
         index["tensors"].keys()
+
         return layout(path, index)
     except OSError as error:
         raise CouplerError(f"{path} holds no checkpoint of an engine: {error}") from None

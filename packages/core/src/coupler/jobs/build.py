@@ -80,8 +80,12 @@ class Builder:
         """The configurations of the engines that train, by role."""
         return trained_engines(self.config, VALUES in self.algorithm.needs)
 
+    def reference(self) -> EngineGroup:
+        """Make the engine of the reference, whose weights stay those of the folder."""
+        return self.engine("reference", trains=False, frozen=True)
+
     def engine(self, role: str, *, trains: bool, frozen: bool = False) -> EngineGroup:
-        """Make the engine of the policy, or of the reference, which does not train.
+        """Make the engine of the policy, or of one that does not train.
 
         Args:
             frozen: its weights are those of the model's folder and stay so.

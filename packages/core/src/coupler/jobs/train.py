@@ -112,9 +112,7 @@ async def _train(builder: Builder) -> dict[str, float]:
         await place(builder, plan.workers)
         policy, rollouts = builder.engine("policy", trains=True), builder.rollouts()
         refers = REFERENCE in algorithm.needs and not plan.own_reference
-        reference = None
-        if refers:
-            reference = builder.engine("reference", trains=False, frozen=True)
+        reference = builder.reference() if refers else None
         critic = builder.critic(critic_model) if critic_model else None
         opinions = make_opinions(builder, asked, pool)
         residency = share_devices(config, policy, rollouts, reference, critic, opinions=opinions)

@@ -307,7 +307,7 @@ def model_folder(role: str) -> str:
 
 
 def _start(part: Path, roles: Iterable[str], state: State | None) -> None:
-    """Make the folder, with where the run stands; None leaves that out."""
+    """Make the folder, with where the run stands. None leaves that out."""
     remove(part)
     for role in roles:
         (part / role).mkdir(parents=True)

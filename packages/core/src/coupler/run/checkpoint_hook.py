@@ -32,12 +32,17 @@ def load_hook(target: str) -> Callable[[Path], Any] | None:
     # The user's module is the boundary: its import raises what it likes.
     except Exception as error:
         raise ConfigError(f"{KEY}={target} cannot be imported: {error!r}.") from None
+
     if not callable(found):
         raise ConfigError(f"{KEY}={target} is no function, which takes the folder of a checkpoint.")
     return found
 
 
-async def call_hook(hook: Callable[[Path], Any], folder: Path, seconds: float) -> None:
+async def call_hook(
+    hook: Callable[[Path], Any],
+    folder: Path,
+    seconds: float,
+) -> None:
     """Call ``hook`` with the folder. A hook that fails or hangs is a warning.
 
     It runs in a thread of its own, so that training goes on meanwhile.
