@@ -35,6 +35,9 @@ from coupler_engine_megatron.folder import Folder
 from coupler_engine_megatron.head import ValueHead
 from coupler_engine_megatron.weights import Catalogue, global_name
 
+# Megatron sums the gradients of parameters with it over tensor-parallel ranks.
+SEQUENCE_PARALLEL = "sequence_parallel"
+
 
 class Update:
     """The update of one linear map, ``scale * E A x`` (equation 3).
@@ -80,11 +83,7 @@ class Update:
                 1,
             )
             if not split:
-                setattr(
-                    parameter,
-                    "sequence_parallel",
-                    self.sequence_parallel,
-                )  # noqa: B010
+                setattr(parameter, SEQUENCE_PARALLEL, self.sequence_parallel)
         module.register_parameter("lora_A", a)
         module.register_parameter("lora_B", b)
         module.register_forward_hook(self._add)

@@ -146,7 +146,8 @@ class Checkpoints:
             _start(part, roles, state if "extra" in self.settings.contents else None)
 
         contents = self.settings.contents
-        what = frozenset({Part.PARAMS, *([Part.OPTIMIZER] if "optimizer" in contents else [])})
+        moments = {Part.OPTIMIZER} if "optimizer" in contents else set[Part]()
+        what = frozenset({Part.PARAMS} | moments)
         for role, group in roles.items():
             async with hold(role):
                 await group.save(part / role, what)

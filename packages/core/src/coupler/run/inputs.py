@@ -39,7 +39,7 @@ def check_inputs(config: RunConfig, job: Job) -> None:
         check()
 
 
-def _checks(config: RunConfig, job: Job) -> Iterator[Callable[[], None]]:
+def _checks(config: RunConfig, job: Job) -> Iterator[Callable[[], object]]:
     yield partial(_check_folder_to_write, config.run_dir, "run_dir")
     if config.profile.steps and config.profile.path:
         yield partial(_check_folder_to_write, config.profile.path, "profile.path")
