@@ -157,6 +157,14 @@ class Options:
                 yield Option(key, inner, default_of(field), owner, matters, words)
 
 
+def drop_replaced(values: dict[str, Any]) -> None:
+    """Take options of earlier releases out of the configuration that a run wrote."""
+    for key in REPLACED:
+        start, _, name = key.rpartition(".")
+        if isinstance(inner := values.get(start), dict):
+            inner.pop(name, None)
+
+
 def section(config: RunConfig, path: str) -> Any:
     """Return the section of a plugin, such as ``critic.engine``, or None where nothing
     is chosen.

@@ -66,5 +66,5 @@ async def call_hook(
         log.warning(
             f"{KEY} has not returned after {seconds:.0f} s for {folder}: the run goes on without it"
         )
-    elif why := calling.result():
+    elif why := await calling:
         log.warning(f"{KEY} failed for {folder}, and the run goes on: {why}")
