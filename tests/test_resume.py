@@ -868,7 +868,7 @@ def test_a_resume_without_an_optimizer_says_so(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_inputs(tmp_path)
-    given = [*command("sft", model, tmp_path / "run"), "checkpoint.optimizer=false"]
+    given = [*command("sft", model, tmp_path / "run"), "checkpoint.contents=[model,extra]"]
     assert main([*given, "steps=2"]) == 0
     assert "holds no optimizer" not in capsys.readouterr().out
     assert main([*given, "steps=3"]) == 0

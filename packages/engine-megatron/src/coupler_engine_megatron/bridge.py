@@ -156,13 +156,22 @@ class _Readable:
 
 
 def make_bridge(
-    config: Any, head: Head, dtype: torch.dtype, engine: bool, tensor_parallel: int, **settings: Any
+    config: Any,
+    head: Head,
+    dtype: torch.dtype,
+    engine: bool,
+    tensor_parallel: int,
+    plain: bool = False,
+    **settings: Any,
 ) -> Any:
     """Return mbridge's object for this model.
 
     Args:
         engine: build the layers of Transformer Engine; else those of Megatron-Core and
             this package.
+        plain: build linear maps apart from the norms before them, in Megatron-Core's
+            own layers, as updates of them need it. Attention is still Transformer
+            Engine's.
         tensor_parallel: the vocabulary is filled up to a multiple of it.
         settings: values of Megatron's ``TransformerConfig``.
     """
@@ -179,7 +188,7 @@ def make_bridge(
 
         def _get_transformer_layer_spec(self, vp_stage: int | None = None) -> Any:
             self.has_vp_stage = True
-            return _layers(self.config, engine, vp_stage)
+            return _layers(self.config, engine, plain, vp_stage)
 
         _model_provider = LLMBridge._model_provider
 
@@ -216,11 +225,14 @@ def _scaling(rope: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _layers(config: Any, engine: bool, stage: int | None) -> Any:
+def _layers(config: Any, engine: bool, plain: bool, stage: int | None) -> Any:
     """Return the specification of this rank's layers.
 
     They are Transformer Engine's, or Megatron's with attention over packed rows.
     """
+    packed = not engine or config.params_dtype == torch.float32
+    engine = engine and not plain
+
     block: Any = get_gpt_decoder_block_spec(
         config, use_transformer_engine=engine, normalization="RMSNorm", vp_stage=stage
     )
@@ -238,12 +250,21 @@ def _layers(config: Any, engine: bool, stage: int | None) -> Any:
             experts.router, experts.experts = Router, grouped_experts()
 
         # No fused kernel takes packed rows in fp32.
-        if not engine or config.params_dtype == torch.float32:
+        if packed:
             attention.core_attention = PackedAttention
+        elif plain:
+            attention.core_attention = fused_attention()
 
     if not engine:
         block.layer_norm = RMSNorm
     return block
+
+
+def fused_attention() -> Any:
+    """Return Transformer Engine's attention, which exists on a GPU alone."""
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    return TEDotProductAttention
 
 
 def build(bridge: Any, head: Head, tile: int, device: torch.device) -> list[MegatronModule]:

@@ -8,7 +8,15 @@ from math import inf
 from typing import Any
 
 from coupler.config.options import SECTIONS, section
-from coupler.config.schema import ExecutorName, Job, OnSync, Placement, RunConfig
+from coupler.config.schema import (
+    HF_MODEL,
+    RESUMED,
+    ExecutorName,
+    Job,
+    OnSync,
+    Placement,
+    RunConfig,
+)
 
 
 def problems(config: RunConfig, job: Job) -> Iterator[str]:
@@ -112,6 +120,13 @@ def _checkpoint_problems(config: RunConfig) -> Iterator[str]:
     settings = config.checkpoint
     if settings.keep_best and not settings.keep_last:
         yield "checkpoint.keep_best needs checkpoint.keep_last above 0: 0 keeps all."
+    for key, parts in (("contents", (*RESUMED, HF_MODEL)), ("load_contents", RESUMED)):
+        chosen = list(getattr(settings, key))
+        if odd := [part for part in chosen if part not in parts]:
+            yield f"checkpoint.{key} has {odd[0]!r}: it takes some of {', '.join(parts)}."
+        elif "model" not in chosen:
+            yield f"checkpoint.{key} needs model: no run goes on from a checkpoint without it."
+
     best = settings.best_metric
     if settings.keep_best and best.startswith("eval/") and not config.eval.every_steps:
         yield (

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from math import isfinite
+from pathlib import Path
 from typing import Any, TypeVar
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -25,7 +26,14 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from coupler.config.checks import does_evaluate, evaluating, problems
 from coupler.config.effect import not_default
-from coupler.config.options import SECTIONS, Options, in_full, section, wrong_value
+from coupler.config.options import (
+    SECTIONS,
+    Options,
+    drop_replaced,
+    in_full,
+    section,
+    wrong_value,
+)
 from coupler.config.overrides import parse_overrides, read_file
 from coupler.config.plain import to_plain
 from coupler.config.presets import chosen_values
@@ -105,6 +113,8 @@ def compose(
     """
     typed = nest(parse_overrides(overrides))
     written = {} if config_file is None else read_file(config_file)
+    if config_file and Path(config_file).with_name("run.json").is_file():
+        drop_replaced(written)
     notes: list[str] = []
     choices: dict[str, str] = {}
 

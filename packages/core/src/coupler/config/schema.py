@@ -151,6 +151,10 @@ class EvalConfig:
     """The rollout of evaluations during training; that of the run if none is chosen."""
 
 
+RESUMED = ("model", "optimizer", "extra")  # the parts that a run goes on from
+HF_MODEL = "hf_model"
+
+
 @dataclass
 class CheckpointConfig:
     """The times of checkpoints, those that stay, and the start of a run."""
@@ -175,8 +179,15 @@ class CheckpointConfig:
     export: bool = True
     """Write the final model as a folder that AutoModelForCausalLM.from_pretrained
     loads."""
-    optimizer: bool = True
-    """Write the optimizer's state, too; without it, moments and schedule start anew."""
+    contents: list[str] = field(default_factory=lambda: list(RESUMED))
+    """Write these parts: model, optimizer, extra (where data, buffer and controller
+    stood), and hf_model, each trained model as a Hugging Face folder."""
+    load_contents: list[str] = field(default_factory=lambda: list(RESUMED))
+    """Read these parts of a checkpoint: model, optimizer, extra. One that is left out
+    starts anew."""
+    hook: str = ""
+    """Call this function, file.py:function, with the folder of each checkpoint once it
+    is whole. If it fails, that is a warning."""
     deadline_s: float = field(default=1800.0, metadata={"ge": 0.001})
     """Seconds until a checkpoint must be on the disk."""
 

@@ -51,9 +51,13 @@ class Model:
 
     With ``own_weights``, a rollout of capability ``model:own_weights`` serves the
     weights of the folder from its setup on, and no update comes.
+
+    With ``frozen``, an engine computes outputs and is never trained: a reference, or a
+    reward model. It may hold weights in the dtype that it computes with.
     """
 
     path: str
     trust_remote_code: bool = False
     head: Head = Head.LM
     own_weights: bool = False
+    frozen: bool = False

@@ -19,6 +19,7 @@ from coupler.data.folder_check import check_model_folder
 from coupler.errors import ConfigError
 from coupler.rewards.options import opinions_of
 from coupler.rewards.worker import COMPLETIONS, KEYWORDS
+from coupler.run.checkpoint_hook import load_hook
 from coupler.run.resume import AUTO, DISABLE, is_started
 from coupler.run.row_form import ColumnsOf
 from coupler.run.teacher_check import teachers_of
@@ -44,7 +45,7 @@ def check_inputs(config: RunConfig, job: Job, columns: ColumnsOf = Columns) -> N
         check()
 
 
-def _checks(config: RunConfig, job: Job, columns: ColumnsOf) -> Iterator[Callable[[], None]]:
+def _checks(config: RunConfig, job: Job, columns: ColumnsOf) -> Iterator[Callable[[], object]]:
     yield partial(_check_folder_to_write, config.run_dir, "run_dir")
     if config.profile.steps and config.profile.path:
         yield partial(_check_folder_to_write, config.profile.path, "profile.path")
@@ -65,6 +66,7 @@ def _checks(config: RunConfig, job: Job, columns: ColumnsOf) -> Iterator[Callabl
         yield partial(_check_rows, config.data, "data", columns)
         yield partial(check_sampler, config)
         yield partial(_check_resume, config)
+        yield partial(load_hook, config.checkpoint.hook)
     if does_evaluate(config, job):
         yield partial(_check_rows, config.eval.data, "eval.data")
         yield partial(check_no_sampler, config.eval.data)
