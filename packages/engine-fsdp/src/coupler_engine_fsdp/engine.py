@@ -35,7 +35,7 @@ from coupler.metrics import Metrics, merge, read
 from coupler_engine_fsdp import checkpoint, foreign, weights
 from coupler_engine_fsdp.check import check
 from coupler_engine_fsdp.config import FSDPConfig, OptimizerName
-from coupler_engine_fsdp.distributed import build_mesh, check_fsdp_size, prepare_device
+from coupler_engine_fsdp.distributed import build_mesh, prepare_device
 from coupler_engine_fsdp.layout import check_layout, read_heads
 from coupler_engine_fsdp.lora import Adapter
 from coupler_engine_fsdp.masters import Masters, cast_frozen

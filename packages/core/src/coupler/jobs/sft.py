@@ -64,7 +64,7 @@ async def _supervise(builder: Builder) -> dict[str, float]:
         await policy.setup()
         reference = None
         if REFERENCE in algorithm.needs and not plan.own_reference:
-            reference = builder.engine("reference", trains=False)
+            reference = builder.reference()
             await reference.setup()
         last: dict[str, float] = {}
 
