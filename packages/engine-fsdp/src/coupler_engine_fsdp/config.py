@@ -52,7 +52,7 @@ class FSDPConfig(LoRAConfig):
     """
 
     one_rank: ClassVar[Mapping[str, Any]] = {
-        **AdamWConfig.one_rank,
+        **LoRAConfig.one_rank,
         "sequence_parallel": 1,
         "fsdp_size": 0,
     }
