@@ -291,8 +291,9 @@ def _plan(arguments: argparse.Namespace) -> None:
 
     composed, plugins = _composed(arguments, arguments.job)
     data = composed.config.data
-    there = data.source and all(Path(source).exists() for source in data.sources)
-    num_rows = len(load_rows(data)) if there else None
+    there = all(Path(source).exists() for source in data.sources) or composed.config.epochs
+    taught = arguments.job == Job.SFT
+    num_rows = len(load_rows(data, conversations=taught)) if data.source and there else None
     print(make_plan(composed.config, num_rows, plugins, job=Job(arguments.job)).render())
 
 

@@ -10,6 +10,9 @@ from typing import Any
 from coupler.config.options import SECTIONS, section
 from coupler.config.schema import ExecutorName, Job, OnSync, Placement, RunConfig
 
+# Options that count what only supervised training has.
+OF_EPOCHS = ("epochs", "eval.every_epochs", "checkpoint.every_epochs", "eval.patience")
+
 
 def problems(config: RunConfig, job: Job) -> Iterator[str]:
     """Yield a sentence with its key for each value that is out of range, contradicts
@@ -97,9 +100,10 @@ def _out_of_range(section: Any, start: str) -> Iterator[str]:
 
 
 def does_evaluate(config: RunConfig, job: Job) -> bool:
-    """Tell whether the job samples ``eval.data``."""
-    return job is Job.EVAL or (
-        job is Job.TRAIN and (config.eval.every_steps > 0 or config.eval.at_start)
+    """Tell whether the job evaluates on ``eval.data``."""
+    settings = config.eval
+    return job is Job.EVAL or bool(
+        settings.every_steps or settings.every_epochs or settings.at_start
     )
 
 
@@ -113,7 +117,11 @@ def _checkpoint_problems(config: RunConfig) -> Iterator[str]:
     if settings.keep_best and not settings.keep_last:
         yield "checkpoint.keep_best needs checkpoint.keep_last above 0: 0 keeps all."
     best = settings.best_metric
-    if settings.keep_best and best.startswith("eval/") and not config.eval.every_steps:
+    if (
+        settings.keep_best
+        and best.startswith("eval/")
+        and not (config.eval.every_steps or config.eval.every_epochs)
+    ):
         yield (
             f"checkpoint.keep_best needs {best}: set eval.every_steps, or "
             "checkpoint.best_metric to another metric."
@@ -216,6 +224,9 @@ def _adapter_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _training_problems(config: RunConfig) -> Iterator[str]:
+    for key in OF_EPOCHS:
+        if section(config, key):
+            yield f"{key} is of coupler sft, whose steps take rows and sample none: leave it out."
     if 0 < config.sampling.top_p < 1 and not config.sampling.top_k:
         yield (
             f"sampling.top_p={config.sampling.top_p} needs sampling.top_k in training: the "
@@ -256,6 +267,21 @@ def _supervised_problems(config: RunConfig) -> Iterator[str]:
             f"environment={config.environment.name} is of coupler train and coupler eval: leave "
             "it out."
         )
+    settings = config.checkpoint
+    best, compared = settings.best_metric, settings.keep_best or config.eval.patience
+    if compared and best == "eval/reward":
+        yield (
+            "checkpoint.best_metric=eval/reward is of coupler train: set it to eval/loss, and "
+            "checkpoint.lower_is_better=true."
+        )
+    if compared and best.endswith(("loss", "nll", "perplexity")) != settings.lower_is_better:
+        yield (
+            f"checkpoint.lower_is_better={settings.lower_is_better} is the wrong way around for "
+            f"checkpoint.best_metric={best}: set it to {not settings.lower_is_better}."
+        )
+    if config.data.sampler:
+        for key in (key for key in OF_EPOCHS if "epochs" in key and section(config, key)):
+            yield f"{key} counts epochs, which data.sampler={config.data.sampler} has none of."
     for key, usual in (("max_staleness", 0), ("epochs_per_batch", 1)):
         if (value := getattr(config, key)) != usual:
             yield f"{key}={value} is of coupler train, for batches of samples: leave it out."

@@ -24,11 +24,15 @@ class Columns:
 
     A name with dots leads into nested mappings, where no column has that name as it
     stands. A column that already has the new name is hidden by the renamed one.
+
+    Args:
+        conversations: whether ``messages`` may stand for prompt and answer.
     """
 
-    def __init__(self, config: DataConfig, key: str) -> None:
-        self.key = key
+    def __init__(self, config: DataConfig, key: str, conversations: bool = False) -> None:
+        self.key, self.conversations = key, conversations
         self.mapped = {
+            **({"messages": "messages"} if conversations else {}),
             "prompt": config.prompt_key,
             "answer": config.answer_key,
             **config.columns,

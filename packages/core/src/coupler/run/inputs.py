@@ -52,11 +52,11 @@ def _checks(config: RunConfig, job: Job) -> Iterator[Callable[[], None]]:
             if scorer.model.path:
                 yield partial(_check_model, scorer.model.path, f"{key}.model.path")
     if job is not Job.EVAL:
-        yield partial(_check_rows, config.data, "data")
+        yield partial(_check_rows, config.data, "data", job)
         yield partial(check_sampler, config)
         yield partial(_check_resume, config)
     if does_evaluate(config, job):
-        yield partial(_check_rows, config.eval.data, "eval.data")
+        yield partial(_check_rows, config.eval.data, "eval.data", job)
         yield partial(check_no_sampler, config.eval.data)
     if job is not Job.SFT and config.reward.target:
         said = opinions_of(config.reward_model, config.judge)
@@ -119,14 +119,14 @@ def _check_model(path: str, key: str) -> None:
     check_model_folder(path, key)
 
 
-def _check_rows(data: DataConfig, key: str) -> None:
+def _check_rows(data: DataConfig, key: str, job: Job) -> None:
     if isinstance(data.source, str) and is_function(data.source):
         if problem := target_problem(data.source):
             why = problem.partition(": ")[2]
             more = "" if "\n" in why else "\n  try:  FILE.jsonl, or pkg.mod:function"
             raise ConfigError(f"{key}.source={data.source} cannot be imported: {why}{more}")
         return
-    check_first_row(data, key)
+    check_first_row(data, key, conversations=job is Job.SFT)
 
 
 def check_sampler(config: RunConfig) -> None:
