@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 from tests.faults import run
 
-from coupler.builtin.transports.gate import PROOF_BYTES, proof_of
+from coupler.system.gate import PROOF_BYTES, proof_of
 from coupler.builtin.transports.torch.tcp import TcpTransport
 from coupler.engine_kit.rendezvous import keep_port, store_of
 from coupler.interfaces import Rank, WeightUpdate

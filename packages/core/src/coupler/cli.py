@@ -23,6 +23,7 @@ from coupler.system.log import configure, get_logger
 
 if TYPE_CHECKING:
     from coupler.config.compose import Composed
+    from coupler.executors.torchrun.launch import Launch
 
 log = get_logger(__name__)
 
@@ -216,12 +217,46 @@ def _train(arguments: argparse.Namespace) -> None:
     train(composed, plugins)
 
 
-def _sft(arguments: argparse.Namespace) -> None:
-    composed, plugins = _composed(arguments, "sft")
+def _sft(arguments: argparse.Namespace) -> int | None:
+    from coupler.executors.torchrun.launch import launch_of
+
+    launch = launch_of(os.environ)
+    if launch and launch.rank:
+        return _serve(arguments, launch)
+    composed, plugins = _composed_for(launch, arguments)
     _check_inputs(composed, plugins, "sft")
     from coupler.jobs import supervise
 
     supervise(composed, plugins)
+    return None
+
+
+def _composed_for(launch: Launch | None, arguments: argparse.Namespace) -> tuple[Composed, Plugins]:
+    """Compose the configuration of ``coupler sft``, with the processes of torchrun as
+    the ranks of the engine, where it started them.
+    """
+    if not launch:
+        return _composed(arguments, "sft")
+    given = arguments.overrides
+    arguments.overrides = ["executor=torchrun", *given]
+    composed, plugins = _composed(arguments, "sft")
+    if "engine.ranks" in composed.set_keys:
+        return composed, plugins
+    arguments.overrides = ["executor=torchrun", f"engine.ranks={launch.world}", *given]
+    return _composed(arguments, "sft")
+
+
+def _serve(arguments: argparse.Namespace, launch: Launch) -> int:
+    """Be a rank of the engine. Rank 0 says what is wrong with the configuration."""
+    from coupler.executors.torchrun.host import serve
+
+    log.setLevel("ERROR")
+    try:
+        config = _composed_for(launch, arguments)[0].config
+    except CouplerError:
+        return USER_ERROR
+    serve(launch, Path(config.run_dir).absolute(), config.waits.deadline_s)
+    return 0
 
 
 def _eval(arguments: argparse.Namespace) -> None:

@@ -58,7 +58,7 @@ def problems(config: RunConfig, job: Job) -> Iterator[str]:
 
     if job is not Job.EVAL:
         yield from _checkpoint_problems(config)
-    yield from _worker_problems(config)
+    yield from _worker_problems(config, job)
     yield from _length_problems(config, job is Job.TRAIN, evaluates)
     yield from _adapter_problems(config)
     if job is Job.TRAIN:
@@ -128,7 +128,9 @@ def _checkpoint_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _worker_problems(config: RunConfig) -> Iterator[str]:
+def _worker_problems(config: RunConfig, job: Job) -> Iterator[str]:
+    if config.executor is ExecutorName.TORCHRUN and job is not Job.SFT:
+        yield f"executor=torchrun is of coupler sft: for coupler {job} set executor=ray."
     for path, kind in SECTIONS.items():
         inner, number = section(config, path), {"engine": "ranks", "rollout": "replicas"}.get(kind)
         if inner is None or number is None:
@@ -139,7 +141,7 @@ def _worker_problems(config: RunConfig) -> Iterator[str]:
             yield f"{key} must be at least 1, got {count}."
         elif count > 1 and config.executor is ExecutorName.LOCAL:
             yield f"{key}={count} needs more than one process: set executor=ray, or {key}=1."
-        if inner.python and config.executor is ExecutorName.LOCAL:
+        if inner.python and config.executor is not ExecutorName.RAY:
             yield f"{path}.python={inner.python} needs processes of its own: set executor=ray."
 
     if (

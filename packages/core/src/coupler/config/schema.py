@@ -226,6 +226,7 @@ class ExecutorName(StrEnum):
 
     LOCAL = "local"  # one rank of each role in the process that runs the job
     RAY = "ray"  # one Ray actor per engine rank and per rollout replica
+    TORCHRUN = "torchrun"  # one engine rank in each process that torchrun has started
 
 
 class Placement(StrEnum):
@@ -308,8 +309,8 @@ class RunConfig:
     profile: ProfileConfig = field(default_factory=ProfileConfig, metadata=NO_EFFECT)
     sync: SyncConfig = field(default_factory=SyncConfig)
     executor: ExecutorName = field(default=ExecutorName.LOCAL, metadata=NO_EFFECT)
-    """The place of the workers: in the process that runs the job (local), or each in a
-    Ray actor (ray)."""
+    """The place of the workers: in the process that runs the job (local), each in a Ray
+    actor (ray), or each in a process of torchrun, which sets it (torchrun)."""
     ray: RayConfig = field(default_factory=RayConfig, metadata=NO_EFFECT)
     waits: WaitsConfig = field(default_factory=WaitsConfig, metadata=NO_EFFECT)
     run_dir: str = no_effect("runs/default")

@@ -16,6 +16,7 @@ from coupler.data.dataset import check_first_row
 from coupler.data.files import is_function
 from coupler.data.folder_check import check_model_folder
 from coupler.errors import ConfigError
+from coupler.executors.torchrun.launch import check_world, launch_of
 from coupler.rewards.options import opinions_of
 from coupler.rewards.worker import COMPLETIONS, KEYWORDS
 from coupler.run.resume import AUTO, DISABLE, is_started
@@ -89,6 +90,8 @@ def _check_folder_to_write(path: str, key: str) -> None:
 
 
 def _check_executor(config: RunConfig) -> None:
+    if config.executor is ExecutorName.TORCHRUN:
+        check_world(launch_of(os.environ), config.engine.ranks)
     if config.executor is not ExecutorName.RAY:
         return
     if find_spec("ray") is None:
