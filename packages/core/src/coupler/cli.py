@@ -235,14 +235,11 @@ def _composed_for(launch: Launch | None, arguments: argparse.Namespace) -> tuple
     """Compose the configuration of ``coupler sft``, with the processes of torchrun as
     the ranks of the engine, where it started them.
     """
-    if not launch:
-        return _composed(arguments, "sft")
-    given = arguments.overrides
-    arguments.overrides = ["executor=torchrun", *given]
-    composed, plugins = _composed(arguments, "sft")
-    if "engine.ranks" in composed.set_keys:
-        return composed, plugins
-    arguments.overrides = ["executor=torchrun", f"engine.ranks={launch.world}", *given]
+    if launch:
+        from coupler.config.overrides import read_file
+
+        written = read_file(arguments.config) if arguments.config else {}
+        arguments.overrides = launch.overrides(arguments.overrides, written)
     return _composed(arguments, "sft")
 
 

@@ -92,6 +92,11 @@ def _check_folder_to_write(path: str, key: str) -> None:
 def _check_executor(config: RunConfig) -> None:
     if config.executor is ExecutorName.TORCHRUN:
         check_world(launch_of(os.environ), config.engine.ranks)
+    elif launch_of(os.environ):
+        raise ConfigError(
+            "torchrun started this process, and starts processes for coupler sft alone.\n"
+            "  try:  the command without torchrun, and executor=ray for several ranks"
+        )
     if config.executor is not ExecutorName.RAY:
         return
     if find_spec("ray") is None:

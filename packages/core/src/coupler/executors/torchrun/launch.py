@@ -11,7 +11,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +41,22 @@ class Launch:
     world: int
     host: str
     name: str
+
+    def overrides(self, given: Sequence[str], written: Mapping[str, Any]) -> list[str]:
+        """Return the overrides of a run in these processes.
+
+        Each process is one rank of the engine, where nothing else is said.
+
+        Args:
+            given: those of the command line.
+            written: what the configuration file says.
+        """
+        engine = written.get("engine")
+        says = isinstance(engine, Mapping) and "ranks" in engine
+        ours = ["executor=torchrun"]
+        if not says and not any(text.startswith("engine.ranks=") for text in given):
+            ours.append(f"engine.ranks={self.world}")
+        return [*ours, *given]
 
 
 def launch_of(environment: Mapping[str, str]) -> Launch | None:
