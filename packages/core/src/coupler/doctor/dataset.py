@@ -5,24 +5,24 @@ This is ``coupler doctor data``. It starts no engine and loads no weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 
+from coupler.batch.trajectory import TRAINED
 from coupler.config.schema import Job, RewardConfig, RunConfig
-from coupler.data import Codec, Row, examples
+from coupler.conversation.taught import Conversations
+from coupler.data import Codec, Example, Row, examples
 from coupler.data.columns import Columns
 from coupler.data.dataset import records, row_of, source_named
 from coupler.data.model_folder import model_folder
 from coupler.data.options import DataConfig
-from coupler.data.prompts import Prompt
 from coupler.data.sampling import prompt_stream
-from coupler.data.templates import messages_of
 from coupler.doctor.columns import Seen, column_findings
 from coupler.doctor.prompts import Encoded, prompt_findings
 from coupler.doctor.spotted import Spotted
 from coupler.errors import CouplerError, DataError
 from coupler.interfaces import Model
-from coupler.plugins.finding import Finding, first_line, from_error, ok, problem
+from coupler.plugins.finding import Finding, first_line, from_error, ok, problem, warning
 from coupler.plugins.manager import Plugins
 from coupler.rewards import Invalid, Limits, Scored, check_reward
 from coupler.rewards.options import opinions_of
@@ -65,7 +65,7 @@ def examine(config: RunConfig, plugins: Plugins) -> Iterator[Finding]:
     codec = yield from _codec(config)
     job = job_of(config, plugins)
     for section in sections:
-        yield from _read(section)
+        yield from _read(section, job)
         if codec and section.rows:
             yield from _encoded(section, codec, config, job)
         yield from _repeated(section)
@@ -108,10 +108,10 @@ def _codec(config: RunConfig) -> Iterator[Finding]:
     return None
 
 
-def _read(section: Section) -> Iterator[Finding]:
+def _read(section: Section, job: Job) -> Iterator[Finding]:
     """Read the rows, and say what their columns are and which rows are refused."""
     config, key = section.config, section.key
-    mapping = Columns(config, key)
+    mapping = Columns(config, key, conversations=job is Job.SFT)
     seen = Seen()
     refused = Spotted()
 
@@ -145,41 +145,68 @@ def _read(section: Section) -> Iterator[Finding]:
 def _encoded(section: Section, codec: Codec, config: RunConfig, job: Job) -> Iterator[Finding]:
     """Encode the prompts, and hand them to what the run would make of them."""
     encoded = Encoded(section.key, section.config, codec)
+    told = [row for row in section.rows if job is Job.SFT and row.is_conversation]
     for place, row in section.found:
-        encoded.add(row, place)
+        if not told or not row.is_conversation:
+            encoded.add(row, place)
     yield from prompt_findings(encoded)
 
-    prompts = [
-        Prompt(row, ids, messages_of(row.prompt, section.config.system_prompt))
-        for row, ids in encoded.fitting()
-    ]
     try:
-        yield from _taken(section, prompts, codec, config, job)
+        yield from _taken(
+            section, [*(row for row, _ in encoded.fitting()), *told], codec, config, job
+        )
     except CouplerError as error:
         yield from_error(section.key, error, "look at the rows")
 
 
 def _taken(
-    section: Section, prompts: list[Prompt], codec: Codec, config: RunConfig, job: Job
+    section: Section, rows: list[Row], codec: Codec, config: RunConfig, job: Job
 ) -> Iterator[Finding]:
-    """Hand the prompts to that part of the run which takes them.
+    """Hand the rows to that part of the run which takes them.
 
     Raises:
         CouplerError: it refuses them.
     """
     if section.key != "data":
         check_no_sampler(section.config)
-        return
+    else:
+        check_sampler(config)
 
-    check_sampler(config)
-    rows = [prompt.row for prompt in prompts]
-    if job is Job.SFT:
-        room = micro_batch_room(config.engine, "engine") if config.engine else None
-        kept, _ = examples(rows, codec, section.config, room)
-        rows = [row for row, _ in kept]
-    if section.config.sampler and rows:
+    if job is Job.SFT and rows:
+        taught = yield from _taught(section, rows, codec, config)
+        rows = [example.row for example in taught]
+    if section.key == "data" and section.config.sampler and rows:
         prompt_stream(rows, rows, section.config, config.seed)
         yield ok("data.sampler", f"{section.config.sampler} takes {len(rows)} rows")
+
+
+def _taught(
+    section: Section, rows: list[Row], codec: Codec, config: RunConfig
+) -> Generator[Finding, None, list[Example]]:
+    """Encode what supervised training imitates, and return what it would keep.
+
+    Raises:
+        CouplerError: it refuses a row.
+    """
+    key, converse = section.key, None
+    if any(row.is_conversation for row in rows):
+        converse = Conversations(codec, section.config)
+    room = micro_batch_room(config.engine, "engine") if config.engine else None
+    kept, dropped = examples(rows, codec, section.config, room, key, converse)
+
+    sizes = [len(example) for example in kept]
+    trained = sum(
+        len(segment.ids)
+        for example in kept
+        for segment in example.trajectory.segments
+        if segment.origin in TRAINED
+    )
+    yield ok(key, f"{len(kept)} examples of {min(sizes)} to {max(sizes)} tokens train {trained}")
+    if dropped:
+        yield warning(key, f"{dropped} examples are too long, and are left out")
+    if converse and converse.unshown:
+        yield warning(key, f"the chat template shows no reasoning of {converse.unshown} answers")
+    return kept
 
 
 def _repeated(section: Section) -> Iterator[Finding]:
