@@ -175,7 +175,7 @@ def test_the_numbers_of_a_validation_are_those_of_transformers(model: Path, tmp_
         (("eval.patience=1",), "checkpoint.best_metric=eval/reward is of coupler train"),
         (
             ("checkpoint.keep_best=1", "checkpoint.best_metric=nll"),
-            "checkpoint.lower_is_better=False is the wrong way around for checkpoint.best_metric",
+            "checkpoint.best_metric=nll falls: set checkpoint.lower_is_better=true.",
         ),
         (("epochs=1", "data.sampler=x.py:X"), "epochs counts epochs, which data.sampler=x.py:X"),
         (("data.truncation=sideways",), "data.truncation"),
@@ -192,3 +192,14 @@ def test_options_that_contradict_each_other_are_refused(
     assert main(arguments(model, tmp_path, "run", *options)) == 2
     assert text in capsys.readouterr().err
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_of_steps_and_epochs_the_command_line_counts(model: Path, tmp_path: Path) -> None:
+    write_conversations(tmp_path)
+    config = tmp_path / "run.yaml"
+    for written, given, steps in (("epochs: 2", "steps=1", 1), ("steps: 9", "epochs=0.5", 2)):
+        config.write_text(written)
+        name = given.partition("=")[0]
+        command = [text for text in arguments(model, tmp_path, name) if text != "steps=3"]
+        assert main([*command, "--config", str(config), given]) == 0
+        assert len(metrics(tmp_path / name)) == steps

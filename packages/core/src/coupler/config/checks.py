@@ -116,6 +116,7 @@ def _checkpoint_problems(config: RunConfig) -> Iterator[str]:
     settings = config.checkpoint
     if settings.keep_best and not settings.keep_last:
         yield "checkpoint.keep_best needs checkpoint.keep_last above 0: 0 keeps all."
+
     best = settings.best_metric
     if (
         settings.keep_best
@@ -276,11 +277,10 @@ def _supervised_problems(config: RunConfig) -> Iterator[str]:
             "checkpoint.best_metric=eval/reward is of coupler train: set it to eval/loss, and "
             "checkpoint.lower_is_better=true."
         )
-    if compared and best.endswith(("loss", "nll", "perplexity")) != settings.lower_is_better:
-        yield (
-            f"checkpoint.lower_is_better={settings.lower_is_better} is the wrong way around for "
-            f"checkpoint.best_metric={best}: set it to {not settings.lower_is_better}."
-        )
+    is_loss = best.endswith(("loss", "nll", "perplexity"))
+    if compared and is_loss and not settings.lower_is_better:
+        yield f"checkpoint.best_metric={best} falls: set checkpoint.lower_is_better=true."
+
     if config.data.sampler:
         for key in (key for key in OF_EPOCHS if "epochs" in key and section(config, key)):
             yield f"{key} counts epochs, which data.sampler={config.data.sampler} has none of."

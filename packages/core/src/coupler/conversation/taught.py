@@ -54,8 +54,8 @@ class Rendering:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the policy says in a rendering: from behind the generation prompt up to the
-    token that ends its turn.
+    """The words of the policy in a rendering, from behind the generation prompt up to
+    the token that ends its turn.
     """
 
     start: int
@@ -97,6 +97,7 @@ class Conversations:
                 tidy(message) for message in messages_of(row.prompt, self.config.system_prompt)
             ]
             return self._rows(messages, row.tools)
+
         except (CouplerError, Unproved) as error:
             text = str(error)
             if "try:" not in text:
@@ -121,7 +122,15 @@ class Conversations:
             self.unshown += thought not in str.__str__(alone[k].text)
         rewritten = [k for k in headers if not _same(whole, places[k], alone[k], said[k])]
         if rewritten and keeps:
-            return [self._kept(messages, tools, alone, said, wanted)]
+            return [
+                self._kept(
+                    messages,
+                    tools,
+                    alone,
+                    said,
+                    wanted,
+                )
+            ]
         in_place = [turn for k in wanted if k not in rewritten and (turn := places[k])]
         rows = [self._encoded(whole, in_place)] if in_place else []
         return [*rows, *(self._encoded(alone[k], [said[k]]) for k in rewritten)]
@@ -153,7 +162,12 @@ class Conversations:
 
             ids = tuple(id for segment in segments for id in segment.ids)
             history, new = messages[: k + 1], messages[k + 1 : following]
-            between = renderer.extend(history, ids, new, tools)
+            between = renderer.extend(
+                history,
+                ids,
+                new,
+                tools,
+            )
             if between is None:
                 raise Unproved(
                     f"{renderer} writes turn {k} (from 0) otherwise once others follow, and "
@@ -165,13 +179,20 @@ class Conversations:
         raise AssertionError("the last wanted turn is among those that were said")
 
     def _renderer(self, tools: bool) -> TemplateRenderer:
-        return TemplateRenderer(self.codec, tools=tools)
+        return TemplateRenderer(
+            self.codec,
+            tools=tools,
+        )
 
     def _render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], *, generate: bool = False
     ) -> Rendering:
         numbered = [trace(message, chr(FIRST + i)) for i, message in enumerate(messages)]
-        found = self.codec.render(numbered, tools, generate=generate)
+        found = self.codec.render(
+            numbered,
+            tools,
+            generate=generate,
+        )
         if self.config.control_tokens:
             return Rendering(template(str.__str__(found)), found.marks)
         text = "".join(mark if mark == TEMPLATE else TEXT for mark in found.marks)

@@ -94,7 +94,9 @@ class PlainText:
             )
         plain = str.__str__(text)
         made = self.tokenizer(
-            plain, add_special_tokens=add_special_tokens, return_offsets_mapping=True
+            plain,
+            add_special_tokens=add_special_tokens,
+            return_offsets_mapping=True,
         )
         ids, places = made["input_ids"], made["offset_mapping"]
         matches = self._controls(plain, ids, places)

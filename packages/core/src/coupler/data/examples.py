@@ -22,7 +22,7 @@ Converse = Callable[[Row], list[Trajectory]]
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """What supervised training imitates of a row.
+    """A row as supervised training imitates it.
 
     Attributes:
         weight: multiplies the weight of its tokens in the loss.

@@ -62,13 +62,29 @@ async def _supervise(builder: Builder) -> dict[str, float]:
         policy = builder.engine("policy", trains=True)
         await policy.setup()
 
-        validation = Validation(policy, algorithm, held_out, config.prompts_per_step)
+        validation = Validation(
+            policy,
+            algorithm,
+            held_out,
+            config.prompts_per_step,
+        )
         calendar, patience = Calendar(config, len(examples)), Patience(config)
-        steps = _Steps(builder, journal, validation, calendar, patience, done)
+        steps = _Steps(
+            builder,
+            journal,
+            validation,
+            calendar,
+            patience,
+            done,
+        )
         trained = {"policy": policy}
         async with session.checkpoints(data) as checkpoints:
             trainer = SupervisedTrainer(
-                config, policy=policy, algorithm=algorithm, order=order, patience=patience
+                config,
+                policy=policy,
+                algorithm=algorithm,
+                order=order,
+                patience=patience,
             )
             if found:
                 await session.restore(found, trained, trainer, data, nullcontext)
@@ -76,7 +92,13 @@ async def _supervise(builder: Builder) -> dict[str, float]:
                 await steps.after(0, {})
 
             saving = Saving(
-                config, checkpoints, trained, trainer, steps.after, nullcontext, steps.saves
+                config,
+                checkpoints,
+                trained,
+                trainer,
+                steps.after,
+                nullcontext,
+                steps.saves,
             )
             with heap_set_aside():
                 await trainer.fit(saving.after, done)

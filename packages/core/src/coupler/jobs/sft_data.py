@@ -57,7 +57,7 @@ def in_epochs(builder: Builder, data: Section) -> Builder:
     """Return a builder whose ``steps`` are those that ``epochs`` amounts to.
 
     Raises:
-        ConfigError: ``steps`` is set too, to another number.
+        ConfigError: ``steps`` is set beside it, to another number.
     """
     composed = builder.composed
     config = with_steps(composed.config, len(data.examples))

@@ -35,6 +35,7 @@ class SupervisedTrainer:
         patience: Patience | None = None,
     ) -> None:
         self.config, self.policy, self.algorithm = config, policy, algorithm
+
         self.order, self.patience = order, patience or Patience(config)
         self.skips = SkippedSteps(config.max_skipped_steps)
 

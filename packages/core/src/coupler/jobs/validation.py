@@ -49,9 +49,18 @@ class Validation:
         per_row, tokens = batch.sum_by_sequence(surprise), batch.sum_by_sequence(mask)
         mean = float(per_row.sum() / max(tokens.sum(), 1))
         metrics = {
-            "eval/loss": Metric(float((surprise * batch["loss_weight"]).sum()), how="sum"),
-            "eval/nll": Metric(float(per_row.sum()), float(tokens.sum())),
-            "eval/perplexity": Metric(exp(min(mean, MAX_EXPONENT)), how="sum"),
+            "eval/loss": Metric(
+                float((surprise * batch["loss_weight"]).sum()),
+                how="sum",
+            ),
+            "eval/nll": Metric(
+                float(per_row.sum()),
+                float(tokens.sum()),
+            ),
+            "eval/perplexity": Metric(
+                exp(min(mean, MAX_EXPONENT)),
+                how="sum",
+            ),
         }
 
         sources = [str(example.row.extra.get("data_source", "")) for example in self.examples]

@@ -84,6 +84,7 @@ class OnTorchrun(Local):
     def _meet(self) -> None:
         assert self.launch
         gate = listen(self.launch, self.run_dir)
+
         end = time.monotonic() + MEET_S
         try:
             while len(self.peers) < self.launch.world - 1:
@@ -91,7 +92,13 @@ class OnTorchrun(Local):
                 connection.settimeout(self.waits.deadline_s)
                 rank = int(said["rank"])
                 thread = DaemonThreads(1, f"rank-{rank}")
-                self.peers[rank] = Peer(rank, said["pid"], said["node"], connection, thread)
+                self.peers[rank] = Peer(
+                    rank,
+                    said["pid"],
+                    said["node"],
+                    connection,
+                    thread,
+                )
         except queue.Empty:
             raise WorkerDied(
                 f"{len(self.peers) + 1} of {self.launch.world} processes of torchrun came within "
@@ -141,13 +148,20 @@ class OnTorchrun(Local):
             asyncio.ensure_future(self._ask(handle, method, args))
             for handle, args in zip(handles, arguments, strict=True)
         ]
+
         return await self._gather(handles, method, calls)
 
     async def _gather(
         self, handles: Sequence[Handle], method: str, calls: Sequence[asyncio.Future[Any]]
     ) -> list[Any]:
         indices = [handle.index for handle in handles]
-        return await self.waits.gather(handles[0].role, method, indices, calls, self.death)
+        return await self.waits.gather(
+            handles[0].role,
+            method,
+            indices,
+            calls,
+            self.death,
+        )
 
     async def _ask(self, handle: Handle, method: str, args: tuple[Any, ...]) -> Any:
         """Call a worker, here or in its process.
@@ -162,7 +176,13 @@ class OnTorchrun(Local):
 
         peer, loop = handle.of, asyncio.get_running_loop()
         try:
-            answer = await loop.run_in_executor(peer.thread, peer.call, handle.role, method, args)
+            answer = await loop.run_in_executor(
+                peer.thread,
+                peer.call,
+                handle.role,
+                method,
+                args,
+            )
         except TimeoutError:
             raise WaitTimeout(
                 f"{handle.role} {peer} did not answer {method} within "

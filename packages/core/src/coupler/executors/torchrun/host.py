@@ -45,6 +45,7 @@ def serve(launch: Launch, run_dir: Path, seconds: float) -> None:
 def _answer(connection: socket.socket, workers: dict[str, Any]) -> bool:
     """Answer one call. Tell whether more may come."""
     role, method, args = receive(connection)
+
     if method == "start":
         build, spec = args
         send(connection, _tried(lambda: workers.update({role: resolve(build)(spec)})))

@@ -120,12 +120,23 @@ def join(launch: Launch, run_dir: Path, seconds: float) -> socket.socket:
         WorkerDied: it did not listen within ``seconds``.
     """
     end = time.monotonic() + seconds
+
     while time.monotonic() < end:
         with suppress(DamagedFile, KeyError, TypeError, OSError):
             at: dict[str, Any] = read_json(run_dir / FILE)
             if at["name"] == launch.name:
-                said = {"rank": launch.rank, "pid": os.getpid(), "node": socket.gethostname()}
-                return greet(at["host"], at["port"], at["token"], said, GREETING_S)
+                said = {
+                    "rank": launch.rank,
+                    "pid": os.getpid(),
+                    "node": socket.gethostname(),
+                }
+                return greet(
+                    at["host"],
+                    at["port"],
+                    at["token"],
+                    said,
+                    GREETING_S,
+                )
         time.sleep(RETRY_S)
     raise WorkerDied(
         f"rank {launch.rank} of torchrun did not find rank 0 within {seconds:g} s.\n"

@@ -13,7 +13,7 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -27,6 +27,17 @@ OURS = "coupler."
 PLAIN = (str, int, float, bool, type(None))
 
 
+@runtime_checkable
+class Sent(Protocol):
+    """A dataclass with a form of its own on the way, and a class method ``received``
+    that undoes it.
+    """
+
+    def sent(self) -> dict[str, Any]:
+        """Return its values by name."""
+        ...
+
+
 def send(to: socket.socket, value: Any) -> None:
     """Send a value: plain ones, lists, tuples, sets, mappings, paths, arrays without
     objects, and members of enums and dataclasses of core.
@@ -38,7 +49,7 @@ def send(to: socket.socket, value: Any) -> None:
     header = json.dumps(_told(value, arrays)).encode()
     to.sendall(LENGTH.pack(len(header)) + header)
     for array in arrays:
-        to.sendall(memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8)))
+        to.sendall(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
 def receive(source: socket.socket) -> Any:
@@ -48,10 +59,10 @@ def receive(source: socket.socket) -> Any:
         ConnectionError: the other side has closed the connection.
         ValueError: what came is no message.
     """
-    (length,) = LENGTH.unpack(_read(source, LENGTH.size))
+    (length,) = LENGTH.unpack(_read(source, LENGTH.size).tobytes())
     if length > MAX_HEADER:
         raise ValueError(f"a header of {length} bytes")
-    return _made(json.loads(bytes(_read(source, length))), source)
+    return _made(json.loads(_read(source, length).tobytes()), source)
 
 
 def _told(value: Any, arrays: list[np.ndarray]) -> Any:
@@ -74,7 +85,7 @@ def _told(value: Any, arrays: list[np.ndarray]) -> Any:
         return {"dict": [[_told(k, arrays), _told(v, arrays)] for k, v in value.items()]}
 
     if is_dataclass(value):
-        sent = value.sent() if hasattr(value, "sent") else _values(value)
+        sent = value.sent() if isinstance(value, Sent) else _values(value)
         return {"is": _target(value), "of": [[k, _told(v, arrays)] for k, v in sent.items()]}
     raise TypeError(f"a {type(value).__name__} cannot be sent to another process")
 
@@ -83,6 +94,7 @@ def _made(told: Any, source: socket.socket) -> Any:
     """Undo :func:`_told`. Arrays come from ``source`` in the order of the header."""
     if not isinstance(told, dict):
         return told
+
     match told:
         case {"enum": target, "value": value}:
             return _class(target, Enum)(value)
