@@ -142,6 +142,9 @@ def compose(
     }
     options = Options({path: backend.config for path, backend in backends.items()})
     options.conform(written)  # What the command line replaces is checked too.
+    for one, other in (("steps", "epochs"), ("epochs", "steps")):
+        if one in typed and other not in typed:  # Both say how long a run is.
+            written.pop(other, None)
     config = _build(options, merge(merge(merge(base, inherited), written), typed))
     if complete:
         _check(plugins, config, job)

@@ -84,7 +84,7 @@ class ChatTemplate:
         else:
             raise Unproved("it does not show the text of an earlier answer")
 
-        stop, cut = self._end_of_turn(text, at + len(mark))
+        stop, cut = self.end_of_turn(text, at + len(mark))
         ids, head = self.encode(text), self.encode(text[:cut])
         if ids[: len(head)] != head or head[-1] != stop:
             raise Unproved(f"the tokenizer merges {self.stops[stop]!r} with what follows it")
@@ -99,7 +99,7 @@ class ChatTemplate:
             str.__str__(text)[cut:],
         )
 
-    def _end_of_turn(self, text: Traced, start: int) -> tuple[int, int]:
+    def end_of_turn(self, text: Traced, start: int) -> tuple[int, int]:
         """Return the first token of :attr:`stops` that the template wrote from
         ``start`` on, and the place behind it.
         """

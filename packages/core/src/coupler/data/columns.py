@@ -27,13 +27,17 @@ class Columns:
 
     Attributes:
         needed: columns that every row must have, beside prompt and answer.
+
+    Args:
+        conversations: whether ``messages`` may stand for prompt and answer.
     """
 
     needed: tuple[str, ...] = ()
 
-    def __init__(self, config: DataConfig, key: str) -> None:
-        self.key = key
+    def __init__(self, config: DataConfig, key: str, conversations: bool = False) -> None:
+        self.key, self.conversations = key, conversations
         self.mapped = {
+            **({"messages": "messages"} if conversations else {}),
             "prompt": config.prompt_key,
             "answer": config.answer_key,
             **config.columns,

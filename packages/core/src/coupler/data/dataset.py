@@ -48,6 +48,14 @@ class Row:
         return {"index": self.index, **self.extra, "prompt": self.prompt, "answer": self.answer}
 
     @property
+    def is_conversation(self) -> bool:
+        """Tell whether the row is a whole conversation, whose answers are in it."""
+        said = not isinstance(self.prompt, str) and any(
+            message["role"] == "assistant" for message in self.prompt
+        )
+        return said and not self.answer
+
+    @property
     def tools(self) -> tuple[Mapping[str, Any], ...]:
         """The column ``tools``, if it holds OpenAI JSON schemas.
 
@@ -67,7 +75,9 @@ def load_rows(
     is positive.
 
     ``key`` is the section of the configuration that ``config`` is, for messages, and
-    ``columns`` gives the columns of its source their names.
+    ``columns`` gives the columns of its source their names. Where these allow
+    conversations, a row may have the column ``messages`` in the place of a prompt and
+    an answer: see :attr:`Row.is_conversation`.
 
     The answer is column ``answer``, or ``reward_model.ground_truth`` where a row has no
     such column. ``answer_key=""`` says that the reward needs none.
@@ -157,11 +167,32 @@ def row_of(record: Any, index: int, place: str, mapping: Columns) -> Row:
 
     if lacking := mapping.lacking(plain):
         raise DataError(f"{place} has no {lacking}")
+    if mapping.conversations and (said := _conversation(plain, mapping)):
+        name, found = said
+        messages = _prompt(found, f"{place}: {name!r}")
+        return Row(messages, "", index, mapping.others_of(plain))
+
     found = mapping.take(plain, "prompt")
     if found is None:
         raise DataError(f"{place} has no {mapping.missing('prompt', plain)}")
     prompt = _prompt(found, f"{place}: {mapping.source('prompt')!r}")
     return Row(prompt, _answer(plain, place, mapping), index, mapping.others_of(plain))
+
+
+def _conversation(record: dict[str, Any], mapping: Columns) -> tuple[str, list[Any]] | None:
+    """Return the column of a whole conversation with its name, or None.
+
+    There is none where a row has a prompt and an answer.
+    """
+    has_answer = mapping.source("answer") and mapping.take(record, "answer") is not None
+    if has_answer and mapping.take(record, "prompt") is not None:
+        return None
+
+    for name in ("messages", "prompt"):
+        found = mapping.take(record, name)
+        if isinstance(found, list):
+            return mapping.source(name), found
+    return None
 
 
 def _prompt(value: Any, where: str) -> str | Messages:

@@ -12,8 +12,9 @@ from coupler.batch import Batch
 from coupler.batch.trajectory import Origin, Segment, Trajectory, columns_of
 from coupler.data.columns import Columns
 from coupler.data.dataset import Messages, Row
+from coupler.data.examples import imitated
 from coupler.data.options import DataConfig
-from coupler.data.prompts import Limit, Prompt, encode_prompts, imitate, of_model, short_enough
+from coupler.data.prompts import Limit, Prompt, encode_prompts, of_model, short_enough
 from coupler.data.templates import Codec
 from coupler.errors import CouplerError, DataError
 
@@ -213,9 +214,8 @@ def _within(
 
 def _completed(prompt: Prompt, text: str, codec: Codec, config: DataConfig) -> Trajectory:
     """Return a prompt with a completion to learn from."""
-    row = replace(prompt.row, answer=text)
-    return imitate(
-        replace(prompt, row=row),
+    return imitated(
+        replace(prompt.row, answer=text),
         codec,
         config,
     )

@@ -6,7 +6,7 @@ These are its model folder, tokenizer, chat template, data and reward, if they a
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from textwrap import shorten
 
@@ -33,11 +33,11 @@ NUM_SAMPLES, MAX_ENCODED = 2, 1000
 BYTES_OF_MODEL = 8
 
 
-def configured(config: RunConfig, columns: ColumnsOf = Columns) -> Iterator[Finding]:
+def configured(config: RunConfig, columns: Mapping[str, ColumnsOf]) -> Iterator[Finding]:
     """Check everything that ``config`` names.
 
     Args:
-        columns: names the columns of ``data``.
+        columns: what names the columns of each section of data.
     """
     try:
         model = Model(model_folder(config.model.path), config.model.trust_remote_code)
@@ -55,10 +55,9 @@ def configured(config: RunConfig, columns: ColumnsOf = Columns) -> Iterator[Find
         yield from model_files(Path(model.path))
         yield from tokenizer(model)
 
-    both = (("data", config.data, columns), ("eval.data", config.eval.data, Columns))
-    for key, source, named in both:
+    for key, source in (("data", config.data), ("eval.data", config.eval.data)):
         if source.source and model.path:
-            yield from data(source, key, model, named)
+            yield from data(source, key, model, columns.get(key, Columns))
     models = config.reward_model, config.judge
     source = config.data if config.data.source else config.eval.data
     yield from opinions(config)

@@ -283,7 +283,9 @@ class Checkpoints:
             for folder, manifest in known.items()
             if manifest["best"] and manifest["best"][0] == self.settings.best_metric
         ]
-        ranked.sort(key=lambda folder: known[folder]["best"][1], reverse=True)
+        ranked.sort(key=lambda folder: known[folder]["best"][1])
+        if not self.settings.lower_is_better:
+            ranked.reverse()
         keep = {
             *list(known)[: self.settings.keep_last],
             *healthy[:1],
