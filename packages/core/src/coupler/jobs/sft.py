@@ -22,9 +22,10 @@ from coupler.jobs.sft_trainer import SupervisedTrainer
 from coupler.jobs.train import REFERENCE, column_providers
 from coupler.jobs.validation import Validation
 from coupler.loop.device_memory import Residency
+from coupler.loop.engine_group import EngineGroup
 from coupler.metrics import Metric, Metrics
 from coupler.plugins.manager import Plugins
-from coupler.run.plan import make_plan
+from coupler.run.plan import Plan, make_plan
 from coupler.run.run_folder import Journal
 from coupler.run.run_lock import claimed
 from coupler.run.saving import Saving
@@ -62,6 +63,15 @@ def _held_out(builder: Builder) -> list[Any]:
     return Section(builder, config.eval.data, "eval.data").examples
 
 
+async def _reference(builder: Builder, plan: Plan) -> EngineGroup | None:
+    """Start the engine of the reference, if the algorithm compares with one."""
+    if REFERENCE not in builder.algorithm.needs or plan.own_reference:
+        return None
+    reference = builder.reference()
+    await reference.setup()
+    return reference
+
+
 async def _supervise(builder: Builder) -> dict[str, float]:
     taught = Section(builder, builder.config.data, "data")
     if builder.config.epochs:
@@ -83,10 +93,7 @@ async def _supervise(builder: Builder) -> dict[str, float]:
         await place(builder, plan.workers)
         policy = builder.engine("policy", trains=True)
         await policy.setup()
-        reference = None
-        if REFERENCE in algorithm.needs and not plan.own_reference:
-            reference = builder.reference()
-            await reference.setup()
+        reference = await _reference(builder, plan)
 
         validation = Validation(
             policy,
@@ -105,19 +112,14 @@ async def _supervise(builder: Builder) -> dict[str, float]:
         )
         trained = {"policy": policy}
         async with session.checkpoints(data) as checkpoints:
+            alone = Residency({}, shared=False)
             trainer = SupervisedTrainer(
                 config,
                 policy=policy,
                 algorithm=algorithm,
                 order=order,
                 pack=form_of(config, builder.plugins).pack,
-                providers=column_providers(
-                    config,
-                    policy,
-                    reference,
-                    None,
-                    Residency({}, shared=False),
-                ),
+                providers=column_providers(config, policy, reference, None, alone),
                 patience=patience,
             )
             if found:
