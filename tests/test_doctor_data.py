@@ -212,4 +212,4 @@ def test_conversations_of_supervised_training_are_encoded(findings: Findings) ->
     found = findings(rows, "algorithm=sft")
     texts = [finding["text"] for finding in found]
     assert any(text.startswith("2 examples of ") and " tokens train " in text for text in texts)
-    assert "the chat template shows no reasoning of 1 answers" in texts
+    assert any("shows no reasoning of 1 answers" in text for text in texts)
