@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -10,13 +13,26 @@ from coupler.batch.trajectory import Origin, Segment
 from coupler.conversation.messages import shared, tidy
 from coupler.data.control import PlainText
 from coupler.data.templates import MARK, Codec
-from coupler.data.traced import TEMPLATE, TEXT, Traced
+from coupler.data.traced import TEMPLATE, TEXT, Traced, concat, template
 from coupler.errors import CouplerError
 from coupler.interfaces import Message
 
 
 class Unproved(Exception):
     """A chat template does not show what a conversation needs of it."""
+
+
+class EndsOtherwise(Unproved):
+    """An answer is followed by a control token that the model does not stop at."""
+
+    def __init__(self, reason: str, token: str) -> None:
+        super().__init__(f"{reason}, but {token!r} does")
+        self.token = token
+
+
+USER = {"role": "user", "content": "hi"}
+# where templates look for the reasoning of an answer
+REASONING_KEYS = ("reasoning_content", "thinking")
 
 
 class ChatTemplate:
@@ -33,7 +49,10 @@ class ChatTemplate:
                 "lacks.\n  set:  chat_template in its tokenizer_config.json"
             )
         self.codec, self._plain = codec, PlainText(codec.tokenizer)
-        self.stops = {id: self._plain.control[id] for id in stop if id in self._plain.control}
+        self.control = self._plain.control
+        self.stops = {id: self.control[id] for id in stop if id in self.control}
+        texts = sorted(self.control.values(), key=len, reverse=True)
+        self.control_text = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
 
     def text(self, messages: Sequence[Message], tools: Sequence[Any], *, generate: bool) -> Traced:
         """Render messages, with the generation prompt if ``generate``.
@@ -41,17 +60,47 @@ class ChatTemplate:
         Raises:
             CouplerError: the template refuses them.
         """
-        return self.codec.render([tidy(each) for each in messages], tools, generate=generate)
+        shown = [self._with_reasoning(tidy(each)) for each in messages]
+        return self.codec.render(shown, tools, generate=generate)
 
     def encode(self, text: Traced) -> tuple[int, ...]:
         """Encode rendered text."""
         return self._plain.encode(text)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ``ids`` with its control tokens, to be parsed."""
+    def decode(self, ids: Sequence[int]) -> Traced:
+        """Return the text of ``ids``, to be parsed. Its control tokens are marked as
+        the template's, and letters that spell one are text.
+        """
+        text = self._decoded(ids)
+        found = [match.span() for match in self.control_text.finditer(text)]
+        tokens = [self.control[id] for id in ids if id in self.control]
+        if [text[start:end] for start, end in found] == tokens:
+            return _mark(text, found)
+
+        parts = [
+            (self._decoded(list(run)), control)
+            for control, run in groupby(ids, self.control.__contains__)
+        ]
+        if "".join(part for part, _ in parts) == text:
+            return concat(template(part) if control else Traced(part) for part, control in parts)
+        return _mark(text, found)
+
+    def _decoded(self, ids: Sequence[int]) -> str:
         return self.codec.tokenizer.decode(
             list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
+
+    def directly_behind(self, text: Traced, words: str) -> str:
+        """Return the control token that the template wrote directly behind ``words``,
+        but for blanks, or nothing.
+        """
+        at = str.rfind(text, words)
+        plain = str.__str__(text)[at + len(words) :]
+        found = self.control_text.match(plain.lstrip()) if at >= 0 else None
+        if not found:
+            return ""
+        end = len(text) - len(plain.lstrip()) + found.end()
+        return "" if TEXT in text.marks[end - len(found.group()) : end] else found.group()
 
     def after(
         self,
@@ -99,6 +148,34 @@ class ChatTemplate:
             str.__str__(text)[cut:],
         )
 
+    def _with_reasoning(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Put the reasoning of a message where the template looks for it."""
+        reasoning = message.pop("reasoning_content", None)
+        both = message["content"] and message.get("tool_calls")
+        if not reasoning or (both and self._refuses_both):
+            return message
+        return message | {self._reasoning_key: reasoning}
+
+    @cached_property
+    def _reasoning_key(self) -> str:
+        for key in REASONING_KEYS:
+            if MARK in self._tried({"content": "hi", key: MARK}):
+                return key
+        return REASONING_KEYS[0]
+
+    @cached_property
+    def _refuses_both(self) -> bool:
+        """Tell whether the template refuses a text and reasoning beside a tool call."""
+        call = {"type": "function", "function": {"name": MARK, "arguments": {}}, "id": "example00"}
+        asked = {"content": "", "tool_calls": [call], self._reasoning_key: MARK}
+        return bool(self._tried(asked)) and not self._tried(asked | {"content": "hi"})
+
+    def _tried(self, answer: dict[str, Any]) -> str:
+        """Render an answer, or return nothing where the template refuses it."""
+        with suppress(CouplerError):
+            return self.codec.render([USER, {"role": "assistant", **answer}], [], generate=False)
+        return ""
+
     def _end_of_turn(self, text: Traced, start: int) -> tuple[int, int]:
         """Return the first token of :attr:`stops` that the template wrote from
         ``start`` on, and the place behind it.
@@ -113,10 +190,19 @@ class ChatTemplate:
                 found.append((at, -len(content), id))
         if not found:
             names = ", ".join(self.stops.values())
-            raise Unproved(f"none of the tokens that end a turn ({names}) follows an answer")
+            reason = f"none of the tokens that end a turn ({names}) follows an answer"
+            other = self._next_control(text, start)
+            raise EndsOtherwise(reason, other) if other else Unproved(reason)
 
         at, size, id = min(found)
         return id, at - size
+
+    def _next_control(self, text: Traced, start: int) -> str:
+        """Return the first control token that the template wrote from ``start`` on."""
+        for match in self.control_text.finditer(text, start):
+            if TEXT not in text.marks[match.start() : match.end()]:
+                return match.group()
+        return ""
 
     def _segments(
         self, text: Traced, cut: int, ids: tuple[int, ...], done: int
@@ -168,3 +254,12 @@ def _marked(answer: Message, mark: str) -> Iterator[dict[str, Any]]:
         ]
         yield {**answer, "tool_calls": calls}
     yield {**answer, "content": f"{answer.get('content', '')}{mark}"}
+
+
+def _mark(text: str, control: Sequence[tuple[int, int]]) -> Traced:
+    """Mark the places of control tokens in a text."""
+    made, at = [], 0
+    for start, end in control:
+        made += [TEXT * (start - at), TEMPLATE * (end - start)]
+        at = end
+    return Traced(text, "".join([*made, TEXT * (len(text) - at)]))

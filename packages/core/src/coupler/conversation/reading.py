@@ -12,12 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from coupler.conversation.chat_template import ChatTemplate, Unproved
+from coupler.conversation.chat_template import USER, ChatTemplate, Unproved
 from coupler.conversation.messages import canonical, is_flat, parsed, shared
 from coupler.conversation.rendering import Malformed
 from coupler.errors import CouplerError
 
-USER = {"role": "user", "content": "hi"}
 NAME, REASONS, ANSWERS = "coupler_example", "coupler reasons", "coupler answers"
 ARGUMENTS = {"first": 'a "b" {c}\n<d>', "second": [1, {"é": None}]}
 TOOL = {
@@ -48,6 +47,7 @@ class Thinking:
         Args:
             before: the end of the prompt, which may have opened the reasoning.
         """
+        text = str.__str__(text)
         start = text.lstrip()
         if start.startswith(self.opens):
             start = start[len(self.opens) :]
@@ -158,6 +158,26 @@ def find_thinking(template: ChatTemplate) -> Thinking | None:
         own = (text[:reasons].split() or [""])[-1]
     closes = text[reasons + len(REASONS) : answers].strip()
     return Thinking(own, closes) if own and closes else None
+
+
+def find_other_end(template: ChatTemplate) -> str:
+    """Return the control token that ends an answer in a history, where the template
+    ends the last answer with another one, at which the model stops.
+
+    It returns nothing where both are the same, or where an answer ends in no token.
+
+    Raises:
+        CouplerError: the template refuses an answer.
+    """
+    answer = {"role": "assistant", "content": ANSWERS}
+    asks = {"role": "user", "content": REASONS}
+    last = template.text([USER, answer], [], generate=False)
+    earlier = template.text([USER, answer, asks], [], generate=True)
+
+    ends = [template.directly_behind(text, ANSWERS) for text in (last, earlier)]
+    stops = [end in template.stops.values() for end in ends]
+    shown = REASONS in str.__str__(earlier).rpartition(ANSWERS)[2]
+    return ends[1] if stops == [True, False] and shown else ""
 
 
 def check_tools(template: ChatTemplate) -> None:
