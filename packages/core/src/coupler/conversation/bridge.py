@@ -115,6 +115,7 @@ class TemplateRenderer:
             raise self._refused("an answer", error) from None
         self.template = ChatTemplate(codec, self.stop)
         self.thinking = find_channels(self.template) or find_thinking(self.template)
+        self.template.headers = self.thinking.headers if self.thinking else ()
 
         self.proved: set[Case] = set()
         # the token that ends an answer in a history, where the policy ends it otherwise
@@ -171,7 +172,7 @@ class TemplateRenderer:
         calls = history[-1].get("tool_calls", [])
         if len(calls) != sum(message["role"] == "tool" for message in new):
             return None
-        if calls and not tools:
+        if (calls and not tools) or (len(calls) > 1 and Case.TOOLS not in self.proved):
             return None
         if calls and history[-1].get("content") and not self.text_beside_calls:
             return None

@@ -19,7 +19,7 @@ from coupler.conversation.messages import is_flat
 from coupler.conversation.reading import ANSWERS, NAME, REASONS, TOOL, Thinking, call
 from coupler.conversation.rendering import Malformed
 from coupler.conversation.tagged_calls import NAMES, OTHER, check
-from coupler.data.traced import TEMPLATE, TEXT, Traced, concat
+from coupler.data.traced import TEMPLATE, TEXT, Traced
 from coupler.errors import CouplerError
 
 CONTROL = re.compile(r"<[^<>\s]+>")
@@ -65,6 +65,13 @@ class Channels(Thinking):
     addresses: str
     functions: str
 
+    @property
+    def headers(self) -> tuple[tuple[str, str], ...]:
+        """Return the texts that begin reasoning and an answer, each divided where a
+        blank changes nothing.
+        """
+        return tuple((f"{self.channel}{name}", self.message) for name in self.names[:2])
+
     def split(self, text: str, before: str) -> tuple[str, str]:
         """Divide sampled text into reasoning and the rest.
 
@@ -72,16 +79,14 @@ class Channels(Thinking):
         cannot be read, it is all that follows the reasoning, as it was sampled.
         """
         if TEMPLATE not in _marks(text):
-            return "", self._acceptable(str.__str__(text))
+            return "", str.__str__(text)
         parts = self.parts(text)
         reasoning = "\n".join(part.body for part in parts if self._is_reasoning(part))
 
         others = [part for part in parts if not self._is_reasoning(part)]
         if any(part.wrong or part.recipient for part in others):
-            rest = text[others[0].start :]
-        else:
-            rest = "\n".join(part.body for part in others)
-        return str.__str__(self._acceptable(reasoning)), self._acceptable(rest)
+            return reasoning, text[others[0].start :]
+        return reasoning, self.content(others)
 
     def parts(self, text: str) -> list[Part]:
         """Return the messages of a turn. Only control tokens divide them, and not
@@ -98,7 +103,7 @@ class Channels(Thinking):
     def content(self, parts: Sequence[Part]) -> str:
         """Return the text for the user."""
         told = [part.body for part in parts if not part.recipient and not self._is_reasoning(part)]
-        return str.__str__(self._acceptable("\n".join(told)))
+        return "\n".join(told)
 
     def _part(self, text: str, at: int, *, first: bool) -> tuple[Part, int]:
         """Return the message at a place, and the place behind it."""
@@ -147,20 +152,6 @@ class Channels(Thinking):
 
     def _is_reasoning(self, part: Part) -> bool:
         return part.channel == self.names[0] and not part.recipient and not part.wrong
-
-    def _acceptable(self, text: str) -> Traced:
-        """Put a blank into texts that begin a message. The template refuses a history
-        with them, whoever wrote them.
-        """
-        text = Traced(text)
-        for name in self.names[:2]:
-            header, pieces, at = f"{self.channel}{name}{self.message}", [], 0
-            while (found := str.find(text, header, at)) >= 0:
-                cut = found + len(header) - len(self.message)
-                pieces += [text[at:cut], Traced(" ")]
-                at = cut
-            text = concat([*pieces, text[at:]]) if pieces else text
-        return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,5 +292,7 @@ def _turn(
 
     starts = [match.start() for match in template.control_text.finditer(prompt)]
     ids = template.encode(text[len(prompt) :])
-    end = next((at for at, id in enumerate(ids) if id in template.stops), len(ids))
+    # a last token that is no stop is found where the messages behind it are proved
+    ends = [at for at, id in enumerate(ids) if id in template.stops]
+    end = ends[0] if ends else len(ids) - (ids[-1:] and ids[-1] in template.control)
     return str.__str__(prompt)[starts[-1] if starts else 0 :], template.decode(ids[:end])

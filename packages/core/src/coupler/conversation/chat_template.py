@@ -40,6 +40,8 @@ class ChatTemplate:
 
     Attributes:
         stops: contents of the control tokens that end a turn of the policy, by id.
+        headers: texts in two halves that the template refuses in an answer. They are
+            shown with a blank between.
     """
 
     def __init__(self, codec: Codec, stop: tuple[int, ...]) -> None:
@@ -51,6 +53,7 @@ class ChatTemplate:
         self.codec, self._plain = codec, PlainText(codec.tokenizer)
         self.control = self._plain.control
         self.stops = {id: self.control[id] for id in stop if id in self.control}
+        self.headers: tuple[tuple[str, str], ...] = ()
         texts = sorted(self.control.values(), key=len, reverse=True)
         self.control_text = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
 
@@ -60,7 +63,7 @@ class ChatTemplate:
         Raises:
             CouplerError: the template refuses them.
         """
-        shown = [self._with_reasoning(tidy(each)) for each in messages]
+        shown = [self._as_shown(tidy(each)) for each in messages]
         return self.codec.render(shown, tools, generate=generate)
 
     def encode(self, text: Traced) -> tuple[int, ...]:
@@ -148,13 +151,21 @@ class ChatTemplate:
             str.__str__(text)[cut:],
         )
 
-    def _with_reasoning(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Put the reasoning of a message where the template looks for it."""
+    def _as_shown(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Bring an answer into the form that the template takes. Its reasoning goes
+        where the template looks for it.
+        """
+        if message["role"] != "assistant":
+            return message
         reasoning = message.pop("reasoning_content", None)
         both = message["content"] and message.get("tool_calls")
-        if not reasoning or (both and self._refuses_both):
-            return message
-        return message | {self._reasoning_key: reasoning}
+        if reasoning and not (both and self._refuses_both):
+            message[self._reasoning_key] = reasoning
+
+        for key in ("content", self._reasoning_key):
+            for first, second in self.headers if key in message else ():
+                message[key] = message[key].replace(f"{first}{second}", f"{first} {second}")
+        return message
 
     @cached_property
     def _reasoning_key(self) -> str:

@@ -41,6 +41,11 @@ class Thinking:
     opens: str
     closes: str
 
+    @property
+    def headers(self) -> tuple[tuple[str, str], ...]:
+        """Return the texts that a template refuses in an answer, each in two halves."""
+        return ()
+
     def split(self, text: str, before: str) -> tuple[str, str]:
         """Divide sampled text into reasoning and the rest.
 
