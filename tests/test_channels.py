@@ -14,7 +14,9 @@ from random import Random
 from typing import Any
 
 import pytest
+from job_run import metrics
 from test_conversations import DROPS, KEEPS, PLAIN, folder, user
+from tests.faults import toy_runs
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -31,6 +33,7 @@ from coupler.testing.conversations import (
     check_renderer,
     check_rows,
 )
+from coupler.testing.models import read_tensors, rewrite
 
 OWN = Path(__file__).with_name("harmony.jinja").read_text()
 SHIPPED = {
@@ -432,3 +435,32 @@ def test_reasoning_is_shown_under_the_name_that_the_template_reads(
     text = renderer.template.text([*history, user("so")], [TOOL], generate=True)
     assert ("hm" in text) is (template == KEEPS)
     assert check_renderer(renderer, tools=True) >= 50
+
+
+# --- a run ---
+
+
+def test_a_run_trains_each_turn_in_a_row_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COUPLER_PLUGINS", "played_environments")
+    toy_runs.write_inputs(tmp_path)
+    model, run_dir = write(tmp_path / "toy", OWN), tmp_path / "run"
+    tensors = read_tensors(model)
+    tensors["head.bias"][SPECIAL.index("<|return|>")] += 6
+    rewrite(model, model, tensors)
+
+    said = toy_runs.call(
+        toy_runs.arguments(
+            tmp_path, run_dir, "steps=2", "environment=played", "environment.tools=true",
+            "environment.turns=3", "environment.max_tokens=2000", "engine.max_tokens_per_gpu=2000",
+            "data.max_prompt_tokens=1000", "sampling.max_tokens=48",
+        )
+    )  # fmt: skip
+    assert said.code == 0, said.text[-2000:]
+    log = (run_dir / "coupler.log").read_text()
+    assert log.count("each question behind an answer begins a new row") == 1
+
+    last = metrics(run_dir)[-1]
+    assert last["conversation/rows"] == last["conversation/turns"] > 2
+    assert last["conversation/forks"] == last["conversation/rows"] - 1
