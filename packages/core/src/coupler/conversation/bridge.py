@@ -20,11 +20,12 @@ import numpy as np
 
 from coupler.batch.trajectory import Segment
 from coupler.conversation.channels import find_channel_calls, find_channels
-from coupler.conversation.chat_template import USER, ChatTemplate, EndsOtherwise, Unproved
+from coupler.conversation.chat_template import ChatTemplate, EndsOtherwise, Unproved
 from coupler.conversation.literal_calls import find_literal_calls
 from coupler.conversation.messages import became
 from coupler.conversation.reading import (
     TOOL,
+    USER,
     call,
     check_tools,
     find_calls,
@@ -115,7 +116,8 @@ class TemplateRenderer:
             raise self._refused("an answer", error) from None
         self.template = ChatTemplate(codec, self.stop)
         self.thinking = find_channels(self.template) or find_thinking(self.template)
-        self.template.headers = self.thinking.headers if self.thinking else ()
+        if self.thinking:
+            self.template.form.part(self.thinking.headers)
 
         self.proved: set[Case] = set()
         # the token that ends an answer in a history, where the policy ends it otherwise

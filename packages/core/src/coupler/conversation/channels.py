@@ -14,9 +14,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from coupler.conversation.chat_template import USER, ChatTemplate, Unproved
+from coupler.conversation.chat_template import ChatTemplate, Unproved
 from coupler.conversation.messages import is_flat
-from coupler.conversation.reading import ANSWERS, NAME, REASONS, TOOL, Thinking, call
+from coupler.conversation.reading import (
+    ANSWERS,
+    NAME,
+    REASONS,
+    TOOL,
+    USER,
+    Thinking,
+    call,
+)
 from coupler.conversation.rendering import Malformed
 from coupler.conversation.tagged_calls import NAMES, OTHER, check
 from coupler.data.traced import TEMPLATE, TEXT, Traced
@@ -67,10 +75,12 @@ class Channels(Thinking):
 
     @property
     def headers(self) -> tuple[tuple[str, str], ...]:
-        """Return the texts that begin reasoning and an answer, each divided where a
-        blank changes nothing.
-        """
-        return tuple((f"{self.channel}{name}", self.message) for name in self.names[:2])
+        """Return the texts that begin reasoning and an answer."""
+        reasoning, answer, _ = self.names
+        return (
+            (f"{self.channel}{reasoning}", self.message),
+            (f"{self.channel}{answer}", self.message),
+        )
 
     def split(self, text: str, before: str) -> tuple[str, str]:
         """Divide sampled text into reasoning and the rest.
@@ -102,7 +112,7 @@ class Channels(Thinking):
 
     def content(self, parts: Sequence[Part]) -> str:
         """Return the text for the user."""
-        told = [part.body for part in parts if not part.recipient and not self._is_reasoning(part)]
+        told = [part.body for part in parts if not part.recipient if not self._is_reasoning(part)]
         return "\n".join(told)
 
     def _part(self, text: str, at: int, *, first: bool) -> tuple[Part, int]:
@@ -119,36 +129,51 @@ class Channels(Thinking):
             return wrong("a message does not begin after the end of another one", at)
 
         named = find_control(text, self.channel, begin)
-        opened = find_control(text, self.message, named)
-        if not 0 <= named < opened:
+        opened = find_control(text, self.message, begin)
+        if not begin <= named < opened:
             return wrong("a message has no header with a channel", at)
-        words = [text[begin:named], text[named + len(self.channel) : opened]]
-        header = self._header(*map(str.__str__, words))
+        header = self._header(
+            text[begin:named],
+            text[named + len(self.channel) : opened],
+        )
         if not header:
             return wrong("a message has a header that cannot be read", at)
 
         start = opened + len(self.message)
         end = find_control(text, self.closes, start)
-        body = text[start : end if end >= 0 else len(text)]
-        inner = _marks(body).find(TEMPLATE)
+        if end < 0:  # the token that ends the turn ended it
+            end = len(text)
+        inner = _marks(text).find(TEMPLATE, start, end)
         if inner >= 0:
-            return wrong("a message holds a control token", start + inner)
-        return Part(at, *header, str.__str__(body)), end + len(self.closes) if end >= 0 else len(
-            text
+            return wrong("a message holds a control token", inner)
+        channel, recipient = header
+        made = Part(
+            at,
+            channel,
+            recipient,
+            str.__str__(text[start:end]),
         )
+        return made, end + len(self.closes)
 
     def _header(self, before: str, behind: str) -> tuple[str, str] | None:
         """Return channel and recipient, or None. The recipient is on either side of the
         channel. A control token and a word may say the type of the text.
         """
-        words = [*before.split(), *CONTROL.sub(" ", behind).split()]
-        to = [word for word in words if word.startswith(self.addresses)]
-        others = [word for word in words if word not in to]
-
-        fits = len(to) < 2 and 0 < len(others) < 3 and others[0] in self.names
-        if not fits or before.split() not in ([], to):
+        first = str.__str__(before).split()
+        words = CONTROL.sub(" ", behind).split()
+        if not words or words[0] not in self.names:
             return None
-        return others[0], to[0].removeprefix(self.addresses) if to else ""
+
+        channel, *rest = words
+        to = [
+            word.removeprefix(self.addresses)
+            for word in (*first, *rest)
+            if word.startswith(self.addresses)
+        ]
+        types = len(first) + len(rest) - len(to)
+        if len(to) > 1 or types > 1 or len(first) > len(to):
+            return None
+        return channel, "".join(to)
 
     def _is_reasoning(self, part: Part) -> bool:
         return part.channel == self.names[0] and not part.recipient and not part.wrong
@@ -184,9 +209,8 @@ class ChannelCalls:
         functions = self.channels.functions
         name = part.recipient.removeprefix(functions)
         if not part.recipient.startswith(functions) or not NAMES.fullmatch(name):
-            raise Malformed(
-                f"a tool call goes to {part.recipient[:SHOWN]!r}, and not to {functions}NAME"
-            )
+            shown = part.recipient[:SHOWN]
+            raise Malformed(f"a tool call goes to {shown!r}, and not to {functions}NAME")
 
         try:
             given = json.loads(part.body)
@@ -202,36 +226,43 @@ def find_channels(template: ChatTemplate) -> Channels | None:
 
     Its examples are read back.
     """
-    answer = {"role": "assistant", "content": ANSWERS, "reasoning_content": REASONS}
+    answer = {
+        "role": "assistant",
+        "content": ANSWERS,
+    }
     try:
-        speaker, turn = _turn(template, answer, [])
+        speaker, bare = _turn(template, answer, [])
+        _, thought = _turn(
+            template,
+            {**answer, "reasoning_content": REASONS},
+            [],
+        )
         _, asks = _turn(template, _asks(call()), [TOOL])
     except (CouplerError, Unproved):
         return None
-    control = f"(?:{template.control_text.pattern})"
+
+    control = f"({template.control_text.pattern})"
     told = re.match(
-        rf"({control})(\w+)({control}){REASONS}({control}){re.escape(speaker)}"
-        rf"\1(\w+)\3{ANSWERS}\Z",
-        turn,
+        rf"{control}(\w+){control}{REASONS}{control}{re.escape(speaker)}\1(\w+)\3{ANSWERS}\Z",
+        thought,
     )
     to = re.search(rf"(?:\A|\s)(\w+=)(\S*?){NAME}", asks)
-    if not told or not to:
+    commentary = re.search(rf"{re.escape(told[1])}(\w+)", asks) if told else None
+    if not told or not to or not commentary:
         return None
 
     channel, reasoning, message, end, final = told.groups()
-    name = re.search(rf"{re.escape(channel)}(\w+)", asks)
     made = Channels(
-        f"{channel}{reasoning}{message}",
-        end,
+        opens=f"{channel}{reasoning}{message}",
+        closes=end,
         speaker=speaker,
         channel=channel,
         message=message,
-        names=(reasoning, final, name[1] if name else ""),
+        names=(reasoning, final, commentary[1]),
         addresses=to[1],
         functions=to[2],
     )
-    _, plain = _turn(template, {"role": "assistant", "content": ANSWERS}, [])
-    read = [made.split(turn, ""), made.split(plain, "")]
+    read = [made.split(turn, "") for turn in (thought, bare)]
     return made if read == [(REASONS, ANSWERS), ("", ANSWERS)] else None
 
 
@@ -248,7 +279,12 @@ def find_channel_calls(template: ChatTemplate, thinking: Thinking | None) -> Cha
 
     for one in (call(), call(name=OTHER), call(arguments={})):
         for reasoning in ("", REASONS):
-            _, turn = _turn(template, _asks(one) | {"reasoning_content": reasoning}, [TOOL])
+            answer = _asks(one) | {"reasoning_content": reasoning}
+            _, turn = _turn(
+                template,
+                answer,
+                [TOOL],
+            )
             found, rest = thinking.split(turn, "")
             if found != reasoning:
                 raise Unproved("the reasoning before its own tool call is not read")
@@ -272,7 +308,11 @@ def _marks(text: str) -> str:
 
 
 def _asks(one: dict[str, Any]) -> dict[str, Any]:
-    return {"role": "assistant", "content": "", "tool_calls": [one]}
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [one],
+    }
 
 
 def _turn(
@@ -290,9 +330,15 @@ def _turn(
     if not text.startswith(str.__str__(prompt)):
         raise Unproved("it does not write an answer behind its generation prompt")
 
-    starts = [match.start() for match in template.control_text.finditer(prompt)]
     ids = template.encode(text[len(prompt) :])
-    # a last token that is no stop is found where the messages behind it are proved
-    ends = [at for at, id in enumerate(ids) if id in template.stops]
-    end = ends[0] if ends else len(ids) - (ids[-1:] and ids[-1] in template.control)
-    return str.__str__(prompt)[starts[-1] if starts else 0 :], template.decode(ids[:end])
+    end = next(
+        (at for at, id in enumerate(ids) if id in template.stops),
+        len(ids),
+    )
+    if end == len(ids) and ids and ids[-1] in template.control:
+        # what is sampled behind this token is refused where it is proved
+        end -= 1
+
+    starts = [match.start() for match in template.control_text.finditer(prompt)]
+    speaker = str.__str__(prompt)[max(starts, default=0) :]
+    return speaker, template.decode(ids[:end])

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from functools import cached_property
 from itertools import groupby
 from typing import Any
 
 from coupler.batch.trajectory import Origin, Segment
+from coupler.conversation.answers import AnswerForm
 from coupler.conversation.messages import shared, tidy
 from coupler.data.control import PlainText
 from coupler.data.templates import MARK, Codec
@@ -30,18 +29,12 @@ class EndsOtherwise(Unproved):
         self.token = token
 
 
-USER = {"role": "user", "content": "hi"}
-# where templates look for the reasoning of an answer
-REASONING_KEYS = ("reasoning_content", "thinking")
-
-
 class ChatTemplate:
     """The chat template of one tokenizer. Only the template writes control tokens.
 
     Attributes:
         stops: contents of the control tokens that end a turn of the policy, by id.
-        headers: texts in two halves that the template refuses in an answer. They are
-            shown with a blank between.
+        form: the form in which the template takes an answer.
     """
 
     def __init__(self, codec: Codec, stop: tuple[int, ...]) -> None:
@@ -53,8 +46,13 @@ class ChatTemplate:
         self.codec, self._plain = codec, PlainText(codec.tokenizer)
         self.control = self._plain.control
         self.stops = {id: self.control[id] for id in stop if id in self.control}
-        self.headers: tuple[tuple[str, str], ...] = ()
-        texts = sorted(self.control.values(), key=len, reverse=True)
+        self.form = AnswerForm(codec)
+
+        texts = sorted(
+            self.control.values(),
+            key=len,
+            reverse=True,
+        )
         self.control_text = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
 
     def text(self, messages: Sequence[Message], tools: Sequence[Any], *, generate: bool) -> Traced:
@@ -63,7 +61,7 @@ class ChatTemplate:
         Raises:
             CouplerError: the template refuses them.
         """
-        shown = [self._as_shown(tidy(each)) for each in messages]
+        shown = [self.form.of(tidy(each)) for each in messages]
         return self.codec.render(shown, tools, generate=generate)
 
     def encode(self, text: Traced) -> tuple[int, ...]:
@@ -80,30 +78,31 @@ class ChatTemplate:
         if [text[start:end] for start, end in found] == tokens:
             return _mark(text, found)
 
-        parts = [
-            (self._decoded(list(run)), control)
+        pieces = [
+            template(piece) if control else Traced(piece)
             for control, run in groupby(ids, self.control.__contains__)
+            for piece in [self._decoded(list(run))]
         ]
-        if "".join(part for part, _ in parts) == text:
-            return concat(template(part) if control else Traced(part) for part, control in parts)
-        return _mark(text, found)
+        made = concat(pieces)
+        # a tokenizer may decode a part otherwise than the whole
+        return made if made == text else _mark(text, found)
 
     def _decoded(self, ids: Sequence[int]) -> str:
         return self.codec.tokenizer.decode(
-            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            list(ids),
+            skip_special_tokens=False,
+            clean_up_tokenization_spaces=False,
         )
 
     def directly_behind(self, text: Traced, words: str) -> str:
         """Return the control token that the template wrote directly behind ``words``,
         but for blanks, or nothing.
         """
-        at = str.rfind(text, words)
-        plain = str.__str__(text)[at + len(words) :]
-        found = self.control_text.match(plain.lstrip()) if at >= 0 else None
-        if not found:
+        start = text.find(words) + len(words)
+        found = self._next_control(text, start)
+        if not found or text[start : found.start()].strip():
             return ""
-        end = len(text) - len(plain.lstrip()) + found.end()
-        return "" if TEXT in text.marks[end - len(found.group()) : end] else found.group()
+        return found.group()
 
     def after(
         self,
@@ -151,42 +150,6 @@ class ChatTemplate:
             str.__str__(text)[cut:],
         )
 
-    def _as_shown(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Bring an answer into the form that the template takes. Its reasoning goes
-        where the template looks for it.
-        """
-        if message["role"] != "assistant":
-            return message
-        reasoning = message.pop("reasoning_content", None)
-        both = message["content"] and message.get("tool_calls")
-        if reasoning and not (both and self._refuses_both):
-            message[self._reasoning_key] = reasoning
-
-        for key in ("content", self._reasoning_key):
-            for first, second in self.headers if key in message else ():
-                message[key] = message[key].replace(f"{first}{second}", f"{first} {second}")
-        return message
-
-    @cached_property
-    def _reasoning_key(self) -> str:
-        for key in REASONING_KEYS:
-            if MARK in self._tried({"content": "hi", key: MARK}):
-                return key
-        return REASONING_KEYS[0]
-
-    @cached_property
-    def _refuses_both(self) -> bool:
-        """Tell whether the template refuses a text and reasoning beside a tool call."""
-        call = {"type": "function", "function": {"name": MARK, "arguments": {}}, "id": "example00"}
-        asked = {"content": "", "tool_calls": [call], self._reasoning_key: MARK}
-        return bool(self._tried(asked)) and not self._tried(asked | {"content": "hi"})
-
-    def _tried(self, answer: dict[str, Any]) -> str:
-        """Render an answer, or return nothing where the template refuses it."""
-        with suppress(CouplerError):
-            return self.codec.render([USER, {"role": "assistant", **answer}], [], generate=False)
-        return ""
-
     def _end_of_turn(self, text: Traced, start: int) -> tuple[int, int]:
         """Return the first token of :attr:`stops` that the template wrote from
         ``start`` on, and the place behind it.
@@ -203,17 +166,17 @@ class ChatTemplate:
             names = ", ".join(self.stops.values())
             reason = f"none of the tokens that end a turn ({names}) follows an answer"
             other = self._next_control(text, start)
-            raise EndsOtherwise(reason, other) if other else Unproved(reason)
+            raise EndsOtherwise(reason, other.group()) if other else Unproved(reason)
 
         at, size, id = min(found)
         return id, at - size
 
-    def _next_control(self, text: Traced, start: int) -> str:
-        """Return the first control token that the template wrote from ``start`` on."""
+    def _next_control(self, text: Traced, start: int) -> re.Match[str] | None:
+        """Find the first control token that the template wrote from ``start`` on."""
         for match in self.control_text.finditer(text, start):
             if TEXT not in text.marks[match.start() : match.end()]:
-                return match.group()
-        return ""
+                return match
+        return None
 
     def _segments(
         self, text: Traced, cut: int, ids: tuple[int, ...], done: int
@@ -269,8 +232,7 @@ def _marked(answer: Message, mark: str) -> Iterator[dict[str, Any]]:
 
 def _mark(text: str, control: Sequence[tuple[int, int]]) -> Traced:
     """Mark the places of control tokens in a text."""
-    made, at = [], 0
+    marks = list(TEXT * len(text))
     for start, end in control:
-        made += [TEXT * (start - at), TEMPLATE * (end - start)]
-        at = end
-    return Traced(text, "".join([*made, TEXT * (len(text) - at)]))
+        marks[start:end] = TEMPLATE * (end - start)
+    return Traced(text, "".join(marks))

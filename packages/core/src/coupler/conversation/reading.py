@@ -12,11 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from coupler.conversation.chat_template import USER, ChatTemplate, Unproved
+from coupler.conversation.chat_template import ChatTemplate, Unproved
 from coupler.conversation.messages import canonical, is_flat, parsed, shared
 from coupler.conversation.rendering import Malformed
 from coupler.errors import CouplerError
 
+USER = {"role": "user", "content": "hi"}
 NAME, REASONS, ANSWERS = "coupler_example", "coupler reasons", "coupler answers"
 ARGUMENTS = {"first": 'a "b" {c}\n<d>', "second": [1, {"é": None}]}
 TOOL = {
@@ -43,7 +44,7 @@ class Thinking:
 
     @property
     def headers(self) -> tuple[tuple[str, str], ...]:
-        """Return the texts that a template refuses in an answer, each in two halves."""
+        """Return texts that a template may refuse in an answer, each in two halves."""
         return ()
 
     def split(self, text: str, before: str) -> tuple[str, str]:
@@ -174,15 +175,27 @@ def find_other_end(template: ChatTemplate) -> str:
     Raises:
         CouplerError: the template refuses an answer.
     """
-    answer = {"role": "assistant", "content": ANSWERS}
-    asks = {"role": "user", "content": REASONS}
+    answer = {
+        "role": "assistant",
+        "content": ANSWERS,
+    }
+    asks = {
+        "role": "user",
+        "content": REASONS,
+    }
     last = template.text([USER, answer], [], generate=False)
-    earlier = template.text([USER, answer, asks], [], generate=True)
+    earlier = template.text(
+        [USER, answer, asks],
+        [],
+        generate=True,
+    )
 
-    ends = [template.directly_behind(text, ANSWERS) for text in (last, earlier)]
-    stops = [end in template.stops.values() for end in ends]
-    shown = REASONS in str.__str__(earlier).rpartition(ANSWERS)[2]
-    return ends[1] if stops == [True, False] and shown else ""
+    stops = template.stops.values()
+    end = template.directly_behind(earlier, ANSWERS)
+    if end in stops or template.directly_behind(last, ANSWERS) not in stops:
+        return ""
+    shown = earlier.find(REASONS) > earlier.find(ANSWERS)
+    return end if shown else ""
 
 
 def check_tools(template: ChatTemplate) -> None:
