@@ -193,6 +193,27 @@ def test_a_second_question_is_a_row_that_the_template_would_write(
     assert f"{FINAL}red<|end|><|start|>user<|message|>and now?<|end|>" in fed[2]
 
 
+def test_a_row_that_begins_is_what_transformers_renders(
+    renderer: TemplateRenderer, codec: Codec
+) -> None:
+    call = {"type": "function", "function": {"name": "look", "arguments": {"at": "<b>"}}}
+    asked = {"role": "assistant", "content": "", "tool_calls": [call], "thinking": "one"}
+    result, answer = {"role": "tool", "content": "a door"}, {"role": "assistant", "content": "3"}
+    for history in (
+        [user("hi")],
+        [user("hi"), asked, result],
+        [user("hi"), asked, result, asked, result, user("so?")],
+        [user("hi"), asked, result, {**answer, "thinking": "two"}, user("so?"), asked, result],
+        [{"role": "system", "content": "be brief"}, user("hi"), answer, user("so?")],
+    ):
+        text = codec.tokenizer.apply_chat_template(
+            history, tools=[TOOL], add_generation_prompt=True, tokenize=False
+        )
+        theirs = codec.tokenizer(text, add_special_tokens=False)["input_ids"]
+        ours = [{**m, "reasoning_content": m.pop("thinking", "")} for m in map(dict, history)]
+        assert renderer.render(ours, [TOOL]) == tuple(theirs)
+
+
 def test_a_preamble_stays_where_it_was_sampled(renderer: TemplateRenderer, codec: Codec) -> None:
     preamble = f"{ANALYSIS}one{NEXT}<|channel|>commentary<|message|>I look.{NEXT}{samples()}"
     conversation, rollout = talk(codec, renderer, preamble, f"{FINAL}red<|return|>", "x<|return|>")
