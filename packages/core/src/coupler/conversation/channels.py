@@ -241,17 +241,20 @@ def find_channels(template: ChatTemplate) -> Channels | None:
     except (CouplerError, Unproved):
         return None
 
-    control = f"({template.control_text.pattern})"
-    told = re.match(
-        rf"{control}(\w+){control}{REASONS}{control}{re.escape(speaker)}\1(\w+)\3{ANSWERS}\Z",
-        thought,
-    )
+    control = template.control_text
+    match control.findall(thought), control.split(thought):
+        case (
+            [channel, message, end, start, *again],
+            ["", reasoning, said, "", role, final, told],
+        ) if (again, said, told) == ([channel, message], REASONS, ANSWERS):
+            pass
+        case _:
+            return None
+    commentary = re.search(rf"{re.escape(channel)}(\w+)", asks)
     to = re.search(rf"(?:\A|\s)(\w+=)(\S*?){NAME}", asks)
-    commentary = re.search(rf"{re.escape(told[1])}(\w+)", asks) if told else None
-    if not told or not to or not commentary:
+    if f"{start}{role}" != speaker or not commentary or not to:
         return None
 
-    channel, reasoning, message, end, final = told.groups()
     made = Channels(
         opens=f"{channel}{reasoning}{message}",
         closes=end,
