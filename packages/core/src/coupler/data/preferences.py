@@ -211,7 +211,12 @@ def _within(
     )
 
 
-def _completed(prompt: Prompt, text: str, codec: Codec, config: DataConfig) -> Trajectory:
+def _completed(
+    prompt: Prompt,
+    text: str,
+    codec: Codec,
+    config: DataConfig,
+) -> Trajectory:
     """Return a prompt with a completion to learn from."""
     row = replace(prompt.row, answer=text)
     return imitate(
@@ -221,7 +226,12 @@ def _completed(prompt: Prompt, text: str, codec: Codec, config: DataConfig) -> T
     )
 
 
-def _conversation(prompt: Prompt, text: str, codec: Codec, config: DataConfig) -> Trajectory:
+def _conversation(
+    prompt: Prompt,
+    text: str,
+    codec: Codec,
+    config: DataConfig,
+) -> Trajectory:
     """Return a conversation as :class:`~coupler.rewards.reward_model.RewardModel` asks
     for its score: at the last token that is not padding, which one more token follows.
     """
@@ -239,7 +249,11 @@ def _conversation(prompt: Prompt, text: str, codec: Codec, config: DataConfig) -
     return Trajectory((whole, after))
 
 
-def _completion(prompt: Prompt, name: str, config: DataConfig) -> str:
+def _completion(
+    prompt: Prompt,
+    name: str,
+    config: DataConfig,
+) -> str:
     """Return the text of a completion: a text, or what follows the prompt's messages.
 
     Raises:
