@@ -24,6 +24,7 @@ from coupler.builtin.trackers.jsonl import JsonlTracker
 from coupler.errors import ReplicaDied
 from coupler.interfaces import InFlight, StepResult
 from coupler.loop.weight_sync import StreamShardingManager, both_sides, verify
+from coupler.metrics import merge
 from coupler.rewards import Invalid
 from coupler.testing import toy
 from coupler.testing.models import read_tensors
@@ -62,6 +63,17 @@ class AveragesMicroBatches(toy.ToyEngine):
         count = len(micro_batches(batch.lengths, self.config.max_tokens_per_gpu))
         self.grads = {name: grad / count for name, grad in self.grads.items()}
         return metrics
+
+
+@fault("test_rows_of_a_unit_share_a_micro_batch")
+class CutsUnits(toy.ToyEngine):
+    def forward_backward(self, batch, want, loss, step):
+        metrics, grads = [], {}
+        for rows in micro_batches(batch.lengths, self.config.max_tokens_per_gpu):
+            metrics.append(super().forward_backward(batch.take(rows), want, loss, step))
+            grads = {name: grad + grads.get(name, 0) for name, grad in self.grads.items()}
+        self.grads = grads
+        return merge(metrics)
 
 
 @fault("test_gradient_of_ragged_sequences")
