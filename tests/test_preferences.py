@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from job_run import COMMON, metrics, reproducible, run
+from job_run import COMMON, metrics, replayed, reproducible, run
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from coupler.batch import Batch
@@ -324,7 +324,9 @@ def test_it_scores_a_run_of_grpo(model: Path, reward_model: Path, tmp_path: Path
 # --- pairs of samples
 
 
-def test_online_dpo_trains_on_the_best_and_the_worst(model: Path, tmp_path: Path) -> None:
+def test_online_dpo_trains_on_the_best_and_the_worst(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = run(
         "train", model, tmp_path / "run", "algorithm=online_dpo", "steps=3", "engine.lr=1e-3",
         "record.every_steps=1", "optimizer_steps_per_batch=2", "strict=true",
@@ -341,3 +343,6 @@ def test_online_dpo_trains_on_the_best_and_the_worst(model: Path, tmp_path: Path
             assert best > worst
         assert line["reward/min"] <= batch["reward"].min()
         assert line["reward/max"] == batch["reward"].max()
+    for stage in ("advantages", "train"):
+        again = replayed(folder, 1, stage, capsys)
+        assert again and all(abs(difference) < 1e-5 for *_, difference in again.values()), again
