@@ -16,11 +16,7 @@ from coupler.data import examples
 from coupler.data.preferences import labelled, pack_labelled, pack_pairs, pairs
 from coupler.jobs.sft_trainer import pack
 from coupler.plugins.manager import Plugins
-from coupler.run.plan_checks import micro_batch_room
 from coupler.run.row_form import LABELS, PAIRS, SCORES, capabilities
-
-# The most tokens of a row where the engine sets no limit.
-UNLIMITED = 2**31
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +41,5 @@ def form_of(config: RunConfig, plugins: Plugins) -> Form:
             pack_pairs,
         )
     if LABELS in able:
-        room = micro_batch_room(config.engine, "engine") if config.engine else None
-        limit = room.tokens if room else UNLIMITED
-        return Form(
-            labelled,
-            partial(pack_labelled, room=limit),
-        )
+        return Form(labelled, pack_labelled)
     return Form(examples, pack)
