@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from job_run import COMMON, metrics, reproducible, run
+from job_run import COMMON, metrics, replayed, reproducible, run
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from coupler.batch import Batch
+from coupler.batch.trajectory import Origin, Segment, Trajectory
 from coupler.cli import main
+from coupler.data.preferences import Labelled, pack_labelled
 from coupler.testing.models import read_tensors
 
 ASKED = [f"what is {i} + 2 ?" for i in range(6)]
@@ -324,7 +326,9 @@ def test_it_scores_a_run_of_grpo(model: Path, reward_model: Path, tmp_path: Path
 # --- pairs of samples
 
 
-def test_online_dpo_trains_on_the_best_and_the_worst(model: Path, tmp_path: Path) -> None:
+def test_online_dpo_trains_on_the_best_and_the_worst(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = run(
         "train", model, tmp_path / "run", "algorithm=online_dpo", "steps=3", "engine.lr=1e-3",
         "record.every_steps=1", "optimizer_steps_per_batch=2", "strict=true",
@@ -341,3 +345,23 @@ def test_online_dpo_trains_on_the_best_and_the_worst(model: Path, tmp_path: Path
             assert best > worst
         assert line["reward/min"] <= batch["reward"].min()
         assert line["reward/max"] == batch["reward"].max()
+    for stage in ("advantages", "train"):
+        again = replayed(folder, 1, stage, capsys)
+        assert again and all(abs(difference) < 1e-5 for *_, difference in again.values()), again
+
+
+def test_mismatched_rows_join_other_prompts_that_fit() -> None:
+    def labelled(prompt: int, completion: int, room: int) -> Labelled:
+        segments = (
+            Segment((prompt,) * 3, Origin.PROMPT),
+            Segment((completion,) * completion, Origin.TARGET),
+        )
+        return Labelled(Trajectory(segments), True, room)
+
+    room = 7
+    rows = [labelled(1, 2, room), labelled(1, 3, room), labelled(2, 9, room), labelled(3, 4, room)]
+    batch = pack_labelled(rows)
+    assert batch["mismatched"].tolist() == [False] * 4 + [True] * 4
+    joined = [one["tokens"].tolist() for one in batch.split([np.array([i]) for i in range(4, 8)])]
+    assert joined == [[1] * 3 + [4] * 4, [1] * 3 + [4] * 4, [2] * 3 + [4] * 4, [3] * 3 + [2] * 2]
+    assert not pack_labelled(rows[:2])["mismatched"].any(), "both have one prompt"

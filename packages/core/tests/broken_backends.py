@@ -65,11 +65,15 @@ class AveragesMicroBatches(toy.ToyEngine):
         return metrics
 
 
-@fault("test_a_unit_stays_in_one_micro_batch")
-class SplitsUnits(toy.ToyEngine):
+@fault("test_rows_of_a_unit_share_a_micro_batch")
+class CutsUnits(toy.ToyEngine):
     def forward_backward(self, batch, want, loss, step):
-        rows = [batch.take([row]) for row in range(len(batch))]
-        return merge(toy.ToyEngine.forward_backward(self, row, want, loss, step) for row in rows)
+        metrics, grads = [], {}
+        for rows in micro_batches(batch.lengths, self.config.max_tokens_per_gpu):
+            metrics.append(super().forward_backward(batch.take(rows), want, loss, step))
+            grads = {name: grad + grads.get(name, 0) for name, grad in self.grads.items()}
+        self.grads = grads
+        return merge(metrics)
 
 
 @fault("test_gradient_of_ragged_sequences")

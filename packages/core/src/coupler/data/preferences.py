@@ -20,6 +20,8 @@ from coupler.errors import CouplerError, DataError
 
 CHOSEN, REJECTED, MARGIN = "chosen", "rejected", "margin"
 COMPLETION, LABEL = "completion", "label"
+# The most tokens of a row where nothing limits them.
+UNLIMITED = 2**31
 
 
 class PreferenceColumns(Columns):
@@ -86,10 +88,15 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Labelled:
-    """A completion that is desirable or not."""
+    """A completion that is desirable or not.
+
+    Attributes:
+        room: the most tokens of a prompt with a completion.
+    """
 
     trajectory: Trajectory
     desirable: bool
+    room: int
 
     def __len__(self) -> int:
         return len(self.trajectory)
@@ -167,6 +174,8 @@ def labelled(
         room: the engine's limit for a prompt with its completion.
     """
     prompts, dropped = encode_prompts(rows, codec, config)
+    limits = [room] if room else []
+    tokens = [limit.tokens for limit in limits] + [codec.max_positions or UNLIMITED]
     made: list[tuple[Row, Labelled]] = []
 
     for prompt in prompts:
@@ -177,10 +186,9 @@ def labelled(
             config,
         )
         label = _label(prompt.row, config)
-        made.append((prompt.row, Labelled(trajectory, label)))
+        made.append((prompt.row, Labelled(trajectory, label, min(tokens))))
 
     sizes = [(row, len(one)) for row, one in made]
-    limits = [room] if room else []
     kept, more = _within(
         made,
         sizes,
@@ -212,7 +220,12 @@ def _within(
     )
 
 
-def _completed(prompt: Prompt, text: str, codec: Codec, config: DataConfig) -> Trajectory:
+def _completed(
+    prompt: Prompt,
+    text: str,
+    codec: Codec,
+    config: DataConfig,
+) -> Trajectory:
     """Return a prompt with a completion to learn from."""
     return imitated(
         replace(prompt.row, answer=text),
@@ -221,7 +234,12 @@ def _completed(prompt: Prompt, text: str, codec: Codec, config: DataConfig) -> T
     )
 
 
-def _conversation(prompt: Prompt, text: str, codec: Codec, config: DataConfig) -> Trajectory:
+def _conversation(
+    prompt: Prompt,
+    text: str,
+    codec: Codec,
+    config: DataConfig,
+) -> Trajectory:
     """Return a conversation as :class:`~coupler.rewards.reward_model.RewardModel` asks
     for its score: at the last token that is not padding, which one more token follows.
     """
@@ -239,7 +257,11 @@ def _conversation(prompt: Prompt, text: str, codec: Codec, config: DataConfig) -
     return Trajectory((whole, after))
 
 
-def _completion(prompt: Prompt, name: str, config: DataConfig) -> str:
+def _completion(
+    prompt: Prompt,
+    name: str,
+    config: DataConfig,
+) -> str:
     """Return the text of a completion: a text, or what follows the prompt's messages.
 
     Raises:
@@ -313,19 +335,16 @@ def pack_pairs(examples: Sequence[Pair]) -> Batch:
     )
 
 
-def pack_labelled(examples: Sequence[Labelled], room: int) -> Batch:
+def pack_labelled(examples: Sequence[Labelled]) -> Batch:
     """Make one Batch of labelled rows, and of as many with the completion of another.
 
     A mismatched row joins a prompt with the completion of the next row that has another
     prompt and fits. Where there is none, it is left out.
-
-    Args:
-        room: the most tokens of a row.
     """
     rows = [one.trajectory for one in examples]
     desirable = [one.desirable for one in examples]
     for at in range(len(examples)):
-        if mismatched := _mate(examples, at, room):
+        if mismatched := _mate(examples, at):
             rows.append(mismatched)
             desirable.append(False)
 
@@ -337,13 +356,13 @@ def pack_labelled(examples: Sequence[Labelled], room: int) -> Batch:
     )
 
 
-def _mate(examples: Sequence[Labelled], at: int, room: int) -> Trajectory | None:
+def _mate(examples: Sequence[Labelled], at: int) -> Trajectory | None:
     prompt, _ = examples[at].trajectory.segments
     for step in range(1, len(examples)):
         next_one = examples[(at + step) % len(examples)]
         other, completion = next_one.trajectory.segments
         size = len(prompt.ids) + len(completion.ids)
-        if other != prompt and size <= room:
+        if other != prompt and size <= examples[at].room:
             return Trajectory((prompt, completion))
     return None
 

@@ -19,12 +19,7 @@ from coupler.data.preferences import labelled, pack_labelled, pack_pairs, pairs
 from coupler.data.prompts import Limit
 from coupler.jobs.sft_trainer import pack
 from coupler.plugins.manager import Plugins
-from coupler.run.plan_checks import micro_batch_room
 from coupler.run.row_form import LABELS, PAIRS, SCORES, capabilities
-
-# The most tokens of a row where the engine sets no limit.
-UNLIMITED = 2**31
-
 
 # Examples with their rows, the number of rows that were dropped, and warnings.
 Encoded = tuple[list[tuple[Row, Any]], int, list[str]]
@@ -54,11 +49,9 @@ def form_of(config: RunConfig, plugins: Plugins) -> Form:
             pack_pairs,
         )
     if LABELS in able:
-        room = micro_batch_room(config.engine, "engine") if config.engine else None
-        limit = room.tokens if room else UNLIMITED
         return Form(
             partial(_preferences, labelled),
-            partial(pack_labelled, room=limit),
+            pack_labelled,
         )
     return Form(answers, pack, validates=True)
 

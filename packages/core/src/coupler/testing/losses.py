@@ -82,13 +82,6 @@ def squares(out: Columns, batch: Columns) -> tuple[Any, Metrics]:
     return 3 * out["sum_pi_squared"] - 0.5 * out["logprobs"] + 0.2 * out["entropy"], {}
 
 
-def units(out: Columns, batch: Columns) -> tuple[Any, Metrics]:
-    """Return the negative log-prob of each token, and count the units."""
-    xp = _library(out["logprobs"])
-    number = len(xp.unique(batch["unit"]))
-    return -out["logprobs"], {"units": Metric(number, how="sum")}
-
-
 def nll(out: Columns, batch: Columns) -> tuple[Any, Metrics]:
     """Return the negative log-prob of each token."""
     return -out["logprobs"], {}

@@ -151,19 +151,6 @@ def test_gradient_of_ragged_sequences(
     assert_gradient(grads, reference.gradient(batch, losses.surrogate))
 
 
-@pytest.mark.parametrize("num_shards", [1, 2])
-def test_a_unit_stays_in_one_micro_batch(
-    worlds: Worlds, reference: Reference, num_shards: int
-) -> None:
-    """A loss may read all rows of a unit, such as those of one trajectory."""
-    units = [5, 8, 5, 2, 8, 2, 9, 9]
-    batch = weighted(make_batch(reference)).with_seqs(unit=np.array(units))
-    batch = batch.with_seqs(group=batch["unit"], trajectory=batch["unit"])
-    world = worlds(num_shards, max_tokens_per_gpu=2 * LONGEST)
-    _, metrics, _ = world.gradient(split(batch, world), "coupler.testing.losses:units")
-    expect.same(metrics["units"].value, 4, "the units in all micro-batches, by their losses,")
-
-
 def test_gradient_over_order(worlds: Worlds, reference: Reference) -> None:
     batch = weighted(make_batch(reference))
     shuffled = batch.take([5, 2, 7, 0, 3, 6, 1, 4])
