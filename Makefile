@@ -58,6 +58,7 @@ KIT_engine-fsdp := --coupler engine=fsdp --coupler engine=fsdp,sequence_parallel
 LAYOUTS := tensor_parallel=2,pipeline_parallel=2 context_parallel=2 moe,expert_parallel=2
 KIT_engine-megatron := --coupler engine=megatron $(addprefix --coupler engine=megatron$(comma),$(LAYOUTS))
 KIT_algos := --coupler algorithm=grpo --coupler algorithm=rloo --coupler algorithm=ppo --coupler algorithm=sft \
+  --coupler algorithm=dpo --coupler algorithm=dpo,loss=ipo --coupler algorithm=kto --coupler algorithm=reward_model \
   --coupler algorithm=grpo,ratio=geometric,opsm_delta=0.1 --coupler algorithm=grpo,shape=gate,clip_low=0,clip_high=0 \
   --coupler algorithm=grpo,shape=detached_clip,whiten=true,correction_cap=2,correction=mask
 TOOLS := packages/agents/tests/kit_tools.py

@@ -16,16 +16,14 @@ from coupler_algos import plugin
 from coupler_algos.config import (
     KL,
     Behaviour,
-    Correction,
     GRPOConfig,
     KLEstimator,
     PPOConfig,
-    Ratio,
     RLOOConfig,
     SFTConfig,
-    Shape,
 )
 from coupler_algos.ppo import PPO
+from coupler_algos.slots import Baseline, Correction, Ratio, Shape
 
 
 def problems(algorithm, **changes) -> list[str]:
@@ -37,7 +35,9 @@ def test_every_backend_loads_and_is_built_from_its_defaults(backend):
     config = backend.config()
     assert config.name == backend.name
     algorithm = backend.load()(config)
-    assert isinstance(algorithm, Algorithm) and algorithm.aggregation is config.aggregation
+    assert isinstance(algorithm, Algorithm)
+    fixed = Aggregation.SEQUENCE_MEAN_TOKEN_SUM
+    assert algorithm.aggregation is getattr(config, "aggregation", fixed)
 
 
 @pytest.mark.parametrize("algorithm", [GRPOConfig(), RLOOConfig(), PPOConfig(), SFTConfig()])
@@ -50,8 +50,10 @@ def test_other_plugins_algorithms_are_none_of_our_business():
     assert problems(SFTConfig(), samples_per_prompt=1) == []
 
 
-def test_ppo_needs_no_second_sample():
+def test_an_algorithm_that_compares_nothing_needs_no_second_sample():
+    alone = GRPOConfig(baseline=Baseline.NONE, scale_by_std=False)
     assert problems(PPOConfig(), samples_per_prompt=1) == []
+    assert problems(alone, samples_per_prompt=1) == []
 
 
 @pytest.mark.parametrize(
@@ -136,6 +138,80 @@ def test_ppo_needs_no_second_sample():
             GRPOConfig(correction=Correction.MASK, correction_cap=2.0, correction_floor=3.0),
             {},
             ["algorithm.correction_floor=3.0", "below algorithm.correction_cap=2.0"],
+        ),
+        (
+            GRPOConfig(shape=Shape.TAPER),
+            {},
+            ["algorithm.shape=taper does not clip", "algorithm.clip_high=0.2"],
+        ),
+        (
+            GRPOConfig(shape=Shape.TV_MASK, ratio=Ratio.GEOMETRIC),
+            {},
+            ["algorithm.ratio=geometric", "set algorithm.ratio=token"],
+        ),
+        (
+            GRPOConfig(shape=Shape.LIKELIHOOD, ratio=Ratio.SEQUENCE, clip_low=0.0, clip_high=0.0),
+            {},
+            ["algorithm.shape=likelihood has no ratio", "set algorithm.ratio=token"],
+        ),
+        (
+            GRPOConfig(kl=KL.IN_RETURN, ratio=Ratio.SEQUENCE),
+            {},
+            ["algorithm.kl=in_return", "set algorithm.kl=in_reward"],
+        ),
+        (PPOConfig(kl=KL.IN_RETURN), {}, ["algorithm.kl=in_return", "algorithm.kl=in_reward"]),
+        (GRPOConfig(covariance_share=1.5), {}, ["covariance_share=1.5", "0.002 is usual"]),
+        (GRPOConfig(covariance_kl=1.0), {}, ["covariance_share=0 marks none", "set it to 0.002"]),
+        (
+            GRPOConfig(covariance_share=0.1, covariance_low=5.0, covariance_high=1.0),
+            {},
+            ["algorithm.covariance_low=5.0", "below algorithm.covariance_high=1.0"],
+        ),
+        (
+            GRPOConfig(covariance_share=0.1, covariance_kl=-1.0),
+            {},
+            ["algorithm.covariance_kl=-1.0", "must not be negative"],
+        ),
+        (GRPOConfig(proximal_coef=-1.0), {}, ["algorithm.proximal_coef=-1.0", "0 switches it off"]),
+        (
+            GRPOConfig(correction_normalize=True),
+            {},
+            ["algorithm.correction_normalize", "algorithm.correction_cap", "set it to 2"],
+        ),
+        (
+            GRPOConfig(reject={"sequence_k3": 0.1}),
+            {},
+            ["algorithm.reject.sequence_k3 is unknown", "sequence_mean_k3"],
+        ),
+        (
+            GRPOConfig(reject={"token_k2": 0.0}),
+            {},
+            ["algorithm.reject.token_k2=0.0", "a bound above 0"],
+        ),
+        (
+            GRPOConfig(baseline=Baseline.NONE, scale_by_std=False, scale_by_informative=True),
+            {},
+            ["algorithm.scale_by_informative", "algorithm.baseline=none"],
+        ),
+        (
+            GRPOConfig(baseline=Baseline.GREEDY, by_part=True),
+            {},
+            ["algorithm.baseline=greedy", "algorithm.by_part"],
+        ),
+        (
+            GRPOConfig(baseline=Baseline.NONE),
+            {"samples_per_prompt": 1},
+            ["samples_per_prompt=1", "set samples_per_prompt=2"],
+        ),
+        (
+            GRPOConfig(part_weights={"a": 1.0}),
+            {},
+            ["algorithm.part_weights", "set algorithm.by_part=true"],
+        ),
+        (
+            GRPOConfig(by_part=True, kl=KL.IN_REWARD),
+            {},
+            ["algorithm.by_part", "algorithm.kl=in_reward", "in_loss"],
         ),
         (PPOConfig(ratio=Ratio.SEQUENCE), {}, ["algorithm.ratio=sequence", "token or geometric"]),
         (PPOConfig(gamma=1.5), {}, ["algorithm.gamma=1.5", "between 0 and 1"]),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import exp
+
 import pytest
 
 from coupler.config.compose import Composed, compose
@@ -9,7 +11,8 @@ from coupler.config.schema import Job
 from coupler.errors import ConfigError
 from coupler.interfaces import Aggregation
 from coupler.plugins.manager import Plugins
-from coupler_algos.config import KL, Baseline, GRPOConfig, KLEstimator, Ratio, Shape
+from coupler_algos.config import KL, Behaviour, GRPOConfig, KLEstimator
+from coupler_algos.slots import Baseline, Ratio, Shape
 
 
 def composed(*overrides: str) -> Composed:
@@ -69,6 +72,89 @@ def test_dr_grpo_divides_by_the_longest_completion_and_by_no_std():
             },
         ),
         ("maxrl", {"scale_by_std": False, "scale_by_mean": True}),
+        (
+            "reinforce_plus_plus",
+            {
+                "baseline": Baseline.NONE,
+                "scale_by_std": False,
+                "whiten": True,
+                "aggregation": Aggregation.TOKEN_MEAN,
+                "kl": KL.IN_RETURN,
+                "kl_estimator": KLEstimator.K1,
+                "kl_coef": 0.001,
+            },
+        ),
+        (
+            "clip_cov",
+            {
+                "aggregation": Aggregation.TOKEN_MEAN,
+                "covariance_share": 0.0002,
+                "covariance_low": 1.0,
+                "covariance_high": 5.0,
+            },
+        ),
+        (
+            "kl_cov",
+            {
+                "aggregation": Aggregation.TOKEN_MEAN,
+                "covariance_share": 0.002,
+                "covariance_kl": 1.0,
+                "clip_low": 0.0,
+                "clip_high": 0.0,
+            },
+        ),
+        (
+            "dppo",
+            {
+                "shape": Shape.TV_MASK,
+                "behaviour": Behaviour.ROLLOUT,
+                "proximal_coef": 0.001,
+                "aggregation": Aggregation.TOKEN_MEAN,
+            },
+        ),
+        (
+            "luspo",
+            {
+                "ratio": Ratio.GEOMETRIC,
+                "clip_low": 3e-4,
+                "clip_high": 4e-4,
+                "aggregation": Aggregation.SEQUENCE_MEAN_TOKEN_SUM,
+            },
+        ),
+        (
+            "topr",
+            {
+                "ratio": Ratio.SEQUENCE,
+                "shape": Shape.TAPER,
+                "behaviour": Behaviour.ROLLOUT,
+                "aggregation": Aggregation.SEQUENCE_MEAN_TOKEN_SUM,
+                "scale_by_std": False,
+                "clip_low": 0.0,
+                "clip_high": 0.0,
+            },
+        ),
+        (
+            "gpg",
+            {
+                "shape": Shape.LIKELIHOOD,
+                "aggregation": Aggregation.TOKEN_MEAN,
+                "scale_by_std": False,
+                "scale_by_informative": True,
+                "clip_low": 0.0,
+                "clip_high": 0.0,
+            },
+        ),
+        ("pass_at_k", {"baseline": Baseline.SECOND_BEST, "scale_by_std": False}),
+        ("gdpo", {"by_part": True, "whiten": True}),
+        (
+            "gmpo",
+            {
+                "ratio": Ratio.GEOMETRIC,
+                "shape": Shape.CLIP_TOKENS,
+                "clip_low": 1 - exp(-0.4),
+                "clip_high": exp(0.4) - 1,
+            },
+        ),
         (
             "reinforce_plus_plus_baseline",
             {

@@ -12,21 +12,12 @@ from coupler.interfaces import Aggregation
 from coupler.loop.loss_weight import loss_weight, prepare
 from coupler.metrics import merge, values
 from coupler.worker.train_infer import checked_loss
-from coupler_algos.config import (
-    KL,
-    Behaviour,
-    Correction,
-    GRPOConfig,
-    KLEstimator,
-    Ratio,
-    RLOOConfig,
-    SFTConfig,
-    Shape,
-)
+from coupler_algos.config import KL, Behaviour, GRPOConfig, KLEstimator, RLOOConfig, SFTConfig
 from coupler_algos.grpo import GRPO
 from coupler_algos.rloo import RLOO
 from coupler_algos.sft import SFT
 from coupler_algos.shapes import clipped_surrogate
+from coupler_algos.slots import Correction, Ratio, Shape
 
 EVERYTHING = {
     "dual_clip": 3.0,

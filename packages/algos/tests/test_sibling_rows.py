@@ -14,9 +14,10 @@ from coupler.interfaces import Aggregation, Algorithm
 from coupler.loop.engine_group import _mini_batches
 from coupler.loop.loss_weight import loss_weight
 from coupler.loop.step_metrics import describe
-from coupler_algos.config import KL, Baseline, GRPOConfig, RLOOConfig
+from coupler_algos.config import KL, GRPOConfig, RLOOConfig
 from coupler_algos.grpo import GRPO
 from coupler_algos.rloo import RLOO
+from coupler_algos.slots import Baseline
 
 SEEDS = range(40)
 LOGPROBS = ("rollout_logprobs", "old_logprobs", "ref_logprobs")

@@ -10,16 +10,10 @@ import torch
 
 from coupler.errors import CouplerError
 from coupler.metrics import values
-from coupler_algos.config import (
-    KL,
-    Baseline,
-    Correction,
-    GRPOConfig,
-    Ratio,
-    Shape,
-)
+from coupler_algos.config import KL, GRPOConfig
 from coupler_algos.grpo import GRPO
 from coupler_algos.shapes import detached_clip, gate
+from coupler_algos.slots import Baseline, Correction, Ratio, Shape
 
 
 def grpo(**changes) -> GRPO:

@@ -24,6 +24,7 @@ from coupler.builtin.trackers.jsonl import JsonlTracker
 from coupler.errors import ReplicaDied
 from coupler.interfaces import InFlight, StepResult
 from coupler.loop.weight_sync import StreamShardingManager, both_sides, verify
+from coupler.metrics import merge
 from coupler.rewards import Invalid
 from coupler.testing import toy
 from coupler.testing.models import read_tensors
@@ -62,6 +63,13 @@ class AveragesMicroBatches(toy.ToyEngine):
         count = len(micro_batches(batch.lengths, self.config.max_tokens_per_gpu))
         self.grads = {name: grad / count for name, grad in self.grads.items()}
         return metrics
+
+
+@fault("test_a_unit_stays_in_one_micro_batch")
+class SplitsUnits(toy.ToyEngine):
+    def forward_backward(self, batch, want, loss, step):
+        rows = [batch.take([row]) for row in range(len(batch))]
+        return merge(toy.ToyEngine.forward_backward(self, row, want, loss, step) for row in rows)
 
 
 @fault("test_gradient_of_ragged_sequences")
@@ -295,6 +303,16 @@ class DividesByTheTokens(toy.ToyAlgorithm):
     def loss(self, out, batch):
         losses, metrics = super().loss(out, batch)
         return losses / max(batch["loss_mask"].sum(), 1), metrics
+
+
+@fault("test_micro_batches_of_whole_units_change_nothing")
+class ReadsSiblings(toy.ToyAlgorithm):
+    whole_units = False
+
+    def loss(self, out, batch):
+        losses, metrics = super().loss(out, batch)
+        siblings = batch["trajectory"][:, None] == batch["trajectory"]
+        return losses * siblings.sum(1)[batch["seq"]], metrics
 
 
 @fault("test_values_under_the_mask_change_nothing")

@@ -5,10 +5,11 @@ This module imports nothing heavy: core reads it before a backend is chosen.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from coupler.interfaces import Aggregation
+from coupler_algos.slots import Baseline, Correction, Ratio, Shape
 
 
 class KL(StrEnum):
@@ -16,6 +17,9 @@ class KL(StrEnum):
 
     NONE = "none"
     IN_REWARD = "in_reward"
+    IN_RETURN = "in_return"
+    """The divergence of a token counts against it and the sampled tokens before it in
+    its row: REINFORCE++ (arXiv 2501.03262)."""
     IN_LOSS = "in_loss"
 
 
@@ -39,48 +43,6 @@ class Behaviour(StrEnum):
     """The log-probs that the rollout reported when it sampled."""
 
 
-class Ratio(StrEnum):
-    """Choose what one ratio of probabilities is of."""
-
-    TOKEN = "token"
-    SEQUENCE = "sequence"
-    """The product over the sampled tokens of a sequence."""
-    GEOMETRIC = "geometric"
-    """The geometric mean over them: GSPO (arXiv 2507.18071) eq. 7."""
-
-
-class Shape(StrEnum):
-    """Choose how ratio and advantage become a loss.
-
-    :mod:`coupler_algos.shapes` has each.
-    """
-
-    CLIP = "clip"
-    """PPO's: arXiv 1707.06347 eq. 7."""
-    DETACHED_CLIP = "detached_clip"
-    """CISPO's: arXiv 2506.13585 eq. 4."""
-    GATE = "gate"
-    """SAPO's: arXiv 2511.20347."""
-
-
-class Correction(StrEnum):
-    """Choose what becomes of a weight w = recomputed / rollout probability."""
-
-    TRUNCATE = "truncate"
-    """min(w, cap): arXiv 1802.01561."""
-    MASK = "mask"
-    """w between floor and cap, and 0 outside: IcePop (arXiv 2510.18855)."""
-
-
-class Baseline(StrEnum):
-    """Choose what GRPO subtracts from a reward."""
-
-    MEAN = "mean"
-    """The mean of the prompt's group."""
-    LENGTH_WEIGHTED = "length_weighted"
-    """The mean of the group, weighted by sampled tokens: OPO (arXiv 2505.23585)."""
-
-
 @dataclass
 class PolicyConfig:
     """Hold what GRPO, RLOO and PPO share. In every number, 0 switches the part off."""
@@ -93,11 +55,13 @@ class PolicyConfig:
     """What one ratio of probabilities is of: a token, a sequence, or the geometric mean
     of a sequence."""
     shape: Shape = Shape.CLIP
-    """How ratio and advantage become a loss: clip, detached_clip or gate."""
+    """How ratio and advantage become a loss."""
     clip_low: float = 0.0
-    """The ratio is clipped below at 1 - clip_low. 0 does not clip it there."""
+    """The ratio is clipped below at 1 - clip_low. 0 does not clip it there. Under
+    shape=tv_mask it limits how far a probability falls."""
     clip_high: float = 0.0
-    """The ratio is clipped above at 1 + clip_high. 0 does not clip it there."""
+    """The ratio is clipped above at 1 + clip_high. 0 does not clip it there. Under
+    shape=tv_mask it limits how far a probability rises."""
     dual_clip: float = 0.0
     """Bound the loss of a negative advantage at -advantage * dual_clip. It must be
     above 1, or 0 for no bound.
@@ -121,13 +85,46 @@ class PolicyConfig:
     correction_ratio: Ratio = Ratio.TOKEN
     """What the weight of correction_cap is of: a token, a sequence, or the geometric
     mean of a sequence."""
+    correction_normalize: bool = False
+    """Divide the weights of correction_cap by their mean over the batch."""
+    reject: dict[str, float] = field(default_factory=dict)
+    """Drop tokens whose trainer and rollout diverge by more than a bound in nats. The
+    keys join token, sequence_sum, sequence_mean or sequence_max with k1, k2 or k3.
+    """
+    log_mismatch: bool = False
+    """Measure how far the trainer's distribution is from the rollout's, also by
+    sequence: effective sample size, chi2 and perplexities."""
     opsm_delta: float = 0.0
     """Drop a sequence with a negative advantage whose mean log-prob fell by more than
     this many nats since it was sampled. 0 drops none.
     """
+    covariance_share: float = 0.0
+    """Mark this share of tokens, those with the largest covariance of log-prob and
+    advantage. 0 marks none.
+    """
+    covariance_low: float = 0.0
+    """Marked tokens have a covariance above this. They are drawn at random between
+    limits. 0 is no limit.
+    """
+    covariance_high: float = 0.0
+    """Marked tokens have a covariance below this. 0 is no limit."""
+    covariance_kl: float = 0.0
+    """The weight of abs(log ratio) in the loss of marked tokens. With 0 they get no
+    gradient of the policy loss.
+    """
+    proximal_coef: float = 0.0
+    """The weight of the squared log-ratio of each token in the loss. 0 adds none."""
+    teacher_coef: float = 0.0
+    """The weight of log-prob of the teacher - log-prob of the policy in the advantage
+    of each token. 0 asks no teacher.
+    """
+    reward_coef: float = 1.0
+    """The weight of the advantages of rewards beside a teacher's. With 0 rewards are
+    measured, and nothing learns from them.
+    """
     kl: KL = KL.NONE
-    """Where the divergence from the reference enters: in the reward, in the loss, or
-    nowhere."""
+    """Where the divergence from the reference enters: in the reward of a trajectory, in
+    the return of each token, in the loss, or nowhere."""
     kl_coef: float = 0.0
     """The weight of the divergence from the reference. With kl_target, it is the weight
     of the first step.
@@ -161,16 +158,35 @@ class PolicyConfig:
         """
         reference = {"ref_logprobs"} if self.kl is not KL.NONE else set()
         old = {"old_logprobs"} if self.behaviour is Behaviour.RECOMPUTED else set()
-        return frozenset(reference | old | self.always)
+        teacher = {"teacher_logprobs"} if self.teacher_coef else set()
+        return frozenset(reference | old | teacher | self.always)
+
+    @property
+    def reads_sequences(self) -> bool:
+        """Return whether a loss reads all tokens that its trajectory sampled
+        (``Algorithm.whole_units``).
+        """
+        weighs = self.correction_cap > 0 and self.correction_ratio is not Ratio.TOKEN
+        rejects = any(key.startswith("sequence") for key in self.reject)
+        drops = self.opsm_delta > 0 or self.log_mismatch
+        return self.ratio is not Ratio.TOKEN or weighs or rejects or drops
+
+    @property
+    def measures_mismatch(self) -> bool:
+        """Return whether the loss compares recomputed and reported log-probs."""
+        return self.correction_cap > 0 or bool(self.reject) or self.log_mismatch
 
     @property
     def always(self) -> frozenset[str]:
-        """Return the columns that KL reads before training (``Algorithm.always``).
+        """Return the columns that are read before training (``Algorithm.always``).
 
-        The policy's log-probs come from the trainer, as the reference's do. Those of
-        the rollout differ by rounding, which would count as divergence.
+        For KL the policy's log-probs come from the trainer, as the reference's do.
+        Those of the rollout differ by rounding, which would count as divergence.
         """
-        reads = self.kl is KL.IN_REWARD or self.kl_target > 0
+        marks = self.covariance_share > 0 and self.behaviour is Behaviour.RECOMPUTED
+        in_advantage = self.kl in (KL.IN_REWARD, KL.IN_RETURN) or self.kl_target > 0
+        taught = self.teacher_coef > 0 and self.behaviour is Behaviour.RECOMPUTED
+        reads = in_advantage or marks or taught or self.correction_normalize
         return frozenset({"old_logprobs"} if reads else ())
 
 
@@ -180,6 +196,11 @@ class GroupConfig(PolicyConfig):
 
     dynamic_sampling: bool = False
     """Sample another group in place of one whose rewards are all equal."""
+
+    @property
+    def compares(self) -> bool:
+        """Return whether a sample needs another one of its prompt."""
+        return self.reward_coef > 0
 
 
 @dataclass
@@ -197,15 +218,34 @@ class GRPOConfig(GroupConfig):
     kl: KL = KL.IN_LOSS
     kl_coef: float = 0.04
     baseline: Baseline = Baseline.MEAN
-    """What is subtracted from a reward: the group's mean, or that mean weighted by
-    sampled tokens."""
+    """What is subtracted from a reward: the group's mean, that mean weighted by sampled
+    tokens, the second best reward from the best alone, that of a greedy episode, or
+    nothing."""
     scale_by_std: bool = True
     """Divide advantages by the standard deviation of the group's rewards."""
     scale_by_mean: bool = False
     """Divide advantages by the mean of the group's rewards, which must not be negative.
     """
+    scale_by_informative: bool = False
+    """Multiply advantages by all samples / samples of groups whose rewards differ."""
+    by_part: bool = False
+    """Compare each part of a reward in its group, and add up the advantages."""
+    part_weights: dict[str, float] = field(default_factory=dict)
+    """The weight of each part of a reward under by_part, by its name. Others have 1."""
     whiten: bool = False
     """Shift and scale the advantages of a batch to mean 0 and standard deviation 1."""
+
+    @property
+    def compares(self) -> bool:
+        """Return whether a sample needs another one of its prompt."""
+        scales = self.scale_by_std or self.scale_by_mean or self.scale_by_informative
+        return super().compares and (self.baseline.compares or scales)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Return the columns of every policy, and the reward of a greedy episode."""
+        greedy = {"greedy_reward"} if self.baseline is Baseline.GREEDY else set()
+        return super().needs | greedy
 
 
 @dataclass

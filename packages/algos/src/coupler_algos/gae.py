@@ -44,6 +44,19 @@ def estimate(
     return whole
 
 
+def to_come(batch: Batch, rewards: np.ndarray) -> np.ndarray:
+    """Return [T] the sum of the rewards of a token and of the sampled ones after it in
+    its row, 0 outside ``loss_mask``.
+    """
+    return estimate(
+        batch,
+        rewards,
+        np.zeros(batch.num_tokens),
+        1.0,
+        1.0,
+    )
+
+
 def whiten(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """Shift and scale [T] to mean 0 and standard deviation 1 over ``mask``.
 
@@ -51,5 +64,9 @@ def whiten(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """
     if not mask.any():
         return np.zeros_like(values)
-    centred = np.where(mask, values - values[mask].mean(), 0.0)
+    centred = np.where(
+        mask,
+        values - values[mask].mean(),
+        0.0,
+    )
     return centred / (centred[mask].std() + 1e-8)

@@ -13,14 +13,23 @@ from coupler.errors import CouplerError
 class Groups:
     """Divide N members into prompt groups.
 
+    Args:
+        ids: [N] the group of each member.
+        may_be_alone: whether a group may have one member only.
+
     Raises:
         CouplerError: a group has one member, which no other can be compared with.
     """
 
-    def __init__(self, ids: np.ndarray) -> None:
-        names, self._first, self._of = np.unique(ids, return_index=True, return_inverse=True)
+    def __init__(self, ids: np.ndarray, *, may_be_alone: bool = False) -> None:
+        names, self._first, self._of = np.unique(
+            ids,
+            return_index=True,
+            return_inverse=True,
+        )
         self._size = np.bincount(self._of)
-        if (self._size == 1).any():
+
+        if (self._size == 1).any() and not may_be_alone:
             alone = names[self._size == 1]
             raise CouplerError(
                 f"{len(alone)} prompt groups have one sample and nothing to compare it with; "
@@ -47,7 +56,11 @@ class Groups:
         weight has its plain mean.
         """
         total = np.bincount(self._of, weights)[self._of]
-        weights = np.where(total > 0, weights, 1.0)
+        weights = np.where(
+            total > 0,
+            weights,
+            1.0,
+        )
         shifted = values - values[self._first][self._of]
         mean = np.bincount(self._of, shifted * weights) / np.bincount(self._of, weights)
         return shifted - mean[self._of]
@@ -66,3 +79,18 @@ class Groups:
         The result is n / (n - 1) times :meth:`centred`.
         """
         return self.centred(values) * (self._size / (self._size - 1))[self._of]
+
+    def best_minus_second(self, values: np.ndarray) -> np.ndarray:
+        """Return [N] what the best member of each group is ahead of the second best,
+        and 0 for all others.
+        """
+        order = np.lexsort((values, self._of))
+        best = order[np.cumsum(self._size) - 1]
+        second = order[np.maximum(np.cumsum(self._size) - 2, 0)]
+        ahead = np.zeros(len(values))
+        ahead[best] = values[best] - values[second]
+        return ahead
+
+    def differ(self, values: np.ndarray) -> np.ndarray:
+        """Return [N] true in groups whose values are not all equal."""
+        return np.bincount(self._of, values != values[self._first][self._of])[self._of] > 0

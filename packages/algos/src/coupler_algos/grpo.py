@@ -2,8 +2,9 @@
 
 Supervision is by outcome (section 4.1.2): ``A_i = (r_i - mean(r)) / std(r)`` over the
 samples of one prompt. Without ``scale_by_std`` and with the aggregation ``constant`` it
-is Dr. GRPO (arXiv 2503.20783). Other baselines and scales are those of OPO (arXiv
-2505.23585), MaxRL (arXiv 2602.02710) and REINFORCE++ (arXiv 2501.03262).
+is Dr. GRPO (arXiv 2503.20783). :mod:`coupler_algos.slots` names the other baselines.
+Other scales are those of MaxRL (arXiv 2602.02710), REINFORCE++ (arXiv 2501.03262), GPG
+(arXiv 2504.02546) and GDPO (arXiv 2601.05242).
 """
 
 from __future__ import annotations
@@ -11,41 +12,99 @@ from __future__ import annotations
 import numpy as np
 
 from coupler.batch import Batch
-from coupler_algos.config import Baseline
+from coupler.errors import CouplerError
+from coupler_algos.config import GRPOConfig
 from coupler_algos.gae import whiten
 from coupler_algos.groups import Groups
 from coupler_algos.policy import GroupPolicy
+from coupler_algos.shaping import sampled_tokens, scores
+from coupler_algos.slots import Baseline
 
 _EPSILON = 1e-6
+PARTS = "reward_parts/"
+"""The names of columns with the parts of rewards begin so."""
 
 
 class GRPO(GroupPolicy):
     """Run ``algorithm=grpo``, by :class:`~coupler_algos.config.GRPOConfig`."""
 
-    def compare(self, scores: np.ndarray, groups: Groups, lengths: np.ndarray) -> np.ndarray:
-        if self.config.baseline is Baseline.LENGTH_WEIGHTED:
-            centred = groups.minus_weighted(scores, lengths)
-        else:
-            centred = groups.centred(scores)
+    config: GRPOConfig
 
+    def compare(self, scores: np.ndarray, groups: Groups, lengths: np.ndarray) -> np.ndarray:
+        match self.config.baseline:
+            case Baseline.MEAN:
+                advantages = groups.centred(scores)
+            case Baseline.LENGTH_WEIGHTED:
+                advantages = groups.minus_weighted(scores, lengths)
+            case Baseline.SECOND_BEST:
+                advantages = groups.best_minus_second(scores)
+            case Baseline.GREEDY | Baseline.NONE:
+                advantages = scores
+
+        if self.config.scale_by_informative:
+            informative = int(groups.differ(scores).sum())
+            advantages = advantages * (len(scores) / max(informative, 1))
         if self.config.scale_by_std:
-            return centred / (groups.std(scores) + _EPSILON)
+            return advantages / (groups.std(scores) + _EPSILON)
         if self.config.scale_by_mean:
             # Where all rewards are 0 there is nothing to learn.
-            return centred / np.maximum(groups.mean(scores), _EPSILON)
-        return centred
+            return advantages / np.maximum(groups.mean(scores), _EPSILON)
+        return advantages
 
-    def advantages(self, batch: Batch) -> Batch:
+    def judge(self, batch: Batch, groups: Groups) -> np.ndarray:
+        """Return [N] the advantage of each trajectory, by part if ``by_part`` is set.
+
+        Raises:
+            CouplerError: rewards have no parts, or not those that have a weight.
+        """
+        if self.config.baseline is Baseline.GREEDY:
+            ahead = scores(self.config, batch) - batch["greedy_reward"][batch.trajectories()[0]]
+            return self.compare(ahead, groups, sampled_tokens(batch))
+        if not self.config.by_part:
+            return super().judge(batch, groups)
+        names = sorted(name for name in batch.seqs if name.startswith(PARTS))
+        weights = self.config.part_weights
+        _check_parts([name.removeprefix(PARTS) for name in names], list(weights))
+
+        first, lengths = batch.trajectories()[0], sampled_tokens(batch)
+        parts = {name: batch[name][first].astype(np.float64) for name in names}
+        return sum(
+            (
+                weights.get(name.removeprefix(PARTS), 1.0)
+                * self.compare(
+                    part,
+                    groups,
+                    lengths,
+                )
+                for name, part in parts.items()
+            ),
+            np.zeros(len(first)),
+        )
+
+    def estimate(self, batch: Batch) -> Batch:
         """Add ``advantages`` [T] float32; 0 outside ``loss_mask``.
 
         Raises:
-            CouplerError: a group has one trajectory only.
+            CouplerError: a group has one trajectory only, or rewards lack parts.
         """
-        batch = super().advantages(batch)
+        batch = super().estimate(batch)
         if not self.config.whiten:
             return batch
 
         wide = batch["advantages"].astype(np.float64)
         return batch.with_tokens(
             advantages=whiten(wide, batch["loss_mask"]).astype(np.float32),
+        )
+
+
+def _check_parts(found: list[str], weighed: list[str]) -> None:
+    if not found:
+        raise CouplerError(
+            "algorithm.by_part=true compares the parts of rewards, and these have none.\n"
+            "  try:  a reward that returns coupler.rewards.Graded(reward, parts={...})"
+        )
+    if unknown := sorted(set(weighed) - set(found)):
+        raise CouplerError(
+            f"algorithm.part_weights weighs {unknown[0]}, which no reward has as a part.\n"
+            f"  its parts are:  {', '.join(found)}"
         )

@@ -13,20 +13,13 @@ from torch import Tensor
 
 from coupler.interfaces import Columns
 from coupler.metrics import Metric, Metrics
-from coupler_algos import kl
-from coupler_algos.config import (
-    KL,
-    Behaviour,
-    Correction,
-    KLEstimator,
-    PolicyConfig,
-    PPOConfig,
-    Ratio,
-    Shape,
-)
+from coupler_algos import corrections, kl
+from coupler_algos.columns import Tokens, mean
+from coupler_algos.config import KL, KLEstimator, PolicyConfig, PPOConfig
 from coupler_algos.kl import KL_COEF
-from coupler_algos.ratios import Sequences
-from coupler_algos.shapes import surrogate
+from coupler_algos.shapes import outside, ratio_of, surrogate
+from coupler_algos.slots import Ratio, Shape
+from coupler_algos.weighing import MEAN_WEIGHT
 
 
 def nll_loss(out: Columns, batch: Columns) -> tuple[Tensor, Metrics]:
@@ -41,80 +34,109 @@ def policy_loss(
     out: Columns,
     batch: Columns,
 ) -> tuple[Tensor, Metrics]:
-    """Return the surrogate of ``config.shape``, with KL and entropy bonus, [T].
+    """Return the surrogate of ``config.shape``, corrected and regularised, [T].
 
-    ``kl_coef * KL`` is added and ``entropy_coef * entropy`` subtracted. With one ratio
-    per sequence, its product over tokens, a sequence has one surrogate, of which each
-    valid token holds an equal part.
+    With one ratio per sequence, its product over tokens, a sequence has one surrogate,
+    of which each valid token holds an equal part.
     """
-    mask, sequences = batch["loss_mask"], Sequences.of(batch)
+    tokens = Tokens.of(config, out, batch)
+    ratio = ratio_of(config, tokens)
+    loss = surrogate(config, ratio, tokens)
+    metrics = _ratio_metrics(config, ratio.detach(), tokens)
 
-    def valid(column: Tensor) -> Tensor:
-        return torch.where(mask, column, 0.0)
-
-    logprobs, advantages = valid(out["logprobs"]), valid(batch["advantages"])
-    if config.behaviour is Behaviour.ROLLOUT:
-        old = valid(batch["rollout_logprobs"])
-    else:
-        old = valid(batch["old_logprobs"]) if "old_logprobs" in batch else logprobs.detach()
-
-    ratio = sequences.log_ratio(logprobs, old, config.ratio).exp()
-    loss = surrogate(
+    loss, found = _corrected(
         config,
-        ratio,
-        advantages,
-        logprobs,
+        loss,
+        tokens,
+        batch,
     )
-    metrics = _ratio_metrics(config, ratio.detach(), advantages, mask)
+    metrics |= found
+    metrics["policy_loss"] = tokens.mean(loss)
+    if config.ratio is Ratio.SEQUENCE and not config.shape.by_token:
+        loss = tokens.sequences.count_once(loss)
 
-    if config.opsm_delta:
-        moved = sequences.log_ratio(old, logprobs.detach(), Ratio.GEOMETRIC)
-        dropped = (advantages < 0) & (moved > config.opsm_delta)
-        loss = torch.where(dropped, 0.0, loss)
-        metrics["opsm_masked"] = _mean(dropped, mask)
-    if config.correction_cap:
-        weight, measured = _correction(config, sequences, old, valid(batch["rollout_logprobs"]))
-        loss = loss * weight
-        metrics |= measured
-    metrics["policy_loss"] = _mean(loss, mask)
-    if config.ratio is Ratio.SEQUENCE:
-        loss = sequences.count_once(loss)
-
-    if config.kl is not KL.NONE:
-        reference = valid(batch["ref_logprobs"])
-        divergence = kl.estimate(KLEstimator.K3, logprobs.detach(), reference, torch)
-        metrics["kl_ref"] = _mean(divergence, mask)
-        if config.kl is KL.IN_LOSS:
-            coefficient = batch[KL_COEF][batch["seq"]] if KL_COEF in batch else config.kl_coef
-            loss = loss + coefficient * kl.estimate(config.kl_estimator, logprobs, reference, torch)
+    loss, found = _held(
+        config,
+        loss,
+        tokens,
+        batch,
+    )
+    metrics |= found
     if "entropy" in out:
-        entropy = valid(out["entropy"])
-        metrics["entropy"] = _mean(entropy, mask)
+        entropy = torch.where(tokens.mask, out["entropy"], 0.0)
+        metrics["entropy"] = tokens.mean(entropy)
         if config.entropy_coef:
             loss = loss - config.entropy_coef * entropy
     return loss, metrics
 
 
-def _correction(
-    config: PolicyConfig, sequences: Sequences, recomputed: Tensor, rollout: Tensor
+def _corrected(
+    config: PolicyConfig, loss: Tensor, tokens: Tokens, batch: Columns
 ) -> tuple[Tensor, Metrics]:
-    """Return the weights [T] for tokens that another program sampled.
+    """Drop and weigh tokens of a surrogate [T].
 
-    ``w = p_recomputed / p_rollout``, as :class:`~coupler_algos.config.Correction` says.
+    What is dropped still counts where core normalises: a step gets smaller, and its
+    other tokens do not get larger.
     """
-    weight = sequences.log_ratio(
-        recomputed,
-        rollout,
-        config.correction_ratio,
-    ).exp()
-    over = weight > config.correction_cap
-    if config.correction is Correction.TRUNCATE:
-        return weight.clamp(max=config.correction_cap), {
-            "correction_capped": _mean(over, sequences.mask)
-        }
+    metrics: Metrics = {}
+    if tokens.marked is not None:
+        metrics["covariance_marked"] = tokens.mean(tokens.marked)
+        # Clip-Cov: arXiv 2505.22617, section 4.2.
+        loss = loss if config.covariance_kl else torch.where(tokens.marked, loss.detach(), loss)
+    if config.opsm_delta:
+        dropped = corrections.dropped_as_unlikely(config, tokens)
+        loss = torch.where(dropped, 0.0, loss)
+        metrics["opsm_masked"] = tokens.mean(dropped)
+    if tokens.rollout is None or not config.measures_mismatch:
+        return loss, metrics
 
-    outside = over | (weight < config.correction_floor)
-    return torch.where(outside, 0.0, weight), {"correction_masked": _mean(outside, sequences.mask)}
+    if config.reject:
+        rejected = corrections.rejected(config, tokens, tokens.rollout)
+        loss = torch.where(rejected, 0.0, loss)
+        metrics["rejected"] = tokens.mean(rejected)
+    if config.correction_cap:
+        weight, measured = corrections.weights(config, tokens, tokens.rollout)
+        if MEAN_WEIGHT in batch:
+            weight = weight / batch[MEAN_WEIGHT][batch["seq"]]
+        loss = loss * weight
+        metrics |= measured
+    return loss, metrics | corrections.measured(config, tokens, tokens.rollout)
+
+
+def _held(
+    config: PolicyConfig, loss: Tensor, tokens: Tokens, batch: Columns
+) -> tuple[Tensor, Metrics]:
+    """Add to a loss [T] what holds the policy near the old one and the reference."""
+    metrics: Metrics = {}
+    moved = tokens.logprobs - tokens.old
+    if config.proximal_coef:
+        loss = loss + config.proximal_coef * moved * moved
+    if config.covariance_kl and tokens.marked is not None:
+        # KL-Cov: arXiv 2505.22617, section 4.2.
+        loss = loss + torch.where(tokens.marked, config.covariance_kl * moved.abs(), 0.0)
+
+    if config.teacher_coef:
+        teacher = torch.where(tokens.mask, batch["teacher_logprobs"], 0.0)
+        metrics["kl_teacher"] = tokens.mean(tokens.logprobs - teacher)
+    if config.kl is not KL.NONE:
+        reference = torch.where(tokens.mask, batch["ref_logprobs"], 0.0)
+        logprobs = tokens.logprobs
+        divergence = kl.estimate(
+            KLEstimator.K3,
+            logprobs.detach(),
+            reference,
+            torch,
+        )
+        metrics["kl_ref"] = tokens.mean(divergence)
+        if config.kl is KL.IN_LOSS:
+            coefficient = batch[KL_COEF][batch["seq"]] if KL_COEF in batch else config.kl_coef
+            loss = loss + coefficient * kl.estimate(
+                config.kl_estimator,
+                logprobs,
+                reference,
+                torch,
+            )
+    return loss, metrics
 
 
 def value_loss(config: PPOConfig, out: Columns, batch: Columns) -> tuple[Tensor, Metrics]:
@@ -136,33 +158,26 @@ def value_loss(config: PPOConfig, out: Columns, batch: Columns) -> tuple[Tensor,
         clipped = (near - returns) ** 2 / 2
         # Without this, rounding of near would count.
         moved = (values - old).abs() > config.value_clip
-        metrics["clip_fraction"] = _mean(moved & (clipped > loss), mask)
+        metrics["clip_fraction"] = mean(moved & (clipped > loss), mask)
         loss = torch.maximum(loss, clipped)
-    return loss, {**metrics, "value_loss": _mean(loss, mask)}
+    return loss, {**metrics, "value_loss": mean(loss, mask)}
 
 
-def _ratio_metrics(
-    config: PolicyConfig, ratio: Tensor, advantages: Tensor, mask: Tensor
-) -> Metrics:
-    valid_ratio = torch.where(mask, ratio, 0.0)
+def _ratio_metrics(config: PolicyConfig, ratio: Tensor, tokens: Tokens) -> Metrics:
+    valid_ratio, advantages = torch.where(tokens.mask, ratio, 0.0), tokens.advantages
     metrics = {
-        "ratio_mean": _mean(ratio, mask),
+        "ratio_mean": tokens.mean(ratio),
         "ratio_max": Metric(valid_ratio.max() if len(ratio) else ratio.new_zeros(()), how="max"),
-        "kl_old": _mean(-ratio.log(), mask),
+        "kl_old": tokens.mean(-ratio.log()),
     }
 
     # A clip without a gradient holds for both signs of an advantage.
     either = config.shape is Shape.DETACHED_CLIP
+    below, above = outside(config, ratio, tokens)
     if config.clip_low:
-        below = ratio < 1 - config.clip_low
-        metrics["clip_low"] = _mean(below & (either | (advantages < 0)), mask)
+        metrics["clip_low"] = tokens.mean(below & (either | (advantages < 0)))
     if config.clip_high:
-        above = ratio > 1 + config.clip_high
-        metrics["clip_high"] = _mean(above & (either | (advantages > 0)), mask)
+        metrics["clip_high"] = tokens.mean(above & (either | (advantages > 0)))
     if config.dual_clip:
-        metrics["clip_dual"] = _mean((ratio > config.dual_clip) & (advantages < 0), mask)
+        metrics["clip_dual"] = tokens.mean((ratio > config.dual_clip) & (advantages < 0))
     return metrics
-
-
-def _mean(per_token: Tensor, mask: Tensor) -> Metric:
-    return Metric(torch.where(mask, per_token.detach(), 0).sum(), mask.sum())

@@ -13,10 +13,14 @@ import numpy as np
 from coupler.batch import Batch
 from coupler.interfaces import Algorithm, Columns, Controller, Output
 from coupler.metrics import Metrics
+from coupler_algos import gae
 from coupler_algos.adaptive import AdaptiveKL
-from coupler_algos.config import PolicyConfig
+from coupler_algos.config import KL, PolicyConfig
+from coupler_algos.covariance import MARKED, marks
 from coupler_algos.groups import Groups
-from coupler_algos.shaping import sampled_tokens, scores
+from coupler_algos.shaping import kl_coefficient, kl_per_token, sampled_tokens, scores
+from coupler_algos.teaching import taught, without_rewards
+from coupler_algos.weighing import MEAN_WEIGHT, mean_weight
 
 
 class Policy(Algorithm):
@@ -26,14 +30,43 @@ class Policy(Algorithm):
         super().__init__(config)
         self.aggregation, self.constant = config.aggregation, config.aggregation_constant
         self.needs, self.always = config.needs, config.always
+        self.whole_units = config.reads_sequences
         entropy = (Output("entropy"),) if config.log_entropy or config.entropy_coef else ()
         self.want = (Output("logprobs"), *entropy)
+
+    @abstractmethod
+    def estimate(self, batch: Batch) -> Batch:
+        """Add ``advantages`` [T] float32; 0 outside ``loss_mask``."""
+
+    def advantages(self, batch: Batch) -> Batch:
+        """Add ``advantages``, and what the loss has to know of the whole batch.
+
+        Raises:
+            CouplerError: the samples of a prompt cannot be compared.
+        """
+        batch = self.estimate(batch) if self.config.reward_coef else without_rewards(batch)
+        if self.config.teacher_coef:
+            batch = taught(self.config, batch)
+        if self.config.covariance_share:
+            batch = batch.with_tokens(**{MARKED: marks(self.config, batch)})
+        if self.config.correction_normalize:
+            mean = np.full(
+                len(batch),
+                mean_weight(self.config, batch),
+                np.float32,
+            )
+            batch = batch.with_seqs(**{MEAN_WEIGHT: mean})
+        return batch
 
     def loss(self, out: Columns, batch: Columns) -> tuple[Any, Metrics]:
         """Return :func:`coupler_algos.losses.policy_loss`."""
         from coupler_algos import losses
 
-        return losses.policy_loss(self.config, out, batch)
+        return losses.policy_loss(
+            self.config,
+            out,
+            batch,
+        )
 
     def controller(self) -> Controller | None:
         """Return an adaptive KL coefficient if ``kl_target`` is set."""
@@ -43,7 +76,8 @@ class Policy(Algorithm):
 class GroupPolicy(Policy):
     """Base class of GRPO and RLOO.
 
-    A trajectory has one advantage, the same for all its tokens.
+    A trajectory has one advantage, the same for all its tokens but for
+    ``kl=in_return``.
     """
 
     @abstractmethod
@@ -54,22 +88,34 @@ class GroupPolicy(Policy):
             lengths: [N] the tokens that each trajectory sampled.
         """
 
-    def advantages(self, batch: Batch) -> Batch:
+    def judge(self, batch: Batch, groups: Groups) -> np.ndarray:
+        """Return [N] the advantage of each trajectory."""
+        return self.compare(
+            scores(self.config, batch),
+            groups,
+            sampled_tokens(batch),
+        )
+
+    def estimate(self, batch: Batch) -> Batch:
         """Add ``advantages`` [T] float32; 0 outside ``loss_mask``.
 
         Raises:
             CouplerError: a group has one trajectory only.
         """
         first, of_row = batch.trajectories()
-        per_trajectory = self.compare(
-            scores(self.config, batch),
-            Groups(batch["group"][first]),
-            sampled_tokens(batch),
-        )
+        groups = Groups(batch["group"][first], may_be_alone=not self.config.compares)
+        per_token = batch.spread(self.judge(batch, groups)[of_row])
 
-        per_token = batch.spread(per_trajectory[of_row])
+        if self.config.kl is KL.IN_RETURN:
+            coefficient = batch.spread(kl_coefficient(self.config, batch))
+            penalty = coefficient * kl_per_token(self.config, batch)
+            per_token = per_token - gae.to_come(batch, penalty)
         return batch.with_tokens(
-            advantages=np.where(batch["loss_mask"], per_token, 0).astype(np.float32)
+            advantages=np.where(
+                batch["loss_mask"],
+                per_token,
+                0,
+            ).astype(np.float32)
         )
 
     def keep(self, group: Batch) -> bool:

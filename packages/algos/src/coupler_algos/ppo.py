@@ -26,7 +26,7 @@ class PPO(Policy):
     config: PPOConfig
     critic = "coupler_algos.ppo:ValueLoss"
 
-    def advantages(self, batch: Batch) -> Batch:
+    def estimate(self, batch: Batch) -> Batch:
         """Add ``advantages`` and ``returns`` [T] float32; 0 outside ``loss_mask``."""
         config, mask = self.config, batch["loss_mask"]
         values = np.where(mask, batch["values"], 0).astype(np.float64)
@@ -46,6 +46,7 @@ class ValueLoss(Algorithm):
 
     config: PPOConfig
     want = (Output("values"),)
+    whole_units = False
 
     def __init__(self, config: PPOConfig) -> None:
         super().__init__(config)

@@ -7,12 +7,28 @@ import math
 import torch
 from torch import Tensor
 
-from coupler_algos.config import PolicyConfig, Shape
+from coupler_algos.columns import Tokens
+from coupler_algos.config import PolicyConfig
+from coupler_algos.slots import Shape
 
 
-def surrogate(config: PolicyConfig, ratio: Tensor, advantages: Tensor, logprobs: Tensor) -> Tensor:
+def ratio_of(config: PolicyConfig, tokens: Tokens) -> Tensor:
+    """Return the ratio of each token [T], at the level of ``config.ratio``."""
+    logprobs, old = tokens.logprobs, tokens.old
+    if config.shape is Shape.CLIP_TOKENS:
+        logprobs = old + clipped_move(
+            logprobs - old,
+            tokens.advantages,
+            config.clip_low,
+            config.clip_high,
+        )
+    return tokens.sequences.log_ratio(logprobs, old, config.ratio).exp()
+
+
+def surrogate(config: PolicyConfig, ratio: Tensor, tokens: Tokens) -> Tensor:
     """Return the loss of each token [T] that ``config.shape`` names."""
     low, high = config.clip_low, config.clip_high
+    advantages, logprobs = tokens.advantages, tokens.logprobs
 
     match config.shape:
         case Shape.CLIP:
@@ -23,10 +39,31 @@ def surrogate(config: PolicyConfig, ratio: Tensor, advantages: Tensor, logprobs:
                 high,
                 config.dual_clip,
             )
+        case Shape.CLIP_TOKENS:
+            return -advantages * ratio
         case Shape.DETACHED_CLIP:
-            return detached_clip(ratio, advantages, logprobs, low, high)
+            return detached_clip(
+                ratio,
+                advantages,
+                logprobs,
+                low,
+                high,
+            )
         case Shape.GATE:
-            return gate(ratio, advantages, config.gate_positive, config.gate_negative)
+            return gate(
+                ratio,
+                advantages,
+                config.gate_positive,
+                config.gate_negative,
+            )
+        case Shape.TV_MASK:
+            below, above = outside(config, ratio, tokens)
+            away = torch.where(advantages > 0, above, below)
+            return torch.where(away, 0.0, -advantages * ratio)
+        case Shape.TAPER:
+            return taper(ratio, advantages, logprobs)
+        case Shape.LIKELIHOOD:
+            return -advantages * logprobs
 
 
 def clipped_surrogate(
@@ -42,6 +79,17 @@ def clipped_surrogate(
     if not dual:
         return loss
     return torch.where(advantages < 0, torch.minimum(loss, -advantages * dual), loss)
+
+
+def clipped_move(move: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
+    """Clip the log-ratio of each token [T] on the side that its advantage pulls it to.
+
+    It is at most ``log(1 + high)`` where A > 0, and at least ``log(1 - low)``
+    elsewhere: GMPO (arXiv 2507.20673). A limit of 0 is none.
+    """
+    most = math.log1p(high) if high else math.inf
+    least = math.log1p(-low) if low else -math.inf
+    return torch.where(advantages > 0, move.clamp(max=most), move.clamp(min=least))
 
 
 def detached_clip(
@@ -65,6 +113,37 @@ def gate(ratio: Tensor, advantages: Tensor, positive: float, negative: float) ->
     return -advantages * 4 / tau * torch.sigmoid(tau * (ratio - 1))
 
 
+def taper(ratio: Tensor, advantages: Tensor, logprobs: Tensor) -> Tensor:
+    """Return ``-A * log p`` [T] where A > 0, and ``-A * min(r, 1) * log p`` elsewhere,
+    where r has no gradient: TOPR (arXiv 2503.14286).
+
+    What the policy no longer does is not pushed down further.
+    """
+    weight = torch.where(advantages > 0, 1.0, ratio.detach().clamp(max=1))
+    return -advantages * weight * logprobs
+
+
 def clipped(ratio: Tensor, low: float, high: float) -> Tensor:
     """Return ``clip(r, 1 - low, 1 + high)``, where a limit of 0 is none."""
     return ratio.clamp(1 - (low or math.inf), 1 + (high or math.inf))
+
+
+def outside(config: PolicyConfig, ratio: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """Return where [T] a token is below ``clip_low``, and where above ``clip_high``.
+
+    They are limits of the difference of probabilities under ``tv_mask``, by DPPO (arXiv
+    2602.04879): its total variation between the token and all others. They are limits
+    of each token's ratio under ``clip_tokens``, else of the ratio. A limit of 0 is
+    none.
+    """
+    low, high = config.clip_low or math.inf, config.clip_high or math.inf
+    logprobs, old = tokens.logprobs.detach(), tokens.old
+
+    match config.shape:
+        case Shape.TV_MASK:
+            moved = logprobs.exp() - old.exp()
+        case Shape.CLIP_TOKENS:
+            moved = (logprobs - old).exp() - 1
+        case _:
+            return ratio < 1 - low, ratio > 1 + high
+    return moved < -low, moved > high

@@ -40,10 +40,15 @@ def kl_coefficient(config: PolicyConfig, batch: Batch) -> np.ndarray:
     return np.full(len(batch), config.kl_coef)
 
 
+def by_trajectory(batch: Batch, per_token: np.ndarray) -> np.ndarray:
+    """Sum each trajectory's tokens in float64: [T] -> [N]."""
+    first, of_row = batch.trajectories()
+    return np.bincount(of_row, batch.sum_by_sequence(per_token), minlength=len(first))
+
+
 def sampled_tokens(batch: Batch) -> np.ndarray:
     """Return [N] the number of tokens that each trajectory sampled."""
-    first, of_row = batch.trajectories()
-    return np.bincount(of_row, batch.sum_by_sequence(batch["loss_mask"]), minlength=len(first))
+    return by_trajectory(batch, batch["loss_mask"])
 
 
 def scores(config: PolicyConfig, batch: Batch) -> np.ndarray:
@@ -51,17 +56,13 @@ def scores(config: PolicyConfig, batch: Batch) -> np.ndarray:
 
     The order is that of :func:`~coupler_algos.groups.trajectories`.
     """
-    first, of_row = batch.trajectories()
-
-    def total(per_token: np.ndarray) -> np.ndarray:
-        return np.bincount(of_row, batch.sum_by_sequence(per_token), minlength=len(first))
-
+    first, _ = batch.trajectories()
     score = batch["reward"][first].astype(np.float64)
     if config.overlong_buffer_tokens:
         limit, buffer = config.overlong_max_tokens, config.overlong_buffer_tokens
         score = score + overlong_penalty(sampled_tokens(batch), limit, buffer)
     if config.kl is KL.IN_REWARD:
         coefficient = batch.spread(kl_coefficient(config, batch))
-        score = score - total(coefficient * kl_per_token(config, batch))
+        score = score - by_trajectory(batch, coefficient * kl_per_token(config, batch))
 
     return score

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, ClassVar
 
 from coupler import RolloutConfig
-from coupler.engine_kit.adamw import AdamWConfig
+from coupler.engine_kit.lora import LoRAConfig
 from coupler.engine_kit.precision import Precision
 from coupler.interfaces import no_effect
 
@@ -36,15 +37,22 @@ class HFConfig(RolloutConfig):
                 raise ValueError(f"rollout.{key} must be above 0, got {getattr(self, key)}.")
 
 
+class OptimizerName(StrEnum):
+    """The optimizer of the layers' matrices. Everything else is AdamW's."""
+
+    ADAMW = "adamw"
+    MUON = "muon"
+
+
 @dataclass
-class FSDPConfig(AdamWConfig):
-    """PyTorch FSDP2 with AdamW.
+class FSDPConfig(LoRAConfig):
+    """PyTorch FSDP2 with AdamW, or with Muon for the layers' matrices.
 
     Master weights, optimizer state and gradient reduction are fp32.
     """
 
     one_rank: ClassVar[Mapping[str, Any]] = {
-        **AdamWConfig.one_rank,
+        **LoRAConfig.one_rank,
         "sequence_parallel": 1,
         "fsdp_size": 0,
     }
@@ -82,12 +90,12 @@ class FSDPConfig(AdamWConfig):
     """Compile each layer with torch.compile. On a GPU a step takes a third less time,
     and the start a minute more.
     """
-    lora_rank: int = 0
-    """The rank of the low-rank updates of the layers' linear maps (LoRA). 0 trains the
-    weights themselves.
+    optimizer: OptimizerName = OptimizerName.ADAMW
+    """Train the matrices of the layers with AdamW or with Muon. Embeddings, head, norms
+    and experts are always AdamW's.
     """
-    lora_alpha: float = 16.0
-    """The low-rank updates are scaled by lora_alpha / lora_rank."""
+    muon_momentum: float = 0.95
+    """Muon's decay of the running mean of gradients."""
     logits_tile: int = no_effect(0)
     """At most this many elements of the fp32 logits exist at a time. 0 chooses by
     device and rows.
@@ -109,14 +117,18 @@ class FSDPConfig(AdamWConfig):
     def split(self) -> str:
         return f"sequence {self.sequence_parallel}" if self.sequence_parallel > 1 else ""
 
-    @property
-    def adapter_rank(self) -> tuple[str, int]:
-        return "lora_rank", self.lora_rank
-
     def __post_init__(self) -> None:
         self._require(self.max_tokens_per_gpu > 0, "max_tokens_per_gpu", "must be above 0")
         self._require(self.sequence_parallel >= 1, "sequence_parallel", "must be at least 1")
-        for key in ("fsdp_size", "logits_tile", "lora_rank"):
+        for key in ("fsdp_size", "logits_tile"):
             self._require(getattr(self, key) >= 0, key, "must not be negative")
-        self._require(self.lora_alpha > 0, "lora_alpha", "must be above 0")
+
+        muon = self.optimizer == OptimizerName.MUON
+        self._require(not (muon and self.lora_rank), "optimizer", "needs engine.lora_rank=0")
+        self._require(0 <= self.muon_momentum < 1, "muon_momentum", "must be in [0, 1)")
+        self._require(
+            muon or self.muon_momentum == FSDPConfig.muon_momentum,
+            "muon_momentum",
+            "needs engine.optimizer=muon",
+        )
         super().__post_init__()

@@ -32,14 +32,15 @@ from coupler.interfaces import (
     StepResult,
 )
 from coupler.metrics import Metrics, merge, read
-from coupler_engine_fsdp import checkpoint, weights
+from coupler_engine_fsdp import checkpoint, foreign, weights
 from coupler_engine_fsdp.check import check
-from coupler_engine_fsdp.config import FSDPConfig
+from coupler_engine_fsdp.config import FSDPConfig, OptimizerName
 from coupler_engine_fsdp.distributed import build_mesh, prepare_device
 from coupler_engine_fsdp.layout import check_layout, read_heads
 from coupler_engine_fsdp.lora import Adapter
-from coupler_engine_fsdp.masters import Masters
+from coupler_engine_fsdp.masters import Masters, cast_frozen
 from coupler_engine_fsdp.model import build, compile_layers, layers_of, materialise, shard
+from coupler_engine_fsdp.muon import matrices_of
 from coupler_engine_fsdp.optimizer import Optimizer
 from coupler_engine_fsdp.packing import pack, split
 from coupler_engine_fsdp.sequence import ALONE, join_peers, layout_of, leave_peers
@@ -84,9 +85,14 @@ class FSDPEngine(Engine):
         files = weights.files_of(folder) if folder.is_dir() else {}
         self.policy = build(self.model, self.config.logits_tile, self.config.gradient_checkpointing)
         self.dtype = dtype_of(self.config.dtype, self.device)
-        self.adapter = Adapter(self.config.lora_rank, self.config.lora_alpha)
+        self.adapter = Adapter(self.config)
         if self.config.lora_rank:
             self.adapter.insert(self.policy.causal, layers_of(self.policy))
+        if self.model.frozen:
+            self.policy.requires_grad_(False)
+        cast_frozen(self.policy, self.dtype)
+        muon = self.config.optimizer == OptimizerName.MUON
+        layers = layers_of(self.policy) if muon else []
         if self.config.compile:
             compile_layers(self.policy)
         # One rank has nothing to shard. FSDP's hooks would take 30 to 80 % of a step of
@@ -109,6 +115,7 @@ class FSDPEngine(Engine):
         self.adapter.start(rank, self.device)
 
         self.tensors = {**self.named, **updates}
+        self.matrices = matrices_of(self.named, layers)
         self.masters = Masters()
         if alone and self.dtype != torch.float32:
             self.masters.split(self.policy, self.dtype)
@@ -226,7 +233,9 @@ class FSDPEngine(Engine):
     def gradients(self) -> Iterator[Named]:
         """Yield the gradient in fp32."""
         self.masters.settle()
-        return weights.stream_gradients(self.tensors, self.experts)
+        names = self.adapter.names(self.tensors)
+        tensors = {names[name]: tensor for name, tensor in self.tensors.items()}
+        return weights.stream_gradients(tensors, self.experts)
 
     def save(self, path: Path, what: Parts) -> Pending:
         """Copy parameters and optimizer to the host, and write them while training goes
@@ -237,13 +246,17 @@ class FSDPEngine(Engine):
         return checkpoint.save(path, self._state(what), self.mesh, self._host)
 
     def load(self, path: Path, what: Parts) -> None:
-        """Read what :meth:`save` wrote on any number of ranks.
+        """Read what an engine saved on any number of ranks.
 
         Raises:
             CouplerError: ``path`` does not hold it.
         """
         state = self._state(what)
-        checkpoint.load(path, state)
+        if checkpoint.is_native(path):
+            checkpoint.load(path, state)
+        else:
+            foreign.load(path, state, self.adapter.names(self.tensors), self.experts)
+
         if self._optimizer is not None and Part.OPTIMIZER in what:
             self._optimizer.num_steps = int(state["num_steps"])
         self.masters.refresh()
@@ -328,7 +341,9 @@ class FSDPEngine(Engine):
         parameters = {
             name: tensor for name, tensor in trained.items() if isinstance(tensor, nn.Parameter)
         }
-        return Optimizer(self.config, parameters, self.masters, self.mesh)
+        return Optimizer(
+            self.config, parameters, self.masters, self.mesh, self.matrices, self.dtype
+        )
 
     def _clear_gradients(self) -> None:
         self.masters.clear()

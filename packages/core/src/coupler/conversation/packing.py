@@ -24,6 +24,7 @@ from coupler.metrics import Metric, Metrics, merge
 # the numbers that a record has for origins and endings
 ORIGINS = tuple(Origin)
 PARTS = "reward_parts"  # opens the names of their columns and metrics
+GREEDY = "greedy_reward"  # the column [B] of the reward of the prompt's greedy episode
 ENDED = {str(ended): code for code, ended in enumerate(Ended)}
 
 
@@ -37,6 +38,7 @@ class Sample:
         answer: the answer that the reward function read, if it returns one.
         turn_rewards: one for each sampled turn of all rows, in order, or none.
         parts: the numbers that the reward was made of, by name.
+        greedy_reward: that of the prompt's greedy episode, where it is needed.
         opinions: what models said of the episode: ``score``, ``verdict``, or neither.
     """
 
@@ -49,6 +51,7 @@ class Sample:
     turn_rewards: tuple[float, ...] = ()
     parts: Mapping[str, float] = field(default_factory=dict)
     opinions: Mapping[str, float | str] = field(default_factory=dict)
+    greedy_reward: float | None = None
     metrics: Metrics = field(default_factory=dict)
 
     @property
@@ -99,6 +102,7 @@ def pack(
         seqs={
             "reward": np.repeat(rewards, counts),
             **_parts(samples, counts),
+            **_greedy(samples, len(rows)),
             "temperature": np.full(len(rows), temperature, np.float32),
             "group": np.full(len(rows), group, np.int64),
             "row": np.repeat([sample.prompt.row.index for sample in samples], counts),
@@ -119,6 +123,12 @@ def _parts(samples: Sequence[Sample], counts: Sequence[int]) -> dict[str, np.nda
         f"{PARTS}/{name}": np.repeat(np.array(numbers, np.float32), counts)
         for name, numbers in found.items()
     }
+
+
+def _greedy(samples: Sequence[Sample], num_rows: int) -> dict[str, np.ndarray]:
+    """Return the column of the greedy episode's reward, if there was one."""
+    reward = samples[0].greedy_reward
+    return {} if reward is None else {GREEDY: np.full(num_rows, reward, np.float32)}
 
 
 def describe(samples: Sequence[Sample], group: Batch, kept: bool) -> Metrics:

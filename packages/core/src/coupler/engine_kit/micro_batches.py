@@ -49,7 +49,21 @@ def split(batch: Batch, max_tokens: int) -> list[Rows]:
 
 def split_by(column: str, batch: Batch, max_tokens: int) -> list[Rows]:
     """Cut as :func:`split` does. Rows of one number in ``column`` stay together."""
-    return whole_units(batch.lengths, batch[column], lambda sizes: micro_batches(sizes, max_tokens))
+    _, unit = np.unique(batch[column], return_inverse=True)
+    tokens = np.bincount(unit, weights=batch.lengths)
+    too_long = np.flatnonzero((tokens > max_tokens) & (np.bincount(unit) > 1))
+
+    if len(too_long):
+        rows = batch.lengths[unit == too_long[0]]
+        raise ValueError(
+            f"{len(rows)} rows that the loss reads together (of one trajectory, say) have "
+            f"{int(rows.sum())} tokens, which exceeds max_tokens_per_gpu={max_tokens}"
+        )
+    return whole_units(
+        batch.lengths,
+        batch[column],
+        lambda sizes: micro_batches(sizes, max_tokens),
+    )
 
 
 def agreed_split(

@@ -35,14 +35,17 @@ class Algorithm(ABC):
 
     Attributes:
         needs: columns that core adds before :meth:`advantages`: ``ref_logprobs``,
-            ``old_logprobs``, ``values``, ``teacher_logprobs``. With one optimizer step
-            per batch the loss gets no ``old_logprobs``, because they equal the current
-            ones. It then uses its own log-probs without gradient, and core spares the
-            forward pass.
+            ``old_logprobs``, ``values``, ``teacher_logprobs``, ``greedy_reward`` [B] of
+            a greedy episode of the prompt. With one optimizer step per batch the loss
+            gets no ``old_logprobs``, because they equal the current ones. It then uses
+            its own log-probs without gradient, and core spares the forward pass.
         always: columns of ``needs`` that :meth:`advantages` or the controller reads.
             Core computes ``old_logprobs`` for them with one optimizer step per batch
             too.
         want: model outputs the loss reads.
+        whole_units: whether the loss of a row may read the other rows of its ``unit``,
+            such as those of one trajectory. Engines then keep them in one micro-batch,
+            which all of them have to fit in. False spares them that.
         aggregation: how token losses add up.
         constant: divisor per sequence under ``Aggregation.CONSTANT``.
         critic: where ``values`` is needed, the loss that the critic trains with:
@@ -53,6 +56,7 @@ class Algorithm(ABC):
     needs: frozenset[str] = frozenset()
     always: frozenset[str] = frozenset()
     want: tuple[Output, ...] = (Output("logprobs"),)
+    whole_units: bool = True
     aggregation: Aggregation = Aggregation.TOKEN_MEAN
     constant: int = 1
     critic: str = ""

@@ -15,11 +15,13 @@ from coupler.batch.columns import ROUTED_EXPERTS
 from coupler.config.checks import does_evaluate
 from coupler.config.compose import Composed
 from coupler.config.schema import Job, RouterReplay, RunConfig
+from coupler.conversation.packing import GREEDY
 from coupler.data import PromptStream, fingerprint, prompt_stream
 from coupler.interfaces import Algorithm, Model, Output, Request
 from coupler.jobs.build import Builder
 from coupler.jobs.device_sharing import hold_state, hold_trained, share_devices, start
 from coupler.jobs.evaluation import Evaluation, make_evaluation
+from coupler.jobs.greedy import GreedyScorer
 from coupler.jobs.opinions import find_models, make_opinions
 from coupler.jobs.preflight import check_spelling, import_classes, place, report_unread
 from coupler.jobs.teacher import find_teachers, make_teachers
@@ -72,7 +74,7 @@ def _engines(
 
     return (
         builder.engine("policy", trains=True),
-        builder.engine("reference", trains=False) if refers else None,
+        builder.reference() if refers else None,
         builder.critic(critic) if critic else None,
     )
 
@@ -102,7 +104,7 @@ def _sampler(
         config.samples_per_prompt,
         config.seed,
         prompts=prompts,
-        scorer=scorer,
+        scorer=GreedyScorer(scorer) if GREEDY in algorithm.needs else scorer,
         algorithm=algorithm,
         buffer=buffer,
         in_waves=config.deterministic,

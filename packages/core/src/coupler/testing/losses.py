@@ -82,9 +82,58 @@ def squares(out: Columns, batch: Columns) -> tuple[Any, Metrics]:
     return 3 * out["sum_pi_squared"] - 0.5 * out["logprobs"] + 0.2 * out["entropy"], {}
 
 
+def units(out: Columns, batch: Columns) -> tuple[Any, Metrics]:
+    """Return the negative log-prob of each token, and count the units."""
+    xp = _library(out["logprobs"])
+    number = len(xp.unique(batch["unit"]))
+    return -out["logprobs"], {"units": Metric(number, how="sum")}
+
+
 def nll(out: Columns, batch: Columns) -> tuple[Any, Metrics]:
     """Return the negative log-prob of each token."""
     return -out["logprobs"], {}
+
+
+def whole_units(out: Columns, batch: Columns) -> tuple[Any, Metrics]:
+    """Return the negative log-prob of each token, and count the rows whose unit is not
+    whole in this micro-batch.
+
+    Column ``unit_rows`` is the number of rows in a row's unit.
+    """
+    unit = batch["unit"]
+    here = (unit[:, None] == unit[None]).sum(1)
+    return -out["logprobs"], {"broken": Metric((here != batch["unit_rows"]).sum(), how="sum")}
+
+
+def pair(out: Columns, batch: Columns) -> tuple[Any, Metrics]:
+    """Return ``-log sigmoid(h / 2)`` of each unit, in equal parts by its valid tokens.
+
+    h sums the log-probs of its rows, each by the column ``sign`` (DPO, arXiv 2305.18290
+    eq. 7, without a reference). The loss is of torch alone.
+    """
+    import torch
+
+    mask = batch["loss_mask"]
+    seq = batch["seq"]
+    names, of_row = torch.unique(batch["unit"], return_inverse=True)
+    of_token = of_row[seq]
+    sign = batch["sign"][seq]
+    signed = torch.where(
+        mask,
+        sign * out["logprobs"],
+        0.0,
+    )
+
+    zeros = signed.new_zeros(len(names))
+    margin = zeros.index_add(0, of_token, signed)
+    valid = zeros.index_add(0, of_token, mask.to(zeros.dtype)).clamp(min=1)
+    loss = torch.nn.functional.softplus(-margin / 2) / valid
+    return loss[of_token], {}
+
+
+def sloped(out: Columns, batch: Columns) -> tuple[Any, Metrics]:
+    """Return the log-prob of each token times the column ``slope`` of its sequence."""
+    return batch["slope"][batch["seq"]] * out["logprobs"], {}
 
 
 def not_finite(out: Columns, batch: Columns) -> tuple[Any, Metrics]:

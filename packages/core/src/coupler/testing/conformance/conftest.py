@@ -49,6 +49,7 @@ NEEDS = {
     "routing": ("engine",),
     "engine_long": ("engine",),
     "engine_split": ("engine",),
+    "adapter": ("engine",),
     "rollout_long": ("rollout",),
     "transport_large": ("transport",),
 }
