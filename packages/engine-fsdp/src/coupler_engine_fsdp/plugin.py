@@ -63,15 +63,14 @@ def coupler_backends() -> Iterable[Backend]:
 @hookimpl
 def coupler_validate(config: RunConfig) -> Iterable[str]:
     """Refuse sizes that do not fit the ranks, or a model that is there already."""
-    critic = config.critic.model.path or config.model.path
-    teacher = config.teacher.model.path or config.model.path
-    scorer = config.reward_model.model.path
+    policy = config.model.path
+    teachers = list(config.teacher.models.values()) or [config.teacher.model.path or policy]
 
     for path, engine, folder in (
-        ("engine", config.engine, config.model.path),
-        ("critic.engine", config.critic.engine, critic),
-        ("teacher.engine", config.teacher.engine, teacher),
-        ("reward_model.engine", config.reward_model.engine, scorer),
+        ("engine", config.engine, policy),
+        ("critic.engine", config.critic.engine, config.critic.model.path or policy),
+        *(("teacher.engine", config.teacher.engine, teacher) for teacher in teachers),
+        ("reward_model.engine", config.reward_model.engine, config.reward_model.model.path),
     ):
         if isinstance(engine, FSDPConfig):
             for what, fix in problems(engine, engine.ranks, read_heads(Path(folder)), path):
