@@ -7,6 +7,7 @@ from pathlib import Path
 
 from coupler.config.schema import RunConfig
 from coupler.doctor import devices, host, packages, run
+from coupler.doctor.dataset import job_of
 from coupler.doctor.plugins import Checks, classes
 from coupler.plugins.finding import Finding, Verdict
 from coupler.plugins.manager import Plugins
@@ -32,7 +33,10 @@ def diagnose(plugins: Plugins, config: RunConfig | None) -> Iterator[Finding]:
     yield from classes(plugins, config) if config else ()
     yield from checks.selected(config)
     yield from checks.others()
-    yield from run.configured(config) if config else host.disk(Path())
+    if config:
+        yield from run.configured(config, job_of(config, plugins))
+    else:
+        yield from host.disk(Path())
 
 
 def render(finding: Finding) -> str:

@@ -12,8 +12,9 @@ from textwrap import shorten
 
 from safetensors import SafetensorError, safe_open
 
-from coupler.config.schema import DataConfig, RewardConfig, RunConfig
-from coupler.data import Codec, encode_prompts, load_rows
+from coupler.config.schema import DataConfig, Job, RewardConfig, RunConfig
+from coupler.conversation.taught import Conversations
+from coupler.data import Codec, encode_prompts, examples, load_rows
 from coupler.data.model_folder import model_folder
 from coupler.doctor.host import DISK_MIN_BYTES, disk
 from coupler.errors import CouplerError
@@ -31,8 +32,8 @@ NUM_SAMPLES, MAX_ENCODED = 2, 1000
 BYTES_OF_MODEL = 8
 
 
-def configured(config: RunConfig) -> Iterator[Finding]:
-    """Check everything that ``config`` names."""
+def configured(config: RunConfig, job: Job) -> Iterator[Finding]:
+    """Check everything that ``config`` names, for this job."""
     try:
         model = Model(model_folder(config.model.path), config.model.trust_remote_code)
     except CouplerError as error:
@@ -51,11 +52,13 @@ def configured(config: RunConfig) -> Iterator[Finding]:
 
     for key, source in (("data", config.data), ("eval.data", config.eval.data)):
         if source.source and model.path:
-            yield from data(source, key, model)
+            check = taught if job is Job.SFT else data
+            yield from check(source, key, model)
     models = config.reward_model, config.judge
     source = config.data if config.data.source else config.eval.data
     yield from opinions(config)
-    if config.reward.target and source.source and not opinions_of(*models):
+    asks = job is not Job.SFT and not opinions_of(*models)
+    if config.reward.target and source.source and asks:
         yield from reward(config.reward, source)
 
 
@@ -156,6 +159,26 @@ def data(config: DataConfig, key: str, model: Model) -> Iterator[Finding]:
         f"{len(rows)} rows of {config.named}; of the first {len(prompts)}, "
         f"at most {longest} tokens{drops}",
     )
+
+
+def taught(config: DataConfig, key: str, model: Model) -> Iterator[Finding]:
+    """Check that rows of supervised training can be read and encoded."""
+    try:
+        rows = load_rows(config, key, conversations=True)
+        codec, first = Codec(model), rows[:MAX_ENCODED]
+        told = any(row.is_conversation for row in first)
+        converse = Conversations(codec, config) if told else None
+        kept, dropped = examples(first, codec, config, key=key, converse=converse)
+    except CouplerError as error:
+        yield from_error(key, error, f"look at {key}.source={config.named}")
+        return
+
+    longest = max(map(len, kept))
+    drops = f", {dropped} dropped" if dropped else ""
+    text = (
+        f"{len(rows)} rows of {config.named}; of the first {len(first)}, at most {longest} tokens"
+    )
+    yield ok(key, f"{text}{drops}")
 
 
 def opinions(config: RunConfig) -> Iterator[Finding]:
