@@ -159,3 +159,11 @@ def test_a_kernel_of_another_torch(tmp_path: Path) -> None:
         in done.stdout
     )
     assert "pip install --force-reinstall --no-build-isolation --no-deps flash-attn" in done.stdout
+
+
+def test_rows_of_supervised_training_may_be_conversations(findings) -> None:
+    said = '[{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]'
+    rows = f'{{"messages": {said}}}\n' * 2
+    found = findings("algorithm=sft", rows=rows)
+    assert found["data"]["verdict"] == "ok" and "2 rows of " in found["data"]["text"]
+    assert findings(rows=rows)["data"]["verdict"] == "problem", "training samples from prompts"

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from coupler.config.schema import RunConfig
+from coupler.config.schema import Job, RunConfig
 from coupler.doctor import devices, host, packages, run
 from coupler.doctor.plugins import Checks, classes
+from coupler.jobs.forms import form_of
 from coupler.plugins.finding import Finding, Verdict
 from coupler.plugins.manager import Plugins
 from coupler.run.row_form import job_of, sections
@@ -37,7 +38,8 @@ def diagnose(plugins: Plugins, config: RunConfig | None) -> Iterator[Finding]:
         yield from host.disk(Path())
         return
     job = job_of(config, plugins)
-    yield from run.configured(config, sections(config, plugins, job))
+    form = form_of(config, plugins) if job is Job.SFT else None
+    yield from run.configured(config, sections(config, plugins, job), form)
 
 
 def render(finding: Finding) -> str:

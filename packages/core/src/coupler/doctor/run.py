@@ -19,6 +19,7 @@ from coupler.data.model_folder import model_folder
 from coupler.doctor.host import DISK_MIN_BYTES, disk
 from coupler.errors import CouplerError
 from coupler.interfaces import Model
+from coupler.jobs.forms import Form
 from coupler.plugins.finding import Finding, first_line, from_error, ok, problem, warning
 from coupler.rewards import Invalid, Limits, check_reward
 from coupler.rewards.classifier import check_classifier
@@ -33,11 +34,14 @@ NUM_SAMPLES, MAX_ENCODED = 2, 1000
 BYTES_OF_MODEL = 8
 
 
-def configured(config: RunConfig, columns: Mapping[str, ColumnsOf]) -> Iterator[Finding]:
+def configured(
+    config: RunConfig, columns: Mapping[str, ColumnsOf], form: Form | None = None
+) -> Iterator[Finding]:
     """Check everything that ``config`` names.
 
     Args:
         columns: what names the columns of each section of data.
+        form: that of rows of supervised training.
     """
     try:
         model = Model(model_folder(config.model.path), config.model.trust_remote_code)
@@ -57,11 +61,16 @@ def configured(config: RunConfig, columns: Mapping[str, ColumnsOf]) -> Iterator[
 
     for key, source in (("data", config.data), ("eval.data", config.eval.data)):
         if source.source and model.path:
-            yield from data(source, key, model, columns.get(key, Columns))
+            named = columns.get(key, Columns)
+            if form and (key == "data" or form.validates):
+                yield from taught(source, key, model, form, named)
+            else:
+                yield from data(source, key, model, named)
     models = config.reward_model, config.judge
     source = config.data if config.data.source else config.eval.data
     yield from opinions(config)
-    if config.reward.target and source.source and not opinions_of(*models):
+    asks = not form and not opinions_of(*models)
+    if config.reward.target and source.source and asks:
         yield from reward(config.reward, source)
 
 
@@ -164,6 +173,26 @@ def data(
         f"{len(rows)} rows of {config.named}; of the first {len(prompts)}, "
         f"at most {longest} tokens{drops}",
     )
+
+
+def taught(
+    config: DataConfig, key: str, model: Model, form: Form, columns: ColumnsOf
+) -> Iterator[Finding]:
+    """Check that rows of supervised training can be read and encoded."""
+    try:
+        rows = load_rows(config, key, columns)
+        first = rows[:MAX_ENCODED]
+        kept, dropped, _ = form.encode(first, Codec(model), config, None, key)
+    except CouplerError as error:
+        yield from_error(key, error, f"look at {key}.source={config.named}")
+        return
+
+    longest = max(len(example) for _, example in kept)
+    drops = f", {dropped} dropped" if dropped else ""
+    text = (
+        f"{len(rows)} rows of {config.named}; of the first {len(first)}, at most {longest} tokens"
+    )
+    yield ok(key, f"{text}{drops}")
 
 
 def opinions(config: RunConfig) -> Iterator[Finding]:

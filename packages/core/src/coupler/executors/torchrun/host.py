@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +35,16 @@ def serve(launch: Launch, run_dir: Path, seconds: float) -> None:
     connection.settimeout(None)  # it ends with the process of rank 0
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     workers: dict[str, Any] = {}
+    with suppress(ValueError):  # of a thread beside the main one
+        signal.signal(signal.SIGTERM, _told_to_end)
+
     try:
         while _answer(connection, workers):
             pass
-    except (OSError, ValueError) as error:
-        if launch.rank > 1:
+    except (OSError, ValueError):
+        if launch.rank > 1 or not _is_gone(connection):
             _leave()
-        raise WorkerDied(f"rank 0, which controls the run, ended: {error}.") from None
+        raise WorkerDied("rank 0, which controls the run, ended.") from None
 
 
 def _answer(connection: socket.socket, workers: dict[str, Any]) -> bool:
@@ -73,6 +78,21 @@ def _close(workers: dict[str, Any]) -> None:
         if hasattr(worker, "close"):
             worker.close()
     open_transport.cache_clear()
+
+
+def _told_to_end(*_: Any) -> None:
+    """Torchrun ends all processes where one has ended."""
+    raise ConnectionError("torchrun ends this process")
+
+
+def _is_gone(connection: socket.socket) -> bool:
+    """Tell whether the other side has closed the connection, or died."""
+    try:
+        return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def _leave() -> None:
