@@ -65,7 +65,10 @@ def coupler_validate(config: RunConfig) -> Iterable[str]:
         ("critic.engine", config.critic.engine),
         ("reward_model.engine", config.reward_model.engine),
     ):
-        if isinstance(engine, FSDPConfig) and engine.fsdp_size and engine.ranks % engine.fsdp_size:
+        if not isinstance(engine, FSDPConfig):
+            continue
+        yield from engine.folder_problems(path)
+        if engine.fsdp_size and engine.ranks % engine.fsdp_size:
             yield (
                 f"{path}.fsdp_size={engine.fsdp_size} does not divide {path}.ranks={engine.ranks}: "
                 "set it to a divisor, or to 0: all ranks share one copy."
