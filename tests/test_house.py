@@ -18,7 +18,7 @@ KERNEL = (
     "executors/__init__.py", "executors/handle.py", "executors/local.py",
 )  # fmt: skip
 NOT_KERNEL = "worker/torch"
-MAX_KERNEL, MAX_ENTRIES, MAX_FILE, MAX_FUNCTION = 6040, 21, 400, 65
+MAX_KERNEL, MAX_ENTRIES, MAX_FILE, MAX_FUNCTION = 6240, 21, 400, 65
 START, END = "Lines, docstrings included, blank ones not:", "## How a step goes"
 STEP = 100  # lines to which the table rounds
 

@@ -148,6 +148,25 @@ def test_an_answer_is_remembered_until_a_file_changes(calls: Path) -> None:
 
 
 @pytest.mark.usefixtures("caller")
+def test_an_answer_is_of_the_sources_that_would_be_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two checkouts had one installation and one cache, and PYTHONPATH chose between
+    them: the second got the plugins of the first.
+    """
+    question = {"a": Question(Call("contained_twice:f"), ("1",), package="contained_twice")}
+    for value in (1, 2, 1):
+        folder = tmp_path / f"checkout_{value}"
+        folder.mkdir(exist_ok=True)
+        (folder / "contained_twice.py").write_text(f"def f(): return {value}\n")
+        monkeypatch.syspath_prepend(folder)
+        asked = Remembered("test.json", question, 30.0)
+        while asked.pending:
+            asked.wait()
+        assert asked.known["a"].value == value
+
+
+@pytest.mark.usefixtures("caller")
 def test_a_failure_is_remembered_until_something_is_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

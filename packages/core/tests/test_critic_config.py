@@ -174,13 +174,13 @@ BAD = [
     (
         "rollout@critic.engine=toy",
         "chooses the backend of another role: engine@critic.engine, rollout@eval.rollout, "
-        "engine@reward_model.engine, rollout@judge.rollout.",
+        "engine@teacher.engine, engine@reward_model.engine, rollout@judge.rollout.",
         "engine@critic.engine=NAME or rollout@eval.rollout=NAME",
     ),
     (
         "engine@actor=toy",
         "chooses the backend of another role: engine@critic.engine, rollout@eval.rollout, "
-        "engine@reward_model.engine, rollout@judge.rollout.",
+        "engine@teacher.engine, engine@reward_model.engine, rollout@judge.rollout.",
         "engine@critic.engine=NAME or rollout@eval.rollout=NAME",
     ),
     (

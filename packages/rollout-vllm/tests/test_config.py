@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from coupler.cli import main
+from coupler.config.checks import longest_sequence
 from coupler.config.compose import compose
 from coupler.config.schema import Job
 from coupler.engine_kit.inference.checkpoint import (
@@ -338,7 +339,8 @@ def test_sequences_that_do_not_fit_are_refused_before_the_start(
     ):
         compose(Plugins.load(), overrides, job=Job(job))
     compose(Plugins.load(), [*overrides, f"rollout.max_model_len={longest}"], job=Job(job))
-    compose(Plugins.load(), [*overrides, "rollout.max_model_len=0"], job=Job(job))
+    config = compose(Plugins.load(), [*overrides, "rollout.max_model_len=0"], job=Job(job)).config
+    assert config.rollout.for_run(longest_sequence(config, "rollout")).max_model_len >= int(longest)
     if given == ["train"]:
         assert main(["plan", *overrides]) == 2
         assert (

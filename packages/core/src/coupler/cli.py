@@ -364,6 +364,7 @@ def _composed_of_run(arguments: argparse.Namespace) -> tuple[Composed, Plugins]:
     engines = {
         "engine": written.get("engine"),
         "critic.engine": written.get("critic", {}).get("engine"),
+        "teacher.engine": written.get("teacher", {}).get("engine"),
         "reward_model.engine": written.get("reward_model", {}).get("engine"),
     }
     one_rank = [

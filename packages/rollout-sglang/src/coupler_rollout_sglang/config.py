@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 from coupler import RolloutConfig
@@ -122,7 +122,8 @@ class SGLangConfig(RolloutConfig):
     max_sequences: int = no_effect(256)
     """Most sequences that are decoded together."""
     max_model_len: int = no_effect(0)
-    """Most tokens of a prompt with its completion. 0 takes all positions of the model.
+    """Most tokens of a prompt with its completion. 0 takes as many as the run's longest
+    sequence, for which the cache must have room.
     """
     gpu_memory_gib: float = no_effect(0.0)
     """GiB on each device for weights and KV cache. CUDA graphs and activations come on
@@ -164,6 +165,11 @@ class SGLangConfig(RolloutConfig):
     @property
     def sequence_limit(self) -> tuple[str, int]:
         return "max_model_len", self.max_model_len
+
+    def for_run(self, longest: int) -> Self:
+        if self.max_model_len:
+            return self
+        return replace(self, max_model_len=longest)
 
     @property
     def adapter_limit(self) -> tuple[str, int]:

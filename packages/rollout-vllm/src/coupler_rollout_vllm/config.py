@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, Self
 
 from coupler import RolloutConfig
 from coupler.interfaces import no_effect
@@ -87,7 +87,8 @@ class VLLMConfig(RolloutConfig):
     max_batched_tokens: int = no_effect(0)
     """Most tokens of one step, with those of prompts in chunks. 0 lets vLLM choose."""
     max_model_len: int = 0
-    """Most tokens of a prompt with its completion. 0 takes all positions of the model.
+    """Most tokens of a prompt with its completion. 0 takes as many as the run's longest
+    sequence, for which the cache must have room.
     """
     gpu_memory_gib: float = no_effect(0.0)
     """GiB on each device for weights, activations and cache. 0 takes nine tenths of it.
@@ -127,6 +128,11 @@ class VLLMConfig(RolloutConfig):
     @property
     def sequence_limit(self) -> tuple[str, int]:
         return "max_model_len", self.max_model_len
+
+    def for_run(self, longest: int) -> Self:
+        if self.max_model_len:
+            return self
+        return replace(self, max_model_len=longest)
 
     @property
     def adapter_limit(self) -> tuple[str, int]:

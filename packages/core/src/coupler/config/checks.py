@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from math import inf
 from typing import Any
@@ -160,32 +160,34 @@ def _worker_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _length_problems(config: RunConfig, trains: bool, evaluates: bool) -> Iterator[str]:
-    """Yield the lengths that the rollout would cut short, or refuse when such a prompt
-    comes.
+def longest_sequence(config: RunConfig, path: str) -> int:
+    """Return the most tokens that a prompt and its completion, or an episode, can have
+    in the rollout of the section ``path``.
     """
+    lengths = _lengths(config, bool(config.data.source), bool(config.eval.data.source))
+    return max((longest for of, _, longest in lengths if of == path), default=0)
+
+
+def _lengths(config: RunConfig, trains: bool, evaluates: bool) -> list[tuple[str, str, int]]:
+    """Return sections of rollouts, the keys that bound sequences, and the bounds."""
     sampled, evaluated = config.sampling.max_tokens, config.eval.max_tokens
-    completion = "eval.max_tokens" if evaluated else "sampling.max_tokens"
+    paths = ["rollout"] * trains + [evaluating(config)] * evaluates
 
     if config.environment:
         limit = config.environment.max_tokens
         keys = "environment.max_tokens" if limit else "what environment.max_tokens=0 stands for"
-        lengths = [("rollout", keys, episode_tokens(config))]
-        if evaluates:
-            lengths.append((evaluating(config), keys, episode_tokens(config)))
-        yield from _too_long(config, lengths)
-        return
+        return [(path, keys, episode_tokens(config)) for path in paths]
 
     lengths: list[tuple[str, str, int]] = []
     if trains:
         keys = "data.max_prompt_tokens + sampling.max_tokens"
         lengths.append(("rollout", keys, config.data.max_prompt_tokens + sampled))
     if evaluates:
+        completion = "eval.max_tokens" if evaluated else "sampling.max_tokens"
         keys = f"eval.data.max_prompt_tokens + {completion}"
         longest = config.eval.data.max_prompt_tokens + (evaluated or sampled)
         lengths.append((evaluating(config), keys, longest))
-
-    yield from _too_long(config, lengths)
+    return lengths
 
 
 def episode_tokens(config: RunConfig) -> int:
@@ -196,8 +198,11 @@ def episode_tokens(config: RunConfig) -> int:
     return settings.max_tokens or max(prompts, default=0) + settings.max_turns * turn
 
 
-def _too_long(config: RunConfig, lengths: Sequence[tuple[str, str, int]]) -> Iterator[str]:
-    for path, keys, longest in lengths:
+def _length_problems(config: RunConfig, trains: bool, evaluates: bool) -> Iterator[str]:
+    """Yield the lengths that the rollout would cut short, or refuse when such a prompt
+    comes.
+    """
+    for path, keys, longest in dict.fromkeys(_lengths(config, trains, evaluates)):
         rollout = section(config, path)
         option, limit = rollout.sequence_limit if rollout else ("", 0)
         if 0 < limit < longest:

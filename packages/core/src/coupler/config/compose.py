@@ -49,9 +49,11 @@ CRITIC = "critic.engine"
 # sections that are as in the run if nothing else is chosen, and keys that call for them
 AS_THE_RUN = {
     CRITIC: (),
+    "teacher.engine": ("teacher.model.path", "teacher.models"),
     "reward_model.engine": ("reward_model.model.path",),
     "judge.rollout": ("judge.model.path",),
 }
+LIKE_THE_POLICY = (CRITIC, "teacher.engine", "reward_model.engine")
 NEEDS_VALUES = "needs:values"  # capability of an algorithm
 GIVES_VALUES = "output:values"  # capability of an engine
 TOP_P = "sampling:top_p"  # capability of a rollout
@@ -211,11 +213,11 @@ def _needs_values(plugins: Plugins, base: Mapping[str, Any]) -> bool:
 def _inherited(
     choices: Mapping[str, str], written: Mapping[str, Any], typed: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the user's options of ``engine`` for a critic or a reward model whose
-    engine is the same choice.
+    """Return the user's options of ``engine`` for a critic, a teacher or a reward model
+    whose engine is the same choice.
     """
     said = merge(written.get("engine", {}), typed.get("engine", {}))
-    same = [path for path in (CRITIC, "reward_model.engine") if choices.get(path)]
+    same = [path for path in LIKE_THE_POLICY if choices.get(path)]
     return nest([(p, said) for p in same if said and choices[p] == choices.get("engine")])
 
 

@@ -23,6 +23,7 @@ SECTIONS = {
     "environment": "environment",
     "critic.engine": "engine",
     "eval.rollout": "rollout",
+    "teacher.engine": "engine",
     "reward_model.engine": "engine",
     "judge.rollout": "rollout",
 }

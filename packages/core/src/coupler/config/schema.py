@@ -32,7 +32,7 @@ JOBS = {
 }
 OF_EPISODES = ("environment", "reward_model.engine", "judge.rollout")
 MAY_HAVE = {
-    Job.TRAIN: ("critic.engine", "eval.rollout", *OF_EPISODES),
+    Job.TRAIN: ("critic.engine", "eval.rollout", "teacher.engine", *OF_EPISODES),
     Job.SFT: (),
     Job.EVAL: OF_EPISODES,
 }
@@ -73,6 +73,37 @@ class CriticConfig:
     optimizer_steps_per_batch: int = field(default=0, metadata={"ge": 0})
     """Optimizer steps that the critic takes on each batch; 0 takes as many as the
     policy."""
+
+
+@dataclass
+class TeacherModelConfig:
+    """The folder of a teacher."""
+
+    path: str = ""
+    """The folder of a teacher with the policy's tokenizer, in Hugging Face layout, or a
+    function "pkg.mod:name" or "file.py:name" that returns one; empty has none."""
+    trust_remote_code: bool = False
+    """Run Python code that the teacher's folder brings."""
+
+
+@dataclass
+class TeacherConfig:
+    """The models that an algorithm which needs ``teacher_logprobs`` learns from.
+
+    Options that ``teacher.engine`` does not set are as in ``engine``.
+    """
+
+    engine: Any = None
+    """The backend that computes the teacher's log-probs; the policy's if none is
+    chosen."""
+    model: TeacherModelConfig = field(default_factory=TeacherModelConfig)
+    models: dict[str, str] = field(default_factory=dict)
+    """Several teachers in place of one, a folder by name; the column ``teacher`` of a
+    row names its own."""
+    prompt: str = ""
+    """A text file with {prompt} and other columns of a row, such as {answer}, which
+    teachers read in place of the prompt; without a teacher's model the policy is its
+    own teacher."""
 
 
 @dataclass
@@ -299,6 +330,7 @@ class RunConfig:
     """The backends that write the run's metrics."""
     model: ModelConfig = field(default_factory=ModelConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)

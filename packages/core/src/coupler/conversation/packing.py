@@ -101,6 +101,7 @@ def pack(
             **_parts(samples, counts),
             "temperature": np.full(len(rows), temperature, np.float32),
             "group": np.full(len(rows), group, np.int64),
+            "row": np.repeat([sample.prompt.row.index for sample in samples], counts),
             "trajectory": np.repeat(numbers, counts),
             "unit": np.repeat(numbers, counts),
             "truncated": np.repeat(truncated, counts),
@@ -148,9 +149,14 @@ def describe_parts(samples: Sequence[Sample]) -> Metrics:
 def with_origins(batch: Batch) -> Batch:
     """Add the columns that a record shows to a batch that was packed without them.
 
-    Earlier releases did so. All of their episodes had one turn.
+    Earlier releases did so. All of their episodes had one turn. A row that is not known
+    is -1.
     """
-    if batch.has("origin") or not batch.has("loss_mask", "truncated"):
+    if not batch.has("loss_mask", "truncated"):
+        return batch
+    if not batch.has("row"):
+        batch = batch.with_seqs(row=np.full(len(batch), -1))
+    if batch.has("origin"):
         return batch
 
     prompt, sampled = ORIGINS.index(Origin.PROMPT), ORIGINS.index(Origin.SAMPLED)

@@ -13,8 +13,8 @@ from coupler.config.schema import Placement
 ROLLOUT, EVAL_ROLLOUT, JUDGE = "rollout", "eval_rollout", "judge"
 # Roles whose workers are replicas, which a run can lose.
 ROLLOUTS = (ROLLOUT, EVAL_ROLLOUT, JUDGE)
-# The engine of a classifier, which never trains.
-REWARD_MODEL = "reward_model"
+# Engines of models that never train.
+REWARD_MODEL, TEACHER = "reward_model", "teacher"
 
 
 @dataclass(frozen=True, slots=True)

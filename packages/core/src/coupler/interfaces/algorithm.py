@@ -35,9 +35,10 @@ class Algorithm(ABC):
 
     Attributes:
         needs: columns that core adds before :meth:`advantages`: ``ref_logprobs``,
-            ``old_logprobs``, ``values``. With one optimizer step per batch the loss
-            gets no ``old_logprobs``, because they equal the current ones. It then uses
-            its own log-probs without gradient, and core spares the forward pass.
+            ``old_logprobs``, ``values``, ``teacher_logprobs``. With one optimizer step
+            per batch the loss gets no ``old_logprobs``, because they equal the current
+            ones. It then uses its own log-probs without gradient, and core spares the
+            forward pass.
         always: columns of ``needs`` that :meth:`advantages` or the controller reads.
             Core computes ``old_logprobs`` for them with one optimizer step per batch
             too.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from coupler.errors import CouplerError
 from coupler.interfaces.model import Model, Rank
@@ -40,6 +40,12 @@ class RolloutConfig:
         its completion. The value 0 means that no option does.
         """
         return "", 0
+
+    def for_run(self, longest: int) -> Self:
+        """Return this configuration for a run whose sequences have at most ``longest``
+        tokens, prompts included.
+        """
+        return self
 
     @property
     def adapter_limit(self) -> tuple[str, int]:

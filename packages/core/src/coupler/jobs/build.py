@@ -9,7 +9,7 @@ from functools import cached_property
 from math import inf
 from pathlib import Path
 
-from coupler.config.checks import episode_tokens
+from coupler.config.checks import episode_tokens, longest_sequence
 from coupler.config.compose import Composed
 from coupler.config.schema import DataConfig
 from coupler.conversation import Renderer
@@ -44,7 +44,7 @@ from coupler.rewards.opinions import Rewards
 from coupler.run.plan import VALUES, trained_engines
 from coupler.run.session import Session
 from coupler.system.log import PLAIN, get_logger
-from coupler.system.reads import track
+from coupler.system.reads import original, track
 from coupler.system.seeding import derive
 from coupler.worker.replica import RolloutSpec
 from coupler.worker.spec import WorkerSpec
@@ -122,6 +122,13 @@ class Builder:
 
         return EngineGroup(self.executor, spec, self.ranks("critic", config.critic.engine.ranks))
 
+    def frozen(self, role: str, engine: EngineConfig, model: Model) -> EngineGroup:
+        """Make an engine of another model than the policy's, which never trains."""
+        target = self.plugins.get("engine", engine.name).target
+        frozen = replace(model, frozen=True)
+        spec = WorkerSpec(role, target, engine, frozen, algorithm=None)
+        return EngineGroup(self.executor, spec, self.ranks(role, engine.ranks))
+
     def critic_model(self) -> Model:
         """Return the model of ``critic.model``, or the policy's, with a value head.
 
@@ -139,9 +146,14 @@ class Builder:
 
     def rollouts(self, role: str = ROLLOUT) -> RolloutGroup:
         """Make the replicas of the rollout, or of that of evaluations."""
-        config = self.config.rollout if role == ROLLOUT else self.config.eval.rollout
+        config, path = self.config.rollout, "rollout"
+        if role != ROLLOUT:
+            config, path = self.config.eval.rollout, "eval.rollout"
+        longest = longest_sequence(original(self.config), path)
+        longest = min(longest, self.codec.max_positions or longest)
+
         target = self.plugins.get("rollout", config.name).target
-        spec = RolloutSpec(target, config, self.model)
+        spec = RolloutSpec(target, config.for_run(longest), self.model)
         return RolloutGroup(self.executor, spec, self.ranks(role, config.replicas), role)
 
     def weight_sync(

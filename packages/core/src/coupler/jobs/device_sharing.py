@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from coupler.config.schema import ExecutorName, RunConfig
-from coupler.executors.placement import JUDGE, REWARD_MODEL
+from coupler.executors.placement import JUDGE
 from coupler.interfaces import Memory, Part, ShardingManager
 from coupler.loop.device_memory import Held, Holder, Residency
 from coupler.loop.engine_group import EngineGroup
@@ -70,11 +70,11 @@ def hold_trained(residency: Residency, role: str) -> AbstractAsyncContextManager
 
 def share_devices(
     config: RunConfig,
-    policy: EngineGroup,
     rollouts: RolloutGroup,
+    policy: EngineGroup,
     reference: EngineGroup | None = None,
     critic: EngineGroup | None = None,
-    *,
+    *teachers: EngineGroup,
     opinions: Asked = NOBODY,
 ) -> Residency:
     """Return the residency of a run whose roles live on the same devices.
@@ -85,14 +85,10 @@ def share_devices(
     apart = config.executor is ExecutorName.RAY
 
     holders = {"policy": _engine_holder(policy, apart), "rollout": _rollout_holder(rollouts, apart)}
-    if reference:
-        holders["reference"] = _engine_holder(reference, apart, frozenset({Held.PARAMS}))
+    for frozen in filter(None, (reference, *teachers, opinions.reward_model)):
+        holders[frozen.spec.role] = _engine_holder(frozen, apart, frozenset({Held.PARAMS}))
     if critic:
         holders["critic"] = _engine_holder(critic, apart)
-    if opinions.reward_model:
-        holders[REWARD_MODEL] = _engine_holder(
-            opinions.reward_model, apart, frozenset({Held.PARAMS})
-        )
     if opinions.judge:
         # Nothing would bring its weights back.
         holders[JUDGE] = _rollout_holder(opinions.judge, apart, frozenset({Held.KV_CACHE}))

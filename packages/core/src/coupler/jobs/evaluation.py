@@ -77,7 +77,7 @@ def make_evaluation(
         return Evaluation(builder.evaluator(scorer, prompts), residency)
 
     rollouts = builder.rollouts(EVAL_ROLLOUT)
-    residency = share_devices(builder.config, policy, rollouts)
+    residency = share_devices(builder.config, rollouts, policy)
     weights = builder.weight_sync(
         policy,
         rollouts,

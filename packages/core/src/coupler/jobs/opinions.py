@@ -25,7 +25,6 @@ from coupler.rewards.options import ScorerModelConfig, opinions_of
 from coupler.rewards.reward_model import RewardModel
 from coupler.run.plan_checks import micro_batch_room
 from coupler.worker.replica import RolloutSpec
-from coupler.worker.spec import WorkerSpec
 
 VALUES = Output("values")
 
@@ -85,7 +84,8 @@ def make_opinions(builder: Builder, found: Found, pool: RewardPool) -> Opinions:
     """
     made = Opinions(Rewards(pool))
     if found.classifier:
-        made.reward_model = _engine(builder, found.classifier[0])
+        engine = builder.config.reward_model.engine
+        made.reward_model = builder.frozen(REWARD_MODEL, engine, found.classifier[0])
         made.rewards.models["score"] = _scoring(builder, made.reward_model, *found.classifier[1:])
     if found.judge:
         made.judge = _replicas(builder, found.judge[0])
@@ -113,18 +113,6 @@ def _judging(builder: Builder, rollouts: RolloutGroup, codec: Codec, question: Q
         seed=config.seed,
         alone=config.deterministic,
     )
-
-
-def _engine(builder: Builder, model: Model) -> EngineGroup:
-    engine = builder.config.reward_model.engine
-    spec = WorkerSpec(
-        role=REWARD_MODEL,
-        engine=builder.plugins.get("engine", engine.name).target,
-        engine_config=engine,
-        model=replace(model, frozen=True),
-        algorithm=None,
-    )
-    return EngineGroup(builder.executor, spec, builder.ranks(REWARD_MODEL, engine.ranks))
 
 
 def _scoring(

@@ -16,12 +16,14 @@ from coupler.config.checks import does_evaluate
 from coupler.config.compose import Composed
 from coupler.config.schema import Job, RouterReplay, RunConfig
 from coupler.data import PromptStream, fingerprint, prompt_stream
-from coupler.interfaces import Algorithm, Output, Request
+from coupler.interfaces import Algorithm, Model, Output, Request
 from coupler.jobs.build import Builder
 from coupler.jobs.device_sharing import hold_state, hold_trained, share_devices, start
 from coupler.jobs.evaluation import Evaluation, make_evaluation
 from coupler.jobs.opinions import find_models, make_opinions
 from coupler.jobs.preflight import check_spelling, import_classes, place, report_unread
+from coupler.jobs.teacher import find_teachers, make_teachers
+from coupler.jobs.teaching import find_prompts, make_teaching
 from coupler.loop.buffer import Buffer
 from coupler.loop.device_memory import Held, Residency
 from coupler.loop.engine_group import EngineGroup
@@ -31,12 +33,13 @@ from coupler.loop.turns import OLD_LOGPROBS, warmup_steps
 from coupler.metrics import Metrics, merge
 from coupler.plugins.manager import Plugins
 from coupler.rewards.opinions import Rewards
-from coupler.run.plan import VALUES, make_plan
+from coupler.run.plan import VALUES, Plan, make_plan
 from coupler.run.run_folder import Journal
 from coupler.run.run_lock import claimed
 from coupler.run.sampling_check import SamplingCheck
 from coupler.run.saving import Saving, due
 from coupler.run.step_record import Recorder
+from coupler.run.teacher_check import TEACHER_LOGPROBS
 from coupler.system.garbage import heap_set_aside
 from coupler.system.log import PLAIN, get_logger
 
@@ -53,6 +56,25 @@ def train(composed: Composed, plugins: Plugins) -> dict[str, float]:
     check_spelling(composed, plugins, Job.TRAIN)
     with claimed(Path(composed.config.run_dir)):
         return asyncio.run(_train(Builder(composed, plugins)))
+
+
+def _announce(plan: Plan, config: RunConfig, folder: Path) -> None:
+    log.info(plan.render(), extra=PLAIN)
+    if warning := unreplayed(config, folder):
+        log.warning(warning)
+
+
+def _engines(
+    builder: Builder, plan: Plan, critic: Model | None
+) -> tuple[EngineGroup, EngineGroup | None, EngineGroup | None]:
+    """Make the engines of policy, reference and critic, as far as they are needed."""
+    refers = REFERENCE in builder.algorithm.needs and not plan.own_reference
+
+    return (
+        builder.engine("policy", trains=True),
+        builder.reference() if refers else None,
+        builder.critic(critic) if critic else None,
+    )
 
 
 def _sampler(
@@ -100,32 +122,31 @@ async def _train(builder: Builder) -> dict[str, float]:
     evaluates = does_evaluate(config, Job.TRAIN)
     held_out = builder.prompts(config.eval.data, "eval.data") if evaluates else []
     critic_model = builder.critic_model() if VALUES in algorithm.needs else None
+    taught_by, shown = find_teachers(builder, prompts), find_prompts(builder, prompts)
     asked = find_models(builder, (("data", prompts), ("eval.data", held_out)))
 
     plan = make_plan(config, len(prompts), builder.plugins, algorithm.needs)
-    log.info(plan.render(), extra=PLAIN)
-    if warning := unreplayed(config, Path(builder.model.path)):
-        log.warning(warning)
-
+    _announce(plan, config, Path(builder.model.path))
     import_classes(builder, Job.TRAIN)
     with session.running(data, found, plan) as (journal, pool):
         await place(builder, plan.workers)
-        policy, rollouts = builder.engine("policy", trains=True), builder.rollouts()
-        refers = REFERENCE in algorithm.needs and not plan.own_reference
-        reference = builder.reference() if refers else None
-        critic = builder.critic(critic_model) if critic_model else None
+        rollouts = builder.rollouts()
+        engines = policy, _, critic = _engines(builder, plan, critic_model)
+        teachers = make_teachers(builder, taught_by)
         opinions = make_opinions(builder, asked, pool)
-        residency = share_devices(config, policy, rollouts, reference, critic, opinions=opinions)
+        residency = share_devices(config, rollouts, *engines, *teachers.values(), opinions=opinions)
         scorer = builder.scorer(rollouts, opinions.rewards)
         weights = builder.weight_sync(
             policy, rollouts, prompts[0], residency, path=plan.weight_path, in_flight=plan.in_flight
         )
         evaluation = make_evaluation(builder, plan, policy, held_out, scorer, residency)
-        await start(residency, weights, policy, reference, critic, opinions=opinions)
+        await start(residency, weights, *engines, *teachers.values(), opinions=opinions)
         if evaluation:
             await evaluation.start()
 
         sampler = _sampler(config, algorithm, stream, scorer)
+        teaching = make_teaching(policy, teachers, prompts, shown, residency)
+        providers = column_providers(config, *engines, residency) | {TEACHER_LOGPROBS: teaching}
         trained = {group.spec.role: group for group in (policy, critic) if group}
         async with session.checkpoints(data) as checkpoints, builder.environment_set_up():
             steps = _Steps(builder, journal, critic, evaluation, opinions.rewards, residency, done)
@@ -137,7 +158,7 @@ async def _train(builder: Builder) -> dict[str, float]:
                 algorithm=algorithm,
                 sampler=sampler,
                 buffer=sampler.buffer,
-                providers=column_providers(config, policy, reference, critic, residency),
+                providers=providers,
                 residency=residency,
                 record=Recorder(
                     journal.run_dir / "record", config.record.every_steps, session.run

@@ -20,6 +20,7 @@ from coupler.rewards.options import opinions_of
 from coupler.rewards.worker import COMPLETIONS, KEYWORDS
 from coupler.run.checkpoint_hook import load_hook
 from coupler.run.resume import AUTO, DISABLE, is_started
+from coupler.run.teacher_check import teachers_of
 from coupler.system.targets import target_problem
 
 # The longest path, and the longest name in it, that Linux takes.
@@ -48,6 +49,10 @@ def _checks(config: RunConfig, job: Job) -> Iterator[Callable[[], object]]:
     yield partial(_check_model, config.model.path, "model.path")
     if config.critic.engine and config.critic.model.path:
         yield partial(_check_model, config.critic.model.path, "critic.model.path")
+    if job is Job.TRAIN:
+        for name, path in teachers_of(config.teacher).items():
+            key = f"teacher.models.{name}" if name else "teacher.model.path"
+            yield partial(_check_model, path, key)
     if job is not Job.SFT:
         for key, scorer in (("reward_model", config.reward_model), ("judge", config.judge)):
             if scorer.model.path:
@@ -115,9 +120,10 @@ def _check_model(path: str, key: str) -> None:
         return
 
     if key != "model.path" and not os.path.isdir(path):
-        raise ConfigError(
-            f"{key}={path[:200]} is no folder.\n  try:  leaving it out: model.path then serves"
-        )
+        instead = "leaving it out: model.path then serves"
+        if not key.startswith("critic."):
+            instead = "the folder of a downloaded model"
+        raise ConfigError(f"{key}={path[:200]} is no folder.\n  try:  {instead}")
     check_model_folder(path, key)
 
 

@@ -14,13 +14,22 @@ from coupler.config.options import in_full, section
 from coupler.config.schema import ExecutorName, Job, OnSync, Placement, RunConfig
 from coupler.conversation.choice import described
 from coupler.errors import ConfigError, PluginError
-from coupler.executors.placement import EVAL_ROLLOUT, JUDGE, REWARD_MODEL, ROLLOUT, ROLLOUTS, Role
+from coupler.executors.placement import (
+    EVAL_ROLLOUT,
+    JUDGE,
+    REWARD_MODEL,
+    ROLLOUT,
+    ROLLOUTS,
+    TEACHER,
+    Role,
+)
 from coupler.interfaces import EngineConfig, InFlight, RolloutConfig
 from coupler.loop.turns import optimizer_steps
 from coupler.plugins.backend import Backend
 from coupler.plugins.manager import Plugins
 from coupler.run.plan_checks import check, check_routes
 from coupler.run.plan_text import render
+from coupler.run.teacher_check import check_teacher, role_of, teachers_of
 from coupler.system.reads import original
 from coupler.system.words import ceil_div, count
 
@@ -199,6 +208,7 @@ def make_plan(
 
     check(plan, config, plugins)
     check_routes(config, plugins, needs, job)
+    check_teacher(config, plugins, needs, job)
     return plan
 
 
@@ -248,6 +258,8 @@ def make_workers(
     refers = "ref_logprobs" in needs and not is_own_reference(config, plugins)
     roles += [Role("reference", config.engine.ranks)] if refers else []
     roles += [Role("critic", config.critic.engine.ranks)] if VALUES in needs else []
+    roles += [Role(role_of(n), config.teacher.engine.ranks) for n in teachers_of(config.teacher)]
+
     if rollouts and config.reward_model.model.path:
         roles.append(Role(REWARD_MODEL, config.reward_model.engine.ranks))
     if rollouts:
@@ -285,10 +297,13 @@ def _described(role: Role, config: RunConfig) -> str:
         backend = section(config, SERVED_BY[role.name]).name
     elif role.name == REWARD_MODEL:
         backend = _engine(config.reward_model.engine)
+    elif role.name.startswith(TEACHER):
+        backend = _engine(config.teacher.engine)
     elif role.name == "critic":
         alone = config.critic.warmup_steps
         backend = _engine(config.critic.engine)
         backend += f", alone for the first {count(alone, 'step')}" if alone else ""
+
     return f"{role.name} ({backend})" + (f" x {role.count}" if role.count > 1 else "")
 
 

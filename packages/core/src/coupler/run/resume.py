@@ -44,6 +44,7 @@ KNOWN_TO_CORE = {
     "rollout": RolloutConfig,
     "critic.engine": EngineConfig,
     "eval.rollout": RolloutConfig,
+    "teacher.engine": EngineConfig,
     "reward_model.engine": EngineConfig,
     "judge.rollout": RolloutConfig,
 }

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from json import dumps
 from pathlib import Path
@@ -31,8 +32,8 @@ class Question:
     Attributes:
         identity: what tells this question from others, such as names and versions.
         files: files and folders on which the answer depends, beside what is imported.
-        package: the module whose files count where the call does not get to say what it
-            imported.
+        package: the module that the answer is about. Its place tells checkouts apart,
+            and its files count where the call does not get to say what it imported.
     """
 
     call: Call
@@ -42,7 +43,10 @@ class Question:
 
     @property
     def key(self) -> str:
-        told = [sys.version, sys.prefix, self.call.target, self.call.arguments, self.identity]
+        spec = _spec_of(self.package)
+        place = spec.origin if spec else ""
+        asked = (self.call.target, self.call.arguments, self.identity, place)
+        told = [sys.version, sys.prefix, *asked]
         return hashlib.sha256(dumps(told).encode()).hexdigest()
 
 
@@ -209,12 +213,17 @@ def _stamp(file: str) -> list[int]:
     return [status.st_mtime_ns, status.st_size]
 
 
+def _spec_of(package: str) -> ModuleSpec | None:
+    """Find the module or package at the top of ``package``, without importing it."""
+    try:
+        return find_spec(package.partition(".")[0]) if package else None
+    except (ImportError, ValueError, AttributeError):
+        return None
+
+
 def _files_of(package: str) -> list[str]:
     """Return the sources of a module or package, which is not imported."""
-    try:
-        spec = find_spec(package.partition(".")[0]) if package else None
-    except (ImportError, ValueError, AttributeError):
-        spec = None
+    spec = _spec_of(package)
     if spec is None:
         return []
 

@@ -1,0 +1,186 @@
+"""Ask teachers for the log-probs of the tokens that the policy sampled."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from coupler.batch import Batch
+from coupler.batch.columns import OF_ENGINES, ROUTED_EXPERTS
+from coupler.config.checks import episode_tokens
+from coupler.data import Prompt, encode_prompts
+from coupler.data.dataset import Row
+from coupler.data.templates import messages_of
+from coupler.errors import ConfigError, DataError
+from coupler.interfaces import Output
+from coupler.jobs.build import Builder
+from coupler.jobs.teacher import COLUMN
+from coupler.loop.device_memory import Held, Residency
+from coupler.loop.engine_group import EngineGroup
+from coupler.run.plan_checks import micro_batch_room
+from coupler.run.teacher_check import ALL_ROWS, TEACHER_LOGPROBS
+from coupler.system.files import DamagedFile, read_text
+from coupler.system.reads import original
+
+LOGPROBS = Output("logprobs")
+KEY = "teacher.prompt"
+# A name in braces that follows no letter or brace, as the argument of \frac{a}{b} does.
+FIELD = re.compile(r"(?<![\w}])\{([A-Za-z_]\w*)\}")
+
+
+@dataclass(frozen=True, slots=True)
+class Teaching:
+    """Provides ``teacher_logprobs``.
+
+    Attributes:
+        engines: those of teachers by name, where "" is the teacher of all rows.
+        names: the teacher of each row of the data, by the row's number.
+        prompts: the ids that a teacher reads in place of the prompt, by the number of
+            the row. It is empty where teachers read what the policy read.
+    """
+
+    engines: Mapping[str, EngineGroup]
+    names: Mapping[int, str]
+    prompts: Mapping[int, tuple[int, ...]]
+    residency: Residency
+
+    async def __call__(self, batch: Batch) -> dict[str, np.ndarray]:
+        column = np.zeros(batch.num_tokens, np.float32)
+        numbers = batch["row"].tolist()
+        names = np.array([self.names[number] if self.names else ALL_ROWS for number in numbers])
+
+        for name, group in self.engines.items():
+            rows = np.flatnonzero(names == name)
+            if not len(rows):
+                continue
+
+            asked = batch.take(rows).without(ROUTED_EXPERTS)
+            if self.prompts:
+                asked = behind(asked, [self.prompts[numbers[row]] for row in rows])
+            role = group.spec.role
+            async with self.residency(role, {role: frozenset({Held.PARAMS})}):
+                answer = await group.forward(asked, (LOGPROBS,))
+
+            mine = batch.spread(names == name) & batch["loss_mask"]
+            column[mine] = answer[LOGPROBS.name][asked["loss_mask"]]
+        return {TEACHER_LOGPROBS: column}
+
+
+def behind(batch: Batch, prompts: Sequence[tuple[int, ...]]) -> Batch:
+    """Put other prompts in front of what was sampled, and what came after it.
+
+    A prompt ends before the first token under ``loss_mask``. The tokens under it are
+    the same and come in the same order.
+    """
+    parts: list[Batch] = []
+    for row, prompt in enumerate(prompts):
+        one = batch.take([row])
+        sampled = np.flatnonzero(one["loss_mask"])
+        first = sampled[0] if len(sampled) else one.num_tokens
+        rest = {name: column[first:] for name, column in one.tokens.items()}
+        blank = {name: _blank(name, column, len(prompt)) for name, column in rest.items()}
+        blank["tokens"] = np.array(prompt, one["tokens"].dtype)
+
+        tokens = {name: np.concatenate([blank[name], column]) for name, column in rest.items()}
+        length = len(tokens["tokens"])
+        parts.append(Batch(np.array([length]), tokens, one.seqs))
+    return Batch.concat(parts)
+
+
+def _blank(name: str, column: np.ndarray, length: int) -> np.ndarray:
+    made = np.zeros((length, *column.shape[1:]), column.dtype)
+    return made - 1 if name in OF_ENGINES else made
+
+
+def find_prompts(builder: Builder, prompts: Sequence[Prompt]) -> dict[int, tuple[int, ...]]:
+    """Encode what ``teacher.prompt`` shows a teacher in place of each prompt.
+
+    Raises:
+        ConfigError: the file cannot be read, or a field of it is no column of a row.
+        DataError: a teacher would read more tokens than it or its engine takes.
+    """
+    config = original(builder.config)
+    if not config.teacher.prompt:
+        return {}
+
+    text = _read(config.teacher.prompt)
+    rows = [_shown(prompt.row, text) for prompt in prompts]
+    whole = replace(config.data, max_prompt_tokens=2**31, drop_overlong=False)
+    encoded, _ = encode_prompts(rows, builder.codec, whole)
+    found = {prompt.row.index: prompt.ids for prompt in encoded}
+
+    limits = [builder.codec.max_positions or 0]
+    for path, engine in (("engine", config.engine), ("teacher.engine", config.teacher.engine)):
+        room = micro_batch_room(engine, path) if engine else None
+        limits.append(room.tokens if room else 0)
+    most = min((limit for limit in limits if limit), default=2**31)
+
+    for prompt in prompts:
+        longest = len(found[prompt.row.index]) + _rest(builder, prompt)
+        if longest > most:
+            raise DataError(
+                f"{KEY}={config.teacher.prompt} makes sequences of up to {longest} tokens of row "
+                f"{prompt.row.index} (from 0), and the teacher takes {most}.\n"
+                "  try:  a shorter text, or a larger max_tokens_per_gpu of its engine"
+            )
+    return found
+
+
+def _rest(builder: Builder, prompt: Prompt) -> int:
+    """Return the most tokens that can follow a prompt."""
+    config = original(builder.config)
+    if config.environment:
+        return episode_tokens(config) - len(prompt.ids)
+    return config.sampling.max_tokens
+
+
+def _read(path: str) -> str:
+    try:
+        text = read_text(Path(path))
+    except DamagedFile as error:
+        raise ConfigError(f"{KEY}={path}: {error}") from None
+    if "prompt" not in FIELD.findall(text):
+        raise ConfigError(
+            f"{KEY}={path} has no field {{prompt}}: the teacher would not see the task.\n"
+            "  write:  {prompt} where it belongs"
+        )
+    return text
+
+
+def _shown(row: Row, text: str) -> Row:
+    """Return a row whose prompt, or its last message, is ``text`` with columns in its
+    fields.
+    """
+    *before, last = messages_of(row.prompt, "")
+    said = str(last.get("content") or "")
+    values = {**row.as_mapping(), "prompt": said}
+    missing = [name for name in FIELD.findall(text) if name not in values]
+    if missing:
+        raise ConfigError(
+            f"{KEY} has a field {{{missing[0]}}}, which row {row.index} (from 0) has no column "
+            f"for.\n  it has:  {', '.join(sorted(values))}; text in braces is written with a "
+            "space, as in { x }"
+        )
+
+    filled = FIELD.sub(lambda found: str(values[found[1]]), text)
+    if isinstance(row.prompt, str):
+        return replace(row, prompt=filled)
+    return replace(row, prompt=[*before, {**last, "content": filled}])
+
+
+def make_teaching(
+    policy: EngineGroup,
+    teachers: Mapping[str, EngineGroup],
+    prompts: Sequence[Prompt],
+    shown: Mapping[int, tuple[int, ...]],
+    residency: Residency,
+) -> Teaching:
+    """Make what asks the teachers, or the policy where there are none."""
+    names: dict[int, str] = {}
+    if teachers.keys() - {ALL_ROWS}:
+        names = {prompt.row.index: str(prompt.row.extra[COLUMN]) for prompt in prompts}
+    return Teaching(teachers or {ALL_ROWS: policy}, names, shown, residency)
