@@ -119,6 +119,12 @@ def test_a_hook_never_ends_a_run(
         ("checkpoint.load_contents=[hf_model]", "has 'hf_model'", "model, optimizer, extra"),
         ("checkpoint.hook=hooks.py:absent", "checkpoint.hook=hooks.py:absent", "absent"),
         ("checkpoint.hook=hooks.py:number", "is no function", "folder"),
+        (
+            "engine.lora_adapter_path=nowhere engine.lora_rank=4",
+            "engine.lora_adapter_path=nowhere has no adapter_config.json",
+            "folder that PEFT saved",
+        ),
+        ("engine.target_modules=[q_proj]", "engine.target_modules needs", "lora_rank above 0"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(
@@ -133,7 +139,7 @@ def test_what_cannot_be_is_refused_before_anything_starts(
     monkeypatch.chdir(tmp_path)
     write_inputs(tmp_path)
     (tmp_path / "hooks.py").write_text(HOOKS)
-    assert main([*arguments("sft", model, tmp_path, tmp_path / "run"), option]) == 2
+    assert main([*arguments("sft", model, tmp_path, tmp_path / "run"), *option.split()]) == 2
     shown = capsys.readouterr().err
     assert said in shown and fix in shown and "Traceback" not in shown
     assert not (tmp_path / "run").exists()

@@ -128,3 +128,18 @@ def test_one_engine_goes_on_where_the_other_saved(
     assert norms[1] == pytest.approx(norms[0], rel=1e-5) and norms[2] == norms[0]
     assert_near(weights[1], weights[0], 1e-5)
     assert_near(weights[2], weights[0], 0)
+
+
+def test_engines_train_one_adapter(
+    model: Callable[[str], TransformersReference], start: Start
+) -> None:
+    """The same seed and batches give the same A and B after three steps."""
+    reference = model("dense")
+    batches = [weighted(make_batch(reference, seed=seed)) for seed in range(3)]
+    found = []
+    for layout in (FSDP2, TENSOR2):
+        world = start(layout, reference.folder, eps=1e-2, **LORA)
+        for index, batch in enumerate(batches):
+            step(world, batch, index)
+        found.append(world.adapter_weights())
+    assert_near(found[1], found[0], 1e-5)

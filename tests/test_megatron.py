@@ -275,3 +275,29 @@ def test_the_profiled_step_left_a_trace_and_no_other_did(trained: Path) -> None:
     assert any(
         "mm" in event.get("name", "") for event in json.loads(path.read_text())["traceEvents"]
     )
+
+
+def test_an_adapter_is_trained_exported_and_its_own_reference(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """GRPO with LoRA, from a checkpoint of engine=fsdp under the same options."""
+    lora = ("engine.lora_rank=4", "engine.lr=3e-2", "algorithm.kl=in_reward")
+    first = run("train", model, tmp_path / "first" / "run", *lora, "steps=1")
+    capsys.readouterr()
+    start = f"checkpoint.resume={first / 'checkpoints' / 'step_1'}"
+    folder = run("train", model, tmp_path / "run", "engine=megatron", *lora, start)
+    shown = capsys.readouterr().out
+    assert "reference" not in shown and "is of another configuration: policy as it was" in shown
+    lines = metrics(folder)[1:]
+    assert [line["step"] for line in lines][-1] == 3
+    assert all(line["train_infer/abs_diff"] < 1e-5 for line in lines)
+    assert all(line["kl_ref"] > 0 for line in lines), "what fsdp trained is there"
+
+    adapter = load_file(folder / "export" / "adapter" / "adapter_model.safetensors")
+    base, merged = (load_file(path / "model.safetensors") for path in (model, folder / "export"))
+    for name, tensor in merged.items():
+        stem = f"base_model.model.{name.removesuffix('.weight')}"
+        update = 0.0
+        if f"{stem}.lora_A.weight" in adapter:
+            update = adapter[f"{stem}.lora_B.weight"] @ adapter[f"{stem}.lora_A.weight"]
+        torch.testing.assert_close(tensor, base[name] + update, atol=1e-6, rtol=0)

@@ -4,6 +4,7 @@ reference.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,8 @@ import torch
 from helpers import WANT, arrays, info, loss, make_batch, make_engine, reference, worst
 
 from coupler.engine_kit.lora_names import names_of
+from coupler.engine_kit.peft_folder import write_adapter
+from coupler.errors import CouplerError
 from coupler.interfaces import EVERYTHING, Output
 from coupler_engine_fsdp.config import FSDPConfig
 from coupler_engine_fsdp.engine import FSDPEngine
@@ -148,3 +151,54 @@ def test_a_checkpoint_holds_the_adapter_alone(
         results.append((one.step(), arrays(one.weights())))
     assert results[0][0] == results[1][0]
     assert worst(results[1][1], results[0][1]) == 0
+
+
+def peft(folder: Path, **changes: object) -> Path:
+    """Write an adapter of rank 4 for two maps of ``qwen2``, with a changed file."""
+    names = [f"model.layers.{i}.self_attn.q_proj.weight" for i in range(2)]
+    pairs = {}
+    for name in names:
+        pairs |= dict(zip(names_of(name), (torch.ones(4, 48), torch.ones(48, 4)), strict=True))
+    write_adapter(pairs.items(), folder, "", write=True)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**config, **changes}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "what"),
+    [
+        ({"r": 8}, {}, "engine.lora_rank=4 and the adapter .* has rank 8"),
+        ({"use_dora": True}, {}, "is no plain LoRA: use_dora=True"),
+        ({"peft_type": "IA3"}, {}, "is no plain LoRA: peft_type=IA3"),
+        ({"lora_alpha": None}, {}, "holds no adapter of PEFT"),
+        ({}, {"target_modules": ["k_proj"]}, r"try:  engine.target_modules=\[q_proj\]"),
+    ],
+)
+def test_a_folder_that_does_not_fit_is_refused(
+    changes: dict[str, object],
+    settings: dict[str, object],
+    what: str,
+    folder_of: Folder,
+    tmp_path: Path,
+) -> None:
+    path = peft(tmp_path / "peft", **changes)
+    settings = {"target_modules": ["q_proj"], **settings}
+    with pytest.raises(CouplerError, match=what):
+        make_engine(folder_of("qwen2"), lora_rank=RANK, lora_adapter_path=str(path), **settings)
+
+
+def test_the_scale_of_a_folder_is_its_own(folder_of: Folder, tmp_path: Path) -> None:
+    """Rank-stabilised adapters too: lora_alpha / sqrt(r)."""
+    plain = arrays(make_engine(folder_of("qwen2")).weights())
+    for alpha, stable, scale in ((8, False, 2.0), (8, True, 4.0)):
+        path = peft(tmp_path / str(stable), lora_alpha=alpha, use_rslora=stable)
+        engine = make_engine(
+            folder_of("qwen2"),
+            lora_rank=RANK,
+            target_modules=["q_proj"],
+            lora_adapter_path=str(path),
+        )
+        for name, tensor in engine.weights():
+            update = scale * 4 if name.endswith("q_proj.weight") else 0.0
+            np.testing.assert_allclose(tensor, plain[name] + update, atol=1e-5, err_msg=name)

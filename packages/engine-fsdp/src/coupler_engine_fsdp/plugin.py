@@ -73,6 +73,7 @@ def coupler_validate(config: RunConfig) -> Iterable[str]:
         ("reward_model.engine", config.reward_model.engine, config.reward_model.model.path),
     ):
         if isinstance(engine, FSDPConfig):
+            yield from engine.folder_problems(path)
             for what, fix in problems(engine, engine.ranks, read_heads(Path(folder)), path):
                 yield f"{what}: {fix}."
 

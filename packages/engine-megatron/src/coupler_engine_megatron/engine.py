@@ -369,7 +369,7 @@ class MegatronEngine(Engine):
                     read = self.adapter.reading(partial(saved.tensor, state))
                     self.trained.fill(read, partial(self._put, state))
             if self._optimizer is not None:
-                steps = saved.num_steps
+                steps = saved.num_steps if Part.OPTIMIZER in what else None
                 with self._platform():
                     self._optimizer.resume(self._optimizer.num_steps if steps is None else steps)
 

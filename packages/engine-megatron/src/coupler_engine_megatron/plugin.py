@@ -63,6 +63,7 @@ def coupler_validate(config: RunConfig) -> Iterable[str]:
         ("reward_model.engine", config.reward_model.engine, scorer),
     ):
         if isinstance(engine, MegatronConfig):
+            yield from engine.folder_problems(path)
             for what, fix in problems(engine, engine.ranks, read_shape(Path(folder)), path):
                 yield f"{what}: set {fix}."
     shape = read_shape(Path(config.model.path))

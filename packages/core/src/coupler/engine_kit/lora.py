@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from coupler.engine_kit.adamw import AdamWConfig
 from coupler.errors import ConfigError
@@ -54,6 +55,19 @@ class LoRAConfig(AdamWConfig):
             target == ALL or module == target or module.endswith(f".{target}")
             for target in self.target_modules
         )
+
+    def folder_problems(self, path: str) -> Iterator[str]:
+        """Say if ``lora_adapter_path`` is no folder of PEFT.
+
+        Args:
+            path: the place of this configuration in that of the run.
+        """
+        folder = Path(self.lora_adapter_path)
+        if self.lora_adapter_path and not (folder / "adapter_config.json").is_file():
+            yield (
+                f"{path}.lora_adapter_path={folder} has no adapter_config.json: set it to a "
+                "folder that PEFT saved, or to the adapter folder of an export."
+            )
 
     def check_targets(self, weights: Iterable[str]) -> None:
         """Refuse a target that no linear map is called.

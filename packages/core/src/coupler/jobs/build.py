@@ -131,7 +131,8 @@ class Builder:
     def frozen(self, role: str, engine: EngineConfig, model: Model) -> EngineGroup:
         """Make an engine of another model than the policy's, which never trains."""
         target = self.plugins.get("engine", engine.name).target
-        spec = WorkerSpec(role, target, engine, replace(model, frozen=True), algorithm=None)
+        frozen = replace(model, frozen=True)
+        spec = WorkerSpec(role, target, engine, frozen, algorithm=None)
         return EngineGroup(self.executor, spec, self.ranks(role, engine.ranks))
 
     def critic_model(self) -> Model:
