@@ -1,4 +1,4 @@
-"""Score a greedy episode beside those of a prompt, for algorithms that compare it."""
+"""Score a greedy episode of each prompt, for algorithms that compare with it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,12 @@ class GreedyScorer(Scorer):
     """
 
     def __init__(self, scorer: Scorer) -> None:
-        super().__init__(scorer.rollouts, scorer.rewards, scorer.codec, scorer.episodes)
+        super().__init__(
+            scorer.rollouts,
+            scorer.rewards,
+            scorer.codec,
+            scorer.episodes,
+        )
         self.names = scorer.names
 
     async def sample(
