@@ -52,12 +52,13 @@ comma := ,
 KIT := --pyargs coupler.testing.conformance
 KIT_core := --coupler engine=toy --coupler rollout=toy --coupler algorithm=toy --coupler transport=inproc \
   --coupler transport=disk --coupler transport=tcp --coupler sharding=stream --coupler tracker=jsonl --coupler tracker=console
-KIT_engine-fsdp := --coupler engine=fsdp --coupler rollout=hf --coupler transport=nccl
+KIT_engine-fsdp := --coupler engine=fsdp --coupler engine=fsdp,sequence_parallel=2 --coupler rollout=hf --coupler transport=nccl
 # Plain, and in each of these layouts: settings, and models of the kit, with commas between them; further ones are in
 # the package's own suite. LAYOUTS=tensor_parallel=4 on the command line tries another.
 LAYOUTS := tensor_parallel=2,pipeline_parallel=2 context_parallel=2 moe,expert_parallel=2
 KIT_engine-megatron := --coupler engine=megatron $(addprefix --coupler engine=megatron$(comma),$(LAYOUTS))
 KIT_algos := --coupler algorithm=grpo --coupler algorithm=rloo --coupler algorithm=ppo --coupler algorithm=sft \
+  --coupler algorithm=dpo --coupler algorithm=dpo,loss=ipo --coupler algorithm=kto --coupler algorithm=reward_model \
   --coupler algorithm=grpo,ratio=geometric,opsm_delta=0.1 --coupler algorithm=grpo,shape=gate,clip_low=0,clip_high=0 \
   --coupler algorithm=grpo,shape=detached_clip,whiten=true,correction_cap=2,correction=mask
 TOOLS := packages/agents/tests/kit_tools.py

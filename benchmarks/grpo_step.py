@@ -87,7 +87,7 @@ def options(args: argparse.Namespace, folder: Path) -> list[str]:
         "data.max_prompt_tokens": PROMPT,
         "reward.target": f"{TASK}:score", "sampling.max_tokens": args.tokens,
         "run_dir": folder / "run",
-        "trackers": "[jsonl]", "checkpoint.export": "false", "checkpoint.optimizer": "false",
+        "trackers": "[jsonl]", "checkpoint.export": "false", "checkpoint.contents": "[model,extra]",
         "steps": args.steps,
         "prompts_per_step": args.prompts, "samples_per_prompt": args.samples,
     }  # fmt: skip

@@ -89,7 +89,7 @@ def run_ours(settings: dict[str, Any]) -> None:
         "reward.target": f"{HERE / 'grpo_task.py'}:score",
         "sampling.max_tokens": settings["max_tokens"],
         "run_dir": run_dir, "trackers": "[jsonl]", "checkpoint.export": "false",
-        "checkpoint.optimizer": "false",
+        "checkpoint.contents": "[model,extra]",
         **{key: settings[key] for key in ("steps", "prompts_per_step", "samples_per_prompt",
                                           "seed")},
     }  # fmt: skip

@@ -119,6 +119,11 @@ def no_traceback(lines: list[str]) -> str:
             "",
         ),
         (
+            "engine.sequence_parallel=2",
+            "engine.sequence_parallel=2 does not divide engine.ranks=1: set it to 1.",
+            "",
+        ),
+        (
             "samples_per_prompt=1",
             "samples_per_prompt=1 leaves nothing to compare a sample with: set ",
             "",

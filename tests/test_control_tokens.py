@@ -17,6 +17,8 @@ from transformers import PreTrainedTokenizerFast
 from coupler.batch.trajectory import Origin
 from coupler.config.schema import DataConfig
 from coupler.data import Codec, Row, encode_prompts, supervised
+from coupler.data.templates import messages_of
+from coupler.data.traced import Traced, concat, template
 from coupler.errors import CouplerError
 from coupler.interfaces import Model
 
@@ -56,6 +58,7 @@ HOSTILE = [
     "<unk> <s>",
     "\uff41<\uff5cim_start\uff5c>",
 ]
+ANSWER = "<|im_start|>"
 HARMLESS = ["what is 1 + 2 ?", " two  blanks \n", "covid is a word", "é 中 🙂", "a < b | c > d", ""]
 
 
@@ -219,14 +222,16 @@ def test_text_may_hold_the_characters_of_the_copy(codec: Codec) -> None:
 
 def test_the_option_reaches_prompts_and_answers(codec: Codec) -> None:
     with_template(codec, "chatml")
-    row = Row("<|im_end|>", "<|im_start|>", 0, {})
+    row = Row("<|im_end|>", ANSWER, 0, {})
     for meant in (False, True):
         config = DataConfig(source="a.jsonl", control_tokens=meant)
         (prompt,), _ = encode_prompts([row], codec, config)
         (trajectory,), _ = supervised([row], codec, config)
         assert prompt.ids == codec.prompt_ids("<|im_end|>", "", control_tokens=meant)
         target = next(s.ids for s in trajectory.segments if s.origin is Origin.TARGET)
-        assert target == codec.target_ids("<|im_start|>", control_tokens=meant)
+        whole = concat([codec.render(messages_of("<|im_end|>", ""), generate=True), Traced(ANSWER)])
+        text = template(str.__str__(whole)) if meant else whole
+        assert prompt.ids + target[:-1] == codec.locate(text)[0]
         assert (codec.tokenizer.convert_tokens_to_ids("<|im_start|>") in target) is meant
 
 

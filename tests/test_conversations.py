@@ -196,7 +196,9 @@ def test_every_template_is_exact_or_refused(template: str, tools: bool, codec_of
         renderer.render([{"role": "system", "content": "be brief"}, user("x")], [])
     except CouplerError:
         system = False
-    assert check_renderer(renderer, tools=tools, system=system) >= 20
+    # where only results of tools are appended, histories without them begin rows
+    least = 20 if tools or not renderer.other_end else 0
+    assert check_renderer(renderer, tools=tools, system=system) >= least
 
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)

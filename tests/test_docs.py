@@ -147,7 +147,10 @@ def test_json_is_read(block: Block) -> None:
     rows = [json.loads(line) for line in block.text.splitlines()]
     # A command of the page maps columns of other names.
     mapped = f"data.source={block.title} data.columns." in block.page.read_text()
-    assert mapped or all(row["prompt"] and row["answer"] for row in rows)
+    answered = [row.get("answer") or row.get("chosen") or row.get("completion") for row in rows]
+    asked = [row.get("prompt") or isinstance(row.get("chosen"), list) for row in rows]
+    told = all(row.get("messages") for row in rows)
+    assert mapped or told or (all(asked) and all(answered))
 
 
 @of_language("toml")
@@ -183,6 +186,7 @@ def check(words: list[str], block: Block, patch: pytest.MonkeyPatch, capfd: Any)
         "pip": check_pip,
         "pytest": check_pytest,
         "python": check_python,
+        "torchrun": check_torchrun,
     }
     if program == "coupler":
         check_coupler(words[1:], block, capfd)
@@ -239,6 +243,12 @@ def check_pytest(words: list[str], block: Block) -> None:
     )
     assert words[0] == "--pyargs" and importlib.util.find_spec(words[1]), block.place
     assert {word for word in words[2:] if word.startswith("--")} <= declared, block.place
+
+
+def check_torchrun(words: list[str], block: Block) -> None:
+    """The command behind torchrun is one of ours, as far as its words go."""
+    assert words[1:3] == ["-m", "coupler"] and words[0].startswith("--nproc-per-node="), block.place
+    assert cli._parse(words[3:]).command
 
 
 def check_python(words: list[str], block: Block) -> None:

@@ -93,6 +93,11 @@ def test_good_rows_are_described(findings: Findings) -> None:
             "data.sampler_args: low=2 must be below high=1.0",
         ),
         ([{"prompt": "a", "answer": ""}], ("algorithm=sft",), "has an empty answer: there is"),
+        (
+            [{"messages": [{"role": "assistant", "content": "a"}]}],
+            ("algorithm=sft",),
+            "a conversation: it begins with a message of the assistant",
+        ),
     ],
 )
 def test_what_a_run_would_refuse_is_a_problem(
@@ -198,3 +203,13 @@ def test_without_a_model_or_rows_it_says_so(
     assert "model.path is not set: lengths" in capsys.readouterr().out
     assert main(["doctor", "data", f"data.source={tmp_path}/no.jsonl"]) == 2
     assert "there is no file" in capsys.readouterr().out
+
+
+def test_conversations_of_supervised_training_are_encoded(findings: Findings) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    thought = [messages[0], {**messages[1], "reasoning_content": "because"}]
+    rows = [{"messages": messages}, {"messages": thought}]
+    found = findings(rows, "algorithm=sft")
+    texts = [finding["text"] for finding in found]
+    assert any(text.startswith("2 examples of ") and " tokens train " in text for text in texts)
+    assert any("shows no reasoning of 1 answers" in text for text in texts)

@@ -208,7 +208,7 @@ def test_several_optimizer_steps_evaluations_and_checkpoints(model: Path, tmp_pa
         "optimizer_steps_per_batch=2", "engine.lr=1e-3",
         f"eval.data.source={tmp_path / 'rows.jsonl'}", "eval.data.max_prompt_tokens=64",
         "eval.every_steps=2",
-        "eval.at_start=true", "checkpoint.every_steps=1", "checkpoint.optimizer=false",
+        "eval.at_start=true", "checkpoint.every_steps=1", "checkpoint.contents=[model,extra]",
         "checkpoint.export=false",
     )  # fmt: skip
     _, *steps = metrics(folder)

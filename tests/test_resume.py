@@ -47,6 +47,9 @@ MORE = (
     "record.every_steps=1",
 )
 
+# Supervised training on pairs of the same rows.
+DPO = ("algorithm=dpo", "data.columns.chosen=answer", "data.columns.rejected=prompt")
+
 TOY = (
     "engine=toy", "engine.lr=0.1", "rollout=toy", "algorithm=toy", "data.max_prompt_tokens=64",
     "steps=2",
@@ -59,6 +62,8 @@ def command(
     job: str, model: Path, run_dir: Path, *overrides: str, inputs: Path | None = None
 ) -> list[str]:
     inputs = inputs or run_dir.parent
+    if job == "dpo":
+        job, overrides = "sft", (*DPO, *overrides)
     more = [text.replace("=rows", f"={inputs}/rows") for text in MORE]
     more = more if job == "train" else ["steps=6", "checkpoint.every_steps=2"]
     return [*arguments(job, model, inputs, run_dir), *more, *overrides]
@@ -134,7 +139,7 @@ def used_once(run_dir: Path, steps: int, *, lost: bool = False) -> None:
 def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Runs that nothing interrupted."""
     folders = {}
-    for job in ("train", "sft"):
+    for job in ("train", "sft", "dpo"):
         folder = tmp_path_factory.mktemp(job)
         write_inputs(folder)
         assert main(command(job, model, folder / "run")) == 0
@@ -157,7 +162,7 @@ def started(forks: Forks, given: list[str], run_dir: Path) -> int:
     return process
 
 
-@pytest.mark.parametrize("job", ["train", "sft"])
+@pytest.mark.parametrize("job", ["train", "sft", "dpo"])
 def test_kills_at_random_instants_change_nothing(
     job: str, model: Path, whole: dict[str, Path], forks: Forks, tmp_path: Path
 ) -> None:
@@ -863,7 +868,7 @@ def test_a_resume_without_an_optimizer_says_so(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_inputs(tmp_path)
-    given = [*command("sft", model, tmp_path / "run"), "checkpoint.optimizer=false"]
+    given = [*command("sft", model, tmp_path / "run"), "checkpoint.contents=[model,extra]"]
     assert main([*given, "steps=2"]) == 0
     assert "holds no optimizer" not in capsys.readouterr().out
     assert main([*given, "steps=3"]) == 0

@@ -24,10 +24,10 @@ from dataclasses import dataclass
 import numpy as np
 from tests.faults import run
 
-from coupler.builtin.transports.gate import PROOF_BYTES, proof_of
 from coupler.builtin.transports.torch.tcp import TcpTransport
 from coupler.engine_kit.rendezvous import keep_port, store_of
 from coupler.interfaces import Rank, WeightUpdate
+from coupler.system.gate import PROOF_BYTES, proof_of
 
 # a gate that is flooded may drop a peer, which comes again after a moment
 LATE_S = 20.0

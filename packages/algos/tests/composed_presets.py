@@ -15,7 +15,9 @@ from coupler_algos.ppo import PPO
 from coupler_algos.rloo import RLOO
 
 NAMES = sorted(
-    file.stem for file in Path(coupler_algos.conf.__path__[0], "algorithm").glob("*.yaml")
+    file.stem
+    for file in Path(coupler_algos.conf.__path__[0], "algorithm").glob("*.yaml")
+    if "[dpo," not in file.read_text()
 )
 CLASSES = {"grpo": GRPO, "rloo": RLOO, "ppo": PPO}
 REQUIRED = ("engine=toy", "rollout=toy", "model.path=m", "data.source=d", "reward.target=a:b")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import e, exp, log
 
 import numpy as np
@@ -275,6 +276,38 @@ def test_clip_cov_draws_evenly() -> None:
     assert np.abs(np.bincount(found // 1000) - 100).max() < 40
     drawn = (logprobs - logprobs.mean())[found] * advantages[found]
     assert abs(drawn.mean() - 3) < 0.05
+
+
+def test_opd_takes_the_teachers_opinion_of_each_token_for_its_advantage() -> None:
+    """Log-probs were -1. The first token is likelier by 0.5 to the teacher, and the
+    second by as much less likely. Rewards count nothing, and NaN in a prompt neither.
+    """
+    policy, batch = algorithm("opd"), batch_of()
+    teacher = np.full(9, np.nan)
+    teacher[batch["loss_mask"]] = [-0.5, -1.5, -1, -3, -1, -2]
+    given = batch.with_tokens(teacher_logprobs=teacher)
+    advantages = policy.advantages(given)["advantages"]
+    assert advantages.tolist() == [0, 0.5, -0.5, 0, 0, 0, -2, 0, -1]
+
+    loss, grad, metrics, weights = losses_of(
+        policy, advantages=advantages, teacher_logprobs=teacher
+    )
+    first, second, third, fourth = exp(0.1), exp(0.5), exp(0.2), exp(0.3)
+    expected = [-0.5 * first, 0.5 * second, 0, 2 * third, 0, fourth]
+    assert (loss, grad) == (near(expected), near(expected))
+    moved = (0.1 - 0.5) + (0.5 + 0.5) + (-0.9 + 0) + (0.2 + 2) + (-0.2 + 0) + (0.3 + 1)
+    assert metrics["kl_teacher"] == pytest.approx(moved / 6)
+    assert weights.tolist() == pytest.approx([1 / 6] * 6)
+
+
+def test_a_teacher_beside_rewards_is_weighed_by_two_coefficients() -> None:
+    policy = algorithm("opd", "algorithm.teacher_coef=0.5", "algorithm.reward_coef=2")
+    batch = batch_of(teacher_logprobs=np.full(9, -1.5))
+    batch = replace(batch, seqs={**batch.seqs, "group": np.zeros(3, np.int64),
+                                 "reward": np.array([0, 1, 5], np.float32)})  # fmt: skip
+    advantages = policy.advantages(batch)["advantages"]
+    # The mean of the group is 2.
+    assert advantages[[1, 4, 6]].tolist() == [2 * -2 - 0.25, 2 * -1 - 0.25, 2 * 3 - 0.25]
 
 
 def test_the_constants_of_gmpo_are_those_of_its_paper() -> None:

@@ -110,6 +110,38 @@ class MultipliesByTheMask(toy.ToyEngine):
         )
 
 
+def first_of_second_halves(batch):
+    """Mark the token of each sequence that comes just after its middle."""
+    marks = np.zeros(batch.num_tokens, bool)
+    marks[batch.starts[:-1] + batch.lengths // 2] = True
+    return marks
+
+
+@fault("test_log_probs_wherever_a_row_is_cut")
+class LosesTheTargetBeyondACut(toy.ToyEngine):
+    def forward(self, batch, want):
+        done = super().forward(batch, want)
+        kept = ~first_of_second_halves(batch)
+        return batch.with_tokens(**{o.name: done[o.name] * kept for o in want})
+
+
+@fault("test_gradient_wherever_a_row_is_cut")
+class CountsTokensAtACutTwice(toy.ToyEngine):
+    def forward_backward(self, batch, want, loss, step):
+        twice = batch["loss_weight"] * (1 + first_of_second_halves(batch))
+        batch = batch.with_tokens(loss_weight=twice.astype(np.float32))
+        return super().forward_backward(batch, want, loss, step)
+
+
+@fault("test_a_sequence_that_its_ranks_do_not_hold_is_refused")
+class CutsSequencesThatAreTooLong(toy.ToyEngine):
+    def forward_backward(self, batch, want, loss, step):
+        room = self.config.max_tokens_per_gpu
+        return super().forward_backward(
+            batch.take(np.flatnonzero(batch.lengths <= room)), want, loss, step
+        )
+
+
 @fault("test_a_gradient_that_is_not_finite_is_not_applied")
 class CountsSkippedSteps(toy.ToyEngine):
     def step(self) -> StepResult:

@@ -150,7 +150,7 @@ def test_help_leads_to_the_options(command: str, capsys: pytest.CaptureFixture[s
         main([command, "--help"])
     shown = capsys.readouterr().out
     for text in (
-        "sections: model, critic, data,",
+        "sections: model, critic, teacher, data,",
         "engine, rollout, algorithm",
         "  coupler config explain sampling",
     ):

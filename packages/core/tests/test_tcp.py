@@ -13,10 +13,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from coupler.builtin.transports.gate import LENGTH
 from coupler.builtin.transports.torch.tcp import TcpTransport
 from coupler.errors import WaitTimeout, WeightSyncError
 from coupler.interfaces import Endpoint, Named, Rank, WeightUpdate
+from coupler.system.gate import LENGTH
 
 
 def update_of(transport: TcpTransport, deadline_s: float = 5.0) -> WeightUpdate:

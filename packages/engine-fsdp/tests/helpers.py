@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -50,6 +51,8 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         moe_intermediate_size=16,
         tie_word_embeddings=False,
     ),  # no multiple of 2 or 4 either
+    "six-heads": Qwen2Config(**{**SHAPE, "num_attention_heads": 6}, tie_word_embeddings=False),
+    "eight-heads": Qwen2Config(**{**SHAPE, "num_attention_heads": 8}, tie_word_embeddings=False),
     "wide": Qwen3Config(
         **SHAPE, head_dim=64, tie_word_embeddings=False
     ),  # as flash-attn-4 takes them
@@ -71,12 +74,27 @@ def write_model(folder: Path, config: PreTrainedConfig, max_shard_size: str = "5
     return folder
 
 
-def make_engine(folder: Path, rank: Rank | None = None, **settings: object) -> FSDPEngine:
+def make_engine(
+    folder: Path, rank: Rank | None = None, *, frozen: bool = False, **settings: object
+) -> FSDPEngine:
     engine = FSDPEngine(
-        FSDPConfig(**{"gradient_checkpointing": False, **settings}), Model(str(folder))
+        FSDPConfig(**{"gradient_checkpointing": False, **settings}),
+        Model(str(folder), frozen=frozen),
     )
     engine.setup(rank or Rank())
     return engine
+
+
+def parameter_bytes(engine: FSDPEngine) -> dict[str, int]:
+    """Bytes of the parameters that this rank holds, masters included, by dtype."""
+    held = {id(p): p for p in engine.policy.parameters()}
+    held |= {id(p): p for pair in engine.masters.pairs.values() for p in pair}
+    found: dict[str, int] = {}
+    for parameter in held.values():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        name = str(local.dtype)
+        found[name] = found.get(name, 0) + local.nbytes
+    return found
 
 
 def make_batch(count: int = 10, seed: int = 0) -> Batch:

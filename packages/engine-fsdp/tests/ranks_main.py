@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from helpers import WANT, arrays, info, loss, make_batch, make_engine
+from helpers import WANT, arrays, info, loss, make_batch, make_engine, parameter_bytes
 from test_ranks import SETTINGS, STEPS
 
 from coupler.batch import Batch
@@ -40,6 +40,7 @@ def main(job: dict, index: int) -> None:
             engine.save(made(Path(f"{job['save']}-{name}")), frozenset({Part.PARAMS})).wait(60)
         report["steps"].append(hurt(engine, rank))
         report["too_long"] = too_long(engine, rank)
+        report["bytes"] = parameter_bytes(engine)
         (out / f"{name}.json").write_text(json.dumps(report))
     (out / "port.json").write_text(json.dumps(listening(int(job["rendezvous"].rpartition(":")[2]))))
     folder = Path(job["cases"]["sharded"][0])
@@ -50,6 +51,10 @@ def main(job: dict, index: int) -> None:
         folder, **SETTINGS
     )  # a reference model of one rank inside the policy's group
     np.savez(out / "alone-outputs.npz", logprobs=alone.forward(make_batch(), WANT)["logprobs"])
+    frozen = make_engine(folder, rank, frozen=True, **{**SETTINGS, "dtype": "bf16"})
+    done = frozen.forward(shard(make_batch(), rank), WANT)
+    np.savez(out / "frozen-outputs.npz", logprobs=done["logprobs"])
+    (out / "frozen-bytes.json").write_text(json.dumps(parameter_bytes(frozen)))
     for name in ("still", "moved"):
         np.savez(out / f"{name}-weights.npz", **moved(folder, rank, moves=name == "moved"))
     continued(engine, rank, job)

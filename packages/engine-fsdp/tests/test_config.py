@@ -18,6 +18,7 @@ from coupler_engine_fsdp.plugin import coupler_backends
         ("lr", 0.0),
         ("eps", -1.0),
         ("fsdp_size", -1),
+        ("sequence_parallel", 0),
         ("weight_decay", -0.1),
         ("beta2", 1.0),
         ("min_lr_ratio", 1.5),

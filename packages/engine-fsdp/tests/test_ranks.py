@@ -28,6 +28,8 @@ CASES = {
     "hybrid": ("qwen2", {"fsdp_size": 2}),
     "replicated": ("qwen3", {"fsdp_size": 1}),
     "experts": ("experts", {}),
+    "muon": ("qwen2", {"optimizer": "muon"}),
+    "muon-hybrid": ("llama", {"optimizer": "muon", "fsdp_size": 2}),
 }
 BF16 = {
     "bf16": (
@@ -38,6 +40,7 @@ BF16 = {
 }
 # rows of A that no number of ranks here divides
 LORA = {"lora": ("llama", {"lora_rank": 6})}
+FROZEN = {"lora-bf16": ("llama", {"lora_rank": 6, "dtype": "bf16"})}
 SETTINGS = {"lr": 1e-2, "max_tokens_per_gpu": 40, "dtype": "fp32"}
 STEPS = 2
 NUM_GPUS = torch.cuda.device_count()
@@ -96,7 +99,7 @@ def runs(
     """
     cases = {
         name: (str(folder_of(model)), settings)
-        for name, (model, settings) in (CASES | BF16 | LORA).items()
+        for name, (model, settings) in (CASES | BF16 | LORA | FROZEN).items()
     }
     on_gpus = request.param == "nccl"
     worlds = [world for world in (4, 2) if not on_gpus or world <= NUM_GPUS]
@@ -175,8 +178,9 @@ def test_ranks_step_as_one(runs, folder_of: Folder, world: int, case: str) -> No
         got = loaded(out / f"{case}-weights.npz")
         assert list(got) == list(weights)
         for name, tensor in weights.items():
-            # a tenth of lr: Adam divides by tiny gradients
-            np.testing.assert_allclose(got[name], tensor, atol=1e-3, err_msg=name)
+            # a tenth of lr: Adam divides by tiny gradients, and Muon by none
+            near = 1e-5 if name in one.matrices else 1e-3
+            np.testing.assert_allclose(got[name], tensor, atol=near, err_msg=name)
 
 
 def test_every_rank_refuses_a_sequence_that_is_too_long_for_one(runs) -> None:
@@ -256,3 +260,35 @@ def test_replicas_write_one_copy(runs) -> None:
         "shard-00000-of-00002.safetensors",
         "shard-00001-of-00002.safetensors",
     ]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_hold_fp32_masters_of_what_trains_alone(runs, folder_of: Folder, world: int) -> None:
+    reports = [json.loads((out / "lora-bf16.json").read_text()) for out in of_world(runs, world)]
+    engine = make_engine(folder_of(FROZEN["lora-bf16"][0]), lora_rank=6)
+    adapter = sum(p.numel() for p in engine.adapter.parameters().values())
+    frozen = sum(t.numel() for t in engine.named.values())
+    held = {
+        n: sum(r["bytes"].get(f"torch.{n}", 0) for r in reports) for n in ("bfloat16", "float32")
+    }
+    assert held == {"bfloat16": 2 * frozen, "float32": 4 * adapter}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_hold_a_reference_in_two_bytes(runs, folder_of: Folder, world: int) -> None:
+    """Its log-probs are those of an engine with masters, which rounds each time."""
+    folder = folder_of(CASES["sharded"][0])
+    trained = make_engine(folder, dtype="bf16")
+    outs = of_world(runs, world)
+    found = [json.loads((out / "frozen-bytes.json").read_text()) for out in outs]
+    assert {name for each in found for name in each} == {"torch.bfloat16"}
+    count = sum(tensor.numel() for tensor in trained.named.values())
+    assert sum(each["torch.bfloat16"] for each in found) == 2 * count
+
+    rows = make_batch().partition(world - 1)
+    want = trained.forward(make_batch(), WANT)["logprobs"]
+    for part, out in zip(rows, outs[1:], strict=True):
+        batch = make_batch().with_tokens(want=want).take(part)
+        np.testing.assert_allclose(
+            loaded(out / "frozen-outputs.npz")["logprobs"], batch["want"], atol=0.1
+        )

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -13,15 +14,21 @@ from ranks import Arrays, on_ranks
 from safetensors.torch import load_file, save_file
 
 from coupler.engine_kit.process_group import join
+from coupler.engine_kit.saved import INDEX, State, open_saved
 from coupler.errors import CouplerError
 from coupler.interfaces import Rank
-from coupler_engine_megatron.checkpoint import INDEX, Save, Saved
+from coupler_engine_megatron.checkpoint import Save
 
 NAMES = ("params/a", "params/b", "exp_avg/a", "exp_avg/b", "exp_avg_sq/a")
 
 
 def tensors() -> dict[str, torch.Tensor]:
     return {name: torch.arange(6.0).view(2, 3) + 10 * i for i, name in enumerate(NAMES)}
+
+
+def parts(name: str) -> tuple[State, str]:
+    state, _, weight = name.partition("/")
+    return ("param" if state == "params" else cast(State, state)), weight
 
 
 def write(rank: Rank, into: str) -> Arrays:
@@ -55,10 +62,10 @@ def test_ranks_write_shares_of_what_was_there_at_the_call(written: Path) -> None
     assert [list(shard) for shard in shards] == [sorted(NAMES[rank::2]) for rank in (0, 1)]
     index = json.loads((written / INDEX).read_text())
     assert index.keys() == {"tensors", "num_steps"} and index["tensors"].keys() == set(NAMES)
-    with Saved(written) as saved:
-        assert saved.facts["num_steps"] == 7
+    with open_saved(written) as saved:
+        assert saved.num_steps == 7
         for name, tensor in tensors().items():
-            assert torch.equal(saved.read(name), tensor), name
+            assert torch.equal(saved.tensor(*parts(name)), tensor), name
             assert torch.equal(load_file(written / index["tensors"][name])[name], tensor), (
                 "the index names its file"
             )
@@ -66,15 +73,15 @@ def test_ranks_write_shares_of_what_was_there_at_the_call(written: Path) -> None
 
 def test_a_tensor_that_is_not_there_is_named(written: Path) -> None:
     with (
-        Saved(written) as saved,
+        open_saved(written) as saved,
         pytest.raises(CouplerError, match="does not fit this engine: it has no params/c"),
     ):
-        saved.read("params/c")
+        saved.tensor("param", "c")
 
 
 def test_a_folder_without_a_checkpoint_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CouplerError, match=f"{tmp_path} holds no checkpoint of engine=megatron"):
-        Saved(tmp_path)
+    with pytest.raises(CouplerError, match=f"{tmp_path} holds no checkpoint of an engine"):
+        open_saved(tmp_path)
 
 
 @pytest.mark.parametrize("how", ["missing", "truncated", "emptied", "another"])
@@ -90,5 +97,5 @@ def test_a_damaged_file_is_named(copied: Path, how: str, name: str) -> None:
     else:
         path.write_bytes(path.read_bytes()[:-1] if how == "truncated" else b"")
     # either may raise
-    with pytest.raises(CouplerError, match=name), Saved(copied) as saved:
-        saved.read("params/b")
+    with pytest.raises(CouplerError, match=name), open_saved(copied) as saved:
+        saved.tensor("param", "b")

@@ -117,10 +117,8 @@ def test_what_is_computed_again(
             {"overlap_param_gather": True},
             "overlap_param_gather needs engine.overlap_grad_reduce=true",
         ),
-        (
-            {"lora_rank": 8},
-            "lora_rank must be 0: megatron-core 0.16 and mbridge 0.15 have no adapters",
-        ),
+        ({"lora_rank": -1}, "lora_rank must not be negative"),
+        ({"target_modules": ["q_proj"]}, "target_modules needs engine.lora_rank above 0"),
         ({"moe_aux_loss_coeff": -1.0}, "moe_aux_loss_coeff must not be negative"),
         ({"sync_bucket_mib": 0}, "sync_bucket_mib must be above 0"),
     ],

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import test_layout
+import test_lora
 import test_memory_options
 import test_optimizer
 import test_routing
@@ -64,7 +65,10 @@ PROOFS: dict[str, object] = {
     ),
     "overlap_grad_reduce": test_memory_options.test_weights_are_gathered_when_they_are_needed,
     "overlap_param_gather": test_memory_options.test_weights_are_gathered_when_they_are_needed,
-    "lora_rank": test_memory_options.test_what_would_have_no_effect_is_refused,
+    **dict.fromkeys(
+        ("lora_rank", "lora_alpha", "target_modules", "lora_adapter_path"),
+        test_lora.test_a_layout_changes_no_gradient_of_an_adapter,
+    ),
     **dict.fromkeys(
         test_routing.LOSSES, test_routing.test_routes_and_losses_do_not_depend_on_the_layout
     ),

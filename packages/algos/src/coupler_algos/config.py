@@ -114,6 +114,14 @@ class PolicyConfig:
     """
     proximal_coef: float = 0.0
     """The weight of the squared log-ratio of each token in the loss. 0 adds none."""
+    teacher_coef: float = 0.0
+    """The weight of log-prob of the teacher - log-prob of the policy in the advantage
+    of each token. 0 asks no teacher.
+    """
+    reward_coef: float = 1.0
+    """The weight of the advantages of rewards beside a teacher's. With 0 rewards are
+    measured, and nothing learns from them.
+    """
     kl: KL = KL.NONE
     """Where the divergence from the reference enters: in the reward of a trajectory, in
     the return of each token, in the loss, or nowhere."""
@@ -150,7 +158,8 @@ class PolicyConfig:
         """
         reference = {"ref_logprobs"} if self.kl is not KL.NONE else set()
         old = {"old_logprobs"} if self.behaviour is Behaviour.RECOMPUTED else set()
-        return frozenset(reference | old | self.always)
+        teacher = {"teacher_logprobs"} if self.teacher_coef else set()
+        return frozenset(reference | old | teacher | self.always)
 
     @property
     def reads_sequences(self) -> bool:
@@ -176,7 +185,8 @@ class PolicyConfig:
         """
         marks = self.covariance_share > 0 and self.behaviour is Behaviour.RECOMPUTED
         in_advantage = self.kl in (KL.IN_REWARD, KL.IN_RETURN) or self.kl_target > 0
-        reads = in_advantage or marks or self.correction_normalize
+        taught = self.teacher_coef > 0 and self.behaviour is Behaviour.RECOMPUTED
+        reads = in_advantage or marks or taught or self.correction_normalize
         return frozenset({"old_logprobs"} if reads else ())
 
 
@@ -190,7 +200,7 @@ class GroupConfig(PolicyConfig):
     @property
     def compares(self) -> bool:
         """Return whether a sample needs another one of its prompt."""
-        return True
+        return self.reward_coef > 0
 
 
 @dataclass
@@ -229,7 +239,7 @@ class GRPOConfig(GroupConfig):
     def compares(self) -> bool:
         """Return whether a sample needs another one of its prompt."""
         scales = self.scale_by_std or self.scale_by_mean or self.scale_by_informative
-        return self.baseline.compares or scales
+        return super().compares and (self.baseline.compares or scales)
 
     @property
     def needs(self) -> frozenset[str]:

@@ -115,6 +115,9 @@ def _held(
         # KL-Cov: arXiv 2505.22617, section 4.2.
         loss = loss + torch.where(tokens.marked, config.covariance_kl * moved.abs(), 0.0)
 
+    if config.teacher_coef:
+        teacher = torch.where(tokens.mask, batch["teacher_logprobs"], 0.0)
+        metrics["kl_teacher"] = tokens.mean(tokens.logprobs - teacher)
     if config.kl is not KL.NONE:
         reference = torch.where(tokens.mask, batch["ref_logprobs"], 0.0)
         logprobs = tokens.logprobs

@@ -6,8 +6,14 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from coupler.plugins import Backend, Kind, hookimpl
+from coupler_algos import preference_checks, validate
 from coupler_algos.config import GRPOConfig, PolicyConfig, PPOConfig, RLOOConfig, SFTConfig
-from coupler_algos.validate import problems
+from coupler_algos.preference_config import (
+    DPOConfig,
+    KTOConfig,
+    OnlineDPOConfig,
+    RewardModelConfig,
+)
 
 if TYPE_CHECKING:
     from coupler import RunConfig
@@ -49,6 +55,47 @@ def coupler_backends() -> Iterable[Backend]:
         capabilities=frozenset({"job:sft"}),
         tested=TESTED,
     )
+    yield from _of_preferences()
+
+
+def _of_preferences() -> Iterable[Backend]:
+    yield Backend(
+        kind=Kind.ALGORITHM,
+        name="dpo",
+        target="coupler_algos.preferences:DPO",
+        config=DPOConfig,
+        capabilities=_of_pairs,
+        tested=TESTED,
+    )
+
+    yield Backend(
+        kind=Kind.ALGORITHM,
+        name="online_dpo",
+        target="coupler_algos.preferences:OnlineDPO",
+        config=OnlineDPOConfig,
+        capabilities=_of_samples,
+        tested=TESTED,
+    )
+
+    yield Backend(
+        kind=Kind.ALGORITHM,
+        name="kto",
+        target="coupler_algos.preferences:KTO",
+        config=KTOConfig,
+        capabilities=frozenset(
+            {"job:sft", "rows:label", "needs:ref_logprobs", "needs:old_logprobs"}
+        ),
+        tested=TESTED,
+    )
+
+    yield Backend(
+        kind=Kind.ALGORITHM,
+        name="reward_model",
+        target="coupler_algos.preferences:RewardModel",
+        config=RewardModelConfig,
+        capabilities=frozenset({"job:sft", "rows:pair", "head:score"}),
+        tested=TESTED,
+    )
 
 
 @hookimpl
@@ -58,8 +105,17 @@ def coupler_config_paths() -> Iterable[str]:
 
 @hookimpl
 def coupler_validate(config: RunConfig) -> Iterable[str]:
-    return list(problems(config))
+    return [*validate.problems(config), *preference_checks.problems(config)]
 
 
 def _capabilities(config: PolicyConfig) -> frozenset[str]:
     return frozenset({"job:train", *(f"needs:{column}" for column in config.needs)})
+
+
+def _of_pairs(config: DPOConfig) -> frozenset[str]:
+    return frozenset({"job:sft", "rows:pair", *(f"needs:{column}" for column in config.needs)})
+
+
+def _of_samples(config: OnlineDPOConfig) -> frozenset[str]:
+    needs = {f"needs:{column}" for column in config.needs}
+    return frozenset({"job:train", "rows:select", *needs})

@@ -19,6 +19,7 @@ from coupler_algos.config import KL, PolicyConfig
 from coupler_algos.covariance import MARKED, marks
 from coupler_algos.groups import Groups
 from coupler_algos.shaping import kl_coefficient, kl_per_token, sampled_tokens, scores
+from coupler_algos.teaching import taught, without_rewards
 from coupler_algos.weighing import MEAN_WEIGHT, mean_weight
 
 
@@ -43,7 +44,9 @@ class Policy(Algorithm):
         Raises:
             CouplerError: the samples of a prompt cannot be compared.
         """
-        batch = self.estimate(batch)
+        batch = self.estimate(batch) if self.config.reward_coef else without_rewards(batch)
+        if self.config.teacher_coef:
+            batch = taught(self.config, batch)
         if self.config.covariance_share:
             batch = batch.with_tokens(**{MARKED: marks(self.config, batch)})
         if self.config.correction_normalize:

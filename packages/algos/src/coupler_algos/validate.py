@@ -153,6 +153,26 @@ POLICY: tuple[Rule, ...] = (
         "algorithm.correction_normalize divides the weights of algorithm.correction_cap, which is "
         "0: set it to 2.",
     ),
+    # --- the teacher
+    (
+        lambda a: a.teacher_coef < 0,
+        "algorithm.teacher_coef={a.teacher_coef} must not be negative: 0 asks no teacher.",
+    ),
+    (
+        lambda a: a.reward_coef < 0,
+        "algorithm.reward_coef={a.reward_coef} must not be negative: 0 learns from the teacher "
+        "alone.",
+    ),
+    (
+        lambda a: a.reward_coef != 1 and not a.teacher_coef,
+        "algorithm.reward_coef={a.reward_coef} weighs rewards against a teacher, and "
+        "algorithm.teacher_coef=0 asks none: set one of them to 1.",
+    ),
+    (
+        lambda a: a.teacher_coef and a.ratio is Ratio.SEQUENCE,
+        "algorithm.ratio=sequence needs one advantage for all tokens of a sequence, and a teacher "
+        "has one for each: set algorithm.ratio=token or geometric.",
+    ),
     # --- divergence from the reference
     (
         lambda a: a.kl is not KL.NONE and a.kl_coef <= 0,

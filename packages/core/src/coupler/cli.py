@@ -23,6 +23,7 @@ from coupler.system.log import configure, get_logger
 
 if TYPE_CHECKING:
     from coupler.config.compose import Composed
+    from coupler.executors.torchrun.launch import Launch
 
 log = get_logger(__name__)
 
@@ -216,12 +217,43 @@ def _train(arguments: argparse.Namespace) -> None:
     train(composed, plugins)
 
 
-def _sft(arguments: argparse.Namespace) -> None:
-    composed, plugins = _composed(arguments, "sft")
+def _sft(arguments: argparse.Namespace) -> int | None:
+    from coupler.executors.torchrun.launch import launch_of
+
+    launch = launch_of(os.environ)
+    if launch and launch.rank:
+        return _serve(arguments, launch)
+    composed, plugins = _composed_for(launch, arguments)
     _check_inputs(composed, plugins, "sft")
     from coupler.jobs import supervise
 
     supervise(composed, plugins)
+    return None
+
+
+def _composed_for(launch: Launch | None, arguments: argparse.Namespace) -> tuple[Composed, Plugins]:
+    """Compose the configuration of ``coupler sft``, with the processes of torchrun as
+    the ranks of the engine, where it started them.
+    """
+    if launch:
+        from coupler.config.overrides import read_file
+
+        written = read_file(arguments.config) if arguments.config else {}
+        arguments.overrides = launch.overrides(arguments.overrides, written)
+    return _composed(arguments, "sft")
+
+
+def _serve(arguments: argparse.Namespace, launch: Launch) -> int:
+    """Be a rank of the engine. Rank 0 says what is wrong with the configuration."""
+    from coupler.executors.torchrun.host import serve
+
+    log.setLevel("ERROR")
+    try:
+        config = _composed_for(launch, arguments)[0].config
+    except CouplerError:
+        return USER_ERROR
+    serve(launch, Path(config.run_dir).absolute(), config.waits.deadline_s)
+    return 0
 
 
 def _eval(arguments: argparse.Namespace) -> None:
@@ -288,11 +320,13 @@ def _plan(arguments: argparse.Namespace) -> None:
     from coupler.config.schema import Job
     from coupler.data import load_rows
     from coupler.run.plan import make_plan
+    from coupler.run.row_form import columns_of
 
     composed, plugins = _composed(arguments, arguments.job)
-    data = composed.config.data
-    there = data.source and all(Path(source).exists() for source in data.sources)
-    num_rows = len(load_rows(data)) if there else None
+    data, job = composed.config.data, Job(arguments.job)
+    columns = columns_of(composed.config, plugins, job)
+    there = all(Path(source).exists() for source in data.sources) or composed.config.epochs
+    num_rows = len(load_rows(data, columns=columns)) if data.source and there else None
     print(make_plan(composed.config, num_rows, plugins, job=Job(arguments.job)).render())
 
 
@@ -413,10 +447,11 @@ def _check_inputs(composed: Composed, plugins: Plugins, job: str) -> None:
     from coupler.config.schema import Job
     from coupler.run.inputs import check_inputs
     from coupler.run.plan import make_plan
+    from coupler.run.row_form import sections
 
     if job != Job.EVAL:
         make_plan(composed.config, None, plugins, job=Job(job))
-    check_inputs(composed.config, Job(job))
+    check_inputs(composed.config, Job(job), sections(composed.config, plugins, Job(job)))
 
 
 def _plugins(arguments: argparse.Namespace) -> None:

@@ -25,6 +25,7 @@ from coupler.engine_kit.tensors import to_device
 from coupler.errors import CouplerError
 from coupler_engine_fsdp.attention_flash4 import HEAD_DIMS, flash_4
 from coupler_engine_fsdp.optional import is_usable
+from coupler_engine_fsdp.sequence import ALONE, Peers
 
 NAME = "coupler_varlen"
 """Transformers builds no mask for a name that it does not know."""
@@ -75,10 +76,12 @@ class Packing:
     """[K] int64: the token that each key is of, or None if every token is one key"""
     longest: tuple[int, int]
     """Most queries and most keys of a piece."""
+    peers: Peers = ALONE
+    """The ranks that each hold a part of the row"""
     _masks: dict[tuple[int | None, torch.dtype], list[Tensor | None]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, pieces: Sequence[Piece], device: torch.device) -> Packing:
+    def of(cls, pieces: Sequence[Piece], device: torch.device, peers: Peers = ALONE) -> Packing:
         """Lay out ``pieces``, which stand in the order of the row."""
         queries = np.array([piece.end - piece.begin for piece in pieces], np.int64)
         outside = np.array([piece.prompt_end - piece.prompt_begin for piece in pieces], np.int64)
@@ -98,7 +101,7 @@ class Packing:
             index = to_device(np.repeat(begins - ends + sizes, sizes) + np.arange(ends[-1]), device)
 
         longest = int(queries.max()), int(keys.max())
-        return cls(tuple(pieces), cu_queries, cu_keys, index, longest)
+        return cls(tuple(pieces), cu_queries, cu_keys, index, longest, peers)
 
     @cached_property
     def blocks(self) -> list[Block]:
@@ -212,6 +215,9 @@ def packed_attention(
     """Attend [1, heads, N, D] x [1, kv heads, N, D] -> [1, N, heads, D] for
     transformers.
 
+    Where peers hold the row, N is this rank's part. Attention is then over the whole
+    row, with this rank's part of the heads.
+
     There is no dropout, whatever the model's configuration says: a log-prob is one of
     the distribution that is sampled.
 
@@ -228,11 +234,15 @@ def packed_attention(
             f"engine=fsdp cannot run this model: the attention of {type(module).__name__} {what}."
         )
 
+    peers = packing.peers
+    if peers.size > 1:
+        query, key, value = peers.to_heads(query, key, value)
+
     if query.is_cuda and query.dtype == torch.bfloat16 and query.shape[-1] % 8 == 0:
         out = _fused(query, key, value, packing, scaling, sliding_window)
     else:
         out = _by_block(query, key, value, packing, scaling, sliding_window)
-    return out, None
+    return (peers.to_tokens(out) if peers.size > 1 else out), None
 
 
 def _fused(

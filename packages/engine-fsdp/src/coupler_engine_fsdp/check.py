@@ -8,7 +8,8 @@ import torch
 from coupler.batch import Batch
 from coupler.errors import CouplerError
 from coupler_engine_fsdp.model import Policy
-from coupler_engine_fsdp.packing import pack
+from coupler_engine_fsdp.packing import Packed, pack
+from coupler_engine_fsdp.sequence import Peers
 from coupler_engine_fsdp.value import ValueModel
 
 PROMPT = 3
@@ -20,8 +21,12 @@ _STATES = {torch.float32: 1e-3, torch.bfloat16: 0.15}
 
 
 @torch.no_grad()
-def check(policy: Policy | ValueModel, device: torch.device, compute: torch.dtype) -> None:
+def check(
+    policy: Policy | ValueModel, device: torch.device, compute: torch.dtype, peers: Peers
+) -> None:
     """Compare packed sequences, two of one prompt, with each one on its own.
+
+    Peers split the packed ones. Those on their own are whole on every rank.
 
     A policy's log-probs are compared with those of transformers' own logits. A critic's
     values may still be 0, so that its hidden states are compared.
@@ -38,9 +43,11 @@ def check(policy: Policy | ValueModel, device: torch.device, compute: torch.dtyp
     sequences[1, :PROMPT] = sequences[0, :PROMPT]
 
     if isinstance(policy, ValueModel):
-        return _check_states(policy, sequences, device, _STATES[compute])
+        return _check_states(policy, sequences, device, _STATES[compute], peers)
 
-    together = policy(pack(_batch(sequences), device))["logprobs"]
+    batch = _batch(sequences)
+    packed = pack(batch, device, peers)
+    together = _whole(packed, policy(packed)["logprobs"], batch, peers)
     alone = []
     for sequence in sequences:
         logits = policy(pack(_batch(sequence[None]), device), logits=True).float()[PROMPT - 1 :]
@@ -58,10 +65,16 @@ def check(policy: Policy | ValueModel, device: torch.device, compute: torch.dtyp
 
 
 def _check_states(
-    policy: ValueModel, sequences: torch.Tensor, device: torch.device, tolerance: float
+    policy: ValueModel,
+    sequences: torch.Tensor,
+    device: torch.device,
+    tolerance: float,
+    peers: Peers,
 ) -> None:
-    packed = pack(_batch(sequences), device)
-    together = policy(packed, states=True).float()[packed.sources]
+    batch = _batch(sequences)
+    packed = pack(batch, device, peers)
+    states = policy(packed, states=True).float()[packed.sources]
+    together = _whole(packed, states, batch, peers)
 
     each = [
         policy(pack(_batch(s[None]), device), states=True).float()[PROMPT - 1 :] for s in sequences
@@ -76,6 +89,12 @@ def _check_states(
             f"states of packed sequences differ from those of each on its own by {worst:.3g} "
             "of the largest."
         )
+
+
+def _whole(packed: Packed, values: torch.Tensor, batch: Batch, peers: Peers) -> torch.Tensor:
+    """Return what was computed for every token under ``loss_mask``, on any rank."""
+    mask = torch.from_numpy(batch["loss_mask"]).to(values.device)
+    return peers.whole(packed.spread(values, batch.num_tokens))[mask]
 
 
 def _batch(sequences: torch.Tensor) -> Batch:

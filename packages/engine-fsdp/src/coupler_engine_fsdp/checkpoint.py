@@ -153,6 +153,14 @@ def save(
     return Save(path / _file(shard, shards), held, index if first and shard == 0 else None, host)
 
 
+def is_native(path: Path) -> bool:
+    """Tell if a checkpoint's files are of this layout, or are not there."""
+    try:
+        return "shards" in json.loads((path / INDEX).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return True
+
+
 def load(path: Path, state: Mapping[str, Tensor]) -> None:
     """Fill the tensors of ``state`` in place, reading only this rank's rows.
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, ClassVar
 
 from coupler import RolloutConfig
-from coupler.engine_kit.adamw import AdamWConfig
+from coupler.engine_kit.lora import LoRAConfig
 from coupler.engine_kit.precision import Precision
 from coupler.interfaces import no_effect
 
@@ -34,12 +37,25 @@ class HFConfig(RolloutConfig):
                 raise ValueError(f"rollout.{key} must be above 0, got {getattr(self, key)}.")
 
 
+class OptimizerName(StrEnum):
+    """The optimizer of the layers' matrices. Everything else is AdamW's."""
+
+    ADAMW = "adamw"
+    MUON = "muon"
+
+
 @dataclass
-class FSDPConfig(AdamWConfig):
-    """PyTorch FSDP2 with AdamW.
+class FSDPConfig(LoRAConfig):
+    """PyTorch FSDP2 with AdamW, or with Muon for the layers' matrices.
 
     Master weights, optimizer state and gradient reduction are fp32.
     """
+
+    one_rank: ClassVar[Mapping[str, Any]] = {
+        **LoRAConfig.one_rank,
+        "sequence_parallel": 1,
+        "fsdp_size": 0,
+    }
 
     name: str = "fsdp"
     dtype: Precision = Precision.AUTO
@@ -49,8 +65,12 @@ class FSDPConfig(AdamWConfig):
     sync_dtype: Precision = Precision.AUTO
     """The dtype of the weights that a rollout gets. auto is engine.dtype."""
     max_tokens_per_gpu: int = no_effect(16384)
-    """One micro-batch has at most this many tokens. It changes speed and memory, and no
-    result.
+    """One micro-batch has at most this many tokens on each rank. It changes speed and
+    memory, and no result.
+    """
+    sequence_parallel: int = no_effect(1)
+    """This many ranks split each sequence, so that one as many times as long fits. It
+    divides the attention heads of the model and the ranks.
     """
     fsdp_size: int = no_effect(0)
     """This many ranks share one copy of the model. 0 is all of them, and fewer is
@@ -70,12 +90,12 @@ class FSDPConfig(AdamWConfig):
     """Compile each layer with torch.compile. On a GPU a step takes a third less time,
     and the start a minute more.
     """
-    lora_rank: int = 0
-    """The rank of the low-rank updates of the layers' linear maps (LoRA). 0 trains the
-    weights themselves.
+    optimizer: OptimizerName = OptimizerName.ADAMW
+    """Train the matrices of the layers with AdamW or with Muon. Embeddings, head, norms
+    and experts are always AdamW's.
     """
-    lora_alpha: float = 16.0
-    """The low-rank updates are scaled by lora_alpha / lora_rank."""
+    muon_momentum: float = 0.95
+    """Muon's decay of the running mean of gradients."""
     logits_tile: int = no_effect(0)
     """At most this many elements of the fp32 logits exist at a time. 0 chooses by
     device and rows.
@@ -86,12 +106,29 @@ class FSDPConfig(AdamWConfig):
         return "max_tokens_per_gpu", self.max_tokens_per_gpu
 
     @property
-    def adapter_rank(self) -> tuple[str, int]:
-        return "lora_rank", self.lora_rank
+    def ranks_per_shard(self) -> int:
+        return self.sequence_parallel
+
+    @property
+    def ranks_per_sequence(self) -> int:
+        return self.sequence_parallel
+
+    @property
+    def split(self) -> str:
+        return f"sequence {self.sequence_parallel}" if self.sequence_parallel > 1 else ""
 
     def __post_init__(self) -> None:
         self._require(self.max_tokens_per_gpu > 0, "max_tokens_per_gpu", "must be above 0")
-        for key in ("fsdp_size", "logits_tile", "lora_rank"):
+        self._require(self.sequence_parallel >= 1, "sequence_parallel", "must be at least 1")
+        for key in ("fsdp_size", "logits_tile"):
             self._require(getattr(self, key) >= 0, key, "must not be negative")
-        self._require(self.lora_alpha > 0, "lora_alpha", "must be above 0")
+
+        muon = self.optimizer == OptimizerName.MUON
+        self._require(not (muon and self.lora_rank), "optimizer", "needs engine.lora_rank=0")
+        self._require(0 <= self.muon_momentum < 1, "muon_momentum", "must be in [0, 1)")
+        self._require(
+            muon or self.muon_momentum == FSDPConfig.muon_momentum,
+            "muon_momentum",
+            "needs engine.optimizer=muon",
+        )
         super().__post_init__()

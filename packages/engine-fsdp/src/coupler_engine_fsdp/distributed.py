@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from coupler.engine_kit.process_group import device_of, require_same_ranks
-from coupler.errors import ConfigError
 from coupler.interfaces import Rank
 
 
@@ -48,16 +47,3 @@ def build_mesh(rank: Rank, device: torch.device, fsdp_size: int) -> DeviceMesh:
     return init_device_mesh(
         device.type, (rank.world // size, size), mesh_dim_names=("replica", "shard")
     )
-
-
-def check_fsdp_size(rank: Rank, fsdp_size: int) -> None:
-    """Refuse a number of ranks that does not give equal shards.
-
-    Raises:
-        ConfigError: ``fsdp_size`` does not divide the ranks.
-    """
-    size = min(fsdp_size or rank.world, rank.world)
-    if rank.world % size:
-        raise ConfigError(
-            f"engine.fsdp_size={size} does not divide the {rank.world} ranks of the engine."
-        )

@@ -32,15 +32,18 @@ from coupler.interfaces import (
     StepResult,
 )
 from coupler.metrics import Metrics, merge, read
-from coupler_engine_fsdp import checkpoint, weights
+from coupler_engine_fsdp import checkpoint, foreign, weights
 from coupler_engine_fsdp.check import check
-from coupler_engine_fsdp.config import FSDPConfig
-from coupler_engine_fsdp.distributed import build_mesh, check_fsdp_size, prepare_device
+from coupler_engine_fsdp.config import FSDPConfig, OptimizerName
+from coupler_engine_fsdp.distributed import build_mesh, prepare_device
+from coupler_engine_fsdp.layout import check_layout, read_heads
 from coupler_engine_fsdp.lora import Adapter
-from coupler_engine_fsdp.masters import Masters
+from coupler_engine_fsdp.masters import Masters, cast_frozen
 from coupler_engine_fsdp.model import build, compile_layers, layers_of, materialise, shard
+from coupler_engine_fsdp.muon import matrices_of
 from coupler_engine_fsdp.optimizer import Optimizer
 from coupler_engine_fsdp.packing import pack, split
+from coupler_engine_fsdp.sequence import ALONE, join_peers, layout_of, leave_peers
 from coupler_engine_fsdp.value import zero_absent
 
 BASE = "base_logprobs"
@@ -60,6 +63,7 @@ class FSDPEngine(Engine):
         self._membership: Membership | None = None
         # Host memory of the last checkpoint's copies, which the next one uses again.
         self._host: dict[str, Tensor] = {}
+        self.peers = ALONE
         # Gradients that are off the device, by name.
         self._parked: dict[str, Tensor] = {}
 
@@ -69,18 +73,26 @@ class FSDPEngine(Engine):
         Raises:
             CouplerError: ``model.path`` holds no model that this engine can train; the
                 message says why.
+            ConfigError: sizes do not fit the ranks or the model.
         """
+        folder, size = Path(self.model.path), self.config.sequence_parallel
         self.device = prepare_device(rank)
-        check_fsdp_size(rank, self.config.fsdp_size)
+        check_layout(self.config, rank.world, read_heads(folder))
         self._membership = join(rank, self.device)
         self.mesh = build_mesh(rank, self.device, self.config.fsdp_size)
+        self.peers = join_peers(size)
 
-        files = weights.files_of(Path(self.model.path)) if Path(self.model.path).is_dir() else {}
+        files = weights.files_of(folder) if folder.is_dir() else {}
         self.policy = build(self.model, self.config.logits_tile, self.config.gradient_checkpointing)
         self.dtype = dtype_of(self.config.dtype, self.device)
-        self.adapter = Adapter(self.config.lora_rank, self.config.lora_alpha)
+        self.adapter = Adapter(self.config)
         if self.config.lora_rank:
             self.adapter.insert(self.policy.causal, layers_of(self.policy))
+        if self.model.frozen:
+            self.policy.requires_grad_(False)
+        cast_frozen(self.policy, self.dtype)
+        muon = self.config.optimizer == OptimizerName.MUON
+        layers = layers_of(self.policy) if muon else []
         if self.config.compile:
             compile_layers(self.policy)
         # One rank has nothing to shard. FSDP's hooks would take 30 to 80 % of a step of
@@ -103,12 +115,13 @@ class FSDPEngine(Engine):
         self.adapter.start(rank, self.device)
 
         self.tensors = {**self.named, **updates}
+        self.matrices = matrices_of(self.named, layers)
         self.masters = Masters()
         if alone and self.dtype != torch.float32:
             self.masters.split(self.policy, self.dtype)
 
-        check(self.policy, self.device, self.dtype)
-        return Layout(tuple(range(rank.world)), (True,) * rank.world)
+        check(self.policy, self.device, self.dtype, self.peers)
+        return layout_of(rank.world, size)
 
     def forward(self, batch: Batch, want: tuple[Output, ...]) -> Batch:
         """Compute the wanted outputs, one micro-batch after the other.
@@ -173,28 +186,26 @@ class FSDPEngine(Engine):
         return metrics
 
     def _outputs(self, micro: Batch, want: tuple[Output, ...]) -> dict[str, Tensor]:
-        """Compute [T] columns that are 0 outside ``loss_mask``.
-
-        No gradient, and so no NaN, gets in or out of the zeros.
-        """
-        packed = pack(micro, self.device)
+        """Compute [T] columns that are 0 outside ``loss_mask``, whole on every peer."""
+        packed = pack(micro, self.device, self.peers)
         names = frozenset(output.name for output in want)
         computed = self.policy(packed, names) if names != {BASE} else {}
         if BASE in names:
             with self.adapter.off(), torch.no_grad():
                 computed[BASE] = self.policy(packed)["logprobs"]
 
-        zeros = torch.zeros(micro.num_tokens, device=self.device)
-        return {
-            output.name: zeros.index_copy(0, packed.rows, computed[output.name]) for output in want
-        }
+        columns = [packed.spread(computed[output.name], micro.num_tokens) for output in want]
+        whole = self.peers.whole(torch.stack(columns))
+        return {output.name: column for output, column in zip(want, whole, strict=True)}
 
     def _micro_batches(self, batch: Batch) -> list[np.ndarray]:
         """Cut a batch into as many micro-batches on every rank. Some may be empty."""
         room = self.config.max_tokens_per_gpu
+        peers = self.peers.size
+        cut = partial(split, batch, room * peers)
         axes = range(self.mesh.ndim) if self.mesh.size() > 1 else ()
         groups = [self.mesh.get_group(axis) for axis in axes]
-        return agreed_split(partial(split, batch, room), room, self.device, groups)
+        return agreed_split(cut, room, self.device, groups, ranks_per_sequence=peers)
 
     def step(self) -> StepResult:
         """Apply the gradient.
@@ -222,7 +233,9 @@ class FSDPEngine(Engine):
     def gradients(self) -> Iterator[Named]:
         """Yield the gradient in fp32."""
         self.masters.settle()
-        return weights.stream_gradients(self.tensors, self.experts)
+        names = self.adapter.names(self.tensors)
+        tensors = {names[name]: tensor for name, tensor in self.tensors.items()}
+        return weights.stream_gradients(tensors, self.experts)
 
     def save(self, path: Path, what: Parts) -> Pending:
         """Copy parameters and optimizer to the host, and write them while training goes
@@ -233,13 +246,17 @@ class FSDPEngine(Engine):
         return checkpoint.save(path, self._state(what), self.mesh, self._host)
 
     def load(self, path: Path, what: Parts) -> None:
-        """Read what :meth:`save` wrote on any number of ranks.
+        """Read what an engine saved on any number of ranks.
 
         Raises:
             CouplerError: ``path`` does not hold it.
         """
         state = self._state(what)
-        checkpoint.load(path, state)
+        if checkpoint.is_native(path):
+            checkpoint.load(path, state)
+        else:
+            foreign.load(path, state, self.adapter.names(self.tensors), self.experts)
+
         if self._optimizer is not None and Part.OPTIMIZER in what:
             self._optimizer.num_steps = int(state["num_steps"])
         self.masters.refresh()
@@ -289,6 +306,7 @@ class FSDPEngine(Engine):
 
     def close(self) -> None:
         """Leave the process group. The last engine of this process destroys it."""
+        leave_peers(self.peers)
         if self._membership is not None:
             self._membership.leave()
 
@@ -323,7 +341,9 @@ class FSDPEngine(Engine):
         parameters = {
             name: tensor for name, tensor in trained.items() if isinstance(tensor, nn.Parameter)
         }
-        return Optimizer(self.config, parameters, self.masters, self.mesh)
+        return Optimizer(
+            self.config, parameters, self.masters, self.mesh, self.matrices, self.dtype
+        )
 
     def _clear_gradients(self) -> None:
         self.masters.clear()

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 
+from coupler.engine_kit.lora import LoRAConfig
 from coupler.engine_kit.lora_names import names_of
+from coupler.engine_kit.peft_folder import Start
 from coupler.interfaces import Named, Rank
 from coupler_engine_fsdp.value import ValueHead
 from coupler_engine_fsdp.weights import rows_of, whole
@@ -28,7 +30,11 @@ class LoRALinear(nn.Linear):
     A [rank, in] and B [out, rank] are trained. W and its bias are not.
     """
 
-    def __init__(self, old: nn.Linear, adapter: Adapter) -> None:
+    def __init__(
+        self,
+        old: nn.Linear,
+        adapter: Adapter,
+    ) -> None:
         kind = {"device": "meta", "dtype": torch.float32}
         super().__init__(old.in_features, old.out_features, old.bias is not None, **kind)
         self.requires_grad_(False)
@@ -42,7 +48,12 @@ class LoRALinear(nn.Linear):
             return out
         return out + linear(linear(input, self.lora_A), self.lora_B) * self.adapter.scale
 
-    def merged(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    def merged(
+        self,
+        weight: Tensor,
+        a: Tensor,
+        b: Tensor,
+    ) -> Tensor:
         """Return this rank's rows of ``W + scale * B A``. It is collective if A is
         sharded.
         """
@@ -64,17 +75,24 @@ class LoRALinear(nn.Linear):
 class Adapter:
     """The low-rank updates of one model. There are none at rank 0."""
 
-    def __init__(self, rank: int, alpha: float) -> None:
-        self.rank, self.on = rank, True
-        self.scale = alpha / rank if rank else 0.0
+    def __init__(self, config: LoRAConfig) -> None:
+        self.config, self.rank, self.on = config, config.lora_rank, True
+        self.scale = config.lora_alpha / self.rank if self.rank else 0.0
         # By the module's name, and by the checkpoint's name.
         self.linears: dict[str, LoRALinear] = {}
         self.updates: dict[str, tuple[LoRALinear, nn.Parameter, nn.Parameter]] = {}
 
-    def insert(self, model: nn.Module, layers: Iterable[nn.Module]) -> None:
-        """Replace the linear maps in ``layers``, on meta.
+    def insert(
+        self,
+        model: nn.Module,
+        layers: Iterable[nn.Module],
+    ) -> None:
+        """Replace the targeted linear maps in ``layers``, on meta.
 
         Only their updates, and a value head, are trained.
+
+        Raises:
+            ConfigError: a target names no linear map.
         """
         for module in model.modules():
             if not isinstance(module, ValueHead):
@@ -82,8 +100,14 @@ class Adapter:
                     parameter.requires_grad_(False)
 
         inside = {id(module) for layer in layers for module in layer.modules()}
-        for name, module in list(model.named_modules()):
-            if id(module) in inside and type(module) is nn.Linear:
+        linears = {
+            name: module
+            for name, module in model.named_modules()
+            if id(module) in inside and type(module) is nn.Linear
+        }
+        self.config.check_targets(linears)
+        for name, module in linears.items():
+            if self.config.targets(name):
                 self.linears[name] = LoRALinear(module, self)
                 model.set_submodule(name, self.linears[name])
 
@@ -94,26 +118,36 @@ class Adapter:
         }
 
     @torch.no_grad()
-    def start(self, rank: Rank, device: torch.device) -> None:
-        """Draw A from U(-1, 1) / sqrt(in) and set B to 0, so that the model is as it
-        was.
+    def start(
+        self,
+        rank: Rank,
+        device: torch.device,
+    ) -> None:
+        """Set A and B to what training starts from, equal on any number of ranks.
 
-        A is equal on any number of ranks.
+        Raises:
+            CouplerError: ``engine.lora_adapter_path`` does not fit the model.
         """
         seed = torch.tensor(rank.seed % 2**62, device=device)
         if rank.world > 1:
             dist.broadcast(seed, 0)
-        generator = torch.Generator().manual_seed(int(seed))
+        start = Start(
+            self.config,
+            self.updates,
+            int(seed),
+        )
 
-        for module in self.linears.values():
-            drawn = torch.empty(module.lora_A.shape).uniform_(-1, 1, generator=generator)
-            drawn /= module.in_features**0.5
-            if isinstance(module.lora_A, DTensor):
-                rows = rows_of(module.lora_A)
-                module.lora_A.to_local().copy_(drawn[rows.start : rows.stop])
-            else:
-                module.lora_A.copy_(drawn)
-            module.lora_B.zero_()
+        for name, (module, *parts) in self.updates.items():
+            for target, drawn in zip(
+                parts,
+                start.pair(name, module.weight.shape),
+                strict=True,
+            ):
+                if isinstance(target, DTensor):
+                    rows = rows_of(target)
+                    target.to_local().copy_(drawn[rows.start : rows.stop])
+                else:
+                    target.copy_(drawn)
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -145,4 +179,24 @@ class Adapter:
         Their names are those of :mod:`coupler.engine_kit.lora_names`.
         """
         for name, (_, a, b) in self.updates.items():
-            yield from zip(names_of(name), (a.detach(), b.detach() * self.scale), strict=True)
+            yield from zip(
+                names_of(name),
+                (a.detach(), b.detach() * self.scale),
+                strict=True,
+            )
+
+    def names(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+        """Map the names of ``tensors`` to those that every engine knows.
+
+        They are the same but for A and B, which :meth:`apart` names.
+        """
+        known = {
+            id(tensor): name
+            for weight, (_, *parts) in self.updates.items()
+            for name, tensor in zip(
+                names_of(weight),
+                parts,
+                strict=True,
+            )
+        }
+        return {name: known.get(id(tensor), name) for name, tensor in tensors.items()}

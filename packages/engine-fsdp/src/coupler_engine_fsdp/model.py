@@ -117,7 +117,7 @@ def build(model: Model, tile: int, checkpointing: bool) -> Policy | ValueModel:
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
         _refuse(config)
         # A critic has no head to tie.
-        if model.head is HeadKind.VALUE:
+        if model.head is not HeadKind.LM:
             config.get_text_config().tie_word_embeddings = config.tie_word_embeddings = False
         with torch.device("meta"):
             causal = AutoModelForCausalLM.from_config(
@@ -140,7 +140,10 @@ def build(model: Model, tile: int, checkpointing: bool) -> Policy | ValueModel:
     for module in causal.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    built = ValueModel(causal) if model.head is HeadKind.VALUE else Policy(causal, tile)
+    if model.head is HeadKind.LM:
+        built = Policy(causal, tile)
+    else:
+        built = ValueModel(causal, bias=model.head is HeadKind.VALUE)
     # Transformers checkpoints activations in training mode only.
     return built.train()
 

@@ -1,9 +1,9 @@
-"""Run AdamW over the local shards, with clipping and a learning-rate schedule."""
+"""Run the optimizer over local shards, with clipping and a learning-rate schedule."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib.util import find_spec
 
 import torch
@@ -16,10 +16,12 @@ from coupler.engine_kit.adamw import multiplier
 from coupler.interfaces import StepResult
 from coupler_engine_fsdp.config import FSDPConfig
 from coupler_engine_fsdp.masters import Masters
+from coupler_engine_fsdp.muon import Muon
 
 
 class Optimizer:
-    """AdamW (arXiv 1711.05101) of this rank's rows of every parameter.
+    """AdamW (arXiv 1711.05101) of this rank's rows of every parameter, but for those
+    that Muon trains.
 
     It works on plain tensors: AdamW is elementwise, and a DTensor costs more to
     dispatch than a small update.
@@ -31,16 +33,31 @@ class Optimizer:
         parameters: Mapping[str, nn.Parameter],
         masters: Masters,
         mesh: DeviceMesh,
+        muon: Collection[str] = (),
+        dtype: torch.dtype = torch.float32,
     ) -> None:
+        """Allocate the state.
+
+        Args:
+            muon: names of the matrices that Muon trains.
+            dtype: that of Muon's products.
+        """
         self.config, self.parameters, self.masters, self.mesh = config, parameters, masters, mesh
         self.multiplier = multiplier(config)
         self.num_steps = 0
         """Steps that were applied."""
         self.shards = {name: _shard(parameter) for name, parameter in parameters.items()}
 
+        self.muon: Muon | None = None
+        if muon:
+            matrices = {name: self.shards[name] for name in muon}
+            shapes = {name: parameters[name].shape for name in muon}
+            self.muon = Muon(config, matrices, shapes, mesh, dtype)
+
         # Biases and norms do not decay.
-        matrices = [p for p in self.shards.values() if p.ndim > 1]
-        vectors = [p for p in self.shards.values() if p.ndim < 2]
+        self.elementwise = {n: shard for n, shard in self.shards.items() if n not in muon}
+        matrices = [p for p in self.elementwise.values() if p.ndim > 1]
+        vectors = [p for p in self.elementwise.values() if p.ndim < 2]
         groups = [
             {"params": matrices, "weight_decay": config.weight_decay},
             {"params": vectors, "weight_decay": 0.0},
@@ -54,7 +71,7 @@ class Optimizer:
         )
 
         # Allocated now, so that a checkpoint can be read into a fresh optimizer.
-        for shard in self.shards.values():
+        for shard in self.elementwise.values():
             self.adamw.state[shard] = {
                 "step": torch.zeros((), dtype=torch.float32, device=shard.device),
                 "exp_avg": torch.zeros_like(shard, requires_grad=False),
@@ -71,7 +88,8 @@ class Optimizer:
         if applied:
             limit = self.config.max_grad_norm
             scale = limit / norm if 0 < limit < norm else 1.0
-            if self.masters.pairs and self.mesh.device_type == "cuda" and find_spec("triton"):
+            fused = self.masters.pairs and self.mesh.device_type == "cuda" and not self.muon
+            if fused and find_spec("triton"):
                 self._update_in_one_pass(lr, scale)
             else:
                 self._update(lr, scale)
@@ -91,6 +109,9 @@ class Optimizer:
         for group in self.adamw.param_groups:
             group["lr"] = lr
         self.adamw.step()
+
+        if self.muon:
+            self.muon.step(lr)
         self.masters.refresh()
 
     def _update_in_one_pass(self, lr: float, scale: float) -> None:
@@ -147,11 +168,14 @@ class Optimizer:
                 shard.grad = None if parameter.grad is None else _local(parameter.grad)
 
     def state(self) -> dict[str, Tensor]:
-        """Return Adam's tensors by parameter name, shaped and sharded like the
+        """Return the optimizer's tensors by parameter name, shaped and sharded like the
         parameters.
         """
         tensors: dict[str, Tensor] = {}
-        for name, shard in self.shards.items():
+        for name, momentum in self.muon.momentum.items() if self.muon else ():
+            tensors[f"{name}/momentum"] = _like(momentum, self.parameters[name])
+
+        for name, shard in self.elementwise.items():
             state = self.adamw.state[shard]
             tensors[f"{name}/step"] = state["step"]
             for key in ("exp_avg", "exp_avg_sq"):
@@ -159,11 +183,13 @@ class Optimizer:
         return tensors
 
     def to(self, device: torch.device | None) -> None:
-        """Follow the parameters, and move Adam's tensors if a device is given."""
+        """Follow the parameters, and move the state if a device is given."""
+        if self.muon and device is not None:
+            self.muon.to(device)
         for name, shard in self.shards.items():
             if shard is not self.parameters[name]:
                 shard.data = _local(self.parameters[name])
-            if device is not None:
+            if device is not None and name in self.elementwise:
                 self.adamw.state[shard] = {
                     key: value.to(device) for key, value in self.adamw.state[shard].items()
                 }

@@ -15,6 +15,7 @@ from coupler.engine_kit.sampling_mask import kept_ids
 from coupler.engine_kit.tensors import to_device
 from coupler.errors import CouplerError
 from coupler_engine_fsdp.attention import Packing, Piece
+from coupler_engine_fsdp.sequence import ALONE, Peers
 
 SHARE_FROM = 0.1
 """Part of the tokens that must repeat in prompts: with fewer, gathering keys costs more
@@ -26,8 +27,10 @@ class Packed:
     """The tensors that the model reads.
 
     A prompt that several sequences begin with is there once, and tokens that predict
-    nothing are not there. N is therefore smaller than the tokens of the batch. The
-    class is no pytree, since FSDP would cast its floats to the dtype of the parameters.
+    nothing are not there. N is therefore smaller than the tokens of the batch. Of a row
+    that peers hold together, N are this rank's tokens and R the ones that they predict.
+    The class is no pytree, since FSDP would cast its floats to the dtype of the
+    parameters.
     """
 
     tokens: Tensor
@@ -36,7 +39,7 @@ class Packed:
     """[1, N] int64, from 0 in each sequence"""
     packing: Packing
     rows: Tensor
-    """[R] int64: the tokens of the batch under ``loss_mask``, which are predicted"""
+    """[R] int64: the tokens of the batch under ``loss_mask`` that are predicted here"""
     sources: Tensor
     """[R] int64: the place in N of the token before each, which predicts it"""
     targets: Tensor
@@ -46,11 +49,21 @@ class Packed:
     kept: Tensor | None
     """[R, kept] int64: the ids that each target was sampled among, or None for all"""
 
+    def spread(self, values: Tensor, num_tokens: int) -> Tensor:
+        """Put values [R, ...] in the places of their tokens: [num_tokens, ...].
 
-def pack(batch: Batch, device: torch.device) -> Packed:
-    """Pack the sequences of ``batch``.
+        The others are 0. No gradient, and so no NaN, gets in or out of the zeros.
+        """
+        zeros = values.new_zeros(num_tokens, *values.shape[1:])
+        return zeros.index_copy(0, self.rows, values)
 
-    A batch without tokens becomes two dummy tokens, of which none is predicted.
+
+def pack(batch: Batch, device: torch.device, peers: Peers = ALONE) -> Packed:
+    """Pack the sequences of ``batch``, and take this rank's part of the row.
+
+    A token is predicted on the rank that holds the one before it, so that the first
+    token of a part belongs to the part before. A batch without tokens becomes two dummy
+    tokens, of which none is predicted.
 
     Raises:
         CouplerError: a temperature is not above 0, or a sequence's first token is under
@@ -72,33 +85,69 @@ def pack(batch: Batch, device: torch.device) -> Packed:
     begin, end, sequences = _pieces(starts, _ends(starts, rows), prompts, owners)
     taken = _ranges(begin, end)
 
-    # The place of each token in the row. A shared prompt stands with its owner.
-    place = np.empty(len(tokens), np.int64)
+    place = _places(starts, prompts, owners, taken)
+    within = np.arange(len(tokens)) - np.repeat(starts[:-1], np.diff(starts))
+
+    edges = np.concatenate([[0], np.cumsum(end - begin)])
+    prompt = place[starts[sequences]]
+    pieces = np.stack(
+        [
+            edges[:-1],
+            edges[1:],
+            prompt,
+            prompt + begin - starts[sequences],
+        ],
+        axis=1,
+    )
+
+    # What fills the row up attends to itself alone, and nothing reads it.
+    total, fill = len(taken), -len(taken) % peers.size
+    if fill:
+        pieces = np.concatenate([pieces, [[total, total + fill, total, total]]])
+    first, last = peers.part(total + fill)
+    ids = np.pad(tokens[taken], (0, fill))
+    positions = np.concatenate([within[taken], np.arange(fill)])
+
+    sources = place[rows - 1]
+    held = np.flatnonzero((sources >= first) & (sources < last))
+    scale = temperature_of(batch, rows)
+    kept = kept_ids(batch, rows[held])
+
+    def tensor(values: np.ndarray) -> Tensor:
+        return to_device(values, device)
+
+    return Packed(
+        tokens=tensor(ids[first:last])[None],
+        positions=tensor(positions[first:last])[None],
+        packing=Packing.of(
+            [Piece(*piece) for piece in pieces.tolist()],
+            device,
+            peers,
+        ),
+        rows=tensor(rows[held]),
+        sources=tensor(sources[held] - first),
+        targets=tensor(tokens[rows[held]]),
+        temperature=None if scale is None else tensor(scale[held]),
+        kept=None if kept is None else tensor(kept),
+    )
+
+
+def _places(
+    starts: np.ndarray, prompts: np.ndarray, owners: np.ndarray, taken: np.ndarray
+) -> np.ndarray:
+    """Return the place of each token in the row.
+
+    A shared prompt stands with its owner.
+    """
+    place = np.empty(starts[-1], np.int64)
     place[taken] = np.arange(len(taken))
+
     again = np.flatnonzero(owners != np.arange(len(owners)))
     copies, originals = (
         _ranges(starts[i], starts[i] + prompts[again]) for i in (again, owners[again])
     )
     place[copies] = place[originals]
-    positions = (np.arange(len(tokens)) - np.repeat(starts[:-1], np.diff(starts)))[taken]
-
-    def tensor(values: np.ndarray) -> Tensor:
-        return to_device(values, device)
-
-    edges = np.concatenate([[0], np.cumsum(end - begin)])
-    prompt = place[starts[sequences]]
-    pieces = np.stack([edges[:-1], edges[1:], prompt, prompt + begin - starts[sequences]], axis=1)
-
-    return Packed(
-        tokens=tensor(tokens[taken])[None],
-        positions=tensor(positions)[None],
-        packing=Packing.of([Piece(*piece) for piece in pieces.tolist()], device),
-        rows=tensor(rows),
-        sources=tensor(place[rows - 1]),
-        targets=tensor(tokens[rows]),
-        temperature=None if (scale := temperature_of(batch, rows)) is None else tensor(scale),
-        kept=None if (kept := kept_ids(batch, rows)) is None else tensor(kept),
-    )
+    return place
 
 
 def _prompts(starts: np.ndarray, rows: np.ndarray) -> np.ndarray:

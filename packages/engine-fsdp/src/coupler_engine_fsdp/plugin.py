@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from coupler.plugins import Backend, Kind, hookimpl
 from coupler_engine_fsdp.config import FSDPConfig, HFConfig
+from coupler_engine_fsdp.layout import problems, read_heads
 
 if TYPE_CHECKING:
     from coupler import RunConfig
@@ -60,16 +62,20 @@ def coupler_backends() -> Iterable[Backend]:
 
 @hookimpl
 def coupler_validate(config: RunConfig) -> Iterable[str]:
-    for path, engine in (
-        ("engine", config.engine),
-        ("critic.engine", config.critic.engine),
-        ("reward_model.engine", config.reward_model.engine),
+    """Refuse sizes that do not fit the ranks, or a model that is there already."""
+    critic = config.critic.model.path or config.model.path
+    teacher = config.teacher.model.path or config.model.path
+    scorer = config.reward_model.model.path
+
+    for path, engine, folder in (
+        ("engine", config.engine, config.model.path),
+        ("critic.engine", config.critic.engine, critic),
+        ("teacher.engine", config.teacher.engine, teacher),
+        ("reward_model.engine", config.reward_model.engine, scorer),
     ):
-        if isinstance(engine, FSDPConfig) and engine.fsdp_size and engine.ranks % engine.fsdp_size:
-            yield (
-                f"{path}.fsdp_size={engine.fsdp_size} does not divide {path}.ranks={engine.ranks}: "
-                "set it to a divisor, or to 0: all ranks share one copy."
-            )
+        if isinstance(engine, FSDPConfig):
+            for what, fix in problems(engine, engine.ranks, read_heads(Path(folder)), path):
+                yield f"{what}: {fix}."
 
 
 @hookimpl

@@ -20,13 +20,17 @@ class ValueHead(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         # The output may be no view, since FSDP hooks it.
-        return torch.mv(input.float(), self.weight.float()[0]) + self.bias.float()
+        values = torch.mv(input.float(), self.weight.float()[0])
+        return values if self.bias is None else values + self.bias.float()
 
 
 class ValueModel(nn.Module):
-    """The module of a critic that FSDP wraps: one forward from tokens to values."""
+    """The module of a critic or a reward model that FSDP wraps.
 
-    def __init__(self, causal: PreTrainedModel) -> None:
+    It is one forward from tokens to values.
+    """
+
+    def __init__(self, causal: PreTrainedModel, *, bias: bool) -> None:
         super().__init__()
         self.causal: Any = causal
         old = causal.get_output_embeddings()
@@ -34,7 +38,7 @@ class ValueModel(nn.Module):
         parent, _, name = self.dropped.rpartition(".")
         delattr(causal.get_submodule(parent), name)
         width = causal.config.get_text_config().hidden_size
-        self.causal.score = ValueHead(width, 1, device="meta", dtype=torch.float32)
+        self.causal.score = ValueHead(width, 1, bias=bias, device="meta", dtype=torch.float32)
 
     @property
     def head(self) -> ValueHead:
@@ -61,7 +65,7 @@ class ValueModel(nn.Module):
         They are without the language-model head, and with the score.
         """
         kept = [name for name in files if not name.startswith((f"{self.dropped}.", *SCORE))]
-        return [*kept, *SCORE]
+        return [*kept, *SCORE[: 1 if self.head.bias is None else 2]]
 
 
 @torch.no_grad()

@@ -35,7 +35,12 @@ from coupler_engine_megatron.routing import Router
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3")
 """Model types whose log-probs and weights are tested."""
-SCORE = {"output_layer.weight": "score.weight", "output_layer.bias": "score.bias"}
+WEIGHT = {"output_layer.weight": "score.weight"}
+SCORE: dict[Head, dict[str, str]] = {
+    Head.LM: {},
+    Head.SCORE: WEIGHT,
+    Head.VALUE: {**WEIGHT, "output_layer.bias": "score.bias"},
+}
 LATENT = "deepseek_v3"
 """The model type with multi-head latent attention, and routers with a bias."""
 _ROPE = {"default", "linear", "llama3"}
@@ -100,7 +105,7 @@ def read_config(model: Model) -> Any:
     # mbridge looks for it here.
     config.rope_theta = rope["rope_theta"]
     # A critic has no head to tie.
-    if model.head is Head.VALUE:
+    if model.head is not Head.LM:
         config.tie_word_embeddings = False
     return config
 
@@ -151,13 +156,22 @@ class _Readable:
 
 
 def make_bridge(
-    config: Any, head: Head, dtype: torch.dtype, engine: bool, tensor_parallel: int, **settings: Any
+    config: Any,
+    head: Head,
+    dtype: torch.dtype,
+    engine: bool,
+    tensor_parallel: int,
+    plain: bool = False,
+    **settings: Any,
 ) -> Any:
     """Return mbridge's object for this model.
 
     Args:
         engine: build the layers of Transformer Engine; else those of Megatron-Core and
             this package.
+        plain: build linear maps apart from the norms before them, in Megatron-Core's
+            own layers, as updates of them need it. Attention is still Transformer
+            Engine's.
         tensor_parallel: the vocabulary is filled up to a multiple of it.
         settings: values of Megatron's ``TransformerConfig``.
     """
@@ -167,15 +181,14 @@ def make_bridge(
     direct = dict(base._DIRECT_MAPPING)
     if config.tie_word_embeddings:
         direct["output_layer.weight"] = direct["embedding.word_embeddings.weight"]
-    if head is Head.VALUE:
-        direct |= SCORE
+    direct |= SCORE[head]
 
     class Adapted(base):  # pyright: ignore[reportGeneralTypeIssues]
         _DIRECT_MAPPING = direct
 
         def _get_transformer_layer_spec(self, vp_stage: int | None = None) -> Any:
             self.has_vp_stage = True
-            return _layers(self.config, engine, vp_stage)
+            return _layers(self.config, engine, plain, vp_stage)
 
         _model_provider = LLMBridge._model_provider
 
@@ -212,11 +225,14 @@ def _scaling(rope: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _layers(config: Any, engine: bool, stage: int | None) -> Any:
+def _layers(config: Any, engine: bool, plain: bool, stage: int | None) -> Any:
     """Return the specification of this rank's layers.
 
     They are Transformer Engine's, or Megatron's with attention over packed rows.
     """
+    packed = not engine or config.params_dtype == torch.float32
+    engine = engine and not plain
+
     block: Any = get_gpt_decoder_block_spec(
         config, use_transformer_engine=engine, normalization="RMSNorm", vp_stage=stage
     )
@@ -234,12 +250,21 @@ def _layers(config: Any, engine: bool, stage: int | None) -> Any:
             experts.router, experts.experts = Router, grouped_experts()
 
         # No fused kernel takes packed rows in fp32.
-        if not engine or config.params_dtype == torch.float32:
+        if packed:
             attention.core_attention = PackedAttention
+        elif plain:
+            attention.core_attention = fused_attention()
 
     if not engine:
         block.layer_norm = RMSNorm
     return block
+
+
+def fused_attention() -> Any:
+    """Return Transformer Engine's attention, which exists on a GPU alone."""
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    return TEDotProductAttention
 
 
 def build(bridge: Any, head: Head, tile: int, device: torch.device) -> list[MegatronModule]:
@@ -298,10 +323,15 @@ def _set_latent_eps(chunk: torch.nn.Module) -> None:
 
 def _set_head(chunk: Any, head: Head, bridge: Any, tile: int, device: torch.device) -> None:
     config = bridge.config
-    if head is Head.VALUE:
+    if head is not Head.LM:
         chunk.output_layer = ValueHead(
-            config.hidden_size, config.params_dtype, device, config.sequence_parallel
+            config.hidden_size,
+            config.params_dtype,
+            device,
+            config.sequence_parallel,
+            bias=head is Head.VALUE,
         )
+
     else:
         chunk.output_layer.forward = LogprobHead(chunk.output_layer, bridge.vocab_size, tile)
 

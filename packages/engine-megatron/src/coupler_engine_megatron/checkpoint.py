@@ -1,10 +1,10 @@
-"""Write and read checkpoints that any layout of ranks can read.
+"""Write checkpoints that any layout of ranks can read.
 
 They are whole tensors under checkpoint names, as safetensors and JSON. Every rank
 writes its share, ``shard-00002-of-00004.safetensors``, and ``index.json`` says where
 each tensor is. A name is that of a Hugging Face checkpoint behind the state it is:
-``params/``, ``exp_avg/``, ``exp_avg_sq/``. A reader takes what its ranks need, however
-they split the model.
+``params/``, ``exp_avg/``, ``exp_avg_sq/``. :mod:`coupler.engine_kit.saved` reads them,
+and those of other engines.
 """
 
 from __future__ import annotations
@@ -13,20 +13,17 @@ import json
 import threading
 from collections.abc import Iterable
 from concurrent.futures import Future
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from coupler.errors import CouplerError, WaitTimeout
+from coupler.engine_kit.saved import INDEX
+from coupler.errors import WaitTimeout
 from coupler.interfaces import Named
-
-INDEX = "index.json"
 
 
 class Save:
@@ -76,60 +73,6 @@ class Save:
         # This is the thread's boundary: wait() raises the error.
         except Exception as error:
             self._done.set_exception(error)
-
-
-class Saved:
-    """A checkpoint, read one tensor at a time. Use it in a ``with`` statement."""
-
-    def __init__(self, path: Path) -> None:
-        """Read the index.
-
-        Raises:
-            CouplerError: there is none, or it is damaged.
-        """
-        if not (path / INDEX).is_file():
-            raise CouplerError(
-                f"{path} holds no checkpoint of engine=megatron: there is no {INDEX}."
-            )
-
-        self.path = path
-        try:
-            self.facts: dict[str, Any] = json.loads((path / INDEX).read_text())
-            self.where: dict[str, str] = self.facts["tensors"]
-        except (ValueError, KeyError) as error:
-            raise _damaged(path / INDEX, error) from None
-
-        self.files: dict[str, Any] = {}
-        self.stack = ExitStack()
-
-    def __enter__(self) -> Saved:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.stack.close()
-
-    def read(self, name: str) -> Tensor:
-        """Return the whole tensor.
-
-        Raises:
-            CouplerError: the checkpoint has no such tensor, or its file is damaged.
-        """
-        file = self.where.get(name)
-        if file is None:
-            raise CouplerError(
-                f"the checkpoint {self.path} does not fit this engine: it has no {name}.\n"
-                "  try:  the model.path and the parts that it was saved with"
-            )
-        try:
-            if file not in self.files:
-                self.files[file] = self.stack.enter_context(safe_open(self.path / file, "pt"))
-            return self.files[file].get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise _damaged(self.path / file, error) from None
-
-
-def _damaged(path: Path, error: Exception) -> CouplerError:
-    return CouplerError(f"{path} is damaged: {error!r}.\n  try:  an earlier checkpoint")
 
 
 def _file(rank: int, world: int) -> str:

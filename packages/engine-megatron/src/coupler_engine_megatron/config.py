@@ -8,7 +8,7 @@ from enum import StrEnum
 from math import lcm
 from typing import Any, ClassVar
 
-from coupler.engine_kit.adamw import AdamWConfig
+from coupler.engine_kit.lora import LoRAConfig
 from coupler.engine_kit.precision import Precision
 from coupler.interfaces import NO_EFFECT, no_effect
 
@@ -57,14 +57,14 @@ RECOMPUTABLE = ("core_attn", "layernorm", "mlp", "moe_act", "shared_experts")
 
 
 @dataclass
-class MegatronConfig(AdamWConfig):
+class MegatronConfig(LoRAConfig):
     """Megatron-Core with its distributed AdamW.
 
     Master weights, optimizer state and gradient reduction are fp32.
     """
 
     one_rank: ClassVar[Mapping[str, Any]] = {
-        **AdamWConfig.one_rank,
+        **LoRAConfig.one_rank,
         "tensor_parallel": 1,
         "pipeline_parallel": 1,
         "virtual_pipeline": 1,
@@ -140,8 +140,6 @@ class MegatronConfig(AdamWConfig):
     """The weight of the loss that keeps routers' logits small, summed over layers."""
     freeze_moe_router: bool = False
     """Do not train the routers, which decide where tokens go."""
-    lora_rank: int = 0
-    """It must be 0: this engine has no adapters, and engine=fsdp trains them."""
     logits_tile: int = no_effect(0)
     """At most this many elements of the fp32 logits exist at a time. 0 chooses by
     device and rows.
@@ -215,11 +213,6 @@ class MegatronConfig(AdamWConfig):
         ):
             self._require(getattr(self, key) >= 0, key, "must not be negative")
 
-        why = (
-            "must be 0: megatron-core 0.16 and mbridge 0.15 have no adapters; engine=fsdp "
-            "trains them"
-        )
-        self._require(self.lora_rank == 0, "lora_rank", why)
         self._require(
             self.overlap_grad_reduce or not self.overlap_param_gather,
             "overlap_param_gather",

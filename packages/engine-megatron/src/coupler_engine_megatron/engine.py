@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from coupler.engine_kit.loss import weighted_loss
 from coupler.engine_kit.micro_batches import Refusal, agreed_split, split
 from coupler.engine_kit.precision import dtype_of
 from coupler.engine_kit.process_group import Membership, device_of, join, require_same_ranks
+from coupler.engine_kit.saved import State, open_saved
 from coupler.engine_kit.tensors import columns
 from coupler.interfaces import (
     Engine,
@@ -39,8 +40,10 @@ from coupler.interfaces import (
 from coupler.metrics import Metrics, merge, read
 from coupler_engine_megatron import bridge, checkpoint, cpu, groups
 from coupler_engine_megatron.config import MegatronConfig
-from coupler_engine_megatron.distributed import destroy_groups, split_world
+from coupler_engine_megatron.distributed import destroy_groups, exchange, split_world
 from coupler_engine_megatron.folder import Folder
+from coupler_engine_megatron.lora import Adapter
+from coupler_engine_megatron.lora_tensors import is_adapter
 from coupler_engine_megatron.memory import Parked
 from coupler_engine_megatron.optimizer import Optimizer, wrap
 from coupler_engine_megatron.packing import Alignment, Packed, pack
@@ -48,8 +51,9 @@ from coupler_engine_megatron.routing import Routers
 from coupler_engine_megatron.settings import be_deterministic, check_layout, transformer_settings
 from coupler_engine_megatron.weights import Catalogue
 
+LOGPROBS, BASE = Output("logprobs"), Output("base_logprobs")
 # The states of a parameter that a checkpoint has, with the folders of their names.
-SAVED = {
+SAVED: Mapping[Part, Mapping[State, str]] = {
     Part.PARAMS: {"param": "params"},
     Part.OPTIMIZER: {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"},
 }
@@ -99,7 +103,13 @@ class MegatronEngine(Engine):
             layout = split_world(self.config, rank)
             tensor = self.config.tensor_parallel
             self.bridge = bridge.make_bridge(
-                shape, self.model.head, self.dtype, on_gpu, tensor, **settings
+                shape,
+                self.model.head,
+                self.dtype,
+                on_gpu,
+                tensor,
+                plain=bool(self.config.lora_rank),
+                **settings,
             )
             self.transformer = self.bridge.config
             self.chunks: list[Any] = bridge.build(
@@ -110,13 +120,35 @@ class MegatronEngine(Engine):
         self.align = Alignment.of(
             self.config.context_parallel, tensor if self.transformer.sequence_parallel else 1
         )
-        self.catalogue = Catalogue(self.bridge, self.chunks, self.config.sync_bucket_mib * 2**20)
+        self._list_parameters()
         losses = self.config.moe_aux_loss_coeff, self.config.moe_z_loss_coeff
         self.routers = Routers(self.chunks, self.transformer, *losses, self.device)
         if self.config.freeze_moe_router:
             self.routers.freeze()
-        self._read_weights(tied=shape.tie_word_embeddings)
+        self._read_weights(tied=shape.tie_word_embeddings, seed=exchange(rank.seed)[0])
         return layout
+
+    def _list_parameters(self) -> None:
+        """Insert the adapter, and list what is sent, and what is trained."""
+        bucket = self.config.sync_bucket_mib * 2**20
+        self.adapter = Adapter(self.config, self.bridge)
+        if self.adapter.rank:
+            self.adapter.insert(self.chunks)
+
+        self.catalogue = Catalogue(
+            self.bridge,
+            self.chunks,
+            bucket,
+            lambda name, _: not is_adapter(name),
+        )
+        self.trained = self.catalogue
+        if self.adapter.rank:
+            self.trained = Catalogue(
+                self.bridge,
+                self.chunks,
+                bucket,
+                lambda _, parameter: parameter.requires_grad,
+            )
 
     def forward(self, batch: Batch, want: tuple[Output, ...]) -> Batch:
         """Compute the wanted outputs, one micro-batch after the other.
@@ -124,6 +156,13 @@ class MegatronEngine(Engine):
         Raises:
             CouplerError: a sequence is longer than ``engine.max_tokens_per_gpu``.
         """
+        if BASE in want:
+            with self.adapter.off():
+                base = self.forward(batch, (LOGPROBS,))["logprobs"]
+            rest = tuple(output for output in want if output != BASE)
+            done = self.forward(batch, rest) if rest else batch
+            return done.with_tokens(**{BASE.name: base})
+
         names = tuple(output.name for output in want if output.name != ROUTED_EXPERTS)
         names = names or ("logprobs",)
         inputs = batch.with_tokens(row=np.arange(batch.num_tokens))
@@ -246,10 +285,19 @@ class MegatronEngine(Engine):
         )
 
         limit = self.config.max_tokens_per_gpu
-        cut = partial(split, batch, limit * self.config.context_parallel)
+        ranks = self.config.ranks_per_sequence
+        cut = partial(split, batch, limit * ranks)
         # Parts of the model take turns over as many micro-batches as there are stages.
         stages = self.config.pipeline_parallel if len(self.chunks) > 1 else 1
-        return agreed_split(cut, limit, self.device, [None], unroutable, multiple_of=stages)
+        return agreed_split(
+            cut,
+            limit,
+            self.device,
+            [None],
+            unroutable,
+            multiple_of=stages,
+            ranks_per_sequence=ranks,
+        )
 
     def step(self) -> StepResult:
         """Apply the gradient.
@@ -262,16 +310,29 @@ class MegatronEngine(Engine):
 
     def weights(self) -> Iterator[Named]:
         """Yield the weights in ``engine.sync_dtype``."""
+        return self._sent(self.catalogue, self.adapter.merged)
+
+    def base_weights(self) -> Iterator[Named]:
+        """Yield the weights beneath the adapter in ``engine.sync_dtype``."""
+        return self._sent(self.catalogue, _itself)
+
+    def adapter_weights(self) -> Iterator[Named]:
+        """Yield the adapter in ``engine.sync_dtype``."""
+        return self.adapter.apart(self._sent(self.trained, _itself))
+
+    def _sent(
+        self, parameters: Catalogue, source: Callable[[nn.Parameter], Tensor]
+    ) -> Iterator[Named]:
         dtype = dtype_of(self.config.sync_dtype, self.device, self.dtype)
         if self._optimizer is not None:
             with self._platform():
                 self._optimizer.gather()
-        return self.catalogue.stream(lambda parameter: parameter, dtype, self.device)
+        return parameters.stream(source, dtype, self.device)
 
     def gradients(self) -> Iterator[Named]:
         """Yield the gradient in fp32."""
         source = partial(self._trained().whole, state="grad")
-        return self.catalogue.stream(source, torch.float32, self.device)
+        return self.adapter.targeted(self.trained.stream(source, torch.float32, self.device))
 
     def save(self, path: Path, what: Parts) -> Pending:
         """Copy parameters and optimizer to the host, and write them while training goes
@@ -286,14 +347,15 @@ class MegatronEngine(Engine):
         for part in sorted(what & SAVED.keys()):
             for state, folder in SAVED[part].items():
                 source = partial(self._state, state)
-                for name, tensor in self.catalogue.stream(source, torch.float32, self.device):
+                tensors = self.trained.stream(source, torch.float32, self.device)
+                for name, tensor in self.adapter.targeted(tensors):
                     yield f"{folder}/{name}", tensor
 
     def _state(self, state: str, parameter: nn.Parameter) -> Tensor:
         return parameter if self._optimizer is None else self._optimizer.whole(parameter, state)
 
     def load(self, path: Path, what: Parts) -> None:
-        """Read what :meth:`save` wrote on ranks that split the model in any way.
+        """Read what an engine saved on ranks that split the model in any way.
 
         Raises:
             CouplerError: ``path`` does not hold it.
@@ -301,13 +363,15 @@ class MegatronEngine(Engine):
         if Part.OPTIMIZER in what:
             self._trained()
 
-        with checkpoint.Saved(path) as saved:
+        with open_saved(path) as saved:
             for part in sorted(what & SAVED.keys()):
-                for state, folder in SAVED[part].items():
-                    self.catalogue.fill(partial(_read, saved, folder), partial(self._put, state))
+                for state in SAVED[part]:
+                    read = self.adapter.reading(partial(saved.tensor, state))
+                    self.trained.fill(read, partial(self._put, state))
             if self._optimizer is not None:
+                steps = saved.num_steps
                 with self._platform():
-                    self._optimizer.resume(saved.facts.get("num_steps", self._optimizer.num_steps))
+                    self._optimizer.resume(self._optimizer.num_steps if steps is None else steps)
 
     def _put(self, state: str, parameter: nn.Parameter, piece: Tensor) -> None:
         if self._optimizer is None:
@@ -337,6 +401,7 @@ class MegatronEngine(Engine):
     def _tensors(self, part: Part) -> Iterator[Tensor]:
         if part is Part.PARAMS:
             yield from self.catalogue.parameters.values()
+            yield from self.trained.parameters.values()
         elif self._optimizer is not None:
             yield from (
                 self._optimizer.gradients() if part is Part.GRADS else self._optimizer.states()
@@ -369,12 +434,15 @@ class MegatronEngine(Engine):
                 self._optimizer = Optimizer(self.config, self.chunks, self.dtype)
         return self._optimizer
 
-    def _read_weights(self, *, tied: bool) -> None:
-        folder, value = Folder(Path(self.model.path)), self.model.head is Head.VALUE
-        score = [*bridge.SCORE.values()] if value else []
-        dropped = ("lm_head.",) if value or tied else ()
+    def _read_weights(self, *, tied: bool, seed: int) -> None:
+        folder, head = Folder(Path(self.model.path)), self.model.head
+        score = [*bridge.SCORE[head].values()]
+        dropped = ("lm_head.",) if tied or head is not Head.LM else ()
         folder.check(self.catalogue.names(), score, (*dropped, *bridge.untrained(self.bridge)))
         self.catalogue.fill(folder.read, partial(self._put, "param"))
+        if self.adapter.rank:
+            start = self.adapter.start(self.trained, folder, seed)
+            self.trained.fill(start, partial(self._put, "param"))
 
     def _platform(self) -> AbstractContextManager[None]:
         """Return the context that Megatron-Core runs in. On a GPU it does nothing."""
@@ -388,8 +456,8 @@ def _finalize(
     finalize_model_grads(list(chunks), None, **options)
 
 
-def _read(saved: checkpoint.Saved, folder: str, name: str) -> Tensor:
-    return saved.read(f"{folder}/{name}")
+def _itself(parameter: nn.Parameter) -> Tensor:
+    return parameter
 
 
 def _unwrapped(chunk: Any) -> Any:

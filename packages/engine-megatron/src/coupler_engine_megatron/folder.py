@@ -67,6 +67,10 @@ class Folder:
         """Return the whole tensor, or None if the folder has none of this name."""
         return self._open(self.where[name]).get_tensor(name) if name in self.where else None
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor without reading it."""
+        return tuple(self._open(self.where[name]).get_slice(name).get_shape())
+
     def _open(self, path: Path) -> Any:
         if path not in self.files:
             try:

@@ -79,19 +79,28 @@ class ValueHead(nn.Module):
     want: tuple[str, ...]
 
     def __init__(
-        self, hidden_size: int, dtype: torch.dtype, device: torch.device, sequence_parallel: bool
+        self,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        sequence_parallel: bool,
+        *,
+        bias: bool,
     ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1, hidden_size, dtype=dtype, device=device))
-        self.bias = nn.Parameter(torch.zeros(1, dtype=dtype, device=device))
         self.sequence_parallel = sequence_parallel
+
+        self.weight = nn.Parameter(torch.zeros(1, hidden_size, dtype=dtype, device=device))
+        self.bias = nn.Parameter(torch.zeros(1, dtype=dtype, device=device)) if bias else None
 
     def forward(self, hidden: Tensor, **unused: Any) -> tuple[Tensor, None]:
         """Map [t / tp, 1, H] to [1, R]."""
         if self.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         states = hidden[:, 0][self.packed.sources].float()
-        values = torch.mv(states, self.weight[0].float()) + self.bias.float()
+        values = torch.mv(states, self.weight[0].float())
+        if self.bias is not None:
+            values = values + self.bias.float()
         return _whole(values[None], self.packed), None
 
 

@@ -57,6 +57,7 @@ def problems(
         what = f"{key}={config.expert_tensor_parallel} is neither 1 nor {path}.tensor_parallel"
         yield what, f"{key}={_either({1, config.tensor_parallel})}"
     if shape is not None:
+        yield from _of_adapter(config, shape, path)
         yield from _of_model(config, shape, path)
 
 
@@ -81,6 +82,15 @@ def _of_ranks(config: MegatronConfig, ranks: int, path: str) -> Iterator[Problem
             f"{path}.expert_parallel={config.expert_parallel} does not divide the {room} "
             "ranks that a pipeline stage has for different experts",
             f"{path}.expert_parallel={_nearest(config.expert_parallel, _divisors(room))}",
+        )
+
+
+def _of_adapter(config: MegatronConfig, shape: Mapping[str, Any], path: str) -> Iterator[Problem]:
+    if config.lora_rank and shape.get("kv_lora_rank"):
+        yield (
+            f"{path}.lora_rank={config.lora_rank} adapts no latent attention, which the model "
+            f"of type {shape['model_type']!r} has",
+            f"{path}.lora_rank=0, or {path}=fsdp",
         )
 
 

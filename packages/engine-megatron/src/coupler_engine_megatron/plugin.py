@@ -15,6 +15,21 @@ if TYPE_CHECKING:
     from coupler.plugins.finding import Finding
 
 
+def _capabilities(config: MegatronConfig) -> frozenset[str]:
+    always = {
+        "weights:full",
+        "memory:offload",
+        "output:values",
+        "output:routed_experts",
+        "output:sum_pi_squared",
+        "input:sampling_mask",
+        "model:moe",
+    }
+
+    lora = {"output:base_logprobs", "weights:lora"} if config.lora_rank else set()
+    return frozenset(always | lora)
+
+
 @hookimpl
 def coupler_backends() -> Iterable[Backend]:
     yield Backend(
@@ -22,17 +37,7 @@ def coupler_backends() -> Iterable[Backend]:
         name="megatron",
         target="coupler_engine_megatron.engine:MegatronEngine",
         config=MegatronConfig,
-        capabilities=frozenset(
-            {
-                "weights:full",
-                "memory:offload",
-                "output:values",
-                "output:routed_experts",
-                "output:sum_pi_squared",
-                "input:sampling_mask",
-                "model:moe",
-            }
-        ),
+        capabilities=_capabilities,
         tested={
             "megatron-core": ">=0.16.1,<0.17",
             "mbridge": ">=0.15.1,<0.16",

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from coupler.errors import CouplerError
 from coupler.interfaces import Named
-from coupler_engine_megatron import bridge as hf
 from coupler_engine_megatron import groups
+from coupler_engine_megatron import lora_tensors as hf
 from coupler_engine_megatron.distributed import exchange
 from coupler_engine_megatron.experts import in_a_row
 
@@ -91,11 +91,18 @@ class Bucket:
 class Catalogue:
     """The parameters of all pipeline stages, and how checkpoint tensors make them."""
 
-    def __init__(self, bridge: Any, chunks: Sequence[nn.Module], bucket_bytes: int) -> None:
+    def __init__(
+        self,
+        bridge: Any,
+        chunks: Sequence[nn.Module],
+        bucket_bytes: int,
+        wanted: Callable[[str, nn.Parameter], bool] = lambda *_: True,
+    ) -> None:
         """Learn of all ranks' parameters. This is collective over all ranks.
 
         Args:
             bucket_bytes: bytes of whole tensors that a stream holds at a time.
+            wanted: tells by its name and itself if a parameter is one of the catalogue.
         """
         self.bridge, self.bucket_bytes = bridge, bucket_bytes // 3
         self.stage = groups.pipeline().rank()
@@ -106,8 +113,10 @@ class Catalogue:
         own = []
         for number, chunk in enumerate(chunks):
             for index, (name, parameter) in enumerate(chunk.named_parameters()):
+                if not wanted(name, parameter):
+                    continue
                 self.parameters[number, index] = parameter
-                part = _part(number, index, _global_name(chunk, name), parameter)
+                part = _part(number, index, global_name(chunk, name), parameter)
                 if getattr(parameter, "shared_embedding", False) and self.stage > 0:
                     self.copies.append((part, parameter))
                 else:
@@ -320,7 +329,7 @@ def _part(chunk: int, index: int, name: str, parameter: nn.Parameter) -> Part:
     )
 
 
-def _global_name(chunk: Any, name: str) -> str:
+def global_name(chunk: Any, name: str) -> str:
     """Translate a parameter's name into the name in the whole model.
 
     It is the name that Transformer Engine's layers give.

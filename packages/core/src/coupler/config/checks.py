@@ -8,7 +8,18 @@ from math import inf
 from typing import Any
 
 from coupler.config.options import SECTIONS, section
-from coupler.config.schema import ExecutorName, Job, OnSync, Placement, RunConfig
+from coupler.config.schema import (
+    HF_MODEL,
+    RESUMED,
+    ExecutorName,
+    Job,
+    OnSync,
+    Placement,
+    RunConfig,
+)
+
+# Options that count what only supervised training has.
+OF_EPOCHS = ("epochs", "eval.every_epochs", "checkpoint.every_epochs", "eval.patience")
 
 
 def problems(config: RunConfig, job: Job) -> Iterator[str]:
@@ -55,7 +66,7 @@ def problems(config: RunConfig, job: Job) -> Iterator[str]:
 
     if job is not Job.EVAL:
         yield from _checkpoint_problems(config)
-    yield from _worker_problems(config)
+    yield from _worker_problems(config, job)
     yield from _length_problems(config, job is Job.TRAIN, evaluates)
     yield from _adapter_problems(config)
     if job is Job.TRAIN:
@@ -97,9 +108,10 @@ def _out_of_range(section: Any, start: str) -> Iterator[str]:
 
 
 def does_evaluate(config: RunConfig, job: Job) -> bool:
-    """Tell whether the job samples ``eval.data``."""
-    return job is Job.EVAL or (
-        job is Job.TRAIN and (config.eval.every_steps > 0 or config.eval.at_start)
+    """Tell whether the job evaluates on ``eval.data``."""
+    settings = config.eval
+    return job is Job.EVAL or bool(
+        settings.every_steps or settings.every_epochs or settings.at_start
     )
 
 
@@ -112,15 +124,28 @@ def _checkpoint_problems(config: RunConfig) -> Iterator[str]:
     settings = config.checkpoint
     if settings.keep_best and not settings.keep_last:
         yield "checkpoint.keep_best needs checkpoint.keep_last above 0: 0 keeps all."
+    for key, parts in (("contents", (*RESUMED, HF_MODEL)), ("load_contents", RESUMED)):
+        chosen = list(getattr(settings, key))
+        if odd := [part for part in chosen if part not in parts]:
+            yield f"checkpoint.{key} has {odd[0]!r}: it takes some of {', '.join(parts)}."
+        elif "model" not in chosen:
+            yield f"checkpoint.{key} needs model: no run goes on from a checkpoint without it."
+
     best = settings.best_metric
-    if settings.keep_best and best.startswith("eval/") and not config.eval.every_steps:
+    if (
+        settings.keep_best
+        and best.startswith("eval/")
+        and not (config.eval.every_steps or config.eval.every_epochs)
+    ):
         yield (
             f"checkpoint.keep_best needs {best}: set eval.every_steps, or "
             "checkpoint.best_metric to another metric."
         )
 
 
-def _worker_problems(config: RunConfig) -> Iterator[str]:
+def _worker_problems(config: RunConfig, job: Job) -> Iterator[str]:
+    if config.executor is ExecutorName.TORCHRUN and job is not Job.SFT:
+        yield f"executor=torchrun is of coupler sft: for coupler {job} set executor=ray."
     for path, kind in SECTIONS.items():
         inner, number = section(config, path), {"engine": "ranks", "rollout": "replicas"}.get(kind)
         if inner is None or number is None:
@@ -131,7 +156,7 @@ def _worker_problems(config: RunConfig) -> Iterator[str]:
             yield f"{key} must be at least 1, got {count}."
         elif count > 1 and config.executor is ExecutorName.LOCAL:
             yield f"{key}={count} needs more than one process: set executor=ray, or {key}=1."
-        if inner.python and config.executor is ExecutorName.LOCAL:
+        if inner.python and config.executor is not ExecutorName.RAY:
             yield f"{path}.python={inner.python} needs processes of its own: set executor=ray."
 
     if (
@@ -221,6 +246,9 @@ def _adapter_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _training_problems(config: RunConfig) -> Iterator[str]:
+    for key in OF_EPOCHS:
+        if section(config, key):
+            yield f"{key} is of coupler sft, whose steps take rows and sample none: leave it out."
     if 0 < config.sampling.top_p < 1 and not config.sampling.top_k:
         yield (
             f"sampling.top_p={config.sampling.top_p} needs sampling.top_k in training: the "
@@ -261,6 +289,20 @@ def _supervised_problems(config: RunConfig) -> Iterator[str]:
             f"environment={config.environment.name} is of coupler train and coupler eval: leave "
             "it out."
         )
+    settings = config.checkpoint
+    best, compared = settings.best_metric, settings.keep_best or config.eval.patience
+    if compared and best == "eval/reward":
+        yield (
+            "checkpoint.best_metric=eval/reward is of coupler train: set it to eval/loss, and "
+            "checkpoint.lower_is_better=true."
+        )
+    is_loss = best.endswith(("loss", "nll", "perplexity"))
+    if compared and is_loss and not settings.lower_is_better:
+        yield f"checkpoint.best_metric={best} falls: set checkpoint.lower_is_better=true."
+
+    if config.data.sampler:
+        for key in (key for key in OF_EPOCHS if "epochs" in key and section(config, key)):
+            yield f"{key} counts epochs, which data.sampler={config.data.sampler} has none of."
     for key, usual in (("max_staleness", 0), ("epochs_per_batch", 1)):
         if (value := getattr(config, key)) != usual:
             yield f"{key}={value} is of coupler train, for batches of samples: leave it out."

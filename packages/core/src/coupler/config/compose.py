@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from math import isfinite
+from pathlib import Path
 from typing import Any, TypeVar
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -25,7 +26,14 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from coupler.config.checks import does_evaluate, evaluating, problems
 from coupler.config.effect import not_default
-from coupler.config.options import SECTIONS, Options, in_full, section, wrong_value
+from coupler.config.options import (
+    SECTIONS,
+    Options,
+    drop_replaced,
+    in_full,
+    section,
+    wrong_value,
+)
 from coupler.config.overrides import parse_overrides, read_file
 from coupler.config.plain import to_plain
 from coupler.config.presets import chosen_values
@@ -47,6 +55,7 @@ AS_THE_RUN = {
 }
 LIKE_THE_POLICY = (CRITIC, "teacher.engine", "reward_model.engine")
 NEEDS_VALUES = "needs:values"  # capability of an algorithm
+SCORES = "head:score"  # capability of an algorithm
 GIVES_VALUES = "output:values"  # capability of an engine
 TOP_P = "sampling:top_p"  # capability of a rollout
 # capabilities that sampling.top_k takes
@@ -104,6 +113,8 @@ def compose(
     """
     typed = nest(parse_overrides(overrides))
     written = {} if config_file is None else read_file(config_file)
+    if config_file and Path(config_file).with_name("run.json").is_file():
+        drop_replaced(written)
     notes: list[str] = []
     choices: dict[str, str] = {}
 
@@ -131,6 +142,9 @@ def compose(
     }
     options = Options({path: backend.config for path, backend in backends.items()})
     options.conform(written)  # What the command line replaces is checked too.
+    for one, other in (("steps", "epochs"), ("epochs", "steps")):
+        if one in typed and other not in typed:  # Both say how long a run is.
+            written.pop(other, None)
     config = _build(options, merge(merge(merge(base, inherited), written), typed))
     if complete:
         _check(plugins, config, job)
@@ -368,6 +382,11 @@ def _incapable(plugins: Plugins, config: RunConfig, job: Job) -> Iterator[str]:
         name = section(config, path).name
         yield f"eval.top_p={config.eval.top_p}: {path}={name} cannot; leave it out."
 
+    if SCORES in declared(Kind.ALGORITHM) and GIVES_VALUES not in declared(Kind.ENGINE):
+        yield (
+            f"algorithm={config.algorithm.name} trains a score, and engine={config.engine.name} "
+            f"does not compute values ({GIVES_VALUES}): set engine to another."
+        )
     if job is not Job.TRAIN:
         return
     for kind, wanted in MASKS.items() if config.sampling.top_k > 0 else ():

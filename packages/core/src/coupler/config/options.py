@@ -32,6 +32,11 @@ EXAMPLES = {str: "first,second", int: "1,2", float: "0.5,1", bool: "true,false"}
 TYPE_NAMES = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "text"}
 
 
+REPLACED = {  # options of earlier releases, and what to write instead
+    "checkpoint.optimizer": "checkpoint.contents=[model,extra] for false; true is the default",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Option:
     """One key that users can set."""
@@ -115,6 +120,8 @@ class Options:
         raise ConfigError(wrong_value(option, value))
 
     def _unknown(self, key: str) -> str:
+        if key in REPLACED:
+            return f"the option {key} was replaced.\n  write it as:  {REPLACED[key]}"
         for path in SECTIONS.keys() - self.sections.keys():
             if f"{key}.".startswith(f"{path}."):
                 return f"the options of {path} are known once one is chosen.\n  try:  {path}=NAME"
@@ -149,6 +156,14 @@ class Options:
             elif inner is not None:
                 words = field.metadata.get("takes", "")
                 yield Option(key, inner, default_of(field), owner, matters, words)
+
+
+def drop_replaced(values: dict[str, Any]) -> None:
+    """Take options of earlier releases out of the configuration that a run wrote."""
+    for key in REPLACED:
+        start, _, name = key.rpartition(".")
+        if isinstance(inner := values.get(start), dict):
+            inner.pop(name, None)
 
 
 def section(config: RunConfig, path: str) -> Any:

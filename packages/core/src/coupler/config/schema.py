@@ -134,6 +134,11 @@ class EvalConfig:
 
     every_steps: int = field(default=0, metadata={"ge": 0})
     """Evaluate after every so many training steps; 0 never does during training."""
+    every_epochs: int = field(default=0, metadata={"ge": 0})
+    """Evaluate supervised training after every so many epochs; 0 never does."""
+    patience: int = field(default=0, metadata={"ge": 0})
+    """Supervised training ends after this many evaluations in a row in which
+    checkpoint.best_metric did not get better; 0 never ends it early."""
     data: DataConfig = field(default_factory=DataConfig)
     samples_per_prompt: int = field(default=1, metadata={"ge": 1})
     """Completions of each evaluated prompt. Above 1 the best of them is reported, too,
@@ -151,12 +156,18 @@ class EvalConfig:
     """The rollout of evaluations during training; that of the run if none is chosen."""
 
 
+RESUMED = ("model", "optimizer", "extra")  # the parts that a run goes on from
+HF_MODEL = "hf_model"
+
+
 @dataclass
 class CheckpointConfig:
     """The times of checkpoints, those that stay, and the start of a run."""
 
     every_steps: int = field(default=0, metadata={"ge": 0})
     """Write a checkpoint after every so many steps; 0 writes one only at the end."""
+    every_epochs: int = field(default=0, metadata={"ge": 0})
+    """Write a checkpoint of supervised training after every so many epochs."""
     resume: str = "auto"
     """The place where the run goes on: auto takes the last whole checkpoint of run_dir,
     disable takes none, and a folder is what an empty run_dir starts from."""
@@ -171,12 +182,21 @@ class CheckpointConfig:
     """Also keep this many checkpoints with the best best_metric; the last one with a
     finite gradient is always kept."""
     best_metric: str = "eval/reward"
-    """The metric that checkpoint.keep_best compares; higher is better."""
+    """The metric that checkpoint.keep_best and eval.patience compare."""
+    lower_is_better: bool = False
+    """A lower checkpoint.best_metric is better, as of a loss; else a higher one is."""
     export: bool = True
     """Write the final model as a folder that AutoModelForCausalLM.from_pretrained
     loads."""
-    optimizer: bool = True
-    """Write the optimizer's state, too; without it, moments and schedule start anew."""
+    contents: list[str] = field(default_factory=lambda: list(RESUMED))
+    """Write these parts: model, optimizer, extra (where data, buffer and controller
+    stood), and hf_model, each trained model as a Hugging Face folder."""
+    load_contents: list[str] = field(default_factory=lambda: list(RESUMED))
+    """Read these parts of a checkpoint: model, optimizer, extra. One that is left out
+    starts anew."""
+    hook: str = ""
+    """Call this function, file.py:function, with the folder of each checkpoint once it
+    is whole. If it fails, that is a warning."""
     deadline_s: float = field(default=1800.0, metadata={"ge": 0.001})
     """Seconds until a checkpoint must be on the disk."""
 
@@ -248,6 +268,7 @@ class ExecutorName(StrEnum):
 
     LOCAL = "local"  # one rank of each role in the process that runs the job
     RAY = "ray"  # one Ray actor per engine rank and per rollout replica
+    TORCHRUN = "torchrun"  # one engine rank in each process that torchrun has started
 
 
 class Placement(StrEnum):
@@ -331,8 +352,8 @@ class RunConfig:
     profile: ProfileConfig = field(default_factory=ProfileConfig, metadata=NO_EFFECT)
     sync: SyncConfig = field(default_factory=SyncConfig)
     executor: ExecutorName = field(default=ExecutorName.LOCAL, metadata=NO_EFFECT)
-    """The place of the workers: in the process that runs the job (local), or each in a
-    Ray actor (ray)."""
+    """The place of the workers: in the process that runs the job (local), each in a Ray
+    actor (ray), or each in a process of torchrun, which sets it (torchrun)."""
     ray: RayConfig = field(default_factory=RayConfig, metadata=NO_EFFECT)
     waits: WaitsConfig = field(default_factory=WaitsConfig, metadata=NO_EFFECT)
     run_dir: str = no_effect("runs/default")
@@ -340,6 +361,9 @@ class RunConfig:
     ended."""
     steps: int = no_effect(100, ge=1)
     """Training steps of the run; each samples a batch and trains on it."""
+    epochs: float = no_effect(0.0, ge=0)
+    """Passes of supervised training over its rows, which then decide about steps; 0
+    leaves it to steps."""
     prompts_per_step: int = field(default=8, metadata={"ge": 1})
     """Prompts that each step samples; in supervised training, the rows of each step."""
     samples_per_prompt: int = field(default=8, metadata={"ge": 1})

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from coupler.batch.trajectory import Segment
-from coupler.conversation.chat_template import ChatTemplate, Unproved
+from coupler.conversation.channels import find_channel_calls, find_channels
+from coupler.conversation.chat_template import ChatTemplate, EndsOtherwise, Unproved
 from coupler.conversation.literal_calls import find_literal_calls
 from coupler.conversation.messages import became
 from coupler.conversation.reading import (
@@ -28,6 +29,7 @@ from coupler.conversation.reading import (
     call,
     check_tools,
     find_calls,
+    find_other_end,
     find_thinking,
 )
 from coupler.conversation.rendering import Malformed, Parsed, ReadsCalls
@@ -82,7 +84,8 @@ class TemplateRenderer:
 
     Earlier reasoning stays in what the policy is fed, also where the template would
     drop it from a history. Without ``keep_reasoning`` it is dropped there, and the
-    conversation begins a new row.
+    conversation begins a new row. A user's message begins one too where the template
+    ends an answer of the history with a token that the model does not stop at.
 
     Args:
         codec: the tokenizer and the chat template.
@@ -112,9 +115,13 @@ class TemplateRenderer:
         except CouplerError as error:
             raise self._refused("an answer", error) from None
         self.template = ChatTemplate(codec, self.stop)
-        self.thinking = find_thinking(self.template)
+        self.thinking = find_channels(self.template) or find_thinking(self.template)
+        if self.thinking:
+            self.template.form.part(self.thinking.headers)
 
         self.proved: set[Case] = set()
+        # the token that ends an answer in a history, where the policy ends it otherwise
+        self.other_end = ""
         # False where the template moves such a text behind the results
         self.text_beside_calls = True
         self.calls: ReadsCalls | None = None
@@ -123,7 +130,11 @@ class TemplateRenderer:
             self._require_tools(calls)
 
     def __str__(self) -> str:
-        return f"the chat template of {self.folder}"
+        rows = (
+            f". It ends an earlier answer with {self.other_end}, which the model does not "
+            "stop at, so each question behind an answer begins a new row, and is prefilled anew"
+        )
+        return f"the chat template of {self.folder}" + (rows if self.other_end else "")
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[int, ...]:
         """Encode messages up to where the policy speaks.
@@ -163,7 +174,7 @@ class TemplateRenderer:
         calls = history[-1].get("tool_calls", [])
         if len(calls) != sum(message["role"] == "tool" for message in new):
             return None
-        if calls and not tools:
+        if (calls and not tools) or (len(calls) > 1 and Case.TOOLS not in self.proved):
             return None
         if calls and history[-1].get("content") and not self.text_beside_calls:
             return None
@@ -202,18 +213,18 @@ class TemplateRenderer:
         Tool calls are read only if ``tools`` are offered.
         """
         ended = len(ids) > 0 and ids[-1] in self.stop
-        text = self.template.decode(ids[:-1] if ended else ids)
-        message: dict[str, Any] = {"role": "assistant", "content": text}
+        said = self.template.decode(ids[:-1] if ended else ids)
+        reasoning, text = "", str.__str__(said)
         if self.thinking:
-            before = self.template.decode(prompt[-TAIL:])
-            reasoning, message["content"] = self.thinking.split(text, before)
-            if reasoning:
-                message["reasoning_content"] = reasoning
+            reasoning, text = self.thinking.split(said, self.template.decode(prompt[-TAIL:]))
+        message: dict[str, Any] = {"role": "assistant", "content": str.__str__(text)}
+        if reasoning:
+            message["reasoning_content"] = reasoning
 
         if not tools or self.calls is None:
             return Parsed(message)
         try:
-            content, calls = self.calls.read(message["content"], tools)
+            content, calls = self.calls.read(text, tools)
         except Malformed as error:
             return Parsed(message, str(error))
         if calls:
@@ -239,14 +250,14 @@ class TemplateRenderer:
             pass  # such messages begin a new row
 
     def _found_calls(self) -> ReadsCalls:
-        """Find how the template writes calls: as JSON, with tags around their parts, or
-        as a function with values.
+        """Find how the template writes calls: as JSON, with tags around their parts, as
+        a function with values, or in a channel.
 
         Raises:
             Unproved: in none of these ways.
         """
         reasons = []
-        for find in (find_calls, find_tagged_calls, find_literal_calls):
+        for find in (find_calls, find_tagged_calls, find_literal_calls, find_channel_calls):
             try:
                 return find(self.template, self.thinking)
             except Unproved as error:
@@ -257,16 +268,23 @@ class TemplateRenderer:
         try:
             self._prove(case)
         except (Unproved, CouplerError) as error:
+            if case is Case.USER and isinstance(error, EndsOtherwise):
+                self.other_end = find_other_end(self.template)
+            if case is Case.USER and self.other_end:
+                return
             raise self._refused(case, error) from None
         self.proved.add(case)
 
     def _refused(self, case: str, error: Exception) -> ConfigError:
         reason = str(error).partition("\n")[0]
+        stop = ""
+        if isinstance(error, EndsOtherwise):
+            stop = f"; or sampling.stop=['{error.token}'], if the model ends such a turn with it"
         return ConfigError(
             f"the chat template of {self.folder} cannot be continued exactly "
             f"(case: {case}): {reason}.\n"
             "  try:  another chat_template in tokenizer_config.json, which ends every turn with "
-            "a token that the model stops at; or a Renderer of your own"
+            f"a token that the model stops at; or a Renderer of your own{stop}"
         )
 
     def _prove(self, case: Case) -> None:

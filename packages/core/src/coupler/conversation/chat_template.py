@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
 from coupler.batch.trajectory import Origin, Segment
+from coupler.conversation.answers import AnswerForm
 from coupler.conversation.messages import shared, tidy
 from coupler.data.control import PlainText
 from coupler.data.templates import MARK, Codec
-from coupler.data.traced import TEMPLATE, TEXT, Traced
+from coupler.data.traced import TEMPLATE, TEXT, Traced, concat, template
 from coupler.errors import CouplerError
 from coupler.interfaces import Message
 
@@ -19,11 +21,20 @@ class Unproved(Exception):
     """A chat template does not show what a conversation needs of it."""
 
 
+class EndsOtherwise(Unproved):
+    """An answer is followed by a control token that the model does not stop at."""
+
+    def __init__(self, reason: str, token: str) -> None:
+        super().__init__(f"{reason}, but {token!r} does")
+        self.token = token
+
+
 class ChatTemplate:
     """The chat template of one tokenizer. Only the template writes control tokens.
 
     Attributes:
         stops: contents of the control tokens that end a turn of the policy, by id.
+        form: the form in which the template takes an answer.
     """
 
     def __init__(self, codec: Codec, stop: tuple[int, ...]) -> None:
@@ -33,7 +44,16 @@ class ChatTemplate:
                 "lacks.\n  set:  chat_template in its tokenizer_config.json"
             )
         self.codec, self._plain = codec, PlainText(codec.tokenizer)
-        self.stops = {id: self._plain.control[id] for id in stop if id in self._plain.control}
+        self.control = self._plain.control
+        self.stops = {id: self.control[id] for id in stop if id in self.control}
+        self.form = AnswerForm(codec)
+
+        texts = sorted(
+            self.control.values(),
+            key=len,
+            reverse=True,
+        )
+        self.control_text = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
 
     def text(self, messages: Sequence[Message], tools: Sequence[Any], *, generate: bool) -> Traced:
         """Render messages, with the generation prompt if ``generate``.
@@ -41,17 +61,48 @@ class ChatTemplate:
         Raises:
             CouplerError: the template refuses them.
         """
-        return self.codec.render([tidy(each) for each in messages], tools, generate=generate)
+        shown = [self.form.of(tidy(each)) for each in messages]
+        return self.codec.render(shown, tools, generate=generate)
 
     def encode(self, text: Traced) -> tuple[int, ...]:
         """Encode rendered text."""
         return self._plain.encode(text)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ``ids`` with its control tokens, to be parsed."""
+    def decode(self, ids: Sequence[int]) -> Traced:
+        """Return the text of ``ids``, to be parsed. Its control tokens are marked as
+        the template's, and letters that spell one are text.
+        """
+        text = self._decoded(ids)
+        found = [match.span() for match in self.control_text.finditer(text)]
+        tokens = [self.control[id] for id in ids if id in self.control]
+        if [text[start:end] for start, end in found] == tokens:
+            return _mark(text, found)
+
+        pieces = [
+            template(piece) if control else Traced(piece)
+            for control, run in groupby(ids, self.control.__contains__)
+            for piece in [self._decoded(list(run))]
+        ]
+        made = concat(pieces)
+        # a tokenizer may decode a part otherwise than the whole
+        return made if made == text else _mark(text, found)
+
+    def _decoded(self, ids: Sequence[int]) -> str:
         return self.codec.tokenizer.decode(
-            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            list(ids),
+            skip_special_tokens=False,
+            clean_up_tokenization_spaces=False,
         )
+
+    def directly_behind(self, text: Traced, words: str) -> str:
+        """Return the control token that the template wrote directly behind ``words``,
+        but for blanks, or nothing.
+        """
+        start = text.find(words) + len(words)
+        found = self._next_control(text, start)
+        if not found or text[start : found.start()].strip():
+            return ""
+        return found.group()
 
     def after(
         self,
@@ -84,7 +135,7 @@ class ChatTemplate:
         else:
             raise Unproved("it does not show the text of an earlier answer")
 
-        stop, cut = self._end_of_turn(text, at + len(mark))
+        stop, cut = self.end_of_turn(text, at + len(mark))
         ids, head = self.encode(text), self.encode(text[:cut])
         if ids[: len(head)] != head or head[-1] != stop:
             raise Unproved(f"the tokenizer merges {self.stops[stop]!r} with what follows it")
@@ -99,7 +150,7 @@ class ChatTemplate:
             str.__str__(text)[cut:],
         )
 
-    def _end_of_turn(self, text: Traced, start: int) -> tuple[int, int]:
+    def end_of_turn(self, text: Traced, start: int) -> tuple[int, int]:
         """Return the first token of :attr:`stops` that the template wrote from
         ``start`` on, and the place behind it.
         """
@@ -113,10 +164,19 @@ class ChatTemplate:
                 found.append((at, -len(content), id))
         if not found:
             names = ", ".join(self.stops.values())
-            raise Unproved(f"none of the tokens that end a turn ({names}) follows an answer")
+            reason = f"none of the tokens that end a turn ({names}) follows an answer"
+            other = self._next_control(text, start)
+            raise EndsOtherwise(reason, other.group()) if other else Unproved(reason)
 
         at, size, id = min(found)
         return id, at - size
+
+    def _next_control(self, text: Traced, start: int) -> re.Match[str] | None:
+        """Find the first control token that the template wrote from ``start`` on."""
+        for match in self.control_text.finditer(text, start):
+            if TEXT not in text.marks[match.start() : match.end()]:
+                return match
+        return None
 
     def _segments(
         self, text: Traced, cut: int, ids: tuple[int, ...], done: int
@@ -168,3 +228,11 @@ def _marked(answer: Message, mark: str) -> Iterator[dict[str, Any]]:
         ]
         yield {**answer, "tool_calls": calls}
     yield {**answer, "content": f"{answer.get('content', '')}{mark}"}
+
+
+def _mark(text: str, control: Sequence[tuple[int, int]]) -> Traced:
+    """Mark the places of control tokens in a text."""
+    marks = list(TEXT * len(text))
+    for start, end in control:
+        marks[start:end] = TEMPLATE * (end - start)
+    return Traced(text, "".join(marks))

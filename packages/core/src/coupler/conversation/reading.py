@@ -42,12 +42,18 @@ class Thinking:
     opens: str
     closes: str
 
+    @property
+    def headers(self) -> tuple[tuple[str, str], ...]:
+        """Return texts that a template may refuse in an answer, each in two halves."""
+        return ()
+
     def split(self, text: str, before: str) -> tuple[str, str]:
         """Divide sampled text into reasoning and the rest.
 
         Args:
             before: the end of the prompt, which may have opened the reasoning.
         """
+        text = str.__str__(text)
         start = text.lstrip()
         if start.startswith(self.opens):
             start = start[len(self.opens) :]
@@ -158,6 +164,38 @@ def find_thinking(template: ChatTemplate) -> Thinking | None:
         own = (text[:reasons].split() or [""])[-1]
     closes = text[reasons + len(REASONS) : answers].strip()
     return Thinking(own, closes) if own and closes else None
+
+
+def find_other_end(template: ChatTemplate) -> str:
+    """Return the control token that ends an answer in a history, where the template
+    ends the last answer with another one, at which the model stops.
+
+    It returns nothing where both are the same, or where an answer ends in no token.
+
+    Raises:
+        CouplerError: the template refuses an answer.
+    """
+    answer = {
+        "role": "assistant",
+        "content": ANSWERS,
+    }
+    asks = {
+        "role": "user",
+        "content": REASONS,
+    }
+    last = template.text([USER, answer], [], generate=False)
+    earlier = template.text(
+        [USER, answer, asks],
+        [],
+        generate=True,
+    )
+
+    stops = template.stops.values()
+    end = template.directly_behind(earlier, ANSWERS)
+    if end in stops or template.directly_behind(last, ANSWERS) not in stops:
+        return ""
+    shown = earlier.find(REASONS) > earlier.find(ANSWERS)
+    return end if shown else ""
 
 
 def check_tools(template: ChatTemplate) -> None:

@@ -24,11 +24,20 @@ class Columns:
 
     A name with dots leads into nested mappings, where no column has that name as it
     stands. A column that already has the new name is hidden by the renamed one.
+
+    Attributes:
+        needed: columns that every row must have, beside prompt and answer.
+
+    Args:
+        conversations: whether ``messages`` may stand for prompt and answer.
     """
 
-    def __init__(self, config: DataConfig, key: str) -> None:
-        self.key = key
+    needed: tuple[str, ...] = ()
+
+    def __init__(self, config: DataConfig, key: str, conversations: bool = False) -> None:
+        self.key, self.conversations = key, conversations
         self.mapped = {
+            **({"messages": "messages"} if conversations else {}),
             "prompt": config.prompt_key,
             "answer": config.answer_key,
             **config.columns,
@@ -62,6 +71,14 @@ class Columns:
             self.lost = [name for name in self.lost if name not in found]
             self.seen |= dict.fromkeys(_names(row))
         return found
+
+    def lacking(self, row: Mapping[str, Any]) -> str:
+        """Say which of the columns :attr:`needed` a row lacks, and what it has.
+
+        The text is empty where it has them all.
+        """
+        lost = [name for name in self.needed if self.take(row, name) is None]
+        return self.missing(lost[0], row) if lost else ""
 
     def missing(self, name: str, row: Mapping[str, Any]) -> str:
         """Say that ``row`` lacks the column that becomes ``name``, and what it has."""

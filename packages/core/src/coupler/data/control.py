@@ -75,7 +75,39 @@ class PlainText:
 
         if not any(TEXT in text.marks[start:end] for start, end, _ in matches):
             return tuple(ids)
-        return self._copy(text).encode(self._renamed(text), add_special_tokens)
+        return self._copy(text).encode(self._renamed(text)[0], add_special_tokens)
+
+    def locate(
+        self, text: Traced, *, add_special_tokens: bool = False
+    ) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
+        """Encode ``text``. Return the ids of :meth:`encode`, and start and end of each
+        in the text.
+
+        Raises:
+            CouplerError: as :meth:`encode`, or the tokenizer does not say where its
+                tokens lie.
+        """
+        if not self.tokenizer.is_fast:
+            raise CouplerError(
+                "a tokenizer without tokenizer.json does not say where its tokens lie.\n"
+                "  try:  saving it by AutoTokenizer.from_pretrained(FOLDER, use_fast=True)"
+            )
+        plain = str.__str__(text)
+        made = self.tokenizer(
+            plain,
+            add_special_tokens=add_special_tokens,
+            return_offsets_mapping=True,
+        )
+        ids, places = made["input_ids"], made["offset_mapping"]
+        matches = self._controls(plain, ids, places)
+        if not any(TEXT in text.marks[start:end] for start, end, _ in matches):
+            return tuple(ids), places
+
+        renamed, starts = self._renamed(text)
+        copied = self._copy(text)
+        found = copied.encode(renamed, add_special_tokens)
+        places = copied.made.encode(renamed, add_special_tokens=add_special_tokens).offsets
+        return found, [(starts[start], starts[end]) for start, end in places]
 
     def _matches(self, text: str) -> Iterator[tuple[int, int, int]]:
         """Yield start, end and id of the control tokens that the tokenizer finds."""
@@ -99,23 +131,26 @@ class PlainText:
             if id in self.control and (id != unknown or self.control[id] in text[start:end]):
                 yield start, end, id
 
-    def _renamed(self, text: Traced) -> str:
-        """Put the characters of the copy where the template wrote control tokens."""
-        names, made, at = self._copy(text).names, [], 0
+    def _renamed(self, text: Traced) -> tuple[str, list[int]]:
+        """Put the characters of the copy where the template wrote control tokens.
+
+        Returns:
+            The text, and for each of its characters and for its end the place in
+            ``text``.
+        """
+        names, made, starts, at = self._copy(text).names, list[str](), list[int](), 0
         for mark, run in groupby(text.marks):
-            end = at + len(list(run))
-            part = str.__str__(text)[at:end]
-            at = end
-            if mark == TEXT:
-                made.append(part)
-                continue
+            first, at = at, at + len(list(run))
+            part = str.__str__(text)[first:at]
 
             done = 0
-            for start, stop, id in self._matches(part):
+            for start, stop, id in () if mark == TEXT else self._matches(part):
                 made += part[done:start], names[id]
+                starts += [*range(first + done, first + start), first + start]
                 done = stop
             made.append(part[done:])
-        return "".join(made)
+            starts += range(first + done, at)
+        return "".join(made), [*starts, at]
 
     def _copy(self, text: str) -> _Copy:
         for start in PRIVATE:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import date, time
@@ -48,6 +48,14 @@ class Row:
         return {"index": self.index, **self.extra, "prompt": self.prompt, "answer": self.answer}
 
     @property
+    def is_conversation(self) -> bool:
+        """Tell whether the row is a whole conversation, whose answers are in it."""
+        said = not isinstance(self.prompt, str) and any(
+            message["role"] == "assistant" for message in self.prompt
+        )
+        return said and not self.answer
+
+    @property
     def tools(self) -> tuple[Mapping[str, Any], ...]:
         """The column ``tools``, if it holds OpenAI JSON schemas.
 
@@ -60,11 +68,16 @@ class Row:
         return tuple(schemas) if len(schemas) == len(found) else ()
 
 
-def load_rows(config: DataConfig, key: str = "data") -> list[Row]:
+def load_rows(
+    config: DataConfig, key: str = "data", columns: Callable[[DataConfig, str], Columns] = Columns
+) -> list[Row]:
     """Load and check the rows of ``config.source``, the first ``config.limit`` if that
     is positive.
 
-    ``key`` is the section of the configuration that ``config`` is, for messages.
+    ``key`` is the section of the configuration that ``config`` is, for messages, and
+    ``columns`` gives the columns of its source their names. Where these allow
+    conversations, a row may have the column ``messages`` in the place of a prompt and
+    an answer: see :attr:`Row.is_conversation`.
 
     The answer is column ``answer``, or ``reward_model.ground_truth`` where a row has no
     such column. ``answer_key=""`` says that the reward needs none.
@@ -73,7 +86,7 @@ def load_rows(config: DataConfig, key: str = "data") -> list[Row]:
         DataError: the source is missing, empty or malformed, a row lacks a column or
             has one of a wrong type, or no row has a column of ``config.columns``.
     """
-    mapping = Columns(config, key)
+    mapping = columns(config, key)
     with source_named(config, key):
         rows = list(_rows(config, key, mapping))
         mapping.check_found()
@@ -82,14 +95,16 @@ def load_rows(config: DataConfig, key: str = "data") -> list[Row]:
     return rows
 
 
-def check_first_row(config: DataConfig, key: str = "data") -> None:
+def check_first_row(
+    config: DataConfig, key: str = "data", columns: Callable[[DataConfig, str], Columns] = Columns
+) -> None:
     """Read the first row of ``config.source``, no function, and check it.
 
     Raises:
         DataError: as :func:`load_rows`, for what the first row shows.
     """
     with source_named(config, key):
-        row = next(_rows(config, key, Columns(config, key)), None)
+        row = next(_rows(config, key, columns(config, key)), None)
     if not row:
         raise DataError(f"{key}.source: {config.named} has no rows.\n{EXAMPLE}")
 
@@ -150,11 +165,34 @@ def row_of(record: Any, index: int, place: str, mapping: Columns) -> Row:
         if value is not None:
             plain[name] = value
 
+    if lacking := mapping.lacking(plain):
+        raise DataError(f"{place} has no {lacking}")
+    if mapping.conversations and (said := _conversation(plain, mapping)):
+        name, found = said
+        messages = _prompt(found, f"{place}: {name!r}")
+        return Row(messages, "", index, mapping.others_of(plain))
+
     found = mapping.take(plain, "prompt")
     if found is None:
         raise DataError(f"{place} has no {mapping.missing('prompt', plain)}")
     prompt = _prompt(found, f"{place}: {mapping.source('prompt')!r}")
     return Row(prompt, _answer(plain, place, mapping), index, mapping.others_of(plain))
+
+
+def _conversation(record: dict[str, Any], mapping: Columns) -> tuple[str, list[Any]] | None:
+    """Return the column of a whole conversation with its name, or None.
+
+    There is none where a row has a prompt and an answer.
+    """
+    has_answer = mapping.source("answer") and mapping.take(record, "answer") is not None
+    if has_answer and mapping.take(record, "prompt") is not None:
+        return None
+
+    for name in ("messages", "prompt"):
+        found = mapping.take(record, name)
+        if isinstance(found, list):
+            return mapping.source(name), found
+    return None
 
 
 def _prompt(value: Any, where: str) -> str | Messages:

@@ -3,7 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
+
+
+class TrainOn(StrEnum):
+    """The turns of the assistant that a conversation trains."""
+
+    ALL = "all"
+    LAST = "last"
+
+
+class Truncation(StrEnum):
+    """The fate of a row of supervised training that is too long."""
+
+    ERROR = "error"
+    DROP = "drop"
+    LEFT = "left"  # its first tokens go
+    RIGHT = "right"  # its last tokens go
+    MIDDLE = "middle"  # its first and last tokens stay, as many of each
 
 
 @dataclass
@@ -44,6 +62,18 @@ class DataConfig:
     dropped if drop_overlong is set."""
     drop_overlong: bool = False
     """Leave out rows that are too long, and say how many they are."""
+    max_tokens: int = field(default=0, metadata={"ge": 0})
+    """The longest row of supervised training, in tokens; 0 takes what model and engine
+    have room for."""
+    truncation: Truncation = Truncation.ERROR
+    """The fate of a row of supervised training that is too long: it is refused (error),
+    left out (drop), or loses its first (left), last (right) or middle tokens."""
+    train_on: TrainOn = TrainOn.ALL
+    """The turns of a conversation that supervised training imitates: those of the
+    assistant (all), or its last one (last)."""
+    keep_reasoning: bool = True
+    """Keep earlier reasoning in a conversation of supervised training also where the
+    chat template would drop it; else such a turn is a row of its own."""
     shuffle: bool = True
     """Take the rows in a new order in every epoch."""
     limit: int = field(default=0, metadata={"ge": 0})
@@ -69,6 +99,17 @@ class DataConfig:
                     f"{name}_key={key} contradicts columns.{name}={self.columns[name]}: leave one "
                     "of them out."
                 )
+        if self.drop_overlong and self.truncation not in (Truncation.ERROR, Truncation.DROP):
+            raise ValueError(
+                f"drop_overlong=true contradicts truncation={self.truncation}: leave one of them "
+                "out."
+            )
+
+    @property
+    def drops(self) -> bool:
+        """Return whether rows that are too long are left out."""
+        dropped = self.truncation is Truncation.DROP
+        return self.drop_overlong or dropped
 
     @property
     def sources(self) -> list[str]:

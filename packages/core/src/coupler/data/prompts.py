@@ -1,6 +1,4 @@
-"""Encode rows for the policy: prompts within their limit, and supervised
-trajectories.
-"""
+"""Encode prompts for the policy, and keep those within their limit."""
 
 from __future__ import annotations
 
@@ -8,9 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from coupler.batch.trajectory import Origin, Segment, Trajectory
 from coupler.data.dataset import Row
-from coupler.data.options import DataConfig
+from coupler.data.options import DataConfig, Truncation
 from coupler.data.templates import Codec, messages_of
 from coupler.errors import CouplerError, DataError
 
@@ -53,6 +50,11 @@ def encode_prompts(
         DataError: a prompt is too long and ``config.drop_overlong`` is false, all are,
             or one cannot be rendered.
     """
+    if config.truncation not in (Truncation.ERROR, Truncation.DROP):
+        raise DataError(
+            f"{key}.truncation={config.truncation} is of supervised training: a prompt that is "
+            f"sampled from is never cut.\n  try:  {key}.truncation=drop"
+        )
     prompts = [
         Prompt(row, _ids(row, codec, config), messages_of(row.prompt, config.system_prompt))
         for row in rows
@@ -63,50 +65,19 @@ def encode_prompts(
         Limit(config.max_prompt_tokens, f"{option}{config.max_prompt_tokens}", f"{option}{{}}")
     ]
     if positions := codec.max_positions:
-        limits.append(_of_model(positions, positions - 1, "one of them for a completion"))
-    return _short_enough(
+        limits.append(of_model(positions, positions - 1, "one of them for a completion"))
+    return short_enough(
         prompts, [(p.row, len(p.ids)) for p in prompts], "prompts", limits, config, key
     )
 
 
-def supervised(
-    rows: Iterable[Row], codec: Codec, config: DataConfig, room: Limit | None = None
-) -> tuple[list[Trajectory], int]:
-    """Turn rows into prompt and target segments. Return them, and how many overlong
-    ones were dropped.
-
-    Args:
-        room: the engine's limit for a prompt with its target.
-
-    Raises:
-        DataError: a row has no answer, is longer than the model or the engine takes, or
-            as :func:`encode_prompts`.
-    """
-    kept, dropped = examples(rows, codec, config, room)
-    return [trajectory for _, trajectory in kept], dropped
-
-
-def examples(
-    rows: Iterable[Row], codec: Codec, config: DataConfig, room: Limit | None = None
-) -> tuple[list[tuple[Row, Trajectory]], int]:
-    """Return what :func:`supervised` does, with the row of each trajectory."""
-    prompts, dropped = encode_prompts(rows, codec, config)
-    made = [(prompt.row, _imitate(prompt, codec, config)) for prompt in prompts]
-
-    limits = [room] if room else []
-    if positions := codec.max_positions:
-        limits.append(_of_model(positions, positions, "for a prompt with its answer"))
-    sizes = [(row, len(trajectory)) for row, trajectory in made]
-    kept, more = _short_enough(made, sizes, "rows", limits, config, "data")
-    return kept, dropped + more
-
-
-def _of_model(positions: int, tokens: int, use: str) -> Limit:
+def of_model(positions: int, tokens: int, use: str) -> Limit:
+    """Return the limit of a model with so many positions, for a message."""
     name = f"{tokens} tokens, for the model has {positions} positions, {use}"
     return Limit(tokens, name, "a model with more max_position_embeddings in its config.json")
 
 
-def _short_enough(
+def short_enough(
     items: list[T],
     sizes: list[tuple[Row, int]],
     noun: str,
@@ -114,8 +85,15 @@ def _short_enough(
     config: DataConfig,
     key: str,
 ) -> tuple[list[T], int]:
-    """Return those of ``items`` within every limit, and the number of others."""
-    drops = config.drop_overlong  # always read, or it would count as unused
+    """Return those of ``items`` within every limit, and the number of others.
+
+    Args:
+        sizes: the row of each item, and its number of tokens.
+
+    Raises:
+        DataError: some are too long and are not to be dropped, or all are.
+    """
+    drops = config.drops  # always read, or it would count as unused
     if not limits:
         return items, 0
 
@@ -134,17 +112,6 @@ def _short_enough(
     return kept, len(overlong)
 
 
-def _imitate(prompt: Prompt, codec: Codec, config: DataConfig) -> Trajectory:
-    if not prompt.row.answer:
-        raise DataError(
-            f"row {prompt.row.index} (from 0) of {config.named} has an empty answer: there "
-            "is nothing to imitate.\n"
-            "  try:  data.answer_key=COLUMN, the text to be learnt"
-        )
-    target = Segment(_answer(prompt.row, codec, config), Origin.TARGET)
-    return Trajectory((Segment(prompt.ids, Origin.PROMPT), target))
-
-
 def _ids(row: Row, codec: Codec, config: DataConfig) -> tuple[int, ...]:
     where = f"row {row.index} (from 0) of {config.named}"
     try:
@@ -159,10 +126,3 @@ def _ids(row: Row, codec: Codec, config: DataConfig) -> tuple[int, ...]:
     if not ids:
         raise DataError(f"{where}: {config.prompt_column!r} has no tokens under this tokenizer.")
     return ids
-
-
-def _answer(row: Row, codec: Codec, config: DataConfig) -> tuple[int, ...]:
-    try:
-        return codec.target_ids(row.answer, control_tokens=config.control_tokens)
-    except CouplerError as error:
-        raise DataError(f"row {row.index} (from 0) of {config.named}: {error}") from None

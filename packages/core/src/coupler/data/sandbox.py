@@ -22,7 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import pass_context
 from jinja2.visitor import NodeTransformer
 
-from coupler.data.traced import Traced, concat, holds_text, template, trace
+from coupler.data.traced import Traced, concat, derived, holds_text, template, trace
 
 MAX_CHARACTERS, CHARACTERS_PER_CHARACTER = 1 << 20, 10
 MAX_ROUNDS, MAX_SECONDS = 1_000_000, 60.0  # of all loops of one rendering
@@ -95,7 +95,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
         made = super().call_binop(context, operator, left, right)
         if type(made) is str and operator == "%":
-            return Traced(made) if holds_text(right) else made
+            return derived(made, [left, right]) if holds_text(right) else made
         return made
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -109,11 +109,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self._check_arguments(owner, args)
         if obj.__name__ == "replace":
             self._check_replacement(owner, args)
-        if not holds_text([owner, *args, *kwargs.values()]):
+        given = [owner, *args, *kwargs.values()]
+        if not holds_text(given):
             return super().call(context, obj, *args, **kwargs)
         if obj.__name__ in vars(Traced):
             return getattr(template(owner), obj.__name__)(*args, **kwargs)
-        return _marked(super().call(context, obj, *args, **kwargs))
+        return _marked(super().call(context, obj, *args, **kwargs), given)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         return _Bounds().visit(super()._parse(source, name, filename))
@@ -146,7 +147,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             made = function(*args, **kwargs)
             if type(made) is not str or any(made is value for value in given):
                 return made
-            return Traced(made) if holds_text(given) else made
+            return derived(made, given) if holds_text(given) else made
 
         return filtered
 
@@ -228,8 +229,8 @@ def _raise(message: str) -> None:
     raise TemplateError(message)
 
 
-def _marked(value: Any) -> Any:
-    """Mark strings as text whose origin is not known."""
+def _marked(value: Any, given: list[Any]) -> Any:
+    """Mark strings as text that was made of ``given``."""
     if type(value) is str:
-        return Traced(value)
+        return derived(value, given)
     return trace(value) if isinstance(value, list | tuple | Mapping) else value

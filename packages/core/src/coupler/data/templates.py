@@ -73,17 +73,91 @@ class Codec:
             CouplerError: the template refuses the messages, there is none, or there are
                 two system prompts.
         """
-        if not self.tokenizer.chat_template:
-            if system_prompt or not isinstance(prompt, str):
-                what = "data.system_prompt" if system_prompt else "a prompt of messages"
-                raise CouplerError(
-                    f"{what} needs a chat template, which the tokenizer of {self.folder} lacks."
-                )
-            return self._encode(prompt, control_tokens, add_special_tokens=True)
+        text, special = self._prompt_text(prompt, system_prompt, tools)
+        return self._encode(text, control_tokens, add_special_tokens=special)
 
-        messages = messages_of(prompt, system_prompt)
-        text = self.render(messages, tools, generate=True)
-        return self._encode(text, control_tokens)
+    def example_ids(
+        self,
+        prompt: str | Messages,
+        answer: str,
+        system_prompt: str = "",
+        *,
+        tools: Sequence[Any] = (),
+        control_tokens: bool = False,
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Encode a prompt with an answer as one text, and divide the ids.
+
+        Encoded apart, the first word of the answer would be that of a new text, which
+        many tokenizers mark: ``▁Paris`` for ``Paris``.
+
+        Returns:
+            The ids of the prompt, which are those of :meth:`prompt_ids`, and of the
+            answer with the token that ends its turn. A token that holds the end of the
+            prompt and the beginning of the answer is of the answer.
+
+        Raises:
+            CouplerError: as :meth:`prompt_ids`.
+        """
+        text, special = self._prompt_text(prompt, system_prompt, tools)
+        before = self._encode(text, control_tokens, add_special_tokens=special)
+        whole = concat([text, Traced(answer)])
+        if control_tokens:
+            whole = template(str.__str__(whole))
+        ids = self._plain.encode(whole, add_special_tokens=special)
+
+        at = len(before)
+        if ids[:at] != before:
+            at = self._first_behind(whole, len(text), ids, special, shared=before)
+        said = ids[at:-1] if ids[at:][-1:] == (self.end_of_turn,) and special else ids[at:]
+        return ids[:at], (*said, self.end_of_turn)
+
+    def locate(
+        self, text: Traced, *, add_special_tokens: bool = False
+    ) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
+        """Encode rendered text. Return its ids, and where each lies in the text.
+
+        Raises:
+            CouplerError: the tokenizer does not say where its tokens lie.
+        """
+        return self._plain.locate(text, add_special_tokens=add_special_tokens)
+
+    def _first_behind(
+        self,
+        text: Traced,
+        place: int,
+        ids: tuple[int, ...],
+        special: bool,
+        *,
+        shared: tuple[int, ...],
+    ) -> int:
+        """Return the number of the first of ``ids`` that ends behind ``place``.
+
+        Without places of tokens, it is the first that differs from ``shared``.
+        """
+        if not self.tokenizer.is_fast:
+            pairs = zip(ids, shared, strict=False)
+            return next((i for i, (a, b) in enumerate(pairs) if a != b), len(shared))
+        places = self.locate(text, add_special_tokens=special)[1]
+        return next((i for i, (_, end) in enumerate(places) if end > place), len(ids))
+
+    def _prompt_text(
+        self, prompt: str | Messages, system_prompt: str, tools: Sequence[Any]
+    ) -> tuple[Traced, bool]:
+        """Return a prompt as text, and whether the tokenizer adds special tokens.
+
+        Raises:
+            CouplerError: see :meth:`prompt_ids`.
+        """
+        if self.tokenizer.chat_template:
+            messages = messages_of(prompt, system_prompt)
+            return self.render(messages, tools, generate=True), False
+
+        if system_prompt or not isinstance(prompt, str):
+            what = "data.system_prompt" if system_prompt else "a prompt of messages"
+            raise CouplerError(
+                f"{what} needs a chat template, which the tokenizer of {self.folder} lacks."
+            )
+        return Traced(prompt), True
 
     def render(
         self,
@@ -230,6 +304,11 @@ class Codec:
         config = self._json("config.json")
         config = config.get("text_config", config)
         return config.get("max_position_embeddings") or 0
+
+    @cached_property
+    def padding(self) -> int | None:
+        """The id of ``pad_token_id`` in the model's config.json, if it has one."""
+        return self._json("config.json").get("pad_token_id")
 
     def probe_prefix_preserving(self) -> str | None:
         """Render a conversation turn by turn and at once. Return the first difference,

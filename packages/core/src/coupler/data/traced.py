@@ -141,19 +141,24 @@ def concat(parts: Iterable[str]) -> Traced:
     return _traced("".join(map(str.__str__, parts)), "".join(part.marks for part in parts))
 
 
-def trace(value: Any) -> Any:
+def trace(value: Any, mark: str = TEXT) -> Any:
     """Return a message, or any value of one, with every string in it traced as text.
 
-    A role that is known stays as it is: some templates write ``<|ROLE|>``.
+    A role that is known stays as it is: some templates write ``<|ROLE|>``. A string
+    that is traced already keeps its marks.
+
+    Args:
+        mark: the character that marks the text. Any but :data:`TEMPLATE` may tell
+            messages apart.
     """
     if isinstance(value, str):
-        return Traced(value)
+        return value if isinstance(value, Traced) else Traced(value, mark * len(value))
     if isinstance(value, Mapping):
         return {
-            trace(key): inner if key == "role" and inner in ROLES else trace(inner)
+            trace(key, mark): inner if key == "role" and inner in ROLES else trace(inner, mark)
             for key, inner in value.items()
         }
-    return [trace(inner) for inner in value] if isinstance(value, list | tuple) else value
+    return [trace(inner, mark) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def holds_text(value: Any) -> bool:
@@ -163,6 +168,25 @@ def holds_text(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return any(map(holds_text, value))
     return isinstance(value, Traced)
+
+
+def derived(text: str, values: Any) -> Traced:
+    """Mark text that was made of ``values``: as they are, where they have one mark."""
+    marks = set(_marks(values)) - {TEMPLATE}
+    mark = marks.pop() if len(marks) == 1 else TEXT
+    return Traced(text, mark * len(text))
+
+
+def _marks(value: Any) -> Iterator[str]:
+    if isinstance(value, Traced):
+        yield from set(value.marks)
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _marks(key)
+            yield from _marks(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _marks(inner)
 
 
 def _traced(text: str, marks: str = "") -> Traced:

@@ -55,12 +55,18 @@ class Seen:
         return self.types[name].total() if name in self.types else 0
 
 
-def column_findings(key: str, config: DataConfig, seen: Seen) -> Iterator[Finding]:
-    """Yield the list of columns, and one warning for each that looks misplaced."""
+def column_findings(
+    key: str, config: DataConfig, seen: Seen, needed: tuple[str, ...] = ()
+) -> Iterator[Finding]:
+    """Yield the list of columns, and one warning for each that looks misplaced.
+
+    Args:
+        needed: columns that the run reads in place of an answer.
+    """
     if seen.types:
         listed = [_described(name, seen) for name in list(seen.types)[:MAX_COLUMNS]]
         yield ok(key, f"columns: {'; '.join(listed)}")
-    yield from _other_names(key, config, seen)
+    yield from _other_names(key, config, seen, needed)
     for what, places in seen.misplaced.items():
         yield from places.warnings(key, seen.total, what)
 
@@ -94,12 +100,14 @@ def _described(name: str, seen: Seen) -> str:
     return f"{name} {types}"
 
 
-def _other_names(key: str, config: DataConfig, seen: Seen) -> Iterator[Finding]:
+def _other_names(
+    key: str, config: DataConfig, seen: Seen, needed: tuple[str, ...]
+) -> Iterator[Finding]:
     """Find columns whose names look like those that a run reads."""
-    used = {_column(config, name) for name in KNOWN}
+    used = {_column(config, name) for name in (*KNOWN, *needed)}
     used.update(column.partition(".")[0] for column in config.columns.values())
 
-    for name in config.columns.keys() - KNOWN:
+    for name in config.columns.keys() - {*KNOWN, *needed}:
         if meant := _meant(name):
             yield warning(
                 key,
@@ -109,7 +117,7 @@ def _other_names(key: str, config: DataConfig, seen: Seen) -> Iterator[Finding]:
 
     for name in seen.types:
         meant = _meant(name)
-        if name in used or not meant:
+        if name in used or not meant or (needed and meant == "answer"):
             continue
         wanted = _column(config, meant)
         if seen.count(wanted):

@@ -5,29 +5,29 @@ This is ``coupler doctor data``. It starts no engine and loads no weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 
 from coupler.config.schema import Job, RewardConfig, RunConfig
-from coupler.data import Codec, Row, examples
+from coupler.data import Codec, Row
 from coupler.data.columns import Columns
 from coupler.data.dataset import records, row_of, source_named
 from coupler.data.model_folder import model_folder
 from coupler.data.options import DataConfig
-from coupler.data.prompts import Prompt
 from coupler.data.sampling import prompt_stream
-from coupler.data.templates import messages_of
 from coupler.doctor.columns import Seen, column_findings
 from coupler.doctor.prompts import Encoded, prompt_findings
 from coupler.doctor.spotted import Spotted
 from coupler.errors import CouplerError, DataError
 from coupler.interfaces import Model
-from coupler.plugins.finding import Finding, first_line, from_error, ok, problem
+from coupler.jobs.forms import Form, form_of
+from coupler.plugins.finding import Finding, first_line, from_error, ok, problem, warning
 from coupler.plugins.manager import Plugins
 from coupler.rewards import Invalid, Limits, Scored, check_reward
 from coupler.rewards.options import opinions_of
 from coupler.run.inputs import check_no_sampler, check_sampler
 from coupler.run.plan_checks import micro_batch_room
+from coupler.run.row_form import ColumnsOf, columns_of, job_of
 
 # Rows whose own answer the reward scores.
 FIRST_SCORED, MAX_SCORED = 2, 100
@@ -39,6 +39,7 @@ class Section:
 
     key: str
     config: DataConfig
+    columns: ColumnsOf = Columns
     found: list[tuple[str, Row]] = field(default_factory=list)  # with their places
     rows: list[Row] = field(default_factory=list)
 
@@ -52,9 +53,11 @@ def examine(config: RunConfig, plugins: Plugins) -> Iterator[Finding]:
 
     A problem means that the run would be refused.
     """
+    job = job_of(config, plugins)
+    form = form_of(config, plugins) if job is Job.SFT else None
     both = [
-        Section("data", config.data),
-        Section("eval.data", config.eval.data),
+        Section("data", config.data, columns_of(config, plugins, job)),
+        Section("eval.data", config.eval.data, columns_of(config, plugins, job, "eval.data")),
     ]
     sections = [section for section in both if section.config.source]
     if not sections:
@@ -63,11 +66,10 @@ def examine(config: RunConfig, plugins: Plugins) -> Iterator[Finding]:
         return
 
     codec = yield from _codec(config)
-    job = job_of(config, plugins)
     for section in sections:
         yield from _read(section)
         if codec and section.rows:
-            yield from _encoded(section, codec, config, job)
+            yield from _encoded(section, codec, config, form)
         yield from _repeated(section)
         # What models say of an episode, no row has.
         alone = not opinions_of(config.reward_model, config.judge)
@@ -76,17 +78,6 @@ def examine(config: RunConfig, plugins: Plugins) -> Iterator[Finding]:
 
     if len(sections) == 2:
         yield from _shared(*sections)
-
-
-def job_of(config: RunConfig, plugins: Plugins) -> Job:
-    """Return the job that a configuration is for, as far as its algorithm tells."""
-    if not config.algorithm:
-        return Job.TRAIN
-    algorithm = plugins.get("algorithm", config.algorithm.name)
-    able = algorithm.capabilities_of(config.algorithm)
-    if "job:sft" in able and "job:train" not in able:
-        return Job.SFT
-    return Job.TRAIN
 
 
 def _codec(config: RunConfig) -> Iterator[Finding]:
@@ -111,7 +102,7 @@ def _codec(config: RunConfig) -> Iterator[Finding]:
 def _read(section: Section) -> Iterator[Finding]:
     """Read the rows, and say what their columns are and which rows are refused."""
     config, key = section.config, section.key
-    mapping = Columns(config, key)
+    mapping = section.columns(config, key)
     seen = Seen()
     refused = Spotted()
 
@@ -139,47 +130,67 @@ def _read(section: Section) -> Iterator[Finding]:
     if section.rows:
         yield ok(key, f"{len(section.rows)} of {seen.total} rows of {config.named} can be read")
     yield from refused.problems(key, seen.total)
-    yield from column_findings(section.key, section.config, seen)
+    yield from column_findings(section.key, section.config, seen, mapping.needed)
 
 
-def _encoded(section: Section, codec: Codec, config: RunConfig, job: Job) -> Iterator[Finding]:
+def _encoded(
+    section: Section, codec: Codec, config: RunConfig, form: Form | None
+) -> Iterator[Finding]:
     """Encode the prompts, and hand them to what the run would make of them."""
     encoded = Encoded(section.key, section.config, codec)
+    told = [row for row in section.rows if form and row.is_conversation]
     for place, row in section.found:
-        encoded.add(row, place)
+        if not told or not row.is_conversation:
+            encoded.add(row, place)
     yield from prompt_findings(encoded)
 
-    prompts = [
-        Prompt(row, ids, messages_of(row.prompt, section.config.system_prompt))
-        for row, ids in encoded.fitting()
-    ]
     try:
-        yield from _taken(section, prompts, codec, config, job)
+        rows = [*(row for row, _ in encoded.fitting()), *told]
+        yield from _taken(section, rows, codec, config, form)
     except CouplerError as error:
         yield from_error(section.key, error, "look at the rows")
 
 
 def _taken(
-    section: Section, prompts: list[Prompt], codec: Codec, config: RunConfig, job: Job
+    section: Section, rows: list[Row], codec: Codec, config: RunConfig, form: Form | None
 ) -> Iterator[Finding]:
-    """Hand the prompts to that part of the run which takes them.
+    """Hand the rows to that part of the run which takes them.
 
     Raises:
         CouplerError: it refuses them.
     """
     if section.key != "data":
         check_no_sampler(section.config)
-        return
+    else:
+        check_sampler(config)
 
-    check_sampler(config)
-    rows = [prompt.row for prompt in prompts]
-    if job is Job.SFT:
-        room = micro_batch_room(config.engine, "engine") if config.engine else None
-        kept, _ = examples(rows, codec, section.config, room)
-        rows = [row for row, _ in kept]
-    if section.config.sampler and rows:
+    if form and rows:
+        rows = yield from _taught(section, rows, codec, config, form)
+    if section.key == "data" and section.config.sampler and rows:
         prompt_stream(rows, rows, section.config, config.seed)
         yield ok("data.sampler", f"{section.config.sampler} takes {len(rows)} rows")
+
+
+def _taught(
+    section: Section, rows: list[Row], codec: Codec, config: RunConfig, form: Form
+) -> Generator[Finding, None, list[Row]]:
+    """Encode what supervised training imitates, and return what it would keep.
+
+    Raises:
+        CouplerError: it refuses a row.
+    """
+    key = section.key
+    room = micro_batch_room(config.engine, "engine") if config.engine else None
+    kept, dropped, warnings = form.encode(rows, codec, section.config, room, key)
+
+    sizes = [len(example) for _, example in kept]
+    trained = int(form.pack([example for _, example in kept])["loss_mask"].sum())
+    yield ok(key, f"{len(kept)} examples of {min(sizes)} to {max(sizes)} tokens train {trained}")
+    if dropped:
+        yield warning(key, f"{dropped} examples are too long, and are left out")
+    for text in warnings:
+        yield warning(key, text)
+    return [row for row, _ in kept]
 
 
 def _repeated(section: Section) -> Iterator[Finding]:

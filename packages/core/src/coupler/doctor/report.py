@@ -10,6 +10,7 @@ from coupler.doctor import devices, host, packages, run
 from coupler.doctor.plugins import Checks, classes
 from coupler.plugins.finding import Finding, Verdict
 from coupler.plugins.manager import Plugins
+from coupler.run.row_form import job_of, sections
 
 
 def diagnose(plugins: Plugins, config: RunConfig | None) -> Iterator[Finding]:
@@ -32,7 +33,11 @@ def diagnose(plugins: Plugins, config: RunConfig | None) -> Iterator[Finding]:
     yield from classes(plugins, config) if config else ()
     yield from checks.selected(config)
     yield from checks.others()
-    yield from run.configured(config) if config else host.disk(Path())
+    if not config:
+        yield from host.disk(Path())
+        return
+    job = job_of(config, plugins)
+    yield from run.configured(config, sections(config, plugins, job))
 
 
 def render(finding: Finding) -> str:

@@ -6,7 +6,7 @@ These are its model folder, tokenizer, chat template, data and reward, if they a
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from textwrap import shorten
 
@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from coupler.config.schema import DataConfig, RewardConfig, RunConfig
 from coupler.data import Codec, encode_prompts, load_rows
+from coupler.data.columns import Columns
 from coupler.data.model_folder import model_folder
 from coupler.doctor.host import DISK_MIN_BYTES, disk
 from coupler.errors import CouplerError
@@ -23,6 +24,7 @@ from coupler.rewards import Invalid, Limits, check_reward
 from coupler.rewards.classifier import check_classifier
 from coupler.rewards.judge import Question
 from coupler.rewards.options import opinions_of
+from coupler.run.row_form import ColumnsOf
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 NUM_SAMPLES, MAX_ENCODED = 2, 1000
@@ -31,8 +33,12 @@ NUM_SAMPLES, MAX_ENCODED = 2, 1000
 BYTES_OF_MODEL = 8
 
 
-def configured(config: RunConfig) -> Iterator[Finding]:
-    """Check everything that ``config`` names."""
+def configured(config: RunConfig, columns: Mapping[str, ColumnsOf]) -> Iterator[Finding]:
+    """Check everything that ``config`` names.
+
+    Args:
+        columns: what names the columns of each section of data.
+    """
     try:
         model = Model(model_folder(config.model.path), config.model.trust_remote_code)
     except CouplerError as error:
@@ -51,7 +57,7 @@ def configured(config: RunConfig) -> Iterator[Finding]:
 
     for key, source in (("data", config.data), ("eval.data", config.eval.data)):
         if source.source and model.path:
-            yield from data(source, key, model)
+            yield from data(source, key, model, columns.get(key, Columns))
     models = config.reward_model, config.judge
     source = config.data if config.data.source else config.eval.data
     yield from opinions(config)
@@ -140,10 +146,12 @@ def tokenizer(model: Model) -> Iterator[Finding]:
         yield ok("chat template", "renders, and never rewrites earlier turns")
 
 
-def data(config: DataConfig, key: str, model: Model) -> Iterator[Finding]:
+def data(
+    config: DataConfig, key: str, model: Model, columns: ColumnsOf = Columns
+) -> Iterator[Finding]:
     """Check that rows can be read, and their prompts encoded."""
     try:
-        rows = load_rows(config, key)
+        rows = load_rows(config, key, columns)
         prompts, dropped = encode_prompts(rows[:MAX_ENCODED], Codec(model), config, key)
     except CouplerError as error:
         yield from_error(key, error, f"look at {key}.source={config.named}")

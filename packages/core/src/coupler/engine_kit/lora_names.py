@@ -24,9 +24,27 @@ def names_of(weight: str) -> tuple[str, str]:
     return stem + A, stem + B
 
 
+def weight_of(name: str) -> str | None:
+    """Return the weight that A or B is for, or None if ``name`` is neither."""
+    for end in (A, B):
+        if name.startswith(PREFIX) and name.endswith(end):
+            return name.removeprefix(PREFIX).removesuffix(end) + ".weight"
+    return None
+
+
 def partner(name: str) -> str:
     """Name B for A, and A for B."""
     return name.removesuffix(A) + B if name.endswith(A) else name.removesuffix(B) + A
+
+
+def start_of(weight: str, rank: int, columns: int, seed: int) -> np.ndarray:
+    """Draw the A [rank, columns] that training starts from: U(-1, 1) / sqrt(columns).
+
+    It depends on the weight's name and the seed alone, so that it is equal in every
+    engine and on any number of ranks. B starts from 0.
+    """
+    drawn = stream(seed, "adapter", weight).uniform(-1, 1, (rank, columns))
+    return (drawn / columns**0.5).astype(np.float32)
 
 
 def random_like(name: str, tensor: Any) -> Any:

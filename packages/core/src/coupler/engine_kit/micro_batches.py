@@ -69,10 +69,11 @@ def split_by(column: str, batch: Batch, max_tokens: int) -> list[Rows]:
 def agreed_split(
     cut: Callable[[], list[Rows]],
     max_tokens_per_gpu: int,
-    device: torch.device,
+    device: torch.device | None,
     groups: Sequence[ProcessGroup | None],
     *refusals: Refusal,
     multiple_of: int = 1,
+    ranks_per_sequence: int = 1,
 ) -> list[Rows]:
     """Cut into as many micro-batches as the rank with the most has. Further ones are
     empty.
@@ -81,10 +82,12 @@ def agreed_split(
         cut: returns the micro-batches of this rank, or raises a ``ValueError`` for a
             sequence that is too long.
         max_tokens_per_gpu: the option's value, for the message.
+        device: holds the numbers that ranks compare. One rank compares none.
         groups: process groups that together join all ranks, None being the default one;
             empty for one rank.
         refusals: further reasons that ranks have to agree on.
         multiple_of: the number of micro-batches is a multiple of it.
+        ranks_per_sequence: ranks that hold a micro-batch together, for the message.
 
     Raises:
         CouplerError: a rank, maybe another one, cannot compute its batch.
@@ -94,7 +97,8 @@ def agreed_split(
     try:
         parts = cut()
     except ValueError as error:
-        problem = f"{error}."
+        together = f" ({max_tokens_per_gpu} on each of {ranks_per_sequence} ranks)"
+        problem = f"{error}{together if ranks_per_sequence > 1 else ''}."
 
     too_long = Refusal(
         problem,
@@ -114,7 +118,7 @@ def agreed_split(
 
 
 def _largest(
-    values: list[int], device: torch.device, groups: Sequence[ProcessGroup | None]
+    values: list[int], device: torch.device | None, groups: Sequence[ProcessGroup | None]
 ) -> list[int]:
     """Return the largest of each value over all ranks."""
     if not groups:

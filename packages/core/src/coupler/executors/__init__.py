@@ -106,4 +106,8 @@ def open_executor(config: RunConfig) -> Executor:
         with of_ray(starts=not config.ray.address):
             present("ray", "coupler-core[ray]")
         return OnRay(config.ray, waits, Path(config.run_dir).absolute() / "logs")
+    if config.executor is ExecutorName.TORCHRUN:
+        from coupler.executors.torchrun.executor import OnTorchrun
+
+        return OnTorchrun(waits, Path(config.run_dir).absolute())
     return Local(inline=config.max_staleness == 0, waits=waits)

@@ -51,16 +51,17 @@ class Failure:
     def of(cls, error: BaseException) -> Failure:
         return cls(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
 
-    def error(self, who: str, method: str, log: Path, tail: list[str]) -> CouplerError:
+    def error(self, who: str, method: str, log: Path | None, tail: list[str]) -> CouplerError:
         """Return the exception to raise on the controller, with its text first.
 
         It has the same class if that is core's.
 
         Args:
+            log: of its process, or None if that writes to our console.
             tail: last lines of the log, which end with the traceback. There are none
                 where the log cannot be read.
         """
-        where = f"  raised by:  {who} in {method}; log: {log}"
+        where = f"  raised by:  {who} in {method}" + (f"; log: {log}" if log else "")
         kind = vars(errors).get(self.kind)
         if isinstance(kind, type) and issubclass(kind, CouplerError):
             return kind(f"{self.text}\n{where}")

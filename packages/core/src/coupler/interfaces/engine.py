@@ -56,9 +56,9 @@ class Output:
     ``logprobs`` and ``entropy`` describe the sampling distribution in nats, from a
     model with ``Head.LM``. ``sum_pi_squared``, of capability
     ``output:sum_pi_squared``, is the sum of its squared probabilities. ``values`` come
-    from a model with ``Head.VALUE``, by an engine of capability ``output:values``. Row
-    t is the value of the state before token t, read from the hidden state of token t -
-    1. Temperature does not change it. ``base_logprobs`` are those of the model before
+    from a model with another head, by an engine of capability ``output:values``. Row t
+    is the value of the state before token t, read from the hidden state of token t - 1.
+    Temperature does not change it. ``base_logprobs`` are those of the model before
     training, by an engine of capability ``output:base_logprobs``, which trains an
     adapter. ``routed_experts``, of capability ``output:routed_experts``, is an integer
     column ``[T, layers, topk]``. Row t holds the experts that token t itself went to in

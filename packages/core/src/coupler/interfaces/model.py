@@ -35,6 +35,9 @@ class Head(StrEnum):
     # one number per token, by score.weight [1, H] and score.bias [1] of
     # AutoModelForTokenClassification
     VALUE = "value"
+    # the same without a bias, by score.weight [1, H] alone of
+    # AutoModelForSequenceClassification with one label
+    SCORE = "score"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +45,19 @@ class Model:
     """The model of one role: a folder in Hugging Face layout (config, safetensors,
     tokenizer).
 
-    With ``head=VALUE``, a language-model head in the folder is left out. If the folder
-    has no ``score``, it is zeros, so that every value is 0 until the first step for any
-    seed and number of ranks.
+    With another head than LM, a language-model head in the folder is left out. If the
+    folder has no ``score``, it is zeros, so that every value is 0 until the first step
+    for any seed and number of ranks.
 
     With ``own_weights``, a rollout of capability ``model:own_weights`` serves the
     weights of the folder from its setup on, and no update comes.
+
+    With ``frozen``, an engine computes outputs and is never trained: a reference, or a
+    reward model. It may hold weights in the dtype that it computes with.
     """
 
     path: str
     trust_remote_code: bool = False
     head: Head = Head.LM
     own_weights: bool = False
+    frozen: bool = False

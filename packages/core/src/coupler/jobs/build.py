@@ -42,6 +42,7 @@ from coupler.loop.sampler import Scorer
 from coupler.plugins.manager import Plugins
 from coupler.rewards.opinions import Rewards
 from coupler.run.plan import VALUES, trained_engines
+from coupler.run.row_form import SCORES, capabilities
 from coupler.run.session import Session
 from coupler.system.log import PLAIN, get_logger
 from coupler.system.reads import original, track
@@ -80,19 +81,32 @@ class Builder:
         """The configurations of the engines that train, by role."""
         return trained_engines(self.config, VALUES in self.algorithm.needs)
 
-    def engine(self, role: str, *, trains: bool) -> EngineGroup:
-        """Make the engine of the policy, or of the reference, which does not train."""
+    def reference(self) -> EngineGroup:
+        """Make the engine of the reference, whose weights stay those of the folder."""
+        return self.engine("reference", trains=False, frozen=True)
+
+    def engine(self, role: str, *, trains: bool, frozen: bool = False) -> EngineGroup:
+        """Make the engine of the policy, or of one that does not train.
+
+        Args:
+            frozen: its weights are those of the model's folder and stay so.
+        """
         config = self.config
         algorithm = None
         if trains:  # an evaluation names no algorithm
             target = self.plugins.get("algorithm", config.algorithm.name).target
             algorithm = (target, config.algorithm)
 
+        scores = SCORES in capabilities(config, self.plugins)
         spec = WorkerSpec(
             role=role,
             engine=self.plugins.get("engine", config.engine.name).target,
             engine_config=self.trained_engines[role] if trains else config.engine,
-            model=self.model,
+            model=replace(
+                self.model,
+                head=Head.SCORE if scores else self.model.head,
+                frozen=frozen,
+            ),
             algorithm=algorithm,
             profile=self.profile(),
         )
@@ -117,7 +131,7 @@ class Builder:
     def frozen(self, role: str, engine: EngineConfig, model: Model) -> EngineGroup:
         """Make an engine of another model than the policy's, which never trains."""
         target = self.plugins.get("engine", engine.name).target
-        spec = WorkerSpec(role, target, engine, model, algorithm=None)
+        spec = WorkerSpec(role, target, engine, replace(model, frozen=True), algorithm=None)
         return EngineGroup(self.executor, spec, self.ranks(role, engine.ranks))
 
     def critic_model(self) -> Model:

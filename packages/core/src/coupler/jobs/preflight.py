@@ -51,7 +51,7 @@ def import_classes(builder: Builder, job: Job) -> None:
     Raises:
         PluginError: one is missing, abstract or of another type.
     """
-    near = builder.composed.config.executor is ExecutorName.LOCAL
+    near = builder.composed.config.executor is not ExecutorName.RAY
     for kind, name, python in _backends(builder.composed.config, job):
         if not python and (near or kind in CONTROLLERS):
             load_class(builder.plugins, kind, name)

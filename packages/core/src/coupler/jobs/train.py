@@ -74,7 +74,7 @@ def _engines(
 
     return (
         builder.engine("policy", trains=True),
-        builder.engine("reference", trains=False) if refers else None,
+        builder.reference() if refers else None,
         builder.critic(critic) if critic else None,
     )
 

@@ -41,6 +41,8 @@ def loss_weight(batch: Batch, aggregation: Aggregation, constant: int = 1) -> np
 def prepare(batch: Batch, algorithm: Algorithm) -> Batch:
     """Add ``loss_weight``, and put zeros under the mask so that no NaN there can reach
     a gradient. Without ``algorithm.whole_units`` each row is a unit.
+
+    A column ``weight`` [B] multiplies the weights of a row, and not their denominator.
     """
     mask = batch["loss_mask"]
     if batch.has("unit") and not algorithm.whole_units:
@@ -52,6 +54,7 @@ def prepare(batch: Batch, algorithm: Algorithm) -> Batch:
         if column.dtype.kind == "f" and column.ndim == 1
     }
     weight = loss_weight(batch, algorithm.aggregation, algorithm.constant)
+    weight *= batch.spread(batch["weight"]) if batch.has("weight") else 1
     return replace(batch, tokens={**batch.tokens, **clean, "loss_weight": weight})
 
 

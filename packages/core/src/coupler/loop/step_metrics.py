@@ -69,16 +69,11 @@ def describe(batch: Batch, version: int, max_staleness: int) -> Metrics:
     Rewards and lengths are of trajectories, which may have several rows.
     """
     mask = batch["loss_mask"]
-    judged: Metrics = {}
-    if batch.has("values", "returns"):
-        judged |= describe_values(batch["values"][mask], batch["returns"][mask])
-    if batch.has("advantages"):
-        judged |= describe_advantages(batch["advantages"][mask])
-
     age = (version - batch["version"])[mask]
     first, of_row = batch.trajectories()
     size, reward = len(first), batch["reward"][first].astype(np.float64)
     valid = np.bincount(of_row, batch.sum_by_sequence(mask))
+
     return {
         "reward/mean": Metric(float(reward.sum()), size),
         "reward/max": Metric(float(reward.max()), how="max"),
@@ -93,8 +88,18 @@ def describe(batch: Batch, version: int, max_staleness: int) -> Metrics:
         "staleness/mean": Metric(float(age.sum()), max(len(age), 1)),
         "staleness/max": Metric(float(age.max(initial=0)), how="max"),
         "staleness/violations": Metric(float((age > max_staleness).sum()), how="sum"),
-        **judged,
     }
+
+
+def describe_trained(batch: Batch) -> Metrics:
+    """Describe what the algorithm made of a batch, which may leave out trajectories."""
+    mask = batch["loss_mask"]
+    judged: Metrics = {}
+    if batch.has("values", "returns"):
+        judged |= describe_values(batch["values"][mask], batch["returns"][mask])
+    if batch.has("advantages"):
+        judged |= describe_advantages(batch["advantages"][mask])
+    return judged
 
 
 def describe_advantages(advantages: np.ndarray) -> Metrics:

@@ -18,7 +18,7 @@ from coupler.loop.device_memory import GENERATING, Held, Residency
 from coupler.loop.engine_group import EngineGroup
 from coupler.loop.sampler import Sampler
 from coupler.loop.state import State
-from coupler.loop.step_metrics import Clock, describe, of_role, reproducible
+from coupler.loop.step_metrics import Clock, describe, describe_trained, of_role, reproducible
 from coupler.loop.turns import OLD_LOGPROBS, Turn, takes_one_step, turns_of
 from coupler.metrics import Metrics, merge
 
@@ -94,7 +94,8 @@ class Trainer:
             batch = Batch.concat(await self.buffer.take())
             check_versions(batch, step - 1, self.config.max_staleness)
         async with clock("time/complete"):
-            batch, controlled = self.control(await self.complete(batch))
+            whole = await complete(batch, self.config, self.algorithm, self.providers)
+            batch, controlled = self.control(whole)
         async with clock("time/train"):
             trained = await self.train(batch, step)
         self.record(step, batch, trained)
@@ -109,7 +110,8 @@ class Trainer:
         trained = reproducible(trained, verified)
         return {
             **sampled,
-            **describe(batch, step - 1, self.config.max_staleness),
+            **describe(whole, step - 1, self.config.max_staleness),
+            **describe_trained(batch),
             **controlled,
             **trained,
             **z,
@@ -144,26 +146,6 @@ class Trainer:
     def healthy(self) -> bool:
         """Return whether the last gradient of every role was finite."""
         return not any(skips.in_a_row for skips in self.skips.values())
-
-    async def complete(self, batch: Batch) -> Batch:
-        """Add the columns that the algorithm needs, from all roles side by side.
-
-        With one optimizer step a batch, ``old_logprobs`` cost a forward pass and tell
-        the loss nothing new, so only an algorithm that has them in ``always`` gets
-        them.
-
-        Raises:
-            CouplerError: a column is not finite at a sampled token.
-        """
-        needs = self.algorithm.needs
-        if takes_one_step(self.config):
-            needs -= {OLD_LOGPROBS} - self.algorithm.always
-        names = sorted(needs & self.providers.keys())
-
-        found = await asyncio.gather(*(self.providers[name](batch) for name in names))
-        columns = {name: column for provided in found for name, column in provided.items()}
-        check_finite(columns, batch["loss_mask"])
-        return batch.with_tokens(**columns)
 
     def control(self, batch: Batch) -> tuple[Batch, Metrics]:
         """Add advantages under the controller's coefficient of this step, then let the
@@ -218,6 +200,28 @@ class SkippedSteps:
                 f"  try:  a smaller {engine}.lr, {engine}.dtype=fp32, or look for a NaN in "
                 "the rewards; the limit is max_skipped_steps"
             )
+
+
+async def complete(
+    batch: Batch, config: RunConfig, algorithm: Algorithm, providers: Mapping[str, Provider]
+) -> Batch:
+    """Add the columns that the algorithm needs, from all roles side by side.
+
+    With one optimizer step a batch, ``old_logprobs`` cost a forward pass and tell the
+    loss nothing new, so only an algorithm that has them in ``always`` gets them.
+
+    Raises:
+        CouplerError: a column is not finite at a sampled token.
+    """
+    needs = algorithm.needs
+    if takes_one_step(config):
+        needs -= {OLD_LOGPROBS} - algorithm.always
+    names = sorted(needs & providers.keys())
+
+    found = await asyncio.gather(*(providers[name](batch) for name in names))
+    columns = {name: column for provided in found for name, column in provided.items()}
+    check_finite(columns, batch["loss_mask"])
+    return batch.with_tokens(**columns)
 
 
 def check_finite(columns: Mapping[str, np.ndarray], mask: np.ndarray) -> None:

@@ -84,7 +84,9 @@ VOCABULARY = frozenset(
         "needs:old_logprobs",
         "needs:values",
         "needs:greedy_reward",
-        # An engine runs models with Head.VALUE and computes Output("values").
+        "needs:teacher_logprobs",
+        # An engine runs models with Head.VALUE or Head.SCORE and computes
+        # Output("values").
         "output:values",
         # An engine trains an adapter. The model without it is the reference model.
         "output:base_logprobs",
@@ -96,6 +98,14 @@ VOCABULARY = frozenset(
         # An algorithm is for these jobs, or for both where it names neither.
         "job:train",
         "job:sft",
+        # Supervised training of an algorithm reads pairs of completions, or completions
+        # with a label. Without either, it reads answers.
+        "rows:pair",
+        "rows:label",
+        # An algorithm trains on some of the sampled rows, and joins them to units.
+        "rows:select",
+        # An algorithm trains a model with Head.SCORE, on an engine of output:values.
+        "head:score",
         # An engine has one rank only.
         "world:1",
     }

@@ -1,6 +1,7 @@
 """Checkpoints: a folder that is complete or absent, with a manifest of what is in it.
 
-``checkpoints/step_12/`` holds one folder per trained role, ``state.json`` with where
+``checkpoints/step_12/`` holds one folder per trained role, perhaps the models in
+Hugging Face layout (``hf_model``, ``hf_model_critic``), ``state.json`` with where
 the run stood, the scored groups that wait to be trained on, and ``MANIFEST.json``,
 which is written last: a folder without it does not count.
 """
@@ -11,7 +12,7 @@ import asyncio
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import dropwhile
@@ -19,11 +20,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from coupler.batch import Batch
-from coupler.config.schema import CheckpointConfig
+from coupler.config.schema import HF_MODEL, RESUMED, CheckpointConfig
 from coupler.errors import WaitTimeout
 from coupler.interfaces import EVERYTHING, Part, Parts
 from coupler.loop.engine_group import EngineGroup
 from coupler.loop.state import State
+from coupler.run.checkpoint_hook import call_hook, load_hook
 from coupler.run.format import FORMAT, KEY, load_batch
 from coupler.run.manifest import (
     BESIDE,
@@ -86,9 +88,18 @@ class Checkpoint:
                     groups[int(path.stem)] = load_batch(self.folder / name)
         return State(read_json(self.folder / STATE), groups)
 
-    async def restore(self, role: str, group: EngineGroup) -> None:
-        """Load what was saved of ``role`` into every rank of ``group``."""
-        what = frozenset(Part(part) for part in self.manifest["parts"])
+    @property
+    def contents(self) -> frozenset[str]:
+        """Return what of :data:`~coupler.config.schema.RESUMED` it holds."""
+        found = {"model", "optimizer"} if Part.OPTIMIZER in self.manifest["parts"] else {"model"}
+        return frozenset(found | ({"extra"} if self.manifest.get("extra", True) else set()))
+
+    async def restore(
+        self, role: str, group: EngineGroup, contents: Collection[str] = RESUMED
+    ) -> None:
+        """Load what of ``role`` was saved and is wanted into all ranks of ``group``."""
+        wanted = EVERYTHING if "optimizer" in contents else {Part.PARAMS}
+        what = frozenset(Part(part) for part in self.manifest["parts"]) & wanted
         await group.load(self.folder / role, what)
         group.steps_done = self.manifest["roles"][role]["steps_done"]
 
@@ -102,6 +113,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, settings: CheckpointConfig, facts: Mapping[str, Any]) -> None:
         self.folder, self.settings, self.facts = folder, settings, facts
+        self.hook = load_hook(settings.hook)
         self.under_way: asyncio.Task[None] | None = None
 
     async def save(
@@ -131,12 +143,16 @@ class Checkpoints:
         await self.settle()
         part = self.folder / f"step_{step}.part"
         with writing(f"the checkpoint {part}"):
-            _start(part, roles, state)
+            _start(part, roles, state if "extra" in self.settings.contents else None)
 
-        what = EVERYTHING - {Part.GRADS} if self.settings.optimizer else frozenset({Part.PARAMS})
+        contents = self.settings.contents
+        moments = {Part.OPTIMIZER} if "optimizer" in contents else set[Part]()
+        what = frozenset({Part.PARAMS} | moments)
         for role, group in roles.items():
             async with hold(role):
                 await group.save(part / role, what)
+                if HF_MODEL in contents:
+                    await group.export(part / model_folder(role), Path(group.spec.model.path))
 
         manifest = self._manifest(step, roles, what, values, healthy)
         sizes = _sizes(self.folder.parent)
@@ -188,6 +204,7 @@ class Checkpoints:
                 }
                 for role, group in roles.items()
             },
+            "extra": "extra" in self.settings.contents,
             "healthy": healthy,
             "best": None if best is None else [self.settings.best_metric, best],
             **self.facts,
@@ -221,6 +238,8 @@ class Checkpoints:
                 completing.cancel()
                 raise self._late(part)
             await completing
+        if self.hook:
+            await call_hook(self.hook, part.with_suffix(""), max(1.0, end - time.monotonic()))
 
     def _late(self, part: Path) -> WaitTimeout:
         return WaitTimeout(
@@ -264,7 +283,9 @@ class Checkpoints:
             for folder, manifest in known.items()
             if manifest["best"] and manifest["best"][0] == self.settings.best_metric
         ]
-        ranked.sort(key=lambda folder: known[folder]["best"][1], reverse=True)
+        ranked.sort(key=lambda folder: known[folder]["best"][1])
+        if not self.settings.lower_is_better:
+            ranked.reverse()
         keep = {
             *list(known)[: self.settings.keep_last],
             *healthy[:1],
@@ -283,10 +304,17 @@ def _sizes(run_dir: Path) -> dict[str, int]:
     return {name: path.stat().st_size for name, path in paths.items() if path.is_file()}
 
 
-def _start(part: Path, roles: Iterable[str], state: State) -> None:
+def model_folder(role: str) -> str:
+    """Name the Hugging Face folder of a role within a checkpoint."""
+    return HF_MODEL if role == "policy" else f"{HF_MODEL}_{role}"
+
+
+def _start(part: Path, roles: Iterable[str], state: State | None) -> None:
+    """Make the folder, with where the run stands. None leaves that out."""
     remove(part)
     for role in roles:
         (part / role).mkdir(parents=True)
+    state = state or State({}, {})
     (part / STATE).write_text(json.dumps(state.plain))
     if state.groups:
         (part / GROUPS).mkdir()

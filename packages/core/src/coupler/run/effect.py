@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from coupler.config.options import SECTIONS, Options
+from coupler.config.options import REPLACED, SECTIONS, Options
 from coupler.config.plain import to_plain
 from coupler.system.tree import flatten, value_at
 
@@ -105,7 +105,7 @@ def _of_unknown(
     not chosen today, because that choice is a difference of its own.
     """
     without = tuple(f"{path}." for path in SECTIONS.keys() - options.sections.keys())
-    for key in sorted(before.keys() - options.table.keys() - SECTIONS.keys()):
+    for key in sorted(before.keys() - options.table.keys() - SECTIONS.keys() - REPLACED.keys()):
         had_default = gone is not None and key not in gone
         if not key.startswith(without) and not had_default and before[key] != now.get(key):
             yield Change(key, before[key], None, known=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib.metadata import distributions
 from importlib.util import find_spec
@@ -12,13 +12,17 @@ from pathlib import Path
 from coupler.config.checks import does_evaluate
 from coupler.config.options import SECTIONS, section
 from coupler.config.schema import DataConfig, ExecutorName, Job, RunConfig
+from coupler.data.columns import Columns
 from coupler.data.dataset import check_first_row
 from coupler.data.files import is_function
 from coupler.data.folder_check import check_model_folder
 from coupler.errors import ConfigError
+from coupler.executors.torchrun.launch import check_world, launch_of
 from coupler.rewards.options import opinions_of
 from coupler.rewards.worker import COMPLETIONS, KEYWORDS
+from coupler.run.checkpoint_hook import load_hook
 from coupler.run.resume import AUTO, DISABLE, is_started
+from coupler.run.row_form import ColumnsOf
 from coupler.run.teacher_check import teachers_of
 from coupler.system.targets import target_problem
 
@@ -26,20 +30,27 @@ from coupler.system.targets import target_problem
 MAX_PATH, MAX_NAME = 4096, 255
 
 
-def check_inputs(config: RunConfig, job: Job) -> None:
+def check_inputs(
+    config: RunConfig, job: Job, columns: Mapping[str, ColumnsOf] | None = None
+) -> None:
     """Refuse a path or a target that cannot be what its option takes.
 
     Nothing is imported and no code of the user runs. A file of rows is read up to its
     first row, and a model folder by its JSON files and the headers of its weights.
 
+    Args:
+        columns: what names the columns of each section of data.
+
     Raises:
         CouplerError: the first one that cannot. The sentence names the key.
     """
-    for check in _checks(config, job):
+    for check in _checks(config, job, columns or {}):
         check()
 
 
-def _checks(config: RunConfig, job: Job) -> Iterator[Callable[[], None]]:
+def _checks(
+    config: RunConfig, job: Job, columns: Mapping[str, ColumnsOf]
+) -> Iterator[Callable[[], object]]:
     yield partial(_check_folder_to_write, config.run_dir, "run_dir")
     if config.profile.steps and config.profile.path:
         yield partial(_check_folder_to_write, config.profile.path, "profile.path")
@@ -57,11 +68,12 @@ def _checks(config: RunConfig, job: Job) -> Iterator[Callable[[], None]]:
             if scorer.model.path:
                 yield partial(_check_model, scorer.model.path, f"{key}.model.path")
     if job is not Job.EVAL:
-        yield partial(_check_rows, config.data, "data")
+        yield partial(_check_rows, config.data, "data", columns.get("data", Columns))
         yield partial(check_sampler, config)
         yield partial(_check_resume, config)
+        yield partial(load_hook, config.checkpoint.hook)
     if does_evaluate(config, job):
-        yield partial(_check_rows, config.eval.data, "eval.data")
+        yield partial(_check_rows, config.eval.data, "eval.data", columns.get("eval.data", Columns))
         yield partial(check_no_sampler, config.eval.data)
     if job is not Job.SFT and config.reward.target:
         said = opinions_of(config.reward_model, config.judge)
@@ -94,6 +106,13 @@ def _check_folder_to_write(path: str, key: str) -> None:
 
 
 def _check_executor(config: RunConfig) -> None:
+    if config.executor is ExecutorName.TORCHRUN:
+        check_world(launch_of(os.environ), config.engine.ranks)
+    elif launch_of(os.environ):
+        raise ConfigError(
+            "torchrun started this process, and starts processes for coupler sft alone.\n"
+            "  try:  the command without torchrun, and executor=ray for several ranks"
+        )
     if config.executor is not ExecutorName.RAY:
         return
     if find_spec("ray") is None:
@@ -125,14 +144,14 @@ def _check_model(path: str, key: str) -> None:
     check_model_folder(path, key)
 
 
-def _check_rows(data: DataConfig, key: str) -> None:
+def _check_rows(data: DataConfig, key: str, columns: ColumnsOf = Columns) -> None:
     if isinstance(data.source, str) and is_function(data.source):
         if problem := target_problem(data.source):
             why = problem.partition(": ")[2]
             more = "" if "\n" in why else "\n  try:  FILE.jsonl, or pkg.mod:function"
             raise ConfigError(f"{key}.source={data.source} cannot be imported: {why}{more}")
         return
-    check_first_row(data, key)
+    check_first_row(data, key, columns)
 
 
 def check_sampler(config: RunConfig) -> None:

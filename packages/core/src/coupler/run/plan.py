@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from math import ceil
 from typing import Any
 
 from coupler.config.checks import does_evaluate, episode_tokens
@@ -42,6 +43,8 @@ SERVED_BY = {ROLLOUT: "rollout", EVAL_ROLLOUT: "eval.rollout", JUDGE: "judge.rol
 # Begins the capabilities of an algorithm that name a column which core adds. An example
 # is needs:ref_logprobs.
 NEEDS = "needs:"
+# Rows of an epoch where they are not loaded.
+UNKNOWN = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +164,7 @@ def make_plan(
             do not.
         PluginError: no transport moves weights from this engine to this rollout.
     """
-    config = original(config)
+    config = with_steps(original(config), num_rows)
     trains = job is Job.TRAIN
     if needs is None:
         declared = plugins.get("algorithm", config.algorithm.name).capabilities_of(config.algorithm)
@@ -210,6 +213,18 @@ def make_plan(
     check_routes(config, plugins, needs, job)
     check_teacher(config, plugins, needs, job)
     return plan
+
+
+def with_steps(config: RunConfig, num_rows: int | None) -> RunConfig:
+    """Return the configuration with the steps that ``epochs`` amounts to, if it is set.
+
+    Args:
+        num_rows: None where they are not loaded. The run is then taken for a long one.
+    """
+    if not config.epochs:
+        return config
+    steps = ceil_div(ceil(config.epochs * (num_rows or UNKNOWN)), config.prompts_per_step)
+    return replace(config, steps=max(steps, 1))
 
 
 def trained_engines(config: RunConfig, has_critic: bool) -> dict[str, EngineConfig]:

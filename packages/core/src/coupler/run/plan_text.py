@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from coupler.config.schema import Job
+from coupler.config.schema import ExecutorName, Job
 from coupler.executors.placement import make_shares
 from coupler.system.words import count
 
@@ -59,10 +59,12 @@ def _lines(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _executor(plan: Plan) -> str:
+    processes = count(sum(role.count for role in plan.workers), "process")
+    if plan.executor is ExecutorName.TORCHRUN:
+        return f"{plan.executor}: {processes}"
     if plan.placement is None:
         return f"{plan.executor}: one process"
 
-    processes = count(sum(role.count for role in plan.workers), "process")
     shares = "; ".join(
         f"{' and '.join(role.name for role in share.roles)} on {count(share.num_bundles, 'bundle')}"
         for share in make_shares(plan.workers, plan.placement)

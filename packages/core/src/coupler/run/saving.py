@@ -42,6 +42,8 @@ class Saving:
     log: Callable[[int, Metrics], Awaitable[Mapping[str, float]]]
     # The state of a role is on its device within this context.
     hold: Callable[[str], AbstractAsyncContextManager[Any]]
+    # Tells of other steps that are due.
+    also: Callable[[int], bool] = lambda _: False
 
     async def after(self, step: int, metrics: Metrics) -> None:
         """Raise what made the last save fail, at the first step after it."""
@@ -49,7 +51,8 @@ class Saving:
         if self.checkpoints.ended:
             await self.checkpoints.settle()
         last = step == self.config.steps
-        if not step or not (last or due(self.config.checkpoint.every_steps, step)):
+        wanted = last or due(self.config.checkpoint.every_steps, step) or self.also(step)
+        if not step or not wanted:
             return
 
         # An old export goes before there is a checkpoint that would make a run with it
@@ -74,6 +77,17 @@ def due(every: int, step: int) -> bool:
         every: the number of steps. 0 is never.
     """
     return bool(every) and step % every == 0
+
+
+def epoch_due(every: int, step: int, rows_per_step: int, num_rows: int) -> bool:
+    """Tell whether ``step`` is the first after which so many epochs are complete.
+
+    Args:
+        every: the number of epochs, or a multiple of it. 0 is never.
+        num_rows: rows of an epoch.
+    """
+    now, before = (steps * rows_per_step // num_rows for steps in (step, step - 1))
+    return bool(every) and step > 0 and now // every > before // every
 
 
 def export_folder(run_dir: str, role: str) -> Path:

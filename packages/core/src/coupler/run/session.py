@@ -12,7 +12,6 @@ from coupler.config.compose import Composed, dump_yaml
 from coupler.config.options import SECTIONS, section
 from coupler.config.schema import RunConfig
 from coupler.errors import DataError
-from coupler.interfaces import Part
 from coupler.loop.engine_group import EngineGroup
 from coupler.plugins.manager import Plugins
 from coupler.rewards import Limits, RewardPool
@@ -176,17 +175,20 @@ class Session:
                 "  try:  the same data, or checkpoint.reset_data=true to start it from the "
                 "beginning"
             )
-        if Part.OPTIMIZER not in found.manifest["parts"]:
+        contents = found.contents & {*self.config.checkpoint.load_contents}
+        if "optimizer" not in contents:
+            how = "is read without its" if "optimizer" in found.contents else "holds no"
             log.info(
-                f"{found.folder} holds no optimizer: its moments and the learning rate's "
+                f"{found.folder} {how} optimizer: its moments and the learning rate's "
                 "schedule start anew"
             )
 
         held = {role: group for role, group in roles.items() if role in found.manifest["roles"]}
         for role, group in held.items():
             async with hold(role):
-                await found.restore(role, group)
-        if found.manifest.get("config") == self.facts(data)["config"]:
+                await found.restore(role, group, contents)
+        same = found.manifest.get("config") == self.facts(data)["config"]
+        if same and "extra" in contents:
             state = found.state
             with reading(found.folder / STATE):
                 trainer.restore(state, reset_data=reset)
@@ -195,10 +197,8 @@ class Session:
         # The trainer's counts and samples are in the units of the other configuration.
         trainer.start_at(found.step)
         anew = ", ".join(["prompts", *(role for role in roles if role not in held)])
-        log.info(
-            f"{found.folder} is of another configuration: {', '.join(held)} as it was there; "
-            f"{anew} start anew"
-        )
+        why = "is read without extra" if same else "is of another configuration"
+        log.info(f"{found.folder} {why}: {', '.join(held)} as it was there; {anew} start anew")
 
     async def export(self, group: EngineGroup) -> None:
         """Write the model in Hugging Face layout, to ``export`` or ``export_critic``.

@@ -40,6 +40,29 @@ def surrogate(out: Columns, batch: Columns) -> tuple[Any, Metrics]:
     return -(gain + 0.01 * entropy) * factor, metrics
 
 
+def sequence_ratio(out: Columns, batch: Columns) -> tuple[Any, Metrics]:
+    """Compute the unclipped loss of GSPO (arXiv 2507.18071, equations 5 and 7), in
+    which every token has the ratio of its sequence. It takes torch tensors.
+    """
+    mask, seq = batch["loss_mask"], batch["seq"]
+    old = batch["rollout_logprobs"].where(mask, 0.0)
+    advantages = batch["advantages"].where(mask, 0.0)
+
+    zeros = out["logprobs"].new_zeros(batch["num_seqs"])
+    change = out["logprobs"] - old
+    total = zeros.index_add(0, seq, change)
+    tokens = zeros.index_add(0, seq, mask.to(zeros.dtype))
+    ratio = (total / tokens.clamp(min=1)).exp()
+
+    metrics = {
+        "ratio": Metric(
+            _detached(ratio).sum(),
+            batch["num_seqs"],
+        ),
+    }
+    return -advantages * ratio[seq], metrics
+
+
 def value_error(out: Columns, batch: Columns) -> tuple[Any, Metrics]:
     """Return half the squared distance of each value from the column ``returns``, with
     a factor per sequence.
@@ -69,6 +92,48 @@ def units(out: Columns, batch: Columns) -> tuple[Any, Metrics]:
 def nll(out: Columns, batch: Columns) -> tuple[Any, Metrics]:
     """Return the negative log-prob of each token."""
     return -out["logprobs"], {}
+
+
+def whole_units(out: Columns, batch: Columns) -> tuple[Any, Metrics]:
+    """Return the negative log-prob of each token, and count the rows whose unit is not
+    whole in this micro-batch.
+
+    Column ``unit_rows`` is the number of rows in a row's unit.
+    """
+    unit = batch["unit"]
+    here = (unit[:, None] == unit[None]).sum(1)
+    return -out["logprobs"], {"broken": Metric((here != batch["unit_rows"]).sum(), how="sum")}
+
+
+def pair(out: Columns, batch: Columns) -> tuple[Any, Metrics]:
+    """Return ``-log sigmoid(h / 2)`` of each unit, in equal parts by its valid tokens.
+
+    h sums the log-probs of its rows, each by the column ``sign`` (DPO, arXiv 2305.18290
+    eq. 7, without a reference). The loss is of torch alone.
+    """
+    import torch
+
+    mask = batch["loss_mask"]
+    seq = batch["seq"]
+    names, of_row = torch.unique(batch["unit"], return_inverse=True)
+    of_token = of_row[seq]
+    sign = batch["sign"][seq]
+    signed = torch.where(
+        mask,
+        sign * out["logprobs"],
+        0.0,
+    )
+
+    zeros = signed.new_zeros(len(names))
+    margin = zeros.index_add(0, of_token, signed)
+    valid = zeros.index_add(0, of_token, mask.to(zeros.dtype)).clamp(min=1)
+    loss = torch.nn.functional.softplus(-margin / 2) / valid
+    return loss[of_token], {}
+
+
+def sloped(out: Columns, batch: Columns) -> tuple[Any, Metrics]:
+    """Return the log-prob of each token times the column ``slope`` of its sequence."""
+    return batch["slope"][batch["seq"]] * out["logprobs"], {}
 
 
 def not_finite(out: Columns, batch: Columns) -> tuple[Any, Metrics]:

@@ -86,6 +86,9 @@ class RankHost:
     def weights(self, out: str) -> list[str]:
         return self._write(self.engine.weights(), out)
 
+    def adapter_weights(self, out: str) -> list[str]:
+        return self._write(self.engine.adapter_weights(), out)
+
     def save(self, path: str, what: list[str]) -> None:
         self.engine.save(Path(path), frozenset(map(Part, what))).wait(60)
 
@@ -262,10 +265,17 @@ class World:
         return _read(out), metrics, [a["step"] for a in answers]
 
     def weights(self) -> Arrays:
-        out = str(self._path("weights"))
-        names = self.call("weights", [{"out": out}] * self.num_ranks)
-        assert all(n == names[0] for n in names), "weights() yields other names on another rank"
-        assert len(set(names[0])) == len(names[0]), "weights() yields a name twice"
+        return self._streamed("weights")
+
+    def adapter_weights(self) -> Arrays:
+        """Return A and B of every adapted weight, B with its scale."""
+        return self._streamed("adapter_weights")
+
+    def _streamed(self, method: str) -> Arrays:
+        out = str(self._path(method))
+        names = self.call(method, [{"out": out}] * self.num_ranks)
+        assert all(n == names[0] for n in names), f"{method}() yields other names on another rank"
+        assert len(set(names[0])) == len(names[0]), f"{method}() yields a name twice"
         return _read(out)
 
     def save(self, path: Path, *what: Part) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 from coupler.batch import Batch
 from coupler.batch.columns import SAMPLING_MASK, loss_columns
 from coupler.engine_kit.adamw import multiplier
-from coupler.engine_kit.micro_batches import split
+from coupler.engine_kit.micro_batches import agreed_split, split
 from coupler.errors import CouplerError
 from coupler.interfaces import (
     Algorithm,
@@ -167,12 +168,12 @@ def backward(weights: Weights, batch: Batch, done: Pass, d_out: dict[str, np.nda
 
 def value_outputs(weights: Weights, batch: Batch) -> dict[str, np.ndarray]:
     """Return [T] float64 values ``embed[tokens[t - 1]] @ score + bias``, which are 0
-    outside ``loss_mask``.
+    outside ``loss_mask``. A score without a bias has 0 in its place.
     """
     rows = np.flatnonzero(batch["loss_mask"])
     values = np.zeros(batch.num_tokens)
     hidden = weights["embed.weight"][batch["tokens"][rows - 1]]
-    values[rows] = (hidden @ weights["score.weight"].T + weights["score.bias"])[:, 0]
+    values[rows] = (hidden @ weights["score.weight"].T + weights.get("score.bias", 0))[:, 0]
     return {"values": values}
 
 
@@ -183,7 +184,8 @@ def value_backward(weights: Weights, batch: Batch, d_out: dict[str, np.ndarray])
     d_embed = np.zeros_like(weights["embed.weight"])
     np.add.at(d_embed, previous, slope * weights["score.weight"])
     hidden = weights["embed.weight"][previous]
-    return {"embed.weight": d_embed, "score.weight": slope.T @ hidden, "score.bias": slope.sum(0)}
+    found = {"embed.weight": d_embed, "score.weight": slope.T @ hidden, "score.bias": slope.sum(0)}
+    return {name: grad for name, grad in found.items() if name in weights}
 
 
 def slopes(loss: Loss, out: Columns, columns: Columns) -> dict[str, np.ndarray]:
@@ -220,10 +222,11 @@ class ToyEngine(Engine):
             raise CouplerError("engine=toy runs on one rank.\n  try:  engine=fsdp")
         self.params = {k: v.astype(np.float64) for k, v in read_toy(Path(self.model.path)).items()}
 
-        if self.model.head is Head.VALUE:
+        if self.model.head is not Head.LM:
             width = self.params["embed.weight"].shape[1]
             score = {"score.weight": np.zeros((1, width)), "score.bias": np.zeros(1), **self.params}
-            self.params = {k: v for k, v in score.items() if not k.startswith("head.")}
+            dropped = "score.bias" if self.model.head is Head.SCORE else "head."
+            self.params = {k: v for k, v in score.items() if not k.startswith(("head.", dropped))}
 
         self.first = {k: np.zeros_like(v) for k, v in self.params.items()}
         self.second = {k: np.zeros_like(v) for k, v in self.params.items()}
@@ -241,7 +244,8 @@ class ToyEngine(Engine):
         self.grads = {k: np.zeros_like(v) for k, v in self.params.items()}
         metrics = []
 
-        for rows in split(batch, self.config.max_tokens_per_gpu):
+        room = self.config.max_tokens_per_gpu
+        for rows in agreed_split(partial(split, batch, room), room, None, ()):
             part = batch.take(rows)
             everything = self._outputs(part)
             out = {o.name: everything[o.name] for o in want}
@@ -254,12 +258,12 @@ class ToyEngine(Engine):
         return merge(metrics)
 
     def _outputs(self, batch: Batch) -> dict[str, np.ndarray]:
-        if self.model.head is Head.VALUE:
+        if self.model.head is not Head.LM:
             return value_outputs(self.params, batch)
         return outputs(batch, run(self.params, batch))
 
     def _backward(self, batch: Batch, d_out: dict[str, np.ndarray]) -> Weights:
-        if self.model.head is Head.VALUE:
+        if self.model.head is not Head.LM:
             return value_backward(self.params, batch, d_out)
         return backward(self.params, batch, run(self.params, batch), d_out)
 

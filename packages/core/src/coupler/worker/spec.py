@@ -32,20 +32,24 @@ class WorkerSpec:
     algorithm: tuple[str, Any] | None
     profile: Profile = NOTHING
 
-    def __reduce__(self) -> Any:
-        """Cross to another process without the plugins' configuration classes."""
+    def sent(self) -> dict[str, Any]:
+        """Return the fields without the plugins' configuration classes."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         values["engine_config"] = Section.of(self.engine_config)
         if self.algorithm is not None:
             values["algorithm"] = (self.algorithm[0], Section.of(self.algorithm[1]))
-        return _received, (values,)
+        return values
 
+    @classmethod
+    def received(cls, values: dict[str, Any]) -> WorkerSpec:
+        """Undo :meth:`sent`, in another process."""
+        values["engine_config"] = values["engine_config"].open()
+        if values["algorithm"] is not None:
+            values["algorithm"] = (values["algorithm"][0], values["algorithm"][1].open())
+        return cls(**values)
 
-def _received(values: dict[str, Any]) -> WorkerSpec:
-    values["engine_config"] = values["engine_config"].open()
-    if values["algorithm"] is not None:
-        values["algorithm"] = (values["algorithm"][0], values["algorithm"][1].open())
-    return WorkerSpec(**values)
+    def __reduce__(self) -> Any:
+        return WorkerSpec.received, (self.sent(),)
 
 
 def build_algorithm(spec: WorkerSpec) -> Algorithm | None:

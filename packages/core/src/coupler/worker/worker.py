@@ -12,12 +12,14 @@ from safetensors import SafetensorError
 
 from coupler.batch import Batch
 from coupler.engine_kit.lora_names import random_like
+from coupler.engine_kit.peft_folder import ADAPTER, write_adapter
 from coupler.errors import WaitTimeout, WeightSyncError
 from coupler.interfaces import (
     LORA,
     Endpoint,
     Engine,
     FileHashes,
+    Head,
     Layout,
     Named,
     Output,
@@ -45,6 +47,7 @@ class Worker:
         self.role, self.profile = spec.role, spec.profile
         self.engine: Engine = load_subclass(spec.engine, Engine)(spec.engine_config, spec.model)
         self.algorithm = build_algorithm(spec)
+        self.adapts = spec.engine_config.adapter_rank[1] > 0 and spec.model.head is Head.LM
 
     def setup(self, rank: Rank) -> Layout:
         """Load the engine as ``rank``."""
@@ -116,14 +119,16 @@ class Worker:
         return ((name, reverse_elements(tensor)) for name, tensor in sent)
 
     def export(self, folder: Path, source: Path) -> int:
-        """Write the weights to ``folder``, and return the number of tensors."""
-        return export(
-            self.engine.weights(),
-            folder,
-            source,
-            self.engine.model.head,
-            write=self.rank.index == 0,
-        )
+        """Write the weights to ``folder``, and return the number of tensors.
+
+        An adapter goes to ``folder/adapter`` as well, apart from the weights beneath.
+        """
+        first = self.rank.index == 0
+        count = export(self.engine.weights(), folder, source, self.engine.model.head, write=first)
+        if self.adapts:
+            tensors = self.engine.adapter_weights()
+            write_adapter(tensors, folder / ADAPTER, str(source), write=first)
+        return count
 
     def save(self, folder: Path, what: Parts) -> None:
         """Start a save. :meth:`saved` tells when it is done."""

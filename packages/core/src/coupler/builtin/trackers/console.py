@@ -27,6 +27,7 @@ COLUMNS = (  # metric, heading, format
     ("train/lr", "lr", "{:.1e}"),
     ("time/tokens_per_second", "tokens/s", "{:.0f}"),
     ("eval/reward", "eval", "{:.3f}"),
+    ("eval/loss", "eval loss", "{:.4f}"),
 )
 # a policy loss says nothing, and a supervised loss is the number to see
 HIDDEN_WITH = {"loss": "reward/mean"}

@@ -1,6 +1,6 @@
 """Connect receivers to a sender, through the gate that admits them.
 
-On the wire, each way and after the greeting of :mod:`~coupler.builtin.transports.gate`:
+On the wire, each way and after the greeting of :mod:`~coupler.system.gate`:
 messages of a length (8 bytes, big endian), a JSON header, and as many bytes as it
 announces.
 """
@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from coupler.builtin.transports.gate import BACKLOG, GREETING_S, LENGTH, Gate, greet
 from coupler.errors import PeerLost, WaitTimeout
 from coupler.interfaces import Endpoint, Rank, Transport, WeightUpdate
+from coupler.system.gate import BACKLOG, GREETING_S, LENGTH, Gate, greet
 
 MAX_HEADER = 1 << 24
 

@@ -48,6 +48,8 @@ NEEDS = {
     "values": ("engine",),
     "routing": ("engine",),
     "engine_long": ("engine",),
+    "engine_split": ("engine",),
+    "adapter": ("engine",),
     "rollout_long": ("rollout",),
     "transport_large": ("transport",),
 }

@@ -24,9 +24,11 @@ from coupler.testing.subject import Subject
 from coupler.worker.train_infer import checked_loss
 
 # Columns that core can add, and how far they are from the rollout's log-probs.
-COLUMNS = {"ref_logprobs": 0.2, "old_logprobs": 0.1, "values": 0.3}
+COLUMNS = {"ref_logprobs": 0.2, "old_logprobs": 0.1, "values": 0.3, "teacher_logprobs": 0.4}
 # One that core can add for each sequence.
 GREEDY = "greedy_reward"
+# Columns of preference rows, which an algorithm with such rows reads.
+PREFERENCES = ("chosen", "margin", "desirable", "mismatched")
 ALWAYS = (
     "tokens",
     "loss_mask",
@@ -71,11 +73,6 @@ def algorithm(request: pytest.FixtureRequest, algorithm_subject: Subject) -> Alg
     return CriticOf(policy)
 
 
-@pytest.fixture(scope="module")
-def plain(reference_of: Callable[[str], Reference]) -> Batch:
-    return sampled(reference_of("toy"))
-
-
 def sampled(reference: Reference) -> Batch:
     """Make two groups of four as the sampler writes them, with every column that core
     can add.
@@ -95,16 +92,51 @@ def sampled(reference: Reference) -> Batch:
     )
 
 
+@pytest.fixture
+def plain(reference_of: Callable[[str], Reference], algorithm_subject: Subject) -> Batch:
+    return fitting(sampled(reference_of("toy")), algorithm_subject)
+
+
+def fitting(sampled: Batch, algorithm_subject: Subject) -> Batch:
+    """Return the batch of the sampler, or rows of preferences as their packing makes
+    them.
+    """
+    if algorithm_subject.has("rows:pair"):
+        pair = np.arange(len(sampled)) // 2
+        return sampled.with_seqs(
+            unit=pair,
+            trajectory=pair,
+            chosen=np.arange(len(sampled)) % 2 == 0,
+            margin=(pair / 4).astype(np.float32),
+        )
+
+    if algorithm_subject.has("rows:select"):
+        # Groups of two, of which it can leave out none.
+        return sampled.with_seqs(
+            group=np.arange(len(sampled)) // 2,
+            reward=np.array([0, 1, 1, 0.5, 2, 0, 0, 1], np.float32),
+        )
+    if algorithm_subject.has("rows:label"):
+        labels = np.array([True, False, False, True, True, True, False, False])
+        return sampled.with_seqs(desirable=labels, mismatched=np.zeros(len(sampled), bool))
+    return sampled
+
+
+def given(batch: Batch, needs: frozenset[str]) -> Batch:
+    """Keep what an algorithm gets that declares these needs."""
+    return batch.select(*ALWAYS, *filter(batch.has, PREFERENCES), *needs)
+
+
 def main_output(algorithm: Algorithm) -> str:
     """Name the output that the loss must have a gradient by."""
-    return "values" if isinstance(algorithm, CriticOf) else "logprobs"
+    return "values" if algorithm.want[0].name == "values" else "logprobs"
 
 
 def ready(algorithm: Algorithm, plain: Batch) -> Batch:
     """Return the batch as an engine gets it: only declared columns, advantages and
     weights.
     """
-    return prepare(algorithm.advantages(plain.select(*ALWAYS, *algorithm.needs)), algorithm)
+    return prepare(algorithm.advantages(given(plain, algorithm.needs)), algorithm)
 
 
 class Evaluated:
@@ -244,8 +276,8 @@ def test_old_logprobs_may_be_left_out(
     """
     if "old_logprobs" not in algorithm.needs:
         pytest.skip("it does not need them")
-    given = algorithm.needs - ({"old_logprobs"} - algorithm.always)
-    batch = algorithm.advantages(plain.select(*ALWAYS, *given)).without("old_logprobs")
+    needs = algorithm.needs - ({"old_logprobs"} - algorithm.always)
+    batch = algorithm.advantages(given(plain, needs)).without("old_logprobs")
     batch = prepare(batch, algorithm)
     found = Evaluated(algorithm_subject, algorithm, batch)
     expect.finite({"the loss": found.loss}, "a batch without old_logprobs")
@@ -261,12 +293,10 @@ def test_values_under_the_mask_change_nothing(
     """NaN there leaves advantages, loss, metrics and gradient bit-identical."""
     want = Evaluated(algorithm_subject, algorithm, ready(algorithm, plain))
     mask = plain["loss_mask"]
-    dirty = algorithm.advantages(poisoned(plain.select(*ALWAYS, *algorithm.needs)))
+    dirty = algorithm.advantages(poisoned(given(plain, algorithm.needs)))
     batch = ready(algorithm, plain)
 
-    for name, column in algorithm.advantages(
-        plain.select(*ALWAYS, *algorithm.needs)
-    ).tokens.items():
+    for name, column in algorithm.advantages(given(plain, algorithm.needs)).tokens.items():
         np.testing.assert_array_equal(dirty[name][mask], column[mask], err_msg=name)
     for filler in (0.0, float("nan")):
         got = Evaluated(algorithm_subject, algorithm, poisoned(batch), filler)
@@ -301,6 +331,8 @@ def test_micro_batches_change_nothing(
 ) -> None:
     """A part's losses are those of the whole, and metrics merge to its metrics."""
     batch = ready(algorithm, plain)
+    if len(batch) // len(np.unique(batch["unit"])) > size:
+        pytest.skip("rows of a unit stay together")
     whole = Evaluated(algorithm_subject, algorithm, batch)
     parts = []
 
@@ -427,7 +459,7 @@ def grouped(plain: Batch, sizes: tuple[int, ...], numbers: tuple[int, ...]) -> B
 
 def judged(algorithm: Algorithm, batch: Batch) -> np.ndarray:
     """Return the [T] advantages of a batch as the sampler makes it."""
-    done = algorithm.advantages(batch.select(*ALWAYS, *algorithm.needs))
+    done = algorithm.advantages(given(batch, algorithm.needs))
     if not done.has("advantages"):
         pytest.skip("it adds no advantages")
     return done["advantages"]
@@ -453,10 +485,14 @@ def test_a_group_of_one_is_finite_or_refused(algorithm: Algorithm, plain: Batch)
     expect.finite({"advantages": found}, "groups of 1, 3 and 1 sequences")
 
 
-def test_a_group_is_judged_by_itself(algorithm: Algorithm, plain: Batch) -> None:
+def test_a_group_is_judged_by_itself(
+    algorithm_subject: Subject, algorithm: Algorithm, plain: Batch
+) -> None:
     """Other rewards in the first group move the advantages of all others alike, as
     whitening does, or not at all.
     """
+    if algorithm_subject.has("rows:select"):
+        pytest.skip("its rows are those of the groups that it selects from")
     sizes = (4, 4, 4)
     before = grouped(plain, sizes, (0, 1, 2))
     other = before["reward"].copy()
@@ -475,16 +511,22 @@ def test_a_group_is_judged_by_itself(algorithm: Algorithm, plain: Batch) -> None
     )
 
 
-def test_advantages_keep_the_batch(algorithm: Algorithm, plain: Batch) -> None:
-    """They add columns of float32, and every other one stays as the sampler made it."""
-    given = plain.select(*ALWAYS, *algorithm.needs)
-    done = algorithm.advantages(given)
-    expect.same(done.lengths.tolist(), given.lengths.tolist(), "the lengths of the rows")
-    for name in (*given.tokens, *given.seqs):
+def test_advantages_keep_the_batch(
+    algorithm_subject: Subject, algorithm: Algorithm, plain: Batch
+) -> None:
+    """They add columns of float32, and every other one stays as the sampler made it.
+
+    An algorithm that selects rows names their units anew.
+    """
+    own = {"unit", "trajectory"} if algorithm_subject.has("rows:select") else set()
+    before = given(plain, algorithm.needs)
+    done = algorithm.advantages(before)
+    expect.same(done.lengths.tolist(), before.lengths.tolist(), "the lengths of the rows")
+    for name in (*before.tokens, *before.seqs):
         expect.holds(done.has(name), f"the column {name} to stay, it is gone")
-        if name != "reward":  # It may be shaped.
-            np.testing.assert_array_equal(done[name], given[name], err_msg=name)
-    for name in done.tokens.keys() - given.tokens.keys():
+        if name not in {"reward", *own}:  # A reward may be shaped.
+            np.testing.assert_array_equal(done[name], before[name], err_msg=name)
+    for name in done.tokens.keys() - before.tokens.keys():
         expect.same(done[name].dtype, np.dtype(np.float32), f"the dtype of {name}")
 
 
@@ -517,8 +559,8 @@ def test_equal_tokens_pull_alike(
     """Each token pulls by its ``loss_weight`` alone, where the policy is the rollout's
     and all advantages are equal. A loss that divides by lengths itself does so twice.
     """
-    if isinstance(algorithm, CriticOf):
-        pytest.skip("a critic pulls by its error")
+    if main_output(algorithm) == "values":
+        pytest.skip("it pulls by the error of values")
     mask = plain["loss_mask"]
     columns = {name: plain["rollout_logprobs"] for name in COLUMNS if name != "values"}
     ones = np.where(mask, 1, 0).astype(np.float32)
@@ -528,6 +570,8 @@ def test_equal_tokens_pull_alike(
 
     found = Evaluated(algorithm_subject, algorithm, batch, noise=0.0)
     pulls = found.grads["logprobs"][mask] / batch["loss_weight"][mask]
+    # Rows that are not preferred pull the other way.
+    pulls = np.abs(pulls) if batch.has("chosen") or batch.has("desirable") else pulls
     off = float(np.ptp(pulls) / np.abs(pulls).max())
     expect.below(off, 1e-4, "the spread of the gradients of equal tokens, as a share,")
 

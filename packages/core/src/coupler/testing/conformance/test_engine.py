@@ -189,6 +189,68 @@ def test_gradient_over_shards(
     expect.near(steps[0][1], want.norm, "the norm of the gradient", rel=1e-4)
 
 
+def in_pairs(reference: Reference) -> Batch:
+    """Make pairs of rows, one unit and one trajectory each, far from each other."""
+    unit = np.array([0, 1, 2, 3, 3, 2, 1, 0])
+
+    batch = (
+        make_batch(reference)
+        .without("group")
+        .with_seqs(
+            unit=unit,
+            trajectory=unit,
+            unit_rows=np.full(len(unit), 2),
+            sign=np.repeat([1, -1], 4).astype(np.float32),
+        )
+    )
+    return weighted(batch, Aggregation.SEQUENCE_MEAN_TOKEN_SUM)
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 4])
+def test_rows_of_a_unit_share_a_micro_batch(
+    worlds: Worlds, reference: Reference, num_shards: int
+) -> None:
+    """No two pairs fit into one, and rows by themselves would be cut otherwise."""
+    batch = in_pairs(reference)
+    world = worlds(num_shards, max_tokens_per_gpu=2 * LONGEST)
+    loss = "coupler.testing.losses:whole_units"
+    grads, metrics, _ = world.gradient(
+        split(batch, world),
+        loss,
+        ("logprobs",),
+    )
+    expect.same(metrics["broken"].value, 0.0, "the rows that are apart from their unit")
+    assert_gradient(grads, reference.gradient(batch, losses.nll))
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 4])
+def test_the_gradient_of_a_pair_equals_its_formula(
+    engine_subject: Subject, worlds: Worlds, reference: Reference, num_shards: int
+) -> None:
+    """It is ``-sigmoid(-h / 2) / 2`` times the gradient of h, the log-probs of one row
+    minus those of the other, whatever the ranks and micro-batches are.
+    """
+    if engine_subject.toy:
+        pytest.skip("the toy engine takes losses of one token alone")
+    batch = in_pairs(reference)
+    total = batch["sign"] * batch.sum_by_sequence(reference.outputs(batch)["logprobs"])
+    margin = np.bincount(batch["unit"], total)[batch["unit"]]
+    slope = -0.5 * batch["sign"] / (1 + np.exp(margin / 2))
+
+    world = worlds(num_shards, max_tokens_per_gpu=2 * LONGEST)
+    loss = "coupler.testing.losses:pair"
+    grads, _, _ = world.gradient(
+        split(batch, world),
+        loss,
+        ("logprobs",),
+    )
+    want = reference.gradient(
+        batch.with_seqs(slope=slope),
+        losses.sloped,
+    )
+    assert_gradient(grads, want)
+
+
 def test_values_under_the_mask_change_nothing(worlds: Worlds, reference: Reference) -> None:
     batch = weighted(make_batch(reference))
     world = worlds(1, max_tokens_per_gpu=2 * LONGEST)

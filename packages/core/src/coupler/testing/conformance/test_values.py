@@ -207,6 +207,33 @@ def test_without_a_score_in_the_checkpoint_values_start_at_zero(
     )
 
 
+def test_a_score_is_a_value_without_a_bias(
+    fresh: Callable[..., World],
+    critic: Reference,
+    reference: Reference,
+    batches: Callable[..., Batch],
+    every_model: None,
+) -> None:
+    """``Head.SCORE`` is what AutoModelForSequenceClassification has. Its gradient is
+    that of ``Head.VALUE`` where both start at zero.
+    """
+    score, value = (fresh(reference.folder, head=head) for head in (Head.SCORE, Head.VALUE))
+    names = expected(critic).keys() - {"score.bias"}
+    expect.same(score.weights().keys() ^ names, set(), "the names that weights() lacks or adds")
+
+    batch = weighted(batches())
+    got, want = (world.gradient([batch], ERROR, VALUES)[0] for world in (score, value))
+    expect.same(got.keys() ^ names, set(), "the names that gradients() lacks or adds")
+    scale = float(np.abs(want["score.weight"]).max())
+    off = float(np.abs(got["score.weight"] - want["score.weight"]).max())
+    expect.below(off, critic.tolerance * scale, "the difference of the gradient of score.weight")
+    after = score.forward([batch], VALUES)[0]
+    expect.moves(
+        after.select("values").tokens,
+        "values that the step moved",
+    )
+
+
 def test_a_saved_critic_continues_as_if_nothing_had_happened(
     fresh: Callable[..., World], critic: Reference, batches: Callable[..., Batch], tmp_path: Path
 ) -> None:

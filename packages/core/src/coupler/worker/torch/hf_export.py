@@ -31,7 +31,8 @@ def export(
     brings its own. Every rank iterates, since producing a tensor is collective, and the
     one with ``write`` writes. At most one shard is held in host memory. Each shard is
     read back, one tensor at a time, and compared with what was streamed to the bit.
-    With ``Head.VALUE`` the folder is one for ``AutoModelForTokenClassification``.
+    With ``Head.VALUE`` the folder is one for ``AutoModelForTokenClassification``, and
+    with ``Head.SCORE`` for ``AutoModelForSequenceClassification``.
 
     Returns:
         The number of tensors.
@@ -51,8 +52,8 @@ def export(
 
     with writing(f"the export {folder}"):
         _copy_configuration(source, folder)
-        if head is Head.VALUE:
-            _declare_value_head(folder / "config.json")
+        if head is not Head.LM:
+            _declare_score(folder / "config.json", head)
     return count
 
 
@@ -155,12 +156,10 @@ def _copy_configuration(source: Path, folder: Path) -> None:
                 shutil.copy(path, folder / path.name)
 
 
-def _declare_value_head(path: Path) -> None:
-    """Declare one label a token in a config.json, so that ``score`` has one row."""
+def _declare_score(path: Path, head: Head) -> None:
+    """Declare one label in a config.json, so that ``score`` has one row."""
     config = json.loads(path.read_text())
-    names = [
-        name.replace("ForCausalLM", "ForTokenClassification")
-        for name in config.get("architectures", [])
-    ]
-    labels = {"architectures": names, "id2label": {"0": "value"}, "label2id": {"value": 0}}
+    kind = "TokenClassification" if head is Head.VALUE else "SequenceClassification"
+    names = [name.replace("CausalLM", kind) for name in config.get("architectures") or []]
+    labels = {"architectures": names, "id2label": {"0": head}, "label2id": {head: 0}}
     path.write_text(json.dumps({**config, **labels}, indent=2))

@@ -219,7 +219,7 @@ class Gate:
         if self.dropped == 1:
             host, port = self.server.getsockname()[:2]
             log.warning(
-                f"a stranger connected to {host}:{port}, where weights are sent, and was hung "
+                f"a stranger connected to {host}:{port}, where a run listens, and was hung "
                 "up on. More of them are counted and not shown."
             )
 

@@ -1,0 +1,1 @@
+"""The executor whose ranks live in processes that ``torchrun`` has started."""

@@ -1,0 +1,181 @@
+"""Say how parameters are made of a checkpoint's tensors, A and B of adapters included.
+
+The functions are those of :mod:`coupler_engine_megatron.bridge`, which knows the
+weights. A parameter ``linear_qkv.lora_B`` is made of the B of the queries, the keys and
+the values in the order of the rows of ``linear_qkv.weight``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coupler.engine_kit.lora_names import names_of
+from coupler_engine_megatron import bridge as weights
+from coupler_engine_megatron import groups
+
+A, B = ".lora_A", ".lora_B"
+
+
+def is_adapter(name: str) -> bool:
+    """Tell if the parameter is A or B of a linear map."""
+    return name.endswith((A, B))
+
+
+def weight_of(name: str) -> str:
+    """Return the name of the weight that A or B is for."""
+    return name.rpartition(".")[0] + ".weight"
+
+
+def hf_names(bridge: Any, name: str) -> list[str]:
+    """Name the checkpoint's tensors that a parameter is made of."""
+    if not is_adapter(name):
+        return weights.hf_names(bridge, name)
+    which = int(name.endswith(B))
+    return [names_of(weight)[which] for weight in weights.hf_names(bridge, weight_of(name))]
+
+
+def has_halves(name: str) -> bool:
+    """Tell if the parameter is a gate above an up on each tensor-parallel rank."""
+    return not name.endswith(A) and weights.has_halves(name)
+
+
+def to_megatron(
+    bridge: Any,
+    name: str,
+    tensors: list[Tensor],
+) -> Tensor:
+    """Join the checkpoint's tensors of one parameter, of all tensor-parallel ranks."""
+    if not is_adapter(name):
+        return weights.to_megatron(
+            bridge,
+            name,
+            tensors,
+        )
+    if name.endswith(A) or not _is_attention(name, len(tensors)):
+        return torch.cat(tensors)
+    heads, _ = _groups(bridge)
+    return torch.cat([tensor.unflatten(0, (heads, -1)) for tensor in tensors], 1).flatten(0, 1)
+
+
+def to_hf(
+    bridge: Any,
+    name: str,
+    whole: Tensor,
+) -> list[tuple[str, Tensor]]:
+    """Undo :func:`to_megatron`."""
+    if not is_adapter(name):
+        return weights.to_hf(
+            bridge,
+            name,
+            whole,
+        )
+    names = hf_names(bridge, name)
+    if name.endswith(A) or not _is_attention(name, len(names)):
+        return list(
+            zip(
+                names,
+                whole.chunk(len(names)),
+                strict=True,
+            )
+        )
+
+    heads, sizes = _groups(bridge)
+    parts = whole.unflatten(0, (heads, -1)).split(sizes, 1)
+    return [
+        (each, part.flatten(0, 1))
+        for each, part in zip(
+            names,
+            parts,
+            strict=True,
+        )
+    ]
+
+
+def split_tensor(
+    bridge: Any,
+    name: str,
+    whole: Tensor,
+    part: Tensor,
+    size: int,
+) -> list[Tensor]:
+    """Cut a whole parameter into those of ``size`` tensor-parallel ranks."""
+    if is_adapter(name) and part.shape == whole.shape:
+        return [whole] * size
+    if name.endswith(B):
+        name = weight_of(name)
+    return weights.split_tensor(
+        bridge,
+        name,
+        whole,
+        part,
+        size,
+    )
+
+
+def join_to_hf(
+    bridge: Any,
+    name: str,
+    parts: Tensor,
+    part: Any,
+) -> list[tuple[str, Tensor]]:
+    """Undo :func:`to_megatron` and :func:`split_tensor`.
+
+    Args:
+        parts: [ranks, ...].
+        part: says in ``partition_dim`` how the parameter is split.
+    """
+    if not is_adapter(name):
+        return weights.join_to_hf(
+            bridge,
+            name,
+            parts,
+            part,
+        )
+    return to_hf(
+        bridge,
+        name,
+        torch.cat(parts.unbind(), part.partition_dim),
+    )
+
+
+def rows_of_maps(
+    bridge: Any,
+    name: str,
+    rows: int,
+) -> Tensor:
+    """Return [rows]: the checkpoint's map that each row of a weight is of, by number.
+
+    The rows are those of this rank's part.
+    """
+    count = len(weights.hf_names(bridge, name))
+    if not _is_attention(name, count):
+        return torch.arange(count).repeat_interleave(rows // count)
+    heads, sizes = _groups(bridge)
+    every = torch.arange(count).repeat_interleave(torch.tensor(sizes)).repeat(heads)
+    return every[groups.tensor().rank() * rows :][:rows]
+
+
+def _is_attention(name: str, maps: int) -> bool:
+    return maps > 1 and "self_attention.linear_qkv." in name
+
+
+def _groups(bridge: Any) -> tuple[int, list[int]]:
+    """Return the groups of heads, and the rows of queries, keys and values of one."""
+    config = bridge.hf_config
+    heads = config.num_attention_heads
+    width = (
+        getattr(
+            config,
+            "head_dim",
+            None,
+        )
+        or config.hidden_size // heads
+    )
+    return config.num_key_value_heads, [
+        width * heads // config.num_key_value_heads,
+        width,
+        width,
+    ]

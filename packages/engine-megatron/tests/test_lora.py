@@ -1,0 +1,183 @@
+"""LoRA in every layout: the gradient against transformers in float64, what is sent, and
+what is frozen.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from families import References, Start, shards
+
+from coupler.engine_kit.lora_names import names_of, random_like, weight_of
+from coupler.engine_kit.peft_folder import write_adapter
+from coupler.errors import ConfigError
+from coupler.interfaces import Model, Rank
+from coupler.testing import losses
+from coupler.testing.cases import make_batch, weighted
+from coupler.testing.conformance.test_engine import assert_gradient
+from coupler.testing.models import rewrite
+from coupler.testing.ranks import Arrays
+from coupler.testing.reference import Gradient, TransformersReference
+from coupler_engine_megatron.config import MegatronConfig
+from coupler_engine_megatron.engine import MegatronEngine
+
+RANK = 4
+SURROGATE = "coupler.testing.losses:surrogate"
+LAYOUTS = {  # (model, ranks, settings)
+    "one": ("llama", 1, {}),
+    "tensor": ("llama", 2, {"tensor_parallel": 2}),
+    "tensor-without-sequence": (
+        "qwen3",
+        2,
+        {"tensor_parallel": 2, "sequence_parallel": False, "gradient_checkpointing": "none"},
+    ),
+    "shared-key-value-head": ("odd-sizes", 2, {"tensor_parallel": 2}),
+    "context": ("qwen3", 2, {"context_parallel": 2}),
+    "data": ("llama", 2, {}),
+    "virtual-pipeline": ("qwen3", 2, {"pipeline_parallel": 2, "virtual_pipeline": 2}),
+    "tensor-pipeline": ("llama", 4, {"tensor_parallel": 2, "pipeline_parallel": 2}),
+    "some-targets": (
+        "llama",
+        2,
+        {"tensor_parallel": 2, "target_modules": ["q_proj", "v_proj", "up_proj", "o_proj"]},
+    ),
+    "experts": ("moe", 2, {"tensor_parallel": 2, "expert_parallel": 2}),
+}
+
+
+def adapted(reference: TransformersReference, targets: list[str]) -> list[str]:
+    return [
+        name
+        for name, tensor in reference.tensors.items()
+        if tensor.ndim == 2
+        and ".layers." in name
+        and (".mlp.gate." not in name and ".experts." not in name)
+        and (targets == ["all-linear"] or name.split(".")[-2] in targets)
+    ]
+
+
+def adapter(reference: TransformersReference, names: list[str]) -> dict[str, np.ndarray]:
+    """Draw A and B, so that every product shows."""
+    found = {}
+    for name in names:
+        rows, columns = reference.tensors[name].shape
+        for part, shape in zip(names_of(name), ((RANK, columns), (rows, RANK)), strict=True):
+            found[part] = random_like(part, np.empty(shape, np.float32))
+    return found
+
+
+def merged(
+    reference: TransformersReference, pairs: Arrays, scale: float, folder: Path
+) -> TransformersReference:
+    """Write the model with the adapter added, as its reference."""
+    tensors = {name: np.array(tensor) for name, tensor in reference.tensors.items()}
+    for name in tensors:
+        a, b = names_of(name)
+        if a in pairs:
+            tensors[name] = tensors[name] + scale * pairs[b] @ pairs[a]
+    return TransformersReference(rewrite(reference.folder, folder, tensors))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_changes_no_gradient_of_an_adapter(
+    layout: str, reference_of: References, start: Start, tmp_path: Path
+) -> None:
+    """With W + s B A for W: dB = s dW A^T and dA = s B^T dW, from a PEFT folder."""
+    name, ranks, settings = LAYOUTS[layout]
+    reference = reference_of(name)
+    targets = settings.get("target_modules", ["all-linear"])
+    pairs = adapter(reference, adapted(reference, targets))
+    # The file's scale is 1, and the engine's is 2.
+    write_adapter(
+        ((n, torch.from_numpy(t)) for n, t in pairs.items()), tmp_path / "peft", "", write=True
+    )
+    truth = merged(reference, pairs, 1.0, tmp_path / "merged")
+    batch = weighted(make_batch(truth))
+
+    world = start(
+        reference.folder,
+        ranks,
+        lora_rank=RANK,
+        lora_alpha=2.0 * RANK,
+        lora_adapter_path=str(tmp_path / "peft"),
+        **settings,
+    )
+    for part, tensor in world.adapter_weights().items():
+        np.testing.assert_allclose(tensor, pairs[part], atol=1e-6, err_msg=part)
+    for part, tensor in world.weights().items():
+        np.testing.assert_allclose(tensor, truth.tensors[part], atol=1e-6, err_msg=part)
+    done = world.forward(shards(batch, world), ("logprobs", "base_logprobs"))
+    for shard, outputs in zip(shards(batch, world), done, strict=True):
+        for output, of in (("logprobs", truth), ("base_logprobs", reference)):
+            np.testing.assert_allclose(
+                outputs[output], of.outputs(shard)["logprobs"], atol=5e-5, rtol=1e-4
+            )
+
+    got, _, steps = world.gradient(shards(batch, world), SURROGATE)
+    dense = truth.gradient(batch, losses.surrogate)
+    want: Arrays = {}
+    for part in pairs:
+        weight = weight_of(part)
+        assert weight
+        a, b = names_of(weight)
+        # The engine's B is half of the file's, and its scale twice as large.
+        want |= {a: pairs[b].T @ dense.grads[weight], b: 2 * dense.grads[weight] @ pairs[a].T}
+    expected = Gradient(want, dense.metrics, dense.tolerance)
+    assert_gradient(got, expected)
+    assert all(step == steps[0] for step in steps)
+    assert steps[0][1] == pytest.approx(expected.norm, rel=1e-4)
+
+
+def parameter_bytes(engine: MegatronEngine) -> dict[str, int]:
+    """Bytes of parameters and of their fp32 masters, by dtype."""
+    held = [p for chunk in engine.chunks for p in chunk.parameters()]
+    if engine._optimizer is not None:
+        for part in engine._optimizer.parts:
+            held += [t for group in part.shard_fp32_from_float16_groups for t in group]
+    found: dict[str, int] = {}
+    for tensor in {t.data_ptr(): t for t in held}.values():
+        found[str(tensor.dtype)] = found.get(str(tensor.dtype), 0) + tensor.nbytes
+    return found
+
+
+@pytest.mark.parametrize("lora", [True, False])
+def test_what_does_not_train_takes_two_bytes_a_parameter(
+    lora: bool, reference_of: References
+) -> None:
+    """A reference has no optimizer, and LoRA has masters of the adapter alone."""
+    reference = reference_of("llama")
+    settings = {"lora_rank": RANK} if lora else {}
+    config = MegatronConfig(dtype="bf16", **settings)
+    engine = MegatronEngine(config, Model(str(reference.folder), frozen=not lora))
+    engine.setup(Rank())
+    model = sum(tensor.size for tensor in reference.tensors.values())
+    pairs = adapter(reference, adapted(reference, ["all-linear"])) if lora else {}
+    trained = sum(tensor.size for tensor in pairs.values())
+
+    assert parameter_bytes(engine) == {"torch.bfloat16": 2 * (model + trained)}
+    if lora:
+        engine._trained()
+        assert parameter_bytes(engine) == {
+            "torch.bfloat16": 2 * (model + trained),
+            "torch.float32": 4 * trained,
+        }
+
+
+def test_a_model_with_latent_attention_is_refused(reference_of: References) -> None:
+    engine = MegatronEngine(
+        MegatronConfig(lora_rank=RANK), Model(str(reference_of("latent").folder))
+    )
+    with pytest.raises(ConfigError, match="adapts no latent attention") as raised:
+        engine.setup(Rank())
+    assert "engine=fsdp" in str(raised.value)
+
+
+def test_a_target_that_is_not_there_is_named(reference_of: References) -> None:
+    config = MegatronConfig(lora_rank=RANK, target_modules=["q_proj", "c_attn"])
+    engine = MegatronEngine(config, Model(str(reference_of("llama").folder)))
+    with pytest.raises(ConfigError, match="target_modules names c_attn") as raised:
+        engine.setup(Rank())
+    assert "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj" in str(raised.value)

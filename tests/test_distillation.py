@@ -1,0 +1,110 @@
+"""A run learns from a teacher, on a small Qwen2 with random weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from job_run import arguments, metrics, run, write_inputs
+
+from coupler.batch import Batch
+from coupler.cli import main
+from coupler.data import Codec
+from coupler.interfaces import Model
+from coupler.testing.models import write_qwen2
+from coupler.testing.reference import TransformersReference
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A policy and a teacher with other weights."""
+    folder = tmp_path_factory.mktemp("models")
+    teacher = write_qwen2(folder / "teacher", tied=False, seed=7)
+    return write_qwen2(folder / "policy", tied=True), teacher
+
+
+def distil(models: tuple[Path, Path], run_dir: Path, *overrides: str) -> list[dict[str, float]]:
+    policy, teacher = models
+    given = (f"teacher.model.path={teacher}", "algorithm=opd", "samples_per_prompt=1")
+    return metrics(run("train", policy, run_dir, *given, *overrides))
+
+
+def test_the_policy_comes_nearer_to_the_teacher(tmp_path: Path, models: tuple[Path, Path]) -> None:
+    log = distil(models, tmp_path / "run", "steps=12", "prompts_per_step=6", "engine.lr=3e-3")
+    distance = [step["kl_teacher"] for step in log[1:]]
+    assert distance[0] > 1
+    assert sum(distance[-3:]) / 3 < 0.6 * distance[0]
+
+
+def test_a_teacher_that_is_the_policy_teaches_nothing(
+    tmp_path: Path, models: tuple[Path, Path]
+) -> None:
+    """It has an engine of its own, and both take turns on the device."""
+    policy = models[0]
+    log = distil((policy, policy), tmp_path / "run", "steps=1", "offload=true")
+    assert abs(log[1]["kl_teacher"]) < 1e-6
+    assert log[1]["train/grad_norm"] < 1e-5
+
+
+def test_a_teacher_of_another_family_is_refused(
+    tmp_path: Path, models: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(models[1], other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = list(vocabulary)[-2:]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+    write_inputs(tmp_path)
+    given = arguments("train", models[0], tmp_path, tmp_path / "run")
+    assert main([*given, "algorithm=opd", f"teacher.model.path={other}"]) == 2
+    assert "reads other tokens than the policy samples: 2 differ" in capsys.readouterr().err
+
+
+def test_each_row_learns_from_its_teacher(tmp_path: Path, models: tuple[Path, Path]) -> None:
+    """Half of the rows have the policy itself for their teacher, which the other half
+    must not change.
+    """
+    policy, teacher = models
+    write_inputs(tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    named = [{**row, "teacher": ("same", "other")[i % 2]} for i, row in enumerate(rows)]
+    source = tmp_path / "named.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in named))
+
+    given = arguments("train", policy, tmp_path, tmp_path / "run")
+    both = f"teacher.models={{same: {policy}, other: {teacher}}}"
+    more = ("algorithm=opd", both, f"data.source={source}", "data.shuffle=false", "steps=1")
+    assert main([*given, *more, "record.every_steps=1"]) == 0
+    batch = Batch.load(next((tmp_path / "run" / "record").rglob("*.npz")))
+    apart = np.abs(batch["teacher_logprobs"] - batch["old_logprobs"]) * batch["loss_mask"]
+    largest = np.maximum.reduceat(apart, batch.starts[:-1])
+    assert largest[batch["row"] % 2 == 0].max() < 1e-5
+    assert largest[batch["row"] % 2 == 1].min() > 0.1
+
+
+def test_the_policy_learns_from_what_it_says_to_another_prompt(
+    tmp_path: Path, models: tuple[Path, Path]
+) -> None:
+    """The column is that of transformers behind the text with the answer."""
+    policy = models[0]
+    write_inputs(tmp_path)
+    (tmp_path / "hint.txt").write_text("{prompt} it is {answer} .")
+    given = arguments("train", policy, tmp_path, tmp_path / "run")
+    more = ("algorithm=opd", f"teacher.prompt={tmp_path / 'hint.txt'}", "steps=1")
+    assert main([*given, *more, "record.every_steps=1"]) == 0
+
+    batch = Batch.load(next((tmp_path / "run" / "record").rglob("*.npz")))
+    codec, reference = Codec(Model(str(policy))), TransformersReference(policy)
+    for row in range(len(batch)):
+        one = batch.take([row])
+        number = int(one["row"][0])
+        shown = codec.prompt_ids(f"what is {number} + 2 ? it is {number + 2} .", "")
+        sampled = tuple(one["tokens"][one["loss_mask"]].tolist())
+        expected = reference.logprobs_of(shown, sampled, 1.0)
+        assert one["teacher_logprobs"][one["loss_mask"]] == pytest.approx(expected, abs=1e-4)
