@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from job_run import metrics, run
+from job_run import arguments, metrics, run, write_inputs
 
 from coupler.batch import Batch
+from coupler.cli import main
 from coupler.testing.models import write_qwen2
 
 PARTS = """
@@ -100,3 +101,16 @@ def test_remax_compares_with_a_greedy_episode(
     assert metrics(folder)[1]["advantages/mean"] == pytest.approx(
         np.average(ahead, weights=batch.sum_by_sequence(batch["loss_mask"])), abs=1e-6
     )
+
+
+def test_remax_refuses_rewards_of_whole_groups(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "together.py").write_text(
+        "def scores(completions, answer):\n    return [float(len(c)) for c in completions]\n"
+    )
+    reward = f"reward.target={tmp_path / 'together.py'}:scores"
+    write_inputs(tmp_path)
+    given = arguments("train", model, tmp_path, tmp_path / "run")
+    assert main([*given, "algorithm=remax", "algorithm.kl=none", reward]) == 2
+    assert "reward.target scores all completions of a prompt together" in capsys.readouterr().err

@@ -41,11 +41,7 @@ class Tokens:
         mask = batch["loss_mask"]
 
         def valid(column: Tensor) -> Tensor:
-            return torch.where(
-                mask,
-                column,
-                0.0,
-            )
+            return torch.where(mask, column, 0.0)
 
         def given(name: str) -> Tensor | None:
             return valid(batch[name]) if name in batch else None

@@ -90,22 +90,12 @@ def measured(config: PolicyConfig, tokens: Tokens, rollout: Tensor) -> Metrics:
         rollout,
         Ratio.TOKEN,
     ).exp()
-    square = torch.where(
-        mask,
-        weight * weight,
-        0,
-    )
+    square = torch.where(mask, weight * weight, 0)
 
     metrics = {
         "mismatch/weight": tokens.mean(weight),
         "mismatch/weight_max": Metric(
-            _most(
-                torch.where(
-                    mask,
-                    weight,
-                    0,
-                )
-            ),
+            _most(torch.where(mask, weight, 0)),
             how="max",
         ),
         "mismatch/chi2": tokens.mean(square - 1),
@@ -137,11 +127,7 @@ def _of_sequences(tokens: Tokens, rollout: Tensor) -> Metrics:
         "mismatch/chi2_sequence": mean(square - 1, once),
         "mismatch/ess_sequence": Metric(
             once.sum(),
-            torch.where(
-                once,
-                square,
-                0,
-            ).sum(),
+            torch.where(once, square, 0).sum(),
         ),
         "mismatch/ppl_train": mean(train.exp(), once),
         "mismatch/ppl_rollout": mean(inference.exp(), once),

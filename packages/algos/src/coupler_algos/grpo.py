@@ -52,34 +52,37 @@ class GRPO(GroupPolicy):
         return advantages
 
     def judge(self, batch: Batch, groups: Groups) -> np.ndarray:
-        """Return [N] the advantage of each trajectory, by part if ``by_part`` is set.
+        """Return [N] the advantage of each trajectory.
 
         Raises:
-            CouplerError: rewards have no parts, or not those that have a weight.
+            CouplerError: under ``by_part``, rewards have no parts, or not those that
+                have a weight.
         """
+        if self.config.by_part:
+            return self._by_part(batch, groups)
+        rewards = scores(self.config, batch)
         if self.config.baseline is Baseline.GREEDY:
-            ahead = scores(self.config, batch) - batch["greedy_reward"][batch.trajectories()[0]]
-            return self.compare(ahead, groups, sampled_tokens(batch))
-        if not self.config.by_part:
-            return super().judge(batch, groups)
-        names = sorted(name for name in batch.seqs if name.startswith(PARTS))
-        weights = self.config.part_weights
-        _check_parts([name.removeprefix(PARTS) for name in names], list(weights))
+            rewards = rewards - batch["greedy_reward"][batch.trajectories()[0]]
+        return self.compare(rewards, groups, sampled_tokens(batch))
 
+    def _by_part(self, batch: Batch, groups: Groups) -> np.ndarray:
+        """Add up advantages by each part of the rewards: GDPO (arXiv 2601.05242)."""
+        columns = (name for name in batch.seqs if name.startswith(PARTS))
+        names = sorted(name.removeprefix(PARTS) for name in columns)
+        _check_parts(names, list(self.config.part_weights))
         first, lengths = batch.trajectories()[0], sampled_tokens(batch)
-        parts = {name: batch[name][first].astype(np.float64) for name in names}
-        return sum(
-            (
-                weights.get(name.removeprefix(PARTS), 1.0)
-                * self.compare(
-                    part,
-                    groups,
-                    lengths,
-                )
-                for name, part in parts.items()
-            ),
-            np.zeros(len(first)),
-        )
+        total = np.zeros(len(first))
+
+        for name in names:
+            part = batch[f"{PARTS}{name}"][first].astype(np.float64)
+            weight = self.config.part_weights.get(name, 1.0)
+            total += weight * self.compare(
+                part,
+                groups,
+                lengths,
+            )
+
+        return total
 
     def estimate(self, batch: Batch) -> Batch:
         """Add ``advantages`` [T] float32; 0 outside ``loss_mask``.

@@ -31,11 +31,7 @@ def bounded(config: PolicyConfig, weight: Any, xp: Any) -> tuple[Any, Any]:
         return weight.clip(max=config.correction_cap), over
 
     outside = over | (weight < config.correction_floor)
-    return xp.where(
-        outside,
-        0.0,
-        weight,
-    ), outside
+    return xp.where(outside, 0.0, weight), outside
 
 
 def mean_weight(config: PolicyConfig, batch: Batch) -> float:
@@ -44,14 +40,7 @@ def mean_weight(config: PolicyConfig, batch: Batch) -> float:
     """
     mask = batch["loss_mask"]
     columns = (batch["old_logprobs"], batch["rollout_logprobs"])
-    recomputed, rollout = (
-        np.where(
-            mask,
-            c,
-            0,
-        ).astype(np.float64)
-        for c in columns
-    )
+    recomputed, rollout = (np.where(mask, c, 0).astype(np.float64) for c in columns)
     log, counts = recomputed - rollout, mask
 
     if config.correction_ratio is not Ratio.TOKEN:

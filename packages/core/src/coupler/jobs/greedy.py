@@ -1,4 +1,4 @@
-"""Score a greedy episode beside those of a prompt, for algorithms that compare it."""
+"""Score a greedy episode of each prompt, for algorithms that compare with it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 from coupler.conversation.episodes import together
 from coupler.conversation.packing import Sample
 from coupler.data import Prompt
+from coupler.errors import CouplerError
 from coupler.interfaces import Request
 from coupler.loop.sampler import Scorer
 
@@ -19,12 +20,23 @@ class GreedyScorer(Scorer):
     """
 
     def __init__(self, scorer: Scorer) -> None:
-        super().__init__(scorer.rollouts, scorer.rewards, scorer.codec, scorer.episodes)
+        super().__init__(
+            scorer.rollouts,
+            scorer.rewards,
+            scorer.codec,
+            scorer.episodes,
+        )
         self.names = scorer.names
 
     async def sample(
         self, prompt: Prompt, seeds: list[int], request: Request, *, groups: int
     ) -> list[Sample]:
+        if self.rewards.takes_group:
+            raise CouplerError(
+                "the algorithm compares with a greedy episode that is scored by itself, and "
+                "reward.target scores all completions of a prompt together.\n"
+                "  try:  a reward with the argument completion, or another algorithm"
+            )
         greedy = replace(
             request,
             temperature=0.0,
