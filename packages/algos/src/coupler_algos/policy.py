@@ -47,6 +47,7 @@ class Policy(Algorithm):
         batch = self.estimate(batch) if self.config.reward_coef else without_rewards(batch)
         if self.config.teacher_coef:
             batch = taught(self.config, batch)
+
         if self.config.covariance_share:
             batch = batch.with_tokens(**{MARKED: marks(self.config, batch)})
         if self.config.correction_normalize:
