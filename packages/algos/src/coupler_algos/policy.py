@@ -50,6 +50,7 @@ class Policy(Algorithm):
 
         if self.config.covariance_share:
             batch = batch.with_tokens(**{MARKED: marks(self.config, batch)})
+
         if self.config.correction_normalize:
             mean = np.full(
                 len(batch),
