@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from coupler import Engine, Layout, Part, StepResult
 from coupler.batch.columns import loss_columns
-from coupler.batch.partition import micro_batches
 from coupler.engine_kit.adamw import multiplier
+from coupler.engine_kit.micro_batches import split
 from coupler.errors import CouplerError
 from coupler.metrics import merge, read
 
@@ -68,7 +68,7 @@ class PlainEngine(Engine):
 
     def _micro_batches(self, batch):
         try:
-            groups = micro_batches(batch.lengths, self.config.max_tokens_per_gpu)
+            groups = split(batch, self.config.max_tokens_per_gpu)
         except ValueError as error:
             raise CouplerError(f"{error}.\n  try:  a larger engine.max_tokens_per_gpu") from None
         return [batch.take(rows) for rows in groups if len(rows)]

@@ -21,8 +21,9 @@ log = get_logger(__name__)
 
 # numbers of what is outstanding
 SHOWN = 16
-# after a worker failed: its peer may have died, and then the death is the cause
-GRACE_S = 1.0
+# after a worker failed: its peer may have died, and then the death is the cause, which
+# a busy machine tells late
+GRACE_S = 3.0
 
 
 @dataclass(slots=True, eq=False)
