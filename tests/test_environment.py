@@ -445,7 +445,9 @@ def test_an_option_that_no_worker_reads_is_named(start: Start) -> None:
 
 def test_it_runs_ahead_of_the_weights(start: Start, tmp_path: Path) -> None:
     went_well(start("max_staleness=1", "deterministic=false", "steps=3"))
-    assert metrics(tmp_path / "run")[-1]["conversation/turns"] > 1
+    # Where all episodes were played early, the last step has none.
+    log = metrics(tmp_path / "run")
+    assert max(step.get("conversation/turns", 0) for step in log) > 1
     assert SEEN.open == 0
 
 
