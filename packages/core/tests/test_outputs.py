@@ -307,6 +307,22 @@ def test_a_rank_that_does_not_write_still_iterates(tmp_path: Path) -> None:
     assert len(seen) == 3 and not (tmp_path / "out").exists()
 
 
+def test_jsonl_keeps_the_last_line_of_each_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file that somebody had joined with itself kept every line twice, in silence."""
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(
+        "".join(f'{{"step": {step}, "loss": {i}}}\n' for i, step in enumerate([0, 1, 0, 1, 2]))
+    )
+    tracker = JsonlTracker(None, tmp_path)
+    tracker.rewind(1)
+    tracker.close()
+    kept = [json.loads(line) for line in file.read_text().splitlines()]
+    assert kept == [{"step": 0, "loss": 2}, {"step": 1, "loss": 3}]
+    assert "steps 0, 1, which are there more than once" in caplog.text
+
+
 def test_jsonl_has_one_object_a_step_and_no_nan(tmp_path: Path) -> None:
     tracker = JsonlTracker(None, tmp_path)
     tracker.log(1, {"a": 1.5, "b": float("nan")})

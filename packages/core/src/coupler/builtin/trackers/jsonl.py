@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -39,16 +40,19 @@ class JsonlTracker(Tracker):
 
         A last line that a kill cut off goes. Where other lines are damaged, the whole
         file is kept beside the new one, and the lines are named. So are steps whose
-        line is missing.
+        line is missing, and those that have several, of which the last is kept.
         """
         self.file.close()
         lines = read_bytes(self.path, MAX_BYTES).split(b"\n")
         steps = [_step_of(line) for line in lines]
         damaged = [i + 1 for i, found in enumerate(steps[:-1]) if found is None]
-        kept = [
-            line.decode()
+        kept = {
+            found: line.decode()
             for line, found in zip(lines, steps, strict=True)
             if found is not None and found <= step
+        }
+        repeated = [
+            found for found, number in Counter(steps).items() if found in kept and number > 1
         ]
 
         if damaged:
@@ -58,7 +62,12 @@ class JsonlTracker(Tracker):
             )
         elif lines[-1] and steps[-1] is None:
             log.info(f"{self.path}: the last line was not written to its end")
-        write_whole(self.path, "".join(f"{line}\n" for line in kept))
+        if repeated:
+            log.warning(
+                f"{self.path}: {_some('step', repeated)} there more than once; the last line of "
+                "each is kept"
+            )
+        write_whole(self.path, "".join(f"{line}\n" for line in kept.values()))
         self._warn_of_missing(step, {found for found in steps if found is not None})
         self.file = self.path.open("a", encoding="utf-8")
 
