@@ -76,9 +76,9 @@ VLLM_TESTS := suite-rollout-vllm faults-rollout-vllm kit-rollout-vllm
 $(VLLM_TESTS): export VLLM_CPU_CI_ENV = 1
 $(VLLM_TESTS): export VLLM_CPU_OMP_THREADS_BIND = nobind
 $(VLLM_TESTS): export VLLM_ENABLE_V1_MULTIPROCESSING = 0
-# The two longest suites are cut in two: what starts clusters and makes environments, of tests/; what kills vLLM or
+# The two longest suites are cut in two: what starts clusters or processes and makes environments, of tests/; what kills vLLM or
 # starts a cluster
-OUTSIDE := $(patsubst %,tests/test_%.py,ray replicas interpreters packaging examples)
+OUTSIDE := $(patsubst %,tests/test_%.py,ray replicas interpreters packaging examples torchrun preferences engines_take_over)
 FAULTS := $(patsubst %,packages/rollout-vllm/tests/test_%.py,faults ray)
 SUITE_rollout-vllm := $(FAULTS:%=--ignore=%)
 
