@@ -10,9 +10,13 @@ import numpy as np
 import pytest
 import torch
 from job_run import metrics, run
+from played_environments import SEEN
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from coupler.cli import main
+from coupler.data import Codec
+from coupler.interfaces import Model
+from coupler.rewards.judge import shown
 from coupler.testing.models import (
     EOS,
     VOCAB,
@@ -160,6 +164,38 @@ def test_a_function_of_all_completions_gets_the_verdicts_as_a_list(tmp_path: Pat
     assert [line.get("sampled/reward") for line in grouped] == [
         line.get("sampled/reward") for line in alone
     ]
+
+
+def test_a_judge_reads_all_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COUPLER_PLUGINS", "played_environments")
+    SEEN.clear()
+    given = arguments(
+        tmp_path, "environment=played", "environment.how=scored", "sampling.max_tokens=64",
+        "rollout@judge.rollout=kept", "steps=1",
+    )  # fmt: skip
+    tmp_path.joinpath("question.txt").write_text("Judge this. {conversation}")
+    assert main(["train", *given]) == 0
+
+    codec = Codec(Model(str(tmp_path / "judge")))
+    asked = [codec.decode(request.prompt) for request, _ in SEEN.sampled]
+    assert len(asked) == 4 * 4 and max(text.count("\n\nassistant: ") for text in asked) > 1
+    for text in asked:
+        turns = text.removeprefix("Judge this. user: ").split("\n\n")
+        assert len(turns) % 2 == 0 and "+ 2 =" in turns[0]
+        for i, turn in enumerate(turns[2::2]):
+            assert turn == f"user: {i} ?"
+
+
+def test_a_judge_reads_which_tools_were_called() -> None:
+    call = {"id": "7", "function": {"name": "add", "arguments": {"a": 1}}}
+    messages = (
+        {"role": "user", "content": "1 + 1"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "It is 2"},
+    )
+    said = 'user: 1 + 1\n\nassistant: [calls add({"a": 1})]\n\ntool: 2\n\nassistant: It is 2'
+    assert shown(messages) == said
 
 
 @pytest.mark.parametrize(

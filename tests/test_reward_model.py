@@ -17,9 +17,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from coupler.batch import Batch
 from coupler.cli import main
 from coupler.data import Codec, Prompt, Row
-from coupler.interfaces import Head, Model, Output, Rank
+from coupler.interfaces import Head, Message, Model, Output, Rank
 from coupler.rewards import Invalid
-from coupler.rewards.opinions import Opinion
+from coupler.rewards.opinions import Episode, Opinion
 from coupler.rewards.reward_model import RewardModel
 from coupler.testing.models import (
     read_tensors,
@@ -34,6 +34,7 @@ from coupler_engine_fsdp.config import FSDPConfig
 from coupler_engine_fsdp.engine import FSDPEngine
 
 EVALUATED = ("eval.at_start=true", "eval.every_steps=3", "eval.data.max_prompt_tokens=64")
+ROLES = ("user", "assistant")
 ROWS = "".join(json.dumps({"prompt": f"{i} + 2 =", "answer": str(i)}) + "\n" for i in range(6))
 TEXTS = ("3", "hello world", "", "the answer is 3 . " * 6, "yes no maybe <|im_end|> no", "7 = 5")
 
@@ -43,15 +44,16 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_classifier(tmp_path_factory.mktemp("classifier"), seed=5)
 
 
-def by_transformers(folder: Path, prompt: str, completion: str) -> float:
-    """The score of one conversation, by transformers alone."""
+def talk(*texts: str) -> tuple[Message, ...]:
+    """A conversation in which the user and the policy take turns."""
+    return tuple({"role": ROLES[i % 2], "content": text} for i, text in enumerate(texts))
+
+
+def by_transformers(folder: Path, *texts: str) -> float:
+    """The score of a conversation, by transformers alone."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForSequenceClassification.from_pretrained(folder).float().eval()
-    conversation = [
-        {"role": "user", "content": prompt},
-        {"role": "assistant", "content": completion},
-    ]
-    ids = tokenizer.apply_chat_template(conversation, return_tensors="pt", return_dict=True)
+    ids = tokenizer.apply_chat_template(talk(*texts), return_tensors="pt", return_dict=True)
     with torch.no_grad():
         return float(model(**ids).logits[0, 0])
 
@@ -91,7 +93,7 @@ def asked(model: RewardModel, texts: tuple[str, ...]) -> list[Opinion | Invalid]
 
     async def together() -> list[Opinion | Invalid]:
         prompt = prompt_of("what is 1 + 2 ?")
-        return await asyncio.gather(*(model.ask(prompt, text) for text in texts))
+        return await asyncio.gather(*(model.ask(prompt, Episode(text)) for text in texts))
 
     return asyncio.run(together())
 
@@ -141,15 +143,24 @@ def test_a_score_does_not_depend_on_the_batch(classifier: Path, counted: Counted
     )
 
 
+def test_all_turns_of_an_episode_are_scored(classifier: Path, counted: Counted) -> None:
+    texts = ("what is 1 + 2 ?", "4", "look again", "3")
+    model = RewardModel(Codec(Model(str(classifier))), counted.forward, (99, ""), None)
+    episode = Episode("3", talk(*texts))
+    found = scores([asyncio.run(model.ask(prompt_of(texts[0]), episode))])
+    assert found == pytest.approx([by_transformers(classifier, *texts)], abs=1e-5)
+    assert found[0] != pytest.approx(by_transformers(classifier, texts[0], texts[-1]), abs=1e-3)
+
+
 def test_while_one_pass_runs_others_gather(classifier: Path, counted: Counted) -> None:
     model = RewardModel(Codec(Model(str(classifier))), counted.forward, (99, ""), 3)
     counted.passes.clear()
 
     async def story() -> None:
-        first = asyncio.create_task(model.ask(prompt_of("1"), "3"))
+        first = asyncio.create_task(model.ask(prompt_of("1"), Episode("3")))
         while not counted.passes:
             await asyncio.sleep(0)
-        await asyncio.gather(first, *(model.ask(prompt_of("1"), text) for text in TEXTS))
+        await asyncio.gather(first, *(model.ask(prompt_of("1"), Episode(text)) for text in TEXTS))
 
     asyncio.run(story())
     assert counted.passes == [1, len(TEXTS)]
@@ -159,7 +170,7 @@ def test_while_one_pass_runs_others_gather(classifier: Path, counted: Counted) -
 def test_padding_at_the_end_is_not_the_last_token(classifier: Path, counted: Counted) -> None:
     """Transformers reads the score at the last token that is not ``pad_token_id``."""
     codec, newline = Codec(Model(str(classifier))), 10
-    ids = codec.conversation_ids(({"role": "user", "content": "1"},), "3")
+    ids = codec.conversation_ids(talk("1", "3"))
     newline = ids[-1]
     model = AutoModelForSequenceClassification.from_pretrained(classifier).float().eval()
     model.config.pad_token_id = newline
@@ -169,7 +180,7 @@ def test_padding_at_the_end_is_not_the_last_token(classifier: Path, counted: Cou
     at_newline = RewardModel(codec, counted.forward, (99, ""), newline)
 
     async def one() -> Opinion | Invalid:
-        return await at_newline.ask(prompt_of("1"), "3")
+        return await at_newline.ask(prompt_of("1"), Episode("3"))
 
     assert scores([asyncio.run(one())]) == pytest.approx([want], abs=1e-5)
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from coupler.batch.trajectory import Origin, Segment, Trajectory
 from coupler.conversation.messages import Said, differs
-from coupler.interfaces import Completion
+from coupler.interfaces import Completion, Message
 
 
 @dataclass(slots=True, eq=False)
@@ -74,11 +74,13 @@ class Row:
             holds it, and ``PROMPT`` in the others.
         completions: the completions along the path, in order.
         trained: those of them that are ``SAMPLED`` in this row.
+        messages: all of the path, with the last answer, or none where ids were sent.
     """
 
     trajectory: Trajectory
     completions: tuple[Completion, ...]
     trained: tuple[Completion, ...]
+    messages: tuple[Message, ...] = ()
 
     @classmethod
     def of_one_turn(cls, prompt: tuple[int, ...], done: Completion) -> Row:
@@ -191,7 +193,10 @@ class Tree:
                 mine.append(done)
             trained.add(id(turn))
         path = tuple(turn.completion for turn in leaf.path)
-        return Row(Trajectory(tuple(segments)), path, tuple(mine))
+        messages = [said.message for said in leaf.history]
+        if not all(turn.said for turn in leaf.path):
+            messages = []
+        return Row(Trajectory(tuple(segments)), path, tuple(mine), tuple(messages))
 
 
 def sampled(done: Completion) -> Segment:

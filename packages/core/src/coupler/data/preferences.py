@@ -244,7 +244,8 @@ def _conversation(
     for its score: at the last token that is not padding, which one more token follows.
     """
     try:
-        ids = codec.conversation_ids(prompt.messages, text)
+        said = {"role": "assistant", "content": text}
+        ids = codec.conversation_ids((*prompt.messages, said))
     except CouplerError as error:
         raise DataError(f"{_place(prompt.row, config)}: {error}") from None
     while ids and ids[-1] == codec.padding:

@@ -208,32 +208,25 @@ class Codec:
         text = concat(Traced(part) if plain else template(part) for part, plain in parts)
         return self._plain.encode(text, add_special_tokens=add_special_tokens)
 
-    def conversation_ids(
-        self, messages: Sequence[Mapping[str, Any]], answer: str
-    ) -> tuple[int, ...]:
+    def conversation_ids(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """Encode a whole conversation, without a generation prompt.
 
-        Without a chat template, the one message and the answer are encoded as one text.
+        Without a chat template, a message and its answer are encoded as one text.
         Control tokens in texts are encoded as plain characters.
-
-        Args:
-            answer: what the policy said to ``messages``.
 
         Raises:
             CouplerError: the template refuses the messages, or there is none and they
-                are several.
+                are more than two.
         """
         if not self.tokenizer.chat_template:
-            if len(messages) != 1:
+            if len(messages) != 2:
                 raise CouplerError(
                     "a prompt of several messages needs a chat template, which the tokenizer of "
                     f"{self.folder} lacks."
                 )
-            text = f"{messages[0]['content']}{answer}"
+            text = "".join(str(message["content"]) for message in messages)
             return self._encode(text, False, add_special_tokens=True)
-
-        said = {"role": "assistant", "content": answer}
-        return self._encode(self.render([*messages, said], generate=False), False)
+        return self._encode(self.render(messages, generate=False), False)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ``ids`` without special tokens. The text is for parsing

@@ -19,7 +19,7 @@ from coupler.loop.buffer import Buffer
 from coupler.loop.rollout_group import RolloutGroup
 from coupler.metrics import Metrics, merge
 from coupler.rewards import Invalid, Scored, judged
-from coupler.rewards.opinions import Rewards
+from coupler.rewards.opinions import Episode, Rewards
 from coupler.system.seeding import derive
 
 
@@ -82,7 +82,7 @@ class Scorer:
         return self._sample(prompt, played, scored)
 
     async def _score(self, prompt: Prompt, played: Played) -> Scored:
-        return (await self.rewards.score([self._said(played)], prompt))[0]
+        return (await self.rewards.score([self._episode(played)], prompt))[0]
 
     async def _play(self, prompt: Prompt, request: Request) -> Played | None:
         """Play an episode. One without a word of the policy is counted as invalid."""
@@ -96,11 +96,13 @@ class Scorer:
     async def _score_together(self, prompt: Prompt, played: list[Played]) -> list[Sample]:
         """Score all episodes of a prompt by one call of the reward."""
         found = [self._own(one) for one in played]
-        texts = [self._said(p) for p, own in zip(played, found, strict=True) if not own]
+        pairs = list(zip(played, found, strict=True))
+        asked = [self._episode(one) for one, own in pairs if not own]
+
         with self.rollouts.executor.waits.named("prompts", "rewards", [prompt.row.index]):
-            scored = iter(await self.rewards.score(texts, prompt))
-        pairs = [(one, own or next(scored)) for one, own in zip(played, found, strict=True)]
-        return [made for pair in pairs if (made := self._sample(prompt, *pair))]
+            scored = iter(await self.rewards.score(asked, prompt))
+        made = [self._sample(prompt, one, own or next(scored)) for one, own in pairs]
+        return [sample for sample in made if sample]
 
     def _own(self, played: Played) -> Scored | None:
         """Return the reward that the episode gave itself, counted, if it did."""
@@ -111,10 +113,11 @@ class Scorer:
         self.rewards.count(scored)
         return scored
 
-    def _said(self, played: Played) -> str:
-        """Return the text to score."""
+    def _episode(self, played: Played) -> Episode:
+        """Return the text to score, and the conversation."""
         answer = played.outcome.answer
-        return self._text(played) if answer is None else answer
+        said = self._text(played) if answer is None else answer
+        return Episode(said, played.rows[-1].messages)
 
     def _text(self, played: Played) -> str:
         return self.codec.decode(played.rows[-1].completions[-1].tokens)

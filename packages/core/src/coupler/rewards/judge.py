@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from math import isfinite
@@ -12,16 +13,18 @@ from pathlib import Path
 
 from coupler.data import Codec, Prompt
 from coupler.errors import ConfigError, CouplerError
-from coupler.interfaces import Completion, Request
+from coupler.interfaces import Completion, Message, Request
 from coupler.metrics import Metric, Metrics
-from coupler.rewards.opinions import Opinion
+from coupler.rewards.opinions import Episode, Opinion
 from coupler.rewards.options import JudgeConfig
 from coupler.rewards.result import Invalid
 from coupler.system.files import DamagedFile, read_text
 from coupler.system.seeding import derive
 
-FIELDS = ("prompt", "completion", "answer")
-_FIELD = re.compile(r"\{(prompt|completion|answer)\}")
+FIELDS = ("prompt", "completion", "answer", "conversation")
+_FIELD = re.compile(r"\{(" + "|".join(FIELDS) + r")\}")
+# what the policy said is in one of them
+THEIRS = {"completion", "conversation"}
 # A name in braces that follows no letter or brace, as the argument of \frac{a}{b} does.
 _OTHER = re.compile(r"(?<![\w}])\{([A-Za-z_]\w*)\}")
 
@@ -40,8 +43,8 @@ class Question:
         """Read ``judge.prompt`` and ``judge.pattern``.
 
         Raises:
-            ConfigError: the file is missing, lacks ``{completion}`` or has a field that
-                nothing fills, or the pattern is none with a group.
+            ConfigError: the file is missing, lacks what the policy said or has a field
+                that nothing fills, or the pattern is none with a group.
         """
         return Question(_question(config.prompt), _pattern(config.pattern))
 
@@ -74,10 +77,11 @@ def _question(path: str) -> str:
     except DamagedFile as error:
         raise ConfigError(f"judge.prompt={path}: {error}") from None
 
-    if "completion" not in _FIELD.findall(text):
+    if not THEIRS.intersection(_FIELD.findall(text)):
         raise ConfigError(
             f"judge.prompt={path} has no field {{completion}}: the judge would not see what the "
-            "policy said.\n  write:  {completion} where its text belongs"
+            "policy said.\n  write:  {completion} where its text belongs, or {conversation} for "
+            "all turns"
         )
     for name in _OTHER.findall(text):
         if name not in FIELDS:
@@ -130,12 +134,17 @@ class Judge:
         self._tokens: list[int] = []
         self._cut, self._invalid = 0, 0
 
-    async def ask(self, prompt: Prompt, completion: str) -> Opinion | Invalid:
+    async def ask(self, prompt: Prompt, episode: Episode) -> Opinion | Invalid:
         """Return the verdict on an episode, with the number in it.
 
         There is none if the question is too long for the judge.
         """
-        values = {"completion": completion, "answer": prompt.row.answer, "prompt": shown(prompt)}
+        values = {
+            "completion": episode.completion,
+            "answer": prompt.row.answer,
+            "prompt": shown(prompt.messages),
+            "conversation": shown(episode.conversation(prompt)),
+        }
         try:
             ids = self.codec.prompt_ids(self.question.fill(values), "")
         except CouplerError as error:
@@ -146,7 +155,7 @@ class Judge:
                 f"verdict of judge.max_tokens={self.max_tokens}"
             )
 
-        seed = derive(self.seed, "judge", prompt.row.index, completion)
+        seed = derive(self.seed, "judge", prompt.row.index, episode.completion)
         async with self.turn:
             done = await self.generate(
                 Request(ids, self.max_tokens, self.temperature, self.stop, seed)
@@ -171,12 +180,18 @@ class Judge:
         }
 
 
-def shown(prompt: Prompt) -> str:
-    """Return a prompt as a judge reads it: one message, or all with their roles."""
-    if len(prompt.messages) == 1:
-        return _content(prompt.messages[0])
-    return "\n\n".join(f"{m['role']}: {_content(m)}" for m in prompt.messages)
+def shown(messages: Sequence[Message]) -> str:
+    """Return messages as a judge reads them: one alone, or all with their roles."""
+    if len(messages) == 1:
+        return _content(messages[0])
+    return "\n\n".join(f"{message['role']}: {_content(message)}" for message in messages)
 
 
-def _content(message: Mapping[str, object]) -> str:
-    return str(message.get("content") or "")
+def _content(message: Message) -> str:
+    """Return the text of a message, and the tools that it calls."""
+    parts = [str(message.get("content") or "")]
+    for call in message.get("tool_calls") or ():
+        called = call["function"]
+        arguments = json.dumps(called["arguments"])
+        parts.append(f"[calls {called['name']}({arguments})]")
+    return "\n".join(filter(None, parts))

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from coupler.data import Prompt
 from coupler.errors import DataError
+from coupler.interfaces import Message
 from coupler.metrics import Metrics
 from coupler.rewards.pool import RewardPool
 from coupler.rewards.result import Invalid, Scored
@@ -28,10 +29,29 @@ class Opinion:
     reward: float | Invalid
 
 
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """A finished episode, as rewards read it.
+
+    Attributes:
+        completion: the text to score.
+        messages: all of the conversation, with the last answer. Empty where it is
+            the prompt and the completion.
+    """
+
+    completion: str
+    messages: tuple[Message, ...] = ()
+
+    def conversation(self, prompt: Prompt) -> tuple[Message, ...]:
+        """Return all messages, from the first of the prompt to the last answer."""
+        said = {"role": "assistant", "content": self.completion}
+        return self.messages or (*prompt.messages, said)
+
+
 class Asks(Protocol):
     """A model that is asked about episodes, any number of them at once."""
 
-    async def ask(self, prompt: Prompt, completion: str) -> Opinion | Invalid:
+    async def ask(self, prompt: Prompt, episode: Episode) -> Opinion | Invalid:
         """Return the opinion of one episode, or why there is none."""
         ...
 
@@ -70,18 +90,18 @@ class Rewards:
             found |= model.metrics()
         return found
 
-    async def score(self, completions: Sequence[str], prompt: Prompt) -> list[Scored]:
-        """Score one completion, or all those of a prompt, and count them.
+    async def score(self, episodes: Sequence[Episode], prompt: Prompt) -> list[Scored]:
+        """Score one episode, or all those of a prompt, and count them.
 
         Raises:
             RewardError: too many were invalid, as :meth:`RewardPool.score` says.
         """
-        asked = await asyncio.gather(*(self._ask(prompt, text) for text in completions))
+        asked = await asyncio.gather(*(self._ask(prompt, episode) for episode in episodes))
         valid = [i for i, found in enumerate(asked) if not isinstance(found, Invalid)]
         known = [found for found in asked if not isinstance(found, Invalid)]
 
         if self.pool.target or not self.models:
-            texts = [completions[i] for i in valid]
+            texts = [episodes[i].completion for i in valid]
             scored = await self._called(texts, prompt, known)
         else:
             scored = [self._alone(found) for found in known]
@@ -91,11 +111,11 @@ class Rewards:
         for i, reason in refused.items():
             by_place[i] = Scored(result=reason, seconds=0.0)
             self.pool.count(by_place[i])
-        return [by_place[i] for i in range(len(completions))]
+        return [by_place[i] for i in range(len(episodes))]
 
-    async def _ask(self, prompt: Prompt, completion: str) -> dict[str, Opinion] | Invalid:
+    async def _ask(self, prompt: Prompt, episode: Episode) -> dict[str, Opinion] | Invalid:
         """Ask every model, side by side."""
-        found = await asyncio.gather(*(m.ask(prompt, completion) for m in self.models.values()))
+        found = await asyncio.gather(*(m.ask(prompt, episode) for m in self.models.values()))
         opinions: dict[str, Opinion] = {}
         for name, one in zip(self.models, found, strict=True):
             if isinstance(one, Invalid):

@@ -13,8 +13,9 @@ import numpy as np
 from coupler.batch import Batch
 from coupler.data import Codec, Prompt
 from coupler.errors import CouplerError
+from coupler.interfaces import Message
 from coupler.metrics import Metric, Metrics
-from coupler.rewards.opinions import Opinion
+from coupler.rewards.opinions import Episode, Opinion
 from coupler.rewards.result import Invalid
 
 # maps a batch to its values [T]
@@ -53,22 +54,22 @@ class RewardModel:
         self._scores: list[float] = []
         self._seconds, self._passes, self._invalid = 0.0, 0, 0
 
-    async def ask(self, prompt: Prompt, completion: str) -> Opinion | Invalid:
+    async def ask(self, prompt: Prompt, episode: Episode) -> Opinion | Invalid:
         """Return the score of an episode.
 
         It is invalid if the conversation cannot be rendered or is too long, or if the
         score is not finite.
         """
-        found = await self._ask(prompt, completion)
+        found = await self._ask(episode.conversation(prompt))
         if isinstance(found, Invalid):
             self._invalid += 1
             return found
         self._scores.append(found)
         return Opinion(found, found)
 
-    async def _ask(self, prompt: Prompt, completion: str) -> float | Invalid:
+    async def _ask(self, messages: Sequence[Message]) -> float | Invalid:
         try:
-            ids = self._without_padding(self.codec.conversation_ids(prompt.messages, completion))
+            ids = self._without_padding(self.codec.conversation_ids(messages))
         except CouplerError as error:
             return Invalid(f"the reward model: {str(error).splitlines()[0]}")
 
