@@ -550,6 +550,17 @@ def a_finish_that_always_is(how: str) -> type:
     return type("Finish", (Hooked,), {"done": done})
 
 
+@fault("rollout")
+def a_stop_token_in_the_last_place_is_none() -> type:
+    """As SGLang 0.5.17 says."""
+
+    def done(self: Hooked, request: Request, c: Completion) -> Completion:
+        full = len(c.tokens) == request.max_tokens
+        return replace(c, finish="length") if full and c.finish == "stop" else c
+
+    return type("Last", (Hooked,), {"done": done})
+
+
 @fault("rollout", how=("dropped", "doubled"))
 def the_stop_token_is(how: str) -> type:
     def done(self: Hooked, request: Request, c: Completion) -> Completion:

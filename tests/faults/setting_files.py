@@ -44,7 +44,7 @@ WHOLE = (
     "trackers: [console, [jsonl]]\n", "trackers: [console, null]\n", "profile: {steps: [1, x]}\n",
     "unknown:\n  deep:\n    deeper: 1\n", "hydra:\n  run: x\n", "defaults:\n  - engine: fsdp\n", "_self_: 1\n",
     "steps: 5\nseed:\n  - 1\n", "critic: 5\n", "critic: {engine: [x]}\n", "critic: {engin: x}\n", "eval: {data: 5}\n",
-    "eval: {data: {source: {}}}\n", "model: toy\n", "model: [toy]\n", "run_dir: yes\n", "data: {answer_key: no}\n",
+    "eval: {data: {answer_key: {}}}\n", "model: toy\n", "model: [toy]\n", "run_dir: yes\n", "data: {answer_key: no}\n",
     "data: {prompt_key: on}\n", "reward: score.py\n", "steps: '5 steps'\n", "steps: 5 # ok\nseed: [\n",
     "x" * 100_000 + ": 5\n", "steps: " + "x" * 100_000 + "\n", "[" * 50_000, "{" * 50_000, "- " * 50_000 + "\n",
     "".join(f"k{i}: 1\n" for i in range(20_000)), "".join(f"{'  ' * i}a:\n" for i in range(900)),

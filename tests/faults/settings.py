@@ -103,12 +103,13 @@ def every_case(folder: Path) -> list[list[Case]]:
 
 
 def arguments(folder: Path, case: Case, run_dir: Path) -> list[str]:
-    """Return the command line of a case."""
+    """Return the command line of a case.
+
+    It lacks the option that is wrong in the file of the case.
+    """
     command, _, chosen = JOBS[case.job]
     explains = case.given[:1] == ("explain",)
-    return [
-        command,
-        *(case.given if explains else ()),
+    right = [
         *chosen,
         f"model.path={folder / 'toy'}",
         *([] if case.job == "eval" else [f"data.source={folder / 'rows.jsonl'}"]),
@@ -116,8 +117,11 @@ def arguments(folder: Path, case: Case, run_dir: Path) -> list[str]:
         *([] if case.job == "sft" else [f"reward.target={folder / 'reward.py'}:score"]),
         *(["optimizer_steps_per_batch=1"] if case.job != "eval" else []),
         f"run_dir={run_dir}",
-        *(() if explains else case.given),
     ]
+    if case.file and case.key:
+        right = [each for each in right if not each.startswith(f"{case.key}=")]
+    given = (*case.given, *right) if explains else (*right, *case.given)
+    return [command, *given]
 
 
 def _try(commands: Commands, folder: Path, number: int, case: Case) -> Iterator[str]:

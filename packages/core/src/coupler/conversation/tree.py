@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 
@@ -45,12 +46,14 @@ class Turn:
     @property
     def added(self) -> tuple[int, ...]:
         """Return the ids that the request added, and those that were sampled."""
-        return (*(i for s in self.segments for i in s.ids), *self.completion.tokens)
+        shown = (segment.ids for segment in self.segments)
+        return (*chain.from_iterable(shown), *self.completion.tokens)
 
     @property
     def ids(self) -> tuple[int, ...]:
         """Return all ids from the root to the end of this turn."""
-        return tuple(i for turn in self.path for i in turn.added)
+        each = [turn.added for turn in self.path]
+        return tuple(chain.from_iterable(each))
 
     def begins(self, prompt: tuple[int, ...]) -> bool:
         """Return whether ``prompt`` starts with what this turn was fed and sampled."""
@@ -182,7 +185,8 @@ class Tree:
         mine: list[Completion] = []
         for turn in leaf.path:
             segments += turn.segments
-            fed = tuple(i for segment in segments for i in segment.ids)
+            shown = [segment.ids for segment in segments]
+            fed = tuple(chain.from_iterable(shown))
             assert digest(fed) == turn.prompt, "a row is not what the rollout was fed"
 
             done = turn.completion

@@ -226,7 +226,8 @@ class Codec:
                 )
             text = "".join(str(message["content"]) for message in messages)
             return self._encode(text, False, add_special_tokens=True)
-        return self._encode(self.render(messages, generate=False), False)
+        rendered = self.render(messages, generate=False)
+        return self._encode(rendered, control_tokens=False)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ``ids`` without special tokens. The text is for parsing

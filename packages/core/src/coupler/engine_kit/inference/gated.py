@@ -79,6 +79,16 @@ class Sampled:
                 routes = np.concatenate([self.routes, routes[len(self.routes) :]])
             self.routes = routes
 
+    def ended(self, request: Request, room: int) -> str:
+        """Return the finish that the tokens show, or "" if they may go on.
+
+        Engines differ about a stop token in the last free place, and about a cut behind
+        the last token.
+        """
+        if self.tokens and self.tokens[-1] in request.stop:
+            return "stop"
+        return "length" if len(self.tokens) >= room else ""
+
     def completion(self, request: Request, finish: Any) -> Completion:
         """Return the whole completion.
 
@@ -230,6 +240,7 @@ class GatedRollout(Rollout):
 
             stay, finish = await self.stay(request, done, room)
             done.add(stay)
+            finish = done.ended(request, room) or finish
             if finish != "abort" or self.paused is not InFlight.RECOMPUTE:
                 return done.completion(request, finish)
 

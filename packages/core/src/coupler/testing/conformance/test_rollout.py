@@ -471,25 +471,51 @@ def test_a_sampling_mask_has_the_ids_that_a_token_was_sampled_among(
 
 
 def test_a_stop_token_ends_the_completion_and_belongs_to_it(flat: Served) -> None:
+    """Also where it is the last token that there is room for."""
     stop = tuple(range(0, VOCAB, 8))
-    done = generate(flat, [Request(p, 6, 1.0, stop, seed=i) for i, p in enumerate(PROMPTS * 6)])
+    asked = [
+        Request(
+            prompt,
+            max_tokens=6,
+            temperature=1.0,
+            stop=stop,
+            seed=i,
+        )
+        for i, prompt in enumerate(PROMPTS * 6)
+    ]
+    done = generate(flat, asked)
+    check_ends(asked, done)
 
-    for each in done:
-        assert not set(each.tokens[:-1]) & set(stop), "sampled on after a stop token"
-        ended = each.tokens[-1] in stop
-        expect.same(
-            each.finish,
-            "stop" if ended else "length",
-            f"the finish of a completion that ends with {each.tokens[-1]}",
-        )
-        expect.holds(
-            ended or len(each.tokens) == 6, "6 tokens, or a stop token at the end", each.tokens
-        )
     expect.same(
         {each.finish for each in done},
         {"stop", "length"},
         "the finishes of completions of which some stop",
     )
+
+    short = [
+        replace(request, max_tokens=len(each.tokens))
+        for request, each in zip(asked, done, strict=True)
+    ]
+    check_ends(short, generate(flat, short))
+
+
+def check_ends(asked: list[Request], done: list[Completion]) -> None:
+    """Check that each completion ends at its first stop token, or with its room."""
+    for request, each in zip(asked, done, strict=True):
+        assert not set(each.tokens[:-1]) & set(request.stop), "sampled on after a stop token"
+        ended = each.tokens[-1] in request.stop
+        room = request.max_tokens
+
+        expect.same(
+            each.finish,
+            "stop" if ended else "length",
+            f"the finish of {len(each.tokens)} of {room} tokens that end with {each.tokens[-1]}",
+        )
+        expect.holds(
+            ended or len(each.tokens) == room,
+            f"{room} tokens, or a stop token at the end",
+            each.tokens,
+        )
 
 
 def test_only_the_stop_tokens_of_the_request_stop(flat: Served) -> None:
@@ -498,7 +524,16 @@ def test_only_the_stop_tokens_of_the_request_stop(flat: Served) -> None:
     """
     (at_once,) = generate(flat, [Request(PROMPTS[0], 6, stop=tuple(range(VOCAB)))])
     expect.same(len(at_once.tokens), 1, "the number of tokens where every token stops")
-    done = generate(flat, [Request(p, 200, seed=i) for i, p in enumerate(PROMPTS * 2)])
+
+    asked = [
+        Request(
+            prompt,
+            max_tokens=200,
+            seed=i,
+        )
+        for i, prompt in enumerate(PROMPTS * 6)
+    ]
+    done = generate(flat, asked)
     assert any(EOS in each.tokens[:-1] for each in done), "this test must sample it"
     expect.same(
         {len(each.tokens) for each in done}, {200}, "the lengths of completions without stop tokens"
