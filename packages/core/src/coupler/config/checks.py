@@ -51,7 +51,7 @@ def problems(config: RunConfig, job: Job) -> Iterator[str]:
             "pkg.mod:function."
         )
     models = config.reward_model.model.path or config.judge.model.path
-    if not (config.reward.target or config.environment or models) and job is not Job.SFT:
+    if not (config.reward.target or config.environment or models) and does_sample(config, job):
         yield "reward.target is empty: set it to pkg.mod:function or file.py:function."
 
     if evaluates and config.eval.top_p < 1 and config.eval.temperature == 0:
@@ -115,6 +115,13 @@ def does_evaluate(config: RunConfig, job: Job) -> bool:
     )
 
 
+def does_sample(config: RunConfig, job: Job) -> bool:
+    """Tell whether the job samples. Supervised training does in its evaluations, if a
+    rollout is chosen.
+    """
+    return job is not Job.SFT or (config.rollout is not None and does_evaluate(config, job))
+
+
 def evaluating(config: RunConfig) -> str:
     """Return the section of the rollout that samples evaluations."""
     return "eval.rollout" if config.eval.rollout else "rollout"
@@ -146,6 +153,11 @@ def _checkpoint_problems(config: RunConfig) -> Iterator[str]:
 def _worker_problems(config: RunConfig, job: Job) -> Iterator[str]:
     if config.executor is ExecutorName.TORCHRUN and job is not Job.SFT:
         yield f"executor=torchrun is of coupler sft: for coupler {job} set executor=ray."
+    elif config.executor is ExecutorName.TORCHRUN and does_sample(config, job):
+        yield (
+            f"executor=torchrun starts engines alone, and rollout={config.rollout.name} is to "
+            "sample evaluations: set executor=ray, or leave rollout out."
+        )
     for path, kind in SECTIONS.items():
         inner, number = section(config, path), {"engine": "ranks", "rollout": "replicas"}.get(kind)
         if inner is None or number is None:
@@ -291,10 +303,15 @@ def _supervised_problems(config: RunConfig) -> Iterator[str]:
         )
     settings = config.checkpoint
     best, compared = settings.best_metric, settings.keep_best or config.eval.patience
-    if compared and best == "eval/reward":
+    if compared and best == "eval/reward" and not does_sample(config, Job.SFT):
         yield (
-            "checkpoint.best_metric=eval/reward is of coupler train: set it to eval/loss, and "
-            "checkpoint.lower_is_better=true."
+            "checkpoint.best_metric=eval/reward needs evaluations that sample: choose a rollout "
+            "and a reward.target, or set it to eval/loss, and checkpoint.lower_is_better=true."
+        )
+    if config.eval.rollout:
+        yield (
+            f"eval.rollout={config.eval.rollout.name} is of coupler train: here rollout samples "
+            "evaluations; leave it out."
         )
     is_loss = best.endswith(("loss", "nll", "perplexity"))
     if compared and is_loss and not settings.lower_is_better:

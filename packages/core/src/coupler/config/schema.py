@@ -33,7 +33,7 @@ JOBS = {
 OF_EPISODES = ("environment", "reward_model.engine", "judge.rollout")
 MAY_HAVE = {
     Job.TRAIN: ("critic.engine", "eval.rollout", "teacher.engine", *OF_EPISODES),
-    Job.SFT: (),
+    Job.SFT: ("rollout", "reward_model.engine", "judge.rollout"),
     Job.EVAL: OF_EPISODES,
 }
 

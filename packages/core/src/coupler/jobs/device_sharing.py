@@ -36,11 +36,11 @@ NOBODY = Nobody()
 
 async def start(
     residency: Residency,
-    weights: ShardingManager,
+    weights: ShardingManager | None,
     *engines: EngineGroup | None,
     opinions: Asked = NOBODY,
 ) -> None:
-    """Set up the engines, and then the rollouts that ``weights`` go to.
+    """Set up the engines, and then the rollouts that ``weights`` go to, if any do.
 
     A rollout takes its share of the free memory, so that it comes last. The judge comes
     before it.
@@ -49,7 +49,8 @@ async def start(
         await residency.start(group.spec.role, group.setup)
     if opinions.judge:
         await residency.start(JUDGE, opinions.judge.setup)
-    await residency.start("rollout", weights.setup)
+    if weights:
+        await residency.start("rollout", weights.setup)
 
 
 def hold_state(residency: Residency, role: str) -> AbstractAsyncContextManager[None]:
@@ -70,7 +71,7 @@ def hold_trained(residency: Residency, role: str) -> AbstractAsyncContextManager
 
 def share_devices(
     config: RunConfig,
-    rollouts: RolloutGroup,
+    rollouts: RolloutGroup | None,
     policy: EngineGroup,
     reference: EngineGroup | None = None,
     critic: EngineGroup | None = None,
@@ -84,7 +85,9 @@ def share_devices(
     # Without Ray all engines are in this process.
     apart = config.executor is ExecutorName.RAY
 
-    holders = {"policy": _engine_holder(policy, apart), "rollout": _rollout_holder(rollouts, apart)}
+    holders = {"policy": _engine_holder(policy, apart)}
+    if rollouts:
+        holders["rollout"] = _rollout_holder(rollouts, apart)
     for frozen in filter(None, (reference, *teachers, opinions.reward_model)):
         holders[frozen.spec.role] = _engine_holder(frozen, apart, frozenset({Held.PARAMS}))
     if critic:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from coupler.config.checks import does_sample
 from coupler.config.compose import Composed
 from coupler.config.options import SECTIONS, section
 from coupler.config.schema import JOBS, MAY_HAVE, ExecutorName, Job, RunConfig
@@ -60,12 +61,14 @@ def import_classes(builder: Builder, job: Job) -> None:
 
 def _backends(config: RunConfig, job: Job) -> Iterator[tuple[str, str, str]]:
     """Yield kind, name and interpreter of each backend that a job starts."""
+    samples = does_sample(config, job)
+    started = (*JOBS[job], *(MAY_HAVE[job] if samples else ()))
     for path, kind in SECTIONS.items():
         inner = section(config, path)
-        if inner and path in (*JOBS[job], *MAY_HAVE[job]):
+        if inner and path in started:
             yield kind, inner.name, getattr(inner, "python", "")
     yield from (("tracker", name, "") for name in config.trackers)
-    if job is not Job.SFT:
+    if samples:
         yield "sharding", config.sync.manager, ""
 
 

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from coupler.config.checks import does_evaluate
 from coupler.config.compose import Composed
 from coupler.config.schema import Job
 from coupler.data import fingerprint, prompt_stream
-from coupler.errors import ConfigError
 from coupler.jobs.build import Builder
+from coupler.jobs.device_sharing import hold_state, hold_trained
 from coupler.jobs.forms import form_of
 from coupler.jobs.patience import Calendar, Patience
 from coupler.jobs.preflight import check_spelling, import_classes, place, report_unread
 from coupler.jobs.sft_data import Section, in_epochs
+from coupler.jobs.sft_evaluation import HeldOut, SupervisedEvaluation
 from coupler.jobs.sft_trainer import SupervisedTrainer
 from coupler.jobs.train import REFERENCE, column_providers
-from coupler.jobs.validation import Validation
-from coupler.loop.device_memory import Residency
 from coupler.loop.engine_group import EngineGroup
 from coupler.metrics import Metric, Metrics
 from coupler.plugins.manager import Plugins
@@ -34,6 +31,9 @@ from coupler.system.log import PLAIN, get_logger
 
 log = get_logger(__name__)
 
+# Keys whose reader may come after the first step.
+READ_LATER = ("checkpoint.", "eval.", "sync.")
+
 
 def supervise(composed: Composed, plugins: Plugins) -> dict[str, float]:
     """Fine-tune the policy on the answers of ``data``.
@@ -45,31 +45,11 @@ def supervise(composed: Composed, plugins: Plugins) -> dict[str, float]:
         return asyncio.run(_supervise(Builder(composed, plugins)))
 
 
-def _held_out(builder: Builder) -> list[Any]:
-    """Return the examples of ``eval.data``, if the run measures them.
-
-    Raises:
-        ConfigError: rows of this form are not measured.
-    """
-    config = builder.config
-    if not does_evaluate(config, Job.SFT):
-        return []
-    if not form_of(config, builder.plugins).validates:
-        raise ConfigError(
-            f"eval.data is measured in supervised training on answers, and "
-            f"algorithm={config.algorithm.name} has rows of another form.\n"
-            "  try:  eval.every_steps=0"
-        )
-    return Section(builder, config.eval.data, "eval.data").examples
-
-
-async def _reference(builder: Builder, plan: Plan) -> EngineGroup | None:
-    """Start the engine of the reference, if the algorithm compares with one."""
+def _reference(builder: Builder, plan: Plan) -> EngineGroup | None:
+    """Make the engine of the reference, if the algorithm compares with one."""
     if REFERENCE not in builder.algorithm.needs or plan.own_reference:
         return None
-    reference = builder.reference()
-    await reference.setup()
-    return reference
+    return builder.reference()
 
 
 async def _supervise(builder: Builder) -> dict[str, float]:
@@ -83,64 +63,62 @@ async def _supervise(builder: Builder) -> dict[str, float]:
         return {}
 
     data, examples = fingerprint(taught.rows), taught.examples
-    held_out = _held_out(builder)
+    held_out = HeldOut.of(builder)
     order = prompt_stream(examples, taught.kept, config.data, config.seed)
     plan = make_plan(config, len(examples), builder.plugins, algorithm.needs, Job.SFT)
     log.info(plan.render(), extra=PLAIN)
 
     import_classes(builder, Job.SFT)
-    with session.recording(data, found, plan) as journal:
+    with held_out.recording(session, data, found, plan) as (journal, pool):
         await place(builder, plan.workers)
-        policy = builder.engine("policy", trains=True)
-        await policy.setup()
-        reference = await _reference(builder, plan)
+        policy, reference = builder.engine("policy", trains=True), _reference(builder, plan)
+        evaluation = SupervisedEvaluation(builder, plan, held_out, pool, policy, reference)
+        residency = evaluation.residency
+        await evaluation.start()
 
-        validation = Validation(
-            policy,
-            algorithm,
-            held_out,
-            config.prompts_per_step,
-        )
         calendar, patience = Calendar(config, len(examples)), Patience(config)
         steps = _Steps(
             builder,
             journal,
-            validation,
+            evaluation,
             calendar,
             patience,
             done,
         )
         trained = {"policy": policy}
         async with session.checkpoints(data) as checkpoints:
-            alone = Residency({}, shared=False)
             trainer = SupervisedTrainer(
                 config,
                 policy=policy,
                 algorithm=algorithm,
                 order=order,
                 pack=form_of(config, builder.plugins).pack,
-                providers=column_providers(config, policy, reference, None, alone),
+                providers=column_providers(config, policy, reference, None, residency),
+                residency=residency,
                 patience=patience,
             )
             if found:
-                await session.restore(found, trained, trainer, data, nullcontext)
+                hold = partial(hold_trained, residency)
+                await session.restore(found, trained, trainer, data, hold)
             elif calendar.evaluates(0):
                 await steps.after(0, {})
 
+            hold = partial(hold_state, residency)
             saving = Saving(
                 config,
                 checkpoints,
                 trained,
                 trainer,
                 steps.after,
-                nullcontext,
+                hold,
                 steps.saves,
             )
             with heap_set_aside():
                 await trainer.fit(saving.after, done)
 
         if config.checkpoint.export:
-            await session.export(policy)
+            async with hold_state(residency, "policy"):
+                await session.export(policy)
         return steps.last
 
 
@@ -150,7 +128,7 @@ class _Steps:
 
     builder: Builder
     journal: Journal
-    validation: Validation
+    evaluation: SupervisedEvaluation
     calendar: Calendar
     patience: Patience
     # Steps of this run that another process took.
@@ -163,7 +141,7 @@ class _Steps:
             epochs = step * config.prompts_per_step / self.calendar.num_examples
             metrics = metrics | {"epochs": Metric(epochs, how="sum")}
         if self.calendar.evaluates(step):
-            metrics = metrics | await self.validation.run()
+            metrics = metrics | await self.evaluation.run(step, self.journal)
 
         self.last = self.journal.log(step, metrics)
         self.patience.hear(self.last)
@@ -174,7 +152,7 @@ class _Steps:
                 f"{self.patience.since} evaluations"
             )
         if step == self.done + 1:
-            await report_unread(self.builder, read_later=("checkpoint.", "eval."))
+            await report_unread(self.builder, read_later=READ_LATER)
         return self.last
 
     def saves(self, step: int) -> bool:

@@ -32,7 +32,7 @@ class Section:
         return load_rows(
             self.config,
             self.key,
-            columns_of(builder.config, builder.plugins, Job.SFT),
+            columns_of(builder.config, builder.plugins, Job.SFT, self.key),
         )
 
     @cached_property

@@ -15,10 +15,11 @@ from coupler.config.schema import RunConfig
 from coupler.data import Example, PromptStream
 from coupler.interfaces import Algorithm
 from coupler.jobs.patience import Patience
+from coupler.loop.device_memory import Residency
 from coupler.loop.engine_group import EngineGroup
 from coupler.loop.state import State
 from coupler.loop.step_metrics import Clock, of_steps
-from coupler.loop.trainer import OnStep, Provider, SkippedSteps, complete
+from coupler.loop.trainer import TRAINED, OnStep, Provider, SkippedSteps, complete
 
 
 class SupervisedTrainer:
@@ -39,12 +40,13 @@ class SupervisedTrainer:
         order: PromptStream[Any],
         pack: Callable[[Sequence[Any]], Batch],
         providers: Mapping[str, Provider],
-        patience: Patience | None = None,
+        residency: Residency,
+        patience: Patience,
     ) -> None:
         self.config, self.policy, self.algorithm = config, policy, algorithm
         self.order, self.pack, self.providers = order, pack, providers
 
-        self.patience = patience or Patience(config)
+        self.residency, self.patience = residency, patience
         self.skips = SkippedSteps(config.max_skipped_steps)
 
     async def fit(self, on_step: OnStep, done: int = 0) -> None:
@@ -61,7 +63,7 @@ class SupervisedTrainer:
                 batch = await complete(self.pack(rows), self.config, self.algorithm, self.providers)
                 batch = self.algorithm.advantages(batch)
 
-            async with clock("time/train"):
+            async with clock("time/train"), self.residency("train", {"policy": TRAINED}):
                 trained = await self.policy.train(
                     batch, self.config.optimizer_steps_per_batch, None
                 )

@@ -11,6 +11,7 @@ import numpy as np
 from coupler.data import Example
 from coupler.interfaces import Algorithm, Output
 from coupler.jobs.sft_trainer import pack
+from coupler.loop.device_memory import Held, Residency
 from coupler.loop.engine_group import EngineGroup
 from coupler.loop.loss_weight import prepare
 from coupler.metrics import Metric, Metrics
@@ -33,6 +34,7 @@ class Validation:
     examples: Sequence[Example]
     # of one forward pass
     num_rows: int
+    residency: Residency
 
     async def run(self) -> Metrics:
         """Return ``eval/loss``, ``eval/nll`` and ``eval/perplexity``.
@@ -42,7 +44,8 @@ class Validation:
         several values of ``data_source``, each has an nll of its own.
         """
         batch = prepare(pack(self.examples), self.algorithm)
-        logprobs = np.concatenate([await self._logprobs(i) for i in self._starts()])
+        async with self.residency("eval_loss", {"policy": frozenset({Held.PARAMS})}):
+            logprobs = np.concatenate([await self._logprobs(i) for i in self._starts()])
         mask = batch["loss_mask"]
         surprise = np.where(mask, -logprobs.astype(np.float64), 0.0)
 

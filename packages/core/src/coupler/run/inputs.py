@@ -9,7 +9,7 @@ from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
 
-from coupler.config.checks import does_evaluate
+from coupler.config.checks import does_evaluate, does_sample
 from coupler.config.options import SECTIONS, section
 from coupler.config.schema import DataConfig, ExecutorName, Job, RunConfig
 from coupler.data.columns import Columns
@@ -63,7 +63,7 @@ def _checks(
         for name, path in teachers_of(config.teacher).items():
             key = f"teacher.models.{name}" if name else "teacher.model.path"
             yield partial(_check_model, path, key)
-    if job is not Job.SFT:
+    if does_sample(config, job):
         for key, scorer in (("reward_model", config.reward_model), ("judge", config.judge)):
             if scorer.model.path:
                 yield partial(_check_model, scorer.model.path, f"{key}.model.path")
@@ -75,7 +75,7 @@ def _checks(
     if does_evaluate(config, job):
         yield partial(_check_rows, config.eval.data, "eval.data", columns.get("eval.data", Columns))
         yield partial(check_no_sampler, config.eval.data)
-    if job is not Job.SFT and config.reward.target:
+    if does_sample(config, job) and config.reward.target:
         said = opinions_of(config.reward_model, config.judge)
         yield partial(_check_reward, config.reward.target, said)
     yield _check_installed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from coupler.config.checks import does_evaluate
+from coupler.config.checks import does_evaluate, does_sample
 from coupler.config.compose import GIVES_VALUES
 from coupler.config.schema import Job, RunConfig
 from coupler.data.model_folder import model_folder
@@ -24,11 +24,12 @@ def check_opinions(config: RunConfig, plugins: Plugins, job: Job) -> None:
         ConfigError: it cannot. The message names the option.
     """
     classifier, judge = config.reward_model.model.path, config.judge.model.path
-    if job is Job.SFT:
+    if not does_sample(config, job):
         if classifier or judge:
             key = "reward_model" if classifier else "judge"
             raise ConfigError(
-                f"{key}.model.path is of coupler train and coupler eval: leave it out."
+                f"{key}.model.path scores what is sampled, and this run samples nothing: leave "
+                "it out, or choose a rollout and set eval.every_steps."
             )
         return
 
@@ -110,7 +111,7 @@ def _least_tokens(config: RunConfig, job: Job) -> tuple[int, str]:
     """
     data, completion = "data", config.sampling.max_tokens
     longest = config.data.max_prompt_tokens
-    if job is Job.EVAL:
+    if job is not Job.TRAIN:
         data, longest = "eval.data", config.eval.data.max_prompt_tokens
     key = "sampling.max_tokens"
     if does_evaluate(config, job) and config.eval.max_tokens > completion:

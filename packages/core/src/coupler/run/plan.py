@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from math import ceil
 from typing import Any
 
-from coupler.config.checks import does_evaluate, episode_tokens
+from coupler.config.checks import does_evaluate, does_sample, episode_tokens
 from coupler.config.options import in_full, section
 from coupler.config.schema import ExecutorName, Job, OnSync, Placement, RunConfig
 from coupler.conversation.choice import described
@@ -84,9 +84,9 @@ class Plan:
     workers: tuple[Role, ...]
     # For example "policy (engine toy)" and "rollout (toy) x 2".
     roles: tuple[str, ...]
-    # The way of weights from engine to rollout. Empty in supervised training.
+    # The way of weights from engine to rollout. Empty where nothing is sampled.
     weights: str
-    # The format and the transport of weights. Empty in supervised training.
+    # The format and the transport of weights. Empty where nothing is sampled.
     weight_path: tuple[str, str]
     # The same to the rollout of evaluations. Empty where that of training serves.
     eval_weight_path: tuple[str, str]
@@ -165,15 +165,15 @@ def make_plan(
         PluginError: no transport moves weights from this engine to this rollout.
     """
     config = with_steps(original(config), num_rows)
-    trains = job is Job.TRAIN
+    trains, samples = job is Job.TRAIN, does_sample(config, job)
     if needs is None:
         declared = plugins.get("algorithm", config.algorithm.name).capabilities_of(config.algorithm)
         needs = frozenset(c.removeprefix(NEEDS) for c in declared if c.startswith(NEEDS))
 
-    workers = make_workers(config, needs, plugins, rollouts=trains)
+    workers = make_workers(config, needs, plugins, rollouts=samples)
     has_critic = trains and VALUES in needs
     engines, steps = trained_engines(config, has_critic), optimizer_steps(config, has_critic)
-    path = weight_path(config, plugins) if trains else ("", "")
+    path = weight_path(config, plugins) if samples else ("", "")
     apart = trains and evaluates_apart(config)
     eval_path = weight_path(as_evaluated(config), plugins) if apart else ("", "")
 
@@ -299,7 +299,7 @@ def as_evaluated(config: RunConfig) -> RunConfig:
 
 
 def _way(config: RunConfig, path: tuple[str, str]) -> str:
-    """Describe the way of weights. Supervised training has none."""
+    """Describe the way of weights, if there is one."""
     weight_format, transport = path
     if not transport:
         return ""

@@ -35,7 +35,7 @@ def check(plan: Plan, config: RunConfig, plugins: Plugins) -> None:
     _check_steps(plan, config)
     _check_engines(plan, config, plugins)
     check_opinions(config, plugins, plan.job)
-    if config.offload and plan.job is Job.TRAIN:
+    if config.offload:
         _check_offload(config, plugins)
 
 
