@@ -102,9 +102,8 @@ class Conversations:
             text = str(error)
             if "try:" not in text:
                 text = f"{text.removesuffix('.')}.\n  try:  {WAYS}"
-            raise DataError(
-                f"row {row.index} (from 0) of {self.config.named}, a conversation: {text}"
-            ) from None
+            where = row.place(self.config.named)
+            raise DataError(f"{where}, a conversation: {text}") from None
 
     def _rows(self, messages: list[dict[str, Any]], tools: Sequence[Any]) -> list[Trajectory]:
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]

@@ -47,6 +47,10 @@ class Row:
         """
         return {"index": self.index, **self.extra, "prompt": self.prompt, "answer": self.answer}
 
+    def place(self, source: str) -> str:
+        """Say in words where the row stands in ``source``."""
+        return f"row {self.index} (from 0) of {source}"
+
     @property
     def is_conversation(self) -> bool:
         """Tell whether the row is a whole conversation, whose answers are in it."""

@@ -170,7 +170,7 @@ def imitated(row: Row, codec: Codec, config: DataConfig) -> Trajectory:
     Raises:
         DataError: the answer is empty, or they cannot be rendered.
     """
-    where = f"row {row.index} (from 0) of {config.named}"
+    where = row.place(config.named)
     if not row.answer:
         alone = isinstance(row.prompt, str)
         raise DataError(
@@ -205,7 +205,7 @@ def _weight(row: Row, config: DataConfig) -> float:
     number = isinstance(found, int | float) and not isinstance(found, bool)
     if not number or not isfinite(found) or found < 0:
         raise DataError(
-            f"row {row.index} (from 0) of {config.named} has {WEIGHT}={found!r:.40}; it "
+            f"{row.place(config.named)} has {WEIGHT}={found!r:.40}; it "
             "multiplies the loss of the row.\n  it may be:  a finite number from 0 on"
         )
     return float(found)

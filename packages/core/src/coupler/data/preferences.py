@@ -247,11 +247,11 @@ def _conversation(
         said = {"role": "assistant", "content": text}
         ids = codec.conversation_ids((*prompt.messages, said))
     except CouplerError as error:
-        raise DataError(f"{_place(prompt.row, config)}: {error}") from None
+        raise DataError(f"{prompt.row.place(config.named)}: {error}") from None
     while ids and ids[-1] == codec.padding:
         ids = ids[:-1]
     if not ids:
-        raise DataError(f"{_place(prompt.row, config)} has no tokens under this tokenizer.")
+        raise DataError(f"{prompt.row.place(config.named)} has no tokens under this tokenizer.")
 
     whole = Segment(ids, Origin.PROMPT)
     after = Segment(ids[-1:], Origin.TARGET)
@@ -281,9 +281,9 @@ def _completion(
         ):
             if text:
                 return text
-            raise DataError(f"{_place(row, config)}: {name!r} is empty.")
+            raise DataError(f"{row.place(config.named)}: {name!r} is empty.")
     raise DataError(
-        f"{_place(row, config)}: {name!r} must be a text, or the prompt's messages and one "
+        f"{row.place(config.named)}: {name!r} must be a text, or the prompt's messages and one "
         f"more of the assistant, which has text alone; it is {found!r:.80}."
     )
 
@@ -302,7 +302,9 @@ def _whole(message: Any) -> Any:
 def _margin(row: Row, config: DataConfig) -> float:
     found = row.extra.get(MARGIN, 0.0)
     if isinstance(found, bool) or not isinstance(found, int | float):
-        raise DataError(f"{_place(row, config)}: {MARGIN!r} must be a number, got {found!r:.80}.")
+        raise DataError(
+            f"{row.place(config.named)}: {MARGIN!r} must be a number, got {found!r:.80}."
+        )
     return float(found)
 
 
@@ -310,13 +312,9 @@ def _label(row: Row, config: DataConfig) -> bool:
     found = row.extra[LABEL]
     if found not in (True, False):
         raise DataError(
-            f"{_place(row, config)}: {LABEL!r} must be true or false, got {found!r:.80}."
+            f"{row.place(config.named)}: {LABEL!r} must be true or false, got {found!r:.80}."
         )
     return bool(found)
-
-
-def _place(row: Row, config: DataConfig) -> str:
-    return f"row {row.index} (from 0) of {config.named}"
 
 
 def pack_pairs(examples: Sequence[Pair]) -> Batch:

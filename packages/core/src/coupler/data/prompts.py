@@ -104,7 +104,7 @@ def short_enough(
         drop = "" if drops else f", or {key}.drop_overlong=true"
         raise DataError(
             f"{len(overlong)} of {len(items)} {noun} are longer than {limit.name}; "
-            f"the first is row {first.index} (from 0) of {config.named} with {size} tokens.\n"
+            f"the first is {first.place(config.named)} with {size} tokens.\n"
             f"  try:  {limit.fix.format(-(-longest // limit.ranks))}{drop}"
         )
 
@@ -113,7 +113,7 @@ def short_enough(
 
 
 def _ids(row: Row, codec: Codec, config: DataConfig) -> tuple[int, ...]:
-    where = f"row {row.index} (from 0) of {config.named}"
+    where = row.place(config.named)
     try:
         ids = codec.prompt_ids(
             row.prompt,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,11 +24,10 @@ from coupler.run.plan_checks import micro_batch_room
 from coupler.run.teacher_check import ALL_ROWS, TEACHER_LOGPROBS
 from coupler.system.files import DamagedFile, read_text
 from coupler.system.reads import original
+from coupler.system.words import IN_BRACES
 
 LOGPROBS = Output("logprobs")
 KEY = "teacher.prompt"
-# A name in braces that follows no letter or brace, as the argument of \frac{a}{b} does.
-FIELD = re.compile(r"(?<![\w}])\{([A-Za-z_]\w*)\}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +141,7 @@ def _read(path: str) -> str:
         text = read_text(Path(path))
     except DamagedFile as error:
         raise ConfigError(f"{KEY}={path}: {error}") from None
-    if "prompt" not in FIELD.findall(text):
+    if "prompt" not in IN_BRACES.findall(text):
         raise ConfigError(
             f"{KEY}={path} has no field {{prompt}}: the teacher would not see the task.\n"
             "  write:  {prompt} where it belongs"
@@ -158,7 +156,7 @@ def _shown(row: Row, text: str) -> Row:
     *before, last = messages_of(row.prompt, "")
     said = str(last.get("content") or "")
     values = {**row.as_mapping(), "prompt": said}
-    missing = [name for name in FIELD.findall(text) if name not in values]
+    missing = [name for name in IN_BRACES.findall(text) if name not in values]
     if missing:
         raise ConfigError(
             f"{KEY} has a field {{{missing[0]}}}, which row {row.index} (from 0) has no column "
@@ -166,7 +164,7 @@ def _shown(row: Row, text: str) -> Row:
             "space, as in { x }"
         )
 
-    filled = FIELD.sub(lambda found: str(values[found[1]]), text)
+    filled = IN_BRACES.sub(lambda found: str(values[found[1]]), text)
     if isinstance(row.prompt, str):
         return replace(row, prompt=filled)
     return replace(row, prompt=[*before, {**last, "content": filled}])

@@ -20,13 +20,12 @@ from coupler.rewards.options import JudgeConfig
 from coupler.rewards.result import Invalid
 from coupler.system.files import DamagedFile, read_text
 from coupler.system.seeding import derive
+from coupler.system.words import IN_BRACES
 
 FIELDS = ("prompt", "completion", "answer", "conversation")
 _FIELD = re.compile(r"\{(" + "|".join(FIELDS) + r")\}")
 # what the policy said is in one of them
 THEIRS = {"completion", "conversation"}
-# A name in braces that follows no letter or brace, as the argument of \frac{a}{b} does.
-_OTHER = re.compile(r"(?<![\w}])\{([A-Za-z_]\w*)\}")
 
 Generate = Callable[[Request], Awaitable[Completion]]
 
@@ -83,7 +82,7 @@ def _question(path: str) -> str:
             "policy said.\n  write:  {completion} where its text belongs, or {conversation} for "
             "all turns"
         )
-    for name in _OTHER.findall(text):
+    for name in IN_BRACES.findall(text):
         if name not in FIELDS:
             raise ConfigError(
                 f"judge.prompt={path} has a field {{{name}}}, which nothing fills.\n"

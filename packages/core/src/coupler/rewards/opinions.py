@@ -161,7 +161,7 @@ def refuse_columns(prompts: Sequence[Prompt], models: Sequence[str], key: str) -
         for name in models:
             if name in prompt.row.extra:
                 raise DataError(
-                    f"row {prompt.row.index} (from 0) of {key} has a column {name}, which is what "
+                    f"{prompt.row.place(key)} has a column {name}, which is what "
                     "a model says of the episode.\n"
                     f"  try:  {key}.columns.ANOTHER_NAME={name}, or the column left out"
                 )

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+
+IN_BRACES = re.compile(r"(?<![\w}])\{([A-Za-z_]\w*)\}")
+"""A name in braces, but not an argument in TeX, which follows a letter or a brace."""
 
 
 def count(number: int, noun: str) -> str:

@@ -26,7 +26,7 @@ class Edge:
     """Connect one sender, one rollout and one transport."""
 
     def __init__(
-        self, transport: Backend, rollout: Rollout, num_receivers: int, deadline_s: float = 60.0
+        self, transport: Backend, rollout: Rollout, num_receivers: int, deadline_s: float = 120.0
     ) -> None:
         self.target, self.rollout = transport.target, rollout
         self.num_receivers, self.deadline_s = num_receivers, deadline_s
@@ -68,7 +68,7 @@ class Served:
         self.num_workers = self.runner.run(rollout.setup(Rank(seed=1)))
         self.edge = Edge(transport, rollout, self.num_workers)
 
-    def run(self, work: Callable[[], Any], deadline_s: float = 60.0) -> Any:
+    def run(self, work: Callable[[], Any], deadline_s: float = 120.0) -> Any:
         """Run the coroutine that ``work`` makes, within the deadline."""
 
         async def bounded() -> Any:
