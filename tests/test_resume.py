@@ -24,7 +24,16 @@ import numpy as np
 import pytest
 import yaml
 from forking import Forks
-from job_run import arguments, metrics, replayed, reproducible, run, write_inputs
+from job_run import (
+    MEASURED,
+    SAMPLING,
+    arguments,
+    metrics,
+    replayed,
+    reproducible,
+    run,
+    write_inputs,
+)
 from safetensors.numpy import load_file
 
 from coupler.batch import Batch
@@ -34,11 +43,12 @@ from coupler.run.run_folder import Journal
 from coupler.testing.models import write_tokenizer, write_toy
 
 KILLS = int(os.environ.get("COUPLER_KILLS", "4"))
-# seconds
-KILL_AFTER = tuple(map(float, os.environ.get("COUPLER_KILL_AFTER", "0.3,2").split(",")))
+# seconds from the time that a run, or its next step, begins
+KILL_AFTER = tuple(map(float, os.environ.get("COUPLER_KILL_AFTER", "0,0.6").split(",")))
 KILL_WITH = tuple(
     os.environ.get("COUPLER_KILL_WITH", "").split()
 )  # options: "algorithm=ppo executor=ray", say
+JOBS = ("train", "sft", "dpo", "sampled")
 MORE = (
     "steps=6",
     "checkpoint.every_steps=2",
@@ -47,8 +57,9 @@ MORE = (
     "record.every_steps=1",
 )
 
-# Supervised training on pairs of the same rows.
+# Supervised training on pairs of the same rows, and such that samples evaluations.
 DPO = ("algorithm=dpo", "data.columns.chosen=answer", "data.columns.rejected=prompt")
+SAMPLED = (*SAMPLING[:3], "eval.every_steps=2", "eval.data.max_prompt_tokens=64")
 
 TOY = (
     "engine=toy", "engine.lr=0.1", "rollout=toy", "algorithm=toy", "data.max_prompt_tokens=64",
@@ -64,6 +75,12 @@ def command(
     inputs = inputs or run_dir.parent
     if job == "dpo":
         job, overrides = "sft", (*DPO, *overrides)
+    elif job == "sampled":
+        held_out = (
+            f"eval.data.source={inputs}/rows.jsonl",
+            f"reward.target={inputs}/reward.py:score",
+        )
+        job, overrides = "sft", (*SAMPLED, *held_out, *overrides)
     more = [text.replace("=rows", f"={inputs}/rows") for text in MORE]
     more = more if job == "train" else ["steps=6", "checkpoint.every_steps=2"]
     return [*arguments(job, model, inputs, run_dir), *more, *overrides]
@@ -116,7 +133,9 @@ def batch_of(run_dir: Path, step: int) -> Batch:
 
 
 def same(one: Path, other: Path) -> None:
-    assert reproducible(one) == reproducible(other)
+    # The first evaluation of each process is proved.
+    measured = (*MEASURED, "eval/sync/probe_permuted")
+    assert reproducible(one, measured) == reproducible(other, measured)
     for first, second in zip(
         *(sorted(run_dir.glob("export*/*.safetensors")) for run_dir in (one, other)), strict=True
     ):
@@ -139,7 +158,7 @@ def used_once(run_dir: Path, steps: int, *, lost: bool = False) -> None:
 def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Runs that nothing interrupted."""
     folders = {}
-    for job in ("train", "sft", "dpo"):
+    for job in JOBS:
         folder = tmp_path_factory.mktemp(job)
         write_inputs(folder)
         assert main(command(job, model, folder / "run")) == 0
@@ -147,27 +166,30 @@ def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
     return folders
 
 
-def started(forks: Forks, given: list[str], run_dir: Path) -> int:
-    """Start it; with other options than the test's own, which may take long to start,
-    wait for its first step too.
-    """
-    file, process = run_dir / "run.json", forks.start(given)
-    before = file.read_bytes() if file.exists() else b""
-    while (
-        KILL_WITH
-        and (file.read_bytes() if file.exists() else b"") == before
-        and forks.wait(process, 0) is None
-    ):
+def started(forks: Forks, given: list[str], run_dir: Path, *, steps: bool) -> int:
+    """Start it, and wait until it has written its name into the folder, or a step."""
+    name, log = run_dir / "run.json", run_dir / "metrics.jsonl"
+    before, process = read(name), forks.start(given)
+    while read(name) == before and forks.wait(process, 0) is None:
         time.sleep(0.005)
+
+    least = len(read(log))  # a run that goes on cuts what comes after its checkpoint
+    while steps and forks.wait(process, 0) is None and len(read(log)) <= least:
+        least = min(least, len(read(log)))
+        time.sleep(0.002)
     return process
 
 
-@pytest.mark.parametrize("job", ["train", "sft", "dpo"])
+def read(file: Path) -> bytes:
+    return file.read_bytes() if file.exists() else b""
+
+
+@pytest.mark.parametrize("job", JOBS)
 def test_kills_at_random_instants_change_nothing(
     job: str, model: Path, whole: dict[str, Path], forks: Forks, tmp_path: Path
 ) -> None:
     """At max_staleness=0 and in fp32 on the CPU, bit by bit; else nothing is used
-    twice, and nothing lost.
+    twice, and nothing lost. Every second kill comes after a step.
     """
     instants, kills, runs = random.Random(KILLS), 0, count()
     synchronous, unharmed = (
@@ -186,11 +208,12 @@ def test_kills_at_random_instants_change_nothing(
         folder.mkdir()
         write_inputs(folder)
         given = command(job, model, folder / "run", *KILL_WITH)
-        process = started(forks, given, folder / "run")
+        start = partial(started, forks, given, folder / "run")
+        process = start(steps=kills % 2 == 1)
         while kills < KILLS and forks.wait(process, instants.uniform(*KILL_AFTER)) is None:
             forks.kill(process)
             kills += 1
-            process = started(forks, given, folder / "run")
+            process = start(steps=kills % 2 == 1)
         assert forks.wait(process, 300 if KILL_WITH else 60) == 0, forks.log.read_text()[-3000:]
         if synchronous:
             same(folder / "run", unharmed)

@@ -48,12 +48,13 @@ class Evaluation:
     async def _bring(self, step: int, weights: ShardingManager) -> Metrics:
         """Bring the weights of ``step``, and compare log-probs on what they sample.
 
-        The first ones in this process are proved.
+        The first ones in this process are proved. A run that goes on measures the same.
         """
         if weights.version < 0:
             found = await weights.prove(step)
         else:
-            found = await weights.sync(step) | await weights.probe()
+            found = await weights.sync(step)
+        found = found | await weights.probe()
         return {f"eval/{name}": metric for name, metric in found.items() if "/probe" in name}
 
 
