@@ -380,7 +380,7 @@ def test_supervised_training_has_no_reward(
 ) -> None:
     given = [word for word in arguments(tmp_path) if not word.startswith(("rollout", "sampl"))]
     assert main(["sft", *given, "algorithm=sft", "strict=false"]) == 2
-    assert "reward_model.model.path is of coupler train and coupler eval" in capsys.readouterr().err
+    assert "reward_model.model.path scores what is sampled" in capsys.readouterr().err
 
 
 def test_the_plan_and_the_doctor_name_the_model(

@@ -172,7 +172,7 @@ def test_the_numbers_of_a_validation_are_those_of_transformers(model: Path, tmp_
     [
         (("epochs=1", "steps=7"), "epochs=1 is 3 steps of prompts_per_step=2 over 6 rows, and"),
         (("eval.every_steps=1",), "eval.data.source is empty"),
-        (("eval.patience=1",), "checkpoint.best_metric=eval/reward is of coupler train"),
+        (("eval.patience=1",), "checkpoint.best_metric=eval/reward needs evaluations that sample"),
         (
             ("checkpoint.keep_best=1", "checkpoint.best_metric=nll"),
             "checkpoint.best_metric=nll falls: set checkpoint.lower_is_better=true.",

@@ -120,23 +120,19 @@ class SupervisedEvaluation:
         plan: Plan,
         held_out: HeldOut,
         pool: RewardPool | None,
-        *engines: EngineGroup | None,
+        policy: EngineGroup,
+        reference: EngineGroup | None,
     ) -> None:
-        """Make the rollouts and models that answers need.
-
-        Args:
-            engines: the policy and the reference.
-        """
-        config, policy = builder.config, engines[0]
-        assert policy, "the policy comes first"
-        self.engines, self.decode = engines, builder.codec.decode
+        """Make the rollouts and models that answers need."""
+        config = builder.config
+        self.engines, self.decode = (policy, reference), builder.codec.decode
         self.opinions = None
         if pool and held_out.models:
             self.opinions = make_opinions(builder, held_out.models, pool)
 
         rollouts = builder.rollouts() if self.opinions else None
         asked = self.opinions or NOBODY
-        self.residency = share_devices(config, rollouts, *engines, opinions=asked)
+        self.residency = share_devices(config, rollouts, policy, reference, opinions=asked)
         self.validation = Validation(
             policy,
             builder.algorithm,
