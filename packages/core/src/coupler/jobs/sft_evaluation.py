@@ -20,7 +20,6 @@ from coupler.jobs.forms import form_of
 from coupler.jobs.opinions import Found, Opinions, find_models, make_opinions
 from coupler.jobs.sft_data import Section
 from coupler.jobs.validation import Validation
-from coupler.loop.device_memory import Residency
 from coupler.loop.engine_group import EngineGroup
 from coupler.metrics import Metrics
 from coupler.rewards import RewardPool
@@ -112,8 +111,6 @@ class SupervisedEvaluation:
         residency: of all roles of the run.
     """
 
-    residency: Residency
-
     def __init__(
         self,
         builder: Builder,
@@ -126,7 +123,7 @@ class SupervisedEvaluation:
         """Make the rollouts and models that answers need."""
         config = builder.config
         self.engines, self.decode = (policy, reference), builder.codec.decode
-        self.opinions = None
+        self.opinions: Opinions | None = None
         if pool and held_out.models:
             self.opinions = make_opinions(builder, held_out.models, pool)
 
@@ -157,8 +154,7 @@ class SupervisedEvaluation:
     async def start(self) -> None:
         """Start all roles of the run."""
         weights = self.sampled.weights if self.sampled else None
-        asked: Opinions | None = self.opinions
-        await start(self.residency, weights, *self.engines, opinions=asked or NOBODY)
+        await start(self.residency, weights, *self.engines, opinions=self.opinions or NOBODY)
 
     async def run(self, step: int, journal: Journal) -> Metrics:
         """Return the metrics after ``step``, and write down the scored answers."""
