@@ -6,11 +6,12 @@ at L and to Megatron's context parallelism, in one run.
 
 Figures are of GPUs. The second command runs anywhere, over gloo on the CPU, and shows
 only that the script works. Random weights; a step is forward, log-probs, backward with
-recomputed layers, clipping and AdamW with fp32 weights, over one sequence per data
-shard. Every round runs all cases, each in processes of its own, and medians of rounds
-are printed. ``of_one`` compares tokens a second per GPU with the case ``one``. A
-sequence k times as long has k times the attention per token, so that ``of_one_flops``
-compares model FLOPs as well: 6 x parameters x tokens, and causal attention.
+recomputed layers, clipping and AdamW with fp32 weights, over one row per data shard. It
+is one sequence, or where the case is ``several_sequences`` k of L tokens each. Every
+round runs all cases, each in processes of its own, and medians of rounds are printed.
+``of_one`` compares tokens a second per GPU with the case ``one``. A sequence k times as
+long has k times the attention per token, so that ``of_one_flops`` compares model FLOPs
+as well: 6 x parameters x tokens, and causal attention.
 ``exchange_s`` is what the all-to-alls of a step take when nothing else runs. The last
 line is ``RESULT`` and JSON.
 """
@@ -50,6 +51,12 @@ def cases(gpus: int, settings: dict[str, Any]) -> dict[str, Case]:
             "ranks": gpus,
             "settings": {**settings, "sequence_parallel": gpus},
         },
+        "several_sequences": {
+            "engine": "fsdp",
+            "ranks": gpus,
+            "settings": {**settings, "sequence_parallel": gpus},
+            "sequences": gpus,
+        },
     }
     if find_spec("coupler_engine_megatron"):
         found["context_parallel"] = {
@@ -72,12 +79,13 @@ def write_model(_rank: int, shape: str, folder: str, length: int) -> None:
     model.save_pretrained(folder)
 
 
-def one_sequence(vocabulary: int, length: int, seed: int) -> Batch:
-    """A sequence whose tokens are all trained but the first."""
+def one_row(vocabulary: int, length: int, sequences: int, seed: int) -> Batch:
+    """A row cut into ``sequences``, whose tokens are all trained but the first."""
     random = np.random.default_rng(seed)
-    mask = np.arange(length) > 0
+    each = length // sequences
+    mask = np.arange(length) % each > 0
     return Batch(
-        np.array([length]),
+        np.full(sequences, each),
         {
             "tokens": random.integers(0, vocabulary, length).astype(np.int32),
             "loss_mask": mask,
@@ -96,7 +104,10 @@ def run(index: int, case: Case, args: argparse.Namespace, folder: str, rendezvou
     engine.setup(Rank(index=index, world=ranks, rendezvous=rendezvous if ranks > 1 else ""))
 
     config, info = SHAPES[args.shape], StepInfo(length, 0)
-    batches = [one_sequence(config.vocab_size, length, seed) for seed in range(args.steps + 2)]
+    sequences = case.get("sequences", 1)
+    batches = [
+        one_row(config.vocab_size, length, sequences, seed) for seed in range(args.steps + 2)
+    ]
 
     def train(batch: Batch) -> None:
         engine.forward_backward(batch, (Output("logprobs"),), surrogate, info)
@@ -112,7 +123,7 @@ def run(index: int, case: Case, args: argparse.Namespace, folder: str, rendezvou
     found = {
         "tokens_per_s_per_gpu": args.length / seconds,
         "step_s": seconds,
-        "flops": flops(config, length) / ranks / seconds,
+        "flops": flops(config, length, sequences) / ranks / seconds,
         "most_gib": most / 2**30,
         "exchange_s": exchange(engine, config, args.length),
     }
@@ -122,12 +133,12 @@ def run(index: int, case: Case, args: argparse.Namespace, folder: str, rendezvou
     engine.close()
 
 
-def flops(config: Any, length: int) -> float:
-    """Of forward and backward over one sequence; attention looks at half of the
+def flops(config: Any, length: int, sequences: int) -> float:
+    """Of forward and backward over a row of sequences; attention looks at half of each
     square.
     """
     width = config.num_hidden_layers * config.num_attention_heads * head_size(config)
-    return 6.0 * path_parameters(config) * length + 6.0 * width * length**2
+    return 6.0 * path_parameters(config) * length + 6.0 * width * length**2 / sequences
 
 
 def head_size(config: Any) -> int:

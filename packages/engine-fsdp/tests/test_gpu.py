@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from helpers import (
 )
 
 from coupler.interfaces import EVERYTHING, Part, Rank
-from coupler_engine_fsdp import attention
+from coupler_engine_fsdp import attention, attention_cudnn
 from coupler_engine_fsdp.packing import pack
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -101,6 +102,38 @@ def test_shared_prompts_by_every_kernel_are_near_fp32(
     for one in (engine, plain):
         one.forward_backward(batch, WANT, loss, info(batch))
     assert closeness(arrays(engine.gradients()), arrays(plain.gradients())) > 0.98
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_long_sequences_by_cudnn_are_near_fp32(
+    folder_of: Folder, monkeypatch: pytest.MonkeyPatch, compiled: bool, checkpointing: bool
+) -> None:
+    """Each sequence has a call of its own, as long ones have."""
+    if not attention_cudnn.CUDNN:
+        pytest.skip("cuDNN's attention is not taken on this GPU")
+    calls: list[int] = []
+
+    def counted(*args: Any) -> Any:
+        calls.append(len(args[3].pieces))
+        return attention_cudnn.by_sequence(*args)
+
+    monkeypatch.setattr(attention, "LONG", 1)
+    monkeypatch.setattr(attention, "FLASH_4", False)
+    monkeypatch.setattr(attention, "by_sequence", counted)
+    torch._dynamo.reset()
+    batch = make_batch().take([2, 3, 4, 5])
+    plain = make_engine(folder_of("wide"), dtype="fp32")
+    settings = {"compile": compiled, "gradient_checkpointing": checkpointing}
+    engine = make_engine(folder_of("wide"), **settings)
+
+    outputs = [one.forward(batch, WANT)["logprobs"] for one in (engine, plain)]
+    for one in (engine, plain):
+        one.forward_backward(batch, WANT, loss, info(batch))
+
+    assert np.abs(outputs[0] - outputs[1]).mean() < 0.05
+    assert closeness(arrays(engine.gradients()), arrays(plain.gradients())) > 0.98
+    assert 4 in calls, "another kernel ran"
 
 
 def test_layers_compile_once_for_all_lengths(folder_of: Folder) -> None:

@@ -23,6 +23,7 @@ from transformers import AttentionInterface
 
 from coupler.engine_kit.tensors import to_device
 from coupler.errors import CouplerError
+from coupler_engine_fsdp.attention_cudnn import CUDNN, LONG, MOST_HEAD_DIM, by_sequence
 from coupler_engine_fsdp.attention_flash4 import HEAD_DIMS, flash_4
 from coupler_engine_fsdp.optional import is_usable
 from coupler_engine_fsdp.sequence import ALONE, Peers
@@ -62,8 +63,8 @@ class Piece(NamedTuple):
 class Packing:
     """The pieces of a packed row, which every layer gets as the keyword ``packing``.
 
-    A compiled layer reads only the tensors and ``longest``. If it read ``pieces``, it
-    would be compiled for these pieces only.
+    A compiled layer reads only the tensors, ``longest`` and ``are_long``. If it read
+    ``pieces``, it would be compiled for these pieces only.
     """
 
     pieces: tuple[Piece, ...]
@@ -76,6 +77,8 @@ class Packing:
     """[K] int64: the token that each key is of, or None if every token is one key"""
     longest: tuple[int, int]
     """Most queries and most keys of a piece."""
+    are_long: bool
+    """Whether the pieces are so few and long that each may have a call of its own"""
     peers: Peers = ALONE
     """The ranks that each hold a part of the row"""
     _masks: dict[tuple[int | None, torch.dtype], list[Tensor | None]] = field(default_factory=dict)
@@ -101,7 +104,8 @@ class Packing:
             index = to_device(np.repeat(begins - ends + sizes, sizes) + np.arange(ends[-1]), device)
 
         longest = int(queries.max()), int(keys.max())
-        return cls(tuple(pieces), cu_queries, cu_keys, index, longest, peers)
+        are_long = index is None and bool(queries.mean() >= LONG)
+        return cls(tuple(pieces), cu_queries, cu_keys, index, longest, are_long, peers)
 
     @cached_property
     def blocks(self) -> list[Block]:
@@ -253,20 +257,25 @@ def _fused(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
+    # Only PyTorch's kernel for packed rows heeds a request to be deterministic.
+    free, size = not torch.are_deterministic_algorithms_enabled(), query.shape[-1]
+    by_flash_4 = FLASH_4 and free and size in HEAD_DIMS
+    by_cudnn = CUDNN and free and packing.are_long and window is None and size <= MOST_HEAD_DIM
+    if by_cudnn and not by_flash_4:
+        return by_sequence(query, key, value, packing, scaling)
+
     if packing.keys is not None:
         key, value = (x.index_select(2, packing.keys) for x in (key, value))
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, heads, D]
     ends, longest = (packing.cu_queries, packing.cu_keys), packing.longest
 
-    # Of these kernels, PyTorch's alone heeds a request to be deterministic.
-    repeatable = torch.are_deterministic_algorithms_enabled()
-    if FLASH_4 and query.shape[-1] in HEAD_DIMS and not repeatable:
-        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if by_flash_4:
+        scaling = size**-0.5 if scaling is None else scaling
         return flash_4(query, key, value, *ends, *longest, scaling, window or 0)[0][None]
 
     # A window of w tokens holds the token itself.
     reach = (-1 if window is None else window - 1, 0)
-    if FLASH_2 and not repeatable:
+    if FLASH_2 and free:
         from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
         out = flash_attn_varlen_func(

@@ -278,14 +278,16 @@ def test_a_stop_token_counts_where_it_is_sampled(served: Served, long_model: Ref
 def test_small_moves_arrive(
     served: Served, long_model: Reference, tmp_path: Path, tolerance: float
 ) -> None:
-    """Weights move by one unit in the last place of bfloat16, or in one element alone.
-    The log-probs of greedy tokens move by as much as the reference's.
+    """Weights move by one unit in the last place of bfloat16, or by as many as the
+    tolerance lets one see, or in one element alone. The log-probs of greedy tokens move
+    by as much as the reference's.
     """
     requests = [Request(p[:40], 12, 0.0) for p in PROMPTS]
     before = generate(served, requests)
     limit = max(tolerance / 10, 1e-4)
 
-    for name, tensors in small_moves(long_model, requests).items():
+    units = max(1, round(tolerance / 0.01))
+    for name, tensors in small_moves(long_model, requests, units).items():
         model = type(long_model)(rewrite(long_model.folder, tmp_path / name, tensors))
         served.push(stream(model))
         moves = [
@@ -313,9 +315,14 @@ def moves_of(
     return second - first, np.array(new.logprobs[:same]) - np.array(old.logprobs[:same])
 
 
-def small_moves(reference: Reference, requests: list[Request]) -> dict[str, dict[str, np.ndarray]]:
-    """Return the tensors of each move, by its name."""
-    ulp = np.float32(1 + 2**-8)
+def small_moves(
+    reference: Reference, requests: list[Request], units: int
+) -> dict[str, dict[str, np.ndarray]]:
+    """Return the tensors of each move, by its name.
+
+    ``units`` are of the last place of bfloat16.
+    """
+    more = np.float32(1 + units * 2**-8)
     tensors = reference.tensors
     wide = max(tensors, key=lambda name: tensors[name].size)
     head = next((name for name in tensors if "head" in name and tensors[name].ndim == 2), wide)
@@ -324,8 +331,8 @@ def small_moves(reference: Reference, requests: list[Request]) -> dict[str, dict
     element[requests[0].prompt[-1], 3] += np.float32(0.1)
 
     return {
-        "one-ulp": {name: tensor * ulp for name, tensor in tensors.items()},
-        "one-ulp-of-the-head": {**tensors, head: tensors[head] * ulp},
+        "every-weight": {name: tensor * more for name, tensor in tensors.items()},
+        "the-head": {**tensors, head: tensors[head] * more},
         "one-element": {**tensors, embed: element},
     }
 
