@@ -71,6 +71,9 @@ def server_arguments(
         "disable_cuda_graph": config.enforce_eager or not gpu,
         "enable_memory_saver": config.sleep_mode and gpu,
         "skip_server_warmup": True,
+        # An idle scheduler would poll without a pause, and take a core from training.
+        # Schedulers that share attention meet at every step, idle ones too.
+        "sleep_on_idle": config.data_parallel == 1,
         "watchdog_timeout": FOREVER_S,
         "log_level": "error",
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
@@ -15,6 +16,10 @@ from coupler.data.templates import MARK, Codec
 from coupler.data.traced import TEMPLATE, TEXT, Traced, concat, template
 from coupler.errors import CouplerError
 from coupler.interfaces import Message
+
+SHORT, KEPT = 512, 1024
+"""The ids of the last ``KEPT`` texts of at most ``SHORT`` characters are kept. What a
+template writes between messages is the same at every turn."""
 
 
 class Unproved(Exception):
@@ -47,6 +52,9 @@ class ChatTemplate:
         self.control = self._plain.control
         self.stops = {id: self.control[id] for id in stop if id in self.control}
         self.form = AnswerForm(codec)
+        self._encoded = lru_cache(KEPT)(
+            lambda text, marks: self._plain.encode(Traced(text, marks)),
+        )
 
         texts = sorted(
             self.control.values(),
@@ -66,7 +74,9 @@ class ChatTemplate:
 
     def encode(self, text: Traced) -> tuple[int, ...]:
         """Encode rendered text."""
-        return self._plain.encode(text)
+        if len(text) > SHORT:
+            return self._plain.encode(text)
+        return self._encoded(str.__str__(text), text.marks)
 
     def decode(self, ids: Sequence[int]) -> Traced:
         """Return the text of ``ids``, to be parsed. Its control tokens are marked as

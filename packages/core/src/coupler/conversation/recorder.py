@@ -116,7 +116,7 @@ class Conversation:
             CouplerError: the messages are none that :meth:`chat` takes.
         """
         parent, segments, _ = self._continue(_tell(messages), tools, canonical(tools))
-        recorded = len(parent.ids) if parent else 0
+        recorded = parent.size if parent else 0
         return recorded + sum(len(segment.ids) for segment in segments)
 
     async def sample(self, ids: tuple[int, ...], max_tokens: int | None = None) -> Completion:

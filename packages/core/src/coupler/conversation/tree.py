@@ -55,10 +55,18 @@ class Turn:
         each = [turn.added for turn in self.path]
         return tuple(chain.from_iterable(each))
 
+    @property
+    def size(self) -> int:
+        """Return the number of all ids from the root to the end of this turn."""
+        return sum(
+            len(turn.completion.tokens) + sum(len(segment.ids) for segment in turn.segments)
+            for turn in self.path
+        )
+
     def begins(self, prompt: tuple[int, ...]) -> bool:
         """Return whether ``prompt`` starts with what this turn was fed and sampled."""
         tokens = self.completion.tokens
-        end = len(self.ids)
+        end = self.size
         fed = end - len(tokens)
         return digest(prompt[:fed]) == self.prompt and prompt[fed:end] == tokens
 

@@ -130,9 +130,10 @@ class PlainText:
     def _controls(
         self, text: str, ids: Iterable[int], offsets: Iterable[tuple[int, int]]
     ) -> Iterator[tuple[int, int, int]]:
-        unknown = self.tokenizer.unk_token_id
-        for id, (start, end) in zip(ids, offsets, strict=True):
-            if id in self.control and (id != unknown or self.control[id] in text[start:end]):
+        unknown, control = self.tokenizer.unk_token_id, self.control
+        found = [(id, place) for id, place in zip(ids, offsets, strict=True) if id in control]
+        for id, (start, end) in found:
+            if id != unknown or control[id] in text[start:end]:
                 yield start, end, id
 
     def _renamed(self, text: Traced) -> tuple[str, list[int]]:
