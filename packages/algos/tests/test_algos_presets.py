@@ -134,6 +134,39 @@ def test_dr_grpo_divides_by_the_longest_completion_and_by_no_std():
             },
         ),
         (
+            "vespo",
+            {
+                "ratio": Ratio.SEQUENCE,
+                "shape": Shape.GAMMA_KERNEL,
+                "behaviour": Behaviour.ROLLOUT,
+                "aggregation": Aggregation.SEQUENCE_MEAN_TOKEN_SUM,
+                "clip_low": 0.0,
+                "clip_high": 0.0,
+            },
+        ),
+        (
+            "m2po",
+            {
+                "second_moment": 0.04,
+                "behaviour": Behaviour.ROLLOUT,
+                "aggregation": Aggregation.TOKEN_MEAN,
+                "clip_low": 0.0,
+                "clip_high": 0.0,
+            },
+        ),
+        (
+            "dro",
+            {
+                "shape": Shape.LIKELIHOOD,
+                "proximal_coef": 0.025,
+                "behaviour": Behaviour.ROLLOUT,
+                "aggregation": Aggregation.TOKEN_MEAN,
+                "scale_by_std": False,
+                "clip_low": 0.0,
+                "clip_high": 0.0,
+            },
+        ),
+        (
             "gpg",
             {
                 "shape": Shape.LIKELIHOOD,

@@ -16,7 +16,9 @@ from coupler.interfaces import Algorithm
 from coupler.loop.loss_weight import loss_weight
 from coupler.metrics import values
 from coupler.testing.reference import torch_columns
+from coupler_algos.config import GRPOConfig
 from coupler_algos.covariance import MARKED, marks
+from coupler_algos.second_moment import FAR, far
 
 # Three sequences with 2, 1 and 3 sampled tokens after a prompt of one. Log-probs were
 # -1 and moved by these.
@@ -108,6 +110,61 @@ def test_topr_pushes_down_as_far_as_the_policy_still_goes() -> None:
     assert grad == near([-2, -2, exp(-0.9), -0.5, -0.5, -0.5])
     assert metrics["ratio_max"] == pytest.approx(exp(0.6), rel=1e-12)
     assert weights.tolist() == pytest.approx([1 / 3] * 6)
+
+
+def test_vespo_weighs_by_a_kernel_of_the_ratio_of_the_sequence() -> None:
+    """The sequences became exp(0.6), exp(-0.9) and exp(0.3) times as likely. The kernel
+    is r^2 exp(3 (1 - r)) where A > 0 and r^3 exp(2 (1 - r)) elsewhere.
+    """
+    loss, grad, _, weights = losses_of(algorithm("vespo"))
+    first, third = (exp(2 * x + 3 * (1 - exp(x))) for x in (0.6, 0.3))
+    second = exp(-2.7 + 2 * (1 - exp(-0.9)))
+    expected = [2 * 0.9 * first, 2 * 0.5 * first, -1.9 * second]
+    assert loss == near(expected + [0.5 * third * x for x in (0.8, 1.2, 0.7)])
+    assert grad == near([-2 * first] * 2 + [second] + [-0.5 * third] * 3)
+    assert weights.tolist() == pytest.approx([1 / 3] * 6)
+
+
+def test_dro_is_the_likelihood_held_by_the_squared_move() -> None:
+    loss, grad, *_ = losses_of(algorithm("dro"))
+    moves, advantages = np.concatenate(MOVES), np.array([2, 2, -1, 0.5, 0.5, 0.5])
+    assert loss == near((advantages * (1 - moves) + 0.025 * moves**2).tolist())
+    assert grad == near((-advantages + 0.05 * moves).tolist())
+
+
+def test_m2po_gives_no_gradient_to_tokens_that_are_too_far() -> None:
+    """Others are the plain ratio times the advantage."""
+    gone = np.array([0, 0, 1, 0, 0, 0, 1, 0, 0], np.float32)
+    loss, grad, metrics, _ = losses_of(algorithm("m2po"), **{FAR: gone})
+    plain = -np.array([2, 2, -1, 0.5, 0.5, 0.5]) * np.exp(np.concatenate(MOVES))
+    kept = plain * [1, 0, 1, 0, 1, 1]
+    assert (loss, grad) == (near(kept.tolist()), near(kept.tolist()))
+    assert metrics["second_moment_masked"] == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize(
+    ("bound", "expected"),
+    [
+        # moves onward: 0.1 and 0.5 (A > 0), -0.9 (A < 0), 0.2 and 0.3 (A > 0)
+        (0.25, [0, 0, 0, 0, 0, 0]),
+        (0.2, [0, 0, 1, 0, 0, 0]),
+        (0.05, [0, 1, 1, 0, 0, 0]),
+        (0.03, [0, 1, 1, 0, 0, 1]),
+        (0.005, [1, 1, 1, 1, 0, 1]),
+    ],
+)
+def test_m2po_drops_the_farthest_until_the_rest_is_near(bound: float, expected: list[int]) -> None:
+    """The squares of the moves onward are 0.01, 0.04, 0.09, 0.25 and 0.81, with means
+    of 0.01, 0.025, 0.0467, 0.0975 and 0.24 from the least on.
+    """
+    batch = batch_of()
+    mask = batch["loss_mask"]
+    now = batch["old_logprobs"].copy()
+    now[mask] += np.concatenate(MOVES)
+    batch = batch_of(old_logprobs=now, rollout_logprobs=batch["old_logprobs"])
+    found = far(GRPOConfig(second_moment=bound), batch)
+    assert found[mask].tolist() == expected
+    assert not found[~mask].any()
 
 
 def test_clip_cov_takes_the_gradient_from_marked_tokens() -> None:

@@ -25,6 +25,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "gmpo": ("gmpo",),
     "luspo": ("luspo", "algorithm.clip_low=0.2", "algorithm.clip_high=0.2"),
     "topr": ("topr",),
+    "vespo": ("vespo",),
     "rloo": ("rloo",),
     "product": ("grpo", "algorithm.ratio=sequence"),
     "product, clipped tokens": ("grpo", "algorithm.ratio=sequence", "algorithm.shape=clip_tokens"),

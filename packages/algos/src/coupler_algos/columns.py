@@ -12,6 +12,7 @@ from coupler.metrics import Metric
 from coupler_algos.config import Behaviour, PolicyConfig
 from coupler_algos.covariance import MARKED
 from coupler_algos.ratios import Sequences
+from coupler_algos.second_moment import FAR
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class Tokens:
             only one, or the batch has none, they are those of now.
         rollout: the rollout's, or None where ``config`` does not need them.
         marked: true where :mod:`coupler_algos.covariance` marked a token, or None.
+        far: true where :mod:`coupler_algos.second_moment` drops a token, or None.
     """
 
     sequences: Sequences
@@ -34,6 +36,7 @@ class Tokens:
     rollout: Tensor | None
     advantages: Tensor
     marked: Tensor | None
+    far: Tensor | None
 
     @classmethod
     def of(cls, config: PolicyConfig, out: Columns, batch: Columns) -> Tokens:
@@ -47,7 +50,7 @@ class Tokens:
             return valid(batch[name]) if name in batch else None
 
         logprobs = valid(out["logprobs"])
-        before, marked = given("old_logprobs"), given(MARKED)
+        before, marked, far = (given(name) for name in ("old_logprobs", MARKED, FAR))
         recomputed = logprobs.detach() if before is None else before
         by_rollout = config.behaviour is Behaviour.ROLLOUT
         reads = by_rollout or config.measures_mismatch
@@ -61,6 +64,7 @@ class Tokens:
             rollout=rollout,
             advantages=valid(batch["advantages"]),
             marked=None if marked is None else marked > 0,
+            far=None if far is None else far > 0,
         )
 
     @property

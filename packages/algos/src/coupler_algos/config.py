@@ -70,6 +70,14 @@ class PolicyConfig:
     """The steepness of shape=gate where the advantage is positive."""
     gate_negative: float = 1.05
     """The steepness of shape=gate where the advantage is negative."""
+    kernel_power_positive: float = 2.0
+    """The power of the ratio in shape=gamma_kernel where the advantage is positive."""
+    kernel_rate_positive: float = 3.0
+    """The rate at which shape=gamma_kernel falls where the advantage is positive."""
+    kernel_power_negative: float = 3.0
+    """The power of the ratio in shape=gamma_kernel where the advantage is negative."""
+    kernel_rate_negative: float = 2.0
+    """The rate at which shape=gamma_kernel falls where the advantage is negative."""
     behaviour: Behaviour = Behaviour.RECOMPUTED
     """The log-probs in the denominator of the ratio: recomputed by the trainer before
     the batch's first optimizer step, or reported by the rollout."""
@@ -97,6 +105,11 @@ class PolicyConfig:
     opsm_delta: float = 0.0
     """Drop a sequence with a negative advantage whose mean log-prob fell by more than
     this many nats since it was sampled. 0 drops none.
+    """
+    second_moment: float = 0.0
+    """Drop tokens that moved farthest from the rollout in the direction of their
+    advantage, until the mean squared log-ratio of the others is at most this. 0 drops
+    none.
     """
     covariance_share: float = 0.0
     """Mark this share of tokens, those with the largest covariance of log-prob and
@@ -186,7 +199,8 @@ class PolicyConfig:
         marks = self.covariance_share > 0 and self.behaviour is Behaviour.RECOMPUTED
         in_advantage = self.kl in (KL.IN_REWARD, KL.IN_RETURN) or self.kl_target > 0
         taught = self.teacher_coef > 0 and self.behaviour is Behaviour.RECOMPUTED
-        reads = in_advantage or marks or taught or self.correction_normalize
+        bounds = self.second_moment > 0 or self.correction_normalize
+        reads = in_advantage or marks or taught or bounds
         return frozenset({"old_logprobs"} if reads else ())
 
 

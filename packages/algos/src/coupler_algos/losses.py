@@ -83,6 +83,9 @@ def _corrected(
         metrics["covariance_marked"] = tokens.mean(tokens.marked)
         # Clip-Cov: arXiv 2505.22617, section 4.2.
         loss = loss if config.covariance_kl else torch.where(tokens.marked, loss.detach(), loss)
+    if tokens.far is not None:
+        loss = torch.where(tokens.far, 0.0, loss)
+        metrics["second_moment_masked"] = tokens.mean(tokens.far)
     if config.opsm_delta:
         dropped = corrections.dropped_as_unlikely(config, tokens)
         loss = torch.where(dropped, 0.0, loss)

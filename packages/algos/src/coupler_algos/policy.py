@@ -18,6 +18,7 @@ from coupler_algos.adaptive import AdaptiveKL
 from coupler_algos.config import KL, PolicyConfig
 from coupler_algos.covariance import MARKED, marks
 from coupler_algos.groups import Groups
+from coupler_algos.second_moment import FAR, far
 from coupler_algos.shaping import kl_coefficient, kl_per_token, sampled_tokens, scores
 from coupler_algos.teaching import taught, without_rewards
 from coupler_algos.weighing import MEAN_WEIGHT, mean_weight
@@ -50,6 +51,9 @@ class Policy(Algorithm):
 
         if self.config.covariance_share:
             batch = batch.with_tokens(**{MARKED: marks(self.config, batch)})
+
+        if self.config.second_moment:
+            batch = batch.with_tokens(**{FAR: far(self.config, batch)})
 
         if self.config.correction_normalize:
             mean = np.full(

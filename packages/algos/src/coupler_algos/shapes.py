@@ -62,6 +62,14 @@ def surrogate(config: PolicyConfig, ratio: Tensor, tokens: Tokens) -> Tensor:
             return torch.where(away, 0.0, -advantages * ratio)
         case Shape.TAPER:
             return taper(ratio, advantages, logprobs)
+        case Shape.GAMMA_KERNEL:
+            return gamma_kernel(
+                ratio,
+                advantages,
+                logprobs,
+                (config.kernel_power_positive, config.kernel_rate_positive),
+                (config.kernel_power_negative, config.kernel_rate_negative),
+            )
         case Shape.LIKELIHOOD:
             return -advantages * logprobs
 
@@ -121,6 +129,30 @@ def taper(ratio: Tensor, advantages: Tensor, logprobs: Tensor) -> Tensor:
     """
     weight = torch.where(advantages > 0, 1.0, ratio.detach().clamp(max=1))
     return -advantages * weight * logprobs
+
+
+def gamma_kernel(
+    ratio: Tensor,
+    advantages: Tensor,
+    logprobs: Tensor,
+    positive: tuple[float, float],
+    negative: tuple[float, float],
+) -> Tensor:
+    """Return ``-A * r^k * exp(lambda * (1 - r)) * log p`` [T], where r has no gradient:
+    VESPO (arXiv 2602.10693).
+
+    The weight is 1 at r = 1, has the shape of a Gamma density, and falls to 0 for small
+    and for large r.
+
+    Args:
+        positive: the power k and the rate lambda where A > 0.
+        negative: those elsewhere.
+    """
+    ratio = ratio.detach()
+    up, down = (
+        ratio**power * torch.exp(rate * (1 - ratio)) for power, rate in (positive, negative)
+    )
+    return -advantages * torch.where(advantages > 0, up, down) * logprobs
 
 
 def clipped(ratio: Tensor, low: float, high: float) -> Tensor:

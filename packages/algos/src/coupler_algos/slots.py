@@ -37,6 +37,8 @@ class Shape(StrEnum):
     """DPPO's, by the difference of probabilities: arXiv 2602.04879."""
     TAPER = "taper"
     """TOPR's: arXiv 2503.14286."""
+    GAMMA_KERNEL = "gamma_kernel"
+    """VESPO's: arXiv 2602.10693."""
     LIKELIHOOD = "likelihood"
     """GPG's, without a ratio: arXiv 2504.02546."""
 
@@ -45,12 +47,12 @@ class Shape(StrEnum):
         """Return whether a token's loss has its own log-prob as a factor, so that one
         ratio per sequence does not repeat the loss on each token.
         """
-        return self in (Shape.DETACHED_CLIP, Shape.TAPER, Shape.LIKELIHOOD)
+        return self in (Shape.DETACHED_CLIP, Shape.TAPER, Shape.GAMMA_KERNEL, Shape.LIKELIHOOD)
 
     @property
     def clips(self) -> bool:
         """Return whether ``clip_low`` and ``clip_high`` mean something."""
-        return self not in (Shape.GATE, Shape.TAPER, Shape.LIKELIHOOD)
+        return self not in (Shape.GATE, Shape.TAPER, Shape.GAMMA_KERNEL, Shape.LIKELIHOOD)
 
 
 class Correction(StrEnum):

@@ -68,6 +68,16 @@ POLICY: tuple[Rule, ...] = (
         "algorithm.gate_negative={a.gate_negative} must be above 0; 1 is usual.",
     ),
     (
+        lambda a: min(a.kernel_power_positive, a.kernel_power_negative) < 0,
+        "algorithm.kernel_power_positive={a.kernel_power_positive} and kernel_power_negative="
+        "{a.kernel_power_negative} must not be negative: 2 and 3 are usual.",
+    ),
+    (
+        lambda a: min(a.kernel_rate_positive, a.kernel_rate_negative) < 0,
+        "algorithm.kernel_rate_positive={a.kernel_rate_positive} and kernel_rate_negative="
+        "{a.kernel_rate_negative} must not be negative: 3 and 2 are usual.",
+    ),
+    (
         lambda a: a.shape is Shape.TV_MASK and a.ratio is not Ratio.TOKEN,
         "algorithm.shape=tv_mask compares probabilities of tokens and has no meaning for "
         "algorithm.ratio={a.ratio}: set algorithm.ratio=token.",
@@ -91,6 +101,11 @@ POLICY: tuple[Rule, ...] = (
     (
         lambda a: a.opsm_delta < 0,
         "algorithm.opsm_delta={a.opsm_delta} must not be negative: 0 switches it off.",
+    ),
+    (
+        lambda a: a.second_moment < 0,
+        "algorithm.second_moment={a.second_moment} must not be negative: 0 switches it off, and "
+        "0.04 is usual.",
     ),
     (
         lambda a: not 0 <= a.covariance_share < 1,
