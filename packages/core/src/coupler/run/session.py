@@ -19,6 +19,7 @@ from coupler.rewards.options import opinions_of
 from coupler.run import resume
 from coupler.run.checkpoint import Checkpoint, Checkpoints
 from coupler.run.manifest import RESOLVED, RUN, STATE
+from coupler.run.model_card import model_card
 from coupler.run.plan import Plan
 from coupler.run.provenance import installed
 from coupler.run.run_folder import Journal, find_run
@@ -205,12 +206,17 @@ class Session:
 
         The folder appears when it is whole.
         """
-        folder = export_folder(self.config.run_dir, group.spec.role)
-        await export_whole(group, folder, Path(group.spec.model.path))
+        folder, role = export_folder(self.config.run_dir, group.spec.role), group.spec.role
+        card = model_card(self.composed.config, self.plugins, Path(self.config.run_dir), role)
+        await export_whole(group, folder, Path(group.spec.model.path), card)
 
 
-async def export_whole(group: EngineGroup, folder: Path, source: Path) -> None:
-    """Export beside ``folder`` and rename, so that the folder is whole or absent."""
+async def export_whole(group: EngineGroup, folder: Path, source: Path, card: str) -> None:
+    """Export beside ``folder`` and rename, so that the folder is whole or absent.
+
+    Args:
+        card: the text of its README.md.
+    """
     part = folder.with_name(f"{folder.name}.part")
     with writing(f"the export {folder}"):
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -219,5 +225,6 @@ async def export_whole(group: EngineGroup, folder: Path, source: Path) -> None:
     await group.export(part, source)
 
     with writing(f"the export {folder}"):
+        (part / "README.md").write_text(card, encoding="utf-8")
         remove(folder)
         part.rename(folder)
