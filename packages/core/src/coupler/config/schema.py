@@ -212,7 +212,7 @@ class RecordConfig:
 
 @dataclass
 class SamplesConfig:
-    """What the policy wrote, kept as text."""
+    """Text that the policy wrote, kept for the eye."""
 
     every_steps: int = field(default=10, metadata={"ge": 0})
     """Write the samples of step 1 and of every so many steps to samples/, and print two

@@ -66,7 +66,7 @@ class SampleWriter:
         groups = np.unique(batch["group"])[: self.max_groups]
         rows = np.flatnonzero(np.isin(batch["group"], groups))
         lines = [
-            {"step": step, **self._line(batch.take([row]))}  # one conversation each
+            {"step": step, **self._line(batch.take([int(row)]))}  # one conversation each
             for row in rows
         ]
 
