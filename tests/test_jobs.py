@@ -31,6 +31,7 @@ EVERY_FILE = {
     "coupler.log",
     "run.json",
     "metrics.jsonl",
+    "samples",
     "tensorboard",
     "checkpoints",
     "export",

@@ -164,8 +164,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     replay.add_argument(
         "--stage", choices=("advantages", "logprobs", "values", "train"), default="train"
     )
-    show = commands.add_parser("show", help="print the conversations of a recorded step")
-    show.add_argument("--step", type=int, required=True, help="recorded by record.every_steps")
+    show = commands.add_parser("show", help="print the conversations of a step")
+    show.add_argument("--step", type=int, help="default: the last that was kept")
     show.add_argument("--group", type=int, help="default: every prompt group")
     export = commands.add_parser("export", help="write a checkpoint's model in Hugging Face layout")
     export.add_argument("--out", type=Path, metavar="DIR", help="default: RUN/export_step_N")

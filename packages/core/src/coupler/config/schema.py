@@ -211,6 +211,17 @@ class RecordConfig:
 
 
 @dataclass
+class SamplesConfig:
+    """Text that the policy wrote, kept for the eye."""
+
+    every_steps: int = field(default=10, metadata={"ge": 0})
+    """Write the samples of step 1 and of every so many steps to samples/, and print two
+    of them; 0 writes none."""
+    max_groups: int = field(default=8, metadata={"ge": 1})
+    """Write at most so many prompt groups of a step to samples/."""
+
+
+@dataclass
 class ProfileConfig:
     """Traces of torch.profiler for chosen steps, and snapshots of a GPU's memory."""
 
@@ -349,6 +360,7 @@ class RunConfig:
     eval: EvalConfig = field(default_factory=EvalConfig, metadata=NO_EFFECT)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig, metadata=NO_EFFECT)
     record: RecordConfig = field(default_factory=RecordConfig, metadata=NO_EFFECT)
+    samples: SamplesConfig = field(default_factory=SamplesConfig, metadata=NO_EFFECT)
     profile: ProfileConfig = field(default_factory=ProfileConfig, metadata=NO_EFFECT)
     sync: SyncConfig = field(default_factory=SyncConfig)
     executor: ExecutorName = field(default=ExecutorName.LOCAL, metadata=NO_EFFECT)

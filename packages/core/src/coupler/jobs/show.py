@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,20 +18,44 @@ from coupler.data import Codec
 from coupler.data.model_folder import model_folder
 from coupler.errors import CouplerError
 from coupler.interfaces import Model
-from coupler.run import step_record
+from coupler.run import samples, step_record
 from coupler.run.run_folder import find_run
 from coupler.system.files import disk_errors_named
 
 
-def show(composed: Composed, run_dir: Path, step: int, group: int | None = None) -> Iterator[str]:
+def show(
+    composed: Composed, run_dir: Path, step: int | None = None, group: int | None = None
+) -> Iterator[str]:
     """Yield the lines of each conversation that a step trained on.
 
+    They come from the record of the step, and where it has none, from its samples.
+
     Args:
+        step: the number of the step. None is the last one that was kept.
         group: the number of one prompt group. None shows all of them.
 
     Raises:
-        CouplerError: the step or the group was not recorded, or the record is damaged.
+        CouplerError: the step or the group was not kept, or its files are damaged.
     """
+    recorded = step_record.steps(run_dir / "record")
+    written = samples.steps(run_dir / samples.FOLDER)
+    kept = sorted({*recorded, *written})
+    if step is None:
+        step = kept[-1] if kept else 0
+
+    if step not in kept:
+        raise CouplerError(
+            f"{run_dir} kept nothing of step {step}.\n"
+            f"  it has:  {', '.join(map(str, kept)) or 'none; set samples.every_steps=1'}"
+        )
+    yield from (
+        _recorded(composed, run_dir, step, group)
+        if step in recorded
+        else _sampled(run_dir, step, group)
+    )
+
+
+def _recorded(composed: Composed, run_dir: Path, step: int, group: int | None) -> Iterator[str]:
     config = composed.config.model
     with disk_errors_named(run_dir):
         batch, _ = step_record.read(run_dir / "record", step, find_run(run_dir))
@@ -39,6 +65,37 @@ def show(composed: Composed, run_dir: Path, step: int, group: int | None = None)
     for row in range(len(batch)):
         if group is None or batch["group"][row] == group:
             yield from _conversation(batch.take([row]), codec)
+
+
+def _sampled(run_dir: Path, step: int, group: int | None) -> Iterator[str]:
+    """Yield the lines of samples, of at most 80 columns."""
+    lines = samples.read(run_dir / samples.FOLDER, step)
+    if group is not None and group not in (found := {line["group"] for line in lines}):
+        groups = ", ".join(map(str, sorted(found)))
+        raise CouplerError(f"step {step} has no group {group}.\n  it has:  {groups}")
+
+    for line in lines:
+        if group is None or line["group"] == group:
+            yield from _sample(line)
+
+
+def _sample(line: Mapping[str, Any]) -> Iterator[str]:
+    yield f"--- group {line['group']}, trajectory {line['trajectory']}, ended: {line['finish']}"
+    facts = {"reward": line["reward"], **(line.get("reward_parts") or {})}
+    facts |= {"advantage": line.get("advantage")}
+    known = ", ".join(f"{name} {value:g}" for name, value in facts.items() if value is not None)
+    yield from textwrap.wrap(
+        known,
+        samples.WIDTH,
+        initial_indent="    ",
+        subsequent_indent="    ",
+    )
+
+    for turn in line["turns"]:
+        text = samples.harmless(f"[{turn['origin']}] {turn['text']}", lines=True)
+        for paragraph in text.split("\n"):
+            yield from samples.fold(paragraph)
+    yield ""
 
 
 def _check(batch: Batch, run_dir: Path, step: int, group: int | None) -> None:

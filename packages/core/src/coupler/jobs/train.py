@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from coupler.config.checks import does_evaluate
 from coupler.config.compose import Composed
 from coupler.config.schema import Job, RouterReplay, RunConfig
 from coupler.conversation.packing import GREEDY
-from coupler.data import PromptStream, fingerprint, prompt_stream
+from coupler.data import PromptStream, Row, fingerprint, prompt_stream
 from coupler.interfaces import Algorithm, Model, Output, Request
 from coupler.jobs.build import Builder
 from coupler.jobs.device_sharing import hold_state, hold_trained, share_devices, start
@@ -30,7 +31,7 @@ from coupler.loop.buffer import Buffer
 from coupler.loop.device_memory import Held, Residency
 from coupler.loop.engine_group import EngineGroup
 from coupler.loop.sampler import Sampler, Scorer
-from coupler.loop.trainer import Provider, Trainer
+from coupler.loop.trainer import Provider, Record, Trainer
 from coupler.loop.turns import OLD_LOGPROBS, warmup_steps
 from coupler.metrics import Metrics, merge
 from coupler.plugins.manager import Plugins
@@ -38,6 +39,7 @@ from coupler.rewards.opinions import Rewards
 from coupler.run.plan import VALUES, Plan, make_plan
 from coupler.run.run_folder import Journal
 from coupler.run.run_lock import claimed
+from coupler.run.samples import FOLDER, SampleWriter
 from coupler.run.sampling_check import SamplingCheck
 from coupler.run.saving import Saving, due
 from coupler.run.step_record import Recorder
@@ -111,6 +113,37 @@ def _sampler(
     )
 
 
+def _record(builder: Builder, run_dir: Path, run: str, rows: Sequence[Row], done: int) -> Record:
+    """Return what keeps each step: its batch for replays, and its samples as text."""
+    config, tokenizer = builder.config, builder.codec.tokenizer
+    recorder = Recorder(
+        run_dir / "record",
+        config.record.every_steps,
+        run,
+    )
+    sources = {
+        row.index: str(row.extra["data_source"]) for row in rows if "data_source" in row.extra
+    }
+    samples = SampleWriter(
+        run_dir / FOLDER,
+        config.samples.every_steps,
+        config.samples.max_groups,
+        tokenizer.decode,
+        sources,
+    )
+    samples.forget_after(done)
+
+    def keep(step: int, batch: Batch, trained: Metrics) -> None:
+        recorder.write(
+            step,
+            batch,
+            trained,
+        )
+        samples.write(step, batch)
+
+    return keep
+
+
 async def _train(builder: Builder) -> dict[str, float]:
     config, algorithm, session = builder.config, builder.algorithm, builder.session()
     found = session.previous()
@@ -162,9 +195,7 @@ async def _train(builder: Builder) -> dict[str, float]:
                 buffer=sampler.buffer,
                 providers=providers,
                 residency=residency,
-                record=Recorder(
-                    journal.run_dir / "record", config.record.every_steps, session.run
-                ).write,
+                record=_record(builder, journal.run_dir, session.run, rows, done),
                 judge=SamplingCheck(config.sync.max_sampling_z).judge,
             )
             if found:

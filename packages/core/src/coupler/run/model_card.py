@@ -49,7 +49,14 @@ def model_card(
     title = f"# {run_dir.resolve().name}" + ("" if role == "policy" else f", {role}")
     table = ["| | |", "|---|---|", *lines]
 
-    commands = serving(plugins, "THIS_FOLDER") if role == "policy" else []
+    commands = (
+        serving(
+            plugins,
+            "THIS_FOLDER",
+        )
+        if role == "policy"
+        else []
+    )
     served = ["", "```", *commands, "```"] if commands else []
     ended = ["", "`config.yaml` and `run.json` of the run have the rest."]
     return "\n".join([*front, "", title, "", *table, *served, *ended, ""])
@@ -78,7 +85,10 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
     no lines.
     """
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = path.read_text(
+            encoding="utf-8",
+            errors="replace",
+        )
     except OSError:
         return
 

@@ -207,8 +207,19 @@ class Session:
         The folder appears when it is whole.
         """
         folder, role = export_folder(self.config.run_dir, group.spec.role), group.spec.role
-        card = model_card(self.composed.config, self.plugins, Path(self.config.run_dir), role)
-        await export_whole(group, folder, Path(group.spec.model.path), card)
+        card = model_card(
+            self.composed.config,
+            self.plugins,
+            Path(self.config.run_dir),
+            role,
+        )
+
+        await export_whole(
+            group,
+            folder,
+            Path(group.spec.model.path),
+            card,
+        )
 
 
 async def export_whole(group: EngineGroup, folder: Path, source: Path, card: str) -> None:
