@@ -165,6 +165,7 @@ CHANGES = {
     "no target": ("coupler.testing.toy:{toy}", ""),
     "target without a colon": ("coupler.testing.toy:{toy}", "coupler.testing.toy"),
     "target of another type": ('"coupler.testing.toy:{toy}"', "7"),
+    "serves is a number": ("config=Config", "config=Config, serves=7"),
     "tested is text": ("config=Config", 'config=Config, tested="torch"'),
     "tested is no range": ("config=Config", 'config=Config, tested={{"torch": "newest"}}'),
     "capabilities are a text": (

@@ -351,6 +351,7 @@ def test_a_distribution_that_is_called_as_core_is_not_used(folder: Path) -> None
         (('frozenset({"weights:full"})', '"weights:full"'), "no frozenset of texts"),
         (('frozenset({"weights:full"})', "lambda c: 1 / 0"), "ZeroDivisionError"),
         (("config=Config,", "config=Config, tested={'torch': 'new'},"), "InvalidSpecifier"),
+        (("config=Config,", "config=Config, serves=7,"), "serves"),
     ],
 )
 def test_what_a_backend_must_be(folder: Path, change: tuple[str, str], cause: str) -> None:

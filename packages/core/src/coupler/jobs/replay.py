@@ -159,21 +159,11 @@ def export_run(
 
 
 async def _write(builder: Builder, run_dir: Path, step: int, out: Path) -> None:
-    card = model_card(
-        builder.composed.config,
-        builder.plugins,
-        run_dir,
-        "policy",
-        step,
-    )
     policy = await _role(builder, "policy", run_dir, step, trains=False)
+    config, plugins = builder.composed.config, builder.plugins
 
-    await export_whole(
-        policy,
-        out,
-        Path(builder.model.path),
-        card,
-    )
+    card = model_card(config, plugins, run_dir, policy.spec, step)
+    await export_whole(policy, out, Path(builder.model.path), card)
 
 
 def _find_step(run_dir: Path) -> int:

@@ -28,7 +28,7 @@ CONFIG_BASES: Mapping[Kind, type] = {
     Kind.ROLLOUT: RolloutConfig,
     Kind.ENVIRONMENT: EnvironmentConfig,
 }
-BACKEND = {**TEXTS, "api": int, "capabilities": [str], "tested": {str: str}}
+BACKEND = {**TEXTS, "serves": str, "api": int, "capabilities": [str], "tested": {str: str}}
 SHAPE = {"hooks": [str], "backends": [BACKEND], "presets": [(str, str, str)], "files": [str]}
 
 
@@ -42,6 +42,7 @@ class Declared:
     target: str
     capabilities: tuple[str, ...]
     tested: Mapping[str, str]
+    serves: str
 
     @property
     def unknown(self) -> Iterator[str]:
@@ -205,6 +206,7 @@ def _described(backend: Backend) -> dict[str, Any]:
         "target": _text(backend.target, "target"),
         "capabilities": sorted(map(str.__str__, backend.capabilities_of(backend.config()))),
         "tested": {_text(d, "tested"): _text(v, "tested") for d, v in backend.tested.items()},
+        "serves": _text(backend.serves, "serves"),
     }
 
 

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from coupler.config.schema import RunConfig
+from coupler.interfaces import Head
 from coupler.plugins.backend import Kind
 from coupler.plugins.manager import Plugins
 from coupler.run.provenance import installed
+from coupler.worker.spec import WorkerSpec
 
 MEASURES = {
     "reward/mean": "reward of samples",
@@ -23,13 +25,13 @@ MEASURES = {
 
 
 def model_card(
-    config: RunConfig, plugins: Plugins, run_dir: Path, role: str, step: int | None = None
+    config: RunConfig, plugins: Plugins, run_dir: Path, spec: WorkerSpec, step: int | None = None
 ) -> str:
     """Return the text of the card, with the front matter that model hubs read.
 
     Args:
         run_dir: the folder of the run, whose ``metrics.jsonl`` is read if it is there.
-        role: whose model it is: ``policy`` or ``critic``.
+        spec: the role whose model it is.
         step: the steps that it was trained for. None is all of them.
     """
     algorithm = config.algorithm.name
@@ -46,33 +48,29 @@ def model_card(
     }
     lines = [f"| {name} | {_cell(value)} |" for name, value in rows.items() if value]
     front = ["---", "library_name: transformers", f"tags: [coupler, {algorithm}]", "---"]
-    title = f"# {run_dir.resolve().name}" + ("" if role == "policy" else f", {role}")
+    title = f"# {run_dir.resolve().name}, {spec.role}"
     table = ["| | |", "|---|---|", *lines]
 
-    commands = (
-        serving(
-            plugins,
-            "THIS_FOLDER",
-        )
-        if role == "policy"
-        else []
-    )
-    served = ["", "```", *commands, "```"] if commands else []
+    commands = serving(plugins, "THIS_FOLDER")
+    answers = commands and spec.model.head is Head.LM
+    served = ["", "```", *commands, "```"] if answers else []
     ended = ["", "`config.yaml` and `run.json` of the run have the rest."]
     return "\n".join([*front, "", title, "", *table, *served, *ended, ""])
 
 
 def serving(plugins: Plugins, folder: str | Path) -> list[str]:
     """Return the commands of installed rollouts that serve an exported policy."""
-    declared = plugins.of(Kind.ROLLOUT).values()
-    return [each.serves.replace("{folder}", str(folder)) for each in declared if each.serves]
+    declared = plugins.declared(Kind.ROLLOUT).values()
+    commands = [" ".join(each.serves.split()) for each in declared]
+    return [command.replace("{folder}", str(folder)) for command in commands if command]
 
 
 def _measured(path: Path, step: int | None) -> dict[str, str]:
     """Return first and last value of each of :data:`MEASURES`, up to a step."""
     found: dict[str, list[float]] = {}
     for line in _lines(path):
-        if step is not None and line.get("step", 0) > step:
+        at = line.get("step")
+        if not isinstance(at, int) or (step is not None and at > step):
             continue
         for name, label in MEASURES.items():
             if isinstance(value := line.get(name), int | float):
@@ -95,7 +93,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
     for line in text.splitlines():
         try:
             value = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(value, dict):
             yield value

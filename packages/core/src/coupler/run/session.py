@@ -206,12 +206,12 @@ class Session:
 
         The folder appears when it is whole.
         """
-        folder, role = export_folder(self.config.run_dir, group.spec.role), group.spec.role
+        folder = export_folder(self.config.run_dir, group.spec.role)
         card = model_card(
             self.composed.config,
             self.plugins,
             Path(self.config.run_dir),
-            role,
+            group.spec,
         )
 
         await export_whole(
