@@ -12,7 +12,7 @@ from coupler.errors import CouplerError
 from coupler.metrics import values
 from coupler_algos.config import KL, GRPOConfig
 from coupler_algos.grpo import GRPO
-from coupler_algos.shapes import detached_clip, gate
+from coupler_algos.shapes import detached_clip, gamma_kernel, gate
 from coupler_algos.slots import Baseline, Correction, Ratio, Shape
 
 
@@ -128,6 +128,13 @@ def test_sapo_in_a_step(moved, run):
     ratio = np.exp([0.1, 0.2, 0.6])
     want = [*(-2 * 4 / (1 + np.exp(1 - ratio))), 4 / 1.05 / (1 + np.exp(1.05 * (1 - np.exp(-0.5))))]
     np.testing.assert_allclose(loss[[1, 2, 3, 5]], want, rtol=1e-6)
+
+
+def test_a_kernel_of_any_power_is_a_number_at_the_largest_ratio():
+    """A ratio is at most exp(20), whose fifth power has no float32."""
+    ratios = torch.tensor([20.0, -1.0]).exp()
+    loss = gamma_kernel(ratios, torch.ones(2), -torch.ones(2), (5.0, 3.0), (3.0, 2.0))
+    assert loss.tolist() == pytest.approx([0.0, np.exp(-5 + 3 * (1 - np.exp(-1)))], rel=1e-6)
 
 
 # --- advantages

@@ -142,7 +142,8 @@ def gamma_kernel(
     VESPO (arXiv 2602.10693).
 
     The weight is 1 at r = 1, has the shape of a Gamma density, and falls to 0 for small
-    and for large r.
+    and for large r. It is the exponential of a sum, because a large power of a large r
+    has no float32.
 
     Args:
         positive: the power k and the rate lambda where A > 0.
@@ -150,7 +151,7 @@ def gamma_kernel(
     """
     ratio = ratio.detach()
     up, down = (
-        ratio**power * torch.exp(rate * (1 - ratio)) for power, rate in (positive, negative)
+        torch.exp(power * ratio.log() + rate * (1 - ratio)) for power, rate in (positive, negative)
     )
     return -advantages * torch.where(advantages > 0, up, down) * logprobs
 
