@@ -31,9 +31,15 @@ from coupler.testing.models import write_tokenizer
 from coupler_agents.gateway import Gateway
 
 TICK_S = 0.005
-ASKED = "what is 1 + 2 ? go on"
+WORDS = ("the", "answer", "is", "yes", "no", "maybe", "hello", "world")
 ANSWER = "the answer is 3 . yes no maybe hello world"
 LIMIT_S = 900.0
+
+
+def asked(session: int, turn: int) -> str:
+    """Return a question that no other turn asks, or next to none."""
+    words = Random(f"{session} {turn}").choices(WORDS, k=6)
+    return f"what is {' '.join(words)} ? go on"
 
 
 class Scripted:
@@ -138,11 +144,11 @@ async def recorder(arguments: argparse.Namespace, folder: Path) -> float:
     """Return the CPU time of a turn without HTTP, in milliseconds."""
     made = conversations(arguments.sessions // 4, folder, 0.0)
     before = time.process_time()
-    for conversation in made:
-        history = [{"role": "user", "content": ASKED}]
-        for _ in range(arguments.turns):
+    for number, conversation in enumerate(made):
+        history = [{"role": "user", "content": asked(number, 0)}]
+        for turn in range(arguments.turns):
             reply = await conversation.chat(history)
-            history += [dict(reply.message), {"role": "user", "content": ASKED}]
+            history += [dict(reply.message), {"role": "user", "content": asked(number, turn + 1)}]
     return 1e3 * (time.process_time() - before) / (len(made) * arguments.turns)
 
 
@@ -154,8 +160,8 @@ async def play(arguments: argparse.Namespace, keys: list[str]) -> dict[str, floa
 
     async def episode(number: int, key: str, http: aiohttp.ClientSession) -> None:
         await asyncio.sleep(arguments.spread_s * number / len(keys))
-        history = [{"role": "user", "content": ASKED}]
-        for _ in range(arguments.turns):
+        history = [{"role": "user", "content": asked(number, 0)}]
+        for turn in range(arguments.turns):
             start = time.monotonic()
             async with http.post(
                 f"{arguments.client}/v1/chat/completions",
@@ -165,7 +171,7 @@ async def play(arguments: argparse.Namespace, keys: list[str]) -> dict[str, floa
                 answer = await response.json()
             latencies.append(time.monotonic() - start)
             message = answer["choices"][0]["message"]
-            history += [message, {"role": "user", "content": ASKED}]
+            history += [message, {"role": "user", "content": asked(number, turn + 1)}]
 
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=LIMIT_S)
