@@ -40,12 +40,17 @@ def coefficients(config: GroupConfig, batch: Batch, name: str) -> np.ndarray:
         CouplerError: a row is of a source that ``algorithm.sources`` does not name.
     """
     found = batch["data_source"].tolist()
-    if unknown := sorted(set(found) - config.sources.keys()):
+    unknown = sorted(set(found) - config.sources.keys())
+    if unknown:
         raise CouplerError(
             f"a row has data_source={unknown[0]!r}, which algorithm.sources does not name.\n"
             f"  it names:  {', '.join(sorted(config.sources))}"
         )
-    return np.array([config.sources[source].get(name, 0.0) for source in found])
+
+    return np.array(
+        [config.sources[source].get(name, 0.0) for source in found],
+        np.float64,
+    )
 
 
 def split(config: GroupConfig, batch: Batch, estimate: Callable[[Batch], Batch]) -> Batch:
@@ -61,21 +66,39 @@ def split(config: GroupConfig, batch: Batch, estimate: Callable[[Batch], Batch])
     Raises:
         CouplerError: a row is of an unknown source, or samples cannot be compared.
     """
-    mask, made = batch["loss_mask"], {}
-    of_rows = {name: coefficients(config, batch, name) for name in NAMES}
-    of_rows["ce"] = np.where(batch["reward"] > config.ce_above, of_rows["ce"], 0)
-
+    columns: dict[str, np.ndarray] = {}
     for name in NAMES:
         if config.has_component(name):
-            made[column_of(name)] = np.where(mask, batch.spread(of_rows[name]), 0)
+            columns[column_of(name)] = _per_token(
+                config,
+                batch,
+                name,
+            )
+
     if config.has_component("teacher"):
         alone = replace(config, teacher_coef=1.0)
-        made[TAUGHT] = taught(alone, without_rewards(batch))["advantages"]
+        advised = taught(alone, without_rewards(batch))
+        columns[TAUGHT] = advised["advantages"]
 
-    advantages = np.zeros(batch.num_tokens, np.float32)
-    rows = np.flatnonzero(of_rows["rl"])
-    if len(rows):
-        mine = batch.spread(of_rows["rl"] != 0)
-        advantages[mine] = estimate(batch.take(rows))["advantages"]
-    columns = {name: column.astype(np.float32) for name, column in made.items()}
-    return batch.with_tokens(advantages=advantages, **columns)
+    rewarded = coefficients(config, batch, "rl") > 0
+    columns["advantages"] = np.zeros(batch.num_tokens, np.float32)
+    if rewarded.any():
+        part = estimate(batch.take(np.flatnonzero(rewarded)))
+        mine = batch.spread(rewarded)
+        columns["advantages"][mine] = part["advantages"]
+    return batch.with_tokens(**columns)
+
+
+def _per_token(config: GroupConfig, batch: Batch, name: str) -> np.ndarray:
+    """Return [T] float32 the coefficients of a part; 0 outside ``loss_mask``."""
+    of_row = coefficients(config, batch, name)
+    if name == "ce":
+        good = batch["reward"] > config.ce_above
+        of_row = np.where(good, of_row, 0)
+
+    per_token = np.where(
+        batch["loss_mask"],
+        batch.spread(of_row),
+        0,
+    )
+    return per_token.astype(np.float32)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +23,12 @@ def mixed_loss(config: GroupConfig, out: Columns, batch: Columns) -> tuple[Tenso
     divided the weights, and its own ``loss_weight`` is 1.
     """
 
-    parts = {"rl": policy_loss, "ce": _ce, "ref": _ref, "teacher": _teacher}
+    parts = {
+        "rl": policy_loss,
+        "ce": _ce,
+        "ref": _ref,
+        "teacher": _teacher,
+    }
     total = torch.zeros_like(out["logprobs"])
     metrics: Metrics = {}
 
@@ -33,8 +36,15 @@ def mixed_loss(config: GroupConfig, out: Columns, batch: Columns) -> tuple[Tenso
         if not config.has_component(name):
             continue
         weight = batch[column_of(name)]
-        mine: Mapping[str, Any] = {**batch, "loss_mask": batch["loss_mask"] & (weight > 0)}
-        loss, found = part(config, out, mine)
+        mine = {
+            **batch,
+            "loss_mask": batch["loss_mask"] & (weight > 0),
+        }
+        loss, found = part(
+            config,
+            out,
+            mine,
+        )
         total = total + weight * loss
         metrics |= found
     return total, metrics
@@ -50,12 +60,21 @@ def _ref(config: GroupConfig, out: Columns, batch: Columns) -> tuple[Tensor, Met
     The metric is k3, as that of ``algorithm.kl`` is.
     """
     mask = batch["loss_mask"]
-    logprobs, reference = (
-        torch.where(mask, column, 0.0) for column in (out["logprobs"], batch["ref_logprobs"])
-    )
+    logprobs = torch.where(mask, out["logprobs"], 0.0)
+    reference = torch.where(mask, batch["ref_logprobs"], 0.0)
 
-    loss = kl.estimate(config.kl_estimator, logprobs, reference, torch)
-    measured = kl.estimate(KLEstimator.K3, logprobs.detach(), reference, torch)
+    loss = kl.estimate(
+        config.kl_estimator,
+        logprobs,
+        reference,
+        torch,
+    )
+    measured = kl.estimate(
+        KLEstimator.K3,
+        logprobs.detach(),
+        reference,
+        torch,
+    )
     return loss, {"kl_ref": mean(measured, mask)}
 
 
@@ -71,6 +90,14 @@ def _teacher(config: GroupConfig, out: Columns, batch: Columns) -> tuple[Tensor,
         proximal_coef=0.0,
         entropy_coef=0.0,
     )
-    advised = {**batch, "advantages": batch[TAUGHT]}
-    loss, metrics = policy_loss(alone, {"logprobs": out["logprobs"]}, advised)
+
+    advised = {
+        **batch,
+        "advantages": batch[TAUGHT],
+    }
+    loss, metrics = policy_loss(
+        alone,
+        {"logprobs": out["logprobs"]},
+        advised,
+    )
     return loss, {"kl_teacher": metrics["kl_teacher"]}

@@ -90,8 +90,6 @@ class GroupPolicy(Policy):
     ``kl=in_return``. With ``sources`` the loss has parts, by the kind of row.
     """
 
-    config: GroupConfig
-
     def __init__(self, config: GroupConfig) -> None:
         super().__init__(config)
         self.components = components.columns_of(config)
@@ -100,7 +98,11 @@ class GroupPolicy(Policy):
         """Add the ``advantages`` of rewards, with ``sources`` those of each part."""
         if not self.components:
             return super().judged(batch)
-        return components.split(self.config, batch, self.estimate)
+        return components.split(
+            self.config,
+            batch,
+            self.estimate,
+        )
 
     def loss(self, out: Columns, batch: Columns) -> tuple[Any, Metrics]:
         """Return :func:`coupler_algos.mixing.mixed_loss` where the loss has parts."""
@@ -160,6 +162,13 @@ class GroupPolicy(Policy):
         """
         if not self.config.dynamic_sampling:
             return True
-        if self.components and not components.coefficients(self.config, group, "rl").any():
-            return True
+
+        if self.components:
+            rewarded = components.coefficients(
+                self.config,
+                group,
+                "rl",
+            )
+            if not rewarded.any():
+                return True
         return bool(np.ptp(group["reward"]) > 0)

@@ -139,8 +139,14 @@ def with_source(group: Batch, samples: Sequence[Sample], needs: frozenset[str]) 
     """
     if SOURCE not in needs:
         return group
-    named = str(samples[0].prompt.row.extra.get(SOURCE, ""))
-    return group.with_seqs(**{SOURCE: np.full(len(group), named)})
+    row = samples[0].prompt.row
+    named = str(row.extra.get(SOURCE, ""))
+    return group.with_seqs(
+        data_source=np.full(
+            len(group),
+            named,
+        ),
+    )
 
 
 def describe(samples: Sequence[Sample], group: Batch, kept: bool) -> Metrics:

@@ -56,11 +56,17 @@ def prepare(batch: Batch, algorithm: Algorithm) -> Batch:
     }
     how = (algorithm.aggregation, algorithm.constant)
     for name in algorithm.components:
-        clean[name] *= loss_weight(batch.with_tokens(loss_mask=clean[name] != 0), *how)
+        own = batch.with_tokens(loss_mask=clean[name] != 0)
+        clean[name] *= loss_weight(own, *how)
 
     weight = mask.astype(np.float32) if algorithm.components else loss_weight(batch, *how)
     weight *= batch.spread(batch["weight"]) if batch.has("weight") else 1
-    return replace(batch, tokens={**batch.tokens, **clean, "loss_weight": weight})
+    columns = {
+        **batch.tokens,
+        **clean,
+        "loss_weight": weight,
+    }
+    return replace(batch, tokens=columns)
 
 
 def step_info(batch: Batch, index: int) -> StepInfo:
