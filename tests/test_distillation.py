@@ -108,3 +108,47 @@ def test_the_policy_learns_from_what_it_says_to_another_prompt(
         sampled = tuple(one["tokens"][one["loss_mask"]].tolist())
         expected = reference.logprobs_of(shown, sampled, 1.0)
         assert one["teacher_logprobs"][one["loss_mask"]] == pytest.approx(expected, abs=1e-4)
+
+
+def test_rows_learn_by_their_kind(tmp_path: Path, models: tuple[Path, Path]) -> None:
+    """Half of the rows learn from rewards and half from the teacher, over two optimizer
+    steps, and micro-batches of any size give the same numbers.
+    """
+    policy, teacher = models
+    write_inputs(tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    kinds = [{**row, "data_source": ("math", "chat")[i % 2]} for i, row in enumerate(rows)]
+    source = tmp_path / "kinds.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in kinds))
+    more = (
+        "algorithm.sources={math: {rl: 1}, chat: {teacher: 1, ref: 0.1}}", "algorithm.kl=none",
+        f"teacher.model.path={teacher}", f"data.source={source}", "data.shuffle=false",
+        "steps=2", "record.every_steps=1", "prompts_per_step=4", "optimizer_steps_per_batch=2",
+    )  # fmt: skip
+
+    found: list[list[dict[str, float]]] = []
+    for name, tokens in (("small", 72), ("large", 1024)):
+        given = arguments("train", policy, tmp_path, tmp_path / name)
+        assert main([*given, *more, f"engine.max_tokens_per_gpu={tokens}"]) == 0
+        found.append(metrics(tmp_path / name))
+    for small, large in zip(*(log[1:] for log in found), strict=True):
+        for key in ("loss", "train/grad_norm", "kl_teacher", "kl_ref", "policy_loss"):
+            assert small[key] == pytest.approx(large[key], rel=1e-3, abs=1e-5), key
+
+    batch = Batch.load(next((tmp_path / "small" / "record").rglob("*.npz")))
+    chat = batch.spread(batch["row"] % 2 == 1)
+    assert (batch["data_source"] == np.where(batch["row"] % 2, "chat", "math")).all()
+    assert not batch["component_rl"][chat].any()
+    assert not batch["component_teacher"][~chat].any()
+    assert np.abs(batch["advantages_of_teacher"][chat]).max() > 0.1
+    assert main(["replay", str(tmp_path / "small"), "--step", "1", "--stage", "advantages"]) == 0
+
+
+def test_a_kind_of_row_without_a_loss_ends_the_run(
+    tmp_path: Path, models: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_inputs(tmp_path)
+    given = arguments("train", models[0], tmp_path, tmp_path / "run")
+    more = ("algorithm.sources={math: {rl: 1}}", "algorithm.kl=none", "steps=1")
+    assert main([*given, *more]) == 2
+    assert "a row has data_source='', which algorithm.sources does" in capsys.readouterr().err

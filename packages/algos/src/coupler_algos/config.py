@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from coupler.interfaces import Aggregation
 from coupler_algos.slots import Baseline, Correction, Ratio, Shape
@@ -210,11 +211,34 @@ class GroupConfig(PolicyConfig):
 
     dynamic_sampling: bool = False
     """Sample another group in place of one whose rewards are all equal."""
+    sources: dict[str, Any] = field(default_factory=dict)
+    """The weights of rl, ce, ref and teacher in the loss of rows of each data_source,
+    such as {math: {rl: 1}, chat: {teacher: 1}}. Each of the four is normalised over its
+    own tokens. Without a source all rows have one loss."""
+    ce_above: float = 0.0
+    """The part ce of the loss learns samples with a reward above this."""
+
+    def has_component(self, name: str) -> bool:
+        """Return whether a source has this part of the loss."""
+        return any(parts.get(name) for parts in self.sources.values())
 
     @property
     def compares(self) -> bool:
         """Return whether a sample needs another one of its prompt."""
-        return self.reward_coef > 0
+        return self.reward_coef > 0 and (not self.sources or self.has_component("rl"))
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Return the columns of every policy, and those of the parts of the loss."""
+        columns = {"ref": "ref_logprobs", "teacher": "teacher_logprobs"}
+        read = {column for name, column in columns.items() if self.has_component(name)}
+        return super().needs | read | ({"data_source"} if self.sources else set())
+
+    @property
+    def always(self) -> frozenset[str]:
+        """Return those of every policy, and what a teacher is compared with."""
+        compared = self.has_component("teacher") and self.behaviour is Behaviour.RECOMPUTED
+        return super().always | ({"old_logprobs"} if compared else set())
 
 
 @dataclass

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from coupler.plugins import Backend, Kind, hookimpl
-from coupler_algos import preference_checks, validate
+from coupler_algos import preference_checks, source_checks, validate
 from coupler_algos.config import GRPOConfig, PolicyConfig, PPOConfig, RLOOConfig, SFTConfig
 from coupler_algos.preference_config import (
     DPOConfig,
@@ -105,7 +105,11 @@ def coupler_config_paths() -> Iterable[str]:
 
 @hookimpl
 def coupler_validate(config: RunConfig) -> Iterable[str]:
-    return [*validate.problems(config), *preference_checks.problems(config)]
+    return [
+        *validate.problems(config),
+        *source_checks.problems(config),
+        *preference_checks.problems(config),
+    ]
 
 
 def _capabilities(config: PolicyConfig) -> frozenset[str]:

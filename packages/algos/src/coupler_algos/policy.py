@@ -13,9 +13,9 @@ import numpy as np
 from coupler.batch import Batch
 from coupler.interfaces import Algorithm, Columns, Controller, Output
 from coupler.metrics import Metrics
-from coupler_algos import gae
+from coupler_algos import components, gae
 from coupler_algos.adaptive import AdaptiveKL
-from coupler_algos.config import KL, PolicyConfig
+from coupler_algos.config import KL, GroupConfig, PolicyConfig
 from coupler_algos.covariance import MARKED, marks
 from coupler_algos.groups import Groups
 from coupler_algos.second_moment import FAR, far
@@ -39,13 +39,17 @@ class Policy(Algorithm):
     def estimate(self, batch: Batch) -> Batch:
         """Add ``advantages`` [T] float32; 0 outside ``loss_mask``."""
 
+    def judged(self, batch: Batch) -> Batch:
+        """Add the ``advantages`` of rewards, or zeros where these do not count."""
+        return self.estimate(batch) if self.config.reward_coef else without_rewards(batch)
+
     def advantages(self, batch: Batch) -> Batch:
         """Add ``advantages``, and what the loss has to know of the whole batch.
 
         Raises:
             CouplerError: the samples of a prompt cannot be compared.
         """
-        batch = self.estimate(batch) if self.config.reward_coef else without_rewards(batch)
+        batch = self.judged(batch)
         if self.config.teacher_coef:
             batch = taught(self.config, batch)
 
@@ -83,8 +87,34 @@ class GroupPolicy(Policy):
     """Base class of GRPO and RLOO.
 
     A trajectory has one advantage, the same for all its tokens but for
-    ``kl=in_return``.
+    ``kl=in_return``. With ``sources`` the loss has parts, by the kind of row.
     """
+
+    def __init__(self, config: GroupConfig) -> None:
+        super().__init__(config)
+        self.components = components.columns_of(config)
+
+    def judged(self, batch: Batch) -> Batch:
+        """Add the ``advantages`` of rewards, with ``sources`` those of each part."""
+        if not self.components:
+            return super().judged(batch)
+        return components.split(
+            self.config,
+            batch,
+            self.estimate,
+        )
+
+    def loss(self, out: Columns, batch: Columns) -> tuple[Any, Metrics]:
+        """Return :func:`coupler_algos.mixing.mixed_loss` where the loss has parts."""
+        if not self.components:
+            return super().loss(out, batch)
+        from coupler_algos import mixing
+
+        return mixing.mixed_loss(
+            self.config,
+            out,
+            batch,
+        )
 
     @abstractmethod
     def compare(self, scores: np.ndarray, groups: Groups, lengths: np.ndarray) -> np.ndarray:
@@ -127,6 +157,18 @@ class GroupPolicy(Policy):
     def keep(self, group: Batch) -> bool:
         """Reject a group whose rewards are all equal, if ``dynamic_sampling`` is set.
 
-        The rewards are those before shaping: DAPO (arXiv 2503.14476) eq. 11.
+        The rewards are those before shaping: DAPO (arXiv 2503.14476) eq. 11. A group
+        whose loss has no part of rewards is kept.
         """
-        return not self.config.dynamic_sampling or bool(np.ptp(group["reward"]) > 0)
+        if not self.config.dynamic_sampling:
+            return True
+
+        if self.components:
+            rewarded = components.coefficients(
+                self.config,
+                group,
+                "rl",
+            )
+            if not rewarded.any():
+                return True
+        return bool(np.ptp(group["reward"]) > 0)

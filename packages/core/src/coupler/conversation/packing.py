@@ -25,6 +25,7 @@ from coupler.metrics import Metric, Metrics, merge
 ORIGINS = tuple(Origin)
 PARTS = "reward_parts"  # opens the names of their columns and metrics
 GREEDY = "greedy_reward"  # the column [B] of the reward of the prompt's greedy episode
+SOURCE = "data_source"  # the column [B] of the kind of row, as text
 ENDED = {str(ended): code for code, ended in enumerate(Ended)}
 
 
@@ -129,6 +130,23 @@ def _greedy(samples: Sequence[Sample], num_rows: int) -> dict[str, np.ndarray]:
     """Return the column of the greedy episode's reward, if there was one."""
     reward = samples[0].greedy_reward
     return {} if reward is None else {GREEDY: np.full(num_rows, reward, np.float32)}
+
+
+def with_source(group: Batch, samples: Sequence[Sample], needs: frozenset[str]) -> Batch:
+    """Add ``data_source`` of the prompt's row, if an algorithm needs it.
+
+    It is empty where the row has none.
+    """
+    if SOURCE not in needs:
+        return group
+    row = samples[0].prompt.row
+    named = str(row.extra.get(SOURCE, ""))
+    return group.with_seqs(
+        data_source=np.full(
+            len(group),
+            named,
+        ),
+    )
 
 
 def describe(samples: Sequence[Sample], group: Batch, kept: bool) -> Metrics:

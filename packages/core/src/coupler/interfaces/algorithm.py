@@ -36,9 +36,10 @@ class Algorithm(ABC):
     Attributes:
         needs: columns that core adds before :meth:`advantages`: ``ref_logprobs``,
             ``old_logprobs``, ``values``, ``teacher_logprobs``, ``greedy_reward`` [B] of
-            a greedy episode of the prompt. With one optimizer step per batch the loss
-            gets no ``old_logprobs``, because they equal the current ones. It then uses
-            its own log-probs without gradient, and core spares the forward pass.
+            a greedy episode of the prompt, ``data_source`` [B] text of the row. With
+            one optimizer step per batch the loss gets no ``old_logprobs``, because they
+            equal the current ones. It then uses its own log-probs without gradient, and
+            core spares the forward pass.
         always: columns of ``needs`` that :meth:`advantages` or the controller reads.
             Core computes ``old_logprobs`` for them with one optimizer step per batch
             too.
@@ -48,6 +49,9 @@ class Algorithm(ABC):
             which all of them have to fit in. False spares them that.
         aggregation: how token losses add up.
         constant: divisor per sequence under ``Aggregation.CONSTANT``.
+        components: token columns with the coefficients of the parts of a loss, which
+            :meth:`advantages` adds. Core divides each as ``aggregation`` says, over its
+            tokens that are not 0, and ``loss_weight`` is 1.
         critic: where ``values`` is needed, the loss that the critic trains with:
             ``package.module:Class`` of an Algorithm that wants ``Output("values")``. It
             gets the same config, and reads what :meth:`advantages` added.
@@ -59,6 +63,7 @@ class Algorithm(ABC):
     whole_units: bool = True
     aggregation: Aggregation = Aggregation.TOKEN_MEAN
     constant: int = 1
+    components: tuple[str, ...] = ()
     critic: str = ""
 
     def __init__(self, config: Any) -> None:

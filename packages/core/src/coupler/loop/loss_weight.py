@@ -43,6 +43,7 @@ def prepare(batch: Batch, algorithm: Algorithm) -> Batch:
     a gradient. Without ``algorithm.whole_units`` each row is a unit.
 
     A column ``weight`` [B] multiplies the weights of a row, and not their denominator.
+    Columns of ``algorithm.components`` are normalised each over its own tokens.
     """
     mask = batch["loss_mask"]
     if batch.has("unit") and not algorithm.whole_units:
@@ -53,7 +54,12 @@ def prepare(batch: Batch, algorithm: Algorithm) -> Batch:
         for name, column in batch.tokens.items()
         if column.dtype.kind == "f" and column.ndim == 1
     }
-    weight = loss_weight(batch, algorithm.aggregation, algorithm.constant)
+    how = (algorithm.aggregation, algorithm.constant)
+    for name in algorithm.components:
+        own = batch.with_tokens(loss_mask=clean[name] != 0)
+        clean[name] *= loss_weight(own, *how)
+
+    weight = mask.astype(np.float32) if algorithm.components else loss_weight(batch, *how)
     weight *= batch.spread(batch["weight"]) if batch.has("weight") else 1
     return replace(batch, tokens={**batch.tokens, **clean, "loss_weight": weight})
 

@@ -84,6 +84,7 @@ VOCABULARY = frozenset(
         "needs:old_logprobs",
         "needs:values",
         "needs:greedy_reward",
+        "needs:data_source",
         "needs:teacher_logprobs",
         # An engine runs models with Head.VALUE or Head.SCORE and computes
         # Output("values").
