@@ -67,7 +67,7 @@ def gradient(
         loss, metrics = policy.loss({"logprobs": now}, columns)
         (loss * columns["loss_weight"]).sum().backward()
         assert now.grad is not None
-        total += float((loss * columns["loss_weight"]).sum())
+        total += float((loss * columns["loss_weight"]).detach().sum())
         at = np.concatenate([np.arange(*batch.starts[row : row + 2]) for row in some])
         grad[at], found = now.grad.numpy(), values(metrics)
     return total, grad, found
