@@ -24,8 +24,7 @@ ifdef PACKAGE
 test: test-$(PACKAGE)
 else
 test: lint docs suite-outside suite-runs suite-rollout-sglang suite-rollout-vllm suite-workspace faults-rollout-vllm kit-engine-megatron \
-  suite-core \
-  kit-rollout-vllm suite-engine-megatron $(addprefix test-,$(PACKAGES))
+  suite-core kit-rollout-vllm suite-engine-megatron $(addprefix test-,$(PACKAGES))
 endif
 
 setup: .venv/.synced

@@ -143,12 +143,14 @@ async def serve(arguments: argparse.Namespace, folder: Path) -> dict[str, float]
 async def recorder(arguments: argparse.Namespace, folder: Path) -> float:
     """Return the CPU time of a turn without HTTP, in milliseconds."""
     made = conversations(arguments.sessions // 4, folder, 0.0)
+    questions = [[asked(i, turn) for turn in range(arguments.turns)] for i in range(len(made))]
     before = time.process_time()
-    for number, conversation in enumerate(made):
-        history = [{"role": "user", "content": asked(number, 0)}]
-        for turn in range(arguments.turns):
+    for conversation, its in zip(made, questions, strict=True):
+        history: list[dict[str, object]] = []
+        for question in its:
+            history.append({"role": "user", "content": question})
             reply = await conversation.chat(history)
-            history += [dict(reply.message), {"role": "user", "content": asked(number, turn + 1)}]
+            history.append(dict(reply.message))
     return 1e3 * (time.process_time() - before) / (len(made) * arguments.turns)
 
 
@@ -160,8 +162,9 @@ async def play(arguments: argparse.Namespace, keys: list[str]) -> dict[str, floa
 
     async def episode(number: int, key: str, http: aiohttp.ClientSession) -> None:
         await asyncio.sleep(arguments.spread_s * number / len(keys))
-        history = [{"role": "user", "content": asked(number, 0)}]
+        history: list[dict[str, str]] = []
         for turn in range(arguments.turns):
+            history.append({"role": "user", "content": asked(number, turn)})
             start = time.monotonic()
             async with http.post(
                 f"{arguments.client}/v1/chat/completions",
@@ -170,8 +173,7 @@ async def play(arguments: argparse.Namespace, keys: list[str]) -> dict[str, floa
             ) as response:
                 answer = await response.json()
             latencies.append(time.monotonic() - start)
-            message = answer["choices"][0]["message"]
-            history += [message, {"role": "user", "content": asked(number, turn + 1)}]
+            history.append(answer["choices"][0]["message"])
 
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=LIMIT_S)

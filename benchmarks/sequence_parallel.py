@@ -51,13 +51,8 @@ def cases(gpus: int, settings: dict[str, Any]) -> dict[str, Case]:
             "ranks": gpus,
             "settings": {**settings, "sequence_parallel": gpus},
         },
-        "several_sequences": {
-            "engine": "fsdp",
-            "ranks": gpus,
-            "settings": {**settings, "sequence_parallel": gpus},
-            "sequences": gpus,
-        },
     }
+    found["several_sequences"] = {**found["sequence_parallel"], "sequences": gpus}
     if find_spec("coupler_engine_megatron"):
         found["context_parallel"] = {
             "engine": "megatron",

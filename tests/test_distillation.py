@@ -18,6 +18,15 @@ from coupler.testing.models import write_qwen2
 from coupler.testing.reference import TransformersReference
 
 
+def by_turns(folder: Path, column: str, *values: str) -> Path:
+    """Write the rows once more, with a column whose values take turns."""
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    more = [{**row, column: values[i % len(values)]} for i, row in enumerate(rows)]
+    path = folder / f"{column}.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in more))
+    return path
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A policy and a teacher with other weights."""
@@ -33,10 +42,11 @@ def distil(models: tuple[Path, Path], run_dir: Path, *overrides: str) -> list[di
 
 
 def test_the_policy_comes_nearer_to_the_teacher(tmp_path: Path, models: tuple[Path, Path]) -> None:
-    log = distil(models, tmp_path / "run", "steps=12", "prompts_per_step=6", "engine.lr=3e-3")
+    log = distil(models, tmp_path / "run", "steps=24", "prompts_per_step=6", "engine.lr=3e-3")
     distance = [step["kl_teacher"] for step in log[1:]]
-    assert distance[0] > 1
-    assert sum(distance[-3:]) / 3 < 0.6 * distance[0]
+    first, last = np.mean(distance[:3]), np.mean(distance[-6:])
+    assert first > 1
+    assert last < 0.8 * first  # 0.5 to 0.7 with three seeds
 
 
 def test_a_teacher_that_is_the_policy_teaches_nothing(
@@ -72,10 +82,7 @@ def test_each_row_learns_from_its_teacher(tmp_path: Path, models: tuple[Path, Pa
     """
     policy, teacher = models
     write_inputs(tmp_path)
-    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    named = [{**row, "teacher": ("same", "other")[i % 2]} for i, row in enumerate(rows)]
-    source = tmp_path / "named.jsonl"
-    source.write_text("".join(json.dumps(row) + "\n" for row in named))
+    source = by_turns(tmp_path, "teacher", "same", "other")
 
     given = arguments("train", policy, tmp_path, tmp_path / "run")
     both = f"teacher.models={{same: {policy}, other: {teacher}}}"
@@ -116,10 +123,7 @@ def test_rows_learn_by_their_kind(tmp_path: Path, models: tuple[Path, Path]) -> 
     """
     policy, teacher = models
     write_inputs(tmp_path)
-    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    kinds = [{**row, "data_source": ("math", "chat")[i % 2]} for i, row in enumerate(rows)]
-    source = tmp_path / "kinds.jsonl"
-    source.write_text("".join(json.dumps(row) + "\n" for row in kinds))
+    source = by_turns(tmp_path, "data_source", "math", "chat")
     more = (
         "algorithm.sources={math: {rl: 1}, chat: {teacher: 1, ref: 0.1}}", "algorithm.kl=none",
         f"teacher.model.path={teacher}", f"data.source={source}", "data.shuffle=false",

@@ -10,6 +10,7 @@ from job_run import write_inputs
 
 from coupler.cli import main
 from coupler.run import samples
+from coupler.system.terminal import columns, fold
 from coupler.testing.models import write_tokenizer, write_toy
 
 
@@ -85,6 +86,6 @@ def test_hostile_text_cannot_move_the_cursor_or_the_margin() -> None:
     line = {"step": 1, "reward": 0.5, "finish": "stop", "prompt": "x" * 300 + "end"}
     text = samples.brief({**line, "completion": "\x1b[2J\r" + "漢" * 90})
     assert "\x1b" not in text
-    assert all(samples.columns(each) <= 80 for each in text.split("\n"))
+    assert all(columns(each) <= 80 for each in text.split("\n"))
     assert text.split("\n")[1].endswith("end")
-    assert "".join(samples.fold("漢" * 90)) == "漢" * 90
+    assert "".join(fold("漢" * 90)) == "漢" * 90

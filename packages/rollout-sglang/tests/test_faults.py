@@ -37,11 +37,6 @@ from coupler.worker.spec import WorkerSpec
 WITHIN_S = 30.0
 
 
-def weights(reference: TransformersReference) -> Iterator[Named]:
-    for name, tensor in reference.tensors.items():
-        yield name, torch.from_numpy(tensor)
-
-
 def children(pid: int) -> list[int]:
     listed = (path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children"))
     return [int(pid) for pids in listed for pid in pids.split()]
@@ -68,25 +63,6 @@ def kill(pid: int) -> float:
     return time.monotonic()
 
 
-@pytest.fixture
-def fresh(one: Served, reference: TransformersReference) -> Served:
-    """The replica, started again after it was killed."""
-
-    async def revive() -> None:
-        if not one.rollout.gate.is_set():
-            await one.rollout.resume()
-        await one.rollout.setup(Rank(seed=1))
-
-    try:
-        one.run(lambda: one.rollout.pause(InFlight.DRAIN))
-        one.run(one.rollout.resume)
-    except ReplicaDied:
-        one.rollout.paused = None
-        one.run(revive, deadline_s=400.0)
-    one.push(weights(reference))
-    return one
-
-
 def died_within(served: Served, story: Callable[[], Any]) -> None:
     """``story`` kills a process and returns when, and what must fail then."""
 
@@ -100,36 +76,36 @@ def died_within(served: Served, story: Callable[[], Any]) -> None:
 
 
 @pytest.mark.parametrize("name", ["manager", "detokenizer"])
-def test_killed_while_idle(fresh: Served, name: str) -> None:
+def test_killed_while_idle(served: Served, name: str) -> None:
     async def noticed() -> None:
         while True:
-            await fresh.rollout.pause(InFlight.DRAIN)
+            await served.rollout.pause(InFlight.DRAIN)
             await asyncio.sleep(0.1)
 
     async def story() -> Any:
-        return kill(process(fresh.rollout, name)), noticed()
+        return kill(process(served.rollout, name)), noticed()
 
-    died_within(fresh, story)
+    died_within(served, story)
 
 
-def test_killed_while_it_samples(fresh: Served) -> None:
+def test_killed_while_it_samples(served: Served) -> None:
     """One request has some tokens by then, and the prompt of the other has just
     entered.
     """
 
     async def story() -> Any:
-        first = asyncio.ensure_future(fresh.rollout.generate(Request((5, 6), 240)))
+        first = asyncio.ensure_future(served.rollout.generate(Request((5, 6), 240)))
         await asyncio.sleep(0.1)
-        late = asyncio.ensure_future(fresh.rollout.generate(Request((5, *range(200)), 40)))
-        while len(fresh.rollout.running) < 2:
+        late = asyncio.ensure_future(served.rollout.generate(Request((5, *range(200)), 40)))
+        while len(served.rollout.running) < 2:
             await asyncio.sleep(0)
-        start = kill(process(fresh.rollout, "scheduler"))
+        start = kill(process(served.rollout, "scheduler"))
         with pytest.raises(ReplicaDied):
             await asyncio.wait_for(first, WITHIN_S)
         return start, late
 
-    died_within(fresh, story)
-    assert not fresh.rollout.running
+    died_within(served, story)
+    assert not served.rollout.running
 
 
 def group_of_one(reference: TransformersReference) -> tuple[RolloutGroup, StreamShardingManager]:

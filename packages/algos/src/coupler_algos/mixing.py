@@ -22,7 +22,6 @@ def mixed_loss(config: GroupConfig, out: Columns, batch: Columns) -> tuple[Tenso
     A part is computed, and measured, over the tokens with a weight above 0. Core has
     divided the weights, and its own ``loss_weight`` is 1.
     """
-
     parts = {
         "rl": policy_loss,
         "ce": _ce,

@@ -78,7 +78,7 @@ class Packing:
     longest: tuple[int, int]
     """Most queries and most keys of a piece."""
     are_long: bool
-    """Whether the pieces are so few and long that each may have a call of its own"""
+    """True where pieces are so few and long that each may have a call of its own."""
     peers: Peers = ALONE
     """The ranks that each hold a part of the row"""
     _masks: dict[tuple[int | None, torch.dtype], list[Tensor | None]] = field(default_factory=dict)

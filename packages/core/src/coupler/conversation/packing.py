@@ -6,8 +6,9 @@ their trajectory, and its reward.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
 
@@ -139,14 +140,22 @@ def with_source(group: Batch, samples: Sequence[Sample], needs: frozenset[str]) 
     """
     if SOURCE not in needs:
         return group
-    row = samples[0].prompt.row
-    named = str(row.extra.get(SOURCE, ""))
-    return group.with_seqs(
-        data_source=np.full(
-            len(group),
-            named,
-        ),
-    )
+    source = samples[0].prompt.row.data_source
+    return group.with_seqs(**{SOURCE: np.full(len(group), source)})
+
+
+def ended_of(one: Batch) -> str:
+    """Return how the episode of a batch with one row ended."""
+    return list(ENDED)[int(one["ended"][0])]
+
+
+def stretches(one: Batch) -> Iterator[tuple[Origin, slice]]:
+    """Yield each stretch of tokens of one origin, in a batch with one row."""
+    at = 0
+    for code, same in groupby(one["origin"].tolist()):
+        tokens = slice(at, at + len(list(same)))
+        yield ORIGINS[code], tokens
+        at = tokens.stop
 
 
 def describe(samples: Sequence[Sample], group: Batch, kept: bool) -> Metrics:

@@ -160,7 +160,7 @@ class Conversation:
         counts = {
             "rows": sum(not turn.children for turn in turns),
             "turns": len(turns),
-            "tokens": max((len(turn.ids) for turn in turns), default=0),
+            "tokens": max((turn.size for turn in turns), default=0),
             "completion_tokens": sum(len(turn.completion.tokens) for turn in turns),
             "calls": self.num_calls,
             "forks": len(self.forks),

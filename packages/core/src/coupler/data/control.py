@@ -47,6 +47,7 @@ class PlainText:
             for id, token in added.items()
             if token.special or not WORDS.fullmatch(token.content)
         }
+
         special = zip(
             self.tokenizer.all_special_ids, self.tokenizer.all_special_tokens, strict=True
         )
@@ -225,6 +226,7 @@ class _FastCopy(_Copy):
             for content, name in renamed.items():
                 if content in vocabulary:
                     vocabulary[name] = vocabulary.pop(content)
+
         if model.get("unk_token") in renamed:
             model["unk_token"] = renamed[model["unk_token"]]
         if model.get("merges"):
@@ -250,6 +252,7 @@ class _SlowCopy(_Copy):
             token = copy.deepcopy(token)
             token.content = self.names.get(id, token.content)
             made._added_tokens_decoder[id] = token
+
         made._added_tokens_encoder = {t.content: i for i, t in made._added_tokens_decoder.items()}
         made.tokens_trie = type(tokenizer.tokens_trie)(list(made._added_tokens_encoder))
         for name, value in tokenizer.special_tokens_map.items():

@@ -52,6 +52,11 @@ class Row:
         return f"row {self.index} (from 0) of {source}"
 
     @property
+    def data_source(self) -> str:
+        """Return the column ``data_source`` as text, empty where the row has none."""
+        return str(self.extra.get("data_source", ""))
+
+    @property
     def is_conversation(self) -> bool:
         """Tell whether the row is a whole conversation, whose answers are in it."""
         said = not isinstance(self.prompt, str) and any(

@@ -44,7 +44,7 @@ class Evaluator:
         )
         metrics = {f"eval/{name}": metric for name, metric in _describe(groups, n).items()}
 
-        sources = [str(prompt.row.extra.get("data_source", "")) for prompt in self.prompts]
+        sources = [prompt.row.data_source for prompt in self.prompts]
         for source in sorted(set(sources)) if len(set(sources)) > 1 else ():
             mine = [group for group, its in zip(groups, sources, strict=True) if its == source]
             for name, metric in _describe(mine, n).items():

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping
-from itertools import groupby
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 from coupler.batch import Batch
 from coupler.batch.trajectory import Origin
 from coupler.config.compose import Composed
-from coupler.conversation.packing import ENDED, ORIGINS
+from coupler.conversation.packing import ended_of, stretches
 from coupler.data import Codec
 from coupler.data.model_folder import model_folder
 from coupler.errors import CouplerError
@@ -21,10 +20,14 @@ from coupler.interfaces import Model
 from coupler.run import samples, step_record
 from coupler.run.run_folder import find_run
 from coupler.system.files import disk_errors_named
+from coupler.system.terminal import WIDTH, fold, harmless
 
 
 def show(
-    composed: Composed, run_dir: Path, step: int | None = None, group: int | None = None
+    composed: Composed,
+    run_dir: Path,
+    step: int | None = None,
+    group: int | None = None,
 ) -> Iterator[str]:
     """Yield the lines of each conversation that a step trained on.
 
@@ -70,9 +73,7 @@ def _recorded(composed: Composed, run_dir: Path, step: int, group: int | None) -
 def _sampled(run_dir: Path, step: int, group: int | None) -> Iterator[str]:
     """Yield the lines of samples, of at most 80 columns."""
     lines = samples.read(run_dir / samples.FOLDER, step)
-    if group is not None and group not in (found := {line["group"] for line in lines}):
-        groups = ", ".join(map(str, sorted(found)))
-        raise CouplerError(f"step {step} has no group {group}.\n  it has:  {groups}")
+    _check_group(step, group, [line["group"] for line in lines])
 
     for line in lines:
         if group is None or line["group"] == group:
@@ -86,15 +87,15 @@ def _sample(line: Mapping[str, Any]) -> Iterator[str]:
     known = ", ".join(f"{name} {value:g}" for name, value in facts.items() if value is not None)
     yield from textwrap.wrap(
         known,
-        samples.WIDTH,
+        WIDTH,
         initial_indent="    ",
         subsequent_indent="    ",
     )
 
     for turn in line["turns"]:
-        text = samples.harmless(f"[{turn['origin']}] {turn['text']}", lines=True)
+        text = harmless(f"[{turn['origin']}] {turn['text']}", lines=True)
         for paragraph in text.split("\n"):
-            yield from samples.fold(paragraph)
+            yield from fold(paragraph)
     yield ""
 
 
@@ -103,24 +104,24 @@ def _check(batch: Batch, run_dir: Path, step: int, group: int | None) -> None:
         raise CouplerError(
             f"the record of step {step} in {run_dir} is damaged: it has no {', '.join(missing)}."
         )
-    if group is not None and group not in batch["group"]:
-        groups = ", ".join(map(str, np.unique(batch["group"])))
+    _check_group(step, group, batch["group"].tolist())
+
+
+def _check_group(step: int, group: int | None, found: Sequence[int]) -> None:
+    if group is not None and group not in found:
+        groups = ", ".join(map(str, sorted({*found})))
         raise CouplerError(f"step {step} has no group {group}.\n  it has:  {groups}")
 
 
 def _conversation(one: Batch, codec: Codec) -> Iterator[str]:
-    ended = {code: name for name, code in ENDED.items()}[int(one["ended"][0])]
     yield (
         f"--- group {one['group'][0]}, trajectory {one['trajectory'][0]}, reward "
-        f"{one['reward'][0]:g}, ended: {ended}"
+        f"{one['reward'][0]:g}, ended: {ended_of(one)}"
     )
 
-    at = 0
-    for code, same in groupby(one["origin"].tolist()):
-        tokens = slice(at, at + len(list(same)))
-        at = tokens.stop
+    for origin, tokens in stretches(one):
         text = codec.tokenizer.decode(one["tokens"][tokens].tolist())
-        yield f"[{ORIGINS[code]}{_facts(one, tokens, ORIGINS[code])}] {text}"
+        yield f"[{origin}{_facts(one, tokens, origin)}] {text}"
     yield ""
 
 

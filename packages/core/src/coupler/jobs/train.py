@@ -121,9 +121,7 @@ def _record(builder: Builder, run_dir: Path, run: str, rows: Sequence[Row], done
         config.record.every_steps,
         run,
     )
-    sources = {
-        row.index: str(row.extra["data_source"]) for row in rows if "data_source" in row.extra
-    }
+    sources = {row.index: row.data_source for row in rows if "data_source" in row.extra}
     samples = SampleWriter(
         run_dir / FOLDER,
         config.samples.every_steps,
@@ -134,11 +132,7 @@ def _record(builder: Builder, run_dir: Path, run: str, rows: Sequence[Row], done
     samples.forget_after(done)
 
     def keep(step: int, batch: Batch, trained: Metrics) -> None:
-        recorder.write(
-            step,
-            batch,
-            trained,
-        )
+        recorder.write(step, batch, trained)
         samples.write(step, batch)
 
     return keep

@@ -66,7 +66,7 @@ class Validation:
             ),
         }
 
-        sources = [str(example.row.extra.get("data_source", "")) for example in self.examples]
+        sources = [example.row.data_source for example in self.examples]
         for source in sorted(set(sources)) if len(set(sources)) > 1 else ():
             ours = np.array([own == source for own in sources])
             total, count = float(per_row[ours].sum()), float(tokens[ours].sum())

@@ -83,10 +83,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
     no lines.
     """
     try:
-        text = path.read_text(
-            encoding="utf-8",
-            errors="replace",
-        )
+        text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +12,17 @@ import numpy as np
 
 from coupler.batch import Batch
 from coupler.batch.trajectory import Origin
-from coupler.conversation.packing import ENDED, ORIGINS, PARTS
+from coupler.conversation.packing import PARTS, ended_of, stretches
 from coupler.errors import CouplerError
+from coupler.run.format import number_of
+from coupler.run.saving import due
 from coupler.system.files import DamagedFile, read_text, reading, remove, write_whole, writing
 from coupler.system.log import PLAIN, get_logger
+from coupler.system.terminal import WIDTH, cut, harmless
 
 log = get_logger(__name__)
 
-FOLDER, WIDTH, SHOWN = "samples", 80, 2
+FOLDER, SHOWN = "samples", 2
 # The keys that every line has.
 KEYS = frozenset({"group", "trajectory", "reward", "finish", "turns"})
 
@@ -60,7 +61,7 @@ class SampleWriter:
         Raises:
             CouplerError: the disk refuses the file.
         """
-        if not self.every_steps or (step != 1 and step % self.every_steps):
+        if not self.every_steps or not (step == 1 or due(self.every_steps, step)):
             return
 
         groups = np.unique(batch["group"])[: self.max_groups]
@@ -75,14 +76,8 @@ class SampleWriter:
 
         path = path_of(self.folder, step)
         with writing(f"the samples {path}"):
-            self.folder.mkdir(
-                parents=True,
-                exist_ok=True,
-            )
-            write_whole(
-                path,
-                "".join(json.dumps(line) + "\n" for line in lines),
-            )
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_whole(path, "".join(json.dumps(line) + "\n" for line in lines))
         for line in lines[:SHOWN]:
             log.info(brief(line), extra=PLAIN)
 
@@ -90,12 +85,8 @@ class SampleWriter:
         """Return what is written of a batch with one conversation."""
         turns = list(self._turns(one))
         sampled = (i for i, turn in enumerate(turns) if turn["origin"] == Origin.SAMPLED)
-        first = next(
-            sampled,
-            len(turns),
-        )
+        first = next(sampled, len(turns))
         mask, row = one["loss_mask"], int(one["row"][0])
-        ended = {code: name for name, code in ENDED.items()}[int(one["ended"][0])]
         versions = one["version"][mask]
 
         return {
@@ -112,7 +103,7 @@ class SampleWriter:
                 if name.startswith(f"{PARTS}/")
             },
             "advantage": _mean(one["advantages"][mask]) if one.has("advantages") else None,
-            "finish": ended,
+            "finish": ended_of(one),
             "tokens": int(mask.sum()),
             "version": [int(versions.min()), int(versions.max())] if len(versions) else None,
             "turns": turns,
@@ -120,15 +111,9 @@ class SampleWriter:
 
     def _turns(self, one: Batch) -> Iterator[dict[str, str]]:
         """Yield the text of each stretch of tokens that have one origin."""
-        at = 0
-        for code, same in groupby(one["origin"].tolist()):
-            end = at + len(list(same))
-
-            text = self.decode(
-                one["tokens"][at:end].tolist(),
-            )
-            yield {"origin": str(ORIGINS[code]), "text": text}
-            at = end
+        for origin, tokens in stretches(one):
+            text = self.decode(one["tokens"][tokens].tolist())
+            yield {"origin": str(origin), "text": text}
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -138,8 +123,8 @@ def path_of(folder: Path, step: int) -> Path:
 
 def steps(folder: Path) -> list[int]:
     """Return the steps whose samples are in ``folder``, in order."""
-    names = [path.stem.removeprefix("step_") for path in folder.glob("step_*.jsonl")]
-    return sorted(int(name) for name in names if name.isdecimal())
+    folders = (path.with_suffix("") for path in folder.glob("step_*.jsonl"))
+    return sorted(number for path in folders if (number := number_of(path)))
 
 
 def read(folder: Path, step: int) -> list[dict[str, Any]]:
@@ -166,56 +151,9 @@ def brief(line: Mapping[str, Any]) -> str:
     head = f"--- sample of step {line['step']}, reward {line['reward']:g}, ended: {line['finish']}"
 
     # The end of a prompt is the question, what precedes it is often the same.
-    prompt = cut(
-        harmless(line["prompt"])[::-1],
-        WIDTH - 10,
-    )[::-1]
-    completion = cut(
-        harmless(line["completion"]),
-        WIDTH - 10,
-    )
+    prompt = cut(harmless(line["prompt"])[::-1], WIDTH - 10)[::-1]
+    completion = cut(harmless(line["completion"]), WIDTH - 10)
     return f"{cut(head)}\n  prompt  {prompt}\n  wrote   {completion}"
-
-
-def harmless(text: str, *, lines: bool = False) -> str:
-    """Replace what would move a terminal's cursor or colour it.
-
-    Args:
-        lines: keep line feeds, which otherwise show as a space.
-    """
-    kept = text if lines else " ".join(text.split())
-    return "".join(c if c.isprintable() or (lines and c == "\n") else "\ufffd" for c in kept)
-
-
-def cut(text: str, width: int = WIDTH) -> str:
-    """Cut ``text`` to ``width`` columns of a terminal, and end it with an ellipsis."""
-    if columns(text) <= width:
-        return text
-
-    used, kept = 0, ""
-    for letter in text:
-        used += columns(letter)
-        if used > width - 1:
-            break
-        kept += letter
-    return f"{kept}\u2026"
-
-
-def fold(text: str, width: int = WIDTH) -> Iterator[str]:
-    """Yield ``text`` in lines of at most ``width`` columns. No letter is lost."""
-    line, used = "", 0
-    for letter in text:
-        size = columns(letter)
-        if used + size > width:
-            yield line
-            line, used = "", 0
-        line, used = line + letter, used + size
-    yield line
-
-
-def columns(text: str) -> int:
-    """Return the columns that ``text`` takes in a terminal. Wide letters take two."""
-    return sum(1 + (unicodedata.east_asian_width(letter) in "WF") for letter in text)
 
 
 def _mean(values: np.ndarray) -> float | None:

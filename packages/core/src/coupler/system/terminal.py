@@ -1,0 +1,50 @@
+"""Fit text that a model wrote to a terminal."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterator
+
+WIDTH = 80
+"""Columns that a line may have."""
+
+
+def harmless(text: str, *, lines: bool = False) -> str:
+    """Replace what would move a terminal's cursor or colour it.
+
+    Args:
+        lines: keep line feeds, which otherwise show as a space.
+    """
+    kept = text if lines else " ".join(text.split())
+    return "".join(c if c.isprintable() or (lines and c == "\n") else "\ufffd" for c in kept)
+
+
+def cut(text: str, width: int = WIDTH) -> str:
+    """Cut ``text`` to ``width`` columns of a terminal, and end it with an ellipsis."""
+    if columns(text) <= width:
+        return text
+
+    used, kept = 0, ""
+    for letter in text:
+        used += columns(letter)
+        if used > width - 1:
+            break
+        kept += letter
+    return f"{kept}\u2026"
+
+
+def fold(text: str, width: int = WIDTH) -> Iterator[str]:
+    """Yield ``text`` in lines of at most ``width`` columns. No letter is lost."""
+    line, used = "", 0
+    for letter in text:
+        size = columns(letter)
+        if used + size > width:
+            yield line
+            line, used = "", 0
+        line, used = line + letter, used + size
+    yield line
+
+
+def columns(text: str) -> int:
+    """Return the columns that ``text`` takes in a terminal. Wide letters take two."""
+    return sum(1 + (unicodedata.east_asian_width(letter) in "WF") for letter in text)
