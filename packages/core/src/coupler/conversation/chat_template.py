@@ -197,14 +197,35 @@ class ChatTemplate:
         made, end, base = [], cut, (cut, done)
         for mark, run in groupby(text.marks[cut:]):
             end += len(list(run))
-            until, base = (
-                (len(ids), base) if end == len(text) else self._until(text, end, ids, base)
-            )
+            if end == len(text):
+                until = len(ids)
+            elif mark == TEXT and (control := self._next_id(text, end, ids, done)):
+                until, base = control, (end, control)
+            else:
+                until, base = self._until(text, end, ids, base)
             if until > done:
                 origin = Origin.GLUE if mark == TEMPLATE else Origin.OBSERVATION
                 made.append(Segment(ids[done:until], origin))
                 done = until
         return tuple(made)
+
+    def _next_id(self, text: Traced, end: int, ids: tuple[int, ...], done: int) -> int:
+        """Return the place in ``ids`` of the control token that the template wrote at
+        ``end``, 0 where it wrote none there.
+
+        Between it and ``done`` lies text of a message, which holds none. It saves
+        encoding the text once more.
+        """
+        found = self.control_text.match(text, end)
+        if not found or TEXT in text.marks[end : found.end()]:
+            return 0
+
+        unknown = self._plain.tokenizer.unk_token_id
+        controls = (
+            at for at in range(done, len(ids)) if ids[at] in self.control and ids[at] != unknown
+        )
+        at = next(controls, 0)
+        return at if at and self.control[ids[at]] == found.group() else 0
 
     def _until(
         self, text: Traced, end: int, ids: tuple[int, ...], base: tuple[int, int]

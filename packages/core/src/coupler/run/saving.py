@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
@@ -46,8 +47,12 @@ class Saving:
     also: Callable[[int], bool] = lambda _: False
 
     async def after(self, step: int, metrics: Metrics) -> None:
-        """Raise what made the last save fail, at the first step after it."""
+        """Log, save if due, and free what the step left in cycles.
+
+        It raises what made the last save fail, at the first step after it.
+        """
         values = await self.log(step, metrics)
+        gc.collect()
         if self.checkpoints.ended:
             await self.checkpoints.settle()
         last = step == self.config.steps
