@@ -1,9 +1,16 @@
-"""A job with ``trackers=[console]`` shows what ``metrics.jsonl`` keeps."""
+"""What a job shows: in a pipe, and in terminals of two widths."""
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import pty
 import re
+import struct
+import subprocess
+import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -14,21 +21,84 @@ from coupler.cli import main
 from coupler.testing.models import write_tokenizer, write_toy
 
 
+def command(folder: Path) -> list[str]:
+    """The arguments of a run of three steps on the toy backends."""
+    write_inputs(folder)
+    write_tokenizer(write_toy(folder / "toy"))
+    return [
+        "train", "engine=toy", "engine.lr=0.1", "rollout=toy", "algorithm=toy", "steps=3",
+        "prompts_per_step=2", "samples_per_prompt=4", "sampling.max_tokens=8",
+        "data.max_prompt_tokens=64", "trackers=[console,jsonl]",
+        f"model.path={folder / 'toy'}", f"data.source={folder / 'rows.jsonl'}",
+        f"reward.target={folder / 'reward.py'}:score", f"run_dir={folder / 'run'}",
+    ]  # fmt: skip
+
+
+def in_terminal(arguments: list[str], columns: int) -> list[str]:
+    """What a terminal is sent, line by line, without what moves the cursor."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    environment = {**os.environ, "TERM": "xterm", "HF_HUB_OFFLINE": "1"}
+    environment.pop("COLUMNS", None)
+    job = subprocess.Popen(
+        [sys.executable, "-m", "coupler", *arguments],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=environment,
+    )
+    os.close(theirs)
+
+    sent = b""
+    try:
+        while part := os.read(ours, 65536):
+            sent += part
+    except OSError:  # Linux says so that the other side was closed
+        assert job.wait(60) == 0, sent.decode()
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", sent.decode())
+    return [line.rstrip() for line in re.split(r"[\r\n]+", plain)]
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_a_terminal_shows_what_fits(columns: int, tmp_path: Path) -> None:
+    lines = in_terminal(command(tmp_path), columns)
+    steps = [line for line in lines if re.match("step +[1-9]  ", line)]
+    assert len(steps) == 3
+    assert all(len(line) <= columns for line in steps)
+    assert all("reward" in line for line in steps)
+    assert ("  lr " in steps[0]) == (columns == 120)
+
+    bars = [line for line in lines if "\u2501" in line]
+    assert all(len(line) <= columns for line in bars)
+    assert any(re.search(r"\d\d +(start|prove|sample|train|sync|save)", bar) for bar in bars), bars
+    assert "3/3 0:00:" in bars[-1]
+
+
+def test_the_last_lines_say_what_to_type_next(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command(tmp_path)) == 0
+    printed = capsys.readouterr().out
+    kept = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+
+    assert printed.index("coupler: loading the policy") < printed.index("step    1")
+    ended = printed[printed.index("reward of samples") :]
+    first, last = (f"{kept[at]['reward/mean']:.4g}" for at in (1, -1))
+    assert f"{first} first, {last} last" in ended
+    assert f"coupler show {tmp_path / 'run'}\n" in ended
+    assert f"export             {tmp_path / 'run' / 'export'}\n" in ended
+    assert "loss" not in ended
+
+    assert main(command(tmp_path)) == 0
+    assert "is complete at step 3" in capsys.readouterr().out
+
+
 def test_the_console_shows_every_step_and_its_values(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Hold each printed figure against the value that the other tracker wrote."""
     monkeypatch.delenv("FORCE_COLOR", raising=False)
-    write_inputs(tmp_path)
-    write_tokenizer(write_toy(tmp_path / "toy"))
-    command = [
-        "train", "engine=toy", "engine.lr=0.1", "rollout=toy", "algorithm=toy", "steps=3",
-        "prompts_per_step=2", "samples_per_prompt=4", "sampling.max_tokens=8",
-        "data.max_prompt_tokens=64", "trackers=[console,jsonl]",
-        f"model.path={tmp_path / 'toy'}", f"data.source={tmp_path / 'rows.jsonl'}",
-        f"reward.target={tmp_path / 'reward.py'}:score", f"run_dir={tmp_path / 'run'}",
-    ]  # fmt: skip
-    assert main(command) == 0
+    assert main(command(tmp_path)) == 0
 
     shown = {
         int(number): line

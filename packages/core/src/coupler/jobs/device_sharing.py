@@ -13,7 +13,10 @@ from coupler.loop.device_memory import Held, Holder, Residency
 from coupler.loop.engine_group import EngineGroup
 from coupler.loop.rollout_group import RolloutGroup
 from coupler.loop.trainer import TRAINED
+from coupler.system.log import get_logger
 from coupler.system.process_memory import resident_bytes
+
+log = get_logger(__name__)
 
 
 class Asked(Protocol):
@@ -46,10 +49,13 @@ async def start(
     before it.
     """
     for group in filter(None, (*engines, opinions.reward_model)):
+        log.info(f"loading the {group.spec.role}")
         await residency.start(group.spec.role, group.setup)
     if opinions.judge:
+        log.info("loading the judge")
         await residency.start(JUDGE, opinions.judge.setup)
     if weights:
+        log.info("loading the rollout")
         await residency.start("rollout", weights.setup)
 
 

@@ -119,6 +119,7 @@ async def _supervise(builder: Builder) -> dict[str, float]:
         if config.checkpoint.export:
             async with hold_state(residency, "policy"):
                 await session.export(policy)
+        session.conclude()
         return steps.last
 
 

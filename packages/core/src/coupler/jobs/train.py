@@ -205,6 +205,7 @@ async def _train(builder: Builder) -> dict[str, float]:
         for role, group in reversed(trained.items()) if config.checkpoint.export else ():
             async with hold_state(residency, role):
                 await session.export(group)
+        session.conclude()
         return steps.last
 
 

@@ -12,6 +12,7 @@ from enum import StrEnum
 
 from coupler.errors import CouplerError
 from coupler.metrics import Metric, Metrics
+from coupler.system.phases import entered
 from coupler.system.process_memory import resident_bytes
 
 GIB = 1 << 30
@@ -25,10 +26,8 @@ class Held(StrEnum):
     GRADS = "grads"
     OPTIMIZER = "optimizer"
     KV_CACHE = "kv_cache"
-    # a rollout's weights
-    WEIGHTS = "weights"
-    # an engine's parameters
-    PARAMS = "params"
+    WEIGHTS = "weights"  # of a rollout
+    PARAMS = "params"  # of an engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +111,7 @@ class Residency:
             CouplerError: the device ran out of memory in this phase. The message lists
                 what each role held.
         """
-        async with self.lock if self.shared else nullcontext():
+        async with self.lock if self.shared else nullcontext(), entered(phase):
             try:
                 if self.shared:
                     await self._exchange(needs)

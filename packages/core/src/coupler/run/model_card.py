@@ -43,7 +43,7 @@ def model_card(
         "reward": f"`{config.reward.target}`" if config.reward.target else "",
         "engine": config.engine.name,
         "rollout": config.rollout.name if config.rollout else "",
-        **_measured(run_dir / "metrics.jsonl", step),
+        **measured(run_dir / "metrics.jsonl", step),
         "versions": _versions(config, plugins),
     }
     lines = [f"| {name} | {_cell(value)} |" for name, value in rows.items() if value]
@@ -65,8 +65,11 @@ def serving(plugins: Plugins, folder: str | Path) -> list[str]:
     return [command.replace("{folder}", str(folder)) for command in commands if command]
 
 
-def _measured(path: Path, step: int | None) -> dict[str, str]:
-    """Return first and last value of each of :data:`MEASURES`, up to a step."""
+def measured(path: Path, step: int | None = None) -> dict[str, str]:
+    """Return first and last value of each of :data:`MEASURES`, up to a step.
+
+    A policy's loss says nothing, so that the loss is left out beside a reward.
+    """
     found: dict[str, list[float]] = {}
     for line in _lines(path):
         at = line.get("step")
@@ -75,6 +78,8 @@ def _measured(path: Path, step: int | None) -> dict[str, str]:
         for name, label in MEASURES.items():
             if isinstance(value := line.get(name), int | float):
                 found.setdefault(label, []).append(value)
+    if MEASURES["reward/mean"] in found:
+        found.pop(MEASURES["loss"], None)
     return {label: f"{each[0]:.4g} first, {each[-1]:.4g} last" for label, each in found.items()}
 
 

@@ -18,6 +18,7 @@ from coupler.rewards import Limits, RewardPool
 from coupler.rewards.options import opinions_of
 from coupler.run import resume
 from coupler.run.checkpoint import Checkpoint, Checkpoints
+from coupler.run.closing import closing
 from coupler.run.manifest import RESOLVED, RUN, STATE
 from coupler.run.model_card import model_card
 from coupler.run.plan import Plan
@@ -27,7 +28,7 @@ from coupler.run.saving import Resumable, export_folder, export_problem
 from coupler.run.user_files import FILES, hash_user_files
 from coupler.system.files import reading, remove, writing
 from coupler.system.imports import file_of
-from coupler.system.log import get_logger
+from coupler.system.log import PLAIN, get_logger
 
 log = get_logger(__name__)
 
@@ -220,6 +221,11 @@ class Session:
             Path(group.spec.model.path),
             card,
         )
+
+    def conclude(self) -> None:
+        """Say what came of the run, and what to type next."""
+        if told := closing(self.composed.config, self.plugins):
+            log.info(told, extra=PLAIN)
 
 
 async def export_whole(group: EngineGroup, folder: Path, source: Path, card: str) -> None:

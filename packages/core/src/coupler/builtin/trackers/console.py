@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,31 +12,35 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    TextColumn,
+    ProgressColumn,
+    Task,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.text import Text
 
 from coupler.interfaces import Tracker
+from coupler.system import phases
 
-COLUMNS = (  # metric, heading, format
+COLUMNS = (  # metric, heading, format; a narrow terminal shows those that fit
     ("reward/mean", "reward", "{:.3f}"),
     ("loss", "loss", "{:.4f}"),
-    ("train_infer/kl", "KL(train,infer)", "{:.1e}"),
-    ("entropy", "entropy", "{:.3f}"),
-    ("train/grad_norm", "grad norm", "{:.3f}"),
-    ("train/lr", "lr", "{:.1e}"),
-    ("time/tokens_per_second", "tokens/s", "{:.0f}"),
     ("eval/reward", "eval", "{:.3f}"),
     ("eval/loss", "eval loss", "{:.4f}"),
+    ("train_infer/kl", "KL(train,infer)", "{:.1e}"),
+    ("entropy", "entropy", "{:.3f}"),
+    ("time/tokens_per_second", "tokens/s", "{:.0f}"),
+    ("train/grad_norm", "grad norm", "{:.3f}"),
+    ("train/lr", "lr", "{:.1e}"),
 )
 # a policy loss says nothing, and a supervised loss is the number to see
 HIDDEN_WITH = {"loss": "reward/mean"}
 
 
 class ConsoleTracker(Tracker):
-    """Prints ``step 12  reward 0.431  KL(train,infer) 2.1e-07  entropy 0.912  grad norm
-    0.413  tokens/s 8123``.
+    """Prints ``step   12  reward 0.431  KL(train,infer) 2.1e-07  entropy 0.912``.
+
+    A terminal shows below it the step, the phase of the step and the time that is left.
     """
 
     def __init__(self, config: Any, run_dir: Path) -> None:
@@ -43,33 +48,45 @@ class ConsoleTracker(Tracker):
         self.console = Console(highlight=False, soft_wrap=True)
 
         self.progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
+            BarColumn(20),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
+            _Phase(),
             console=self.console,
             transient=True,
             disable=not self.console.is_terminal,
         )
-
-        self.task: Any = None
+        self.task = self.progress.add_task("", total=None)
+        self.progress.start()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        if self.task is None:
-            total = values.get("run/steps")
-            self.task = self.progress.add_task(self.run_dir.name, total=total)
-            self.progress.start()
-
-        self.progress.update(self.task, completed=step)
+        self.progress.update(self.task, total=values.get("run/steps"), completed=step)
 
         shown = [
-            f"{heading} [bold]{form.format(values[name])}[/bold]"
+            (heading, form.format(values[name]))
             for name, heading, form in COLUMNS
             if name in values and HIDDEN_WITH.get(name) not in values
         ]
         if shown:
-            self.console.print(f"step {step:>4}  " + "  ".join(shown))
+            self.console.print(self._line(f"step {step:>4}", shown))
+
+    def _line(self, line: str, shown: Sequence[tuple[str, str]]) -> str:
+        """Put behind ``line`` what fits the terminal. All of it fits a pipe."""
+        room = self.console.width - len(line) if self.console.is_terminal else sys.maxsize
+
+        for heading, value in shown:
+            room -= len(f"  {heading} {value}")
+            if room >= 0:
+                line += f"  {heading} [bold]{value}[/bold]"
+        return line
 
     def close(self) -> None:
         self.progress.stop()
+
+
+class _Phase(ProgressColumn):
+    """Shows what the run does now, as the phases of ``memory/PHASE/...`` are called."""
+
+    def render(self, task: Task) -> Text:
+        return Text(phases.now().replace("_", " "), "dim", overflow="ellipsis", no_wrap=True)

@@ -1,0 +1,34 @@
+"""Say at the end of a run what came of it, and what to type next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from coupler.config.schema import RunConfig
+from coupler.plugins.manager import Plugins
+from coupler.run.model_card import measured, serving
+from coupler.run.samples import FOLDER
+from coupler.run.saving import export_folder
+
+
+def closing(config: RunConfig, plugins: Plugins) -> str:
+    """Return the lines of a table in two columns, empty where there is nothing to say.
+
+    Its numbers are those of ``metrics.jsonl``, of all starts of the run.
+    """
+    rows = list(_rows(config, plugins))
+    width = max((len(title) for title, _ in rows), default=0)
+    return "\n".join(f"{title:{width}}  {text}" for title, text in rows)
+
+
+def _rows(config: RunConfig, plugins: Plugins) -> Iterator[tuple[str, str]]:
+    run_dir, export = Path(config.run_dir), export_folder(config.run_dir, "policy")
+    yield from measured(run_dir / "metrics.jsonl").items()
+
+    if (run_dir / FOLDER).is_dir():
+        yield "samples", f"coupler show {run_dir}"
+    if export.is_dir():
+        yield "export", str(export)
+        for command in serving(plugins, export):
+            yield "serve it", command
