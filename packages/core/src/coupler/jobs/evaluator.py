@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import comb
 
 import numpy as np
 
@@ -15,6 +16,8 @@ from coupler.interfaces import Request
 from coupler.loop.sampler import Scorer
 from coupler.metrics import Metric, Metrics, merge
 from coupler.system.seeding import derive
+
+RESAMPLES, SUBSETS = 1000, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,20 +61,60 @@ class Evaluator:
 
 def _describe(groups: Sequence[Sequence[Sample]], n: int) -> Metrics:
     """Return metrics of prompts with ``n`` samples each, some of them invalid."""
-    rewards = [np.array([s.reward for s in group] + [0.0] * (n - len(group))) for group in groups]
+    rewards = np.array([[s.reward for s in g] + [0.0] * (n - len(g)) for g in groups])
     scored = [s for group in groups for s in group]
     count = max(len(scored), 1)
-    metrics = {
-        "reward": Metric(float(sum(r.mean() for r in rewards)), len(rewards)),
+
+    per_prompt = {"reward": rewards.mean(1)}
+    sizes = sorted({*(1 << i for i in range(1, n.bit_length()) if 1 << i < n), n} - {1})
+    per_prompt |= {f"best_of_{k}": best_of(rewards, k) for k in sizes}
+    if sizes and scored and all(s.answer is not None for s in scored):
+        for k in sizes:
+            per_prompt[f"majority_of_{k}"] = np.array([_majority_of(g, n, k) for g in groups])
+
+    metrics = {name: Metric(float(each.sum()), len(each)) for name, each in per_prompt.items()}
+    for name, each in per_prompt.items():
+        low, high = interval(each)
+        metrics |= {f"{name}_low": Metric(low), f"{name}_high": Metric(high)}
+    return metrics | {
         "completion_tokens": Metric(sum(s.num_sampled for s in scored), count),
         "truncated": Metric(sum(s.truncated for s in scored), count),
     }
 
-    if n > 1:
-        metrics[f"best_of_{n}"] = Metric(float(sum(r.max() for r in rewards)), len(rewards))
-        if scored and all(s.answer is not None for s in scored):
-            metrics[f"majority_of_{n}"] = Metric(sum(map(_of_majority, groups)), len(groups))
-    return metrics
+
+def best_of(rewards: np.ndarray, k: int) -> np.ndarray:
+    """Return the expected best reward of ``k`` of a prompt's samples.
+
+    Where rewards are 0 and 1 it is the unbiased estimate of pass@k (equation 1 of arXiv
+    2107.03374).
+
+    Args:
+        rewards: one row per prompt [prompts, n], with n at least ``k``.
+    """
+    n = rewards.shape[1]
+    # The sample of rank i is the best of those k that it forms with k - 1 lower ones.
+    weights = np.array([comb(i, k - 1) for i in range(n)], float) / comb(n, k)
+    return np.sort(rewards, axis=1) @ weights
+
+
+def interval(per_prompt: np.ndarray) -> tuple[float, float]:
+    """Return the bounds of 95 % for the mean over prompts, by the bootstrap of
+    percentiles. The same numbers give the same bounds.
+    """
+    draws = np.random.default_rng(0).integers(len(per_prompt), size=(RESAMPLES, len(per_prompt)))
+    low, high = np.quantile(per_prompt[draws].mean(1), (0.025, 0.975))
+    return float(low), float(high)
+
+
+def _majority_of(group: Sequence[Sample], n: int, k: int) -> float:
+    """Return the expected reward of the most frequent answer of ``k`` of ``n`` samples,
+    over subsets drawn by a fixed seed. Invalid samples do not vote.
+    """
+    if k == n:
+        return _of_majority(group)
+    order = np.random.default_rng(0)
+    subsets = (sorted(order.permutation(n)[:k]) for _ in range(SUBSETS))
+    return float(np.mean([_of_majority([group[i] for i in s if i < len(group)]) for s in subsets]))
 
 
 def _of_majority(group: Sequence[Sample]) -> float:
