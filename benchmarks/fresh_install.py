@@ -42,7 +42,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("build", choices=("cpu", "cuda"), nargs="?", default="cpu", help="of vLLM")
-    build = parser.parse_args().build
+    parser.add_argument("--wheels", type=Path, help="a folder of wheels; default: build them")
+    arguments = parser.parse_args()
+    build = arguments.build
     found = ROOT / ".tools" / "bin" / "uv"
     uv = str(found) if found.exists() else shutil.which("uv")
     if uv is None:
@@ -50,12 +52,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="fresh-install-") as name:
         folder = Path(name)
         environment = {**clean(), **(ON_CPU if build == "cpu" else {})}
-        rows = [
-            (
-                "build the wheels",
-                timed(uv, "build", "--all-packages", "--wheel", "--out-dir", name, "--quiet"),
-            )
-        ]
+        wheels = arguments.wheels.absolute() if arguments.wheels else folder
+        rows = []
+        if not arguments.wheels:
+            built = timed(uv, "build", "--all-packages", "--wheel", "--out-dir", name, "--quiet")
+            rows.append(("build the wheels", built))
         rows.append(
             (
                 "make the environment",
@@ -70,7 +71,7 @@ def main() -> int:
             "--quiet",
             "--python",
             str(python),
-            *requirements(folder, build),
+            *requirements(wheels, build),
         ]
         rows.append(("install", timed(*install)))
         listing = subprocess.check_output(

@@ -9,12 +9,15 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from email import message_from_bytes
-from importlib.metadata import packages_distributions
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+import yaml
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = {
@@ -162,7 +165,56 @@ def test_a_plugin_is_found_and_core_offers_it(
     assert f"[coupler]\n{entry} = {module}" in wheels[name].read(points).decode()
     assert f"{module.replace('.', '/')}.py" in wheels[name].namelist()
     assert f"{offered}; extra == '{entry}'" in requirements(wheels["coupler-core"])
-    assert "coupler-core" in map(canonical, requirements(wheels[name]))
+    (core,) = [Requirement(r) for r in requirements(wheels[name]) if canonical(r) == "coupler-core"]
+    assert core.specifier.contains(version("coupler-core"))
+    assert not core.specifier.contains("99.0"), "the interfaces of a later core may differ"
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_an_index_can_show_the_wheel(name: str, wheels: dict[str, ZipFile]) -> None:
+    (path,) = [n for n in wheels[name].namelist() if n.endswith(".dist-info/METADATA")]
+    said = message_from_bytes(wheels[name].read(path))
+    assert said["License-Expression"] == "Apache-2.0"
+    assert said["Summary"] and len(said.get_payload()) > 300, "its README"
+    assert "Typing :: Typed" in said.get_all("Classifier", [])
+
+
+def test_a_release_is_what_its_tag_says(tmp_path: Path) -> None:
+    """The script of the release workflow, on copies of what it reads."""
+    for path in (*ROOT.glob("packages/*/pyproject.toml"), ROOT / ".github" / "release.py"):
+        copy = tmp_path / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, copy)
+    released = version("coupler-core")
+    (tmp_path / "CHANGELOG.md").write_text(f"# Changelog\n\n## {released} (2026-11-27)\n")
+
+    def release(tag: str) -> subprocess.CompletedProcess[str]:
+        script = str(tmp_path / ".github" / "release.py")
+        command = [sys.executable, script, tag, "https://example.org/us/coupler/"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    wrong = release("v99.0.0")
+    assert wrong.returncode == 2
+    assert f"packages/core/pyproject.toml has version {released}" in wrong.stderr
+    assert "CHANGELOG.md has no section '## 99.0.0'" in wrong.stderr
+    core = tmp_path / "packages" / "core" / "pyproject.toml"
+    assert core.read_bytes() == (ROOT / "packages" / "core" / "pyproject.toml").read_bytes()
+
+    assert release(f"v{released}").returncode == 0
+    for name in FOLDERS.values():
+        project = tomllib.loads((tmp_path / "packages" / name / "pyproject.toml").read_text())
+        assert project["project"]["urls"]["Source"] == "https://example.org/us/coupler"
+
+
+def test_workflows_call_targets_that_exist() -> None:
+    made = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.M)) | {"test"}
+    for path in (ROOT / ".github" / "workflows").glob("*.yml"):
+        jobs = yaml.safe_load(path.read_text())["jobs"]
+        lines = [step.get("run", "") for job in jobs.values() for step in job["steps"]]
+        called = {target for line in lines for target in re.findall(r"\bmake ([a-z-]+)", line)}
+        assert called and called <= made, path
+        for script in (word for line in lines for word in re.findall(r"python (\S+\.py)", line)):
+            assert (ROOT / script).is_file(), (path, script)
 
 
 @pytest.mark.parametrize("name", FOLDERS)

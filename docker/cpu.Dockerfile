@@ -1,0 +1,11 @@
+# Training and rollout=hf on the CPU, from this checkout:  docker build -f docker/cpu.Dockerfile -t coupler:cpu .
+FROM python:3.11-slim
+RUN apt-get update \
+ && apt-get install -y --no-install-recommends bubblewrap \
+ && rm -rf /var/lib/apt/lists/*
+COPY packages /src/packages
+RUN cd /src/packages \
+ && pip install --no-cache-dir "./core[ray,reasoning-gym,tensorboard]" ./engine-fsdp ./algos "./agents[gateway]" \
+ && rm -rf /src
+WORKDIR /work
+ENTRYPOINT ["coupler"]
