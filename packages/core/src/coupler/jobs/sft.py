@@ -26,6 +26,7 @@ from coupler.run.plan import Plan, make_plan
 from coupler.run.run_folder import Journal
 from coupler.run.run_lock import claimed
 from coupler.run.saving import Saving
+from coupler.run.throughput import Throughput
 from coupler.system.garbage import heap_set_aside
 from coupler.system.log import PLAIN, get_logger
 
@@ -67,6 +68,8 @@ async def _supervise(builder: Builder) -> dict[str, float]:
     order = prompt_stream(examples, taught.kept, config.data, config.seed)
     plan = make_plan(config, len(examples), builder.plugins, algorithm.needs, Job.SFT)
     log.info(plan.render(), extra=PLAIN)
+    speed = Throughput.of_run(config, plan, Path(builder.model.path))
+    pack = form_of(config, builder.plugins).pack
 
     import_classes(builder, Job.SFT)
     with held_out.recording(session, data, found, plan) as (journal, pool):
@@ -77,14 +80,7 @@ async def _supervise(builder: Builder) -> dict[str, float]:
         await evaluation.start()
 
         calendar, patience = Calendar(config, len(examples)), Patience(config)
-        steps = _Steps(
-            builder,
-            journal,
-            evaluation,
-            calendar,
-            patience,
-            done,
-        )
+        steps = _Steps(builder, journal, evaluation, calendar, patience, speed, done)
         trained = {"policy": policy}
         async with session.checkpoints(data) as checkpoints:
             trainer = SupervisedTrainer(
@@ -92,7 +88,7 @@ async def _supervise(builder: Builder) -> dict[str, float]:
                 policy=policy,
                 algorithm=algorithm,
                 order=order,
-                pack=form_of(config, builder.plugins).pack,
+                pack=lambda rows: speed.saw(pack(rows)),
                 providers=column_providers(config, policy, reference, None, residency),
                 residency=residency,
                 patience=patience,
@@ -132,6 +128,7 @@ class _Steps:
     evaluation: SupervisedEvaluation
     calendar: Calendar
     patience: Patience
+    speed: Throughput
     # Steps of this run that another process took.
     done: int
     last: dict[str, float] = field(default_factory=dict)
@@ -141,6 +138,7 @@ class _Steps:
         if not config.data.sampler:
             epochs = step * config.prompts_per_step / self.calendar.num_examples
             metrics = metrics | {"epochs": Metric(epochs, how="sum")}
+        metrics = metrics | self.speed.metrics(metrics)
         if self.calendar.evaluates(step):
             metrics = metrics | await self.evaluation.run(step, self.journal)
 

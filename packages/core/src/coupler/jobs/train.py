@@ -23,7 +23,7 @@ from coupler.jobs.build import Builder
 from coupler.jobs.device_sharing import hold_state, hold_trained, share_devices, start
 from coupler.jobs.evaluation import Evaluation, make_evaluation
 from coupler.jobs.greedy import GreedyScorer
-from coupler.jobs.opinions import find_models, make_opinions
+from coupler.jobs.opinions import Opinions, find_models, make_opinions
 from coupler.jobs.preflight import check_spelling, import_classes, place, report_unread
 from coupler.jobs.teacher import find_teachers, make_teachers
 from coupler.jobs.teaching import find_prompts, make_teaching
@@ -35,15 +35,16 @@ from coupler.loop.trainer import Provider, Record, Trainer
 from coupler.loop.turns import OLD_LOGPROBS, warmup_steps
 from coupler.metrics import Metrics, merge
 from coupler.plugins.manager import Plugins
-from coupler.rewards.opinions import Rewards
 from coupler.run.plan import VALUES, Plan, make_plan
 from coupler.run.run_folder import Journal
 from coupler.run.run_lock import claimed
 from coupler.run.samples import FOLDER, SampleWriter
 from coupler.run.sampling_check import SamplingCheck
 from coupler.run.saving import Saving, due
+from coupler.run.session import Session
 from coupler.run.step_record import Recorder
 from coupler.run.teacher_check import TEACHER_LOGPROBS
+from coupler.run.throughput import Throughput
 from coupler.system.garbage import heap_set_aside
 from coupler.system.log import PLAIN, get_logger
 
@@ -62,10 +63,11 @@ def train(composed: Composed, plugins: Plugins) -> dict[str, float]:
         return asyncio.run(_train(Builder(composed, plugins)))
 
 
-def _announce(plan: Plan, config: RunConfig, folder: Path) -> None:
+def _announce(plan: Plan, config: RunConfig, folder: Path) -> Throughput:
     log.info(plan.render(), extra=PLAIN)
     if warning := unreplayed(config, folder):
         log.warning(warning)
+    return Throughput.of_run(config, plan, folder)
 
 
 def _engines(
@@ -113,13 +115,22 @@ def _sampler(
     )
 
 
-def _record(builder: Builder, run_dir: Path, run: str, rows: Sequence[Row], done: int) -> Record:
-    """Return what keeps each step: its batch for replays, and its samples as text."""
+def _record(
+    builder: Builder,
+    session: Session,
+    rows: Sequence[Row],
+    done: int,
+    speed: Throughput,
+) -> Record:
+    """Return what keeps each step: its batch for replays, its samples as text, and the
+    count of its arithmetic.
+    """
+    run_dir = Path(builder.config.run_dir)
     config, tokenizer = builder.config, builder.codec.tokenizer
     recorder = Recorder(
         run_dir / "record",
         config.record.every_steps,
-        run,
+        session.run,
     )
     sources = {row.index: row.data_source for row in rows if "data_source" in row.extra}
     samples = SampleWriter(
@@ -132,7 +143,7 @@ def _record(builder: Builder, run_dir: Path, run: str, rows: Sequence[Row], done
     samples.forget_after(done)
 
     def keep(step: int, batch: Batch, trained: Metrics) -> None:
-        recorder.write(step, batch, trained)
+        recorder.write(step, speed.saw(batch), trained)
         samples.write(step, batch)
 
     return keep
@@ -155,7 +166,7 @@ async def _train(builder: Builder) -> dict[str, float]:
     asked = find_models(builder, (("data", prompts), ("eval.data", held_out)))
 
     plan = make_plan(config, len(prompts), builder.plugins, algorithm.needs)
-    _announce(plan, config, Path(builder.model.path))
+    speed = _announce(plan, config, Path(builder.model.path))
     import_classes(builder, Job.TRAIN)
     with session.running(data, found, plan) as (journal, pool):
         await place(builder, plan.workers)
@@ -178,7 +189,7 @@ async def _train(builder: Builder) -> dict[str, float]:
         providers = column_providers(config, *engines, residency) | {TEACHER_LOGPROBS: teaching}
         trained = {group.spec.role: group for group in (policy, critic) if group}
         async with session.checkpoints(data) as checkpoints, builder.environment_set_up():
-            steps = _Steps(builder, journal, critic, evaluation, opinions.rewards, residency, done)
+            steps = _Steps(builder, journal, critic, evaluation, opinions, residency, speed, done)
             trainer = Trainer(
                 config,
                 policy=policy,
@@ -189,7 +200,7 @@ async def _train(builder: Builder) -> dict[str, float]:
                 buffer=sampler.buffer,
                 providers=providers,
                 residency=residency,
-                record=_record(builder, journal.run_dir, session.run, rows, done),
+                record=_record(builder, session, rows, done, speed),
                 judge=SamplingCheck(config.sync.max_sampling_z).judge,
             )
             if found:
@@ -217,15 +228,16 @@ class _Steps:
     journal: Journal
     critic: EngineGroup | None
     evaluation: Evaluation | None
-    rewards: Rewards
+    opinions: Opinions
     residency: Residency
+    speed: Throughput
     # Steps of this run that another process took.
     done: int
     last: dict[str, float] = field(default_factory=dict)
 
     async def after(self, step: int, metrics: Metrics) -> dict[str, float]:
         config = self.builder.config
-        metrics = merge([metrics, self.rewards.metrics()])
+        metrics = merge([metrics, self.opinions.rewards.metrics()]) | self.speed.metrics(metrics)
         # The memory that a process holds differs from run to run.
         if not config.deterministic:
             metrics |= self.residency.metrics()
