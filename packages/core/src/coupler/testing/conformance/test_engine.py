@@ -475,7 +475,8 @@ def test_a_checkpoint_is_read_on_another_number_of_shards(
     fresh: Callable[..., World], reference: Reference, tmp_path: Path
 ) -> None:
     """The weights are the same to the bit. The optimizer's memory is the same as far as
-    another order of sums can tell.
+    another order of sums can tell: AdamW enlarges what it changes in the smallest
+    gradients, so that the step is compared as a whole.
     """
     first, second = (weighted(make_batch(reference, seed=seed)) for seed in (1, 2))
     two = fresh(reference.folder, 2)
@@ -491,8 +492,8 @@ def test_a_checkpoint_is_read_on_another_number_of_shards(
     before, want, got = want, two.weights(), one.weights()
 
     for name, w in want.items():
-        moved = np.abs(w - before[name]).max()
-        assert np.abs(got[name] - w).max() <= 1e-2 * moved, name
+        moved = np.linalg.norm(w - before[name])
+        assert np.linalg.norm(got[name] - w) <= 1e-2 * moved, name
 
 
 def test_offload_and_onload_change_nothing(
