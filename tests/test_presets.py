@@ -12,6 +12,7 @@ from job_run import arguments, metrics, run, write_inputs
 from coupler.batch import Batch
 from coupler.cli import main
 from coupler.testing.models import write_qwen2
+from coupler.testing.reference import TransformersReference
 
 PARTS = """
 def graded(completion, answer):
@@ -37,6 +38,8 @@ PRESETS: dict[str, tuple[str, ...]] = {
     "luspo": ("algorithm.correction_cap=2", "algorithm.correction_normalize=true"),
     "topr": (),
     "remax": ("samples_per_prompt=1", "algorithm.whiten=true"),
+    "otb": (),
+    "gigpo": ("environment=played",),
 }
 REPORTED = {
     "clip_cov": {"covariance_marked"},
@@ -53,8 +56,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_qwen2(tmp_path_factory.mktemp("models") / "model", tied=True)
 
 
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Install ``environment=played``."""
+    monkeypatch.setenv("COUPLER_PLUGINS", "played_environments")
+
+
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_preset_trains(tmp_path: Path, model: Path, preset: str) -> None:
+def test_a_preset_trains(tmp_path: Path, model: Path, played: None, preset: str) -> None:
     """With two optimizer steps for each batch, of which the second has ratios off 1."""
     options = [*PRESETS[preset]]
     if preset == "gdpo":
@@ -114,3 +123,93 @@ def test_remax_refuses_rewards_of_whole_groups(
     given = arguments("train", model, tmp_path, tmp_path / "run")
     assert main([*given, "algorithm=remax", "algorithm.kl=none", reward]) == 2
     assert "reward.target scores all completions of a prompt together" in capsys.readouterr().err
+
+
+def recorded(run_dir: Path) -> Batch:
+    """Return the batch of step 1, as it was trained on."""
+    return Batch.load(run_dir / "record" / "step_1" / "batch.npz")
+
+
+def test_gigpo_compares_turns_of_a_run_that_were_shown_the_same(
+    tmp_path: Path, model: Path, played: None
+) -> None:
+    """Each episode has up to three turns, and those of one place are shown the same."""
+    batch = recorded(
+        run(
+            "train",
+            model,
+            tmp_path / "run",
+            "algorithm=gigpo",
+            "algorithm.kl=none",
+            "algorithm.scale_by_std=false",
+            "environment=played",
+            "steps=1",
+            "record.every_steps=1",
+        )
+    )
+    mask, turn = batch["loss_mask"], batch["turn"]
+    assert (turn[~mask] == -1).all() and (batch["anchor"][~mask] == -1).all()
+    assert set(turn[mask]) == {0, 1, 2}, "an episode has several turns"
+    shown = {(a, t) for a, t in zip(batch["anchor"][mask], turn[mask], strict=True)}
+    prompts = len(set(batch["row"]))
+    assert sorted(t for _, t in shown) == [0] * prompts + [1, 2]
+
+    last = np.array([row.max() for row in np.split(turn, batch.starts[1:-1])])
+    for group in set(batch["group"]):
+        rows = np.flatnonzero(batch["group"] == group)
+        mean = batch["reward"][rows].mean()
+        for number in range(3):
+            there = [row for row in rows if last[row] >= number]
+            returns = {row: 0.95 ** (last[row] - number) * batch["reward"][row] for row in there}
+            for row in there:
+                own = slice(batch.starts[row], batch.starts[row + 1])
+                found = batch["advantages"][own][turn[own] == number]
+                want = batch["reward"][row] - mean + returns[row] - np.mean([*returns.values()])
+                np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_otb_weighs_by_what_the_engine_computes(tmp_path: Path, model: Path, steps: int) -> None:
+    """The sums are those of the whole distribution, whatever number of steps a batch
+    has.
+    """
+    batch = recorded(
+        run(
+            "train",
+            model,
+            tmp_path / "run",
+            "algorithm=otb",
+            "steps=1",
+            "record.every_steps=1",
+            f"optimizer_steps_per_batch={steps}",
+        )
+    )
+    mask, squares = batch["loss_mask"], batch["sum_pi_squared"]
+    p = np.exp(batch["old_logprobs"][mask].astype(np.float64))
+    assert not squares[~mask].any() and (squares[mask] >= p**2).all() and squares.max() <= 1
+    want = TransformersReference(model).outputs(batch)["sum_pi_squared"]
+    np.testing.assert_allclose(squares, want, rtol=1e-4, atol=1e-7)
+
+    energy = np.zeros(batch.num_tokens)
+    energy[mask] = 1 - 2 * p + want[mask]
+    places = np.split(np.arange(batch.num_tokens), batch.starts[1:-1])
+    rows = [of_row[mask[of_row]] for of_row in places]
+    for at in range(max(map(len, rows))):
+        for group in set(batch["group"]):
+            there = [i for i in np.flatnonzero(batch["group"] == group) if len(rows[i]) > at]
+            weights = [energy[rows[i][: at + 1]].sum() for i in there]
+            rewards = batch["reward"][there].astype(np.float64)
+            baseline = (rewards * weights).sum() / max(sum(weights), 1e-12)
+            found = [batch["advantages"][rows[i][at]] for i in there]
+            np.testing.assert_allclose(found, rewards - baseline, atol=2e-4)
+
+
+def test_otb_refuses_an_engine_without_sums_of_squares(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_inputs(tmp_path)
+    given = arguments("train", model, tmp_path, tmp_path / "run")
+    given = [option for option in given if not option.startswith("engine")]
+    assert main(["plan", *given[1:], "algorithm=otb", "engine=toy"]) == 2
+    said = capsys.readouterr().err
+    assert "reads sum_pi_squared, which engine=toy does not compute" in said

@@ -28,7 +28,8 @@ def reduce_tile(
 ) -> None:
     """Add a tile to the running log-sum-exp and mean [R] (fp64).
 
-    ``doubled`` is the log-sum-exp of twice the logits, or None. The logits of targets within the tile are copied to ``picked``.
+    ``doubled`` is the log-sum-exp of twice the logits, or None. The logits of targets
+    within the tile are copied to ``picked``.
     """
     logits = _scale(logits, bias, temperature)
     index, inside = _locate(targets, logits.shape[1])

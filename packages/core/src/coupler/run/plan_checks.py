@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 FREES_MEMORY = {"engine": "memory:offload", "rollout": "memory:sleep"}
 # Capability of an engine, and of a rollout.
 ROUTES = "output:routed_experts"
+# Column of an algorithm, and output of an engine.
+SQUARES = "sum_pi_squared"
 
 
 def check(plan: Plan, config: RunConfig, plugins: Plugins) -> None:
@@ -137,6 +139,22 @@ def check_routes(config: RunConfig, plugins: Plugins, needs: frozenset[str], job
             "algorithm that needs old_logprobs.\n"
             "  try:  router_replay=disabled: one step trains with the weights that would be "
             "recorded"
+        )
+
+
+def check_squares(config: RunConfig, plugins: Plugins, needs: frozenset[str]) -> None:
+    """Refuse an algorithm that needs sums of squares which the engine does not compute.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    engine, wanted = config.engine, f"output:{SQUARES}"
+    able = plugins.get("engine", engine.name).capabilities_of(engine)
+    if SQUARES in needs and wanted not in able:
+        raise ConfigError(
+            f"algorithm={config.algorithm.name} as it is set reads {SQUARES}, which "
+            f"engine={engine.name} does not compute ({wanted}).\n"
+            "  try:  another engine, or another baseline"
         )
 
 

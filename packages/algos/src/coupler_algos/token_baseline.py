@@ -1,0 +1,49 @@
+"""Subtract the baseline of least variance at each position: OTB (arXiv 2602.07078).
+
+The squared gradient of the log-prob of a token by its logits is
+
+    ``w = 1 - 2 p + sum_v p_v^2``
+
+for the token's probability p, which needs a forward pass alone. ``W_t``, the sum of w
+over the tokens that a sample has up to its t-th, stands for the squared gradient up to
+there, and the baseline of position t is
+
+    ``B_t = sum_i R_i W_it / sum_i W_it``
+
+over the samples i of the prompt that have t tokens. Positions count sampled tokens in
+all turns. Where one sample is left, nothing is compared with it, and ``R - B`` is 0.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from coupler.batch import Batch
+from coupler_algos.groups import Groups
+from coupler_algos.turns import Sampled
+
+
+def subtracted(batch: Batch, rewards: np.ndarray) -> np.ndarray:
+    """Return [T] float64 ``R - B_t`` of each token; 0 outside ``loss_mask``.
+
+    Args:
+        batch: has ``old_logprobs``, ``sum_pi_squared`` and ``turn``.
+        rewards: [N] of trajectories.
+    """
+    tokens = Sampled.of(batch)
+    counts = np.bincount(tokens.trajectory)
+    position = np.concatenate([np.arange(count) for count in (0, *counts)])
+
+    p = np.exp(batch["old_logprobs"][tokens.rows].astype(np.float64))
+    squares = batch["sum_pi_squared"][tokens.rows].astype(np.float64)
+    # rounding takes the square of a token that is certain below 0
+    each = np.split(np.maximum(1 - 2 * p + squares, 0), np.cumsum(counts)[:-1])
+    energy = np.concatenate([np.cumsum(part) for part in each])
+
+    _, group = np.unique(batch["group"], return_inverse=True)
+    names = batch.spread(group)[tokens.rows] * counts.max(initial=1) + position
+    ahead = Groups(names, may_be_alone=True).minus_weighted(rewards[tokens.trajectory], energy)
+
+    whole = np.zeros(batch.num_tokens)
+    whole[tokens.rows] = ahead
+    return whole
