@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from math import isfinite
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from job_run import arguments, metrics, run, write_inputs
 
 from coupler.batch import Batch
 from coupler.cli import main
-from coupler.testing.models import write_qwen2
+from coupler.testing.models import EOS, read_tensors, rewrite, write_qwen2
 from coupler.testing.reference import TransformersReference
 
 PARTS = """
@@ -125,65 +126,21 @@ def test_remax_refuses_rewards_of_whole_groups(
     assert "reward.target scores all completions of a prompt together" in capsys.readouterr().err
 
 
-def recorded(run_dir: Path) -> Batch:
-    """Return the batch of step 1, as it was trained on."""
-    return Batch.load(run_dir / "record" / "step_1" / "batch.npz")
-
-
-def test_gigpo_compares_turns_of_a_run_that_were_shown_the_same(
-    tmp_path: Path, model: Path, played: None
-) -> None:
-    """Each episode has up to three turns, and those of one place are shown the same."""
-    batch = recorded(
-        run(
-            "train",
-            model,
-            tmp_path / "run",
-            "algorithm=gigpo",
-            "algorithm.kl=none",
-            "algorithm.scale_by_std=false",
-            "environment=played",
-            "steps=1",
-            "record.every_steps=1",
-        )
-    )
-    mask, turn = batch["loss_mask"], batch["turn"]
-    assert (turn[~mask] == -1).all() and (batch["anchor"][~mask] == -1).all()
-    assert set(turn[mask]) == {0, 1, 2}, "an episode has several turns"
-    shown = {(a, t) for a, t in zip(batch["anchor"][mask], turn[mask], strict=True)}
-    prompts = len(set(batch["row"]))
-    assert sorted(t for _, t in shown) == [0] * prompts + [1, 2]
-
-    last = np.array([row.max() for row in np.split(turn, batch.starts[1:-1])])
-    for group in set(batch["group"]):
-        rows = np.flatnonzero(batch["group"] == group)
-        mean = batch["reward"][rows].mean()
-        for number in range(3):
-            there = [row for row in rows if last[row] >= number]
-            returns = {row: 0.95 ** (last[row] - number) * batch["reward"][row] for row in there}
-            for row in there:
-                own = slice(batch.starts[row], batch.starts[row + 1])
-                found = batch["advantages"][own][turn[own] == number]
-                want = batch["reward"][row] - mean + returns[row] - np.mean([*returns.values()])
-                np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("steps", [1, 2])
 def test_otb_weighs_by_what_the_engine_computes(tmp_path: Path, model: Path, steps: int) -> None:
     """The sums are those of the whole distribution, whatever number of steps a batch
     has.
     """
-    batch = recorded(
-        run(
-            "train",
-            model,
-            tmp_path / "run",
-            "algorithm=otb",
-            "steps=1",
-            "record.every_steps=1",
-            f"optimizer_steps_per_batch={steps}",
-        )
+    folder = run(
+        "train",
+        model,
+        tmp_path / "run",
+        "algorithm=otb",
+        "steps=1",
+        "record.every_steps=1",
+        f"optimizer_steps_per_batch={steps}",
     )
+    batch = Batch.load(folder / "record" / "step_1" / "batch.npz")
     mask, squares = batch["loss_mask"], batch["sum_pi_squared"]
     p = np.exp(batch["old_logprobs"][mask].astype(np.float64))
     assert not squares[~mask].any() and (squares[mask] >= p**2).all() and squares.max() <= 1
@@ -213,3 +170,77 @@ def test_otb_refuses_an_engine_without_sums_of_squares(
     assert main(["plan", *given[1:], "algorithm=otb", "engine=toy"]) == 2
     said = capsys.readouterr().err
     assert "reads sum_pi_squared, which engine=toy does not compute" in said
+
+
+@pytest.fixture(scope="module")
+def brief(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that often ends its turn: all hidden states lean to one side, as the row
+    of that token does.
+    """
+    folder = write_qwen2(tmp_path_factory.mktemp("models") / "brief", tied=False)
+    tensors = read_tensors(folder)
+    tensors["model.embed_tokens.weight"][:, 0] += 4
+    tensors["lm_head.weight"][EOS, 0] = 1.7
+    return rewrite(folder, folder, tensors)
+
+
+def of_gigpo(model: Path, run_dir: Path, *options: str) -> Batch:
+    """Run a step without deviations, so that numbers are plain, and return its batch."""
+    folder = run(
+        "train",
+        model,
+        run_dir,
+        "algorithm=gigpo",
+        "algorithm.kl=none",
+        "algorithm.scale_by_std=false",
+        "environment=played",
+        "steps=1",
+        "record.every_steps=1",
+        "sampling.max_tokens=24",
+        *options,
+    )
+    return Batch.load(folder / "record" / "step_1" / "batch.npz")
+
+
+def test_gigpo_compares_turns_that_were_shown_the_same(
+    tmp_path: Path, brief: Path, played: None
+) -> None:
+    """An episode has up to three turns. The first is shown the prompt, and the others
+    their number.
+    """
+    batch = of_gigpo(brief, tmp_path / "run")
+    mask, turn, anchor = batch["loss_mask"], batch["turn"], batch["anchor"]
+    assert (turn[~mask] == -1).all() and (anchor[~mask] == -1).all()
+    shown = set(zip(anchor[mask].tolist(), turn[mask].tolist(), strict=True))
+    assert Counter(t for _, t in shown) == {0: len(set(batch["row"])), 1: 1, 2: 1}
+
+    places = np.split(np.arange(batch.num_tokens), batch.starts[1:-1])
+    last = np.array([turn[row].max() for row in places])
+    for group in set(batch["group"]):
+        rows = np.flatnonzero(batch["group"] == group)
+        reward = batch["reward"].astype(np.float64)
+        for number in range(3):
+            there = rows[last[rows] >= number]
+            returns = 0.95 ** (last[there] - number) * reward[there]
+            of_step = returns - returns.mean() if len(there) else returns
+            for row, step in zip(there, of_step, strict=True):
+                own = places[row][turn[places[row]] == number]
+                want = reward[row] - reward[rows].mean() + step
+                np.testing.assert_allclose(batch["advantages"][own], want, atol=1e-5)
+
+
+def test_a_fork_has_the_number_and_the_anchor_of_its_turn(
+    tmp_path: Path, brief: Path, played: None
+) -> None:
+    """An episode whose first turn ends begins another game in the second."""
+    forks = ("environment.how=forks", "environment.turns=1")
+    batch = of_gigpo(brief, tmp_path / "run", *forks)
+    places = np.split(np.arange(batch.num_tokens), batch.starts[1:-1])
+    sampled = [row[batch["loss_mask"][row]] for row in places]
+    for name in ("turn", "anchor"):
+        assert all(len(set(batch[name][row])) == 1 for row in sampled)
+    turns = np.array([batch["turn"][row[0]] for row in sampled])
+    anchors = np.array([batch["anchor"][row[0]] for row in sampled])
+    assert sum(turns == 0) == 8 and set(turns) == {0, 1}
+    assert len(set(anchors[turns == 1])) == 1, "the other game is the same for all"
+    assert len(set(anchors[turns == 0])) == len(set(batch["row"]))
