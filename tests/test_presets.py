@@ -185,7 +185,7 @@ def brief(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def of_gigpo(model: Path, run_dir: Path, *options: str) -> Batch:
-    """Run a step without deviations, so that numbers are plain, and return its batch."""
+    """Run a step without deviations, for plain numbers, and return its batch."""
     folder = run(
         "train",
         model,

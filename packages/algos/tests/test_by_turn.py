@@ -151,9 +151,28 @@ def test_otb_weighs_each_position_by_the_squared_gradients_up_to_it() -> None:
     mine = [4 - first, 4 - second, 4 - third]
     # The last token of trajectory 11 comes first in the batch.
     expected = [*mine, -third, -first, -second, 2 - first, 2 - second]
-    exact = token_baseline.subtracted(for_otb(), np.array([4.0, 0, 2]))
+    policy = algorithm("otb")
+    exact = token_baseline.subtracted(policy.config, for_otb(), np.array([4.0, 0, 2]))
     assert exact[list(SAMPLED)].tolist() == pytest.approx(expected, rel=1e-12, abs=1e-14)
-    assert advantages(algorithm("otb"), for_otb()) == near(expected)
+    assert advantages(policy, for_otb()) == near(expected)
+
+
+@pytest.mark.parametrize("ratio", ["token", "sequence"])
+def test_otb_weighs_squared_gradients_as_the_correction_weighs_their_tokens(ratio: str) -> None:
+    """The first token of trajectory 10 became 8 times as likely as it was sampled. That
+    counts as 2, for itself or for all three. Squared gradients of the trajectory become
+    2, 0.25 and 0.5, or 2, 1 and 2.
+    """
+    given = np.log(PROBABILITIES)
+    batch = for_otb(rollout_logprobs=given - np.log(8) * (np.arange(13) == 1))
+    options = ("algorithm.correction_cap=2", f"algorithm.correction_ratio={ratio}")
+    own = (2, 2.25, 2.75) if ratio == "token" else (2, 3, 5)
+
+    first = (4 * own[0] + 2 * 0.25) / (own[0] + 1 + 0.25)
+    second = (4 * own[1] + 2 * 0.75) / (own[1] + 1.25 + 0.75)
+    third = 4 * own[2] / (own[2] + 1.5)
+    expected = [4 - first, 4 - second, 4 - third, -third, -first, -second, 2 - first, 2 - second]
+    assert advantages(algorithm("otb", *options), batch) == near(expected)
 
 
 def test_otb_has_nothing_to_compare_where_one_sample_goes_on() -> None:

@@ -60,7 +60,9 @@ class GRPO(GroupPolicy):
         if self.config.baseline is Baseline.OPTIMAL_TOKEN:
             rewards, (_, of_row) = scores(self.config, batch), batch.trajectories()
             scale = self.scaled(np.ones_like(rewards), rewards, groups)
-            return batch.spread(scale[of_row]) * token_baseline.subtracted(batch, rewards)
+            return batch.spread(scale[of_row]) * token_baseline.subtracted(
+                self.config, batch, rewards
+            )
 
         advantages = super().judge_tokens(batch, groups)
         if self.config.anchor_coef:

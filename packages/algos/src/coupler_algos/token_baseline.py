@@ -12,6 +12,7 @@ there, and the baseline of position t is
 
 over the samples i of the prompt that have t tokens. Positions count sampled tokens in
 all turns. Where one sample is left, nothing is compared with it, and ``R - B`` is 0.
+Where ``correction_cap`` weighs the loss of a token, it weighs w by the square.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ from __future__ import annotations
 import numpy as np
 
 from coupler.batch import Batch
+from coupler_algos.config import GRPOConfig
 from coupler_algos.groups import Groups
+from coupler_algos.slots import Ratio
 from coupler_algos.turns import Sampled
+from coupler_algos.weighing import weights
 
 
-def subtracted(batch: Batch, rewards: np.ndarray) -> np.ndarray:
+def subtracted(config: GRPOConfig, batch: Batch, rewards: np.ndarray) -> np.ndarray:
     """Return [T] float64 ``R - B_t`` of each token; 0 outside ``loss_mask``.
 
     Args:
@@ -34,10 +38,7 @@ def subtracted(batch: Batch, rewards: np.ndarray) -> np.ndarray:
     counts = np.bincount(tokens.trajectory)
     position = np.concatenate([np.arange(count) for count in (0, *counts)])
 
-    p = np.exp(batch["old_logprobs"][tokens.rows].astype(np.float64))
-    squares = batch["sum_pi_squared"][tokens.rows].astype(np.float64)
-    # rounding takes the square of a token that is certain below 0
-    each = np.split(np.maximum(1 - 2 * p + squares, 0), np.cumsum(counts)[:-1])
+    each = np.split(_squared(config, batch, tokens), np.cumsum(counts)[:-1])
     energy = np.concatenate([np.cumsum(part) for part in each])
 
     _, group = np.unique(batch["group"], return_inverse=True)
@@ -47,3 +48,17 @@ def subtracted(batch: Batch, rewards: np.ndarray) -> np.ndarray:
     whole = np.zeros(batch.num_tokens)
     whole[tokens.rows] = ahead
     return whole
+
+
+def _squared(config: GRPOConfig, batch: Batch, tokens: Sampled) -> np.ndarray:
+    """Return [n] the squared gradient of each sampled token."""
+    p = np.exp(batch["old_logprobs"][tokens.rows].astype(np.float64))
+    squares = batch["sum_pi_squared"][tokens.rows].astype(np.float64)
+    # rounding takes that of a token that is certain below 0
+    found = np.maximum(1 - 2 * p + squares, 0)
+    if not config.correction_cap:
+        return found
+
+    weight = weights(config, batch)
+    by_token = config.correction_ratio is Ratio.TOKEN
+    return found * weight[tokens.rows if by_token else tokens.trajectory] ** 2
