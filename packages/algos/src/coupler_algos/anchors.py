@@ -22,7 +22,7 @@ from coupler_algos.turns import Sampled
 
 
 def compared(config: GRPOConfig, batch: Batch, rewards: np.ndarray) -> np.ndarray:
-    """Return [T] float64 the advantage ``A_S`` of each token; 0 outside ``loss_mask``.
+    """Return [T] float64 the advantage ``A_S`` of each token, 0 outside ``loss_mask``.
 
     Args:
         batch: has the columns ``turn`` and ``anchor``.
@@ -30,46 +30,66 @@ def compared(config: GRPOConfig, batch: Batch, rewards: np.ndarray) -> np.ndarra
             ``token_reward``.
     """
     tokens = Sampled.of(batch)
-    both = np.stack([tokens.trajectory, tokens.turn])
-    # true at the first token of each turn
-    begins = np.ones(len(tokens.rows), bool)
-    begins[1:] = (both[:, 1:] != both[:, :-1]).any(0)
-    of_token, at = np.cumsum(begins) - 1, tokens.rows[begins]
+    first, of_token = tokens.turns()
+    at = tokens.rows[first]
+    trajectory = tokens.trajectory[first]
 
-    own = None
     if batch.has("token_reward"):
-        own = np.bincount(of_token, batch["token_reward"][tokens.rows], minlength=len(at))
-    returns = _returns(config, rewards, tokens.trajectory[begins], own)
+        own = np.bincount(
+            of_token,
+            batch["token_reward"][tokens.rows],
+            minlength=len(at),
+        )
+    else:
+        own = np.where(
+            np.append(trajectory[1:] != trajectory[:-1], True)[: len(at)],
+            rewards[trajectory],
+            0.0,
+        )
+    returns = _discounted(
+        own,
+        trajectory,
+        config.anchor_gamma,
+    )
 
-    group = batch.spread(batch["group"])[at]
-    pairs = np.stack([group, batch["anchor"][at]], axis=1)
-    names = np.unique(pairs, axis=0, return_inverse=True)[1].reshape(-1)
-    groups = Groups(names, may_be_alone=True)
+    pairs = np.stack(
+        [batch.spread(batch["group"])[at], batch["anchor"][at]],
+        axis=1,
+    )
+    _, names = np.unique(
+        pairs,
+        axis=0,
+        return_inverse=True,
+    )
+    groups = Groups(names.reshape(-1), may_be_alone=True)
     advantages = groups.centred(returns)
     if config.scale_by_std:
-        advantages = advantages / (groups.std(returns) + EPSILON)
+        deviation = groups.std(returns)
+        advantages = advantages / (deviation + EPSILON)
 
     whole = np.zeros(batch.num_tokens)
     whole[tokens.rows] = advantages[of_token]
     return whole
 
 
-def _returns(
-    config: GRPOConfig, rewards: np.ndarray, trajectory: np.ndarray, own: np.ndarray | None
-) -> np.ndarray:
+def _discounted(own: np.ndarray, trajectory: np.ndarray, gamma: float) -> np.ndarray:
     """Return [n] the discounted return of each turn.
 
     Args:
-        rewards: [N] of trajectories.
+        own: [n] the reward of each turn.
         trajectory: [n] that of each turn, in order.
-        own: [n] the reward of each turn. None has that of the trajectory at its last.
     """
     counts = np.bincount(trajectory)
-    lengths = counts[counts > 0]
-    if own is None:
-        last = np.cumsum(lengths) - 1
-        own = np.zeros(len(trajectory))
-        own[last] = rewards[trajectory[last]]
+    turns = Batch(
+        counts[counts > 0],
+        {"loss_mask": np.ones(len(own), bool)},
+        {},
+    )
 
-    turns = Batch(lengths, {"loss_mask": np.ones(len(own), bool)}, {})
-    return gae.estimate(turns, own, np.zeros(len(own)), config.anchor_gamma, 1.0)
+    return gae.estimate(
+        turns,
+        own,
+        np.zeros(len(own)),
+        gamma,
+        1.0,
+    )

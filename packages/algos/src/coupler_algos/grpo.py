@@ -41,6 +41,7 @@ class GRPO(GroupPolicy):
                 advantages = groups.best_minus_second(scores)
             case Baseline.GREEDY | Baseline.OPTIMAL_TOKEN | Baseline.NONE:
                 advantages = scores
+
         return self.scaled(advantages, scores, groups)
 
     def scaled(self, advantages: np.ndarray, scores: np.ndarray, groups: Groups) -> np.ndarray:
@@ -56,19 +57,39 @@ class GRPO(GroupPolicy):
         return advantages
 
     def judge_tokens(self, batch: Batch, groups: Groups) -> np.ndarray:
-        """Return [T] the advantage of each token; any number outside ``loss_mask``."""
-        if self.config.baseline is Baseline.OPTIMAL_TOKEN:
-            rewards, (_, of_row) = scores(self.config, batch), batch.trajectories()
-            scale = self.scaled(np.ones_like(rewards), rewards, groups)
-            return batch.spread(scale[of_row]) * token_baseline.subtracted(
-                self.config, batch, rewards
-            )
+        """Return [T] the advantage of each token, also outside ``loss_mask``.
 
+        Raises:
+            CouplerError: under ``by_part``, rewards have no parts.
+        """
+        if self.config.baseline is Baseline.OPTIMAL_TOKEN:
+            return self._by_token(batch, groups)
         advantages = super().judge_tokens(batch, groups)
-        if self.config.anchor_coef:
-            of_turns = anchors.compared(self.config, batch, scores(self.config, batch))
-            advantages = advantages + self.config.anchor_coef * of_turns
-        return advantages
+        if not self.config.anchor_coef:
+            return advantages
+
+        of_turns = anchors.compared(
+            self.config,
+            batch,
+            scores(self.config, batch),
+        )
+        return advantages + self.config.anchor_coef * of_turns
+
+    def _by_token(self, batch: Batch, groups: Groups) -> np.ndarray:
+        rewards = scores(self.config, batch)
+        ahead = token_baseline.subtracted(
+            self.config,
+            batch,
+            rewards,
+        )
+
+        scale = self.scaled(
+            np.ones_like(rewards),
+            rewards,
+            groups,
+        )
+        _, of_row = batch.trajectories()
+        return batch.spread(scale[of_row]) * ahead
 
     def judge(self, batch: Batch, groups: Groups) -> np.ndarray:
         """Return [N] the advantage of each trajectory.

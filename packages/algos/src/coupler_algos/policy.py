@@ -134,7 +134,7 @@ class GroupPolicy(Policy):
         )
 
     def judge_tokens(self, batch: Batch, groups: Groups) -> np.ndarray:
-        """Return [T] the advantage of each token; any number outside ``loss_mask``."""
+        """Return [T] the advantage of each token, also outside ``loss_mask``."""
         _, of_row = batch.trajectories()
         return batch.spread(self.judge(batch, groups)[of_row])
 

@@ -28,7 +28,7 @@ from coupler_algos.weighing import weights
 
 
 def subtracted(config: GRPOConfig, batch: Batch, rewards: np.ndarray) -> np.ndarray:
-    """Return [T] float64 ``R - B_t`` of each token; 0 outside ``loss_mask``.
+    """Return [T] float64 ``R - B_t`` of each token, 0 outside ``loss_mask``.
 
     Args:
         batch: has ``old_logprobs``, ``sum_pi_squared`` and ``turn``.
@@ -36,17 +36,27 @@ def subtracted(config: GRPOConfig, batch: Batch, rewards: np.ndarray) -> np.ndar
     """
     tokens = Sampled.of(batch)
     counts = np.bincount(tokens.trajectory)
-    position = np.concatenate([np.arange(count) for count in (0, *counts)])
+    squared = np.split(
+        _squared(config, batch, tokens),
+        np.cumsum(counts)[:-1],
+    )
+    energy = np.concatenate([np.cumsum(part) for part in squared])
+    position = np.concatenate([np.arange(len(part)) for part in squared])
 
-    each = np.split(_squared(config, batch, tokens), np.cumsum(counts)[:-1])
-    energy = np.concatenate([np.cumsum(part) for part in each])
-
-    _, group = np.unique(batch["group"], return_inverse=True)
-    names = batch.spread(group)[tokens.rows] * counts.max(initial=1) + position
-    ahead = Groups(names, may_be_alone=True).minus_weighted(rewards[tokens.trajectory], energy)
+    # one number for each position of each group
+    _, group = np.unique(
+        batch["group"],
+        return_inverse=True,
+    )
+    longest = counts.max(initial=1)
+    names = batch.spread(group)[tokens.rows] * longest + position
+    groups = Groups(names, may_be_alone=True)
 
     whole = np.zeros(batch.num_tokens)
-    whole[tokens.rows] = ahead
+    whole[tokens.rows] = groups.minus_weighted(
+        rewards[tokens.trajectory],
+        energy,
+    )
     return whole
 
 
@@ -59,6 +69,7 @@ def _squared(config: GRPOConfig, batch: Batch, tokens: Sampled) -> np.ndarray:
     if not config.correction_cap:
         return found
 
-    weight = weights(config, batch)
-    by_token = config.correction_ratio is Ratio.TOKEN
-    return found * weight[tokens.rows if by_token else tokens.trajectory] ** 2
+    place = tokens.trajectory
+    if config.correction_ratio is Ratio.TOKEN:
+        place = tokens.rows
+    return found * weights(config, batch)[place] ** 2

@@ -30,8 +30,24 @@ class Sampled:
     def of(cls, batch: Batch) -> Sampled:
         """Sort the tokens of a batch with the column ``turn``."""
         rows = np.flatnonzero(batch["loss_mask"])
+        turn = batch["turn"][rows]
         trajectory = batch.spread(batch.trajectories()[1])[rows]
         within = rows - batch.spread(batch.starts[:-1])[rows]
-        order = np.lexsort((within, batch["turn"][rows], trajectory))
-        rows = rows[order]
-        return cls(rows, trajectory[order], batch["turn"][rows])
+
+        order = np.lexsort((within, turn, trajectory))
+        return cls(
+            rows[order],
+            trajectory[order],
+            turn[order],
+        )
+
+    def turns(self) -> tuple[np.ndarray, np.ndarray]:
+        """Find the turns.
+
+        Returns:
+            [m] the first token of each turn, and [n] the turn of each token.
+        """
+        begins = np.ones(len(self.rows), bool)
+        begins[1:] = self.trajectory[1:] != self.trajectory[:-1]
+        begins[1:] |= self.turn[1:] != self.turn[:-1]
+        return np.flatnonzero(begins), np.cumsum(begins) - 1

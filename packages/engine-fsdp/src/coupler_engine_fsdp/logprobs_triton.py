@@ -34,6 +34,7 @@ def reduce_tile(
     within the tile are copied to ``picked``.
     """
     rows, width = logits.shape
+
     if rows:
         _reduce[(rows,)](
             logits,

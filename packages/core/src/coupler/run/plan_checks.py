@@ -111,7 +111,17 @@ def _check_offload(config: RunConfig, plugins: Plugins) -> None:
             )
 
 
-def check_routes(config: RunConfig, plugins: Plugins, needs: frozenset[str], job: Job) -> None:
+def check_columns(config: RunConfig, plugins: Plugins, needs: frozenset[str], job: Job) -> None:
+    """Refuse columns that a run wants of backends which do not compute them.
+
+    Raises:
+        ConfigError: there is such a column.
+    """
+    _check_routes(config, plugins, needs, job)
+    _check_squares(config, plugins, needs)
+
+
+def _check_routes(config: RunConfig, plugins: Plugins, needs: frozenset[str], job: Job) -> None:
     """Refuse a replay of routes that nobody records, or that nobody can replay."""
     mode = config.router_replay
     if mode is RouterReplay.DISABLED:
@@ -142,12 +152,8 @@ def check_routes(config: RunConfig, plugins: Plugins, needs: frozenset[str], job
         )
 
 
-def check_squares(config: RunConfig, plugins: Plugins, needs: frozenset[str]) -> None:
-    """Refuse an algorithm that needs sums of squares which the engine does not compute.
-
-    Raises:
-        ConfigError: it does not.
-    """
+def _check_squares(config: RunConfig, plugins: Plugins, needs: frozenset[str]) -> None:
+    """Refuse an algorithm that needs sums which the engine does not compute."""
     engine, wanted = config.engine, f"output:{SQUARES}"
     able = plugins.get("engine", engine.name).capabilities_of(engine)
     if SQUARES in needs and wanted not in able:
