@@ -45,7 +45,7 @@ def step(
     """Forward and backward with an upstream gradient that differs from token to
     token.
     """
-    logprobs, values = function(*leaves, targets, temperature, entropy)
+    logprobs, values, *_ = function(*leaves, targets, temperature, entropy)
     slope = torch.linspace(-1, 1, len(logprobs), device=logprobs.device, dtype=logprobs.dtype)
     total = (logprobs * slope).sum() + ((values * slope.flip(0)).sum() if entropy else 0)
     return list(torch.autograd.grad(total, leaves))

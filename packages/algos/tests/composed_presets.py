@@ -23,7 +23,7 @@ CLASSES = {"grpo": GRPO, "rloo": RLOO, "ppo": PPO}
 REQUIRED = ("engine=toy", "rollout=toy", "model.path=m", "data.source=d", "reward.target=a:b")
 # Completions of 20 tokens at most.
 SHORT = ("sampling.max_tokens=20",)
-OF_PRESET = {"dapo": ("algorithm.overlong_buffer_tokens=5",)}
+OF_PRESET = {"dapo": ("algorithm.overlong_buffer_tokens=5",), "gigpo": ("environment=toy",)}
 
 
 @cache

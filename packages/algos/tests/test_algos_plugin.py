@@ -69,6 +69,33 @@ def test_an_algorithm_that_compares_nothing_needs_no_second_sample():
             {"max_staleness": 2},
             ["max_staleness=2", "behaviour=rollout", "correction_cap=2"],
         ),
+        (GRPOConfig(anchor_coef=1), {}, ["anchor_coef=1", "set environment"]),
+        (GRPOConfig(anchor_coef=-1), {"environment": 1}, ["anchor_coef=-1", "0 compares"]),
+        (
+            GRPOConfig(anchor_coef=1, anchor_gamma=1.5),
+            {"environment": 1},
+            ["anchor_gamma=1.5", "0.95"],
+        ),
+        (
+            GRPOConfig(anchor_coef=1, ratio=Ratio.SEQUENCE),
+            {"environment": 1},
+            ["ratio=sequence", "anchor_coef"],
+        ),
+        (
+            GRPOConfig(baseline=Baseline.OPTIMAL_TOKEN, ratio=Ratio.SEQUENCE),
+            {},
+            ["ratio=sequence", "optimal_token"],
+        ),
+        (
+            GRPOConfig(baseline=Baseline.OPTIMAL_TOKEN, by_part=True),
+            {},
+            ["baseline=optimal_token", "by_part to false"],
+        ),
+        (
+            GRPOConfig(baseline=Baseline.OPTIMAL_TOKEN, anchor_coef=1),
+            {"environment": 1},
+            ["baseline=optimal_token", "anchor_coef to 0"],
+        ),
         (GRPOConfig(kl_coef=0.0), {}, ["algorithm.kl=in_loss", "algorithm.kl=none"]),
         (RLOOConfig(kl_coef=0.0), {}, ["algorithm.kl=in_reward", "algorithm.kl=none"]),
         (GRPOConfig(kl_estimator=KLEstimator.K1), {}, ["kl_estimator=k1", "k2 or k3"]),

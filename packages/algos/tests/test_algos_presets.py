@@ -177,6 +177,14 @@ def test_dr_grpo_divides_by_the_longest_completion_and_by_no_std():
                 "clip_high": 0.0,
             },
         ),
+        (
+            "otb",
+            {
+                "baseline": Baseline.OPTIMAL_TOKEN,
+                "scale_by_std": False,
+                "aggregation": Aggregation.TOKEN_MEAN,
+            },
+        ),
         ("pass_at_k", {"baseline": Baseline.SECOND_BEST, "scale_by_std": False}),
         ("gdpo", {"by_part": True, "whiten": True}),
         (
@@ -204,6 +212,13 @@ def test_dr_grpo_divides_by_the_longest_completion_and_by_no_std():
 def test_a_preset_is_grpo_with_these_switches(name: str, changes: dict[str, object]) -> None:
     found = composed(f"algorithm={name}").config.algorithm
     assert found == GRPOConfig(**{"kl": KL.NONE, **changes})
+
+
+def test_gigpo_is_grpo_that_compares_turns_too():
+    algorithm = composed("algorithm=gigpo", "environment=toy").config.algorithm
+    assert algorithm == GRPOConfig(anchor_coef=1.0, anchor_gamma=0.95, kl_coef=0.01)
+    with pytest.raises(ConfigError, match="without an environment each sample has one turn"):
+        composed("algorithm=gigpo")
 
 
 def test_the_command_line_wins_over_a_preset():

@@ -36,6 +36,10 @@ ALGORITHMS: dict[str, Callable[[], Algorithm]] = {
         GRPOConfig(kl=KL.NONE, scale_by_std=False, scale_by_mean=True, whiten=True)
     ),
     "rloo": lambda: RLOO(RLOOConfig(kl=KL.NONE)),
+    "grpo, by turn": lambda: GRPO(GRPOConfig(kl=KL.NONE, anchor_coef=1)),
+    "grpo, by token": lambda: GRPO(
+        GRPOConfig(kl=KL.NONE, scale_by_std=False, baseline=Baseline.OPTIMAL_TOKEN)
+    ),
 }
 
 
@@ -47,12 +51,16 @@ def of_one_row_each(rng: np.random.Generator) -> Batch:
         mask[0], mask[-1] = False, rng.random() < 0.9
     whole = np.concatenate(masks)
     columns = {name: -rng.exponential(1, len(whole)).astype(np.float32) for name in LOGPROBS}
+    turns = [np.cumsum(~mask) * mask - ~mask for mask in masks]
     return Batch(
         np.array([len(mask) for mask in masks]),
         {
             "tokens": np.where(whole, 1 + np.cumsum(whole), 0).astype(np.int32),
             "loss_mask": whole,
             "version": np.zeros(len(whole), np.int32),
+            "turn": np.concatenate(turns),
+            "anchor": np.concatenate(turns) % 2,
+            "sum_pi_squared": np.exp(2 * columns["old_logprobs"]) + 0.01,
             **columns,
         },
         {

@@ -155,7 +155,9 @@ class ToyRun:
             algorithm=algorithm,
             sampler=self.sampler,
             buffer=self.buffer,
-            providers=column_providers(config, self.policy, None, self.critic, self.residency),
+            providers=column_providers(
+                config, self.policy, None, self.critic, self.residency, algorithm.needs
+            ),
             residency=self.residency,
             record=Recorder(self.folder / "record", config.record.every_steps).write,
             judge=SamplingCheck(config.sync.max_sampling_z).judge,

@@ -15,15 +15,18 @@ def on_device():
         yield
 
 
-def naive(hidden, weight, bias, targets, temperature, entropy, kept=None):
+def naive(hidden, weight, bias, targets, temperature, entropy, kept=None, squares=False):
     logits = torch.nn.functional.linear(hidden, weight, bias)
     if kept is not None:
         left = (kept[:, :, None] == torch.arange(V)).any(1) | (kept < 0).all(1, keepdim=True)
         logits = logits.where(left, -1e30)
     log_p = (logits if temperature is None else logits / temperature[:, None]).log_softmax(-1)
-    return log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(
-        -1
-    ) if entropy else None
+    p = log_p.exp()
+    return (
+        log_p.gather(1, targets[:, None]).squeeze(1),
+        -(p * log_p).sum(-1) if entropy else None,
+        p.square().sum(-1) if squares else None,
+    )
 
 
 def inputs(with_bias: bool):
@@ -44,35 +47,41 @@ def kept_ids(targets):
 
 # the narrowest tiles; wider; one
 @pytest.mark.parametrize("chunk", [1, 3 * R * 128, 2**21])
-@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize(
+    ("entropy", "squares"), [(False, False), (True, False), (False, True), (True, True)]
+)
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 def test_values_and_gradients_equal_those_of_the_full_logits(
-    chunk, entropy, scaled, with_bias, masked
+    chunk, entropy, squares, scaled, with_bias, masked
 ) -> None:
     hidden, weight, bias, targets = inputs(with_bias)
     temperature = torch.rand(R) + 0.5 if scaled else None
     kept = kept_ids(targets) if masked else None
     leaves = [leaf for leaf in (hidden, weight, bias) if leaf is not None]
-    slopes = torch.randn(2, R)
+    slopes = torch.randn(3, R)
 
     def run(function, *arguments):
-        logprobs, values = function(*arguments)
-        total = (logprobs * slopes[0]).sum() + ((values * slopes[1]).sum() if entropy else 0)
-        return logprobs, values, torch.autograd.grad(total, leaves)
+        found = function(*arguments)
+        outputs = zip(found, slopes, strict=True)
+        total = sum((out * slope).sum() for out, slope in outputs if out is not None)
+        return *found, torch.autograd.grad(total, leaves)
 
     double = [
         x.double() if x is not None and x.is_floating_point() else x for x in (hidden, weight, bias)
     ]
     exact = None if temperature is None else temperature.double()
-    true = run(naive, *double, targets, exact, entropy, kept)
-    ours = run(token_logprobs, hidden, weight, bias, targets, temperature, entropy, chunk, kept)
-    torch.testing.assert_close(ours[0].double(), true[0], atol=1e-5, rtol=1e-5)
-    assert (ours[1] is None) == (not entropy)
-    if entropy:
-        torch.testing.assert_close(ours[1].double(), true[1], atol=1e-5, rtol=1e-5)
-    for mine, other in zip(ours[2], true[2], strict=True):
+    true = run(naive, *double, targets, exact, entropy, kept, squares)
+    ours = run(
+        token_logprobs, hidden, weight, bias, targets, temperature, entropy, chunk, kept, squares
+    )
+
+    assert [out is None for out in ours] == [False, not entropy, not squares, False]
+    for mine, other, limit in zip(ours[:3], true[:3], (1e-5, 1e-5, 1e-7), strict=True):
+        if mine is not None:
+            torch.testing.assert_close(mine.double(), other, atol=limit, rtol=1e-5)
+    for mine, other in zip(ours[3], true[3], strict=True):
         assert (mine - other).abs().max() <= 1e-5 * other.abs().max()
 
 
@@ -80,22 +89,22 @@ def test_values_and_gradients_equal_those_of_the_full_logits(
 def test_a_row_that_is_not_finite_reaches_no_other_row(masked) -> None:
     hidden, weight, bias, targets = inputs(True)
     kept = kept_ids(targets) if masked else None
-    clean, _ = token_logprobs(hidden, weight, bias, targets, None, True, 1, kept)
+    clean = token_logprobs(hidden, weight, bias, targets, None, True, 1, kept, True)
     with torch.no_grad():
         hidden[3] = torch.nan
-    dirty, _ = token_logprobs(hidden, weight, bias, targets, None, True, 1, kept)
-    assert dirty[3].isnan()
+    dirty = token_logprobs(hidden, weight, bias, targets, None, True, 1, kept, True)
     keep = torch.arange(R) != 3
-    assert torch.equal(dirty[keep], clean[keep])
+    for mine, other in zip(dirty, clean, strict=True):
+        assert mine[3].isnan()
+        assert torch.equal(mine[keep], other[keep])
 
 
 def test_no_rows_give_a_gradient_of_zero() -> None:
     _, weight, _, _ = inputs(False)
     hidden = torch.zeros(0, H, requires_grad=True)
-    logprobs, entropy = token_logprobs(
-        hidden, weight, None, torch.zeros(0, dtype=torch.int64), None, True
-    )
-    (logprobs.sum() + entropy.sum()).backward()
+    nobody = torch.zeros(0, dtype=torch.int64)
+    found = token_logprobs(hidden, weight, None, nobody, None, True, want_squares=True)
+    sum(out.sum() for out in found).backward()
     assert hidden.grad.shape == (0, H) and not weight.grad.any()
 
 
@@ -104,21 +113,37 @@ def test_only_a_tile_of_the_logits_is_kept() -> None:
     hidden, weight, bias, targets = inputs(True)
     saved: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        token_logprobs(hidden, weight, bias, targets, torch.ones(R), True)
+        token_logprobs(hidden, weight, bias, targets, torch.ones(R), True, want_squares=True)
     own = sum(
         x.numel()
         for x in saved
         if x.data_ptr() not in {y.data_ptr() for y in (hidden, weight, bias)}
     )
-    assert own <= 5 * R
+    assert own <= 6 * R
 
 
 def test_bf16_is_computed_in_fp32() -> None:
     hidden, weight, _, targets = (x.detach() if x is not None else None for x in inputs(False))
     hidden, weight = hidden.bfloat16(), weight.bfloat16()
-    got, entropy = token_logprobs(hidden, weight, None, targets, None, True)
-    want, _ = naive(hidden.double(), weight.double(), None, targets, None, False)
-    assert got.dtype == entropy.dtype == torch.float32
+    got, entropy, squares = token_logprobs(
+        hidden, weight, None, targets, None, True, want_squares=True
+    )
+    want, _, _ = naive(hidden.double(), weight.double(), None, targets, None, False)
+    assert got.dtype == entropy.dtype == squares.dtype == torch.float32
     assert (got - want).abs().max() < (
         0.05 if DEVICE == "cpu" else 1e-4
     )  # a CPU rounds products to bf16
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 30.0])
+def test_sums_of_squares_are_those_of_a_softmax_in_float64(scale) -> None:
+    """From an even distribution, whose sum is 1 / V, to one with a probability of 1."""
+    hidden, weight, _, targets = (x.detach() if x is not None else None for x in inputs(False))
+    _, _, found = token_logprobs(
+        scale * hidden, weight, None, targets, None, False, 1, want_squares=True
+    )
+    want = (scale * hidden.double() @ weight.double().t()).softmax(-1).square().sum(-1)
+    torch.testing.assert_close(found.double(), want, rtol=2e-5, atol=0)
+    if not scale:
+        torch.testing.assert_close(found, torch.full((R,), 1 / V), rtol=1e-6, atol=0)
+    assert found.max() <= 1 + 1e-6

@@ -91,6 +91,26 @@ def test_ranks_that_split_sequences_have_one_gradient(
             assert steps[0][1] == pytest.approx(want.norm, rel=1e-4)
 
 
+def test_sums_of_squares_are_whole_on_ranks_that_split_sequences(
+    folder_of: Folder, tmp_path: Path
+) -> None:
+    """Packed rows, several micro-batches, their values and their gradient."""
+    reference = TransformersReference(folder_of("qwen2"))
+    batch = weighted(make_batch(reference))
+    want = reference.outputs(batch)["sum_pi_squared"]
+    names = ("sum_pi_squared", "logprobs", "entropy")
+
+    with running(
+        folder_of("qwen2"), tmp_path, 2, sequence_parallel=2, max_tokens_per_gpu=7
+    ) as world:
+        found = world.forward([batch], ("sum_pi_squared",))[0]["sum_pi_squared"]
+        np.testing.assert_allclose(found, want, rtol=1e-4, atol=0)
+        assert np.ptp(want[batch["loss_mask"]]) > 0.01 and not found[~batch["loss_mask"]].any()
+        got, _, _ = world.gradient([batch], "coupler.testing.losses:squares", names)
+    for name, true in reference.gradient(batch, losses.squares).grads.items():
+        assert np.abs(got[name] - true).max() < LIMIT * np.abs(true).max(), name
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_an_adapter_trains_as_on_one_rank(folder_of: Folder, tmp_path: Path, size: int) -> None:
     """Both of its factors, and the log-probs without it."""

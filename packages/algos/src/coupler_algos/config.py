@@ -257,8 +257,8 @@ class GRPOConfig(GroupConfig):
     kl_coef: float = 0.04
     baseline: Baseline = Baseline.MEAN
     """What is subtracted from a reward: the group's mean, that mean weighted by sampled
-    tokens, the second best reward from the best alone, that of a greedy episode, or
-    nothing."""
+    tokens, the second best reward from the best alone, that of a greedy episode, one
+    for each position by the gradients of all samples up to it, or nothing."""
     scale_by_std: bool = True
     """Divide advantages by the standard deviation of the group's rewards."""
     scale_by_mean: bool = False
@@ -272,6 +272,11 @@ class GRPOConfig(GroupConfig):
     """The weight of each part of a reward under by_part, by its name. Others have 1."""
     whiten: bool = False
     """Shift and scale the advantages of a batch to mean 0 and standard deviation 1."""
+    anchor_coef: float = 0.0
+    """The weight of the advantages of turns, which are compared with the turns of the
+    prompt's samples that were shown the same. 0 compares none."""
+    anchor_gamma: float = 0.95
+    """The discount of rewards per turn under anchor_coef. 1 discounts nothing."""
 
     @property
     def compares(self) -> bool:
@@ -281,9 +286,18 @@ class GRPOConfig(GroupConfig):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Return the columns of every policy, and the reward of a greedy episode."""
+        """Return the columns of every policy, and those of baseline and anchors."""
         greedy = {"greedy_reward"} if self.baseline is Baseline.GREEDY else set()
-        return super().needs | greedy
+        by_token = self.baseline is Baseline.OPTIMAL_TOKEN
+        squares = {"sum_pi_squared", "turn"} if by_token else set()
+        anchors = {"anchor", "turn"} if self.anchor_coef else set()
+        return super().needs | greedy | squares | anchors
+
+    @property
+    def always(self) -> frozenset[str]:
+        """Return those of every policy, and log-probs for squared gradients."""
+        by_token = self.baseline is Baseline.OPTIMAL_TOKEN
+        return super().always | ({"old_logprobs"} if by_token else set())
 
 
 @dataclass

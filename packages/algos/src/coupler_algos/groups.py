@@ -9,6 +9,9 @@ import numpy as np
 
 from coupler.errors import CouplerError
 
+EPSILON = 1e-6
+"""It is added to a standard deviation that advantages are divided by."""
+
 
 class Groups:
     """Divide N members into prompt groups.
@@ -68,9 +71,9 @@ class Groups:
     def std(self, values: np.ndarray) -> np.ndarray:
         """Return [N] the standard deviation of each member's group.
 
-        It has Bessel's correction.
+        It has Bessel's correction, and is 0 for a member that is alone.
         """
-        variance = np.bincount(self._of, self.centred(values) ** 2) / (self._size - 1)
+        variance = np.bincount(self._of, self.centred(values) ** 2) / np.maximum(self._size - 1, 1)
         return np.sqrt(variance)[self._of]
 
     def minus_others(self, values: np.ndarray) -> np.ndarray:

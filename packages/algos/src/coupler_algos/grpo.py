@@ -4,7 +4,8 @@ Supervision is by outcome (section 4.1.2): ``A_i = (r_i - mean(r)) / std(r)`` ov
 samples of one prompt. Without ``scale_by_std`` and with the aggregation ``constant`` it
 is Dr. GRPO (arXiv 2503.20783). :mod:`coupler_algos.slots` names the other baselines.
 Other scales are those of MaxRL (arXiv 2602.02710), REINFORCE++ (arXiv 2501.03262), GPG
-(arXiv 2504.02546) and GDPO (arXiv 2601.05242).
+(arXiv 2504.02546) and GDPO (arXiv 2601.05242). ``anchor_coef`` adds the advantages of
+turns of GiGPO (arXiv 2505.10978).
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ import numpy as np
 
 from coupler.batch import Batch
 from coupler.errors import CouplerError
+from coupler_algos import anchors, token_baseline
 from coupler_algos.config import GRPOConfig
 from coupler_algos.gae import whiten
-from coupler_algos.groups import Groups
+from coupler_algos.groups import EPSILON, Groups
 from coupler_algos.policy import GroupPolicy
 from coupler_algos.shaping import sampled_tokens, scores
 from coupler_algos.slots import Baseline
 
-_EPSILON = 1e-6
 PARTS = "reward_parts/"
 """The names of columns with the parts of rewards begin so."""
 
@@ -38,18 +39,57 @@ class GRPO(GroupPolicy):
                 advantages = groups.minus_weighted(scores, lengths)
             case Baseline.SECOND_BEST:
                 advantages = groups.best_minus_second(scores)
-            case Baseline.GREEDY | Baseline.NONE:
+            case Baseline.GREEDY | Baseline.OPTIMAL_TOKEN | Baseline.NONE:
                 advantages = scores
 
+        return self.scaled(advantages, scores, groups)
+
+    def scaled(self, advantages: np.ndarray, scores: np.ndarray, groups: Groups) -> np.ndarray:
+        """Scale [N] advantages by what the scores of their groups are like."""
         if self.config.scale_by_informative:
             informative = int(groups.differ(scores).sum())
             advantages = advantages * (len(scores) / max(informative, 1))
         if self.config.scale_by_std:
-            return advantages / (groups.std(scores) + _EPSILON)
+            return advantages / (groups.std(scores) + EPSILON)
         if self.config.scale_by_mean:
             # Where all rewards are 0 there is nothing to learn.
-            return advantages / np.maximum(groups.mean(scores), _EPSILON)
+            return advantages / np.maximum(groups.mean(scores), EPSILON)
         return advantages
+
+    def judge_tokens(self, batch: Batch, groups: Groups) -> np.ndarray:
+        """Return [T] the advantage of each token, also outside ``loss_mask``.
+
+        Raises:
+            CouplerError: under ``by_part``, rewards have no parts.
+        """
+        if self.config.baseline is Baseline.OPTIMAL_TOKEN:
+            return self._by_token(batch, groups)
+        advantages = super().judge_tokens(batch, groups)
+        if not self.config.anchor_coef:
+            return advantages
+
+        of_turns = anchors.compared(
+            self.config,
+            batch,
+            scores(self.config, batch),
+        )
+        return advantages + self.config.anchor_coef * of_turns
+
+    def _by_token(self, batch: Batch, groups: Groups) -> np.ndarray:
+        rewards = scores(self.config, batch)
+        ahead = token_baseline.subtracted(
+            self.config,
+            batch,
+            rewards,
+        )
+
+        scale = self.scaled(
+            np.ones_like(rewards),
+            rewards,
+            groups,
+        )
+        _, of_row = batch.trajectories()
+        return batch.spread(scale[of_row]) * ahead
 
     def judge(self, batch: Batch, groups: Groups) -> np.ndarray:
         """Return [N] the advantage of each trajectory.

@@ -86,8 +86,9 @@ class Policy(Algorithm):
 class GroupPolicy(Policy):
     """Base class of GRPO and RLOO.
 
-    A trajectory has one advantage, the same for all its tokens but for
-    ``kl=in_return``. With ``sources`` the loss has parts, by the kind of row.
+    A trajectory has one advantage, the same for all its tokens unless
+    :meth:`judge_tokens` or ``kl=in_return`` says otherwise. With ``sources`` the loss
+    has parts, by the kind of row.
     """
 
     def __init__(self, config: GroupConfig) -> None:
@@ -132,15 +133,20 @@ class GroupPolicy(Policy):
             sampled_tokens(batch),
         )
 
+    def judge_tokens(self, batch: Batch, groups: Groups) -> np.ndarray:
+        """Return [T] the advantage of each token, also outside ``loss_mask``."""
+        _, of_row = batch.trajectories()
+        return batch.spread(self.judge(batch, groups)[of_row])
+
     def estimate(self, batch: Batch) -> Batch:
         """Add ``advantages`` [T] float32; 0 outside ``loss_mask``.
 
         Raises:
             CouplerError: a group has one trajectory only.
         """
-        first, of_row = batch.trajectories()
+        first, _ = batch.trajectories()
         groups = Groups(batch["group"][first], may_be_alone=not self.config.compares)
-        per_token = batch.spread(self.judge(batch, groups)[of_row])
+        per_token = self.judge_tokens(batch, groups)
 
         if self.config.kl is KL.IN_RETURN:
             coefficient = batch.spread(kl_coefficient(self.config, batch))

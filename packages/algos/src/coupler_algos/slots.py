@@ -76,6 +76,9 @@ class Baseline(StrEnum):
     k samples, leave one out (arXiv 2503.19595)."""
     GREEDY = "greedy"
     """The reward of a greedy episode of the prompt: ReMax (arXiv 2310.10505)."""
+    OPTIMAL_TOKEN = "optimal_token"
+    """A baseline for each position, weighted by the squared gradients of all samples
+    up to it: OTB (arXiv 2602.07078)."""
     NONE = "none"
     """Nothing."""
 

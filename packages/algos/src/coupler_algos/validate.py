@@ -228,6 +228,27 @@ GRPO: tuple[Rule, ...] = (
         "algorithm.baseline={a.baseline} asks no group: set one of them back.",
     ),
     (
+        lambda a: (
+            a.ratio is Ratio.SEQUENCE and (a.anchor_coef or a.baseline is Baseline.OPTIMAL_TOKEN)
+        ),
+        "algorithm.ratio=sequence needs one advantage for all tokens of a sequence, and "
+        "algorithm.anchor_coef and algorithm.baseline=optimal_token give others to each: set "
+        "algorithm.ratio=token or geometric.",
+    ),
+    (
+        lambda a: a.baseline is Baseline.OPTIMAL_TOKEN and (a.by_part or a.anchor_coef),
+        "algorithm.baseline=optimal_token compares the whole reward at each position: set "
+        "algorithm.by_part to false and algorithm.anchor_coef to 0.",
+    ),
+    (
+        lambda a: a.anchor_coef < 0,
+        "algorithm.anchor_coef={a.anchor_coef} must not be negative: 0 compares no turns.",
+    ),
+    (
+        lambda a: not 0 <= a.anchor_gamma <= 1,
+        "algorithm.anchor_gamma={a.anchor_gamma} must be between 0 and 1; 0.95 is usual.",
+    ),
+    (
         lambda a: a.baseline is Baseline.GREEDY and (a.by_part or a.scale_by_mean),
         "algorithm.baseline=greedy compares the whole reward with that of a greedy episode: set "
         "algorithm.by_part and algorithm.scale_by_mean to false.",
@@ -296,6 +317,12 @@ def _constant(a: PolicyConfig | SFTConfig, longest: str) -> Iterator[str]:
 
 
 def _sampling(config: RunConfig, a: PolicyConfig) -> Iterator[str]:
+    if isinstance(a, GRPOConfig) and a.anchor_coef and config.environment is None:
+        yield (
+            f"algorithm.anchor_coef={a.anchor_coef} compares turns that were shown the same, and "
+            "without an environment each sample has one turn: set environment, or "
+            "algorithm.anchor_coef=0."
+        )
     compares = isinstance(a, GroupConfig) and a.compares
     if compares and config.samples_per_prompt < 2:
         yield (

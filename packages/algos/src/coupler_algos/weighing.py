@@ -34,24 +34,32 @@ def bounded(config: PolicyConfig, weight: Any, xp: Any) -> tuple[Any, Any]:
     return xp.where(outside, 0.0, weight), outside
 
 
-def mean_weight(config: PolicyConfig, batch: Batch) -> float:
-    """Return the mean of the bounded weights: over sampled tokens, or over trajectories
-    where ``correction_ratio`` is of sequences. It is 1 where all of them are 0.
+def weights(config: PolicyConfig, batch: Batch) -> np.ndarray:
+    """Return the bounded weights: [T] of tokens, or [N] of trajectories where
+    ``correction_ratio`` is of sequences.
     """
     mask = batch["loss_mask"]
     columns = (batch["old_logprobs"], batch["rollout_logprobs"])
     recomputed, rollout = (np.where(mask, c, 0).astype(np.float64) for c in columns)
-    log, counts = recomputed - rollout, mask
+    log = recomputed - rollout
 
     if config.correction_ratio is not Ratio.TOKEN:
-        counts = sampled_tokens(batch)
         log = by_trajectory(batch, log)
         if config.correction_ratio is Ratio.GEOMETRIC:
-            log = log / np.maximum(counts, 1)
-    weight, _ = bounded(
+            log = log / np.maximum(sampled_tokens(batch), 1)
+    return bounded(
         config,
         np.exp(log.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)),
         np,
-    )
-    counted = weight[counts > 0]
+    )[0]
+
+
+def mean_weight(config: PolicyConfig, batch: Batch) -> float:
+    """Return the mean of the bounded weights: over sampled tokens, or over trajectories
+    where ``correction_ratio`` is of sequences. It is 1 where all of them are 0.
+    """
+    counts = batch["loss_mask"]
+    if config.correction_ratio is not Ratio.TOKEN:
+        counts = sampled_tokens(batch)
+    counted = weights(config, batch)[counts > 0]
     return float(counted.mean()) if counted.any() else 1.0

@@ -1,4 +1,4 @@
-"""Compute log-probabilities and entropy of tokens without the ``[R, V]`` logits.
+"""Compute log-probs, entropy and sums of squares without the ``[R, V]`` logits.
 
 Only a tile ``[R, v]`` of the logits exists at a time. The forward pass keeps a running
 log-sum-exp over the tiles, and the backward pass computes each tile again. Tiles cut
@@ -35,8 +35,9 @@ def token_logprobs(
     want_entropy: bool = False,
     chunk: int = 0,
     kept: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Return log p(target) and, if wanted, the entropy of p.
+    want_squares: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return log p(target) and, if wanted, entropy and sum of squares of p.
 
     p = softmax((hidden @ weight.T + bias) / temperature), over the ids of ``kept``.
 
@@ -50,12 +51,14 @@ def token_logprobs(
         chunk: elements of the logits that exist at a time; performance only. 0 chooses.
         kept: [R, K] int64 ids, the target's among them, and -1 for none. A row of -1
             keeps all, and so does None.
+        want_squares: also return ``sum_v p_v^2``, which is differentiable too.
 
     Returns:
-        [R] fp32 log-probs and [R] fp32 entropy or None, both in nats.
+        [R] fp32 log-probs and [R] fp32 entropy or None, both in nats, and [R] fp32 sums
+        of squares or None.
     """
     return _TokenLogprobs.apply(
-        hidden, weight, bias, targets, temperature, want_entropy, chunk, kept
+        hidden, weight, bias, targets, temperature, want_entropy, chunk, kept, want_squares
     )
 
 
@@ -71,12 +74,15 @@ class _TokenLogprobs(torch.autograd.Function):
         want_entropy: bool,
         chunk: int,
         kept: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
+        want_squares: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         # The log-sum-exp of the tiles so far is fp64: hundreds of tiles add up, and the
         # gradient of the entropy lives on their difference.
         log_z = hidden.new_full((len(hidden),), -torch.inf, dtype=torch.float64)
         # The mean of the logits, under softmax over the tiles so far.
         mean = torch.zeros_like(log_z)
+        # The log-sum-exp of twice the logits: sum p^2 = exp(doubled - 2 log_z).
+        doubled = torch.full_like(log_z, -torch.inf) if want_squares else None
         # The logit of the target.
         picked = torch.zeros_like(log_z, dtype=torch.float32)
 
@@ -85,25 +91,35 @@ class _TokenLogprobs(torch.autograd.Function):
         for tile in ctx.tiles:
             logits = cut_off(_matmul(hidden, weight[tile].t()), kept, tile.start)
             offset = None if bias is None else bias[tile]
+            local = targets - tile.start
             reduce_tile(
-                logits, offset, temperature, targets - tile.start, log_z, mean, picked, want_entropy
+                logits, offset, temperature, local, log_z, mean, picked, doubled, want_entropy
             )
 
         entropy = (log_z - mean).float() if want_entropy else None
+        squares = None if doubled is None else (doubled - 2 * log_z).exp().float()
         log_z = log_z.float()
-        ctx.save_for_backward(hidden, weight, bias, targets, temperature, kept, log_z, entropy)
+        ctx.save_for_backward(
+            hidden, weight, bias, targets, temperature, kept, log_z, entropy, squares
+        )
         ctx.set_materialize_grads(False)
-        return picked - log_z, entropy
+        return picked - log_z, entropy, squares
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
+        ctx: Any,
+        grad_logprobs: Tensor | None,
+        grad_entropy: Tensor | None,
+        grad_squares: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, temperature, kept, log_z, entropy = ctx.saved_tensors
+        hidden, weight, bias, targets, temperature, kept, *per_row = ctx.saved_tensors
+        log_z, entropy, squares = per_row
         slopes = torch.zeros_like(log_z) if grad_logprobs is None else grad_logprobs.contiguous()
         if grad_entropy is not None:
             grad_entropy = grad_entropy.contiguous()
+        if grad_squares is not None:
+            grad_squares = grad_squares.contiguous()
 
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
         grad_weight = torch.empty_like(weight)
@@ -121,15 +137,17 @@ class _TokenLogprobs(torch.autograd.Function):
                 local,
                 log_z,
                 entropy,
+                squares,
                 slopes,
                 grad_entropy,
+                grad_squares,
                 hidden.dtype,
             )
             if grad_bias is not None:
                 grad_bias[tile] = grad.sum(0, dtype=torch.float32)
             _add_matmul(grad_hidden, grad, weight[tile])
             torch.mm(grad.t(), hidden, out=grad_weight[tile])
-        return grad_hidden.to(hidden.dtype), grad_weight, grad_bias, *(None,) * 5
+        return grad_hidden.to(hidden.dtype), grad_weight, grad_bias, *(None,) * 6
 
 
 @cache

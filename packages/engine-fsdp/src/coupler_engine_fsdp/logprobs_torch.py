@@ -23,11 +23,13 @@ def reduce_tile(
     log_z: Tensor,
     mean: Tensor,
     picked: Tensor,
+    doubled: Tensor | None,
     want_mean: bool,
 ) -> None:
     """Add a tile to the running log-sum-exp and mean [R] (fp64).
 
-    The logits of targets within the tile are copied to ``picked``.
+    ``doubled`` is the log-sum-exp of twice the logits, or None. The logits of targets
+    within the tile are copied to ``picked``.
     """
     logits = _scale(logits, bias, temperature)
     index, inside = _locate(targets, logits.shape[1])
@@ -38,6 +40,9 @@ def reduce_tile(
     if want_mean:
         tile_mean = torch.linalg.vecdot((logits - tile_log_z[:, None]).exp_(), logits)
         mean.lerp_(tile_mean.double(), (tile_log_z - total).exp())
+    if doubled is not None:
+        of_tile = logits.mul_(2).logsumexp(1).double()
+        doubled.copy_(torch.logaddexp(doubled, of_tile))
     log_z.copy_(total)
 
 
@@ -48,22 +53,29 @@ def grad_tile(
     targets: Tensor,
     log_z: Tensor,
     entropy: Tensor | None,
+    squares: Tensor | None,
     grad_logprobs: Tensor,
     grad_entropy: Tensor | None,
+    grad_squares: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
     """Return the gradient of the unscaled logits [R, v] in ``dtype``.
 
-    With z the scaled logits, dz = g (onehot - p) for log-probs, and -g p (log p +
-    entropy) for the entropy.
+    With z the scaled logits, dz = g (onehot - p) for log-probs, -g p (log p + entropy)
+    for the entropy, and 2 g p (p - s) for the sum s of squares.
     """
     log_p = _scale(logits, bias, temperature).sub_(log_z[:, None])
-    if grad_entropy is None or entropy is None:
+    if grad_entropy is None and grad_squares is None:
         grad = log_p.exp_().mul_(-grad_logprobs[:, None])
     else:
-        p = log_p.exp()
-        grad = log_p.add_(entropy[:, None]).mul_(-grad_entropy[:, None])
-        grad = grad.sub_(grad_logprobs[:, None]).mul_(p)
+        p, grad = log_p.exp(), log_p
+        if grad_entropy is None or entropy is None:
+            grad.zero_()
+        else:
+            grad.add_(entropy[:, None]).mul_(-grad_entropy[:, None])
+        if grad_squares is not None and squares is not None:
+            grad.add_((p - squares[:, None]).mul_(2 * grad_squares[:, None]))
+        grad.sub_(grad_logprobs[:, None]).mul_(p)
     index, inside = _locate(targets, grad.shape[1])
     grad.scatter_add_(1, index, torch.where(inside, grad_logprobs, 0.0)[:, None])
     if temperature is not None:

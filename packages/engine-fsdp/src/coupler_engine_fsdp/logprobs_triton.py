@@ -25,16 +25,29 @@ def reduce_tile(
     log_z: Tensor,
     mean: Tensor,
     picked: Tensor,
+    doubled: Tensor | None,
     want_mean: bool,
 ) -> None:
     """Add a tile to the running log-sum-exp and mean [R] (fp64).
 
-    The logits of targets within the tile are copied to ``picked``.
+    ``doubled`` is the log-sum-exp of twice the logits, or None. The logits of targets
+    within the tile are copied to ``picked``.
     """
     rows, width = logits.shape
+
     if rows:
         _reduce[(rows,)](
-            logits, bias, temperature, targets, log_z, mean, picked, width, want_mean, _BLOCK
+            logits,
+            bias,
+            temperature,
+            targets,
+            log_z,
+            mean,
+            picked,
+            doubled,
+            width,
+            want_mean,
+            _BLOCK,
         )
 
 
@@ -45,8 +58,10 @@ def grad_tile(
     targets: Tensor,
     log_z: Tensor,
     entropy: Tensor | None,
+    squares: Tensor | None,
     grad_logprobs: Tensor,
     grad_entropy: Tensor | None,
+    grad_squares: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
     """Return the gradient of the unscaled logits [R, v] in ``dtype``."""
@@ -61,8 +76,10 @@ def grad_tile(
             targets,
             log_z,
             entropy,
+            squares,
             grad_logprobs,
             grad_entropy,
+            grad_squares,
             grad,
             width,
             _BLOCK,
@@ -79,6 +96,7 @@ def _reduce(
     log_z,
     mean,
     picked,
+    doubled,
     width,
     want_mean: tl.constexpr,
     block: tl.constexpr,
@@ -89,6 +107,7 @@ def _reduce(
     highest = -float("inf")
     total = 0.0  # of exp(z - highest)
     weighted = 0.0  # of exp(z - highest) * z
+    squared = 0.0  # of exp(2 (z - highest))
     for start in range(0, width, block):
         column = start + tl.arange(0, block)
         z = tl.load(logits + column, mask=column < width, other=-float("inf"))
@@ -101,6 +120,8 @@ def _reduce(
         total = total * shrink + tl.sum(e, 0)
         if want_mean:
             weighted = weighted * shrink + tl.sum(tl.where(e > 0, e * z, 0.0), 0)
+        if doubled is not None:
+            squared = squared * shrink * shrink + tl.sum(e * e, 0)
         highest = higher
     tile_log_z = (highest + tl.log(total)).to(tl.float64)
     before = tl.load(log_z + row)
@@ -112,6 +133,11 @@ def _reduce(
         tl.store(
             mean + row, old + ((weighted / total).to(tl.float64) - old) * tl.exp(tile_log_z - after)
         )
+    if doubled is not None:
+        here = (2 * highest + tl.log(squared)).to(tl.float64)
+        before = tl.load(doubled + row)
+        top = tl.maximum(before, here)
+        tl.store(doubled + row, top + tl.log(tl.exp(before - top) + tl.exp(here - top)))
     target = tl.load(targets + row)
     if (target >= 0) & (target < width):
         z = tl.load(logits + target)
@@ -128,8 +154,10 @@ def _grad(
     targets,
     log_z,
     entropy,
+    squares,
     grad_logprobs,
     grad_entropy,
+    grad_squares,
     grad,
     width,
     block: tl.constexpr,
@@ -147,5 +175,7 @@ def _grad(
     factor = slope + tl.zeros_like(z)
     if grad_entropy is not None:
         factor += tl.load(grad_entropy + row) * (log_p + tl.load(entropy + row))
+    if grad_squares is not None:
+        factor -= 2 * tl.load(grad_squares + row) * (tl.exp(log_p) - tl.load(squares + row))
     out = tl.where(column == tl.load(targets + row), slope, 0.0) - factor * tl.exp(log_p)
     tl.store(grad + here, out * scale, mask=inside)

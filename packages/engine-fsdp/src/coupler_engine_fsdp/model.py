@@ -34,24 +34,28 @@ class Head(nn.Linear):
 
     tile: int
 
-    def forward(self, input: Tensor, packed: Packed | None = None, entropy: bool = False) -> Any:
-        """Map [R, H] hidden states to log-probs [R], and entropy [R] or None.
+    def forward(
+        self, input: Tensor, packed: Packed | None = None, want: frozenset[str] = frozenset()
+    ) -> Any:
+        """Map [R, H] hidden states to log-probs [R], and what else is wanted, by name.
 
-        Without ``packed`` it returns logits.
+        What is not wanted is None. Without ``packed`` it returns logits.
         """
         if packed is None:
             return super().forward(input)
 
-        return token_logprobs(
+        logprobs, entropy, squares = token_logprobs(
             input,
             self.weight,
             self.bias,
             packed.targets,
             packed.temperature,
-            entropy,
+            "entropy" in want,
             self.tile,
             packed.kept,
+            "sum_pi_squared" in want,
         )
+        return {"logprobs": logprobs, "entropy": entropy, "sum_pi_squared": squares}
 
 
 class Policy(nn.Module):
@@ -75,8 +79,8 @@ class Policy(nn.Module):
     def forward(
         self, packed: Packed, want: frozenset[str] = frozenset(), logits: bool = False
     ) -> Any:
-        """Return log-probs [R] of the predicted rows and, if wanted, entropy [R], by
-        name.
+        """Return log-probs [R] of the predicted rows and, if wanted, entropy [R] and
+        sums of squared probabilities [R], by name.
 
         With ``logits`` it returns all logits [N, V].
         """
@@ -90,8 +94,7 @@ class Policy(nn.Module):
         if logits:
             return self.causal(**arguments).logits[0]
         hidden = self.causal.base_model(**arguments).last_hidden_state[0]
-        logprobs, entropy = self.head(hidden[packed.sources], packed, "entropy" in want)
-        return {"logprobs": logprobs, "entropy": entropy}
+        return self.head(hidden[packed.sources], packed, want)
 
     def names(self, files: Mapping[str, Any]) -> list[str]:
         """Return the names of its tensors in a checkpoint."""

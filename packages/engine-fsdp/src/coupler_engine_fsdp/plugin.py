@@ -22,6 +22,7 @@ def _of_engine(config: FSDPConfig) -> frozenset[str]:
         "weights:full",
         "memory:offload",
         "output:values",
+        "output:sum_pi_squared",
         "model:moe",
         "input:sampling_mask",
     }

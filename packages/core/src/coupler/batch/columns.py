@@ -16,9 +16,9 @@ SAMPLING_MASK: Final = "sampling_mask"
 # only engines read these, and they are wider than all other columns together
 OF_ENGINES: Final = (ROUTED_EXPERTS, SAMPLING_MASK)
 
-# no loss reads these: the source of each token, how the episode ended, and the number
-# of its row in the data
-OF_RECORDS: Final = ("origin", "ended", "row")
+# no loss reads these: the source of each token, its turn and what that was shown, how
+# the episode ended, and the number of its row in the data
+OF_RECORDS: Final = ("origin", "turn", "anchor", "ended", "row")
 
 
 def loss_columns(batch: Batch) -> dict[str, np.ndarray]:

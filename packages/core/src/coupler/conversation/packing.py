@@ -6,7 +6,7 @@ their trajectory, and its reward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -27,6 +27,8 @@ ORIGINS = tuple(Origin)
 PARTS = "reward_parts"  # opens the names of their columns and metrics
 GREEDY = "greedy_reward"  # the column [B] of the reward of the prompt's greedy episode
 SOURCE = "data_source"  # the column [B] of the kind of row, as text
+TURN = "turn"  # the column [T] of the number of a token's turn in its episode
+ANCHOR = "anchor"  # the column [T] of a digest of what the token's turn was shown
 ENDED = {str(ended): code for code, ended in enumerate(Ended)}
 
 
@@ -133,15 +135,37 @@ def _greedy(samples: Sequence[Sample], num_rows: int) -> dict[str, np.ndarray]:
     return {} if reward is None else {GREEDY: np.full(num_rows, reward, np.float32)}
 
 
-def with_source(group: Batch, samples: Sequence[Sample], needs: frozenset[str]) -> Batch:
-    """Add ``data_source`` of the prompt's row, if an algorithm needs it.
+def with_needed(group: Batch, samples: Sequence[Sample], needs: frozenset[str]) -> Batch:
+    """Add the columns of episodes that only some algorithms need.
 
-    It is empty where the row has none.
+    They are ``data_source`` [B] of the prompt's row, which is empty where the row has
+    none, and ``turn`` and ``anchor`` [T], which are -1 where nothing was sampled.
     """
-    if SOURCE not in needs:
-        return group
-    source = samples[0].prompt.row.data_source
-    return group.with_seqs(**{SOURCE: np.full(len(group), source)})
+    rows = [row for sample in samples for row in sample.rows]
+    if SOURCE in needs:
+        source = samples[0].prompt.row.data_source
+        group = group.with_seqs(**{SOURCE: np.full(len(group), source)})
+    if TURN in needs:
+        numbers = (number for row in rows for number in row.numbers)
+        group = group.with_tokens(**{TURN: _of_turns(rows, numbers, np.int32)})
+
+    if ANCHOR in needs:
+        first = (anchor[:8] for row in rows for anchor in row.anchors)
+        digests = (int.from_bytes(half, "little", signed=True) for half in first)
+        group = group.with_tokens(**{ANCHOR: _of_turns(rows, digests, np.int64)})
+    return group
+
+
+def _of_turns(rows: Sequence[Row], values: Iterable[int], dtype: type) -> np.ndarray:
+    """Return [T] the value of each token's turn, and -1 where nothing was sampled.
+
+    Args:
+        values: one for each sampled turn of all rows, in order.
+    """
+    left = iter(values)
+    segments = [segment for row in rows for segment in row.trajectory.segments]
+    each = [next(left) if segment.origin is Origin.SAMPLED else -1 for segment in segments]
+    return np.repeat(np.array(each, dtype), [len(segment.ids) for segment in segments])
 
 
 def ended_of(one: Batch) -> str:

@@ -71,6 +71,22 @@ class Turn:
         return digest(prompt[:fed]) == self.prompt and prompt[fed:end] == tokens
 
     @property
+    def anchor(self) -> bytes:
+        """Return a digest of what this turn was shown after the last answer before it.
+
+        That is the text of messages, or ids where a caller sent these. Glue between
+        turns, which depends on how the last answer ended, does not count.
+        """
+        if not self.said:
+            shown = (s.ids for s in self.segments if s.origin is not Origin.GLUE)
+            return digest(tuple(chain.from_iterable(shown)))
+
+        keys: list[bytes] = []
+        for said in self.said[:-1]:
+            keys = [] if said.message["role"] == "assistant" else [*keys, said.key]
+        return hashlib.blake2b(b"".join(keys), digest_size=16).digest()
+
+    @property
     def history(self) -> list[Said]:
         """Return all messages from the root to the answer of this turn."""
         return [said for turn in self.path for said in turn.said]
@@ -86,18 +102,22 @@ class Row:
         completions: the completions along the path, in order.
         trained: those of them that are ``SAMPLED`` in this row.
         messages: all of the path, with the last answer, or none where ids were sent.
+        numbers: the place of each of ``trained`` among the turns of the episode.
+        anchors: a digest of what each of ``trained`` was shown: :attr:`Turn.anchor`.
     """
 
     trajectory: Trajectory
     completions: tuple[Completion, ...]
     trained: tuple[Completion, ...]
     messages: tuple[Message, ...] = ()
+    numbers: tuple[int, ...] = ()
+    anchors: tuple[bytes, ...] = ()
 
     @classmethod
     def of_one_turn(cls, prompt: tuple[int, ...], done: Completion) -> Row:
         """Return the row of an episode of a single turn."""
         segments = (Segment(prompt, Origin.PROMPT), sampled(done))
-        return cls(Trajectory(segments), (done,), (done,))
+        return cls(Trajectory(segments), (done,), (done,), numbers=(0,), anchors=(digest(prompt),))
 
 
 class Tree:
@@ -181,16 +201,18 @@ class Tree:
             AssertionError: a row does not reproduce every request, or a sampled token
                 is not trained exactly once.
         """
-        trained: set[int] = set()
-        made = tuple(self._row(leaf, trained) for leaf in self.turns if not leaf.children)
+        # the turns that no row has trained yet, with their places
+        left = {id(turn): number for number, turn in enumerate(self.turns)}
+        made = tuple(self._row(leaf, left) for leaf in self.turns if not leaf.children)
 
         total = sum(len(turn.completion.tokens) for turn in self.turns)
         assert sum(len(row.trajectory.sampled) for row in made) == total
         return made
 
-    def _row(self, leaf: Turn, trained: set[int]) -> Row:
+    def _row(self, leaf: Turn, left: dict[int, int]) -> Row:
+        """Return the row of a leaf. The turns that it trains leave ``left``."""
         segments: list[Segment] = []
-        mine: list[Completion] = []
+        mine: dict[int, Turn] = {}
         for turn in leaf.path:
             segments += turn.segments
             shown = [segment.ids for segment in segments]
@@ -198,17 +220,23 @@ class Tree:
             assert digest(fed) == turn.prompt, "a row is not what the rollout was fed"
 
             done = turn.completion
-            if id(turn) in trained:
-                segments.append(Segment(done.tokens, Origin.PROMPT))
-            else:
+            if id(turn) in left:
                 segments.append(sampled(done))
-                mine.append(done)
-            trained.add(id(turn))
+                mine[left.pop(id(turn))] = turn
+            else:
+                segments.append(Segment(done.tokens, Origin.PROMPT))
         path = tuple(turn.completion for turn in leaf.path)
         messages = [said.message for said in leaf.history]
         if not all(turn.said for turn in leaf.path):
             messages = []
-        return Row(Trajectory(tuple(segments)), path, tuple(mine), tuple(messages))
+        return Row(
+            Trajectory(tuple(segments)),
+            path,
+            tuple(turn.completion for turn in mine.values()),
+            tuple(messages),
+            tuple(mine),
+            tuple(turn.anchor for turn in mine.values()),
+        )
 
 
 def sampled(done: Completion) -> Segment:

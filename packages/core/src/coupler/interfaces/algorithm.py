@@ -35,11 +35,13 @@ class Algorithm(ABC):
 
     Attributes:
         needs: columns that core adds before :meth:`advantages`: ``ref_logprobs``,
-            ``old_logprobs``, ``values``, ``teacher_logprobs``, ``greedy_reward`` [B] of
-            a greedy episode of the prompt, ``data_source`` [B] text of the row. With
-            one optimizer step per batch the loss gets no ``old_logprobs``, because they
-            equal the current ones. It then uses its own log-probs without gradient, and
-            core spares the forward pass.
+            ``old_logprobs``, ``sum_pi_squared``, ``values``, ``teacher_logprobs``,
+            ``greedy_reward`` [B] of a greedy episode of the prompt, ``data_source`` [B]
+            text of the row, ``turn`` [T] the number of a token's turn in its episode,
+            ``anchor`` [T] a digest of what that turn was shown. No loss gets the last
+            two, which are -1 where nothing was sampled. With one optimizer step per
+            batch the loss gets no ``old_logprobs``, because they equal the current
+            ones. It uses its own without gradient, and core spares the forward pass.
         always: columns of ``needs`` that :meth:`advantages` or the controller reads.
             Core computes ``old_logprobs`` for them with one optimizer step per batch
             too.

@@ -81,6 +81,7 @@ async def _supervise(builder: Builder) -> dict[str, float]:
 
         calendar, patience = Calendar(config, len(examples)), Patience(config)
         steps = _Steps(builder, journal, evaluation, calendar, patience, speed, done)
+        providers = column_providers(config, policy, reference, None, residency, algorithm.needs)
         trained = {"policy": policy}
         async with session.checkpoints(data) as checkpoints:
             trainer = SupervisedTrainer(
@@ -89,7 +90,7 @@ async def _supervise(builder: Builder) -> dict[str, float]:
                 algorithm=algorithm,
                 order=order,
                 pack=lambda rows: speed.saw(pack(rows)),
-                providers=column_providers(config, policy, reference, None, residency),
+                providers=providers,
                 residency=residency,
                 patience=patience,
             )

@@ -36,6 +36,7 @@ from coupler.loop.turns import OLD_LOGPROBS, warmup_steps
 from coupler.metrics import Metrics, merge
 from coupler.plugins.manager import Plugins
 from coupler.run.plan import VALUES, Plan, make_plan
+from coupler.run.plan_checks import SQUARES
 from coupler.run.run_folder import Journal
 from coupler.run.run_lock import claimed
 from coupler.run.samples import FOLDER, SampleWriter
@@ -186,7 +187,8 @@ async def _train(builder: Builder) -> dict[str, float]:
 
         sampler = _sampler(config, algorithm, stream, scorer)
         teaching = make_teaching(policy, teachers, prompts, shown, residency)
-        providers = column_providers(config, *engines, residency) | {TEACHER_LOGPROBS: teaching}
+        providers = column_providers(config, *engines, residency, algorithm.needs)
+        providers[TEACHER_LOGPROBS] = teaching
         trained = {group.spec.role: group for group in (policy, critic) if group}
         async with session.checkpoints(data) as checkpoints, builder.environment_set_up():
             steps = _Steps(builder, journal, critic, evaluation, opinions, residency, speed, done)
@@ -294,10 +296,12 @@ def column_providers(
     reference: EngineGroup | None,
     critic: EngineGroup | None,
     residency: Residency,
+    needs: frozenset[str],
 ) -> dict[str, Provider]:
     """Return the provider of each column.
 
-    :meth:`Trainer.complete` asks for those that it needs.
+    :meth:`Trainer.complete` asks for those that it needs. One pass gives old log-probs
+    and, where ``needs`` has them, sums of squared probabilities.
     """
 
     def forward_of(
@@ -314,8 +318,9 @@ def column_providers(
 
     providers: dict[str, Provider] = {}
     recorded = {ROUTED_EXPERTS: ROUTES} if config.router_replay is RouterReplay.R2 else {}
-    providers[OLD_LOGPROBS] = forward_of(
-        "policy", policy, replays=True, old_logprobs=LOGPROBS, **recorded
+    squares = {SQUARES: Output(SQUARES)} if SQUARES in needs else {}
+    providers[SQUARES if squares else OLD_LOGPROBS] = forward_of(
+        "policy", policy, replays=True, old_logprobs=LOGPROBS, **squares, **recorded
     )
     providers[REFERENCE] = (
         forward_of("reference", reference, ref_logprobs=LOGPROBS)

@@ -12,7 +12,7 @@ from itertools import count
 from typing import Any
 
 from coupler.conversation.episodes import Played, Plays, together
-from coupler.conversation.packing import Sample, describe, pack, with_source
+from coupler.conversation.packing import Sample, describe, pack, with_needed
 from coupler.data import Codec, Prompt, PromptStream
 from coupler.interfaces import Algorithm, Request
 from coupler.loop.buffer import Buffer
@@ -209,7 +209,7 @@ class Sampler:
 
     async def _offer(self, number: int, scored: list[Sample]) -> None:
         group = pack(scored, number, self.samples_per_prompt, self.request.temperature)
-        group = with_source(group, scored, self.algorithm.needs)
+        group = with_needed(group, scored, self.algorithm.needs)
         kept = self.algorithm.keep(group)
         self.seen[number] = describe(scored, group, kept)
         if kept:

@@ -67,16 +67,13 @@ VOCABULARY = frozenset(
         # obeys the column sampling_mask.
         "output:sampling_mask",
         "input:sampling_mask",
-        # The backend works in NumPy, on the toy model folder of coupler.testing, and
-        # not on folders of transformers.
+        # The backend works in NumPy, on the toy model folder of coupler.testing alone.
         "model:toy",
-        # The backend runs mixtures of experts too. The checkpoint has one tensor per
-        # expert.
+        # The backend runs mixtures of experts too, from a tensor per expert on disk.
         "model:moe",
         # A rollout serves the weights of the folder where Model.own_weights says so.
         "model:own_weights",
-        # The model workers of a rollout are other processes, which place:process does
-        # not reach.
+        # Model workers of a rollout are processes that place:process does not reach.
         "workers:remote",
         # An algorithm needs a column that core adds, as Algorithm.needs says once it is
         # imported. The engine of a critic declares output:values.
@@ -86,15 +83,16 @@ VOCABULARY = frozenset(
         "needs:greedy_reward",
         "needs:data_source",
         "needs:teacher_logprobs",
-        # An engine runs models with Head.VALUE or Head.SCORE and computes
-        # Output("values").
+        "needs:sum_pi_squared",
+        "needs:turn",
+        "needs:anchor",
+        # An engine computes Output("values") of models with Head.VALUE or Head.SCORE.
         "output:values",
         # An engine trains an adapter. The model without it is the reference model.
         "output:base_logprobs",
         # An engine computes Output("sum_pi_squared").
         "output:sum_pi_squared",
-        # An engine computes Output("routed_experts") and replays that column. A rollout
-        # returns it.
+        # An engine computes and replays Output("routed_experts"). A rollout returns it.
         "output:routed_experts",
         # An algorithm is for these jobs, or for both where it names neither.
         "job:train",

@@ -28,7 +28,7 @@ from coupler.interfaces import EngineConfig, InFlight, RolloutConfig
 from coupler.loop.turns import optimizer_steps
 from coupler.plugins.backend import Backend
 from coupler.plugins.manager import Plugins
-from coupler.run.plan_checks import check, check_routes
+from coupler.run.plan_checks import check, check_columns
 from coupler.run.plan_text import render
 from coupler.run.teacher_check import check_teacher, role_of, teachers_of
 from coupler.system.reads import original
@@ -210,7 +210,7 @@ def make_plan(
     )
 
     check(plan, config, plugins)
-    check_routes(config, plugins, needs, job)
+    check_columns(config, plugins, needs, job)
     check_teacher(config, plugins, needs, job)
     return plan
 

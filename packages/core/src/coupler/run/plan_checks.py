@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 FREES_MEMORY = {"engine": "memory:offload", "rollout": "memory:sleep"}
 # Capability of an engine, and of a rollout.
 ROUTES = "output:routed_experts"
+# Column of an algorithm, and output of an engine.
+SQUARES = "sum_pi_squared"
 
 
 def check(plan: Plan, config: RunConfig, plugins: Plugins) -> None:
@@ -109,7 +111,17 @@ def _check_offload(config: RunConfig, plugins: Plugins) -> None:
             )
 
 
-def check_routes(config: RunConfig, plugins: Plugins, needs: frozenset[str], job: Job) -> None:
+def check_columns(config: RunConfig, plugins: Plugins, needs: frozenset[str], job: Job) -> None:
+    """Refuse columns that a run wants of backends which do not compute them.
+
+    Raises:
+        ConfigError: there is such a column.
+    """
+    _check_routes(config, plugins, needs, job)
+    _check_squares(config, plugins, needs)
+
+
+def _check_routes(config: RunConfig, plugins: Plugins, needs: frozenset[str], job: Job) -> None:
     """Refuse a replay of routes that nobody records, or that nobody can replay."""
     mode = config.router_replay
     if mode is RouterReplay.DISABLED:
@@ -137,6 +149,18 @@ def check_routes(config: RunConfig, plugins: Plugins, needs: frozenset[str], job
             "algorithm that needs old_logprobs.\n"
             "  try:  router_replay=disabled: one step trains with the weights that would be "
             "recorded"
+        )
+
+
+def _check_squares(config: RunConfig, plugins: Plugins, needs: frozenset[str]) -> None:
+    """Refuse an algorithm that needs sums which the engine does not compute."""
+    engine, wanted = config.engine, f"output:{SQUARES}"
+    able = plugins.get("engine", engine.name).capabilities_of(engine)
+    if SQUARES in needs and wanted not in able:
+        raise ConfigError(
+            f"algorithm={config.algorithm.name} as it is set reads {SQUARES}, which "
+            f"engine={engine.name} does not compute ({wanted}).\n"
+            "  try:  another engine, or another baseline"
         )
 
 

@@ -25,8 +25,8 @@ from coupler.worker.train_infer import checked_loss
 
 # Columns that core can add, and how far they are from the rollout's log-probs.
 COLUMNS = {"ref_logprobs": 0.2, "old_logprobs": 0.1, "values": 0.3, "teacher_logprobs": 0.4}
-# One that core can add for each sequence.
-GREEDY = "greedy_reward"
+# Others that core can add.
+OTHERS = ("greedy_reward", "sum_pi_squared", "turn", "anchor")
 # Columns of preference rows, which an algorithm with such rows reads.
 PREFERENCES = ("chosen", "margin", "desirable", "mismatched")
 ALWAYS = (
@@ -84,8 +84,15 @@ def sampled(reference: Reference) -> Batch:
         for n, d in COLUMNS.items()
     }
 
+    # Rows begin with what was shown, and are shown more in the midst of their tokens.
+    begins = mask & ~np.append(False, mask[:-1])
+    turn = np.cumsum(begins) - batch.spread(np.cumsum(begins)[batch.starts[:-1]]) - 1
+    squares = np.exp(2 * np.minimum(batch["rollout_logprobs"], 0)) + 0.01
     return batch.with_tokens(
-        **{n: np.where(mask, c, 0).astype(np.float32) for n, c in near.items()}
+        **{n: np.where(mask, c, 0).astype(np.float32) for n, c in near.items()},
+        sum_pi_squared=np.where(mask, squares, 0).astype(np.float32),
+        turn=np.where(mask, turn, -1).astype(np.int32),
+        anchor=np.where(mask, 5 - turn, -1),
     ).with_seqs(
         reward=np.array([0, 1, 1, 0.5, 2, 0, 0, 1], np.float32),
         greedy_reward=np.repeat(np.array([0.5, 1], np.float32), 4),
@@ -208,8 +215,8 @@ def test_it_declares_what_core_knows(algorithm_subject: Subject, algorithm: Algo
     ``needs:<column>`` name the same columns.
     """
     expect.holds(
-        algorithm.always <= algorithm.needs <= {GREEDY, *COLUMNS},
-        f"always within needs, and needs within {sorted([GREEDY, *COLUMNS])}",
+        algorithm.always <= algorithm.needs <= {*OTHERS, *COLUMNS},
+        f"always within needs, and needs within {sorted([*OTHERS, *COLUMNS])}",
         (sorted(algorithm.always), sorted(algorithm.needs)),
     )
     declared = {
