@@ -93,3 +93,8 @@ def composed_of_run(arguments: argparse.Namespace) -> tuple[Composed, Plugins]:
 
     arguments.overrides = ["executor=local", *one_rank, *arguments.overrides]
     return composed(arguments, Job.TRAIN, complete=False)
+
+
+def quoted(path: Path | str) -> str:
+    """Return a path as the value of an override, whatever is in it."""
+    return "'" + str(path).replace("'", "\\'") + "'"

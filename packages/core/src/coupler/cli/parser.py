@@ -24,7 +24,12 @@ COMMANDS = {
     "replay": "run one stage of a recorded step again, in this process",
     "show": "print the conversations of a step",
     "export": "write a checkpoint's model in Hugging Face layout",
+    "chat": "talk to the model of a run or a folder",
+    "runs": "list the runs in a folder: state, step, reward, age",
+    "init": "write a recipe, a reward and rows for a first run",
+    "recipes": "list the recipes that are installed; 'recipes cp NAME' copies one",
     "plugins": "list what is installed, and what does not load",
+    "plugin": "'plugin new NAME --kind KIND' writes the package of a plugin",
 }
 HELP = "\n  try:  coupler COMMAND --help; options are written key=value"
 OVERRIDES = "overrides"  # where the key=value arguments of a command are
