@@ -26,9 +26,7 @@ def add_arguments(parser: Parser) -> None:
     new.add_argument("plugin", metavar="NAME", help="lower-case letters, digits and _")
     kinds = "reward, algorithm, rollout, engine, sharding, tracker or transport"
     new.add_argument("--kind", required=True, help=kinds)
-    new.add_argument(
-        "folder", nargs="?", type=Path, metavar="DIR", help="default: coupler-KIND-NAME"
-    )
+    new.add_argument("--out", type=Path, metavar="DIR", help="default: coupler-KIND-NAME")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -47,7 +45,7 @@ def run(arguments: argparse.Namespace) -> None:
         )
 
     example, old = examples[kind]
-    folder = arguments.folder or Path(f"coupler-{kind}-{name}")
+    folder = arguments.out or Path(f"coupler-{kind}-{name}")
     sources = [
         path
         for path in sorted(example.rglob("*"))
