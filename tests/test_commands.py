@@ -7,6 +7,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from coupler.cli import main
+from coupler.cli.parser import COMMANDS
 from coupler.run.run_lock import Held, claimed, held
 from coupler.testing.models import write_tokenizer, write_toy
 
@@ -264,7 +266,7 @@ def test_a_transformers_model_talks(model: Path) -> None:
     assert done.stdout.count("\n") >= 2
 
 
-# --- init, recipes and plugin new ---
+# --- init, recipes, plugin new and completion ---
 
 
 @pytest.fixture
@@ -299,6 +301,28 @@ def test_a_copied_recipe_plans(elsewhere: Path, capsys: pytest.CaptureFixture[st
     assert main(["recipes", "cp", "smollm2_calculator_cpu", "mine"]) == 0
     assert main(["plan", "--config", "mine/smollm2_calculator_cpu.yaml"]) == 0
     assert "12 steps" in capsys.readouterr().out
+
+
+def test_a_shell_completes_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("shtab")
+    assert main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    assert f"({' '.join(COMMANDS)})" in script
+    assert "--diff-default" in script
+
+
+def test_completion_without_its_package_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert main(["completion", "bash"]) == 2
+    assert "pip install 'coupler-core[completion]'" in capsys.readouterr().err
+
+
+def test_the_page_of_commands_lists_each() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "command-line.md").read_text()
+    listed = {match[1] for match in re.finditer(r"^\| `coupler (\w+)", page, re.MULTILINE)}
+    assert listed == COMMANDS.keys()
 
 
 @pytest.mark.parametrize("kind", ["algorithm", "reward", "tracker"])

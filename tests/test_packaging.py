@@ -237,7 +237,7 @@ def test_core_works_alone(uv: str, wheels: dict[str, ZipFile], tmp_path: Path) -
 
 
 def written_by_init(python: str, folder: Path) -> str:
-    """Return the recipe of ``coupler init``, where core is alone, without its comments."""
+    """Return the recipe of ``coupler init`` in this environment, without comments."""
     call(python, "-m", "coupler", "init", str(folder))
     lines = (folder / "recipe.yaml").read_text().replace(":\n  name:", ":").splitlines()
     return "\n".join(line.partition(" #")[0] for line in lines)

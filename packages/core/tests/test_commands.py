@@ -71,6 +71,7 @@ def test_help_lists_the_arguments_of_a_command(
         (["plugin", "new", "mine", "--kind", "rewrd"], "--kind rewrd is none."),
         (["plugin", "new", "My-Loss", "--kind", "engine"], "'My-Loss' is no name of a plugin."),
         (["plugin", "new", "toy", "--kind", "engine"], "engine=toy is installed already"),
+        (["completion", "fish"], "argument shell: invalid choice: 'fish'"),
         (["recipe"], "argument COMMAND: invalid choice: 'recipe'"),
     ],
 )

@@ -30,6 +30,7 @@ COMMANDS = {
     "recipes": "list the recipes that are installed; 'recipes cp NAME' copies one",
     "plugins": "list what is installed, and what does not load",
     "plugin": "'plugin new NAME --kind KIND' writes the package of a plugin",
+    "completion": "print a script that lets a shell complete commands",
 }
 HELP = "\n  try:  coupler COMMAND --help; options are written key=value"
 OVERRIDES = "overrides"  # where the key=value arguments of a command are

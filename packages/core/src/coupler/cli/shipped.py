@@ -37,6 +37,7 @@ def write_new(files: Mapping[Path, bytes]) -> None:
             raise CouplerError(
                 f"{path} exists already; nothing was written.\n  try:  another folder"
             )
+
     for path, content in files.items():
         with writing(f"{path}"):
             path.parent.mkdir(parents=True, exist_ok=True)

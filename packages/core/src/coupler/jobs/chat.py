@@ -68,6 +68,7 @@ def _request(builder: Builder, said: list[dict[str, str]], turn: int) -> Request
             f"{config.data.max_prompt_tokens}.\n"
             "  try:  an empty line now and then, which starts another, or a larger limit"
         )
+
     stop = codec.stop_ids(config.sampling.stop)
     seed = derive(config.seed, "chat", turn)
     return replace(builder.eval_request(), prompt=ids, stop=stop, seed=seed)

@@ -55,6 +55,7 @@ def find_runs(folder: Path) -> Iterator[Path]:
         is_run = any(os.path.lexists(here / mark) for mark in MARKS)
         if is_run:
             yield here
+
         deep = len(here.relative_to(folder).parts) >= MAX_DEPTH
         names[:] = sorted(
             name

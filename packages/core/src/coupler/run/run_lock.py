@@ -45,6 +45,7 @@ def held(run_dir: Path) -> Held:
     path = run_dir / NAME
     if not path.is_file():
         return Held.FREE
+
     lock = FileLock(path, thread_local=False, fallback_to_soft=False)
     try:
         lock.acquire(timeout=0)

@@ -61,6 +61,7 @@ def _choose(plugins: Plugins) -> Mapping[str, str]:
             if kind is not Kind.ALGORITHM or "job:train" in declared.capabilities or name == "toy"
         }
         real = [name for name, declared in able.items() if TOY not in declared.capabilities]
+
         near = [name for name in real if _package(plugins, kind, name) == chosen.get("package")]
         if not able:
             raise CouplerError(f"no {kind} is installed.\n  try:  coupler doctor")

@@ -24,6 +24,7 @@ def add_arguments(parser: Parser) -> None:
         "name, and passes the conformance kit at once.",
     )
     new.add_argument("plugin", metavar="NAME", help="lower-case letters, digits and _")
+
     kinds = "reward, algorithm, rollout, engine, sharding, tracker or transport"
     new.add_argument("--kind", required=True, help=kinds)
     new.add_argument("--out", type=Path, metavar="DIR", help="default: coupler-KIND-NAME")

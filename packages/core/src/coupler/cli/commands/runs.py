@@ -33,6 +33,7 @@ def run(arguments: argparse.Namespace) -> None:
 def _row(found: Overview, folder: Path) -> tuple[str, ...]:
     name = found.folder.relative_to(folder)
     step = "-" if found.step is None else f"{found.step}/{found.steps or '?'}"
+
     return (
         str(name if name.parts else found.folder.resolve().name),
         found.algorithm or "-",
