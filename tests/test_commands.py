@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from coupler.cli import main
+from coupler.cli.exported import exported
 from coupler.cli.parser import COMMANDS
 from coupler.run.run_lock import Held, claimed, held
 from coupler.testing.models import write_tokenizer, write_toy
@@ -171,7 +172,7 @@ def test_what_cannot_be_evaluated_is_one_sentence(
     assert main(["eval", str(folder / "runs" / "whole"), "--step", "9"]) == 2
     error = capsys.readouterr().err
     assert "the weights after step 9 are not whole" in error and "kept:  step_1, step_2" in error
-    damaged = folder / "runs" / "whole" / "export_step_1" / "config.json"
+    damaged = exported(folder / "runs" / "whole", 1) / "config.json"
     text = damaged.read_text()
     damaged.write_text("{")
     assert main(["eval", str(folder / "runs" / "whole"), "--step", "1"]) == 2
