@@ -31,6 +31,7 @@ import pytest
 import yaml
 
 from coupler import cli
+from coupler.cli.parser import parse
 from coupler.config.compose import compose
 from coupler.config.schema import Job
 from coupler.plugins.manager import Plugins
@@ -199,7 +200,7 @@ def check_coupler(words: list[str], block: Block, capfd: Any) -> None:
     """Run a command that takes no device; run or plan one that does."""
     job, given = words[0], words[1:]
     if block.marker == PARSED:
-        assert cli._parse(words).command
+        assert parse(words).command
         return
     if block.marker.startswith("run"):
         extra = shlex.split(block.marker.removeprefix("run").lstrip(":"))
@@ -248,7 +249,7 @@ def check_pytest(words: list[str], block: Block) -> None:
 def check_torchrun(words: list[str], block: Block) -> None:
     """The command behind torchrun is one of ours, as far as its words go."""
     assert words[1:3] == ["-m", "coupler"] and words[0].startswith("--nproc-per-node="), block.place
-    assert cli._parse(words[3:]).command
+    assert parse(words[3:]).command
 
 
 def check_python(words: list[str], block: Block) -> None:
@@ -267,7 +268,7 @@ def test_commands_and_options_within_a_sentence(page: Path) -> None:
     for span in spans(page):
         words = span.split()
         if words[:1] == ["coupler"] and len(words) > 2 and "..." not in words:
-            assert cli._parse(words[1:]).command
+            assert parse(words[1:]).command
         for word in words:
             key = word.partition("=")[0]
             key = key.removeprefix("critic.") if key.startswith("critic.engine.") else key

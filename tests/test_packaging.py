@@ -138,6 +138,9 @@ def requirements(wheel: ZipFile) -> list[str]:
 @pytest.mark.parametrize("name", FOLDERS)
 def test_the_wheel_holds_every_file(name: str, wheels: dict[str, ZipFile]) -> None:
     files = {p.relative_to(source(name)) for p in source(name).rglob("*") if p.is_file()}
+    if name == "coupler-core":  # coupler recipes and coupler plugin new copy from them
+        shipped = [p for top in ("recipes", "examples") for p in (ROOT / top).rglob("*")]
+        files |= {Path("coupler") / p.relative_to(ROOT) for p in shipped if p.is_file()}
     expected = {str(p) for p in files if "__pycache__" not in p.parts}
     packed = {n for n in wheels[name].namelist() if ".dist-info/" not in n}
     assert packed == expected
@@ -276,7 +279,20 @@ def test_core_works_alone(uv: str, wheels: dict[str, ZipFile], tmp_path: Path) -
             python, "-c", code
         )
     listed = {tuple(line.split()[:3]) for line in call(python, "-c", LISTING).splitlines()}
+    recipes = call(python, "-m", "coupler", "recipes").splitlines()
+    assert len(recipes) == 1 + len([*(ROOT / "recipes").rglob("*.yaml")])
+    assert any("engine=fsdp, rollout=hf, algorithm=grpo" in line for line in recipes)
+    made = ("plugin", "new", "mine", "--kind", "engine", "--out", str(tmp_path / "made"))
+    assert "--coupler engine=mine" in call(python, "-m", "coupler", *made)
+    assert "engine: toy" in written_by_init(python, tmp_path / "first")
     assert {("engine", "toy", "available"), ("transport", "inproc", "available")} <= listed
+
+
+def written_by_init(python: str, folder: Path) -> str:
+    """Return the recipe of ``coupler init`` in this environment, without comments."""
+    call(python, "-m", "coupler", "init", str(folder))
+    lines = (folder / "recipe.yaml").read_text().replace(":\n  name:", ":").splitlines()
+    return "\n".join(line.partition(" #")[0] for line in lines)
 
 
 def test_a_third_party_s_wheel_is_found(

@@ -93,6 +93,7 @@ import asyncio, os, sys, time
 from contextlib import nullcontext
 from pathlib import Path
 from coupler import cli
+from coupler.cli.commands import plugins
 from coupler.run import checkpoint
 from coupler.system import hashing
 from coupler.run.checkpoint import Checkpoints, State
@@ -108,7 +109,7 @@ async def save():
 folder = Path(sys.argv[1])
 group = policy(folder)
 WHAT = lambda *_: time.sleep(1000)
-cli._plugins = lambda _: asyncio.run(save())
+plugins.run = lambda _: asyncio.run(save())
 sys.exit(cli.main(["plugins"]))
 """
 

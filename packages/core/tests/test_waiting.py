@@ -333,6 +333,7 @@ def hung(folder: Path, what: str) -> subprocess.CompletedProcess[str]:
 import sys, time
 from pathlib import Path
 from coupler import cli
+from coupler.cli.commands import plugins
 from coupler.testing.toy import ToyEngine
 from toy_run import ToyRun, small
 
@@ -340,7 +341,7 @@ def hang(*_): time.sleep(1000)
 {what} = hang
 run = ToyRun(Path(sys.argv[1]), small(max_staleness=1))
 run.executor.waits.deadline_s = 1.0
-cli._plugins = lambda _: run.run() and None
+plugins.run = lambda _: run.run() and None
 sys.exit(cli.main(["plugins"]))
 """
     command = [sys.executable, "-c", script, str(folder)]

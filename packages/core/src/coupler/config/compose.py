@@ -4,10 +4,9 @@ preset over dataclass defaults.
 ``engine``, ``rollout`` and ``algorithm`` are chosen by name (``engine=toy`` on the
 command line, ``engine: toy`` or ``engine: {name: toy, lr: 1e-6}`` in YAML). A name is a
 backend's, or a YAML preset's that a plugin ships. Where the command line chooses
-another name than the file, the file's section was written for something else and is not
-used. ``engine@critic.engine=toy`` chooses the critic's engine, the policy's if left
-out. Where both are the same backend, options that ``critic.engine`` does not set are
-those of ``engine``.
+another name than the file, the file's section is not used. ``engine@critic.engine=toy``
+chooses the critic's engine, the policy's if left out. Where both are the same backend,
+options that ``critic.engine`` does not set are those of ``engine``.
 
 All of it is merged as plain data, and then once onto the pristine dataclasses, which
 refuse an unknown key and a value of the wrong type.

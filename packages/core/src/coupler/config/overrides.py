@@ -13,6 +13,7 @@ from hydra.errors import HydraException
 
 from coupler.config.options import SECTIONS
 from coupler.errors import ConfigError, CouplerError
+from coupler.system.beside import beside
 from coupler.system.plain_values import holds_text, shown
 from coupler.system.tree import nest
 from coupler.system.yaml_file import read_yaml
@@ -34,7 +35,7 @@ def parse_overrides(overrides: list[str]) -> list[tuple[str, Any]]:
 
 
 def read_file(path: str) -> dict[str, Any]:
-    """Read a YAML file of options. Interpolations stay as they are.
+    """Read a YAML file of options. Interpolations stay, and :func:`beside` finds paths.
 
     Raises:
         ConfigError: there is none, or it is no YAML mapping.
@@ -57,7 +58,7 @@ def read_file(path: str) -> dict[str, Any]:
             f"{path} is a {type(values).__name__}, but a configuration is a mapping of options to "
             "values.\n  try:  a line for each option, such as  steps: 50"
         )
-    return nest([_named(str(key), value) for key, value in values.items()])
+    return beside(nest([_named(str(key), value) for key, value in values.items()]), Path(path))
 
 
 def _named(key: str, value: Any) -> tuple[str, Any]:

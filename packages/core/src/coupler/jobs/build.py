@@ -267,21 +267,14 @@ class Builder:
 
     def evaluator(self, scorer: Scorer, prompts: list[Prompt]) -> Evaluator:
         """Make what scores held-out ``prompts``, under ``eval.*``."""
-        settings = self.config.eval
-        request = Request(
-            (),
-            settings.max_tokens or self.config.sampling.max_tokens,
-            settings.temperature,
-            top_p=settings.top_p,
-        )
+        samples = self.config.eval.samples_per_prompt
+        return Evaluator(scorer, prompts, samples, self.eval_request(), self.config.seed)
 
-        return Evaluator(
-            scorer,
-            prompts,
-            settings.samples_per_prompt,
-            request,
-            self.config.seed,
-        )
+    def eval_request(self) -> Request:
+        """Return a request without a prompt, under ``eval.*``."""
+        settings = self.config.eval
+        max_tokens = settings.max_tokens or self.config.sampling.max_tokens
+        return Request((), max_tokens, settings.temperature, top_p=settings.top_p)
 
     def session(self) -> Session:
         """Open the run's folder for this start of it."""

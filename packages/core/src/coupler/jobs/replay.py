@@ -143,7 +143,7 @@ def export_run(
     """
     with disk_errors_named(out or run_dir):
         if step is None:
-            step = _find_step(run_dir)
+            step = last_step(run_dir)
         else:
             _check_weights(run_dir, step, _another_export)
 
@@ -166,7 +166,12 @@ async def _write(builder: Builder, run_dir: Path, step: int, out: Path) -> None:
     await export_whole(policy, out, Path(builder.model.path), card)
 
 
-def _find_step(run_dir: Path) -> int:
+def last_step(run_dir: Path) -> int:
+    """Return the step of the newest whole checkpoint.
+
+    Raises:
+        CouplerError: there is none.
+    """
     found, skipped = checkpoint.newest(run_dir / "checkpoints", find_run(run_dir))
     for line in skipped:
         log.info(f"checkpoint skipped: {line}")

@@ -12,6 +12,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from enum import Enum
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -24,6 +25,34 @@ NAME, LOG = ".lock", "coupler.log"
 RETRY_S = 0.2  # A holder may delete the file between our opening and our locking it.
 
 log = get_logger(__name__)
+
+
+class Held(Enum):
+    """The state of a run folder's lock."""
+
+    FREE = "free"
+    BY_A_PROCESS = "by a process"
+    # A process that was killed does not remove its file.
+    LEFT_BEHIND = "left behind"
+
+
+def held(run_dir: Path) -> Held:
+    """Tell whether a process holds ``run_dir``. Nothing in it changes.
+
+    Raises:
+        OSError: the file of the lock cannot be opened, or the disk has no locks.
+    """
+    path = run_dir / NAME
+    if not path.is_file():
+        return Held.FREE
+
+    lock = FileLock(path, thread_local=False, fallback_to_soft=False)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        return Held.BY_A_PROCESS
+    lock.release()
+    return Held.LEFT_BEHIND
 
 
 @contextmanager

@@ -1,0 +1,93 @@
+"""Talk to a model in the terminal, or through a pipe: ``coupler chat``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from coupler.cli.composing import composed, config_of_run, quoted
+from coupler.cli.exported import exported
+from coupler.cli.parser import Parser
+from coupler.config.overrides import read_file
+from coupler.config.schema import Job
+from coupler.errors import CouplerError
+from coupler.jobs import chat
+from coupler.plugins.backend import Kind
+from coupler.plugins.manager import Plugins
+from coupler.run.opinion_checks import OWN_WEIGHTS
+from coupler.system.terminal import harmless
+
+YOU = "> "
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.description = (
+        "Talk to a model: a line is a message, an empty line starts another conversation, and "
+        "the end of the file ends it. eval.temperature, eval.top_p and eval.max_tokens say how "
+        "answers are sampled."
+    )
+    parser.add_argument("model", metavar="RUN|MODEL", help="folder of a run, or of a model")
+    parser.add_argument("--rollout", metavar="NAME", help="default: the run's, or any installed")
+    parser.add_argument("--step", type=int, metavar="N", help="of a run: its checkpoint N")
+    parser.add_options("options that differ from the run's, or from the defaults")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    folder, written = Path(arguments.model), {}
+    model, arguments.config = arguments.model, None
+    if (folder / "config.yaml").is_file():
+        model, arguments.config = str(exported(folder, arguments.step)), str(config_of_run(folder))
+        written = read_file(arguments.config)
+    elif arguments.step is not None:
+        raise CouplerError(f"{folder} is no run folder, and --step {arguments.step} needs one.")
+    elif ":" not in model and not (folder / "config.json").is_file():
+        raise CouplerError(
+            f"{folder} is no run folder, which has config.yaml, and no model, which has "
+            "config.json.\n  try:  coupler runs, which lists the runs below runs/"
+        )
+
+    rollout = arguments.rollout or ("" if written.get("rollout") else _any_rollout())
+    chosen = [f"rollout={rollout}"] if rollout else []
+    alone = ["executor=local", "max_staleness=0", f"model.path={quoted(model)}"]
+    arguments.overrides = [*alone, *chosen, *arguments.overrides]
+    found, plugins = composed(arguments, Job.EVAL, complete=False)
+
+    # A run may have several replicas, and an executor for them.
+    found.config.rollout = replace(found.config.rollout, replicas=1)
+    for answer in chat(found, plugins, _lines()):
+        print(harmless(answer, lines=True), flush=True)
+
+
+def _any_rollout() -> str:
+    """Return the first installed rollout that loads weights of a folder."""
+    able = [
+        name
+        for name, declared in sorted(Plugins.load().declared(Kind.ROLLOUT).items())
+        if {OWN_WEIGHTS} <= {*declared.capabilities} and "model:toy" not in declared.capabilities
+    ]
+    if not able:
+        raise CouplerError(
+            f"no rollout with {OWN_WEIGHTS} is installed.\n"
+            "  try:  pip install 'coupler-core[fsdp]', or --rollout NAME"
+        )
+    return able[0]
+
+
+def _lines() -> Iterator[str]:
+    """Yield what is typed or piped in, one line at a time."""
+    if not sys.stdin.isatty():
+        for line in sys.stdin:
+            yield line.rstrip("\r\n")
+        return
+
+    print("an empty line starts another conversation; Ctrl-D ends", file=sys.stderr)
+    while True:
+        try:
+            yield input(YOU)
+        except EOFError:
+            print(end=os.linesep)
+            return
