@@ -93,6 +93,16 @@ def test_the_last_lines_say_what_to_type_next(
     assert "is complete at step 3" in capsys.readouterr().out
 
 
+def test_quiet_and_verbose(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = command(tmp_path)
+    assert main([words[0], "-q", *words[1:]]) == 0
+    quiet = capsys.readouterr().out
+    assert "step    1" in quiet and "coupler: loading" not in quiet
+
+    assert main(["plugins", "-q", "-v"]) == 2
+    assert "argument -v: not allowed with argument -q" in capsys.readouterr().err
+
+
 def test_the_console_shows_every_step_and_its_values(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,6 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         configure()
         arguments = parse(sys.argv[1:] if argv is None else argv)
+        configure(arguments.level)
         code = arguments.command(arguments) or 0
         sys.stdout.flush()  # A pipe that was closed shows here, not at the exit.
         return code

@@ -32,6 +32,10 @@ COMMANDS = {
     "plugin": "'plugin new NAME --kind KIND' writes the package of a plugin",
     "completion": "print a script that lets a shell complete commands",
 }
+LEVELS = (
+    ("-v", "debug", "show more messages: COUPLER_LOG=debug"),
+    ("-q", "warning", "show warnings and numbers alone: COUPLER_LOG=warning"),
+)
 HELP = "\n  try:  coupler COMMAND --help; options are written key=value"
 OVERRIDES = "overrides"  # where the key=value arguments of a command are
 
@@ -83,6 +87,11 @@ def make_parser(only: str = "") -> Parser:
 
     for name, text in COMMANDS.items():
         of_command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        level = of_command.add_mutually_exclusive_group()
+        for short, full, means in LEVELS:
+            level.add_argument(
+                short, dest="level", action="store_const", const=full, default="", help=means
+            )
         if only in ("", name):
             module = import_module(f"coupler.cli.commands.{name}")
             module.add_arguments(of_command)

@@ -8,7 +8,8 @@ handler of ours is added.
 
 The console shows ``coupler: TEXT`` on stdout, and from warnings on
 ``coupler: warning: TEXT`` on stderr. ``COUPLER_LOG=debug|info|warning|error`` says
-which messages are shown and kept. The default is info.
+which messages are shown and kept. The default is info. ``coupler COMMAND -v`` is debug,
+and ``-q`` is warning.
 """
 
 from __future__ import annotations
@@ -44,13 +45,14 @@ def get_logger(module: str) -> logging.Logger:
     return logging.getLogger(module if module.partition(".")[0] == ROOT else f"{ROOT}.{module}")
 
 
-def configure() -> None:
-    """Set the level that ``COUPLER_LOG`` asks for. The command line calls this first.
+def configure(level: str = "") -> None:
+    """Set the level, by default the one that ``COUPLER_LOG`` asks for. The command line
+    calls this first.
 
     Raises:
         ConfigError: there is no such level.
     """
-    asked = _asked()
+    asked = level or _asked()
     if asked not in LEVELS:
         raise ConfigError(f"{VARIABLE}={asked} is no level.\n  set it to:  {', '.join(LEVELS)}")
     get_logger(ROOT).setLevel(LEVELS[asked])
