@@ -148,7 +148,9 @@ def test_a_session_that_ends_ends_its_streams(path: str) -> None:
         async with serving(PINGS) as gateway:
             session = gateway.open(conversation)
             running = asyncio.create_task(asked(session, path))
-            await asyncio.sleep(0.3)
+            while not conversation.running:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(3 * PINGS.ping_seconds)
             gateway.end(session)
             answer = await running
         assert "this episode has ended" in answer.text and "event: error\n" in answer.text
