@@ -9,10 +9,9 @@ import json
 import os
 import select
 import sys
-import textwrap
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, is_dataclass, replace
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -89,39 +88,11 @@ class _CommandParser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         if self.takes_options:
-            self.epilog = _way_to_options()
+            from coupler.run.explain import way_to_options
+
+            self.epilog = way_to_options()
             self.formatter_class = argparse.RawDescriptionHelpFormatter
         return super().format_help()
-
-
-def _way_to_options() -> str:
-    from coupler.config.options import SECTIONS
-    from coupler.config.schema import RunConfig
-
-    chosen = [path for path in SECTIONS if "." not in path]
-    sections = [name for name, value in vars(RunConfig()).items() if is_dataclass(value)]
-    others = [name for name in vars(RunConfig()) if name not in (*chosen, *sections)]
-    listed = (
-        ("sections", sections),
-        ("sections of the chosen backends", chosen),
-        ("options without a section", others),
-    )
-    wrapped = [
-        textwrap.fill(f"{what}: {', '.join(names)}", 88, subsequent_indent="  ")
-        for what, names in listed
-    ]
-    written = "every option is written key=value, in any order:  "
-    lines = (
-        written + "steps=50 sampling.max_tokens=512 engine=NAME",
-        *wrapped,
-        "",
-        "what options mean, their defaults, and what they take:",
-        "  coupler config explain                      every option",
-        "  coupler config explain sampling             the options of a section",
-        "  coupler config explain engine engine=NAME   the options of a backend; names: "
-        "coupler plugins",
-    )
-    return "\n".join(lines)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -170,6 +141,11 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     export = commands.add_parser("export", help="write a checkpoint's model in Hugging Face layout")
     export.add_argument("--out", type=Path, metavar="DIR", help="default: RUN/export_step_N")
     export.add_argument("--step", type=int, help="default: the last whole checkpoint")
+    compared = commands.add_parser("report", help="compare runs on one page of HTML")
+    compared.add_argument("overrides", nargs="+", metavar="RUN", help="folders of the runs")
+    compared.add_argument("--html", type=Path, metavar="FILE", required=True, help="to write")
+    compared.set_defaults(command=_report)
+    compared.takes_options = False
     for parser_of_run, run in ((replay, _replay), (show, _show), (export, _export)):
         parser_of_run.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
         parser_of_run.add_argument(
@@ -369,6 +345,13 @@ def _show(arguments: argparse.Namespace) -> None:
     composed, _ = _composed_of_run(arguments)
     for line in show(composed, arguments.run, arguments.step, arguments.group):
         print(line)
+
+
+def _report(arguments: argparse.Namespace) -> None:
+    from coupler.jobs.report import report
+
+    report([Path(folder) for folder in arguments.overrides], arguments.html)
+    print(arguments.html)
 
 
 def _export(arguments: argparse.Namespace) -> None:

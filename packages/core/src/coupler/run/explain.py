@@ -7,11 +7,13 @@ import inspect
 import io
 import textwrap
 import tokenize
+from dataclasses import is_dataclass
 from enum import Enum
 from typing import Any
 
 from coupler.config.compose import Composed, plain
-from coupler.config.options import Option
+from coupler.config.options import SECTIONS, Option
+from coupler.config.schema import RunConfig
 from coupler.system.tree import value_at
 
 
@@ -52,6 +54,34 @@ def differences(composed: Composed) -> str:
                 f"{key}: {_shown(value)}  # default {default}; "
                 f"{entries[0] if entries else 'plugin'}"
             )
+    return "\n".join(lines)
+
+
+def way_to_options() -> str:
+    """Return the end of a command's help, which lists sections and how to ask on."""
+    chosen = [path for path in SECTIONS if "." not in path]
+    sections = [name for name, value in vars(RunConfig()).items() if is_dataclass(value)]
+    others = [name for name in vars(RunConfig()) if name not in (*chosen, *sections)]
+    listed = (
+        ("sections", sections),
+        ("sections of the chosen backends", chosen),
+        ("options without a section", others),
+    )
+    wrapped = [
+        textwrap.fill(f"{what}: {', '.join(names)}", 88, subsequent_indent="  ")
+        for what, names in listed
+    ]
+    written = "every option is written key=value, in any order:  "
+    lines = (
+        written + "steps=50 sampling.max_tokens=512 engine=NAME",
+        *wrapped,
+        "",
+        "what options mean, their defaults, and what they take:",
+        "  coupler config explain                      every option",
+        "  coupler config explain sampling             the options of a section",
+        "  coupler config explain engine engine=NAME   the options of a backend; names: "
+        "coupler plugins",
+    )
     return "\n".join(lines)
 
 
