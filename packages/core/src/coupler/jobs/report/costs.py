@@ -37,10 +37,10 @@ class Time:
 def times(group: Group) -> Time | None:
     """Return where the time went, or None where no step was timed."""
     rows = sorted(
-        (step, [numbers.get(name) or 0.0 for name in PHASES], total)
+        (step, [max(numbers.get(name) or 0.0, 0.0) for name in PHASES], total)
         for run in group.runs
         for step, numbers in run.steps.items()
-        if (total := numbers.get(STEP))
+        if (total := numbers.get(STEP) or 0.0) > 0
     )
     if not rows:
         return None
@@ -68,9 +68,9 @@ def memory(groups: Sequence[Group]) -> list[tuple[str, str, list[float | None]]]
     )
     found = {name: match for name in names if (match := MEMORY.fullmatch(name))}
     most = {name: [_most(group, name) for group in groups] for name in found}
-    return [(*match.groups(), most[name]) for name, match in found.items() if any(most[name])]
+    return [(*match.groups(), most[name]) for name, match in found.items()]
 
 
 def _most(group: Group, name: str) -> float | None:
     curve = group.curve(name)
-    return float(curve.high.max()) if curve else None
+    return max(float(curve.high.max()), 0.0) if curve else None

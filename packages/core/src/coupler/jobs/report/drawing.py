@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -64,7 +65,10 @@ def band(curve: Curve, x: Axis, y: Axis) -> str:
     """Return the path around all values, or an empty text where each step has one."""
     if np.array_equal(curve.low, curve.high):
         return ""
-    there, back = _path(curve.steps, curve.high, x, y), _path(curve.steps[::-1], curve.low[::-1], x, y)
+    there, back = (
+        _path(curve.steps, curve.high, x, y),
+        _path(curve.steps[::-1], curve.low[::-1], x, y),
+    )
     return f"{there}L{back[1:]}Z"
 
 
@@ -82,7 +86,7 @@ def columns(tops: np.ndarray, x: Axis, y: Axis) -> list[str]:
             for i, (low, high) in enumerate(zip(below, above, strict=True))
             if high > low
         )
-        for below, above in zip(tops[:-1], tops[1:], strict=True)
+        for below, above in pairwise(tops)
     ]
 
 

@@ -6,6 +6,7 @@ import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,7 @@ class Curve:
 
         edges = np.linspace(0, n, max(limit // 2, 1) + 1).astype(int)
         kept = {0, n - 1}
-        for start, end in zip(edges[:-1], edges[1:], strict=True):
+        for start, end in pairwise(edges):
             kept |= {start + int(self.low[start:end].argmin())}
             kept |= {start + int(self.high[start:end].argmax())}
         at = np.array(sorted(kept))

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
 from coupler.errors import CouplerError
 from coupler.jobs.report import drawing
 from coupler.jobs.report.costs import PHASES, REST, Time, memory, times
@@ -35,8 +37,7 @@ CURVES = (
     ("train/grad_norm", "Gradient norm before clipping", "norm"),
     ("sampled/completion_tokens", "Length of a completion", "tokens"),
     ("sampled/truncated", "Completions cut at the limit", "share"),
-    ("batch/completion_tokens", "Length of a trained answer", "tokens"),
-    ("train/lr", "Learning rate", "1"),
+    ("train/lr", "Learning rate", "rate"),
     ("time/tokens_per_second", "Speed", "tokens/s"),
 )
 # Points of one chart, shared by its curves, and letters of all samples.
@@ -58,25 +59,19 @@ def report(folders: Sequence[Path], file: Path) -> None:
     runs, notes = read_runs(folders)
     notes = [*notes, *(note for run in runs for note in run.notes)]
 
+    page = render(runs, notes)
     with writing(f"the report {file}"):
-        write_whole(file, render(runs, notes))
+        write_whole(file, page)
     for note in notes:
         log.warning(note)
 
 
 def render(runs: Sequence[Run], notes: Sequence[str]) -> str:
     """Return the page. Every text in it is escaped, whoever wrote it."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    from markupsafe import Markup
-
-    def printable(value: Any) -> Any:
-        plain = isinstance(value, str) and not isinstance(value, Markup)
-        return harmless(value.expandtabs(4), lines=True) if plain else value
-
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
-        finalize=printable,
+        finalize=_printable,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -84,10 +79,11 @@ def render(runs: Sequence[Run], notes: Sequence[str]) -> str:
     script = environment.get_template("page.js").render()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     environment.filters["number"] = "{:.4g}".format
+
     groups = group(runs)
-    charts = list(_charts(groups))
+    charts, held = list(_charts(groups)), memory(groups)
     return environment.get_template("page.html").render(
-        title=f"Coupler: {', '.join(run.name for run in runs)}",
+        title=f"Coupler: {', '.join(each.name for each in groups)}",
         notes=notes,
         groups=groups,
         colors=COLORS,
@@ -96,12 +92,19 @@ def render(runs: Sequence[Run], notes: Sequence[str]) -> str:
         differences=differences(groups),
         time=_time(groups),
         phases=[*PHASES, REST],
-        memory=memory(groups),
+        memory=held,
+        most=max((size or 0.0 for *_, sizes in held for size in sizes), default=0.0) or 1.0,
         samples=[_samples(run, MAX_LETTERS // len(runs)) for run in runs if run.samples],
         size=drawing,
-        script=Markup(script),
         digest=digest,
     )
+
+
+def _printable(value: Any) -> Any:
+    """Replace what has no glyph, such as a control character, or a lone surrogate that
+    no file can hold. What Jinja2 has escaped already stays.
+    """
+    return value if hasattr(value, "__html__") else harmless(str(value).expandtabs(4), lines=True)
 
 
 def _charts(groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
@@ -113,7 +116,10 @@ def _charts(groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
         if not curves:
             continue
 
-        low, high = (min(c.low.min() for c in curves.values()), max(c.high.max() for c in curves.values()))
+        low, high = (
+            min(c.low.min() for c in curves.values()),
+            max(c.high.max() for c in curves.values()),
+        )
         y = drawing.upward(float(low), float(high))
         limit = max(MAX_POINTS // len(curves), 30)
         thin = {i: curve.thinned(limit) for i, curve in curves.items()}
@@ -206,7 +212,7 @@ def _samples(run: Run, letters: int) -> dict[str, Any]:
                 "rank": i + 1,
                 "finish": str(ranked[i]["finish"]),
                 "tokens": ranked[i].get("tokens", ""),
-                # The end of a prompt is the question, what precedes it is often the same.
+                # The question ends a prompt, and what precedes it is often the same.
                 "prompt": _ending(_text(ranked[i], "prompt"), room),
                 "completion": _beginning(_text(ranked[i], "completion"), room),
             }

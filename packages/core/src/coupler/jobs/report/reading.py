@@ -13,13 +13,15 @@ from coupler.run import samples
 from coupler.run.resume import is_started, read_config
 from coupler.run.run_folder import read_starts
 from coupler.system.files import DamagedFile, read_bytes
-from coupler.system.plain_values import is_of
 from coupler.system.tree import flatten
 from coupler.system.words import count
 from coupler.system.yaml_file import parse_yaml
 
 # Larger metrics.jsonl files hold more steps than a page can show.
 MAX_BYTES = 4 << 30
+# Steps and values beyond these are damage. Sums and differences of smaller ones are
+# finite.
+MAX_STEP, MAX_VALUE = 1 << 53, 1e300
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
         try:
             runs.append(read_run(folder, name if names.count(name) == 1 else str(folder)))
         except CouplerError as error:
-            problems.append(" ".join(str(error).split()))
+            problems.append(_sentence(error))
 
     if not runs:
         raise CouplerError("\n".join(problems))
@@ -92,7 +94,7 @@ def read_run(folder: Path, name: str) -> Run:
         if any(_finite(line["reward"]) is None for line in written):
             raise DamagedFile(f"{folder / samples.FOLDER} is damaged: a reward is no number.")
     except CouplerError as error:
-        written, notes = [], [*notes, f"{error} No sample of it is shown."]
+        written, notes = [], [*notes, f"{_sentence(error)} No sample of it is shown."]
 
     started = str(starts[0].get("started", "")) if starts else ""
     return Run(name, folder, config, steps, written, started, notes)
@@ -106,7 +108,7 @@ def _read_steps(path: Path) -> tuple[dict[int, dict[str, float | None]], list[st
         raise DamagedFile(f"{path} is missing: the run had no jsonl in trackers.")
     lines = read_bytes(path, MAX_BYTES).split(b"\n")
     found = [_numbers(line) for line in lines]
-    steps = {step: numbers for step, numbers in filter(None, found)}
+    steps = dict(filter(None, found))
     if not steps:
         raise DamagedFile(f"{path} has no step yet.")
 
@@ -122,12 +124,16 @@ def _numbers(line: bytes) -> tuple[int, dict[str, float | None]] | None:
         values = json.loads(line.decode())
     except (ValueError, RecursionError):
         return None
-    if not isinstance(values, dict) or type(values.get("step")) is not int:
+    step = values.pop("step", None) if isinstance(values, dict) else None
+    if type(step) is not int or not 0 <= step < MAX_STEP:
         return None
-    return values.pop("step"), {
-        name: _finite(value) for name, value in values.items()
-    }
+    return step, {name: _finite(value) for name, value in values.items()}
 
 
 def _finite(value: Any) -> float | None:
-    return float(value) if type(value) in (int, float) and is_of(float, value) else None
+    number = type(value) in (int, float) and abs(value) < MAX_VALUE
+    return float(value) if number else None
+
+
+def _sentence(error: CouplerError) -> str:
+    return str(error).splitlines()[0]
