@@ -103,7 +103,6 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"coupler {version(CORE)}")
-    parser.takes_options = False
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_CommandParser)
 
     _add_job(commands, "train", _train, "reinforcement learning")
@@ -118,7 +117,6 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     plugins = commands.add_parser("plugins", help="list what is installed, and what does not load")
     plugins.add_argument("--json", action="store_true", help="for programs")
     plugins.set_defaults(command=_plugins, overrides=[])
-    plugins.takes_options = False
 
     config = _add_job(
         commands,
@@ -145,7 +143,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     compared.add_argument("overrides", nargs="+", metavar="RUN", help="folders of the runs")
     compared.add_argument("--html", type=Path, metavar="FILE", required=True, help="to write")
     compared.set_defaults(command=_report)
-    compared.takes_options = False
+    parser.takes_options = plugins.takes_options = compared.takes_options = False
     for parser_of_run, run in ((replay, _replay), (show, _show), (export, _export)):
         parser_of_run.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
         parser_of_run.add_argument(
