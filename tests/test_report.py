@@ -102,7 +102,7 @@ def report(file: Path, *folders: Path) -> Page:
 
 
 def shown(value: float) -> str:
-    return f"{value:.4g}"
+    return f"{value:.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
 
 
 @pytest.fixture

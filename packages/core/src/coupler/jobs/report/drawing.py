@@ -13,7 +13,7 @@ from coupler.jobs.report.groups import Curve
 
 # Pixels of a chart, and of its margins left, right, top and bottom.
 WIDTH, HEIGHT = 380, 190
-LEFT, RIGHT, TOP, BOTTOM = 52, 8, 8, 32
+LEFT, RIGHT, TOP, BOTTOM = 64, 8, 8, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,11 @@ class Axis:
         step = max(step, 1.0) if whole else step
         first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
         return [(self.at(i * step), f"{i * step:.6g}") for i in range(first, last + 1)]
+
+
+def number(value: float) -> str:
+    """Write a value with four digits, or all that are left of the point."""
+    return f"{value:.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
 def across(last: float) -> Axis:

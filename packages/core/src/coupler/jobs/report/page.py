@@ -37,6 +37,8 @@ CURVES = (
     ("train/grad_norm", "Gradient norm before clipping", "norm"),
     ("sampled/completion_tokens", "Length of a completion", "tokens"),
     ("sampled/truncated", "Completions cut at the limit", "share"),
+    ("sampled/equal_reward_groups", "Prompts of equal rewards", "share"),
+    ("critic/explained_variance", "Explained variance of the critic", "share"),
     ("train/lr", "Learning rate", "rate"),
     ("time/tokens_per_second", "Speed", "tokens/s"),
 )
@@ -78,7 +80,7 @@ def render(runs: Sequence[Run], notes: Sequence[str]) -> str:
     )
     script = environment.get_template("page.js").render()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    environment.filters["number"] = "{:.4g}".format
+    environment.filters["number"] = drawing.number
 
     groups = group(runs)
     charts, held = list(_charts(groups)), memory(groups)
