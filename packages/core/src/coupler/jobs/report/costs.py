@@ -68,7 +68,7 @@ def memory(groups: Sequence[Group]) -> list[tuple[str, str, list[float | None]]]
     )
     found = {name: match for name in names if (match := MEMORY.fullmatch(name))}
     most = {name: [_most(group, name) for group in groups] for name in found}
-    return [(*match.groups(), most[name]) for name, match in found.items()]
+    return [(match[1], match[2], most[name]) for name, match in found.items()]
 
 
 def _most(group: Group, name: str) -> float | None:

@@ -79,8 +79,8 @@ class Group:
         if not found:
             return None
         steps = sorted(found)
-        measures = [[f(found[step]) for step in steps] for f in (_mean, min, max)]
-        return Curve(np.array(steps), *map(np.array, measures), left_out)
+        mean, low, high = (np.array([f(found[s]) for s in steps]) for f in (_mean, min, max))
+        return Curve(np.array(steps), mean, low, high, left_out)
 
 
 def group(runs: Sequence[Run]) -> list[Group]:
