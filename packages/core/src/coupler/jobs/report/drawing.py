@@ -70,10 +70,8 @@ def band(curve: Curve, x: Axis, y: Axis) -> str:
     """Return the path around all values, or an empty text where each step has one."""
     if np.array_equal(curve.low, curve.high):
         return ""
-    there, back = (
-        _path(curve.steps, curve.high, x, y),
-        _path(curve.steps[::-1], curve.low[::-1], x, y),
-    )
+    there = _path(curve.steps, curve.high, x, y)
+    back = _path(curve.steps[::-1], curve.low[::-1], x, y)
     return f"{there}L{back[1:]}Z"
 
 

@@ -118,11 +118,9 @@ def _charts(groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
         if not curves:
             continue
 
-        low, high = (
-            min(c.low.min() for c in curves.values()),
-            max(c.high.max() for c in curves.values()),
-        )
-        y = drawing.upward(float(low), float(high))
+        low = min(float(curve.low.min()) for curve in curves.values())
+        high = max(float(curve.high.max()) for curve in curves.values())
+        y = drawing.upward(low, high)
         limit = max(MAX_POINTS // len(curves), 30)
         thin = {i: curve.thinned(limit) for i, curve in curves.items()}
         yield {
@@ -167,7 +165,6 @@ def _end(curve: Curve | None) -> dict[str, float] | None:
         "low": float(curve.low[-1]),
         "high": float(curve.high[-1]),
         "mean": float(curve.mean[-tenth:].mean()),
-        "over": tenth,
     }
 
 
