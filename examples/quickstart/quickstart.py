@@ -10,7 +10,6 @@ the run folder says which.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import sys
 import time
@@ -113,9 +112,11 @@ def run(folder: Path, seed: int, algorithm: str, more: Mapping[Job, list[str]]) 
 
 def show(results: dict[str, float], folder: Path) -> None:
     """Print the table and draw the reward curve."""
+    from plot import draw
+
     algorithm = list(results)[-1]
-    rewards = _curve(folder / algorithm / "metrics.jsonl")
-    _plot(rewards, folder / "reward.png", algorithm.upper())
+    label = "mean reward of all samples (share right)"
+    draw([folder / algorithm], folder / "reward.png", label=label)
     table = Table(title="accuracy on held-out problems, sampled at temperature 1")
     for heading in ("before", "after the warm start", f"after {algorithm.upper()}"):
         table.add_column(heading, justify="right")
@@ -125,28 +126,6 @@ def show(results: dict[str, float], folder: Path) -> None:
     console.print(f"  {folder / 'reward.png'}", soft_wrap=True)
     for name in ("config.yaml", "metrics.jsonl", "checkpoints", "export"):
         console.print(f"  {folder / algorithm / name}", soft_wrap=True)
-
-
-def _curve(path: Path) -> list[float]:
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [line["sampled/reward"] for line in lines if "sampled/reward" in line]
-
-
-def _plot(rewards: list[float], path: Path, algorithm: str) -> None:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4))
-    axes.plot(range(1, len(rewards) + 1), rewards)
-    axes.set(
-        xlabel=f"{algorithm} step",
-        ylabel="mean reward of all samples, rejected groups included",
-        ylim=(0, 1),
-    )
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120, bbox_inches="tight")
 
 
 if __name__ == "__main__":

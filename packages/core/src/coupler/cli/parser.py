@@ -25,6 +25,7 @@ COMMANDS = {
     "show": "print the conversations of a step",
     "export": "write a checkpoint's model in Hugging Face layout",
     "chat": "talk to the model of a run or a folder",
+    "report": "compare runs on one page of HTML",
     "runs": "list the runs in a folder: state, step, reward, age",
     "init": "write a recipe, a reward and rows for a first run",
     "recipes": "list the recipes that are installed; 'recipes cp NAME' copies one",
