@@ -66,9 +66,10 @@ def find_runs(folder: Path) -> Iterator[Path]:
 
 def look_at(run: Path) -> Overview:
     """Return the overview of a run folder. A damaged one has a ``problem``."""
-    age = time.time() - max(_times(run), default=0.0)
-    found = Overview(run, age_s=max(age, 0.0))
+    found = Overview(run)
     try:
+        age = time.time() - max(_times(run), default=time.time())
+        found = replace(found, age_s=max(age, 0.0))
         found = _numbers(_configured(found))
         return replace(found, state=_state(found))
     except (CouplerError, OSError) as error:
@@ -77,7 +78,7 @@ def look_at(run: Path) -> Overview:
 
 
 def _times(run: Path) -> Iterator[float]:
-    for name in ("metrics.jsonl", "run.json", LOG):
+    for name in MARKS:
         if (run / name).is_file():
             yield (run / name).stat().st_mtime
 

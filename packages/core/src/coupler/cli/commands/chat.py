@@ -6,7 +6,6 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from coupler.cli.composing import composed, config_of_run, quoted
@@ -55,9 +54,6 @@ def run(arguments: argparse.Namespace) -> None:
     alone = ["executor=local", "max_staleness=0", f"model.path={quoted(model)}"]
     arguments.overrides = [*alone, *chosen, *arguments.overrides]
     found, plugins = composed(arguments, Job.EVAL, complete=False)
-
-    # A run may have several replicas, and an executor for them.
-    found.config.rollout = replace(found.config.rollout, replicas=1)
     for answer in chat(found, plugins, _lines()):
         print(harmless(answer, lines=True), flush=True)
 
@@ -67,7 +63,7 @@ def _any_rollout() -> str:
     able = [
         name
         for name, declared in sorted(Plugins.load().declared(Kind.ROLLOUT).items())
-        if {OWN_WEIGHTS} <= {*declared.capabilities} and "model:toy" not in declared.capabilities
+        if OWN_WEIGHTS in declared.capabilities and "model:toy" not in declared.capabilities
     ]
     if not able:
         raise CouplerError(
