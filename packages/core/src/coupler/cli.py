@@ -177,6 +177,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         )
         parser_of_run.set_defaults(command=run)
     plan.add_argument("--job", choices=("train", "sft"), default="train", help="that it is for")
+    plan.add_argument("--memory", action="store_true", help="estimate device memory, too")
+    plan.add_argument("--device-gib", type=float, default=0, help="memory of one GPU; --memory")
 
     # Overrides may stand on both sides of --config.
     arguments, rest = parser.parse_known_args(argv)
@@ -318,16 +320,11 @@ def _quoted(path: Path) -> str:
 
 def _plan(arguments: argparse.Namespace) -> None:
     from coupler.config.schema import Job
-    from coupler.data import load_rows
-    from coupler.run.plan import make_plan
-    from coupler.run.row_form import columns_of
+    from coupler.run.plan_report import report
 
     composed, plugins = _composed(arguments, arguments.job)
-    data, job = composed.config.data, Job(arguments.job)
-    columns = columns_of(composed.config, plugins, job)
-    there = all(Path(source).exists() for source in data.sources) or composed.config.epochs
-    num_rows = len(load_rows(data, columns=columns)) if data.source and there else None
-    print(make_plan(composed.config, num_rows, plugins, job=Job(arguments.job)).render())
+    gib = arguments.device_gib if arguments.memory or arguments.device_gib else None
+    print(report(composed.config, plugins, Job(arguments.job), gib))
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
