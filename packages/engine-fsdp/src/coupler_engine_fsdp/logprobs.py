@@ -80,7 +80,9 @@ class _TokenLogprobs(torch.autograd.Function):
         # The logit of the target.
         picked = torch.zeros_like(log_z, dtype=torch.float32)
 
-        ctx.tiles = _tiles(len(weight), len(hidden), chunk or default_chunk(len(hidden), hidden.is_cuda))
+        ctx.tiles = _tiles(
+            len(weight), len(hidden), chunk or default_chunk(len(hidden), hidden.is_cuda)
+        )
         reduce_tile = _operations(hidden.is_cuda).reduce_tile
         for tile in ctx.tiles:
             logits = cut_off(_matmul(hidden, weight[tile].t()), kept, tile.start)

@@ -124,9 +124,7 @@ def plan_memory(config: RunConfig, plan: Plan, device_gib: float = 0) -> MemoryP
     return MemoryPlan(devices, gpu, size, tuple(unknown))
 
 
-def _ask(
-    role: Role, config: RunConfig, plan: Plan, gpu: bool, device: int, policy: Needs
-) -> Needs:
+def _ask(role: Role, config: RunConfig, plan: Plan, gpu: bool, device: int, policy: Needs) -> Needs:
     path, model, trains = _of_role(role.name, config)
     backend = original(section(config, path))
     if not isinstance(backend, PlansMemory):

@@ -46,7 +46,7 @@ def needs(config: FSDPConfig, asked: Asked) -> Needs:
     policy.to(dtype)
 
     copies = not asked.gpu or config.sequence_parallel > 1
-    done = rehearse(policy, tokens, rows, copies)
+    done = rehearse(policy, tokens, rows, gpu=asked.gpu, copies=copies)
     several = not asked.tokens or asked.tokens > tokens * config.sequence_parallel
     role = _Role(config, asked, sizes, done, several)
     sending = (Term(f"the largest tensor, whole ({_named(dtype)})", role.whole_tensor()),)

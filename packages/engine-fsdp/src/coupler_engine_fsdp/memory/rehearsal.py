@@ -54,22 +54,25 @@ class Rehearsal:
         return int(max(rest + share * gradients for gradients, rest in self.course.items()))
 
 
-def rehearse(policy: Policy | ValueModel, tokens: int, rows: int, copies: bool) -> Rehearsal:
+def rehearse(
+    policy: Policy | ValueModel, tokens: int, rows: int, *, gpu: bool, copies: bool
+) -> Rehearsal:
     """Count the memory of one micro-batch.
 
     Args:
         policy: on the meta device, with parameters of the dtype that computes.
         tokens: those of the micro-batch on this rank.
         rows: predicted tokens among them.
+        gpu: whether the kernels are those of a GPU.
         copies: whether attention copies its output, as sequence parallelism does and
             the CPU.
     """
-    forward = without_gradient(policy, tokens, rows, copies)
+    forward = without_gradient(policy, tokens, rows, gpu=gpu, copies=copies)
     parameters = list(policy.parameters())
     shape = policy.causal.config.get_text_config()
     norms = 2 * shape.num_hidden_layers * tokens * shape.hidden_size
 
-    with _Storages(parameters) as storages:
+    with _Storages(parameters, gpu) as storages:
         for parameter in parameters:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(storages.received)
@@ -81,11 +84,13 @@ def rehearse(policy: Policy | ValueModel, tokens: int, rows: int, copies: bool) 
     return Rehearsal(forward, saved, compiled, storages.course)
 
 
-def without_gradient(policy: Policy | ValueModel, tokens: int, rows: int, copies: bool) -> int:
+def without_gradient(
+    policy: Policy | ValueModel, tokens: int, rows: int, *, gpu: bool, copies: bool
+) -> int:
     """Return the most memory of a pass without gradient, as :func:`rehearse` takes."""
     policy.to(META)
     policy.causal.set_attn_implementation(ATTENTION)
-    with torch.no_grad(), _Storages(list(policy.parameters())) as storages:
+    with torch.no_grad(), _Storages(list(policy.parameters()), gpu) as storages:
         _outputs(policy, _packed(tokens, rows, _Kernel(copies, storages)))
     return storages.peak
 
@@ -170,8 +175,9 @@ class _Storages(TorchDispatchMode):
         course: most of them by the bytes of gradients.
     """
 
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
+    def __init__(self, parameters: list[nn.Parameter], gpu: bool) -> None:
         super().__init__()
+        self.gpu = gpu
         self.sizes: dict[int, int] = {}
         self.left = {_key(parameter) for parameter in parameters}
         self.used: set[int] = set()
@@ -182,6 +188,9 @@ class _Storages(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for tensor in _tensors(out):
             self._count(tensor)
+        # PyTorch's own holds the exponentials meanwhile. Kernels for GPUs do not.
+        if func._schema.name == "aten::logsumexp" and not self.gpu:
+            self._note(args[0].nbytes)
         if func._schema.name in PRODUCTS:
             self.use(*_tensors(args), *_tensors(out))
         return out
@@ -199,9 +208,10 @@ class _Storages(TorchDispatchMode):
         weakref.finalize(storage, self._freed, key)
         self._note()
 
-    def _note(self) -> None:
-        self.peak = max(self.peak, self.now)
-        self.course[self.gradients] = max(self.course.get(self.gradients, 0), self.now)
+    def _note(self, on_top: int = 0) -> None:
+        now = self.now + on_top
+        self.peak = max(self.peak, now)
+        self.course[self.gradients] = max(self.course.get(self.gradients, 0), now)
 
     def _freed(self, key: int) -> None:
         self.now -= self.sizes.pop(key, 0)

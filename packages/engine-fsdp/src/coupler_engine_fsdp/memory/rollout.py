@@ -36,7 +36,8 @@ def needs(config: HFConfig, asked: Asked) -> Needs:
     cache = (1 << (rows - 1).bit_length()) * longest * token
 
     tokens = min(config.max_prefill_tokens, rows * longest)
-    prefill = tokens * token + without_gradient(policy, tokens, 1, copies=True)
+    prefill = tokens * token
+    prefill += without_gradient(policy, tokens, 1, gpu=asked.gpu, copies=True)
     drawn = rows * shape.vocab_size * DRAWING
     fewer = f"a smaller {asked.path}.kv_cache_gib or max_sequences"
     prompts = f"a smaller {asked.path}.max_prefill_tokens"
