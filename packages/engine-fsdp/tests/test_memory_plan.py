@@ -1,4 +1,6 @@
-"""The memory that a plan foresees, against what PyTorch's allocator counts on the CPU."""
+"""The memory that a plan foresees, against what the allocator counts on the CPU, and
+against peaks that were measured on GPUs.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,10 @@ import numpy as np
 import pytest
 from helpers import info
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
 from coupler.batch import Batch
-from coupler.engine_kit.memory_plan import Asked, Needs, Phase, total
+from coupler.engine_kit.memory_plan import GIB, Asked, Needs, Phase, total
 from coupler.interfaces import Head, Memory, Model, Output, Part, Rank
 from coupler.testing.memory import peak_bytes, storage_bytes
 from coupler_engine_fsdp.config import FSDPConfig, HFConfig
@@ -34,6 +36,41 @@ TRAINED: dict[str, dict[str, Any]] = {
     "bf16": {**WHOLE, "dtype": "bf16"},
     "bf16, small micro-batches": {"dtype": "bf16", "max_tokens_per_gpu": TOKENS // 2},
     "muon": {"optimizer": "muon"},
+}
+
+WIDE = {"num_hidden_layers": 28, "max_position_embeddings": 32_768}
+LARGE: dict[str, Any] = {
+    "1.5b": Qwen2Config(
+        **WIDE,
+        hidden_size=1536,
+        intermediate_size=8960,
+        num_attention_heads=12,
+        num_key_value_heads=2,
+        vocab_size=151_936,
+        tie_word_embeddings=True,
+    ),
+    "7b": Qwen2Config(
+        **WIDE,
+        hidden_size=3584,
+        intermediate_size=18_944,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        vocab_size=152_064,
+        tie_word_embeddings=False,
+    ),
+    "moe": Qwen3MoeConfig(
+        hidden_size=2048,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+        num_experts=128,
+        num_experts_per_tok=8,
+        num_hidden_layers=8,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        vocab_size=151_936,
+        tie_word_embeddings=False,
+    ),
 }
 
 
@@ -193,3 +230,27 @@ def test_the_rollout_has_weights_and_a_cache(folder: Path) -> None:
     layers, keys_and_values, channels = 4, 2, 64
     assert cache.size == 8 * LENGTH * layers * keys_and_values * channels * 4 * 3 // 2
     assert "8 sequences" in cache.what
+
+
+@pytest.mark.parametrize(
+    ("shape", "tokens", "settings", "gib"),
+    [
+        ("1.5b", 16_384, WHOLE, 66.4),
+        ("1.5b", 16_384, {**WHOLE, "compile": True}, 53),
+        ("1.5b", 4 * 16_384, {**WHOLE, "compile": True}, 58),
+        ("1.5b", 32_768, {"max_tokens_per_gpu": 32_768}, 27.6),
+        ("1.5b", 65_536, {"max_tokens_per_gpu": 32_768, "ranks": 2, "sequence_parallel": 2}, 17.0),
+        ("7b", 16_384, {"ranks": 4}, 35.0),
+        ("moe", 16_384, {**WHOLE, "ranks": 2}, 60.8),
+    ],
+)
+def test_peaks_of_docs_measurements(
+    tmp_path: Path, shape: str, tokens: int, settings: dict[str, Any], gib: float
+) -> None:
+    """They are those of training steps on one to four GPUs."""
+    LARGE[shape].save_pretrained(tmp_path)
+    facts = {"trains": True, "gpu": True, "tokens": tokens, "longest": 2048}
+    needs = planned(FSDPConfig(**settings), Model(str(tmp_path)), **facts)
+    parts = [term for terms in needs.held.values() for term in terms]
+    found = total(parts) + total(needs.peaks[Phase.TRAINING])
+    assert found / GIB == pytest.approx(gib, rel=0.05)

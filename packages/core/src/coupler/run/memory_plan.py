@@ -201,7 +201,7 @@ def _turns(config: RunConfig, plan: Plan, needs: Mapping[str, Needs]) -> Iterato
     """Yield what is held in each phase, with a turn of its own for each engine."""
     rollouts = [role for role in needs if role in ROLLOUTS]
     engines = [role for role in needs if role not in ROLLOUTS]
-    sampling = {role: (Memory.WEIGHTS, Memory.KV_CACHE) for role in rollouts}
+    sampling = dict.fromkeys(rollouts, (Memory.WEIGHTS, Memory.KV_CACHE))
     scoring = {role: (Part.PARAMS,) for role in engines if role == REWARD_MODEL}
     if rollouts:
         yield _row(config, plan, Phase.SAMPLING, {**sampling, **scoring}, needs)

@@ -68,7 +68,8 @@ def _verdict(device: Device, plan: MemoryPlan) -> str:
         return f"device: at least {_gib(most)} GiB; --device-gib N compares it with one"
     if most > there:
         return f"device: does not fit, {_gib(most)} GiB of {_gib(there)}"
-    return f"device: fits, {_gib(most)} GiB of {_gib(there)}, {_gib(there - most)} left"
+    fits = "fits but for what is unknown" if plan.unknown else "fits"
+    return f"device: {fits}, {_gib(most)} GiB of {_gib(there)}, {_gib(there - most)} left"
 
 
 def _gib(size: int) -> str:

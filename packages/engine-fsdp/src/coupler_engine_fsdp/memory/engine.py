@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from coupler.engine_kit.memory_plan import Asked, Needs, Phase, Term, largest, total
+from coupler.engine_kit.memory_plan import Asked, Needs, Phase, Term, largest
 from coupler.engine_kit.precision import Precision
 from coupler.interfaces import Part
 from coupler_engine_fsdp.config import FSDPConfig, OptimizerName
