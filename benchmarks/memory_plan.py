@@ -1,8 +1,9 @@
-"""The memory that ``coupler plan --memory`` foresees, next to what is then measured.
+r"""The memory that ``coupler plan --memory`` foresees, next to what is then measured.
 
     python benchmarks/memory_plan.py 1.5b engine.gradient_checkpointing=false
     python benchmarks/memory_plan.py 7b --gpus 4 --micro-batches 2
-    python benchmarks/memory_plan.py 7b --engine megatron --gpus 2 engine.tensor_parallel=2
+    python benchmarks/memory_plan.py 7b --gpus 2 --engine megatron \
+        engine.tensor_parallel=2
     python benchmarks/memory_plan.py 1.5b --rollout hf rollout.kv_cache_gib=8
     python benchmarks/memory_plan.py tiny --tokens 512 --length 128       # the CPU
 
@@ -137,7 +138,14 @@ def run_rollout(args: argparse.Namespace, folder: str) -> None:
     )
     count = args.micro_batches * args.tokens // args.length
     needs = config.memory_needs(
-        asked_of(args, folder, "rollout", sequences=count, parameters=numbers)
+        asked_of(
+            args,
+            folder,
+            "rollout",
+            sequences=count,
+            parameters=numbers,
+            prompt=args.length // 2,
+        )
     )
     half = args.length // 2
     random = np.random.default_rng(0)

@@ -4,6 +4,7 @@ against peaks that were measured on GPUs.
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,14 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
 from coupler.batch import Batch
 from coupler.engine_kit.memory_plan import GIB, Asked, Needs, Phase, total
-from coupler.interfaces import Head, Memory, Model, Output, Part, Rank
+from coupler.interfaces import Head, Memory, Model, Output, Part, Rank, Request
 from coupler.testing.memory import peak_bytes, storage_bytes
 from coupler_engine_fsdp.config import FSDPConfig, HFConfig
 from coupler_engine_fsdp.engine import FSDPEngine
 from coupler_engine_fsdp.lora import Adapter
 from coupler_engine_fsdp.memory.rehearsal import Rehearsal, rehearse
 from coupler_engine_fsdp.model import build, layers_of
+from coupler_engine_fsdp.rollout import HFRollout
 
 TOKENS, LENGTH, MEASURED = 1024, 256, 0.15
 LOGPROBS = (Output("logprobs"),)
@@ -222,14 +224,23 @@ def test_a_gpu_computes_in_bf16_and_with_larger_tiles(folder: Path) -> None:
     assert total(on_gpu.held[Part.PARAMS]) == 1.5 * total(on_cpu.held[Part.PARAMS])
 
 
-def test_the_rollout_has_weights_and_a_cache(folder: Path) -> None:
-    config = HFConfig()
-    needs = planned(config, Model(str(folder)), sequences=8)
+@pytest.mark.parametrize("prompt", [192, 24])
+def test_sampling(folder: Path, prompt: int) -> None:
+    """Sixteen sequences fill the cache, which grows more often from short prompts on."""
+    config, model = HFConfig(), Model(str(folder))
+    needs = planned(config, model, sequences=16, prompt=prompt)
     assert total(needs.held[Memory.WEIGHTS]) == 4 * needs.parameters
-    cache = needs.peaks[Phase.SAMPLING][0]
-    layers, keys_and_values, channels = 4, 2, 64
-    assert cache.size == 8 * LENGTH * layers * keys_and_values * channels * 4 * 3 // 2
-    assert "8 sequences" in cache.what
+    random = np.random.default_rng(0).integers(4, 2048, (16, prompt)).tolist()
+    requests = [Request(tuple(row), LENGTH - prompt, seed=i) for i, row in enumerate(random)]
+
+    async def generate(rollout: HFRollout) -> None:
+        await asyncio.gather(*map(rollout.generate, requests))
+
+    with asyncio.Runner() as runner:
+        rollout = HFRollout(config, model)
+        runner.run(rollout.setup(Rank()))
+        peak = peak_bytes(lambda: runner.run(generate(rollout)))
+    assert total(needs.peaks[Phase.SAMPLING]) == pytest.approx(peak, rel=MEASURED)
 
 
 @pytest.mark.parametrize(

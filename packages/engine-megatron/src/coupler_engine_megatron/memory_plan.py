@@ -39,8 +39,10 @@ def needs(config: MegatronConfig, asked: Asked) -> Needs:
     stages = [Stage(config, asked, sizes, number) for number in range(config.pipeline_parallel)]
     most = max(stages, key=lambda stage: total(stage.terms()))
 
-    bucket = min(config.sync_bucket_mib << 20, most.width * sizes.base)
-    whole = Term("whole tensors", bucket, f"{asked.path}.sync_bucket_mib")
+    # A third of the bucket at a time, or a tensor that is larger.
+    bucket, tensor = config.sync_bucket_mib << 20, most.width * sizes.tensor
+    sent = min(max(bucket, tensor + 2 * bucket // 3), 2 * most.width * sizes.base)
+    whole = Term("whole tensors on their way", sent, f"{asked.path}.sync_bucket_mib")
     peaks = {
         Phase.LOGPROBS: most.without_gradient(),
         Phase.SYNC: (whole,),

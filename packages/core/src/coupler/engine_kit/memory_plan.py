@@ -59,6 +59,7 @@ class Asked:
         gpu: whether devices are GPUs, which decides what ``dtype=auto`` means.
         device_bytes: memory of one device, 0 where it is not known.
         longest: most tokens of a sequence, 0 where nothing bounds it.
+        prompt: most tokens of a prompt.
         tokens: most tokens that one data shard has in an optimizer step, 0 where
             nothing bounds them.
         sequences: sequences that one replica samples in a step.
@@ -72,6 +73,7 @@ class Asked:
     gpu: bool = True
     device_bytes: int = 0
     longest: int = 0
+    prompt: int = 0
     tokens: int = 0
     sequences: int = 0
     parameters: int = 0

@@ -139,6 +139,7 @@ def _ask(role: Role, config: RunConfig, plan: Plan, gpu: bool, device: int, poli
         gpu=gpu,
         device_bytes=device,
         longest=longest,
+        prompt=plan.max_prompt_tokens,
         sequences=ceil_div(sequences, role.count) * (1 + plan.max_staleness),
         parameters=policy.parameters if role.name in SERVED_BY and role.name != "judge" else 0,
     )

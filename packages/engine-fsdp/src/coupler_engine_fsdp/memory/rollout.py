@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from coupler.engine_kit.memory_plan import GIB, Asked, Needs, Phase, Term
+from coupler.engine_kit.memory_plan import GIB, Asked, Needs, Phase, Term, largest
 from coupler.interfaces import Memory
 from coupler_engine_fsdp.config import HFConfig
+from coupler_engine_fsdp.decoding import MIN_GROWTH
 from coupler_engine_fsdp.logprobs import default_chunk
 from coupler_engine_fsdp.memory.engine import compute_dtype
 from coupler_engine_fsdp.memory.rehearsal import without_gradient
@@ -32,27 +33,47 @@ def needs(config: HFConfig, asked: Asked) -> Needs:
     longest = asked.longest or shape.max_position_embeddings
     room = max(int(config.kv_cache_gib * GIB) // (token * longest), 1)
     rows = min(config.max_sequences, asked.sequences or config.max_sequences, room)
-    # The cache has a power of two of rows, and grows into a copy of twice the length.
-    cache = (1 << (rows - 1).bit_length()) * longest * token
+    # The cache has a power of two of rows.
+    column = token << (rows - 1).bit_length()
 
-    tokens = min(config.max_prefill_tokens, rows * longest)
-    prefill = tokens * token
-    prefill += without_gradient(policy, tokens, 1, gpu=asked.gpu, copies=True)
-    drawn = rows * shape.vocab_size * DRAWING
+    prompt = min(asked.prompt or longest, longest)
+    tokens = max(min(config.max_prefill_tokens, rows * prompt), prompt)
+    passing = without_gradient(policy, tokens, 1, gpu=asked.gpu, copies=True)
     fewer = f"a smaller {asked.path}.kv_cache_gib or max_sequences"
     prompts = f"a smaller {asked.path}.max_prefill_tokens"
-    largest = max(tensor.numel() for tensor in policy.parameters()) * dtype.itemsize
+    largest_tensor = max(tensor.numel() for tensor in policy.parameters()) * dtype.itemsize
 
+    cache = f"KV cache of {rows} sequences"
+    moments = (
+        (
+            Term(cache, column * _first(prompt, longest), fewer),
+            Term("a pass over prompts", tokens * token + passing, prompts),
+        ),
+        (
+            Term(cache, column * longest, fewer),
+            Term("the logits of a token for each", rows * shape.vocab_size * DRAWING, fewer),
+        ),
+        (Term(f"{cache}, and its growth", column * _growing(prompt, longest), fewer),),
+    )
     return Needs(
         held={Memory.WEIGHTS: (Term("weights", parameters * dtype.itemsize),)},
         peaks={
-            Phase.SAMPLING: (
-                Term(f"KV cache of {rows} sequences, and its growth", cache * 3 // 2, fewer),
-                Term("a pass over prompts", prefill, prompts)
-                if prefill > drawn
-                else Term("the logits of a token for each sequence", drawn, fewer),
-            ),
-            Phase.SYNC: (Term("the largest tensor that comes", largest),),
+            Phase.SAMPLING: largest(*moments),
+            Phase.SYNC: (Term("the largest tensor that comes", largest_tensor),),
         },
         parameters=parameters,
     )
+
+
+def _first(prompt: int, longest: int) -> int:
+    """Return the columns of the cache when prompts enter it."""
+    return min(longest, prompt + max(MIN_GROWTH, prompt))
+
+
+def _growing(prompt: int, longest: int) -> int:
+    """Return the most columns of two caches, of which one is copied into the other."""
+    columns, most = _first(prompt, longest), 0
+    while columns < longest:
+        larger = min(longest, columns + max(MIN_GROWTH, columns))
+        columns, most = larger, columns + larger
+    return most
