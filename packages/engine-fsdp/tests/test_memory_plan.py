@@ -226,7 +226,7 @@ def test_a_gpu_computes_in_bf16_and_with_larger_tiles(folder: Path) -> None:
 
 @pytest.mark.parametrize("prompt", [192, 24])
 def test_sampling(folder: Path, prompt: int) -> None:
-    """Sixteen sequences fill the cache, which grows more often from short prompts on."""
+    """The cache of short prompts grows more often than that of long ones."""
     config, model = HFConfig(), Model(str(folder))
     needs = planned(config, model, sequences=16, prompt=prompt)
     assert total(needs.held[Memory.WEIGHTS]) == 4 * needs.parameters

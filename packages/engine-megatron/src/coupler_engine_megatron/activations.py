@@ -13,7 +13,6 @@ from functools import cached_property
 
 from coupler.engine_kit.memory_plan import Asked
 from coupler_engine_megatron.config import MegatronConfig, Recompute
-from coupler_engine_megatron.layout import experts_of
 
 NORM = 4
 """Bytes of a number in a norm of plain PyTorch."""
@@ -54,31 +53,41 @@ class Layer:
     @cached_property
     def heads(self) -> tuple[int, int]:
         """Return the channels of this rank's queries, and of its keys."""
-        shape, tensor = self.asked.shape, self.config.tensor_parallel
+        shape = self.asked.shape
         heads = shape["num_attention_heads"]
         each = shape.get("head_dim") or self.hidden // heads
         if shape.get("qk_nope_head_dim"):
             each = shape["qk_nope_head_dim"] + shape["qk_rope_head_dim"]
-        groups = shape.get("num_key_value_heads") or heads
-        return heads * each // tensor, max(groups // tensor, 1) * each
+
+        queries = heads * each // self.config.tensor_parallel
+        return queries, self.groups * each
+
+    @cached_property
+    def groups(self) -> int:
+        """Return the key-value heads of this rank."""
+        shape = self.asked.shape
+        groups = shape.get("num_key_value_heads") or shape["num_attention_heads"]
+        return max(groups // self.config.tensor_parallel, 1)
 
     @cached_property
     def columns(self) -> tuple[int, int]:
         """Return the intermediate columns of this rank for each token, and the
         channels of tokens that were sent to experts.
         """
-        shape, config = self.asked.shape, self.config
+        shape = self.asked.shape
+        tensor = self.config.tensor_parallel
         wide = shape["intermediate_size"]
         if not self.routes:
-            return wide // config.tensor_parallel, 0
+            return wide // tensor, 0
+
         each = shape.get("moe_intermediate_size") or wide
-        chosen = shape.get("num_experts_per_tok") or shape.get("num_experts_per_token") or 1
-        shared = (shape.get("n_shared_experts") or 0) * each // config.tensor_parallel
+        shared = shape.get("n_shared_experts") or 0
         # Ranks that split the tokens of a sequence send only their own.
-        split = config.tensor_parallel if config.sequence_parallel else 1
-        sent = chosen * config.expert_tensor_parallel / split
-        columns = sent * each / config.expert_tensor_parallel + shared
-        assert experts_of(shape), "a layer that routes has experts"
+        split = tensor if self.config.sequence_parallel else 1
+        chosen = shape["num_experts_per_tok"] / split
+
+        sent = chosen * self.config.expert_tensor_parallel
+        columns = chosen * each + shared * each / tensor
         return int(columns), int(sent * self.hidden)
 
     @cached_property
@@ -96,7 +105,9 @@ class Layer:
 
     def _parts(self) -> dict[str, int]:
         """Return them by the module that can compute them again."""
-        (queries, keys), (columns, sent), entry = self.heads, self.columns, self.entry
+        queries, keys = self.heads
+        columns, sent = self.columns
+        entry = self.entry
         each = self.tokens * self.width
 
         # The two sums that enter the norms, and what leaves these.
@@ -109,17 +120,12 @@ class Layer:
 
         # A norm keeps its input and the normed rows in fp32. Keys and values are
         # repeated for every head, and the gate is kept before and after its function.
-        own = self.width == NORM
-        parts["input"] = (1 if own else 0) * 2 * entry
-        parts["norms"] = (2 if own else 4) * entry * NORM // self.width
-        parts["attention"] = each * 5 * queries + 4 * each * keys // self._groups()
+        if self.width != NORM:
+            parts["input"] = 2 * entry * NORM // self.width
+        parts["norms"] = 2 * entry * NORM // self.width
+        parts["attention"] = each * (5 * queries + 4 * keys // self.groups)
         parts["mlp"] = each * (5 * columns + sent)
         return parts
-
-    def _groups(self) -> int:
-        shape = self.asked.shape
-        groups = shape.get("num_key_value_heads") or shape["num_attention_heads"]
-        return max(groups // self.config.tensor_parallel, 1)
 
     @cached_property
     def working(self) -> int:

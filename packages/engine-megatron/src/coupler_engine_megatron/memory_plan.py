@@ -91,24 +91,34 @@ class Sizes:
             raise CouplerError(f"model.path={model.path} cannot be built: {error}") from error
 
         number = shape.get_text_config().num_hidden_layers
-        layers, experts, updates = [0] * number, [0] * number, [0] * number
-        ends = {"embed": 0, "head": 0}
+        layers = [0] * number
+        experts = [0] * number
+        updates = [0] * number
         named = {name: tuple(tensor.shape) for name, tensor in causal.named_parameters()}
         for name, size in named.items():
-            if not (found := LAYER.search(name)):
-                if len(size) > 1:
-                    ends["head" if "lm_head" in name else "embed"] += prod(size)
+            found = LAYER.search(name)
+            if not found:
                 continue
-            index, is_expert = int(found[1]), EXPERTS in name
-            (experts if is_expert else layers)[index] += prod(size)
-            if config.lora_rank and len(size) == 2 and not is_expert and config.targets(name):
+            index = int(found[1])
+            if EXPERTS in name:
+                experts[index] += prod(size)
+                continue
+
+            layers[index] += prod(size)
+            if len(size) == 2 and config.targets(name):
                 updates[index] += config.lora_rank * sum(size)
 
-        if model.head is not Head.LM:
-            ends["head"] = 0
-        largest_tensor = max(prod(size) for size in named.values() if len(size) < 3)
-        each = tuple(layers), tuple(experts), tuple(updates)
-        return cls(ends["embed"], ends["head"], *each, largest_tensor)
+        embedding = causal.get_input_embeddings().weight
+        head = causal.get_output_embeddings().weight
+        apart = model.head is Head.LM and head is not embedding
+        return cls(
+            embedding.numel(),
+            head.numel() if apart else 0,
+            tuple(layers),
+            tuple(experts),
+            tuple(updates),
+            max(prod(size) for size in named.values() if len(size) < 3),
+        )
 
     @property
     def base(self) -> int:
@@ -134,10 +144,14 @@ class Stage:
     def layers(self) -> range:
         config, number = self.config, len(self.sizes.layers)
         ends = config.first_stage_layers, config.last_stage_layers
-        split = stage_layers(number, config.pipeline_parallel, config.virtual_pipeline, *ends)
-        split = split or [-(-number // config.pipeline_parallel)] * config.pipeline_parallel
+        stages = config.pipeline_parallel
+        split = stage_layers(number, stages, config.virtual_pipeline, *ends)
+        if not split:
+            split = [-(-number // stages)] * stages
+
         start = sum(split[: self.number])
-        return range(start, min(start + split[self.number], number))
+        end = start + split[self.number]
+        return range(start, min(end, number))
 
     @cached_property
     def tokens(self) -> int:
@@ -161,18 +175,27 @@ class Stage:
 
     def numbers(self) -> tuple[int, int, int]:
         """Return this rank's weights outside of experts, in them, and of adapters."""
-        sizes, config, layers = self.sizes, self.config, self.layers
-        # A stage of its own has a copy of a tied embedding as its head.
-        ends = sizes.embedding if self.number == 0 else 0
+        sizes, config = self.sizes, self.config
+        dense = 0
+        experts = 0
+        updates = 0
+        for index in self.layers:
+            dense += sizes.layers[index]
+            experts += sizes.experts[index]
+            updates += sizes.updates[index]
+
+        if self.number == 0:
+            dense += sizes.embedding
         if self.last:
-            ends += sizes.head or (sizes.embedding if self.number and self._has_head else 0)
-        dense = ends + sum(sizes.layers[i] for i in layers)
+            dense += sizes.head
+        # A last stage of its own has a copy of a tied embedding as its head.
+        tied = self._has_head and not sizes.head
+        if self.last and self.number and tied:
+            dense += sizes.embedding
+
+        tensor = config.tensor_parallel
         spread = config.expert_parallel * config.expert_tensor_parallel
-        return (
-            dense // config.tensor_parallel,
-            sum(sizes.experts[i] for i in layers) // spread,
-            sum(sizes.updates[i] for i in layers) // config.tensor_parallel,
-        )
+        return dense // tensor, experts // spread, updates // tensor
 
     @property
     def _has_head(self) -> bool:
@@ -188,15 +211,20 @@ class Stage:
         if not self.asked.trains:
             return {Part.PARAMS: (weights,)}
 
-        trained = (updates, 0) if config.lora_rank else (dense, experts)
-        shard = config.ranks // (config.tensor_parallel * config.pipeline_parallel)
-        spread = config.expert_parallel * config.expert_tensor_parallel * config.pipeline_parallel
-        own = trained[0] // max(shard, 1) + trained[1] // max(config.ranks // spread, 1)
-        masters = FULL * own if self.width != FULL else 0
+        if config.lora_rank:
+            dense, experts = updates, 0
+        gradients = FULL * (dense + experts)
+
+        # Ranks with the same part of the model share the optimizer's state.
+        per_stage = config.ranks // config.pipeline_parallel
+        spread = config.expert_parallel * config.expert_tensor_parallel
+        own = dense // max(per_stage // config.tensor_parallel, 1)
+        own += experts // max(per_stage // spread, 1)
+        masters = 0 if self.width == FULL else FULL * own
 
         return {
             Part.PARAMS: (weights,),
-            Part.GRADS: (Term("gradients in fp32", FULL * sum(trained), split),),
+            Part.GRADS: (Term("gradients in fp32", gradients, split),),
             Part.OPTIMIZER: (
                 Term("moments in fp32", MOMENTS * own, more),
                 Term("weights in fp32", masters, more),
@@ -208,24 +236,34 @@ class Stage:
 
         They are those of the schedule of arXiv 2104.04473, section 2.2.
         """
-        config, limit = self.config, self.tokens * self.config.context_parallel
-        stages, turns = config.pipeline_parallel, config.virtual_pipeline
+        config = self.config
+        stages = config.pipeline_parallel
+        turns = config.virtual_pipeline
         held = float(stages - self.number)
         if turns > 1:
-            held = stages * (1 + (stages - 1) / (stages * turns))
-        return min(held, -(-self.asked.tokens // limit)) if self.asked.tokens else held
+            held = stages + (stages - 1) / turns
+
+        if not self.asked.tokens:
+            return held
+        each = self.tokens * config.context_parallel
+        there = -(-self.asked.tokens // each)
+        return min(held, there)
 
     def in_training(self) -> tuple[Term, ...]:
         """Return the largest moment of the two passes: at the head, or in a layer."""
-        config, layer, number = self.config, self.layer, len(self.layers)
-        kept, again = layer.saved * number, layer.again
+        config, layer = self.config, self.layer
+        number, group = len(self.layers), config.recompute_num_layers
+        kept = layer.saved * number
+        again = layer.again
+
         if config.gradient_checkpointing == Recompute.FULL:
-            group = config.recompute_num_layers
+            again = layer.saved
             if config.recompute_method == RecomputeMethod.UNIFORM:
-                kept, again = layer.entry * -(-number // group), group * layer.saved
+                kept = layer.entry * -(-number // group)
+                again *= group
             else:
-                turn = min(group, number)
-                kept, again = layer.entry * turn + layer.saved * (number - turn), layer.saved
+                shed = layer.saved - layer.entry
+                kept -= shed * min(group, number)
 
         held = Term("activations", int(kept * self.in_flight()), self._recompute())
         work = Term("what a layer computes with", again + layer.working, self._fewer())
@@ -236,16 +274,14 @@ class Stage:
         if not self.last or not self._has_head:
             return Term("what the head computes with", 0)
         rows = max(self.tokens - 1, 1)
-        columns = -(-self.sizes.embedding // self._hidden // self.config.tensor_parallel)
+        vocabulary = self.sizes.embedding // self.layer.hidden
+        columns = -(-vocabulary // self.config.tensor_parallel)
         tile = self.config.logits_tile or default_tile(self.asked.gpu)
         logits = min(max(tile, 128 * rows), rows * columns)
-        states = (FULL + 2 * self.width) * self._hidden * rows
-        size = 2 * FULL * logits + states
-        return Term("what the head computes with", size, f"{self.asked.path}.logits_tile")
 
-    @property
-    def _hidden(self) -> int:
-        return self.layer.hidden
+        each = (FULL + 2 * self.width) * self.layer.hidden
+        size = 2 * FULL * logits + each * rows
+        return Term("what the head computes with", size, f"{self.asked.path}.logits_tile")
 
     def without_gradient(self) -> tuple[Term, ...]:
         work = Term("activations of a pass without gradient", self.layer.passing, self._fewer())
