@@ -40,7 +40,7 @@ TRAINED: dict[str, dict[str, Any]] = {
     "muon": {"optimizer": "muon"},
 }
 
-WIDE = {"num_hidden_layers": 28, "max_position_embeddings": 32_768}
+WIDE: dict[str, Any] = {"num_hidden_layers": 28, "max_position_embeddings": 32_768}
 LARGE: dict[str, Any] = {
     "1.5b": Qwen2Config(
         **WIDE,

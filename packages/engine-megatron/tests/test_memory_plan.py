@@ -32,7 +32,11 @@ TRAINED: dict[str, dict[str, Any]] = {
     "bf16": {**WHOLE, "dtype": "bf16"},
     "selective": {"gradient_checkpointing": "selective", "recompute_modules": ["mlp"]},
 }
-QWEN = {"max_position_embeddings": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+QWEN: dict[str, Any] = {
+    "max_position_embeddings": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 LARGE: dict[str, Any] = {
     "1.5b": Qwen2Config(
         hidden_size=1536,
@@ -70,7 +74,7 @@ LARGE: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    small = {"vocab_size": 2048, "hidden_size": 128, "intermediate_size": 320}
+    small: dict[str, Any] = {"vocab_size": 2048, "hidden_size": 128, "intermediate_size": 320}
     shape = Qwen2Config(**small, **QWEN, num_hidden_layers=4, tie_word_embeddings=True)
     path = tmp_path_factory.mktemp("measured")
     AutoModelForCausalLM.from_config(shape).save_pretrained(path)

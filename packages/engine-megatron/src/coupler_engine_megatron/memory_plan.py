@@ -15,7 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from coupler.engine_kit.lora import LoRAConfig
-from coupler.engine_kit.memory_plan import Asked, Needs, Phase, Term, largest, total
+from coupler.engine_kit.memory_plan import Asked, Kind, Needs, Phase, Term, largest, total
 from coupler.engine_kit.precision import Precision
 from coupler.errors import CouplerError
 from coupler.interfaces import Head, Model, Part
@@ -201,7 +201,7 @@ class Stage:
     def _has_head(self) -> bool:
         return self.asked.model.head is Head.LM
 
-    def held(self) -> dict[Part, tuple[Term, ...]]:
+    def held(self) -> dict[Kind, tuple[Term, ...]]:
         """Return what stays between calls."""
         config, path = self.config, self.asked.path
         dense, experts, updates = self.numbers()

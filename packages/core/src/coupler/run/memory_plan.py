@@ -126,9 +126,10 @@ def plan_memory(config: RunConfig, plan: Plan, device_gib: float = 0) -> MemoryP
 
 def _ask(role: Role, config: RunConfig, plan: Plan, gpu: bool, device: int, policy: Needs) -> Needs:
     path, model, trains = _of_role(role.name, config)
-    backend = original(section(config, path))
+    settings: Any = original(section(config, path))
+    backend = settings
     if not isinstance(backend, PlansMemory):
-        return Needs(unknown=(f"{backend.name} does not say what memory it needs",))
+        return Needs(unknown=(f"{settings.name} does not say what memory it needs",))
 
     longest, sequences = plan.max_tokens_per_sequence, plan.sequences_per_step
     asked = Asked(
@@ -147,7 +148,7 @@ def _ask(role: Role, config: RunConfig, plan: Plan, gpu: bool, device: int, poli
         steps = plan.optimizer_steps_per_batch if trains else 1
         if role.name == "critic":
             steps = config.critic.optimizer_steps_per_batch or steps
-        shards = max(backend.ranks // backend.ranks_per_shard, 1)
+        shards = max(settings.ranks // settings.ranks_per_shard, 1)
         each = ceil_div(sequences // steps, shards) * plan.max_rows_per_episode
         asked = replace(asked, tokens=longest * each)
     return backend.memory_needs(asked)

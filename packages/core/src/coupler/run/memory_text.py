@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from coupler.engine_kit.memory_plan import GIB, Phase
+from coupler.engine_kit.memory_plan import GIB, Phase, Term, total
 from coupler.run.memory_plan import Device, MemoryPlan, Row
 
 MOST = 6
@@ -41,7 +41,7 @@ def _table(device: Device) -> Iterator[str]:
     yield line("", names)
     # In the order of a step.
     for row in sorted(device.rows, key=lambda row: [*Phase].index(row.phase)):
-        sizes = [sum(term.size for term in row.terms[role]) for role in device.roles]
+        sizes = [total(row.terms[role]) for role in device.roles]
         yield line(row.phase, [_gib(size) for size in (*sizes, row.together)])
     if device.apart:
         peaks = [device.peak(role) for role in device.roles]
@@ -56,7 +56,7 @@ def _largest(device: Device) -> Iterator[str]:
         yield f"  {_gib(term.size):>6}  {role}: {term.what}{by}"
 
 
-def _terms(row: Row) -> list[tuple[str, object]]:
+def _terms(row: Row) -> list[tuple[str, Term]]:
     found = [(role, term) for role, terms in row.terms.items() for term in terms]
     kept = [pair for pair in found if pair[1].size >= LEAST * row.together]
     return sorted(kept, key=lambda pair: -pair[1].size)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-from coupler.engine_kit.memory_plan import Asked, Needs, Phase, Term, largest
+from coupler.engine_kit.memory_plan import Asked, Kind, Needs, Phase, Term, largest
 from coupler.engine_kit.precision import Precision
 from coupler.interfaces import Part
 from coupler_engine_fsdp.config import FSDPConfig, OptimizerName
@@ -100,10 +101,9 @@ class _Sizes:
     def of(cls, policy: Policy | ValueModel, config: FSDPConfig, dtype: torch.dtype) -> _Sizes:
         named = dict(policy.causal.named_parameters())
         layers = [_numel(layer.parameters()) for layer in layers_of(policy)]
-        embedding = policy.causal.get_input_embeddings().weight
-        tied = embedding is policy.head.weight
-        ends = 0 if tied else max(embedding.numel(), policy.head.weight.numel())
-        apart = 0 if tied else embedding.numel() + policy.head.weight.numel()
+        embedding: Any = policy.causal.get_input_embeddings().weight
+        head: Any = policy.head.weight
+        apart = [] if embedding is head else [embedding.numel(), head.numel()]
 
         muon = config.optimizer == OptimizerName.MUON
         matrices = [named[n].numel() for n in matrices_of(named, layers_of(policy) if muon else [])]
@@ -117,16 +117,16 @@ class _Sizes:
             frozen=every - trained,
             matrices=sum(matrices),
             layer=max(layers),
-            root=every - sum(layers) - apart,
-            ends=ends,
+            root=every - sum(layers) - sum(apart),
+            ends=max(apart, default=0),
             tensor=max(tensor.numel() for tensor in named.values()),
             matrix=max(matrices, default=0),
             width=dtype.itemsize,
         )
 
 
-def _numel(tensors: Iterator[nn.Parameter] | object) -> int:
-    return sum(tensor.numel() for tensor in tensors)  # type: ignore[attr-defined]
+def _numel(tensors: Iterable[nn.Parameter]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class _Role:
     def alone(self) -> bool:
         return self.config.ranks == 1
 
-    def held(self) -> dict[Part, tuple[Term, ...]]:
+    def held(self) -> dict[Kind, tuple[Term, ...]]:
         """Return what stays between calls."""
         sizes, width, path = self.sizes, self.sizes.width, self.asked.path
         lower = f"more {path}.ranks, or {path}.lora_rank"
@@ -162,7 +162,9 @@ class _Role:
             Term("frozen weights", self._share(sizes.frozen * width), fewer),
         ]
         moments = MOMENTS * sizes.trained - MASTER * sizes.matrices
-        kept = {Part.PARAMS: tuple(term for term in params if term.size)}
+        kept: dict[Kind, tuple[Term, ...]] = {
+            Part.PARAMS: tuple(term for term in params if term.size)
+        }
         if self.asked.trains:
             kept[Part.OPTIMIZER] = (Term("moments in fp32", self._share(moments), lower),)
         return kept
