@@ -61,11 +61,16 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def planned(folder: Path, *overrides: str, gib: float = 80) -> MemoryPlan:
+def planned(
+    folder: Path, *overrides: str, gib: float = 80, needs: frozenset[str] | None = None
+) -> MemoryPlan:
     plugins = Plugins.load()
     config = compose(plugins, [*NEEDED, f"model.path={folder}", *overrides], job=Job.TRAIN).config
-    plan = make_plan(config, None, plugins)
-    config = dataclasses.replace(config, engine=NeedyEngine(), rollout=NeedyRollout())
+    plan = make_plan(config, None, plugins, needs)
+    critic = dataclasses.replace(config.critic, engine=NeedyEngine())
+    config = dataclasses.replace(
+        config, engine=NeedyEngine(), rollout=NeedyRollout(), critic=critic
+    )
     return plan_memory(config, plan, gib)
 
 
@@ -129,6 +134,19 @@ def test_processes_keep_what_they_took(folder: Path) -> None:
     (device,) = planned(folder, "executor=ray").devices
     assert device.most / GIB == 60 + 47
     assert "each at its peak" in render(planned(folder, "executor=ray"))
+
+
+def test_a_critic_trains_in_its_turn(folder: Path) -> None:
+    """Its process keeps what it took then, although the policy's turn needs as much."""
+    values = frozenset({"values"})
+    (device,) = planned(folder, "critic.engine=toy", "executor=ray", needs=values).devices
+    assert table(planned(folder, "critic.engine=toy", needs=values))["training"] == {
+        "policy": 60,
+        "critic": 28,
+        "rollout": 45,
+    }
+    assert [device.peak(role) / GIB for role in device.roles] == [60, 60, 47]
+    assert device.most / GIB == 60 + 60 + 47
 
 
 def test_what_it_says(folder: Path) -> None:

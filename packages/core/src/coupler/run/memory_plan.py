@@ -61,17 +61,26 @@ class Device:
     """The memory of the roles that share devices, on the one that holds most.
 
     Attributes:
-        rows: one of each phase.
+        turns: one of each phase and of each engine that takes part in it alone.
         apart: whether every role keeps in a process of its own what it once took.
     """
 
     roles: tuple[str, ...]
-    rows: tuple[Row, ...]
+    turns: tuple[Row, ...]
     apart: bool
 
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """Return the turn of each phase that needs most."""
+        phases = dict.fromkeys(row.phase for row in self.turns)
+        return tuple(
+            max((row for row in self.turns if row.phase is phase), key=lambda row: row.together)
+            for phase in phases
+        )
+
     def peak(self, role: str) -> int:
-        """Return the most bytes that a role has in any phase."""
-        return max((total(row.terms.get(role, ())) for row in self.rows), default=0)
+        """Return the most bytes that a role has in any turn."""
+        return max((total(row.terms.get(role, ())) for row in self.turns), default=0)
 
     @property
     def most(self) -> int:
@@ -189,14 +198,9 @@ def _shape(folder: Path, path: str) -> Mapping[str, Any]:
 
 
 def _device(config: RunConfig, plan: Plan, needs: Mapping[str, Needs]) -> Device:
-    turns = list(_turns(config, plan, needs))
-    phases = dict.fromkeys(row.phase for row in turns)
-    rows = [
-        max((row for row in turns if row.phase is phase), key=lambda row: row.together)
-        for phase in phases
-    ]
+    turns = tuple(_turns(config, plan, needs))
     apart = config.executor is ExecutorName.RAY and not config.offload and len(needs) > 1
-    return Device(tuple(needs), tuple(rows), apart)
+    return Device(tuple(needs), turns, apart)
 
 
 def _turns(config: RunConfig, plan: Plan, needs: Mapping[str, Needs]) -> Iterator[Row]:
