@@ -44,7 +44,8 @@ def needs(config: MegatronConfig, asked: Asked) -> Needs:
     sent = min(max(bucket, tensor + 2 * bucket // 3), 2 * most.width * sizes.base)
     whole = Term("whole tensors on their way", sent, f"{asked.path}.sync_bucket_mib")
     peaks = {
-        Phase.LOGPROBS: most.without_gradient(),
+        # The last stage has the head.
+        Phase.LOGPROBS: largest(*(stage.without_gradient() for stage in stages)),
         Phase.SYNC: (whole,),
         Phase.SAVING: (whole, Term("the largest tensor in fp32", FULL * sizes.tensor)),
     }
