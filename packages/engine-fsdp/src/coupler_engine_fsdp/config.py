@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from coupler import RolloutConfig
 from coupler.engine_kit.lora import LoRAConfig
+from coupler.engine_kit.memory_plan import Asked, Needs
 from coupler.engine_kit.precision import Precision
 from coupler.interfaces import no_effect
 
@@ -35,6 +36,11 @@ class HFConfig(RolloutConfig):
         for key in ("max_sequences", "max_prefill_tokens", "kv_cache_gib"):
             if getattr(self, key) <= 0:
                 raise ValueError(f"rollout.{key} must be above 0, got {getattr(self, key)}.")
+
+    def memory_needs(self, asked: Asked) -> Needs:
+        from coupler_engine_fsdp.memory import rollout
+
+        return rollout.needs(self, asked)
 
 
 class OptimizerName(StrEnum):
@@ -116,6 +122,11 @@ class FSDPConfig(LoRAConfig):
     @property
     def split(self) -> str:
         return f"sequence {self.sequence_parallel}" if self.sequence_parallel > 1 else ""
+
+    def memory_needs(self, asked: Asked) -> Needs:
+        from coupler_engine_fsdp.memory import engine
+
+        return engine.needs(self, asked)
 
     def __post_init__(self) -> None:
         self._require(self.max_tokens_per_gpu > 0, "max_tokens_per_gpu", "must be above 0")

@@ -86,7 +86,9 @@ class _TokenLogprobs(torch.autograd.Function):
         # The logit of the target.
         picked = torch.zeros_like(log_z, dtype=torch.float32)
 
-        ctx.tiles = _tiles(len(weight), len(hidden), chunk or _default_chunk(hidden))
+        ctx.tiles = _tiles(
+            len(weight), len(hidden), chunk or default_chunk(len(hidden), hidden.is_cuda)
+        )
         reduce_tile = _operations(hidden.is_cuda).reduce_tile
         for tile in ctx.tiles:
             logits = cut_off(_matmul(hidden, weight[tile].t()), kept, tile.start)
@@ -157,14 +159,13 @@ def _operations(on_gpu: bool) -> ModuleType:
     return import_module(f"coupler_engine_fsdp.logprobs_{'triton' if fused else 'torch'}")
 
 
-def _default_chunk(hidden: Tensor) -> int:
+def default_chunk(rows: int, on_gpu: bool) -> int:
     """Return how many elements of the logits exist at a time.
 
     On a GPU it is the least that is not bound by launches and by adding tiles up: 32
     MiB, and 512 MiB from 16,384 rows on.
     """
-    rows = len(hidden)
-    return max(2**23, min(rows * rows // 2, 2**27), 1024 * rows) if hidden.is_cuda else 2**21
+    return max(2**23, min(rows * rows // 2, 2**27), 1024 * rows) if on_gpu else 2**21
 
 
 def _tiles(vocabulary: int, rows: int, chunk: int) -> list[slice]:

@@ -9,6 +9,7 @@ from math import lcm
 from typing import Any, ClassVar
 
 from coupler.engine_kit.lora import LoRAConfig
+from coupler.engine_kit.memory_plan import Asked, Needs
 from coupler.engine_kit.precision import Precision
 from coupler.interfaces import NO_EFFECT, no_effect
 
@@ -191,6 +192,11 @@ class MegatronConfig(LoRAConfig):
         note = "" if tested else " (no test of coupler-engine-megatron has these together)"
 
         return " x ".join(f"{name} {size}" for name, size in above.items()) + layers + note
+
+    def memory_needs(self, asked: Asked) -> Needs:
+        from coupler_engine_megatron import memory_plan
+
+        return memory_plan.needs(self, asked)
 
     def __post_init__(self) -> None:
         for key in ("max_tokens_per_gpu", "sync_bucket_mib"):

@@ -80,7 +80,7 @@ class _TokenLogprobs(torch.autograd.Function):
         kept: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         targets, ctx.first = targets - first, first
-        ctx.tiles = _tiles(len(weight), len(hidden), tile or _default_tile(hidden))
+        ctx.tiles = _tiles(len(weight), len(hidden), tile or default_tile(hidden.is_cuda))
         picked = hidden.new_zeros(len(hidden), dtype=torch.float32)
         sums, means, doubles = [], [], []
         for part in ctx.tiles:
@@ -211,9 +211,9 @@ def _locate(targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return targets.clamp(0, width - 1)[:, None], (targets >= 0) & (targets < width)
 
 
-def _default_tile(hidden: Tensor) -> int:
+def default_tile(on_gpu: bool) -> int:
     """Return a tile's elements. On a GPU launches are too few to bound the time."""
-    return 2**26 if hidden.is_cuda else 2**21
+    return 2**26 if on_gpu else 2**21
 
 
 def _tiles(vocabulary: int, rows: int, elements: int) -> list[slice]:

@@ -8,6 +8,7 @@ from typing import Any, Self
 from urllib.parse import urlsplit
 
 from coupler import RolloutConfig
+from coupler.engine_kit.memory_plan import Asked, Needs
 from coupler.interfaces import NO_EFFECT, no_effect
 
 # These server arguments decide what tokens, log-probs, versions and memory mean. Each
@@ -174,6 +175,11 @@ class SGLangConfig(RolloutConfig):
     @property
     def adapter_limit(self) -> tuple[str, int]:
         return "max_lora_rank", self.max_lora_rank
+
+    def memory_needs(self, asked: Asked) -> Needs:
+        from coupler_rollout_sglang import memory_plan
+
+        return memory_plan.needs(self, asked)
 
     def __post_init__(self) -> None:
         for key, least in (

@@ -9,10 +9,9 @@ from coupler.engine_kit.inference.checkpoint import has_experts, linear_maps
 from coupler.errors import ConfigError
 from coupler.interfaces import Model, Rank
 from coupler_rollout_vllm.compat import engine as vllm
-from coupler_rollout_vllm.config import FP32_ADAPTER, Precision, VLLMConfig
+from coupler_rollout_vllm.config import CPU_CACHE_GIB, FP32_ADAPTER, Precision, VLLMConfig
 
 GIB = 1 << 30
-CPU_CACHE_GIB = 0.25
 DTYPES = {Precision.BF16: "bfloat16", Precision.FP16: "float16", Precision.FP32: "float32"}
 WORKER = "coupler_rollout_vllm.worker.extension.WorkerExtension"
 SCHEDULER = "coupler_rollout_vllm.scheduler.scheduler"

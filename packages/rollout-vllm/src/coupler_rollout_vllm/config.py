@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import Any, Self
 
 from coupler import RolloutConfig
+from coupler.engine_kit.memory_plan import Asked, Needs
 from coupler.interfaces import no_effect
 
 # These engine arguments decide what tokens, log-probs and versions mean. Each maps to
@@ -57,6 +58,7 @@ FP32_ADAPTER = (
     "  try:  rollout.dtype=bf16, or rollout.max_lora_rank=0: every sync then brings the sum"
 )
 QUANTIZATIONS = ("fp8",)
+CPU_CACHE_GIB = 0.25
 HIGHEST_RANK = 512
 """Highest rank of an adapter that vLLM runs."""
 
@@ -137,6 +139,11 @@ class VLLMConfig(RolloutConfig):
     @property
     def adapter_limit(self) -> tuple[str, int]:
         return "max_lora_rank", self.max_lora_rank
+
+    def memory_needs(self, asked: Asked) -> Needs:
+        from coupler_rollout_vllm import memory_plan
+
+        return memory_plan.needs(self, asked)
 
     def __post_init__(self) -> None:
         for key, least in (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from coupler.executors.placement import make_shares
 from coupler.metrics import Metric, Metrics
 from coupler.run.plan import Plan
 from coupler.system.files import DamagedFile, read_json
+from coupler.system.gpu import device_name
 
 GATED = frozenset(
     {"llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "olmo2", "smollm3"}
@@ -136,16 +136,6 @@ def _of_experts(shape: Mapping[str, Any], dense: int) -> int:
     router = hidden * (shape.get("num_experts") or shape.get("num_local_experts") or 0)
     shared = 3 * hidden * (shape.get("shared_expert_intermediate_size") or 0)
     return shape["num_experts_per_tok"] * each + router + shared
-
-
-def device_name() -> str:
-    """Return the name of a GPU as the driver says it, empty where there is none."""
-    command = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout.partition("\n")[0].strip()
 
 
 def peak_of(name: str) -> float:

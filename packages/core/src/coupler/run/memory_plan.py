@@ -1,0 +1,256 @@
+"""Add up the device memory of a run by phase and role, before anything is loaded.
+
+Every backend estimates its own part (:mod:`coupler.engine_kit.memory_plan`). This adds
+up what the roles of one device hold at the same time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from coupler.config.options import section
+from coupler.config.schema import Devices, ExecutorName, Placement, RunConfig
+from coupler.data.model_folder import model_folder
+from coupler.engine_kit.memory_plan import (
+    Asked,
+    Kind,
+    Needs,
+    Phase,
+    PlansMemory,
+    Term,
+    total,
+)
+from coupler.errors import ConfigError
+from coupler.executors.placement import REWARD_MODEL, ROLLOUTS, TEACHER, Role, make_shares
+from coupler.interfaces import Head, Memory, Model, Part
+from coupler.run.plan import SERVED_BY, Plan
+from coupler.run.teacher_check import role_of, teachers_of
+from coupler.system.gpu import device_bytes, gpu_is_visible
+from coupler.system.reads import original
+from coupler.system.words import ceil_div
+
+# Device memory that core's own transports take on the side that sends.
+SENDING = {"ipc": 512 << 20, "nccl": 512 << 20}
+OFFLOADED: dict[Phase, tuple[Part, ...]] = {
+    Phase.LOGPROBS: (Part.PARAMS,),
+    Phase.TRAINING: (Part.PARAMS, Part.GRADS, Part.OPTIMIZER),
+    Phase.SYNC: (Part.PARAMS,),
+    Phase.SAVING: (Part.PARAMS, Part.OPTIMIZER),
+}
+"""What an engine holds in a phase of its own, where roles take turns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The terms of one phase by role, in the turn of the phase that needs most."""
+
+    phase: Phase
+    terms: Mapping[str, tuple[Term, ...]]
+
+    @property
+    def together(self) -> int:
+        return sum(map(total, self.terms.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """The memory of the roles that share devices, on the one that holds most.
+
+    Attributes:
+        turns: one of each phase and of each engine that takes part in it alone.
+        apart: whether every role keeps in a process of its own what it once took.
+    """
+
+    roles: tuple[str, ...]
+    turns: tuple[Row, ...]
+    apart: bool
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """Return the turn of each phase that needs most."""
+        phases = dict.fromkeys(row.phase for row in self.turns)
+        return tuple(
+            max((row for row in self.turns if row.phase is phase), key=lambda row: row.together)
+            for phase in phases
+        )
+
+    def peak(self, role: str) -> int:
+        """Return the most bytes that a role has in any turn."""
+        return max((total(row.terms.get(role, ())) for row in self.turns), default=0)
+
+    @property
+    def most(self) -> int:
+        """Return the bytes that the device has to have."""
+        kept = sum(map(self.peak, self.roles)) if self.apart else 0
+        return max(kept, *(row.together for row in self.rows))
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """The memory of every device of a run.
+
+    Attributes:
+        gpu: whether it is that of a GPU. Otherwise it is host memory.
+        device_bytes: memory of each device, 0 where it is not known.
+        unknown: sentences on what is in no number.
+    """
+
+    devices: tuple[Device, ...]
+    gpu: bool
+    device_bytes: int
+    unknown: tuple[str, ...]
+
+
+def plan_memory(config: RunConfig, plan: Plan, device_gib: float = 0) -> MemoryPlan:
+    """Ask every backend, and add up.
+
+    Args:
+        device_gib: memory of one GPU. 0 asks the driver, and plans for the CPU where
+            there is no GPU.
+
+    Raises:
+        ConfigError: a role's model folder has no config.json.
+        CouplerError: a backend cannot describe the model.
+    """
+    config = original(config)
+    gpu = bool(device_gib or gpu_is_visible()) and config.ray.devices is not Devices.CPU
+    size = int(device_gib * 2**30) or (device_bytes() if gpu else 0)
+
+    needs: dict[str, Needs] = {}
+    for role in plan.workers:
+        needs[role.name] = _ask(role, config, plan, gpu, size, needs.get("policy", Needs()))
+    placement = plan.placement or Placement.COLOCATED
+    devices = tuple(
+        _device(config, plan, {role.name: needs[role.name] for role in share.roles})
+        for share in make_shares(plan.workers, placement)
+    )
+
+    unknown = [f"{role}: {text}" for role, need in needs.items() for text in need.unknown]
+    return MemoryPlan(devices, gpu, size, tuple(unknown))
+
+
+def _ask(role: Role, config: RunConfig, plan: Plan, gpu: bool, device: int, policy: Needs) -> Needs:
+    path, model, trains = _of_role(role.name, config)
+    settings: Any = original(section(config, path))
+    backend = settings
+    if not isinstance(backend, PlansMemory):
+        return Needs(unknown=(f"{settings.name} does not say what memory it needs",))
+
+    longest, sequences = plan.max_tokens_per_sequence, plan.sequences_per_step
+    asked = Asked(
+        path=path,
+        model=model,
+        shape=_shape(Path(model.path), path),
+        trains=trains,
+        gpu=gpu,
+        device_bytes=device,
+        longest=longest,
+        prompt=plan.max_prompt_tokens,
+        sequences=ceil_div(sequences, role.count) * (1 + plan.max_staleness),
+        parameters=policy.parameters if role.name in SERVED_BY and role.name != "judge" else 0,
+    )
+    if role.name not in ROLLOUTS:
+        steps = plan.optimizer_steps_per_batch if trains else 1
+        if role.name == "critic":
+            steps = config.critic.optimizer_steps_per_batch or steps
+        shards = max(settings.ranks // settings.ranks_per_shard, 1)
+        each = ceil_div(sequences // steps, shards) * plan.max_rows_per_episode
+        asked = replace(asked, tokens=longest * each)
+    return backend.memory_needs(asked)
+
+
+def _of_role(role: str, config: RunConfig) -> tuple[str, Model, bool]:
+    """Return the section, the model and whether the role trains."""
+    policy, path, trust = config.model.path, "engine", config.model.trust_remote_code
+    key, head, trains = "model", Head.LM, role in ("policy", "critic")
+
+    if role in SERVED_BY:
+        path = SERVED_BY[role]
+        if role == "judge":
+            policy, key = config.judge.model.path, "judge.model"
+    elif role == "critic":
+        path, policy, head = "critic.engine", config.critic.model.path or policy, Head.VALUE
+    elif role == REWARD_MODEL:
+        path, key, head = "reward_model.engine", "reward_model.model", Head.SCORE
+        policy = config.reward_model.model.path
+    elif role.startswith(TEACHER):
+        path, key, trust = "teacher.engine", "teacher.model", config.teacher.model.trust_remote_code
+        named = {role_of(name): folder for name, folder in teachers_of(config.teacher).items()}
+        policy = named[role]
+
+    frozen = not trains and role not in ROLLOUTS
+    return path, Model(model_folder(policy, key), trust, head, frozen=frozen), trains
+
+
+def _shape(folder: Path, path: str) -> Mapping[str, Any]:
+    try:
+        shape = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{folder}, the model of {path}, has no config.json to estimate memory from: {error}.\n"
+            "  try:  model.path=a folder in Hugging Face layout"
+        ) from None
+    return shape
+
+
+def _device(config: RunConfig, plan: Plan, needs: Mapping[str, Needs]) -> Device:
+    turns = tuple(_turns(config, plan, needs))
+    apart = config.executor is ExecutorName.RAY and not config.offload and len(needs) > 1
+    return Device(tuple(needs), turns, apart)
+
+
+def _turns(config: RunConfig, plan: Plan, needs: Mapping[str, Needs]) -> Iterator[Row]:
+    """Yield what is held in each phase, with a turn of its own for each engine."""
+    rollouts = [role for role in needs if role in ROLLOUTS]
+    engines = [role for role in needs if role not in ROLLOUTS]
+    sampling = dict.fromkeys(rollouts, (Memory.WEIGHTS, Memory.KV_CACHE))
+    scoring = {role: (Part.PARAMS,) for role in engines if role == REWARD_MODEL}
+    if rollouts:
+        yield _row(config, plan, Phase.SAMPLING, {**sampling, **scoring}, needs)
+
+    for role in engines:
+        trains = Phase.TRAINING in needs[role].peaks
+        if role != REWARD_MODEL:
+            yield _row(config, plan, Phase.LOGPROBS, {role: OFFLOADED[Phase.LOGPROBS]}, needs)
+        for phase in (Phase.TRAINING, Phase.SAVING) if trains else ():
+            held = {role: OFFLOADED[phase]}
+            if phase is Phase.SAVING:
+                held |= dict.fromkeys(rollouts, (Memory.WEIGHTS,))
+            yield _row(config, plan, phase, held, needs)
+
+    if plan.weights:
+        syncing: dict[str, Sequence[Kind]] = {"policy": OFFLOADED[Phase.SYNC]}
+        yield _row(
+            config, plan, Phase.SYNC, syncing | dict.fromkeys(rollouts, (Memory.WEIGHTS,)), needs
+        )
+
+
+def _row(
+    config: RunConfig,
+    plan: Plan,
+    phase: Phase,
+    active: Mapping[str, Sequence[Kind]],
+    needs: Mapping[str, Needs],
+) -> Row:
+    """Return what every role has while ``active`` ones hold these kinds and work."""
+    terms = {}
+    for role, need in needs.items():
+        # Nothing brings the weights of a judge back, so that they stay.
+        stays = (None, Memory.WEIGHTS) if role == "judge" else (None,)
+        kinds = {*active.get(role, ()), *stays} if config.offload else need.held.keys()
+        found = [term for kind, held in need.held.items() if kind in kinds for term in held]
+
+        at_once = plan.max_staleness and role in ROLLOUTS
+        # A reward model scores while episodes end.
+        does = Phase.LOGPROBS if role == REWARD_MODEL else Phase.SAMPLING if at_once else phase
+        if role in active or at_once:
+            found += need.peaks.get(does, ())
+        if role == "policy" and phase is Phase.SYNC:
+            size = SENDING.get(plan.weight_path[1], 0)
+            found.append(Term(f"buffers of sync.transport={plan.weight_path[1]}", size))
+        terms[role] = tuple(term for term in found if term.size)
+    return Row(phase, terms)

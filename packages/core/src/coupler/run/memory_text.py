@@ -1,0 +1,76 @@
+"""Render the memory of a run for people: a table, and what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from coupler.engine_kit.memory_plan import GIB, Phase, Term, total
+from coupler.run.memory_plan import Device, MemoryPlan, Row
+
+MOST = 6
+"""Terms that are named of the phase that needs most."""
+LEAST = 0.01
+"""Share of a phase below which a term is not named."""
+ON_TOP = (
+    "half a GiB to one for CUDA in each process, NCCL's buffers, and what the allocator "
+    "cannot use in pieces"
+)
+
+
+def render(plan: MemoryPlan) -> str:
+    """Return the table of each device, its largest terms, and whether it fits."""
+    where = "GPU" if plan.gpu else "the CPU, where dtype=auto is fp32 (--device-gib plans a GPU)"
+    lines = [f"memory, GiB on one {where}" if plan.gpu else f"memory, GiB on {where}"]
+    for device in plan.devices:
+        lines += ["", *_table(device), "", *_largest(device), _verdict(device, plan)]
+
+    if plan.gpu:
+        lines.append(f"not counted: {ON_TOP}")
+    return "\n".join([*lines, *(f"unknown: {text}" for text in plan.unknown)])
+
+
+def _table(device: Device) -> Iterator[str]:
+    names = [*device.roles, "together"]
+    first = max(len(label) for label in (*Phase, "each at its peak"))
+    widths = [max(len(name), 6) for name in names]
+
+    def line(label: str, cells: list[str]) -> str:
+        both = zip(cells, widths, strict=True)
+        return f"{label:{first}}  " + "  ".join(f"{cell:>{width}}" for cell, width in both)
+
+    yield line("", names)
+    # In the order of a step.
+    for row in sorted(device.rows, key=lambda row: [*Phase].index(row.phase)):
+        sizes = [total(row.terms[role]) for role in device.roles]
+        yield line(row.phase, [_gib(size) for size in (*sizes, row.together)])
+    if device.apart:
+        peaks = [device.peak(role) for role in device.roles]
+        yield line("each at its peak", [_gib(size) for size in (*peaks, sum(peaks))])
+
+
+def _largest(device: Device) -> Iterator[str]:
+    row = max(device.rows, key=lambda row: row.together)
+    yield f"largest: {row.phase}, {_gib(row.together)} GiB"
+    for role, term in _terms(row)[:MOST]:
+        by = f"  (lower: {term.lower})" if term.lower else ""
+        yield f"  {_gib(term.size):>6}  {role}: {term.what}{by}"
+
+
+def _terms(row: Row) -> list[tuple[str, Term]]:
+    found = [(role, term) for role, terms in row.terms.items() for term in terms]
+    kept = [pair for pair in found if pair[1].size >= LEAST * row.together]
+    return sorted(kept, key=lambda pair: -pair[1].size)
+
+
+def _verdict(device: Device, plan: MemoryPlan) -> str:
+    most, there = device.most, plan.device_bytes
+    if not there:
+        return f"device: at least {_gib(most)} GiB; --device-gib N compares it with one"
+    if most > there:
+        return f"device: does not fit, {_gib(most)} GiB of {_gib(there)}"
+    fits = "fits but for what is unknown" if plan.unknown else "fits"
+    return f"device: {fits}, {_gib(most)} GiB of {_gib(there)}, {_gib(there - most)} left"
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f}" if size >= GIB / 10 or not size else f"{size / GIB:.3f}"

@@ -1,0 +1,176 @@
+"""What the roles of one device hold at the same time, by phase, and what it says."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from coupler.cli import main
+from coupler.config.compose import compose
+from coupler.config.schema import Job
+from coupler.engine_kit.memory_plan import GIB, Asked, Kind, Needs, Phase, Term
+from coupler.errors import ConfigError
+from coupler.interfaces import Memory, Part
+from coupler.plugins.manager import Plugins
+from coupler.run.memory_plan import MemoryPlan, plan_memory
+from coupler.run.memory_text import render
+from coupler.run.plan import make_plan
+from coupler.testing.toy_config import ToyEngineConfig, ToyRolloutConfig
+
+NEEDED = [
+    "engine=toy", "rollout=toy", "algorithm=toy", "data.source=x.jsonl", "reward.target=a:b",
+    "data.max_prompt_tokens=100", "sampling.max_tokens=28", "prompts_per_step=4",
+    "samples_per_prompt=2",
+]  # fmt: skip
+asked_of: dict[str, Asked] = {}
+
+
+@dataclasses.dataclass
+class NeedyEngine(ToyEngineConfig):
+    """Say what an engine with offload would, in whole GiB."""
+
+    def memory_needs(self, asked: Asked) -> Needs:
+        asked_of[asked.path] = asked
+        held: dict[Kind, tuple[Term, ...]] = {Part.PARAMS: (Term("weights", 4 * GIB),)}
+        peaks = {Phase.LOGPROBS: (Term("a pass", GIB),), Phase.SYNC: (Term("a tensor", GIB),)}
+        if asked.trains:
+            held |= {Part.OPTIMIZER: (Term("moments", 16 * GIB),)}
+            held |= {Part.GRADS: (Term("gradients", 8 * GIB),)}
+            peaks |= {Phase.TRAINING: (Term("activations", 32 * GIB, "engine.tokens=1"),)}
+        return Needs(held=held, peaks=peaks, parameters=2 * GIB, unknown=("its noise",))
+
+
+@dataclasses.dataclass
+class NeedyRollout(ToyRolloutConfig):
+    def memory_needs(self, asked: Asked) -> Needs:
+        asked_of[asked.path] = asked
+        held: dict[Kind, tuple[Term, ...]] = {
+            None: (Term("graphs", GIB),),
+            Memory.WEIGHTS: (Term("weights", 4 * GIB),),
+            Memory.KV_CACHE: (Term("cache", 40 * GIB),),
+        }
+        return Needs(held=held, peaks={Phase.SAMPLING: (Term("logits", 2 * GIB),)})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 8}))
+    return tmp_path
+
+
+def planned(
+    folder: Path, *overrides: str, gib: float = 80, needs: frozenset[str] | None = None
+) -> MemoryPlan:
+    plugins = Plugins.load()
+    config = compose(plugins, [*NEEDED, f"model.path={folder}", *overrides], job=Job.TRAIN).config
+    plan = make_plan(config, None, plugins, needs)
+    critic = dataclasses.replace(config.critic, engine=NeedyEngine())
+    config = dataclasses.replace(
+        config, engine=NeedyEngine(), rollout=NeedyRollout(), critic=critic
+    )
+    return plan_memory(config, plan, gib)
+
+
+def table(plan: MemoryPlan, device: int = 0) -> dict[str, dict[str, float]]:
+    return {
+        row.phase: {role: sum(t.size for t in terms) / GIB for role, terms in row.terms.items()}
+        for row in plan.devices[device].rows
+    }
+
+
+def test_without_offload_every_role_keeps_what_it_holds(folder: Path) -> None:
+    assert table(planned(folder)) == {
+        "sampling": {"policy": 28, "rollout": 47},
+        "log-probs": {"policy": 29, "rollout": 45},
+        "training": {"policy": 60, "rollout": 45},
+        "saving": {"policy": 28, "rollout": 45},
+        "weight sync": {"policy": 29, "rollout": 45},
+    }
+
+
+def test_with_offload_roles_take_turns(folder: Path) -> None:
+    plugins = Plugins.load()
+    config = compose(plugins, [*NEEDED, f"model.path={folder}"], job=Job.TRAIN).config
+    plan = make_plan(config, None, plugins, frozenset({"ref_logprobs"}))
+    # Toy backends free no memory, so that a plan of theirs refuses to.
+    turns = dataclasses.replace(config, engine=NeedyEngine(), rollout=NeedyRollout(), offload=True)
+    assert table(plan_memory(turns, plan, 80)) == {
+        "sampling": {"policy": 0, "reference": 0, "rollout": 47},
+        "log-probs": {"policy": 5, "reference": 0, "rollout": 1},
+        "training": {"policy": 60, "reference": 0, "rollout": 1},
+        "saving": {"policy": 20, "reference": 0, "rollout": 5},
+        "weight sync": {"policy": 5, "reference": 0, "rollout": 5},
+    }
+    assert asked_of["engine"].model.frozen, "the reference was asked last"
+
+
+def test_what_a_backend_is_told(folder: Path) -> None:
+    planned(folder)
+    engine, rollout = asked_of["engine"], asked_of["rollout"]
+    assert engine.trains and not engine.model.frozen
+    assert (engine.longest, engine.tokens) == (128, 8 * 128)
+    assert engine.shape == {"hidden_size": 8}
+    assert engine.device_bytes == 80 * GIB
+    assert rollout.parameters == 2 * GIB, "of the policy's engine, which counts them"
+    assert rollout.sequences == 8
+
+
+def test_sampling_while_training_needs_both(folder: Path) -> None:
+    both = table(planned(folder, "max_staleness=1"))["training"]
+    assert both == {"policy": 60, "rollout": 47}
+
+
+def test_engines_and_rollouts_on_devices_of_their_own(folder: Path) -> None:
+    plan = planned(folder, "executor=ray", "ray.placement=disjoint")
+    assert [device.roles for device in plan.devices] == [("policy",), ("rollout",)]
+    assert table(plan, 0)["training"] == {"policy": 60}
+    assert [device.most / GIB for device in plan.devices] == [60, 47]
+
+
+def test_processes_keep_what_they_took(folder: Path) -> None:
+    (device,) = planned(folder, "executor=ray").devices
+    assert device.most / GIB == 60 + 47
+    assert "each at its peak" in render(planned(folder, "executor=ray"))
+
+
+def test_a_critic_trains_in_its_turn(folder: Path) -> None:
+    """Its process keeps what it took then, although the policy's turn needs as much."""
+    values = frozenset({"values"})
+    (device,) = planned(folder, "critic.engine=toy", "executor=ray", needs=values).devices
+    assert table(planned(folder, "critic.engine=toy", needs=values))["training"] == {
+        "policy": 60,
+        "critic": 28,
+        "rollout": 45,
+    }
+    assert [device.peak(role) / GIB for role in device.roles] == [60, 60, 47]
+    assert device.most / GIB == 60 + 60 + 47
+
+
+def test_what_it_says(folder: Path) -> None:
+    text = render(planned(folder))
+    assert "largest: training, 105.0 GiB" in text
+    assert "32.0  policy: activations  (lower: engine.tokens=1)" in text
+    assert "does not fit, 105.0 GiB of 80.0" in text
+    assert "unknown: policy: its noise" in text
+    room = render(planned(folder, gib=141))
+    assert "fits but for what is unknown, 105.0 GiB of 141.0, 36.0 left" in room
+    assert "on the CPU" in render(planned(folder, "ray.devices=cpu"))
+
+
+def test_a_backend_that_says_nothing_is_named(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *NEEDED, f"model.path={folder}", "--device-gib", "80"]) == 0
+    text = capsys.readouterr().out
+    assert "unknown: policy: toy does not say what memory it needs" in text
+    assert "4 prompts x 2 samples" in text, "the plan comes first"
+
+
+def test_mistakes(tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="has no config"):
+        planned(tmp_path / "nowhere")
+    assert main(["plan", *NEEDED, f"model.path={folder}", "--device-gib=-1"]) == 2
+    assert "--device-gib must be above 0, got -1." in capsys.readouterr().err

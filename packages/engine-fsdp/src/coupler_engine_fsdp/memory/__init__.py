@@ -1,0 +1,1 @@
+"""Estimate the device memory of ``engine=fsdp`` and ``rollout=hf``."""

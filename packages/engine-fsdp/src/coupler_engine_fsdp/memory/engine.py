@@ -1,0 +1,253 @@
+"""Estimate what a rank of ``engine=fsdp`` needs in each phase."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from coupler.engine_kit.memory_plan import Asked, Kind, Needs, Phase, Term, largest
+from coupler.engine_kit.precision import Precision
+from coupler.interfaces import Part
+from coupler_engine_fsdp.config import FSDPConfig, OptimizerName
+from coupler_engine_fsdp.logprobs import default_chunk
+from coupler_engine_fsdp.lora import Adapter
+from coupler_engine_fsdp.memory.rehearsal import Rehearsal, rehearse
+from coupler_engine_fsdp.model import Policy, build, layers_of
+from coupler_engine_fsdp.muon import matrices_of
+from coupler_engine_fsdp.value import ValueModel
+
+MASTER, MOMENTS = 4, 8
+"""Bytes of a number of fp32, and of AdamW's two moments of it."""
+
+
+def needs(config: FSDPConfig, asked: Asked) -> Needs:
+    """Estimate the memory of one rank.
+
+    The policy is built on the meta device, and one micro-batch of it is rehearsed.
+
+    Raises:
+        CouplerError: the model cannot be built.
+    """
+    dtype = compute_dtype(config.dtype, asked.gpu)
+    tokens = asked.micro_batch(config.max_tokens_per_gpu * config.sequence_parallel)
+    tokens = -(-tokens // config.sequence_parallel)
+    rows = max(tokens - max(tokens // asked.longest, 1) if asked.longest else tokens - 1, 1)
+
+    tile = config.logits_tile or default_chunk(rows, asked.gpu)
+    policy = build(asked.model, tile, config.gradient_checkpointing)
+    if config.lora_rank:
+        Adapter(config).insert(policy.causal, layers_of(policy))
+    if asked.model.frozen:
+        policy.requires_grad_(False)
+    sizes = _Sizes.of(policy, config, dtype)
+    policy.to(dtype)
+
+    copies = not asked.gpu or config.sequence_parallel > 1
+    done = rehearse(policy, tokens, rows, gpu=asked.gpu, copies=copies)
+    several = not asked.tokens or asked.tokens > tokens * config.sequence_parallel
+    role = _Role(config, asked, sizes, done, several)
+    sending = (Term(f"the largest tensor, whole ({_named(dtype)})", role.whole_tensor()),)
+
+    peaks = {
+        Phase.LOGPROBS: role.without_gradient(),
+        Phase.SYNC: sending,
+        Phase.SAVING: sending,
+    }
+    if asked.trains:
+        peaks[Phase.TRAINING] = largest(role.in_backward(), role.in_step())
+    return Needs(held=role.held(), peaks=peaks, parameters=sizes.base)
+
+
+def compute_dtype(precision: Precision, gpu: bool) -> torch.dtype:
+    """Return the dtype of ``precision`` on a GPU or on the CPU."""
+    half = precision == Precision.BF16 or (precision == Precision.AUTO and gpu)
+    return torch.bfloat16 if half else torch.float32
+
+
+def _named(dtype: torch.dtype) -> str:
+    return "bf16" if dtype == torch.bfloat16 else "fp32"
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Numbers in a model's tensors.
+
+    Attributes:
+        base: those of the model without an adapter.
+        trained, frozen: those that training changes, and the others.
+        matrices: those that Muon trains.
+        layer, root: the largest layer, and what FSDP gathers for the whole pass.
+        ends: the larger of embeddings and head, where FSDP gathers them apart.
+        tensor, matrix: the largest tensor, and the largest one that Muon trains.
+        width: bytes of a number of the dtype that computes.
+    """
+
+    base: int
+    trained: int
+    frozen: int
+    matrices: int
+    layer: int
+    root: int
+    ends: int
+    tensor: int
+    matrix: int
+    width: int
+
+    @classmethod
+    def of(cls, policy: Policy | ValueModel, config: FSDPConfig, dtype: torch.dtype) -> _Sizes:
+        named = dict(policy.causal.named_parameters())
+        layers = [_numel(layer.parameters()) for layer in layers_of(policy)]
+        embedding: Any = policy.causal.get_input_embeddings().weight
+        head: Any = policy.head.weight
+        apart = [] if embedding is head else [embedding.numel(), head.numel()]
+
+        muon = config.optimizer == OptimizerName.MUON
+        matrices = [named[n].numel() for n in matrices_of(named, layers_of(policy) if muon else [])]
+        updates = _numel(tensor for name, tensor in named.items() if ".lora_" in name)
+        every = _numel(named.values())
+        trained = _numel(tensor for tensor in named.values() if tensor.requires_grad)
+
+        return cls(
+            base=every - updates,
+            trained=trained,
+            frozen=every - trained,
+            matrices=sum(matrices),
+            layer=max(layers),
+            root=every - sum(layers) - sum(apart),
+            ends=max(apart, default=0),
+            tensor=max(tensor.numel() for tensor in named.values()),
+            matrix=max(matrices, default=0),
+            width=dtype.itemsize,
+        )
+
+
+def _numel(tensors: Iterable[nn.Parameter]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
+
+
+@dataclass(frozen=True)
+class _Role:
+    """The sums of one role, in bytes of one rank."""
+
+    config: FSDPConfig
+    asked: Asked
+    sizes: _Sizes
+    done: Rehearsal
+    several: bool
+    """There is more than one micro-batch in a step."""
+
+    @property
+    def shards(self) -> int:
+        ranks = self.config.ranks
+        return min(self.config.fsdp_size or ranks, ranks)
+
+    @property
+    def alone(self) -> bool:
+        return self.config.ranks == 1
+
+    def held(self) -> dict[Kind, tuple[Term, ...]]:
+        """Return what stays between calls."""
+        sizes, width, path = self.sizes, self.sizes.width, self.asked.path
+        lower = f"more {path}.ranks, or {path}.lora_rank"
+        fewer = f"more {path}.ranks"
+        copied = self.alone and width != MASTER
+
+        params = [
+            Term("weights in fp32", self._share(sizes.trained * MASTER), lower),
+            Term("copies in bf16", sizes.trained * width if copied else 0, fewer),
+            Term("frozen weights", self._share(sizes.frozen * width), fewer),
+        ]
+        moments = MOMENTS * sizes.trained - MASTER * sizes.matrices
+        kept: dict[Kind, tuple[Term, ...]] = {
+            Part.PARAMS: tuple(term for term in params if term.size)
+        }
+        if self.asked.trains:
+            kept[Part.OPTIMIZER] = (Term("moments in fp32", self._share(moments), lower),)
+        return kept
+
+    def _share(self, size: int) -> int:
+        return -(-size // self.shards)
+
+    def without_gradient(self) -> tuple[Term, ...]:
+        return (
+            Term("activations of a pass without gradient", self.done.forward, self._fewer()),
+            *self._gathered(4 * self.sizes.width * self.sizes.layer),
+        )
+
+    def in_backward(self) -> tuple[Term, ...]:
+        """Return the largest moment of the two passes of a micro-batch."""
+        return largest(
+            *(self._moment(gradients, rest) for gradients, rest in self.done.course.items())
+        )
+
+    def _moment(self, gradients: int, rest: int) -> tuple[Term, ...]:
+        """Return the terms when gradients of so many bytes have come."""
+        sizes = self.sizes
+        whole = sizes.trained * sizes.width
+        kept = int((whole if self.several else gradients) * self._gradient_width() / sizes.width)
+        # The gradient before is still being reduced, in fp32.
+        at_head = gradients < sizes.ends * sizes.width
+        before = 0 if at_head else sizes.layer
+        unit = sizes.ends if at_head else sizes.layer
+        sent = sizes.width * (unit + sizes.layer) + MASTER * before
+
+        return (
+            Term("gradients", kept, f"more {self.asked.path}.ranks"),
+            Term("activations", self._compiled(rest), self._recompute()),
+            *self._gathered(sent),
+        )
+
+    def _gradient_width(self) -> float:
+        """Return the bytes that a rank keeps of each number of the gradient."""
+        if self.alone:
+            return MASTER if self.several else self.sizes.width
+        whole = self.several and not self.config.sync_every_micro_batch
+        return MASTER if whole else MASTER / self.shards
+
+    def _compiled(self, size: int) -> int:
+        """Scale what eager layers keep to what compiled ones do.
+
+        They keep the operands of products and the input of each norm, and compute the
+        rest again. Where whole layers are computed again, this is left out.
+        """
+        if not self.config.compile or self.config.gradient_checkpointing:
+            return size
+        return int(size * self.done.compiled / self.done.saved)
+
+    def _gathered(self, size: int) -> tuple[Term, ...]:
+        if self.alone:
+            return ()
+        sizes, every = self.sizes, self.sizes.base * self.sizes.width
+        size += sizes.width * sizes.root
+        if not self.config.reshard_after_forward:
+            size = max(size, every)
+        lower = "" if self.config.reshard_after_forward else "engine.reshard_after_forward=true"
+        return (Term("weights that FSDP gathers, and gradients it sums", size, lower),)
+
+    def in_step(self) -> tuple[Term, ...]:
+        """Return what the optimizer's step needs."""
+        sizes = self.sizes
+        in_place = self.alone and not self.several and self.asked.gpu and not sizes.matrices
+        width = sizes.width if in_place else MASTER
+        return (
+            Term("gradients", self._share(width * sizes.trained)),
+            Term("products of Muon", (3 * MASTER + 4 * sizes.width) * sizes.matrix),
+        )
+
+    def whole_tensor(self) -> int:
+        """Return the bytes of the largest tensor on its way to a rollout."""
+        sizes, dtype = self.sizes, compute_dtype(self.config.sync_dtype, self.asked.gpu)
+        added = 2 * MASTER if self.config.lora_rank else 0
+        return (dtype.itemsize + added) * sizes.tensor
+
+    def _fewer(self) -> str:
+        return f"a smaller {self.asked.path}.max_tokens_per_gpu"
+
+    def _recompute(self) -> str:
+        if self.config.gradient_checkpointing:
+            return self._fewer()
+        return f"{self.asked.path}.gradient_checkpointing=true"

@@ -1,0 +1,267 @@
+"""The memory that a plan foresees, against what the allocator counts on the CPU, and
+against peaks that were measured on GPUs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import info
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
+
+from coupler.batch import Batch
+from coupler.engine_kit.memory_plan import GIB, Asked, Needs, Phase, total
+from coupler.interfaces import Head, Memory, Model, Output, Part, Rank, Request
+from coupler.testing.memory import peak_bytes, storage_bytes
+from coupler_engine_fsdp.config import FSDPConfig, HFConfig
+from coupler_engine_fsdp.engine import FSDPEngine
+from coupler_engine_fsdp.lora import Adapter
+from coupler_engine_fsdp.memory.rehearsal import Rehearsal, rehearse
+from coupler_engine_fsdp.model import build, layers_of
+from coupler_engine_fsdp.rollout import HFRollout
+
+TOKENS, LENGTH, MEASURED = 1024, 256, 0.15
+LOGPROBS = (Output("logprobs"),)
+WHOLE = {"gradient_checkpointing": False}
+TRAINED: dict[str, dict[str, Any]] = {
+    "whole": WHOLE,
+    "small micro-batches": {**WHOLE, "max_tokens_per_gpu": TOKENS // 2},
+    "recompute": {},
+    "recompute, small micro-batches": {"max_tokens_per_gpu": TOKENS // 4},
+    "lora": {**WHOLE, "lora_rank": 8},
+    "lora, recompute": {"lora_rank": 8},
+    "bf16": {**WHOLE, "dtype": "bf16"},
+    "bf16, small micro-batches": {"dtype": "bf16", "max_tokens_per_gpu": TOKENS // 2},
+    "muon": {"optimizer": "muon"},
+}
+
+WIDE: dict[str, Any] = {"num_hidden_layers": 28, "max_position_embeddings": 32_768}
+LARGE: dict[str, Any] = {
+    "1.5b": Qwen2Config(
+        **WIDE,
+        hidden_size=1536,
+        intermediate_size=8960,
+        num_attention_heads=12,
+        num_key_value_heads=2,
+        vocab_size=151_936,
+        tie_word_embeddings=True,
+    ),
+    "7b": Qwen2Config(
+        **WIDE,
+        hidden_size=3584,
+        intermediate_size=18_944,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        vocab_size=152_064,
+        tie_word_embeddings=False,
+    ),
+    "moe": Qwen3MoeConfig(
+        hidden_size=2048,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+        num_experts=128,
+        num_experts_per_tok=8,
+        num_hidden_layers=8,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        vocab_size=151_936,
+        tie_word_embeddings=False,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    shape = Qwen2Config(
+        vocab_size=2048,
+        hidden_size=128,
+        intermediate_size=320,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+    )
+    path = tmp_path_factory.mktemp("measured")
+    AutoModelForCausalLM.from_config(shape).save_pretrained(path)
+    return path
+
+
+def batch() -> Batch:
+    lengths = np.full(TOKENS // LENGTH, LENGTH)
+    mask = np.ones(TOKENS, bool)
+    mask[np.cumsum(lengths) - lengths] = False
+    tokens = np.random.default_rng(0).integers(0, 2048, TOKENS).astype(np.int32)
+    weight = (mask / mask.sum()).astype(np.float32)
+    return Batch(lengths, {"tokens": tokens, "loss_mask": mask, "loss_weight": weight})
+
+
+def surprise(outputs: Any, _: Any) -> Any:
+    return -outputs["logprobs"], {}
+
+
+def planned(config: Any, model: Model, **facts: Any) -> Needs:
+    known = {"gpu": False, "tokens": TOKENS, "longest": LENGTH, **facts}
+    return config.memory_needs(Asked(path="engine", model=model, shape={}, **known))
+
+
+def held(engine: FSDPEngine) -> int:
+    tensors = [
+        *engine.tensors.values(),
+        *(c for pair in engine.masters.pairs.values() for c in pair),
+    ]
+    return storage_bytes(
+        [*tensors, *(engine._optimizer.state().values() if engine._optimizer else ())]
+    )
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_training(folder: Path, name: str) -> None:
+    config, model = FSDPConfig(**TRAINED[name]), Model(str(folder))
+    needs = planned(config, model, trains=True)
+    engine = FSDPEngine(config, model)
+    engine.setup(Rank())
+
+    def train() -> None:
+        engine.forward_backward(batch(), LOGPROBS, surprise, info(batch()))
+        assert engine.step().applied
+
+    train()
+    assert total(needs.peaks[Phase.TRAINING]) == pytest.approx(peak_bytes(train), rel=MEASURED)
+    parts = (term for terms in needs.held.values() for term in terms)
+    assert total(parts) == pytest.approx(held(engine), rel=0.01)
+    engine.close()
+
+
+@pytest.mark.parametrize("settings", [WHOLE, {}, {**WHOLE, "lora_rank": 8}])
+def test_what_the_backward_pass_reads(folder: Path, settings: dict[str, Any]) -> None:
+    config, model = FSDPConfig(**settings), Model(str(folder))
+    engine = FSDPEngine(config, model)
+    engine.setup(Rank())
+    saved: list[Any] = []
+
+    def keep(tensor: Any) -> Any:
+        saved.append(tensor)
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        outputs = engine._outputs(batch(), LOGPROBS)
+    own = storage_bytes(engine.tensors.values())
+    read = storage_bytes([*saved, *engine.tensors.values()]) - own
+
+    assert outputs["logprobs"].requires_grad
+    assert rehearsed(config, model).saved == pytest.approx(read, rel=MEASURED)
+    engine.close()
+
+
+def rehearsed(config: FSDPConfig, model: Model) -> Rehearsal:
+    policy = build(model, config.logits_tile or 2**21, config.gradient_checkpointing)
+    if config.lora_rank:
+        Adapter(config).insert(policy.causal, layers_of(policy))
+    return rehearse(policy, TOKENS, TOKENS - TOKENS // LENGTH, gpu=False, copies=True)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_frozen_reference(folder: Path, dtype: str) -> None:
+    config, model = FSDPConfig(dtype=dtype), Model(str(folder), frozen=True)
+    needs = planned(config, model)
+    engine = FSDPEngine(config, model)
+    engine.setup(Rank())
+
+    peak = peak_bytes(lambda: engine.forward(batch(), LOGPROBS))
+    assert total(needs.peaks[Phase.LOGPROBS]) == pytest.approx(peak, rel=MEASURED)
+    assert needs.held.keys() == {Part.PARAMS}
+    assert total(needs.held[Part.PARAMS]) == pytest.approx(held(engine), rel=0.01)
+    assert Phase.TRAINING not in needs.peaks
+    engine.close()
+
+
+def test_a_critic_has_no_logits(folder: Path) -> None:
+    config, model = FSDPConfig(**WHOLE), Model(str(folder), head=Head.VALUE)
+    needs = planned(config, model, trains=True)
+    engine = FSDPEngine(config, model)
+    engine.setup(Rank())
+    values = (Output("values"),)
+
+    def train() -> None:
+        engine.forward_backward(batch(), values, of_values, info(batch()))
+        assert engine.step().applied
+
+    train()
+    assert total(needs.peaks[Phase.TRAINING]) == pytest.approx(peak_bytes(train), rel=MEASURED)
+    engine.close()
+
+
+def of_values(outputs: Any, _: Any) -> Any:
+    return (outputs["values"] - 1) ** 2, {}
+
+
+def test_what_ranks_share(folder: Path) -> None:
+    """Ranks have a part of the state each, and gather a layer at a time."""
+    one, four, hybrid = (
+        planned(FSDPConfig(dtype="bf16", **settings), Model(str(folder)), trains=True)
+        for settings in ({}, {"ranks": 4}, {"ranks": 4, "fsdp_size": 2})
+    )
+    count = one.parameters
+    assert total(one.held[Part.PARAMS]) == 6 * count, "masters, and copies to compute with"
+    assert total(four.held[Part.PARAMS]) == count, "a quarter of the masters"
+    assert total(hybrid.held[Part.PARAMS]) == 2 * count
+    assert total(four.held[Part.OPTIMIZER]) == 2 * count
+    gathered = [term for term in four.peaks[Phase.TRAINING] if "FSDP" in term.what]
+    assert 0 < total(gathered) < 10 * count
+
+
+def test_a_gpu_computes_in_bf16_and_with_larger_tiles(folder: Path) -> None:
+    on_cpu, on_gpu = (
+        planned(FSDPConfig(), Model(str(folder)), trains=True, gpu=gpu) for gpu in (False, True)
+    )
+    assert total(on_gpu.held[Part.PARAMS]) == 1.5 * total(on_cpu.held[Part.PARAMS])
+
+
+@pytest.mark.parametrize("prompt", [192, 24])
+def test_sampling(folder: Path, prompt: int) -> None:
+    """The cache of short prompts grows more often than that of long ones."""
+    config, model = HFConfig(), Model(str(folder))
+    needs = planned(config, model, sequences=16, prompt=prompt)
+    assert total(needs.held[Memory.WEIGHTS]) == 4 * needs.parameters
+    random = np.random.default_rng(0).integers(4, 2048, (16, prompt)).tolist()
+    requests = [Request(tuple(row), LENGTH - prompt, seed=i) for i, row in enumerate(random)]
+
+    async def generate(rollout: HFRollout) -> None:
+        await asyncio.gather(*map(rollout.generate, requests))
+
+    with asyncio.Runner() as runner:
+        rollout = HFRollout(config, model)
+        runner.run(rollout.setup(Rank()))
+        peak = peak_bytes(lambda: runner.run(generate(rollout)))
+    assert total(needs.peaks[Phase.SAMPLING]) == pytest.approx(peak, rel=MEASURED)
+
+
+@pytest.mark.parametrize(
+    ("shape", "tokens", "settings", "gib"),
+    [
+        ("1.5b", 16_384, WHOLE, 66.4),
+        ("1.5b", 16_384, {**WHOLE, "compile": True}, 53),
+        ("1.5b", 4 * 16_384, {**WHOLE, "compile": True}, 58),
+        ("1.5b", 32_768, {"max_tokens_per_gpu": 32_768}, 27.6),
+        ("1.5b", 65_536, {"max_tokens_per_gpu": 32_768, "ranks": 2, "sequence_parallel": 2}, 17.0),
+        ("7b", 16_384, {"ranks": 4}, 35.0),
+        ("moe", 16_384, {**WHOLE, "ranks": 2}, 60.8),
+    ],
+)
+def test_peaks_of_docs_measurements(
+    tmp_path: Path, shape: str, tokens: int, settings: dict[str, Any], gib: float
+) -> None:
+    """They are those of training steps on one to four GPUs."""
+    LARGE[shape].save_pretrained(tmp_path)
+    facts = {"trains": True, "gpu": True, "tokens": tokens, "longest": 2048}
+    needs = planned(FSDPConfig(**settings), Model(str(tmp_path)), **facts)
+    parts = [term for terms in needs.held.values() for term in terms]
+    found = total(parts) + total(needs.peaks[Phase.TRAINING])
+    assert found / GIB == pytest.approx(gib, rel=0.05)
