@@ -78,3 +78,18 @@ def test_a_source_without_a_reward_ends_the_run_before_it_starts(
     assert main([*given, *several, "reward.functions.brief.sources=[evne]"]) == 2
     said = capsys.readouterr().err
     assert "row 0 (from 0) of data has data_source=even, which no function of reward.funct" in said
+
+
+def test_a_run_that_learns_nothing_says_so_once(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_inputs(tmp_path)
+    (tmp_path / "reward.py").write_text("def score(completion): return 0.25\n")
+    given = arguments("train", model, tmp_path, tmp_path / "run")
+    more = ["steps=7", "engine.lr=1e-9", "sampling.max_tokens=64", "sampling.stop=[\".\",e,a,t]"]
+    assert main([*given, *more]) == 0
+
+    said = capsys.readouterr().err
+    assert said.count("the run learns nothing: in the last 5 steps") == 1
+    assert "every completion got the same reward, 0.25." in said
+    assert said.count("--- sample of step 5, reward 0.25") == 2, "one of each prompt"

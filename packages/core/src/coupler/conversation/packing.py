@@ -125,6 +125,7 @@ def _parts(samples: Sequence[Sample], counts: Sequence[int]) -> dict[str, np.nda
     """
     names = sorted(name for name in samples[0].parts if "/" not in name)
     found = {name: [sample.parts[name] for sample in samples] for name in names}
+
     return {
         f"{PARTS}/{name}": np.repeat(np.nan_to_num(np.array(numbers, np.float32)), counts)
         for name, numbers in found.items()

@@ -107,6 +107,7 @@ def make_opinions(builder: Builder, found: Found, pool: Scoring) -> Opinions:
     if found.columns:
         pool.check_columns(found.columns)
     made = Opinions(Rewards(pool))
+
     if found.classifier:
         engine = builder.config.reward_model.engine
         made.reward_model = builder.frozen(REWARD_MODEL, engine, found.classifier[0])

@@ -36,6 +36,7 @@ from coupler.loop.turns import OLD_LOGPROBS, warmup_steps
 from coupler.metrics import Metrics, merge
 from coupler.plugins.manager import Plugins
 from coupler.rewards.opinions import Rewards
+from coupler.run.learning import LearningWatch
 from coupler.run.plan import VALUES, Plan, make_plan
 from coupler.run.run_folder import Journal
 from coupler.run.run_lock import claimed
@@ -113,8 +114,13 @@ def _sampler(
     )
 
 
-def _record(builder: Builder, run_dir: Path, run: str, rows: Sequence[Row], done: int) -> Record:
-    """Return what keeps each step: its batch for replays, and its samples as text."""
+def _record(
+    builder: Builder, run_dir: Path, run: str, rows: Sequence[Row], done: int
+) -> tuple[Record, LearningWatch]:
+    """Return what keeps each step, and what looks whether the run learns.
+
+    A step is kept as a batch for replays, and as samples of text.
+    """
     config, tokenizer = builder.config, builder.codec.tokenizer
     recorder = Recorder(
         run_dir / "record",
@@ -130,12 +136,14 @@ def _record(builder: Builder, run_dir: Path, run: str, rows: Sequence[Row], done
         sources,
     )
     samples.forget_after(done)
+    watch = LearningWatch(config.sampling.max_tokens, samples.lines)
 
     def keep(step: int, batch: Batch, trained: Metrics) -> None:
         recorder.write(step, batch, trained)
         samples.write(step, batch)
+        watch.batch = batch
 
-    return keep
+    return keep, watch
 
 
 async def _train(builder: Builder) -> dict[str, float]:
@@ -178,7 +186,10 @@ async def _train(builder: Builder) -> dict[str, float]:
         providers = column_providers(config, *engines, residency) | {TEACHER_LOGPROBS: teaching}
         trained = {group.spec.role: group for group in (policy, critic) if group}
         async with session.checkpoints(data) as checkpoints, builder.environment_set_up():
-            steps = _Steps(builder, journal, critic, evaluation, opinions.rewards, residency, done)
+            record, watch = _record(builder, journal.run_dir, session.run, rows, done)
+            steps = _Steps(
+                builder, journal, critic, evaluation, opinions.rewards, residency, watch, done
+            )
             trainer = Trainer(
                 config,
                 policy=policy,
@@ -189,7 +200,7 @@ async def _train(builder: Builder) -> dict[str, float]:
                 buffer=sampler.buffer,
                 providers=providers,
                 residency=residency,
-                record=_record(builder, journal.run_dir, session.run, rows, done),
+                record=record,
                 judge=SamplingCheck(config.sync.max_sampling_z).judge,
             )
             if found:
@@ -218,6 +229,7 @@ class _Steps:
     evaluation: Evaluation | None
     rewards: Rewards
     residency: Residency
+    watch: LearningWatch
     # Steps of this run that another process took.
     done: int
     last: dict[str, float] = field(default_factory=dict)
@@ -235,6 +247,8 @@ class _Steps:
             metrics |= evaluated
 
         self.last = self.journal.log(step, metrics)
+        if learns_nothing := self.watch.judge(step, self.last):
+            log.warning(learns_nothing)
         # By this step every role has trained in this process.
         warm = warmup_steps(config, bool(self.critic))
         if step == min(1 + max(self.done, warm), config.steps):

@@ -175,7 +175,7 @@ def make_scoring(
 
     Args:
         opinions: columns of every row that models add.
-        num_workers: processes of each function; 0 takes ``reward.num_workers``.
+        num_workers: processes of each function. 0 takes ``reward.num_workers``.
 
     Raises:
         ConfigError: ``reward.functions`` is not what it must be.
@@ -217,6 +217,7 @@ def check_sources(config: RewardConfig, sources: Mapping[str, str]) -> list[str]
         ConfigError: no function scores a row.
     """
     functions = config.named if config.functions else {}
+
     for source, place in sources.items():
         if functions and not any(one.scores(source) for one in functions.values()):
             named = f"data_source={source}" if source else "no data_source"
@@ -224,6 +225,7 @@ def check_sources(config: RewardConfig, sources: Mapping[str, str]) -> list[str]
                 f"{place} has {named}, which no function of reward.functions scores.\n"
                 f"  try:  {next(iter(functions))}.sources with it, or a function without sources"
             )
+
     return [
         f"{key}.sources={each}"
         for key, one in functions.items()

@@ -32,8 +32,8 @@ class RewardFunction:
         target: the function, as ``reward.target`` names one.
         weight: what its number is multiplied by.
         args: its own keyword arguments, or those that make a class.
-        sources: the kinds of rows, by their column ``data_source``, that it scores;
-            all of them where it is empty.
+        sources: the kinds of rows, by their column ``data_source``, that it scores.
+            None stands for all.
     """
 
     target: str
@@ -126,6 +126,7 @@ class RewardConfig:
                 f"reward.target={self.target} and reward.functions are both set.\n"
                 "  try:  reward.target='', and its function as reward.functions.NAME.target"
             )
+
         if self.functions:
             return {
                 f"reward.functions.{name}": RewardFunction.of(str(name), given)

@@ -146,6 +146,7 @@ class RewardPool:
         Raises:
             ConfigError: there is one. The message names the function and the column.
         """
+
         for name in self.facts.get("columns", ()):
             if name not in columns:
                 raise ConfigError(
@@ -269,13 +270,11 @@ class RewardPool:
 
     def _room(self, process: WorkerProcess, slowest: float) -> int:
         """Return the most calls of one message."""
-        if process.facts["async"] and not process.facts["batch"]:
+        if process.facts["batch"]:
+            return MESSAGE_CALLS
+        if process.facts["async"]:
             return self.concurrency
-        return (
-            MESSAGE_CALLS
-            if process.facts["batch"]
-            else max(1, min(MESSAGE_CALLS, int(MESSAGE_S / slowest)))
-        )
+        return max(1, min(MESSAGE_CALLS, int(MESSAGE_S / slowest)))
 
     def _spawn(self) -> WorkerProcess:
         mode = self._mode

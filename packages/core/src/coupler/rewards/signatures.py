@@ -81,6 +81,7 @@ class Parameters:
         ``solution_str``.
         """
         names = self.names
+
         if "solution_str" in names and names.isdisjoint(COMPLETIONS):
             return Kind.VERL
         columns = self.anything and names.isdisjoint(("row", "prompt"))
@@ -196,6 +197,7 @@ class Signature:
         """Call the function. More than one call at once takes :attr:`takes_batch`."""
         given: dict[str, Any]
         texts, answer, row = calls[0]
+
         if self.kind is Kind.TRL:
             given = self._lists(calls)
         elif self.kind is Kind.VERL:
@@ -214,6 +216,7 @@ class Signature:
         """
         if self.takes_batch and isinstance(value, list):
             value = [Invalid(SKIPPED) if one is None else one for one in value]
+
         if self.takes_group:
             return each(value, sum(len(texts) for texts, _, _ in calls))
         if self.kind is Kind.VERL and isinstance(value, dict) and "score" in value:
@@ -288,6 +291,7 @@ def _check_args(
         signature = inspect.signature(function)
     except (TypeError, ValueError):
         return
+
     try:
         (signature.bind if isinstance(function, type) else signature.bind_partial)(**args)
     except TypeError as error:
