@@ -86,7 +86,7 @@ def test_a_run_that_learns_nothing_says_so_once(
     write_inputs(tmp_path)
     (tmp_path / "reward.py").write_text("def score(completion): return 0.25\n")
     given = arguments("train", model, tmp_path, tmp_path / "run")
-    more = ["steps=7", "engine.lr=1e-9", "sampling.max_tokens=64", "sampling.stop=[\".\",e,a,t]"]
+    more = ["steps=7", "engine.lr=1e-9", "sampling.max_tokens=64", 'sampling.stop=[".",e,a,t]']
     assert main([*given, *more]) == 0
 
     said = capsys.readouterr().err

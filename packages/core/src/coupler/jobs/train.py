@@ -23,7 +23,7 @@ from coupler.jobs.build import Builder
 from coupler.jobs.device_sharing import hold_state, hold_trained, share_devices, start
 from coupler.jobs.evaluation import Evaluation, make_evaluation
 from coupler.jobs.greedy import GreedyScorer
-from coupler.jobs.opinions import find_models, make_opinions
+from coupler.jobs.opinions import Opinions, find_models, make_opinions
 from coupler.jobs.preflight import check_spelling, import_classes, place, report_unread
 from coupler.jobs.teacher import find_teachers, make_teachers
 from coupler.jobs.teaching import find_prompts, make_teaching
@@ -35,7 +35,6 @@ from coupler.loop.trainer import Provider, Record, Trainer
 from coupler.loop.turns import OLD_LOGPROBS, warmup_steps
 from coupler.metrics import Metrics, merge
 from coupler.plugins.manager import Plugins
-from coupler.rewards.opinions import Rewards
 from coupler.run.learning import LearningWatch
 from coupler.run.plan import VALUES, Plan, make_plan
 from coupler.run.run_folder import Journal
@@ -187,9 +186,7 @@ async def _train(builder: Builder) -> dict[str, float]:
         trained = {group.spec.role: group for group in (policy, critic) if group}
         async with session.checkpoints(data) as checkpoints, builder.environment_set_up():
             record, watch = _record(builder, journal.run_dir, session.run, rows, done)
-            steps = _Steps(
-                builder, journal, critic, evaluation, opinions.rewards, residency, watch, done
-            )
+            steps = _Steps(builder, journal, critic, evaluation, opinions, residency, watch, done)
             trainer = Trainer(
                 config,
                 policy=policy,
@@ -227,7 +224,7 @@ class _Steps:
     journal: Journal
     critic: EngineGroup | None
     evaluation: Evaluation | None
-    rewards: Rewards
+    opinions: Opinions
     residency: Residency
     watch: LearningWatch
     # Steps of this run that another process took.
@@ -236,7 +233,7 @@ class _Steps:
 
     async def after(self, step: int, metrics: Metrics) -> dict[str, float]:
         config = self.builder.config
-        metrics = merge([metrics, self.rewards.metrics()])
+        metrics = merge([metrics, self.opinions.rewards.metrics()])
         # The memory that a process holds differs from run to run.
         if not config.deterministic:
             metrics |= self.residency.metrics()
