@@ -67,7 +67,8 @@ def find_models(builder: Builder, prompts: Sequence[tuple[str, Sequence[Prompt]]
         refuse_columns(rows, said, key)
     every = [(key, prompt.row) for key, rows in prompts for prompt in rows]
     _check_sources(config.reward, every)
-    columns = frozenset(name for _, row in every for name in row.as_mapping()) | {*said}
+    extra = frozenset().union(*(row.extra for _, row in every))
+    columns = extra | {"index", "prompt", "answer", *said} if every else frozenset[str]()
 
     classifier = None
     if config.reward_model.model.path:

@@ -42,9 +42,9 @@ class Score:
             return Invalid(f"math-verify reads no mathematics in the answer {answer[:100]!r}")
 
         found = self._read(completion[-MAX_TEXT:])
-        same = bool(found) and self.verify(gold, found, timeout_seconds=None)
+        same = bool(found) and self.verify(gold, found, timeout_seconds=0)
         return Graded(float(same), str(found[-1]) if found else "")
 
     def _read(self, text: str) -> list[object]:
         """Return what a text holds: expressions, and last the text of the match."""
-        return self.parse(text, parsing_timeout=None)
+        return self.parse(text, parsing_timeout=0)
