@@ -250,9 +250,8 @@ class Signature:
 
     def _column(self, name: str, calls: Sequence[Call]) -> Iterator[Any]:
         for texts, _, row in calls:
-            value = row.get(name)
             # A model says something of each completion.
-            yield from value if name in self.opinions else [value] * len(texts)
+            yield from row[name] if name in self.opinions else [row.get(name)] * len(texts)
 
 
 def _shaped(text: str, row: Mapping[str, Any]) -> Any:
@@ -270,7 +269,9 @@ def _ground_truth(answer: str, row: Mapping[str, Any]) -> Any:
 
 def _graded(value: Mapping[Any, Any]) -> Graded:
     """Read a dict with ``score``. Its numbers are parts, and ``pred`` is the answer."""
-    parts = {key: part for key, part in value.items() if key != "score" and isinstance(part, Real)}
+    parts: dict[str, Any] = {
+        key: part for key, part in value.items() if key != "score" and isinstance(part, Real)
+    }
     pred = value.get("pred")
     return Graded(value["score"], pred if isinstance(pred, str) else None, parts)
 

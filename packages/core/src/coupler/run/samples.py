@@ -65,7 +65,7 @@ class SampleWriter:
             return
 
         groups = np.unique(batch["group"])[: self.max_groups]
-        lines = self.lines(step, batch, np.flatnonzero(np.isin(batch["group"], groups)))
+        lines = self.lines(step, batch, np.flatnonzero(np.isin(batch["group"], groups)).tolist())
 
         path = path_of(self.folder, step)
         with writing(f"the samples {path}"):
