@@ -49,7 +49,7 @@ def core() -> Iterator[str]:
     options = [
         option
         for option in Options({}).table.values()
-        if option.owner.__module__.startswith(("coupler.config", "coupler.data"))
+        if option.owner.__module__.startswith(("coupler.config", "coupler.data", "coupler.rewards"))
     ]
     top = [option for option in options if "." not in option.key]
     yield section("The run", top)

@@ -44,8 +44,11 @@ MARKER = re.compile(r"^<!-- (?P<text>.*) -->$")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 LINES = re.compile(r"\\\n\s*")
 FILES = re.compile(r"\.(py|md|png|yaml|jsonl?)$")
-# an attribute, and a section that plugins fill
-ELSEWHERE = {"model.head", "critic.engine", "eval.rollout"}
+# an attribute, a column of data for verl, and sections that plugins fill
+ELSEWHERE = {
+    "model.head", "reward_model.ground_truth",
+    "critic.engine", "eval.rollout", "reward_model.engine", "judge.rollout",
+}  # fmt: skip
 PARSED = "needs a run folder: parsed"
 FAMILIES = "sampled|reward|batch|advantages|staleness|train|critic|train_infer|sync|time|kl|moe"
 
@@ -271,7 +274,7 @@ def test_commands_and_options_within_a_sentence(page: Path) -> None:
             assert parse(words[1:]).command
         for word in words:
             key = word.partition("=")[0]
-            key = key.removeprefix("critic.") if key.startswith("critic.engine.") else key
+            key = re.sub(r"^(critic|reward_model)\.(?=engine\.)", "", key)
             is_option = (
                 re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", key) and key.partition(".")[0] in sections
             )

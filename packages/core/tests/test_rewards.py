@@ -104,7 +104,6 @@ def odd(completion):
 
 def no_completion(text, answer): return 0
 def too_much(completion, answer, tokenizer): return 0
-async def later(completion): return 0
 constant = 3
 """
 ROW = {"prompt": "p", "answer": "a"}
@@ -315,7 +314,6 @@ def test_a_reward_that_breaks_late_stops_the_run_soon(rewards: str) -> None:
     [
         ("no_completion", r"requires text, which nothing passes and does not take completion"),
         ("too_much", r"too_much\(completion, answer, tokenizer\) requires tokenizer"),
-        ("later", "is async"),
         ("constant", "is a int, not a function"),
         ("lenght", "has no 'lenght'"),
     ],

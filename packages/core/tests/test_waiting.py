@@ -61,7 +61,7 @@ BOUNDED = {  # file, call: what ends it
     ("rollout_group.py", "asyncio.wait(running)"): CALLS,
     ("process.py", "process.wait()"): "the wait_for around it",
     (
-        "pool.py",
+        "functions.py",
         "thread.submit(asyncio.run, score_all()).result()",
     ): "each call of a reward ends by its timeout_s",
     (

@@ -51,7 +51,7 @@ def problems(config: RunConfig, job: Job) -> Iterator[str]:
             "pkg.mod:function."
         )
     models = config.reward_model.model.path or config.judge.model.path
-    if not (config.reward.target or config.environment or models) and does_sample(config, job):
+    if not (config.reward.named or config.environment or models) and does_sample(config, job):
         yield "reward.target is empty: set it to pkg.mod:function or file.py:function."
 
     if evaluates and config.eval.top_p < 1 and config.eval.temperature == 0:

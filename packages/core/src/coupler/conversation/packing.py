@@ -120,11 +120,16 @@ def pack(
 
 
 def _parts(samples: Sequence[Sample], counts: Sequence[int]) -> dict[str, np.ndarray]:
-    """Return a column of each number that rewards are made of."""
-    names = sorted(samples[0].parts)
+    """Return a column of each number that rewards are made of.
+
+    It is 0 where a function of several does not score the row. Parts of parts, which
+    depend on the row, are metrics alone.
+    """
+    names = sorted(name for name in samples[0].parts if "/" not in name)
     found = {name: [sample.parts[name] for sample in samples] for name in names}
+
     return {
-        f"{PARTS}/{name}": np.repeat(np.array(numbers, np.float32), counts)
+        f"{PARTS}/{name}": np.repeat(np.nan_to_num(np.array(numbers, np.float32)), counts)
         for name, numbers in found.items()
     }
 
@@ -200,9 +205,9 @@ def describe(samples: Sequence[Sample], group: Batch, kept: bool) -> Metrics:
 
 
 def describe_parts(samples: Sequence[Sample]) -> Metrics:
-    """Return the mean of each number of which rewards are made."""
+    """Return the mean of each number of which rewards are made, NaN left out."""
     return merge(
-        {f"{PARTS}/{name}": Metric(number) for name, number in sample.parts.items()}
+        {f"{PARTS}/{n}": Metric(number) for n, number in sample.parts.items() if number == number}
         for sample in samples
     )
 

@@ -23,7 +23,7 @@ from coupler.interfaces import Model
 from coupler.jobs.forms import Form, form_of
 from coupler.plugins.finding import Finding, first_line, from_error, ok, problem, warning
 from coupler.plugins.manager import Plugins
-from coupler.rewards import Invalid, Limits, Scored, check_reward
+from coupler.rewards import Invalid, Scored, check_rewards
 from coupler.rewards.options import opinions_of
 from coupler.run.inputs import check_no_sampler, check_sampler
 from coupler.run.plan_checks import micro_batch_room
@@ -73,7 +73,7 @@ def examine(config: RunConfig, plugins: Plugins) -> Iterator[Finding]:
         yield from _repeated(section)
         # What models say of an episode, no row has.
         alone = not opinions_of(config.reward_model, config.judge)
-        if config.reward.target and alone and section.rows and job is not Job.SFT:
+        if config.reward.named and alone and section.rows and job is not Job.SFT:
             yield from _scored(config.reward, section)
 
     if len(sections) == 2:
@@ -227,7 +227,7 @@ def _scored(config: RewardConfig, section: Section) -> Iterator[Finding]:
         if not any(isinstance(one.result, Invalid) for one in scored):
             scored = _own_answers(config, section.rows[:MAX_SCORED])
     except CouplerError as error:
-        yield from_error(key, error, f"correct {config.target}")
+        yield from_error(key, error, f"correct {config.words}")
         return
 
     invalid = Spotted()
@@ -241,10 +241,8 @@ def _scored(config: RewardConfig, section: Section) -> Iterator[Finding]:
     yield from invalid.warnings(key, len(scored), "own answers that get no reward")
     yield from low.warnings(key, len(scored), "own answers that get a reward below 1")
     if not invalid and not low:
-        yield ok(key, f"{config.target} gives 1 or more for {len(scored)} rows' own answers")
+        yield ok(key, f"{config.words} gives 1 or more for {len(scored)} rows' own answers")
 
 
 def _own_answers(config: RewardConfig, rows: list[Row]) -> list[Scored]:
-    limits = Limits(config.sandbox, config.max_memory_gib, config.max_processes)
-    samples = [(row.answer, row.answer, row.as_mapping()) for row in rows]
-    return check_reward(config.target, samples, config.timeout_s, limits)
+    return check_rewards(config, [(row.answer, row.answer, row.as_mapping()) for row in rows])

@@ -21,7 +21,7 @@ from coupler.errors import CouplerError
 from coupler.interfaces import Model
 from coupler.jobs.forms import Form
 from coupler.plugins.finding import Finding, first_line, from_error, ok, problem, warning
-from coupler.rewards import Invalid, Limits, check_reward
+from coupler.rewards import Invalid, check_rewards
 from coupler.rewards.classifier import check_classifier
 from coupler.rewards.judge import Question
 from coupler.rewards.options import opinions_of
@@ -70,7 +70,7 @@ def configured(
     source = config.data if config.data.source else config.eval.data
     yield from opinions(config)
     asks = not form and not opinions_of(*models)
-    if config.reward.target and source.source and asks:
+    if config.reward.named and source.source and asks:
         yield from reward(config.reward, source)
 
 
@@ -213,13 +213,12 @@ def opinions(config: RunConfig) -> Iterator[Finding]:
 
 def reward(config: RewardConfig, source: DataConfig) -> Iterator[Finding]:
     """Score the first rows of ``source`` with the right answer, and with nothing."""
-    fix = f"correct {config.target}"
+    fix = f"correct {config.words}"
     try:
         rows = load_rows(source)[:NUM_SAMPLES]
         samples = [(row.answer, row.answer, row.as_mapping()) for row in rows]
         samples += [("", row.answer, row.as_mapping()) for row in rows]
-        limits = Limits(config.sandbox, config.max_memory_gib, config.max_processes)
-        scored = check_reward(config.target, samples, config.timeout_s, limits)
+        scored = check_rewards(config, samples)
     except CouplerError as error:
         yield from_error("reward", error, fix)
         return
@@ -228,7 +227,7 @@ def reward(config: RewardConfig, source: DataConfig) -> Iterator[Finding]:
     if bad is not None:
         yield problem(
             "reward",
-            f"{config.target} gave no number: {bad}",
+            f"{config.words} gave no number: {bad}",
             f"{fix}: a finite number for any completion",
         )
     else:
@@ -236,7 +235,7 @@ def reward(config: RewardConfig, source: DataConfig) -> Iterator[Finding]:
         right, nothing = given[: len(rows)], given[len(rows) :]
         yield ok(
             "reward",
-            f"{config.target} gives {right} for the answers of {len(rows)} rows, "
+            f"{config.words} gives {right} for the answers of {len(rows)} rows, "
             f"{nothing} for nothing",
         )
 

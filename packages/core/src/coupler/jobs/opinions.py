@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from coupler.batch import Batch
-from coupler.data import Codec, Prompt
+from coupler.data import Codec, Prompt, Row
 from coupler.data.model_folder import model_folder
 from coupler.executors.placement import JUDGE, REWARD_MODEL
 from coupler.interfaces import Head, Model, Output
@@ -17,14 +17,18 @@ from coupler.jobs.build import Builder
 from coupler.jobs.judging import JudgeReplicas
 from coupler.loop.engine_group import EngineGroup
 from coupler.loop.rollout_group import RolloutGroup
-from coupler.rewards import RewardPool
+from coupler.rewards import Scoring
 from coupler.rewards.classifier import check_classifier
+from coupler.rewards.functions import check_sources
 from coupler.rewards.judge import Judge, Question
 from coupler.rewards.opinions import Rewards, refuse_columns
-from coupler.rewards.options import ScorerModelConfig, opinions_of
+from coupler.rewards.options import RewardConfig, ScorerModelConfig, opinions_of
 from coupler.rewards.reward_model import RewardModel
 from coupler.run.plan_checks import micro_batch_room
+from coupler.system.log import get_logger
 from coupler.worker.replica import RolloutSpec
+
+log = get_logger(__name__)
 
 VALUES = Output("values")
 
@@ -44,6 +48,7 @@ class Found:
 
     classifier: tuple[Model, Codec, int | None] | None
     judge: tuple[Model, Codec, Question] | None
+    columns: frozenset[str] = frozenset()  # of all rows
 
 
 def find_models(builder: Builder, prompts: Sequence[tuple[str, Sequence[Prompt]]]) -> Found:
@@ -57,8 +62,13 @@ def find_models(builder: Builder, prompts: Sequence[tuple[str, Sequence[Prompt]]
             of what a model says.
     """
     config = builder.config
+    said = opinions_of(config.reward_model, config.judge)
     for key, rows in prompts:
-        refuse_columns(rows, opinions_of(config.reward_model, config.judge), key)
+        refuse_columns(rows, said, key)
+    every = [(key, prompt.row) for key, rows in prompts for prompt in rows]
+    _check_sources(config.reward, every)
+    extra = frozenset().union(*(row.extra for _, row in every))
+    columns = extra | {"index", "prompt", "answer", *said} if every else frozenset[str]()
 
     classifier = None
     if config.reward_model.model.path:
@@ -70,19 +80,35 @@ def find_models(builder: Builder, prompts: Sequence[tuple[str, Sequence[Prompt]]
     if config.judge.model.path:
         model = replace(_model(config.judge.model, "judge.model"), own_weights=True)
         judge = (model, Codec(model), Question.of(config.judge))
-    return Found(classifier, judge)
+    return Found(classifier, judge, columns)
+
+
+def _check_sources(config: RewardConfig, rows: Sequence[tuple[str, Row]]) -> None:
+    """Refuse a row that no reward function scores, and name sources that no row has.
+
+    Raises:
+        ConfigError: there is such a row.
+    """
+    sources: dict[str, str] = {}
+    for key, row in rows:
+        sources.setdefault(row.data_source, row.place(key))
+    if absent := check_sources(config, sources):
+        log.warning(f"no row has the data_source of {', '.join(absent)}")
 
 
 def _model(config: ScorerModelConfig, key: str) -> Model:
     return Model(model_folder(config.path, key), config.trust_remote_code)
 
 
-def make_opinions(builder: Builder, found: Found, pool: RewardPool) -> Opinions:
+def make_opinions(builder: Builder, found: Found, pool: Scoring) -> Opinions:
     """Make what scores episodes, with the models that were found.
 
     Nothing heavy is loaded.
     """
+    if found.columns:
+        pool.check_columns(found.columns)
     made = Opinions(Rewards(pool))
+
     if found.classifier:
         engine = builder.config.reward_model.engine
         made.reward_model = builder.frozen(REWARD_MODEL, engine, found.classifier[0])

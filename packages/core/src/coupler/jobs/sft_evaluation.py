@@ -22,7 +22,7 @@ from coupler.jobs.sft_data import Section
 from coupler.jobs.validation import Validation
 from coupler.loop.engine_group import EngineGroup
 from coupler.metrics import Metrics
-from coupler.rewards import RewardPool
+from coupler.rewards import Scoring
 from coupler.run.checkpoint import Checkpoint
 from coupler.run.plan import Plan
 from coupler.run.row_form import SCORES, capabilities
@@ -81,7 +81,7 @@ class HeldOut:
     @contextmanager
     def recording(
         self, session: Session, data: str, found: Checkpoint | None, plan: Plan
-    ) -> Iterator[tuple[Journal, RewardPool | None]]:
+    ) -> Iterator[tuple[Journal, Scoring | None]]:
         """Open the run's folder, with the reward processes where answers are scored."""
         if self.models:
             with session.running(data, found, plan) as opened:
@@ -116,7 +116,7 @@ class SupervisedEvaluation:
         builder: Builder,
         plan: Plan,
         held_out: HeldOut,
-        pool: RewardPool | None,
+        pool: Scoring | None,
         policy: EngineGroup,
         reference: EngineGroup | None,
     ) -> None:

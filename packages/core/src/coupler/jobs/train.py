@@ -31,10 +31,11 @@ from coupler.loop.buffer import Buffer
 from coupler.loop.device_memory import Held, Residency
 from coupler.loop.engine_group import EngineGroup
 from coupler.loop.sampler import Sampler, Scorer
-from coupler.loop.trainer import Provider, Record, Trainer
+from coupler.loop.trainer import Provider, Trainer
 from coupler.loop.turns import OLD_LOGPROBS, warmup_steps
 from coupler.metrics import Metrics, merge
 from coupler.plugins.manager import Plugins
+from coupler.run.learning import LearningWatch
 from coupler.run.plan import VALUES, Plan, make_plan
 from coupler.run.plan_checks import SQUARES
 from coupler.run.run_folder import Journal
@@ -116,38 +117,40 @@ def _sampler(
     )
 
 
-def _record(
-    builder: Builder,
-    session: Session,
-    rows: Sequence[Row],
-    done: int,
-    speed: Throughput,
-) -> Record:
-    """Return what keeps each step: its batch for replays, its samples as text, and the
-    count of its arithmetic.
+@dataclass
+class _Kept:
+    """Keeps each step: its batch for replays, and its samples as text. The count of its
+    arithmetic and whether the run learns come of the same batch.
     """
-    run_dir = Path(builder.config.run_dir)
-    config, tokenizer = builder.config, builder.codec.tokenizer
-    recorder = Recorder(
-        run_dir / "record",
-        config.record.every_steps,
-        session.run,
-    )
-    sources = {row.index: row.data_source for row in rows if "data_source" in row.extra}
-    samples = SampleWriter(
-        run_dir / FOLDER,
-        config.samples.every_steps,
-        config.samples.max_groups,
-        tokenizer.decode,
-        sources,
-    )
-    samples.forget_after(done)
 
-    def keep(step: int, batch: Batch, trained: Metrics) -> None:
-        recorder.write(step, speed.saw(batch), trained)
-        samples.write(step, batch)
+    recorder: Recorder
+    samples: SampleWriter
+    speed: Throughput
+    watch: LearningWatch
 
-    return keep
+    @classmethod
+    def of_run(
+        cls, builder: Builder, session: Session, rows: Sequence[Row], done: int, speed: Throughput
+    ) -> _Kept:
+        config, run_dir = builder.config, Path(builder.config.run_dir)
+
+        recorder = Recorder(run_dir / "record", config.record.every_steps, session.run)
+        samples = SampleWriter(
+            run_dir / FOLDER,
+            config.samples.every_steps,
+            config.samples.max_groups,
+            builder.codec.tokenizer.decode,
+            {row.index: row.data_source for row in rows if "data_source" in row.extra},
+        )
+        samples.forget_after(done)
+        watch = LearningWatch(config.sampling.max_tokens, samples.lines)
+        return cls(recorder, samples, speed, watch)
+
+    def keep(self, step: int, batch: Batch, trained: Metrics) -> None:
+        self.recorder.write(step, batch, trained)
+        self.samples.write(step, batch)
+        self.speed.saw(batch)
+        self.watch.batch = batch
 
 
 async def _train(builder: Builder) -> dict[str, float]:
@@ -186,12 +189,12 @@ async def _train(builder: Builder) -> dict[str, float]:
             await evaluation.start()
 
         sampler = _sampler(config, algorithm, stream, scorer)
-        teaching = make_teaching(policy, teachers, prompts, shown, residency)
         providers = column_providers(config, *engines, residency, algorithm.needs)
-        providers[TEACHER_LOGPROBS] = teaching
+        providers[TEACHER_LOGPROBS] = make_teaching(policy, teachers, prompts, shown, residency)
         trained = {group.spec.role: group for group in (policy, critic) if group}
         async with session.checkpoints(data) as checkpoints, builder.environment_set_up():
-            steps = _Steps(builder, journal, critic, evaluation, opinions, residency, speed, done)
+            kept = _Kept.of_run(builder, session, rows, done, speed)
+            steps = _Steps(builder, journal, critic, evaluation, opinions, residency, kept, done)
             trainer = Trainer(
                 config,
                 policy=policy,
@@ -202,7 +205,7 @@ async def _train(builder: Builder) -> dict[str, float]:
                 buffer=sampler.buffer,
                 providers=providers,
                 residency=residency,
-                record=_record(builder, session, rows, done, speed),
+                record=kept.keep,
                 judge=SamplingCheck(config.sync.max_sampling_z).judge,
             )
             if found:
@@ -232,14 +235,16 @@ class _Steps:
     evaluation: Evaluation | None
     opinions: Opinions
     residency: Residency
-    speed: Throughput
+    kept: _Kept
     # Steps of this run that another process took.
     done: int
     last: dict[str, float] = field(default_factory=dict)
 
     async def after(self, step: int, metrics: Metrics) -> dict[str, float]:
         config = self.builder.config
-        metrics = merge([metrics, self.opinions.rewards.metrics()]) | self.speed.metrics(metrics)
+        metrics = merge([metrics, self.opinions.rewards.metrics()]) | self.kept.speed.metrics(
+            metrics
+        )
         # The memory that a process holds differs from run to run.
         if not config.deterministic:
             metrics |= self.residency.metrics()
@@ -250,6 +255,8 @@ class _Steps:
             metrics |= evaluated
 
         self.last = self.journal.log(step, metrics)
+        if learns_nothing := self.kept.watch.judge(step, self.last):
+            log.warning(learns_nothing)
         # By this step every role has trained in this process.
         warm = warmup_steps(config, bool(self.critic))
         if step == min(1 + max(self.done, warm), config.steps):
@@ -296,7 +303,7 @@ def column_providers(
     reference: EngineGroup | None,
     critic: EngineGroup | None,
     residency: Residency,
-    needs: frozenset[str],
+    needs: frozenset[str] = frozenset(),
 ) -> dict[str, Provider]:
     """Return the provider of each column.
 

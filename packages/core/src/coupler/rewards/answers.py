@@ -10,8 +10,10 @@ from coupler.rewards.result import Invalid, Scored
 from coupler.rewards.value import FLOAT32_MAX
 
 
-def read_answer(line: bytes, size: int) -> list[Scored]:
+def read_answer(line: bytes, size: int, late: str) -> list[Scored]:
     """Read the answer to a call of ``size`` completions.
+
+    ``late`` is the reason of an async call that took too long.
 
     Raises:
         WorkerDied: it is none, so the process is of no more use.
@@ -21,7 +23,8 @@ def read_answer(line: bytes, size: int) -> list[Scored]:
         if len(results) != size or not isinstance(trace, str):
             raise ValueError
         return [
-            _result(*result, seconds=max(0.0, float(seconds)), trace=trace) for result in results
+            _result(*result, seconds=max(0.0, float(seconds)), trace=trace, late=late)
+            for result in results
         ]
     except (ValueError, TypeError, AttributeError, RecursionError):
         raise WorkerDied("gave no answer of the kind that it must") from None
@@ -35,6 +38,7 @@ def _result(
     *,
     seconds: float,
     trace: str,
+    late: str,
 ) -> Scored:
     """Read what was said of one completion.
 
@@ -50,6 +54,7 @@ def _result(
         answer=answer,
         parts={str(name): _finite(part) for name, part in parts.items()},
         detail=trace,
+        timed_out=number is None and reason == late,
     )
 
 

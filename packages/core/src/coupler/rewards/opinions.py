@@ -11,7 +11,7 @@ from coupler.data import Prompt
 from coupler.errors import DataError
 from coupler.interfaces import Message
 from coupler.metrics import Metrics
-from coupler.rewards.pool import RewardPool
+from coupler.rewards.functions import Scoring
 from coupler.rewards.result import Invalid, Scored
 from coupler.rewards.value import judged
 
@@ -71,7 +71,7 @@ class Rewards:
         models: those to ask, by the column of what they say.
     """
 
-    def __init__(self, pool: RewardPool, models: Mapping[str, Asks] | None = None) -> None:
+    def __init__(self, pool: Scoring, models: Mapping[str, Asks] | None = None) -> None:
         self.pool, self.models = pool, dict(models or {})
 
     @property

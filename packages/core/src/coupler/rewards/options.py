@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
+from coupler.errors import ConfigError
 from coupler.interfaces import NO_EFFECT, no_effect
+from coupler.system.plain_values import is_of, shown
+from coupler.system.words import closest
+
+NAME = re.compile(r"[A-Za-z0-9][\w-]{0,63}", re.ASCII)  # of a function
 
 
 class Sandbox(StrEnum):
@@ -15,6 +22,64 @@ class Sandbox(StrEnum):
     AUTO = "auto"
     REQUIRE = "require"
     OFF = "off"
+
+
+@dataclass(frozen=True, slots=True)
+class RewardFunction:
+    """One function of several that make a reward.
+
+    Attributes:
+        target: the function, as ``reward.target`` names one.
+        weight: what its number is multiplied by.
+        args: its own keyword arguments, or those that make a class.
+        sources: the kinds of rows, by their column ``data_source``, that it scores.
+            None stands for all.
+    """
+
+    target: str
+    weight: float = 1.0
+    args: Mapping[str, Any] = field(default_factory=dict)
+    sources: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, name: str, given: Any) -> RewardFunction:
+        """Read the entry ``name`` of ``reward.functions``.
+
+        Raises:
+            ConfigError: it is none. The message names the key.
+        """
+        key, known = f"reward.functions.{name}", [each.name for each in fields(cls)]
+        if not NAME.fullmatch(name):
+            raise ConfigError(
+                f"reward.functions has a function {name!r}, which cannot name a metric.\n"
+                "  try:  letters, digits, _ and -"
+            )
+        if not isinstance(given, Mapping) or not given.get("target"):
+            raise ConfigError(f"{key} names no function.\n  try:  {key}.target=file.py:name")
+        if unknown := sorted(map(str, given.keys() - {*known})):
+            close = [f"{key}.{each}" for each in closest(unknown[0], known, n=1)]
+            meant = f"\n  did you mean:  {close[0]}" if close else ""
+            raise ConfigError(
+                f"unknown option {key}.{unknown[0]}.{meant}\n"
+                f"  options of {key}:  {', '.join(known)}"
+            )
+
+        takes = {
+            "target": (str, "a text"),
+            "weight": (float, "a finite number"),
+            "args": (dict, "a mapping {name: value, ...}"),
+            "sources": (list[str], "a list [...] of texts"),
+        }
+        for option, value in given.items():
+            kind, words = takes[option]
+            if not is_of(kind, value):
+                raise ConfigError(f"{key}.{option} takes {words}, got {shown(value)}.")
+        sources = tuple(map(str, given.get("sources", ())))
+        return cls(given["target"], float(given.get("weight", 1)), given.get("args", {}), sources)
+
+    def scores(self, source: str) -> bool:
+        """Tell whether it scores rows of a ``data_source``."""
+        return not self.sources or source in self.sources
 
 
 @dataclass
@@ -42,6 +107,37 @@ class RewardConfig:
     max_processes: int = no_effect(2000, ge=1)
     """Processes and threads that one reward process may have, itself included; above
     this number they are killed."""
+    concurrency: int = no_effect(16, ge=1)
+    """Calls of an async reward that one process has under way at the same time."""
+    functions: dict[str, Any] = field(default_factory=dict)
+    """Several rewards in place of reward.target, by names of your own, which are added
+    up: {right: {target: "file.py:name", weight: 1.0, args: {}, sources: [gsm8k]}}. Each
+    scores the rows whose data_source is among its sources, all if it names none."""
+
+    @property
+    def named(self) -> dict[str, RewardFunction]:
+        """Return the functions, by the options that name them.
+
+        Raises:
+            ConfigError: ``reward.functions`` is not what it must be.
+        """
+        if self.functions and self.target:
+            raise ConfigError(
+                f"reward.target={self.target} and reward.functions are both set.\n"
+                "  try:  reward.target='', and its function as reward.functions.NAME.target"
+            )
+
+        if self.functions:
+            return {
+                f"reward.functions.{name}": RewardFunction.of(str(name), given)
+                for name, given in self.functions.items()
+            }
+        return {"reward": RewardFunction(self.target)} if self.target else {}
+
+    @property
+    def words(self) -> str:
+        """Return the targets as text, empty where there is none."""
+        return ", ".join(one.target for one in self.named.values())
 
 
 @dataclass

@@ -8,29 +8,28 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from textwrap import indent
 from typing import Any
 
-from coupler.errors import ConfigError, CouplerError, DataError, RewardError
-from coupler.metrics import Metric, Metrics
+from coupler.errors import ConfigError, CouplerError, DataError
+from coupler.metrics import Metrics
 from coupler.rewards import sandbox
 from coupler.rewards.answers import read_answer
-from coupler.rewards.process import START_S, Limits, Mode, WorkerDied, WorkerProcess
+from coupler.rewards.process import START_S, Calling, Limits, Mode, WorkerDied, WorkerProcess
 from coupler.rewards.result import Invalid, Scored
+from coupler.rewards.tally import Tally
 from coupler.rewards.value import judged
+from coupler.system.log import get_logger
 
-# Fewer invalid calls than this never stop a run.
-MIN_INVALID = 5
-# The last calls are judged on their own, so that a reward that breaks late cannot hide
-# behind the valid calls before.
-RECENT = 64
+log = get_logger(__name__)
+
 # Calls go to a worker in messages of about this much work, at most MESSAGE_CALLS.
 MESSAGE_S = 0.005
 MESSAGE_CALLS = 64
+# An async call ends by itself when its time is up, unless it blocks its loop.
+BLOCKED_S = 5.0
 
 
 @dataclass(slots=True)
@@ -41,6 +40,8 @@ class _Call:
     future: asyncio.Future[list[Scored]]
     # A process died while it had this call and had answered others.
     retried: bool = False
+    # It came with others when the process was lost, which may be the fault of any.
+    alone: bool = False
 
     def settle(self, result: list[Scored] | CouplerError) -> None:
         """Set the result. Runs in the thread of the event loop."""
@@ -75,6 +76,10 @@ class RewardPool:
         max_invalid_fraction: float,
         limits: Limits | None = None,
         opinions: Sequence[str] = (),
+        *,
+        key: str = "reward.target",
+        args: Mapping[str, Any] | None = None,
+        concurrency: int = 16,
     ) -> None:
         if num_workers < 1 or timeout_s <= 0:
             raise ConfigError(
@@ -85,22 +90,14 @@ class RewardPool:
         self.target = target
         self.num_workers = num_workers
         self.timeout_s = timeout_s
-        self.max_invalid_fraction = max_invalid_fraction
+        self.tally = Tally(target or "the environment", f"{key}={target}", max_invalid_fraction)
+        self.calling, self.concurrency = Calling(key, args or {}, timeout_s), concurrency
         self.limits = limits or Limits()
         # columns of every row that models add: score, verdict
         self.opinions = tuple(opinions)
-        # its function takes all completions of a prompt at once
-        self.takes_group = False
+        # What its function is, once it has started.
+        self.facts: Mapping[str, Any] = {}
         self._mode = Mode.OFF if self.limits.sandbox == "off" else Mode.ASK
-
-        self.reasons: Counter[str] = Counter()
-        self.first_detail = ""
-        self._num_calls = 0
-        # The names of the parts of rewards, once there is one.
-        self._parts: list[str] | None = None
-        # One entry for each of the last calls: True if it was invalid.
-        self._recent: deque[bool] = deque(maxlen=RECENT)
-        self._step: list[Scored] = []
 
         self._waiting: deque[_Call] = deque()
         self._changed = threading.Condition()
@@ -132,6 +129,31 @@ class RewardPool:
         if self._stopped:
             self.close()
             raise self._stopped
+        if said := self.facts.get("said"):
+            log.info(f"{self.calling.key}={self.target} {said}")
+
+    @property
+    def takes_group(self) -> bool:
+        """Return whether its function takes all completions of a prompt at once."""
+        return bool(self.facts.get("group"))
+
+    def check_columns(self, columns: Collection[str]) -> None:
+        """Refuse rows without a column that the function cannot do without.
+
+        Args:
+            columns: those that some row has.
+
+        Raises:
+            ConfigError: there is one. The message names the function and the column.
+        """
+
+        for name in self.facts.get("columns", ()):
+            if name not in columns:
+                raise ConfigError(
+                    f"{self.calling.key}={self.target} takes the column {name}, which no row has.\n"
+                    f"  it has:  {', '.join(sorted(columns))}\n"
+                    f"  try:  data.columns.{name}=COLUMN, or a default value in the function"
+                )
 
     async def score(self, completion: str, answer: str, row: Mapping[str, Any]) -> Scored:
         """Score one completion.
@@ -157,7 +179,7 @@ class RewardPool:
         """
         if not completions:
             return []
-        scored = await self._ask(completions, answer, row)
+        scored = await self.ask(completions, answer, row)
         for one in scored:
             self.count(one)
         return scored
@@ -166,11 +188,15 @@ class RewardPool:
         """Score one completion without counting it, and never stop the run."""
         if not self.target:
             return judged(None, "the environment gave no reward, and reward.target is empty")
-        return (await self._ask([completion], answer, row))[0]
+        return (await self.ask([completion], answer, row))[0]
 
-    async def _ask(
+    async def ask(
         self, completions: Sequence[str], answer: str, row: Mapping[str, Any]
     ) -> list[Scored]:
+        """Score completions by one call without counting it.
+
+        There is one completion, unless the function takes a group.
+        """
         try:
             request = json.dumps([list(completions), answer, row])
         except TypeError as error:
@@ -186,15 +212,7 @@ class RewardPool:
 
     def metrics(self) -> Metrics:
         """Return rates and the longest call (seconds) since the last call of this."""
-        step, self._step = self._step, []
-
-        return {
-            "reward/invalid_rate": Metric(
-                sum(isinstance(s.result, Invalid) for s in step), len(step)
-            ),
-            "reward/timeout_rate": Metric(sum(s.timed_out for s in step), len(step)),
-            "time/reward_max": Metric(max((s.seconds for s in step), default=0.0), how="max"),
-        }
+        return self.tally.metrics()
 
     def close(self) -> None:
         """Kill every process. Calls under way fail."""
@@ -203,53 +221,8 @@ class RewardPool:
             thread.join(10)
 
     def count(self, scored: Scored) -> None:
-        """Count a result. :meth:`score` does so itself.
-
-        Raises:
-            RewardError: too many were invalid, as :meth:`score` says, or this one has
-                other parts than those before.
-        """
-        self._check_parts(scored)
-        self._step.append(scored)
-        self._num_calls += 1
-        self._recent.append(isinstance(scored.result, Invalid))
-        if isinstance(scored.result, Invalid):
-            self.reasons[scored.result.reason] += 1
-            self.first_detail = self.first_detail or scored.detail
-
-        count, limit = self.reasons.total(), self.max_invalid_fraction
-        burst = len(self._recent) == RECENT and sum(self._recent) > max(0.5, limit) * RECENT
-        if count >= MIN_INVALID and (count > limit * self._num_calls or burst):
-            raise RewardError(self._complaint())
-
-    def _check_parts(self, scored: Scored) -> None:
-        if isinstance(scored.result, Invalid):
-            return
-
-        names = sorted(scored.parts)
-        if self._parts is None:
-            self._parts = names
-        if names != self._parts:
-            now, before = (", ".join(each) or "none" for each in (names, self._parts))
-            raise RewardError(
-                f"a reward has other parts than those before: {now} and not {before}.\n"
-                f"  look at:  reward.target={self.target}, which gives the same parts each time"
-            )
-
-    def _complaint(self) -> str:
-        recent = f"{sum(self._recent)} of the last {len(self._recent)}"
-        lines = [
-            (
-                f"{self.reasons.total()} of {self._num_calls} calls of "
-                f"{self.target or 'the environment'} gave no valid number ({recent})."
-            ),
-            f"  limit:   reward.max_invalid_fraction={self.max_invalid_fraction}",
-            *(f"  reason:  {count} x {reason}" for reason, count in self.reasons.most_common(5)),
-        ]
-
-        if self.first_detail:
-            lines += ["  the first of them:", indent(self.first_detail.rstrip(), "    ")]
-        return "\n".join(lines)
+        """Count a result, as :meth:`Tally.count` does. :meth:`score` does so itself."""
+        self.tally.count(scored)
 
     def _stop(self, problem: CouplerError) -> None:
         """Fail every waiting and every future call, and kill the processes.
@@ -278,7 +251,7 @@ class RewardPool:
         try:
             process = self._spawn()
             started.set()
-            while calls := self._take(max(1, min(MESSAGE_CALLS, int(MESSAGE_S / slowest)))):
+            while calls := self._take(self._room(process, slowest)):
                 if not process.alive():
                     process = self._replace(process)
                 slowest = max(self._exchange(process, calls), slowest * 0.9 ** len(calls))
@@ -295,19 +268,27 @@ class RewardPool:
             if process:
                 process.kill()
 
+    def _room(self, process: WorkerProcess, slowest: float) -> int:
+        """Return the most calls of one message."""
+        if process.facts["batch"]:
+            return MESSAGE_CALLS
+        if process.facts["async"]:
+            return self.concurrency
+        return max(1, min(MESSAGE_CALLS, int(MESSAGE_S / slowest)))
+
     def _spawn(self) -> WorkerProcess:
         mode = self._mode
-        process = WorkerProcess(self.target, self.limits, mode, self.opinions)
+        process = WorkerProcess(self.target, self.limits, mode, self.opinions, self.calling)
         with self._changed:
             self._processes.add(process)
             if self._stopped:
                 process.terminate()
 
         wants_sandbox = process.wait_ready(self.target)
-        self.takes_group = process.takes_group
         if mode is Mode.ASK and wants_sandbox:
             self._seek_sandbox()
             return self._replace(process)
+        self.facts = process.facts
         return process
 
     def _seek_sandbox(self) -> None:
@@ -335,6 +316,8 @@ class RewardPool:
         with self._changed:
             while not self._stopped:
                 share = min(at_most, -(-len(self._waiting) // self.num_workers))
+                if self._waiting and self._waiting[0].alone:
+                    share = 1
                 calls = [self._waiting.popleft() for _ in range(share)]
                 calls = [c for c in calls if not c.future.cancelled()]
                 if calls:
@@ -348,34 +331,35 @@ class RewardPool:
         Calls behind one that costs the process go back into the queue.
         """
         unanswered = deque(calls)
-        slowest = 0.0
+        slowest, together = 0.0, process.facts["async"] or process.facts["batch"]
+        patience = self.timeout_s + (BLOCKED_S if process.facts["async"] else 0)
 
         try:
             process.send(f"[{','.join(c.request for c in calls)}]\n".encode(), self.timeout_s)
             while unanswered:
-                lines = process.receive(self.timeout_s)
+                lines = process.receive(patience)
                 if len(lines) > len(unanswered):
                     raise WorkerDied("gave more answers than it had calls")
                 sizes = [call.size for call in unanswered]
-                found = [read_answer(*pair) for pair in zip(lines, sizes, strict=False)]
+                found = [read_answer(*pair, self._late) for pair in zip(lines, sizes, strict=False)]
                 _settle([(unanswered.popleft(), scored) for scored in found])
                 slowest = max(slowest, *(scored[0].seconds for scored in found))
 
         except TimeoutError:
             slowest = self.timeout_s
             process.kill(dump_stacks=True)
-            self._blame(
-                unanswered.popleft(),
-                process,
-                f"took longer than {self.timeout_s:g} s",
-                timed_out=True,
-            )
+            if together and len(unanswered) > 1:
+                _part(unanswered)
+            else:
+                self._blame(unanswered.popleft(), process, self._late, timed_out=True)
 
         except WorkerDied as died:
             answered = process.answered
             process.kill()
             # Something that an earlier call began may have ended the process.
-            if answered and not died.blame and not unanswered[0].retried:
+            if together and len(unanswered) > 1:
+                _part(unanswered)
+            elif answered and not died.blame and not unanswered[0].retried:
                 unanswered[0].retried = True
             else:
                 self._blame(unanswered.popleft(), process, f"its process {died}")
@@ -388,6 +372,10 @@ class RewardPool:
                 self._changed.notify_all()
         return slowest
 
+    @property
+    def _late(self) -> str:
+        return f"took longer than {self.timeout_s:g} s"
+
     def _blame(
         self, call: _Call, process: WorkerProcess, reason: str, *, timed_out: bool = False
     ) -> None:
@@ -398,6 +386,12 @@ class RewardPool:
             timed_out=timed_out,
         )
         _settle([(call, self._stopped or [blamed] * call.size)])
+
+
+def _part(calls: Iterable[_Call]) -> None:
+    """Let each of some calls that went together have the next process for itself."""
+    for call in calls:
+        call.alone = True
 
 
 def _sandbox(why: str) -> Mode:
@@ -425,32 +419,3 @@ def _settle(results: Sequence[tuple[_Call, list[Scored] | CouplerError]]) -> Non
             loop.call_soon_threadsafe(
                 lambda pairs=pairs: [call.settle(result) for call, result in pairs]
             )
-
-
-def check_reward(
-    target: str,
-    samples: Iterable[tuple[str, str, Mapping[str, Any]]],
-    timeout_s: float,
-    limits: Limits | None = None,
-    opinions: Sequence[str] = (),
-) -> list[Scored]:
-    """Score (completion, answer, row) ``samples`` in one worker process.
-
-    Use it to try a reward out before a run. It works with and without a running event
-    loop, and blocks the loop.
-
-    Raises:
-        CouplerError: the reward cannot be imported, or its signature does not fit.
-    """
-
-    async def score_all() -> list[Scored]:
-        return [await pool.call(*sample) for sample in samples]
-
-    pool = RewardPool(target, 1, timeout_s, 1.0, limits, opinions)
-    pool.start()
-
-    try:
-        with ThreadPoolExecutor(1) as thread:
-            return thread.submit(asyncio.run, score_all()).result()
-    finally:
-        pool.close()

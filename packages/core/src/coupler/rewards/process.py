@@ -17,8 +17,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,21 @@ class Limits:
         return supervisor.watched(control, memory, self.max_processes)
 
 
+@dataclass(frozen=True, slots=True)
+class Calling:
+    """Say how a worker calls the function.
+
+    Attributes:
+        key: the option that names the function, for messages.
+        args: keyword arguments of every call, of a class those that make it.
+        timeout_s: seconds that one call of an async function may take.
+    """
+
+    key: str = "reward.target"
+    args: Mapping[str, Any] = field(default_factory=dict)
+    timeout_s: float = 10.0
+
+
 class Mode(StrEnum):
     """How a worker deals with a reward that asks for the sandbox."""
 
@@ -89,7 +104,12 @@ class WorkerProcess:
     """
 
     def __init__(
-        self, target: str, limits: Limits, mode: Mode, opinions: Sequence[str] = ()
+        self,
+        target: str,
+        limits: Limits,
+        mode: Mode,
+        opinions: Sequence[str] = (),
+        calling: Calling | None = None,
     ) -> None:
         self.control, theirs = socket.socketpair()
         self.token = secrets.token_hex(16)
@@ -121,8 +141,9 @@ class WorkerProcess:
         self.received = b""
         self.answered = 0
         self.junk = False
-        # Its function takes all completions of a prompt at once.
-        self.takes_group = False
+        self.calling = calling or Calling()
+        # What Signature.facts said of the function.
+        self.facts: dict[str, Any] = {}
 
         self.tail: deque[str] = deque(maxlen=50)
         self.reader = threading.Thread(target=self._forward_stderr, daemon=True)
@@ -137,12 +158,12 @@ class WorkerProcess:
         """
         why = f"the reward {target} was not imported within {START_S:.0f} s."
         try:
-            self.send(f"{self.token}\n".encode(), START_S)
+            self.send(f"{self.token}\n{json.dumps(asdict(self.calling))}\n".encode(), START_S)
             (line, *_) = self.receive(START_S)
             first: dict[str, Any] = json.loads(line)
             if "sandbox" in first:
                 self.answered = 0
-                self.takes_group = bool(first.get("group"))
+                self.facts = first
                 return bool(first["sandbox"])
             why = str(first["failed"])
         except WorkerDied as died:

@@ -8,6 +8,7 @@ from functools import partial
 from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from coupler.config.checks import does_evaluate, does_sample
 from coupler.config.options import SECTIONS, section
@@ -18,8 +19,8 @@ from coupler.data.files import is_function
 from coupler.data.folder_check import check_model_folder
 from coupler.errors import ConfigError
 from coupler.executors.torchrun.launch import check_world, launch_of
-from coupler.rewards.options import opinions_of
-from coupler.rewards.worker import COMPLETIONS, KEYWORDS
+from coupler.rewards.options import RewardFunction, opinions_of
+from coupler.rewards.signatures import KEYWORDS, Parameters
 from coupler.run.checkpoint_hook import load_hook
 from coupler.run.resume import AUTO, DISABLE, is_started
 from coupler.run.row_form import ColumnsOf
@@ -75,9 +76,10 @@ def _checks(
     if does_evaluate(config, job):
         yield partial(_check_rows, config.eval.data, "eval.data", columns.get("eval.data", Columns))
         yield partial(check_no_sampler, config.eval.data)
-    if does_sample(config, job) and config.reward.target:
+    if does_sample(config, job):
         said = opinions_of(config.reward_model, config.judge)
-        yield partial(_check_reward, config.reward.target, said)
+        for key, function in config.reward.named.items():
+            yield partial(_check_reward, f"{key}.target", function, said)
     yield _check_installed
 
 
@@ -178,11 +180,16 @@ def check_no_sampler(data: DataConfig) -> None:
         )
 
 
-def _check_reward(target: str, opinions: tuple[str, ...]) -> None:
-    keywords = (*KEYWORDS, *opinions)
-    if problem := target_problem(target, keywords, (os.getcwd(),), COMPLETIONS):
-        more = f"\n  it is called with the keywords it takes among:  {', '.join(keywords)}"
-        raise ConfigError(f"reward.target={target} {problem}{'' if chr(10) in problem else more}")
+def _check_reward(key: str, function: RewardFunction, opinions: tuple[str, ...]) -> None:
+    keywords = ", ".join((*KEYWORDS, *opinions))
+
+    def misfit(*found: Any) -> str:
+        return Parameters(*found).without(function.args).misfit(opinions)
+
+    if problem := target_problem(function.target, misfit, (os.getcwd(),)):
+        more = f"\n  it is called with the keywords it takes among:  {keywords}"
+        more = "" if "\n" in problem else more
+        raise ConfigError(f"{key}={function.target} {problem}{more}")
 
 
 def _check_installed() -> None:

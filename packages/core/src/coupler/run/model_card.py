@@ -40,7 +40,7 @@ def model_card(
         "algorithm": algorithm,
         "steps": str(config.steps if step is None else step),
         "data": ", ".join(f"`{source}`" for source in config.data.sources),
-        "reward": f"`{config.reward.target}`" if config.reward.target else "",
+        "reward": ", ".join(f"`{one.target}`" for one in config.reward.named.values()),
         "engine": config.engine.name,
         "rollout": config.rollout.name if config.rollout else "",
         **measured(run_dir / "metrics.jsonl", step),

@@ -40,7 +40,7 @@ def check_opinions(config: RunConfig, plugins: Plugins, job: Job) -> None:
                 f"{path} is chosen, and {section}.model.path is empty: set it to the folder of "
                 f"the model, or leave {path} out."
             )
-    if classifier and judge and not config.reward.target:
+    if classifier and judge and not config.reward.named:
         raise ConfigError(
             "reward_model.model.path and judge.model.path are both set, and reward.target is "
             "empty: which of both is the reward?\n"

@@ -65,14 +65,7 @@ class SampleWriter:
             return
 
         groups = np.unique(batch["group"])[: self.max_groups]
-        rows = np.flatnonzero(np.isin(batch["group"], groups))
-        lines = [
-            {
-                "step": step,
-                **self._line(batch.take([int(row)])),
-            }
-            for row in rows
-        ]
+        lines = self.lines(step, batch, np.flatnonzero(np.isin(batch["group"], groups)).tolist())
 
         path = path_of(self.folder, step)
         with writing(f"the samples {path}"):
@@ -80,6 +73,10 @@ class SampleWriter:
             write_whole(path, "".join(json.dumps(line) + "\n" for line in lines))
         for line in lines[:SHOWN]:
             log.info(brief(line), extra=PLAIN)
+
+    def lines(self, step: int, batch: Batch, rows: Sequence[int]) -> list[dict[str, Any]]:
+        """Return what is written of some rows of a batch."""
+        return [{"step": step, **self._line(batch.take([int(row)]))} for row in rows]
 
     def _line(self, one: Batch) -> dict[str, Any]:
         """Return what is written of a batch with one conversation."""

@@ -14,7 +14,7 @@ from coupler.config.schema import RunConfig
 from coupler.errors import DataError
 from coupler.loop.engine_group import EngineGroup
 from coupler.plugins.manager import Plugins
-from coupler.rewards import Limits, RewardPool
+from coupler.rewards import Scoring, make_scoring
 from coupler.rewards.options import opinions_of
 from coupler.run import resume
 from coupler.run.checkpoint import Checkpoint, Checkpoints
@@ -85,7 +85,7 @@ class Session:
         # Looking at an option here is no use of it.
         config = self.composed.config
 
-        targets = {"reward": config.reward.target}
+        targets = {key: one.target for key, one in config.reward.named.items()}
         for path, kind in SECTIONS.items():
             if inner := section(config, path):
                 targets[path] = self.plugins.get(kind, inner.name).target
@@ -118,17 +118,10 @@ class Session:
     @contextmanager
     def running(
         self, data: str, found: Checkpoint | None = None, plan: Plan | None = None
-    ) -> Iterator[tuple[Journal, RewardPool]]:
+    ) -> Iterator[tuple[Journal, Scoring]]:
         """Open :meth:`recording` with the reward processes."""
-        reward = self.config.reward
-        pool = RewardPool(
-            reward.target,
-            reward.num_workers,
-            reward.timeout_s,
-            reward.max_invalid_fraction,
-            Limits(reward.sandbox, reward.max_memory_gib, reward.max_processes),
-            opinions_of(self.config.reward_model, self.config.judge),
-        )
+        said = opinions_of(self.config.reward_model, self.config.judge)
+        pool = make_scoring(self.config.reward, said)
 
         try:
             pool.start()

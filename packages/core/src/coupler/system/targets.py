@@ -6,7 +6,7 @@ import ast
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
@@ -16,14 +16,16 @@ MAX_SOURCE_BYTES = 4 << 20
 # A module with one of these may have names that its source does not show.
 DYNAMIC = frozenset({"globals", "exec", "setattr", "__getattr__", "vars", "exit", "quit"})
 USED, IMPORTED = "cannot be used: ", "cannot be imported: "
+# Gets the names of all parameters, of those without a default, and whether there are
+# **keywords.
+Misfit = Callable[[frozenset[str], frozenset[str], bool], str]
 DEFINES = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def target_problem(
     target: str,
-    keywords: tuple[str, ...] | None = None,
+    misfit: Misfit | None = None,
     places: tuple[str, ...] = (),
-    either: tuple[str, ...] = (),
 ) -> str:
     """Return why ``target`` cannot be called, or an empty text where it may be.
 
@@ -31,10 +33,9 @@ def target_problem(
     sentences and starts with :data:`USED` or :data:`IMPORTED`.
 
     Args:
-        keywords: the arguments that the caller passes, by name. None where that is not
-            checked.
+        misfit: says why the caller cannot call a function with the parameters that it
+            is given, and is empty where it can. None where that is not checked.
         places: folders where modules are looked for beside ``sys.path``.
-        either: keywords of which the function must take one.
     """
     module, colon, name = target.rpartition(":")
     if not colon or not module.strip() or not name.isidentifier():
@@ -54,7 +55,7 @@ def target_problem(
         return f"{USED}there is no file {module[:200]}.\n  it is looked up from:  {Path.cwd()}"
     try:
         path = Path(module) if module.endswith(".py") else _source_of(module, places)
-        return "" if path is None else _problem_in(path, name, keywords, places, either)
+        return "" if path is None else _problem_in(path, name, misfit, places)
     except DamagedFile as error:
         return f"{USED}{error}"
     except LookupError as error:
@@ -100,13 +101,7 @@ def _ask(finder: object, name: str, places: Sequence[str] | None) -> ModuleSpec 
     return find(name, places) if find else None
 
 
-def _problem_in(
-    path: Path,
-    name: str,
-    keywords: tuple[str, ...] | None,
-    places: tuple[str, ...],
-    either: tuple[str, ...],
-) -> str:
+def _problem_in(path: Path, name: str, misfit: Misfit | None, places: tuple[str, ...]) -> str:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -131,7 +126,7 @@ def _problem_in(
         return ""
     if name not in made:
         return f"{USED}{path} has no {name!r}.\n  it has:  {_public(made)}"
-    why = _misfit(made[name], path, name, keywords, either)
+    why = _misfit(made[name], path, name, misfit)
     return f"{USED}{why}." if why else ""
 
 
@@ -204,20 +199,13 @@ def _is_dynamic(tree: ast.Module) -> bool:
     )
 
 
-def _misfit(
-    node: ast.AST | None,
-    path: Path,
-    name: str,
-    keywords: tuple[str, ...] | None,
-    either: tuple[str, ...],
-) -> str:
+def _misfit(node: ast.AST | None, path: Path, name: str, misfit: Misfit | None) -> str:
     """Return why what a name is bound to cannot be called."""
     plain = ast.Constant | ast.List | ast.Tuple | ast.Dict | ast.Set | ast.JoinedStr
     if isinstance(node, plain):
         return f"{name} of {path} is no function"
-    if isinstance(node, ast.AsyncFunctionDef):
-        return f"{name} of {path} is async, and must be a plain function"
-    if not isinstance(node, ast.FunctionDef) or node.decorator_list or keywords is None:
+    defined = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    if not defined or node.decorator_list or misfit is None:
         return ""
 
     given = node.args
@@ -228,9 +216,6 @@ def _misfit(
         for each, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)
         if default is None
     }
-    takes = {each.arg for each in (*given.args, *given.kwonlyargs)}
-    if either and takes.isdisjoint(either) and not given.kwarg:
-        return f"{name} of {path} does not take {' or '.join(either)}"
-    if extra := sorted(required - {*keywords}):
-        return f"{name} of {path} requires {', '.join(extra)}, which nothing passes"
-    return ""
+    takes = frozenset(each.arg for each in (*given.args, *given.kwonlyargs))
+    why = misfit(takes, frozenset(required), given.kwarg is not None)
+    return f"{name} of {path} {why}" if why else ""
