@@ -93,20 +93,19 @@ def test_patterns_and_lists_are_read_in_order(
 def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "a.jsonl", "a")
-    (tmp_path / "a.csv").write_text("x")
+    (tmp_path / "a.xlsx").write_text("x")
     write(tmp_path / "main" / "train-00000-of-00003.parquet", "a")
     write(tmp_path / "hub" / "main" / "train.jsonl", "a")
     write(tmp_path / "hub" / "socratic" / "train.jsonl", "a")
 
     for options, said in (
         ({"source": "no*.jsonl"}, "data.source=no*.jsonl matches no file"),
-        ({"source": "a.*"}, "data.source=a.csv is nothing that can be read"),
+        ({"source": "a.*"}, "data.source=a.xlsx is nothing that can be read"),
         ({"source": ["a.jsonl", "b.jsonl"]}, "there is no file b.jsonl"),
         ({"source": ["a.jsonl", "x.mod:rows"]}, "lists x.mod:rows, and a function stands alone"),
         ({"source": "a.jsonl", "split": "train"}, "data.split=train, but data.source=a.jsonl"),
         ({"source": "main"}, "2 of the 3 shards of train in main are missing, the first is"),
         ({"source": "hub"}, "its folders have: main, socratic.\n  try:  data.source=hub/main"),
-        ({"source": "org/set"}, "hf download --repo-type dataset org/set --local-dir FOLDER"),
         ({"source": []}, "data.source is not set"),
     ):  # fmt: skip
         with pytest.raises(DataError) as error:

@@ -43,8 +43,8 @@ class ModelConfig:
     """The model to train or to evaluate."""
 
     path: str = ""
-    """The model's folder in Hugging Face layout, or a function "pkg.mod:name" or
-    "file.py:name" that returns one."""
+    """The model's folder in Hugging Face layout, its name on the Hub as ORG/NAME or
+    ORG/NAME@REVISION, or a function "pkg.mod:name" that returns a folder."""
     trust_remote_code: bool = False
     """Run Python code that the model's folder brings."""
 

@@ -12,16 +12,15 @@ from difflib import get_close_matches
 from glob import glob, has_magic
 from pathlib import Path
 
+from coupler.data.hub import fetch, is_name
 from coupler.errors import DataError
 
-SUFFIXES = (".jsonl", ".json", ".parquet")
+SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv")
 # Files that save_to_disk of the package datasets writes.
 SAVED = ("dataset_dict.json", "state.json")
 # Files of JSON that describe a folder of data and hold no rows.
 NO_ROWS = ("dataset_info.json", "dataset_infos.json", "config.json")
 SHARD = re.compile(r"(?P<name>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})")
-# The name of a dataset on the Hugging Face Hub.
-REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 # The words by which the package datasets tells the split of a file.
 SPLITS = {
     "train": ("train", "training"),
@@ -30,8 +29,9 @@ SPLITS = {
 }
 WHOLE = "train"  # the split of files whose names tell none, as in the package datasets
 MAY_BE = (
-    "  it may be:  FILE.jsonl, FILE.json, FILE.parquet, a pattern such as 'data/*.parquet', a "
-    "folder of such files or of datasets' save_to_disk, module:function"
+    "  it may be:  FILE.jsonl, FILE.json, FILE.parquet, FILE.csv, FILE.tsv, a pattern such as "
+    "'data/*.parquet', a folder of such files or of datasets' save_to_disk, ORG/NAME of the "
+    "Hugging Face Hub, module:function"
 )
 
 
@@ -48,6 +48,8 @@ def files(source: str, split: str, key: str) -> list[Path]:
             missing, or a folder has no such split or several to choose from.
     """
     path = Path(source)
+    if path.suffix not in SUFFIXES and is_name(source):
+        path = fetch(source, f"{key}.source", rows=True)
     if path.is_dir():
         if any((path / name).is_file() for name in SAVED):
             return [path]
@@ -192,10 +194,7 @@ def _split_word(name: str) -> str:
 def _check_suffix(path: Path, key: str) -> None:
     if path.suffix in SUFFIXES:
         return
-    more = MAY_BE
-    if REPOSITORY.fullmatch(str(path)) and not path.parent.exists():
-        more += f"\n  of the Hub:  hf download --repo-type dataset {path} --local-dir FOLDER"
-    raise DataError(f"{key}.source={path} is nothing that can be read.\n{more}")
+    raise DataError(f"{key}.source={path} is nothing that can be read.\n{MAY_BE}")
 
 
 def _whole(found: list[Path], key: str) -> list[Path]:

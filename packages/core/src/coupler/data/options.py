@@ -32,9 +32,10 @@ class DataConfig:
         default="",
         metadata={"takes": "text (a file, pattern, folder or function), or a list [...] of such"},
     )
-    """The rows: FILE.jsonl, FILE.json, FILE.parquet, a pattern such as
-    'data/*.parquet', a folder of such files or of datasets, a function "pkg.mod:name",
-    or a list [...] of files, patterns and folders."""
+    """The rows: FILE.jsonl, FILE.json, FILE.parquet, FILE.csv, FILE.tsv, a pattern
+    such as 'data/*.parquet', a folder of such files or of datasets, a data set of the
+    Hugging Face Hub as ORG/NAME or ORG/NAME@REVISION, a function "pkg.mod:name", or a
+    list [...] of files, patterns and folders."""
     split: str = ""
     """The split to take from a folder that has several, such as train."""
     args: dict[str, Any] = field(default_factory=dict)

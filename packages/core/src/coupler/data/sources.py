@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import inspect
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -73,7 +75,10 @@ def _opened(path: Path, split: str, key: str) -> Records:
         ".jsonl": _jsonl,
         ".json": _json,
         ".parquet": _parquet,
+        ".csv": _csv,
+        ".tsv": partial(_csv, delimiter="\t"),
     }
+
     if path.is_dir():
         return _saved(path, split, key)
     if path.stat().st_size == 0:
@@ -124,6 +129,33 @@ def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
         raise ValueError(f"it has two values of {twice[:80]!r}")
     return found
+
+
+def _csv(path: Path, delimiter: str = ",") -> Records:
+    """Read the rows under a line of names. Every value is a text."""
+    csv.field_size_limit(MAX_LINE_BYTES)
+
+    with path.open(encoding="utf-8-sig", errors="strict", newline="") as file:
+        rows = csv.reader(file, delimiter=delimiter, strict=True)
+        place = f"{path}, line 1"
+        try:
+            names = next(rows, [])
+            if not all(names) or len({*names}) != len(names):
+                raise ValueError("its first line has no name for each column, each once")
+
+            for row in rows:
+                place = f"{path}, line {rows.line_num}"
+                if len(row) not in (0, len(names)):
+                    raise ValueError(f"it has {len(row)} values for {len(names)} columns")
+                if row:
+                    yield place, dict(zip(names, row, strict=True))
+        except (ValueError, csv.Error) as error:
+            # A ValueError is raised for text that is not UTF-8, too.
+            why = str(error)[:200]
+            raise DataError(
+                f"{place} is no table: {why}.\n  a table is:  a line of names such as "
+                "prompt,answer, and a line for each row"
+            ) from None
 
 
 def _parquet(path: Path) -> Records:

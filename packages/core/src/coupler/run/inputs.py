@@ -17,6 +17,7 @@ from coupler.data.columns import Columns
 from coupler.data.dataset import check_first_row
 from coupler.data.files import is_function
 from coupler.data.folder_check import check_model_folder
+from coupler.data.hub import fetch, is_name
 from coupler.errors import ConfigError
 from coupler.executors.torchrun.launch import check_world, launch_of
 from coupler.rewards.options import RewardFunction, opinions_of
@@ -138,6 +139,8 @@ def _check_model(path: str, key: str) -> None:
             raise ConfigError(f"{key}={path} is no folder, and no function either: {why}{more}")
         return
 
+    if is_name(path):
+        path = str(fetch(path, key))
     if key != "model.path" and not os.path.isdir(path):
         instead = "leaving it out: model.path then serves"
         if not key.startswith("critic."):

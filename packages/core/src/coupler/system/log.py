@@ -72,6 +72,7 @@ def log_file(path: Path) -> Iterator[None]:
     if handler.refused:
         get_logger(__name__).warning(f"{path} is no file, so that no messages are kept there.")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+
     root = get_logger(ROOT)
     root.addHandler(handler)
     try:

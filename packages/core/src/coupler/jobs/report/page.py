@@ -200,6 +200,7 @@ def _samples(run: Run, letters: int) -> dict[str, Any]:
     n, shown = len(ranked), min(SAMPLES, len(ranked))
     chosen = sorted({round(i * (n - 1) / max(shown - 1, 1)) for i in range(shown)})
     room = max(letters // (2 * shown), 100)
+
     return {
         "run": run.name,
         "step": ranked[0].get("step", ""),
