@@ -12,12 +12,20 @@ import numpy as np
 import pytest
 from helpers import info
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from coupler.batch import Batch
 from coupler.engine_kit.memory_plan import GIB, Asked, Needs, Phase, total
 from coupler.interfaces import Head, Memory, Model, Output, Part, Rank, Request
-from coupler.testing.memory import peak_bytes, storage_bytes
+from coupler.testing.memory import (
+    LARGE,
+    LENGTH,
+    SMALL,
+    TOKENS,
+    measured_batch,
+    peak_bytes,
+    storage_bytes,
+    surprise,
+)
 from coupler_engine_fsdp.config import FSDPConfig, HFConfig
 from coupler_engine_fsdp.engine import FSDPEngine
 from coupler_engine_fsdp.lora import Adapter
@@ -25,7 +33,7 @@ from coupler_engine_fsdp.memory.rehearsal import Rehearsal, rehearse
 from coupler_engine_fsdp.model import build, layers_of
 from coupler_engine_fsdp.rollout import HFRollout
 
-TOKENS, LENGTH, MEASURED = 1024, 256, 0.15
+MEASURED = 0.15
 LOGPROBS = (Output("logprobs"),)
 WHOLE = {"gradient_checkpointing": False}
 TRAINED: dict[str, dict[str, Any]] = {
@@ -40,70 +48,12 @@ TRAINED: dict[str, dict[str, Any]] = {
     "muon": {"optimizer": "muon"},
 }
 
-WIDE: dict[str, Any] = {"num_hidden_layers": 28, "max_position_embeddings": 32_768}
-LARGE: dict[str, Any] = {
-    "1.5b": Qwen2Config(
-        **WIDE,
-        hidden_size=1536,
-        intermediate_size=8960,
-        num_attention_heads=12,
-        num_key_value_heads=2,
-        vocab_size=151_936,
-        tie_word_embeddings=True,
-    ),
-    "7b": Qwen2Config(
-        **WIDE,
-        hidden_size=3584,
-        intermediate_size=18_944,
-        num_attention_heads=28,
-        num_key_value_heads=4,
-        vocab_size=152_064,
-        tie_word_embeddings=False,
-    ),
-    "moe": Qwen3MoeConfig(
-        hidden_size=2048,
-        intermediate_size=6144,
-        moe_intermediate_size=768,
-        num_experts=128,
-        num_experts_per_tok=8,
-        num_hidden_layers=8,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-        vocab_size=151_936,
-        tie_word_embeddings=False,
-    ),
-}
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    shape = Qwen2Config(
-        vocab_size=2048,
-        hidden_size=128,
-        intermediate_size=320,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-    )
     path = tmp_path_factory.mktemp("measured")
-    AutoModelForCausalLM.from_config(shape).save_pretrained(path)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**SMALL)).save_pretrained(path)
     return path
-
-
-def batch() -> Batch:
-    lengths = np.full(TOKENS // LENGTH, LENGTH)
-    mask = np.ones(TOKENS, bool)
-    mask[np.cumsum(lengths) - lengths] = False
-    tokens = np.random.default_rng(0).integers(0, 2048, TOKENS).astype(np.int32)
-    weight = (mask / mask.sum()).astype(np.float32)
-    return Batch(lengths, {"tokens": tokens, "loss_mask": mask, "loss_weight": weight})
-
-
-def surprise(outputs: Any, _: Any) -> Any:
-    return -outputs["logprobs"], {}
 
 
 def planned(config: Any, model: Model, **facts: Any) -> Needs:
@@ -129,7 +79,7 @@ def test_training(folder: Path, name: str) -> None:
     engine.setup(Rank())
 
     def train() -> None:
-        engine.forward_backward(batch(), LOGPROBS, surprise, info(batch()))
+        engine.forward_backward(measured_batch(), LOGPROBS, surprise, info(measured_batch()))
         assert engine.step().applied
 
     train()
@@ -151,7 +101,7 @@ def test_what_the_backward_pass_reads(folder: Path, settings: dict[str, Any]) ->
         return tensor
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
-        outputs = engine._outputs(batch(), LOGPROBS)
+        outputs = engine._outputs(measured_batch(), LOGPROBS)
     own = storage_bytes(engine.tensors.values())
     read = storage_bytes([*saved, *engine.tensors.values()]) - own
 
@@ -174,7 +124,7 @@ def test_a_frozen_reference(folder: Path, dtype: str) -> None:
     engine = FSDPEngine(config, model)
     engine.setup(Rank())
 
-    peak = peak_bytes(lambda: engine.forward(batch(), LOGPROBS))
+    peak = peak_bytes(lambda: engine.forward(measured_batch(), LOGPROBS))
     assert total(needs.peaks[Phase.LOGPROBS]) == pytest.approx(peak, rel=MEASURED)
     assert needs.held.keys() == {Part.PARAMS}
     assert total(needs.held[Part.PARAMS]) == pytest.approx(held(engine), rel=0.01)
@@ -190,7 +140,7 @@ def test_a_critic_has_no_logits(folder: Path) -> None:
     values = (Output("values"),)
 
     def train() -> None:
-        engine.forward_backward(batch(), values, of_values, info(batch()))
+        engine.forward_backward(measured_batch(), values, of_values, info(measured_batch()))
         assert engine.step().applied
 
     train()
@@ -259,7 +209,7 @@ def test_peaks_of_docs_measurements(
     tmp_path: Path, shape: str, tokens: int, settings: dict[str, Any], gib: float
 ) -> None:
     """They are those of training steps on one to four GPUs."""
-    LARGE[shape].save_pretrained(tmp_path)
+    AutoConfig.for_model(**LARGE[shape]).save_pretrained(tmp_path)
     facts = {"trains": True, "gpu": True, "tokens": tokens, "longest": 2048}
     needs = planned(FSDPConfig(**settings), Model(str(tmp_path)), **facts)
     parts = [term for terms in needs.held.values() for term in terms]

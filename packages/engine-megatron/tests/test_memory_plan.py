@@ -8,18 +8,25 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from coupler.batch import Batch
 from coupler.engine_kit.memory_plan import GIB, Asked, Needs, Phase, total
 from coupler.interfaces import Model, Output, Part, Rank, StepInfo
-from coupler.testing.memory import peak_bytes, storage_bytes
+from coupler.testing.memory import (
+    LARGE,
+    LENGTH,
+    SMALL,
+    TOKENS,
+    measured_batch,
+    peak_bytes,
+    storage_bytes,
+    surprise,
+)
 from coupler_engine_megatron.config import MegatronConfig
 from coupler_engine_megatron.engine import MegatronEngine
 
-TOKENS, LENGTH, MEASURED = 1024, 256, 0.15
+MEASURED = 0.15
 LOGPROBS = (Output("logprobs"),)
 WHOLE = {"gradient_checkpointing": "none"}
 TRAINED: dict[str, dict[str, Any]] = {
@@ -32,62 +39,13 @@ TRAINED: dict[str, dict[str, Any]] = {
     "bf16": {**WHOLE, "dtype": "bf16"},
     "selective": {"gradient_checkpointing": "selective", "recompute_modules": ["mlp"]},
 }
-QWEN: dict[str, Any] = {
-    "max_position_embeddings": 512,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-LARGE: dict[str, Any] = {
-    "1.5b": Qwen2Config(
-        hidden_size=1536,
-        intermediate_size=8960,
-        num_hidden_layers=28,
-        num_attention_heads=12,
-        num_key_value_heads=2,
-        vocab_size=151_936,
-        tie_word_embeddings=True,
-    ),
-    "7b": Qwen2Config(
-        hidden_size=3584,
-        intermediate_size=18_944,
-        num_hidden_layers=28,
-        num_attention_heads=28,
-        num_key_value_heads=4,
-        vocab_size=152_064,
-        tie_word_embeddings=False,
-    ),
-    "moe": Qwen3MoeConfig(
-        hidden_size=2048,
-        intermediate_size=6144,
-        moe_intermediate_size=768,
-        num_experts=128,
-        num_experts_per_tok=8,
-        num_hidden_layers=8,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-        vocab_size=151_936,
-        tie_word_embeddings=False,
-    ),
-}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    small: dict[str, Any] = {"vocab_size": 2048, "hidden_size": 128, "intermediate_size": 320}
-    shape = Qwen2Config(**small, **QWEN, num_hidden_layers=4, tie_word_embeddings=True)
     path = tmp_path_factory.mktemp("measured")
-    AutoModelForCausalLM.from_config(shape).save_pretrained(path)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**SMALL)).save_pretrained(path)
     return path
-
-
-def batch() -> Batch:
-    lengths = np.full(TOKENS // LENGTH, LENGTH)
-    mask = np.ones(TOKENS, bool)
-    mask[np.cumsum(lengths) - lengths] = False
-    tokens = np.random.default_rng(0).integers(0, 2048, TOKENS).astype(np.int32)
-    weight = (mask / mask.sum()).astype(np.float32)
-    return Batch(lengths, {"tokens": tokens, "loss_mask": mask, "loss_weight": weight})
 
 
 def planned(config: MegatronConfig, model: Model, **facts: Any) -> Needs:
@@ -101,10 +59,6 @@ def held(engine: MegatronEngine) -> int:
     return storage_bytes([*(p for chunk in engine.chunks for p in chunk.parameters()), *state])
 
 
-def surprise(outputs: Any, _: Any) -> Any:
-    return -outputs["logprobs"], {}
-
-
 @pytest.mark.parametrize("name", TRAINED)
 def test_training(folder: Path, name: str) -> None:
     config, model = MegatronConfig(**TRAINED[name]), Model(str(folder))
@@ -113,7 +67,7 @@ def test_training(folder: Path, name: str) -> None:
     engine.setup(Rank())
 
     def train() -> None:
-        engine.forward_backward(batch(), LOGPROBS, surprise, StepInfo(TOKENS, 0))
+        engine.forward_backward(measured_batch(), LOGPROBS, surprise, StepInfo(TOKENS, 0))
         assert engine.step().applied
 
     train()
@@ -129,7 +83,7 @@ def test_a_frozen_reference(folder: Path) -> None:
     engine = MegatronEngine(config, model)
     engine.setup(Rank())
 
-    peak = peak_bytes(lambda: engine.forward(batch(), LOGPROBS))
+    peak = peak_bytes(lambda: engine.forward(measured_batch(), LOGPROBS))
     assert total(needs.peaks[Phase.LOGPROBS]) == pytest.approx(peak, rel=MEASURED)
     assert needs.held.keys() == {Part.PARAMS}
     assert total(needs.held[Part.PARAMS]) == pytest.approx(held(engine), rel=0.01)
@@ -151,7 +105,7 @@ def test_peaks_of_docs_measurements(
     tmp_path: Path, shape: str, settings: dict[str, Any], gib: float
 ) -> None:
     """They are those of "A training step of engine=megatron", on H200s."""
-    LARGE[shape].save_pretrained(tmp_path)
+    AutoConfig.for_model(**LARGE[shape]).save_pretrained(tmp_path)
     config = MegatronConfig(**settings)
     needs = planned(config, Model(str(tmp_path)), trains=True, tokens=16_384, longest=2048)
     parts = [term for terms in needs.held.values() for term in terms]
@@ -163,7 +117,7 @@ def test_stages_hold_their_layers_and_the_micro_batches_before(tmp_path: Path) -
     """The first stage of four has four micro-batches on the way, where there are as
     many.
     """
-    LARGE["7b"].save_pretrained(tmp_path)
+    AutoConfig.for_model(**LARGE["7b"]).save_pretrained(tmp_path)
     config = MegatronConfig(**WHOLE, ranks=4, pipeline_parallel=4, max_tokens_per_gpu=4096)
     model = Model(str(tmp_path))
     one, many = (

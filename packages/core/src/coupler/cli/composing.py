@@ -16,6 +16,7 @@ from coupler.run.plan import make_plan
 from coupler.run.resume import restore_config
 from coupler.run.row_form import sections
 from coupler.run.run_folder import read_starts
+from coupler.system.files import reading
 from coupler.system.log import get_logger
 
 log = get_logger(__name__)
@@ -65,7 +66,9 @@ def config_of_run(run: Path) -> Path:
     """
     restore_config(run)
     path = run / "config.yaml"
-    if not path.is_file():
+    with reading(path):
+        there = path.is_file()
+    if not there:
         raise CouplerError(f"{run} is no run folder: it has no config.yaml.")
     read_starts(run)  # refuses a format that is not known
     return path

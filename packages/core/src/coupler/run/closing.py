@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,9 +27,9 @@ def _rows(config: RunConfig, plugins: Plugins) -> Iterator[tuple[str, str]]:
     run_dir, export = Path(config.run_dir), export_folder(config.run_dir, "policy")
     yield from measured(run_dir / "metrics.jsonl").items()
 
-    if (run_dir / FOLDER).is_dir():
+    if os.path.isdir(run_dir / FOLDER):
         yield "samples", f"coupler show {run_dir}"
-    if export.is_dir():
+    if os.path.isdir(export):
         yield "export", str(export)
         for command in serving(plugins, export):
             yield "serve it", command

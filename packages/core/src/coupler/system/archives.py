@@ -110,6 +110,9 @@ def _check_header(file: BinaryIO, size: int) -> None:
     header = json.loads(file.read(length).decode("utf-8"), object_pairs_hook=_no_duplicates)
     if not isinstance(header, dict):
         raise ValueError("its header is no JSON object")
+    about = header.get("__metadata__", {})
+    if not isinstance(about, dict) or not all(isinstance(text, str) for text in about.values()):
+        raise ValueError("the metadata of its header is no mapping of texts")
 
     ranges = sorted(
         _range_of(name[:80], entry) for name, entry in header.items() if name != "__metadata__"

@@ -25,7 +25,7 @@ def beside(values: dict[str, Any], file: Path) -> dict[str, Any]:
     the same. Any other path is kept, as are those in the ``config.yaml`` that a run
     wrote, which are from the working folder already.
     """
-    if file.parent == Path() or file.with_name("run.json").is_file():
+    if file.parent == Path() or os.path.isfile(file.with_name("run.json")):
         return values
     return _moved(values, "", file.parent)
 

@@ -5,6 +5,52 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
+
+from coupler.batch import Batch
+
+TOKENS, LENGTH = 1024, 256  # of the batch that is measured, and of its sequences
+SMALL: dict[str, Any] = {
+    "model_type": "qwen2", "vocab_size": 2048, "hidden_size": 128, "intermediate_size": 320,
+    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 512, "tie_word_embeddings": True,
+}  # fmt: skip
+LARGE: dict[str, dict[str, Any]] = {
+    "1.5b": {
+        "model_type": "qwen2", "vocab_size": 151_936, "hidden_size": 1536,
+        "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
+        "num_key_value_heads": 2, "tie_word_embeddings": True,
+    },
+    "7b": {
+        "model_type": "qwen2", "vocab_size": 152_064, "hidden_size": 3584,
+        "intermediate_size": 18_944, "num_hidden_layers": 28, "num_attention_heads": 28,
+        "num_key_value_heads": 4, "tie_word_embeddings": False,
+    },
+    "moe": {
+        "model_type": "qwen3_moe", "vocab_size": 151_936, "hidden_size": 2048,
+        "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128,
+        "num_experts_per_tok": 8, "num_hidden_layers": 8, "num_attention_heads": 32,
+        "num_key_value_heads": 4, "head_dim": 128, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+"""Models whose peaks were measured on GPUs, as in ``config.json``."""
+
+
+def measured_batch() -> Batch:
+    """Return a batch whose tokens but the first of each sequence are trained."""
+    lengths = np.full(TOKENS // LENGTH, LENGTH)
+    mask = np.ones(TOKENS, bool)
+    mask[np.cumsum(lengths) - lengths] = False
+
+    tokens = np.random.default_rng(0).integers(0, SMALL["vocab_size"], TOKENS).astype(np.int32)
+    weight = (mask / mask.sum()).astype(np.float32)
+    return Batch(lengths, {"tokens": tokens, "loss_mask": mask, "loss_weight": weight})
+
+
+def surprise(outputs: Any, _: Any) -> Any:
+    """Return the negative log-prob of each token: a loss without columns."""
+    return -outputs["logprobs"], {}
+
 
 def peak_bytes(work: Callable[[], object]) -> int:
     """Return the most bytes that ``work`` held above those that were held before.

@@ -38,12 +38,12 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     folder, written = Path(arguments.model), {}
     model, arguments.config = arguments.model, None
-    if (folder / "config.yaml").is_file():
+    if os.path.isfile(folder / "config.yaml"):
         model, arguments.config = str(exported(folder, arguments.step)), str(config_of_run(folder))
         written = read_file(arguments.config)
     elif arguments.step is not None:
         raise CouplerError(f"{folder} is no run folder, and --step {arguments.step} needs one.")
-    elif ":" not in model and not (folder / "config.json").is_file():
+    elif ":" not in model and not os.path.isfile(folder / "config.json"):
         raise CouplerError(
             f"{folder} is no run folder, which has config.yaml, and no model, which has "
             "config.json.\n  try:  coupler runs, which lists the runs below runs/"

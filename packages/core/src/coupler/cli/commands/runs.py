@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from coupler.cli.parser import Parser
@@ -24,7 +25,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     folder: Path = arguments.folder
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise CouplerError(f"there is no folder {folder}.\n  try:  coupler runs DIR")
     rows = [_row(look_at(found), folder) for found in find_runs(folder)]
     print(table([HEAD, *rows]) if rows else f"{folder} holds no runs")

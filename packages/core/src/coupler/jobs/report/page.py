@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ def report(folders: Sequence[Path], file: Path) -> None:
     Raises:
         CouplerError: no run can be shown, or ``file`` cannot be written.
     """
-    if file.suffix != ".html" or file.is_dir():
+    if file.suffix != ".html" or os.path.isdir(file):
         raise CouplerError(f"--html {file} names no file that ends in .html.")
     runs, notes = read_runs(folders)
     notes = [*notes, *(note for run in runs for note in run.notes)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,7 +105,7 @@ def _read_steps(path: Path) -> tuple[dict[int, dict[str, float | None]], list[st
     """Return the numbers of each step. The last line of a step wins, as in a resumed
     run.
     """
-    if not path.exists():
+    if not os.path.exists(path):
         raise DamagedFile(f"{path} is missing: the run had no jsonl in trackers.")
     lines = read_bytes(path, MAX_BYTES).split(b"\n")
     found = [_numbers(line) for line in lines]
