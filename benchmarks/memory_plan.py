@@ -51,8 +51,9 @@ def write_weights(_rank: int, folder: str) -> None:
     """Random weights, in a process whose memory is free again."""
     torch.manual_seed(0)
     with torch.device("cuda" if GPU else "cpu"):
+        shape = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         model = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(folder), dtype=torch.bfloat16
+            shape, dtype=torch.bfloat16, trust_remote_code=False
         )
     model.save_pretrained(folder)
 
@@ -132,10 +133,8 @@ def run_rollout(args: argparse.Namespace, folder: str) -> None:
     """Plan and measure one replica that samples."""
     backend = Plugins.load().get("rollout", args.rollout)
     config = configured(backend.config, parse_settings(args.settings).get("rollout", {}))
-    numbers = sum(
-        tensor.numel()
-        for tensor in AutoModelForCausalLM.from_pretrained(folder, device_map="meta").parameters()
-    )
+    model = AutoModelForCausalLM.from_pretrained(folder, device_map="meta", trust_remote_code=False)
+    numbers = sum(tensor.numel() for tensor in model.parameters())
     count = args.micro_batches * args.tokens // args.length
     needs = config.memory_needs(
         asked_of(
