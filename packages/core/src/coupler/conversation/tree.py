@@ -103,7 +103,7 @@ class Row:
         trained: those of them that are ``SAMPLED`` in this row.
         messages: all of the path, with the last answer, or none where ids were sent.
         numbers: the place of each of ``trained`` among the turns of the episode.
-        anchors: a digest of what each of ``trained`` was shown: :attr:`Turn.anchor`.
+        turns: the turns of ``trained``, none in the row of an episode of a single turn.
     """
 
     trajectory: Trajectory
@@ -111,13 +111,20 @@ class Row:
     trained: tuple[Completion, ...]
     messages: tuple[Message, ...] = ()
     numbers: tuple[int, ...] = ()
-    anchors: tuple[bytes, ...] = ()
+    turns: tuple[Turn, ...] = ()
+
+    @property
+    def anchors(self) -> tuple[bytes, ...]:
+        """Return a digest of what each of ``trained`` was shown, by their turns."""
+        if self.turns:
+            return tuple(turn.anchor for turn in self.turns)
+        return tuple(digest(self.trajectory.segments[0].ids) for _ in self.trained)
 
     @classmethod
     def of_one_turn(cls, prompt: tuple[int, ...], done: Completion) -> Row:
         """Return the row of an episode of a single turn."""
         segments = (Segment(prompt, Origin.PROMPT), sampled(done))
-        return cls(Trajectory(segments), (done,), (done,), numbers=(0,), anchors=(digest(prompt),))
+        return cls(Trajectory(segments), (done,), (done,), numbers=(0,))
 
 
 class Tree:
@@ -235,7 +242,7 @@ class Tree:
             tuple(turn.completion for turn in mine.values()),
             tuple(messages),
             tuple(mine),
-            tuple(turn.anchor for turn in mine.values()),
+            tuple(mine.values()),
         )
 
 
