@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from coupler.cli import main
+from coupler.testing.models import write_tokenizer, write_toy
 
 REWARD = """
 def score(completion, answer):
@@ -54,6 +55,19 @@ def arguments(job: str, model: Path, inputs: Path, run_dir: Path) -> list[str]:
         if job == "eval"
         else [*scored, "algorithm=grpo", "steps=3", "prompts_per_step=2"]
     )
+
+
+def toy_train(folder: Path, *more: str) -> list[str]:
+    """The command line of three steps on the toy backends, inputs in ``folder``."""
+    write_inputs(folder)
+    write_tokenizer(write_toy(folder / "toy"))
+    return [
+        "train", "engine=toy", "engine.lr=0.1", "rollout=toy", "algorithm=toy", "steps=3",
+        "prompts_per_step=2", "samples_per_prompt=4", "sampling.max_tokens=8",
+        "data.max_prompt_tokens=64", "trackers=[jsonl]",
+        f"model.path={folder / 'toy'}", f"data.source={folder / 'rows.jsonl'}",
+        f"reward.target={folder / 'reward.py'}:score", f"run_dir={folder / 'run'}", *more,
+    ]  # fmt: skip
 
 
 def run(job: str, model: Path, run_dir: Path, *overrides: str) -> Path:

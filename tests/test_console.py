@@ -14,24 +14,15 @@ import termios
 from pathlib import Path
 
 import pytest
-from job_run import write_inputs
+from job_run import toy_train
 
 from coupler.builtin.trackers.console import COLUMNS
 from coupler.cli import main
-from coupler.testing.models import write_tokenizer, write_toy
 
 
 def command(folder: Path) -> list[str]:
-    """The arguments of a run of three steps on the toy backends."""
-    write_inputs(folder)
-    write_tokenizer(write_toy(folder / "toy"))
-    return [
-        "train", "engine=toy", "engine.lr=0.1", "rollout=toy", "algorithm=toy", "steps=3",
-        "prompts_per_step=2", "samples_per_prompt=4", "sampling.max_tokens=8",
-        "data.max_prompt_tokens=64", "trackers=[console,jsonl]",
-        f"model.path={folder / 'toy'}", f"data.source={folder / 'rows.jsonl'}",
-        f"reward.target={folder / 'reward.py'}:score", f"run_dir={folder / 'run'}",
-    ]  # fmt: skip
+    """The arguments of a run that the console shows."""
+    return toy_train(folder, "trackers=[console,jsonl]")
 
 
 def in_terminal(arguments: list[str], columns: int) -> list[str]:

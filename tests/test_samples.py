@@ -6,30 +6,17 @@ import json
 from pathlib import Path
 
 import pytest
-from job_run import write_inputs
+from job_run import toy_train
 
 from coupler.cli import main
 from coupler.run import samples
 from coupler.system.terminal import columns, fold
-from coupler.testing.models import write_tokenizer, write_toy
-
-
-def train(folder: Path, *more: str) -> list[str]:
-    write_inputs(folder)
-    write_tokenizer(write_toy(folder / "toy"))
-    return [
-        "train", "engine=toy", "engine.lr=0.1", "rollout=toy", "algorithm=toy", "steps=3",
-        "prompts_per_step=2", "samples_per_prompt=4", "sampling.max_tokens=8",
-        "data.max_prompt_tokens=64", "trackers=[jsonl]",
-        f"model.path={folder / 'toy'}", f"data.source={folder / 'rows.jsonl'}",
-        f"reward.target={folder / 'reward.py'}:score", f"run_dir={folder / 'run'}", *more,
-    ]  # fmt: skip
 
 
 def test_a_run_keeps_and_shows_its_samples(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(train(tmp_path, "samples.every_steps=2", "samples.max_groups=1")) == 0
+    assert main(toy_train(tmp_path, "samples.every_steps=2", "samples.max_groups=1")) == 0
     printed = capsys.readouterr()
     brief = (printed.out + printed.err).split("--- sample of step ")[1:]
     assert [text[0] for text in brief] == ["1", "1", "2", "2"]
@@ -63,21 +50,21 @@ def test_a_run_keeps_and_shows_its_samples(
 
 def test_a_resumed_run_writes_the_steps_after_its_checkpoint_again(tmp_path: Path) -> None:
     often = ("samples.every_steps=1", "checkpoint.every_steps=1", "checkpoint.export=false")
-    assert main(train(tmp_path, *often, "steps=2")) == 0
+    assert main(toy_train(tmp_path, *often, "steps=2")) == 0
     folder = tmp_path / "run" / "samples"
     kept = (folder / "step_1.jsonl").read_text()
     # A kill left them: the run never got to a checkpoint of step 9.
     (folder / "step_3.jsonl").write_text("old")
     (folder / "step_9.jsonl").write_text("old")
 
-    assert main(train(tmp_path, *often, "steps=3")) == 0
+    assert main(toy_train(tmp_path, *often, "steps=3")) == 0
     assert samples.steps(folder) == [1, 2, 3]
     assert (folder / "step_1.jsonl").read_text() == kept
     assert len(samples.read(folder, 3)) == 8
 
 
 def test_no_samples_are_kept_where_they_are_off(tmp_path: Path) -> None:
-    assert main(train(tmp_path, "samples.every_steps=0")) == 0
+    assert main(toy_train(tmp_path, "samples.every_steps=0")) == 0
     assert not (tmp_path / "run" / "samples").exists()
     assert main(["show", str(tmp_path / "run")]) == 2
 

@@ -15,7 +15,7 @@ from coupler.conversation.packing import Sample
 from coupler.conversation.tree import Row as OnePath
 from coupler.data import Prompt, Row
 from coupler.interfaces import Completion, Request
-from coupler.jobs.evaluator import Evaluator, best_of, interval
+from coupler.jobs.evaluator import Evaluator, best_of, interval, resampled
 from coupler.metrics import values
 
 SAMPLES = {  # row: (reward, answer) of its valid samples, of three
@@ -76,12 +76,12 @@ def test_the_best_of_fewer_samples_is_that_of_every_subset() -> None:
 def test_bounds_hold_the_mean_of_the_population() -> None:
     """In 95 of 100 evaluations of 200 prompts, but for chance."""
     draw = np.random.default_rng(3)
-    inside = 0
+    inside, draws = 0, resampled(200)
     for _ in range(200):
-        low, high = interval((draw.random(200) < 0.3).astype(float))
+        low, high = interval((draw.random(200) < 0.3).astype(float), draws)
         inside += low <= 0.3 <= high
     assert 0.90 < inside / 200 < 0.99
-    assert interval(np.ones(5)) == (1.0, 1.0)
+    assert interval(np.ones(5), resampled(5)) == (1.0, 1.0)
 
 
 def test_each_source_has_numbers_of_its_own() -> None:

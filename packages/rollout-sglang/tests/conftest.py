@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from coupler.errors import ReplicaDied
-from coupler.interfaces import InFlight, Rank
 from coupler.plugins.manager import Plugins
 from coupler.testing.edge import Served
 from coupler.testing.models import write_qwen2
@@ -70,18 +68,6 @@ def one(start: Callable[..., Served]) -> Served:
 @pytest.fixture
 def served(one: Served, reference: TransformersReference) -> Served:
     """A replica with the true weights, running; one that a test killed starts again."""
-
-    async def revive() -> None:
-        if not one.rollout.gate.is_set():
-            await one.rollout.resume()
-        await one.rollout.setup(Rank(seed=1))
-
-    try:
-        one.run(lambda: one.rollout.pause(InFlight.DRAIN))
-        one.run(one.rollout.resume)
-    except ReplicaDied:
-        one.rollout.paused = None
-        one.run(revive, deadline_s=400.0)
-
+    one.revive()
     one.push((name, torch.from_numpy(tensor)) for name, tensor in reference.tensors.items())
     return one

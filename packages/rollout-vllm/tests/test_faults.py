@@ -53,17 +53,7 @@ def weights(reference: TransformersReference) -> Iterator[Named]:
 @pytest.fixture
 def fresh(served: Served, reference: TransformersReference) -> Served:
     """The replica of this file, started again after it was killed."""
-
-    async def revive() -> None:
-        if not served.rollout.gate.is_set():
-            await served.rollout.resume()
-        await served.rollout.setup(Rank(seed=1))
-
-    try:
-        served.run(lambda: served.rollout.pause(InFlight.DRAIN))
-        served.run(served.rollout.resume)
-    except ReplicaDied:
-        served.run(revive, deadline_s=300.0)
+    if served.revive():
         served.push(weights(reference))
     return served
 

@@ -70,11 +70,13 @@ def _describe(groups: Sequence[Sequence[Sample]], n: int) -> Metrics:
     per_prompt |= {f"best_of_{k}": best_of(rewards, k) for k in sizes}
     if sizes and scored and all(s.answer is not None for s in scored):
         for k in sizes:
-            per_prompt[f"majority_of_{k}"] = np.array([_majority_of(g, n, k) for g in groups])
+            subsets = _subsets(n, k)
+            per_prompt[f"majority_of_{k}"] = np.array([_majority_of(g, subsets) for g in groups])
 
     metrics = {name: Metric(float(each.sum()), len(each)) for name, each in per_prompt.items()}
+    draws = resampled(len(groups))
     for name, each in per_prompt.items():
-        low, high = interval(each)
+        low, high = interval(each, draws)
         metrics |= {f"{name}_low": Metric(low), f"{name}_high": Metric(high)}
     return metrics | {
         "completion_tokens": Metric(sum(s.num_sampled for s in scored), count),
@@ -97,24 +99,38 @@ def best_of(rewards: np.ndarray, k: int) -> np.ndarray:
     return np.sort(rewards, axis=1) @ weights
 
 
-def interval(per_prompt: np.ndarray) -> tuple[float, float]:
+def resampled(size: int) -> np.ndarray:
+    """Return [resamples, size] the prompts of each resample, the same at every call."""
+    return np.random.default_rng(0).integers(size, size=(RESAMPLES, size))
+
+
+def interval(per_prompt: np.ndarray, draws: np.ndarray) -> tuple[float, float]:
     """Return the bounds of 95 % for the mean over prompts, by the bootstrap of
-    percentiles. The same numbers give the same bounds.
+    percentiles.
+
+    Args:
+        draws: the prompts of each resample, of :func:`resampled`.
     """
-    draws = np.random.default_rng(0).integers(len(per_prompt), size=(RESAMPLES, len(per_prompt)))
     low, high = np.quantile(per_prompt[draws].mean(1), (0.025, 0.975))
     return float(low), float(high)
 
 
-def _majority_of(group: Sequence[Sample], n: int, k: int) -> float:
-    """Return the expected reward of the most frequent answer of ``k`` of ``n`` samples,
-    over subsets drawn by a fixed seed. Invalid samples do not vote.
+def _subsets(n: int, k: int) -> list[list[int]]:
+    """Return all of ``n`` samples if ``k`` is ``n``, and else subsets of ``k`` of them,
+    drawn by a fixed seed.
     """
     if k == n:
-        return _of_majority(group)
+        return [[*range(n)]]
     order = np.random.default_rng(0)
-    subsets = (sorted(order.permutation(n)[:k]) for _ in range(SUBSETS))
-    return float(np.mean([_of_majority([group[i] for i in s if i < len(group)]) for s in subsets]))
+    return [sorted(order.permutation(n)[:k].tolist()) for _ in range(SUBSETS)]
+
+
+def _majority_of(group: Sequence[Sample], subsets: Sequence[Sequence[int]]) -> float:
+    """Return the mean over subsets of the reward of the most frequent answer. Invalid
+    samples, which the group lacks, do not vote.
+    """
+    each = [_of_majority([group[i] for i in subset if i < len(group)]) for subset in subsets]
+    return float(np.mean(each))
 
 
 def _of_majority(group: Sequence[Sample]) -> float:

@@ -6,9 +6,11 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from coupler.errors import ReplicaDied
 from coupler.interfaces import (
     LORA,
     Endpoint,
+    InFlight,
     Named,
     Rank,
     Rollout,
@@ -81,6 +83,25 @@ class Served:
         self, weights: Iterable[Named], *, permuted: bool = False, adapter: bool = False
     ) -> tuple[SendReceipt, SyncReceipt]:
         return self.run(lambda: self.edge.push(weights, permuted=permuted, adapter=adapter))
+
+    def revive(self) -> bool:
+        """Start an inference engine again if it died. Return whether it had, and then
+        has no weights.
+        """
+        try:
+            self.run(lambda: self.rollout.pause(InFlight.DRAIN))
+            self.run(self.rollout.resume)
+            return False
+        except ReplicaDied:
+            self.run(self._set_up_again, deadline_s=400.0)
+            return True
+
+    async def _set_up_again(self) -> None:
+        rollout: Any = self.rollout
+        rollout.paused = None
+        if not rollout.gate.is_set():
+            await rollout.resume()
+        await rollout.setup(Rank(seed=1))
 
     def close(self) -> None:
         self.rollout.close()
