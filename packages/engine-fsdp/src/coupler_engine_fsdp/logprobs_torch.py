@@ -14,6 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from coupler.engine_kit.softmax import locate, logit_slopes
+
 
 def reduce_tile(
     logits: Tensor,
@@ -32,7 +34,7 @@ def reduce_tile(
     within the tile are copied to ``picked``.
     """
     logits = _scale(logits, bias, temperature)
-    index, inside = _locate(targets, logits.shape[1])
+    index, inside = locate(targets, logits.shape[1])
     picked.copy_(torch.where(inside, logits.gather(1, index).squeeze(1), picked))
 
     tile_log_z = logits.logsumexp(1)
@@ -59,25 +61,10 @@ def grad_tile(
     grad_squares: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return the gradient of the unscaled logits [R, v] in ``dtype``.
-
-    With z the scaled logits, dz = g (onehot - p) for log-probs, -g p (log p + entropy)
-    for the entropy, and 2 g p (p - s) for the sum s of squares.
-    """
+    """Return the gradient of the unscaled logits [R, v] in ``dtype``."""
     log_p = _scale(logits, bias, temperature).sub_(log_z[:, None])
-    if grad_entropy is None and grad_squares is None:
-        grad = log_p.exp_().mul_(-grad_logprobs[:, None])
-    else:
-        p, grad = log_p.exp(), log_p
-        if grad_entropy is None or entropy is None:
-            grad.zero_()
-        else:
-            grad.add_(entropy[:, None]).mul_(-grad_entropy[:, None])
-        if grad_squares is not None and squares is not None:
-            grad.add_((p - squares[:, None]).mul_(2 * grad_squares[:, None]))
-        grad.sub_(grad_logprobs[:, None]).mul_(p)
-    index, inside = _locate(targets, grad.shape[1])
-    grad.scatter_add_(1, index, torch.where(inside, grad_logprobs, 0.0)[:, None])
+    of_entropy, of_squares = (grad_entropy, entropy), (grad_squares, squares)
+    grad = logit_slopes(log_p, targets, grad_logprobs, of_entropy, of_squares)
     if temperature is not None:
         grad.div_(temperature[:, None])
     return grad.to(dtype)
@@ -87,10 +74,3 @@ def _scale(logits: Tensor, bias: Tensor | None, temperature: Tensor | None) -> T
     if bias is not None:
         logits.add_(bias)
     return logits if temperature is None else logits.div_(temperature[:, None])
-
-
-def _locate(targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return the column of each target [R, 1], clamped into the tile, and if it is
-    inside.
-    """
-    return targets.clamp(0, width - 1)[:, None], (targets >= 0) & (targets < width)

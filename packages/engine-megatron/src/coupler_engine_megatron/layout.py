@@ -37,7 +37,7 @@ def problems(
     """Yield every size that does not fit.
 
     Args:
-        shape: the model's ``config.json``; None if it is not known yet.
+        shape: the model's ``config.json``, None if it is not known yet.
         path: the place of ``config`` in the run's configuration.
     """
     yield from _of_ranks(config, ranks, path)
@@ -206,7 +206,7 @@ def stage_layers(layers: int, stages: int, turns: int, first: int, last: int) ->
 
     Args:
         turns: parts of equal size that each stage has.
-        first: layers of the first stage; 0 for as many as those between have.
+        first: layers of the first stage, 0 for as many as those between have.
         last: layers of the last stage; 0 as for the first.
     """
     ends = {stage: number for stage, number in ((0, first), (stages - 1, last)) if number}

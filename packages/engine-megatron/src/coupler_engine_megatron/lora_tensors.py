@@ -166,16 +166,6 @@ def _groups(bridge: Any) -> tuple[int, list[int]]:
     """Return the groups of heads, and the rows of queries, keys and values of one."""
     config = bridge.hf_config
     heads = config.num_attention_heads
-    width = (
-        getattr(
-            config,
-            "head_dim",
-            None,
-        )
-        or config.hidden_size // heads
-    )
-    return config.num_key_value_heads, [
-        width * heads // config.num_key_value_heads,
-        width,
-        width,
-    ]
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    of_group = config.num_key_value_heads
+    return of_group, [width * heads // of_group, width, width]

@@ -40,6 +40,7 @@ class Parked:
                 copy = torch.empty(len(whole), dtype=torch.uint8, pin_memory=whole.is_cuda)
                 copy.copy_(whole)
             self._host[what].append(_Storage(tensor.detach(), len(whole), copy))
+
         for tensor in storages.values():
             tensor.untyped_storage().resize_(0)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from coupler.engine_kit.sampling_mask import cut_off
+from coupler.engine_kit.softmax import locate, logit_slopes
 
 _ALIGNED = 128
 """Columns. Matrix products of other widths are slower on a GPU."""
@@ -85,7 +86,7 @@ class _TokenLogprobs(torch.autograd.Function):
         sums, means, doubles = [], [], []
         for part in ctx.tiles:
             logits = cut_off(_logits(hidden, weight[part], temperature), kept, first + part.start)
-            index, inside = _locate(targets - part.start, logits.shape[1])
+            index, inside = locate(targets - part.start, logits.shape[1])
             picked += torch.where(inside, logits.gather(1, index).squeeze(1), 0.0)
             log_z = logits.logsumexp(1)
             sums.append(log_z.double())
@@ -126,7 +127,7 @@ class _TokenLogprobs(torch.autograd.Function):
             log_p = logits.sub_(log_z[:, None])
             local = targets - part.start
             entropies, sums = (grad_entropy, entropy), (grad_squares, squares)
-            grad = _slopes(log_p, local, slopes, entropies, sums)
+            grad = logit_slopes(log_p, local, slopes, entropies, sums)
             if temperature is not None:
                 grad.div_(temperature[:, None])
             grad = grad.to(hidden.dtype)
@@ -146,40 +147,12 @@ def _combine(
     each = torch.stack(sums)  # [tiles, R]
     top = each.amax(0)
     dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
+
     weights = (each - top).exp()
     mean = (weights * torch.stack(means)).sum(0) if means else torch.zeros_like(top)
     total = torch.stack([weights.sum(0), mean, picked.double()])
     dist.all_reduce(total, group=group)
     return top + total[0].log(), total[1] / total[0], total[2].float()
-
-
-def _slopes(
-    log_p: Tensor,
-    targets: Tensor,
-    grad_logprobs: Tensor,
-    of_entropy: tuple[Tensor | None, Tensor | None],
-    of_squares: tuple[Tensor | None, Tensor | None],
-) -> Tensor:
-    """Return the gradient [R, tile] of the scaled logits z. It overwrites ``log_p``.
-
-    dz = g (onehot - p) for log-probs, -g p (log p + entropy) for the entropy, and 2 g p
-    (p - s) for the sum s of squares. The last two come as pairs of g and the value.
-    """
-    (grad_entropy, entropy), (grad_squares, squares) = of_entropy, of_squares
-    if grad_entropy is None and grad_squares is None:
-        grad = log_p.exp_().mul_(-grad_logprobs[:, None])
-    else:
-        p, grad = log_p.exp(), log_p
-        if grad_entropy is None or entropy is None:
-            grad.zero_()
-        else:
-            grad.add_(entropy[:, None]).mul_(-grad_entropy[:, None])
-        if grad_squares is not None and squares is not None:
-            grad.add_((p - squares[:, None]).mul_(2 * grad_squares[:, None]))
-        grad.sub_(grad_logprobs[:, None]).mul_(p)
-
-    index, inside = _locate(targets, grad.shape[1])
-    return grad.scatter_add_(1, index, torch.where(inside, grad_logprobs, 0.0)[:, None])
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: Tensor | None) -> Tensor:
@@ -202,13 +175,6 @@ def _add_matmul(total: Tensor, left: Tensor, right: Tensor) -> None:
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:
         total.add_(torch.mm(left, right))
-
-
-def _locate(targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return the column of each target [R, 1], clamped into the tile, and if it is
-    inside.
-    """
-    return targets.clamp(0, width - 1)[:, None], (targets >= 0) & (targets < width)
 
 
 def default_tile(on_gpu: bool) -> int:

@@ -8,8 +8,8 @@ from coupler.engine_kit.memory_plan import GIB, Asked, Kind, Needs, Term
 from coupler.interfaces import Memory
 
 ASLEEP = int(0.8 * GIB)
-"""Bytes of CUDA and its graphs that stay while an engine sleeps. Both vLLM and SGLang
-were measured (docs/measurements.md)."""
+"""Bytes of CUDA and its graphs that stay while an engine sleeps. They were measured
+(docs/measurements.md)."""
 WIDTHS = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
