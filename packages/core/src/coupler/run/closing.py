@@ -11,6 +11,7 @@ from coupler.plugins.manager import Plugins
 from coupler.run.model_card import measured, serving
 from coupler.run.samples import FOLDER
 from coupler.run.saving import export_folder
+from coupler.system.terminal import in_columns
 
 
 def closing(config: RunConfig, plugins: Plugins) -> str:
@@ -18,9 +19,7 @@ def closing(config: RunConfig, plugins: Plugins) -> str:
 
     Its numbers are those of ``metrics.jsonl``, of all starts of the run.
     """
-    rows = list(_rows(config, plugins))
-    width = max((len(title) for title, _ in rows), default=0)
-    return "\n".join(f"{title:{width}}  {text}" for title, text in rows)
+    return in_columns(list(_rows(config, plugins)))
 
 
 def _rows(config: RunConfig, plugins: Plugins) -> Iterator[tuple[str, str]]:

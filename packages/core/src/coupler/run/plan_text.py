@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from coupler.config.schema import ExecutorName, Job
 from coupler.executors.placement import make_shares
+from coupler.system.terminal import in_columns
 from coupler.system.words import count
 
 if TYPE_CHECKING:
@@ -14,8 +15,7 @@ if TYPE_CHECKING:
 
 def render(plan: Plan) -> str:
     """Return one line per fact, for the console and the log."""
-    width = max(len(label) for label, _ in _lines(plan))
-    return "\n".join(f"{label:{width}}  {text}" for label, text in _lines(plan))
+    return in_columns(_lines(plan))
 
 
 def _lines(plan: Plan) -> list[tuple[str, str]]:

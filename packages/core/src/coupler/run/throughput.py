@@ -15,7 +15,7 @@ from coupler.errors import CouplerError
 from coupler.executors.placement import make_shares
 from coupler.metrics import Metric, Metrics
 from coupler.run.plan import Plan
-from coupler.system.files import DamagedFile, read_json
+from coupler.system.files import read_json
 from coupler.system.gpu import device_name
 
 GATED = frozenset(
@@ -58,7 +58,7 @@ class Throughput:
         """Take what the plan of a run and the folder of its policy say."""
         try:
             shape = read_json(folder / "config.json")
-        except (DamagedFile, CouplerError):
+        except CouplerError:
             shape = {}
 
         shares = make_shares(plan.workers, plan.placement) if plan.placement else []

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 WIDTH = 80
 """Columns that a line may have."""
+
+
+def in_columns(rows: Sequence[tuple[str, str]]) -> str:
+    """Return a line for each label and its text, with the texts below each other."""
+    width = max((len(label) for label, _ in rows), default=0)
+    return "\n".join(f"{label:{width}}  {text}" for label, text in rows)
 
 
 def harmless(text: str, *, lines: bool = False) -> str:
