@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 from browser import BROWSER, tab
-from job_run import metrics, run
-from test_samples import train
+from job_run import metrics, run, toy_train
 
 from coupler.cli import main
 from coupler.run import samples
@@ -91,8 +90,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     more = ("steps=4", "samples.every_steps=2")
     for seed, name in enumerate(SEEDS):
-        assert main([*train(folder, *more), f"run_dir={folder / name}", f"seed={seed}"]) == 0
-    assert main([*train(folder, *more), f"run_dir={folder / OTHER}", "engine.lr=0.01"]) == 0
+        assert main([*toy_train(folder, *more), f"run_dir={folder / name}", f"seed={seed}"]) == 0
+    assert main([*toy_train(folder, *more), f"run_dir={folder / OTHER}", "engine.lr=0.01"]) == 0
     return folder
 
 

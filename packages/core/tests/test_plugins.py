@@ -229,6 +229,33 @@ def test_disabled_and_ad_hoc_plugins(folder: Path, monkeypatch: pytest.MonkeyPat
         plugins.get("engine", "acme")
 
 
+def test_a_plugin_that_reads_the_environment_is_read_again_where_it_changed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was remembered in another shell names no backend of this one."""
+    (folder / "acme_shells.py").write_text(
+        """
+import os
+from coupler.plugins import Backend, hookimpl
+
+@hookimpl
+def coupler_backends():
+    names = ["always", *(["also"] if "ACME_ALSO" in os.environ else [])]
+    return [Backend(kind="transport", name=name, target="acme:Never") for name in names]
+"""
+    )
+    monkeypatch.setenv("COUPLER_PLUGINS", "acme_shells")
+    monkeypatch.setenv("ACME_ALSO", "1")
+    assert "also" in Plugins.load().complete().declared("transport")
+
+    monkeypatch.delenv("ACME_ALSO")
+    plugins = Plugins.load()
+    assert plugins.get("transport", "always").name == "always"
+    assert "also" not in plugins.declared("transport")
+    with pytest.raises(PluginError, match="no transport named 'also'"):
+        plugins.get("transport", "also")
+
+
 def test_second_installation_of_a_plugin_is_named(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -228,9 +228,7 @@ def test_a_completion_that_was_cut_off_keeps_the_routes_that_sampled_it(tmp_path
     ]  # token 5 was fed in the second part only
 
 
-def test_what_was_cut_off_before_it_was_fed_leaves_the_routes_of_the_rest(
-    tmp_path: Path,
-) -> None:
+def test_what_was_cut_off_before_it_was_fed_leaves_the_routes_of_the_rest(tmp_path: Path) -> None:
     group = group_of(tmp_path, "test_router_replay:Waiting")
 
     async def story() -> Completion:

@@ -8,15 +8,7 @@ from math import inf
 from typing import Any
 
 from coupler.config.options import SECTIONS, section
-from coupler.config.schema import (
-    HF_MODEL,
-    RESUMED,
-    ExecutorName,
-    Job,
-    OnSync,
-    Placement,
-    RunConfig,
-)
+from coupler.config.schema import HF_MODEL, RESUMED, ExecutorName, Job, OnSync, Placement, RunConfig
 
 # Options that count what only supervised training has.
 OF_EPOCHS = ("epochs", "eval.every_epochs", "checkpoint.every_epochs", "eval.patience")

@@ -25,14 +25,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from coupler.config.checks import does_evaluate, evaluating, problems
 from coupler.config.effect import not_default
-from coupler.config.options import (
-    SECTIONS,
-    Options,
-    drop_replaced,
-    in_full,
-    section,
-    wrong_value,
-)
+from coupler.config.options import SECTIONS, Options, drop_replaced, in_full, section, wrong_value
 from coupler.config.overrides import parse_overrides, read_file
 from coupler.config.plain import to_plain
 from coupler.config.presets import chosen_values

@@ -33,7 +33,7 @@ TYPE_NAMES = {"int": "an integer", "float": "a number", "bool": "true or false",
 
 
 REPLACED = {  # options of earlier releases, and what to write instead
-    "checkpoint.optimizer": "checkpoint.contents=[model,extra] for false; true is the default",
+    "checkpoint.optimizer": "checkpoint.contents=[model,extra] for false; true is the default"
 }
 
 

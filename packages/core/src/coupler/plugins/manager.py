@@ -177,6 +177,8 @@ class Plugins(Discovery):
             )
         backends = self.use(source)
         if (kind, name) not in backends:
+            if not self.find(kind, name):
+                raise PluginError(self.missing(kind, name, also))
             raise PluginError(
                 f"{source} declares {kind}={name} in another process, and not in this one.\n"
                 f"  try:  {source.fix}"
@@ -206,6 +208,10 @@ class Plugins(Discovery):
             if all(accepts(b.api) for b in backends) and not self._manager.is_registered(module):
                 self._manager.register(module, _key(source))
             self.imported[source] = {(str(b.kind), str(b.name)): b for b in backends}
+            declared = {(b.kind, b.name) for b in self.all[source].backends}
+            if declared != self.imported[source].keys():
+                # What is remembered is of another environment.
+                self.read_again(lambda _: False)
         return self.imported[source]
 
     def missing(self, kind: str, name: str, also: tuple[str, ...] = ()) -> str:

@@ -117,11 +117,7 @@ class Discovery:
             )
             for key, source in self._sources.items()
         }
-        self._read = Remembered(
-            "plugins.json",
-            questions,
-            LIMIT_S,
-        )
+        self._read = Remembered("plugins.json", questions, LIMIT_S)
         self._take(self._read.known)
 
     @property
@@ -146,20 +142,12 @@ class Discovery:
             if not had and enough():
                 # Where reading is slow, it is slow for all.
                 now = time.monotonic()
-                self._patient_until = now + min(
-                    max(GRACE_S, now - start),
-                    MAX_GRACE_S,
-                )
+                self._patient_until = now + min(max(GRACE_S, now - start), MAX_GRACE_S)
 
     def read_again(self, is_suspect: Callable[[Source], bool]) -> None:
         """Read what may have changed, and with patience a suspect that was slow."""
         slow = {key for key, answer in self._read.known.items() if answer.hung}
-        self._take(
-            self._read.again(
-                self._read.remembered - slow,
-                LIMIT_S,
-            )
-        )
+        self._take(self._read.again(self._read.remembered - slow, LIMIT_S))
         suspects = [key for key in slow if is_suspect(self._sources[key])]
         self._take(self._read.again(suspects, LONG_LIMIT_S))
 
@@ -212,13 +200,7 @@ class Discovery:
                 stale = f"{source} names the module of another plugin, and is not used"
             self.stale += [stale] if stale and stale not in self.stale else []
 
-        added = [
-            Source(
-                shortened(name),
-                module=name,
-            )
-            for name in _names_in(ADDED)
-        ]
+        added = [Source(shortened(name), module=name) for name in _names_in(ADDED)]
         modules = {source.module for source in found}
         return found | {source: () for source in added if source.module not in modules}
 
@@ -229,11 +211,4 @@ def _normal(entry: Entry) -> str:
 
 
 def _names_in(variable: str) -> list[str]:
-    return [
-        name.strip()
-        for name in os.environ.get(
-            variable,
-            "",
-        ).split(",")
-        if name.strip()
-    ]
+    return [name.strip() for name in os.environ.get(variable, "").split(",") if name.strip()]

@@ -57,12 +57,7 @@ class Remembered:
         known: the answers so far.
     """
 
-    def __init__(
-        self,
-        name: str,
-        questions: Mapping[str, Question],
-        limit_s: float,
-    ) -> None:
+    def __init__(self, name: str, questions: Mapping[str, Question], limit_s: float) -> None:
         self.questions = dict(questions)
         entries = read_cached(name)
         found = {key: _still_true(entries.get(q.key)) for key, q in self.questions.items()}
@@ -72,12 +67,7 @@ class Remembered:
         asked = {key: q.call for key, q in self.questions.items() if key not in self.known}
         self._store = _Store(name, self.questions, entries)
         self._calls = Contained(asked, limit_s)
-        self._close = finalize(
-            self,
-            _close,
-            self._calls,
-            self._store,
-        )
+        self._close = finalize(self, _close, self._calls, self._store)
 
     @property
     def pending(self) -> list[str]:
@@ -92,16 +82,9 @@ class Remembered:
             self._store.write()
         return answers
 
-    def again(
-        self,
-        keys: Iterable[str],
-        limit_s: float,
-    ) -> dict[str, Answer]:
+    def again(self, keys: Iterable[str], limit_s: float) -> dict[str, Answer]:
         """Ask once more, whatever is remembered."""
-        answers = Contained(
-            {key: self.questions[key].call for key in keys},
-            limit_s,
-        ).all()
+        answers = Contained({key: self.questions[key].call for key in keys}, limit_s).all()
         self.remembered -= answers.keys()
         self._store.answers |= answers
         self._store.write()
@@ -121,22 +104,13 @@ class _Store:
     def write(self) -> None:
         if not self.answers:
             return
-        new = {
-            self.questions[k].key: _entry(
-                self.questions[k],
-                a,
-            )
-            for k, a in self.answers.items()
-        }
+        new = {self.questions[k].key: _entry(self.questions[k], a) for k, a in self.answers.items()}
         self.answers.clear()
 
         # Another process may have written since.
         entries = {**self.entries, **read_cached(self.name), **new}
         used = {question.key for question in self.questions.values()}
-        kept = sorted(
-            entries,
-            key=lambda key: (key in used, _time_of(entries[key])),
-        )
+        kept = sorted(entries, key=lambda key: (key in used, _time_of(entries[key])))
         self.entries = {key: entries[key] for key in kept[-MAX_ENTRIES:]}
         write_cached(self.name, self.entries)
 
@@ -152,14 +126,7 @@ def _close(calls: Contained, store: _Store) -> None:
 def _entry(question: Question, answer: Answer) -> dict[str, Any]:
     files: list[str] = [*question.files, *answer.files]
     if isinstance(answer.value, dict):
-        files += [
-            file
-            for file in answer.value.get(
-                "files",
-                (),
-            )
-            if isinstance(file, str)
-        ]
+        files += [file for file in answer.value.get("files", ()) if isinstance(file, str)]
     if answer.error:
         # What is missing may be installed.
         files += [*(path or "." for path in sys.path), *_files_of(question.package)]
@@ -174,34 +141,14 @@ def _still_true(entry: Any) -> Answer | None:
             return None
         if any([file, *_stamp(file)] != [file, *stamp] for file, *stamp in entry["files"]):
             return None
-        answer = Answer(
-            entry["value"],
-            entry["error"],
-            (),
-            entry["hung"],
-        )
+        answer = Answer(entry["value"], entry["error"], (), entry["hung"])
     except (KeyError, TypeError, ValueError):
         return None
-    return (
-        answer
-        if isinstance(
-            answer.error,
-            str,
-        )
-        and isinstance(answer.hung, bool)
-        else None
-    )
+    return answer if isinstance(answer.error, str) and isinstance(answer.hung, bool) else None
 
 
 def _time_of(entry: Any) -> float:
-    found = (
-        entry.get("time")
-        if isinstance(
-            entry,
-            dict,
-        )
-        else None
-    )
+    found = entry.get("time") if isinstance(entry, dict) else None
     return found if isinstance(found, float) else 0.0
 
 
@@ -230,12 +177,5 @@ def _files_of(package: str) -> list[str]:
     files = [spec.origin] if spec.origin else []
     for folder in spec.submodule_search_locations or ():
         found = (file for file in Path(folder).rglob("*") if file.suffix in SUFFIXES)
-        files += [
-            str(file)
-            for file, _ in zip(
-                found,
-                range(MAX_FILES),
-                strict=False,
-            )
-        ]
+        files += [str(file) for file, _ in zip(found, range(MAX_FILES), strict=False)]
     return files
