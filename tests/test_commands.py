@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -71,27 +72,34 @@ def test_a_run_that_ended_is_done(folder: Path, capsys: pytest.CaptureFixture[st
     assert [*listed(folder / "runs" / "whole", capsys)] == ["whole"]
 
 
-def test_a_run_that_raised_has_failed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments(folder, "failed", RAISES)) == 2
-    assert listed(folder / "runs", capsys)["failed"][-1] == "failed"
-
-
-def test_a_run_that_is_alive_and_then_killed(
+def test_a_run_that_raised_has_failed_and_says_why(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = [sys.executable, "-m", "coupler", *arguments(folder, "slow", SLOW)]
+    assert main(arguments(folder, "failed", RAISES)) == 2
+    state = " ".join(listed(folder / "runs", capsys)["failed"][6:])
+    assert state.startswith("failed: ") and "gave no valid number" in state
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_a_run_that_is_alive_and_then_ended(
+    folder: Path, capsys: pytest.CaptureFixture[str], how: signal.Signals
+) -> None:
+    command = [sys.executable, "-m", "coupler", *arguments(folder, how.name, SLOW)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        run, deadline = folder / "runs" / "slow", time.monotonic() + 100
-        while not (run / "metrics.jsonl").is_file():
+        run, deadline = folder / "runs" / how.name, time.monotonic() + 100
+        while not (run / "run.json").is_file():
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.1)
-        assert listed(folder / "runs", capsys)["slow"][-1] == "running"
+        assert listed(folder / "runs", capsys)[how.name][-1] == "running"
         assert (run / ".lock").read_text().startswith(f"process {process.pid} on ")
+        process.send_signal(how)
+        process.wait(60)
     finally:
         process.kill()
         process.wait(30)
-    assert listed(folder / "runs", capsys)["slow"][-1] == "killed"
+    state = "killed" if how == signal.SIGKILL else "interrupted"
+    assert listed(folder / "runs", capsys)[how.name][-1] == state
 
 
 def test_damaged_folders_are_a_line_each(

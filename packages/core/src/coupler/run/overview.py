@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from coupler.errors import CouplerError
+from coupler.run.run_folder import DONE, ENDED, INTERRUPTED, read_starts
 from coupler.run.run_lock import LOG, NAME, Held, held
+from coupler.system.child import shortened
 from coupler.system.files import DamagedFile, reading
 from coupler.system.tree import value_at
 from coupler.system.yaml_file import read_yaml
@@ -28,11 +30,11 @@ class Overview:
     """Holds what is known of a run. What is not known is empty or None.
 
     Attributes:
-        state: running, done, failed, killed or damaged.
+        state: running, done, failed, interrupted, killed or damaged.
         steps: of the whole run.
         reward: the mean reward of the last step that has one.
         age_s: seconds since something was written.
-        problem: the reason where it is damaged.
+        problem: the reason where it is damaged or has failed.
     """
 
     folder: Path
@@ -70,8 +72,7 @@ def look_at(run: Path) -> Overview:
     try:
         age = time.time() - max(_times(run), default=time.time())
         found = replace(found, age_s=max(age, 0.0))
-        found = _numbers(_configured(found))
-        return replace(found, state=_state(found))
+        return _stated(_numbers(_configured(found)))
     except (CouplerError, OSError) as error:
         problem = str(error).splitlines()[0]
         return replace(found, state="damaged", problem=problem)
@@ -136,14 +137,22 @@ def _line(text: bytes) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and type(found.get("step")) is int else None
 
 
-def _state(found: Overview) -> str:
+def _stated(found: Overview) -> Overview:
+    """Add the state, and the reason of a failure as ``run.json`` has it."""
     match held(found.folder):
         case Held.BY_A_PROCESS:
-            return "running"
+            return replace(found, state="running")
         case Held.LEFT_BEHIND:
-            return "killed"
+            return replace(found, state="killed")
     complete = found.step is not None and found.steps is not None and found.step >= found.steps
-    return "done" if complete or _evaluated(found) else "failed"
+    if complete or _evaluated(found):
+        return replace(found, state=DONE)
+
+    ended = next((start.get(ENDED) for start in read_starts(found.folder)[-1:]), None)
+    if ended == INTERRUPTED:
+        return replace(found, state=INTERRUPTED)
+    why = shortened(ended) if isinstance(ended, str) and ended != DONE else ""
+    return replace(found, state="failed", problem=why)
 
 
 def _evaluated(found: Overview) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from asyncio import CancelledError
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
@@ -14,6 +15,7 @@ from typing import Any
 from coupler.config.effect import not_default
 from coupler.config.schema import RunConfig
 from coupler.conversation.packing import Sample
+from coupler.errors import CouplerError
 from coupler.executors.classes import load_class
 from coupler.interfaces import Tracker
 from coupler.metrics import Metrics, values
@@ -36,6 +38,9 @@ from coupler.system.log import get_logger
 NOT_DEFAULT = "not_default"
 # Key of run.json: the hash of config.yaml as that start wrote it.
 DIGEST = "config.yaml"
+# Key of run.json: how that start ended. One that was killed does not have it.
+ENDED = "ended"
+DONE, INTERRUPTED = "done", "interrupted"
 
 log = get_logger(__name__)
 
@@ -105,6 +110,14 @@ class Journal:
             log.warning(f"{path} is kept as {set_aside(path)}")
         write_whole(path, json.dumps([*starts, about], indent=2))
 
+    def _write_end(self, error: BaseException | None) -> None:
+        """Add to this start's entry how it ended, as far as that can be written."""
+        starts = [] if self.resolved else read_starts(self.run_dir)
+        if starts:
+            starts[-1][ENDED] = _end(error)
+            with suppress(OSError):
+                write_whole(self.run_dir / "run.json", json.dumps(starts, indent=2))
+
     def write_samples(
         self, name: str, scored: Iterable[Sample], decode: Callable[[Sequence[int]], str]
     ) -> None:
@@ -129,11 +142,14 @@ class Journal:
     def __enter__(self) -> Journal:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Close every tracker.
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
+        """Close every tracker, and write to ``run.json`` how the run ended.
 
         Where the run has failed already, the failure of the run is the one to show.
         """
+        self._write_end(error)
         with suppress(Exception) if kind else nullcontext(), ExitStack() as closing:
             for name, tracker in self.trackers.items():
                 closing.callback(self._close, name, tracker)
@@ -144,6 +160,17 @@ class Journal:
 
     def _tracking(self, name: str) -> AbstractContextManager[None]:
         return writing(f"the numbers of tracker {name} in {self.run_dir}")
+
+
+def _end(error: BaseException | None) -> str:
+    """Return ``done``, ``interrupted``, or the first line of the error."""
+    if error is None:
+        return DONE
+    # Ctrl-C cancels what runs in the loop.
+    if isinstance(error, KeyboardInterrupt | CancelledError):
+        return INTERRUPTED
+    text = str(error).strip().partition("\n")[0]
+    return text if isinstance(error, CouplerError) else f"{type(error).__name__}: {text}"
 
 
 def read_starts(run_dir: Path) -> list[dict[str, Any]]:

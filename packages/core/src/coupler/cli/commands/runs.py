@@ -17,8 +17,8 @@ UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 
 def add_arguments(parser: Parser) -> None:
     parser.description = (
-        "List the runs in a folder. A state is running, done, failed (it ended before its last "
-        "step), killed (it had no time to say why) or damaged."
+        "List the runs in a folder. A state is running, done, interrupted (by Ctrl-C), failed "
+        "with the reason, killed (it had no time to say why) or damaged."
     )
     parser.add_argument("folder", nargs="?", type=Path, default=Path("runs"), metavar="DIR")
 
