@@ -142,7 +142,7 @@ def test_a_bad_source_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         (DataConfig(source="no.jsonl"), "there is no file no.jsonl"),
         (DataConfig(source="x.parquet"), "is not Parquet"),
         (DataConfig(source="x.json"), "holds a dict, not a list"),
-        (DataConfig(source="x.csv"), "is nothing that can be read"),
+        (DataConfig(source="x.xlsx"), "is nothing that can be read"),
         (DataConfig(source="saved"), "pip install datasets"),
         (DataConfig(source="empty"), "is a folder without a file of rows"),
         (DataConfig(source="x.json", args={"n": 1}), "data.args has n, but"),
