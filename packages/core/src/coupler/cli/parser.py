@@ -65,6 +65,15 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--config", metavar="FILE", help="YAML file of options")
         self.add_options()
 
+    def add_multirun(self) -> None:
+        """Take a sweep: options with several values."""
+        self.add_argument(
+            "--multirun",
+            "-m",
+            action="store_true",
+            help="run every combination of options that have several values: seed=1,2",
+        )
+
     def add_run(self) -> None:
         """Take the folder of a run, and options that differ from the run's."""
         self.add_argument("run", type=Path, metavar="RUN", help="folder of the run")

@@ -21,9 +21,14 @@ log = get_logger(__name__)
 
 def add_arguments(parser: Parser) -> None:
     parser.add_config()
+    parser.add_multirun()
 
 
 def run(arguments: argparse.Namespace) -> int | None:
+    if arguments.multirun:
+        from coupler.cli.sweep import sweep
+
+        return sweep(arguments, Job.SFT)
     launch = launch_of(os.environ)
     if launch and launch.rank:
         return _serve(arguments, launch)

@@ -1,0 +1,176 @@
+"""``--multirun`` runs the combinations of swept values on the toy backends, and refuses
+a sweep with a wrong one before the first run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from job_run import metrics, toy_train
+
+from coupler.cli import main
+from coupler.cli.sweep.one_run import name_of
+from coupler.cli.sweep.space import read_space
+
+RAISES = "def score(completion):\n    raise ValueError('no')\n"
+SCORES = "def score(completion):\n    return len(set(completion)) / (1 + len(completion))\n"
+SLOW = "import time\ndef score(completion):\n    time.sleep(60)\n    return 0.0\n"
+
+
+def arguments(folder: Path, *more: str) -> list[str]:
+    given = toy_train(folder, "steps=1", *more)
+    return [text for text in given if not text.startswith("engine.lr=") and text != "steps=3"]
+
+
+def results(folder: Path) -> list[dict]:
+    return json.loads((folder / "run" / "sweep.json").read_text())
+
+
+def test_a_product_runs_and_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    bad, good = tmp_path / "bad.py", tmp_path / "good.py"
+    bad.write_text(RAISES)
+    good.write_text(SCORES)
+    rewards = f"reward.target={bad}:score,{good}:score"
+    command = [
+        text
+        for text in arguments(tmp_path, "--multirun", rewards, "seed=1,2")
+        if not text.startswith("reward.target=") or text == rewards
+    ]
+
+    # The runs that fail come first, and do not end the others.
+    assert main(command) == 1
+    rows = results(tmp_path)
+    values = [(row["values"]["reward.target"], row["values"]["seed"]) for row in rows]
+    assert values == [(f"{file}:score", seed) for file in (bad, good) for seed in (1, 2)]
+    assert [row["ended"] == "done" for row in rows] == [False, False, True, True]
+
+    out = capfd.readouterr()
+    lines = out.out.splitlines()
+    head = next(i for i, line in enumerate(lines) if line.startswith("reward.target "))
+    words = ["reward.target", "seed", "first", "reward", "last", "reward", "ended", "folder"]
+    assert lines[head].split() == words
+    assert "failed: exit code 2" in lines[head + 1] and " done " in lines[head + 3]
+    assert f"{name_of([f'reward.target={bad}:score', 'seed=1'])} failed" in out.err
+
+    for row in rows[2:]:
+        lines = metrics(Path(row["folder"]))
+        numbers = [line["reward/mean"] for line in lines if "reward/mean" in line]
+        assert (row["first"], row["last"]) == (numbers[0], numbers[-1])
+    assert "good.py" in (tmp_path / "run" / "sweep.html").read_text()
+
+    # The same command makes the runs that failed, and leaves the others alone.
+    done = {row["folder"]: touched(Path(row["folder"])) for row in rows[2:]}
+    bad.write_text(SCORES)
+    assert main(command) == 0
+    assert [row["ended"] for row in results(tmp_path)] == ["done"] * 4
+    assert {folder: touched(Path(folder)) for folder in done} == done
+    assert capfd.readouterr().out.count("is done already") == 2
+
+    # Nothing is left to do.
+    assert main(command) == 0
+    assert capfd.readouterr().out.count("is done already") == 4
+    assert {folder: touched(Path(folder)) for folder in done} == done
+
+
+def touched(folder: Path) -> dict[str, int]:
+    return {str(path): path.stat().st_mtime_ns for path in sorted(folder.rglob("*"))}
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (["seed=1,x"], "seed takes an integer, got 'x'."),
+        (["sede=1,2"], "unknown option sede."),
+        (["seed=1,2", "steps=x"], "steps takes an integer"),
+        (["seed=1,2", "sampling.temperature=1,-1"], "sampling.temperature"),
+        (["engine=toy,nope"], "engine is given twice."),
+        (["engine.layers=1,2"], "unknown option engine.layers."),
+        (["eval.rollout=toy,nope"], "nope"),
+        (["engine@critic.engine=toy,nope"], "nope"),
+        (["seed=1,1"], "two runs of the sweep are seed-1."),
+        (["seed=1"], "--multirun needs an option with several values."),
+        (["run_dir=a,b"], "run_dir takes one folder"),
+        (["seed=1,2", "seed=3"], "seed is given twice."),
+        (["seed=range(1,100000)"], "the values of seed make more than 1000 runs."),
+        (["seed=range(1,1)"], "seed=range(1,1) has no value."),
+        (["seed=glob(*)"], "seed=glob(*) names no values."),
+        (["engine.lr=interval(0.1,0.2)"], "engine.lr=interval(0.1,0.2) is an interval"),
+        (["seed=1,2", "hydra/launcher=nope"], "Hydra refuses hydra/launcher=nope"),
+        (["seed=1,2", "hydra.launcher.nope=1"], "Hydra refuses hydra.launcher.nope=1"),
+        (["seed=1,2", "hydra.job.chdir=true"], "hydra.job.chdir=true is no option of a sweep."),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_wrong_sweep_is_refused_before_a_run(
+    given: list[str], sentence: str, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, "--multirun", *given]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("coupler: ") and sentence in said.splitlines()[0]
+    assert len(said.splitlines()) > 1
+    run_dir = next(text for text in command if text.startswith("run_dir="))
+    assert not Path(run_dir.partition("=")[2]).exists()
+
+
+def test_a_folder_that_cannot_be_made_is_named(
+    tmp_path: Path, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    given = [text for text in command if not text.startswith("run_dir=")]
+    assert main([*given, "--multirun", "seed=1,2", f"run_dir={tmp_path / 'file'}"]) == 2
+    assert f"{tmp_path / 'file'}" in capsys.readouterr().err.splitlines()[0]
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return arguments(tmp_path_factory.mktemp("inputs"))
+
+
+def test_names_are_safe_and_tell_runs_apart() -> None:
+    assert name_of(["engine.lr=1e-06", "seed=1"]) == "engine.lr-1e-06_seed-1"
+    assert name_of(["engine.name=toy"]) == "engine-toy"
+    names = {name_of([f"model.path={path}"]) for path in ("a/b", "a-b", "'a b'", "../a")}
+    assert len(names) == 4 and not any(set(name) & set("/' =") for name in names)
+    assert name_of(["model.path=models/small"]).startswith("model.path-small-")
+    assert len(name_of([f"model.path={'x' * 500}"])) < 200
+
+
+def test_a_search_is_checked_at_the_values_it_may_take() -> None:
+    space = read_space(["engine.lr=interval(0.1,0.2)", "seed=1,2", "hydra/sweeper=optuna"])
+    assert space.searched
+    assert space.combinations() == [
+        ["engine.lr=0.1", "seed=1"],
+        ["engine.lr=0.2", "seed=1"],
+        ["engine.lr=0.1", "seed=2"],
+    ]
+
+
+def test_ctrl_c_ends_the_sweep(tmp_path: Path) -> None:
+    command = arguments(tmp_path, "--multirun", "seed=1,2")
+    (tmp_path / "reward.py").write_text(SLOW)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "coupler", *command],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + 200
+        while not (tmp_path / "run" / "seed-1" / "coupler.log").is_file():
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.2)
+        os.killpg(process.pid, signal.SIGINT)
+        _, said = process.communicate(timeout=100)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert said.splitlines()[-1] == "coupler: interrupted"
+    assert not (tmp_path / "run" / "seed-2").exists()
