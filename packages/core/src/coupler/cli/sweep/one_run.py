@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -138,14 +138,19 @@ def name_of(swept: Sequence[str]) -> str:
     Example:
         ``name_of(["engine.lr=1e-06", "seed=1"])`` is ``"engine.lr-1e-06_seed-1"``.
     """
-    pairs = [text.partition("=") for text in swept]
-    text = "_".join(f"{label(key)}-{value}" for key, _, value in pairs)
+    pairs = [(label(key), _written(value)) for key, value in parse_overrides([*swept])]
+    text = "_".join(f"{key}-{value}" for key, value in pairs)
     # The end of a path tells more than its beginning, and the hash tells the rest.
-    short = "_".join(f"{label(key)}-{value.rpartition('/')[2]}" for key, _, value in pairs)
+    short = "_".join(f"{key}-{value.rpartition('/')[2]}" for key, value in pairs)
     safe = re.sub(r"[^A-Za-z0-9._+-]", "-", short)
     if safe == text and len(text) <= MAX_NAME:
         return text
     return f"{safe[:MAX_NAME]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def _written(value: Any) -> str:
+    """Return a value without the quotes and escapes of the command line."""
+    return value if isinstance(value, str) else json.dumps(to_plain(value))
 
 
 def run_options(fixed: Sequence[str], swept: Sequence[str], folder: Path) -> list[str]:
@@ -159,7 +164,8 @@ def read_records(folder: Path) -> dict[str, Record]:
     for path in sorted((folder / RECORDS).glob("*.json"), key=_age):
         with suppress(DamagedFile, TypeError):  # That run is made again.
             record = Record(**read_json(path, dict))
-            found[record.name] = record
+            if type(record.code) is int and isinstance(record.values, dict):
+                found[path.stem] = replace(record, name=path.stem)
     return found
 
 

@@ -23,6 +23,7 @@ from coupler.cli.sweep.space import Space
 from coupler.cli.sweep.summary import METRICS, last_value
 from coupler.config.schema import Job
 from coupler.errors import ConfigError
+from coupler.system.files import writing
 from coupler.system.tree import nest
 
 # Hydra's name of a configuration that has the swept keys, without values.
@@ -74,6 +75,8 @@ def search(space: Space, run: OneRun) -> None:
             task_function=Task(run, wanted),
             config=config,
         )
+        with writing(f"the sweep in {run.folder}"):
+            run.folder.mkdir(parents=True, exist_ok=True)
         sweeper.sweep(swept)
 
 
