@@ -215,7 +215,7 @@ def test_an_episode_that_ends_by_itself_has_failed(start: Start, tmp_path: Path,
 
 def test_a_caller_that_asks_for_ever_ends_with_its_time(start: Start, tmp_path: Path) -> None:
     """It lets every ``ConversationOver`` pass."""
-    went_well(start("environment.how=insists", "environment.timeout_s=0.3", scored=True))
+    went_well(start("environment.how=insists", "environment.timeout_s=1.5", scored=True))
     assert metrics(tmp_path / "run")[-1]["conversation/ended_turns"] == 1
 
 

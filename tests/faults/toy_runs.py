@@ -17,7 +17,7 @@ from tests.faults.commands import HEAVY
 from coupler.cli import main
 from coupler.testing.models import write_tokenizer, write_toy
 
-LIMIT_S = 180
+LIMIT_S = 300
 REWARD = "def score(completion):\n    return len(set(completion)) / (1 + len(completion))\n"
 OPTIONS = (
     "engine=toy",

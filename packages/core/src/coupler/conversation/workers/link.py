@@ -30,7 +30,7 @@ from coupler.system import supervisor
 
 START_S = 120.0  # to import the environment, and to set it up
 CLOSE_S = 10.0  # to end what setup started
-LEAVE_S = 4.0  # for a cancelled episode to give back what it holds
+LEAVE_S = 8.0  # for a cancelled episode to give back what it holds
 MAIN = "coupler.conversation.workers.main"
 # of our own interpreter
 OURS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
