@@ -13,7 +13,10 @@ from coupler.interfaces import Head
 from coupler.plugins.backend import Kind
 from coupler.plugins.manager import Plugins
 from coupler.run.provenance import installed
+from coupler.system.files import DamagedFile, read_bytes
 from coupler.worker.spec import WorkerSpec
+
+MAX_BYTES = 4 << 30  # of the numbers of a run
 
 MEASURES = {
     "reward/mean": "reward of samples",
@@ -88,8 +91,8 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
     no lines.
     """
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
+        text = read_bytes(path, MAX_BYTES).decode(errors="replace")
+    except DamagedFile:
         return
 
     for line in text.splitlines():
