@@ -117,11 +117,15 @@ def test_damaged_folders_are_a_line_each(
         (tmp_path / name / "run.json").write_text("[]")
         (tmp_path / name / file).write_bytes(content)
     (tmp_path / "folder" / "metrics.jsonl").mkdir(parents=True)
+    (tmp_path / "pipe").mkdir()
+    os.mkfifo(tmp_path / "pipe" / "metrics.jsonl")
     (tmp_path / "other" / "data").mkdir(parents=True)
 
     found = listed(tmp_path, capsys)
-    assert found.keys() == {"no_yaml", "a_list", "bytes", "cut", "strange", "words", "folder"}
-    for name in ("no_yaml", "a_list", "bytes", "folder"):
+    assert found.keys() == {
+        "no_yaml", "a_list", "bytes", "cut", "strange", "words", "folder", "pipe",
+    }  # fmt: skip
+    for name in ("no_yaml", "a_list", "bytes", "folder", "pipe"):
         assert "damaged:" in found[name], name
     assert found["cut"][2:4] == ["4/9", "0.5"]
     assert found["words"][2:4] == ["1/?", "-"]

@@ -8,6 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from coupler.builtin.trackers.jsonl import MAX_BYTES
 from coupler.config.schema import RunConfig
 from coupler.interfaces import Head
 from coupler.plugins.backend import Kind
@@ -15,8 +16,6 @@ from coupler.plugins.manager import Plugins
 from coupler.run.provenance import installed
 from coupler.system.files import DamagedFile, read_bytes
 from coupler.worker.spec import WorkerSpec
-
-MAX_BYTES = 4 << 30  # of the numbers of a run
 
 MEASURES = {
     "reward/mean": "reward of samples",

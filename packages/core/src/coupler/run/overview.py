@@ -107,6 +107,8 @@ def _numbers(found: Overview) -> Overview:
     path = found.folder / "metrics.jsonl"
     if not os.path.lexists(path):
         return found
+    if not path.is_file():
+        raise DamagedFile(f"{path} is no file.")
     with reading(path), path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - TAIL_BYTES))
         lines = [line for text in file.read().split(b"\n") if (line := _line(text))]

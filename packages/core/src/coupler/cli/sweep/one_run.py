@@ -22,6 +22,7 @@ from coupler.config.overrides import parse_overrides
 from coupler.config.plain import to_plain
 from coupler.config.schema import Job
 from coupler.plugins.manager import Plugins
+from coupler.run.run_folder import DONE
 from coupler.system.files import DamagedFile, read_json, write_whole, writing
 from coupler.system.log import VARIABLE, configure, get_logger
 from coupler.system.reaping import die_with_parent
@@ -56,7 +57,7 @@ class Record:
     def ended(self) -> str:
         """Say how the run ended."""
         if not self.code:
-            return "done"
+            return DONE
         with suppress(ValueError):
             return f"failed: killed by {signal.Signals(-self.code).name}"
         return f"failed: exit code {self.code}"
@@ -86,7 +87,7 @@ class OneRun:
         composed = compose(Plugins.load(), options, self.config, self.job)
         config = hashlib.sha256(dump_yaml(composed.config).encode()).hexdigest()
 
-        previous = read_records(self.folder).get(name)
+        previous = _read(self.folder / RECORDS / f"{name}.json")
         there = (self.folder / name / "config.yaml").is_file()
         if previous and there and (previous.config, previous.code) == (config, 0):
             log.info(f"{name} is done already")
@@ -160,13 +161,18 @@ def run_options(fixed: Sequence[str], swept: Sequence[str], folder: Path) -> lis
 
 def read_records(folder: Path) -> dict[str, Record]:
     """Return how the runs of a sweep have ended, by their names."""
-    found = {}
-    for path in sorted((folder / RECORDS).glob("*.json"), key=_age):
-        with suppress(DamagedFile, TypeError):  # That run is made again.
-            record = Record(**read_json(path, dict))
-            if type(record.code) is int and isinstance(record.values, dict):
-                found[path.stem] = replace(record, name=path.stem)
-    return found
+    paths = sorted((folder / RECORDS).glob("*.json"), key=_age)
+    return {path.stem: record for path in paths if (record := _read(path))}
+
+
+def _read(path: Path) -> Record | None:
+    """Return how a run has ended, or None of one that has to be made."""
+    try:
+        record = Record(**read_json(path, dict))
+    except (DamagedFile, TypeError):
+        return None
+    is_one = type(record.code) is int and isinstance(record.values, dict)
+    return replace(record, name=path.stem) if is_one else None
 
 
 def _age(path: Path) -> float:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from coupler.builtin.trackers.jsonl import MAX_BYTES
 from coupler.errors import CouplerError
 from coupler.run import samples
 from coupler.run.resume import is_started, read_config
@@ -19,7 +20,6 @@ from coupler.system.words import count
 from coupler.system.yaml_file import parse_yaml
 
 # Larger metrics.jsonl files hold more steps than a page can show.
-MAX_BYTES = 4 << 30
 # Steps and values beyond these are damage. Sums and differences of smaller ones are
 # finite.
 MAX_STEP, MAX_VALUE = 1 << 53, 1e300
