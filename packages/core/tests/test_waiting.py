@@ -127,6 +127,8 @@ BOUNDED = {  # file, call: what ends it
     ("environment.py", "self.leave.wait()"): "close()",
     ("environment.py", "self.serving.result()"): "it has ended by then",
     ("session.py", "self._leave.wait()"): "close()",
+    ("search.py", "HydraConfig.get()"): "it reads a variable and waits for nothing",
+    ("one_run.py", "process.wait()"): "the run of a sweep, which Ctrl-C and SIGKILL end",
 }
 
 
