@@ -121,6 +121,69 @@ def test_other_rows_do_not_change_the_denominator_of_a_part(mixed: Algorithm) ->
     assert not alone["component_teacher"].any()
 
 
+@pytest.fixture
+def shown() -> Batch:
+    """The second sample of math and that of chat are answers of their rows."""
+    batch = batch_of(np.array(["math", "math", "chat", "math", "math"]))
+    answers = np.array([False, True, True, False, False])
+    return batch.with_seqs(demonstration=answers, group=np.array([0, 0, 1, 0, 0]))
+
+
+def test_answers_of_rows_have_a_loss_and_a_denominator_of_their_own(shown: Batch) -> None:
+    """Samples of math have rewards of 1, 1 and 0 over 1, 2 and 1 tokens, and answers
+    have 3 and 2 tokens with weights of 2 and 4. No part of samples is of an answer.
+    """
+    parts = "algorithm.sources={math: {rl: 1, ref: 0.5, demo: 2}, chat: {demo: 4}}"
+    policy = algorithm("grpo", parts, *MIXED[1:])
+    batch = prepare(policy.advantages(shown), policy)
+    loss, grad, metrics = gradient(policy, batch, [[0, 1, 2, 3, 4]])
+
+    k3 = exp(-0.5) - 0.5
+    assert loss == pytest.approx(-(3 / 3 - 2 / 3) / 4 + 0.5 * k3 + (3 * 2 + 2 * 4) / 5, rel=1e-6)
+    expected, slope = np.zeros(batch.num_tokens), 0.5 * (1 - exp(-0.5)) / 4
+    expected[[1, *GOOD]] = -1 / 3 / 4 + slope
+    expected[13] = 2 / 3 / 4 + slope
+    expected[3:6], expected[CHAT] = -2 / 5, -4 / 5
+    assert grad == pytest.approx(expected, rel=1e-6, abs=1e-12)
+    assert metrics["nll_demo"] == pytest.approx(1)
+    assert "nll" not in metrics
+
+    for rows in ([[0], [1], [2], [3], [4]], [[4, 2], [1, 3, 0]]):
+        cut = gradient(policy, batch, rows)
+        assert cut[0] == pytest.approx(loss, rel=1e-12)
+        assert cut[1] == pytest.approx(grad, rel=1e-12, abs=1e-15)
+
+
+def test_an_answer_takes_the_place_of_one_sample_or_of_all() -> None:
+    given = "algorithm.sources={math: {rl: 1, demo: 1}, chat: {demo: 1}, code: {rl: 1}}"
+    policy = algorithm("grpo", given, "algorithm.kl=none", "samples_per_prompt=4")
+    asked = [policy.num_sampled(source, 4, 0.3) for source in ("math", "chat", "code")]
+    assert asked == [3, 0, 4]
+    assert policy.needs >= {"demonstration", "data_source"}
+
+
+def test_dynamic_sampling_looks_at_samples_alone(shown: Batch) -> None:
+    given = "algorithm.sources={math: {rl: 1, demo: 1}, chat: {demo: 1}}"
+    policy = algorithm(
+        "grpo", given, "algorithm.kl=none", "algorithm.dynamic_sampling=true",
+        "samples_per_prompt=4",
+    )  # fmt: skip
+    assert not policy.keep(shown.take([0, 1, 3]))
+    assert policy.keep(shown.take([0, 1, 4]))
+    assert policy.keep(shown.take([2]))
+
+
+def test_corrections_are_measured_on_samples_alone(shown: Batch) -> None:
+    """The rollout knows nothing of the tokens of an answer."""
+    given = "algorithm.sources={math: {rl: 1, demo: 1}, chat: {demo: 1}}"
+    more = ("algorithm.correction_cap=2", "algorithm.correction_normalize=true")
+    policy = algorithm("grpo", given, "algorithm.kl=none", "samples_per_prompt=4", *more)
+    answers = shown.spread(shown["demonstration"])
+    rollout = np.where(answers, 0, shown["rollout_logprobs"])
+    batch = policy.advantages(shown.with_tokens(rollout_logprobs=rollout))
+    assert batch["mean_weight"] == pytest.approx(1)
+
+
 def test_one_source_of_rewards_is_grpo() -> None:
     mixed = algorithm("grpo", "algorithm.sources={all: {rl: 1}}", "algorithm.kl=none")
     plain = algorithm("grpo", "algorithm.kl=none")
@@ -145,6 +208,15 @@ def test_a_source_that_is_not_named_is_refused(mixed: Algorithm) -> None:
         mixed.advantages(batch_of(np.array(["math", "math", "code", "good", "good"])))
 
 
+def test_a_star_stands_for_all_other_sources() -> None:
+    given = "algorithm.sources={chat: {ref: 0.5}, *: {rl: 1}}"
+    policy = algorithm("grpo", given, "algorithm.kl=none")
+    batch = policy.advantages(batch_of())
+    of_chat = batch.spread(np.array([False, False, True, False, False]))
+    assert (batch["component_rl"] == (batch["loss_mask"] & ~of_chat)).all()
+    assert (batch["component_ref"] == 0.5 * (batch["loss_mask"] & of_chat)).all()
+
+
 def test_columns_that_parts_read_are_asked_for(mixed: Algorithm) -> None:
     read = {"data_source", "ref_logprobs", "teacher_logprobs", "old_logprobs"}
     assert mixed.needs == read
@@ -167,6 +239,10 @@ def test_columns_that_parts_read_are_asked_for(mixed: Algorithm) -> None:
         (
             "algorithm.sources={a: {teacher: 1}} algorithm.ratio=sequence",
             "the part teacher of algorithm.sources has one for each",
+        ),
+        (
+            "algorithm.sources={a: {rl: 1, demo: 1}}",
+            "samples_per_prompt=2 is too few for algorithm.sources.a, .* set samples_per_prompt=3",
         ),
         ("algorithm.sources={a: {rl: 1}} algorithm.teacher_coef=1", "set these to 0 and 1"),
         (

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from coupler.batch import Batch
+from coupler.conversation.measures import describe
 from coupler.interfaces import Aggregation, Algorithm
 from coupler.loop.engine_group import _mini_batches
 from coupler.loop.loss_weight import loss_weight
-from coupler.loop.step_metrics import describe
 from coupler_algos.config import KL, GRPOConfig, RLOOConfig
 from coupler_algos.grpo import GRPO
 from coupler_algos.rloo import RLOO

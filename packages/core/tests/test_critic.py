@@ -17,10 +17,10 @@ from toy_run import ToyRun
 
 from coupler.batch import Batch
 from coupler.config.schema import CriticConfig, RunConfig, SamplingConfig
+from coupler.conversation.measures import describe_values
 from coupler.errors import CouplerError
 from coupler.interfaces import Algorithm, Columns, Controller, Head, Layout, Output, Part, Rank
 from coupler.jobs.device_sharing import hold_state, hold_trained, start
-from coupler.loop.step_metrics import describe_values
 from coupler.metrics import Metric, Metrics
 from coupler.testing.models import write_toy
 from coupler.testing.toy import ToyAlgorithm, ToyEngine

@@ -73,6 +73,12 @@ def test_a_step_without_a_metric_is_no_reason() -> None:
     assert not any(said(*[nothing] * (2 * STEPS)))
 
 
+def test_answers_that_are_learnt_are_something_to_learn_from() -> None:
+    bad = GOOD | LEVEL | {"reward/min": 0.4, "reward/max": 0.4}
+    assert not any(said(*[bad | {"nll_demo": 2.0}] * (STEPS + 3)))
+    assert any(said(*[bad] * (STEPS + 3)))
+
+
 def test_a_teacher_s_advantages_are_something_to_learn_from() -> None:
     """A run that distils may have a reward that never changes."""
     assert not any(said(*[GOOD | {"reward/min": 0.4, "reward/max": 0.4}] * (STEPS + 3)))

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from coupler.batch import Batch
+from coupler.batch.columns import of_policy
 from coupler.interfaces import Controller
 from coupler.metrics import Metric, Metrics
 from coupler_algos.config import PolicyConfig
@@ -39,11 +40,12 @@ class AdaptiveKL(Controller):
         return batch.with_seqs(**{KL_COEF: np.full(len(batch), self.value, np.float32)})
 
     def update(self, batch: Batch) -> Metrics:
-        """Adapt to the divergence of ``batch``.
+        """Adapt to the divergence of the samples in ``batch``.
 
         Returns:
             The divergence, and the coefficient that was in force for this batch.
         """
+        batch = of_policy(batch)
         number = len(batch.trajectories()[0])
         total = float(kl_per_token(self.config, batch).sum())
         used = self.value

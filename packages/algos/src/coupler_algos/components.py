@@ -14,11 +14,12 @@ from typing import Final
 import numpy as np
 
 from coupler.batch import Batch
+from coupler.batch.columns import DEMONSTRATION
 from coupler.errors import CouplerError
 from coupler_algos.config import GroupConfig
 from coupler_algos.teaching import taught, without_rewards
 
-NAMES: Final = ("rl", "ce", "ref", "teacher")
+NAMES: Final = ("rl", "ce", "ref", "teacher", "demo")
 TAUGHT: Final = "advantages_of_teacher"
 """The token column of advantages that the part ``teacher`` reads."""
 
@@ -40,7 +41,7 @@ def coefficients(config: GroupConfig, batch: Batch, name: str) -> np.ndarray:
         CouplerError: a row is of a source that ``algorithm.sources`` does not name.
     """
     found = batch["data_source"].tolist()
-    unknown = sorted(set(found) - config.sources.keys())
+    unknown = sorted(source for source in {*found} if not config.parts_of(source))
     if unknown:
         raise CouplerError(
             f"a row has data_source={unknown[0]!r}, which algorithm.sources does not name.\n"
@@ -48,17 +49,24 @@ def coefficients(config: GroupConfig, batch: Batch, name: str) -> np.ndarray:
         )
 
     return np.array(
-        [config.sources[source].get(name, 0.0) for source in found],
+        [config.parts_of(source).get(name, 0.0) for source in found],
         np.float64,
     )
+
+
+def demonstrated(batch: Batch) -> np.ndarray:
+    """Return [B] true where the completion is the answer of the row."""
+    if batch.has(DEMONSTRATION):
+        return batch[DEMONSTRATION]
+    return np.zeros(len(batch), bool)
 
 
 def split(config: GroupConfig, batch: Batch, estimate: Callable[[Batch], Batch]) -> Batch:
     """Add ``advantages`` [T] float32 and the columns of each part.
 
-    Advantages of rewards are estimated over the rows with ``rl`` alone, and are 0 in
-    others. A row has ``ce`` where its reward is above ``ce_above``: rejection sampling,
-    as in RAFT (arXiv 2304.06767).
+    Advantages of rewards are estimated over the samples with ``rl`` alone, and are 0 in
+    others. A sample has ``ce`` where its reward is above ``ce_above``: rejection
+    sampling, as in RAFT (arXiv 2304.06767). Answers of the rows have ``demo`` alone.
 
     Args:
         estimate: adds ``advantages`` to the rows that it is given.
@@ -80,7 +88,7 @@ def split(config: GroupConfig, batch: Batch, estimate: Callable[[Batch], Batch])
         advised = taught(alone, without_rewards(batch))
         columns[TAUGHT] = advised["advantages"]
 
-    rewarded = coefficients(config, batch, "rl") > 0
+    rewarded = (coefficients(config, batch, "rl") > 0) & ~demonstrated(batch)
     columns["advantages"] = np.zeros(batch.num_tokens, np.float32)
     if rewarded.any():
         part = estimate(batch.take(np.flatnonzero(rewarded)))
@@ -91,7 +99,8 @@ def split(config: GroupConfig, batch: Batch, estimate: Callable[[Batch], Batch])
 
 def _per_token(config: GroupConfig, batch: Batch, name: str) -> np.ndarray:
     """Return [T] float32 the coefficients of a part; 0 outside ``loss_mask``."""
-    of_row = coefficients(config, batch, name)
+    shown = demonstrated(batch)
+    of_row = np.where(shown == (name == "demo"), coefficients(config, batch, name), 0)
     if name == "ce":
         good = batch["reward"] > config.ce_above
         of_row = np.where(good, of_row, 0)

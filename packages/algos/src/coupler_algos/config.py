@@ -12,6 +12,9 @@ from typing import Any
 from coupler.interfaces import Aggregation
 from coupler_algos.slots import Baseline, Correction, Ratio, Shape
 
+OTHERS = "*"
+"""The key of ``algorithm.sources`` for rows whose source it does not name."""
+
 
 class KL(StrEnum):
     """Name the place where the divergence from the reference policy enters."""
@@ -212,15 +215,23 @@ class GroupConfig(PolicyConfig):
     dynamic_sampling: bool = False
     """Sample another group in place of one whose rewards are all equal."""
     sources: dict[str, Any] = field(default_factory=dict)
-    """The weights of rl, ce, ref and teacher in the loss of rows of each data_source,
-    such as {math: {rl: 1}, chat: {teacher: 1}}. Each of the four is normalised over its
-    own tokens. Without a source all rows have one loss."""
+    """The weights of rl, ce, ref, teacher and demo in the loss of rows of each
+    data_source, such as {math: {rl: 1}, chat: {demo: 1}}, where * is all other sources.
+    Each of the parts is normalised over its own tokens. Without a source all rows have
+    one loss."""
     ce_above: float = 0.0
     """The part ce of the loss learns samples with a reward above this."""
 
     def has_component(self, name: str) -> bool:
         """Return whether a source has this part of the loss."""
         return any(parts.get(name) for parts in self.sources.values())
+
+    def parts_of(self, source: str) -> dict[str, float]:
+        """Return the weights of the parts in rows of a source.
+
+        None are those of a source that is not named.
+        """
+        return self.sources.get(source, self.sources.get(OTHERS, {}))
 
     @property
     def compares(self) -> bool:
@@ -230,7 +241,12 @@ class GroupConfig(PolicyConfig):
     @property
     def needs(self) -> frozenset[str]:
         """Return the columns of every policy, and those of the parts of the loss."""
-        columns = {"ref": "ref_logprobs", "teacher": "teacher_logprobs"}
+        columns = {
+            "ref": "ref_logprobs",
+            "teacher": "teacher_logprobs",
+            "demo": "demonstration",
+        }
+
         read = {column for name, column in columns.items() if self.has_component(name)}
         return super().needs | read | ({"data_source"} if self.sources else set())
 

@@ -27,6 +27,7 @@ def mixed_loss(config: GroupConfig, out: Columns, batch: Columns) -> tuple[Tenso
         "ce": _ce,
         "ref": _ref,
         "teacher": _teacher,
+        "demo": _demo,
     }
     total = torch.zeros_like(out["logprobs"])
     metrics: Metrics = {}
@@ -51,6 +52,11 @@ def mixed_loss(config: GroupConfig, out: Columns, batch: Columns) -> tuple[Tenso
 
 def _ce(_: GroupConfig, out: Columns, batch: Columns) -> tuple[Tensor, Metrics]:
     return nll_loss(out, batch)
+
+
+def _demo(_: GroupConfig, out: Columns, batch: Columns) -> tuple[Tensor, Metrics]:
+    loss, metrics = nll_loss(out, batch)
+    return loss, {"nll_demo": metrics["nll"]}
 
 
 def _ref(config: GroupConfig, out: Columns, batch: Columns) -> tuple[Tensor, Metrics]:

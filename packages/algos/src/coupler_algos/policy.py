@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from coupler.batch import Batch
+from coupler.batch.columns import of_policy
 from coupler.interfaces import Algorithm, Columns, Controller, Output
 from coupler.metrics import Metrics
 from coupler_algos import components, gae
@@ -62,7 +63,7 @@ class Policy(Algorithm):
         if self.config.correction_normalize:
             mean = np.full(
                 len(batch),
-                mean_weight(self.config, batch),
+                mean_weight(self.config, of_policy(batch)),
                 np.float32,
             )
             batch = batch.with_seqs(**{MEAN_WEIGHT: mean})
@@ -160,13 +161,24 @@ class GroupPolicy(Policy):
             ).astype(np.float32)
         )
 
+    def num_sampled(self, data_source: str, samples: int, draw: float) -> int:
+        """Return 0 where the loss of the source has the part ``demo`` alone.
+
+        Beside other parts, the answer takes the place of one sample.
+        """
+        parts = self.config.parts_of(data_source)
+        if "demo" not in parts:
+            return samples
+        return samples - 1 if len(parts) > 1 else 0
+
     def keep(self, group: Batch) -> bool:
         """Reject a group whose rewards are all equal, if ``dynamic_sampling`` is set.
 
         The rewards are those before shaping: DAPO (arXiv 2503.14476) eq. 11. A group
         whose loss has no part of rewards is kept.
         """
-        if not self.config.dynamic_sampling:
+        group = of_policy(group)
+        if not self.config.dynamic_sampling or not len(group):
             return True
 
         if self.components:

@@ -24,9 +24,11 @@ def problems(config: RunConfig) -> Iterator[str]:
             f"algorithm.ce_above={algorithm.ce_above} chooses samples for ce, which no source of "
             "algorithm.sources has: set it to 0."
         )
+
     if algorithm.sources:
         yield from _parts(algorithm.sources)
         yield from _others(algorithm)
+        yield from _shown(config, algorithm)
 
 
 def _parts(sources: dict[str, Any]) -> Iterator[str]:
@@ -41,6 +43,21 @@ def _parts(sources: dict[str, Any]) -> Iterator[str]:
                 yield f"{key}.{name} is no part of the loss: set one of {', '.join(NAMES)}."
             elif type(weight) not in (int, float) or not isfinite(weight) or weight <= 0:
                 yield f"{key}.{name}={weight} must be a number above 0, or left out."
+
+
+def _shown(config: RunConfig, a: GroupConfig) -> Iterator[str]:
+    """Yield the sources in which an answer leaves too few samples."""
+    for source, parts in a.sources.items():
+        if not isinstance(parts, dict) or "demo" not in parts or len(parts) == 1:
+            continue
+
+        least = 3 if "rl" in parts and a.compares else 2
+        if config.samples_per_prompt < least:
+            yield (
+                f"samples_per_prompt={config.samples_per_prompt} is too few for "
+                f"algorithm.sources.{source}, in which an answer takes the place of one sample: "
+                f"set samples_per_prompt={least} or more."
+            )
 
 
 def _others(a: GroupConfig) -> Iterator[str]:

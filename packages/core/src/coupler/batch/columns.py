@@ -13,12 +13,21 @@ from coupler.errors import CouplerError
 ROUTED_EXPERTS: Final = "routed_experts"
 # the token column [T, kept] of the ids that each token was sampled among; -1 is no id
 SAMPLING_MASK: Final = "sampling_mask"
+# the column [B] that is true where the completion of a row is the answer of the data
+DEMONSTRATION: Final = "demonstration"
 # only engines read these, and they are wider than all other columns together
 OF_ENGINES: Final = (ROUTED_EXPERTS, SAMPLING_MASK)
 
 # no loss reads these: the source of each token, its turn and what that was shown, how
 # the episode ended, and the number of its row in the data
 OF_RECORDS: Final = ("origin", "turn", "anchor", "ended", "row")
+
+
+def of_policy(batch: Batch) -> Batch:
+    """Return the rows that the policy sampled, without demonstrations."""
+    if not batch.has(DEMONSTRATION):
+        return batch
+    return batch.take(np.flatnonzero(~batch[DEMONSTRATION]))
 
 
 def loss_columns(batch: Batch) -> dict[str, np.ndarray]:

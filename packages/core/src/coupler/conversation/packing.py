@@ -14,13 +14,13 @@ import numpy as np
 
 from coupler.batch import Batch
 from coupler.batch.batch import concat
-from coupler.batch.columns import ROUTED_EXPERTS, SAMPLING_MASK
+from coupler.batch.columns import DEMONSTRATION, ROUTED_EXPERTS, SAMPLING_MASK
 from coupler.batch.trajectory import Origin, columns_of
 from coupler.conversation.tree import Row
 from coupler.data import Prompt
 from coupler.errors import CouplerError, WeightSyncError
 from coupler.interfaces import Ended
-from coupler.metrics import Metric, Metrics, merge
+from coupler.metrics import Metrics
 
 # the numbers that a record has for origins and endings
 ORIGINS = tuple(Origin)
@@ -34,7 +34,7 @@ ENDED = {str(ended): code for code, ended in enumerate(Ended)}
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One episode of the policy with its reward.
+    """One episode of the policy with its reward, or a demonstration in its place.
 
     Attributes:
         text: what the policy said last, without special tokens.
@@ -44,6 +44,7 @@ class Sample:
         parts: the numbers that the reward was made of, by name.
         greedy_reward: that of the prompt's greedy episode, where it is needed.
         opinions: what models said of the episode: ``score``, ``verdict``, or neither.
+        demonstration: the answer of the prompt's row stands for an episode.
     """
 
     prompt: Prompt
@@ -57,6 +58,7 @@ class Sample:
     opinions: Mapping[str, float | str] = field(default_factory=dict)
     greedy_reward: float | None = None
     metrics: Metrics = field(default_factory=dict)
+    demonstration: bool = False
 
     @property
     def num_sampled(self) -> int:
@@ -73,6 +75,8 @@ def pack(
     samples: Sequence[Sample], group: int, samples_per_prompt: int, temperature: float
 ) -> Batch:
     """Make one Batch of a prompt's episodes.
+
+    A demonstration was not sampled, and has the temperature 1.
 
     Raises:
         WeightSyncError: a log-prob is not finite.
@@ -94,6 +98,7 @@ def pack(
     numbers = group * samples_per_prompt + np.arange(len(samples), dtype=np.int64)
     rewards = np.array([sample.reward for sample in samples], np.float32)
     truncated = np.array([sample.truncated for sample in samples])
+    heat = np.array([1.0 if s.demonstration else temperature for s in samples], np.float32)
     return Batch(
         lengths=np.array(lengths, np.int64),
         tokens={
@@ -107,7 +112,7 @@ def pack(
             "reward": np.repeat(rewards, counts),
             **_parts(samples, counts),
             **_greedy(samples, len(rows)),
-            "temperature": np.full(len(rows), temperature, np.float32),
+            "temperature": np.repeat(heat, counts),
             "group": np.full(len(rows), group, np.int64),
             "row": np.repeat([sample.prompt.row.index for sample in samples], counts),
             "trajectory": np.repeat(numbers, counts),
@@ -144,9 +149,13 @@ def with_needed(group: Batch, samples: Sequence[Sample], needs: frozenset[str]) 
     """Add the columns of episodes that only some algorithms need.
 
     They are ``data_source`` [B] of the prompt's row, which is empty where the row has
-    none, and ``turn`` and ``anchor`` [T], which are -1 where nothing was sampled.
+    none, ``demonstration`` [B], and ``turn`` and ``anchor`` [T], which are -1 where
+    nothing was sampled.
     """
     rows = [row for sample in samples for row in sample.rows]
+    if DEMONSTRATION in needs:
+        shown = [sample.demonstration for sample in samples for _ in sample.rows]
+        group = group.with_seqs(**{DEMONSTRATION: np.array(shown)})
     if SOURCE in needs:
         source = samples[0].prompt.row.data_source
         group = group.with_seqs(**{SOURCE: np.full(len(group), source)})
@@ -185,31 +194,6 @@ def stretches(one: Batch) -> Iterator[tuple[Origin, slice]]:
         tokens = slice(at, at + len(list(same)))
         yield ORIGINS[code], tokens
         at = tokens.stop
-
-
-def describe(samples: Sequence[Sample], group: Batch, kept: bool) -> Metrics:
-    """Return metrics of the samples of a prompt, which the algorithm kept or not."""
-    rewards = group["reward"]
-    size, sampled = len(samples), sum(sample.num_sampled for sample in samples)
-
-    return {
-        **merge(sample.metrics for sample in samples),
-        **describe_parts(samples),
-        "sampled/tokens": Metric(sampled, how="sum"),
-        "sampled/completion_tokens": Metric(sampled, size),
-        "sampled/truncated": Metric(sum(sample.truncated for sample in samples), size),
-        "sampled/reward": Metric(sum(sample.reward for sample in samples), size),
-        "sampled/equal_reward_groups": Metric(float(rewards.max() == rewards.min()), 1),
-        "sampled/rejected_groups": Metric(float(not kept), how="sum"),
-    }
-
-
-def describe_parts(samples: Sequence[Sample]) -> Metrics:
-    """Return the mean of each number of which rewards are made, NaN left out."""
-    return merge(
-        {f"{PARTS}/{n}": Metric(number) for n, number in sample.parts.items() if number == number}
-        for sample in samples
-    )
 
 
 def with_origins(batch: Batch) -> Batch:
@@ -287,9 +271,10 @@ def _masks(rows: Sequence[Row], sampled: np.ndarray) -> dict[str, np.ndarray]:
     """Return the column ``sampling_mask``, if the rollout was asked for it.
 
     Args:
-        sampled: [T] True at sampled tokens. Rows of the others are -1.
+        sampled: [T] True at trained tokens. Rows of the others are -1.
     """
-    masks = [done.sampling_mask for row in rows for done in row.trained]
+    # a demonstration has one completion, which the policy did not sample
+    masks = [done.sampling_mask for row in rows for done in row.trained or row.completions]
     if masks[0] is None:
         return {}
 

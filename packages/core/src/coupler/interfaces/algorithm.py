@@ -37,7 +37,8 @@ class Algorithm(ABC):
         needs: columns that core adds before :meth:`advantages`: ``ref_logprobs``,
             ``old_logprobs``, ``sum_pi_squared``, ``values``, ``teacher_logprobs``,
             ``greedy_reward`` [B] of a greedy episode of the prompt, ``data_source`` [B]
-            text of the row, ``turn`` [T] the number of a token's turn in its episode,
+            text of the row, ``demonstration`` [B] true where the completion is the
+            answer of the row, ``turn`` [T] the number of a token's turn in its episode,
             ``anchor`` [T] a digest of what that turn was shown. No loss gets the last
             two, which are -1 where nothing was sampled. With one optimizer step per
             batch the loss gets no ``old_logprobs``, because they equal the current
@@ -91,6 +92,18 @@ class Algorithm(ABC):
         Core then asks for another one.
         """
         return True
+
+    def num_sampled(self, data_source: str, samples: int, draw: float) -> int:
+        """Return how many of the ``samples`` of a prompt the policy samples.
+
+        Below ``samples`` the answer of the row stands for the others, as one row of the
+        batch. Core asks where :attr:`needs` has ``demonstration``.
+
+        Args:
+            data_source: that of the prompt's row.
+            draw: a number of the prompt group, uniform over [0, 1).
+        """
+        return samples
 
     def controller(self) -> Controller | None:
         """Return a new controller, if this algorithm adapts a coefficient."""

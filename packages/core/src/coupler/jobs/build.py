@@ -9,9 +9,9 @@ from functools import cached_property
 from math import inf
 from pathlib import Path
 
-from coupler.config.checks import episode_tokens, longest_sequence
+from coupler.config.checks import does_evaluate, episode_tokens, longest_sequence
 from coupler.config.compose import Composed
-from coupler.config.schema import DataConfig
+from coupler.config.schema import DataConfig, Job
 from coupler.conversation import Renderer
 from coupler.conversation.choice import choose_renderer
 from coupler.conversation.episodes import Episodes, OneTurn, Plays
@@ -206,6 +206,12 @@ class Builder:
         if dropped:
             log.info(f"{key}: dropped {dropped} prompts that are too long", extra=PLAIN)
         return prompts
+
+    def held_out(self) -> list[Prompt]:
+        """Load and encode the prompts that training evaluates on, if it does."""
+        if not does_evaluate(self.config, Job.TRAIN):
+            return []
+        return self.prompts(self.config.eval.data, "eval.data")
 
     @cached_property
     def environment(self) -> Environment | None:

@@ -10,7 +10,8 @@ from math import comb
 
 import numpy as np
 
-from coupler.conversation.packing import Sample, describe_parts
+from coupler.conversation.measures import describe_parts
+from coupler.conversation.packing import Sample
 from coupler.data import Prompt
 from coupler.interfaces import Request
 from coupler.loop.sampler import Scorer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -12,14 +12,15 @@ from pathlib import Path
 import numpy as np
 
 from coupler.batch import Batch
-from coupler.batch.columns import ROUTED_EXPERTS
-from coupler.config.checks import does_evaluate
+from coupler.batch.columns import DEMONSTRATION, ROUTED_EXPERTS
+from coupler.batch.trajectory import Trajectory
 from coupler.config.compose import Composed
 from coupler.config.schema import Job, RouterReplay, RunConfig
 from coupler.conversation.packing import GREEDY
 from coupler.data import PromptStream, Row, fingerprint, prompt_stream
 from coupler.interfaces import Algorithm, Model, Output, Request
 from coupler.jobs.build import Builder
+from coupler.jobs.demonstrations import DemonstratingScorer, find_answers
 from coupler.jobs.device_sharing import hold_state, hold_trained, share_devices, start
 from coupler.jobs.evaluation import Evaluation, make_evaluation
 from coupler.jobs.greedy import GreedyScorer
@@ -90,11 +91,15 @@ def _sampler(
     algorithm: Algorithm,
     prompts: PromptStream,
     scorer: Scorer,
+    answers: Mapping[int, Trajectory],
 ) -> Sampler:
     """Build what fills a buffer of its own with scored groups."""
     max_rejected = config.max_rejected_factor * config.prompts_per_step
     buffer = Buffer(config.prompts_per_step, config.max_staleness, max_rejected)
     sampling = config.sampling
+    scorer = GreedyScorer(scorer) if GREEDY in algorithm.needs else scorer
+    if DEMONSTRATION in algorithm.needs:
+        scorer = DemonstratingScorer(scorer, algorithm, answers)
 
     request = Request(
         (),
@@ -110,7 +115,7 @@ def _sampler(
         config.samples_per_prompt,
         config.seed,
         prompts=prompts,
-        scorer=GreedyScorer(scorer) if GREEDY in algorithm.needs else scorer,
+        scorer=scorer,
         algorithm=algorithm,
         buffer=buffer,
         in_waves=config.deterministic,
@@ -163,10 +168,10 @@ async def _train(builder: Builder) -> dict[str, float]:
     prompts = builder.prompts(config.data, "data")
     rows = [prompt.row for prompt in prompts]
     data, stream = fingerprint(rows), prompt_stream(prompts, rows, config.data, config.seed)
-    evaluates = does_evaluate(config, Job.TRAIN)
-    held_out = builder.prompts(config.eval.data, "eval.data") if evaluates else []
+    held_out = builder.held_out()
     critic_model = builder.critic_model() if VALUES in algorithm.needs else None
     taught_by, shown = find_teachers(builder, prompts), find_prompts(builder, prompts)
+    answers = find_answers(builder, prompts)
     asked = find_models(builder, (("data", prompts), ("eval.data", held_out)))
 
     plan = make_plan(config, len(prompts), builder.plugins, algorithm.needs)
@@ -188,7 +193,7 @@ async def _train(builder: Builder) -> dict[str, float]:
         if evaluation:
             await evaluation.start()
 
-        sampler = _sampler(config, algorithm, stream, scorer)
+        sampler = _sampler(config, algorithm, stream, scorer, answers)
         providers = column_providers(config, *engines, residency, algorithm.needs)
         providers[TEACHER_LOGPROBS] = make_teaching(policy, teachers, prompts, shown, residency)
         trained = {group.spec.role: group for group in (policy, critic) if group}

@@ -12,7 +12,8 @@ from itertools import count
 from typing import Any
 
 from coupler.conversation.episodes import Played, Plays, together
-from coupler.conversation.packing import Sample, describe, pack, with_needed
+from coupler.conversation.measures import describe_samples
+from coupler.conversation.packing import Sample, pack, with_needed
 from coupler.data import Codec, Prompt, PromptStream
 from coupler.interfaces import Algorithm, Request
 from coupler.loop.buffer import Buffer
@@ -195,13 +196,15 @@ class Sampler:
                 prompt, seeds, self.request, groups=self.buffer.prompts_per_step
             )
 
-            if len(scored) < min(2, self.samples_per_prompt):
+            fewest = 1 if any(s.demonstration for s in scored) else min(2, self.samples_per_prompt)
+            if len(scored) < fewest:
                 await self.buffer.reject(number, "its rewards are invalid")
             else:
                 await self._offer(number, scored)
             # Nothing else ran since the buffer took the group, so no checkpoint can
             # hold it in both places.
-            row, rewards = self.unfinished.pop(number), [sample.reward for sample in scored]
+            row = self.unfinished.pop(number)
+            rewards = [sample.reward for sample in scored if not sample.demonstration]
             self.prompts.finished(number, row, rewards, self.unfinished)
         except Exception as error:
             # The error of a background task has to reach the trainer.
@@ -211,7 +214,7 @@ class Sampler:
         group = pack(scored, number, self.samples_per_prompt, self.request.temperature)
         group = with_needed(group, scored, self.algorithm.needs)
         kept = self.algorithm.keep(group)
-        self.seen[number] = describe(scored, group, kept)
+        self.seen[number] = describe_samples(scored, group, kept)
         if kept:
             await self.buffer.put(number, group)
         else:

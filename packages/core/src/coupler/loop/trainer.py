@@ -10,7 +10,9 @@ from collections.abc import Awaitable, Callable, Mapping
 import numpy as np
 
 from coupler.batch import Batch
+from coupler.batch.columns import of_policy
 from coupler.config.schema import RunConfig
+from coupler.conversation.measures import describe, describe_trained
 from coupler.errors import CouplerError, WeightSyncError
 from coupler.interfaces import Algorithm, ShardingManager, StepResult
 from coupler.loop.buffer import Buffer
@@ -18,7 +20,7 @@ from coupler.loop.device_memory import GENERATING, Held, Residency
 from coupler.loop.engine_group import EngineGroup
 from coupler.loop.sampler import Sampler
 from coupler.loop.state import State
-from coupler.loop.step_metrics import Clock, describe, describe_trained, of_role, reproducible
+from coupler.loop.step_metrics import Clock, of_role, reproducible
 from coupler.loop.turns import OLD_LOGPROBS, Turn, takes_one_step, turns_of
 from coupler.metrics import Metrics, merge
 
@@ -92,7 +94,7 @@ class Trainer:
             # Not in the step before, so that nothing runs while a checkpoint is made.
             await self.buffer.advance(step - 1)
             batch = Batch.concat(await self.buffer.take())
-            check_versions(batch, step - 1, self.config.max_staleness)
+            check_versions(of_policy(batch), step - 1, self.config.max_staleness)
         async with clock("time/complete"):
             whole = await complete(batch, self.config, self.algorithm, self.providers)
             batch, controlled = self.control(whole)

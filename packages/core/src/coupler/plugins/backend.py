@@ -82,6 +82,7 @@ VOCABULARY = frozenset(
         "needs:values",
         "needs:greedy_reward",
         "needs:data_source",
+        "needs:demonstration",
         "needs:teacher_logprobs",
         "needs:sum_pi_squared",
         "needs:turn",

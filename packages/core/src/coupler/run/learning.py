@@ -16,6 +16,9 @@ STEPS, SHOWN = 5, 3
 # An entropy below this many nats, and this share of what it was, has collapsed.
 NATS, SHARE = 0.05, 0.1
 
+# Metrics of tokens that are learnt without an advantage.
+IMITATED = {"nll", "nll_demo"}
+
 # Gets a step, its batch and some rows, and returns them as samples.
 Lines = Callable[[int, Batch, Sequence[int]], list[dict[str, Any]]]
 
@@ -71,6 +74,8 @@ class LearningWatch:
             )
         # What a teacher says is an advantage, too, beside a reward that never changes.
         level = self._each("advantages/min", 0.0) and self._each("advantages/max", 0.0)
+        # What is imitated has a loss without an advantage.
+        level = level and not IMITATED & self.last[-1].keys()
         if level and self._each("reward/min", reward) and self._each("reward/max", reward):
             return (
                 f"every completion got the same reward, {reward:g}.\n  look at:  the reward, with "

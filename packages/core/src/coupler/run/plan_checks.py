@@ -13,6 +13,7 @@ from coupler.data.prompts import Limit
 from coupler.errors import ConfigError
 from coupler.interfaces import EngineConfig
 from coupler.plugins.manager import Plugins
+from coupler.run.demonstration_check import check_demonstrations
 from coupler.run.opinion_checks import check_opinions
 from coupler.system.reads import original
 from coupler.system.words import ceil_div, either
@@ -112,11 +113,12 @@ def _check_offload(config: RunConfig, plugins: Plugins) -> None:
 
 
 def check_columns(config: RunConfig, plugins: Plugins, needs: frozenset[str], job: Job) -> None:
-    """Refuse columns that a run wants of backends which do not compute them.
+    """Refuse columns that a run wants and cannot have.
 
     Raises:
         ConfigError: there is such a column.
     """
+    check_demonstrations(config, needs, job)
     _check_routes(config, plugins, needs, job)
     _check_squares(config, plugins, needs)
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from coupler.batch import Batch
-from coupler.batch.trajectory import Origin
+from coupler.batch.trajectory import TRAINED
 from coupler.conversation.packing import PARTS, ended_of, stretches
 from coupler.errors import CouplerError
 from coupler.run.format import number_of
@@ -81,10 +81,10 @@ class SampleWriter:
     def _line(self, one: Batch) -> dict[str, Any]:
         """Return what is written of a batch with one conversation."""
         turns = list(self._turns(one))
-        sampled = (i for i, turn in enumerate(turns) if turn["origin"] == Origin.SAMPLED)
+        sampled = (i for i, turn in enumerate(turns) if turn["origin"] in TRAINED)
         first = next(sampled, len(turns))
         mask, row = one["loss_mask"], int(one["row"][0])
-        versions = one["version"][mask]
+        versions = one["version"][mask & (one["version"] >= 0)]
 
         return {
             "group": int(one["group"][0]),

@@ -81,7 +81,8 @@ def surprise(
     """
     if fresh_version is None or "rollout_logprobs" not in batch or "entropy" not in out:
         return {}
-    mask, entropy = batch["loss_mask"], _detached(out["entropy"])
+    # nothing sampled a token of a demonstration, which has no version
+    mask, entropy = batch["loss_mask"] & (batch["version"] >= 0), _detached(out["entropy"])
     logprobs = _detached(out["logprobs"])
     x = (-logprobs - entropy) * mask
     diff = (logprobs - batch["rollout_logprobs"]) * mask

@@ -26,7 +26,7 @@ from coupler.worker.train_infer import checked_loss
 # Columns that core can add, and how far they are from the rollout's log-probs.
 COLUMNS = {"ref_logprobs": 0.2, "old_logprobs": 0.1, "values": 0.3, "teacher_logprobs": 0.4}
 # Others that core can add.
-OTHERS = ("greedy_reward", "sum_pi_squared", "turn", "anchor")
+OTHERS = ("greedy_reward", "sum_pi_squared", "turn", "anchor", "data_source", "demonstration")
 # Columns of preference rows, which an algorithm with such rows reads.
 PREFERENCES = ("chosen", "margin", "desirable", "mismatched")
 ALWAYS = (
@@ -96,6 +96,8 @@ def sampled(reference: Reference) -> Batch:
     ).with_seqs(
         reward=np.array([0, 1, 1, 0.5, 2, 0, 0, 1], np.float32),
         greedy_reward=np.repeat(np.array([0.5, 1], np.float32), 4),
+        data_source=np.full(len(batch), "sums"),
+        demonstration=np.arange(len(batch)) % 4 == 3,
     )
 
 
