@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from coupler_engine_fsdp.logprobs import token_logprobs
+from coupler.engine_kit.sampling_mask import CUT
+from coupler_engine_fsdp.logprobs import logprobs_at, token_logprobs, top_ids
 
 R, H, V = 29, 16, 1003
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -147,3 +148,105 @@ def test_sums_of_squares_are_those_of_a_softmax_in_float64(scale) -> None:
     if not scale:
         torch.testing.assert_close(found, torch.full((R,), 1 / V), rtol=1e-6, atol=0)
     assert found.max() <= 1 + 1e-6
+
+
+def some_ids(targets):
+    """Twelve different ids of each row. The target is one of them in some rows, and the
+    last ones of every third row are none.
+    """
+    ids = torch.stack([torch.randperm(V)[:12] for _ in range(R)])
+    at_target = (ids == targets[:, None]).any(1)
+    ids[::2, 5] = torch.where(at_target, ids[:, 5], targets)[::2]
+    ids[::3, 9:] = -1
+    return ids
+
+
+@pytest.mark.parametrize("chunk", [1, 3 * R * 128, 2**21])
+@pytest.mark.parametrize(("entropy", "squares"), [(False, False), (True, True)])
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_logprobs_of_ids_and_their_gradient_equal_those_of_the_full_logits(
+    chunk, entropy, squares, scaled, with_bias, masked
+) -> None:
+    hidden, weight, bias, targets = inputs(with_bias)
+    ids = some_ids(targets)
+    temperature = torch.rand(R) + 0.5 if scaled else None
+    kept = torch.cat([kept_ids(targets), ids, targets[:, None]], 1) if masked else None
+    leaves = [leaf for leaf in (hidden, weight, bias) if leaf is not None]
+    slopes, each = torch.randn(3, R), torch.randn(R, 12)
+
+    double = [
+        x.double().detach().requires_grad_() if x is not None else x for x in (hidden, weight, bias)
+    ]
+    logits = torch.nn.functional.linear(*double)
+    if kept is not None:
+        left = (kept[:, :, None] == torch.arange(V)).any(1)
+        logits = logits.where(left, -1e30)
+    log_p = (logits if temperature is None else logits / temperature.double()[:, None]).log_softmax(
+        -1
+    )
+    p = log_p.exp()
+    want = [
+        log_p.gather(1, targets[:, None]).squeeze(1),
+        -(p * log_p).sum(-1),
+        p.square().sum(-1),
+        log_p.gather(1, ids.clamp(min=0)).where(ids >= 0, CUT),
+    ]
+    given = (hidden, weight, bias, targets, temperature, entropy, chunk, kept, squares)
+    got = logprobs_at(ids, *given)
+    assert (got[3][ids < 0] == CUT).all()
+
+    def total(found):
+        outs = zip(found[:3], slopes, (True, entropy, squares), strict=True)
+        return sum((out * s).sum() for out, s, used in outs if used) + (found[3] * each).sum()
+
+    for out, true, used in zip(got, want, (True, entropy, squares, True), strict=True):
+        assert (out is not None) == used
+        if used:
+            torch.testing.assert_close(out.double(), true, atol=2e-5, rtol=1e-5)
+    grads = torch.autograd.grad(total(got), leaves)
+    exact = torch.autograd.grad(total(want), [x for x in double if x is not None])
+    for grad, true in zip(grads, exact, strict=True):
+        off = (grad.double() - true).abs().max() / true.abs().max()
+        assert off < 1e-5
+
+
+@pytest.mark.parametrize("chunk", [1, 2**21])
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_most_likely_ids_are_those_of_the_full_logits(chunk, masked) -> None:
+    hidden, weight, bias, targets = inputs(True)
+    kept = kept_ids(targets) if masked else None
+    found = top_ids(hidden, weight, bias, 40, chunk, kept)
+    log_p = naive_logits(hidden, weight, bias, kept)
+    values, want = log_p.topk(40, 1)
+    likely = values > -1e20
+    assert (found == want)[likely].all() and likely[:, 0].all()
+    assert [len(row.unique()) for row in found] == [40] * R
+
+
+def naive_logits(hidden, weight, bias, kept):
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    if kept is None:
+        return logits
+    left = (kept[:, :, None] == torch.arange(V)).any(1) | (kept < 0).all(1, keepdim=True)
+    return logits.where(left, -1e30)
+
+
+def test_more_ids_than_there_are_end_in_none() -> None:
+    hidden, weight, bias, _ = inputs(False)
+    found = top_ids(hidden, weight[:5], bias, 8)
+    assert (found[:, 5:] == -1).all()
+    assert (found[:, :5].sort(1).values == torch.arange(5)).all()
+
+
+def test_probabilities_of_all_ids_add_up_to_1_in_bf16() -> None:
+    """The terms of a row's gradient cancel, which bf16 would not let them."""
+    hidden, weight, bias, targets = inputs(False)
+    hidden, weight = (x.detach().bfloat16().requires_grad_() for x in (hidden, weight[:64]))
+    targets = targets % 64
+    ids = torch.arange(64).expand(R, 64)
+    found = logprobs_at(ids, hidden, weight, bias, targets)[3]
+    assert (found.exp().sum(1) - 1).abs().max() < 1e-5
+    found.exp().sum().backward()
+    assert hidden.grad.abs().max() < 1e-4

@@ -111,6 +111,30 @@ def test_sums_of_squares_are_whole_on_ranks_that_split_sequences(
         assert np.abs(got[name] - true).max() < LIMIT * np.abs(true).max(), name
 
 
+def test_ids_and_their_logprobs_are_whole_on_ranks_that_split_sequences(
+    folder_of: Folder, tmp_path: Path
+) -> None:
+    """Packed rows, several micro-batches, their values and their gradient."""
+    reference = TransformersReference(folder_of("qwen2"))
+    batch = weighted(make_batch(reference))
+    want = ("logprobs", ("top_ids", 5), "top_logprobs")
+
+    with running(
+        folder_of("qwen2"), tmp_path, 2, sequence_parallel=2, max_tokens_per_gpu=7
+    ) as world:
+        done = world.forward([batch], want)[0]
+        named = batch.with_tokens(top_ids=done["top_ids"])
+        for name, true in reference.outputs(named).items():
+            if name in done.tokens:
+                np.testing.assert_allclose(done[name], true, rtol=1e-4, atol=1e-5)
+        falls = np.diff(done["top_logprobs"], axis=1)[batch["loss_mask"]]
+        assert (falls <= 0).all() and falls.any()
+        loss = "coupler.testing.losses:among"
+        got, _, _ = world.gradient([named], loss, ("top_logprobs", "logprobs"))
+    for name, true in reference.gradient(named, losses.among).grads.items():
+        assert np.abs(got[name] - true).max() < LIMIT * np.abs(true).max(), name
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_an_adapter_trains_as_on_one_rank(folder_of: Folder, tmp_path: Path, size: int) -> None:
     """Both of its factors, and the log-probs without it."""

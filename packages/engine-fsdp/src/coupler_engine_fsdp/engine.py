@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -11,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from coupler.batch import Batch
-from coupler.batch.columns import SAMPLING_MASK
+from coupler.batch.columns import SAMPLING_MASK, TOP_IDS
 from coupler.engine_kit.loss import weighted_loss
 from coupler.engine_kit.micro_batches import agreed_split
 from coupler.engine_kit.precision import dtype_of
 from coupler.engine_kit.process_group import Membership, join
 from coupler.engine_kit.tensors import columns
+from coupler.errors import CouplerError
 from coupler.interfaces import (
     Engine,
     Layout,
@@ -46,7 +48,7 @@ from coupler_engine_fsdp.packing import pack, split
 from coupler_engine_fsdp.sequence import ALONE, join_peers, layout_of, leave_peers
 from coupler_engine_fsdp.value import zero_absent
 
-BASE = "base_logprobs"
+BASE, TOP_LOGPROBS = "base_logprobs", "top_logprobs"
 
 
 class FSDPEngine(Engine):
@@ -131,7 +133,7 @@ class FSDPEngine(Engine):
         """
         groups = self._micro_batches(batch)
         batch = batch.with_tokens(row=np.arange(batch.num_tokens))
-        optional = [name for name in ("temperature", SAMPLING_MASK) if batch.has(name)]
+        optional = [name for name in ("temperature", SAMPLING_MASK, TOP_IDS) if batch.has(name)]
         inputs = batch.select("tokens", "loss_mask", "row", *optional)
 
         parts: list[tuple[np.ndarray, dict[str, Tensor]]] = []
@@ -141,7 +143,7 @@ class FSDPEngine(Engine):
                 parts.append((micro["row"], self._outputs(micro, want)))
         self._reshard()
 
-        done = {output.name: np.zeros(batch.num_tokens, np.float32) for output in want}
+        done = {name: _empty(values, batch.num_tokens) for name, values in parts[0][1].items()}
         for row, outputs in parts:
             for name, values in outputs.items():
                 done[name][row] = values.cpu().numpy()
@@ -178,7 +180,7 @@ class FSDPEngine(Engine):
     def _backward(self, micro: Batch, want: tuple[Output, ...], loss: Loss) -> Metrics:
         outputs = self._outputs(micro, want)
         if not len(micro):
-            torch.cat([*outputs.values()]).sum().backward()
+            torch.cat([column.flatten() for column in outputs.values()]).sum().backward()
             return {}
 
         total, metrics = weighted_loss(loss, outputs, columns(micro, self.device))
@@ -186,17 +188,34 @@ class FSDPEngine(Engine):
         return metrics
 
     def _outputs(self, micro: Batch, want: tuple[Output, ...]) -> dict[str, Tensor]:
-        """Compute [T] columns that are 0 outside ``loss_mask``, whole on every peer."""
-        packed = pack(micro, self.device, self.peers)
+        """Compute columns [T, ...], 0 outside ``loss_mask`` and whole on every peer.
+
+        Raises:
+            CouplerError: log-probs of ids are wanted, and the batch names no ids.
+        """
+        top_k = max((output.k for output in want if output.name == TOP_IDS), default=0)
+        packed = replace(pack(micro, self.device, self.peers), top_k=top_k)
+        if packed.ids is None and not top_k and TOP_LOGPROBS in (o.name for o in want):
+            raise CouplerError(f"{TOP_LOGPROBS} is of the ids in {TOP_IDS}: the batch lacks it.")
         names = frozenset(output.name for output in want)
         computed = self.policy(packed, names) if names != {BASE} else {}
         if BASE in names:
             with self.adapter.off(), torch.no_grad():
                 computed[BASE] = self.policy(packed)["logprobs"]
 
-        columns = [packed.spread(computed[output.name], micro.num_tokens) for output in want]
-        whole = self.peers.whole(torch.stack(columns))
-        return {output.name: column for output, column in zip(want, whole, strict=True)}
+        columns = {o.name: packed.spread(computed[o.name], micro.num_tokens) for o in want}
+        ids = {name: self.peers.whole(columns.pop(name)) for name in (TOP_IDS,) if top_k}
+        if not columns:
+            return ids
+
+        # All real columns cross together.
+        flat = [c if c.ndim > 1 else c[:, None] for c in columns.values()]
+        widths = [column.shape[1] for column in flat]
+        whole = self.peers.whole(torch.cat(flat, 1)).split(widths, 1)
+        return ids | {
+            name: part.reshape(column.shape)
+            for (name, column), part in zip(columns.items(), whole, strict=True)
+        }
 
     def _micro_batches(self, batch: Batch) -> list[np.ndarray]:
         """Cut a batch into as many micro-batches on every rank. Some may be empty."""
@@ -357,3 +376,9 @@ class FSDPEngine(Engine):
         """
         for module in self.modules:
             module.reshard()
+
+
+def _empty(values: Tensor, num_tokens: int) -> np.ndarray:
+    """Return zeros for so many rows of an output: [num_tokens, ...]."""
+    dtype = np.float32 if values.is_floating_point() else np.int32
+    return np.zeros((num_tokens, *values.shape[1:]), dtype)

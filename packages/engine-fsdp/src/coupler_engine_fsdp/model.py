@@ -19,7 +19,7 @@ from coupler.errors import CouplerError
 from coupler.interfaces import Head as HeadKind
 from coupler.interfaces import Model
 from coupler_engine_fsdp import attention
-from coupler_engine_fsdp.logprobs import token_logprobs
+from coupler_engine_fsdp.logprobs import logprobs_at, token_logprobs, top_ids
 from coupler_engine_fsdp.packing import Packed
 from coupler_engine_fsdp.value import ValueHead, ValueModel
 
@@ -39,23 +39,24 @@ class Head(nn.Linear):
     ) -> Any:
         """Map [R, H] hidden states to log-probs [R], and what else is wanted, by name.
 
-        What is not wanted is None. Without ``packed`` it returns logits.
+        What is not wanted is None or left out. Without ``packed`` it returns logits.
         """
         if packed is None:
             return super().forward(input)
 
-        logprobs, entropy, squares = token_logprobs(
-            input,
-            self.weight,
-            self.bias,
-            packed.targets,
-            packed.temperature,
-            "entropy" in want,
-            self.tile,
-            packed.kept,
-            "sum_pi_squared" in want,
-        )
-        return {"logprobs": logprobs, "entropy": entropy, "sum_pi_squared": squares}
+        head, kept = (input, self.weight, self.bias), packed.kept
+        given = (packed.targets, packed.temperature, "entropy" in want, self.tile, kept)
+        squared, ids, found = "sum_pi_squared" in want, packed.ids, {}
+        if packed.top_k:
+            ids = top_ids(*head, packed.top_k, self.tile, kept)
+            found["top_ids"] = ids
+
+        if "top_logprobs" in want and ids is not None:
+            logprobs, entropy, squares, at_ids = logprobs_at(ids, *head, *given, squared)
+            found["top_logprobs"] = at_ids
+        else:
+            logprobs, entropy, squares = token_logprobs(*head, *given, squared)
+        return {"logprobs": logprobs, "entropy": entropy, "sum_pi_squared": squares, **found}
 
 
 class Policy(nn.Module):
@@ -79,8 +80,9 @@ class Policy(nn.Module):
     def forward(
         self, packed: Packed, want: frozenset[str] = frozenset(), logits: bool = False
     ) -> Any:
-        """Return log-probs [R] of the predicted rows and, if wanted, entropy [R] and
-        sums of squared probabilities [R], by name.
+        """Return log-probs [R] of the predicted rows and, if wanted, entropy [R], sums
+        of squared probabilities [R], most likely ids [R, k] and log-probs of ids
+        [R, k], by name.
 
         With ``logits`` it returns all logits [N, V].
         """

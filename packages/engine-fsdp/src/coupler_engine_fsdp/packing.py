@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from coupler.batch import Batch
-from coupler.batch.columns import temperature_of
+from coupler.batch.columns import TOP_IDS, temperature_of
 from coupler.engine_kit import micro_batches
 from coupler.engine_kit.sampling_mask import kept_ids
 from coupler.engine_kit.tensors import to_device
@@ -48,6 +48,10 @@ class Packed:
     """[R] fp32, or None for 1 everywhere"""
     kept: Tensor | None
     """[R, kept] int64: the ids that each target was sampled among, or None for all"""
+    ids: Tensor | None = None
+    """[R, k] int64: further ids whose log-probs are wanted, with -1 for none"""
+    top_k: int = 0
+    """The number of most likely ids that are wanted."""
 
     def spread(self, values: Tensor, num_tokens: int) -> Tensor:
         """Put values [R, ...] in the places of their tokens: [num_tokens, ...].
@@ -112,6 +116,7 @@ def pack(batch: Batch, device: torch.device, peers: Peers = ALONE) -> Packed:
     held = np.flatnonzero((sources >= first) & (sources < last))
     scale = temperature_of(batch, rows)
     kept = kept_ids(batch, rows[held])
+    asked = batch[TOP_IDS][rows[held]].astype(np.int64) if batch.has(TOP_IDS) else None
 
     def tensor(values: np.ndarray) -> Tensor:
         return to_device(values, device)
@@ -129,6 +134,7 @@ def pack(batch: Batch, device: torch.device, peers: Peers = ALONE) -> Packed:
         targets=tensor(tokens[rows[held]]),
         temperature=None if scale is None else tensor(scale[held]),
         kept=None if kept is None else tensor(kept),
+        ids=None if asked is None else tensor(asked),
     )
 
 

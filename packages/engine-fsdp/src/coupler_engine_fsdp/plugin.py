@@ -23,9 +23,11 @@ def _of_engine(config: FSDPConfig) -> frozenset[str]:
         "memory:offload",
         "output:values",
         "output:sum_pi_squared",
+        "output:topk",
         "model:moe",
         "input:sampling_mask",
     }
+
     lora = {"output:base_logprobs", "weights:lora"} if config.lora_rank else set()
     return frozenset(always | lora)
 

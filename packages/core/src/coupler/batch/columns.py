@@ -15,8 +15,10 @@ ROUTED_EXPERTS: Final = "routed_experts"
 SAMPLING_MASK: Final = "sampling_mask"
 # the column [B] that is true where the completion of a row is the answer of the data
 DEMONSTRATION: Final = "demonstration"
+# the token column [T, k] of the ids whose log-probs an engine computes; -1 is no id
+TOP_IDS: Final = "top_ids"
 # only engines read these, and they are wider than all other columns together
-OF_ENGINES: Final = (ROUTED_EXPERTS, SAMPLING_MASK)
+OF_ENGINES: Final = (ROUTED_EXPERTS, SAMPLING_MASK, TOP_IDS)
 
 # no loss reads these: the source of each token, its turn and what that was shown, how
 # the episode ended, and the number of its row in the data

@@ -36,6 +36,8 @@ class Algorithm(ABC):
     Attributes:
         needs: columns that core adds before :meth:`advantages`: ``ref_logprobs``,
             ``old_logprobs``, ``sum_pi_squared``, ``values``, ``teacher_logprobs``,
+            ``teacher_top_logprobs`` [T, k] of the teacher's most likely ids, for which
+            ``want`` gives the policy's as ``top_logprobs``,
             ``greedy_reward`` [B] of a greedy episode of the prompt, ``data_source`` [B]
             text of the row, ``demonstration`` [B] true where the completion is the
             answer of the row, ``turn`` [T] the number of a token's turn in its episode,

@@ -63,11 +63,28 @@ class Output:
     adapter. ``routed_experts``, of capability ``output:routed_experts``, is an integer
     column ``[T, layers, topk]``. Row t holds the experts that token t itself went to in
     each layer that has a router, from the first such layer on.
+
+    ``top_ids`` and ``top_logprobs`` are of capability ``output:topk``. ``top_ids`` are
+    integers ``[T, k]``, the ids of most probability, which falls along a row. A row
+    ends in -1 where the vocabulary has fewer. ``top_logprobs`` are the log-probs
+    ``[T, k]`` of these or, where ``top_ids`` is not wanted, of the ids in the batch's
+    column ``top_ids``. That of -1 is so low that its probability is 0.
+
+    Attributes:
+        k: how many ids ``top_ids`` has. Other outputs do not read it.
     """
 
     name: Literal[
-        "logprobs", "entropy", "sum_pi_squared", "values", "base_logprobs", "routed_experts"
+        "logprobs",
+        "entropy",
+        "sum_pi_squared",
+        "values",
+        "base_logprobs",
+        "routed_experts",
+        "top_ids",
+        "top_logprobs",
     ]
+    k: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,8 +250,8 @@ class Engine(ABC):
 
         Reads the columns ``tokens``, ``loss_mask`` and ``temperature`` (1 where
         absent). Outputs are computed where ``loss_mask`` is true and are 0 elsewhere.
-        Only ``routed_experts``, a column of integers, has a row for every token. A
-        rank's batch may be empty.
+        Only ``routed_experts`` has a row for every token. It and ``top_ids`` are
+        columns of integers. A rank's batch may be empty.
 
         With capability ``output:routed_experts`` the column ``routed_experts``, where
         the batch has it, decides which experts each token goes to, here and in

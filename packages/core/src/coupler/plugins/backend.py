@@ -84,6 +84,7 @@ VOCABULARY = frozenset(
         "needs:data_source",
         "needs:demonstration",
         "needs:teacher_logprobs",
+        "needs:teacher_top_logprobs",
         "needs:sum_pi_squared",
         "needs:turn",
         "needs:anchor",
@@ -93,6 +94,8 @@ VOCABULARY = frozenset(
         "output:base_logprobs",
         # An engine computes Output("sum_pi_squared").
         "output:sum_pi_squared",
+        # An engine computes Output("top_ids") and Output("top_logprobs").
+        "output:topk",
         # An engine computes and replays Output("routed_experts"). A rollout returns it.
         "output:routed_experts",
         # An algorithm is for these jobs, or for both where it names neither.

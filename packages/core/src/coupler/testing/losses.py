@@ -82,6 +82,16 @@ def squares(out: Columns, batch: Columns) -> tuple[Any, Metrics]:
     return 3 * out["sum_pi_squared"] - 0.5 * out["logprobs"] + 0.2 * out["entropy"], {}
 
 
+def among(out: Columns, batch: Columns) -> tuple[Any, Metrics]:
+    """Weigh the probabilities of the column ``top_ids`` by their places, and add the
+    log-prob of the token.
+    """
+    p = (_library(out["logprobs"])).exp(out["top_logprobs"])
+    places = 1.0 + 0 * p
+    total = ((places.cumsum(1) - 2) * p).sum(1)
+    return total - 0.5 * out["logprobs"], {}
+
+
 def nll(out: Columns, batch: Columns) -> tuple[Any, Metrics]:
     """Return the negative log-prob of each token."""
     return -out["logprobs"], {}

@@ -40,6 +40,7 @@ from coupler.system.process_memory import resident_bytes
 from coupler.testing.subject import build
 
 Arrays = dict[str, np.ndarray]
+Wanted = str | tuple[str, int]  # an output's name, or that with its number of ids
 # These are slow to import, and touch no GPU.
 PRELOADED = ("torch", "torch.distributed.fsdp", "transformers.modeling_utils")
 # The variable that --coupler-share-gpus sets: each rank is a host of its own to NCCL.
@@ -63,13 +64,13 @@ class RankHost:
         layout = self.engine.setup(self.rank)
         return {"shard_of": layout.shard_of, "answers": layout.answers}
 
-    def forward(self, batch: str, want: list[str], out: str) -> None:
+    def forward(self, batch: str, want: Sequence[Wanted], out: str) -> None:
         with _left_alone(_read_only(batch)) as given:
             done = self.engine.forward(given, _outputs(want))
         done.save(Path(out))
 
     def gradient(
-        self, batch: str, want: list[str], loss: str, info: Mapping[str, Any], out: str
+        self, batch: str, want: Sequence[Wanted], loss: str, info: Mapping[str, Any], out: str
     ) -> dict[str, Any]:
         """Run one forward_backward and one step. Rank 0 writes the gradient between
         them.
@@ -176,8 +177,9 @@ def as_array(tensor: Any) -> np.ndarray:
     return np.array(tensor)
 
 
-def _outputs(names: list[str]) -> tuple[Output, ...]:
-    return tuple(Output(name) for name in names)  # type: ignore[arg-type]
+def _outputs(names: Sequence[Wanted]) -> tuple[Output, ...]:
+    pairs = ((name, 0) if isinstance(name, str) else name for name in names)
+    return tuple(Output(name, k) for name, k in pairs)  # type: ignore[arg-type]
 
 
 class World:
@@ -234,7 +236,7 @@ class World:
             self.close()
             raise
 
-    def forward(self, shards: Sequence[Batch], want: tuple[str, ...]) -> list[Batch]:
+    def forward(self, shards: Sequence[Batch], want: tuple[Wanted, ...]) -> list[Batch]:
         """Return one answer per given data shard, in order."""
         outs = [str(self._path(f"out-{i}")) for i in range(self.num_ranks)]
         batches = self._shared(shards)
@@ -250,7 +252,7 @@ class World:
         self,
         shards: Sequence[Batch],
         loss: str,
-        want: tuple[str, ...] = ("logprobs", "entropy"),
+        want: tuple[Wanted, ...] = ("logprobs", "entropy"),
         index: int = 0,
     ) -> tuple[Arrays, Metrics, list[list[Any]]]:
         """Run one whole step. Return its gradient, the merged metrics and (applied,

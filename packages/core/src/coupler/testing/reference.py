@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from coupler.batch import Batch
+from coupler.batch.columns import TOP_IDS
 from coupler.interfaces import Loss
 from coupler.metrics import Metrics, merge, read
 from coupler.testing import toy
@@ -53,6 +54,8 @@ class Reference(ABC):
     def outputs(self, batch: Batch) -> Arrays:
         """Return [T] float64 ``logprobs`` and ``entropy`` at the temperature of each
         sequence. Both are 0 outside ``loss_mask``.
+
+        Where the batch has ``top_ids``, ``top_logprobs`` are those of these ids.
         """
 
     @abstractmethod
@@ -119,13 +122,19 @@ class ToyReference(Reference):
         return np.where(np.isin(np.arange(len(z)), kept), z, CUT)
 
     def outputs(self, batch: Batch) -> Arrays:
-        out = {"logprobs": np.zeros(batch.num_tokens), "entropy": np.zeros(batch.num_tokens)}
+        zeros = np.zeros(batch.num_tokens)
+        out: Arrays = {"logprobs": zeros, "entropy": zeros.copy()}
+        ids = batch[TOP_IDS] if batch.has(TOP_IDS) else None
+        if ids is not None:
+            out["top_logprobs"] = np.zeros(ids.shape)
         temperature = batch.spread(batch["temperature"]).astype(np.float64)
         for t in np.flatnonzero(batch["loss_mask"]):
             z = self._sampled(batch, t, temperature[t])
             log_p = z - np.logaddexp.reduce(z)
             out["logprobs"][t] = log_p[batch["tokens"][t]]
             out["entropy"][t] = -np.exp(log_p) @ log_p
+            if ids is not None:
+                out["top_logprobs"][t] = log_p[ids[t]]
         return out
 
     def distributions(self, one: Batch) -> np.ndarray:
@@ -146,6 +155,9 @@ class ToyReference(Reference):
             d_z = -slopes["logprobs"][t] * p
             d_z[batch["tokens"][t]] += slopes["logprobs"][t]
             d_z -= slopes["entropy"][t] * p * (log_p + out["entropy"][t])
+            for i, slope in enumerate(slopes["top_logprobs"][t] if batch.has(TOP_IDS) else ()):
+                d_z -= slope * p
+                d_z[batch[TOP_IDS][t, i]] += slope
             d_z /= temperature[t]
             grads["head.bias"] += d_z
             grads["head.weight"] += np.outer(d_z, self.weights["embed.weight"][previous])
@@ -248,7 +260,12 @@ class TransformersReference(Reference):
         logprobs = log_p.gather(-1, tokens[:, None].long())[:, 0]
         entropy = -(log_p.exp() * log_p).sum(-1)
         squares = (2 * log_p).exp().sum(-1)
+        at_ids = {}
+        if one.has(TOP_IDS):
+            ids = torch.from_numpy(one[TOP_IDS]).long()
+            at_ids["top_logprobs"] = log_p.gather(-1, ids) * mask[:, None]
         return {
+            **at_ids,
             "logprobs": logprobs * mask,
             "entropy": entropy * mask,
             "sum_pi_squared": squares * mask,

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from coupler.batch import Batch
-from coupler.batch.columns import SAMPLING_MASK, loss_columns
+from coupler.batch.columns import SAMPLING_MASK, TOP_IDS, loss_columns
 from coupler.engine_kit.adamw import multiplier
 from coupler.engine_kit.micro_batches import agreed_split, split
 from coupler.errors import CouplerError
@@ -48,13 +48,11 @@ from coupler.metrics import Metric, Metrics, merge
 from coupler.system.files import reading
 from coupler.system.seeding import stream
 from coupler.testing.models import read_toy
+from coupler.testing.toy_topk import LOW, TOP_LOGPROBS, top_outputs
 
 Weights = dict[
     str, np.ndarray
 ]  # embed.weight [V, H], head.weight [V, H], head.bias [V], all float64
-
-
-LOW = -1e30  # the log-prob of what is cut off, which times 0 is 0
 
 
 def log_softmax(
@@ -142,7 +140,7 @@ def outputs(batch: Batch, done: Pass) -> dict[str, np.ndarray]:
 
 def backward(weights: Weights, batch: Batch, done: Pass, d_out: dict[str, np.ndarray]) -> Weights:
     """Return the gradient of a loss whose derivatives by ``logprobs`` and ``entropy``
-    are ``d_out``, each [T].
+    are ``d_out``, each [T], and by ``top_logprobs`` [T, k].
 
     With z the logits over the temperature: d logprob / dz = onehot - p, and d entropy /
     dz = -p (log p + entropy).
@@ -155,6 +153,11 @@ def backward(weights: Weights, batch: Batch, done: Pass, d_out: dict[str, np.nda
     if "entropy" in d_out:
         entropy = -(p * done.log_p).sum(-1, keepdims=True)
         d_logits -= d_out["entropy"][done.rows, None] * p * (done.log_p + entropy)
+    if TOP_LOGPROBS in d_out:
+        ids = batch[TOP_IDS][done.rows]
+        slopes = np.where(ids < 0, 0, d_out[TOP_LOGPROBS][done.rows])
+        np.add.at(d_logits, (np.arange(len(p))[:, None], ids.clip(0)), slopes)
+        d_logits -= p * slopes.sum(1, keepdims=True)
     d_logits /= done.temperature[:, None]
     hidden = weights["embed.weight"][done.previous]
     d_embed = np.zeros_like(weights["embed.weight"])
@@ -189,18 +192,23 @@ def value_backward(weights: Weights, batch: Batch, d_out: dict[str, np.ndarray])
 
 
 def slopes(loss: Loss, out: Columns, columns: Columns) -> dict[str, np.ndarray]:
-    """Return the [T] derivative of each weighted token loss by each output of that
-    token, by central differences.
+    """Return the derivative of each weighted token loss by each output of that token,
+    by central differences. It has the shape of the output, [T] or [T, k].
 
     The loss of a token must depend on the outputs of that token alone.
     """
     step = 1e-6
     found = {}
-    for name in out:
-        up, _ = loss({**out, name: out[name] + step}, columns)
-        down, _ = loss({**out, name: out[name] - step}, columns)
-        slope = (up - down) / (2 * step) * columns["loss_weight"]
-        found[name] = np.where(columns["loss_mask"], slope, 0)
+
+    for name, value in out.items():
+        found[name] = np.zeros(value.shape)
+        for place in np.ndindex(value.shape[1:]):
+            moved = np.zeros(value.shape)
+            moved[:, *place] = step
+            up, _ = loss({**out, name: value + moved}, columns)
+            down, _ = loss({**out, name: value - moved}, columns)
+            slope = (up - down) / (2 * step) * columns["loss_weight"]
+            found[name][:, *place] = np.where(columns["loss_mask"], slope, 0)
     return found
 
 
@@ -235,8 +243,9 @@ class ToyEngine(Engine):
         return Layout((0,), (True,))
 
     def forward(self, batch: Batch, want: tuple[Output, ...]) -> Batch:
-        out = self._outputs(batch)
-        return batch.with_tokens(**{o.name: out[o.name].astype(np.float32) for o in want})
+        out = self._outputs(batch, max((o.k for o in want if o.name == TOP_IDS), default=0))
+        kinds = {o.name: np.int32 if o.name == TOP_IDS else np.float32 for o in want}
+        return batch.with_tokens(**{name: out[name].astype(kind) for name, kind in kinds.items()})
 
     def forward_backward(
         self, batch: Batch, want: tuple[Output, ...], loss: Loss, step: StepInfo
@@ -257,10 +266,11 @@ class ToyEngine(Engine):
 
         return merge(metrics)
 
-    def _outputs(self, batch: Batch) -> dict[str, np.ndarray]:
+    def _outputs(self, batch: Batch, top_k: int = 0) -> dict[str, np.ndarray]:
         if self.model.head is not Head.LM:
             return value_outputs(self.params, batch)
-        return outputs(batch, run(self.params, batch))
+        done = run(self.params, batch)
+        return outputs(batch, done) | top_outputs(batch, done.rows, done.log_p, top_k)
 
     def _backward(self, batch: Batch, d_out: dict[str, np.ndarray]) -> Weights:
         if self.model.head is not Head.LM:

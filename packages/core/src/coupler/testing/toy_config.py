@@ -46,6 +46,7 @@ BACKENDS = (
                 "model:toy",
                 "world:1",
                 "output:values",
+                "output:topk",
                 "input:sampling_mask",
             }
         ),
