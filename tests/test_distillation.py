@@ -156,3 +156,130 @@ def test_a_kind_of_row_without_a_loss_ends_the_run(
     more = ("algorithm.sources={math: {rl: 1}}", "algorithm.kl=none", "steps=1")
     assert main([*given, *more]) == 2
     assert "a row has data_source='', which algorithm.sources does" in capsys.readouterr().err
+
+
+# --- a teacher's distribution
+
+
+@pytest.mark.parametrize(("beta", "share"), [(0.0, 1.0), (0.5, 0.5), (1.0, 1.0)])
+def test_the_policy_comes_nearer_to_the_distribution_of_the_teacher(
+    tmp_path: Path, models: tuple[Path, Path], beta: float, share: float
+) -> None:
+    """With a lambda below 1 some prompts are read with the answers of their rows."""
+    log = distil(
+        models, tmp_path / "run", "algorithm=gkd", "steps=16", "prompts_per_step=6",
+        "engine.lr=3e-3", "teacher.top_k=32", f"algorithm.gkd_beta={beta}",
+        f"algorithm.gkd_lambda={share}",
+    )  # fmt: skip
+    distance = [step["gkd"] for step in log[1:]]
+    assert np.mean(distance[-4:]) < 0.8 * np.mean(distance[:2])  # 0.3 to 0.74
+    shown = sum(step.get("demonstrations/rows", 0) for step in log[1:])
+    assert shown == 0 if share == 1 else 24 < shown < 72
+
+
+def test_the_columns_are_those_of_transformers(tmp_path: Path, models: tuple[Path, Path]) -> None:
+    """Of samples and of answers, at their temperatures. An id that the policy's
+    tokenizer does not have is none.
+    """
+    policy, teacher = models
+    log = distil(
+        models, tmp_path / "run", "algorithm=gkd", "steps=1", "teacher.top_k=5",
+        "algorithm.gkd_lambda=0.5", "sampling.temperature=0.7", "record.every_steps=1",
+        "prompts_per_step=6",
+    )  # fmt: skip
+    batch = Batch.load(next((tmp_path / "run" / "record").rglob("*.npz")))
+    references = [TransformersReference(folder) for folder in (policy, teacher)]
+    mask, ids = batch["loss_mask"], batch["top_ids"]
+    temperatures = np.where(batch["demonstration"], 1, 0.7)
+    assert batch["temperature"] == pytest.approx(temperatures)
+    assert len(np.unique(temperatures)) == 2
+
+    rows = [batch.take([row]) for row in range(len(batch))]
+    both = [np.concatenate([r.distributions(one) for one in rows])[mask] for r in references]
+    known = ids[mask] >= 0
+    assert 0.8 < known.mean() < 1
+    p, q = (np.where(known, np.take_along_axis(x, ids[mask], 1), -1e6) for x in both[::-1])
+    highest = np.where(known, -np.sort(-both[1], 1)[:, :5], -1e6)
+    assert p == pytest.approx(highest, abs=1e-4)
+    assert batch["teacher_top_logprobs"][mask] == pytest.approx(p, abs=1e-4)
+    p, q = (np.c_[x, np.log1p(-np.exp(x).sum(1))] for x in (p, q))
+    expected = (np.exp(p) * (p - q)).sum(1).mean()
+    assert log[1]["gkd"] == pytest.approx(expected, rel=1e-3)
+    assert log[1]["gkd_tail"] == pytest.approx(np.exp(p[:, -1]).mean(), rel=1e-4)
+
+
+def test_rows_learn_distributions_rewards_and_answers_by_their_kind(
+    tmp_path: Path, models: tuple[Path, Path]
+) -> None:
+    """Each of three kinds has its own loss, over two optimizer steps, and the teacher's
+    column is of the rows that name it. Micro-batches change nothing.
+    """
+    policy, teacher = models
+    write_inputs(tmp_path)
+    source = by_turns(tmp_path, "data_source", "math", "chat", "text")
+    rows = [json.loads(line) for line in source.read_text().splitlines()]
+    named = [{**row, "teacher": "other" if i % 2 else "same"} for i, row in enumerate(rows)]
+    source.write_text("".join(json.dumps(row) + "\n" for row in named))
+    more = (
+        "algorithm.sources={math: {rl: 1, ref: 0.1}, chat: {gkd: 1, teacher: 2}, text: {demo: 1}}",
+        f"teacher.models={{same: {policy}, other: {teacher}}}", "algorithm.kl=none",
+        f"data.source={source}", "data.shuffle=false", "steps=1", "record.every_steps=1",
+        "prompts_per_step=6", "optimizer_steps_per_batch=2", "teacher.top_k=400",
+    )  # fmt: skip
+
+    found: list[dict[str, float]] = []
+    for name, tokens in (("small", 72), ("large", 1024)):
+        given = arguments("train", policy, tmp_path, tmp_path / name)
+        assert main([*given, *more, f"engine.max_tokens_per_gpu={tokens}"]) == 0
+        found.append(metrics(tmp_path / name)[1])
+    for key in ("loss", "train/grad_norm", "gkd", "kl_teacher", "kl_ref", "nll_demo"):
+        assert found[0][key] == pytest.approx(found[1][key], rel=1e-3, abs=1e-5), key
+
+    batch = Batch.load(next((tmp_path / "small" / "record").rglob("*.npz")))
+    chat = batch.spread(batch["row"] % 3 == 1) & batch["loss_mask"]
+    assert ((batch["component_gkd"] > 0) == chat).all()
+    total = np.exp(batch["teacher_top_logprobs"].astype(np.float64)).sum(1)
+    assert 1 - total[chat].mean() == pytest.approx(found[0]["gkd_tail"], abs=1e-4)
+    assert found[0]["gkd_tail"] < 0.05  # of ids that the tokenizer does not have
+
+
+def test_the_policy_teaches_itself_what_it_says_to_another_prompt(
+    tmp_path: Path, models: tuple[Path, Path]
+) -> None:
+    """The teacher is the policy behind a text with the answer, and then behind the
+    prompt alone, where nothing is to be learnt.
+    """
+    write_inputs(tmp_path)
+    (tmp_path / "hint.txt").write_text("{prompt} it is {answer} .")
+    (tmp_path / "same.txt").write_text("{prompt}")
+    for name in ("hint", "same"):
+        given = arguments("train", models[0], tmp_path, tmp_path / name)
+        prompt = f"teacher.prompt={tmp_path / name}.txt"
+        assert main([*given, "algorithm=gkd", prompt, "steps=1"]) == 0
+    assert metrics(tmp_path / "hint")[1]["gkd"] > 1e-3
+    same = metrics(tmp_path / "same")[1]
+    assert abs(same["gkd"]) < 1e-6 and same["train/grad_norm"] < 1e-4
+
+
+def test_it_goes_with_samples_among_the_most_likely_tokens(
+    tmp_path: Path, models: tuple[Path, Path]
+) -> None:
+    """Both sides are over the ids that a token was sampled among, so that there is no
+    tail.
+    """
+    log = distil(models, tmp_path / "run", "algorithm=gkd", "steps=2", "sampling.top_k=4")
+    assert all(0 < step["gkd"] < 20 for step in log[1:])
+    assert log[1]["gkd_tail"] < 1e-5
+
+
+def test_an_engine_without_several_logprobs_is_refused(
+    tmp_path: Path, models: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_inputs(tmp_path)
+    given = arguments("train", models[0], tmp_path, tmp_path / "run")
+    given = [word for word in given if not word.startswith("engine.")]
+    more = ("algorithm=gkd", f"teacher.model.path={models[1]}", "engine=megatron")
+    assert main([*given, *more]) == 2
+    said = capsys.readouterr().err
+    assert "learns a teacher's distribution, and engine=megatron does not compute" in said
+    assert "(output:topk)" in said

@@ -41,6 +41,14 @@ MIXED = {
         "algorithm.opsm_delta=0.1",
         "algorithm.log_mismatch=true",
     ),
+    "grpo, of parts": (
+        "grpo",
+        "algorithm.sources={*: {rl: 1, ref: 0.1, demo: 0.5, gkd: 2, teacher: 0.3}}",
+        "algorithm.kl=none",
+        "algorithm.gkd_beta=0.3",
+        "algorithm.gkd_lambda=0.5",
+        "samples_per_prompt=4",
+    ),
     "ppo, held": (
         "ppo",
         "algorithm.proximal_coef=0.1",

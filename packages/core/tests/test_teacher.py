@@ -73,6 +73,28 @@ def test_a_teacher_without_a_learner_is_refused(
     assert str(raised.value).startswith(message)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "which"),
+    [
+        (["teacher.model.path=/t"], "engine=acme"),
+        (["engine=toy", "teacher.model.path=/t", "engine@teacher.engine=acme"], "teacher.engine=a"),
+        (["teacher.prompt=hint.txt"], "engine=acme"),
+    ],
+)
+def test_an_engine_without_several_logprobs_of_a_position_is_refused(
+    plugins: Plugins, overrides: list[str], which: str
+) -> None:
+    """A teacher's distribution needs it of the policy, and of the teacher."""
+    needs = frozenset({"teacher_top_logprobs"})
+    given = [*NEEDED, "algorithm=toy", "sampling.max_tokens=8", "data.max_prompt_tokens=8"]
+    config = compose(plugins, [*given, *overrides]).config
+    with pytest.raises(ConfigError) as raised:
+        make_plan(config, 8, plugins, needs)
+    assert f"learns a teacher's distribution, and {which}" in str(raised.value)
+    able = compose(plugins, [*given, "engine=toy", "teacher.model.path=/t"])
+    assert make_plan(able.config, 8, plugins, needs).roles
+
+
 def codec(**ids: int) -> Any:
     return SimpleNamespace(tokenizer=SimpleNamespace(get_vocab=lambda: ids), folder=Path("t"))
 

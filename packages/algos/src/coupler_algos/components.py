@@ -19,7 +19,7 @@ from coupler.errors import CouplerError
 from coupler_algos.config import GroupConfig
 from coupler_algos.teaching import taught, without_rewards
 
-NAMES: Final = ("rl", "ce", "ref", "teacher", "demo")
+NAMES: Final = ("rl", "ce", "ref", "teacher", "demo", "gkd")
 TAUGHT: Final = "advantages_of_teacher"
 """The token column of advantages that the part ``teacher`` reads."""
 
@@ -66,7 +66,8 @@ def split(config: GroupConfig, batch: Batch, estimate: Callable[[Batch], Batch])
 
     Advantages of rewards are estimated over the samples with ``rl`` alone, and are 0 in
     others. A sample has ``ce`` where its reward is above ``ce_above``: rejection
-    sampling, as in RAFT (arXiv 2304.06767). Answers of the rows have ``demo`` alone.
+    sampling, as in RAFT (arXiv 2304.06767). Answers of the rows have ``demo`` alone,
+    and ``gkd`` as samples have it.
 
     Args:
         estimate: adds ``advantages`` to the rows that it is given.
@@ -99,8 +100,10 @@ def split(config: GroupConfig, batch: Batch, estimate: Callable[[Batch], Batch])
 
 def _per_token(config: GroupConfig, batch: Batch, name: str) -> np.ndarray:
     """Return [T] float32 the coefficients of a part; 0 outside ``loss_mask``."""
-    shown = demonstrated(batch)
-    of_row = np.where(shown == (name == "demo"), coefficients(config, batch, name), 0)
+    of_row = coefficients(config, batch, name)
+    if name != "gkd":
+        mine = demonstrated(batch) == (name == "demo")
+        of_row = np.where(mine, of_row, 0)
     if name == "ce":
         good = batch["reward"] > config.ce_above
         of_row = np.where(good, of_row, 0)

@@ -215,12 +215,18 @@ class GroupConfig(PolicyConfig):
     dynamic_sampling: bool = False
     """Sample another group in place of one whose rewards are all equal."""
     sources: dict[str, Any] = field(default_factory=dict)
-    """The weights of rl, ce, ref, teacher and demo in the loss of rows of each
+    """The weights of rl, ce, ref, teacher, demo and gkd in the loss of rows of each
     data_source, such as {math: {rl: 1}, chat: {demo: 1}}, where * is all other sources.
     Each of the parts is normalised over its own tokens. Without a source all rows have
     one loss."""
     ce_above: float = 0.0
     """The part ce of the loss learns samples with a reward above this."""
+    gkd_beta: float = 0.0
+    """The divergence of the part gkd: 0 is KL(teacher || policy), 1 KL(policy ||
+    teacher), and between them the generalized Jensen-Shannon divergence."""
+    gkd_lambda: float = 1.0
+    """The share of prompts with the part gkd that the policy samples. The others are
+    read with the answers of their rows."""
 
     def has_component(self, name: str) -> bool:
         """Return whether a source has this part of the loss."""
@@ -245,9 +251,12 @@ class GroupConfig(PolicyConfig):
             "ref": "ref_logprobs",
             "teacher": "teacher_logprobs",
             "demo": "demonstration",
+            "gkd": "teacher_top_logprobs",
         }
 
         read = {column for name, column in columns.items() if self.has_component(name)}
+        if self.has_component("gkd") and self.gkd_lambda < 1:
+            read.add("demonstration")
         return super().needs | read | ({"data_source"} if self.sources else set())
 
     @property

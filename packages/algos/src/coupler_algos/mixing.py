@@ -13,6 +13,7 @@ from coupler_algos import kl
 from coupler_algos.columns import mean
 from coupler_algos.components import TAUGHT, column_of
 from coupler_algos.config import KL, GroupConfig, KLEstimator
+from coupler_algos.gkd import gkd_loss
 from coupler_algos.losses import nll_loss, policy_loss
 
 
@@ -28,6 +29,7 @@ def mixed_loss(config: GroupConfig, out: Columns, batch: Columns) -> tuple[Tenso
         "ref": _ref,
         "teacher": _teacher,
         "demo": _demo,
+        "gkd": gkd_loss,
     }
     total = torch.zeros_like(out["logprobs"])
     metrics: Metrics = {}
@@ -35,10 +37,12 @@ def mixed_loss(config: GroupConfig, out: Columns, batch: Columns) -> tuple[Tenso
     for name, part in parts.items():
         if not config.has_component(name):
             continue
-        weight = batch[column_of(name)]
+        given = batch[column_of(name)]
+        mask = batch["loss_mask"] & (given > 0)
+        weight = torch.where(mask, given, 0.0)
         mine = {
             **batch,
-            "loss_mask": batch["loss_mask"] & (weight > 0),
+            "loss_mask": mask,
         }
         loss, found = part(
             config,

@@ -95,6 +95,8 @@ class GroupPolicy(Policy):
     def __init__(self, config: GroupConfig) -> None:
         super().__init__(config)
         self.components = components.columns_of(config)
+        if config.has_component("gkd"):
+            self.want = (*self.want, Output("top_logprobs"))
 
     def judged(self, batch: Batch) -> Batch:
         """Add the ``advantages`` of rewards, with ``sources`` those of each part."""
@@ -164,9 +166,13 @@ class GroupPolicy(Policy):
     def num_sampled(self, data_source: str, samples: int, draw: float) -> int:
         """Return 0 where the loss of the source has the part ``demo`` alone.
 
-        Beside other parts, the answer takes the place of one sample.
+        Beside other parts, the answer takes the place of one sample. With ``gkd``, a
+        share of 1 - lambda of the prompts has answers in the place of all samples:
+        arXiv 2306.13649, algorithm 1.
         """
         parts = self.config.parts_of(data_source)
+        if "gkd" in parts and draw >= self.config.gkd_lambda:
+            return 0
         if "demo" not in parts:
             return samples
         return samples - 1 if len(parts) > 1 else 0

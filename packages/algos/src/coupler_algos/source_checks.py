@@ -25,6 +25,7 @@ def problems(config: RunConfig) -> Iterator[str]:
             "algorithm.sources has: set it to 0."
         )
 
+    yield from _gkd(algorithm)
     if algorithm.sources:
         yield from _parts(algorithm.sources)
         yield from _others(algorithm)
@@ -57,6 +58,18 @@ def _shown(config: RunConfig, a: GroupConfig) -> Iterator[str]:
                 f"samples_per_prompt={config.samples_per_prompt} is too few for "
                 f"algorithm.sources.{source}, in which an answer takes the place of one sample: "
                 f"set samples_per_prompt={least} or more."
+            )
+
+
+def _gkd(a: GroupConfig) -> Iterator[str]:
+    for name in ("gkd_beta", "gkd_lambda"):
+        if not 0 <= getattr(a, name) <= 1:
+            yield f"algorithm.{name}={getattr(a, name)} must be between 0 and 1."
+        default = {"gkd_beta": 0, "gkd_lambda": 1}[name]
+        if getattr(a, name) != default and not a.has_component("gkd"):
+            yield (
+                f"algorithm.{name}={getattr(a, name)} is of the part gkd, which no source of "
+                f"algorithm.sources has: set it to {default}, or choose algorithm=gkd."
             )
 
 

@@ -88,7 +88,8 @@ class TeacherModelConfig:
 
 @dataclass
 class TeacherConfig:
-    """The models that an algorithm which needs ``teacher_logprobs`` learns from.
+    """The models that an algorithm learns from which needs ``teacher_logprobs`` or
+    ``teacher_top_logprobs``.
 
     Options that ``teacher.engine`` does not set are as in ``engine``.
     """
@@ -104,6 +105,9 @@ class TeacherConfig:
     """A text file with {prompt} and other columns of a row, such as {answer}, which
     teachers read in place of the prompt; without a teacher's model the policy is its
     own teacher."""
+    top_k: int = field(default=64, metadata={"ge": 1})
+    """The most likely tokens at each position that an algorithm which learns a
+    teacher's distribution gets."""
 
 
 @dataclass

@@ -1,4 +1,6 @@
-"""Ask teachers for the log-probs of the tokens that the policy sampled."""
+"""Ask teachers for the log-probs of the tokens that the policy sampled, and of those
+that they find most likely.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,12 @@ from pathlib import Path
 import numpy as np
 
 from coupler.batch import Batch
-from coupler.batch.columns import OF_ENGINES, ROUTED_EXPERTS
+from coupler.batch.columns import OF_ENGINES, ROUTED_EXPERTS, TOP_IDS
 from coupler.config.checks import episode_tokens
 from coupler.data import Prompt, encode_prompts
 from coupler.data.dataset import Row
 from coupler.data.templates import messages_of
+from coupler.engine_kit.sampling_mask import CUT
 from coupler.errors import ConfigError, DataError
 from coupler.interfaces import Output
 from coupler.jobs.build import Builder
@@ -21,7 +24,7 @@ from coupler.jobs.teacher import COLUMN
 from coupler.loop.device_memory import Held, Residency
 from coupler.loop.engine_group import EngineGroup
 from coupler.run.plan_checks import micro_batch_room
-from coupler.run.teacher_check import ALL_ROWS, TEACHER_LOGPROBS
+from coupler.run.teacher_check import ALL_ROWS, TEACHER_LOGPROBS, TEACHER_TOP
 from coupler.system.files import DamagedFile, read_text
 from coupler.system.reads import original
 from coupler.system.words import IN_BRACES
@@ -32,7 +35,11 @@ KEY = "teacher.prompt"
 
 @dataclass(frozen=True, slots=True)
 class Teaching:
-    """Provides ``teacher_logprobs``.
+    """Provides ``teacher_logprobs`` or, where ``top_k`` is above 0, these,
+    ``teacher_top_logprobs`` [T, k] and the ids that these are of.
+
+    An id from ``vocabulary`` on, which the policy does not have, is none: its
+    probability is of the tail.
 
     Attributes:
         engines: those of teachers by name, where "" is the teacher of all rows.
@@ -45,9 +52,11 @@ class Teaching:
     names: Mapping[int, str]
     prompts: Mapping[int, tuple[int, ...]]
     residency: Residency
+    top_k: int = 0
+    vocabulary: int = 0
 
     async def __call__(self, batch: Batch) -> dict[str, np.ndarray]:
-        column = np.zeros(batch.num_tokens, np.float32)
+        want, found = self._wanted(), self._blank_columns(batch.num_tokens)
         numbers = batch["row"].tolist()
         names = np.array([self.names[number] if self.names else ALL_ROWS for number in numbers])
 
@@ -61,11 +70,29 @@ class Teaching:
                 asked = behind(asked, [self.prompts[numbers[row]] for row in rows])
             role = group.spec.role
             async with self.residency(role, {role: frozenset({Held.PARAMS})}):
-                answer = await group.forward(asked, (LOGPROBS,))
+                answer = await group.forward(asked, want)
 
             mine = batch.spread(names == name) & batch["loss_mask"]
-            column[mine] = answer[LOGPROBS.name][asked["loss_mask"]]
-        return {TEACHER_LOGPROBS: column}
+            for output, column in zip(want, found.values(), strict=True):
+                column[mine] = answer[output.name][asked["loss_mask"]]
+
+        if self.top_k:
+            beyond = found[TOP_IDS] >= self.vocabulary
+            found[TOP_IDS][beyond], found[TEACHER_TOP][beyond] = -1, CUT
+        return found
+
+    def _wanted(self) -> tuple[Output, ...]:
+        """Return the outputs of a teacher, in the order of the columns."""
+        if not self.top_k:
+            return (LOGPROBS,)
+        return LOGPROBS, Output(TOP_IDS, self.top_k), Output("top_logprobs")
+
+    def _blank_columns(self, size: int) -> dict[str, np.ndarray]:
+        found: dict[str, np.ndarray] = {TEACHER_LOGPROBS: np.zeros(size, np.float32)}
+        if self.top_k:
+            found[TOP_IDS] = np.full((size, self.top_k), -1, np.int32)
+            found[TEACHER_TOP] = np.zeros((size, self.top_k), np.float32)
+        return found
 
 
 def behind(batch: Batch, prompts: Sequence[tuple[int, ...]]) -> Batch:
@@ -171,14 +198,24 @@ def _shown(row: Row, text: str) -> Row:
 
 
 def make_teaching(
+    builder: Builder,
     policy: EngineGroup,
     teachers: Mapping[str, EngineGroup],
     prompts: Sequence[Prompt],
     shown: Mapping[int, tuple[int, ...]],
     residency: Residency,
-) -> Teaching:
-    """Make what asks the teachers, or the policy where there are none."""
+) -> dict[str, Teaching]:
+    """Make what asks the teachers, or the policy where there are none.
+
+    Returns:
+        It, by the name of its column.
+    """
     names: dict[int, str] = {}
     if teachers.keys() - {ALL_ROWS}:
         names = {prompt.row.index: str(prompt.row.extra[COLUMN]) for prompt in prompts}
-    return Teaching(teachers or {ALL_ROWS: policy}, names, shown, residency)
+    engines = teachers or {ALL_ROWS: policy}
+    if TEACHER_TOP not in builder.algorithm.needs:
+        return {TEACHER_LOGPROBS: Teaching(engines, names, shown, residency)}
+    vocabulary = 1 + max(builder.codec.tokenizer.get_vocab().values())
+    top_k = builder.config.teacher.top_k
+    return {TEACHER_TOP: Teaching(engines, names, shown, residency, top_k, vocabulary)}

@@ -46,7 +46,6 @@ from coupler.run.sampling_check import SamplingCheck
 from coupler.run.saving import Saving, due
 from coupler.run.session import Session
 from coupler.run.step_record import Recorder
-from coupler.run.teacher_check import TEACHER_LOGPROBS
 from coupler.run.throughput import Throughput
 from coupler.system.garbage import heap_set_aside
 from coupler.system.log import PLAIN, get_logger
@@ -195,7 +194,7 @@ async def _train(builder: Builder) -> dict[str, float]:
 
         sampler = _sampler(config, algorithm, stream, scorer, answers)
         providers = column_providers(config, *engines, residency, algorithm.needs)
-        providers[TEACHER_LOGPROBS] = make_teaching(policy, teachers, prompts, shown, residency)
+        providers |= make_teaching(builder, policy, teachers, prompts, shown, residency)
         trained = {group.spec.role: group for group in (policy, critic) if group}
         async with session.checkpoints(data) as checkpoints, builder.environment_set_up():
             kept = _Kept.of_run(builder, session, rows, done, speed)

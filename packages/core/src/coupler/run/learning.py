@@ -17,7 +17,7 @@ STEPS, SHOWN = 5, 3
 NATS, SHARE = 0.05, 0.1
 
 # Metrics of tokens that are learnt without an advantage.
-IMITATED = {"nll", "nll_demo"}
+IMITATED = {"nll", "nll_demo", "gkd"}
 
 # Gets a step, its batch and some rows, and returns them as samples.
 Lines = Callable[[int, Batch, Sequence[int]], list[dict[str, Any]]]

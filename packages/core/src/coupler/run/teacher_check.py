@@ -5,13 +5,17 @@ from __future__ import annotations
 import re
 
 from coupler.config.compose import MASKS
+from coupler.config.options import section
 from coupler.config.schema import Job, RunConfig, TeacherConfig
 from coupler.errors import ConfigError
 from coupler.executors.placement import TEACHER
 from coupler.plugins.backend import Kind
 from coupler.plugins.manager import Plugins
 
-TEACHER_LOGPROBS = "teacher_logprobs"
+# Columns of an algorithm: log-probs of the sampled tokens, and of the teacher's most
+# likely ones, for which engines declare TOPK.
+TEACHER_LOGPROBS, TEACHER_TOP = "teacher_logprobs", "teacher_top_logprobs"
+TOPK = "output:topk"
 ALL_ROWS = ""  # name of the teacher that rows need not name
 NAME = re.compile(r"[a-z0-9_]+")
 
@@ -32,7 +36,7 @@ def check_teacher(config: RunConfig, plugins: Plugins, needs: frozenset[str], jo
     Raises:
         ConfigError: they do not fit. The message names the option.
     """
-    teacher, needed = config.teacher, TEACHER_LOGPROBS in needs
+    teacher, needed = config.teacher, bool({TEACHER_LOGPROBS, TEACHER_TOP} & needs)
     given = {
         "teacher.model.path": teacher.model.path,
         "teacher.models": teacher.models,
@@ -64,6 +68,22 @@ def check_teacher(config: RunConfig, plugins: Plugins, needs: frozenset[str], jo
         )
     if teacher.engine:
         _check_engine(config, plugins)
+    if TEACHER_TOP in needs:
+        _check_topk(config, plugins)
+
+
+def _check_topk(config: RunConfig, plugins: Plugins) -> None:
+    """Refuse engines that do not compute log-probs of several tokens at a position."""
+    for path in ("engine", "teacher.engine"):
+        engine = section(config, path)
+        if engine and TOPK not in plugins.get("engine", engine.name).capabilities_of(engine):
+            raise ConfigError(
+                f"algorithm={config.algorithm.name} as it is set learns a teacher's distribution, "
+                f"and {path}={engine.name} does not compute log-probs of a position's most likely "
+                f"tokens ({TOPK}).\n"
+                f"  try:  another {path}, or the part teacher in place of gkd, which reads the "
+                "sampled tokens alone"
+            )
 
 
 def _check_engine(config: RunConfig, plugins: Plugins) -> None:

@@ -70,7 +70,9 @@ def poisoned(batch: Batch) -> Batch:
     """Put NaN under the mask of every floating token column but ``loss_weight``."""
     mask = batch["loss_mask"]
     columns = {
-        name: np.where(mask, column, np.nan).astype(column.dtype)
+        name: np.where(mask.reshape(-1, *[1] * (column.ndim - 1)), column, np.nan).astype(
+            column.dtype
+        )
         for name, column in batch.tokens.items()
         if column.dtype.kind == "f" and name != "loss_weight"
     }

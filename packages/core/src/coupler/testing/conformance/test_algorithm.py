@@ -27,6 +27,9 @@ from coupler.worker.train_infer import checked_loss
 COLUMNS = {"ref_logprobs": 0.2, "old_logprobs": 0.1, "values": 0.3, "teacher_logprobs": 0.4}
 # Others that core can add.
 OTHERS = ("greedy_reward", "sum_pi_squared", "turn", "anchor", "data_source", "demonstration")
+TOP = "teacher_top_logprobs"
+# Probabilities of a teacher's most likely tokens, before noise.
+LIKELY = np.log([0.4, 0.2, 0.1])
 # Columns of preference rows, which an algorithm with such rows reads.
 PREFERENCES = ("chosen", "margin", "desirable", "mismatched")
 ALWAYS = (
@@ -90,6 +93,7 @@ def sampled(reference: Reference) -> Batch:
     squares = np.exp(2 * np.minimum(batch["rollout_logprobs"], 0)) + 0.01
     return batch.with_tokens(
         **{n: np.where(mask, c, 0).astype(np.float32) for n, c in near.items()},
+        teacher_top_logprobs=(LIKELY - random.random((batch.num_tokens, 3))).astype(np.float32),
         sum_pi_squared=np.where(mask, squares, 0).astype(np.float32),
         turn=np.where(mask, turn, -1).astype(np.int32),
         anchor=np.where(mask, 5 - turn, -1),
@@ -97,7 +101,7 @@ def sampled(reference: Reference) -> Batch:
         reward=np.array([0, 1, 1, 0.5, 2, 0, 0, 1], np.float32),
         greedy_reward=np.repeat(np.array([0.5, 1], np.float32), 4),
         data_source=np.full(len(batch), "sums"),
-        demonstration=np.arange(len(batch)) % 4 == 3,
+        demonstration=np.arange(len(batch)) == 3,
     )
 
 
@@ -138,7 +142,8 @@ def given(batch: Batch, needs: frozenset[str]) -> Batch:
 
 def main_output(algorithm: Algorithm) -> str:
     """Name the output that the loss must have a gradient by."""
-    return "values" if algorithm.want[0].name == "values" else "logprobs"
+    wanted = [output.name for output in algorithm.want]
+    return next((name for name in ("values", "top_logprobs") if name in wanted), "logprobs")
 
 
 def ready(algorithm: Algorithm, plain: Batch) -> Batch:
@@ -146,6 +151,11 @@ def ready(algorithm: Algorithm, plain: Batch) -> Batch:
     weights.
     """
     return prepare(algorithm.advantages(given(plain, algorithm.needs)), algorithm)
+
+
+def under(mask: np.ndarray, column: np.ndarray, filler: float) -> np.ndarray:
+    """Return a column [T, ...] with ``filler`` outside ``mask``."""
+    return np.where(mask.reshape(-1, *[1] * (column.ndim - 1)), column, filler)
 
 
 class Evaluated:
@@ -166,9 +176,10 @@ class Evaluated:
             "logprobs": batch["rollout_logprobs"] + 0.3 * noises,
             "entropy": 2 + noises,
             "values": noises,
+            "top_logprobs": LIKELY + 0.2 * np.sin(noises[:, None] + np.arange(3)),
         }
 
-        inputs = {o.name: np.where(mask, near[o.name], filler) for o in algorithm.want}
+        inputs = {o.name: under(mask, near[o.name], filler) for o in algorithm.want}
         loss = checked_loss(algorithm, None)
         evaluate = self._in_numpy if subject.toy else self._in_torch
         token_loss, metrics = evaluate(loss, inputs, batch)
@@ -217,8 +228,8 @@ def test_it_declares_what_core_knows(algorithm_subject: Subject, algorithm: Algo
     ``needs:<column>`` name the same columns.
     """
     expect.holds(
-        algorithm.always <= algorithm.needs <= {*OTHERS, *COLUMNS},
-        f"always within needs, and needs within {sorted([*OTHERS, *COLUMNS])}",
+        algorithm.always <= algorithm.needs <= {*OTHERS, *COLUMNS, TOP},
+        f"always within needs, and needs within {sorted([*OTHERS, *COLUMNS, TOP])}",
         (sorted(algorithm.always), sorted(algorithm.needs)),
     )
     declared = {
@@ -570,6 +581,8 @@ def test_equal_tokens_pull_alike(
     """
     if main_output(algorithm) == "values":
         pytest.skip("it pulls by the error of values")
+    if algorithm.components:
+        pytest.skip("its parts pull by weights of their own")
     mask = plain["loss_mask"]
     columns = {name: plain["rollout_logprobs"] for name in COLUMNS if name != "values"}
     ones = np.where(mask, 1, 0).astype(np.float32)
