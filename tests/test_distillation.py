@@ -244,7 +244,7 @@ def test_rows_learn_distributions_rewards_and_answers_by_their_kind(
 
 
 def test_the_policy_teaches_itself_what_it_says_to_another_prompt(
-    tmp_path: Path, models: tuple[Path, Path]
+    tmp_path: Path, models: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The teacher is the policy behind a text with the answer, and then behind the
     prompt alone, where nothing is to be learnt.
@@ -256,6 +256,7 @@ def test_the_policy_teaches_itself_what_it_says_to_another_prompt(
         given = arguments("train", models[0], tmp_path, tmp_path / name)
         prompt = f"teacher.prompt={tmp_path / name}.txt"
         assert main([*given, "algorithm=gkd", prompt, "steps=1"]) == 0
+        assert "teacher.prompt" not in capsys.readouterr().err
     assert metrics(tmp_path / "hint")[1]["gkd"] > 1e-3
     same = metrics(tmp_path / "same")[1]
     assert abs(same["gkd"]) < 1e-6 and same["train/grad_norm"] < 1e-4

@@ -128,9 +128,10 @@ def find_prompts(builder: Builder, prompts: Sequence[Prompt]) -> dict[int, tuple
         ConfigError: the file cannot be read, or a field of it is no column of a row.
         DataError: a teacher would read more tokens than it or its engine takes.
     """
-    config = original(builder.config)
-    if not config.teacher.prompt:
+    # Read here, or it would count as an option that nothing reads.
+    if not builder.config.teacher.prompt:
         return {}
+    config = original(builder.config)
 
     text = _read(config.teacher.prompt)
     rows = [_shown(prompt.row, text) for prompt in prompts]
