@@ -60,13 +60,24 @@ def token_logprobs(
         [R] fp32 log-probs and [R] fp32 entropy or None, both in nats, and [R] fp32 sums
         of squares or None.
     """
-    return _TokenLogprobs.apply(
-        hidden, weight, bias, targets, temperature, want_entropy, chunk, kept, want_squares, None
-    )[:3]
+    found = logprobs_at(
+        None,
+        hidden,
+        weight,
+        bias,
+        targets,
+        temperature,
+        want_entropy,
+        chunk,
+        kept,
+        want_squares,
+    )
+
+    return found[:3]
 
 
 def logprobs_at(
-    ids: Tensor,
+    ids: Tensor | None,
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -76,13 +87,13 @@ def logprobs_at(
     chunk: int = 0,
     kept: Tensor | None = None,
     want_squares: bool = False,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Return what :func:`token_logprobs` does, and the log-probs of ``ids``, [R, K].
 
     They are fp32 and differentiable. That of -1 is ``CUT``, without a gradient.
 
     Args:
-        ids: [R, K] int64 in [0, V), or -1.
+        ids: [R, K] int64 in [0, V), or -1. Without any, the last result is None.
     """
     return _TokenLogprobs.apply(
         hidden, weight, bias, targets, temperature, want_entropy, chunk, kept, want_squares, ids
@@ -164,7 +175,16 @@ class _TokenLogprobs(torch.autograd.Function):
             at_ids = _finished(others, bias, temperature, ids) - log_z[:, None]
             at_ids.masked_fill_(ids < 0, CUT)
         ctx.save_for_backward(
-            hidden, weight, bias, targets, temperature, kept, ids, log_z, entropy, squares
+            hidden,
+            weight,
+            bias,
+            targets,
+            temperature,
+            kept,
+            ids,
+            log_z,
+            entropy,
+            squares,
         )
         ctx.set_materialize_grads(False)
         return picked - log_z, entropy, squares, at_ids

@@ -19,7 +19,7 @@ from coupler.errors import CouplerError
 from coupler.interfaces import Head as HeadKind
 from coupler.interfaces import Model
 from coupler_engine_fsdp import attention
-from coupler_engine_fsdp.logprobs import logprobs_at, token_logprobs, top_ids
+from coupler_engine_fsdp.logprobs import logprobs_at, top_ids
 from coupler_engine_fsdp.packing import Packed
 from coupler_engine_fsdp.value import ValueHead, ValueModel
 
@@ -39,24 +39,41 @@ class Head(nn.Linear):
     ) -> Any:
         """Map [R, H] hidden states to log-probs [R], and what else is wanted, by name.
 
-        What is not wanted is None or left out. Without ``packed`` it returns logits.
+        What is not wanted is None. Without ``packed`` it returns logits.
         """
         if packed is None:
             return super().forward(input)
 
-        head, kept = (input, self.weight, self.bias), packed.kept
-        given = (packed.targets, packed.temperature, "entropy" in want, self.tile, kept)
-        squared, ids, found = "sum_pi_squared" in want, packed.ids, {}
+        ids = packed.ids
         if packed.top_k:
-            ids = top_ids(*head, packed.top_k, self.tile, kept)
-            found["top_ids"] = ids
+            ids = top_ids(
+                input,
+                self.weight,
+                self.bias,
+                packed.top_k,
+                self.tile,
+                packed.kept,
+            )
 
-        if "top_logprobs" in want and ids is not None:
-            logprobs, entropy, squares, at_ids = logprobs_at(ids, *head, *given, squared)
-            found["top_logprobs"] = at_ids
-        else:
-            logprobs, entropy, squares = token_logprobs(*head, *given, squared)
-        return {"logprobs": logprobs, "entropy": entropy, "sum_pi_squared": squares, **found}
+        logprobs, entropy, squares, at_ids = logprobs_at(
+            ids if "top_logprobs" in want else None,
+            input,
+            self.weight,
+            self.bias,
+            packed.targets,
+            packed.temperature,
+            "entropy" in want,
+            self.tile,
+            packed.kept,
+            "sum_pi_squared" in want,
+        )
+        return {
+            "logprobs": logprobs,
+            "entropy": entropy,
+            "sum_pi_squared": squares,
+            "top_ids": ids,
+            "top_logprobs": at_ids,
+        }
 
 
 class Policy(nn.Module):
