@@ -13,6 +13,7 @@ from fake_plugins import install, plugin
 
 from coupler.config.compose import compose
 from coupler.errors import ConfigError
+from coupler.interfaces import Output
 from coupler.jobs.teacher import check_tokens
 from coupler.plugins.manager import Plugins
 from coupler.run.plan import make_plan
@@ -93,6 +94,13 @@ def test_an_engine_without_several_logprobs_of_a_position_is_refused(
     assert f"learns a teacher's distribution, and {which}" in str(raised.value)
     able = compose(plugins, [*given, "engine=toy", "teacher.model.path=/t"])
     assert make_plan(able.config, 8, plugins, needs).roles
+
+
+@pytest.mark.parametrize(("name", "k"), [("top_ids", 0), ("logprobs", 4), ("top_logprobs", 4)])
+def test_an_output_has_a_number_of_ids_where_it_has_ids(name: Any, k: int) -> None:
+    with pytest.raises(ValueError, match="top_ids alone has a k"):
+        Output(name, k)
+    assert Output("top_ids", 4).k == 4
 
 
 def codec(**ids: int) -> Any:

@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config
 
 from coupler.batch import Batch
 from coupler.errors import CouplerError
-from coupler.interfaces import EVERYTHING, Part, Rank
+from coupler.interfaces import EVERYTHING, Output, Part, Rank
 from coupler.testing.models import read_tensors, rewrite
 
 pytestmark = pytest.mark.skipif(
@@ -56,6 +56,16 @@ def test_outputs_and_gradient_equal_plain_transformers(
     metrics = engine.forward_backward(batch, WANT, loss, info(batch))
     assert metrics["tokens"].value == batch["loss_mask"].sum()
     assert worst(arrays(engine.gradients()), grads) < 1e-5
+
+
+def test_logprobs_of_ids_need_their_column(folder_of: Folder) -> None:
+    batch, engine = make_batch(), make_engine(folder_of("qwen3"))
+    want = (Output("top_logprobs"),)
+    with pytest.raises(CouplerError, match="top_logprobs is of the ids in top_ids: the batch"):
+        engine.forward(batch, want)
+    ids = np.tile(np.arange(3, dtype=np.int32), (batch.num_tokens, 1))
+    found = engine.forward(batch.with_tokens(top_ids=ids), want)["top_logprobs"]
+    assert (found[batch["loss_mask"]] < 0).all() and not found[~batch["loss_mask"]].any()
 
 
 def test_checkpointing_changes_no_gradient(folder_of: Folder) -> None:

@@ -71,7 +71,7 @@ class Output:
     column ``top_ids``. That of -1 is so low that its probability is 0.
 
     Attributes:
-        k: how many ids ``top_ids`` has. Other outputs do not read it.
+        k: how many ids ``top_ids`` has. Other outputs have 0.
     """
 
     name: Literal[
@@ -85,6 +85,10 @@ class Output:
         "top_logprobs",
     ]
     k: int = 0
+
+    def __post_init__(self) -> None:
+        if (self.name == "top_ids") != (self.k > 0):
+            raise ValueError(f"top_ids alone has a k, which is above 0; got {self}")
 
 
 @dataclass(frozen=True, slots=True)
