@@ -22,13 +22,13 @@ def rows(size: int, seed: int) -> Iterator[dict[str, Any]]:
         word, result = KINDS[kind]
         low, high = sorted((random.randint(2, 9), random.randint(2, 9)))
         yield {
-            "prompt": f"What is {high} {word} {low}? Answer with the number alone.",
-            "answer": str(result(high, low)),
+            "prompt": f"What is {high} {word} {low}?",
+            "answer": f"{high} {word} {low} is {result(high, low)}.",
             "data_source": kind,
         }
 
 
 def score(completion: str, answer: str) -> float:
-    """Return 1 if the last number of a completion is the answer."""
-    numbers = re.findall(r"\d+", completion)
-    return float(numbers[-1:] == [answer])
+    """Return 1 if the last number of a completion is that of the answer."""
+    said, right = (re.findall(r"\d+", text)[-1:] for text in (completion, answer))
+    return float(said == right)
