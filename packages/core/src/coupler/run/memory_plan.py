@@ -6,7 +6,6 @@ up what the roles of one device hold at the same time.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +28,7 @@ from coupler.executors.placement import REWARD_MODEL, ROLLOUTS, TEACHER, Role, m
 from coupler.interfaces import Head, Memory, Model, Part
 from coupler.run.plan import SERVED_BY, Plan
 from coupler.run.teacher_check import role_of, teachers_of
+from coupler.system.files import DamagedFile, read_json
 from coupler.system.gpu import device_bytes, gpu_is_visible
 from coupler.system.reads import original
 from coupler.system.words import ceil_div
@@ -97,12 +97,15 @@ class MemoryPlan:
         gpu: whether it is that of a GPU. Otherwise it is host memory.
         device_bytes: memory of each device, 0 where it is not known.
         unknown: sentences on what is in no number.
+        host_bytes: host memory for what engines hold off their devices, of all ranks
+            together.
     """
 
     devices: tuple[Device, ...]
     gpu: bool
     device_bytes: int
     unknown: tuple[str, ...]
+    host_bytes: int = 0
 
 
 def plan_memory(config: RunConfig, plan: Plan, device_gib: float = 0) -> MemoryPlan:
@@ -130,7 +133,9 @@ def plan_memory(config: RunConfig, plan: Plan, device_gib: float = 0) -> MemoryP
     )
 
     unknown = [f"{role}: {text}" for role, need in needs.items() for text in need.unknown]
-    return MemoryPlan(devices, gpu, size, tuple(unknown))
+    parked = sum(_parked(needs[role.name]) * role.count for role in plan.workers)
+    host = parked if gpu and config.offload else 0
+    return MemoryPlan(devices, gpu, size, tuple(unknown), host)
 
 
 def _ask(role: Role, config: RunConfig, plan: Plan, gpu: bool, device: int, policy: Needs) -> Needs:
@@ -188,13 +193,12 @@ def _of_role(role: str, config: RunConfig) -> tuple[str, Model, bool]:
 
 def _shape(folder: Path, path: str) -> Mapping[str, Any]:
     try:
-        shape = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as error:
+        return read_json(folder / "config.json")
+    except DamagedFile as error:
         raise ConfigError(
-            f"{folder}, the model of {path}, has no config.json to estimate memory from: {error}.\n"
+            f"{folder}, the model of {path}, has no config.json to estimate memory from: {error}\n"
             "  try:  model.path=a folder in Hugging Face layout"
         ) from None
-    return shape
 
 
 def _device(config: RunConfig, plan: Plan, needs: Mapping[str, Needs]) -> Device:
@@ -227,6 +231,12 @@ def _turns(config: RunConfig, plan: Plan, needs: Mapping[str, Needs]) -> Iterato
         yield _row(
             config, plan, Phase.SYNC, syncing | dict.fromkeys(rollouts, (Memory.WEIGHTS,)), needs
         )
+
+
+def _parked(need: Needs) -> int:
+    """Return the host memory of one worker whose engine is off its device."""
+    parts = (Part.PARAMS, Part.OPTIMIZER)
+    return total(term for part in parts for term in need.held.get(part, ()) if term.parked)
 
 
 def _row(
