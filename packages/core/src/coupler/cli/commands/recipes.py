@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> None:
         _copy(arguments.recipe.rstrip("/"), arguments.folder, recipes, found)
         return
 
-    plugins = Plugins.load()
+    plugins = Plugins.load().complete()
     rows = [(name, _state(path, plugins), _about(path)) for name, path in found.items()]
     print(table([("recipe", "needs", "about"), *rows]))
 
