@@ -28,8 +28,8 @@ def plugins(tmp_path_factory: pytest.TempPathFactory) -> Plugins:
     presets = folder / "acme_runs" / "preset"
     presets.mkdir(parents=True)
     (folder / "acme_runs" / "__init__.py").touch()
-    small = "defaults: [{engine: acme}, _self_]\nengine: {lr: 0.5}\nsteps: 4\nseed: 4\n"
-    (presets / "small.yaml").write_text(small)
+    chosen = "defaults: [{engine: acme}, _self_]\nengine: {lr: 0.5}\nsteps: 4\nseed: 4\n"
+    (presets / "small.yaml").write_text(f"# A small run. It ends soon.\n{chosen}")
     (presets / "smaller.yaml").write_text("defaults: [{preset: small}]\nsteps: 2\n")
     (presets / "odd.yaml").write_text("defaults: [base]\n")
     (presets / "wrong.yaml").write_text("defaults: [{preset: small}]\nsteeps: 2\n")
@@ -197,6 +197,14 @@ def test_a_plugin_ships_a_preset_of_a_whole_run(plugins: Plugins, folder: Path) 
     for wrong in ("preset=", "preset=3"):
         with pytest.raises(ConfigError, match=r"the command line: preset takes the name"):
             run(plugins, wrong)
+
+
+def test_the_list_of_recipes_has_the_presets_of_plugins(
+    plugins: Plugins, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["recipes"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["preset=small", "A", "small", "run"] in lines
 
 
 def test_the_command_line_says_what_is_wrong(
