@@ -18,6 +18,8 @@ from coupler_engine_fsdp.config import FSDPConfig
 from coupler_engine_fsdp.masters import Masters
 from coupler_engine_fsdp.muon import Muon
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
 
 class Optimizer:
     """AdamW (arXiv 1711.05101) of this rank's rows of every parameter, but for those
@@ -165,7 +167,7 @@ class Optimizer:
         for name, shard in self.shards.items():
             parameter = self.parameters[name]
             if shard is not parameter:
-                shard.grad = None if parameter.grad is None else _local(parameter.grad)
+                shard.grad = None if parameter.grad is None else local(parameter.grad)
 
     def state(self) -> dict[str, Tensor]:
         """Return the optimizer's tensors by parameter name, shaped and sharded like the
@@ -178,28 +180,23 @@ class Optimizer:
         for name, shard in self.elementwise.items():
             state = self.adamw.state[shard]
             tensors[f"{name}/step"] = state["step"]
-            for key in ("exp_avg", "exp_avg_sq"):
+            for key in MOMENTS:
                 tensors[f"{name}/{key}"] = _like(state[key], self.parameters[name])
         return tensors
 
-    def to(self, device: torch.device | None) -> None:
-        """Follow the parameters, and move the state if a device is given."""
-        if self.muon and device is not None:
-            self.muon.to(device)
-        for name, shard in self.shards.items():
-            if shard is not self.parameters[name]:
-                shard.data = _local(self.parameters[name])
-            if device is not None and name in self.elementwise:
-                self.adamw.state[shard] = {
-                    key: value.to(device) for key, value in self.adamw.state[shard].items()
-                }
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors of the state that have the size of parameters."""
+        states = (self.adamw.state[shard] for shard in self.elementwise.values())
+        moments = [state[key] for state in states for key in MOMENTS]
+        return [*moments, *(self.muon.momentum.values() if self.muon else ())]
 
 
 def _shard(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(_local(parameter)) if isinstance(parameter, DTensor) else parameter
+    return nn.Parameter(local(parameter)) if isinstance(parameter, DTensor) else parameter
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's rows of a tensor, without its gradient."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
