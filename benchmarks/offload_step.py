@@ -23,9 +23,9 @@ from shapes import SHAPES
 MODES = ("false", "true")
 
 
-def run(mode: str) -> dict[str, float]:
-    """Run the job of one mode and return the medians of its metrics."""
-    command = [sys.executable, __file__, *sys.argv[1:], f"--mode={mode}"]
+def run(mode: str, folder: Path) -> dict[str, float]:
+    """Run the job of one mode in a folder, and return the medians of its metrics."""
+    command = [sys.executable, __file__, *sys.argv[1:], f"--mode={mode}", f"--folder={folder}"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=1800)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -41,26 +41,26 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512, help="of each completion")
     parser.add_argument("--steps", type=int, default=8, help=f"of each mode, after {WARM_UP}")
     parser.add_argument("--mode", choices=MODES, help="be one job; the script starts both")
+    parser.add_argument("--folder", type=Path, help="of one job, beside the model")
     parser.add_argument("settings", nargs="*", help="KEY=VALUE of the job")
     arguments = parser.parse_args()
 
     if arguments.mode:
         arguments.steps += WARM_UP
-        arguments.settings = [*arguments.settings, f"offload={arguments.mode}"]
-        with tempfile.TemporaryDirectory() as name:
-            write_job(Path(name), arguments.shape)
-            rows = run_job(*composed_of(arguments, Path(name)), Path(name))
-        print(
-            json.dumps({key: statistics.median(row.get(key, 0.0) for row in rows) for key in KEYS})
-        )
+        arguments.settings += [f"offload={arguments.mode}", f"run_dir={arguments.folder / 'run'}"]
+        rows = run_job(*composed_of(arguments, arguments.folder.parent), arguments.folder)
+        medians = {key: statistics.median(row.get(key, 0.0) for row in rows) for key in KEYS}
+        print(json.dumps(medians))
         return
 
     steps = {}
-    for mode in MODES:
-        medians = run(mode)
-        steps[mode] = medians["time/step"]
-        split = ", ".join(f"{key.removeprefix('time/')} {medians[key]:.3f}" for key in KEYS)
-        print(f"RESULT offload={mode}: {split} s", flush=True)
+    with tempfile.TemporaryDirectory() as name:
+        write_job(Path(name), arguments.shape)
+        for mode in MODES:
+            medians = run(mode, Path(name) / mode)
+            steps[mode] = medians["time/step"]
+            split = ", ".join(f"{key.removeprefix('time/')} {medians[key]:.3f}" for key in KEYS)
+            print(f"RESULT offload={mode}: {split} s", flush=True)
     print(f"RESULT offload=true takes {steps['true'] / steps['false']:.3f} of the resident step")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from importlib.util import find_spec
 
 import torch
@@ -19,6 +19,8 @@ from coupler_engine_fsdp.masters import Masters
 from coupler_engine_fsdp.muon import Muon
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+# Moments start at multiples of so many numbers in their storage.
+ALIGNED = 128
 
 
 class Optimizer:
@@ -73,12 +75,10 @@ class Optimizer:
         )
 
         # Allocated now, so that a checkpoint can be read into a fresh optimizer.
-        for shard in self.elementwise.values():
-            self.adamw.state[shard] = {
-                "step": torch.zeros((), dtype=torch.float32, device=shard.device),
-                "exp_avg": torch.zeros_like(shard, requires_grad=False),
-                "exp_avg_sq": torch.zeros_like(shard, requires_grad=False),
-            }
+        shards = [*self.elementwise.values()]
+        for shard, mean, square in zip(shards, _zeros(shards), _zeros(shards), strict=True):
+            step = torch.zeros((), dtype=torch.float32, device=shard.device)
+            self.adamw.state[shard] = {"step": step, "exp_avg": mean, "exp_avg_sq": square}
 
     def step(self, norm: float) -> StepResult:
         """Clip, apply and clear the gradient, which has this norm.
@@ -189,6 +189,18 @@ class Optimizer:
         states = (self.adamw.state[shard] for shard in self.elementwise.values())
         moments = [state[key] for state in states for key in MOMENTS]
         return [*moments, *(self.muon.momentum.values() if self.muon else ())]
+
+
+def _zeros(shards: Sequence[Tensor]) -> list[Tensor]:
+    """Return fp32 zeros like each of ``shards``, in one storage.
+
+    A GPU takes as long to free hundreds of storages as to copy gigabytes.
+    """
+    sizes = [-(-shard.numel() // ALIGNED) * ALIGNED for shard in shards]
+    device = shards[0].device if shards else None
+    pieces = torch.zeros(sum(sizes), dtype=torch.float32, device=device).split(sizes)
+    pairs = zip(pieces, shards, strict=True)
+    return [piece[: shard.numel()].view(shard.shape) for piece, shard in pairs]
 
 
 def _shard(parameter: nn.Parameter) -> nn.Parameter:
