@@ -78,7 +78,7 @@ $(VLLM_TESTS): export VLLM_CPU_OMP_THREADS_BIND = nobind
 $(VLLM_TESTS): export VLLM_ENABLE_V1_MULTIPROCESSING = 0
 # The longest suites are cut: tests/ into what starts clusters or processes and makes environments, what trains, and the rest;
 # rollout-vllm's into what kills vLLM or starts a cluster, and the rest
-OUTSIDE := $(patsubst %,tests/test_%.py,ray replicas interpreters packaging examples torchrun preferences engines_take_over)
+OUTSIDE := $(patsubst %,tests/test_%.py,ray replicas interpreters packaging examples tasks torchrun preferences engines_take_over)
 RUNS := $(patsubst %,tests/test_%.py,faults resume jobs supervised quickstart sft_evaluation reward_model distillation ppo megatron)
 FAULTS := $(patsubst %,packages/rollout-vllm/tests/test_%.py,faults ray)
 SUITE_rollout-vllm := $(FAULTS:%=--ignore=%)

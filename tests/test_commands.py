@@ -20,6 +20,7 @@ from coupler.cli import main
 from coupler.cli.exported import exported
 from coupler.cli.parser import COMMANDS
 from coupler.run.run_lock import Held, claimed, held
+from coupler.system import discovery
 from coupler.testing.models import write_tokenizer, write_toy
 
 ROWS = "".join(json.dumps({"prompt": f"{i} + 2", "answer": str(i)}) + "\n" for i in range(6))
@@ -308,6 +309,18 @@ def test_what_init_writes_trains_at_once(elsewhere: Path, model: Path) -> None:
     run("train", "--config", "first/recipe.yaml", "steps=2", "sampling.max_tokens=4")
     lines = (elsewhere / "runs" / "first" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [0, 1, 2]
+
+
+def test_what_init_chooses_is_real_before_plugins_are_remembered(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a machine that reads plugins slowly: nothing is known after the grace."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(elsewhere / "cache"))
+    monkeypatch.setattr(discovery, "GRACE_S", 0.0)
+    monkeypatch.setattr(discovery, "MAX_GRACE_S", 0.0)
+    assert main(["init", "first", "--model", "somewhere"]) == 0
+    recipe = (elsewhere / "first" / "recipe.yaml").read_text()
+    assert "name: fsdp" in recipe and "name: hf" in recipe and "toy" not in recipe
 
 
 def test_a_copied_recipe_plans(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:

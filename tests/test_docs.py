@@ -8,7 +8,7 @@ commands a comment may say more:
 ``<!-- run: key=value -->``  run the commands, with these overrides, in place of
 planning them ``<!-- needs a run folder: parsed -->``  only parse them
 
-A line that no check knows fails.
+A line that no check knows fails. ``test_tasks.py`` runs the pages of ``docs/tasks``.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import shlex
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import yaml
+from pages import DOCS, GOES_ON, KILLED, ROOT, TASKS, Block, blocks
 
 from coupler import cli
 from coupler.cli.parser import parse
@@ -36,13 +36,10 @@ from coupler.config.compose import compose
 from coupler.config.schema import Job
 from coupler.plugins.manager import Plugins
 
-ROOT = Path(__file__).parents[1]
-DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
-FENCE = re.compile(r'^```(?P<language>\w*)(?: title="(?P<title>[^"]+)")?$')
-MARKER = re.compile(r"^<!-- (?P<text>.*) -->$")
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")), *TASKS]
+# The commands of TASKS run in test_tasks.py.
+CHECKED = [page for page in PAGES if page not in TASKS]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-LINES = re.compile(r"\\\n\s*")
 FILES = re.compile(r"\.(py|md|png|yaml|jsonl?)$")
 # an attribute, a column of data for verl, and sections that plugins fill
 ELSEWHERE = {
@@ -51,49 +48,6 @@ ELSEWHERE = {
 }  # fmt: skip
 PARSED = "needs a run folder: parsed"
 FAMILIES = "sampled|reward|batch|advantages|staleness|train|critic|train_infer|sync|time|kl|moe"
-
-
-@dataclass(frozen=True)
-class Block:
-    """One fenced block of a page."""
-
-    page: Path
-    line: int
-    language: str
-    title: str
-    marker: str
-    text: str
-
-    @property
-    def place(self) -> str:
-        return f"{self.page.name}:{self.line}"
-
-    @property
-    def commands(self) -> list[str]:
-        """Lines of a shell block, without comments and empty lines."""
-        lines = LINES.sub(" ", self.text).splitlines()
-        return [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
-
-
-def blocks(page: Path) -> list[Block]:
-    found, lines = [], page.read_text(encoding="utf-8").splitlines()
-    start, marker, opened = 0, "", None
-    for number, line in enumerate(lines):
-        if opened is not None:
-            if line == "```":
-                text = "\n".join(lines[start + 1 : number]) + "\n"
-                found.append(
-                    Block(page, start + 1, opened["language"], opened["title"] or "", marker, text)
-                )
-                opened, marker = None, ""
-        elif line.startswith("```"):
-            opened, start = FENCE.match(line), number
-            assert opened, f"{page.name}:{number + 1}: {line} is no fence that the checks know"
-        elif line.strip():
-            above = MARKER.match(line)
-            marker = above["text"] if above else ""
-    assert opened is None, f"{page.name} has an open block"
-    return found
 
 
 BLOCKS = {page: blocks(page) for page in PAGES}
@@ -122,6 +76,7 @@ def folder(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 
 def write(folder: Path, files: dict[str, str]) -> None:
     for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
 
 
@@ -135,7 +90,7 @@ def test_every_block_has_a_check() -> None:
     assert not [
         b.place
         for b in markers
-        if b.language or not (b.marker.startswith("run") or b.marker == PARSED)
+        if b.language or not (b.marker.startswith(("run", GOES_ON)) or b.marker in (PARSED, KILLED))
     ]
 
 
@@ -164,6 +119,11 @@ def test_toml_is_read(block: Block) -> None:
 
 @of_language("yaml")
 def test_yaml_composes(block: Block, folder: Path) -> None:
+    if "model" not in yaml.safe_load(block.text):
+        # A part of a configuration, which a command of the page composes.
+        others = [each.text for each in BLOCKS[block.page] if each != block]
+        assert any(Path(block.title).stem in text for text in others), block.place
+        return
     (folder / "snippet.yaml").write_text(block.text)
     job = Job.TRAIN if "rollout" in yaml.safe_load(block.text) else Job.SFT
     assert compose(Plugins.load(), [], "snippet.yaml", job).config.model.path
@@ -172,7 +132,7 @@ def test_yaml_composes(block: Block, folder: Path) -> None:
 # --- commands ---
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+@pytest.mark.parametrize("page", CHECKED, ids=[page.name for page in CHECKED])
 def test_commands(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     write(folder, {block.title: block.text for block in BLOCKS[page] if block.title})
     for block in BLOCKS[page]:
@@ -327,8 +287,8 @@ def anchors(page: Path) -> set[str]:
 
 
 def test_every_page_is_in_the_navigation() -> None:
-    listed = re.findall(r"[\w-]+\.md", (ROOT / "mkdocs.yml").read_text())
-    assert sorted(listed) == sorted(page.name for page in DOCS.glob("*.md"))
+    listed = re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text())
+    assert sorted(listed) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
 
 
 def test_the_page_of_options_is_what_the_code_says() -> None:

@@ -56,7 +56,13 @@ def test_a_product_runs_and_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture
     head = next(i for i, line in enumerate(lines) if line.startswith("reward.target "))
     words = ["reward.target", "seed", "first", "reward", "last", "reward", "ended", "folder"]
     assert lines[head].split() == words
-    assert "failed: exit code 2" in lines[head + 1] and " done " in lines[head + 3]
+    # run.json of each run has the reason.
+    reasons = [
+        json.loads((Path(row["folder"]) / "run.json").read_text())[-1]["ended"] for row in rows
+    ]
+    assert [row["ended"] for row in rows[:2]] == [f"failed: {why}" for why in reasons[:2]]
+    assert "gave no valid number" in reasons[0]
+    assert f" failed: {reasons[0][:60]}" in lines[head + 1] and " done " in lines[head + 3]
     assert f"{name_of([f'reward.target={bad}:score', 'seed=1'])} failed" in out.out + out.err
 
     for row in rows[2:]:
@@ -152,25 +158,66 @@ def test_a_search_is_checked_at_the_values_it_may_take() -> None:
     ]
 
 
-def test_ctrl_c_ends_the_sweep(tmp_path: Path) -> None:
-    command = arguments(tmp_path, "--multirun", "seed=1,2")
-    (tmp_path / "reward.py").write_text(SLOW)
+@pytest.mark.parametrize(
+    ("package", "given", "runs"),
+    [
+        (
+            "hydra_plugins.hydra_joblib_launcher",
+            ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "seed=1,2"],
+            2,
+        ),
+        (
+            "hydra_plugins.hydra_optuna_sweeper",
+            ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1",
+             "sampling.temperature=interval(0.5, 1)"],
+            3,
+        ),
+    ],
+    ids=["joblib", "optuna"],
+)  # fmt: skip
+def test_a_plugin_of_hydra_leads_a_sweep(
+    package: str, given: list[str], runs: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip(package)
+    assert main(arguments(tmp_path, "--multirun", *given)) == 0
+    rows = results(tmp_path)
+    assert [row["ended"] for row in rows] == ["done"] * runs
+    swept = {value for row in rows for value in row["values"].values()}
+    assert len(swept) == runs
+    for row in rows:
+        assert row["last"] == metrics(Path(row["folder"]))[-1]["reward/mean"]
+    assert capfd.readouterr().out.splitlines()[-1].endswith("sweep.html")
+
+
+def test_ctrl_c_ends_the_sweep_and_the_table_comes(tmp_path: Path) -> None:
+    reward = tmp_path / "slow.py"
+    reward.write_text(SLOW)
+    rewards = f"reward.target={tmp_path / 'reward.py'}:score,{reward}:score"
+    command = arguments(tmp_path, "--multirun", rewards, "seed=1,2")
+    command = [text for text in command if not text.startswith("reward.target=") or text == rewards]
+    run = tmp_path / "run"
+    waits, never = (name_of([f"reward.target={reward}:score", f"seed={n}"]) for n in (1, 2))
     process = subprocess.Popen(
         [sys.executable, "-m", "coupler", *command],
-        stdout=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
     try:
         deadline = time.monotonic() + 200
-        while not (tmp_path / "run" / "seed-1" / "coupler.log").is_file():
+        while not (run / waits / "coupler.log").is_file():
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.2)
         os.killpg(process.pid, signal.SIGINT)
-        _, said = process.communicate(timeout=100)
+        out, said = process.communicate(timeout=100)
     finally:
         process.kill()
     assert process.returncode == 130
     assert said.splitlines()[-1] == "coupler: interrupted"
-    assert not (tmp_path / "run" / "seed-2").exists()
+    assert not (run / never).exists()
+
+    assert [row["ended"] for row in results(tmp_path)] == ["done", "done", "interrupted"]
+    assert [" done " in line for line in out.splitlines()[-4:-1]] == [True, True, False]
+    assert f" interrupted  {run / waits}" in out.splitlines()[-2]
+    assert out.splitlines()[-1] == str(run / "sweep.html")

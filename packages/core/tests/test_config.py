@@ -107,9 +107,9 @@ def test_a_preset_builds_on_another_one(plugins: Plugins) -> None:
         4,
     )
     assert composed.origin["engine.lr"] == composed.origin["engine.shape"] == "preset faster"
-    # without _self_ what it builds on wins
+    # Without _self_ the preset's own values win, as in Hydra.
     below = good(plugins, "engine=below").config.engine
-    assert (below.lr, below.extra_args) == (0.5, {"a": 1})
+    assert (below.lr, below.extra_args) == (0.75, {"a": 1})
 
 
 def test_composing_leaves_nothing_behind_in_hydra(plugins: Plugins) -> None:
@@ -183,7 +183,7 @@ BAD = [
     ("steps=1.5", "steps takes an integer, got 1.5.", ""),
     ("steps=0", "steps must be at least 1, got 0.", ""),
     ("steps=${nope}", "steps=${nope} cannot be resolved", ""),
-    ("steps=1,2", "steps is given several values, and a run takes one.", "steps=[1,2]"),
+    ("steps=1,2", "steps is given several values, and a run takes one.", "--multirun steps=1,2"),
     ("prompts_per_step=-1", "prompts_per_step must be at least 1, got -1.", ""),
     (
         "reward.max_invalid_fraction=2",

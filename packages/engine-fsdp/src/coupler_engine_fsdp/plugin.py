@@ -60,6 +60,7 @@ def coupler_backends() -> Iterable[Backend]:
             }
         ),
         tested=TESTED,
+        serves="transformers serve {folder}",
     )
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,9 +27,9 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from coupler.config.checks import does_evaluate, evaluating, problems
 from coupler.config.effect import not_default
 from coupler.config.options import SECTIONS, Options, drop_replaced, in_full, section, wrong_value
-from coupler.config.overrides import parse_overrides, read_file
+from coupler.config.overrides import parse_overrides, read_files
 from coupler.config.plain import to_plain
-from coupler.config.presets import chosen_values
+from coupler.config.presets import chosen_values, preset_text
 from coupler.config.schema import JOBS, Job, OnSync, RunConfig
 from coupler.errors import ConfigError, PluginError
 from coupler.plugins.backend import Kind
@@ -62,7 +63,7 @@ class Composed:
 
     # Engine, rollout and algorithm are instances of the plugins' dataclasses, or None.
     config: RunConfig
-    # Full key -> COMMAND_LINE, the file's path, "preset <name>" or AS_ENGINE. Defaults
+    # Full key -> COMMAND_LINE, a file's path, "preset <name>" or AS_ENGINE. Defaults
     # are left out.
     origin: Mapping[str, str]
     notes: tuple[str, ...] = ()  # to be shown before the run starts
@@ -104,14 +105,15 @@ def compose(
         PluginError: what a section names is not installed, is broken, or is ambiguous.
     """
     typed = nest(parse_overrides(overrides))
-    written = {} if config_file is None else read_file(config_file)
+    files = read_files(config_file, typed.pop("preset", None), partial(preset_text, plugins))
+    written = files.values
     if config_file and Path(config_file).with_name("run.json").is_file():
         drop_replaced(written)
     notes: list[str] = []
     choices: dict[str, str] = {}
 
     for path in SECTIONS:
-        name = _choose(path, typed, written, config_file or "", notes)
+        name = _choose(path, typed, written, config_file or "the preset", notes)
         if not name and path in AS_THE_RUN:
             keys = (path, *AS_THE_RUN[path])
             wanted = any(value_at(layer, key) for layer in (typed, written) for key in keys)
@@ -133,7 +135,8 @@ def compose(
         for path, name in choices.items()
     }
     options = Options({path: backend.config for path, backend in backends.items()})
-    options.conform(written)  # What the command line replaces is checked too.
+    with files.named():
+        options.conform(written)  # What the command line replaces is checked too.
     for one, other in (("steps", "epochs"), ("epochs", "steps")):
         if one in typed and other not in typed:  # Both say how long a run is.
             written.pop(other, None)
@@ -147,7 +150,7 @@ def compose(
             notes.append(f"{path}.extra_args is passed through unchecked: {', '.join(given)}")
     origin = _preset_origin(base, choices, options)
     origin |= dict.fromkeys(flatten(inherited), AS_ENGINE)
-    origin |= dict.fromkeys(flatten(written), config_file or "")
+    origin |= {key: files.origin.get(key, config_file or "") for key in flatten(written)}
     origin |= dict.fromkeys(flatten(typed), COMMAND_LINE)
     return Composed(config=config, origin=origin, notes=tuple(notes), options=options)
 

@@ -4,19 +4,16 @@ nested mappings.
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from coupler.config.options import SECTIONS
-from coupler.errors import ConfigError, CouplerError
-from coupler.system.beside import beside
-from coupler.system.plain_values import holds_text, shown
-from coupler.system.tree import nest
-from coupler.system.yaml_file import read_yaml
+from coupler.errors import ConfigError
+from coupler.system.plain_values import holds_text
+from coupler.system.yaml_layers import Layers, Reader
 
 # The longest override. Longer ones take the parser of Hydra seconds.
 MAX_OVERRIDE = 4096
@@ -35,30 +32,19 @@ def parse_overrides(overrides: list[str]) -> list[tuple[str, Any]]:
 
 
 def read_file(path: str) -> dict[str, Any]:
-    """Read a YAML file of options. Interpolations stay, and :func:`beside` finds paths.
+    """Read a YAML file of options, and those that it names. Interpolations stay, and
+    :func:`beside` finds paths.
+    """
+    return read_files(path).values
+
+
+def read_files(path: str | None, preset: Any = None, text_of: Callable[[str], str] = str) -> Layers:
+    """Read a preset, whose text ``text_of`` returns, and a file over it.
 
     Raises:
         ConfigError: there is none, or it is no YAML mapping.
     """
-    if not holds_text(path) or not path.strip():
-        raise ConfigError(f"--config={shown(path)} names no file.\n  try:  --config FILE.yaml")
-    if len(path) > MAX_OVERRIDE or not os.path.lexists(path):
-        raise ConfigError(
-            f"there is no configuration file {path[:200]}.\n  it is looked up from:  {Path.cwd()}"
-        )
-
-    try:
-        values = read_yaml(Path(path))
-    except CouplerError as error:
-        raise ConfigError(f"{error}\n  try:  a YAML file of options, such as  steps: 50") from None
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise ConfigError(
-            f"{path} is a {type(values).__name__}, but a configuration is a mapping of options to "
-            "values.\n  try:  a line for each option, such as  steps: 50"
-        )
-    return beside(nest([_named(str(key), value) for key, value in values.items()]), Path(path))
+    return Reader(SECTIONS, _named, text_of).read(path, preset)
 
 
 def _named(key: str, value: Any) -> tuple[str, Any]:
@@ -97,7 +83,8 @@ def _parse(parser: OverridesParser, text: str) -> tuple[str, Any]:
 
     if override.is_sweep_override():
         raise ConfigError(
-            f"{key} is given several values, and a run takes one.\n  for a list:  {key}=[{value}]\n"
+            f"{key} is given several values, and a run takes one.\n"
+            f"  for a run of each:  --multirun {key}={value}\n  for a list:  {key}=[{value}]\n"
             f"  for text with a comma:  \"{key}='{value}'\""
         )
     if override.package is not None:

@@ -3,7 +3,7 @@
 
 A preset names in ``defaults`` what it builds on: backends or other presets of its kind,
 and ``_self_`` for its own values. Later entries win. Without ``_self_`` its own values
-come first, as in Hydra.
+come last, as in Hydra. ``CONF/preset/small.yaml`` is ``preset=small``, of a whole run.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from coupler.config.plain import to_plain
 from coupler.errors import PluginError
 from coupler.plugins.manager import Plugins, Source
 from coupler.system.tree import merge
+from coupler.system.yaml_layers import PRESET, SELF
 
-SELF = "_self_"
 Found = dict[str, list[tuple[Source, str]]]
 
 
@@ -31,6 +31,15 @@ def chosen_values(plugins: Plugins, kind: str, name: str) -> dict[str, Any]:
         PluginError: nothing is called so, several things are, or a preset is wrong.
     """
     return _values(plugins, kind, name, plugins.presets(kind, name), ())
+
+
+def preset_text(plugins: Plugins, name: str) -> str:
+    """Return the YAML of ``preset=NAME``, whose plugin is of the run from here on."""
+    found = plugins.presets(PRESET, name)
+    _check_one_meaning(plugins, PRESET, name, found)
+    source, text = found[name][0]
+    plugins.use(source)
+    return text
 
 
 def _values(
@@ -52,7 +61,7 @@ def _values(
         raise _wrong(kind, name, f"it builds on {', '.join(sorted(again))}, which builds on it")
 
     values: dict[str, Any] = {}
-    for entry in entries if SELF in entries else (SELF, *entries):
+    for entry in entries if SELF in entries else (*entries, SELF):
         values = merge(
             values, own if entry == SELF else _values(plugins, kind, entry, presets, (*above, name))
         )

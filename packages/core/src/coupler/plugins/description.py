@@ -101,7 +101,8 @@ def describe(value: str) -> dict[str, Any]:
     """
     module = open_entry(value)
     backends = [_described(backend) for backend in checked(module)]
-    texts = [each for package in packages_of(module) for each in texts_in(package, Kind, ".yaml")]
+    folders = (*Kind, "preset")
+    texts = [each for name in packages_of(module) for each in texts_in(name, folders, ".yaml")]
     return {
         "hooks": [caller.name for caller in register(module).get_hookcallers(module) or ()],
         "backends": backends,

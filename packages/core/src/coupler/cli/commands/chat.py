@@ -62,7 +62,7 @@ def _any_rollout() -> str:
     """Return the first installed rollout that loads weights of a folder."""
     able = [
         name
-        for name, declared in sorted(Plugins.load().declared(Kind.ROLLOUT).items())
+        for name, declared in sorted(Plugins.load().complete().declared(Kind.ROLLOUT).items())
         if OWN_WEIGHTS in declared.capabilities and "model:toy" not in declared.capabilities
     ]
     if not able:

@@ -20,4 +20,5 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     found, plugins = composed_of_run(arguments)
     out, step = export_run(found, plugins, arguments.run, arguments.step, arguments.out)
-    print(f"{out}: the policy after step {step}", *serving(plugins, out), sep="\n  serve it:  ")
+    commands = serving(plugins.complete(), out)
+    print(f"{out}: the policy after step {step}", *commands, sep="\n  serve it:  ")

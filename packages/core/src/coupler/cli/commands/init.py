@@ -30,7 +30,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     folder: Path = arguments.folder
-    chosen = _choose(Plugins.load())
+    chosen = _choose(Plugins.load().complete())
     files = {path.name: path.read_bytes() for path in START.iterdir() if path.is_file()}
 
     model = str(Path(arguments.model).absolute()) if arguments.model else ""

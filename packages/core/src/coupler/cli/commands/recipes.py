@@ -1,4 +1,4 @@
-"""List the recipes that are installed, and copy one: ``coupler recipes``."""
+"""List recipes and the presets of plugins, and copy a recipe: ``coupler recipes``."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from coupler.errors import CouplerError
 from coupler.plugins.backend import Kind
 from coupler.plugins.manager import Plugins
 from coupler.system.beside import found_beside
+from coupler.system.terminal import harmless
 from coupler.system.tree import flatten, value_at
 from coupler.system.yaml_file import read_yaml
+from coupler.system.yaml_layers import PRESET
 
 COMMAND = re.compile(r"coupler (?:train|sft|eval) --config recipes/.*")
 SHOWN = (Kind.ENGINE, Kind.ROLLOUT, Kind.ALGORITHM, Kind.ENVIRONMENT)
@@ -41,8 +43,10 @@ def run(arguments: argparse.Namespace) -> None:
         _copy(arguments.recipe.rstrip("/"), arguments.folder, recipes, found)
         return
 
-    plugins = Plugins.load()
-    rows = [(name, _state(path, plugins), _about(path)) for name, path in found.items()]
+    plugins = Plugins.load().complete()
+    rows = [(name, _state(path, plugins), _about(_text(path))) for name, path in found.items()]
+    for name, texts in sorted(plugins.presets(PRESET).items()):
+        rows += [(f"{PRESET}={name}", "", _about(text)) for _, text in texts[:1]]
     print(table([("recipe", "needs", "about"), *rows]))
 
 
@@ -63,7 +67,7 @@ def _copy(name: str, folder: Path, recipes: Path, found: dict[str, Path]) -> Non
 
     print(*copies, sep="\n")
     for path in chosen:
-        for command in COMMAND.findall(_head(path)):
+        for command in COMMAND.findall(_head(_text(path))):
             print(f"  run it:  {command.replace('recipes/', f'{folder}/' if folder.parts else '')}")
 
 
@@ -84,13 +88,17 @@ def _state(path: Path, plugins: Plugins) -> str:
     )
 
 
-def _head(path: Path) -> str:
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def _head(text: str) -> str:
     """Return the comment at the start of a recipe, without its hashes."""
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = text.splitlines()
     end = next((i for i, line in enumerate(lines) if not line.startswith("#")), len(lines))
     return "\n".join(line.removeprefix("#").strip() for line in lines[:end])
 
 
-def _about(path: Path) -> str:
+def _about(text: str) -> str:
     """Return the first sentence of a recipe."""
-    return _head(path).replace("\n", " ").partition(". ")[0].rstrip(".")
+    return harmless(_head(text).replace("\n", " ").partition(". ")[0].rstrip("."))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+from functools import partial
 from pathlib import Path
 
 from coupler.cli.composing import check, composed
 from coupler.cli.parser import Parser
 from coupler.config.compose import Composed
-from coupler.config.overrides import read_file
+from coupler.config.overrides import read_files
+from coupler.config.presets import preset_text
 from coupler.config.schema import Job
 from coupler.errors import CouplerError
 from coupler.executors.torchrun.launch import Launch, launch_of
@@ -45,8 +47,8 @@ def _composed_for(launch: Launch | None, arguments: argparse.Namespace) -> tuple
     engine, where it started them.
     """
     if launch:
-        written = read_file(arguments.config) if arguments.config else {}
-        arguments.overrides = launch.overrides(arguments.overrides, written)
+        files = read_files(arguments.config, text_of=partial(preset_text, Plugins.load()))
+        arguments.overrides = launch.overrides(arguments.overrides, files.values)
     return composed(arguments, Job.SFT)
 
 

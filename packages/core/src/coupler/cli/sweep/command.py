@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from coupler.cli.composing import check
-from coupler.cli.sweep.one_run import OneRun, name_of, read_records, run_options
+from coupler.cli.sweep.one_run import OneRun, Record, name_of, read_records, run_options
 from coupler.cli.sweep.search import search
 from coupler.cli.sweep.space import Space, read_space
 from coupler.cli.sweep.summary import summarise
@@ -33,6 +33,7 @@ def sweep(arguments: argparse.Namespace, job: Job) -> int:
 
     Raises:
         CouplerError: a combination is refused. Then no run has started.
+        KeyboardInterrupt: of Ctrl-C, after the table of the runs that were started.
     """
     if launch_of(os.environ):
         raise CouplerError(
@@ -49,13 +50,23 @@ def sweep(arguments: argparse.Namespace, job: Job) -> int:
         folder=folder,
         level=arguments.level,
     )
-    search(space, run)
+    try:
+        search(space, run)
+    except KeyboardInterrupt:
+        with suppress(CouplerError):
+            _tell(space, job, folder, names)
+        raise
+    records = _tell(space, job, folder, names)
+    return FAILED if any(record.code for record in records) else 0
 
+
+def _tell(space: Space, job: Job, folder: Path, names: Sequence[str]) -> list[Record]:
+    """Print what came of the runs that were started, and return how they ended."""
     ended = read_records(folder)
     wanted = ended if space.searched else names
     records = [ended[name] for name in wanted if name in ended]
     summarise(records, job, folder)
-    return FAILED if any(record.code for record in records) else 0
+    return records
 
 
 def _check(space: Space, file: str | None, job: Job) -> tuple[Path, list[str]]:

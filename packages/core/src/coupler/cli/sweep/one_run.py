@@ -21,8 +21,9 @@ from coupler.config.compose import compose, dump_yaml
 from coupler.config.overrides import parse_overrides
 from coupler.config.plain import to_plain
 from coupler.config.schema import Job
+from coupler.errors import CouplerError
 from coupler.plugins.manager import Plugins
-from coupler.run.run_folder import DONE
+from coupler.run.run_folder import DONE, ENDED, INTERRUPTED, read_starts
 from coupler.system.files import DamagedFile, read_json, write_whole, writing
 from coupler.system.log import VARIABLE, configure, get_logger
 from coupler.system.reaping import die_with_parent
@@ -32,7 +33,8 @@ log = get_logger(__name__)
 # Folder in that of the sweep: one file for each run that has ended.
 RECORDS = ".sweep"
 MAX_NAME = 100
-INTERRUPTED = 130
+# Exit codes of a run that Ctrl-C ended.
+INTERRUPTED_CODES = (130, -signal.SIGINT)
 # Seconds in which a run ends after Ctrl-C.
 END_S = 20.0
 
@@ -46,18 +48,24 @@ class Record:
         values: the swept values by their keys.
         config: a hash of its configuration.
         code: the exit code of its process.
+        reason: the first line of the error that ended it, as far as it wrote one.
     """
 
     name: str
     values: dict[str, Any]
     config: str
     code: int
+    reason: str = ""
 
     @property
     def ended(self) -> str:
         """Say how the run ended."""
         if not self.code:
             return DONE
+        if self.code in INTERRUPTED_CODES:
+            return INTERRUPTED
+        if self.reason:
+            return f"failed: {self.reason}"
         with suppress(ValueError):
             return f"failed: killed by {signal.Signals(-self.code).name}"
         return f"failed: exit code {self.code}"
@@ -94,20 +102,24 @@ class OneRun:
             return previous
 
         log.info(f"{name} starts")
-        code = self._run(options)
         values = {key: to_plain(value) for key, value in parse_overrides([*swept])}
-        record = Record(name, values, config, code)
+        record = Record(name, values, config, INTERRUPTED_CODES[0])
         self._keep(record)
+        starts = len(_starts(self.folder / name))
+        code = self._run(options)
+
+        begun = _starts(self.folder / name)[starts:]
+        reason = str(begun[-1].get(ENDED, "")) if code and begun else ""
+        record = replace(record, code=code, reason=reason)
+        self._keep(record)
+        if record.code in INTERRUPTED_CODES:
+            raise KeyboardInterrupt
         if code:
             log.warning(f"{name} {record.ended}")
         return record
 
     def _run(self, options: Sequence[str]) -> int:
-        """Run the command, and return its exit code.
-
-        Raises:
-            KeyboardInterrupt: the run was interrupted.
-        """
+        """Run the command, and return its exit code."""
         file = [f"--config={self.config}"] if self.config else []
         command = [sys.executable, "-m", "coupler", str(self.job), *file, *options]
         environment = {**os.environ, VARIABLE: self.level} if self.level else None
@@ -118,13 +130,10 @@ class OneRun:
         )
 
         try:
-            code = process.wait()
+            return process.wait()
         except BaseException:
             _end(process)
             raise
-        if code in (INTERRUPTED, -signal.SIGINT):
-            raise KeyboardInterrupt
-        return code
 
     def _keep(self, record: Record) -> None:
         path = self.folder / RECORDS / f"{record.name}.json"
@@ -172,7 +181,15 @@ def _read(path: Path) -> Record | None:
     except (DamagedFile, TypeError):
         return None
     is_one = type(record.code) is int and isinstance(record.values, dict)
+    is_one = is_one and isinstance(record.reason, str)
     return replace(record, name=path.stem) if is_one else None
+
+
+def _starts(run: Path) -> list[dict[str, Any]]:
+    """Return what a run folder says of its starts, as far as it can be read."""
+    with suppress(CouplerError):
+        return read_starts(run)
+    return []
 
 
 def _age(path: Path) -> float:

@@ -20,6 +20,7 @@ log = get_logger(__name__)
 
 METRICS = {Job.TRAIN: "reward/mean", Job.SFT: "loss"}
 """Metric of a job that tells how good a run is."""
+MAX_REASON = 80
 NAMES = {Job.TRAIN: "reward", Job.SFT: "loss"}
 
 
@@ -37,7 +38,7 @@ def summarise(records: Sequence[Record], job: Job, folder: Path) -> None:
             *(_shown(row["values"].get(key)) for key in keys),
             _shown(row["first"]),
             _shown(row["last"]),
-            row["ended"],
+            _cut(_shown(row["ended"])),
             row["folder"],
         ]
         for row in rows
@@ -85,6 +86,11 @@ def _report(runs: Sequence[Path], page: Path) -> None:
         log.warning(f"there is no {page}: {str(error).splitlines()[0]}")
         return
     print(page)
+
+
+def _cut(text: str) -> str:
+    """Return a reason that leaves the table readable. ``sweep.json`` has it whole."""
+    return text if len(text) <= MAX_REASON else f"{text[: MAX_REASON - 1]}…"
 
 
 def _shown(value: Any) -> str:
