@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from coupler.config.options import Option, Options
-from coupler.config.plain import to_plain
 from coupler.plugins.manager import Plugins
 from coupler.run.explain import description
+from coupler.system.plain import to_plain
 
 PAGE = Path(__file__).with_suffix(".md")
 KINDS = ("engine", "rollout", "algorithm", "environment")

@@ -40,6 +40,7 @@ EXTREME = {
     "tiny": 5e-324,
 }
 MANY = {f"train_infer/replica_{i}": float(i) for i in range(2000)}
+RUN, CONFIG = "0123456789abcdef", {"engine": {"name": "toy", "lr": 0.1}, "steps": 2}
 SLOW_S = 1.0  # of the fastest of a few calls
 FULL = 4096  # bytes, of a file on a disk that is full
 
@@ -63,6 +64,7 @@ def start(tracker_subject: Subject, run_dir: Path) -> Iterator[Open]:
     def make() -> Tracker:
         try:
             made.append(tracker_subject.backend.load()(tracker_subject.config(), run_dir))
+            made[-1].start(RUN, CONFIG)
         except PluginError as error:
             if tracker_subject.selected:
                 raise

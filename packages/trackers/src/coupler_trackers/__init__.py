@@ -1,0 +1,1 @@
+"""Provide trackers of libraries: TensorBoard, Weights & Biases, MLflow, Trackio, SwanLab."""
