@@ -64,6 +64,8 @@ KIT_algos := --coupler algorithm=grpo --coupler algorithm=rloo --coupler algorit
 TOOLS := packages/agents/tests/kit_tools.py
 KIT_agents := --coupler environment=tools --coupler environment=tools,target=$(TOOLS):Guess,calls=text \
   --coupler-set 'environment.functions=["$(TOOLS):add", "$(TOOLS):wait"]'
+KIT_trackers := --coupler tracker=tensorboard --coupler tracker=wandb,mode=offline --coupler tracker=mlflow \
+  --coupler tracker=trackio --coupler tracker=swanlab,mode=offline
 KIT_rollout-vllm := --coupler engine=fsdp --coupler rollout=vllm -k 'test_rollout or test_pair'
 SYNC_rollout-vllm := --extra cpu
 SYNC_agents := --extra gateway --extra mcp --extra gymnasium --extra renderers

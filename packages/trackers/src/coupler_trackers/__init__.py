@@ -1,1 +1,3 @@
-"""Provide trackers of libraries: TensorBoard, Weights & Biases, MLflow, Trackio, SwanLab."""
+"""Provide trackers of libraries: Weights & Biases, MLflow, Trackio, SwanLab, and
+TensorBoard.
+"""

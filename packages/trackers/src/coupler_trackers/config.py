@@ -39,7 +39,7 @@ class WandbConfig:
     project: str = "coupler"
     """The project that the run is in."""
     entity: str = ""
-    """The user or the team that owns the project; empty is the one that is logged in."""
+    """The user or team that owns the project; empty is the one that is logged in."""
     run_name: str = ""
     """The name of the run; empty is the name of its folder."""
     group: str = ""

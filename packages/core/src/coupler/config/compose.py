@@ -221,13 +221,11 @@ def _trackers(
 ) -> dict[str, type]:
     """Return the configuration class of each tracker that is chosen, or has options."""
     chosen = typed.get("trackers", written.get("trackers", RunConfig().trackers))
-    given = (chosen, written.get(TRACKER), typed.get(TRACKER))
-    names = [name for each in given if isinstance(each, list | Mapping) for name in each]
-    return {
-        name: plugins.get(Kind.TRACKER, name).config
-        for name in names
-        if isinstance(name, str) and (complete or plugins.owner_of(Kind.TRACKER, name))
-    }
+    named = [name for name in chosen if isinstance(name, str)] if isinstance(chosen, list) else []
+    given = [layer.get(TRACKER) for layer in (written, typed)]
+    names = [name for name in named if complete or plugins.owner_of(Kind.TRACKER, name)]
+    names += [name for each in given if isinstance(each, Mapping) for name in each]
+    return {name: plugins.get(Kind.TRACKER, name).config for name in names}
 
 
 def _inherited(

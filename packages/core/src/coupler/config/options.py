@@ -124,8 +124,9 @@ class Options:
     def _unknown(self, key: str) -> str:
         if key in REPLACED:
             return f"the option {key} was replaced.\n  write it as:  {REPLACED[key]}"
-        if key.startswith(f"{TRACKER}.") and not self.members(key.rpartition(".")[0]):
-            name = key.split(".")[1]
+        first, _, name = ".".join(key.split(".")[:2]).partition(".")
+        if first == TRACKER and not self.members(f"{TRACKER}.{name}"):
+            name = name or "NAME"
             return (
                 f"the options of {TRACKER}.{name} are known where trackers has it, if it has any.\n"
                 f"  try:  trackers=[console,jsonl,{name}]"
