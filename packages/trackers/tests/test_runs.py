@@ -123,5 +123,11 @@ def test_a_run_that_fails_says_so(inputs: Path, tmp_path: Path) -> None:
         inputs, tmp_path / "run", f"reward.target={tmp_path / 'bad.py'}:score",
         "trackers=[jsonl,wandb,mlflow,swanlab,trackio]",
     )  # fmt: skip
-    assert ended.returncode == 2
-    assert not (tmp_path / "run" / "trackers").exists(), "no step, and so nothing to record"
+    assert ended.returncode == 2, ended.stderr
+    first = ended.stderr.rpartition("coupler: ")[2].partition("\n")[0]
+    assert "gave no valid number" in first
+    assert stores.of_wandb(tmp_path / "run").ended == f"{first} 1"
+    assert stores.of_swanlab(tmp_path / "run").ended == f"2 {first}"
+    assert stores.of_trackio(tmp_path / "run").ended == first
+    uri = f"sqlite:///{tmp_path / 'run' / 'mlflow' / 'mlflow.db'}"
+    assert stores.of_mlflow(uri).ended == f"FAILED {first}"

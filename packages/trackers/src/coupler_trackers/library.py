@@ -44,9 +44,8 @@ class LibraryTracker(Tracker):
         self.run, self.resolved = run, dict(config)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        if self.in_files():
-            self.kept.add(step, values)
         self._log(step, values)
+        self.kept.add(step, values)
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         with self._open():
@@ -56,17 +55,18 @@ class LibraryTracker(Tracker):
         with self._open():
             self.give_picture(name, path)
 
-    def rewind(self, step: int) -> None:
-        if not self.in_files():
-            return
-        kept, shown = self.kept.rewind(step), dict(samples_until(self.run_dir, step))
-        with self._named():
-            self.close()
-            self.forget()
-        for number, values in kept:
-            if rows := shown.get(number):
-                self.samples(number, rows)
-            self._log(number, values)
+    def rewind(self, step: int) -> int:
+        kept = self.kept.rewind(step)
+        if self.in_files():
+            shown = dict(samples_until(self.run_dir, step))
+            with self._named():
+                self.close()
+                self.forget()
+            for number, values in kept:
+                if rows := shown.get(number):
+                    self.samples(number, rows)
+                self._log(number, values)
+        return kept[-1][0] if kept else -1
 
     def ended(self, how: str) -> None:
         if self.opened:

@@ -43,11 +43,12 @@ class MlflowTracker(LibraryTracker):
         given = self.config.uri or os.environ.get("MLFLOW_TRACKING_URI", "")
         return given or f"sqlite:///{self.database.resolve()}"
 
-    def rewind(self, step: int) -> None:
+    def rewind(self, step: int) -> int:
         if self.database.is_file():
             with closing(sqlite3.connect(self.database)) as database, database:
                 for name in ("metrics", "latest_metrics"):
                     database.execute(f"DELETE FROM {name} WHERE step > ?", (step,))  # noqa: S608 - a name of ours
+        return super().rewind(step)
 
     def open(self) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")

@@ -30,17 +30,19 @@ class TensorboardTracker(LibraryTracker):
         if self.resolved:
             self._text("config", f"```\n{json.dumps(self.resolved, indent=2)}\n```", 0)
 
-    def rewind(self, step: int) -> None:
+    def rewind(self, step: int) -> int:
         """Write the event at which TensorBoard drops what it has of later steps."""
         with self._open():
             events = self._of("event_pb2")
             start = events.SessionLog(status=events.SessionLog.START)
             self._add(step + 1, session_log=start)
+        return super().rewind(step)
 
     def give(self, step: int, values: Mapping[str, float]) -> None:
         summaries = self._of("summary_pb2").Summary
         found = [summaries.Value(tag=name, simple_value=one) for name, one in values.items()]
         self._add(step, summary=summaries(value=found))
+        self.writer.flush()
 
     def give_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         lines = [COLUMNS, ["---"] * len(COLUMNS), *table(rows)]

@@ -30,6 +30,14 @@ class WandbTracker(LibraryTracker):
         for folder in (self.run_dir / "wandb").glob(f"offline-run-*-{self.run or '*'}"):
             shutil.rmtree(folder)
 
+    def rewind(self, step: int) -> int:
+        """Return the last step that the server has, which counts where it is online."""
+        last = super().rewind(step)
+        if self.in_files():
+            return last
+        with self._open():
+            return min(last, self.live.starting_step - 1)
+
     def open(self) -> None:
         os.environ.setdefault("WANDB_CACHE_DIR", str(self.run_dir / "wandb" / "cache"))
         wandb, given = self.imported(), self.config

@@ -36,8 +36,13 @@ class Tracker(ABC):
     def picture(self, name: str, path: Path) -> None:
         """Record a PNG of the run, which is drawn at its end."""
 
-    def rewind(self, step: int) -> None:
-        """Forget the steps after ``step``, from which the run goes on."""
+    def rewind(self, step: int) -> int | None:
+        """Forget the steps after ``step``, from which the run goes on.
+
+        Returns:
+            the last step that is recorded, or None for all. One that is called in the
+            background is given later ones again.
+        """
 
     def ended(self, how: str) -> None:
         """Record ``done``, ``interrupted``, or the first line of the error."""

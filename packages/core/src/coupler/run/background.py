@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from math import nan
 from pathlib import Path
 from queue import Full, Queue
 from typing import Any
 
 from coupler.interfaces import Tracker
+from coupler.run.history import numbers_of
 from coupler.system.contained import shortened
 from coupler.system.log import get_logger
 
@@ -53,7 +55,7 @@ class Background(Tracker):
         self._give(self.tracker.picture, name, path)
 
     def rewind(self, step: int) -> None:
-        self._give(self.tracker.rewind, step)
+        self._give(self._rewind, step)
 
     def ended(self, how: str) -> None:
         self.last.append(partial(self.tracker.ended, how))
@@ -80,6 +82,13 @@ class Background(Tracker):
             self.calls.put_nowait(partial(call, *arguments))
         except Full:
             self._lose(f"tracker {self.name} is slow, and the run goes on without it for now")
+
+    def _rewind(self, step: int) -> None:
+        """Give the tracker again what waited for it when the run was killed."""
+        last = self.tracker.rewind(step)
+        for row in numbers_of(self.run_dir) if last is not None else ():
+            if last < (number := row.pop("step")) <= step:
+                self.tracker.log(number, {k: nan if v is None else v for k, v in row.items()})
 
     def _serve(self) -> None:
         while call := self.calls.get():

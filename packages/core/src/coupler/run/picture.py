@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-from coupler.builtin.trackers.jsonl import MAX_BYTES
-from coupler.system.files import DamagedFile, read_bytes
+from coupler.run.history import numbers_of
 from coupler.system.log import get_logger
 
 # The first of them that a run has is drawn.
@@ -26,11 +24,9 @@ def draw_reward(run_dir: Path) -> Path | None:
     """
     try:
         from matplotlib.figure import Figure
-
-        lines = read_bytes(run_dir / "metrics.jsonl", MAX_BYTES).splitlines()
-        rows = [json.loads(line) for line in lines]
-    except (ModuleNotFoundError, DamagedFile, ValueError):
+    except ModuleNotFoundError:
         return None
+    rows = numbers_of(run_dir)
     name = next((each for each in DRAWN if any(each in row for row in rows)), "")
     points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
     if len(points) < 2:
