@@ -77,9 +77,9 @@ def no_traceback(lines: list[str]) -> str:
             "did you mean: algorithm=grpo",
         ),
         (
-            "trackers=[wandb]",
-            "no tracker named 'wandb' is installed.",
-            "installed:  console, jsonl, tensorboard",
+            "trackers=[wandbb]",
+            "no tracker named 'wandbb' is installed.",
+            "did you mean: tracker=wandb",
         ),
         ("engine.lr=fast", "engine.lr takes a number, got 'fast'.", ""),
         ("steps=2.5", "steps takes an integer, got 2.5.", ""),
