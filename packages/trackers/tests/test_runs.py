@@ -115,6 +115,31 @@ def test_the_run_folder_names_the_run_in_each_library(resumed: tuple[Path, str])
     assert stores.of_wandb(run_dir).ids == stores.of_swanlab(run_dir).ids == {run}
 
 
+def test_a_run_goes_on_where_no_server_answers(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody is logged in, and nothing listens on the port."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    ended = train(
+        inputs, tmp_path / "run", "trackers=[jsonl,wandb,mlflow,swanlab]",
+        "tracker.wandb.mode=online", "tracker.swanlab.mode=online",
+        "tracker.mlflow.uri=http://127.0.0.1:9",
+    )  # fmt: skip
+    assert ended.returncode == 0 and len(logged(tmp_path / "run")) == 8, ended.stderr
+    for name in ("wandb", "mlflow", "swanlab"):
+        assert ended.stderr.count(f"tracker {name} failed, and the run goes on: {name}: ") == 1
+        assert ended.stderr.count(f"warning: tracker {name} lost ") == 1
+
+
+def test_a_tracker_that_comes_later_gets_the_steps_before(inputs: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    assert train(inputs, run_dir, "steps=2", "trackers=[jsonl]").returncode == 0
+    ended = train(inputs, run_dir, "steps=4", "trackers=[jsonl,trackio,tensorboard]")
+    assert ended.returncode == 0, ended.stderr
+    for read in (stores.of_trackio, stores.of_tensorboard):
+        assert [step for step, _ in read(run_dir).numbers["run/steps"]] == [0, 1, 2, 3, 4]
+
+
 def test_a_run_that_fails_says_so(inputs: Path, tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text(
         "def score(completion, answer):\n    raise KeyError('no such thing')\n"

@@ -36,12 +36,13 @@ class MlflowTracker(LibraryTracker):
 
     @property
     def database(self) -> Path:
+        """The file that is used where there is no server."""
         return self.run_dir / "mlflow" / "mlflow.db"
 
     @property
     def uri(self) -> str:
-        given = self.config.uri or os.environ.get("MLFLOW_TRACKING_URI", "")
-        return given or f"sqlite:///{self.database.resolve()}"
+        """The server, or an empty text for the database in the folder of the run."""
+        return self.config.uri or os.environ.get("MLFLOW_TRACKING_URI", "")
 
     def rewind(self, step: int) -> int:
         if self.database.is_file():
@@ -52,8 +53,10 @@ class MlflowTracker(LibraryTracker):
 
     def open(self) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        self.database.parent.mkdir(exist_ok=True)
-        self.client = self.imported().MlflowClient(self.uri)
+        if not self.uri:
+            self.database.parent.mkdir(exist_ok=True)
+        uri = self.uri or f"sqlite:///{self.database.resolve()}"
+        self.client = self.imported().MlflowClient(uri)
         experiment = self._experiment()
 
         found = self.client.search_runs([experiment], f"tags.`{RUN_TAG}` = '{self.run}'")
@@ -71,8 +74,8 @@ class MlflowTracker(LibraryTracker):
         name = self.config.experiment
         if found := self.client.get_experiment_by_name(name):
             return found.experiment_id
-        ours = self.uri.endswith(str(self.database.resolve()))
-        place = (self.database.parent / "artifacts").resolve().as_uri() if ours else None
+        folder = self.database.parent.resolve() / "artifacts"
+        place = None if self.uri else folder.as_uri()
         return self.client.create_experiment(name, artifact_location=place)
 
     def _log_params(self) -> None:

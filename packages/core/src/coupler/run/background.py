@@ -12,6 +12,7 @@ from pathlib import Path
 from queue import Full, Queue
 from typing import Any
 
+from coupler.errors import CouplerError
 from coupler.interfaces import Tracker
 from coupler.run.history import numbers_of
 from coupler.system.contained import shortened
@@ -96,7 +97,9 @@ class Background(Tracker):
                 call()
             # third-party code may do anything; it is shown
             except (Exception, SystemExit) as error:
-                said = shortened(f"{type(error).__name__}: {error}")
+                first = str(error).strip().partition("\n")[0]
+                kind = "" if isinstance(error, CouplerError) else f"{type(error).__name__}: "
+                said = shortened(kind + first)
                 self._lose(f"tracker {self.name} failed, and the run goes on: {said}")
 
     def _lose(self, why: str) -> None:
