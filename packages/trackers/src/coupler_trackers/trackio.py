@@ -70,9 +70,8 @@ class TrackioTracker(LibraryTracker):
         self.live.log({name: self.imported().Image(str(path))}, step=self.step)
 
     def finish(self, how: str) -> None:
-        levels = self.imported().AlertLevel
-        level = levels.INFO if how == "done" else levels.ERROR
-        self.live.alert("the run ended", how, level, step=self.step)
+        level = {"done": "info", "interrupted": "warn"}.get(how, "error")
+        self.live.alert("the run ended", how, self.imported().AlertLevel(level), step=self.step)
 
     def close(self) -> None:
         if self.opened:
