@@ -40,6 +40,7 @@ WITHOUT_DECLARATION = {
         "transformers": "in functions, for tokenizers; engines bring it",
         "tokenizers": "in functions, comes with transformers",
         "sympy": "in functions, comes with reasoning-gym",
+        "tensorboard": "in a function of the kit, for event files; their tracker brings it",
         "matplotlib": "in a function, where it is installed: the picture that trackers get",
         "datasets": "in a function, for folders of save_to_disk; the error says what to install",
     },

@@ -7,14 +7,14 @@ from enum import StrEnum
 
 
 class WandbMode(StrEnum):
-    """Where a run of Weights & Biases goes."""
+    """The place that a run of Weights & Biases goes to."""
 
     ONLINE = "online"
     OFFLINE = "offline"
 
 
 class SwanlabMode(StrEnum):
-    """Where a run of SwanLab goes."""
+    """The place that a run of SwanLab goes to."""
 
     ONLINE = "online"
     OFFLINE = "offline"

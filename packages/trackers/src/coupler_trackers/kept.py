@@ -26,6 +26,7 @@ class Kept:
         """
         if not self.path.is_file():
             return []
+
         found = [line for line in self._lines() if line[0] <= step]
 
         part = self.path.with_name(f"{self.path.name}.part")

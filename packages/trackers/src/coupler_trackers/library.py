@@ -62,6 +62,7 @@ class LibraryTracker(Tracker):
             with self._named():
                 self.close()
                 self.forget()
+
             for number, values in kept:
                 if rows := shown.get(number):
                     self.samples(number, rows)

@@ -55,6 +55,7 @@ class MlflowTracker(LibraryTracker):
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         if not self.uri:
             self.database.parent.mkdir(exist_ok=True)
+
         uri = self.uri or f"sqlite:///{self.database.resolve()}"
         self.client = self.imported().MlflowClient(uri)
         experiment = self._experiment()

@@ -34,6 +34,7 @@ class SwanlabTracker(LibraryTracker):
 
     def open(self) -> None:
         swanlab, given = self.imported(), self.config
+
         self.live = swanlab.init(
             project=given.project,
             workspace=given.workspace or None,

@@ -52,6 +52,7 @@ class TensorboardTracker(LibraryTracker):
     def give_picture(self, name: str, path: Path) -> None:
         content, summaries = path.read_bytes(), self._of("summary_pb2").Summary
         size = content[PNG_SIZE]
+
         image = summaries.Image(
             width=int.from_bytes(size[:4], "big"),
             height=int.from_bytes(size[4:], "big"),
@@ -72,6 +73,7 @@ class TensorboardTracker(LibraryTracker):
     def _text(self, tag: str, text: str, step: int) -> None:
         summary, tensor = self._of("summary_pb2"), self._of("tensor_pb2")
         plugin = summary.SummaryMetadata.PluginData(plugin_name="text")
+
         value = summary.Summary.Value(
             tag=tag,
             metadata=summary.SummaryMetadata(plugin_data=plugin),

@@ -42,6 +42,7 @@ class WandbTracker(LibraryTracker):
         os.environ.setdefault("WANDB_CACHE_DIR", str(self.run_dir / "wandb" / "cache"))
         wandb, given = self.imported(), self.config
         settings = wandb.Settings(console="off", silent=True, disable_git=True, save_code=False)
+
         self.live = wandb.init(
             project=given.project,
             entity=given.entity or None,
