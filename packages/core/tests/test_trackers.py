@@ -8,7 +8,7 @@ import threading
 import time
 from asyncio import CancelledError
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -133,7 +133,7 @@ def test_options_are_in_a_section_of_each_tracker(plugins: Plugins, tmp_path: Pa
     file = tmp_path / "run.yaml"
     file.write_text(dump_yaml(made.config))
     again = compose(plugins, [], str(file), Job.TRAIN)
-    assert dump_yaml(again.config) == dump_yaml(made.config)
+    assert again.config == made.config
     without = composed(plugins, "trackers=[jsonl]")
     assert without.config.tracker is None and "tracker:" not in dump_yaml(without.config)
 
@@ -360,4 +360,3 @@ def test_a_second_start_of_options_makes_new_ones(plugins: Plugins) -> None:
     one = composed(plugins, "trackers=[board]", "tracker.board.width=9").config
     two = composed(plugins, "trackers=[board]").config
     assert (one.tracker.board.width, two.tracker.board.width) == (9, 3)
-    assert replace(two).tracker == two.tracker

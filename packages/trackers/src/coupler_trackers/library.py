@@ -31,11 +31,8 @@ class LibraryTracker(Tracker):
 
     def __init__(self, config: Any, run_dir: Path) -> None:
         super().__init__(config, run_dir)
-        if find_spec(self.library) is None:
-            raise PluginError(
-                f"tracker {self.library} needs the package {self.library}.\n"
-                f"  try:  pip install 'coupler-trackers[{self.library}]'"
-            )
+        if problem := missing(self.library):
+            raise PluginError(problem)
         self.run, self.resolved = "", {}
         self.step, self.opened = 0, False
         self.kept = Kept(run_dir / "trackers" / f"{self.library}.jsonl")
@@ -45,7 +42,7 @@ class LibraryTracker(Tracker):
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._log(step, values)
-        self.kept.add(step, values)
+        self.kept.add(step, values if self.in_files() else {})
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         with self._open():
@@ -136,6 +133,16 @@ class LibraryTracker(Tracker):
         except Exception as error:
             first = str(error).strip().partition("\n")[0]
             raise CouplerError(f"{self.library}: {type(error).__name__}: {first}") from error
+
+
+def missing(library: str) -> str:
+    """Say what to install where the library is not installed, or nothing."""
+    if find_spec(library) is not None:
+        return ""
+    return (
+        f"tracker {library} needs the package {library}.\n"
+        f"  try:  pip install 'coupler-trackers[{library}]'"
+    )
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> list[list[Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from coupler import Backend, hookimpl
+from coupler import Backend, RunConfig, hookimpl
 from coupler_trackers.config import (
     MlflowConfig,
     SwanlabConfig,
@@ -12,6 +12,7 @@ from coupler_trackers.config import (
     TrackioConfig,
     WandbConfig,
 )
+from coupler_trackers.library import missing
 
 CONFIGS = {
     "tensorboard": TensorboardConfig,
@@ -27,3 +28,9 @@ def coupler_backends() -> Iterable[Backend]:
     for name, config in CONFIGS.items():
         target = f"coupler_trackers.{name}:{name.title()}Tracker"
         yield Backend(kind="tracker", name=name, target=target, config=config)
+
+
+@hookimpl
+def coupler_validate(config: RunConfig) -> Iterable[str]:
+    named = [name for name in config.trackers if name in CONFIGS]
+    return [problem for name in named if (problem := missing(name))]

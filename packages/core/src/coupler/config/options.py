@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, make_dataclass
 from enum import Enum
-from functools import reduce
+from functools import cache, reduce
 from math import isfinite
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -174,12 +174,14 @@ def tracker_sections(configs: Mapping[str, type]) -> dict[str, type]:
     A tracker whose configuration class has its name alone has no options, and neither
     has one whose name is no identifier of Python.
     """
-    own = [
-        (name, config, field(default_factory=config))
-        for name, config in configs.items()
-        if len(fields(config)) > 1 and name.isidentifier()
-    ]
-    return {TRACKER: make_dataclass("TrackerOptions", own)} if own else {}
+    own = {n: c for n, c in configs.items() if len(fields(c)) > 1 and n.isidentifier()}
+    return {TRACKER: _section_of(*own.items())} if own else {}
+
+
+@cache
+def _section_of(*own: tuple[str, type]) -> type:
+    """Make one class for the same trackers, so that equal configurations are equal."""
+    return make_dataclass("TrackerOptions", [(n, c, field(default_factory=c)) for n, c in own])
 
 
 def drop_replaced(values: dict[str, Any]) -> None:
