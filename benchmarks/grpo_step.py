@@ -67,9 +67,14 @@ def write_job(folder: Path, shape: str) -> None:
         **SHAPES[shape],
     )
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32, trust_remote_code=False
-    ).save_pretrained(folder / "model")
+    with torch.device("cuda" if GPU else "cpu"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, trust_remote_code=False
+        )
+    model.save_pretrained(folder / "model")
+    del model
+    if GPU:
+        torch.cuda.empty_cache()
     rng = random.Random(0)
     with (folder / "prompts.jsonl").open("w") as file:
         for _ in range(2048):

@@ -44,6 +44,16 @@ class NeedyEngine(ToyEngineConfig):
 
 
 @dataclasses.dataclass
+class CastingEngine(NeedyEngine):
+    """One that also holds copies, which it makes anew after offload."""
+
+    def memory_needs(self, asked: Asked) -> Needs:
+        needs = super().memory_needs(asked)
+        params = (*needs.held[Part.PARAMS], Term("copies", 2 * GIB, parked=False))
+        return dataclasses.replace(needs, held={**needs.held, Part.PARAMS: params})
+
+
+@dataclasses.dataclass
 class NeedyRollout(ToyRolloutConfig):
     def memory_needs(self, asked: Asked) -> Needs:
         asked_of[asked.path] = asked
@@ -105,6 +115,24 @@ def test_with_offload_roles_take_turns(folder: Path) -> None:
         "weight sync": {"policy": 5, "reference": 0, "rollout": 5},
     }
     assert asked_of["engine"].model.frozen, "the reference was asked last"
+
+
+def test_offload_takes_host_memory(folder: Path) -> None:
+    """Of each rank what its engine holds, but not what is computed anew."""
+    plugins = Plugins.load()
+    config = compose(plugins, [*NEEDED, f"model.path={folder}"], job=Job.TRAIN).config
+    plan = make_plan(config, None, plugins, frozenset({"ref_logprobs"}))
+    stays = dataclasses.replace(config, engine=CastingEngine(), rollout=NeedyRollout())
+    turns = dataclasses.replace(stays, offload=True)
+    assert plan_memory(stays, plan, 80).host_bytes == 0
+    found = plan_memory(turns, plan, 80)
+    assert found.host_bytes == (4 + 16 + 4) * GIB
+    assert "host: 24.0 GiB, pinned, of all ranks together" in render(found)
+
+    several = dataclasses.replace(
+        plan, workers=[dataclasses.replace(role, count=2) for role in plan.workers]
+    )
+    assert plan_memory(turns, several, 80).host_bytes == 2 * (4 + 16 + 4) * GIB
 
 
 def test_what_a_backend_is_told(folder: Path) -> None:

@@ -194,9 +194,7 @@ def test_bf16_steps_equal_adamw(folder_of: Folder) -> None:
 
 
 def test_offload_of_gradients_alone(folder_of: Folder) -> None:
-    """As core does before the rollout wakes: a gradient may not live elsewhere than its
-    parameter.
-    """
+    """As core does before the rollout wakes."""
     batch = make_batch()
     engine = make_engine(folder_of("qwen3"))
     engine.forward_backward(batch, WANT, loss, info(batch))
@@ -217,7 +215,7 @@ def test_offload_frees_the_device_and_changes_nothing(folder_of: Folder) -> None
             if moves:
                 held = torch.cuda.memory_allocated()
                 engine.offload(EVERYTHING)
-                assert {p.device.type for p in engine.policy.parameters()} == {"cpu"}
+                assert not any(p.untyped_storage().nbytes() for p in engine.policy.parameters())
                 assert held - torch.cuda.memory_allocated() >= size * (3 if index else 1)
                 engine.onload(EVERYTHING)
             engine.forward_backward(batch, WANT, loss, info(batch, index))

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from coupler.interfaces import Model, Output, Part, Rank, StepInfo
 from coupler.testing import losses
@@ -18,7 +17,6 @@ from coupler.testing.ranks import as_array
 from coupler.testing.reference import TransformersReference
 from coupler_engine_megatron.config import MegatronConfig
 from coupler_engine_megatron.engine import MegatronEngine
-from coupler_engine_megatron.memory import Parked
 
 WANT = (Output("logprobs"), Output("entropy"))
 PLAIN = {"lr": 1e-2, "max_grad_norm": 0.0}
@@ -67,49 +65,30 @@ def test_an_option_changes_what_two_steps_do(key: str, reference: TransformersRe
     assert np.abs(weights(plain)[name] - weights(other)[name]).max() > 1e-5
 
 
-def test_parked_storages_come_back_behind_every_view() -> None:
-    buffer = torch.arange(12.0)
-    views = [buffer[:4].view(2, 2), buffer[4:]]
-    alone = torch.ones(3, dtype=torch.bfloat16)
-    parked = Parked()
-    for _ in range(2):  # what is parked already stays as it is
-        parked.offload("params", [*views, alone])
-    assert {tensor.untyped_storage().nbytes() for tensor in (buffer, *views, alone)} == {0}
-    parked.onload("params")
-    parked.onload("params")
-    assert torch.equal(buffer, torch.arange(12.0))
-    assert torch.equal(views[1], torch.arange(4.0, 12.0))
-    assert torch.equal(alone, torch.ones(3, dtype=torch.bfloat16))
-
-
 def test_a_gradient_is_copied_to_the_host_where_there_is_one(
-    reference: TransformersReference, monkeypatch: pytest.MonkeyPatch
+    reference: TransformersReference,
 ) -> None:
     """Between a pass and its step; before and after there are zeros, of which nothing
     is kept.
     """
     made, still = engine(reference), engine(reference)
-    monkeypatch.setattr(made, "_give_back", lambda: None)
     batch, grads = weighted(make_batch(reference)), frozenset({Part.GRADS})
 
-    def moved() -> list[bool]:
-        """Of each buffer, whether it was copied on the way to the host and back."""
-        with monkeypatch.context() as patched:
-            patched.setattr(made, "device", torch.device("cuda"))
-            made.offload(grads)
-            assert not any(
-                tensor.untyped_storage().nbytes() for tensor in made._tensors(Part.GRADS)
-            )
-            copied = [storage.copy is not None for storage in made._parked._host[Part.GRADS]]
-            made.onload(grads)
-        return copied
+    def moved() -> bool:
+        """Whether anything was copied on the way to the host and back."""
+        before = made._parked.copied
+        made._park(grads)
+        tensors, _ = made._held(Part.GRADS)["grads"]
+        assert not any(tensor.untyped_storage().nbytes() for tensor in tensors)
+        made._unpark(grads)
+        return made._parked.copied > before
 
     train(made, reference, 1)
     train(still, reference, 1)
-    assert moved() == [False] and not any(tensor.any() for tensor in made._tensors(Part.GRADS))
+    assert not moved() and not any(tensor.any() for tensor in made._held(Part.GRADS)["grads"][0])
     for each in (made, still):
         each.forward_backward(batch, WANT, losses.surrogate, StepInfo(batch.num_tokens, 1))
-    assert moved() == [True]
+    assert moved()
     for each in (made, still):
         each.step()
     want = weights(still)

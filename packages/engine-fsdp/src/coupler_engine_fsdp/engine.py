@@ -14,6 +14,7 @@ from coupler.batch import Batch
 from coupler.batch.columns import SAMPLING_MASK
 from coupler.engine_kit.loss import weighted_loss
 from coupler.engine_kit.micro_batches import agreed_split
+from coupler.engine_kit.parked import Keep, Parked
 from coupler.engine_kit.precision import dtype_of
 from coupler.engine_kit.process_group import Membership, join
 from coupler.engine_kit.tensors import columns
@@ -41,7 +42,7 @@ from coupler_engine_fsdp.lora import Adapter
 from coupler_engine_fsdp.masters import Masters, cast_frozen
 from coupler_engine_fsdp.model import build, compile_layers, layers_of, materialise, shard
 from coupler_engine_fsdp.muon import matrices_of
-from coupler_engine_fsdp.optimizer import Optimizer
+from coupler_engine_fsdp.optimizer import Optimizer, local
 from coupler_engine_fsdp.packing import pack, split
 from coupler_engine_fsdp.sequence import ALONE, join_peers, layout_of, leave_peers
 from coupler_engine_fsdp.value import zero_absent
@@ -64,8 +65,7 @@ class FSDPEngine(Engine):
         # Host memory of the last checkpoint's copies, which the next one uses again.
         self._host: dict[str, Tensor] = {}
         self.peers = ALONE
-        # Gradients that are off the device, by name.
-        self._parked: dict[str, Tensor] = {}
+        self._parked = Parked()
 
     def setup(self, rank: Rank) -> Layout:
         """Join the group and load this rank's shards.
@@ -213,6 +213,7 @@ class FSDPEngine(Engine):
         A skipped step advances neither the schedule nor Adam's count.
         """
         assert self._optimizer is not None, "step() follows forward_backward()"
+        self._parked.arrive()
         return self._optimizer.step(float(self._norm))
 
     def weights(self) -> Iterator[Named]:
@@ -252,6 +253,7 @@ class FSDPEngine(Engine):
             CouplerError: ``path`` does not hold it.
         """
         state = self._state(what)
+        self._parked.forget()
         if checkpoint.is_native(path):
             checkpoint.load(path, state)
         else:
@@ -263,6 +265,7 @@ class FSDPEngine(Engine):
         self._reshard()
 
     def _state(self, what: Parts) -> dict[str, Tensor]:
+        self._parked.arrive()
         state: dict[str, Tensor] = {}
         if Part.PARAMS in what:
             state |= {f"params/{name}": tensor.detach() for name, tensor in self._kept().items()}
@@ -290,12 +293,21 @@ class FSDPEngine(Engine):
         """Move ``what`` to the host and give the memory back to the device.
 
         It does nothing on the CPU.
+
+        Raises:
+            CouplerError: the host has too little memory.
         """
-        self._move(what, torch.device("cpu"))
+        if self.device.type == "cuda":
+            self._park(what)
+            torch.cuda.empty_cache()
 
     def onload(self, what: Parts) -> None:
-        """Undo :meth:`offload`."""
-        self._move(what, self.device)
+        """Undo :meth:`offload`.
+
+        What only :meth:`step` reads may still be on its way when this returns.
+        """
+        if self.device.type == "cuda":
+            self._unpark(what)
 
     def device_bytes(self) -> int:
         """Return the memory that PyTorch holds on the device, caches included.
@@ -310,31 +322,39 @@ class FSDPEngine(Engine):
         if self._membership is not None:
             self._membership.leave()
 
-    def _move(self, what: Parts, device: torch.device) -> None:
-        if self.device.type == "cpu":
-            return
-
+    def _park(self, what: Parts) -> None:
         self._reshard()
-        self.masters.settle()
+        for part in what:
+            for name, (tensors, keep) in self._held(part).items():
+                self._parked.offload(name, map(local, tensors), keep)
 
-        # A gradient may live nowhere but with its parameter.
-        if Part.GRADS in what and device.type == "cpu":
-            for name, tensor in self.tensors.items():
-                if tensor.grad is not None:
-                    self._parked[name], tensor.grad = tensor.grad.to(device), None
-
+    def _unpark(self, what: Parts) -> None:
+        for part in what:
+            for name in self._held(part):
+                self._parked.onload(name, wait=part is not Part.OPTIMIZER)
         if Part.PARAMS in what:
-            self.masters.move(device)
-            self.policy.to(device)
+            self.masters.refresh()
 
-        if Part.GRADS in what and device.type != "cpu":
-            for name, grad in self._parked.items():
-                self.tensors[name].grad = grad.to(device)
-            self._parked = {}
+    def _held(self, part: Part) -> dict[str, tuple[list[Tensor], Keep]]:
+        """Return the tensors of a part by what they are, and what the host keeps of
+        them.
+        """
+        if part is Part.OPTIMIZER:
+            return {"optimizer": (self._optimizer.tensors() if self._optimizer else [], Keep.ALL)}
 
-        if self._optimizer is not None:
-            self._optimizer.to(device if Part.OPTIMIZER in what else None)
-        torch.cuda.empty_cache()
+        pairs = self.masters.pairs.values()
+        copies = {id(pair.copy): pair.copy for pair in pairs}
+        others = [each for each in self.policy.parameters() if id(each) not in copies]
+        kept = [*(pair.master for pair in pairs), *others]
+        if part is Part.GRADS:
+            every = [each.grad for each in (*kept, *copies.values())]
+            return {"grads": ([grad for grad in every if grad is not None], Keep.ALL)}
+        return {
+            "params": ([each for each in kept if each.requires_grad], Keep.ALL),
+            "frozen": ([each for each in kept if not each.requires_grad], Keep.SAME),
+            # They are cast anew.
+            "copies": ([*copies.values()], Keep.NOTHING),
+        }
 
     def _new_optimizer(self) -> Optimizer:
         trained = {name: tensor for name, tensor in self.tensors.items() if tensor.requires_grad}

@@ -95,21 +95,6 @@ class Masters:
             masters, copies = zip(*self.pairs.values(), strict=True)
             torch._foreach_copy_(copies, masters)
 
-    @torch.no_grad()
-    def move(self, device: torch.device) -> None:
-        """Move the masters.
-
-        Copies live on a GPU only. Off it they hold no memory, and on it they are made
-        anew.
-        """
-        for master, copy in self.pairs.values():
-            master.data = master.data.to(device)
-            copy.data = (
-                torch.empty(0, dtype=copy.dtype)
-                if device.type == "cpu"
-                else master.data.to(copy.dtype)
-            )
-
 
 def cast_frozen(module: nn.Module, dtype: torch.dtype) -> None:
     """Hold the parameters that no step changes in ``dtype``, on meta.

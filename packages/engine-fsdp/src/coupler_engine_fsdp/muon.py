@@ -190,10 +190,6 @@ class Muon:
         )
         return list(found.split(received))
 
-    def to(self, device: torch.device) -> None:
-        """Move the momentum."""
-        self.momentum = {name: tensor.to(device) for name, tensor in self.momentum.items()}
-
 
 def matrices_of(named: Mapping[str, Any], layers: Sequence[nn.Module]) -> list[str]:
     """Name the parameters that Muon trains: matrices of the layers.

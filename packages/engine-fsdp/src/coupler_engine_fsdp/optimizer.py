@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from importlib.util import find_spec
 
 import torch
@@ -17,6 +17,10 @@ from coupler.interfaces import StepResult
 from coupler_engine_fsdp.config import FSDPConfig
 from coupler_engine_fsdp.masters import Masters
 from coupler_engine_fsdp.muon import Muon
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+# Moments start at multiples of so many numbers in their storage.
+ALIGNED = 128
 
 
 class Optimizer:
@@ -71,12 +75,10 @@ class Optimizer:
         )
 
         # Allocated now, so that a checkpoint can be read into a fresh optimizer.
-        for shard in self.elementwise.values():
-            self.adamw.state[shard] = {
-                "step": torch.zeros((), dtype=torch.float32, device=shard.device),
-                "exp_avg": torch.zeros_like(shard, requires_grad=False),
-                "exp_avg_sq": torch.zeros_like(shard, requires_grad=False),
-            }
+        shards = [*self.elementwise.values()]
+        for shard, mean, square in zip(shards, _zeros(shards), _zeros(shards), strict=True):
+            step = torch.zeros((), dtype=torch.float32, device=shard.device)
+            self.adamw.state[shard] = {"step": step, "exp_avg": mean, "exp_avg_sq": square}
 
     def step(self, norm: float) -> StepResult:
         """Clip, apply and clear the gradient, which has this norm.
@@ -165,7 +167,7 @@ class Optimizer:
         for name, shard in self.shards.items():
             parameter = self.parameters[name]
             if shard is not parameter:
-                shard.grad = None if parameter.grad is None else _local(parameter.grad)
+                shard.grad = None if parameter.grad is None else local(parameter.grad)
 
     def state(self) -> dict[str, Tensor]:
         """Return the optimizer's tensors by parameter name, shaped and sharded like the
@@ -178,28 +180,35 @@ class Optimizer:
         for name, shard in self.elementwise.items():
             state = self.adamw.state[shard]
             tensors[f"{name}/step"] = state["step"]
-            for key in ("exp_avg", "exp_avg_sq"):
+            for key in MOMENTS:
                 tensors[f"{name}/{key}"] = _like(state[key], self.parameters[name])
         return tensors
 
-    def to(self, device: torch.device | None) -> None:
-        """Follow the parameters, and move the state if a device is given."""
-        if self.muon and device is not None:
-            self.muon.to(device)
-        for name, shard in self.shards.items():
-            if shard is not self.parameters[name]:
-                shard.data = _local(self.parameters[name])
-            if device is not None and name in self.elementwise:
-                self.adamw.state[shard] = {
-                    key: value.to(device) for key, value in self.adamw.state[shard].items()
-                }
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors of the state that have the size of parameters."""
+        states = (self.adamw.state[shard] for shard in self.elementwise.values())
+        moments = [state[key] for state in states for key in MOMENTS]
+        return [*moments, *(self.muon.momentum.values() if self.muon else ())]
+
+
+def _zeros(shards: Sequence[Tensor]) -> list[Tensor]:
+    """Return fp32 zeros like each of ``shards``, in one storage.
+
+    A GPU takes as long to free hundreds of storages as to copy gigabytes.
+    """
+    sizes = [-(-shard.numel() // ALIGNED) * ALIGNED for shard in shards]
+    device = shards[0].device if shards else None
+    pieces = torch.zeros(sum(sizes), dtype=torch.float32, device=device).split(sizes)
+    pairs = zip(pieces, shards, strict=True)
+    return [piece[: shard.numel()].view(shard.shape) for piece, shard in pairs]
 
 
 def _shard(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(_local(parameter)) if isinstance(parameter, DTensor) else parameter
+    return nn.Parameter(local(parameter)) if isinstance(parameter, DTensor) else parameter
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's rows of a tensor, without its gradient."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

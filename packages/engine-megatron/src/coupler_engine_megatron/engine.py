@@ -18,6 +18,7 @@ from coupler.batch import Batch
 from coupler.batch.columns import OF_ENGINES, ROUTED_EXPERTS
 from coupler.engine_kit.loss import weighted_loss
 from coupler.engine_kit.micro_batches import Refusal, agreed_split, split
+from coupler.engine_kit.parked import Keep, Parked
 from coupler.engine_kit.precision import dtype_of
 from coupler.engine_kit.process_group import Membership, device_of, join, require_same_ranks
 from coupler.engine_kit.saved import State, open_saved
@@ -44,7 +45,6 @@ from coupler_engine_megatron.distributed import destroy_groups, exchange, split_
 from coupler_engine_megatron.folder import Folder
 from coupler_engine_megatron.lora import Adapter
 from coupler_engine_megatron.lora_tensors import is_adapter
-from coupler_engine_megatron.memory import Parked
 from coupler_engine_megatron.optimizer import Optimizer, wrap
 from coupler_engine_megatron.packing import Alignment, Packed, pack
 from coupler_engine_megatron.routing import Routers
@@ -305,6 +305,7 @@ class MegatronEngine(Engine):
         A skipped step advances neither the schedule nor Adam's count.
         """
         assert self._optimizer is not None, "step() follows forward_backward()"
+        self._parked.arrive()
         with self._platform():
             return self._optimizer.step(self._norm)
 
@@ -340,6 +341,7 @@ class MegatronEngine(Engine):
 
         There is no gradient to save: checkpoints are made between steps.
         """
+        self._parked.arrive()
         facts = {"num_steps": self._trained().num_steps} if Part.OPTIMIZER in what else {}
         return checkpoint.Save(path, self._states(what), facts)
 
@@ -360,6 +362,8 @@ class MegatronEngine(Engine):
         Raises:
             CouplerError: ``path`` does not hold it.
         """
+        self._parked.arrive()
+        self._parked.forget()
         if Part.OPTIMIZER in what:
             self._trained()
 
@@ -385,34 +389,43 @@ class MegatronEngine(Engine):
         It does nothing on the CPU.
         """
         if self.device.type == "cuda":
-            idle = self._optimizer is not None and not self._optimizer.has_gradient
-            for part in what:
-                zeros = part is Part.GRADS and idle
-                self._parked.offload(part, self._tensors(part), zeros=zeros)
-            self._give_back()
+            self._park(what)
+            torch.cuda.empty_cache()
 
     def onload(self, what: Parts) -> None:
-        """Undo :meth:`offload`."""
-        if self.device.type == "cuda":
-            for part in what:
-                self._parked.onload(part)
-            self._give_back()
+        """Undo :meth:`offload`.
 
-    def _tensors(self, part: Part) -> Iterator[Tensor]:
-        if part is Part.PARAMS:
-            yield from self.catalogue.parameters.values()
-            yield from self.trained.parameters.values()
-        elif self._optimizer is not None:
-            yield from (
-                self._optimizer.gradients() if part is Part.GRADS else self._optimizer.states()
-            )
-
-    def _give_back(self) -> None:
-        """Wait for copies to and from the host, and give back the memory they no longer
-        need.
+        What only :meth:`step` reads may still be on its way when this returns.
         """
-        torch.cuda.synchronize(self.device)
-        torch.cuda.empty_cache()
+        if self.device.type == "cuda":
+            self._unpark(what)
+
+    def _park(self, what: Parts) -> None:
+        for part in what:
+            for name, (tensors, keep) in self._held(part).items():
+                self._parked.offload(name, tensors, keep)
+
+    def _unpark(self, what: Parts) -> None:
+        for part in what:
+            for name in self._held(part):
+                self._parked.onload(name, wait=part is not Part.OPTIMIZER)
+
+    def _held(self, part: Part) -> dict[str, tuple[list[Tensor], Keep]]:
+        """Return the tensors of a part by what they are, and what the host keeps of
+        them.
+        """
+        if part is Part.PARAMS:
+            every = [*self.catalogue.parameters.values(), *self.trained.parameters.values()]
+            return {
+                "params": ([each for each in every if each.requires_grad], Keep.ALL),
+                "frozen": ([each for each in every if not each.requires_grad], Keep.SAME),
+            }
+        if self._optimizer is None:
+            return {}
+        if part is Part.OPTIMIZER:
+            return {"optimizer": ([*self._optimizer.states()], Keep.ALL)}
+        keep = Keep.ALL if self._optimizer.has_gradient else Keep.NOTHING
+        return {"grads": ([*self._optimizer.gradients()], keep)}
 
     def device_bytes(self) -> int:
         """Return the memory that PyTorch holds on the device, caches included.

@@ -85,8 +85,8 @@ class Conversation:
         self._count_wishes(wishes or {})
 
         offered = canonical(tools)
-        parent, segments, at = self._continue(told, tools, offered)
-        prompt, done = await self._sample(parent, segments, max_tokens)
+        parent, recorded, segments, at = self._continue(told, tools, offered)
+        prompt, done = await self._sample(parent, recorded, segments, max_tokens)
 
         parsed = self.renderer.parse(done.tokens, prompt, tools)
         answer = Said.of(parsed.message)
@@ -115,9 +115,8 @@ class Conversation:
         Raises:
             CouplerError: the messages are none that :meth:`chat` takes.
         """
-        parent, segments, _ = self._continue(_tell(messages), tools, canonical(tools))
-        recorded = parent.size if parent else 0
-        return recorded + sum(len(segment.ids) for segment in segments)
+        _, recorded, segments, _ = self._continue(_tell(messages), tools, canonical(tools))
+        return len(recorded) + sum(len(segment.ids) for segment in segments)
 
     async def sample(self, ids: tuple[int, ...], max_tokens: int | None = None) -> Completion:
         """Sample after ids, for callers that keep ids themselves.
@@ -130,7 +129,7 @@ class Conversation:
         parent, length = self.tree.match_ids(ids)
         origin = Origin.OBSERVATION if parent else Origin.PROMPT
         segments = (Segment(ids[length:], origin),) if ids[length:] else ()
-        prompt, done = await self._sample(parent, segments, max_tokens)
+        prompt, done = await self._sample(parent, ids[:length], segments, max_tokens)
 
         self._add(Turn(parent, segments, done, digest(prompt)), [])
         self._end_if_due(done, len(prompt), 0)
@@ -172,25 +171,26 @@ class Conversation:
 
     def _continue(
         self, told: list[Said], tools: Sequence[Any], offered: str
-    ) -> tuple[Turn | None, tuple[Segment, ...], int]:
-        """Return the turn that messages extend, the segments that they add, and how
-        many messages are recorded already.
+    ) -> tuple[Turn | None, tuple[int, ...], tuple[Segment, ...], int]:
+        """Return the turn that messages extend, its ids, the segments that they add,
+        and how many messages are recorded already.
         """
         messages = [said.message for said in told]
         parent, at = self.tree.match(told, offered)
 
         if parent:
+            recorded = parent.ids
             segments = self.renderer.extend(
                 messages[:at],
-                parent.ids,
+                recorded,
                 messages[at:],
                 tools,
             )
             if segments is not None:
                 self._check(segments)
-                return parent, segments, at
+                return parent, recorded, segments, at
 
-        return None, (Segment(self.renderer.render(messages, tools), Origin.PROMPT),), 0
+        return None, (), (Segment(self.renderer.render(messages, tools), Origin.PROMPT),), 0
 
     def _check(self, segments: tuple[Segment, ...]) -> None:
         if not segments or any(segment.origin not in BETWEEN for segment in segments):
@@ -201,10 +201,14 @@ class Conversation:
             )
 
     async def _sample(
-        self, parent: Turn | None, segments: tuple[Segment, ...], max_tokens: int | None
+        self,
+        parent: Turn | None,
+        recorded: tuple[int, ...],
+        segments: tuple[Segment, ...],
+        max_tokens: int | None,
     ) -> tuple[tuple[int, ...], Completion]:
-        """Sample after the ids of ``parent`` and of ``segments``. Return them with the
-        completion.
+        """Sample after ``recorded``, the ids of ``parent``, and those of ``segments``.
+        Return them with the completion.
 
         Raises:
             AssertionError: the prompt does not begin with what ``parent`` was fed and
@@ -213,7 +217,6 @@ class Conversation:
         if self.ended:
             # A caller that asks again and again must not keep others from running.
             await asyncio.sleep(0)
-        recorded = parent.ids if parent else ()
         prompt = (*recorded, *chain.from_iterable(segment.ids for segment in segments))
         assert not parent or parent.begins(prompt), "a prompt leaves what was recorded"
         room = self._room(len(prompt), max_tokens)

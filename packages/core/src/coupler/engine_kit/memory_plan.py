@@ -38,11 +38,14 @@ class Term:
         size: bytes on the device that has the most.
         lower: the option that lowers it, with a value or a direction. Empty where none
             does.
+        parked: whether the host keeps it while it is off the device. What is computed
+            anew needs no host memory.
     """
 
     what: str
     size: int
     lower: str = ""
+    parked: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

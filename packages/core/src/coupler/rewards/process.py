@@ -26,6 +26,7 @@ from typing import Any
 from coupler.errors import CouplerError
 from coupler.rewards import sandbox
 from coupler.system import supervisor
+from coupler.system.process_memory import machine_bytes
 
 # The reward's module must be imported within this time.
 START_S = 120.0
@@ -34,7 +35,6 @@ END_S = supervisor.END_S + 2
 MARK = "COUPLER_REWARD"
 # The longest answer, and the longest line of output that is shown as one.
 MAX_ANSWER, MAX_LINE = 16 << 20, 4096
-CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,12 +305,3 @@ class WorkerProcess:
                 with contextlib.suppress(OSError, ValueError):
                     sys.stderr.write(line)
         self.process.stderr.close()
-
-
-def machine_bytes() -> int:
-    """Return the memory that this machine or container has."""
-    bounds = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    for file in map(Path, CGROUPS):
-        with contextlib.suppress(OSError, ValueError):
-            bounds.append(int(file.read_text()))
-    return min(bounds)

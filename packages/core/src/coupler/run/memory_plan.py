@@ -97,12 +97,15 @@ class MemoryPlan:
         gpu: whether it is that of a GPU. Otherwise it is host memory.
         device_bytes: memory of each device, 0 where it is not known.
         unknown: sentences on what is in no number.
+        host_bytes: host memory for what engines hold off their devices, of all ranks
+            together.
     """
 
     devices: tuple[Device, ...]
     gpu: bool
     device_bytes: int
     unknown: tuple[str, ...]
+    host_bytes: int = 0
 
 
 def plan_memory(config: RunConfig, plan: Plan, device_gib: float = 0) -> MemoryPlan:
@@ -130,7 +133,9 @@ def plan_memory(config: RunConfig, plan: Plan, device_gib: float = 0) -> MemoryP
     )
 
     unknown = [f"{role}: {text}" for role, need in needs.items() for text in need.unknown]
-    return MemoryPlan(devices, gpu, size, tuple(unknown))
+    parked = sum(_parked(needs[role.name]) * role.count for role in plan.workers)
+    host = parked if gpu and config.offload else 0
+    return MemoryPlan(devices, gpu, size, tuple(unknown), host)
 
 
 def _ask(role: Role, config: RunConfig, plan: Plan, gpu: bool, device: int, policy: Needs) -> Needs:
@@ -227,6 +232,12 @@ def _turns(config: RunConfig, plan: Plan, needs: Mapping[str, Needs]) -> Iterato
         yield _row(
             config, plan, Phase.SYNC, syncing | dict.fromkeys(rollouts, (Memory.WEIGHTS,)), needs
         )
+
+
+def _parked(need: Needs) -> int:
+    """Return the host memory of one worker whose engine is off its device."""
+    parts = (Part.PARAMS, Part.OPTIMIZER)
+    return total(term for part in parts for term in need.held.get(part, ()) if term.parked)
 
 
 def _row(

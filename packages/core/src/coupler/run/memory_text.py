@@ -24,6 +24,8 @@ def render(plan: MemoryPlan) -> str:
     for device in plan.devices:
         lines += ["", *_table(device), "", *_largest(device), _verdict(device, plan)]
 
+    if plan.host_bytes:
+        lines.append(f"host: {_gib(plan.host_bytes)} GiB, pinned, of all ranks together")
     if plan.gpu:
         lines.append(f"not counted: {ON_TOP}")
     return "\n".join([*lines, *(f"unknown: {text}" for text in plan.unknown)])

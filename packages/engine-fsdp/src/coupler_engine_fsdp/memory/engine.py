@@ -158,7 +158,7 @@ class _Role:
 
         params = [
             Term("weights in fp32", self._share(sizes.trained * MASTER), lower),
-            Term("copies in bf16", sizes.trained * width if copied else 0, fewer),
+            Term("copies in bf16", sizes.trained * width if copied else 0, fewer, parked=False),
             Term("frozen weights", self._share(sizes.frozen * width), fewer),
         ]
         moments = MOMENTS * sizes.trained - MASTER * sizes.matrices

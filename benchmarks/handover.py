@@ -1,0 +1,182 @@
+"""The hand-over of an engine's memory, against a pinned copy of the same bytes.
+
+    python benchmarks/handover.py                     # one GPU, 1.5B
+    python benchmarks/handover.py --shape 0.5b engine.lora_rank=32
+    python benchmarks/handover.py --shape tiny        # anywhere, without the bound
+
+Everything that engine=fsdp holds leaves the device and comes back, as with
+``offload=true``. The bound is one copy of as many bytes between the device and one
+pinned buffer. A step is trained by turns where the engine stays, and where it comes
+back before and leaves after. Random weights. Seconds are medians, least and most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from memory_plan import write_weights
+from shapes import SHAPES, write_shape
+
+from coupler.batch import Batch
+from coupler.engine_kit.pinned import GIB
+from coupler.interfaces import EVERYTHING, Columns, Model, Output, Rank, StepInfo
+from coupler.metrics import Metrics
+from coupler.testing.subject import configured, parse_settings
+from coupler_engine_fsdp.config import FSDPConfig
+from coupler_engine_fsdp.engine import FSDPEngine
+
+GPU = torch.cuda.is_available()
+WANT = (Output("logprobs"),)
+LENGTH = 1024
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Return the seconds until the device has done it."""
+    if GPU:
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    work()
+    if GPU:
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def spread(seconds: list[float]) -> str:
+    """Return the median, the least and the most."""
+    return f"{statistics.median(seconds):.3f} ({min(seconds):.3f} to {max(seconds):.3f})"
+
+
+def surrogate(out: Columns, batch: Columns) -> tuple[torch.Tensor, Metrics]:
+    """The policy gradient of one step on fresh samples."""
+    return -(out["logprobs"] - out["logprobs"].detach()).exp(), {}
+
+
+def make_batch(tokens: int, vocabulary: int) -> Batch:
+    """Return sequences of equal length with random tokens."""
+    number = max(tokens // LENGTH, 1)
+    mask = np.tile(np.arange(LENGTH) > 0, number)
+    return Batch(
+        np.full(number, LENGTH),
+        {
+            "tokens": np.random.default_rng(0).integers(0, vocabulary, mask.size, np.int32),
+            "loss_mask": mask,
+            "loss_weight": (mask / mask.sum()).astype(np.float32),
+        },
+    )
+
+
+def copies(size: int, rounds: int, back: bool) -> list[float]:
+    """Return the seconds of copies of ``size`` bytes to the host, or back from it."""
+    pair = [
+        torch.empty(size, dtype=torch.uint8, device="cuda"),
+        torch.empty(size, dtype=torch.uint8, pin_memory=True),
+    ]
+    source, target = reversed(pair) if back else pair
+    return [timed(lambda: target.copy_(source, non_blocking=True)) for _ in range(rounds)]
+
+
+def ways(engine: FSDPEngine) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Return what moves everything to the host, and back. On the CPU it moves too."""
+    park, unpark = (engine.offload, engine.onload) if GPU else (engine._park, engine._unpark)
+    return lambda: park(EVERYTHING), lambda: unpark(EVERYTHING)
+
+
+class Way:
+    """One way of a hand-over: its seconds, and the bytes that it copied each time."""
+
+    def __init__(self, engine: FSDPEngine, move: Callable[[], object]) -> None:
+        self.engine, self.move = engine, move
+        self.seconds: list[float] = []
+        self.size = 0
+
+    def __call__(self) -> None:
+        before = self.engine._parked.copied
+        self.seconds.append(timed(self.move))
+        self.size = self.engine._parked.copied - before
+
+    def report(self, what: str, copies: list[float]) -> None:
+        """Print it beside pinned copies of as many bytes, where there are some."""
+        first, *later = self.seconds
+        print(f"{what}: {self.size / GIB:.2f} GiB in {spread(later)} s, first {first:.3f} s")
+        if copies:
+            one = statistics.median(copies)
+            print(f"  a pinned copy: {spread(copies)} s, {self.size / one / 1e9:.1f} GB/s")
+            print(f"RESULT {what} {statistics.median(later) / one:.2f}, first {first / one:.2f}")
+
+
+def steps(engine: FSDPEngine, batch: Batch, rounds: int) -> tuple[list[float], list[float]]:
+    """Return the seconds of a step where the engine stays, and of one with its
+    hand-over, by turns.
+    """
+    park, unpark = ways(engine)
+
+    def train() -> None:
+        engine.forward_backward(batch, WANT, surrogate, StepInfo(batch.num_tokens, 0))
+        assert engine.step().applied
+
+    def train_between() -> None:
+        unpark()
+        train()
+        park()
+
+    resident, shared = [], []
+    timed(train)
+    for _ in range(rounds):
+        resident.append(timed(train))
+        park()
+        shared.append(timed(train_between))
+        unpark()
+    return resident, shared
+
+
+def measure(arguments: argparse.Namespace, folder: Path) -> None:
+    """Print the table of one shape."""
+    given = parse_settings(["engine.gradient_checkpointing=false", *arguments.settings])
+    engine = FSDPEngine(configured(FSDPConfig, given["engine"]), Model(str(folder)))
+    engine.setup(Rank())
+    vocabulary = int(SHAPES[arguments.shape]["vocab_size"])
+    batch = make_batch(arguments.tokens, vocabulary)
+    engine.forward_backward(batch, WANT, surrogate, StepInfo(batch.num_tokens, 0))
+    engine.step()
+
+    park, unpark = (Way(engine, move) for move in ways(engine))
+    for _ in range(arguments.rounds + 1):
+        park()
+        unpark()
+    resident, shared = steps(engine, batch, arguments.rounds)
+    print(f"{engine._parked.allocated / GIB:.2f} GiB of host memory")
+    print(f"a step that stays: {spread(resident)} s; with its hand-over: {spread(shared)} s")
+    print(f"RESULT step {statistics.median(shared) / statistics.median(resident):.3f}")
+
+    engine.offload(EVERYTHING)
+    for what, way, back in (("to the host", park, False), ("back", unpark, True)):
+        way.report(what, copies(way.size, arguments.rounds, back) if GPU else [])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", default="1.5b", choices=SHAPES)
+    parser.add_argument("--tokens", type=int, default=16384, help="of a step")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("settings", nargs="*")
+    arguments = parser.parse_args()
+
+    device = torch.cuda.get_device_name() if GPU else platform.processor() or "CPU"
+    print(f"{device}; torch {torch.__version__}; {' '.join(sys.argv)}")
+    with tempfile.TemporaryDirectory() as name:
+        folder = write_shape(Path(name), arguments.shape)
+        write_weights(0, str(folder))
+        measure(arguments, folder)
+
+
+if __name__ == "__main__":
+    main()

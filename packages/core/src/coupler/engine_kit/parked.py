@@ -1,0 +1,181 @@
+"""Move tensors between a device and the host, storage by storage.
+
+Many tensors may point into one storage. It gives its memory back, and every view is
+whole again once the storage has it. The tensors stay the same objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from coupler.engine_kit.pinned import PinnedMemory
+
+# Storages start at multiples of this in host memory, as on a device.
+ALIGNED = 512
+
+
+class Keep(StrEnum):
+    """What the host keeps of storages that leave the device."""
+
+    ALL = "all"
+    # Nothing was written to them since they left before, so that the host has them.
+    SAME = "same"
+    # They come back as zeros.
+    NOTHING = "nothing"
+
+
+class Parked:
+    """The storages that are off the device now, by the name of what they hold.
+
+    Host memory is allocated when something leaves for the first time, and stays for the
+    next time. Copies are made in a stream of their own.
+
+    Attributes:
+        copied: bytes that were copied to the host and back so far.
+        allocated: bytes of host memory that were allocated so far.
+    """
+
+    def __init__(self) -> None:
+        self.copied = self.allocated = 0
+        self._away: dict[str, _Away] = {}
+        self._host: dict[str, PinnedMemory] = {}
+        # What the host has of each, until forget().
+        self._known: dict[str, list[_Place]] = {}
+        self._coming: dict[str, torch.cuda.Event] = {}
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def offload(self, what: str, tensors: Iterable[Tensor], keep: Keep = Keep.ALL) -> None:
+        """Copy the storages of ``tensors`` to the host, wait for that, and free their
+        memory.
+
+        What is away already stays as it is.
+
+        Raises:
+            CouplerError: the host has too little memory.
+        """
+        if what in self._away:
+            return
+        self.arrive(what)
+        views = {tensor.untyped_storage()._cdata: tensor.detach() for tensor in tensors}
+        places = list(_places(views))
+
+        if keep is not Keep.NOTHING and not (keep is Keep.SAME and self._known.get(what) == places):
+            self._copy_out(what, views, places)
+        for view in views.values():
+            view.untyped_storage().resize_(0)
+        self._away[what] = _Away(views, places, keep is not Keep.NOTHING)
+
+    def onload(self, what: str, *, wait: bool = True) -> None:
+        """Undo :meth:`offload`.
+
+        Args:
+            wait: whether work that is queued from now on finds the tensors whole.
+                Without it :meth:`arrive` has to come before.
+        """
+        views, places, kept = self._away.pop(what, NOBODY)
+        for place in places:
+            views[place.storage].untyped_storage().resize_(place.size)
+        if kept and places:
+            host = self._host[what].bytes
+            with self._copying(what, views):
+                for place in places:
+                    whole = _bytes_of(views[place.storage])
+                    whole.copy_(host[place.start : place.end], non_blocking=True)
+                    self.copied += place.size
+        else:
+            for view in views.values():
+                _bytes_of(view).zero_()
+        if wait:
+            self.arrive(what)
+
+    def arrive(self, *names: str) -> None:
+        """Let work that is queued from now on wait for what comes back, by default for
+        all of it.
+        """
+        for what in names or [*self._coming]:
+            if event := self._coming.pop(what, None):
+                torch.cuda.current_stream(event.device).wait_event(event)
+
+    def forget(self) -> None:
+        """Say that storages may have been written to, so that none is the same."""
+        self._known.clear()
+
+    def _copy_out(self, what: str, views: dict[int, Tensor], places: list[_Place]) -> None:
+        host = self._room(what, places)
+        with self._copying(what, views):
+            for place in places:
+                whole = _bytes_of(views[place.storage])
+                host[place.start : place.end].copy_(whole, non_blocking=True)
+                self.copied += place.size
+        if event := self._coming.pop(what, None):
+            event.synchronize()
+        self._known[what] = places
+
+    def _room(self, what: str, places: list[_Place]) -> Tensor:
+        size = places[-1].end if places else 0
+        held = self._host.get(what)
+        if size and (held is None or held.bytes.numel() < size):
+            # The old one is given back first.
+            self._host.pop(what, None)
+            del held
+            self._host[what] = PinnedMemory(size)
+            self.allocated += size
+        return self._host[what].bytes if size else torch.empty(0, dtype=torch.uint8)
+
+    @contextmanager
+    def _copying(self, what: str, views: dict[int, Tensor]) -> Iterator[None]:
+        """Queue copies behind what is queued now, beside what comes later."""
+        device = next((view.device for view in views.values()), torch.device("cpu"))
+        if device.type != "cuda":
+            yield
+            return
+
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        stream = self._streams[device]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            yield
+        self._coming[what] = event = torch.cuda.Event()
+        event.record(stream)
+
+
+class _Place(NamedTuple):
+    """Where a storage is in host memory."""
+
+    storage: int
+    start: int
+    size: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.size
+
+
+class _Away(NamedTuple):
+    views: dict[int, Tensor]
+    """A view of each storage, by the storage."""
+    places: list[_Place]
+    kept: bool
+
+
+NOBODY = _Away({}, [], False)
+
+
+def _places(views: dict[int, Tensor]) -> Iterator[_Place]:
+    start = 0
+    for storage, view in views.items():
+        if size := view.untyped_storage().nbytes():
+            yield _Place(storage, start, size)
+            start += -(-size // ALIGNED) * ALIGNED
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Return all of the storage that a tensor is a view of."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

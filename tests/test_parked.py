@@ -1,0 +1,90 @@
+"""Storages that leave their memory for the host come back whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from coupler.engine_kit import pinned
+from coupler.engine_kit.parked import Keep, Parked
+from coupler.errors import CouplerError
+
+
+def test_storages_come_back_behind_every_view() -> None:
+    buffer = torch.arange(12.0)
+    views = [buffer[:4].view(2, 2), buffer[4:]]
+    alone = torch.ones(3, dtype=torch.bfloat16)
+    parked = Parked()
+    for _ in range(2):  # what is away already stays as it is
+        parked.offload("params", [*views, alone])
+    assert {tensor.untyped_storage().nbytes() for tensor in (buffer, *views, alone)} == {0}
+    parked.onload("params")
+    parked.onload("params")
+    assert torch.equal(buffer, torch.arange(12.0))
+    assert torch.equal(views[1], torch.arange(4.0, 12.0))
+    assert torch.equal(alone, torch.ones(3, dtype=torch.bfloat16))
+    assert parked.copied == 2 * (48 + 6)
+
+
+def test_names_are_apart() -> None:
+    one, two = torch.ones(5), torch.full((7,), 2.0)
+    parked = Parked()
+    parked.offload("one", [one])
+    parked.offload("two", [two])
+    parked.onload("one")
+    assert one.tolist() == [1.0] * 5 and two.untyped_storage().nbytes() == 0
+    parked.onload("two")
+    assert two.tolist() == [2.0] * 7
+
+
+def test_what_grows_gets_more_room() -> None:
+    parked, tensors = Parked(), [torch.ones(4)]
+    for size in (4, 400_000, 4):
+        parked.offload("grads", tensors)
+        parked.onload("grads")
+        assert all(bool((tensor == 1).all()) for tensor in tensors)
+        tensors.append(torch.ones(size))
+    assert parked.allocated == 16 + 528 + 1024 + 1_600_000
+    parked.offload("grads", [])
+    parked.onload("grads")
+
+
+def test_nothing_is_kept_of_what_comes_back_as_zeros() -> None:
+    parked, tensor = Parked(), torch.ones(4)
+    parked.offload("grads", [tensor], Keep.NOTHING)
+    parked.onload("grads")
+    assert tensor.tolist() == [0.0] * 4 and parked.copied == parked.allocated == 0
+
+
+def test_what_is_the_same_is_copied_out_once_until_it_is_forgotten() -> None:
+    parked, tensor = Parked(), torch.ones(4)
+    for _ in range(3):
+        parked.offload("frozen", [tensor], Keep.SAME)
+        parked.onload("frozen")
+    assert parked.copied == 16 + 3 * 16
+    other = torch.full((4,), 3.0)
+    parked.offload("frozen", [other], Keep.SAME)  # other storages
+    parked.onload("frozen")
+    assert other.tolist() == [3.0] * 4
+
+    tensor.fill_(5.0)
+    parked.forget()
+    parked.offload("frozen", [tensor], Keep.SAME)
+    parked.onload("frozen")
+    assert tensor.tolist() == [5.0] * 4
+
+
+def test_a_host_with_too_little_memory_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinned, "free_bytes", lambda: 100)
+    parked, tensor = Parked(), torch.ones(1000)
+    with pytest.raises(CouplerError, match=r"host memory .*\n  try:  offload=false"):
+        parked.offload("params", [tensor])
+    assert tensor.tolist() == [1.0] * 1000, "what could not leave is still there"
+
+
+def test_pages_are_mapped_and_hold_what_is_written() -> None:
+    size = 3 * pinned.PAGE * pinned.THREADS + 17
+    memory = pinned.PinnedMemory(size)
+    assert memory.bytes.numel() == size and not memory.bytes.any()
+    memory.bytes.fill_(7)
+    assert int(memory.bytes.sum(dtype=torch.int64)) == 7 * size
