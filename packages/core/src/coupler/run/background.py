@@ -36,6 +36,7 @@ class Background(Tracker):
         super().__init__(tracker.config, tracker.run_dir)
         self.name, self.tracker = name, tracker
         self.given = self.lost = 0
+        self.counting = threading.Lock()
         self.last: list[Callable[[], None]] = []
 
         # None says that no more calls come.
@@ -103,6 +104,9 @@ class Background(Tracker):
                 self._lose(f"tracker {self.name} failed, and the run goes on: {said}")
 
     def _lose(self, why: str) -> None:
-        self.lost += 1
-        if self.lost == 1:
+        # Both threads lose calls.
+        with self.counting:
+            self.lost += 1
+            first = self.lost == 1
+        if first:
             log.warning(why)
