@@ -159,6 +159,16 @@ def test_what_is_no_option_is_one_sentence(
         composed(plugins, "trackers=[board]", override)
 
 
+@pytest.mark.parametrize("text", ["{5: x}", "{a b: {width: 3}}", "{gone: null}"])
+def test_a_file_may_name_trackers_that_there_are(
+    plugins: Plugins, tmp_path: Path, text: str
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"tracker: {text}\n")
+    with pytest.raises(PluginError, match="no tracker named"):
+        compose(plugins, NEEDED, str(file), Job.TRAIN)
+
+
 def test_options_are_known_where_trackers_has_the_tracker(plugins: Plugins) -> None:
     with pytest.raises(ConfigError, match=r"try:  trackers=\[console,jsonl,NAME\]"):
         composed(plugins, "tracker=board")
@@ -263,6 +273,17 @@ def test_the_picture_is_the_curve_of_the_reward(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(text)
     drawn = draw_reward(tmp_path)
     assert drawn is not None and drawn.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_that_cannot_be_written_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("matplotlib")
+    lines = [{"step": step, "reward/mean": 1.0} for step in range(4)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "reward.png").mkdir()
+    assert draw_reward(tmp_path) is None
+    assert "reward.png cannot be written" in caplog.text
 
 
 def test_what_a_kill_left_waiting_is_given_again(

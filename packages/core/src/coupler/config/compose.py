@@ -224,7 +224,7 @@ def _trackers(
     named = [name for name in chosen if isinstance(name, str)] if isinstance(chosen, list) else []
     given = [layer.get(TRACKER) for layer in (written, typed)]
     names = [name for name in named if complete or plugins.owner_of(Kind.TRACKER, name)]
-    names += [name for each in given if isinstance(each, Mapping) for name in each]
+    names += [str(name) for each in given if isinstance(each, Mapping) for name in each]
     return {name: plugins.get(Kind.TRACKER, name).config for name in names}
 
 

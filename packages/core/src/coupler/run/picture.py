@@ -38,7 +38,8 @@ def draw_reward(run_dir: Path) -> Path | None:
     axes.set(xlabel="step", ylabel=name, title=run_dir.resolve().name)
     try:
         figure.savefig(run_dir / PICTURE)
-    except OSError as error:
+    # No picture is worth a run, whatever a library makes of odd numbers.
+    except Exception as error:
         log.warning(f"{run_dir / PICTURE} cannot be written: {error}.")
         return None
     return run_dir / PICTURE
