@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -82,6 +84,11 @@ def planned(
         config, engine=NeedyEngine(), rollout=NeedyRollout(), critic=critic
     )
     return plan_memory(config, plan, gib)
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
 
 
 def table(plan: MemoryPlan, device: int = 0) -> dict[str, dict[str, float]]:
@@ -175,6 +182,15 @@ def test_a_critic_trains_in_its_turn(folder: Path) -> None:
     }
     assert [device.peak(role) / GIB for role in device.roles] == [60, 60, 47]
     assert device.most / GIB == 60 + 60 + 47
+
+
+@pytest.mark.parametrize("make", [Path.unlink, lambda path: path.write_text("{"), pipe])
+def test_a_model_without_a_description_is_one_sentence(
+    folder: Path, make: Callable[[Path], object]
+) -> None:
+    make(folder / "config.json")
+    with pytest.raises(ConfigError, match=r"engine, has no config.json .*\n  try:  model.path="):
+        planned(folder)
 
 
 def test_what_it_says(folder: Path) -> None:

@@ -45,6 +45,7 @@ from coupler_engine_megatron.distributed import destroy_groups, exchange, split_
 from coupler_engine_megatron.folder import Folder
 from coupler_engine_megatron.lora import Adapter
 from coupler_engine_megatron.lora_tensors import is_adapter
+from coupler_engine_megatron.memory import held
 from coupler_engine_megatron.optimizer import Optimizer, wrap
 from coupler_engine_megatron.packing import Alignment, Packed, pack
 from coupler_engine_megatron.routing import Routers
@@ -79,8 +80,8 @@ class MegatronEngine(Engine):
         """Join the groups and load this rank's part of the model.
 
         Raises:
-            CouplerError: ``model.path`` holds no model that this engine can train; the
-                message says why.
+            CouplerError: ``model.path`` holds no model that this engine can train, and
+                the message says why.
             ConfigError: the parallel sizes do not fit the model or the ranks.
         """
         self.device = device_of(rank)
@@ -411,21 +412,8 @@ class MegatronEngine(Engine):
                 self._parked.onload(name, wait=part is not Part.OPTIMIZER)
 
     def _held(self, part: Part) -> dict[str, tuple[list[Tensor], Keep]]:
-        """Return the tensors of a part by what they are, and what the host keeps of
-        them.
-        """
-        if part is Part.PARAMS:
-            every = [*self.catalogue.parameters.values(), *self.trained.parameters.values()]
-            return {
-                "params": ([each for each in every if each.requires_grad], Keep.ALL),
-                "frozen": ([each for each in every if not each.requires_grad], Keep.SAME),
-            }
-        if self._optimizer is None:
-            return {}
-        if part is Part.OPTIMIZER:
-            return {"optimizer": ([*self._optimizer.states()], Keep.ALL)}
-        keep = Keep.ALL if self._optimizer.has_gradient else Keep.NOTHING
-        return {"grads": ([*self._optimizer.gradients()], keep)}
+        parameters = [*self.catalogue.parameters.values(), *self.trained.parameters.values()]
+        return held(part, parameters, self._optimizer)
 
     def device_bytes(self) -> int:
         """Return the memory that PyTorch holds on the device, caches included.

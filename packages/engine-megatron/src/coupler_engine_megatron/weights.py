@@ -84,7 +84,7 @@ class Bucket:
     stage: int
     dtype: torch.dtype
     travels: bool
-    """True if it goes between ranks; else there is one run."""
+    """True if it goes between ranks. Else there is one run."""
     runs: list[Run] = field(default_factory=list)
 
 

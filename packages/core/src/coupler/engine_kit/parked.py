@@ -21,7 +21,7 @@ ALIGNED = 512
 
 
 class Keep(StrEnum):
-    """What the host keeps of storages that leave the device."""
+    """Says how much the host keeps of storages that leave the device."""
 
     ALL = "all"
     # Nothing was written to them since they left before, so that the host has them.
@@ -147,7 +147,7 @@ class Parked:
 
 
 class _Place(NamedTuple):
-    """Where a storage is in host memory."""
+    """Says where a storage is in host memory."""
 
     storage: int
     start: int

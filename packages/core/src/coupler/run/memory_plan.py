@@ -6,7 +6,6 @@ up what the roles of one device hold at the same time.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +28,7 @@ from coupler.executors.placement import REWARD_MODEL, ROLLOUTS, TEACHER, Role, m
 from coupler.interfaces import Head, Memory, Model, Part
 from coupler.run.plan import SERVED_BY, Plan
 from coupler.run.teacher_check import role_of, teachers_of
+from coupler.system.files import DamagedFile, read_json
 from coupler.system.gpu import device_bytes, gpu_is_visible
 from coupler.system.reads import original
 from coupler.system.words import ceil_div
@@ -193,13 +193,12 @@ def _of_role(role: str, config: RunConfig) -> tuple[str, Model, bool]:
 
 def _shape(folder: Path, path: str) -> Mapping[str, Any]:
     try:
-        shape = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as error:
+        return read_json(folder / "config.json")
+    except DamagedFile as error:
         raise ConfigError(
-            f"{folder}, the model of {path}, has no config.json to estimate memory from: {error}.\n"
+            f"{folder}, the model of {path}, has no config.json to estimate memory from: {error}\n"
             "  try:  model.path=a folder in Hugging Face layout"
         ) from None
-    return shape
 
 
 def _device(config: RunConfig, plan: Plan, needs: Mapping[str, Needs]) -> Device:
