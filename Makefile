@@ -1,6 +1,6 @@
 # Two commands on a bare machine with Python 3.11 to 3.13: `make quickstart` and `make test`. Everything stays in this folder, but for the cache of downloads.
 PYTHON ?= python3
-PACKAGES := rollout-vllm rollout-sglang engine-megatron core engine-fsdp algos agents
+PACKAGES := rollout-vllm rollout-sglang engine-megatron core engine-fsdp algos agents trackers
 UV := .tools/bin/uv
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
@@ -64,9 +64,12 @@ KIT_algos := --coupler algorithm=grpo --coupler algorithm=rloo --coupler algorit
 TOOLS := packages/agents/tests/kit_tools.py
 KIT_agents := --coupler environment=tools --coupler environment=tools,target=$(TOOLS):Guess,calls=text \
   --coupler-set 'environment.functions=["$(TOOLS):add", "$(TOOLS):wait"]'
+KIT_trackers := --coupler tracker=tensorboard --coupler tracker=wandb,mode=offline --coupler tracker=mlflow \
+  --coupler tracker=trackio --coupler tracker=swanlab,mode=offline
 KIT_rollout-vllm := --coupler engine=fsdp --coupler rollout=vllm -k 'test_rollout or test_pair'
 SYNC_rollout-vllm := --extra cpu
 SYNC_agents := --extra gateway --extra mcp --extra gymnasium --extra renderers
+SYNC_trackers := --all-extras
 KIT_rollout-sglang := --coupler engine=fsdp --coupler rollout=sglang -k 'test_rollout or test_pair'
 SYNC_rollout-sglang := --extra cpu
 # SGLang on the CPU: a stand-in for its kernels

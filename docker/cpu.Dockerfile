@@ -5,7 +5,7 @@ RUN apt-get update \
  && rm -rf /var/lib/apt/lists/*
 COPY packages /src/packages
 RUN cd /src/packages \
- && pip install --no-cache-dir "./core[ray,reasoning-gym,tensorboard]" ./engine-fsdp ./algos "./agents[gateway]" \
+ && pip install --no-cache-dir "./core[ray,reasoning-gym,tensorboard]" ./engine-fsdp ./algos ./trackers "./agents[gateway]" \
  && rm -rf /src
 WORKDIR /work
 ENTRYPOINT ["coupler"]

@@ -10,7 +10,7 @@ RUN python3 -m venv /opt/coupler
 ENV PATH=/opt/coupler/bin:$PATH
 COPY packages /src/packages
 RUN cd /src/packages \
- && pip install --no-cache-dir "./core[ray,reasoning-gym,tensorboard]" ./engine-fsdp ./algos "./agents[gateway]" "./rollout-$ROLLOUT[cuda]" \
+ && pip install --no-cache-dir "./core[ray,reasoning-gym,tensorboard]" ./engine-fsdp ./algos ./trackers "./agents[gateway]" "./rollout-$ROLLOUT[cuda]" \
  && rm -rf /src
 WORKDIR /work
 ENTRYPOINT ["coupler"]

@@ -11,10 +11,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, get_args
 
-from coupler.config.options import Option, Options
-from coupler.config.plain import to_plain
+from coupler.config.options import TRACKER, Option, Options, tracker_sections
 from coupler.plugins.manager import Plugins
 from coupler.run.explain import description
+from coupler.system.plain import to_plain
 
 PAGE = Path(__file__).with_suffix(".md")
 KINDS = ("engine", "rollout", "algorithm", "environment")
@@ -41,6 +41,7 @@ Every option of `engine` may be set under `critic.engine` too, and every option 
 def page(plugins: Plugins) -> str:
     """Return the whole page."""
     parts = [HEAD, *core(), *(part for kind in KINDS for part in backends(plugins, kind))]
+    parts += trackers(plugins)
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -67,6 +68,16 @@ def backends(plugins: Plugins, kind: str) -> Iterator[str]:
                 f"`{kind}={name}`",
                 (option for option in table if option.key.startswith(f"{kind}.")),
             )
+
+
+def trackers(plugins: Plugins) -> Iterator[str]:
+    """Yield a section for every tracker with options that comes with Coupler."""
+    for name, backend in sorted(plugins.of(TRACKER).items()):
+        ours = plugins.owner[TRACKER, name].distribution.startswith(OURS)
+        table = Options(tracker_sections({name: backend.config})).table.values()
+        options = [option for option in table if option.key.startswith(f"{TRACKER}.")]
+        if ours and options:
+            yield section(f"`trackers=[{name}]`", options)
 
 
 def section(title: str, options: Iterable[Option]) -> str:

@@ -8,10 +8,11 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from job_run import arguments, metrics, write_inputs
+from job_run import arguments, metrics, toy_train, write_inputs
 
 from coupler.cli import main
 
@@ -77,9 +78,9 @@ def no_traceback(lines: list[str]) -> str:
             "did you mean: algorithm=grpo",
         ),
         (
-            "trackers=[wandb]",
-            "no tracker named 'wandb' is installed.",
-            "installed:  console, jsonl, tensorboard",
+            "trackers=[wandbb]",
+            "no tracker named 'wandbb' is installed.",
+            "did you mean: tracker=wandb",
         ),
         ("engine.lr=fast", "engine.lr takes a number, got 'fast'.", ""),
         ("steps=2.5", "steps takes an integer, got 2.5.", ""),
@@ -635,3 +636,15 @@ def test_an_option_that_nothing_reads(
     assert "you set sampling.max_tokens, and nothing read it.\n" in capfd.readouterr().err, (
         "nor when it goes on"
     )
+
+
+@pytest.mark.skipif(find_spec("wandb") is not None, reason="the library is installed")
+def test_a_tracker_whose_library_is_not_installed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(toy_train(tmp_path, "trackers=[jsonl,wandb]")) == 2
+    assert capfd.readouterr().err.endswith(
+        "coupler: tracker wandb needs the package wandb.\n"
+        "  try:  pip install 'coupler-trackers[wandb]'\n"
+    )
+    assert not (tmp_path / "run" / "config.yaml").exists()

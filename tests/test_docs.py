@@ -192,6 +192,7 @@ def check_pip(words: list[str], block: Block) -> None:
     file = {
         "coupler-core": "packages/core",
         "coupler-agents": "packages/agents",
+        "coupler-trackers": "packages/trackers",
         ".": "examples/plugin-minimal",
     }[name]
     project = tomllib.loads((ROOT / file / "pyproject.toml").read_text())["project"]

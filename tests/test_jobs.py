@@ -33,6 +33,8 @@ EVERY_FILE = {
     "metrics.jsonl",
     "samples",
     "tensorboard",
+    "trackers",
+    "reward.png",
     "checkpoints",
     "export",
 }

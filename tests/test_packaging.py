@@ -28,6 +28,7 @@ FOLDERS = {
     "coupler-rollout-sglang": "rollout-sglang",
     "coupler-algos": "algos",
     "coupler-agents": "agents",
+    "coupler-trackers": "trackers",
 }
 # imports of distributions that a package does not ask for, and why it works
 WITHOUT_DECLARATION = {
@@ -39,6 +40,8 @@ WITHOUT_DECLARATION = {
         "transformers": "in functions, for tokenizers; engines bring it",
         "tokenizers": "in functions, comes with transformers",
         "sympy": "in functions, comes with reasoning-gym",
+        "tensorboard": "in a function of the kit, for event files; their tracker brings it",
+        "matplotlib": "in a function, where it is installed: the picture that trackers get",
         "datasets": "in a function, for folders of save_to_disk; the error says what to install",
     },
     "coupler-engine-fsdp": {
@@ -49,6 +52,7 @@ WITHOUT_DECLARATION = {
     "coupler-algos": {"numpy": "comes with coupler-core, whose batches it is"},
     "coupler-rollout-vllm": {},
     "coupler-agents": {},
+    "coupler-trackers": {},
     "coupler-rollout-sglang": {
         "sgl_kernel": "comes with SGLang; the doctor tries in a function whether it loads",
         "triton": "comes with torch where there is a GPU; its module is imported there only",
@@ -75,7 +79,7 @@ WITHOUT_BACKEND = {
         "renderers",
     },
 }
-WITHOUT_PLUGIN = {"coupler-agents"}
+WITHOUT_PLUGIN = {"coupler-agents", "coupler-trackers"}
 PROBE = """
 import importlib, pkgutil, sys
 package = importlib.import_module(sys.argv[1])

@@ -18,10 +18,10 @@ import pytest
 
 import coupler
 from coupler.config.options import Options
-from coupler.config.plain import to_plain
 from coupler.plugins import Backend
 from coupler.plugins.manager import Plugins
 from coupler.run.explain import description
+from coupler.system.plain import to_plain
 
 LISTS = Path(__file__).parent / "public"
 KINDS = ("engine", "rollout", "algorithm")

@@ -12,12 +12,12 @@ from types import ModuleType
 
 import pytest
 
-from coupler.config.plain import RECEIVED, Section, from_plain, to_plain
 from coupler.config.schema import Placement, RunConfig
 from coupler.errors import PlacementError
 from coupler.executors.environment import forwarded, of_ray
 from coupler.executors.placement import Node, Role, make_shares, shortage
 from coupler.interfaces import Model
+from coupler.system.plain import RECEIVED, Section, from_plain, to_plain
 from coupler.system.reads import track
 from coupler.testing.toy_config import ToyAlgorithmConfig, ToyEngineConfig
 from coupler.worker.spec import WorkerSpec

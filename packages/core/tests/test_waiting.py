@@ -69,6 +69,10 @@ BOUNDED = {  # file, call: what ends it
         "self.calls.get()",
     ): "the None that shutdown() puts, and a daemon thread otherwise",
     (
+        "background.py",
+        "self.calls.get()",
+    ): "the None that close() puts, and a daemon thread otherwise",
+    (
         "threads.py",
         "thread.join()",
     ): "the caller, who asks for it by wait=True; close() has a limit",

@@ -63,8 +63,3 @@ def coupler_backends() -> Iterable[Backend]:
         name="jsonl",
         target="coupler.builtin.trackers.jsonl:JsonlTracker",
     )
-    yield Backend(
-        kind=Kind.TRACKER,
-        name="tensorboard",
-        target="coupler.builtin.trackers.tensorboard:TensorboardTracker",
-    )

@@ -132,10 +132,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _way_to_options() -> str:
-    from coupler.config.options import SECTIONS
+    from coupler.config.options import SECTIONS, TRACKER
     from coupler.config.schema import RunConfig
 
-    chosen = [path for path in SECTIONS if "." not in path]
+    chosen = [path for path in (*SECTIONS, TRACKER) if "." not in path]
     sections = [name for name, value in vars(RunConfig()).items() if is_dataclass(value)]
     others = [name for name in vars(RunConfig()) if name not in (*chosen, *sections)]
     listed = (

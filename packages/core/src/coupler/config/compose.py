@@ -26,7 +26,16 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from coupler.config.checks import does_evaluate, evaluating, problems
 from coupler.config.effect import not_default
-from coupler.config.options import SECTIONS, Options, drop_replaced, in_full, section, wrong_value
+from coupler.config.options import (
+    SECTIONS,
+    TRACKER,
+    Options,
+    drop_replaced,
+    in_full,
+    section,
+    tracker_sections,
+    wrong_value,
+)
 from coupler.config.overrides import parse_overrides, read_files
 from coupler.config.plain import to_plain
 from coupler.config.presets import chosen_values, preset_text
@@ -34,6 +43,7 @@ from coupler.config.schema import JOBS, Job, OnSync, RunConfig
 from coupler.errors import ConfigError, PluginError
 from coupler.plugins.backend import Kind
 from coupler.plugins.manager import Plugins
+from coupler.system.plain import to_plain
 from coupler.system.shapes import WrongShape, each_of
 from coupler.system.tree import flatten, merge, nest, replace_at, value_at
 
@@ -134,7 +144,8 @@ def compose(
         path: plugins.get(SECTIONS[path], _backend_name(base, path, name))
         for path, name in choices.items()
     }
-    options = Options({path: backend.config for path, backend in backends.items()})
+    chosen = {path: backend.config for path, backend in backends.items()}
+    options = Options(chosen | tracker_sections(_trackers(plugins, typed, written, complete)))
     with files.named():
         options.conform(written)  # What the command line replaces is checked too.
     for one, other in (("steps", "epochs"), ("epochs", "steps")):
@@ -207,6 +218,18 @@ def _needs_values(plugins: Plugins, base: Mapping[str, Any]) -> bool:
         return False
     backend = plugins.get("algorithm", name)
     return NEEDS_VALUES in backend.capabilities_of(backend.config())
+
+
+def _trackers(
+    plugins: Plugins, typed: Mapping[str, Any], written: Mapping[str, Any], complete: bool
+) -> dict[str, type]:
+    """Return the configuration class of each tracker that is chosen, or has options."""
+    chosen = typed.get("trackers", written.get("trackers", RunConfig().trackers))
+    named = [name for name in chosen if isinstance(name, str)] if isinstance(chosen, list) else []
+    given = [layer.get(TRACKER) for layer in (written, typed)]
+    names = [name for name in named if complete or plugins.owner_of(Kind.TRACKER, name)]
+    names += [str(name) for each in given if isinstance(each, Mapping) for name in each]
+    return {name: plugins.get(Kind.TRACKER, name).config for name in names}
 
 
 def _inherited(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from coupler.config.options import SECTIONS, Options, section
-from coupler.config.plain import to_plain
+from coupler.config.options import SECTIONS, TRACKER, Options, section
 from coupler.config.schema import RunConfig
+from coupler.system.plain import to_plain
 from coupler.system.reads import original
 from coupler.system.tree import value_at
 
@@ -12,7 +12,7 @@ from coupler.system.tree import value_at
 def options_of(config: RunConfig) -> Options:
     """Return the options of a run whose backends were chosen."""
     config = original(config)
-    chosen = {path: section(config, path) for path in SECTIONS}
+    chosen = {path: section(config, path) for path in (*SECTIONS, TRACKER)}
     return Options({path: type(inner) for path, inner in chosen.items() if inner is not None})
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, make_dataclass
 from enum import Enum
-from functools import reduce
+from functools import cache, reduce
 from math import isfinite
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -27,6 +27,8 @@ SECTIONS = {
     "reward_model.engine": "engine",
     "judge.rollout": "rollout",
 }
+# The section that has a section for each tracker with options.
+TRACKER = "tracker"
 # Entries of a list, for messages.
 EXAMPLES = {str: "first,second", int: "1,2", float: "0.5,1", bool: "true,false"}
 TYPE_NAMES = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "text"}
@@ -122,6 +124,13 @@ class Options:
     def _unknown(self, key: str) -> str:
         if key in REPLACED:
             return f"the option {key} was replaced.\n  write it as:  {REPLACED[key]}"
+        first, _, name = ".".join(key.split(".")[:2]).partition(".")
+        if first == TRACKER and not self.members(f"{TRACKER}.{name}"):
+            name = name or "NAME"
+            return (
+                f"the options of {TRACKER}.{name} are known where trackers has it, if it has any.\n"
+                f"  try:  trackers=[console,jsonl,{name}]"
+            )
         for path in SECTIONS.keys() - self.sections.keys():
             if f"{key}.".startswith(f"{path}."):
                 return f"the options of {path} are known once one is chosen.\n  try:  {path}=NAME"
@@ -147,15 +156,32 @@ class Options:
 
     def _walk(self, owner: type, start: str, affects: bool = True) -> Iterator[Option]:
         hints = get_type_hints(owner)
-        for field in fields(owner):
-            key = start + field.name
-            matters = affects and field.metadata.get("affects_results", True)
-            inner = self.sections.get(key) if key in SECTIONS else hints[field.name]
+        for each in fields(owner):
+            key = start + each.name
+            matters = affects and each.metadata.get("affects_results", True)
+            chosen = key in SECTIONS or key == TRACKER
+            inner = self.sections.get(key) if chosen else hints[each.name]
             if is_dataclass(inner):
                 yield from self._walk(inner, f"{key}.", matters)  # type: ignore[arg-type]
             elif inner is not None:
-                words = field.metadata.get("takes", "")
-                yield Option(key, inner, default_of(field), owner, matters, words)
+                words = each.metadata.get("takes", "")
+                yield Option(key, inner, default_of(each), owner, matters, words)
+
+
+def tracker_sections(configs: Mapping[str, type]) -> dict[str, type]:
+    """Return the section of the options of trackers, by whose names it has sections.
+
+    A tracker whose configuration class has its name alone has no options, and neither
+    has one whose name is no identifier of Python.
+    """
+    own = {n: c for n, c in configs.items() if len(fields(c)) > 1 and n.isidentifier()}
+    return {TRACKER: _section_of(*own.items())} if own else {}
+
+
+@cache
+def _section_of(*own: tuple[str, type]) -> type:
+    """Make one class for the same trackers, so that equal configurations are equal."""
+    return make_dataclass("TrackerOptions", [(n, c, field(default_factory=c)) for n, c in own])
 
 
 def drop_replaced(values: dict[str, Any]) -> None:

@@ -15,9 +15,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from coupler.config.plain import to_plain
 from coupler.errors import PluginError
 from coupler.plugins.manager import Plugins, Source
+from coupler.system.plain import to_plain
 from coupler.system.tree import merge
 from coupler.system.yaml_layers import PRESET, SELF
 

@@ -353,6 +353,8 @@ class RunConfig:
     """The environment that plays the episodes; without one, each is one completion."""
     trackers: list[str] = field(default_factory=lambda: ["console", "jsonl"], metadata=NO_EFFECT)
     """The backends that write the run's metrics."""
+    tracker: Any = field(default=None, metadata=NO_EFFECT)
+    """The options of each tracker, as tracker.NAME.key."""
     model: ModelConfig = field(default_factory=ModelConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)

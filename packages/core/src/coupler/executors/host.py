@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from coupler import errors
-from coupler.config.plain import RECEIVED
 from coupler.engine_kit.rendezvous import keep_port
 from coupler.errors import CouplerError, WorkerFailed
 from coupler.interfaces import open_transport
 from coupler.system.imports import resolve
+from coupler.system.plain import RECEIVED
 from coupler.system.processes import Process, die_with_parent
 
 

@@ -44,7 +44,6 @@ from coupler.run.run_lock import claimed
 from coupler.run.samples import FOLDER, SampleWriter
 from coupler.run.sampling_check import SamplingCheck
 from coupler.run.saving import Saving, due
-from coupler.run.session import Session
 from coupler.run.step_record import Recorder
 from coupler.run.throughput import Throughput
 from coupler.system.garbage import heap_set_aside
@@ -127,6 +126,7 @@ class _Kept:
     arithmetic and whether the run learns come of the same batch.
     """
 
+    journal: Journal
     recorder: Recorder
     samples: SampleWriter
     speed: Throughput
@@ -134,11 +134,11 @@ class _Kept:
 
     @classmethod
     def of_run(
-        cls, builder: Builder, session: Session, rows: Sequence[Row], done: int, speed: Throughput
+        cls, builder: Builder, run: str, rows: Sequence[Row], journal: Journal, speed: Throughput
     ) -> _Kept:
         config, run_dir = builder.config, Path(builder.config.run_dir)
 
-        recorder = Recorder(run_dir / "record", config.record.every_steps, session.run)
+        recorder = Recorder(run_dir / "record", config.record.every_steps, run)
         samples = SampleWriter(
             run_dir / FOLDER,
             config.samples.every_steps,
@@ -146,13 +146,14 @@ class _Kept:
             builder.codec.tokenizer.decode,
             {row.index: row.data_source for row in rows if "data_source" in row.extra},
         )
-        samples.forget_after(done)
+        samples.forget_after(journal.done)
         watch = LearningWatch(config.sampling.max_tokens, samples.lines)
-        return cls(recorder, samples, speed, watch)
+        return cls(journal, recorder, samples, speed, watch)
 
     def keep(self, step: int, batch: Batch, trained: Metrics) -> None:
         self.recorder.write(step, batch, trained)
-        self.samples.write(step, batch)
+        if lines := self.samples.write(step, batch):
+            self.journal.show(step, lines)
         self.speed.saw(batch)
         self.watch.batch = batch
 
@@ -197,7 +198,7 @@ async def _train(builder: Builder) -> dict[str, float]:
         providers |= make_teaching(builder, policy, teachers, prompts, shown, residency)
         trained = {group.spec.role: group for group in (policy, critic) if group}
         async with session.checkpoints(data) as checkpoints, builder.environment_set_up():
-            kept = _Kept.of_run(builder, session, rows, done, speed)
+            kept = _Kept.of_run(builder, session.run, rows, journal, speed)
             steps = _Steps(builder, journal, critic, evaluation, opinions, residency, kept, done)
             trainer = Trainer(
                 config,

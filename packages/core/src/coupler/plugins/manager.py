@@ -28,17 +28,16 @@ __all__ = ["Plugins", "Row", "Source", "accepts"]
 CORE = "coupler-core"
 BUILTIN = "coupler.builtin.plugin"
 # Distributions that bring a name, for the hint only. Nothing is installed from a guess.
-KNOWN = {
-    ("engine", "fsdp"): "coupler-engine-fsdp",
-    ("engine", "megatron"): "coupler-engine-megatron",
-    ("rollout", "hf"): "coupler-engine-fsdp",
-    ("rollout", "vllm"): "coupler-rollout-vllm",
-    ("rollout", "sglang"): "coupler-rollout-sglang",
-    ("algorithm", "grpo"): "coupler-algos",
-    ("algorithm", "rloo"): "coupler-algos",
-    ("algorithm", "ppo"): "coupler-algos",
-    ("algorithm", "sft"): "coupler-algos",
+BRINGS = {
+    "coupler-engine-fsdp": "engine=fsdp rollout=hf",
+    "coupler-engine-megatron": "engine=megatron",
+    "coupler-rollout-vllm": "rollout=vllm",
+    "coupler-rollout-sglang": "rollout=sglang",
+    "coupler-algos": "algorithm=grpo algorithm=rloo algorithm=ppo algorithm=sft",
+    "coupler-trackers": "tracker=wandb tracker=mlflow tracker=tensorboard tracker=trackio "
+    "tracker=swanlab",
 }
+KNOWN = {tuple(one.split("=")): dist for dist, names in BRINGS.items() for one in names.split()}
 
 
 @dataclass(frozen=True, slots=True)

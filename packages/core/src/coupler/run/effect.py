@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from coupler.config.options import REPLACED, SECTIONS, Options
-from coupler.config.plain import to_plain
+from coupler.config.options import REPLACED, SECTIONS, TRACKER, Options
+from coupler.system.plain import to_plain
 from coupler.system.tree import flatten, value_at
 
 # Text that the command line takes without quotes.
@@ -102,9 +102,11 @@ def _of_unknown(
     """Yield the values in ``before`` of options that this release does not have.
 
     Values that were defaults then are left out. So are the options of a section that is
-    not chosen today, because that choice is a difference of its own.
+    not chosen today, because that choice is a difference of its own, and those of
+    trackers, which change no result.
     """
-    without = tuple(f"{path}." for path in SECTIONS.keys() - options.sections.keys())
+    unset = SECTIONS.keys() - options.sections.keys()
+    without = tuple(f"{path}." for path in (TRACKER, *unset))
     for key in sorted(before.keys() - options.table.keys() - SECTIONS.keys() - REPLACED.keys()):
         had_default = gone is not None and key not in gone
         if not key.startswith(without) and not had_default and before[key] != now.get(key):

@@ -57,6 +57,7 @@ def _checks(
     if config.profile.steps and config.profile.path:
         yield partial(_check_folder_to_write, config.profile.path, "profile.path")
     yield partial(_check_executor, config)
+    yield partial(_check_trackers, config)
 
     yield partial(_check_model, config.model.path, "model.path")
     if config.critic.engine and config.critic.model.path:
@@ -128,6 +129,17 @@ def _check_executor(config: RunConfig) -> None:
             raise ConfigError(
                 f"{path}.python={python} is no program.\n  try:  the python of a virtual "
                 f"environment, such as .venv/bin/python, or {path}.python=''"
+            )
+
+
+def _check_trackers(config: RunConfig) -> None:
+    """Refuse another name of a tracker, which selects none."""
+    for name in config.trackers:
+        said = getattr(getattr(config.tracker, name, None), "name", name)
+        if said != name:
+            raise ConfigError(
+                f"tracker.{name}.name={said} is no option of the tracker.\n"
+                "  try:  leaving it out; trackers says which trackers a run has"
             )
 
 

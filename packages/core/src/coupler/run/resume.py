@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from coupler.config.effect import options_of
-from coupler.config.options import Options
+from coupler.config.options import TRACKER, Options
 from coupler.config.schema import RunConfig
 from coupler.errors import ConfigError
 from coupler.interfaces import EngineConfig, RolloutConfig
@@ -102,6 +102,7 @@ def config_hash(resolved: str) -> str:
     free = {
         key for key, option in Options(KNOWN_TO_CORE).table.items() if not option.affects_results
     }
+    free.add(TRACKER)
     values = flatten(yaml.safe_load(resolved))
     text = yaml.safe_dump(
         {key: value for key, value in sorted(values.items()) if not _within(key, free)}

@@ -9,6 +9,7 @@ from asyncio import CancelledError
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from coupler.executors.classes import load_class
 from coupler.interfaces import Tracker
 from coupler.metrics import Metrics, values
 from coupler.plugins.manager import Plugins
+from coupler.run.background import Background
 from coupler.run.format import FORMAT, KEY, check_format
 from coupler.run.manifest import RUN, folders, whole
+from coupler.run.picture import draw_reward
 from coupler.run.provenance import describe_run
 from coupler.system.files import (
     DamagedFile,
@@ -33,6 +36,8 @@ from coupler.system.files import (
     writing,
 )
 from coupler.system.log import get_logger
+from coupler.system.plain import to_plain
+from coupler.system.reads import original
 
 # Key of run.json: options whose values were not the defaults of that release.
 NOT_DEFAULT = "not_default"
@@ -67,15 +72,22 @@ class Journal:
         self.resolved = resolved
         self.plugins, self.facts, self.code = plugins, facts, code
         self.not_default = not_default(config)
-        self.total_steps = config.steps
+        self.total_steps, self.done = config.steps, done
 
         self.trackers: dict[str, Tracker] = {}
         for name in config.trackers:
-            tracker, settings = load_class(plugins, "tracker", name), plugins.get("tracker", name)
             with self._tracking(name):
-                self.trackers[name] = tracker(settings.config(), self.run_dir)
+                tracker = self.trackers[name] = self._open(config, name)
+                tracker.start(facts.get(RUN, ""), to_plain(original(config)))
                 if done or os.path.lexists(self.run_dir / "config.yaml"):
-                    self.trackers[name].rewind(done or -1)
+                    tracker.rewind(done or -1)
+
+    def _open(self, config: RunConfig, name: str) -> Tracker:
+        """Make a tracker with its options, all of which count as read."""
+        settings = getattr(config.tracker, name, None)
+        settings = copy(settings) if settings else self.plugins.get("tracker", name).config()
+        tracker = load_class(self.plugins, "tracker", name)(settings, self.run_dir)
+        return Background(name, tracker) if tracker.in_background else tracker
 
     def log(self, step: int, metrics: Metrics) -> dict[str, float]:
         """Give the numbers of a step to every tracker and plugin, and return them."""
@@ -94,6 +106,12 @@ class Journal:
                 tracker.log(step, {**numbers, "run/steps": float(self.total_steps)})
         self.plugins.call("coupler_step_end", step=step, values=numbers)
         return numbers
+
+    def show(self, step: int, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Give the samples of a step to every tracker."""
+        for name, tracker in self.trackers.items():
+            with self._tracking(name):
+                tracker.samples(step, lines)
 
     def _write_manifest(self) -> None:
         """Add this start to ``run.json``: one object per start of the run."""
@@ -150,16 +168,26 @@ class Journal:
         Where the run has failed already, the failure of the run is the one to show.
         """
         self._write_end(error)
+        wanted = any(map(_takes_pictures, self.trackers.values()))
+        drawn = draw_reward(self.run_dir) if wanted else None
         with suppress(Exception) if kind else nullcontext(), ExitStack() as closing:
             for name, tracker in self.trackers.items():
-                closing.callback(self._close, name, tracker)
+                closing.callback(self._close, name, tracker, _end(error), drawn)
 
-    def _close(self, name: str, tracker: Tracker) -> None:
-        with self._tracking(name):
-            tracker.close()
+    def _close(self, name: str, tracker: Tracker, how: str, drawn: Path | None) -> None:
+        with self._tracking(name), ExitStack() as closing:
+            closing.callback(tracker.close)
+            if drawn:
+                tracker.picture(drawn.stem, drawn)
+            tracker.ended(how)
 
     def _tracking(self, name: str) -> AbstractContextManager[None]:
         return writing(f"the numbers of tracker {name} in {self.run_dir}")
+
+
+def _takes_pictures(tracker: Tracker) -> bool:
+    inner = tracker.tracker if isinstance(tracker, Background) else tracker
+    return type(inner).picture is not Tracker.picture
 
 
 def _end(error: BaseException | None) -> str:

@@ -52,17 +52,20 @@ class SampleWriter:
                 if step > done:
                     remove(path_of(self.folder, step))
 
-    def write(self, step: int, batch: Batch) -> None:
+    def write(self, step: int, batch: Batch) -> list[dict[str, Any]]:
         """Write the samples of ``step`` where it is due, and log the first of them.
 
         Args:
             batch: what the step trained on, with rewards and advantages.
 
+        Returns:
+            what was written.
+
         Raises:
             CouplerError: the disk refuses the file.
         """
         if not self.every_steps or not (step == 1 or due(self.every_steps, step)):
-            return
+            return []
 
         groups = np.unique(batch["group"])[: self.max_groups]
         lines = self.lines(step, batch, np.flatnonzero(np.isin(batch["group"], groups)).tolist())
@@ -73,6 +76,7 @@ class SampleWriter:
             write_whole(path, "".join(json.dumps(line) + "\n" for line in lines))
         for line in lines[:SHOWN]:
             log.info(brief(line), extra=PLAIN)
+        return lines
 
     def lines(self, step: int, batch: Batch, rows: Sequence[int]) -> list[dict[str, Any]]:
         """Return what is written of some rows of a batch."""

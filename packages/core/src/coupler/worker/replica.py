@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from coupler.config.plain import Section
 from coupler.interfaces import Model, Rollout
 from coupler.system.imports import load_subclass
+from coupler.system.plain import Section
 
 
 @dataclass(frozen=True, slots=True)

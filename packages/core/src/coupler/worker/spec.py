@@ -6,10 +6,10 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from coupler.batch import Batch
-from coupler.config.plain import Section
 from coupler.interfaces import Algorithm, Model, StepInfo, StepResult
 from coupler.metrics import Metrics
 from coupler.system.imports import load_subclass
+from coupler.system.plain import Section
 from coupler.worker.torch.profiling import NOTHING, Profile
 
 

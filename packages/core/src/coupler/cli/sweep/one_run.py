@@ -19,13 +19,13 @@ from coupler.cli.composing import quoted
 from coupler.cli.sweep.space import label
 from coupler.config.compose import compose, dump_yaml
 from coupler.config.overrides import parse_overrides
-from coupler.config.plain import to_plain
 from coupler.config.schema import Job
 from coupler.errors import CouplerError
 from coupler.plugins.manager import Plugins
 from coupler.run.run_folder import DONE, ENDED, INTERRUPTED, read_starts
 from coupler.system.files import DamagedFile, read_json, write_whole, writing
 from coupler.system.log import VARIABLE, configure, get_logger
+from coupler.system.plain import to_plain
 from coupler.system.reaping import die_with_parent
 
 log = get_logger(__name__)

@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from coupler.config.plain import Section
 from coupler.conversation.limits import ConversationOver
 from coupler.conversation.workers.wire import (
     Line,
@@ -27,6 +26,7 @@ from coupler.conversation.workers.wire import (
 from coupler.errors import CouplerError
 from coupler.interfaces import Ended, Outcome, Task
 from coupler.system import supervisor
+from coupler.system.plain import Section
 
 START_S = 120.0  # to import the environment, and to set it up
 CLOSE_S = 10.0  # to end what setup started

@@ -17,7 +17,6 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from coupler.config.plain import RECEIVED, Section
 from coupler.conversation.limits import ConversationOver
 from coupler.conversation.workers.wire import (
     Line,
@@ -31,6 +30,7 @@ from coupler.errors import CouplerError
 from coupler.executors.classes import load_class
 from coupler.interfaces import Completion, Ended, Environment, Message, Outcome, Reply
 from coupler.plugins.manager import Plugins
+from coupler.system.plain import RECEIVED, Section
 
 
 def make(section: Line) -> Environment:

@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import lru_cache, reduce
 
-from coupler.config.plain import Section
 from coupler.conversation.workers.link import (
     START_S,
     FailedThere,
@@ -20,6 +19,7 @@ from coupler.conversation.workers.link import (
 )
 from coupler.errors import CouplerError
 from coupler.interfaces import Environment, EnvironmentConfig, Outcome, Policy, Task
+from coupler.system.plain import Section
 
 
 def open_environment(

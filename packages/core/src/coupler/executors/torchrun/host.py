@@ -11,13 +11,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from coupler.config.plain import RECEIVED
 from coupler.errors import WorkerDied
 from coupler.executors.host import Failure
 from coupler.executors.torchrun.launch import Launch, join
 from coupler.executors.torchrun.wire import receive, send
 from coupler.interfaces import open_transport
 from coupler.system.imports import resolve
+from coupler.system.plain import RECEIVED
 
 
 def serve(launch: Launch, run_dir: Path, seconds: float) -> None:

@@ -4,8 +4,10 @@ those that a resumed run repeats.
 
 from __future__ import annotations
 
+import struct
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -39,7 +41,17 @@ EXTREME = {
     "large": 1e308,
     "tiny": 5e-324,
 }
+SAMPLES = [
+    {
+        "step": 1, "group": 4, "trajectory": 0, "row": 7, "data_source": None,
+        "prompt": "what | is\n\t2 + 2?", "completion": completion, "reward": 0.5,
+        "reward_parts": {"format": 1.0}, "advantage": advantage, "finish": "stop", "tokens": 3,
+        "version": [0, 0], "turns": [{"origin": "prompt", "text": "what"}],
+    }
+    for completion, advantage in (("größe \x00 <b>4</b>", -0.5), ("", None))
+]  # fmt: skip
 MANY = {f"train_infer/replica_{i}": float(i) for i in range(2000)}
+RUN, CONFIG = "0123456789abcdef", {"engine": {"name": "toy", "lr": 0.1}, "steps": 2}
 SLOW_S = 1.0  # of the fastest of a few calls
 FULL = 4096  # bytes, of a file on a disk that is full
 
@@ -63,6 +75,7 @@ def start(tracker_subject: Subject, run_dir: Path) -> Iterator[Open]:
     def make() -> Tracker:
         try:
             made.append(tracker_subject.backend.load()(tracker_subject.config(), run_dir))
+            made[-1].start(RUN, CONFIG)
         except PluginError as error:
             if tracker_subject.selected:
                 raise
@@ -100,6 +113,39 @@ def test_whatever_is_logged_is_taken(start: Open, case: str) -> None:
             ) from error
 
     tracker.close()
+
+
+@pytest.mark.parametrize("how", ["done", "interrupted", "it failed: größe = 5"])
+def test_what_else_a_run_gives_is_taken(start: Open, run_dir: Path, how: str) -> None:
+    """Samples, a picture and the end of the run."""
+    picture = run_dir / "reward.png"
+    picture.write_bytes(_png(3, 2))
+    tracker = start()
+    tracker.log(0, {"reward/mean": KEPT})
+
+    try:
+        tracker.samples(1, SAMPLES)
+        tracker.log(1, {"reward/mean": LATER})
+        tracker.picture("reward", picture)
+        tracker.ended(how)
+    except Exception as error:
+        raise AssertionError(
+            f"expected samples, picture and end to be taken, came {type(error).__name__}: {error}"
+        ) from error
+    tracker.close()
+
+
+def _png(width: int, height: int) -> bytes:
+    """Make a black picture."""
+
+    def chunk(name: bytes, content: bytes) -> bytes:
+        checked = name + content
+        return struct.pack(">I", len(content)) + checked + struct.pack(">I", zlib.crc32(checked))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    pixels = zlib.compress((b"\0" + b"\0\0\0" * width) * height)
+    chunks = chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + chunks
 
 
 def test_numbers_beside_odd_ones_are_kept(
@@ -262,7 +308,8 @@ def test_every_number_of_every_step_is_kept(
     for step, number in enumerate(EXACT):
         tracker.log(steps + step, {"loss": number})
     tracker.close()
-    empty = [path.name for path in run_dir.rglob("*") if path.is_file() and not path.stat().st_size]
+    files = [path for path in run_dir.rglob("*") if path.is_file() and path.suffix != ".lock"]
+    empty = [path.name for path in files if not path.stat().st_size]
     assert not empty, f"expected numbers in {empty[0]} after close(), it is empty"
 
     wanted = [*(1000.5 + step for step in range(steps)), *EXACT]

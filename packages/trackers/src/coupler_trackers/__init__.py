@@ -1,0 +1,3 @@
+"""Provide trackers of libraries: Weights & Biases, MLflow, Trackio, SwanLab, and
+TensorBoard.
+"""

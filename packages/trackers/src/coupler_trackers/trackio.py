@@ -1,0 +1,79 @@
+"""``trackers=[trackio]``: a database of Trackio, or a Space of Hugging Face."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from coupler_trackers.config import TrackioConfig
+from coupler_trackers.library import COLUMNS, LibraryTracker, table
+
+
+class TrackioTracker(LibraryTracker):
+    """Writes to ``trackio/`` of the run folder, for ``trackio show``."""
+
+    library = "trackio"
+    config: TrackioConfig
+    module: Any = None
+    live: Any = None
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.folder or self.run_dir / "trackio").expanduser()
+
+    @property
+    def title(self) -> str:
+        """A name of this run alone, since Trackio knows runs by it."""
+        return self.config.run_name or f"{self.run_dir.resolve().name}-{self.run[:8]}"
+
+    def imported(self) -> Any:
+        """Import the library, which takes its folder at that moment, anew."""
+        if self.module is None:
+            for name in [each for each in sys.modules if each.partition(".")[0] == self.library]:
+                del sys.modules[name]
+            os.environ["TRACKIO_DIR"] = str(self.folder)
+            self.module = import_module(self.library)
+        return self.module
+
+    def in_files(self) -> bool:
+        return not self.config.space
+
+    def forget(self) -> None:
+        self.imported()
+        storage = import_module("trackio.sqlite_storage").SQLiteStorage
+        storage.delete_run(self.config.project, self.title)
+
+    def open(self) -> None:
+        self.live = self.imported().init(
+            project=self.config.project,
+            name=self.title,
+            space_id=self.config.space or None,
+            config=self.resolved,
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+    def give(self, step: int, values: Mapping[str, float]) -> None:
+        self.live.log(dict(values), step=step)
+
+    def give_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        shown = self.imported().Table(columns=list(COLUMNS), data=table(rows))
+        self.live.log({"samples": shown}, step=step)
+
+    def give_picture(self, name: str, path: Path) -> None:
+        self.live.log({name: self.imported().Image(str(path))}, step=self.step)
+
+    def finish(self, how: str) -> None:
+        level = {"done": "info", "interrupted": "warn"}.get(how, "error")
+        self.live.alert("the run ended", how, self.imported().AlertLevel(level), step=self.step)
+
+    def close(self) -> None:
+        if self.opened:
+            self.live.finish()
+            self.opened = False
