@@ -39,14 +39,16 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(
-    inputs: Path, run_dir: Path, *more: str, plugins: str = ""
+    inputs: Path, run_dir: Path, *more: str, plugins: str = "", by: str = ""
 ) -> subprocess.CompletedProcess[str]:
+    """Run the toy job, which with ``by`` waits after each step for these trackers."""
     command = [
         sys.executable, "-m", "coupler.cli", "train", *OPTIONS, f"run_dir={run_dir}",
         f"model.path={inputs / 'toy'}", f"data.source={inputs / 'rows.jsonl'}",
         f"reward.target={inputs / 'reward.py'}:score", *more,
     ]  # fmt: skip
-    environment = {**os.environ, "COUPLER_PLUGINS": plugins}
+    environment = {**os.environ, "PACED": str(run_dir), "PACED_BY": by}
+    environment["COUPLER_PLUGINS"] = plugins or ("paced" if by else "")
     environment["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
         command, capture_output=True, text=True, timeout=400, env=environment, check=False
@@ -68,7 +70,7 @@ def resumed(
     assert first.returncode == -signal.SIGKILL, first.stderr
     assert [line["step"] for line in logged(run_dir)] == [0, 1, 2, 3, 4, 5]
 
-    again = train(inputs, run_dir, *server)
+    again = train(inputs, run_dir, *server, by=",".join(TRACKERS))
     assert again.returncode == 0, again.stderr
     assert "going on from" in again.stdout and "tracker" not in again.stderr, again.stderr
     return run_dir, mlflow_server
@@ -134,7 +136,8 @@ def test_a_run_goes_on_where_no_server_answers(
 def test_a_tracker_that_comes_later_gets_the_steps_before(inputs: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     assert train(inputs, run_dir, "steps=2", "trackers=[jsonl]").returncode == 0
-    ended = train(inputs, run_dir, "steps=4", "trackers=[jsonl,trackio,tensorboard]")
+    later = ("trackers=[jsonl,trackio,tensorboard]",)
+    ended = train(inputs, run_dir, "steps=4", *later, by="trackio,tensorboard")
     assert ended.returncode == 0, ended.stderr
     for read in (stores.of_trackio, stores.of_tensorboard):
         assert [step for step, _ in read(run_dir).numbers["run/steps"]] == [0, 1, 2, 3, 4]
@@ -146,7 +149,7 @@ def test_a_run_that_fails_says_so(inputs: Path, tmp_path: Path) -> None:
     )
     ended = train(
         inputs, tmp_path / "run", f"reward.target={tmp_path / 'bad.py'}:score",
-        "trackers=[jsonl,wandb,mlflow,swanlab,trackio]",
+        "trackers=[jsonl,wandb,mlflow,swanlab,trackio]", by="wandb,mlflow,swanlab,trackio",
     )  # fmt: skip
     assert ended.returncode == 2, ended.stderr
     first = ended.stderr.rpartition("coupler: ")[2].partition("\n")[0]
