@@ -64,7 +64,10 @@ OF_PYTEST = (
     "coupler.testing.conformance.",
 )  # of the extra testing: tests, and their plugin
 # what runs in the model workers of an inference engine, which have torch
-OF_TORCH = tuple(f"coupler.engine_kit.inference.{name}" for name in ("checksums", "loading"))
+OF_TORCH = tuple(
+    f"coupler.engine_kit.{name}"
+    for name in ("inference.checksums", "inference.loading", "parked", "pinned")
+)
 # listed and planned with where their backend is not; it comes with an extra
 WITHOUT_BACKEND = {
     "coupler-rollout-vllm": {"vllm", "torch"},

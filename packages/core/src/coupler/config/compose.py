@@ -37,7 +37,6 @@ from coupler.config.options import (
     wrong_value,
 )
 from coupler.config.overrides import parse_overrides, read_files
-from coupler.config.plain import to_plain
 from coupler.config.presets import chosen_values, preset_text
 from coupler.config.schema import JOBS, Job, OnSync, RunConfig
 from coupler.errors import ConfigError, PluginError

@@ -81,6 +81,7 @@ class Parked:
         views, places, kept = self._away.pop(what, NOBODY)
         for place in places:
             views[place.storage].untyped_storage().resize_(place.size)
+
         if kept and places:
             host = self._host[what].bytes
             with self._copying(what, views):
@@ -126,6 +127,7 @@ class Parked:
             del held
             self._host[what] = PinnedMemory(size)
             self.allocated += size
+
         return self._host[what].bytes if size else torch.empty(0, dtype=torch.uint8)
 
     @contextmanager

@@ -45,6 +45,7 @@ class PinnedMemory:
                 f"{free / GIB:.1f} GiB are free.\n"
                 "  try:  offload=false, a machine with more memory, or fewer ranks on this one"
             )
+
         region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             region.madvise(mmap.MADV_HUGEPAGE)

@@ -39,6 +39,7 @@ def free_bytes() -> int:
     bounds = [machine_bytes()]
     with contextlib.suppress(OSError, KeyError):
         bounds.append(_fields(Path("/proc/meminfo"))["MemAvailable:"] << 10)
+
     with contextlib.suppress(OSError, KeyError, ValueError):
         most, used, stat = (GROUPS / name for name in GROUP)
         cached = _fields(stat)["inactive_file"]
