@@ -82,6 +82,20 @@ def test_a_host_with_too_little_memory_is_one_sentence(monkeypatch: pytest.Monke
     assert tensor.tolist() == [1.0] * 1000, "what could not leave is still there"
 
 
+def test_what_found_no_room_is_copied_out_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    parked, small, large = Parked(), torch.ones(4), torch.ones(1000)
+    parked.offload("frozen", [small], Keep.SAME)
+    parked.onload("frozen")
+    with monkeypatch.context() as patched:
+        patched.setattr(pinned, "free_bytes", lambda: 100)
+        with pytest.raises(CouplerError, match="host memory"):
+            parked.offload("frozen", [small, large], Keep.SAME)
+
+    parked.offload("frozen", [small], Keep.SAME)
+    parked.onload("frozen")
+    assert small.tolist() == [1.0] * 4
+
+
 def test_pages_are_mapped_and_hold_what_is_written() -> None:
     size = 3 * pinned.PAGE * pinned.THREADS + 17
     memory = pinned.PinnedMemory(size)

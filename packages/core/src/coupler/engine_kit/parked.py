@@ -108,6 +108,7 @@ class Parked:
         self._known.clear()
 
     def _copy_out(self, what: str, views: dict[int, Tensor], places: list[_Place]) -> None:
+        self._known.pop(what, None)
         host = self._room(what, places)
         with self._copying(what, views):
             for place in places:
