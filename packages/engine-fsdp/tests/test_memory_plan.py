@@ -117,6 +117,20 @@ def rehearsed(config: FSDPConfig, model: Model) -> Rehearsal:
     return rehearse(policy, TOKENS, TOKENS - TOKENS // LENGTH, gpu=False, copies=True)
 
 
+def test_moments_in_host_memory_are_planned_there(folder: Path) -> None:
+    model = Model(str(folder))
+    plain = planned(FSDPConfig(), model, trains=True)
+    away = planned(FSDPConfig(offload_optimizer=True), model, trains=True)
+    moments = total(plain.held[Part.OPTIMIZER])
+    assert (plain.host, away.host) == (0, moments)
+    assert away.held.keys() == {Part.PARAMS}
+    # A model this small is one piece.
+    step = total(plain.peaks[Phase.TRAINING])
+    assert step <= total(away.peaks[Phase.TRAINING]) <= step + moments
+    reference = planned(FSDPConfig(offload_optimizer=True), Model(str(folder), frozen=True))
+    assert reference.host == 0
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_frozen_reference(folder: Path, dtype: str) -> None:
     config, model = FSDPConfig(dtype=dtype), Model(str(folder), frozen=True)

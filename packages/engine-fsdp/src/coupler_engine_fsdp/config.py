@@ -100,6 +100,11 @@ class FSDPConfig(LoRAConfig):
     """Train the matrices of the layers with AdamW or with Muon. Embeddings, head, norms
     and experts are always AdamW's.
     """
+    offload_optimizer: bool = no_effect(False)
+    """Hold AdamW's moments in host memory. A step brings them to the device piece by
+    piece, so that 8 bytes of each trained weight are free while gradients are computed.
+    It needs one rank.
+    """
     muon_momentum: float = 0.95
     """Muon's decay of the running mean of gradients."""
     logits_tile: int = no_effect(0)
@@ -136,6 +141,12 @@ class FSDPConfig(LoRAConfig):
 
         muon = self.optimizer == OptimizerName.MUON
         self._require(not (muon and self.lora_rank), "optimizer", "needs engine.lora_rank=0")
+        one = self.ranks == 1 and not muon
+        self._require(
+            one or not self.offload_optimizer,
+            "offload_optimizer",
+            "needs engine.ranks=1 and engine.optimizer=adamw",
+        )
         self._require(0 <= self.muon_momentum < 1, "muon_momentum", "must be in [0, 1)")
         self._require(
             muon or self.muon_momentum == FSDPConfig.muon_momentum,

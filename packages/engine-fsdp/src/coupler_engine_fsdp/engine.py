@@ -380,8 +380,10 @@ class FSDPEngine(Engine):
         parameters = {
             name: tensor for name, tensor in trained.items() if isinstance(tensor, nn.Parameter)
         }
+        parked = self._parked if self.config.offload_optimizer else None
+
         return Optimizer(
-            self.config, parameters, self.masters, self.mesh, self.matrices, self.dtype
+            self.config, parameters, self.masters, self.mesh, self.matrices, self.dtype, parked
         )
 
     def _clear_gradients(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from importlib.util import find_spec
 
 import torch
@@ -13,14 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from coupler.engine_kit.adamw import multiplier
+from coupler.engine_kit.parked import Parked
 from coupler.interfaces import StepResult
 from coupler_engine_fsdp.config import FSDPConfig
 from coupler_engine_fsdp.masters import Masters
+from coupler_engine_fsdp.moments import MOMENTS, Moments
 from coupler_engine_fsdp.muon import Muon
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-# Moments start at multiples of so many numbers in their storage.
-ALIGNED = 128
 
 
 class Optimizer:
@@ -39,12 +37,14 @@ class Optimizer:
         mesh: DeviceMesh,
         muon: Collection[str] = (),
         dtype: torch.dtype = torch.float32,
+        parked: Parked | None = None,
     ) -> None:
         """Allocate the state.
 
         Args:
             muon: names of the matrices that Muon trains.
             dtype: that of Muon's products.
+            parked: the host memory of moments that are on the device in a step alone.
         """
         self.config, self.parameters, self.masters, self.mesh = config, parameters, masters, mesh
         self.multiplier = multiplier(config)
@@ -58,27 +58,8 @@ class Optimizer:
             shapes = {name: parameters[name].shape for name in muon}
             self.muon = Muon(config, matrices, shapes, mesh, dtype)
 
-        # Biases and norms do not decay.
         self.elementwise = {n: shard for n, shard in self.shards.items() if n not in muon}
-        matrices = [p for p in self.elementwise.values() if p.ndim > 1]
-        vectors = [p for p in self.elementwise.values() if p.ndim < 2]
-        groups = [
-            {"params": matrices, "weight_decay": config.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
-        self.adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=config.lr,
-            betas=(config.beta1, config.beta2),
-            eps=config.eps,
-            fused=True,
-        )
-
-        # Allocated now, so that a checkpoint can be read into a fresh optimizer.
-        shards = [*self.elementwise.values()]
-        for shard, mean, square in zip(shards, _zeros(shards), _zeros(shards), strict=True):
-            step = torch.zeros((), dtype=torch.float32, device=shard.device)
-            self.adamw.state[shard] = {"step": step, "exp_avg": mean, "exp_avg_sq": square}
+        self.moments = Moments(config, self.elementwise, parked)
 
     def step(self, norm: float) -> StepResult:
         """Clip, apply and clear the gradient, which has this norm.
@@ -108,9 +89,10 @@ class Optimizer:
         if scale != 1:
             grads = [shard.grad for shard in self.shards.values() if shard.grad is not None]
             torch._foreach_mul_(grads, scale)
-        for group in self.adamw.param_groups:
-            group["lr"] = lr
-        self.adamw.step()
+        for piece in self.moments.in_turn():
+            for group in piece.adamw.param_groups:
+                group["lr"] = lr
+            piece.adamw.step()
 
         if self.muon:
             self.muon.step(lr)
@@ -123,25 +105,36 @@ class Optimizer:
         """
         from coupler_engine_fsdp.adamw_triton import adamw
 
-        beta1, beta2, eps = self.config.beta1, self.config.beta2, self.config.eps
-        for shard in self.shards.values():
-            grad, state = self.masters.gradient_of(shard), self.adamw.state[shard]
-            if grad is not None:
-                adamw(
-                    shard.detach(),
-                    grad,
-                    state["exp_avg"],
-                    state["exp_avg_sq"],
-                    self.masters.copy_of(shard).detach(),
-                    step=self.num_steps + 1,
-                    lr=lr,
-                    beta1=beta1,
-                    beta2=beta2,
-                    eps=eps,
-                    decay=self.config.weight_decay if shard.ndim > 1 else 0.0,
-                    scale=scale,
-                )
-        torch._foreach_add_([self.adamw.state[shard]["step"] for shard in self.shards.values()], 1)
+        for piece in self.moments.in_turn():
+            states = [piece.adamw.state[shard] for shard in piece.shards.values()]
+            for shard, state in zip(piece.shards.values(), states, strict=True):
+                self._update_shard(adamw, shard, state, lr, scale)
+            torch._foreach_add_([state["step"] for state in states], 1)
+
+    def _update_shard(
+        self,
+        adamw: Callable[..., None],
+        shard: Tensor,
+        state: Mapping[str, Tensor],
+        lr: float,
+        scale: float,
+    ) -> None:
+        grad = self.masters.gradient_of(shard)
+        if grad is not None:
+            adamw(
+                shard.detach(),
+                grad,
+                state["exp_avg"],
+                state["exp_avg_sq"],
+                self.masters.copy_of(shard).detach(),
+                step=self.num_steps + 1,
+                lr=lr,
+                beta1=self.config.beta1,
+                beta2=self.config.beta2,
+                eps=self.config.eps,
+                decay=self.config.weight_decay if shard.ndim > 1 else 0.0,
+                scale=scale,
+            )
 
     def norm(self) -> Tensor:
         """Return the L2 norm of the whole gradient, on the device.
@@ -177,30 +170,17 @@ class Optimizer:
         for name, momentum in self.muon.momentum.items() if self.muon else ():
             tensors[f"{name}/momentum"] = _like(momentum, self.parameters[name])
 
-        for name, shard in self.elementwise.items():
-            state = self.adamw.state[shard]
+        for name in self.elementwise:
+            state = self.moments.state(name)
             tensors[f"{name}/step"] = state["step"]
             for key in MOMENTS:
                 tensors[f"{name}/{key}"] = _like(state[key], self.parameters[name])
         return tensors
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors of the state that have the size of parameters."""
-        states = (self.adamw.state[shard] for shard in self.elementwise.values())
-        moments = [state[key] for state in states for key in MOMENTS]
-        return [*moments, *(self.muon.momentum.values() if self.muon else ())]
-
-
-def _zeros(shards: Sequence[Tensor]) -> list[Tensor]:
-    """Return fp32 zeros like each of ``shards``, in one storage.
-
-    A GPU takes as long to free hundreds of storages as to copy gigabytes.
-    """
-    sizes = [-(-shard.numel() // ALIGNED) * ALIGNED for shard in shards]
-    device = shards[0].device if shards else None
-    pieces = torch.zeros(sum(sizes), dtype=torch.float32, device=device).split(sizes)
-    pairs = zip(pieces, shards, strict=True)
-    return [piece[: shard.numel()].view(shard.shape) for piece, shard in pairs]
+        """Return what is on the device between steps, of the size of parameters."""
+        momentum = self.muon.momentum.values() if self.muon else ()
+        return [*self.moments.on_device(), *momentum]
 
 
 def _shard(parameter: nn.Parameter) -> nn.Parameter:

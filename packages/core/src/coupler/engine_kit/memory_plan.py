@@ -95,12 +95,14 @@ class Needs:
         peaks: what each phase needs on top, at the moment at which it needs most.
         unknown: sentences on what could not be estimated, and is in no number.
         parameters: numbers in the weights of the whole model.
+        host: bytes of host memory that it always takes, besides what leaves the device.
     """
 
     held: Mapping[Kind, tuple[Term, ...]] = field(default_factory=dict)
     peaks: Mapping[Phase, tuple[Term, ...]] = field(default_factory=dict)
     unknown: tuple[str, ...] = ()
     parameters: int = 0
+    host: int = 0
 
 
 @runtime_checkable

@@ -95,6 +95,17 @@ class Parked:
         if wait:
             self.arrive(what)
 
+    def kept(self, what: str, tensor: Tensor) -> Tensor:
+        """Return what the host keeps of a tensor that is away, and is contiguous.
+
+        What is written to it is part of what comes back.
+        """
+        away, at = self._away[what], tensor.untyped_storage()._cdata
+        (place,) = (place for place in away.places if place.storage == at)
+        first = place.start + tensor.storage_offset() * tensor.itemsize
+        host = self._host[what].bytes[first : first + tensor.nbytes]
+        return host.view(tensor.dtype).view(tensor.shape)
+
     def arrive(self, *names: str) -> None:
         """Let work that is queued from now on wait for what comes back, by default for
         all of it.

@@ -133,8 +133,10 @@ def plan_memory(config: RunConfig, plan: Plan, device_gib: float = 0) -> MemoryP
     )
 
     unknown = [f"{role}: {text}" for role, need in needs.items() for text in need.unknown]
-    parked = sum(_parked(needs[role.name]) * role.count for role in plan.workers)
-    host = parked if gpu and config.offload else 0
+    host = sum(
+        (needs[role.name].host + (_parked(needs[role.name]) if config.offload else 0)) * role.count
+        for role in (plan.workers if gpu else ())
+    )
     return MemoryPlan(devices, gpu, size, tuple(unknown), host)
 
 

@@ -17,6 +17,7 @@ from coupler_engine_fsdp.logprobs import default_chunk
 from coupler_engine_fsdp.lora import Adapter
 from coupler_engine_fsdp.memory.rehearsal import Rehearsal, rehearse
 from coupler_engine_fsdp.model import Policy, build, layers_of
+from coupler_engine_fsdp.moments import PIECE
 from coupler_engine_fsdp.muon import matrices_of
 from coupler_engine_fsdp.value import ValueModel
 
@@ -59,7 +60,7 @@ def needs(config: FSDPConfig, asked: Asked) -> Needs:
     }
     if asked.trains:
         peaks[Phase.TRAINING] = largest(role.in_backward(), role.in_step())
-    return Needs(held=role.held(), peaks=peaks, parameters=sizes.base)
+    return Needs(held=role.held(), peaks=peaks, parameters=sizes.base, host=role.on_host())
 
 
 def compute_dtype(precision: Precision, gpu: bool) -> torch.dtype:
@@ -165,9 +166,14 @@ class _Role:
         kept: dict[Kind, tuple[Term, ...]] = {
             Part.PARAMS: tuple(term for term in params if term.size)
         }
-        if self.asked.trains:
+        if self.asked.trains and not self.config.offload_optimizer:
             kept[Part.OPTIMIZER] = (Term("moments in fp32", self._share(moments), lower),)
         return kept
+
+    def on_host(self) -> int:
+        """Return the host memory that the role always takes."""
+        away = self.asked.trains and self.config.offload_optimizer
+        return MOMENTS * self.sizes.trained if away else 0
 
     def _share(self, size: int) -> int:
         return -(-size // self.shards)
@@ -233,8 +239,11 @@ class _Role:
         sizes = self.sizes
         in_place = self.alone and not self.several and self.asked.gpu and not sizes.matrices
         width = sizes.width if in_place else MASTER
+        # One piece is updated while the next one comes.
+        piece = min(2 * max(PIECE, sizes.tensor), sizes.trained)
         return (
             Term("gradients", self._share(width * sizes.trained)),
+            Term("moments of two pieces", MOMENTS * piece if self.on_host() else 0),
             Term("products of Muon", (3 * MASTER + 4 * sizes.width) * sizes.matrix),
         )
 
