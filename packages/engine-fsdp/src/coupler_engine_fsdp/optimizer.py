@@ -120,6 +120,7 @@ class Optimizer:
         scale: float,
     ) -> None:
         grad = self.masters.gradient_of(shard)
+
         if grad is not None:
             adamw(
                 shard.detach(),
