@@ -34,8 +34,8 @@ class Hooked(ToyEngine):
         """Return the outputs of a pass over a micro-batch."""
         return out
 
-    def _outputs(self, batch: Batch) -> dict[str, np.ndarray]:
-        return self.altered(batch, super()._outputs(batch))
+    def _outputs(self, batch: Batch, top_k: int = 0) -> dict[str, np.ndarray]:
+        return self.altered(batch, super()._outputs(batch, top_k))
 
     def parts(self, batch: Batch) -> list[Any]:
         """Return the rows of each micro-batch."""
@@ -116,8 +116,9 @@ def masks(how: str, training: bool) -> type:
         return batch.with_tokens(sampling_mask=MASKS[how](batch, batch["sampling_mask"]))
 
     class Masks(Hooked):
-        def _outputs(self, batch: Batch) -> dict[str, np.ndarray]:
-            return super()._outputs(batch if self.training is not training else masked(batch))
+        def _outputs(self, batch: Batch, top_k: int = 0) -> dict[str, np.ndarray]:
+            given = batch if self.training is not training else masked(batch)
+            return super()._outputs(given, top_k)
 
         def _backward(self, batch: Batch, d_out: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
             return super()._backward(masked(batch) if training else batch, d_out)

@@ -119,6 +119,7 @@ def measured(
     batch = {
         "rollout_logprobs": logprobs,
         "loss_mask": np.ones(count, bool),
+        "version": np.zeros(count, np.int32),
         "seq": np.arange(count),
         "replica": random.integers(0, replicas, count),
     }

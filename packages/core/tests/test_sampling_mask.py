@@ -39,16 +39,16 @@ SEEN: list[int] = []
 class Watched(ToyEngine):
     """Notes the masks of every pass."""
 
-    def _outputs(self, batch: Batch) -> dict[str, np.ndarray]:
+    def _outputs(self, batch: Batch, top_k: int = 0) -> dict[str, np.ndarray]:
         SEEN.append(batch["sampling_mask"].shape[1] if batch.has("sampling_mask") else 0)
-        return super()._outputs(batch)
+        return super()._outputs(batch, top_k)
 
 
 class Blind(ToyEngine):
     """Computes log-probs over all ids, whatever the masks say."""
 
-    def _outputs(self, batch: Batch) -> dict[str, np.ndarray]:
-        return super()._outputs(batch.without("sampling_mask"))
+    def _outputs(self, batch: Batch, top_k: int = 0) -> dict[str, np.ndarray]:
+        return super()._outputs(batch.without("sampling_mask"), top_k)
 
 
 class WantsOld(ToyAlgorithm):

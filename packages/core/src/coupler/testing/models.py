@@ -44,7 +44,7 @@ def read_toy(folder: Path) -> dict[str, np.ndarray]:
     """Read the tensors of the bigram model.
 
     Raises:
-        CouplerError: they are not those of such a model, or not numbers of float32.
+        CouplerError: they are not those of such a model, or not finite numbers.
     """
     found = read_tensors(folder)
 
@@ -59,6 +59,11 @@ def read_toy(folder: Path) -> dict[str, np.ndarray]:
         raise CouplerError(
             f"model.path={folder} is no toy model: {', '.join(wrong or tables)} do not fit.\n"
             "  try:  coupler.testing.models.write_toy"
+        )
+    if odd := [name for name in tables if not np.isfinite(found[name]).all()]:
+        raise CouplerError(
+            f"model.path={folder} has weights that are not finite: {', '.join(odd)}.\n"
+            "  try:  another copy of the model"
         )
 
     return found
