@@ -138,6 +138,7 @@ def sampled(
     batch = {
         "rollout_logprobs": logprobs,
         "loss_mask": np.ones(count, bool),
+        "version": np.zeros(count, np.int32),
         "seq": np.arange(count),
         "replica": np.arange(count) % replicas,
     }
@@ -200,7 +201,11 @@ def hidden(random: np.random.Generator, how: str, count: int) -> Metrics:
     row = random.integers(0, 32, count)
     token = (drawn[row].cumsum(-1) < random.random(count)[:, None]).sum(-1).clip(0, 299)
     logprobs, entropy = log_p[row, token], -(np.exp(log_p) * log_p).sum(-1)[row]
-    batch = {"rollout_logprobs": logprobs, "loss_mask": np.ones(count, bool)}
+    batch = {
+        "rollout_logprobs": logprobs,
+        "loss_mask": np.ones(count, bool),
+        "version": np.zeros(count, np.int32),
+    }
     return surprise({"logprobs": logprobs, "entropy": entropy}, batch, 0)
 
 
