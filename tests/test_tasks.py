@@ -30,6 +30,7 @@ NAMES = ("own-data", "own-reward", "own-algorithm", "own-backend", "second-gpu",
          "second-machine", "resume", "compare", "serve")  # fmt: skip
 SMALL = "model.path=models/small engine.max_tokens_per_gpu=256"
 SHORT = "sampling.max_tokens=8 prompts_per_step=2"
+NICENESS = "RAY_worker_niceness"
 # What a folder of a checkout has, and commands of a task may name.
 SHARED = ("recipes", "examples", "Makefile")
 
@@ -47,11 +48,15 @@ def folder(tmp_path: Path, model: Path) -> Path:
 
 @pytest.fixture
 def environment(folder: Path) -> Iterator[dict[str, str]]:
-    """A home of its own, short paths for Ray's sockets, and a folder for a plugin."""
+    """A home of its own, short paths for Ray's sockets, and a folder for a plugin.
+
+    What a cluster of another test set for this process is not for these.
+    """
     short = tempfile.mkdtemp(prefix="ray-")
     packages = [str(folder / "plugins"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    kept = {k: v for k, v in os.environ.items() if k == NICENESS or not k.startswith("RAY_")}
     yield {
-        **os.environ,
+        **kept,
         "HOME": str(folder / "home"),
         "RAY_TMPDIR": short,
         "PYTHONPATH": os.pathsep.join(packages),

@@ -45,7 +45,8 @@ class SwanlabTracker(LibraryTracker):
             resume="allow",
             log_dir=str(self.folder),
             config=self.resolved,
-            settings=swanlab.Settings(interactive=False),
+            # To list packages it may run uv, which writes outside the run's folder.
+            settings=swanlab.Settings(interactive=False, probe={"requirements": False}),
             reinit=True,
         )
 
