@@ -23,19 +23,17 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from memory_plan import write_weights
+from memory_plan import LOGPROBS, batch_of, surprise, write_weights
 from shapes import SHAPES, write_shape
 
 from coupler.batch import Batch
 from coupler.engine_kit.pinned import GIB
-from coupler.interfaces import EVERYTHING, Columns, Model, Output, Rank, StepInfo
-from coupler.metrics import Metrics
+from coupler.interfaces import EVERYTHING, Model, Rank, StepInfo
 from coupler.testing.subject import configured, parse_settings
 from coupler_engine_fsdp.config import FSDPConfig
 from coupler_engine_fsdp.engine import FSDPEngine
 
 GPU = torch.cuda.is_available()
-WANT = (Output("logprobs"),)
 LENGTH = 1024
 
 
@@ -53,25 +51,6 @@ def timed(work: Callable[[], object]) -> float:
 def spread(seconds: list[float]) -> str:
     """Return the median, the least and the most."""
     return f"{statistics.median(seconds):.3f} ({min(seconds):.3f} to {max(seconds):.3f})"
-
-
-def surrogate(out: Columns, batch: Columns) -> tuple[torch.Tensor, Metrics]:
-    """The policy gradient of one step on fresh samples."""
-    return -(out["logprobs"] - out["logprobs"].detach()).exp(), {}
-
-
-def make_batch(tokens: int, vocabulary: int) -> Batch:
-    """Return sequences of equal length with random tokens."""
-    number = max(tokens // LENGTH, 1)
-    mask = np.tile(np.arange(LENGTH) > 0, number)
-    return Batch(
-        np.full(number, LENGTH),
-        {
-            "tokens": np.random.default_rng(0).integers(0, vocabulary, mask.size, np.int32),
-            "loss_mask": mask,
-            "loss_weight": (mask / mask.sum()).astype(np.float32),
-        },
-    )
 
 
 def copies(size: int, rounds: int, back: bool) -> list[float]:
@@ -120,7 +99,7 @@ def steps(engine: FSDPEngine, batch: Batch, rounds: int) -> tuple[list[float], l
     park, unpark = ways(engine)
 
     def train() -> None:
-        engine.forward_backward(batch, WANT, surrogate, StepInfo(batch.num_tokens, 0))
+        engine.forward_backward(batch, LOGPROBS, surprise, StepInfo(batch.num_tokens, 0))
         assert engine.step().applied
 
     def train_between() -> None:
@@ -144,8 +123,9 @@ def measure(arguments: argparse.Namespace, folder: Path) -> None:
     engine = FSDPEngine(configured(FSDPConfig, given["engine"]), Model(str(folder)))
     engine.setup(Rank())
     vocabulary = int(SHAPES[arguments.shape]["vocab_size"])
-    batch = make_batch(arguments.tokens, vocabulary)
-    engine.forward_backward(batch, WANT, surrogate, StepInfo(batch.num_tokens, 0))
+    lengths = np.full(max(arguments.tokens // LENGTH, 1), LENGTH)
+    batch = batch_of(vocabulary, 0, lengths)
+    engine.forward_backward(batch, LOGPROBS, surprise, StepInfo(batch.num_tokens, 0))
     engine.step()
 
     park, unpark = (Way(engine, move) for move in ways(engine))

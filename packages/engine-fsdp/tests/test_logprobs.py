@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from coupler.engine_kit.sampling_mask import CUT
-from coupler_engine_fsdp.logprobs import logprobs_at, token_logprobs, top_ids
+from coupler_engine_fsdp.logprobs import token_logprobs, top_ids
 
 R, H, V = 29, 16, 1003
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -14,6 +14,11 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def on_device():
     with torch.device(DEVICE):
         yield
+
+
+def of_targets(*given, **more):
+    """Return what needs no other ids."""
+    return token_logprobs(*given, **more)[:3]
 
 
 def naive(hidden, weight, bias, targets, temperature, entropy, kept=None, squares=False):
@@ -75,7 +80,7 @@ def test_values_and_gradients_equal_those_of_the_full_logits(
     exact = None if temperature is None else temperature.double()
     true = run(naive, *double, targets, exact, entropy, kept, squares)
     ours = run(
-        token_logprobs, hidden, weight, bias, targets, temperature, entropy, chunk, kept, squares
+        of_targets, hidden, weight, bias, targets, temperature, entropy, chunk, kept, squares
     )
 
     assert [out is None for out in ours] == [False, not entropy, not squares, False]
@@ -90,10 +95,10 @@ def test_values_and_gradients_equal_those_of_the_full_logits(
 def test_a_row_that_is_not_finite_reaches_no_other_row(masked) -> None:
     hidden, weight, bias, targets = inputs(True)
     kept = kept_ids(targets) if masked else None
-    clean = token_logprobs(hidden, weight, bias, targets, None, True, 1, kept, True)
+    clean = of_targets(hidden, weight, bias, targets, None, True, 1, kept, True)
     with torch.no_grad():
         hidden[3] = torch.nan
-    dirty = token_logprobs(hidden, weight, bias, targets, None, True, 1, kept, True)
+    dirty = of_targets(hidden, weight, bias, targets, None, True, 1, kept, True)
     keep = torch.arange(R) != 3
     for mine, other in zip(dirty, clean, strict=True):
         assert mine[3].isnan()
@@ -104,7 +109,7 @@ def test_no_rows_give_a_gradient_of_zero() -> None:
     _, weight, _, _ = inputs(False)
     hidden = torch.zeros(0, H, requires_grad=True)
     nobody = torch.zeros(0, dtype=torch.int64)
-    found = token_logprobs(hidden, weight, None, nobody, None, True, want_squares=True)
+    found = of_targets(hidden, weight, None, nobody, None, True, want_squares=True)
     sum(out.sum() for out in found).backward()
     assert hidden.grad.shape == (0, H) and not weight.grad.any()
 
@@ -114,7 +119,7 @@ def test_only_a_tile_of_the_logits_is_kept() -> None:
     hidden, weight, bias, targets = inputs(True)
     saved: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        token_logprobs(hidden, weight, bias, targets, torch.ones(R), True, want_squares=True)
+        of_targets(hidden, weight, bias, targets, torch.ones(R), True, want_squares=True)
     own = sum(
         x.numel()
         for x in saved
@@ -126,9 +131,7 @@ def test_only_a_tile_of_the_logits_is_kept() -> None:
 def test_bf16_is_computed_in_fp32() -> None:
     hidden, weight, _, targets = (x.detach() if x is not None else None for x in inputs(False))
     hidden, weight = hidden.bfloat16(), weight.bfloat16()
-    got, entropy, squares = token_logprobs(
-        hidden, weight, None, targets, None, True, want_squares=True
-    )
+    got, entropy, squares = of_targets(hidden, weight, None, targets, None, True, want_squares=True)
     want, _, _ = naive(hidden.double(), weight.double(), None, targets, None, False)
     assert got.dtype == entropy.dtype == squares.dtype == torch.float32
     assert (got - want).abs().max() < (
@@ -140,7 +143,7 @@ def test_bf16_is_computed_in_fp32() -> None:
 def test_sums_of_squares_are_those_of_a_softmax_in_float64(scale) -> None:
     """From an even distribution, whose sum is 1 / V, to one with a probability of 1."""
     hidden, weight, _, targets = (x.detach() if x is not None else None for x in inputs(False))
-    _, _, found = token_logprobs(
+    _, _, found = of_targets(
         scale * hidden, weight, None, targets, None, False, 1, want_squares=True
     )
     want = (scale * hidden.double() @ weight.double().t()).softmax(-1).square().sum(-1)
@@ -194,7 +197,7 @@ def test_logprobs_of_ids_and_their_gradient_equal_those_of_the_full_logits(
         log_p.gather(1, ids.clamp(min=0)).where(ids >= 0, CUT),
     ]
     given = (hidden, weight, bias, targets, temperature, entropy, chunk, kept, squares)
-    got = logprobs_at(ids, *given)
+    got = token_logprobs(*given, ids)
     assert (got[3][ids < 0] == CUT).all()
 
     def total(found):
@@ -246,7 +249,7 @@ def test_probabilities_of_all_ids_add_up_to_1_in_bf16() -> None:
     hidden, weight = (x.detach().bfloat16().requires_grad_() for x in (hidden, weight[:64]))
     targets = targets % 64
     ids = torch.arange(64).expand(R, 64)
-    found = logprobs_at(ids, hidden, weight, bias, targets)[3]
+    found = token_logprobs(hidden, weight, bias, targets, ids=ids)[3]
     assert (found.exp().sum(1) - 1).abs().max() < 1e-5
     found.exp().sum().backward()
     assert hidden.grad.abs().max() < 1e-4

@@ -37,10 +37,10 @@ def token_logprobs(
     chunk: int = 0,
     kept: Tensor | None = None,
     want_squares: bool = False,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return log p(target) and, if wanted, entropy and sum of squares of p.
-
-    See :func:`logprobs_at` for the log-probs of other ids.
+    ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Return log p(target) and, if wanted, entropy, sum of squares of p and log-probs
+    of other ids.
 
     p = softmax((hidden @ weight.T + bias) / temperature), over the ids of ``kept``.
 
@@ -55,45 +55,12 @@ def token_logprobs(
         kept: [R, K] int64 ids, the target's among them, and -1 for none. A row of -1
             keeps all, and so does None.
         want_squares: also return ``sum_v p_v^2``, which is differentiable too.
+        ids: [R, K] int64 in [0, V), or -1, whose log-prob is ``CUT`` and has no
+            gradient.
 
     Returns:
-        [R] fp32 log-probs and [R] fp32 entropy or None, both in nats, and [R] fp32 sums
-        of squares or None.
-    """
-    found = logprobs_at(
-        None,
-        hidden,
-        weight,
-        bias,
-        targets,
-        temperature,
-        want_entropy,
-        chunk,
-        kept,
-        want_squares,
-    )
-
-    return found[:3]
-
-
-def logprobs_at(
-    ids: Tensor | None,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    temperature: Tensor | None = None,
-    want_entropy: bool = False,
-    chunk: int = 0,
-    kept: Tensor | None = None,
-    want_squares: bool = False,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Return what :func:`token_logprobs` does, and the log-probs of ``ids``, [R, K].
-
-    They are fp32 and differentiable. That of -1 is ``CUT``, without a gradient.
-
-    Args:
-        ids: [R, K] int64 in [0, V), or -1. Without any, the last result is None.
+        [R] fp32 log-probs and [R] fp32 entropy or None, both in nats, [R] fp32 sums of
+        squares or None, and [R, K] fp32 differentiable log-probs of ``ids`` or None.
     """
     return _TokenLogprobs.apply(
         hidden, weight, bias, targets, temperature, want_entropy, chunk, kept, want_squares, ids

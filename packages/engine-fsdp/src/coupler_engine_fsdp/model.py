@@ -19,7 +19,7 @@ from coupler.errors import CouplerError
 from coupler.interfaces import Head as HeadKind
 from coupler.interfaces import Model
 from coupler_engine_fsdp import attention
-from coupler_engine_fsdp.logprobs import logprobs_at, top_ids
+from coupler_engine_fsdp.logprobs import token_logprobs, top_ids
 from coupler_engine_fsdp.packing import Packed
 from coupler_engine_fsdp.value import ValueHead, ValueModel
 
@@ -55,8 +55,7 @@ class Head(nn.Linear):
                 packed.kept,
             )
 
-        logprobs, entropy, squares, at_ids = logprobs_at(
-            ids if "top_logprobs" in want else None,
+        logprobs, entropy, squares, at_ids = token_logprobs(
             input,
             self.weight,
             self.bias,
@@ -66,6 +65,7 @@ class Head(nn.Linear):
             self.tile,
             packed.kept,
             "sum_pi_squared" in want,
+            ids if "top_logprobs" in want else None,
         )
         return {
             "logprobs": logprobs,

@@ -135,6 +135,27 @@ class LibraryTracker(Tracker):
             raise CouplerError(f"{self.library}: {type(error).__name__}: {first}") from error
 
 
+class LiveTracker(LibraryTracker):
+    """A tracker whose library logs numbers, tables and images to a live run."""
+
+    live: Any = None
+
+    def give(self, step: int, values: Mapping[str, float]) -> None:
+        self.live.log(dict(values), step=step)
+
+    def give_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        shown = self.imported().Table(columns=list(COLUMNS), data=table(rows))
+        self.live.log({"samples": shown}, step=step)
+
+    def give_picture(self, name: str, path: Path) -> None:
+        self.live.log({name: self.imported().Image(str(path))}, step=self.step)
+
+    def close(self) -> None:
+        if self.opened:
+            self.live.finish()
+            self.opened = False
+
+
 def missing(library: str) -> str:
     """Say what to install where the library is not installed, or nothing."""
     if find_spec(library) is not None:

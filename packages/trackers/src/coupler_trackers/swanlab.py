@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from coupler_trackers.config import SwanlabConfig, SwanlabMode
-from coupler_trackers.library import COLUMNS, LibraryTracker, table
+from coupler_trackers.library import COLUMNS, LiveTracker, table
 
 
-class SwanlabTracker(LibraryTracker):
+class SwanlabTracker(LiveTracker):
     """Sends a run to SwanLab, or writes it to ``swanlab/`` of the run folder.
 
     The id there is that of the run, so that a run that goes on continues its curve.
@@ -19,7 +19,6 @@ class SwanlabTracker(LibraryTracker):
 
     library = "swanlab"
     config: SwanlabConfig
-    live: Any = None
 
     @property
     def folder(self) -> Path:
@@ -59,16 +58,8 @@ class SwanlabTracker(LibraryTracker):
         shown.add(list(COLUMNS), table(rows))
         self.live.log({"samples": shown}, step=step)
 
-    def give_picture(self, name: str, path: Path) -> None:
-        self.live.log({name: self.imported().Image(str(path))}, step=self.step)
-
     def finish(self, how: str) -> None:
         states = {"done": "success", "interrupted": "aborted"}
         state = states.get(how, "crashed")
         self.live.finish(state=state, error=how if state == "crashed" else None)
         self.opened = False
-
-    def close(self) -> None:
-        if self.opened:
-            self.live.finish()
-            self.opened = False

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from coupler_trackers.config import TrackioConfig
-from coupler_trackers.library import COLUMNS, LibraryTracker, table
+from coupler_trackers.library import LiveTracker
 
 
-class TrackioTracker(LibraryTracker):
+class TrackioTracker(LiveTracker):
     """Writes to ``trackio/`` of the run folder, for ``trackio show``."""
 
     library = "trackio"
     config: TrackioConfig
     module: Any = None
-    live: Any = None
 
     @property
     def folder(self) -> Path:
@@ -59,21 +57,6 @@ class TrackioTracker(LibraryTracker):
             auto_log_cpu=False,
         )
 
-    def give(self, step: int, values: Mapping[str, float]) -> None:
-        self.live.log(dict(values), step=step)
-
-    def give_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        shown = self.imported().Table(columns=list(COLUMNS), data=table(rows))
-        self.live.log({"samples": shown}, step=step)
-
-    def give_picture(self, name: str, path: Path) -> None:
-        self.live.log({name: self.imported().Image(str(path))}, step=self.step)
-
     def finish(self, how: str) -> None:
         level = {"done": "info", "interrupted": "warn"}.get(how, "error")
         self.live.alert("the run ended", how, self.imported().AlertLevel(level), step=self.step)
-
-    def close(self) -> None:
-        if self.opened:
-            self.live.finish()
-            self.opened = False

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 from coupler_trackers.config import WandbConfig, WandbMode
-from coupler_trackers.library import COLUMNS, LibraryTracker, table
+from coupler_trackers.library import LiveTracker
 
 
-class WandbTracker(LibraryTracker):
+class WandbTracker(LiveTracker):
     """Sends a run to Weights & Biases, or writes it to ``wandb/`` of the run folder.
 
     The id there is that of the run, so that a run that goes on continues its curve. The
@@ -21,7 +18,6 @@ class WandbTracker(LibraryTracker):
 
     library = "wandb"
     config: WandbConfig
-    live: Any = None
 
     def in_files(self) -> bool:
         return self.config.mode is WandbMode.OFFLINE
@@ -58,22 +54,7 @@ class WandbTracker(LibraryTracker):
             reinit="create_new",
         )
 
-    def give(self, step: int, values: Mapping[str, float]) -> None:
-        self.live.log(dict(values), step=step)
-
-    def give_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        shown = self.imported().Table(columns=list(COLUMNS), data=table(rows))
-        self.live.log({"samples": shown}, step=step)
-
-    def give_picture(self, name: str, path: Path) -> None:
-        self.live.log({name: self.imported().Image(str(path))}, step=self.step)
-
     def finish(self, how: str) -> None:
         self.live.summary["ended"] = how
         self.live.finish(exit_code=0 if how == "done" else 1)
         self.opened = False
-
-    def close(self) -> None:
-        if self.opened:
-            self.live.finish()
-            self.opened = False

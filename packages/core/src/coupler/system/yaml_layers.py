@@ -28,7 +28,7 @@ MAX_PATH = 4096
 GROUP = re.compile(r"(?P<group>\w+(?:/\w+)*)(?:@(?P<section>\w+(?:\.\w+)*))?")
 FORM = (
     "a list of FILE, GROUP: NAME and _self_, such as\n"
-    "          defaults: [base, {engine: fsdp}, _self_]"
+    "          defaults: [base, {engine: NAME}, _self_]"
 )
 
 
