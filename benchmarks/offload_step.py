@@ -2,8 +2,8 @@ r"""A GRPO step by what leaves the device: with ``offload=true`` and ``auto`` be
 step where all stay.
 
     python benchmarks/offload_step.py --shape 1.5b --prompts 64 --tokens 1024
-    python benchmarks/offload_step.py --modes auto true rollout.kv_cache_gib=0 \
-        rollout.gpu_memory_gib=60
+    python benchmarks/offload_step.py rollout.kv_cache_gib=0 rollout.gpu_memory_gib=60 \
+        --modes auto true
     python benchmarks/offload_step.py --shape tiny --prompts 2 --samples 2 --tokens 8
 
 Each mode is a job in a process of its own, on random weights, with completions as long
