@@ -29,6 +29,7 @@ from coupler.interfaces import (
     WeightUpdate,
 )
 from coupler.plugins.manager import Plugins
+from coupler.run.plan import make_plan
 from coupler.testing.toy import ToyEngine, ToyRollout
 
 
@@ -202,9 +203,11 @@ def test_devices_of_their_own_are_never_given_back(tmp_path: Path) -> None:
         "model.path=/m",
         "data.source=x.jsonl",
         "reward.target=a:b",
+        "data.max_prompt_tokens=9",
     ]
+    plugins = Plugins.load()
     both = ["executor=ray", "ray.placement=disjoint", "offload=true"]
     with pytest.raises(
         ConfigError, match=r"offload=true needs ray\.placement=colocated: with devices of their own"
     ):
-        compose(Plugins.load(), [*needed, *both])
+        make_plan(compose(plugins, [*needed, *both]).config, None, plugins)

@@ -8,16 +8,7 @@ from math import inf
 from typing import Any
 
 from coupler.config.options import SECTIONS, section
-from coupler.config.schema import (
-    HF_MODEL,
-    RESUMED,
-    ExecutorName,
-    Job,
-    Offload,
-    OnSync,
-    Placement,
-    RunConfig,
-)
+from coupler.config.schema import HF_MODEL, RESUMED, ExecutorName, Job, OnSync, RunConfig
 
 # Options that count what only supervised training has.
 OF_EPOCHS = ("epochs", "eval.every_epochs", "checkpoint.every_epochs", "eval.patience")
@@ -172,16 +163,6 @@ def _worker_problems(config: RunConfig, job: Job) -> Iterator[str]:
         if inner.python and config.executor is not ExecutorName.RAY:
             yield f"{path}.python={inner.python} needs processes of its own: set executor=ray."
 
-    if (
-        config.offload is Offload.TRUE
-        and config.executor is ExecutorName.RAY
-        and config.ray.placement is Placement.DISJOINT
-    ):
-        yield (
-            "offload=true needs ray.placement=colocated: with devices of their own, roles "
-            "take no turns."
-        )
-
 
 def longest_sequence(config: RunConfig, path: str) -> int:
     """Return the most tokens that a prompt and its completion, or an episode, can have
@@ -283,11 +264,6 @@ def _training_problems(config: RunConfig) -> Iterator[str]:
         yield (
             f"deterministic=true needs max_staleness=0, got {config.max_staleness}: which "
             "weights sample a token would depend on timing."
-        )
-    if config.max_staleness > 0 and config.offload is Offload.TRUE:
-        yield (
-            f"offload=true needs max_staleness=0, got {config.max_staleness}: while rollouts "
-            "run during training, neither side can give up its memory."
         )
     if config.max_staleness == 0 and config.sync.in_flight not in (OnSync.AUTO, OnSync.DRAIN):
         yield (

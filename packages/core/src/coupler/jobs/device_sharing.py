@@ -107,9 +107,9 @@ def share_devices(
         # Nothing would bring its weights back.
         holders[JUDGE] = _rollout_holder(opinions.judge, apart, frozenset({Held.KV_CACHE}))
 
-    offload = plan.offload if plan else config.offload
-    if plan is None or offload is not Offload.AUTO:
-        return Residency(holders, shared=offload is Offload.TRUE)
+    every = config.offload is Offload.TRUE
+    if every or plan is None or plan.offload is Offload.FALSE:
+        return Residency(holders, shared=every)
     memory = plan_memory(config, plan)
     return Residency(
         holders, shared=memory.offload is not Offload.FALSE, stays=stays_of(memory, holders)

@@ -12,15 +12,7 @@ from typing import Any
 
 from coupler.config.checks import does_evaluate, does_sample, episode_tokens
 from coupler.config.options import in_full, section
-from coupler.config.schema import (
-    Devices,
-    ExecutorName,
-    Job,
-    Offload,
-    OnSync,
-    Placement,
-    RunConfig,
-)
+from coupler.config.schema import ExecutorName, Job, Offload, OnSync, Placement, RunConfig
 from coupler.conversation.choice import described
 from coupler.errors import ConfigError, PluginError
 from coupler.executors.placement import (
@@ -269,11 +261,8 @@ def on_sync(config: RunConfig, plugins: Plugins) -> InFlight:
 
 def _offload(config: RunConfig, plugins: Plugins) -> Offload:
     """Return the option, without AUTO where roles cannot take turns."""
-    apart = config.executor is ExecutorName.RAY and (
-        config.ray.placement is Placement.DISJOINT or config.ray.devices is Devices.CPU
-    )
-    keeps = apart or config.max_staleness or no_turns(config, plugins)
-    return Offload.FALSE if config.offload is Offload.AUTO and keeps else config.offload
+    stays = config.offload is Offload.AUTO and no_turns(config, plugins)
+    return Offload.FALSE if stays else config.offload
 
 
 def is_own_reference(config: RunConfig, plugins: Plugins) -> bool:

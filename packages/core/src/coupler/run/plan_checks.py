@@ -8,7 +8,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from coupler.config.options import SECTIONS, section
-from coupler.config.schema import Job, Offload, RouterReplay, RunConfig
+from coupler.config.schema import (
+    ExecutorName,
+    Job,
+    Offload,
+    Placement,
+    RouterReplay,
+    RunConfig,
+)
 from coupler.data.prompts import Limit
 from coupler.errors import ConfigError
 from coupler.interfaces import EngineConfig
@@ -93,7 +100,17 @@ def _check_engines(plan: Plan, config: RunConfig, plugins: Plugins) -> None:
 
 
 def no_turns(config: RunConfig, plugins: Plugins) -> str:
-    """Say why a chosen backend cannot give its memory to others, or nothing."""
+    """Say why roles cannot take turns on their devices, or nothing."""
+    if config.executor is ExecutorName.RAY and config.ray.placement is Placement.DISJOINT:
+        return (
+            "offload=true needs ray.placement=colocated: with devices of their own, roles "
+            "take no turns."
+        )
+    if config.max_staleness > 0:
+        return (
+            f"offload=true needs max_staleness=0, got {config.max_staleness}: while rollouts "
+            "run during training, neither side can give up its memory."
+        )
     if config.eval.rollout:
         return (
             f"offload=true and eval.rollout={config.eval.rollout.name}: the rollout of "
