@@ -46,6 +46,8 @@ TRAINED: dict[str, dict[str, Any]] = {
     "bf16": {**WHOLE, "dtype": "bf16"},
     "bf16, small micro-batches": {"dtype": "bf16", "max_tokens_per_gpu": TOKENS // 2},
     "muon": {"optimizer": "muon"},
+    "adamw8bit": {"optimizer": "adamw8bit"},
+    "adamw8bit, bf16": {**WHOLE, "optimizer": "adamw8bit", "dtype": "bf16"},
 }
 
 

@@ -18,6 +18,7 @@ import torch
 from helpers import WANT, arrays, closeness, info, loss, make_batch, make_engine, reference, worst
 
 from coupler.engine_kit.lora_names import names_of
+from coupler.engine_kit.saved import open_saved
 from coupler.interfaces import EVERYTHING, Part
 
 Folder = Callable[[str], Path]
@@ -28,6 +29,7 @@ CASES = {
     "hybrid": ("qwen2", {"fsdp_size": 2}),
     "replicated": ("qwen3", {"fsdp_size": 1}),
     "experts": ("experts", {}),
+    "adamw8bit": ("blocks", {"optimizer": "adamw8bit"}),
     "muon": ("qwen2", {"optimizer": "muon"}),
     "muon-hybrid": ("llama", {"optimizer": "muon", "fsdp_size": 2}),
 }
@@ -242,6 +244,19 @@ def test_one_rank_reads_exactly_what_four_wrote(runs, folder_of: Folder, case: s
     want = loaded(of_world(runs, 4)[0] / f"{case}-weights.npz")
     for name, tensor in arrays(alone.weights()).items():
         np.testing.assert_array_equal(tensor, want[name], err_msg=name)
+
+
+def test_one_rank_reads_the_codes_that_four_wrote(runs, folder_of: Folder) -> None:
+    """Blocks are the same on any number of ranks, so that nothing is quantised anew."""
+    saved = of_world(runs, 4)[0].parent / "checkpoint-adamw8bit"
+    alone = make_engine(folder_of("blocks"), dtype="fp32", optimizer="adamw8bit")
+    alone.load(saved, EVERYTHING)
+    assert alone._optimizer.num_steps == STEPS
+    with open_saved(saved) as whole:
+        for name, moment in alone._optimizer.moments_of().items():
+            weight, _, key = name.rpartition("/")
+            if weight in alone.blocks and key != "step":
+                assert torch.equal(moment.dequantize(), whole.tensor(key, weight)), name
 
 
 def test_the_rendezvous_listens_on_loopback_alone(runs) -> None:

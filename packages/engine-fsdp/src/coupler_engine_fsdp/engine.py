@@ -36,6 +36,7 @@ from coupler.interfaces import (
 )
 from coupler.metrics import Metrics, merge, read
 from coupler_engine_fsdp import checkpoint, foreign, weights
+from coupler_engine_fsdp.adamw8bit import blocks_of
 from coupler_engine_fsdp.check import check
 from coupler_engine_fsdp.config import FSDPConfig, OptimizerName
 from coupler_engine_fsdp.distributed import build_mesh, prepare_device
@@ -118,6 +119,9 @@ class FSDPEngine(Engine):
 
         self.tensors = {**self.named, **updates}
         self.matrices = matrices_of(self.named, layers)
+        eight = self.config.optimizer == OptimizerName.ADAMW8BIT
+        embedding = self.policy.causal.get_input_embeddings().weight
+        self.blocks = blocks_of(self.tensors, embedding) if eight else {}
         self.masters = Masters()
         if alone and self.dtype != torch.float32:
             self.masters.split(self.policy, self.dtype)
@@ -273,9 +277,10 @@ class FSDPEngine(Engine):
         """
         state = self._state(what)
         self._parked.forget()
-        if checkpoint.is_native(path):
+        if checkpoint.is_native(path, state):
             checkpoint.load(path, state)
         else:
+            state = self._state(what, as_saved=False)
             foreign.load(path, state, self.adapter.names(self.tensors), self.experts)
 
         if self._optimizer is not None and Part.OPTIMIZER in what:
@@ -283,7 +288,13 @@ class FSDPEngine(Engine):
         self.masters.refresh()
         self._reshard()
 
-    def _state(self, what: Parts) -> dict[str, Tensor]:
+    def _state(self, what: Parts, as_saved: bool = True) -> dict[str, Tensor]:
+        """Return the tensors of a checkpoint by their names there.
+
+        Args:
+            as_saved: whether moments are the tensors that are written. Without it they
+                take numbers of any precision.
+        """
         self._parked.arrive()
         state: dict[str, Tensor] = {}
         if Part.PARAMS in what:
@@ -292,9 +303,8 @@ class FSDPEngine(Engine):
         if Part.OPTIMIZER in what:
             if self._optimizer is None:
                 self._optimizer = self._new_optimizer()
-            state |= {
-                f"optimizer/{name}": tensor for name, tensor in self._optimizer.state().items()
-            }
+            tensors = self._optimizer.state() if as_saved else self._optimizer.moments_of()
+            state |= {f"optimizer/{name}": tensor for name, tensor in tensors.items()}
             state["num_steps"] = torch.tensor(self._optimizer.num_steps)
 
         return state
@@ -383,7 +393,14 @@ class FSDPEngine(Engine):
         parked = self._parked if self.config.offload_optimizer else None
 
         return Optimizer(
-            self.config, parameters, self.masters, self.mesh, self.matrices, self.dtype, parked
+            self.config,
+            parameters,
+            self.masters,
+            self.mesh,
+            self.matrices,
+            self.dtype,
+            {name: block for name, block in self.blocks.items() if name in parameters},
+            parked,
         )
 
     def _clear_gradients(self) -> None:
