@@ -41,7 +41,10 @@ BF16 = {
     "bf16-hybrid": ("mistral", {"dtype": "bf16", "fsdp_size": 2, "reshard_after_forward": False}),
 }
 # rows of A that no number of ranks here divides
-LORA = {"lora": ("llama", {"lora_rank": 6})}
+LORA = {
+    "lora": ("llama", {"lora_rank": 6}),
+    "lora-experts": ("experts", {"lora_rank": 6, "target_modules": ["all-linear", "experts"]}),
+}
 FROZEN = {"lora-bf16": ("llama", {"lora_rank": 6, "dtype": "bf16"})}
 SETTINGS = {"lr": 1e-2, "max_tokens_per_gpu": 40, "dtype": "fp32"}
 STEPS = 2
@@ -131,11 +134,12 @@ def test_ranks_sum_to_the_gradient_of_plain_transformers(
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_every_rank_sends_the_whole_adapter(runs, folder_of: Folder, world: int) -> None:
+@pytest.mark.parametrize("case", LORA)
+def test_every_rank_sends_the_whole_adapter(runs, folder_of: Folder, world: int, case: str) -> None:
     """With the weights of the folder it is the sum that other rollouts get."""
-    base = arrays(make_engine(folder_of(LORA["lora"][0]), dtype="fp32").weights())
+    base = arrays(make_engine(folder_of(LORA[case][0]), dtype="fp32").weights())
     for out in of_world(runs, world):
-        adapter, merged = loaded(out / "lora-adapter.npz"), loaded(out / "lora-weights.npz")
+        adapter, merged = loaded(out / f"{case}-adapter.npz"), loaded(out / f"{case}-weights.npz")
         assert len(adapter) == 2 * sum("_proj.weight" in name for name in base)
         for name, tensor in base.items():
             a, b = names_of(name)

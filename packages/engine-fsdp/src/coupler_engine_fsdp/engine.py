@@ -114,7 +114,7 @@ class FSDPEngine(Engine):
 
         weights.read(files, self.named, self.experts)
         zero_absent(self.named, files)
-        self.adapter.bind(self.named)
+        self.adapter.bind(self.named, self.experts)
         self.adapter.start(rank, self.device)
 
         self.tensors = {**self.named, **updates}
@@ -259,7 +259,7 @@ class FSDPEngine(Engine):
         self.masters.settle()
         names = self.adapter.names(self.tensors)
         tensors = {names[name]: tensor for name, tensor in self.tensors.items()}
-        return weights.stream_gradients(tensors, self.experts)
+        return weights.stream_gradients(tensors, self.experts | self.adapter.experts)
 
     def save(self, path: Path, what: Parts) -> Pending:
         """Copy parameters and optimizer to the host, and write them while training goes
@@ -281,7 +281,8 @@ class FSDPEngine(Engine):
             checkpoint.load(path, state)
         else:
             state = self._state(what, as_saved=False)
-            foreign.load(path, state, self.adapter.names(self.tensors), self.experts)
+            experts = self.experts | self.adapter.experts
+            foreign.load(path, state, self.adapter.names(self.tensors), experts)
 
         if self._optimizer is not None and Part.OPTIMIZER in what:
             self._optimizer.num_steps = int(state["num_steps"])

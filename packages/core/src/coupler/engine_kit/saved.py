@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 INDEX = "index.json"
 State = Literal["param", "exp_avg", "exp_avg_sq"]
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+_OF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.(lora_[AB])")
 
 
 class Saved(ABC):
@@ -153,6 +154,11 @@ class Rows(Saved):
         key = _key(state, name)
         if self._has(key):
             return self._number(key, state)
+        if found := _OF_EXPERT.fullmatch(name):
+            stacked = _key(state, f"{found[1]}.{found[4]}_{found[3]}")
+            if not self._has(stacked):
+                raise self._absent(stacked)
+            return self._stacked(stacked, state)[int(found[2])]
         if not (found := _EXPERT.fullmatch(name)):
             raise self._absent(key)
 
