@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -120,7 +121,7 @@ class FSDPEngine(Engine):
         self.tensors = {**self.named, **updates}
         self.matrices = matrices_of(self.named, layers)
         eight = self.config.optimizer == OptimizerName.ADAMW8BIT
-        embedding = self.policy.causal.get_input_embeddings().weight
+        embedding: Any = self.policy.causal.get_input_embeddings().weight
         self.blocks = blocks_of(self.tensors, embedding) if eight else {}
         self.masters = Masters()
         if alone and self.dtype != torch.float32:

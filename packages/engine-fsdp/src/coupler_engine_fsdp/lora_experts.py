@@ -36,7 +36,8 @@ class LoRAExperts:
         """
         self.module, self.adapter = module, adapter
         self.plain = module.forward
-        module.forward = self.forward
+        # A product of groups in fp32 cannot be compiled.
+        module.forward = torch.compiler.disable(self.forward)
         kind = {"device": "meta", "dtype": torch.float32}
 
         for key, parts in PARTS.items():
@@ -56,8 +57,6 @@ class LoRAExperts:
         for part in (part for parts in PARTS.values() for part in parts):
             yield from zip((f"lora_A_{part}", f"lora_B_{part}"), self.pair(part), strict=True)
 
-    # A product of groups in fp32 cannot be compiled.
-    @torch.compiler.disable
     def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Sum the outputs of each token's experts.
 

@@ -117,7 +117,7 @@ class Moments:
         piece, held = self._piece_of[name], self.state(name)
         state = piece.adamw.state[piece.shards[name]]
         if not self._has_codes(name):
-            return {key: held.get(key, state[key]) for key in MOMENTS}
+            return {key: held[key] if key in held else state[key] for key in MOMENTS}
         return {
             key: adamw8bit.on(
                 state[key],
