@@ -135,7 +135,7 @@ async def serve(arguments: argparse.Namespace, folder: Path) -> dict[str, float]
         "lag_p99_ms": 1e3 * float(np.quantile(late, 0.99)),
         "lag_max_ms": 1e3 * max(late),
         "gc_ms_per_turn": 1e3 * sum(pauses) / turns,
-        "gc_max_ms": 1e3 * max(pauses),
+        "gc_max_ms": 1e3 * max(pauses, default=0.0),
         "latency_p50_ms": done["p50_ms"],
         "latency_p99_ms": done["p99_ms"],
     }

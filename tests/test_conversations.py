@@ -639,6 +639,18 @@ def test_a_changed_history_is_told_in_words(codec_of: Any) -> None:
     assert [len(row.completions) for row in rows] == [2, 2, 2, 1, 1, 1]
 
 
+def test_a_message_that_its_caller_changes_in_place_is_a_change(codec_of: Any) -> None:
+    conversation, rollout = talk(codec_of(KEEPS), *"345")
+    history = [user("a")]
+    history.append(dict(chat(conversation, history).message))
+    history.append(user("b"))
+    history.append(dict(chat(conversation, history).message))
+    history[0]["content"] = "c"
+    chat(conversation, [*history, user("d")])
+    assert conversation.forks == ["message 1 (user): content 'a' became 'c'"]
+    check_rows(conversation.close(), rollout.answered)
+
+
 def test_other_tools_begin_a_branch(codec_of: Any) -> None:
     conversation, _ = talk(codec_of(KEEPS), "one", "two", tools=True)
     first = chat(conversation, [user("a")], [TOOL]).message

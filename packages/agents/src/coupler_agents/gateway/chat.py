@@ -202,6 +202,8 @@ def _message(body: Object, place: str) -> Object:
     role = text(body, "role")
     if role not in ROLES:
         raise Refused(f"{place} has role {shown(role)}. Set it to one of {', '.join(ROLES)}.")
+    if len(body) == 2 and type(body.get("content")) is str:  # as most messages are
+        return {"role": ROLES[role], "content": body["content"]}
 
     told: Object = {"role": ROLES[role], "content": _content(body, place)}
     for name in ("name", "tool_call_id"):

@@ -172,14 +172,20 @@ class Gateway:
         response = _response(made, status)
         if status in (408, 413):
             response.force_close()
-        try:
-            async with asyncio.timeout(bounds.send_seconds):
-                await response.prepare(request)
-                await response.write_eof()
-        except TimeoutError:
-            if request.transport:
-                request.transport.abort()
+        await self._send(request, response)
         return response
+
+    async def _send(self, request: web.BaseRequest, response: web.Response) -> None:
+        """Write a response. A client that does not take it in time is cut off."""
+        transport = request.transport
+        if transport is None:
+            return  # the client has left
+        late = asyncio.get_running_loop().call_later(self.bounds.send_seconds, transport.abort)
+        try:
+            await response.prepare(request)
+            await response.write_eof()
+        finally:
+            late.cancel()
 
     async def _answer(
         self, request: web.BaseRequest, route: Route | None, stream: Stream
@@ -258,7 +264,9 @@ class Gateway:
             raise self._too_large()
 
         held = bytearray()
-        scope = asyncio.timeout(self.bounds.receive_seconds)
+        # a body that came with its headers needs no clock
+        left = None if request.content.is_eof() else self.bounds.receive_seconds
+        scope = asyncio.timeout(left)
         try:
             async with scope:
                 while part := await request.content.readany():

@@ -13,7 +13,7 @@ from coupler.conversation.answers import AnswerForm
 from coupler.conversation.messages import shared, tidy
 from coupler.data.control import PlainText
 from coupler.data.templates import MARK, Codec
-from coupler.data.traced import TEMPLATE, TEXT, Traced, concat, template
+from coupler.data.traced import TEMPLATE, TEXT, Traced, concat, runs, template
 from coupler.errors import CouplerError
 from coupler.interfaces import Message
 
@@ -194,9 +194,8 @@ class ChatTemplate:
         """Divide ``ids`` from ``done`` on, which encode ``text`` from ``cut`` on, into
         tokens of the template and tokens of messages.
         """
-        made, end, base = [], cut, (cut, done)
-        for mark, run in groupby(text.marks[cut:]):
-            end += len(list(run))
+        made, base = [], (cut, done)
+        for mark, end in runs(text.marks, cut):
             if end == len(text):
                 until = len(ids)
             elif mark == TEXT and (control := self._next_id(text, end, ids, done)):

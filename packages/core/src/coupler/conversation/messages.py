@@ -18,6 +18,7 @@ from coupler.interfaces import Message
 
 SHOWN = 40  # characters of a text in a sentence
 MAX_DEPTH = 64  # levels of arguments
+CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=str)
 
 
 def tidy(message: Message) -> dict[str, Any]:
@@ -43,12 +44,7 @@ def tidy(message: Message) -> dict[str, Any]:
 
 def canonical(value: Any) -> str:
     """Return JSON of a value that does not depend on the order of keys."""
-    return json.dumps(
-        value,
-        sort_keys=True,
-        separators=(",", ":"),
-        default=str,
-    )
+    return CANONICAL.encode(value)
 
 
 def parsed(arguments: Any) -> Any:
@@ -97,6 +93,10 @@ class Said:
 
         key = hashlib.blake2b(told.encode("utf-8", "surrogatepass"), digest_size=16).digest()
         return cls(key, clean.get("reasoning_content", ""), clean)
+
+    def is_plain(self, message: Message) -> bool:
+        """Return whether a message has this one's role and text, and no more."""
+        return len(self.message) == 2 and message == self.message
 
     def repeats(self, recorded: Said) -> bool:
         """Return whether this message is the recorded one, with or without its

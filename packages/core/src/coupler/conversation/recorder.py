@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any, Protocol
 
 from coupler.batch.trajectory import Origin, Segment
@@ -50,6 +50,8 @@ class Conversation:
         self.rollout, self.renderer, self.limits = rollout, renderer, limits
         self.request = replace(request, stop=renderer.stop)
         self.tree = Tree()
+        # the messages of the last request with its answer, which the next one repeats
+        self._heard: list[Said] = []
         self.ended: Ended | None = None
         self.closed = False
 
@@ -81,7 +83,7 @@ class Conversation:
             CouplerError: the messages hold something else than text, do not end before
                 the policy's turn, or are refused by the chat template.
         """
-        told = _tell(messages)
+        told = self._tell(messages)
         self._count_wishes(wishes or {})
 
         offered = canonical(tools)
@@ -99,6 +101,7 @@ class Conversation:
             said=(*told[at:], answer),
         )
         self._add(turn, told)
+        self._heard = [*told, answer]
         self._end_if_due(done, len(prompt), len(answer.message.get("tool_calls", [])))
         return Reply(
             parsed.message,
@@ -115,7 +118,7 @@ class Conversation:
         Raises:
             CouplerError: the messages are none that :meth:`chat` takes.
         """
-        _, recorded, segments, _ = self._continue(_tell(messages), tools, canonical(tools))
+        _, recorded, segments, _ = self._continue(self._tell(messages), tools, canonical(tools))
         return len(recorded) + sum(len(segment.ids) for segment in segments)
 
     async def sample(self, ids: tuple[int, ...], max_tokens: int | None = None) -> Completion:
@@ -168,6 +171,27 @@ class Conversation:
         }
         found = {f"conversation/{name}": Metric(float(count)) for name, count in counts.items()}
         return {**found, "time/conversation": Metric(time.monotonic() - self.start)}
+
+    def _tell(self, messages: Sequence[Message]) -> list[Said]:
+        """Tidy messages that the policy is to answer. One that repeats a message of the
+        last request is not tidied again.
+
+        Raises:
+            CouplerError: they hold something else than text, or do not end before the
+                policy's turn.
+        """
+        heard = zip_longest(messages, self._heard[: len(messages)])
+        told = [
+            old if old and old.is_plain(message) else Said.of(message) for message, old in heard
+        ]
+
+        if not told or told[-1].message["role"] == "assistant":
+            raise CouplerError(
+                "the policy speaks after a message of a user or a tool, and the last message is "
+                f"{'its own' if told else 'missing'}.\n"
+                "  set:  messages to end with role user or tool"
+            )
+        return told
 
     def _continue(
         self, told: list[Said], tools: Sequence[Any], offered: str
@@ -263,8 +287,9 @@ class Conversation:
             ConversationOver: the time is over.
         """
         limit = self.limits.seconds
-        left = self.start + limit - time.monotonic() if limit else None
-        scope = asyncio.timeout(left)
+        if not limit:
+            return await self.rollout.generate(request)
+        scope = asyncio.timeout(self.start + limit - time.monotonic())
 
         try:
             async with scope:
@@ -299,21 +324,3 @@ class Conversation:
         wanted = {name: value for name, value in wishes.items() if value is not None}
         ours = {name: getattr(self.request, name, None) for name in wanted}
         self.overruled += wanted != ours
-
-
-def _tell(messages: Sequence[Message]) -> list[Said]:
-    """Tidy messages that the policy is to answer.
-
-    Raises:
-        CouplerError: they hold something else than text, or do not end before the
-            policy's turn.
-    """
-    told = [Said.of(message) for message in messages]
-
-    if not told or told[-1].message["role"] == "assistant":
-        raise CouplerError(
-            "the policy speaks after a message of a user or a tool, and the last message is "
-            f"{'its own' if told else 'missing'}.\n"
-            "  set:  messages to end with role user or tool"
-        )
-    return told

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-
-import numpy as np
 
 from coupler.batch.trajectory import Origin, Segment, Trajectory
 from coupler.conversation.messages import Said, differs
@@ -253,4 +252,4 @@ def sampled(done: Completion) -> Segment:
 
 def digest(ids: Sequence[int]) -> bytes:
     """Return a short value that tells ids apart."""
-    return hashlib.blake2b(np.array(ids, np.int64).tobytes(), digest_size=16).digest()
+    return hashlib.blake2b(array("q", ids).tobytes(), digest_size=16).digest()

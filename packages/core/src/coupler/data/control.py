@@ -14,10 +14,9 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from functools import cached_property
-from itertools import groupby
 from typing import Any
 
-from coupler.data.traced import TEXT, Traced
+from coupler.data.traced import TEXT, Traced, runs
 from coupler.errors import CouplerError
 
 # Starts of ranges of private characters.
@@ -145,8 +144,8 @@ class PlainText:
             ``text``.
         """
         names, made, starts, at = self._copy(text).names, list[str](), list[int](), 0
-        for mark, run in groupby(text.marks):
-            first, at = at, at + len(list(run))
+        for mark, end in runs(text.marks):
+            first, at = at, end
             part = str.__str__(text)[first:at]
 
             done = 0

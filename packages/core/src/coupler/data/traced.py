@@ -4,10 +4,12 @@ message, and which from the template.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, SupportsIndex
 
 TEXT, TEMPLATE = "1", "0"
+RUN = re.compile(r"(.)\1*", re.DOTALL)
 # Roles that templates may write inside of a control token. Any other role is text.
 ROLES = frozenset(
     {
@@ -137,8 +139,9 @@ def template(text: str) -> Traced:
 
 def concat(parts: Iterable[str]) -> Traced:
     """Join strings with their marks. A string without marks is of the template."""
-    parts = [template(part) for part in parts]
-    return _traced("".join(map(str.__str__, parts)), "".join(part.marks for part in parts))
+    parts = list(parts)
+    marks = [p.marks if isinstance(p, Traced) else TEMPLATE * len(p) for p in parts]
+    return _traced("".join(map(str.__str__, parts)), "".join(marks))
 
 
 def trace(value: Any, mark: str = TEXT) -> Any:
@@ -159,6 +162,12 @@ def trace(value: Any, mark: str = TEXT) -> Any:
             for key, inner in value.items()
         }
     return [trace(inner, mark) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def runs(marks: str, start: int = 0) -> Iterator[tuple[str, int]]:
+    """Yield each mark that differs from the one before it, and where its run ends."""
+    for run in RUN.finditer(marks, start):
+        yield run[1], run.end()
 
 
 def holds_text(value: Any) -> bool:
