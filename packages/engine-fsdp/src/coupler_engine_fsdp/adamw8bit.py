@@ -55,7 +55,12 @@ def optimizer(config: FSDPConfig, groups: list[dict[str, Any]]) -> torch.optim.O
     """Return AdamW8bit of these parameter groups, without moments."""
     from torchao.optim import AdamW8bit
 
-    return AdamW8bit(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
+    return AdamW8bit(
+        groups,
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+    )
 
 
 def advance(adamw: torch.optim.Optimizer, lr: float) -> None:
@@ -90,15 +95,44 @@ def zeros(
     # A rank that has no row of a weight has no block of it.
     sizes = [each.numel() for each in shards.values()]
     own = [blocks.get(name, 0) if each.numel() else 0 for name, each in shards.items()]
-    pairs = [*zip(sizes, own, strict=True)]
+    pairs = [
+        *zip(
+            sizes,
+            own,
+            strict=True,
+        )
+    ]
 
-    codes, all_codes = flat.zeros([n if b else 0 for n, b in pairs], torch.uint8, device)
-    scales, all_scales = flat.zeros([n // b if b else 0 for n, b in pairs], torch.float32, device)
-    whole, all_whole = flat.zeros([0 if b else n for n, b in pairs], torch.float32, device)
+    codes, all_codes = flat.zeros(
+        [n if b else 0 for n, b in pairs],
+        torch.uint8,
+        device,
+    )
+    scales, all_scales = flat.zeros(
+        [n // b if b else 0 for n, b in pairs],
+        torch.float32,
+        device,
+    )
+    whole, all_whole = flat.zeros(
+        [0 if b else n for n, b in pairs],
+        torch.float32,
+        device,
+    )
 
-    table = OptimState8bit.zeros((BLOCKS[0],), signed, BLOCKS[0], device).qmap
+    table = OptimState8bit.zeros(
+        (BLOCKS[0],),
+        signed,
+        BLOCKS[0],
+        device,
+    ).qmap
     moments = [
-        OptimState8bit(code.view(shard.shape), scale, table, signed, torch.float32)
+        OptimState8bit(
+            code.view(shard.shape),
+            scale,
+            table,
+            signed,
+            torch.float32,
+        )
         if block
         else full.view(shard.shape)
         for shard, block, code, scale, full in zip(
@@ -108,7 +142,11 @@ def zeros(
     return [codes, scales, whole], moments
 
 
-def parts(moment: Any, row: int, block: int) -> dict[str, Tensor]:
+def parts(
+    moment: Any,
+    row: int,
+    block: int,
+) -> dict[str, Tensor]:
     """Return this rank's rows of the codes and of the scales of a moment.
 
     Codes are uint8 like the weight, scales fp32 [rows, blocks of a row].
@@ -121,7 +159,11 @@ def parts(moment: Any, row: int, block: int) -> dict[str, Tensor]:
     return {CODES: moment.codes, SCALES: moment.scale.view(-1, row // block)}
 
 
-def on(moment: Any, codes: Tensor, scales: Tensor) -> Tensor:
+def on(
+    moment: Any,
+    codes: Tensor,
+    scales: Tensor,
+) -> Tensor:
     """Return a moment like ``moment`` on other codes and scales."""
     return type(moment)(
         codes, scales.view(-1), moment.qmap.to(codes.device), moment.signed, torch.float32

@@ -19,5 +19,17 @@ def zeros(
 ) -> tuple[Tensor, list[Tensor]]:
     """Return a storage of zeros, and the tensors [size] in it, one for each size."""
     rooms = [-(-size // ALIGNED) * ALIGNED for size in sizes]
-    whole = torch.zeros(sum(rooms), dtype=dtype, device=device)
-    return whole, [room[:size] for room, size in zip(whole.split(rooms), sizes, strict=True)]
+
+    whole = torch.zeros(
+        sum(rooms),
+        dtype=dtype,
+        device=device,
+    )
+    return whole, [
+        room[:size]
+        for room, size in zip(
+            whole.split(rooms),
+            sizes,
+            strict=True,
+        )
+    ]

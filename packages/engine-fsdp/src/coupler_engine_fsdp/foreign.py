@@ -78,9 +78,19 @@ def _fill(
         for part, place in experts[name].items():
             if place.expert in rows:
                 held = replace(place, expert=place.expert - rows.start).of(found)
-                held.copy_(_checked(saved.tensor(which, part), part, held))
+                held.copy_(
+                    _checked(
+                        saved.tensor(which, part),
+                        part,
+                        held,
+                    )
+                )
     else:
-        found = _checked(saved.tensor(which, name), name, target)[rows.start : rows.stop]
+        found = _checked(
+            saved.tensor(which, name),
+            name,
+            target,
+        )[rows.start : rows.stop]
 
     # Moments in 8 bits are quantised here, on their own device.
     own.copy_(found.to(own.device))

@@ -39,11 +39,29 @@ class LoRALinear(nn.Linear):
         adapter: Adapter,
     ) -> None:
         kind = {"device": "meta", "dtype": torch.float32}
-        super().__init__(old.in_features, old.out_features, old.bias is not None, **kind)
+        super().__init__(
+            old.in_features,
+            old.out_features,
+            old.bias is not None,
+            **kind,
+        )
         self.requires_grad_(False)
         self.adapter = adapter
-        self.lora_A = nn.Parameter(torch.empty(adapter.rank, self.in_features, **kind))
-        self.lora_B = nn.Parameter(torch.empty(self.out_features, adapter.rank, **kind))
+
+        self.lora_A = nn.Parameter(
+            torch.empty(
+                adapter.rank,
+                self.in_features,
+                **kind,
+            )
+        )
+        self.lora_B = nn.Parameter(
+            torch.empty(
+                self.out_features,
+                adapter.rank,
+                **kind,
+            )
+        )
 
     def forward(self, input: Tensor) -> Tensor:
         out = super().forward(input)
@@ -63,6 +81,7 @@ class LoRALinear(nn.Linear):
         full = whole(a)
         if not isinstance(weight, DTensor) or not isinstance(b, DTensor):
             return weight.detach() + self.adapter.scale * (b.detach() @ full)
+
         # W and B are cut at the same rows.
         local = weight.to_local() + self.adapter.scale * (b.to_local() @ full)
         return DTensor.from_local(
@@ -101,6 +120,7 @@ class Stack:
             name: (name.removesuffix(".weight").rpartition(".")[2], place)
             for name, place in places.items()
         }
+
         return cls(
             layer,
             key,
@@ -211,7 +231,11 @@ class Adapter:
             for name, (part, place) in stack.places.items():
                 shape = place.of(torch.empty(stack.shape, device="meta")).shape
                 drawn = start.pair(name, tuple(shape))
-                for target, values in zip(stack.pairs[part], drawn, strict=True):
+                for target, values in zip(
+                    stack.pairs[part],
+                    drawn,
+                    strict=True,
+                ):
                     if (held := Place(place.expert, None).held(target)) is not None:
                         held.copy_(values)
 
@@ -224,7 +248,11 @@ class Adapter:
         finally:
             self.on = True
 
-    def bind(self, named: Mapping[str, Tensor], experts: Experts) -> None:
+    def bind(
+        self,
+        named: Mapping[str, Tensor],
+        experts: Experts,
+    ) -> None:
         """Find the updates of each tensor of a checkpoint.
 
         It is called while modules still hold the tensors themselves.
@@ -241,7 +269,12 @@ class Adapter:
             layer = self.layers.get(module)
             if layer is None:
                 continue
-            stack = Stack.of(layer, key, named[name].shape, places)
+            stack = Stack.of(
+                layer,
+                key,
+                named[name].shape,
+                places,
+            )
             self.stacks[name] = stack
             for part in stack.pairs:
                 for which, end in enumerate((A, B)):
@@ -278,7 +311,11 @@ class Adapter:
                 for weight, (its, place) in stack.places.items():
                     if its == part:
                         tensors = a[place.expert], b[place.expert] * self.scale
-                        yield from zip(names_of(weight), tensors, strict=True)
+                        yield from zip(
+                            names_of(weight),
+                            tensors,
+                            strict=True,
+                        )
 
     def names(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
         """Map the names of ``tensors`` to those that every engine knows.
@@ -294,4 +331,5 @@ class Adapter:
                 strict=True,
             )
         }
+
         return {name: known.get(id(tensor), name) for name, tensor in tensors.items()}

@@ -30,7 +30,11 @@ class LoRAExperts:
     parameters of the module of the experts.
     """
 
-    def __init__(self, module: Any, adapter: Adapter) -> None:
+    def __init__(
+        self,
+        module: Any,
+        adapter: Adapter,
+    ) -> None:
         """Add the parameters to a module of transformers, on meta, and compute with
         them.
         """
@@ -43,8 +47,22 @@ class LoRAExperts:
         for key, parts in PARTS.items():
             experts, rows, columns = getattr(module, key).shape
             for part in parts:
-                a = nn.Parameter(torch.empty(experts, adapter.rank, columns, **kind))
-                b = nn.Parameter(torch.empty(experts, rows // len(parts), adapter.rank, **kind))
+                a = nn.Parameter(
+                    torch.empty(
+                        experts,
+                        adapter.rank,
+                        columns,
+                        **kind,
+                    )
+                )
+                b = nn.Parameter(
+                    torch.empty(
+                        experts,
+                        rows // len(parts),
+                        adapter.rank,
+                        **kind,
+                    )
+                )
                 module.register_parameter(f"lora_A_{part}", a)
                 module.register_parameter(f"lora_B_{part}", b)
 
@@ -55,9 +73,18 @@ class LoRAExperts:
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield A and B of every matrix, with their names in the module."""
         for part in (part for parts in PARTS.values() for part in parts):
-            yield from zip((f"lora_A_{part}", f"lora_B_{part}"), self.pair(part), strict=True)
+            yield from zip(
+                (f"lora_A_{part}", f"lora_B_{part}"),
+                self.pair(part),
+                strict=True,
+            )
 
-    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        index: Tensor,
+        weights: Tensor,
+    ) -> Tensor:
         """Sum the outputs of each token's experts.
 
         Args:
@@ -65,29 +92,73 @@ class LoRAExperts:
             index, weights: the experts of each token and their weights, [tokens, k].
         """
         if not self.adapter.on:
-            return self.plain(hidden, index, weights)
+            return self.plain(
+                hidden,
+                index,
+                weights,
+            )
 
         experts, chosen = self.module.gate_up_proj.shape[0], index.flatten()
         order = chosen.argsort(stable=True)
         every = torch.arange(experts, device=index.device)
-        ends = torch.searchsorted(chosen[order], every, right=True).int()
+        ends = torch.searchsorted(
+            chosen[order],
+            every,
+            right=True,
+        ).int()
 
         inputs = hidden[order // index.shape[1]]
-        inner = self.module._apply_gate(self._map("gate_up_proj", inputs, ends))
-        out = self._map("down_proj", inner, ends) * weights.flatten()[order, None]
+        inner = self.module._apply_gate(
+            self._map(
+                "gate_up_proj",
+                inputs,
+                ends,
+            )
+        )
+        out = (
+            self._map(
+                "down_proj",
+                inner,
+                ends,
+            )
+            * weights.flatten()[order, None]
+        )
         return out[order.argsort()].view(*index.shape, -1).sum(1).to(hidden.dtype)
 
-    def _map(self, key: str, inputs: Tensor, ends: Tensor) -> Tensor:
+    def _map(
+        self,
+        key: str,
+        inputs: Tensor,
+        ends: Tensor,
+    ) -> Tensor:
         """Map each group of rows by its expert's ``W + scale * B A``."""
-        out = _grouped(inputs, getattr(self.module, key), ends)
+        out = _grouped(
+            inputs,
+            getattr(self.module, key),
+            ends,
+        )
         updates, more = [], -self.adapter.rank % ALIGNED
         for a, b in map(self.pair, PARTS[key]):
-            low = _grouped(inputs, pad(a, (0, 0, 0, more)), ends)
-            updates.append(_grouped(low, pad(b, (0, more)), ends))
+            low = _grouped(
+                inputs,
+                pad(a, (0, 0, 0, more)),
+                ends,
+            )
+            updates.append(
+                _grouped(
+                    low,
+                    pad(b, (0, more)),
+                    ends,
+                )
+            )
 
         return out + torch.cat(updates, 1) * self.adapter.scale
 
-    def merged(self, key: str, weight: Tensor) -> Tensor:
+    def merged(
+        self,
+        key: str,
+        weight: Tensor,
+    ) -> Tensor:
         """Return this rank's experts of ``W + scale * B A`` of a parameter.
 
         Args:
@@ -117,9 +188,17 @@ def holds_experts(module: nn.Module) -> bool:
     return stacked and kind.has_gate and not (kind.has_bias or kind.is_transposed)
 
 
-def _grouped(inputs: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+def _grouped(
+    inputs: Tensor,
+    weights: Tensor,
+    ends: Tensor,
+) -> Tensor:
     """Map rows [S, in] by the weights [experts, out, in] of their group."""
-    return grouped_mm(inputs, weights.transpose(-2, -1), offs=ends)
+    return grouped_mm(
+        inputs,
+        weights.transpose(-2, -1),
+        offs=ends,
+    )
 
 
 def _own(tensor: Tensor) -> Tensor:

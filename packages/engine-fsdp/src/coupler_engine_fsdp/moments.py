@@ -19,7 +19,11 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 PIECE = 1 << 27
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(
+    frozen=True,
+    slots=True,
+    eq=False,
+)
 class Piece:
     """Some shards and their AdamW.
 
@@ -71,7 +75,11 @@ class Moments:
 
     def in_turn(self) -> Iterator[Piece]:
         """Yield the pieces, each whole on the device, while the next one comes."""
-        for piece, after in zip(self.pieces, [*self.pieces[1:], None], strict=True):
+        for piece, after in zip(
+            self.pieces,
+            [*self.pieces[1:], None],
+            strict=True,
+        ):
             if self.parked:
                 self.parked.onload(piece.name, wait=False)
                 if after:
@@ -81,11 +89,16 @@ class Moments:
             yield piece
             self._park(piece)
 
-    def advance(self, piece: Piece, lr: float) -> None:
+    def advance(
+        self,
+        piece: Piece,
+        lr: float,
+    ) -> None:
         """Take a step of one piece."""
         if self.eight:
             adamw8bit.advance(piece.adamw, lr)
             return
+
         for group in piece.adamw.param_groups:
             group["lr"] = lr
         piece.adamw.step()
@@ -106,7 +119,11 @@ class Moments:
             found = {
                 f"{key}/{part}": tensor
                 for key, moment in found.items()
-                for part, tensor in adamw8bit.parts(moment, row, block).items()
+                for part, tensor in adamw8bit.parts(
+                    moment,
+                    row,
+                    block,
+                ).items()
             }
         if self.parked:
             found = {key: self.parked.kept(piece.name, each) for key, each in found.items()}
@@ -116,6 +133,7 @@ class Moments:
         """Return the two moments of a shard, which take numbers of any precision."""
         piece, held = self._piece_of[name], self.state(name)
         state = piece.adamw.state[piece.shards[name]]
+
         if not self._has_codes(name):
             return {key: held[key] if key in held else state[key] for key in MOMENTS}
         return {
@@ -168,30 +186,67 @@ class Moments:
         storages: list[Tensor] = []
         for shard in shards.values():
             device = None if self.eight else shard.device
-            adamw.state[shard] = {"step": torch.zeros((), dtype=torch.float32, device=device)}
+            adamw.state[shard] = {
+                "step": torch.zeros(
+                    (),
+                    dtype=torch.float32,
+                    device=device,
+                )
+            }
         for key in MOMENTS:
             held, moments = self._zeros(shards, signed=key == MOMENTS[0])
             storages += held
-            for shard, moment in zip(shards.values(), moments, strict=True):
+            for shard, moment in zip(
+                shards.values(),
+                moments,
+                strict=True,
+            ):
                 adamw.state[shard][key] = moment
-        return Piece(f"moments {len(self.pieces)}", shards, adamw, tuple(storages))
+        return Piece(
+            f"moments {len(self.pieces)}",
+            shards,
+            adamw,
+            tuple(storages),
+        )
 
     def _zeros(
         self, shards: Mapping[str, Tensor], *, signed: bool
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Return storages, and one moment of each shard in them."""
         if self.eight:
-            return adamw8bit.zeros(shards, self.blocks, signed)
+            return adamw8bit.zeros(
+                shards,
+                self.blocks,
+                signed,
+            )
+
         device = next((shard.device for shard in shards.values()), None)
         sizes = [shard.numel() for shard in shards.values()]
-        whole, views = flat.zeros(sizes, torch.float32, device)
-        moments = [v.view(shard.shape) for v, shard in zip(views, shards.values(), strict=True)]
+        whole, views = flat.zeros(
+            sizes,
+            torch.float32,
+            device,
+        )
+        moments = [
+            v.view(shard.shape)
+            for v, shard in zip(
+                views,
+                shards.values(),
+                strict=True,
+            )
+        ]
         return [whole], moments
 
 
 def _adamw(config: FSDPConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     betas = config.beta1, config.beta2
-    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
+    return torch.optim.AdamW(
+        groups,
+        lr=config.lr,
+        betas=betas,
+        eps=config.eps,
+        fused=True,
+    )
 
 
 def _cut(shards: Mapping[str, Tensor], most: int) -> list[list[str]]:

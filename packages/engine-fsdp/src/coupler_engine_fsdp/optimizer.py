@@ -59,10 +59,21 @@ class Optimizer:
         if muon:
             matrices = {name: self.shards[name] for name in muon}
             shapes = {name: parameters[name].shape for name in muon}
-            self.muon = Muon(config, matrices, shapes, mesh, dtype)
+            self.muon = Muon(
+                config,
+                matrices,
+                shapes,
+                mesh,
+                dtype,
+            )
 
         self.elementwise = {n: shard for n, shard in self.shards.items() if n not in muon}
-        self.moments = Moments(config, self.elementwise, blocks, parked)
+        self.moments = Moments(
+            config,
+            self.elementwise,
+            blocks,
+            parked,
+        )
 
     def step(self, norm: float) -> StepResult:
         """Clip, apply and clear the gradient, which has this norm.
@@ -84,9 +95,17 @@ class Optimizer:
 
         self.masters.clear()
         self._clear(self.shards)
-        return StepResult(applied, norm, lr)
+        return StepResult(
+            applied,
+            norm,
+            lr,
+        )
 
-    def _update(self, lr: float, scale: float) -> None:
+    def _update(
+        self,
+        lr: float,
+        scale: float,
+    ) -> None:
         for piece in self.moments.in_turn():
             self._bring_gradients(piece.shards, scale)
             self.moments.advance(piece, lr)
@@ -97,7 +116,11 @@ class Optimizer:
             self.muon.step(lr)
         self.masters.refresh()
 
-    def _bring_gradients(self, shards: Mapping[str, Tensor], scale: float) -> None:
+    def _bring_gradients(
+        self,
+        shards: Mapping[str, Tensor],
+        scale: float,
+    ) -> None:
         """Give shards their gradients in fp32, multiplied with ``scale``."""
         self.masters.settle(shards.values())
         self._take_gradients(shards)
@@ -109,7 +132,11 @@ class Optimizer:
         for name in names:
             self.shards[name].grad = self.parameters[name].grad = None
 
-    def _update_in_one_pass(self, lr: float, scale: float) -> None:
+    def _update_in_one_pass(
+        self,
+        lr: float,
+        scale: float,
+    ) -> None:
         """Do the work of :meth:`_update` in one pass.
 
         Memory is read and written once for clipping, AdamW and the copies together.
@@ -118,8 +145,18 @@ class Optimizer:
 
         for piece in self.moments.in_turn():
             states = [piece.adamw.state[shard] for shard in piece.shards.values()]
-            for shard, state in zip(piece.shards.values(), states, strict=True):
-                self._update_shard(adamw, shard, state, lr, scale)
+            for shard, state in zip(
+                piece.shards.values(),
+                states,
+                strict=True,
+            ):
+                self._update_shard(
+                    adamw,
+                    shard,
+                    state,
+                    lr,
+                    scale,
+                )
             torch._foreach_add_([state["step"] for state in states], 1)
 
     def _update_shard(
@@ -220,6 +257,7 @@ def _like(local: Tensor, parameter: Tensor) -> Tensor:
     """Return a tensor whose rows are cut as those of ``parameter``."""
     if not isinstance(parameter, DTensor):
         return local
+
     shape = torch.Size((parameter.shape[0], *local.shape[1:]))
     return DTensor.from_local(
         local,

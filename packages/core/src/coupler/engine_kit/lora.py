@@ -50,7 +50,7 @@ class LoRAConfig(AdamWConfig):
 
     @property
     def adapts_experts(self) -> bool:
-        """Whether matrices of experts get an update."""
+        """Tell if matrices of experts get an update."""
         return self.lora_rank > 0 and any(map(_is_experts, self.target_modules))
 
     def targets(self, weight: str) -> bool:
