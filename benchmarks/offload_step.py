@@ -1,6 +1,9 @@
-"""A GRPO step with ``offload=true`` beside the step where all stay on the device.
+r"""A GRPO step by what leaves the device: with ``offload=true`` and ``auto`` beside the
+step where all stay.
 
     python benchmarks/offload_step.py --shape 1.5b --prompts 64 --tokens 1024
+    python benchmarks/offload_step.py rollout.kv_cache_gib=0 rollout.gpu_memory_gib=60 \
+        --modes auto true
     python benchmarks/offload_step.py --shape tiny --prompts 2 --samples 2 --tokens 8
 
 Each mode is a job in a process of its own, on random weights, with completions as long
@@ -20,7 +23,7 @@ from pathlib import Path
 from grpo_step import ENGINES, PHASES, WARM_UP, composed_of, run_job, write_job
 from shapes import SHAPES
 
-MODES = ("false", "true")
+MODES = ("false", "true", "auto")
 
 
 def run(mode: str, folder: Path) -> dict[str, float]:
@@ -40,6 +43,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=512, help="of each completion")
     parser.add_argument("--steps", type=int, default=8, help=f"of each mode, after {WARM_UP}")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=["false", "true"])
     parser.add_argument("--mode", choices=MODES, help="be one job; the script starts both")
     parser.add_argument("--folder", type=Path, help="of one job, beside the model")
     parser.add_argument("settings", nargs="*", help="KEY=VALUE of the job")
@@ -56,12 +60,15 @@ def main() -> None:
     steps = {}
     with tempfile.TemporaryDirectory() as name:
         write_job(Path(name), arguments.shape)
-        for mode in MODES:
+        for mode in arguments.modes:
             medians = run(mode, Path(name) / mode)
             steps[mode] = medians["time/step"]
             split = ", ".join(f"{key.removeprefix('time/')} {medians[key]:.3f}" for key in KEYS)
             print(f"RESULT offload={mode}: {split} s", flush=True)
-    print(f"RESULT offload=true takes {steps['true'] / steps['false']:.3f} of the resident step")
+    first = arguments.modes[0]
+    for mode in arguments.modes[1:]:
+        ratio = steps[mode] / steps[first]
+        print(f"RESULT offload={mode} takes {ratio:.3f} of the step with offload={first}")
 
 
 KEYS = ("time/step", *PHASES)

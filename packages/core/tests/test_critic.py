@@ -16,7 +16,7 @@ from safetensors import safe_open
 from toy_run import ToyRun
 
 from coupler.batch import Batch
-from coupler.config.schema import CriticConfig, RunConfig, SamplingConfig
+from coupler.config.schema import CriticConfig, Offload, RunConfig, SamplingConfig
 from coupler.conversation.measures import describe_values
 from coupler.errors import CouplerError
 from coupler.interfaces import Algorithm, Columns, Controller, Head, Layout, Output, Part, Rank
@@ -158,7 +158,7 @@ def test_on_a_shared_device_policy_and_critic_take_turns(tmp_path: Path) -> None
     """offload=true: each trains with the other's memory gone; the rollout's weights
     survive a checkpoint of both.
     """
-    run = ToyRun(tmp_path, config(offload=True), algorithm="test_critic:Judged")
+    run = ToyRun(tmp_path, config(offload=Offload.TRUE), algorithm="test_critic:Judged")
     held: dict[str, set[str]] = {"policy": set(), "critic": set()}
     inside: list[str] = []
 

@@ -13,6 +13,7 @@ from toy_run import ToyRun, small
 
 from coupler.batch import Batch
 from coupler.config.compose import compose
+from coupler.config.schema import Offload
 from coupler.errors import ConfigError, CouplerError, ReplicaDied
 from coupler.executors.host import Failure
 from coupler.interfaces import (
@@ -149,7 +150,7 @@ def test_on_a_shared_device_no_phase_has_more_than_its_turn(tmp_path: Path) -> N
     """
     run = ToyRun(
         tmp_path,
-        small(steps=2, offload=True),
+        small(steps=2, offload=Offload.TRUE),
         engine="test_memory:OffEngine",
         rollout="test_memory:OffRollout",
         transport="coupler.builtin.transports.torch.tcp:TcpTransport",

@@ -5,17 +5,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 
 from coupler.cli import main
 from coupler.config.compose import compose
-from coupler.config.schema import Job
+from coupler.config.schema import Job, Offload
 from coupler.engine_kit.memory_plan import GIB, Asked, Kind, Needs, Phase, Term
 from coupler.errors import ConfigError
 from coupler.interfaces import Memory, Part
+from coupler.jobs.device_sharing import stays_of
+from coupler.loop.device_memory import GENERATING, SYNCING, Held, Holder
+from coupler.loop.trainer import TRAINED
 from coupler.plugins.manager import Plugins
 from coupler.run.memory_plan import MemoryPlan, plan_memory
 from coupler.run.memory_text import render
@@ -113,7 +116,8 @@ def test_with_offload_roles_take_turns(folder: Path) -> None:
     config = compose(plugins, [*NEEDED, f"model.path={folder}"], job=Job.TRAIN).config
     plan = make_plan(config, None, plugins, frozenset({"ref_logprobs"}))
     # Toy backends free no memory, so that a plan of theirs refuses to.
-    turns = dataclasses.replace(config, engine=NeedyEngine(), rollout=NeedyRollout(), offload=True)
+    plan = dataclasses.replace(plan, offload=Offload.TRUE)
+    turns = dataclasses.replace(config, engine=NeedyEngine(), rollout=NeedyRollout())
     assert table(plan_memory(turns, plan, 80)) == {
         "sampling": {"policy": 0, "reference": 0, "rollout": 47},
         "log-probs": {"policy": 5, "reference": 0, "rollout": 1},
@@ -130,16 +134,98 @@ def test_offload_takes_host_memory(folder: Path) -> None:
     config = compose(plugins, [*NEEDED, f"model.path={folder}"], job=Job.TRAIN).config
     plan = make_plan(config, None, plugins, frozenset({"ref_logprobs"}))
     stays = dataclasses.replace(config, engine=CastingEngine(), rollout=NeedyRollout())
-    turns = dataclasses.replace(stays, offload=True)
     assert plan_memory(stays, plan, 80).host_bytes == 0
-    found = plan_memory(turns, plan, 80)
+    plan = dataclasses.replace(plan, offload=Offload.TRUE)
+    found = plan_memory(stays, plan, 80)
     assert found.host_bytes == (4 + 16 + 4) * GIB
     assert "host: 24.0 GiB, pinned, of all ranks together" in render(found)
 
     several = dataclasses.replace(
         plan, workers=[dataclasses.replace(role, count=2) for role in plan.workers]
     )
-    assert plan_memory(turns, several, 80).host_bytes == 2 * (4 + 16 + 4) * GIB
+    assert plan_memory(stays, several, 80).host_bytes == 2 * (4 + 16 + 4) * GIB
+
+
+@dataclasses.dataclass
+class SureEngine(NeedyEngine):
+    """One that says all that it needs."""
+
+    def memory_needs(self, asked: Asked) -> Needs:
+        return dataclasses.replace(super().memory_needs(asked), unknown=())
+
+
+def auto(
+    folder: Path,
+    gib: float,
+    engine: ToyEngineConfig | None = None,
+    offload: Offload = Offload.AUTO,
+) -> MemoryPlan:
+    """Plan a run whose backends can free their memory."""
+    plugins = Plugins.load()
+    config = compose(plugins, [*NEEDED, f"model.path={folder}"], job=Job.TRAIN).config
+    plan = dataclasses.replace(make_plan(config, None, plugins), offload=offload)
+    config = dataclasses.replace(config, engine=engine or SureEngine(), rollout=NeedyRollout())
+    return plan_memory(config, plan, gib)
+
+
+def test_auto_moves_what_does_not_fit_and_no_more(folder: Path) -> None:
+    """85 % of 80 GiB hold everything but the cache beside training."""
+    found = auto(folder, 80)
+    assert found.offload is Offload.AUTO
+    assert table(found) == {
+        "sampling": {"policy": 20, "rollout": 47},
+        "log-probs": {"policy": 21, "rollout": 45},
+        "training": {"policy": 60, "rollout": 5},
+        "saving": {"policy": 20, "rollout": 45},
+        "weight sync": {"policy": 21, "rollout": 45},
+    }
+    assert found.host_bytes == found.moved_bytes == 0, "no copy, only the cache is freed"
+    text = render(found)
+    assert "away in sampling: policy's grads\n" in text
+    assert "away in training: rollout's kv_cache\n" in text
+
+
+def test_auto_moves_the_cheapest_first(folder: Path) -> None:
+    found = auto(folder, 60)
+    assert table(found)["sampling"] == {"policy": 4, "rollout": 47}
+    assert found.moved_bytes == 16 * GIB
+    assert "copies: 16.0 GiB out and back in a step, about 0.8 s at 45 GB/s" in render(found)
+
+
+def test_auto_moves_nothing_where_all_fits_and_all_where_little_is_known(folder: Path) -> None:
+    roomy = auto(folder, 160)
+    assert roomy.offload is Offload.FALSE and roomy.host_bytes == 0
+    assert "nothing leaves its device" in render(roomy)
+    assert auto(folder, 160, NeedyEngine()).offload is Offload.TRUE
+
+
+@pytest.mark.parametrize("gib", [40, 55, 62, 70, 85, 100, 120])
+def test_auto_fits_where_true_does(folder: Path, gib: float) -> None:
+    (mine,) = auto(folder, gib).devices
+    (true,) = auto(folder, gib, offload=Offload.TRUE).devices
+    for row, least in zip(mine.turns, true.turns, strict=True):
+        assert least.together <= row.together <= max(0.85 * gib * GIB, least.together), row.phase
+
+
+def test_a_run_asks_for_what_the_plan_answers(folder: Path) -> None:
+    """Phases of a run are those of the plan, or nothing would stay in them."""
+
+    async def nothing(*_: object) -> int:
+        return 0
+
+    parts = {"policy": TRAINED, "rollout": GENERATING["rollout"]}
+    holders = {r: Holder(p, nothing, nothing, nothing, nothing) for r, p in parts.items()}
+    stays = stays_of(auto(folder, 80), holders)
+    grads, cache = ("policy", Held.GRADS), ("rollout", Held.KV_CACHE)
+    every = frozenset((role, part) for role, its in parts.items() for part in its)
+
+    def stay(needs: Mapping[str, frozenset[Held]]) -> frozenset[tuple[str, Held]]:
+        needed = frozenset((r, part) for r in parts for part in needs.get(r, ()))
+        return needed | stays[needed]
+
+    assert stay(GENERATING) == every - {grads}
+    assert stay({"policy": TRAINED}) == every - {cache}
+    assert stay(SYNCING) == stay({"policy": frozenset({Held.PARAMS})}) == every - {grads}
 
 
 def test_what_a_backend_is_told(folder: Path) -> None:

@@ -8,14 +8,17 @@ from collections.abc import Mapping
 import pytest
 
 from coupler.errors import CouplerError
-from coupler.loop.device_memory import Held, Holder, Residency
+from coupler.loop.device_memory import Held, Holder, Kept, Residency
 
 ENGINE = frozenset({Held.PARAMS, Held.GRADS, Held.OPTIMIZER})
 ROLLOUT = frozenset({Held.WEIGHTS, Held.KV_CACHE})
+BOTH = {"policy": ENGINE, "rollout": ROLLOUT}
 
 
 def build(
-    shared: bool, more: Mapping[str, frozenset[Held]] | None = None
+    shared: bool,
+    more: Mapping[str, frozenset[Held]] | None = None,
+    stays: Mapping[Kept, Kept] | None = None,
 ) -> tuple[Residency, list[str]]:
     moves: list[str] = []
 
@@ -34,9 +37,9 @@ def build(
 
         return Holder(parts, evict, admit, device_bytes, host_bytes)
 
-    parts = {"policy": ENGINE, "rollout": ROLLOUT, **(more or {})}
+    parts = {**BOTH, **(more or {})}
     holders = {role: holder(role, held) for role, held in parts.items()}
-    residency = Residency(holders, shared=shared)
+    residency = Residency(holders, shared=shared, stays=stays or {})
 
     async def start() -> None:
         for role in holders:
@@ -116,6 +119,26 @@ def test_models_that_score_have_their_memory_while_episodes_are_sampled() -> Non
     assert {"-reward_model.params", "-judge.kv_cache"} <= set(left)
     assert {"+reward_model.params", "+judge.kv_cache"} <= set(back)
     assert "-judge.weights" not in moves
+
+
+def test_what_fits_beside_a_phase_stays() -> None:
+    every = frozenset((role, p) for role, its in BOTH.items() for p in its)
+    trains = frozenset(("policy", part) for part in ENGINE)
+    samples = frozenset(("rollout", part) for part in ROLLOUT)
+    weights, grads = ("rollout", Held.WEIGHTS), ("policy", Held.GRADS)
+    stays = {trains: frozenset({weights}), samples: every - samples - {grads}}
+    residency, moves = build(shared=True, stays=stays)
+
+    async def go() -> None:
+        for _ in range(2):
+            async with residency("train", {"policy": ENGINE}):
+                moves.append("train")
+            async with residency("sample", {"rollout": ROLLOUT}):
+                moves.append("sample")
+
+    asyncio.run(go())
+    turn = ["-rollout.kv_cache", "+policy.grads", "train", "-policy.grads", "+rollout.kv_cache"]
+    assert moves == ["start policy", "-policy.grads", "start rollout", *[*turn, "sample"] * 2]
 
 
 def test_nothing_moves_where_devices_are_not_shared() -> None:

@@ -102,7 +102,7 @@ class ToyRun:
             RolloutSpec(rollout, ToyRolloutConfig(), self.model),
             [Rank()] * replicas,
         )
-        self.residency = share_devices(config, self.rollouts, self.policy, critic=self.critic)
+        self.residency = share_devices(config, None, self.rollouts, self.policy, critic=self.critic)
         self.weights = StreamShardingManager(
             config.sync,
             engine=self.policy,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coupler.engine_kit.memory_plan import GIB, Asked, total
+from coupler.engine_kit.memory_plan import GIB, Asked, Phase, total
 from coupler.interfaces import Memory, Model
 from coupler_rollout_vllm.config import VLLMConfig
 
@@ -12,8 +12,8 @@ NUMBERS = GIB  # 2 GiB of bf16
 
 
 def asked(**facts: object) -> Asked:
-    known = {"parameters": NUMBERS, "device_bytes": 80 * GIB, **facts}
-    return Asked(path="rollout", model=Model("/m"), shape={}, **known)  # type: ignore[arg-type]
+    known = {"parameters": NUMBERS, "device_bytes": 80 * GIB, "shape": {}, **facts}
+    return Asked(path="rollout", model=Model("/m"), **known)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -31,9 +31,22 @@ def test_weights_and_cache_sleep() -> None:
     needs = VLLMConfig(kv_cache_gib=4.0, quantization="fp8").memory_needs(asked())
     assert total(needs.held[Memory.WEIGHTS]) == GIB
     assert total(needs.held[Memory.KV_CACHE]) == 4 * GIB
-    assert needs.unknown == ("its activations, beside rollout.kv_cache_gib",)
+    assert not needs.unknown
     awake = VLLMConfig(kv_cache_gib=4.0, sleep_mode=False).memory_needs(asked())
     assert awake.held.keys() == {None}
+
+
+def test_beside_a_cache_of_its_own_size_it_takes_activations() -> None:
+    """Within a budget they are part of it."""
+    shape = {"hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 1 << 15}
+    its = {"max_sequences": 128, "max_batched_tokens": 8192}
+    both = [
+        VLLMConfig(**its, kv_cache_gib=4.0).memory_needs(asked(shape=shape)),  # type: ignore[arg-type]
+        VLLMConfig(**its, gpu_memory_gib=20.0).memory_needs(asked(shape=shape)),  # type: ignore[arg-type]
+    ]
+    widest, logits = 2 * 8192 * (3 * 4096 + 4 * 1024), 3 * 4 * 128 * (1 << 15)
+    found = [total(needs.peaks.get(Phase.SAMPLING, ())) for needs in both]
+    assert found == [widest + logits, 0]
 
 
 def test_what_it_cannot_know() -> None:

@@ -8,7 +8,16 @@ from math import inf
 from typing import Any
 
 from coupler.config.options import SECTIONS, section
-from coupler.config.schema import HF_MODEL, RESUMED, ExecutorName, Job, OnSync, Placement, RunConfig
+from coupler.config.schema import (
+    HF_MODEL,
+    RESUMED,
+    ExecutorName,
+    Job,
+    Offload,
+    OnSync,
+    Placement,
+    RunConfig,
+)
 
 # Options that count what only supervised training has.
 OF_EPOCHS = ("epochs", "eval.every_epochs", "checkpoint.every_epochs", "eval.patience")
@@ -164,7 +173,7 @@ def _worker_problems(config: RunConfig, job: Job) -> Iterator[str]:
             yield f"{path}.python={inner.python} needs processes of its own: set executor=ray."
 
     if (
-        config.offload
+        config.offload is Offload.TRUE
         and config.executor is ExecutorName.RAY
         and config.ray.placement is Placement.DISJOINT
     ):
@@ -275,7 +284,7 @@ def _training_problems(config: RunConfig) -> Iterator[str]:
             f"deterministic=true needs max_staleness=0, got {config.max_staleness}: which "
             "weights sample a token would depend on timing."
         )
-    if config.max_staleness > 0 and config.offload:
+    if config.max_staleness > 0 and config.offload is Offload.TRUE:
         yield (
             f"offload=true needs max_staleness=0, got {config.max_staleness}: while rollouts "
             "run during training, neither side can give up its memory."

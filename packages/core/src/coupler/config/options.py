@@ -112,8 +112,10 @@ class Options:
             }
 
         option = self.find(key)
-        _check(option, value)
         kind = _enum_in(option.type)
+        if isinstance(value, bool) and kind and str(value).lower() in {*kind}:
+            value = str(value).lower()
+        _check(option, value)
         if kind is None or not isinstance(value, str) or value.startswith("${"):
             return value
         for member in kind:

@@ -330,6 +330,14 @@ class WaitsConfig:
     and again at this interval."""
 
 
+class Offload(StrEnum):
+    """Says what leaves a device that others need."""
+
+    AUTO = "auto"
+    TRUE = "true"
+    FALSE = "false"
+
+
 class RouterReplay(StrEnum):
     """The choice of experts for each token while a mixture of experts trains."""
 
@@ -401,8 +409,9 @@ class RunConfig:
     router_replay: RouterReplay = RouterReplay.DISABLED
     """The experts of each token while a mixture of experts trains: the router's choice
     (disabled), that of the old log-probs (R2), or the rollout's (R3)."""
-    offload: bool = no_effect(False)
-    """Let engine and rollout share a device and take turns on its memory."""
+    offload: Offload = field(default=Offload.AUTO, metadata=NO_EFFECT)
+    """Let roles on one GPU take turns on its memory: with all of it (true), with what
+    their estimates say does not fit (auto), or not (false)."""
     seed: int = field(default=0, metadata={"ge": 0, "le": 2**63 - 1})
     """The seed of every random stream: the order of the data, sampling, new weights."""
     deterministic: bool = False

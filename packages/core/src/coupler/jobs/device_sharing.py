@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from coupler.config.schema import ExecutorName, RunConfig
+from coupler.config.schema import ExecutorName, Offload, RunConfig
 from coupler.executors.placement import JUDGE
 from coupler.interfaces import Memory, Part, ShardingManager
-from coupler.loop.device_memory import Held, Holder, Residency
+from coupler.loop.device_memory import Held, Holder, Kept, Residency
 from coupler.loop.engine_group import EngineGroup
 from coupler.loop.rollout_group import RolloutGroup
 from coupler.loop.trainer import TRAINED
+from coupler.run.memory_plan import MemoryPlan, Parts, plan_memory
+from coupler.run.plan import Plan
 from coupler.system.log import get_logger
 from coupler.system.process_memory import resident_bytes
 
@@ -77,6 +80,7 @@ def hold_trained(residency: Residency, role: str) -> AbstractAsyncContextManager
 
 def share_devices(
     config: RunConfig,
+    plan: Plan | None,
     rollouts: RolloutGroup | None,
     policy: EngineGroup,
     reference: EngineGroup | None = None,
@@ -86,7 +90,8 @@ def share_devices(
 ) -> Residency:
     """Return the residency of a run whose roles live on the same devices.
 
-    The roles take turns if ``offload`` says so.
+    The roles take turns if ``offload`` says so, with AUTO by the memory of ``plan``.
+    Without a plan AUTO lets them not.
     """
     # Without Ray all engines are in this process.
     apart = config.executor is ExecutorName.RAY
@@ -102,7 +107,24 @@ def share_devices(
         # Nothing would bring its weights back.
         holders[JUDGE] = _rollout_holder(opinions.judge, apart, frozenset({Held.KV_CACHE}))
 
-    return Residency(holders, shared=config.offload)
+    offload = plan.offload if plan else config.offload
+    if plan is None or offload is not Offload.AUTO:
+        return Residency(holders, shared=offload is Offload.TRUE)
+    memory = plan_memory(config, plan)
+    return Residency(
+        holders, shared=memory.offload is not Offload.FALSE, stays=stays_of(memory, holders)
+    )
+
+
+def stays_of(memory: MemoryPlan, holders: Mapping[str, Holder]) -> dict[Kept, Kept]:
+    """Return what need not leave, by all that works in a phase."""
+
+    def movable(parts: Parts) -> Kept:
+        held = [(role, Held(kind)) for role, kind in parts if kind is not None]
+        return frozenset((role, part) for role, part in held if part in holders[role].parts)
+
+    turns = [row for device in memory.devices for row in device.turns]
+    return {movable(row.active): movable(row.stays) for row in turns}
 
 
 def _engine_holder(

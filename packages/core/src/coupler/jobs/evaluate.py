@@ -51,7 +51,7 @@ async def _evaluate(builder: Builder) -> dict[str, float]:
 
         engine, rollouts = builder.engine("policy", trains=False), builder.rollouts()
         opinions = make_opinions(builder, asked, pool)
-        residency = share_devices(config, rollouts, engine, opinions=opinions)
+        residency = share_devices(config, None, rollouts, engine, opinions=opinions)
         path, in_flight = weight_path(config, plugins), on_sync(config, plugins)
         weights = builder.weight_sync(
             engine, rollouts, prompts[0], residency, path=path, in_flight=in_flight

@@ -78,7 +78,7 @@ def make_evaluation(
         return Evaluation(builder.evaluator(scorer, prompts), residency)
 
     rollouts = builder.rollouts(EVAL_ROLLOUT)
-    residency = share_devices(builder.config, rollouts, policy)
+    residency = share_devices(builder.config, plan, rollouts, policy)
     weights = builder.weight_sync(
         policy,
         rollouts,

@@ -129,7 +129,7 @@ class SupervisedEvaluation:
 
         rollouts = builder.rollouts() if self.opinions else None
         asked = self.opinions or NOBODY
-        self.residency = share_devices(config, rollouts, policy, reference, opinions=asked)
+        self.residency = share_devices(config, plan, rollouts, policy, reference, opinions=asked)
         self.validation = Validation(
             policy,
             builder.algorithm,

@@ -183,7 +183,9 @@ async def _train(builder: Builder) -> dict[str, float]:
         engines = policy, _, critic = _engines(builder, plan, critic_model)
         teachers = make_teachers(builder, taught_by)
         opinions = make_opinions(builder, asked, pool)
-        residency = share_devices(config, rollouts, *engines, *teachers.values(), opinions=opinions)
+        residency = share_devices(
+            config, plan, rollouts, *engines, *teachers.values(), opinions=opinions
+        )
         scorer = builder.scorer(rollouts, opinions.rewards)
         weights = builder.weight_sync(
             policy, rollouts, prompts[0], residency, path=plan.weight_path, in_flight=plan.in_flight

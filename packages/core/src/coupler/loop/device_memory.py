@@ -30,6 +30,11 @@ class Held(StrEnum):
     PARAMS = "params"  # of an engine
 
 
+# parts of roles
+Kept = frozenset[tuple[str, Held]]
+NOTHING: Mapping[Kept, Kept] = {}
+
+
 @dataclass(frozen=True, slots=True)
 class Holder:
     """One role on the device set.
@@ -64,14 +69,19 @@ class Residency:
     With ``shared=False`` every role keeps its memory, phases may overlap, and only the
     ledger is kept. A role takes part from its :meth:`start` on.
 
+    Args:
+        stays: what need not leave, by all that a phase needs.
+
     Example:
         ``async with residency("train", {"policy": frozenset({Held.PARAMS, Held.GRADS,
         Held.OPTIMIZER})}): ...`` evicts the memory of other roles, then brings in the
         policy's.
     """
 
-    def __init__(self, holders: Mapping[str, Holder], *, shared: bool) -> None:
-        self.holders, self.shared = dict(holders), shared
+    def __init__(
+        self, holders: Mapping[str, Holder], *, shared: bool, stays: Mapping[Kept, Kept] = NOTHING
+    ) -> None:
+        self.holders, self.shared, self.stays = dict(holders), shared, stays
         # by role, once it was started
         self.resident: dict[str, set[Held]] = {}
         # phase -> role -> most device bytes seen at the end of the phase
@@ -127,9 +137,11 @@ class Residency:
             await self._measure(phase, self.resident if self.shared else needs)
 
     async def _exchange(self, needs: Mapping[str, frozenset[Held]]) -> None:
+        needed = frozenset((r, part) for r in self.resident for part in needs.get(r, ()))
+        kept = needed | self.stays.get(needed, frozenset())
         for part in Held:
             for role, held in self.resident.items():
-                if part in held and part not in needs.get(role, frozenset()):
+                if part in held and (role, part) not in kept:
                     await self.holders[role].evict(part)
                     held.discard(part)
 

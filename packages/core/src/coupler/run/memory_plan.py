@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from coupler.config.options import section
-from coupler.config.schema import Devices, ExecutorName, Placement, RunConfig
+from coupler.config.schema import Devices, ExecutorName, Offload, Placement, RunConfig
 from coupler.data.model_folder import model_folder
 from coupler.engine_kit.memory_plan import (
     Asked,
@@ -44,12 +44,29 @@ OFFLOADED: dict[Phase, tuple[Part, ...]] = {
 """What an engine holds in a phase of its own, where roles take turns."""
 
 
+# kinds of memory by role
+Parts = frozenset[tuple[str, Kind]]
+ROOM = 0.85
+"""Share of a device that ``offload=auto`` fills: estimates are within 15 % of what was
+measured."""
+DEAR: tuple[Kind, ...] = (Part.PARAMS, Part.OPTIMIZER, Memory.WEIGHTS, Memory.KV_CACHE)
+"""Memory that may stay under ``offload=auto``, by what it costs to move. Gradients are
+none: they are no more when a phase ends."""
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The terms of one phase by role, in the turn of the phase that needs most."""
+    """The terms of one turn of a phase, by role.
+
+    Attributes:
+        active: what works in it, and cannot leave.
+        stays: what else is on the device, and could leave.
+    """
 
     phase: Phase
     terms: Mapping[str, tuple[Term, ...]]
+    active: Parts
+    stays: Parts
 
     @property
     def together(self) -> int:
@@ -97,15 +114,19 @@ class MemoryPlan:
         gpu: whether it is that of a GPU. Otherwise it is host memory.
         device_bytes: memory of each device, 0 where it is not known.
         unknown: sentences on what is in no number.
+        offload: the option as it is carried out: AUTO where some memory stays.
         host_bytes: host memory for what engines hold off their devices, of all ranks
             together.
+        moved_bytes: what leaves one device in a step and comes back, by copies.
     """
 
     devices: tuple[Device, ...]
     gpu: bool
     device_bytes: int
     unknown: tuple[str, ...]
+    offload: Offload
     host_bytes: int = 0
+    moved_bytes: int = 0
 
 
 def plan_memory(config: RunConfig, plan: Plan, device_gib: float = 0) -> MemoryPlan:
@@ -126,18 +147,20 @@ def plan_memory(config: RunConfig, plan: Plan, device_gib: float = 0) -> MemoryP
     needs: dict[str, Needs] = {}
     for role in plan.workers:
         needs[role.name] = _ask(role, config, plan, gpu, size, needs.get("policy", Needs()))
-    placement = plan.placement or Placement.COLOCATED
-    devices = tuple(
-        _device(config, plan, {role.name: needs[role.name] for role in share.roles})
-        for share in make_shares(plan.workers, placement)
-    )
-
-    unknown = [f"{role}: {text}" for role, need in needs.items() for text in need.unknown]
+    unknown = tuple(f"{role}: {text}" for role, need in needs.items() for text in need.unknown)
+    shares = [
+        {role.name: needs[role.name] for role in share.roles}
+        for share in make_shares(plan.workers, plan.placement or Placement.COLOCATED)
+    ]
+    room = int(ROOM * size) if gpu else 0
+    offload = _resolved(config, plan, shares, room, bool(unknown))
+    devices = tuple(_device(config, plan, share, offload, room) for share in shares)
+    moved = {role: _parked(role, need, devices) if gpu else 0 for role, need in needs.items()}
     host = sum(
-        (needs[role.name].host + (_parked(needs[role.name]) if config.offload else 0)) * role.count
+        (needs[role.name].host + moved[role.name]) * role.count
         for role in (plan.workers if gpu else ())
     )
-    return MemoryPlan(devices, gpu, size, tuple(unknown), host)
+    return MemoryPlan(devices, gpu, size, unknown, offload, host, sum(moved.values()))
 
 
 def _ask(role: Role, config: RunConfig, plan: Plan, gpu: bool, device: int, policy: Needs) -> Needs:
@@ -203,58 +226,122 @@ def _shape(folder: Path, path: str) -> Mapping[str, Any]:
         ) from None
 
 
-def _device(config: RunConfig, plan: Plan, needs: Mapping[str, Needs]) -> Device:
-    turns = tuple(_turns(config, plan, needs))
-    apart = config.executor is ExecutorName.RAY and not config.offload and len(needs) > 1
-    return Device(tuple(needs), turns, apart)
+def _resolved(
+    config: RunConfig, plan: Plan, shares: Sequence[Mapping[str, Needs]], room: int, unknown: bool
+) -> Offload:
+    """Return how roles take turns: AUTO where a part of the memory stays.
+
+    What is unknown may need all of a device.
+
+    Args:
+        room: bytes of a GPU that may be filled, 0 on the CPU.
+    """
+    if plan.offload is not Offload.AUTO:
+        return plan.offload
+    if not room or (unknown and not plan.weights):
+        return Offload.FALSE
+    if unknown:
+        return Offload.TRUE
+    whole = [_device(config, plan, share, Offload.FALSE) for share in shares]
+    return Offload.FALSE if all(each.most <= room for each in whole) else Offload.AUTO
 
 
-def _turns(config: RunConfig, plan: Plan, needs: Mapping[str, Needs]) -> Iterator[Row]:
-    """Yield what is held in each phase, with a turn of its own for each engine."""
+def _device(
+    config: RunConfig, plan: Plan, needs: Mapping[str, Needs], offload: Offload, room: int = 0
+) -> Device:
+    """Return a device whose roles take turns as ``offload`` says.
+
+    Args:
+        room: bytes up to which AUTO keeps what could leave.
+    """
+    turns = []
+    for phase, active in _turns(plan, needs):
+        row = _row(plan, phase, active, needs)
+        if offload is Offload.FALSE:
+            row = _row(plan, phase, active, needs, _all(needs) - row.active)
+        for role, kind in _dear(needs) if offload is Offload.AUTO else ():
+            more = row.stays | ({(role, kind)} - row.active)
+            fuller = _row(plan, phase, active, needs, more)
+            if fuller.together + _cache(needs[role]) <= room:
+                row = fuller
+        turns.append(row)
+    apart = config.executor is ExecutorName.RAY and offload is Offload.FALSE and len(needs) > 1
+    return Device(tuple(needs), tuple(turns), apart)
+
+
+def _turns(
+    plan: Plan, needs: Mapping[str, Needs]
+) -> Iterator[tuple[Phase, Mapping[str, Sequence[Kind]]]]:
+    """Yield what works in each phase, with a turn of its own for each engine."""
     rollouts = [role for role in needs if role in ROLLOUTS]
     engines = [role for role in needs if role not in ROLLOUTS]
     sampling = dict.fromkeys(rollouts, (Memory.WEIGHTS, Memory.KV_CACHE))
     scoring = {role: (Part.PARAMS,) for role in engines if role == REWARD_MODEL}
     if rollouts:
-        yield _row(config, plan, Phase.SAMPLING, {**sampling, **scoring}, needs)
+        yield Phase.SAMPLING, {**sampling, **scoring}
 
     for role in engines:
-        trains = Phase.TRAINING in needs[role].peaks
         if role != REWARD_MODEL:
-            yield _row(config, plan, Phase.LOGPROBS, {role: OFFLOADED[Phase.LOGPROBS]}, needs)
-        for phase in (Phase.TRAINING, Phase.SAVING) if trains else ():
-            held = {role: OFFLOADED[phase]}
-            if phase is Phase.SAVING:
-                held |= dict.fromkeys(rollouts, (Memory.WEIGHTS,))
-            yield _row(config, plan, phase, held, needs)
+            yield Phase.LOGPROBS, {role: OFFLOADED[Phase.LOGPROBS]}
+        if Phase.TRAINING in needs[role].peaks:
+            yield Phase.TRAINING, {role: OFFLOADED[Phase.TRAINING]}
+            weights = dict.fromkeys(rollouts, (Memory.WEIGHTS,))
+            yield Phase.SAVING, {role: OFFLOADED[Phase.SAVING], **weights}
 
     if plan.weights:
-        syncing: dict[str, Sequence[Kind]] = {"policy": OFFLOADED[Phase.SYNC]}
-        yield _row(
-            config, plan, Phase.SYNC, syncing | dict.fromkeys(rollouts, (Memory.WEIGHTS,)), needs
+        yield (
+            Phase.SYNC,
+            {"policy": OFFLOADED[Phase.SYNC], **dict.fromkeys(rollouts, (Memory.WEIGHTS,))},
         )
 
 
-def _parked(need: Needs) -> int:
-    """Return the host memory of one worker whose engine is off its device."""
-    parts = (Part.PARAMS, Part.OPTIMIZER)
-    return total(term for part in parts for term in need.held.get(part, ()) if term.parked)
+def _all(needs: Mapping[str, Needs]) -> Parts:
+    return frozenset((role, kind) for role, need in needs.items() for kind in need.held)
+
+
+def _dear(needs: Mapping[str, Needs]) -> list[tuple[str, Kind]]:
+    """Return what may stay, the dearest to move first."""
+    return [(role, kind) for kind in DEAR for role, need in needs.items() if kind in need.held]
+
+
+def _cache(need: Needs) -> int:
+    """Return what the allocator of a frozen model keeps of its phases while it stays.
+
+    The others give it back with their gradients.
+    """
+    frozen = Part.PARAMS in need.held and Part.GRADS not in need.held
+    return max(map(total, need.peaks.values()), default=0) if frozen else 0
+
+
+def _parked(role: str, need: Needs, devices: Sequence[Device]) -> int:
+    """Return the host memory of one worker whose engine leaves its device."""
+    its = (device for device in devices if role in device.roles)
+    there = [row.active | row.stays for device in its for row in device.turns]
+    leaves = [kind for kind in (Part.PARAMS, Part.OPTIMIZER) if kind in need.held]
+    return total(
+        term
+        for kind in leaves
+        if any((role, kind) not in each for each in there)
+        for term in need.held[kind]
+        if term.parked
+    )
 
 
 def _row(
-    config: RunConfig,
     plan: Plan,
     phase: Phase,
     active: Mapping[str, Sequence[Kind]],
     needs: Mapping[str, Needs],
+    stays: Parts = frozenset(),
 ) -> Row:
     """Return what every role has while ``active`` ones hold these kinds and work."""
+    works = frozenset((role, kind) for role, kinds in active.items() for kind in kinds)
     terms = {}
     for role, need in needs.items():
         # Nothing brings the weights of a judge back, so that they stay.
-        stays = (None, Memory.WEIGHTS) if role == "judge" else (None,)
-        kinds = {*active.get(role, ()), *stays} if config.offload else need.held.keys()
-        found = [term for kind, held in need.held.items() if kind in kinds for term in held]
+        kept = (None, Memory.WEIGHTS) if role == "judge" else (None,)
+        there = {*kept, *(kind for name, kind in works | stays if name == role)}
+        found = [term for kind, held in need.held.items() if kind in there for term in held]
 
         at_once = plan.max_staleness and role in ROLLOUTS
         # A reward model scores while episodes end.
@@ -265,4 +352,4 @@ def _row(
             size = SENDING.get(plan.weight_path[1], 0)
             found.append(Term(f"buffers of sync.transport={plan.weight_path[1]}", size))
         terms[role] = tuple(term for term in found if term.size)
-    return Row(phase, terms)
+    return Row(phase, terms, works, stays)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from coupler.engine_kit.memory_plan import GIB, Phase, Term, total
+from coupler.config.schema import Offload
+from coupler.engine_kit.memory_plan import GIB, Kind, Phase, Term, total
 from coupler.run.memory_plan import Device, MemoryPlan, Row
 
 MOST = 6
 """Terms that are named of the phase that needs most."""
+COPIED = 45e9
+"""Bytes a second between a GPU and its host, as measured (docs/measurements.md)."""
 LEAST = 0.01
 """Share of a phase below which a term is not named."""
 ON_TOP = (
@@ -24,6 +27,8 @@ def render(plan: MemoryPlan) -> str:
     for device in plan.devices:
         lines += ["", *_table(device), "", *_largest(device), _verdict(device, plan)]
 
+    lines += [""] * plan.gpu
+    lines += _away(plan) if plan.gpu else ()
     if plan.host_bytes:
         lines.append(f"host: {_gib(plan.host_bytes)} GiB, pinned, of all ranks together")
     if plan.gpu:
@@ -48,6 +53,23 @@ def _table(device: Device) -> Iterator[str]:
     if device.apart:
         peaks = [device.peak(role) for role in device.roles]
         yield line("each at its peak", [_gib(size) for size in (*peaks, sum(peaks))])
+
+
+def _away(plan: MemoryPlan) -> Iterator[str]:
+    """Say what leaves devices, and what that costs."""
+    if plan.offload is Offload.FALSE:
+        yield "nothing leaves its device"
+    for device in plan.devices:
+        every = frozenset[tuple[str, Kind]]().union(*(row.active for row in device.turns))
+        for row in device.turns if plan.offload is not Offload.FALSE else ():
+            gone = sorted(f"{role}'s {kind}" for role, kind in every - row.active - row.stays)
+            yield f"away in {row.phase}: {', '.join(gone) or 'nothing'}"
+    if plan.moved_bytes:
+        seconds = 2 * plan.moved_bytes / COPIED
+        yield (
+            f"copies: {_gib(plan.moved_bytes)} GiB out and back in a step, about {seconds:.1f} s "
+            f"at {COPIED / 1e9:g} GB/s"
+        )
 
 
 def _largest(device: Device) -> Iterator[str]:

@@ -12,7 +12,15 @@ from typing import Any
 
 from coupler.config.checks import does_evaluate, does_sample, episode_tokens
 from coupler.config.options import in_full, section
-from coupler.config.schema import ExecutorName, Job, OnSync, Placement, RunConfig
+from coupler.config.schema import (
+    Devices,
+    ExecutorName,
+    Job,
+    Offload,
+    OnSync,
+    Placement,
+    RunConfig,
+)
 from coupler.conversation.choice import described
 from coupler.errors import ConfigError, PluginError
 from coupler.executors.placement import (
@@ -28,7 +36,7 @@ from coupler.interfaces import EngineConfig, InFlight, RolloutConfig
 from coupler.loop.turns import optimizer_steps
 from coupler.plugins.backend import Backend
 from coupler.plugins.manager import Plugins
-from coupler.run.plan_checks import check, check_columns
+from coupler.run.plan_checks import check, check_columns, no_turns
 from coupler.run.plan_text import render
 from coupler.run.teacher_check import check_teacher, role_of, teachers_of
 from coupler.system.reads import original
@@ -92,6 +100,8 @@ class Plan:
     eval_weight_path: tuple[str, str]
     # The policy can answer as it was before training, so that no other engine has to.
     own_reference: bool
+    # AUTO leaves it to estimates. It is FALSE where roles cannot take turns.
+    offload: Offload
     trackers: tuple[str, ...]
     run_dir: str
 
@@ -205,6 +215,7 @@ def make_plan(
         weight_path=path,
         eval_weight_path=eval_path,
         own_reference=is_own_reference(config, plugins),
+        offload=_offload(config, plugins),
         trackers=tuple(config.trackers),
         run_dir=config.run_dir,
     )
@@ -254,6 +265,15 @@ def on_sync(config: RunConfig, plugins: Plugins) -> InFlight:
         return InFlight(config.sync.in_flight)
     able = plugins.get("rollout", config.rollout.name).capabilities_of(config.rollout)
     return InFlight.RECOMPUTE if config.max_staleness and RECOMPUTES in able else InFlight.DRAIN
+
+
+def _offload(config: RunConfig, plugins: Plugins) -> Offload:
+    """Return the option, without AUTO where roles cannot take turns."""
+    apart = config.executor is ExecutorName.RAY and (
+        config.ray.placement is Placement.DISJOINT or config.ray.devices is Devices.CPU
+    )
+    keeps = apart or config.max_staleness or no_turns(config, plugins)
+    return Offload.FALSE if config.offload is Offload.AUTO and keeps else config.offload
 
 
 def is_own_reference(config: RunConfig, plugins: Plugins) -> bool:

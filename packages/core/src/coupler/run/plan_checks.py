@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from coupler.config.options import SECTIONS, section
-from coupler.config.schema import Job, RouterReplay, RunConfig
+from coupler.config.schema import Job, Offload, RouterReplay, RunConfig
 from coupler.data.prompts import Limit
 from coupler.errors import ConfigError
 from coupler.interfaces import EngineConfig
@@ -38,8 +38,8 @@ def check(plan: Plan, config: RunConfig, plugins: Plugins) -> None:
     _check_steps(plan, config)
     _check_engines(plan, config, plugins)
     check_opinions(config, plugins, plan.job)
-    if config.offload:
-        _check_offload(config, plugins)
+    if config.offload is Offload.TRUE and (reason := no_turns(config, plugins)):
+        raise ConfigError(reason)
 
 
 def _check_steps(plan: Plan, config: RunConfig) -> None:
@@ -92,9 +92,10 @@ def _check_engines(plan: Plan, config: RunConfig, plugins: Plugins) -> None:
             )
 
 
-def _check_offload(config: RunConfig, plugins: Plugins) -> None:
+def no_turns(config: RunConfig, plugins: Plugins) -> str:
+    """Say why a chosen backend cannot give its memory to others, or nothing."""
     if config.eval.rollout:
-        raise ConfigError(
+        return (
             f"offload=true and eval.rollout={config.eval.rollout.name}: the rollout of "
             "evaluations keeps its memory, and takes no turns.\n"
             "  try:  offload=false, or no eval.rollout"
@@ -105,11 +106,12 @@ def _check_offload(config: RunConfig, plugins: Plugins) -> None:
         if not wanted or not inner:
             continue
         if wanted not in plugins.get(kind, inner.name).capabilities_of(inner):
-            raise ConfigError(
+            return (
                 f"offload=true needs {path}={inner.name} to free device memory, which it "
                 f"cannot ({wanted}).\n"
                 f"  try:  offload=false, or another {path}"
             )
+    return ""
 
 
 def check_columns(config: RunConfig, plugins: Plugins, needs: frozenset[str], job: Job) -> None:

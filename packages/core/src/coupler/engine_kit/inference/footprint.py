@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from coupler.engine_kit.memory_plan import GIB, Asked, Kind, Needs, Term
+from coupler.engine_kit.memory_plan import GIB, Asked, Kind, Needs, Phase, Term
 from coupler.interfaces import Memory
 
 ASLEEP = int(0.8 * GIB)
@@ -29,13 +29,33 @@ def left_bytes(asked: Asked) -> int:
     return ASLEEP if asked.gpu else 0
 
 
+def activation_bytes(asked: Asked, tokens: int, sequences: int, devices: int) -> int:
+    """Return about what a forward pass takes on one of the devices that split it.
+
+    That is the widest layer of ``tokens`` in two bytes a number, with its input and its
+    output, and the logits of ``sequences`` in fp32, three times for their log-softmax
+    and for sampling.
+    """
+    shape = asked.shape.get("text_config") or asked.shape
+    hidden, vocabulary = shape.get("hidden_size", 0), shape.get("vocab_size", 0)
+    wide = 3 * shape.get("intermediate_size", 4 * hidden) // devices + 4 * hidden
+    return 2 * tokens * wide + 3 * 4 * sequences * vocabulary
+
+
 def footprint(
-    asked: Asked, weights: int, cache: int, unknown: Sequence[str], *, sleeps: bool
+    asked: Asked,
+    weights: int,
+    cache: int,
+    unknown: Sequence[str],
+    *,
+    sleeps: bool,
+    activations: int = 0,
 ) -> Needs:
     """Return the needs of a replica that takes weights and cache when it starts.
 
     Args:
         sleeps: whether it can give them back.
+        activations: bytes that a forward pass takes beside them.
     """
     lower = f"a smaller {asked.path}.gpu_memory_gib or {asked.path}.kv_cache_gib"
     parts = Term("weights", weights), Term("KV cache", cache, lower)
@@ -45,4 +65,5 @@ def footprint(
         held |= {Memory.WEIGHTS: parts[:1], Memory.KV_CACHE: parts[1:]}
 
     uncounted = () if asked.parameters else ("its weights, since no engine counts them",)
-    return Needs(held=held, unknown=(*uncounted, *unknown))
+    peaks = {Phase.SAMPLING: (Term("activations", activations),)} if activations else {}
+    return Needs(held=held, peaks=peaks, unknown=(*uncounted, *unknown))
