@@ -68,6 +68,7 @@ KIT_trackers := --coupler tracker=tensorboard --coupler tracker=wandb,mode=offli
   --coupler tracker=trackio --coupler tracker=swanlab,mode=offline
 KIT_rollout-vllm := --coupler engine=fsdp --coupler rollout=vllm -k 'test_rollout or test_pair'
 SYNC_rollout-vllm := --extra cpu
+SYNC_engine-fsdp := --extra adamw8bit
 SYNC_agents := --extra gateway --extra mcp --extra gymnasium --extra renderers
 SYNC_trackers := --all-extras
 KIT_rollout-sglang := --coupler engine=fsdp --coupler rollout=sglang -k 'test_rollout or test_pair'

@@ -51,6 +51,20 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         moe_intermediate_size=16,
         tie_word_embeddings=False,
     ),  # no multiple of 2 or 4 either
+    # moments in 8 bits: rows of 64 and of 128, and weights that are too small
+    "blocks": Qwen3Config(
+        **{**SHAPE, "hidden_size": 64, "intermediate_size": 128},
+        head_dim=16,
+        tie_word_embeddings=False,
+    ),
+    "wide-experts": Qwen3MoeConfig(
+        **{**SHAPE, "hidden_size": 64},
+        head_dim=16,
+        num_experts=5,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        tie_word_embeddings=False,
+    ),
     "six-heads": Qwen2Config(**{**SHAPE, "num_attention_heads": 6}, tie_word_embeddings=False),
     "eight-heads": Qwen2Config(**{**SHAPE, "num_attention_heads": 8}, tie_word_embeddings=False),
     "wide": Qwen3Config(

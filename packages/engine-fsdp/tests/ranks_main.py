@@ -17,7 +17,7 @@ from test_ranks import SETTINGS, STEPS
 
 from coupler.batch import Batch
 from coupler.errors import CouplerError
-from coupler.interfaces import EVERYTHING, Part, Rank
+from coupler.interfaces import EVERYTHING, Rank
 from coupler_engine_fsdp.engine import FSDPEngine
 from coupler_engine_fsdp.optimizer import local
 
@@ -38,7 +38,7 @@ def main(job: dict, index: int) -> None:
         np.savez(out / f"{name}-weights.npz", **arrays(engine.weights()))
         np.savez(out / f"{name}-adapter.npz", **arrays(engine.adapter_weights()))
         if "save" in job:
-            engine.save(made(Path(f"{job['save']}-{name}")), frozenset({Part.PARAMS})).wait(60)
+            engine.save(made(Path(f"{job['save']}-{name}")), EVERYTHING).wait(60)
         report["steps"].append(hurt(engine, rank))
         report["too_long"] = too_long(engine, rank)
         report["bytes"] = parameter_bytes(engine)

@@ -46,6 +46,8 @@ TRAINED: dict[str, dict[str, Any]] = {
     "bf16": {**WHOLE, "dtype": "bf16"},
     "bf16, small micro-batches": {"dtype": "bf16", "max_tokens_per_gpu": TOKENS // 2},
     "muon": {"optimizer": "muon"},
+    "adamw8bit": {"optimizer": "adamw8bit"},
+    "adamw8bit, bf16": {**WHOLE, "optimizer": "adamw8bit", "dtype": "bf16"},
 }
 
 
@@ -73,7 +75,11 @@ def held(engine: FSDPEngine) -> int:
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_training(folder: Path, name: str) -> None:
-    config, model = FSDPConfig(**TRAINED[name]), Model(str(folder))
+    trained(FSDPConfig(**TRAINED[name]), Model(str(folder)))
+
+
+def trained(config: FSDPConfig, model: Model) -> None:
+    """Hold what is planned against a step."""
     needs = planned(config, model, trains=True)
     engine = FSDPEngine(config, model)
     engine.setup(Rank())
@@ -115,6 +121,15 @@ def rehearsed(config: FSDPConfig, model: Model) -> Rehearsal:
     if config.lora_rank:
         Adapter(config).insert(policy.causal, layers_of(policy))
     return rehearse(policy, TOKENS, TOKENS - TOKENS // LENGTH, gpu=False, copies=True)
+
+
+def test_adapters_of_experts(tmp_path: Path) -> None:
+    """Two grouped products more for each matrix of the experts."""
+    shape = {**SMALL, "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2}
+    config = AutoConfig.for_model(**shape, moe_intermediate_size=64, head_dim=32)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    settings = {"lora_rank": 8, "target_modules": ["all-linear", "experts"]}
+    trained(FSDPConfig(**WHOLE, dtype="bf16", **settings), Model(str(tmp_path)))
 
 
 def test_moments_in_host_memory_are_planned_there(folder: Path) -> None:

@@ -18,6 +18,7 @@ import torch
 from helpers import WANT, arrays, closeness, info, loss, make_batch, make_engine, reference, worst
 
 from coupler.engine_kit.lora_names import names_of
+from coupler.engine_kit.saved import open_saved
 from coupler.interfaces import EVERYTHING, Part
 
 Folder = Callable[[str], Path]
@@ -28,6 +29,7 @@ CASES = {
     "hybrid": ("qwen2", {"fsdp_size": 2}),
     "replicated": ("qwen3", {"fsdp_size": 1}),
     "experts": ("experts", {}),
+    "adamw8bit": ("blocks", {"optimizer": "adamw8bit"}),
     "muon": ("qwen2", {"optimizer": "muon"}),
     "muon-hybrid": ("llama", {"optimizer": "muon", "fsdp_size": 2}),
 }
@@ -39,7 +41,10 @@ BF16 = {
     "bf16-hybrid": ("mistral", {"dtype": "bf16", "fsdp_size": 2, "reshard_after_forward": False}),
 }
 # rows of A that no number of ranks here divides
-LORA = {"lora": ("llama", {"lora_rank": 6})}
+LORA = {
+    "lora": ("llama", {"lora_rank": 6}),
+    "lora-experts": ("experts", {"lora_rank": 6, "target_modules": ["all-linear", "experts"]}),
+}
 FROZEN = {"lora-bf16": ("llama", {"lora_rank": 6, "dtype": "bf16"})}
 SETTINGS = {"lr": 1e-2, "max_tokens_per_gpu": 40, "dtype": "fp32"}
 STEPS = 2
@@ -129,11 +134,12 @@ def test_ranks_sum_to_the_gradient_of_plain_transformers(
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_every_rank_sends_the_whole_adapter(runs, folder_of: Folder, world: int) -> None:
+@pytest.mark.parametrize("case", LORA)
+def test_every_rank_sends_the_whole_adapter(runs, folder_of: Folder, world: int, case: str) -> None:
     """With the weights of the folder it is the sum that other rollouts get."""
-    base = arrays(make_engine(folder_of(LORA["lora"][0]), dtype="fp32").weights())
+    base = arrays(make_engine(folder_of(LORA[case][0]), dtype="fp32").weights())
     for out in of_world(runs, world):
-        adapter, merged = loaded(out / "lora-adapter.npz"), loaded(out / "lora-weights.npz")
+        adapter, merged = loaded(out / f"{case}-adapter.npz"), loaded(out / f"{case}-weights.npz")
         assert len(adapter) == 2 * sum("_proj.weight" in name for name in base)
         for name, tensor in base.items():
             a, b = names_of(name)
@@ -242,6 +248,19 @@ def test_one_rank_reads_exactly_what_four_wrote(runs, folder_of: Folder, case: s
     want = loaded(of_world(runs, 4)[0] / f"{case}-weights.npz")
     for name, tensor in arrays(alone.weights()).items():
         np.testing.assert_array_equal(tensor, want[name], err_msg=name)
+
+
+def test_one_rank_reads_the_codes_that_four_wrote(runs, folder_of: Folder) -> None:
+    """Blocks are the same on any number of ranks, so that nothing is quantised anew."""
+    saved = of_world(runs, 4)[0].parent / "checkpoint-adamw8bit"
+    alone = make_engine(folder_of("blocks"), dtype="fp32", optimizer="adamw8bit")
+    alone.load(saved, EVERYTHING)
+    assert alone._optimizer.num_steps == STEPS
+    with open_saved(saved) as whole:
+        for name, moment in alone._optimizer.moments_of().items():
+            weight, _, key = name.rpartition("/")
+            if weight in alone.blocks and key != "step":
+                assert torch.equal(moment.dequantize(), whole.tensor(key, weight)), name
 
 
 def test_the_rendezvous_listens_on_loopback_alone(runs) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -26,6 +26,7 @@ from coupler.engine_kit import write_file
 from coupler.errors import CouplerError, WaitTimeout
 from coupler.interfaces import FileHashes
 from coupler_engine_fsdp import tensorfile
+from coupler_engine_fsdp.adamw8bit import CODES
 from coupler_engine_fsdp.tensorfile import DTYPES, TensorFile
 from coupler_engine_fsdp.weights import rows_of, shard_rows
 
@@ -153,12 +154,23 @@ def save(
     return Save(path / _file(shard, shards), held, index if first and shard == 0 else None, host)
 
 
-def is_native(path: Path) -> bool:
-    """Tell if a checkpoint's files are of this layout, or are not there."""
+def is_native(path: Path, state: Mapping[str, Tensor]) -> bool:
+    """Tell if a checkpoint's files are of this layout, or are not there.
+
+    They are of another one if its moments have 8 bits and those of ``state`` fp32, or
+    the other way round.
+    """
     try:
-        return "shards" in json.loads((path / INDEX).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        index = json.loads((path / INDEX).read_text(encoding="utf-8"))
+        if "shards" not in index:
+            return False
+        return "num_steps" not in state or _has_codes(state) == _has_codes(index["tensors"])
+    except (OSError, ValueError, KeyError):
         return True
+
+
+def _has_codes(names: Iterable[str]) -> bool:
+    return any(name.endswith(f"/{CODES}") for name in names)
 
 
 def load(path: Path, state: Mapping[str, Tensor]) -> None:

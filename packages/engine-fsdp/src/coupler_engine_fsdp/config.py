@@ -47,6 +47,7 @@ class OptimizerName(StrEnum):
     """The optimizer of the layers' matrices. Everything else is AdamW's."""
 
     ADAMW = "adamw"
+    ADAMW8BIT = "adamw8bit"
     MUON = "muon"
 
 
@@ -97,8 +98,9 @@ class FSDPConfig(LoRAConfig):
     and the start a minute more.
     """
     optimizer: OptimizerName = OptimizerName.ADAMW
-    """Train the matrices of the layers with AdamW or with Muon. Embeddings, head, norms
-    and experts are always AdamW's.
+    """Train with AdamW, or the matrices of the layers with Muon, and embeddings, head,
+    norms and experts with AdamW. adamw8bit is AdamW whose moments take 2 bytes of each
+    trained weight instead of 8, and needs torchao.
     """
     offload_optimizer: bool = no_effect(False)
     """Hold AdamW's moments in host memory. A step brings them to the device piece by
@@ -145,7 +147,7 @@ class FSDPConfig(LoRAConfig):
         self._require(
             one or not self.offload_optimizer,
             "offload_optimizer",
-            "needs engine.ranks=1 and engine.optimizer=adamw",
+            "needs engine.ranks=1 and engine.optimizer=adamw or adamw8bit",
         )
         self._require(0 <= self.muon_momentum < 1, "muon_momentum", "must be in [0, 1)")
         self._require(

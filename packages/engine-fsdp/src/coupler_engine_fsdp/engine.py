@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,6 +37,7 @@ from coupler.interfaces import (
 )
 from coupler.metrics import Metrics, merge, read
 from coupler_engine_fsdp import checkpoint, foreign, weights
+from coupler_engine_fsdp.adamw8bit import blocks_of
 from coupler_engine_fsdp.check import check
 from coupler_engine_fsdp.config import FSDPConfig, OptimizerName
 from coupler_engine_fsdp.distributed import build_mesh, prepare_device
@@ -113,11 +115,14 @@ class FSDPEngine(Engine):
 
         weights.read(files, self.named, self.experts)
         zero_absent(self.named, files)
-        self.adapter.bind(self.named)
+        self.adapter.bind(self.named, self.experts)
         self.adapter.start(rank, self.device)
 
         self.tensors = {**self.named, **updates}
         self.matrices = matrices_of(self.named, layers)
+        eight = self.config.optimizer == OptimizerName.ADAMW8BIT
+        embedding: Any = self.policy.causal.get_input_embeddings().weight
+        self.blocks = blocks_of(self.tensors, embedding) if eight else {}
         self.masters = Masters()
         if alone and self.dtype != torch.float32:
             self.masters.split(self.policy, self.dtype)
@@ -255,7 +260,7 @@ class FSDPEngine(Engine):
         self.masters.settle()
         names = self.adapter.names(self.tensors)
         tensors = {names[name]: tensor for name, tensor in self.tensors.items()}
-        return weights.stream_gradients(tensors, self.experts)
+        return weights.stream_gradients(tensors, self.experts | self.adapter.experts)
 
     def save(self, path: Path, what: Parts) -> Pending:
         """Copy parameters and optimizer to the host, and write them while training goes
@@ -273,17 +278,25 @@ class FSDPEngine(Engine):
         """
         state = self._state(what)
         self._parked.forget()
-        if checkpoint.is_native(path):
+        if checkpoint.is_native(path, state):
             checkpoint.load(path, state)
         else:
-            foreign.load(path, state, self.adapter.names(self.tensors), self.experts)
+            state = self._state(what, as_saved=False)
+            experts = self.experts | self.adapter.experts
+            foreign.load(path, state, self.adapter.names(self.tensors), experts)
 
         if self._optimizer is not None and Part.OPTIMIZER in what:
             self._optimizer.num_steps = int(state["num_steps"])
         self.masters.refresh()
         self._reshard()
 
-    def _state(self, what: Parts) -> dict[str, Tensor]:
+    def _state(self, what: Parts, as_saved: bool = True) -> dict[str, Tensor]:
+        """Return the tensors of a checkpoint by their names there.
+
+        Args:
+            as_saved: whether moments are the tensors that are written. Without it they
+                take numbers of any precision.
+        """
         self._parked.arrive()
         state: dict[str, Tensor] = {}
         if Part.PARAMS in what:
@@ -292,9 +305,8 @@ class FSDPEngine(Engine):
         if Part.OPTIMIZER in what:
             if self._optimizer is None:
                 self._optimizer = self._new_optimizer()
-            state |= {
-                f"optimizer/{name}": tensor for name, tensor in self._optimizer.state().items()
-            }
+            tensors = self._optimizer.state() if as_saved else self._optimizer.moments_of()
+            state |= {f"optimizer/{name}": tensor for name, tensor in tensors.items()}
             state["num_steps"] = torch.tensor(self._optimizer.num_steps)
 
         return state
@@ -383,7 +395,14 @@ class FSDPEngine(Engine):
         parked = self._parked if self.config.offload_optimizer else None
 
         return Optimizer(
-            self.config, parameters, self.masters, self.mesh, self.matrices, self.dtype, parked
+            self.config,
+            parameters,
+            self.masters,
+            self.mesh,
+            self.matrices,
+            self.dtype,
+            {name: block for name, block in self.blocks.items() if name in parameters},
+            parked,
         )
 
     def _clear_gradients(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -67,9 +68,16 @@ def _fill(
     target: Tensor,
     experts: Experts,
 ) -> None:
+    rows = rows_of(target) if isinstance(target, DTensor) else range(len(target))
+    own = target.to_local() if isinstance(target, DTensor) else target
+    if not rows:
+        return
+
     if name in experts:
+        found = torch.empty(len(rows), *target.shape[1:])
         for part, place in experts[name].items():
-            if (held := place.held(target)) is not None:
+            if place.expert in rows:
+                held = replace(place, expert=place.expert - rows.start).of(found)
                 held.copy_(
                     _checked(
                         saved.tensor(which, part),
@@ -77,18 +85,15 @@ def _fill(
                         held,
                     )
                 )
-        return
-
-    whole = _checked(
-        saved.tensor(which, name),
-        name,
-        target,
-    )
-    if isinstance(target, DTensor):
-        rows = rows_of(target)
-        target.to_local().copy_(whole[rows.start : rows.stop])
     else:
-        target.copy_(whole)
+        found = _checked(
+            saved.tensor(which, name),
+            name,
+            target,
+        )[rows.start : rows.stop]
+
+    # Moments in 8 bits are quantised here, on their own device.
+    own.copy_(found.to(own.device))
 
 
 def _checked(

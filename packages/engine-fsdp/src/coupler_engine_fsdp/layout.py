@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from importlib.util import find_spec
 from math import gcd
 from pathlib import Path
 from typing import Any
 
 from coupler.errors import ConfigError
-from coupler_engine_fsdp.config import FSDPConfig
+from coupler_engine_fsdp.config import FSDPConfig, OptimizerName
 
 
 def read_heads(folder: Path) -> int:
@@ -37,13 +38,19 @@ def heads_of(shape: dict[str, Any]) -> int:
 def problems(
     config: FSDPConfig, ranks: int, heads: int, path: str = "engine"
 ) -> Iterator[tuple[str, str]]:
-    """Yield each size that does not fit, and how to mend it.
+    """Yield each size that does not fit, and a package that is missing, with a fix.
 
     Args:
         ranks: ranks of the engine.
         heads: attention heads of the model, or 0 if they are not known yet.
         path: the place of ``config`` in the run's configuration.
     """
+    if config.optimizer == OptimizerName.ADAMW8BIT and find_spec("torchao") is None:
+        yield (
+            f"{path}.optimizer={config.optimizer} needs torchao",
+            "pip install 'coupler-engine-fsdp[adamw8bit]'",
+        )
+
     if config.fsdp_size and ranks % config.fsdp_size:
         yield (
             f"{path}.fsdp_size={config.fsdp_size} does not divide {path}.ranks={ranks}",

@@ -9,6 +9,7 @@ there.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import NamedTuple
 
@@ -78,10 +79,12 @@ class Masters:
         pair = self.pairs.get(id(parameter))
         return parameter if pair is None else pair.copy
 
-    def settle(self) -> None:
-        """Bring every gradient to its master."""
-        for pair in self.pairs.values():
-            _settle(pair)
+    def settle(self, masters: Iterable[Tensor] | None = None) -> None:
+        """Bring gradients to their masters, by default to all of them."""
+        ids = self.pairs if masters is None else map(id, masters)
+        for master in ids:
+            if master in self.pairs:
+                _settle(self.pairs[master])
 
     def clear(self) -> None:
         """Drop all gradients."""

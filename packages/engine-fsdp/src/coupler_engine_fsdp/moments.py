@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from coupler.engine_kit.parked import Parked
-from coupler_engine_fsdp.config import FSDPConfig
+from coupler_engine_fsdp import adamw8bit, flat
+from coupler_engine_fsdp.config import FSDPConfig, OptimizerName
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-# Moments start at multiples of so many numbers in their storage.
-ALIGNED = 128
-# A piece in host memory has at most so many numbers, but for a larger tensor.
+# A piece has at most so many numbers, but for a larger tensor.
 PIECE = 1 << 27
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(
+    frozen=True,
+    slots=True,
+    eq=False,
+)
 class Piece:
     """Some shards and their AdamW.
 
@@ -29,25 +34,40 @@ class Piece:
 
     name: str
     shards: Mapping[str, Tensor]
-    adamw: torch.optim.AdamW
+    adamw: torch.optim.Optimizer
     tensors: tuple[Tensor, ...]
 
 
 class Moments:
     """The moments of shards, by the names of these.
 
-    Without ``parked`` there is one piece, which stays on the device. With it the pieces
-    are in host memory, but for those of :meth:`in_turn`.
+    Without ``parked`` they stay on the device. With it the pieces are in host memory,
+    but for those of :meth:`in_turn`.
+
+    Attributes:
+        eight: whether moments have 8 bits. Then a step casts the gradients of one piece
+            at a time.
     """
 
     def __init__(
-        self, config: FSDPConfig, shards: Mapping[str, Tensor], parked: Parked | None = None
+        self,
+        config: FSDPConfig,
+        shards: Mapping[str, Tensor],
+        blocks: Mapping[str, int] | None = None,
+        parked: Parked | None = None,
     ) -> None:
-        self.config, self.parked = config, parked
+        """Allocate the moments.
+
+        Args:
+            blocks: numbers that share a scale, of each shard whose moments have 8 bits.
+            parked: the host memory of moments that are on the device in a step alone.
+        """
+        self.config, self.blocks, self.parked = config, blocks or {}, parked
+        self.eight = config.optimizer == OptimizerName.ADAMW8BIT
         self.pieces: list[Piece] = []
         self._piece_of: dict[str, Piece] = {}
 
-        for names in _cut(shards, PIECE) if parked else [[*shards]]:
+        for names in _cut(shards, PIECE) if parked or self.eight else [[*shards]]:
             piece = self._make({name: shards[name] for name in names})
             self.pieces.append(piece)
             self._piece_of |= dict.fromkeys(names, piece)
@@ -55,7 +75,11 @@ class Moments:
 
     def in_turn(self) -> Iterator[Piece]:
         """Yield the pieces, each whole on the device, while the next one comes."""
-        for piece, after in zip(self.pieces, [*self.pieces[1:], None], strict=True):
+        for piece, after in zip(
+            self.pieces,
+            [*self.pieces[1:], None],
+            strict=True,
+        ):
             if self.parked:
                 self.parked.onload(piece.name, wait=False)
                 if after:
@@ -65,18 +89,77 @@ class Moments:
             yield piece
             self._park(piece)
 
-    def state(self, name: str) -> dict[str, Tensor]:
-        """Return the state of a shard: its ``step``, and its moments where they are.
+    def advance(
+        self,
+        piece: Piece,
+        lr: float,
+    ) -> None:
+        """Take a step of one piece."""
+        if self.eight:
+            adamw8bit.advance(piece.adamw, lr)
+            return
 
-        What is written to moments in host memory comes to the device with them.
+        for group in piece.adamw.param_groups:
+            group["lr"] = lr
+        piece.adamw.step()
+
+    def state(self, name: str) -> dict[str, Tensor]:
+        """Return what a checkpoint has of a shard, where it is now.
+
+        These are its ``step`` and its moments, or their codes and scales. What is
+        written to moments in host memory comes to the device with them.
         """
         piece = self._piece_of[name]
+        shard = piece.shards[name]
+        state = piece.adamw.state[shard]
+        found = {key: state[key] for key in MOMENTS}
+
+        if block := self.blocks.get(name):
+            row = math.prod(shard.shape[1:])
+            found = {
+                f"{key}/{part}": tensor
+                for key, moment in found.items()
+                for part, tensor in adamw8bit.parts(
+                    moment,
+                    row,
+                    block,
+                ).items()
+            }
+        if self.parked:
+            found = {key: self.parked.kept(piece.name, each) for key, each in found.items()}
+        return {"step": state["step"], **found}
+
+    def moments(self, name: str) -> dict[str, Tensor]:
+        """Return the two moments of a shard, which take numbers of any precision."""
+        piece, held = self._piece_of[name], self.state(name)
         state = piece.adamw.state[piece.shards[name]]
 
-        if not self.parked:
-            return state
-        host = {key: self.parked.kept(piece.name, state[key]) for key in MOMENTS}
-        return {"step": state["step"], **host}
+        if not self._has_codes(name):
+            return {key: held[key] if key in held else state[key] for key in MOMENTS}
+        return {
+            key: adamw8bit.on(
+                state[key],
+                held[f"{key}/{adamw8bit.CODES}"],
+                held[f"{key}/{adamw8bit.SCALES}"],
+            )
+            for key in MOMENTS
+        }
+
+    def maps(self) -> dict[str, Tensor]:
+        """Return what codes stand for, fp32 [256], by the moment's key.
+
+        It is empty if no moment here has 8 bits.
+        """
+        name = next(filter(self._has_codes, self.blocks), None)
+        if name is None:
+            return {}
+        piece = self._piece_of[name]
+        state: dict[str, Any] = piece.adamw.state[piece.shards[name]]
+        return {f"{key}/{adamw8bit.MAP}": state[key].qmap for key in MOMENTS}
+
+    def _has_codes(self, name: str) -> bool:
+        """Tell if moments have 8 bits, and this rank has a row of them."""
+        return name in self.blocks and bool(self._piece_of[name].shards[name].numel())
 
     def on_device(self) -> list[Tensor]:
         """Return the storages that are on the device between steps."""
@@ -94,22 +177,76 @@ class Moments:
             {"params": matrices, "weight_decay": self.config.weight_decay},
             {"params": vectors, "weight_decay": 0.0},
         ]
-        adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=self.config.lr,
-            betas=(self.config.beta1, self.config.beta2),
-            eps=self.config.eps,
-            fused=True,
+        groups = [group for group in groups if group["params"]]
+        adamw = (
+            adamw8bit.optimizer(self.config, groups) if self.eight else _adamw(self.config, groups)
         )
 
         # Allocated now, so that a checkpoint can be read into a fresh optimizer.
-        flat = tuple(_zeros([*shards.values()]) for _ in MOMENTS)
-        for shard, *moments in zip(
-            shards.values(), *(_views(whole, [*shards.values()]) for whole in flat), strict=True
-        ):
-            step = torch.zeros((), dtype=torch.float32, device=shard.device)
-            adamw.state[shard] = {"step": step, **dict(zip(MOMENTS, moments, strict=True))}
-        return Piece(f"moments {len(self.pieces)}", shards, adamw, flat)
+        storages: list[Tensor] = []
+        for shard in shards.values():
+            device = None if self.eight else shard.device
+            adamw.state[shard] = {
+                "step": torch.zeros(
+                    (),
+                    dtype=torch.float32,
+                    device=device,
+                )
+            }
+        for key in MOMENTS:
+            held, moments = self._zeros(shards, signed=key == MOMENTS[0])
+            storages += held
+            for shard, moment in zip(
+                shards.values(),
+                moments,
+                strict=True,
+            ):
+                adamw.state[shard][key] = moment
+        return Piece(
+            f"moments {len(self.pieces)}",
+            shards,
+            adamw,
+            tuple(storages),
+        )
+
+    def _zeros(
+        self, shards: Mapping[str, Tensor], *, signed: bool
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return storages, and one moment of each shard in them."""
+        if self.eight:
+            return adamw8bit.zeros(
+                shards,
+                self.blocks,
+                signed,
+            )
+
+        device = next((shard.device for shard in shards.values()), None)
+        sizes = [shard.numel() for shard in shards.values()]
+        whole, views = flat.zeros(
+            sizes,
+            torch.float32,
+            device,
+        )
+        moments = [
+            v.view(shard.shape)
+            for v, shard in zip(
+                views,
+                shards.values(),
+                strict=True,
+            )
+        ]
+        return [whole], moments
+
+
+def _adamw(config: FSDPConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    betas = config.beta1, config.beta2
+    return torch.optim.AdamW(
+        groups,
+        lr=config.lr,
+        betas=betas,
+        eps=config.eps,
+        fused=True,
+    )
 
 
 def _cut(shards: Mapping[str, Tensor], most: int) -> list[list[str]]:
@@ -123,21 +260,3 @@ def _cut(shards: Mapping[str, Tensor], most: int) -> list[list[str]]:
         pieces[-1].append(name)
         left -= shard.numel()
     return pieces
-
-
-def _zeros(shards: Sequence[Tensor]) -> Tensor:
-    """Return room for fp32 numbers like those of all ``shards``, in one storage.
-
-    A GPU takes as long to free hundreds of storages as to copy gigabytes.
-    """
-    device = shards[0].device if shards else None
-    return torch.zeros(sum(map(_room, shards)), dtype=torch.float32, device=device)
-
-
-def _views(whole: Tensor, shards: Sequence[Tensor]) -> list[Tensor]:
-    pairs = zip(whole.split([_room(shard) for shard in shards]), shards, strict=True)
-    return [piece[: shard.numel()].view(shard.shape) for piece, shard in pairs]
-
-
-def _room(shard: Tensor) -> int:
-    return -(-shard.numel() // ALIGNED) * ALIGNED

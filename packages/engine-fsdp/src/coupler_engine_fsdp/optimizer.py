@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from importlib.util import find_spec
 
 import torch
@@ -17,7 +17,7 @@ from coupler.engine_kit.parked import Parked
 from coupler.interfaces import StepResult
 from coupler_engine_fsdp.config import FSDPConfig
 from coupler_engine_fsdp.masters import Masters
-from coupler_engine_fsdp.moments import MOMENTS, Moments
+from coupler_engine_fsdp.moments import Moments
 from coupler_engine_fsdp.muon import Muon
 
 
@@ -37,6 +37,7 @@ class Optimizer:
         mesh: DeviceMesh,
         muon: Collection[str] = (),
         dtype: torch.dtype = torch.float32,
+        blocks: Mapping[str, int] | None = None,
         parked: Parked | None = None,
     ) -> None:
         """Allocate the state.
@@ -44,6 +45,8 @@ class Optimizer:
         Args:
             muon: names of the matrices that Muon trains.
             dtype: that of Muon's products.
+            blocks: numbers that share a scale, of each weight whose moments have 8
+                bits.
             parked: the host memory of moments that are on the device in a step alone.
         """
         self.config, self.parameters, self.masters, self.mesh = config, parameters, masters, mesh
@@ -56,10 +59,21 @@ class Optimizer:
         if muon:
             matrices = {name: self.shards[name] for name in muon}
             shapes = {name: parameters[name].shape for name in muon}
-            self.muon = Muon(config, matrices, shapes, mesh, dtype)
+            self.muon = Muon(
+                config,
+                matrices,
+                shapes,
+                mesh,
+                dtype,
+            )
 
         self.elementwise = {n: shard for n, shard in self.shards.items() if n not in muon}
-        self.moments = Moments(config, self.elementwise, parked)
+        self.moments = Moments(
+            config,
+            self.elementwise,
+            blocks,
+            parked,
+        )
 
     def step(self, norm: float) -> StepResult:
         """Clip, apply and clear the gradient, which has this norm.
@@ -71,7 +85,8 @@ class Optimizer:
         if applied:
             limit = self.config.max_grad_norm
             scale = limit / norm if 0 < limit < norm else 1.0
-            fused = self.masters.pairs and self.mesh.device_type == "cuda" and not self.muon
+            plain = not self.muon and not self.moments.eight
+            fused = self.masters.pairs and self.mesh.device_type == "cuda" and plain
             if fused and find_spec("triton"):
                 self._update_in_one_pass(lr, scale)
             else:
@@ -79,26 +94,49 @@ class Optimizer:
             self.num_steps += 1
 
         self.masters.clear()
-        for name, shard in self.shards.items():
-            shard.grad = self.parameters[name].grad = None
-        return StepResult(applied, norm, lr)
+        self._clear(self.shards)
+        return StepResult(
+            applied,
+            norm,
+            lr,
+        )
 
-    def _update(self, lr: float, scale: float) -> None:
-        self.masters.settle()
-        self._take_gradients()
-        if scale != 1:
-            grads = [shard.grad for shard in self.shards.values() if shard.grad is not None]
-            torch._foreach_mul_(grads, scale)
+    def _update(
+        self,
+        lr: float,
+        scale: float,
+    ) -> None:
         for piece in self.moments.in_turn():
-            for group in piece.adamw.param_groups:
-                group["lr"] = lr
-            piece.adamw.step()
+            self._bring_gradients(piece.shards, scale)
+            self.moments.advance(piece, lr)
+            self._clear(piece.shards)
 
         if self.muon:
+            self._bring_gradients(self.muon.shards, scale)
             self.muon.step(lr)
         self.masters.refresh()
 
-    def _update_in_one_pass(self, lr: float, scale: float) -> None:
+    def _bring_gradients(
+        self,
+        shards: Mapping[str, Tensor],
+        scale: float,
+    ) -> None:
+        """Give shards their gradients in fp32, multiplied with ``scale``."""
+        self.masters.settle(shards.values())
+        self._take_gradients(shards)
+        if scale != 1:
+            grads = [shard.grad for shard in shards.values() if shard.grad is not None]
+            torch._foreach_mul_(grads, scale)
+
+    def _clear(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.shards[name].grad = self.parameters[name].grad = None
+
+    def _update_in_one_pass(
+        self,
+        lr: float,
+        scale: float,
+    ) -> None:
         """Do the work of :meth:`_update` in one pass.
 
         Memory is read and written once for clipping, AdamW and the copies together.
@@ -107,8 +145,18 @@ class Optimizer:
 
         for piece in self.moments.in_turn():
             states = [piece.adamw.state[shard] for shard in piece.shards.values()]
-            for shard, state in zip(piece.shards.values(), states, strict=True):
-                self._update_shard(adamw, shard, state, lr, scale)
+            for shard, state in zip(
+                piece.shards.values(),
+                states,
+                strict=True,
+            ):
+                self._update_shard(
+                    adamw,
+                    shard,
+                    state,
+                    lr,
+                    scale,
+                )
             torch._foreach_add_([state["step"] for state in states], 1)
 
     def _update_shard(
@@ -142,7 +190,7 @@ class Optimizer:
 
         Each shard counts once, however many replicas hold it.
         """
-        self._take_gradients()
+        self._take_gradients(self.shards)
         grads = [
             grad
             for shard in self.shards.values()
@@ -157,25 +205,36 @@ class Optimizer:
             dist.all_reduce(total, group=self.mesh.get_group(axis))
         return (total * (self.mesh.size(-1) / self.mesh.size())).sqrt()
 
-    def _take_gradients(self) -> None:
-        for name, shard in self.shards.items():
+    def _take_gradients(self, shards: Mapping[str, Tensor]) -> None:
+        for name, shard in shards.items():
             parameter = self.parameters[name]
             if shard is not parameter:
                 shard.grad = None if parameter.grad is None else local(parameter.grad)
 
     def state(self) -> dict[str, Tensor]:
-        """Return the optimizer's tensors by parameter name, shaped and sharded like the
-        parameters.
+        """Return the optimizer's tensors as a checkpoint has them, by parameter name.
+
+        All but steps and maps are sharded like the parameters.
         """
-        tensors: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {**self.moments.maps()}
         for name, momentum in self.muon.momentum.items() if self.muon else ():
             tensors[f"{name}/momentum"] = _like(momentum, self.parameters[name])
 
         for name in self.elementwise:
-            state = self.moments.state(name)
-            tensors[f"{name}/step"] = state["step"]
-            for key in MOMENTS:
-                tensors[f"{name}/{key}"] = _like(state[key], self.parameters[name])
+            for key, tensor in self.moments.state(name).items():
+                one = not tensor.ndim
+                tensors[f"{name}/{key}"] = tensor if one else _like(tensor, self.parameters[name])
+        return tensors
+
+    def moments_of(self) -> dict[str, Tensor]:
+        """Return both moments of every parameter and its steps, which a checkpoint of
+        any precision fills.
+        """
+        tensors: dict[str, Tensor] = {}
+        for name in self.elementwise:
+            tensors[f"{name}/step"] = self.moments.state(name)["step"]
+            for key, moment in self.moments.moments(name).items():
+                tensors[f"{name}/{key}"] = _like(moment, self.parameters[name])
         return tensors
 
     def tensors(self) -> list[Tensor]:
@@ -195,13 +254,16 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def _like(local: Tensor, parameter: Tensor) -> Tensor:
+    """Return a tensor whose rows are cut as those of ``parameter``."""
     if not isinstance(parameter, DTensor):
         return local
+
+    shape = torch.Size((parameter.shape[0], *local.shape[1:]))
     return DTensor.from_local(
         local,
         parameter.device_mesh,
         parameter.placements,
         run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
+        shape=shape,
+        stride=torch.empty(shape, device="meta").stride(),
     )

@@ -25,11 +25,14 @@ def _of_engine(config: FSDPConfig) -> frozenset[str]:
         "output:sum_pi_squared",
         "output:topk",
         "model:moe",
+        "lora:experts",
         "input:sampling_mask",
     }
 
-    lora = {"output:base_logprobs", "weights:lora"} if config.lora_rank else set()
-    return frozenset(always | lora)
+    lora = {"output:base_logprobs"} if config.lora_rank else set()
+    # Rollouts run adapters of linear maps. They get experts with the updates added.
+    apart = {"weights:lora"} if config.lora_rank and not config.adapts_experts else set()
+    return frozenset(always | lora | apart)
 
 
 @hookimpl

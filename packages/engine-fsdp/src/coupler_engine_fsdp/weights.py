@@ -52,7 +52,7 @@ class Place:
         )
 
 
-Experts = Mapping[str, Mapping[str, Place]]
+Experts = dict[str, dict[str, Place]]
 """Places by the checkpoint's names, by the model's name of their tensor."""
 
 

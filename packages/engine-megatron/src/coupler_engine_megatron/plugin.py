@@ -64,6 +64,11 @@ def coupler_validate(config: RunConfig) -> Iterable[str]:
     ):
         if isinstance(engine, MegatronConfig):
             yield from engine.folder_problems(path)
+            if engine.adapts_experts:
+                yield (
+                    f"{path}.target_modules names experts, which engine=megatron does not adapt: "
+                    f"leave experts out, or set {path}=fsdp."
+                )
             for what, fix in problems(engine, engine.ranks, read_shape(Path(folder)), path):
                 yield f"{what}: set {fix}."
     shape = read_shape(Path(config.model.path))

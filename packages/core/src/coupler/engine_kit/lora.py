@@ -10,6 +10,7 @@ from coupler.engine_kit.adamw import AdamWConfig
 from coupler.errors import ConfigError
 
 ALL = "all-linear"
+EXPERTS = "experts"
 
 
 @dataclass
@@ -24,7 +25,8 @@ class LoRAConfig(AdamWConfig):
     """The low-rank updates are scaled by lora_alpha / lora_rank."""
     target_modules: list[str] = field(default_factory=lambda: [ALL])
     """Name the linear maps that get an update, as in [q_proj,v_proj]. all-linear takes
-    all of the layers.
+    all of the layers but the experts of a mixture, which experts takes, as in
+    [all-linear,experts].
     """
     lora_adapter_path: str = ""
     """Training starts from the adapter of this PEFT folder. Empty starts from the model
@@ -46,15 +48,17 @@ class LoRAConfig(AdamWConfig):
             self._require(not in_vain, key, "needs engine.lora_rank above 0")
         super().__post_init__()
 
+    @property
+    def adapts_experts(self) -> bool:
+        """Tell if matrices of experts get an update."""
+        return self.lora_rank > 0 and any(map(_is_experts, self.target_modules))
+
     def targets(self, weight: str) -> bool:
         """Tell if a weight of a layer's linear map gets an update, by its name in the
-        checkpoint.
+        checkpoint, or the experts of a layer by the name of their module.
         """
         module = weight.removesuffix(".weight")
-        return any(
-            target == ALL or module == target or module.endswith(f".{target}")
-            for target in self.target_modules
-        )
+        return any(_hits(target, module) for target in self.target_modules)
 
     def folder_problems(self, path: str) -> Iterator[str]:
         """Say if ``lora_adapter_path`` is no folder of PEFT.
@@ -73,7 +77,8 @@ class LoRAConfig(AdamWConfig):
         """Refuse a target that no linear map is called.
 
         Args:
-            weights: names of the weights of all linear maps of the layers.
+            weights: names of the weights of all linear maps of the layers, and of the
+                modules of experts that can get an update.
 
         Raises:
             ConfigError: names the first such target, and the maps that there are.
@@ -81,9 +86,20 @@ class LoRAConfig(AdamWConfig):
         modules = [weight.removesuffix(".weight") for weight in weights]
 
         for target in self.target_modules:
-            if target != ALL and not any(f".{m}".endswith(f".{target}") for m in modules):
+            if target != ALL and not any(_hits(target, module) for module in modules):
                 there = sorted({module.rpartition(".")[2] for module in modules})
                 raise ConfigError(
                     f"engine.target_modules names {target}, and no linear map of the model's "
                     f"layers is called so.\n  it has:  {', '.join(there)}"
                 )
+
+
+def _is_experts(module: str) -> bool:
+    return module.rpartition(".")[2] == EXPERTS
+
+
+def _hits(target: str, module: str) -> bool:
+    """Tell if a target is the name of a linear map, or the end of it."""
+    if target == ALL:
+        return not _is_experts(module)
+    return f".{module}".endswith(f".{target}")

@@ -5,7 +5,9 @@ is one thing: parameters and AdamW's moments in fp32, each whole under the name 
 weight, and the optimizer steps done. Two layouts of files are known.
 
 *Rows*: ``shard-00001-of-00004.safetensors`` has the rows of one rank of every tensor,
-and ``index.json`` the shapes. The experts of a layer are one tensor.
+and ``index.json`` the shapes. The experts of a layer are one tensor. A moment in 8 bits
+is the tensors ``codes``, ``scales`` of its blocks, and ``map``: code c of a block is
+``map[c]`` times the scale.
 
 *Whole tensors*: each is in one file, and ``index.json`` names it.
 """
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 INDEX = "index.json"
 State = Literal["param", "exp_avg", "exp_avg_sq"]
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+_OF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.(lora_[AB])")
 
 
 class Saved(ABC):
@@ -137,7 +140,7 @@ class Rows(Saved):
         if "num_steps" in index["tensors"]:
             self.num_steps = int(self._whole("num_steps"))
         # All experts of a layer are asked for one by one.
-        self._stacked = lru_cache(maxsize=2)(self._whole)
+        self._stacked = lru_cache(maxsize=2)(self._number)
 
     def tensor(
         self,
@@ -149,17 +152,34 @@ class Rows(Saved):
             name = f"{weight.removesuffix('.weight')}.{part}"
 
         key = _key(state, name)
-        if key in self.index["tensors"]:
-            return self._whole(key)
+        if self._has(key):
+            return self._number(key, state)
+        if found := _OF_EXPERT.fullmatch(name):
+            stacked = _key(state, f"{found[1]}.{found[4]}_{found[3]}")
+            if not self._has(stacked):
+                raise self._absent(stacked)
+            return self._stacked(stacked, state)[int(found[2])]
         if not (found := _EXPERT.fullmatch(name)):
             raise self._absent(key)
 
         prefix, expert, which = found[1], int(found[2]), found[3]
         fused = _key(state, f"{prefix}.{'down_proj' if which == 'down' else 'gate_up_proj'}")
-        if fused not in self.index["tensors"]:
+        if not self._has(fused):
             raise self._absent(fused)
-        rows = self._stacked(fused)[expert]
+        rows = self._stacked(fused, state)[expert]
         return rows if which == "down" else rows.chunk(2)[which == "up"]
+
+    def _has(self, key: str) -> bool:
+        return key in self.index["tensors"] or f"{key}/codes" in self.index["tensors"]
+
+    def _number(self, key: str, state: State) -> Tensor:
+        """Return a tensor in fp32, of 8 bits or not."""
+        if key in self.index["tensors"]:
+            return self._whole(key)
+
+        codes, scales = (self._whole(f"{key}/{part}") for part in ("codes", "scales"))
+        numbers = self._whole(f"optimizer/{state}/map")[codes.long()]
+        return (numbers.view(*scales.shape, -1) * scales[..., None]).view(codes.shape)
 
     def _whole(self, key: str) -> Tensor:
         import torch

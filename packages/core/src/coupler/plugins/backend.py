@@ -71,6 +71,8 @@ VOCABULARY = frozenset(
         "model:toy",
         # The backend runs mixtures of experts too, from a tensor per expert on disk.
         "model:moe",
+        # An engine trains adapters of experts: target_modules may name experts.
+        "lora:experts",
         # A rollout serves the weights of the folder where Model.own_weights says so.
         "model:own_weights",
         # Model workers of a rollout are processes that place:process does not reach.

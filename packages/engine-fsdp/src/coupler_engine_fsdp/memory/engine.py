@@ -12,6 +12,7 @@ from torch import nn
 from coupler.engine_kit.memory_plan import Asked, Kind, Needs, Phase, Term, largest
 from coupler.engine_kit.precision import Precision
 from coupler.interfaces import Part
+from coupler_engine_fsdp.adamw8bit import blocks_of, bytes_of
 from coupler_engine_fsdp.config import FSDPConfig, OptimizerName
 from coupler_engine_fsdp.logprobs import default_chunk
 from coupler_engine_fsdp.lora import Adapter
@@ -23,6 +24,10 @@ from coupler_engine_fsdp.value import ValueModel
 
 MASTER, MOMENTS = 4, 8
 """Bytes of a number of fp32, and of AdamW's two moments of it."""
+QUANTISING = {False: 53, True: 0}
+"""Bytes of each number of a weight that quantising its moments takes, by whether there
+is a GPU. There it is compiled into one pass over memory.
+"""
 
 
 def needs(config: FSDPConfig, asked: Asked) -> Needs:
@@ -81,6 +86,7 @@ class _Sizes:
         base: those of the model without an adapter.
         trained, frozen: those that training changes, and the others.
         matrices: those that Muon trains.
+        moments: bytes of the optimizer's state.
         layer, root: the largest layer, and what FSDP gathers for the whole pass.
         ends: the larger of embeddings and head, where FSDP gathers them apart.
         tensor, matrix: the largest tensor, and the largest one that Muon trains.
@@ -91,6 +97,7 @@ class _Sizes:
     trained: int
     frozen: int
     matrices: int
+    moments: int
     layer: int
     root: int
     ends: int
@@ -107,16 +114,22 @@ class _Sizes:
         apart = [] if embedding is head else [embedding.numel(), head.numel()]
 
         muon = config.optimizer == OptimizerName.MUON
-        matrices = [named[n].numel() for n in matrices_of(named, layers_of(policy) if muon else [])]
+        of_muon = matrices_of(named, layers_of(policy) if muon else [])
+        matrices = [named[name].numel() for name in of_muon]
+        own = {name: tensor for name, tensor in named.items() if tensor.requires_grad}
         updates = _numel(tensor for name, tensor in named.items() if ".lora_" in name)
         every = _numel(named.values())
-        trained = _numel(tensor for tensor in named.values() if tensor.requires_grad)
+        trained = _numel(own.values())
+        eight = config.optimizer == OptimizerName.ADAMW8BIT
+        blocks = blocks_of(own, embedding) if eight else {}
+        moments = sum(bytes_of(own[name].numel(), blocks.get(name, 0)) for name in own)
 
         return cls(
             base=every - updates,
             trained=trained,
             frozen=every - trained,
             matrices=sum(matrices),
+            moments=moments - MASTER * sum(matrices),
             layer=max(layers),
             root=every - sum(layers) - sum(apart),
             ends=max(apart, default=0),
@@ -147,6 +160,10 @@ class _Role:
         return min(self.config.fsdp_size or ranks, ranks)
 
     @property
+    def eight(self) -> bool:
+        return self.config.optimizer == OptimizerName.ADAMW8BIT
+
+    @property
     def alone(self) -> bool:
         return self.config.ranks == 1
 
@@ -162,18 +179,18 @@ class _Role:
             Term("copies in bf16", sizes.trained * width if copied else 0, fewer, parked=False),
             Term("frozen weights", self._share(sizes.frozen * width), fewer),
         ]
-        moments = MOMENTS * sizes.trained - MASTER * sizes.matrices
+        bits = "in 8 bits" if self.eight else "in fp32"
         kept: dict[Kind, tuple[Term, ...]] = {
             Part.PARAMS: tuple(term for term in params if term.size)
         }
         if self.asked.trains and not self.config.offload_optimizer:
-            kept[Part.OPTIMIZER] = (Term("moments in fp32", self._share(moments), lower),)
+            kept[Part.OPTIMIZER] = (Term(f"moments {bits}", self._share(sizes.moments), lower),)
         return kept
 
     def on_host(self) -> int:
         """Return the host memory that the role always takes."""
         away = self.asked.trains and self.config.offload_optimizer
-        return MOMENTS * self.sizes.trained if away else 0
+        return self.sizes.moments if away else 0
 
     def _share(self, size: int) -> int:
         return -(-size // self.shards)
@@ -240,12 +257,21 @@ class _Role:
         in_place = self.alone and not self.several and self.asked.gpu and not sizes.matrices
         width = sizes.width if in_place else MASTER
         # One piece is updated while the next one comes.
-        piece = min(2 * max(PIECE, sizes.tensor), sizes.trained)
+        piece = min(max(PIECE, sizes.tensor), sizes.trained)
+        two = min(2 * piece, sizes.trained)
+        moments = sizes.moments * two // max(sizes.trained, 1)
+        cast = MASTER * piece if self.eight and width != MASTER else 0
         return (
             Term("gradients", self._share(width * sizes.trained)),
-            Term("moments of two pieces", MOMENTS * piece if self.on_host() else 0),
+            Term("moments of two pieces", moments if self.on_host() else 0),
+            Term("gradients of a piece in fp32", cast),
             Term("products of Muon", (3 * MASTER + 4 * sizes.width) * sizes.matrix),
+            Term("moments of a weight in fp32", self._quantising()),
         )
+
+    def _quantising(self) -> int:
+        each = QUANTISING[self.asked.gpu] if self.eight else 0
+        return self._share(each * self.sizes.tensor)
 
     def whole_tensor(self) -> int:
         """Return the bytes of the largest tensor on its way to a rollout."""

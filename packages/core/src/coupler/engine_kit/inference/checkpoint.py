@@ -24,7 +24,7 @@ def linear_maps(folder: Path) -> list[str]:
 
     The list is empty if the folder has no checkpoint. Embeddings and the head stand
     outside of layers and are left out: an adapter's place there costs memory and time
-    of every token. Experts are left out too, since no engine adapts them.
+    of every token. Experts are left out too: their updates travel added.
     """
     tensors = checkpoint_tensors(folder)
     found = ((_OF_LAYER.fullmatch(name), name, shape) for name, shape in tensors.items())

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from coupler.engine_kit.lora import LoRAConfig
+from coupler.engine_kit.lora import ALL, EXPERTS, LoRAConfig
 from coupler.engine_kit.lora_names import names_of, start_of, weight_of
 from coupler.interfaces import Part
 from coupler.testing import expect, losses
@@ -28,9 +29,10 @@ from coupler.testing.reference import Gradient, Reference, TransformersReference
 from coupler.testing.subject import Subject
 
 RANK, SCALE = 4, 2.0
-LORA = {"lora_rank": RANK, "lora_alpha": RANK * SCALE}
+PLAIN = {"lora_rank": RANK, "lora_alpha": RANK * SCALE}
 
 Worlds = Callable[..., World]
+Settings = dict[str, Any]
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +40,16 @@ def adapts(engine_subject: Subject) -> None:
     """Skip an engine that has no option for an adapter."""
     if not issubclass(engine_subject.backend.config, LoRAConfig):
         pytest.skip(f"{engine_subject} has no coupler.engine_kit.lora.LoRAConfig")
+
+
+@pytest.fixture
+def lora(engine_subject: Subject, reference: Reference) -> Settings:
+    """Return the options of an adapter of all linear maps, and of experts if the engine
+    adapts them.
+    """
+    mixture = any(".experts." in name for name in reference.tensors)
+    experts = [EXPERTS] if mixture and engine_subject.has("lora:experts") else []
+    return {**PLAIN, "target_modules": [ALL, *experts]}
 
 
 def sums(reference: Reference, adapter: Arrays) -> Arrays:
@@ -52,10 +64,10 @@ def sums(reference: Reference, adapter: Arrays) -> Arrays:
 
 @pytest.mark.parametrize("num_shards", [1, 2])
 def test_training_starts_from_the_model(
-    fresh: Worlds, reference: Reference, num_shards: int
+    fresh: Worlds, reference: Reference, lora: Settings, num_shards: int
 ) -> None:
     """B is 0 and A is drawn by the weight's name, equal on any number of ranks."""
-    world = fresh(reference.folder, num_shards, **LORA)
+    world = fresh(reference.folder, num_shards, **lora)
     for name, tensor in world.weights().items():
         np.testing.assert_array_equal(tensor, reference.tensors[name], err_msg=name)
 
@@ -71,10 +83,10 @@ def test_training_starts_from_the_model(
 
 @pytest.mark.parametrize("num_shards", [1, 2])
 def test_the_gradient_follows_from_that_of_the_weights(
-    fresh: Worlds, reference: Reference, tmp_path: Path, num_shards: int
+    fresh: Worlds, reference: Reference, lora: Settings, tmp_path: Path, num_shards: int
 ) -> None:
     """With W + s B A for W: dB = s dW A^T, and dA = s B^T dW, here after a step."""
-    world = fresh(reference.folder, num_shards, **LORA)
+    world = fresh(reference.folder, num_shards, **lora)
     first, batch = (weighted(make_batch(reference, seed=seed)) for seed in (1, 2))
     world.gradient(split(first, world), SURROGATE)
     adapter, merged = world.adapter_weights(), world.weights()
@@ -97,9 +109,11 @@ def test_the_gradient_follows_from_that_of_the_weights(
     expect.near(steps[0][1], expected.norm, "the norm of the gradient", rel=1e-4)
 
 
-def test_without_the_adapter_it_is_the_model(fresh: Worlds, reference: Reference) -> None:
+def test_without_the_adapter_it_is_the_model(
+    fresh: Worlds, reference: Reference, lora: Settings
+) -> None:
     """base_logprobs are those of the folder, whatever was trained."""
-    world = fresh(reference.folder, **LORA)
+    world = fresh(reference.folder, **lora)
     batch = weighted(make_batch(reference))
     world.gradient([batch], SURROGATE)
     (done,) = world.forward([batch], ("logprobs", "base_logprobs"))
@@ -111,10 +125,10 @@ def test_without_the_adapter_it_is_the_model(fresh: Worlds, reference: Reference
 
 def test_chosen_targets_alone_are_trained(fresh: Worlds, reference: Reference) -> None:
     """Every other weight stays, also one that an engine fuses with a chosen one."""
-    # A model of experts alone has no other up_proj, and experts get no adapter.
+    # A model of experts alone has no other up_proj, and experts are not chosen so.
     dense = any(".mlp.up_proj." in name for name in reference.tensors)
     targets = ["q_proj", "up_proj"] if dense else ["q_proj"]
-    world = fresh(reference.folder, **LORA, target_modules=targets)
+    world = fresh(reference.folder, **PLAIN, target_modules=targets)
     grads, _, _ = world.gradient([weighted(make_batch(reference))], SURROGATE)
     ends = tuple(f".{target}.weight" for target in targets)
     chosen = {name for name in reference.tensors if name.endswith(ends)}
@@ -132,15 +146,15 @@ def test_chosen_targets_alone_are_trained(fresh: Worlds, reference: Reference) -
 
 @pytest.mark.parametrize("num_shards", [1, 2])
 def test_a_saved_adapter_continues_as_if_nothing_had_happened(
-    fresh: Worlds, reference: Reference, tmp_path: Path, num_shards: int
+    fresh: Worlds, reference: Reference, lora: Settings, tmp_path: Path, num_shards: int
 ) -> None:
     first, second = (weighted(make_batch(reference, seed=seed)) for seed in (1, 2))
-    world = fresh(reference.folder, num_shards, deterministic=True, **LORA)  # bits are compared
+    world = fresh(reference.folder, num_shards, deterministic=True, **lora)  # bits are compared
     world.gradient(split(first, world), SURROGATE)
     world.save(tmp_path, Part.PARAMS, Part.OPTIMIZER)
     world.gradient(split(second, world), SURROGATE, index=1)
 
-    resumed = fresh(reference.folder, num_shards, deterministic=True, **LORA)
+    resumed = fresh(reference.folder, num_shards, deterministic=True, **lora)
     resumed.load(tmp_path, Part.PARAMS, Part.OPTIMIZER)
     resumed.gradient(split(second, resumed), SURROGATE, index=1)
     got = resumed.weights()
@@ -148,9 +162,11 @@ def test_a_saved_adapter_continues_as_if_nothing_had_happened(
         np.testing.assert_array_equal(got[name], tensor, err_msg=name)
 
 
-def test_a_step_that_changes_nothing_changes_no_weight(fresh: Worlds, reference: Reference) -> None:
+def test_a_step_that_changes_nothing_changes_no_weight(
+    fresh: Worlds, reference: Reference, lora: Settings
+) -> None:
     """Weights beneath are exact, also where weights and updates are added."""
-    world = fresh(reference.folder, **LORA, lr=FROZEN)
+    world = fresh(reference.folder, **lora, lr=FROZEN)
     world.gradient([weighted(make_batch(reference))], SURROGATE)
     for name, tensor in world.weights().items():
         np.testing.assert_array_equal(tensor, reference.tensors[name], err_msg=name)
