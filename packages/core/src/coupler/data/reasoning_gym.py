@@ -18,6 +18,12 @@ import numpy as np
 from coupler.engine_kit.postponed import postponed
 from coupler.errors import DataError
 
+# Modules that draw, which are half of the import, and no task calls.
+PICTURES = (
+    "matplotlib",
+    *("matplotlib.pyplot", "matplotlib.animation", "matplotlib.collections"),
+    "mpl_toolkits.mplot3d:Axes3D",
+)
 # Values that are written as they are.
 ATOMS = frozenset({str, int, float, bool, type(None), bytes})
 
@@ -50,8 +56,7 @@ def rows(task: str, size: int, seed: int, **task_config: Any) -> Iterator[dict[s
 def library() -> Any:
     """Import reasoning-gym, which takes seconds."""
     try:
-        # Pictures of cells, which no task draws, are half of its import.
-        with postponed("matplotlib", "matplotlib.pyplot", "matplotlib.animation"):
+        with postponed(*PICTURES):
             import reasoning_gym
     except ImportError as error:
         raise DataError(
