@@ -14,6 +14,7 @@ import numpy as np
 from coupler.batch import Batch
 from coupler.batch.columns import DEMONSTRATION, ROUTED_EXPERTS
 from coupler.batch.trajectory import Trajectory
+from coupler.config.checks import does_evaluate
 from coupler.config.compose import Composed
 from coupler.config.schema import Job, RouterReplay, RunConfig
 from coupler.conversation.packing import GREEDY
@@ -176,6 +177,10 @@ async def _trained(
     config, algorithm = builder.config, builder.algorithm
     done = found.step if found else 0
 
+    # All rows are read before the tokenizer, which imports torch.
+    builder.rows(config.data, "data")
+    if does_evaluate(config, Job.TRAIN):
+        builder.rows(config.eval.data, "eval.data")
     prompts = builder.prompts(config.data, "data")
     rows = [prompt.row for prompt in prompts]
     data, stream = fingerprint(rows), prompt_stream(prompts, rows, config.data, config.seed)
