@@ -214,7 +214,7 @@ def show_bound(config: str, runs: int) -> None:
     if config != "quickstart":
         from coupler.data.model_folder import model_folder
 
-        os.chdir(ROOT / Path(config).parent)
+        os.chdir((ROOT / config).parent)
         model = model_folder(yaml.safe_load(Path(ROOT / config).read_text())["model"]["path"])
     for label, code, given in (
         ("import torch", "import torch", "-"),
