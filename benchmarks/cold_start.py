@@ -209,7 +209,7 @@ def show_imports(config: str, overrides: list[str]) -> None:
 
 
 def show_bound(config: str, runs: int) -> None:
-    """Print what importing torch and transformers takes, and loading the model alone."""
+    """Print what imports of torch and transformers take, and loading the model."""
     model = "-"
     if config != "quickstart":
         from coupler.data.model_folder import model_folder

@@ -67,7 +67,11 @@ MISTAKES = [
     (TRAINED, ["data.source={late}"], "{late}, line 7 is not JSON: "),
     (TRAINED, ["data.sampler=gone.py:Pick"], "data.sampler=gone.py:Pick cannot be used: "),
     (TRAINED, ["checkpoint.resume=/gone"], "checkpoint.resume=/gone is no whole checkpoint: "),
-    (TRAINED, ["checkpoint.hook=gone.py:f"], "checkpoint.hook=gone.py:f: there is no file gone.py."),
+    (
+        TRAINED,
+        ["checkpoint.hook=gone.py:f"],
+        "checkpoint.hook=gone.py:f: there is no file gone.py.",
+    ),
     (SAMPLED, ["rollout=hff"], "no rollout named 'hff' is installed."),
     (SAMPLED, ["reward.target=gone.py:f"], "reward.target=gone.py:f cannot be used: there is no"),
     (SAMPLED, ["reward.target={reward}:scor"], "reward.target={reward}:scor cannot be used: "),
@@ -133,9 +137,7 @@ def recipe(kind: str, model: Path, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_name_is_refused_before_torch_is_imported(
-    kind: str, model: Path, tmp_path: Path
-) -> None:
+def test_a_name_is_refused_before_torch_is_imported(kind: str, model: Path, tmp_path: Path) -> None:
     if find_spec(NEEDS[kind]) is None:
         pytest.skip(f"{NEEDS[kind]} is not installed")
     write_inputs(tmp_path)

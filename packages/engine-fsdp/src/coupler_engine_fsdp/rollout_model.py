@@ -53,7 +53,11 @@ def build(model: Model, dtype: Precision, rank: Rank) -> PreTrainedModel:
     device = prepare_device(rank)
     AttentionInterface.register(ATTENTION, attend)
 
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), device, no_init_weights():
+    with (
+        torch.random.fork_rng([device] if device.type == "cuda" else []),
+        device,
+        no_init_weights(),
+    ):
         built = AutoModelForCausalLM.from_config(
             config,
             dtype=dtype_of(dtype, device),
@@ -71,7 +75,7 @@ def build(model: Model, dtype: Precision, rank: Rank) -> PreTrainedModel:
 
 
 def fill(parameters: Iterable[Tensor], seed: int) -> None:
-    """Write one block of normal numbers, of standard deviation 0.02, again and again."""
+    """Write a block of normal numbers, of standard deviation 0.02, again and again."""
     generator = torch.Generator().manual_seed(seed)
     block = 0.02 * torch.randn(BLOCK, generator=generator)
 

@@ -105,6 +105,7 @@ def literal(entry: dict[str, Any], task: str, index: int) -> str:
 def _is_literal(value: Any) -> bool:
     """Tell whether ``repr`` of a value is a literal of exactly this value."""
     kind = type(value)
+
     if kind in ATOMS:
         return kind is not float or isfinite(value)
     if kind is dict:
@@ -120,6 +121,7 @@ def _plain(value: Any) -> Any:
         return {_plain(k): _plain(v) for k, v in value.items()}
     if kind in (list, tuple, set):
         return kind(map(_plain, value))
+
     match value:
         case dict():
             return {_plain(k): _plain(v) for k, v in value.items()}

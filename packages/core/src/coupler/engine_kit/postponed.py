@@ -42,6 +42,7 @@ def postponed(*names: str) -> Iterator[None]:
         package, _, inner = name.rpartition(".")
         if isinstance(parent := sys.modules.get(package), _Later):
             setattr(parent, inner, later)
+
     try:
         yield
     finally:

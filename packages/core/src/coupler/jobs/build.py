@@ -206,6 +206,12 @@ class Builder:
             self._rows[key] = load_rows(data, key)
         return self._rows[key]
 
+    def read_rows(self) -> None:
+        """Read the rows of all sections, before the tokenizer imports torch."""
+        self.rows(self.config.data, "data")
+        if does_evaluate(self.config, Job.TRAIN):
+            self.rows(self.config.eval.data, "eval.data")
+
     def prompts(self, data: DataConfig, key: str) -> list[Prompt]:
         """Load and encode the prompts of ``data``, the section ``key``."""
         prompts, dropped = encode_prompts(self.rows(data, key), self.codec, data, key)

@@ -43,6 +43,7 @@ async def _evaluate(builder: Builder) -> dict[str, float]:
             "  try:  another run_dir"
         )
     check_opinions(config, plugins, Job.EVAL)
+
     with session.scoring() as pool:
         return await _sampled(builder, session, pool)
 

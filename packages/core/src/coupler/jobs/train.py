@@ -14,7 +14,6 @@ import numpy as np
 from coupler.batch import Batch
 from coupler.batch.columns import DEMONSTRATION, ROUTED_EXPERTS
 from coupler.batch.trajectory import Trajectory
-from coupler.config.checks import does_evaluate
 from coupler.config.compose import Composed
 from coupler.config.schema import Job, RouterReplay, RunConfig
 from coupler.conversation.packing import GREEDY
@@ -168,6 +167,7 @@ async def _train(builder: Builder) -> dict[str, float]:
     if session.is_complete(found.step if found else 0):
         return {}
     with session.scoring() as pool:
+        builder.read_rows()
         return await _trained(builder, session, found, pool)
 
 
@@ -177,10 +177,6 @@ async def _trained(
     config, algorithm = builder.config, builder.algorithm
     done = found.step if found else 0
 
-    # All rows are read before the tokenizer, which imports torch.
-    builder.rows(config.data, "data")
-    if does_evaluate(config, Job.TRAIN):
-        builder.rows(config.eval.data, "eval.data")
     prompts = builder.prompts(config.data, "data")
     rows = [prompt.row for prompt in prompts]
     data, stream = fingerprint(rows), prompt_stream(prompts, rows, config.data, config.seed)

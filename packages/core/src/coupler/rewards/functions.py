@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from math import nan
 from typing import Any
 
-from coupler.errors import ConfigError
+from coupler.errors import ConfigError, CouplerError
 from coupler.metrics import Metrics
 from coupler.rewards.options import RewardConfig, RewardFunction
 from coupler.rewards.pool import RewardPool

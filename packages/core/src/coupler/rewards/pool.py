@@ -132,6 +132,7 @@ class RewardPool:
                 or ``reward.sandbox=require`` finds no sandbox.
         """
         self.begin()
+
         for event in self._started:
             event.wait(START_S + 10)
         if self._stopped:

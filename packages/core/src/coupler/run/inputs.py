@@ -154,6 +154,7 @@ def _check_targets(config: RunConfig) -> None:
         inner = section(config, path)
         if inner is None or getattr(inner, "python", ""):
             continue
+
         for option in fields(inner):
             given = getattr(inner, option.name) if option.metadata.get("target") else []
             for target in filter(None, [given] if isinstance(given, str) else given):
