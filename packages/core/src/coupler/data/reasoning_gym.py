@@ -94,6 +94,7 @@ def literal(entry: dict[str, Any], task: str, index: int) -> str:
     except (ValueError, RecursionError):
         # An integer of more digits than Python writes, or an entry that is too deep.
         same, text = False, ""
+
     if not same:
         raise DataError(
             f"entry {index} of the reasoning-gym task {task} cannot be written down; its "

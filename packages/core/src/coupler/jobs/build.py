@@ -202,6 +202,7 @@ class Builder:
                 f"{key}.source is not set.\n  set it to:  a .jsonl or .parquet file, or "
                 "pkg.mod:function"
             )
+
         if key not in self._rows:
             self._rows[key] = load_rows(data, key)
         return self._rows[key]

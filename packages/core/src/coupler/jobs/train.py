@@ -166,6 +166,7 @@ async def _train(builder: Builder) -> dict[str, float]:
     found = session.previous()
     if session.is_complete(found.step if found else 0):
         return {}
+
     with session.scoring() as pool:
         builder.read_rows()
         return await _trained(builder, session, found, pool)
