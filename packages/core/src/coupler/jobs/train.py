@@ -175,9 +175,7 @@ async def _train(builder: Builder) -> dict[str, float]:
 async def _trained(
     builder: Builder, session: Session, found: Checkpoint | None, pool: Scoring
 ) -> dict[str, float]:
-    config, algorithm = builder.config, builder.algorithm
-    done = found.step if found else 0
-
+    config, algorithm, done = builder.config, builder.algorithm, found.step if found else 0
     prompts = builder.prompts(config.data, "data")
     rows = [prompt.row for prompt in prompts]
     data, stream = fingerprint(rows), prompt_stream(prompts, rows, config.data, config.seed)
