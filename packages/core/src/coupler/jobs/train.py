@@ -184,7 +184,6 @@ async def _trained(
     taught_by, shown = find_teachers(builder, prompts), find_prompts(builder, prompts)
     answers = find_answers(builder, prompts)
     asked = find_models(builder, (("data", prompts), ("eval.data", held_out)))
-
     plan = make_plan(config, len(prompts), builder.plugins, algorithm.needs)
     speed = _announce(plan, config, Path(builder.model.path))
     import_classes(builder, Job.TRAIN)
