@@ -177,13 +177,13 @@ async def _trained(
 ) -> dict[str, float]:
     config, algorithm, done = builder.config, builder.algorithm, found.step if found else 0
     prompts = builder.prompts(config.data, "data")
-    rows = [prompt.row for prompt in prompts]
+    rows, held_out = [prompt.row for prompt in prompts], builder.held_out()
     data, stream = fingerprint(rows), prompt_stream(prompts, rows, config.data, config.seed)
-    held_out = builder.held_out()
     critic_model = builder.critic_model() if VALUES in algorithm.needs else None
     taught_by, shown = find_teachers(builder, prompts), find_prompts(builder, prompts)
     answers = find_answers(builder, prompts)
     asked = find_models(builder, (("data", prompts), ("eval.data", held_out)))
+
     plan = make_plan(config, len(prompts), builder.plugins, algorithm.needs)
     speed = _announce(plan, config, Path(builder.model.path))
     import_classes(builder, Job.TRAIN)
