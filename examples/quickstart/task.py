@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 from coupler.data.reasoning_gym import rows
@@ -25,12 +26,13 @@ def held_out(size: int, seed: int) -> Iterator[dict[str, Any]]:
     return (row for row in _distinct(size, seed) if _held_out(row))
 
 
-def _distinct(size: int, seed: int) -> Iterator[dict[str, Any]]:
-    seen: set[str] = set()
+@lru_cache(1)
+def _distinct(size: int, seed: int) -> list[dict[str, Any]]:
+    """Generate them once for all stages of a process."""
+    first: dict[str, dict[str, Any]] = {}
     for row in rows("spell_backward", size, seed, min_word_len=4, max_word_len=7):
-        if row["prompt"] not in seen:
-            seen.add(row["prompt"])
-            yield row
+        first.setdefault(row["prompt"], row)
+    return [*first.values()]
 
 
 def _held_out(row: dict[str, Any]) -> bool:

@@ -23,6 +23,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.cache_utils import DynamicLayer
+from transformers.initialization import no_init_weights
 
 from coupler.engine_kit.precision import Precision, dtype_of
 from coupler.errors import CouplerError
@@ -31,14 +32,17 @@ from coupler_engine_fsdp.distributed import prepare_device
 from coupler_engine_fsdp.rollout_columns import Shape, attend_columns, mask_per_head
 
 ATTENTION = "coupler_columns"
+# Elements that dummy weights repeat.
+BLOCK = 1 << 16
 UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias")
 """Arguments that change what attention computes."""
 
 
 def build(model: Model, dtype: Precision, rank: Rank) -> PreTrainedModel:
-    """Build the model of this folder's ``config.json`` with random weights.
+    """Build the model of this folder's ``config.json`` with dummy weights.
 
-    Its checkpoint is not opened.
+    Its checkpoint is not opened. Small random numbers take the place of the family's
+    own initialization, which would take seconds and be overwritten.
 
     Raises:
         CouplerError: this family caches something else than one growing key and value
@@ -49,8 +53,11 @@ def build(model: Model, dtype: Precision, rank: Rank) -> PreTrainedModel:
     device = prepare_device(rank)
     AttentionInterface.register(ATTENTION, attend)
 
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
-        torch.manual_seed(rank.seed)
+    with (
+        torch.random.fork_rng([device] if device.type == "cuda" else []),
+        device,
+        no_init_weights(),
+    ):
         built = AutoModelForCausalLM.from_config(
             config,
             dtype=dtype_of(dtype, device),
@@ -62,7 +69,21 @@ def build(model: Model, dtype: Precision, rank: Rank) -> PreTrainedModel:
         raise unsupported(
             config, "its attention cannot be replaced by one over the rollout's cache"
         )
-    return built.eval().requires_grad_(False)
+    built.tie_weights()
+    fill(built.requires_grad_(False).parameters(), rank.seed)
+    return built.eval()
+
+
+def fill(parameters: Iterable[Tensor], seed: int) -> None:
+    """Write a block of normal numbers, of standard deviation 0.02, again and again."""
+    generator = torch.Generator().manual_seed(seed)
+    block = 0.02 * torch.randn(BLOCK, generator=generator)
+
+    for parameter in parameters:
+        flat = parameter.view(-1)
+        whole = len(flat) // BLOCK * BLOCK
+        flat[:whole].view(-1, BLOCK).copy_(block)
+        flat[whole:].copy_(block[: len(flat) - whole])
 
 
 def refuse_unsupported(config: PreTrainedConfig) -> None:

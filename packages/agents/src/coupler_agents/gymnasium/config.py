@@ -16,7 +16,7 @@ class GymnasiumConfig(EnvironmentConfig):
     id: str = ""
     """An environment that is registered with gymnasium, for example "FrozenLake-v1". A
     module before it is imported first: "my_module:MyGame-v0"."""
-    target: str = ""
+    target: str = field(default="", metadata={"target": True})
     """A class or function "pkg.mod:name" or "file.py:name" that makes an environment
     for each episode, in place of environment.id."""
     kwargs: dict[str, Any] = field(default_factory=dict)

@@ -16,7 +16,7 @@ class ProgramConfig(EnvironmentConfig):
     """A program with its arguments, started for each episode. It reads the row as JSON
     from its standard input, and finds the policy at OPENAI_BASE_URL and
     ANTHROPIC_BASE_URL."""
-    target: str = ""
+    target: str = field(default="", metadata={"target": True})
     """An async function "pkg.mod:name" or "file.py:name" of (row, base_url, api_key)
     that returns the reward, or None to let reward.target score the last turn."""
     uses_tools: bool = True

@@ -21,11 +21,11 @@ class ToolsConfig(EnvironmentConfig):
     """Options of tools, and of the class that plays an episode."""
 
     name: str = "tools"
-    functions: list[str] = field(default_factory=list)
+    functions: list[str] = field(default_factory=list, metadata={"target": True})
     """Tools of every episode: functions "pkg.mod:name" or "file.py:name", described by
     their signature and docstring, or classes with __call__, made anew for each
     episode."""
-    target: str = ""
+    target: str = field(default="", metadata={"target": True})
     """A class "pkg.mod:name" or "file.py:name", made anew for each episode. Its public
     methods are tools, but for reset, respond, get_reward and release."""
     mcp: dict[str, Any] = field(default_factory=dict)

@@ -7,15 +7,25 @@ Example:
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator
 from difflib import get_close_matches
 from fractions import Fraction
+from math import isfinite
 from typing import Any
 
 import numpy as np
 
+from coupler.engine_kit.postponed import postponed
 from coupler.errors import DataError
+
+# Modules that draw, which are half of the import, and no task calls.
+PICTURES = (
+    "matplotlib",
+    *("matplotlib.pyplot", "matplotlib.animation", "matplotlib.collections"),
+    "mpl_toolkits.mplot3d:Axes3D",
+)
+# Values that are written as they are.
+ATOMS = frozenset({str, int, float, bool, type(None), bytes})
 
 
 def rows(task: str, size: int, seed: int, **task_config: Any) -> Iterator[dict[str, Any]]:
@@ -46,7 +56,8 @@ def rows(task: str, size: int, seed: int, **task_config: Any) -> Iterator[dict[s
 def library() -> Any:
     """Import reasoning-gym, which takes seconds."""
     try:
-        import reasoning_gym
+        with postponed(*PICTURES):
+            import reasoning_gym
     except ImportError as error:
         raise DataError(
             f"reasoning-gym: {error}.\n  try:  pip install 'coupler-core[reasoning-gym]'"
@@ -77,11 +88,13 @@ def literal(entry: dict[str, Any], task: str, index: int) -> str:
     Raises:
         DataError: it would not.
     """
-    text = repr(entry)
     try:
-        same = ast.literal_eval(text) == entry
-    except (ValueError, SyntaxError):
-        same = False
+        same = _is_literal(entry)
+        text = repr(entry)
+    except (ValueError, RecursionError):
+        # An integer of more digits than Python writes, or an entry that is too deep.
+        same, text = False, ""
+
     if not same:
         raise DataError(
             f"entry {index} of the reasoning-gym task {task} cannot be written down; its "
@@ -90,12 +103,31 @@ def literal(entry: dict[str, Any], task: str, index: int) -> str:
     return text
 
 
+def _is_literal(value: Any) -> bool:
+    """Tell whether ``repr`` of a value is a literal of exactly this value."""
+    kind = type(value)
+
+    if kind in ATOMS:
+        return kind is not float or isfinite(value)
+    if kind is dict:
+        return all(map(_is_literal, value)) and all(map(_is_literal, value.values()))
+    return kind in (list, tuple, set) and all(map(_is_literal, value))
+
+
 def _plain(value: Any) -> Any:
+    kind = type(value)
+    if kind in ATOMS:
+        return value
+    if kind is dict:
+        return {_plain(k): _plain(v) for k, v in value.items()}
+    if kind in (list, tuple, set):
+        return kind(map(_plain, value))
+
     match value:
         case dict():
             return {_plain(k): _plain(v) for k, v in value.items()}
         case list() | tuple() | set():
-            return type(value)(_plain(v) for v in value)
+            return kind(_plain(v) for v in value)
         case np.generic():
             return value.item()
         # Facts that gsm_symbolic keeps beside the answer.

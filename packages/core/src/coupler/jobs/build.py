@@ -16,7 +16,7 @@ from coupler.conversation import Renderer
 from coupler.conversation.choice import choose_renderer
 from coupler.conversation.episodes import Episodes, OneTurn, Plays
 from coupler.conversation.workers import open_environment
-from coupler.data import Codec, Prompt, encode_prompts, load_rows
+from coupler.data import Codec, Prompt, Row, encode_prompts, load_rows
 from coupler.data.model_folder import model_folder
 from coupler.errors import ConfigError
 from coupler.executors import open_executor
@@ -64,6 +64,7 @@ class Builder:
             model_folder(self.config.model.path), self.config.model.trust_remote_code
         )
         self.executor = open_executor(self.config)
+        self._rows: dict[str, list[Row]] = {}
 
     @cached_property
     def codec(self) -> Codec:
@@ -194,15 +195,27 @@ class Builder:
             in_flight=in_flight,
         )
 
-    def prompts(self, data: DataConfig, key: str) -> list[Prompt]:
-        """Load and encode the prompts of ``data``, the section ``key``."""
+    def rows(self, data: DataConfig, key: str) -> list[Row]:
+        """Load the rows of ``data``, the section ``key``, once."""
         if not data.source:
             raise ConfigError(
                 f"{key}.source is not set.\n  set it to:  a .jsonl or .parquet file, or "
                 "pkg.mod:function"
             )
 
-        prompts, dropped = encode_prompts(load_rows(data, key), self.codec, data, key)
+        if key not in self._rows:
+            self._rows[key] = load_rows(data, key)
+        return self._rows[key]
+
+    def read_rows(self) -> None:
+        """Read the rows of all sections, before the tokenizer imports torch."""
+        self.rows(self.config.data, "data")
+        if does_evaluate(self.config, Job.TRAIN):
+            self.rows(self.config.eval.data, "eval.data")
+
+    def prompts(self, data: DataConfig, key: str) -> list[Prompt]:
+        """Load and encode the prompts of ``data``, the section ``key``."""
+        prompts, dropped = encode_prompts(self.rows(data, key), self.codec, data, key)
         if dropped:
             log.info(f"{key}: dropped {dropped} prompts that are too long", extra=PLAIN)
         return prompts

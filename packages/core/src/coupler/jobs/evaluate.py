@@ -15,10 +15,12 @@ from coupler.jobs.opinions import find_models, make_opinions
 from coupler.jobs.preflight import check_spelling, import_classes, place, report_unread
 from coupler.loop.device_memory import GENERATING
 from coupler.plugins.manager import Plugins
+from coupler.rewards import Scoring
 from coupler.run.opinion_checks import check_opinions
 from coupler.run.plan import make_workers, on_sync, weight_path
 from coupler.run.resume import is_started
 from coupler.run.run_lock import claimed
+from coupler.run.session import Session
 
 
 def evaluate(composed: Composed, plugins: Plugins) -> dict[str, float]:
@@ -35,18 +37,25 @@ async def _evaluate(builder: Builder) -> dict[str, float]:
             f"eval.rollout={config.eval.rollout.name} is of coupler train: here rollout samples.\n"
             f"  try:  rollout={config.eval.rollout.name}, and no eval.rollout"
         )
-    prompts = builder.prompts(config.eval.data, "eval.data")
     if is_started(Path(config.run_dir)):
         raise ConfigError(
             f"run_dir={config.run_dir} holds a run already; nothing in it was touched.\n"
             "  try:  another run_dir"
         )
-
     check_opinions(config, plugins, Job.EVAL)
+
+    with session.scoring() as pool:
+        return await _sampled(builder, session, pool)
+
+
+async def _sampled(builder: Builder, session: Session, pool: Scoring) -> dict[str, float]:
+    config, plugins = builder.config, builder.plugins
+    prompts = builder.prompts(config.eval.data, "eval.data")
     asked = find_models(builder, [("eval.data", prompts)])
 
     import_classes(builder, Job.EVAL)
-    with session.running(fingerprint(prompt.row for prompt in prompts)) as (journal, pool):
+    pool.start()
+    with session.recording(fingerprint(prompt.row for prompt in prompts)) as journal:
         await place(builder, make_workers(config, frozenset(), plugins, rollouts=True))
 
         engine, rollouts = builder.engine("policy", trains=False), builder.rollouts()

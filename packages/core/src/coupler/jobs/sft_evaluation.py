@@ -84,8 +84,10 @@ class HeldOut:
     ) -> Iterator[tuple[Journal, Scoring | None]]:
         """Open the run's folder, with the reward processes where answers are scored."""
         if self.models:
-            with session.running(data, found, plan) as opened:
-                yield opened
+            with session.scoring() as pool:
+                pool.start()
+                with session.recording(data, found, plan) as journal:
+                    yield journal, pool
         else:
             with session.recording(data, found, plan) as journal:
                 yield journal, None

@@ -36,6 +36,8 @@ from coupler.loop.trainer import Provider, Trainer
 from coupler.loop.turns import OLD_LOGPROBS, warmup_steps
 from coupler.metrics import Metrics, merge
 from coupler.plugins.manager import Plugins
+from coupler.rewards import Scoring
+from coupler.run.checkpoint import Checkpoint
 from coupler.run.learning import LearningWatch
 from coupler.run.plan import VALUES, Plan, make_plan
 from coupler.run.plan_checks import SQUARES
@@ -44,6 +46,7 @@ from coupler.run.run_lock import claimed
 from coupler.run.samples import FOLDER, SampleWriter
 from coupler.run.sampling_check import SamplingCheck
 from coupler.run.saving import Saving, due
+from coupler.run.session import Session
 from coupler.run.step_record import Recorder
 from coupler.run.throughput import Throughput
 from coupler.system.garbage import heap_set_aside
@@ -159,16 +162,23 @@ class _Kept:
 
 
 async def _train(builder: Builder) -> dict[str, float]:
-    config, algorithm, session = builder.config, builder.algorithm, builder.session()
+    session = builder.session()
     found = session.previous()
-    done = found.step if found else 0
-    if session.is_complete(done):
+    if session.is_complete(found.step if found else 0):
         return {}
 
+    with session.scoring() as pool:
+        builder.read_rows()
+        return await _trained(builder, session, found, pool)
+
+
+async def _trained(
+    builder: Builder, session: Session, found: Checkpoint | None, pool: Scoring
+) -> dict[str, float]:
+    config, algorithm, done = builder.config, builder.algorithm, found.step if found else 0
     prompts = builder.prompts(config.data, "data")
-    rows = [prompt.row for prompt in prompts]
+    rows, held_out = [prompt.row for prompt in prompts], builder.held_out()
     data, stream = fingerprint(rows), prompt_stream(prompts, rows, config.data, config.seed)
-    held_out = builder.held_out()
     critic_model = builder.critic_model() if VALUES in algorithm.needs else None
     taught_by, shown = find_teachers(builder, prompts), find_prompts(builder, prompts)
     answers = find_answers(builder, prompts)
@@ -177,7 +187,8 @@ async def _train(builder: Builder) -> dict[str, float]:
     plan = make_plan(config, len(prompts), builder.plugins, algorithm.needs)
     speed = _announce(plan, config, Path(builder.model.path))
     import_classes(builder, Job.TRAIN)
-    with session.running(data, found, plan) as (journal, pool):
+    pool.start()
+    with session.recording(data, found, plan) as journal:
         await place(builder, plan.workers)
         rollouts = builder.rollouts()
         engines = policy, _, critic = _engines(builder, plan, critic_model)

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from math import nan
 from typing import Any
 
-from coupler.errors import ConfigError
+from coupler.errors import ConfigError, CouplerError
 from coupler.metrics import Metrics
 from coupler.rewards.options import RewardConfig, RewardFunction
 from coupler.rewards.pool import RewardPool
@@ -46,17 +46,24 @@ class RewardFunctions:
         self.functions, self.pools = functions, pools
         self.tally = Tally(self.target, self.target, max_invalid_fraction)
 
+    def begin(self) -> None:
+        """Start the processes of all functions, as :meth:`RewardPool.begin` does."""
+        for pool in self.pools.values():
+            pool.begin()
+
     def start(self) -> None:
-        """Start the processes of all functions side by side.
+        """Start the processes of all functions side by side, and wait for them.
 
         Raises:
             CouplerError: one cannot be used, as :meth:`RewardPool.start` says.
         """
-        with ThreadPoolExecutor(len(self.pools)) as threads:
-            started = [threads.submit(pool.start) for pool in self.pools.values()]
-        if failed := [error for each in started if (error := each.exception())]:
+        try:
+            self.begin()
+            for pool in self.pools.values():
+                pool.start()
+        except CouplerError:
             self.close()
-            raise failed[0]
+            raise
 
     def close(self) -> None:
         """Kill every process. Calls under way fail."""

@@ -103,28 +103,37 @@ class RewardPool:
         self._changed = threading.Condition()
         self._stopped: CouplerError | None = None
         self._threads: list[threading.Thread] = []
+        self._started: list[threading.Event] = []
         self._processes: set[WorkerProcess] = set()
 
+    def begin(self) -> None:
+        """Start the processes, and return while each imports the reward.
+
+        Raises:
+            ConfigError: ``reward.sandbox=require`` finds no sandbox.
+        """
+        if not self.target or self._threads:
+            return
+        if self.limits.sandbox == "require":
+            self._mode = _sandbox("reward.sandbox=require: every reward must run in a sandbox")
+
+        self._started = [threading.Event() for _ in range(self.num_workers)]
+        self._threads = [
+            threading.Thread(target=self._serve, args=(s,), daemon=True) for s in self._started
+        ]
+        for thread in self._threads:
+            thread.start()
+
     def start(self) -> None:
-        """Start the processes and import the reward in each.
+        """Start the processes, and wait until each has imported the reward.
 
         Raises:
             CouplerError: the reward cannot be imported, or its signature does not fit,
                 or ``reward.sandbox=require`` finds no sandbox.
         """
-        if not self.target:
-            return
-        if self.limits.sandbox == "require":
-            self._mode = _sandbox("reward.sandbox=require: every reward must run in a sandbox")
+        self.begin()
 
-        started = [threading.Event() for _ in range(self.num_workers)]
-        self._threads = [
-            threading.Thread(target=self._serve, args=(s,), daemon=True) for s in started
-        ]
-        for thread in self._threads:
-            thread.start()
-
-        for event in started:
+        for event in self._started:
             event.wait(START_S + 10)
         if self._stopped:
             self.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 from functools import partial
 from importlib.metadata import distributions
 from importlib.util import find_spec
@@ -58,6 +59,7 @@ def _checks(
         yield partial(_check_folder_to_write, config.profile.path, "profile.path")
     yield partial(_check_executor, config)
     yield partial(_check_trackers, config)
+    yield partial(_check_targets, config)
 
     yield partial(_check_model, config.model.path, "model.path")
     if config.critic.engine and config.critic.model.path:
@@ -141,6 +143,23 @@ def _check_trackers(config: RunConfig) -> None:
                 f"tracker.{name}.name={said} is no option of the tracker.\n"
                 "  try:  leaving it out; trackers says which trackers a run has"
             )
+
+
+def _check_targets(config: RunConfig) -> None:
+    """Refuse what an option of a backend names to be imported, and what is not there.
+
+    Such an option has the metadata ``target``. Another interpreter looks for its own.
+    """
+    for path in SECTIONS:
+        inner = section(config, path)
+        if inner is None or getattr(inner, "python", ""):
+            continue
+
+        for option in fields(inner):
+            given = getattr(inner, option.name) if option.metadata.get("target") else []
+            for target in filter(None, [given] if isinstance(given, str) else given):
+                if problem := target_problem(target, places=(os.getcwd(),)):
+                    raise ConfigError(f"{path}.{option.name}={target} {problem}")
 
 
 def _check_model(path: str, key: str) -> None:

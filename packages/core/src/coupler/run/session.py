@@ -116,17 +116,16 @@ class Session:
             self.close()
 
     @contextmanager
-    def running(
-        self, data: str, found: Checkpoint | None = None, plan: Plan | None = None
-    ) -> Iterator[tuple[Journal, Scoring]]:
-        """Open :meth:`recording` with the reward processes."""
+    def scoring(self) -> Iterator[Scoring]:
+        """Hold the reward processes, which import the rewards while the job reads its
+        rows and imports its backends. Whoever opens the run's folder waits for them.
+        """
         said = opinions_of(self.config.reward_model, self.config.judge)
         pool = make_scoring(self.config.reward, said)
 
         try:
-            pool.start()
-            with self.recording(data, found, plan) as journal:
-                yield journal, pool
+            pool.begin()
+            yield pool
         finally:
             pool.close()
 
