@@ -7,6 +7,8 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 # else Ray's workers wait for the suites beside them
 export RAY_worker_niceness ?= 0
+# nor start workers ahead: an actor of ours has an environment of its own, and takes none of them
+export RAY_prestart_worker_first_driver ?= 0
 # Compiled files are kept, whatever the environment says: hundreds of processes import torch
 export PYTHONDONTWRITEBYTECODE =
 # An environment holds gigabytes that the cache has already: linked, not copied, where both are on one disk
