@@ -7,12 +7,14 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 # else Ray's workers wait for the suites beside them
 export RAY_worker_niceness ?= 0
+# nor start workers ahead: an actor of ours has an environment of its own, and takes none of them
+export RAY_prestart_worker_first_driver ?= 0
 # Compiled files are kept, whatever the environment says: hundreds of processes import torch
 export PYTHONDONTWRITEBYTECODE =
 # An environment holds gigabytes that the cache has already: linked, not copied, where both are on one disk
 export UV_LINK_MODE ?= hardlink
 
-.PHONY: quickstart test suite-workspace suite-outside suite-runs faults-rollout-vllm lint docs wheels fresh-install setup environments clean
+.PHONY: quickstart test suite-workspace suite-outside suite-ray suite-runs faults-rollout-vllm lint docs wheels fresh-install setup environments clean
 .PRECIOUS: .envs/%/.synced
 
 quickstart: .venv/.synced
@@ -23,7 +25,7 @@ quickstart: .venv/.synced
 ifdef PACKAGE
 test: test-$(PACKAGE)
 else
-test: lint docs suite-outside suite-runs suite-rollout-sglang suite-rollout-vllm suite-workspace faults-rollout-vllm kit-engine-megatron \
+test: lint docs suite-outside suite-ray suite-runs suite-rollout-sglang suite-rollout-vllm suite-workspace faults-rollout-vllm kit-engine-megatron \
   suite-core kit-rollout-vllm suite-engine-megatron $(addprefix test-,$(PACKAGES))
 endif
 
@@ -80,9 +82,10 @@ VLLM_TESTS := suite-rollout-vllm faults-rollout-vllm kit-rollout-vllm
 $(VLLM_TESTS): export VLLM_CPU_CI_ENV = 1
 $(VLLM_TESTS): export VLLM_CPU_OMP_THREADS_BIND = nobind
 $(VLLM_TESTS): export VLLM_ENABLE_V1_MULTIPROCESSING = 0
-# The longest suites are cut: tests/ into what starts clusters or processes and makes environments, what trains, and the rest;
-# rollout-vllm's into what kills vLLM or starts a cluster, and the rest
-OUTSIDE := $(patsubst %,tests/test_%.py,ray replicas interpreters packaging examples tasks torchrun preferences engines_take_over)
+# The longest suites are cut: tests/ into what starts processes and makes environments, what starts clusters, what trains, and
+# the rest; rollout-vllm's into what kills vLLM or starts a cluster, and the rest
+OUTSIDE := $(patsubst %,tests/test_%.py,interpreters packaging examples tasks)
+RAY := $(patsubst %,tests/test_%.py,ray replicas torchrun preferences engines_take_over)
 RUNS := $(patsubst %,tests/test_%.py,faults resume jobs supervised quickstart sft_evaluation reward_model distillation ppo megatron)
 FAULTS := $(patsubst %,packages/rollout-vllm/tests/test_%.py,faults ray)
 SUITE_rollout-vllm := $(FAULTS:%=--ignore=%)
@@ -113,15 +116,18 @@ kit-agents-adapters: .envs/agents/.synced
 
 test-agents: kit-agents-adapters
 
-test-workspace: suite-workspace suite-runs suite-outside
+test-workspace: suite-workspace suite-runs suite-outside suite-ray
 
 # The tests of targets train a model with a tokenizer, which core's environment has not.
 suite-workspace: .venv/.synced
-	.venv/bin/python -m pytest tests $(addprefix --ignore=,$(OUTSIDE) $(RUNS)) \
+	.venv/bin/python -m pytest tests $(addprefix --ignore=,$(OUTSIDE) $(RAY) $(RUNS)) \
 	  packages/core/tests/test_plugins.py::test_a_target_that_cannot_be_made_is_one_sentence
 
 suite-outside: .venv/.synced
 	.venv/bin/python -m pytest $(OUTSIDE)
+
+suite-ray: .venv/.synced
+	.venv/bin/python -m pytest $(RAY)
 
 suite-runs: .venv/.synced
 	.venv/bin/python -m pytest $(RUNS)

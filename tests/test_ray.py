@@ -163,14 +163,17 @@ def test_megatron_gives_the_same_numbers(
 def test_two_ranks_and_two_replicas_over_two_nodes(
     cluster: str, model: Path, tmp_path: Path
 ) -> None:
-    """Ranks with sequences of their own, then ranks that split each sequence."""
+    """Ranks with sequences of their own and two replicas, then ranks that split each
+    sequence.
+    """
     options = ("algorithm.kl=none", "steps=2", "checkpoint.export=false")
     one = metrics(run("train", model, tmp_path / "one" / "run", *options))
-    many = ("executor=ray", "engine.ranks=2", "rollout.replicas=2", "ray.placement=disjoint")
-    for size in (1, 2):
+    many = ("executor=ray", "engine.ranks=2", "ray.placement=disjoint")
+    for size, replicas in ((1, 2), (2, 1)):
         # Together they have as much room as the one rank.
         split = (f"engine.sequence_parallel={size}", f"engine.max_tokens_per_gpu={256 // size}")
-        two = metrics(run("train", model, tmp_path / str(size) / "run", *options, *many, *split))
+        given = (*options, *many, *split, f"rollout.replicas={replicas}")
+        two = metrics(run("train", model, tmp_path / str(size) / "run", *given))
         for a, b in zip(one[1:], two[1:], strict=True):
             for name in ("reward/mean", "loss", "train/grad_norm", "entropy", "batch/tokens"):
                 assert b[name] == pytest.approx(a[name], rel=1e-4, abs=1e-6), name

@@ -2,10 +2,11 @@
 
 What it leaves is what the page says.
 
-The commands are those of the page, but for four things. The model and the samples are
-small, ports are free ones, the kit of a rollout is a part of it, and a plugin is
-installed into a folder of the test. What ``make setup`` makes is there, since the tests
-run in it. ``benchmarks/nine_tasks.py`` changes nothing.
+The commands are those of the page, but for five things. The model and the samples are
+small, ports are free ones, a cluster of the run's own has no reference, the kit of a
+rollout is a part of it, and a plugin is installed into a folder of the test. What
+``make setup`` makes is there, since the tests run in it. ``benchmarks/nine_tasks.py``
+changes nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ NAMES = ("own-data", "own-reward", "own-algorithm", "own-backend", "second-gpu",
          "second-machine", "resume", "compare", "serve")  # fmt: skip
 SMALL = "model.path=models/small engine.max_tokens_per_gpu=256"
 SHORT = "sampling.max_tokens=8 prompts_per_step=2"
-NICENESS = "RAY_worker_niceness"
+# A reference on each rank is left to the page of two machines: each is a process more.
+ALONE = "algorithm.kl=none"
+# What the Makefile asks of every cluster.
+OF_RAY = ("RAY_worker_niceness", "RAY_prestart_worker_first_driver")
 # What a folder of a checkout has, and commands of a task may name.
 SHARED = ("recipes", "examples", "Makefile")
 
@@ -54,7 +58,7 @@ def environment(folder: Path) -> Iterator[dict[str, str]]:
     """
     short = tempfile.mkdtemp(prefix="ray-")
     packages = [str(folder / "plugins"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    kept = {k: v for k, v in os.environ.items() if k == NICENESS or not k.startswith("RAY_")}
+    kept = {k: v for k, v in os.environ.items() if k in OF_RAY or not k.startswith("RAY_")}
     yield {
         **kept,
         "HOME": str(folder / "home"),
@@ -92,7 +96,11 @@ def changed(folder: Path) -> Callable[[str], str]:
 def _smaller(words: list[str]) -> str:
     if "--config" not in words:
         return ""
-    return SMALL if "doctor" in words else f"{SMALL} {SHORT}"
+    if "doctor" in words:
+        return SMALL
+    joins = any(word.startswith("ray.address=") for word in words)
+    own_cluster = "executor=ray" in words and not joins
+    return f"{SMALL} {SHORT} {ALONE}" if own_cluster else f"{SMALL} {SHORT}"
 
 
 def uv() -> str:

@@ -38,7 +38,12 @@ def mlflow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         "--artifacts-destination", str(folder / "artifacts"),
     ]  # fmt: skip
     log = (folder / "log").open("wb")
-    environment = {**os.environ, "HOME": str(folder), "MLFLOW_DISABLE_TELEMETRY": "true"}
+    settings = {
+        "HOME": str(folder),
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # six processes that import MLflow
+    }
+    environment = {**os.environ, **settings}
     server = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
     try:
         _wait_for(f"http://127.0.0.1:{port}/health", server, folder / "log")

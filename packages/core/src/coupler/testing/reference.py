@@ -4,6 +4,7 @@ float64, without packing, micro-batches or ranks.
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -169,14 +170,27 @@ class ToyReference(Reference):
         return tensor
 
 
+def _digest(batch: Batch) -> bytes:
+    columns = {**batch.tokens, **batch.seqs, "lengths": batch.lengths}
+    digest = hashlib.sha256()
+    for name, column in sorted(columns.items()):
+        digest.update(f"{name} {column.dtype} {column.shape}".encode())
+        digest.update(np.ascontiguousarray(column).tobytes())
+    return digest.digest()
+
+
 class TransformersReference(Reference):
-    """Compute ``AutoModelForCausalLM`` with eager attention, one sequence per call."""
+    """Compute ``AutoModelForCausalLM`` with eager attention, one sequence per call.
+
+    A gradient is computed once: many layouts of an engine are compared with it.
+    """
 
     def __init__(self, folder: Path) -> None:
         import torch
         from transformers import AutoModelForCausalLM
 
         super().__init__(folder)
+        self.gradients: dict[tuple[bytes, Loss], Gradient] = {}
         self.model: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float64, trust_remote_code=False, **_PLAIN
         )
@@ -290,7 +304,12 @@ class TransformersReference(Reference):
         return logits.log_softmax(-1).numpy()
 
     def gradient(self, batch: Batch, loss: Loss) -> Gradient:
+        key = (_digest(batch), loss)
+        if key not in self.gradients:
+            self.gradients[key] = self._gradient(batch, loss)
+        return self.gradients[key]
 
+    def _gradient(self, batch: Batch, loss: Loss) -> Gradient:
         self.model.zero_grad()
         metrics = []
         for i in range(len(batch)):
@@ -301,6 +320,7 @@ class TransformersReference(Reference):
             if valid.any():
                 (token_loss * columns["loss_weight"])[valid].sum().backward()
             metrics.append(found)
+
         grads: Arrays = {}
         for name, p in self.model.named_parameters():
             grads |= as_saved(
@@ -308,6 +328,8 @@ class TransformersReference(Reference):
             )
         buffers = {name: np.zeros(tuple(b.shape)) for name, b in self.model.named_buffers()}
         grads |= {name: zeros for name, zeros in buffers.items() if name in self.tensors}
+        for grad in grads.values():
+            grad.flags.writeable = False
         return Gradient(grads, read(merge(metrics)), self.tolerance)
 
     def hidden(self, one: Batch) -> np.ndarray:
@@ -380,6 +402,7 @@ class TransformersValueReference(TransformersReference):
         from transformers import AutoModelForTokenClassification
 
         Reference.__init__(self, folder)
+        self.gradients = {}
         self.model: Any = AutoModelForTokenClassification.from_pretrained(
             folder, num_labels=1, dtype=torch.float64, trust_remote_code=False, **_PLAIN
         ).eval()
