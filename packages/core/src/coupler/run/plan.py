@@ -202,8 +202,7 @@ def make_plan(
         placement=config.ray.placement if config.executor is ExecutorName.RAY else None,
         workers=workers,
         roles=tuple(_described(role, config) for role in workers),
-        weights=_way(config, path)
-        + (f"; evaluation: {_way(as_evaluated(config), eval_path)}" if apart else ""),
+        weights=_ways(config, path, eval_path),
         weight_path=path,
         eval_weight_path=eval_path,
         own_reference=is_own_reference(config, plugins),
@@ -305,6 +304,14 @@ def evaluates_apart(config: RunConfig) -> bool:
 def as_evaluated(config: RunConfig) -> RunConfig:
     """Return the configuration with the rollout of evaluations as its rollout."""
     return replace(config, rollout=config.eval.rollout)
+
+
+def _ways(config: RunConfig, path: tuple[str, str], eval_path: tuple[str, str]) -> str:
+    """Describe the way of weights to each rollout."""
+    way = _way(config, path)
+    if not eval_path[1]:
+        return way
+    return f"{way}; evaluation: {_way(as_evaluated(config), eval_path)}"
 
 
 def _way(config: RunConfig, path: tuple[str, str]) -> str:
