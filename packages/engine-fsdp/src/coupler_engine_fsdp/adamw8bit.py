@@ -4,6 +4,8 @@ A block of numbers shares a scale. A row of a weight is whole blocks, so that th
 are the same on any number of ranks.
 """
 
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import math
