@@ -90,8 +90,7 @@ def share_devices(
 ) -> Residency:
     """Return the residency of a run whose roles live on the same devices.
 
-    The roles take turns if ``offload`` says so, with AUTO by the memory of ``plan``.
-    Without a plan AUTO lets them not.
+    They take turns if ``offload`` says so, where AUTO needs a plan to.
     """
     # Without Ray all engines are in this process.
     apart = config.executor is ExecutorName.RAY
@@ -120,7 +119,7 @@ def stays_of(memory: MemoryPlan, holders: Mapping[str, Holder]) -> dict[Kept, Ke
     """Return what need not leave, by all that works in a phase."""
 
     def movable(parts: Parts) -> Kept:
-        held = [(role, Held(kind)) for role, kind in parts if kind is not None]
+        held = [(role, Held(kind)) for role, kind in parts if kind is not None and role in holders]
         return frozenset((role, part) for role, part in held if part in holders[role].parts)
 
     turns = [row for device in memory.devices for row in device.turns]
