@@ -7,7 +7,7 @@ from importlib import import_module
 import pytest
 from tests.faults import ci_seed
 
-# Not among them: "processes", whose cases start Ray and take minutes each.
+# One of "processes": its cases start Ray, and take a minute each.
 SAMPLES = {
     "answers": 60,
     "backends": 8,
