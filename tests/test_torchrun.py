@@ -144,8 +144,9 @@ def test_a_killed_process_ends_the_run_with_one_sentence(
     os.kill(pid, signal.SIGKILL)
     said = running.rest()
     assert running.process.returncode == 1
-    (sentence,) = [line for line in said.splitlines() if line.startswith("coupler: ")]
-    assert sentence.startswith(text.format(pid=pid))
+    sentences = [line for line in said.splitlines() if line.startswith("coupler: ")]
+    assert len(sentences) == 1, said
+    assert sentences[0].startswith(text.format(pid=pid))
     assert not [pid for pid in running.ranks.values() if Path(f"/proc/{pid}").exists()]
 
 
