@@ -22,7 +22,7 @@ from coupler.interfaces import Rank
 
 Folder = Callable[[str], Path]
 HERE = Path(__file__).parent
-EXIT_S = 60.0  # imports included; torch would wait for half an hour
+EXIT_S = 180.0  # imports on a busy machine included; torch would wait for half an hour
 
 ENGINES = """
 import sys
