@@ -19,7 +19,7 @@ from coupler.batch import Batch
 from coupler.errors import CouplerError
 from coupler.interfaces import EVERYTHING, Rank
 from coupler_engine_fsdp.engine import FSDPEngine
-from coupler_engine_fsdp.optimizer import local
+from coupler_engine_fsdp.weights import local
 
 
 def main(job: dict, index: int) -> None:

@@ -46,10 +46,11 @@ from coupler_engine_fsdp.lora import Adapter
 from coupler_engine_fsdp.masters import Masters, cast_frozen
 from coupler_engine_fsdp.model import build, compile_layers, layers_of, materialise, shard
 from coupler_engine_fsdp.muon import matrices_of
-from coupler_engine_fsdp.optimizer import Optimizer, local
+from coupler_engine_fsdp.optimizer import Optimizer
 from coupler_engine_fsdp.packing import pack, split
 from coupler_engine_fsdp.sequence import ALONE, join_peers, layout_of, leave_peers
 from coupler_engine_fsdp.value import zero_absent
+from coupler_engine_fsdp.weights import local
 
 BASE, TOP_LOGPROBS = "base_logprobs", "top_logprobs"
 

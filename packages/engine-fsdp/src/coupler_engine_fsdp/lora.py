@@ -22,7 +22,7 @@ from coupler.engine_kit.peft_folder import Start
 from coupler.interfaces import Named, Rank
 from coupler_engine_fsdp.lora_experts import PARTS, LoRAExperts, holds_experts
 from coupler_engine_fsdp.value import ValueHead
-from coupler_engine_fsdp.weights import Experts, Place, rows_of, whole
+from coupler_engine_fsdp.weights import Experts, Place, like, local, rows_of, whole
 
 A, B = "lora_A", "lora_B"
 
@@ -78,20 +78,9 @@ class LoRALinear(nn.Linear):
         """Return this rank's rows of ``W + scale * B A``. It is collective if A is
         sharded.
         """
-        full = whole(a)
-        if not isinstance(weight, DTensor) or not isinstance(b, DTensor):
-            return weight.detach() + self.adapter.scale * (b.detach() @ full)
-
         # W and B are cut at the same rows.
-        local = weight.to_local() + self.adapter.scale * (b.to_local() @ full)
-        return DTensor.from_local(
-            local.detach(),
-            weight.device_mesh,
-            weight.placements,
-            run_check=False,
-            shape=weight.shape,
-            stride=weight.stride(),
-        )
+        update = local(b) @ whole(a).detach()
+        return like(local(weight) + self.adapter.scale * update, weight)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.functional import grouped_mm, pad
+
+from coupler_engine_fsdp.weights import like, local
 
 if TYPE_CHECKING:
     from coupler_engine_fsdp.lora import Adapter
@@ -164,20 +165,9 @@ class LoRAExperts:
         Args:
             weight: its values.
         """
-        pairs = [map(_own, self.pair(part)) for part in PARTS[key]]
+        pairs = [map(local, self.pair(part)) for part in PARTS[key]]
         update = torch.cat([torch.bmm(b, a) for a, b in pairs], 1)
-        total = _own(weight) + self.adapter.scale * update
-
-        if not isinstance(weight, DTensor):
-            return total
-        return DTensor.from_local(
-            total,
-            weight.device_mesh,
-            weight.placements,
-            run_check=False,
-            shape=weight.shape,
-            stride=weight.stride(),
-        )
+        return like(local(weight) + self.adapter.scale * update, weight)
 
 
 def holds_experts(module: nn.Module) -> bool:
@@ -199,8 +189,3 @@ def _grouped(
         weights.transpose(-2, -1),
         offs=ends,
     )
-
-
-def _own(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

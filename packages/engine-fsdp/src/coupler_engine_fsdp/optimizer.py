@@ -19,6 +19,7 @@ from coupler_engine_fsdp.config import FSDPConfig
 from coupler_engine_fsdp.masters import Masters
 from coupler_engine_fsdp.moments import Moments
 from coupler_engine_fsdp.muon import Muon
+from coupler_engine_fsdp.weights import like, local
 
 
 class Optimizer:
@@ -218,12 +219,12 @@ class Optimizer:
         """
         tensors: dict[str, Tensor] = {**self.moments.maps()}
         for name, momentum in self.muon.momentum.items() if self.muon else ():
-            tensors[f"{name}/momentum"] = _like(momentum, self.parameters[name])
+            tensors[f"{name}/momentum"] = like(momentum, self.parameters[name])
 
         for name in self.elementwise:
             for key, tensor in self.moments.state(name).items():
                 one = not tensor.ndim
-                tensors[f"{name}/{key}"] = tensor if one else _like(tensor, self.parameters[name])
+                tensors[f"{name}/{key}"] = tensor if one else like(tensor, self.parameters[name])
         return tensors
 
     def moments_of(self) -> dict[str, Tensor]:
@@ -234,7 +235,7 @@ class Optimizer:
         for name in self.elementwise:
             tensors[f"{name}/step"] = self.moments.state(name)["step"]
             for key, moment in self.moments.moments(name).items():
-                tensors[f"{name}/{key}"] = _like(moment, self.parameters[name])
+                tensors[f"{name}/{key}"] = like(moment, self.parameters[name])
         return tensors
 
     def tensors(self) -> list[Tensor]:
@@ -245,25 +246,3 @@ class Optimizer:
 
 def _shard(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(local(parameter)) if isinstance(parameter, DTensor) else parameter
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return this rank's rows of a tensor, without its gradient."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _like(local: Tensor, parameter: Tensor) -> Tensor:
-    """Return a tensor whose rows are cut as those of ``parameter``."""
-    if not isinstance(parameter, DTensor):
-        return local
-
-    shape = torch.Size((parameter.shape[0], *local.shape[1:]))
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=shape,
-        stride=torch.empty(shape, device="meta").stride(),
-    )

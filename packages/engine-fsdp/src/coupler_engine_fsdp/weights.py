@@ -224,6 +224,28 @@ def shard_rows(total: int, shards: int, shard: int) -> range:
     return range(min(shard * size, total), min((shard + 1) * size, total))
 
 
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's rows of a tensor, without its gradient."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def like(local: Tensor, parameter: Tensor) -> Tensor:
+    """Return a tensor whose rows are cut as those of ``parameter``."""
+    if not isinstance(parameter, DTensor):
+        return local
+
+    shape = torch.Size((parameter.shape[0], *local.shape[1:]))
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=shape,
+        stride=torch.empty(shape, device="meta").stride(),
+    )
+
+
 def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return the full tensor on every rank. This is a collective call.
 

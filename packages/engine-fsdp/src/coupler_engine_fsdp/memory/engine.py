@@ -22,8 +22,8 @@ from coupler_engine_fsdp.moments import PIECE
 from coupler_engine_fsdp.muon import matrices_of
 from coupler_engine_fsdp.value import ValueModel
 
-MASTER, MOMENTS = 4, 8
-"""Bytes of a number of fp32, and of AdamW's two moments of it."""
+MASTER = 4
+"""Bytes of a number of fp32."""
 QUANTISING = {False: 53, True: 0}
 """Bytes of each number of a weight that quantising its moments takes, by whether there
 is a GPU. There it is compiled into one pass over memory.
