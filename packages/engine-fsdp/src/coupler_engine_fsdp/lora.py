@@ -80,6 +80,7 @@ class LoRALinear(nn.Linear):
         """
         # W and B are cut at the same rows.
         update = local(b) @ whole(a).detach()
+
         return like(local(weight) + self.adapter.scale * update, weight)
 
 

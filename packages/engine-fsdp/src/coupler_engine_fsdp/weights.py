@@ -70,6 +70,7 @@ def files_of(folder: Path) -> dict[str, Path]:
             raise CouplerError(
                 f"{folder / _INDEX} is damaged: {error!r}.\n  try:  saving the model again"
             ) from None
+
     if (folder / _SINGLE).is_file():
         with _open(folder / _SINGLE) as file:
             return dict.fromkeys(file.keys(), folder / _SINGLE)
