@@ -4,6 +4,8 @@ RUN apt-get update \
  && apt-get install -y --no-install-recommends bubblewrap \
  && rm -rf /var/lib/apt/lists/*
 COPY packages /src/packages
+COPY recipes /src/recipes
+COPY examples /src/examples
 RUN cd /src/packages \
  && pip install --no-cache-dir "./core[ray,reasoning-gym,tensorboard]" ./engine-fsdp ./algos ./trackers "./agents[gateway]" \
  && rm -rf /src

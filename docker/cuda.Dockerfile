@@ -9,6 +9,8 @@ RUN apt-get update \
 RUN python3 -m venv /opt/coupler
 ENV PATH=/opt/coupler/bin:$PATH
 COPY packages /src/packages
+COPY recipes /src/recipes
+COPY examples /src/examples
 RUN cd /src/packages \
  && pip install --no-cache-dir "./core[ray,reasoning-gym,tensorboard]" ./engine-fsdp ./algos ./trackers "./agents[gateway]" "./rollout-$ROLLOUT[cuda]" \
  && rm -rf /src

@@ -356,3 +356,22 @@ def installed_alone(uv: str, name: str, wheels: dict[str, ZipFile], folder: Path
         str(wheel),
     )
     return python
+
+
+@pytest.mark.parametrize("image", ["cpu", "cuda"])
+def test_an_image_has_what_the_wheels_are_built_from(image: str) -> None:
+    """Core's wheel takes folders from beside the packages."""
+    lines = (ROOT / "docker" / f"{image}.Dockerfile").read_text().splitlines()
+    copied = {Path(words[1]).name for words in map(str.split, lines) if words[:1] == ["COPY"]}
+    needed = {
+        Path(source).name
+        for folder in FOLDERS.values()
+        for source in forced(ROOT / "packages" / folder)
+    }
+    assert {"recipes", "examples"} <= needed <= copied - {"packages"}
+
+
+def forced(package: Path) -> list[str]:
+    """What hatchling puts into a wheel from elsewhere."""
+    build = tomllib.loads((package / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+    return list(build["targets"]["wheel"].get("force-include", ()))
