@@ -14,19 +14,20 @@ export PYTHONDONTWRITEBYTECODE =
 # An environment holds gigabytes that the cache has already: linked, not copied, where both are on one disk
 export UV_LINK_MODE ?= hardlink
 
-.PHONY: quickstart test suite-workspace suite-outside suite-ray suite-runs faults-rollout-vllm lint docs wheels fresh-install setup environments clean
+.PHONY: quickstart test suite-workspace suite-typed suite-outside suite-ray suite-runs faults-rollout-vllm lint docs wheels fresh-install setup environments clean
 .PRECIOUS: .envs/%/.synced
 
 quickstart: .venv/.synced
 	.venv/bin/python examples/quickstart/quickstart.py $(ARGS)
 
 # Every package's suite and the kit for what it brings, in the environment of its own; tests/ in the one that has all of
-# them. PACKAGE=core runs one; --jobs 4 runs four at a time, of which the longest begin.
+# them. PACKAGE=core runs one; --jobs 4 runs four at a time, of which the longest begin. FULL=1 adds the tests that are
+# marked slow, and further models and layouts of the kit.
 ifdef PACKAGE
 test: test-$(PACKAGE)
 else
-test: lint docs suite-outside suite-ray suite-runs suite-rollout-sglang suite-rollout-vllm suite-workspace faults-rollout-vllm kit-engine-megatron \
-  suite-core kit-rollout-vllm suite-engine-megatron $(addprefix test-,$(PACKAGES))
+test: suite-outside suite-workspace suite-typed suite-core suite-ray suite-rollout-sglang suite-runs lint docs suite-rollout-vllm \
+  kit-engine-fsdp kit-engine-megatron suite-engine-fsdp faults-rollout-vllm kit-rollout-sglang suite-engine-megatron $(addprefix test-,$(PACKAGES))
 endif
 
 setup: .venv/.synced
@@ -51,13 +52,16 @@ $(UV):
 	touch $@
 
 comma := ,
+PYTEST := -m pytest $(if $(FULL),-m '')
 KIT := --pyargs coupler.testing.conformance
+ONE_MODEL := $(if $(FULL),,$(comma)untied)
+ROLLOUT := (test_rollout or test_pair) $(if $(FULL),,and not long)
 KIT_core := --coupler engine=toy --coupler rollout=toy --coupler algorithm=toy --coupler transport=inproc \
   --coupler transport=disk --coupler transport=tcp --coupler sharding=stream --coupler tracker=jsonl --coupler tracker=console
 KIT_engine-fsdp := --coupler engine=fsdp --coupler engine=fsdp,sequence_parallel=2 --coupler rollout=hf --coupler transport=nccl
 # Plain, and in each of these layouts: settings, and models of the kit, with commas between them; further ones are in
 # the package's own suite. LAYOUTS=tensor_parallel=4 on the command line tries another.
-LAYOUTS := tensor_parallel=2,pipeline_parallel=2 context_parallel=2 moe,expert_parallel=2
+LAYOUTS := tensor_parallel=2,pipeline_parallel=2 moe,expert_parallel=2 $(if $(FULL),context_parallel=2)
 KIT_engine-megatron := --coupler engine=megatron $(addprefix --coupler engine=megatron$(comma),$(LAYOUTS))
 KIT_algos := --coupler algorithm=grpo --coupler algorithm=rloo --coupler algorithm=ppo --coupler algorithm=sft \
   --coupler algorithm=dpo --coupler algorithm=dpo,loss=ipo --coupler algorithm=kto --coupler algorithm=reward_model \
@@ -68,12 +72,12 @@ KIT_agents := --coupler environment=tools --coupler environment=tools,target=$(T
   --coupler-set 'environment.functions=["$(TOOLS):add", "$(TOOLS):wait"]'
 KIT_trackers := --coupler tracker=tensorboard --coupler tracker=wandb,mode=offline --coupler tracker=mlflow \
   --coupler tracker=trackio --coupler tracker=swanlab,mode=offline
-KIT_rollout-vllm := --coupler engine=fsdp --coupler rollout=vllm -k 'test_rollout or test_pair'
+KIT_rollout-vllm := --coupler engine=fsdp$(ONE_MODEL) --coupler rollout=vllm$(ONE_MODEL) -k '$(ROLLOUT)'
 SYNC_rollout-vllm := --extra cpu
 SYNC_engine-fsdp := --extra adamw8bit
 SYNC_agents := --extra gateway --extra mcp --extra gymnasium --extra renderers
 SYNC_trackers := --all-extras
-KIT_rollout-sglang := --coupler engine=fsdp --coupler rollout=sglang -k 'test_rollout or test_pair'
+KIT_rollout-sglang := --coupler engine=fsdp$(ONE_MODEL) --coupler rollout=sglang$(ONE_MODEL) -k '$(ROLLOUT)'
 SYNC_rollout-sglang := --extra cpu
 # SGLang on the CPU: a stand-in for its kernels
 suite-rollout-sglang kit-rollout-sglang: export PYTHONPATH = $(CURDIR)/packages/rollout-sglang/tests/stand_in
@@ -82,11 +86,12 @@ VLLM_TESTS := suite-rollout-vllm faults-rollout-vllm kit-rollout-vllm
 $(VLLM_TESTS): export VLLM_CPU_CI_ENV = 1
 $(VLLM_TESTS): export VLLM_CPU_OMP_THREADS_BIND = nobind
 $(VLLM_TESTS): export VLLM_ENABLE_V1_MULTIPROCESSING = 0
-# The longest suites are cut: tests/ into what starts processes and makes environments, what starts clusters, what trains, and
-# the rest; rollout-vllm's into what kills vLLM or starts a cluster, and the rest
+# The longest suites are cut: tests/ into what starts processes and makes environments, what starts clusters, what trains, what
+# people type and read, and the rest; rollout-vllm's into what kills vLLM or starts a cluster, and the rest
 OUTSIDE := $(patsubst %,tests/test_%.py,interpreters packaging examples tasks)
 RAY := $(patsubst %,tests/test_%.py,ray replicas torchrun preferences engines_take_over)
 RUNS := $(patsubst %,tests/test_%.py,faults resume jobs supervised quickstart sft_evaluation reward_model distillation ppo megatron)
+TYPED := $(patsubst %,tests/test_%.py,sweep commands console docs early_refusals doctor_run doctor_data hub report samples data_columns)
 FAULTS := $(patsubst %,packages/rollout-vllm/tests/test_%.py,faults ray)
 SUITE_rollout-vllm := $(FAULTS:%=--ignore=%)
 
@@ -94,43 +99,46 @@ $(PACKAGES:%=test-%): test-%: suite-% kit-%
 test-rollout-vllm: faults-rollout-vllm
 
 suite-%: .envs/%/.synced
-	.envs/$*/bin/python -m pytest packages/$*/tests $(SUITE_$*)
+	.envs/$*/bin/python $(PYTEST) packages/$*/tests $(SUITE_$*)
 
 faults-rollout-vllm: .envs/rollout-vllm/.synced
-	.envs/rollout-vllm/bin/python -m pytest $(FAULTS)
+	.envs/rollout-vllm/bin/python $(PYTEST) $(FAULTS)
 
 kit-%: .envs/%/.synced
-	.envs/$*/bin/python -m pytest $(KIT) $(KIT_$*)
+	.envs/$*/bin/python $(PYTEST) $(KIT) $(KIT_$*)
 
 # Those that take other settings than KIT_agents
 CLIENTS := packages/agents/tests/played_clients.py
 MCP := {"played": {"command": [".envs/agents/bin/python", "packages/agents/tests/played_mcp.py"], \
   "tools": ["plus"], "session": "run"}}
 kit-agents-adapters: .envs/agents/.synced
-	.envs/agents/bin/python -m pytest $(KIT) --coupler environment=tools --coupler-set 'environment.mcp=$(MCP)'
-	.envs/agents/bin/python -m pytest $(KIT) --coupler environment=gymnasium,id=FrozenLake-v1 \
+	.envs/agents/bin/python $(PYTEST) $(KIT) --coupler environment=tools --coupler-set 'environment.mcp=$(MCP)'
+	.envs/agents/bin/python $(PYTEST) $(KIT) --coupler environment=gymnasium,id=FrozenLake-v1 \
 	  --coupler environment=gymnasium,target=packages/agents/tests/kit_gymnasium.py:Guess
-	.envs/agents/bin/python -m pytest $(KIT) --coupler environment=program,target=$(CLIENTS):with_openai \
+	.envs/agents/bin/python $(PYTEST) $(KIT) --coupler environment=program,target=$(CLIENTS):with_openai \
 	  --coupler environment=program,target=$(CLIENTS):with_anthropic
-	.envs/agents/bin/python -m pytest $(KIT) --coupler environment=toy,workers=2
+	.envs/agents/bin/python $(PYTEST) $(KIT) --coupler environment=toy,workers=2
 
 test-agents: kit-agents-adapters
 
-test-workspace: suite-workspace suite-runs suite-outside suite-ray
+test-workspace: suite-workspace suite-typed suite-runs suite-outside suite-ray
 
 # The tests of targets train a model with a tokenizer, which core's environment has not.
 suite-workspace: .venv/.synced
-	.venv/bin/python -m pytest tests $(addprefix --ignore=,$(OUTSIDE) $(RAY) $(RUNS)) \
+	.venv/bin/python $(PYTEST) tests $(addprefix --ignore=,$(OUTSIDE) $(RAY) $(RUNS) $(TYPED)) \
 	  packages/core/tests/test_plugins.py::test_a_target_that_cannot_be_made_is_one_sentence
 
 suite-outside: .venv/.synced
-	.venv/bin/python -m pytest $(OUTSIDE)
+	.venv/bin/python $(PYTEST) $(OUTSIDE)
 
 suite-ray: .venv/.synced
-	.venv/bin/python -m pytest $(RAY)
+	.venv/bin/python $(PYTEST) $(RAY)
 
 suite-runs: .venv/.synced
-	.venv/bin/python -m pytest $(RUNS)
+	.venv/bin/python $(PYTEST) $(RUNS)
+
+suite-typed: .venv/.synced
+	.venv/bin/python $(PYTEST) $(TYPED)
 
 lint: .venv/.synced
 	.venv/bin/ruff check .

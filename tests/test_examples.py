@@ -156,7 +156,10 @@ def test_they_come_from_wheels(python: Path, tmp_path: Path) -> None:
     assert all("site-packages" in path for path in call(python, "-c", code, cwd=tmp_path).split())
 
 
-def test_they_conform(python: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "what", ["not long and not large", pytest.param("long or large", marks=pytest.mark.slow)]
+)
+def test_they_conform(python: Path, tmp_path: Path, what: str) -> None:
     """All at once: the engine and the rollout are checked as a pair too."""
     chosen = [f"--coupler={one}" for one in CHOSEN]
     kit = (
@@ -168,6 +171,8 @@ def test_they_conform(python: Path, tmp_path: Path) -> None:
         "--tb=short",
         "--pyargs",
         "coupler.testing.conformance",
+        "-k",
+        what,
     )
     printed = call(python, *kit, *chosen, cwd=tmp_path)
     assert " passed" in printed or "[100%]" in printed

@@ -10,20 +10,20 @@ from tests.faults import ci_seed
 # One of "processes": its cases start Ray, and take a minute each.
 SAMPLES = {
     "answers": 60,
-    "backends": 8,
-    "blame": 6,
+    "backends": 4,
+    "blame": 3,
     "control_text": 60,
-    "datasets": 8,
-    "disks": 6,
-    "environments": 4,
-    "hostile_files": 8,
-    "plugins": 6,
+    "datasets": 4,
+    "disks": 3,
+    "environments": 2,
+    "hostile_files": 4,
+    "plugins": 3,
     "processes": 1,
-    "rewards": 6,
-    "run_folders": 6,
+    "rewards": 4,
+    "run_folders": 3,
     "sampling": 60,
-    "settings": 60,
-    "strangers": 12,
+    "settings": 30,
+    "strangers": 8,
 }
 
 

@@ -134,6 +134,7 @@ def test_a_transformer_gives_the_same_numbers(cluster: str, model: Path, tmp_pat
     assert reproducible(ray) == reproducible(local)
 
 
+@pytest.mark.slow
 def test_megatron_gives_the_same_numbers(
     cluster: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -71,7 +71,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("engine", ["fsdp", "megatron"])
+@pytest.mark.parametrize("engine", ["fsdp", pytest.param("megatron", marks=pytest.mark.slow)])
 def test_training_and_validation_are_those_of_one_process(
     engine: str, model: Path, rows: Path
 ) -> None:

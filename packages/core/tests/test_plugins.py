@@ -315,7 +315,12 @@ TRAIN = (*NEEDED, "engine=toy")
 @pytest.mark.parametrize(
     ("fault", "why"),
     [
-        ("import time; time.sleep(1000)", "it takes longer than 5 s to import"),
+        # The command that selects it waits a minute.
+        pytest.param(
+            "import time; time.sleep(1000)",
+            "it takes longer than 5 s to import",
+            marks=pytest.mark.slow,
+        ),
         ("import os; os._exit(0)", "it exited with code 0"),
         ("import os; os.abort()", "it was killed by SIGABRT"),
         # It may answer before it ends with what it killed.

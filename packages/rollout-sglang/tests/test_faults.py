@@ -75,7 +75,7 @@ def died_within(served: Served, story: Callable[[], Any]) -> None:
     served.run(told)
 
 
-@pytest.mark.parametrize("name", ["manager", "detokenizer"])
+@pytest.mark.parametrize("name", ["manager", pytest.param("detokenizer", marks=pytest.mark.slow)])
 def test_killed_while_idle(served: Served, name: str) -> None:
     async def noticed() -> None:
         while True:
@@ -149,6 +149,7 @@ def kill_at_start() -> None:
     raise TimeoutError("no engine started a process")
 
 
+@pytest.mark.slow
 def test_a_group_goes_on_when_its_replica_dies_in_a_sync_in_a_wake_and_at_its_start(
     kernels: None, reference: TransformersReference, capsys: pytest.CaptureFixture[str]
 ) -> None:

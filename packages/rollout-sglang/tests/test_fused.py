@@ -40,6 +40,7 @@ def flags(*values: bool) -> torch.Tensor:
 
 
 @pytest.mark.skipif(RUNS or not find_spec("triton"), reason="they run here, or Triton is missing")
+@pytest.mark.slow
 def test_the_interpreter_runs_the_tests_below() -> None:
     command = [sys.executable, "-m", "pytest", "-rN", "-p", "no:cacheprovider", __file__]
     done = subprocess.run(

@@ -6,6 +6,7 @@ import os
 import time
 from pathlib import Path
 
+import pytest
 from test_faults import children, process
 
 from coupler.testing.edge import Served
@@ -20,6 +21,7 @@ def processor_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+@pytest.mark.slow
 def test_an_idle_engine_computes_nothing(served: Served) -> None:
     manager = process(served.rollout, "manager")
     pids = [manager, *children(manager)]

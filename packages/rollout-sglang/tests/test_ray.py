@@ -8,12 +8,14 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from test_faults import children, kill, title
 from test_train import arguments, logged
 
 from coupler.testing.reference import TransformersReference
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_when_the_engine_of_a_replica_is_killed(
     kernels: None, tmp_path: Path, reference: TransformersReference
 ) -> None:

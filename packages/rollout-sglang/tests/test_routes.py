@@ -181,6 +181,7 @@ def test_what_an_abort_returns_has_its_routes(
     assert sorted(fed) == [False] * SEQUENCES + [True] * SEQUENCES
 
 
+@pytest.mark.slow
 def test_a_server_returns_them_too(experts: TransformersReference) -> None:
     served = serve(experts, Mode.SERVER)
     try:

@@ -52,6 +52,7 @@ def rollout(url: str, reference: TransformersReference) -> SGLangRollout:
     return SGLangRollout(config, Model(str(reference.folder)))
 
 
+@pytest.mark.slow
 def test_a_server_that_runs(
     server: tuple[str, subprocess.Popen[bytes]],
     reference: TransformersReference,

@@ -76,7 +76,7 @@ def logged(folder: Path) -> list[dict[str, float]]:
             "rollout.mode=server",
             "engine.lora_rank=4",
         ),
-        ("engine=megatron",),
+        pytest.param(("engine=megatron",), marks=pytest.mark.slow),
     ],
     ids=[
         "taking turns, with an adapter apart and sampling masks",
@@ -103,6 +103,7 @@ def test_it_trains(
         assert {step["sync/tensors"] for step in log[1:]} == {len(reference.tensors) + 28}
 
 
+@pytest.mark.slow
 def test_the_experts_that_sampled_are_the_experts_that_train(
     tmp_path: Path, kernels: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -254,6 +254,7 @@ def test_requests_in_flight_go_on_with_the_new_adapter(adapted: Served, engine: 
     assert difference(engine, sample(adapted)) < CLOSE
 
 
+@pytest.mark.slow
 def test_workers_that_split_the_model_split_the_adapter(
     start: Callable[..., Served], engine: Engine
 ) -> None:

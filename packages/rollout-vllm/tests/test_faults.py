@@ -171,6 +171,7 @@ def one_replica(
     return group, edge
 
 
+@pytest.mark.slow
 def test_killed_in_a_sync_and_while_it_wakes(
     reference: TransformersReference,
     monkeypatch: pytest.MonkeyPatch,
@@ -231,6 +232,7 @@ def test_killed_in_a_sync_and_while_it_wakes(
     assert capsys.readouterr().out.count("rollout replica 0 died; starting it again") == 2
 
 
+@pytest.mark.slow
 def test_killed_while_an_adapter_comes(
     reference: TransformersReference, capsys: pytest.CaptureFixture[str]
 ) -> None:

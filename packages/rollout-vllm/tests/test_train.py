@@ -91,6 +91,7 @@ def test_it_trains(
         assert step["train/grad_norm"] > 0
 
 
+@pytest.mark.slow
 def test_another_rollout_samples_the_evaluations(
     tmp_path: Path, reference: TransformersReference
 ) -> None:
@@ -180,6 +181,7 @@ def test_it_goes_on_with_the_adapter_of_a_checkpoint(
     assert judged(log[4]) < 1e-3
 
 
+@pytest.mark.slow
 def test_requests_that_forget_the_adapter_are_found_before_the_first_step(
     tmp_path: Path,
     reference: TransformersReference,
