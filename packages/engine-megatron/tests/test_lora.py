@@ -26,6 +26,7 @@ from coupler_engine_megatron.engine import MegatronEngine
 
 RANK = 4
 SURROGATE = "coupler.testing.losses:surrogate"
+MIXTURE = {"target_modules": ["all-linear", "experts"]}
 LAYOUTS = {  # (model, ranks, settings)
     "one": ("llama", 1, {}),
     "tensor": ("llama", 2, {"tensor_parallel": 2}),
@@ -44,19 +45,41 @@ LAYOUTS = {  # (model, ranks, settings)
         2,
         {"tensor_parallel": 2, "target_modules": ["q_proj", "v_proj", "up_proj", "o_proj"]},
     ),
-    "experts": ("moe", 2, {"tensor_parallel": 2, "expert_parallel": 2}),
+    "beside-experts": ("moe", 2, {"tensor_parallel": 2, "expert_parallel": 2}),
+    "experts": ("moe", 1, MIXTURE),
+    "experts-tensor": ("moe", 2, {"tensor_parallel": 2, **MIXTURE}),
+    "experts-expert": ("moe", 2, {"expert_parallel": 2, **MIXTURE}),
+    "experts-tensor-expert": ("moe", 2, {"tensor_parallel": 2, "expert_parallel": 2, **MIXTURE}),
+    "experts-split": ("moe", 2, {"tensor_parallel": 2, "expert_tensor_parallel": 2, **MIXTURE}),
+    "experts-overlap": (
+        "moe",
+        2,
+        {"tensor_parallel": 2, "expert_tensor_parallel": 2, "overlap_grad_reduce": True, **MIXTURE},
+    ),
+    "experts-virtual-pipeline": (
+        "moe",
+        4,
+        {"pipeline_parallel": 2, "virtual_pipeline": 2, "expert_parallel": 2, **MIXTURE},
+    ),
+    "experts-of-one-stage": (
+        "moe",
+        2,
+        {"pipeline_parallel": 2, "target_modules": ["q_proj", "3.mlp.experts"]},
+    ),
 }
 
 
 def adapted(reference: TransformersReference, targets: list[str]) -> list[str]:
-    return [
-        name
-        for name, tensor in reference.tensors.items()
-        if tensor.ndim == 2
-        and ".layers." in name
-        and (".mlp.gate." not in name and ".experts." not in name)
-        and (targets == ["all-linear"] or name.split(".")[-2] in targets)
-    ]
+    """Name the matrices of layers that a run with these targets adapts."""
+    found = []
+    for name, tensor in reference.tensors.items():
+        module, is_expert, _ = name.partition(".experts.")
+        end = f"{module}.experts" if is_expert else name.removesuffix(".weight")
+        hit = any(end.endswith(f".{target}") for target in targets)
+        rest = "all-linear" in targets and not is_expert and ".mlp.gate." not in name
+        if tensor.ndim == 2 and ".layers." in name and (hit or rest):
+            found.append(name)
+    return found
 
 
 def adapter(reference: TransformersReference, names: list[str]) -> dict[str, np.ndarray]:
