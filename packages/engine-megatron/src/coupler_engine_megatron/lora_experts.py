@@ -4,8 +4,8 @@ Each expert has its own A and B, made as :mod:`coupler_engine_megatron.lora` say
 ``lora_A0`` and ``lora_B0`` stand beside ``weight0``. Tokens meet those of their expert
 in grouped products.
 
-Shapes: n tokens, sorted by expert; E experts of this rank; I inputs, O outputs of one;
-k maps of the checkpoint, r rank.
+Shapes: n tokens, sorted by expert. E experts of this rank, with I inputs and O outputs
+each. k maps of the checkpoint, r rank.
 """
 
 from __future__ import annotations
@@ -108,7 +108,9 @@ class ExpertsUpdate:
         """Return A or B of all experts, [E, ...]."""
         each = [getattr(self.module, f"{which}{number}") for number in range(self.module.experts)]
         found = Together.apply(self.module.adds, *each)
-        return found if each[0].tensor_model_parallel else _Copied.apply(found)
+        if each[0].tensor_model_parallel:
+            return found
+        return _Copied.apply(found, groups.expert_tensor())
 
     def merged(self, number: int) -> Tensor:
         """Return this rank's part of an expert's ``W + scale * E A``, in fp32."""
@@ -118,17 +120,19 @@ class ExpertsUpdate:
 
 
 class _Copied(torch.autograd.Function):
-    """Return a tensor of which every expert-tensor-parallel rank has a copy.
+    """Return a tensor of which every rank of a group has a copy.
 
-    Each rank computes a part of its gradient. They are summed.
+    Each rank computes a part of its gradient. They are summed. Megatron's own function
+    loses the sum of a gradient that is not contiguous.
     """
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         whole = grad.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(whole, group=groups.expert_tensor())
-        return whole
+        dist.all_reduce(whole, group=ctx.group)
+        return whole, None
