@@ -69,7 +69,8 @@ class ExpertsUpdate:
         dim: int,
     ) -> None:
         """Add A or B of every expert, of which ``dim`` is split as the weight's is."""
-        module, weight = self.module, self.module.weight0
+        module = self.module
+        weight: Any = module.weight0
         # Alone, a rank has all of it, and no other rank a copy.
         parted = module.split_dim == dim or groups.expert_tensor().size() == 1
 
