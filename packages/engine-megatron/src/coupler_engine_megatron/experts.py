@@ -56,10 +56,12 @@ class GroupedLinear(nn.Module):
         # Adds the experts' updates to the output [n, O] of tokens [n, I] and ends [E].
         self.update: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
 
-        # Megatron lays parameters out from the last, so that these rise in memory.
+        # One tensor holds them all, for weights that do not train. Megatron lays others
+        # out anew, from the last parameter, so that these rise in memory.
         device = torch.cuda.current_device()
+        whole = torch.empty(experts, *shape, dtype=config.params_dtype, device=device)
         for number in reversed(range(experts)):
-            weight = nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
+            weight = nn.Parameter(whole[number])
             set_tensor_model_parallel_attributes(weight, True, self.split_dim, 1)
             self.register_parameter(f"weight{number}", weight)
 
