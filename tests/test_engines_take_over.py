@@ -28,12 +28,16 @@ ENGINES = {
 FSDP2 = ("fsdp", 2, {})
 TENSOR2 = ("megatron", 2, {"tensor_parallel": 2})
 EXPERT2 = ("megatron", 2, {"expert_parallel": 2})
+MOE2 = ("megatron", 2, {"tensor_parallel": 2, "expert_parallel": 2})
+SPLIT2 = ("megatron", 2, {"tensor_parallel": 2, "expert_tensor_parallel": 2})
 LORA = {"lora_rank": 4, "lora_alpha": 8.0}
+MIXTURE = {**LORA, "target_modules": ["all-linear", "experts"]}
 CASES = {
     "dense": ("dense", FSDP2, TENSOR2, {}),
     "tied": ("tied", FSDP2, TENSOR2, {}),
     "experts": ("moe", FSDP2, EXPERT2, {}),
     "adapter": ("dense", FSDP2, TENSOR2, LORA),
+    "adapter of experts": ("moe", FSDP2, MOE2, MIXTURE),
 }
 SAVED = (Part.PARAMS, Part.OPTIMIZER)
 
@@ -77,9 +81,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def step(world: World, batch: Batch, index: int) -> tuple[float, Arrays]:
+    """Take a step. Return the norm of its gradient, and the gradient."""
     parts = [batch.take(rows) for rows in batch.partition(world.layout.num_shards)]
-    _, _, steps = world.gradient(parts, SURROGATE, index=index)
-    return steps[0][1], world.weights()
+    gradient, _, steps = world.gradient(parts, SURROGATE, index=index)
+    return steps[0][1], gradient
 
 
 def assert_near(got: Arrays, want: Arrays, near: float) -> None:
@@ -124,22 +129,31 @@ def test_one_engine_goes_on_where_the_other_saved(
     again.load(folders[1], *SAVED)
     assert_near(again.weights(), before, 0)
 
-    norms, weights = zip(*(step(w, batches[2], 2) for w in (first, second, again)), strict=True)
+    worlds = first, second, again
+    norms = [step(world, batches[2], 2)[0] for world in worlds]
+    weights = [world.weights() for world in worlds]
     assert norms[1] == pytest.approx(norms[0], rel=1e-5) and norms[2] == norms[0]
     assert_near(weights[1], weights[0], 1e-5)
     assert_near(weights[2], weights[0], 0)
 
 
+@pytest.mark.parametrize("other", [TENSOR2, MOE2, SPLIT2])
 def test_engines_train_one_adapter(
-    model: Callable[[str], TransformersReference], start: Start
+    other: tuple[str, int, dict[str, Any]],
+    model: Callable[[str], TransformersReference],
+    start: Start,
 ) -> None:
-    """The same seed and batches give the same A and B after three steps."""
-    reference = model("dense")
+    """The same seed and batches give the same gradients, and A and B after three
+    steps.
+    """
+    dense = other is TENSOR2
+    reference = model("dense" if dense else "moe")
     batches = [weighted(make_batch(reference, seed=seed)) for seed in range(3)]
     found = []
-    for layout in (FSDP2, TENSOR2):
-        world = start(layout, reference.folder, eps=1e-2, **LORA)
+    for layout in (FSDP2, other):
+        world = start(layout, reference.folder, eps=1e-2, **(LORA if dense else MIXTURE))
         for index, batch in enumerate(batches):
-            step(world, batch, index)
-        found.append(world.adapter_weights())
-    assert_near(found[1], found[0], 1e-5)
+            gradient = step(world, batch, index)[1]
+        found.append((gradient, world.adapter_weights()))
+    for got, want in zip(found[1], found[0], strict=True):
+        assert_near(got, want, 1e-5)

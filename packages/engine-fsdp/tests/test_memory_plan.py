@@ -123,13 +123,15 @@ def rehearsed(config: FSDPConfig, model: Model) -> Rehearsal:
     return rehearse(policy, TOKENS, TOKENS - TOKENS // LENGTH, gpu=False, copies=True)
 
 
-def test_adapters_of_experts(tmp_path: Path) -> None:
-    """Two grouped products more for each matrix of the experts."""
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("targets", [[], ["all-linear"], ["all-linear", "experts"]])
+def test_experts(tmp_path: Path, dtype: str, targets: list[str]) -> None:
+    """An adapter has two grouped products more for each matrix of the experts."""
     shape = {**SMALL, "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2}
     config = AutoConfig.for_model(**shape, moe_intermediate_size=64, head_dim=32)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    settings = {"lora_rank": 8, "target_modules": ["all-linear", "experts"]}
-    trained(FSDPConfig(**WHOLE, dtype="bf16", **settings), Model(str(tmp_path)))
+    lora = {"lora_rank": 8, "target_modules": targets} if targets else {}
+    trained(FSDPConfig(**WHOLE, dtype=dtype, **lora), Model(str(tmp_path)))
 
 
 def test_moments_in_host_memory_are_planned_there(folder: Path) -> None:

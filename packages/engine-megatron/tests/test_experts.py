@@ -5,13 +5,23 @@ token.
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from families import References
 from torch import Tensor
 
+from coupler.interfaces import Model, Rank
+from coupler_engine_megatron.config import MegatronConfig
 from coupler_engine_megatron.cpu import cuda_as_cpu
-from coupler_engine_megatron.experts import ColumnGroupedLinear, GroupedLinear, RowGroupedLinear
+from coupler_engine_megatron.engine import MegatronEngine
+from coupler_engine_megatron.experts import (
+    ColumnGroupedLinear,
+    GroupedLinear,
+    RowGroupedLinear,
+    in_a_row,
+)
 
 INPUTS, OUTPUTS, COUNTS = 16, 24, [3, 0, 5, 1]
 
@@ -90,6 +100,26 @@ def test_weights_in_a_row_are_not_copied() -> None:
     ):
         layer(tokens.requires_grad_(), COUNTS)
     assert layer.weight0.untyped_storage().data_ptr() in seen  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("settings", [{}, {"lora_rank": 4, "dtype": "bf16"}])
+def test_weights_that_do_not_train_are_not_copied(
+    settings: dict[str, Any], reference_of: References
+) -> None:
+    """Megatron lays out what trains, and leaves frozen weights where they were made."""
+    config = MegatronConfig(**settings)
+    model = Model(str(reference_of("moe").folder), frozen=not settings)
+    engine = MegatronEngine(config, model)
+    engine.setup(Rank())
+    if settings:
+        engine._trained()
+    modules = [module for chunk in engine.chunks for module in chunk.modules()]
+    layers = [module for module in modules if isinstance(module, GroupedLinear)]
+    assert len(layers) == 2 * 4
+    for layer in layers:
+        weights = [getattr(layer, f"weight{i}").detach() for i in range(layer.experts)]
+        assert in_a_row(weights) is not None
+    engine.close()
 
 
 @pytest.mark.parametrize("tokens", [0, 1])

@@ -14,7 +14,7 @@ from families import References, Start, shards
 from coupler.engine_kit.lora_names import names_of, random_like, weight_of
 from coupler.engine_kit.peft_folder import write_adapter
 from coupler.errors import ConfigError
-from coupler.interfaces import Model, Rank
+from coupler.interfaces import Model, Output, Rank, StepInfo
 from coupler.testing import losses
 from coupler.testing.cases import make_batch, weighted
 from coupler.testing.conformance.test_engine import assert_gradient
@@ -23,9 +23,12 @@ from coupler.testing.ranks import Arrays
 from coupler.testing.reference import Gradient, TransformersReference
 from coupler_engine_megatron.config import MegatronConfig
 from coupler_engine_megatron.engine import MegatronEngine
+from coupler_engine_megatron.plugin import coupler_backends
 
 RANK = 4
+LOGPROBS, ENTROPY = Output("logprobs"), Output("entropy")
 SURROGATE = "coupler.testing.losses:surrogate"
+MIXTURE = {"target_modules": ["all-linear", "experts"]}
 LAYOUTS = {  # (model, ranks, settings)
     "one": ("llama", 1, {}),
     "tensor": ("llama", 2, {"tensor_parallel": 2}),
@@ -44,19 +47,41 @@ LAYOUTS = {  # (model, ranks, settings)
         2,
         {"tensor_parallel": 2, "target_modules": ["q_proj", "v_proj", "up_proj", "o_proj"]},
     ),
-    "experts": ("moe", 2, {"tensor_parallel": 2, "expert_parallel": 2}),
+    "beside-experts": ("moe", 2, {"tensor_parallel": 2, "expert_parallel": 2}),
+    "experts": ("moe", 1, MIXTURE),
+    "experts-tensor": ("moe", 2, {"tensor_parallel": 2, **MIXTURE}),
+    "experts-expert": ("moe", 2, {"expert_parallel": 2, **MIXTURE}),
+    "experts-tensor-expert": ("moe", 2, {"tensor_parallel": 2, "expert_parallel": 2, **MIXTURE}),
+    "experts-split": ("moe", 2, {"tensor_parallel": 2, "expert_tensor_parallel": 2, **MIXTURE}),
+    "experts-overlap": (
+        "moe",
+        2,
+        {"tensor_parallel": 2, "expert_tensor_parallel": 2, "overlap_grad_reduce": True, **MIXTURE},
+    ),
+    "experts-virtual-pipeline": (
+        "moe",
+        4,
+        {"pipeline_parallel": 2, "virtual_pipeline": 2, "expert_parallel": 2, **MIXTURE},
+    ),
+    "experts-of-one-stage": (
+        "moe",
+        2,
+        {"pipeline_parallel": 2, "target_modules": ["q_proj", "3.mlp.experts"]},
+    ),
 }
 
 
 def adapted(reference: TransformersReference, targets: list[str]) -> list[str]:
-    return [
-        name
-        for name, tensor in reference.tensors.items()
-        if tensor.ndim == 2
-        and ".layers." in name
-        and (".mlp.gate." not in name and ".experts." not in name)
-        and (targets == ["all-linear"] or name.split(".")[-2] in targets)
-    ]
+    """Name the matrices of layers that a run with these targets adapts."""
+    found = []
+    for name, tensor in reference.tensors.items():
+        module, is_expert, _ = name.partition(".experts.")
+        end = f"{module}.experts" if is_expert else name.removesuffix(".weight")
+        hit = any(end.endswith(f".{target}") for target in targets)
+        rest = "all-linear" in targets and not is_expert and ".mlp.gate." not in name
+        if tensor.ndim == 2 and ".layers." in name and (hit or rest):
+            found.append(name)
+    return found
 
 
 def adapter(reference: TransformersReference, names: list[str]) -> dict[str, np.ndarray]:
@@ -143,18 +168,21 @@ def parameter_bytes(engine: MegatronEngine) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("lora", [True, False])
+@pytest.mark.parametrize(
+    ("name", "lora"), [("llama", True), ("llama", False), ("moe", True), ("moe", False)]
+)
 def test_what_does_not_train_takes_two_bytes_a_parameter(
-    lora: bool, reference_of: References
+    name: str, lora: bool, reference_of: References
 ) -> None:
     """A reference has no optimizer, and LoRA has masters of the adapter alone."""
-    reference = reference_of("llama")
-    settings = {"lora_rank": RANK} if lora else {}
+    reference = reference_of(name)
+    targets = ["all-linear", "experts"] if name == "moe" else ["all-linear"]
+    settings = {"lora_rank": RANK, "target_modules": targets} if lora else {}
     config = MegatronConfig(dtype="bf16", **settings)
     engine = MegatronEngine(config, Model(str(reference.folder), frozen=not lora))
     engine.setup(Rank())
     model = sum(tensor.size for tensor in reference.tensors.values())
-    pairs = adapter(reference, adapted(reference, ["all-linear"])) if lora else {}
+    pairs = adapter(reference, adapted(reference, targets)) if lora else {}
     trained = sum(tensor.size for tensor in pairs.values())
 
     assert parameter_bytes(engine) == {"torch.bfloat16": 2 * (model + trained)}
@@ -181,3 +209,42 @@ def test_a_target_that_is_not_there_is_named(reference_of: References) -> None:
     with pytest.raises(ConfigError, match="target_modules names c_attn") as raised:
         engine.setup(Rank())
     assert "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj" in str(raised.value)
+
+
+@pytest.mark.parametrize("target", ["gate_proj", "experts.0.up_proj"])
+def test_experts_are_adapted_together_where_they_are_named(
+    target: str, reference_of: References
+) -> None:
+    config = MegatronConfig(lora_rank=RANK, target_modules=[target])
+    engine = MegatronEngine(config, Model(str(reference_of("moe").folder)))
+    with pytest.raises(ConfigError, match=f"target_modules names {target}") as raised:
+        engine.setup(Rank())
+    assert "it has:  experts, k_proj, o_proj, q_proj, v_proj" in str(raised.value)
+
+
+def test_experts_in_bf16_are_near_those_in_fp32(reference_of: References) -> None:
+    """B is 0 at first, so that what moves is what a step trained."""
+    reference, found = reference_of("moe"), {}
+    batch = weighted(make_batch(reference))
+    for dtype in ("fp32", "bf16"):
+        config = MegatronConfig(dtype=dtype, lora_rank=6, lr=1e-2, target_modules=["experts"])
+        engine = MegatronEngine(config, Model(str(reference.folder)))
+        engine.setup(Rank())
+        before = engine.forward(batch, (LOGPROBS,))["logprobs"]
+        info = StepInfo(batch.num_tokens, 0)
+        engine.forward_backward(batch, (LOGPROBS, ENTROPY), losses.surrogate, info)
+        assert engine.step().applied
+        found[dtype] = engine.forward(batch, (LOGPROBS,))["logprobs"]
+        assert np.abs(found[dtype] - before).mean() > 0.3
+        engine.close()
+    assert np.abs(found["bf16"] - found["fp32"]).mean() < 0.1
+
+
+def test_rollouts_get_experts_with_the_updates_added() -> None:
+    (engine,) = coupler_backends()
+    linears, experts = (
+        engine.capabilities_of(MegatronConfig(lora_rank=RANK, target_modules=targets))
+        for targets in (["all-linear"], ["all-linear", "experts"])
+    )
+    assert linears - experts == {"weights:lora"} and experts < linears
+    assert {"lora:experts", "output:base_logprobs"} < experts

@@ -61,7 +61,20 @@ def held(engine: MegatronEngine) -> int:
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_training(folder: Path, name: str) -> None:
-    config, model = MegatronConfig(**TRAINED[name]), Model(str(folder))
+    trained(MegatronConfig(**TRAINED[name]), Model(str(folder)))
+
+
+def test_adapters_of_experts(tmp_path: Path) -> None:
+    """The adapter has more numbers than the layers beside the experts."""
+    shape = {**SMALL, "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2}
+    config = AutoConfig.for_model(**shape, moe_intermediate_size=64, head_dim=32)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    lora = {"lora_rank": 16, "target_modules": ["all-linear", "experts"]}
+    trained(MegatronConfig(**lora), Model(str(tmp_path)))
+
+
+def trained(config: MegatronConfig, model: Model) -> None:
+    """Hold a plan against what a step takes."""
     needs = planned(config, model, trains=True, gpu=False, tokens=TOKENS, longest=LENGTH)
     engine = MegatronEngine(config, model)
     engine.setup(Rank())

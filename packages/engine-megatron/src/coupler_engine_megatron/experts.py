@@ -9,7 +9,7 @@ Shapes: n tokens, sorted by expert; E experts of this rank; I inputs, O outputs 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -53,11 +53,15 @@ class GroupedLinear(nn.Module):
         # If it is set, the gradient of all experts is added to Megatron's sums at once.
         # It is set once these exist.
         self.adds = False
+        # Adds the experts' updates to the output [n, O] of tokens [n, I] and ends [E].
+        self.update: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
 
-        # Megatron lays parameters out from the last, so that these rise in memory.
+        # One tensor holds them all, for weights that do not train. Megatron lays others
+        # out anew, from the last parameter, so that these rise in memory.
         device = torch.cuda.current_device()
+        whole = torch.empty(experts, *shape, dtype=config.params_dtype, device=device)
         for number in reversed(range(experts)):
-            weight = nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
+            weight = nn.Parameter(whole[number])
             set_tensor_model_parallel_attributes(weight, True, self.split_dim, 1)
             self.register_parameter(f"weight{number}", weight)
 
@@ -67,10 +71,12 @@ class GroupedLinear(nn.Module):
         There is no bias, for which Megatron's linear maps return None.
         """
         each = (getattr(self, f"weight{number}") for number in range(self.experts))
-        weights = _Together.apply(self.adds, *each)
+        weights = Together.apply(self.adds, *each)
         ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32, pin_memory=tokens.is_cuda)
         ends = ends.to(tokens.device, non_blocking=True)
-        return grouped_mm(tokens, weights.transpose(1, 2), offs=ends), None
+
+        output = grouped_mm(tokens, weights.transpose(1, 2), offs=ends)
+        return output if self.update is None else self.update(output, tokens, ends), None
 
 
 class ColumnGroupedLinear(GroupedLinear):
@@ -93,7 +99,7 @@ def grouped_experts() -> ModuleSpec:
     )
 
 
-class _Together(torch.autograd.Function):
+class Together(torch.autograd.Function):
     """Join weights of one shape into [E, O, I].
 
     No copy is made if they follow each other in memory.

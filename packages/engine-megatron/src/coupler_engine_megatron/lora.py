@@ -3,7 +3,8 @@
 Megatron fuses linear maps of a checkpoint: queries, keys and values are one, a gate and
 an up are one. Each keeps its own A. Those of one fused map stand above each other in
 ``lora_A`` [k r, in], and ``lora_B`` [out, r] has the rows of all of them in the order
-of the fused map's rows.
+of the fused map's rows. Experts are adapted in
+:mod:`coupler_engine_megatron.lora_experts`.
 
 Shapes: k maps of the checkpoint, r rank, t tokens of this rank.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,8 +33,11 @@ from coupler.engine_kit.peft_folder import Start
 from coupler.interfaces import Named
 from coupler_engine_megatron import lora_tensors as hf
 from coupler_engine_megatron.config import MegatronConfig
+from coupler_engine_megatron.distributed import exchange
+from coupler_engine_megatron.experts import GroupedLinear
 from coupler_engine_megatron.folder import Folder
 from coupler_engine_megatron.head import ValueHead
+from coupler_engine_megatron.lora_experts import ExpertsUpdate
 from coupler_engine_megatron.weights import Catalogue, global_name
 
 # Megatron sums the gradients of parameters with it over tensor-parallel ranks.
@@ -113,7 +118,7 @@ class Update:
 
     def expanded(self) -> Tensor:
         """Return E [out, k r]."""
-        return (self.module.lora_B[:, None] * self.rows[:, :, None]).flatten(1)
+        return hf.expand(self.module.lora_B, self.rows)
 
     def merged(self) -> Tensor:
         """Return this rank's part of ``W + scale * E A``, in fp32."""
@@ -132,8 +137,8 @@ class Adapter:
         self.config, self.bridge, self.on = config, bridge, True
         self.rank = config.lora_rank
         self.scale = config.lora_alpha / self.rank if self.rank else 0.0
-        # By the id of the weight.
-        self.updates: dict[int, Update] = {}
+        # What adds the update to a weight, by the id of the weight.
+        self.merges: dict[int, Callable[[], Tensor]] = {}
 
     def insert(self, chunks: Sequence[Any]) -> None:
         """Give the targeted linear maps of the layers an update.
@@ -143,15 +148,11 @@ class Adapter:
         Raises:
             ConfigError: a target names no linear map.
         """
-        linears = [
-            (module, name)
-            for chunk in chunks
-            for path, module in chunk.named_modules()
-            if isinstance(module, ColumnParallelLinear | RowParallelLinear)
-            and (name := global_name(chunk, f"{path}.weight")).startswith("decoder.")
-        ]
+        linears = list(_linears(chunks))
         maps = [hf.hf_names(self.bridge, name) for _, name in linears]
-        self.config.check_targets([each for names in maps for each in names])
+        own = sorted({hf.target_of(each) for names in maps for each in names})
+        # A target may name a layer of another pipeline stage.
+        self.config.check_targets({each for found in exchange(own) for each in found})
 
         for chunk in chunks:
             _freeze(chunk)
@@ -160,18 +161,32 @@ class Adapter:
             maps,
             strict=True,
         ):
-            if any(map(self.config.targets, names)):
-                self.updates[id(module.weight)] = Update(
-                    self,
-                    module,
-                    name,
-                    names,
-                )
+            if any(map(self._targets, names)):
+                self._adapt(module, name, names)
+
+    def _adapt(
+        self,
+        module: Any,
+        name: str,
+        maps: Sequence[str],
+    ) -> None:
+        """Give a linear map, or that of all experts of a layer, an update."""
+        if not isinstance(module, GroupedLinear):
+            self.merges[id(module.weight)] = Update(self, module, name, maps).merged
+            return
+        update = ExpertsUpdate(self, module, name, len(maps))
+        for number in range(module.experts):
+            weight = getattr(module, f"weight{number}")
+            self.merges[id(weight)] = partial(update.merged, number)
+
+    def _targets(self, weight: str) -> bool:
+        """Tell if a weight gets an update, by its name in the checkpoint."""
+        return self.config.targets(hf.target_of(weight))
 
     def merged(self, parameter: nn.Parameter) -> Tensor:
         """Return a weight with its update, if it has one."""
-        update = self.updates.get(id(parameter))
-        return parameter if update is None else update.merged()
+        merge = self.merges.get(id(parameter))
+        return parameter if merge is None else merge()
 
     def start(
         self, trained: Catalogue, folder: Folder, seed: int
@@ -185,7 +200,7 @@ class Adapter:
         self.shapes = {weight: folder.shape(weight) for weight in weights}
         start = Start(
             self.config,
-            [w for w in weights if self.config.targets(w)],
+            [w for w in weights if self._targets(w)],
             seed,
         )
 
@@ -206,7 +221,7 @@ class Adapter:
 
         def of(name: str) -> Tensor | None:
             weight = weight_of(name)
-            if weight is None or self.config.targets(weight):
+            if weight is None or self._targets(weight):
                 return read(name)
             rows, columns = self.shapes[weight]
             shape = (rows, self.rank) if name.endswith(B) else (self.rank, columns)
@@ -218,7 +233,7 @@ class Adapter:
         """Leave out A and B of maps that are not targeted."""
         for name, tensor in tensors:
             weight = weight_of(name)
-            if weight is None or self.config.targets(weight):
+            if weight is None or self._targets(weight):
                 yield name, tensor
 
     def apart(self, tensors: Iterable[Named]) -> Iterator[Named]:
@@ -235,6 +250,19 @@ class Adapter:
             yield
         finally:
             self.on = True
+
+
+def _linears(chunks: Sequence[Any]) -> Iterator[tuple[Any, str]]:
+    """Yield the linear maps of the layers, with the names of their weights in the whole
+    model. Experts' maps have the name of the first expert's.
+    """
+    for chunk in chunks:
+        for path, module in chunk.named_modules():
+            grouped = isinstance(module, GroupedLinear)
+            if grouped or isinstance(module, ColumnParallelLinear | RowParallelLinear):
+                name = global_name(chunk, f"{path}.weight{'0' if grouped else ''}")
+                if name.startswith("decoder."):
+                    yield module, name
 
 
 def _freeze(chunk: nn.Module) -> None:

@@ -7,6 +7,7 @@ the values in the order of the rows of ``linear_qkv.weight``.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -16,30 +17,37 @@ from coupler.engine_kit.lora_names import names_of
 from coupler_engine_megatron import bridge as weights
 from coupler_engine_megatron import groups
 
-A, B = ".lora_A", ".lora_B"
+# A or B of a linear map, with the number of an expert.
+_ADAPTER = re.compile(r"\.lora_([AB])(\d*)$")
+_OF_EXPERT = re.compile(r"(\.experts)\.\d+\..*$")
 
 
 def is_adapter(name: str) -> bool:
     """Tell if the parameter is A or B of a linear map."""
-    return name.endswith((A, B))
+    return bool(_ADAPTER.search(name))
 
 
 def weight_of(name: str) -> str:
     """Return the name of the weight that A or B is for."""
-    return name.rpartition(".")[0] + ".weight"
+    return _ADAPTER.sub(r".weight\2", name)
+
+
+def target_of(weight: str) -> str:
+    """Name what ``target_modules`` decides on: a linear map, or a layer's experts."""
+    return _OF_EXPERT.sub(r"\1", weight)
 
 
 def hf_names(bridge: Any, name: str) -> list[str]:
     """Name the checkpoint's tensors that a parameter is made of."""
     if not is_adapter(name):
         return weights.hf_names(bridge, name)
-    which = int(name.endswith(B))
+    which = int(not _is_a(name))
     return [names_of(weight)[which] for weight in weights.hf_names(bridge, weight_of(name))]
 
 
 def has_halves(name: str) -> bool:
     """Tell if the parameter is a gate above an up on each tensor-parallel rank."""
-    return not name.endswith(A) and weights.has_halves(name)
+    return not _is_a(name) and weights.has_halves(name)
 
 
 def to_megatron(
@@ -54,7 +62,7 @@ def to_megatron(
             name,
             tensors,
         )
-    if name.endswith(A) or not _is_attention(name, len(tensors)):
+    if _is_a(name) or not _is_attention(name, len(tensors)):
         return torch.cat(tensors)
     heads, _ = _groups(bridge)
     return torch.cat([tensor.unflatten(0, (heads, -1)) for tensor in tensors], 1).flatten(0, 1)
@@ -73,7 +81,7 @@ def to_hf(
             whole,
         )
     names = hf_names(bridge, name)
-    if name.endswith(A) or not _is_attention(name, len(names)):
+    if _is_a(name) or not _is_attention(name, len(names)):
         return list(
             zip(
                 names,
@@ -104,7 +112,7 @@ def split_tensor(
     """Cut a whole parameter into those of ``size`` tensor-parallel ranks."""
     if is_adapter(name) and part.shape == whole.shape:
         return [whole] * size
-    if name.endswith(B):
+    if not _is_a(name):
         name = weight_of(name)
     return weights.split_tensor(
         bridge,
@@ -134,6 +142,11 @@ def join_to_hf(
             parts,
             part,
         )
+    # B of an expert's gate and up has rows of both on each rank.
+    if has_halves(name):
+        halves = weights.join_to_hf(bridge, weight_of(name), parts, part)
+        tensors = (tensor for _, tensor in halves)
+        return list(zip(hf_names(bridge, name), tensors, strict=True))
     return to_hf(
         bridge,
         name,
@@ -156,6 +169,20 @@ def rows_of_maps(
     heads, sizes = _groups(bridge)
     every = torch.arange(count).repeat_interleave(torch.tensor(sizes)).repeat(heads)
     return every[groups.tensor().rank() * rows :][:rows]
+
+
+def expand(b: Tensor, rows: Tensor) -> Tensor:
+    """Put each row of B [..., out, r] at the columns of its own A: [..., out, k r].
+
+    Args:
+        rows: [out, k], 1 where a row is of a map.
+    """
+    return (b[..., None, :] * rows[:, :, None]).flatten(-2)
+
+
+def _is_a(name: str) -> bool:
+    found = _ADAPTER.search(name)
+    return found is not None and found[1] == "A"
 
 
 def _is_attention(name: str, maps: int) -> bool:

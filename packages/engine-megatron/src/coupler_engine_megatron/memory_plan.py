@@ -65,7 +65,8 @@ class Sizes:
         embedding, head: the two ends. Tied ones have no head.
         layers: those of each layer, without experts.
         experts: those of the experts of each layer.
-        updates: those of the adapter of each layer.
+        updates: those of the adapter of each layer, without experts.
+        of_experts: those of the adapter of each layer's experts.
         tensor: the largest tensor.
     """
 
@@ -74,6 +75,7 @@ class Sizes:
     layers: tuple[int, ...]
     experts: tuple[int, ...]
     updates: tuple[int, ...]
+    of_experts: tuple[int, ...]
     tensor: int
 
     @classmethod
@@ -95,6 +97,7 @@ class Sizes:
         layers = [0] * number
         experts = [0] * number
         updates = [0] * number
+        of_experts = [0] * number
         named = {name: tuple(tensor.shape) for name, tensor in causal.named_parameters()}
         for name, size in named.items():
             found = LAYER.search(name)
@@ -103,6 +106,8 @@ class Sizes:
             index = int(found[1])
             if EXPERTS in name:
                 experts[index] += prod(size)
+                if config.targets(name.rpartition(".")[0]):
+                    of_experts[index] += config.lora_rank * _sides(name, size)
                 continue
 
             layers[index] += prod(size)
@@ -118,12 +123,22 @@ class Sizes:
             tuple(layers),
             tuple(experts),
             tuple(updates),
+            tuple(of_experts),
             max(prod(size) for size in named.values() if len(size) < 3),
         )
 
     @property
     def base(self) -> int:
         return self.embedding + self.head + sum(self.layers) + sum(self.experts)
+
+
+def _sides(name: str, size: tuple[int, ...]) -> int:
+    """Count the rows and columns of all experts' matrices in [experts, rows, columns].
+
+    A gate and an up in one parameter have columns of their own.
+    """
+    experts, rows, columns = size
+    return experts * (rows + columns * (2 if name.endswith("gate_up_proj") else 1))
 
 
 @dataclass(frozen=True)
@@ -174,16 +189,20 @@ class Stage:
         held = [term for terms in self.held().values() for term in terms]
         return (*held, *(self.in_training() if self.asked.trains else self.without_gradient()))
 
-    def numbers(self) -> tuple[int, int, int]:
-        """Return this rank's weights outside of experts, in them, and of adapters."""
+    def numbers(self) -> tuple[int, int, int, int]:
+        """Return this rank's weights outside of experts and in them, and those of the
+        adapters of both.
+        """
         sizes, config = self.sizes, self.config
         dense = 0
         experts = 0
         updates = 0
+        of_experts = 0
         for index in self.layers:
             dense += sizes.layers[index]
             experts += sizes.experts[index]
             updates += sizes.updates[index]
+            of_experts += sizes.of_experts[index]
 
         if self.number == 0:
             dense += sizes.embedding
@@ -196,7 +215,7 @@ class Stage:
 
         tensor = config.tensor_parallel
         spread = config.expert_parallel * config.expert_tensor_parallel
-        return dense // tensor, experts // spread, updates // tensor
+        return dense // tensor, experts // spread, updates // tensor, of_experts // spread
 
     @property
     def _has_head(self) -> bool:
@@ -205,15 +224,16 @@ class Stage:
     def held(self) -> dict[Kind, tuple[Term, ...]]:
         """Return what stays between calls."""
         config, path = self.config, self.asked.path
-        dense, experts, updates = self.numbers()
+        dense, experts, updates, of_experts = self.numbers()
         split = f"more {path}.tensor_parallel or pipeline_parallel"
         more = f"more {path}.ranks, or {path}.lora_rank"
-        weights = Term("weights", self.width * (dense + experts + updates), split)
+        every = dense + experts + updates + of_experts
+        weights = Term("weights", self.width * every, split)
         if not self.asked.trains:
             return {Part.PARAMS: (weights,)}
 
         if config.lora_rank:
-            dense, experts = updates, 0
+            dense, experts = updates, of_experts
         gradients = FULL * (dense + experts)
 
         # Ranks with the same part of the model share the optimizer's state.

@@ -24,10 +24,13 @@ def _capabilities(config: MegatronConfig) -> frozenset[str]:
         "output:sum_pi_squared",
         "input:sampling_mask",
         "model:moe",
+        "lora:experts",
     }
 
-    lora = {"output:base_logprobs", "weights:lora"} if config.lora_rank else set()
-    return frozenset(always | lora)
+    lora = {"output:base_logprobs"} if config.lora_rank else set()
+    # Rollouts run adapters of linear maps. They get experts with the updates added.
+    apart = {"weights:lora"} if config.lora_rank and not config.adapts_experts else set()
+    return frozenset(always | lora | apart)
 
 
 @hookimpl
@@ -64,11 +67,6 @@ def coupler_validate(config: RunConfig) -> Iterable[str]:
     ):
         if isinstance(engine, MegatronConfig):
             yield from engine.folder_problems(path)
-            if engine.adapts_experts:
-                yield (
-                    f"{path}.target_modules names experts, which engine=megatron does not adapt: "
-                    f"leave experts out, or set {path}=fsdp."
-                )
             for what, fix in problems(engine, engine.ranks, read_shape(Path(folder)), path):
                 yield f"{what}: set {fix}."
     shape = read_shape(Path(config.model.path))

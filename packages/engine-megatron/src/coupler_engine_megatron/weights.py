@@ -29,7 +29,7 @@ from coupler_engine_megatron.distributed import exchange
 from coupler_engine_megatron.experts import in_a_row
 
 _LATENT_NORM = re.compile(r"^self_attention\.(q|kv)_layernorm\.weight$")
-_GROUPED_EXPERT = re.compile(r"\.mlp\.experts\.linear_fc[12]\.weight(\d+)$")
+_GROUPED_EXPERT = re.compile(r"\.mlp\.experts\.linear_fc[12]\.(?:weight|lora_[AB])(\d+)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,7 +360,7 @@ def _tensor_group(part: Part) -> tuple[dist.ProcessGroup, int, int]:
 
 
 def _expert(part: Part) -> tuple[str, int]:
-    """Return the linear map of which a part is one expert's, and the expert's number.
+    """Return a part's name without the expert's number, and that number.
 
     Other parts have their own name, and number 0.
     """
@@ -381,8 +381,8 @@ def _experts_of(bridge: Any, part: Part) -> list[str]:
         return [part.name]
     ranks = groups.expert().size()
     each = bridge.config.num_moe_experts // ranks
-    stem, _, number = part.name.rpartition("weight")
-    return [f"{stem}weight{int(number) + rank * each}" for rank in range(ranks)]
+    stem, number = _expert(part)
+    return [f"{stem}{number + rank * each}" for rank in range(ranks)]
 
 
 def _on_this_rank(bridge: Any, part: Part) -> str:

@@ -185,7 +185,9 @@ class _Storages(TorchDispatchMode):
         self.course = {0: 0}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        # PyTorch knows the shape of a grouped product of bf16 alone.
+        grouped = func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16
+        out = (_grouped if grouped else func)(*args, **(kwargs or {}))
         for tensor in _tensors(out):
             self._count(tensor)
         # PyTorch's own holds the exponentials meanwhile. Kernels for GPUs do not.
@@ -229,6 +231,16 @@ class _Storages(TorchDispatchMode):
     def of_products(self) -> int:
         """Return the bytes that products and attention used, of those that live."""
         return sum(self.sizes.get(key, 0) for key in self.used)
+
+
+def _grouped(a: Tensor, b: Tensor, offs: Tensor, *_unused: object) -> Tensor:
+    """Return the memory of a grouped product, whose groups end at ``offs`` [groups].
+
+    They split the rows of ``a`` [rows, in], whose weights are ``b`` [groups, in, out].
+    Or they split ``in`` of two matrices, of which each group has a product.
+    """
+    groups = [len(offs)] if b.ndim == 2 else []
+    return a.new_empty(*groups, a.shape[0], b.shape[-1])
 
 
 def _key(tensor: Tensor) -> int:
