@@ -27,6 +27,8 @@ class Traced(str):
     """
 
     marks: str
+    # told of what is done with the text, see :class:`coupler.data.opaque.Opaque`
+    watch: Any = None
 
     def __new__(cls, text: str, marks: str = "") -> Traced:
         made = super().__new__(cls, text)
@@ -38,6 +40,11 @@ class Traced(str):
 
     def __iter__(self) -> Iterator[Traced]:
         return (self[i] for i in range(len(self)))
+
+    def __contains__(self, part: object) -> bool:
+        if isinstance(part, Traced) and part.watch:
+            part.watch.look()
+        return super().__contains__(part)  # type: ignore[operator]
 
     def __getitem__(self, key: SupportsIndex | slice) -> Traced:
         return _traced(super().__getitem__(key), self.marks[key])
@@ -141,7 +148,10 @@ def concat(parts: Iterable[str]) -> Traced:
     """Join strings with their marks. A string without marks is of the template."""
     parts = list(parts)
     marks = [p.marks if isinstance(p, Traced) else TEMPLATE * len(p) for p in parts]
-    return _traced("".join(map(str.__str__, parts)), "".join(marks))
+    made = _traced("".join(map(str.__str__, parts)), "".join(marks))
+
+    watched = [p for p in parts if isinstance(p, Traced) and p.watch]
+    return watched[0].watch.sum(made) if watched else made
 
 
 def trace(value: Any, mark: str = TEXT) -> Any:
@@ -188,6 +198,8 @@ def derived(text: str, values: Any) -> Traced:
 
 def _marks(value: Any) -> Iterator[str]:
     if isinstance(value, Traced):
+        if value.watch:
+            value.watch.look()
         yield from set(value.marks)
     elif isinstance(value, Mapping):
         for key, inner in value.items():

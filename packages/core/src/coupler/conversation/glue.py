@@ -1,0 +1,251 @@
+"""Remember what a chat template writes around new messages, to render it once.
+
+What it writes depends on the shape of the messages and on what it reads of their texts.
+:mod:`coupler.data.opaque` finds out what that is. Where all of it is known, other texts
+are put in the places of those that were rendered.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from coupler.batch.trajectory import Segment
+from coupler.conversation.chat_template import ChatTemplate, Unproved, with_mark
+from coupler.conversation.messages import tidy
+from coupler.conversation.reading import USER
+from coupler.data.opaque import FIRST_MARK, Step, Watch, replay
+from coupler.data.templates import MARK
+from coupler.data.traced import TEMPLATE, TEXT, Traced, runs, trace
+from coupler.errors import CouplerError
+from coupler.interfaces import Message
+
+KEPT = 256  # shapes
+WAYS = 4  # in which a template may write one shape, by what it reads
+MOST = 64  # texts
+SHOWN = ("content", "tool_call_id", "name")
+CHANCE = re.compile(r"\b(random|lipsum)\b")  # what may come otherwise the next time
+OFTEN = 8  # times that a text may be shown, by far less than the sandbox allows
+NUMBERED = re.compile(f"[^{TEMPLATE}{TEXT}]")
+Key = tuple[tuple[Any, ...], str]
+Behind = tuple[int, tuple[Segment, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Glue:
+    """What a template writes from the end of a turn on, around texts.
+
+    Attributes:
+        stop: the token that ends the turn.
+        steps: what the template read of the texts.
+        pieces: characters and their marks, or the number of a text.
+    """
+
+    stop: int
+    steps: tuple[Step, ...]
+    pieces: tuple[tuple[str, str] | int, ...]
+
+    def around(self, texts: Sequence[str]) -> Traced | None:
+        """Put texts between the glue. Return None where the template reads something
+        else in them than in those that it was found with.
+        """
+        found = replay(self.steps, texts)
+        if found is None:
+            return None
+
+        made: list[str] = []
+        marks: list[str] = []
+        for piece in self.pieces:
+            if isinstance(piece, int):
+                made.append(found[piece])
+                marks.append(TEXT * len(found[piece]))
+            else:
+                made.append(piece[0])
+                marks.append(piece[1])
+        return Traced("".join(made), "".join(marks))
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """New messages behind an answer, as their shape and their texts."""
+
+    shape: tuple[Any, ...]
+    texts: list[str]
+
+    @classmethod
+    def of(cls, calls: Sequence[Any], new: Sequence[Message]) -> Asked | None:
+        """Take messages apart, or return None where they hold more than texts.
+
+        Raises:
+            CouplerError: a message is none.
+        """
+        shape: list[Any] = [len(calls)]
+        texts: list[Any] = []
+        for call in calls:
+            texts += (call.get("id"), call["function"]["name"])
+        for message in new:
+            clean = tidy(message)
+            shown = [name for name in SHOWN if name in clean]
+            if len(clean) != 1 + len(shown):
+                return None
+            shape.append((clean["role"], *shown))
+            texts += [clean[name] for name in shown]
+
+        plain = all(type(text) is str and MARK not in text for text in texts)
+        return cls(tuple(shape), texts) if plain and len(texts) <= MOST else None
+
+
+class GlueMemory:
+    """Extends turns as :meth:`ChatTemplate.after` does, behind a dummy history."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self.template = template
+        self.known: OrderedDict[Key, list[Glue]] = OrderedDict()
+        # what is rendered each time
+        self.refused: set[Key] = set()
+
+        codec = template.codec
+        self.works = codec.tokenizer.is_fast and not CHANCE.search(
+            str(codec.tokenizer.chat_template)
+        )
+
+    def after(self, calls: Sequence[Any], new: Sequence[Message], tools: Sequence[Any]) -> Behind:
+        """Return the token that ends an answer with ``calls``, and the segments of
+        ``new`` behind it.
+
+        Raises:
+            Unproved: as :meth:`ChatTemplate.after`.
+            CouplerError: as :meth:`ChatTemplate.after`.
+        """
+        asked = Asked.of(calls, new) if self.works else None
+        if asked is None or (asked.shape, "") in self.refused:
+            return self._rendered(calls, new, tools)
+
+        key = (asked.shape, repr(tools) if tools else "")
+        ways = self.known.get(key, [])
+        for glue in ways:
+            text = glue.around(asked.texts)
+            segments = None if text is None else self.template.behind(text, glue.stop)
+            if segments is not None:
+                self.known.move_to_end(key)
+                return glue.stop, segments
+
+        found = self._rendered(calls, new, tools)
+        if len(ways) < WAYS and all(asked.texts) and key not in self.refused:
+            self._learn(key, asked.texts, found, [USER, dummy(calls), *new], tools)
+        return found
+
+    def _rendered(
+        self, calls: Sequence[Any], new: Sequence[Message], tools: Sequence[Any]
+    ) -> Behind:
+        stop, segments, _ = self.template.after([USER], dummy(calls), new, tools)
+        return stop, segments
+
+    def _learn(
+        self,
+        key: Key,
+        texts: list[str],
+        found: Behind,
+        messages: Sequence[Message],
+        tools: Sequence[Any],
+    ) -> None:
+        """Keep the glue of messages that were rendered as ``found``, or that there is
+        none.
+        """
+        glue = self._glue(texts, messages, tools) if _is_json(tools) else None
+        text = glue and glue.around(texts)
+        if not glue or not text or (glue.stop, self.template.behind(text, glue.stop)) != found:
+            if len(self.refused) >= KEPT:
+                self.refused.clear()
+            self.refused.add(key if key[1] and not _is_json(tools) else (key[0], ""))
+            return
+
+        self.known.setdefault(key, []).append(glue)
+        if len(self.known) > KEPT:
+            self.known.popitem(last=False)
+
+    def _glue(
+        self, texts: list[str], messages: Sequence[Message], tools: Sequence[Any]
+    ) -> Glue | None:
+        """Render messages under watch, and return the glue, or None if not all of what
+        the template reads is known.
+        """
+        watch = Watch()
+        answer = next(with_mark(messages[1], MARK))
+        try:
+            text = self.template.text(
+                [messages[0], answer, *messages[2:]],
+                tools,
+                generate=True,
+                follow=lambda made: _watched(made, watch),
+            )
+            plain = str.__str__(text)
+            marks = NUMBERED.sub(TEXT, text.marks)
+            at = plain.rfind(MARK)
+            stop, cut = self.template.end_of_turn(Traced(plain, marks), at + len(MARK))
+        except (Unproved, CouplerError):
+            return None
+
+        # where a normalizer sees what stands around the token, texts behind it do not
+        # become the same ids without what stands before
+        token = self.template.codec.tokenizer.added_tokens_decoder.get(stop)
+        borders = token is not None and not token.normalized
+        if watch.looked or at < 0 or not borders or watch.texts[: len(texts)] != texts:
+            return None
+        pieces = _pieces(plain, text.marks, cut - len(self.template.stops[stop]), watch.texts)
+        return None if pieces is None else Glue(stop, tuple(watch.steps), pieces)
+
+
+def dummy(calls: Sequence[Any]) -> dict[str, Any]:
+    """Return an answer with calls and without a text."""
+    made: dict[str, Any] = {"role": "assistant", "content": ""}
+    return made | ({"tool_calls": list(calls)} if calls else {})
+
+
+def _watched(messages: Sequence[Message], watch: Watch) -> list[dict[str, Any]]:
+    """Trace messages. Watch the texts of :class:`Asked`, in its order."""
+    made = trace(list(messages))
+    for call in made[1].get("tool_calls", ()):
+        call["id"] = watch.text(str.__str__(call["id"]))
+        call["function"]["name"] = watch.text(str.__str__(call["function"]["name"]))
+    for message in made[2:]:
+        for name in SHOWN:
+            if name in message:
+                message[name] = watch.text(str.__str__(message[name]))
+    return made
+
+
+def _pieces(
+    text: str, marks: str, start: int, texts: list[str]
+) -> tuple[tuple[str, str] | int, ...] | None:
+    """Divide rendered text from ``start`` on into glue and numbers of texts, or return
+    None where a text is not whole, or is shown very often.
+    """
+    pieces: list[tuple[str, str] | int] = []
+    shown: Counter[int] = Counter()
+    at = 0
+    for mark, end in runs(marks):
+        first, at = at, end
+        number = ord(mark) - FIRST_MARK
+        if number >= 0:
+            shown[number] += 1
+            if end - first != len(texts[number]) or shown[number] > OFTEN:
+                return None
+        if end <= start:
+            continue
+
+        first = max(first, start)
+        pieces.append(number if number >= 0 else (text[first:end], marks[first:end]))
+    return tuple(pieces)
+
+
+def _is_json(tools: Sequence[Any]) -> bool:
+    """Return whether tools are told apart by how they are written."""
+    try:
+        return MARK not in json.dumps(tools)
+    except (TypeError, ValueError, RecursionError):
+        return False
