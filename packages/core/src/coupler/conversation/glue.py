@@ -109,9 +109,8 @@ class GlueMemory:
         self.refused: set[Key] = set()
 
         codec = template.codec
-        self.works = codec.tokenizer.is_fast and not CHANCE.search(
-            str(codec.tokenizer.chat_template)
-        )
+        source = str(codec.tokenizer.chat_template)
+        self.works = codec.tokenizer.is_fast and not CHANCE.search(source)
 
     def after(self, calls: Sequence[Any], new: Sequence[Message], tools: Sequence[Any]) -> Behind:
         """Return the token that ends an answer with ``calls``, and the segments of
@@ -156,12 +155,13 @@ class GlueMemory:
         """Keep the glue of messages that were rendered as ``found``, or that there is
         none.
         """
-        glue = self._glue(texts, messages, tools) if _is_json(tools) else None
+        told = _is_json(tools)
+        glue = self._glue(texts, messages, tools) if told else None
         text = glue and glue.around(texts)
         if not glue or not text or (glue.stop, self.template.behind(text, glue.stop)) != found:
             if len(self.refused) >= KEPT:
                 self.refused.clear()
-            self.refused.add(key if key[1] and not _is_json(tools) else (key[0], ""))
+            self.refused.add((key[0], "") if told else key)
             return
 
         self.known.setdefault(key, []).append(glue)
@@ -231,15 +231,16 @@ def _pieces(
     for mark, end in runs(marks):
         first, at = at, end
         number = ord(mark) - FIRST_MARK
+        here = slice(max(first, start), end)
+        made: list[tuple[str, str] | int] = [(text[here], marks[here])]
         if number >= 0:
-            shown[number] += 1
-            if end - first != len(texts[number]) or shown[number] > OFTEN:
+            times, rest = divmod(end - first, len(texts[number]))
+            shown[number] += times
+            if rest or shown[number] > OFTEN:
                 return None
-        if end <= start:
-            continue
-
-        first = max(first, start)
-        pieces.append(number if number >= 0 else (text[first:end], marks[first:end]))
+            made = [number] * times
+        if end > start:
+            pieces += made
     return tuple(pieces)
 
 
