@@ -243,12 +243,12 @@ class ChatTemplate:
         if not found or TEXT in text.marks[end : found.end()]:
             return 0
 
-        unknown = self._plain.tokenizer.unk_token_id
+        control, unknown = self.control, self._plain.unknown
         controls = (
-            at for at in range(done, len(ids)) if ids[at] in self.control and ids[at] != unknown
+            at for at in range(done, len(ids)) if ids[at] in control and ids[at] != unknown
         )
         at = next(controls, 0)
-        return at if at and self.control[ids[at]] == found.group() else 0
+        return at if at and control[ids[at]] == found.group() else 0
 
     def _until(
         self, text: Traced, end: int, ids: tuple[int, ...], base: tuple[int, int]
@@ -262,13 +262,14 @@ class ChatTemplate:
         """
         start, before = base
         found = self.encode(text[start:end])
-        same = shared(ids[before : before + len(found)], found)
+        here = ids[before : before + len(found)]
+        same = len(found) if here == found else shared(here, found)
         if start and found and not same:
             # the base is inside of a word
             return self._until(text, end, ids, (0, 0))
 
         # unknown words are equal, whatever their letters
-        exact = same == len(found) and self._plain.tokenizer.unk_token_id not in found
+        exact = same == len(found) and self._plain.unknown not in found
         until = before + same
         return until, (end, until) if exact else base
 

@@ -157,11 +157,15 @@ class Tree:
             end = at + len(turn.said)
             if not turn.said or turn.tools != tools or end >= len(told):
                 continue
-            pairs = list(zip(told[at:end], turn.said, strict=True))
-            if not all(new.repeats(old) for new, old in pairs):
-                continue
+            # a caller that changes nothing repeats the very objects
+            if tuple(told[at:end]) == turn.said:
+                exact += len(turn.said)
+            else:
+                pairs = list(zip(told[at:end], turn.said, strict=True))
+                if not all(new.repeats(old) for new, old in pairs):
+                    continue
+                exact += sum(new.reasoning == old.reasoning for new, old in pairs)
 
-            exact += sum(new.reasoning == old.reasoning for new, old in pairs)
             if (end, exact) > best:
                 best, found = (end, exact), turn
             stack += [(child, end, exact) for child in reversed(turn.children)]
