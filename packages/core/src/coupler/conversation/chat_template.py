@@ -244,9 +244,7 @@ class ChatTemplate:
             return 0
 
         control, unknown = self.control, self._plain.unknown
-        controls = (
-            at for at in range(done, len(ids)) if ids[at] in control and ids[at] != unknown
-        )
+        controls = (at for at in range(done, len(ids)) if ids[at] in control and ids[at] != unknown)
         at = next(controls, 0)
         return at if at and control[ids[at]] == found.group() else 0
 

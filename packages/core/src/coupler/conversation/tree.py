@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from array import array
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -256,4 +256,4 @@ def sampled(done: Completion) -> Segment:
 
 def digest(ids: Sequence[int]) -> bytes:
     """Return a short value that tells ids apart."""
-    return hashlib.blake2b(array("q", ids).tobytes(), digest_size=16).digest()
+    return hashlib.blake2b(struct.pack(f"{len(ids)}q", *ids), digest_size=16).digest()

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, SupportsIndex
 
 TEXT, TEMPLATE = "1", "0"
-RUN = re.compile(r"(.)\1*", re.DOTALL)
+# of the two marks that are by far the most, and of any other
+RUN = re.compile(rf"{TEXT}+|{TEMPLATE}+|(.)\1*", re.DOTALL)
 # Roles that templates may write inside of a control token. Any other role is text.
 ROLES = frozenset(
     {
@@ -177,7 +178,7 @@ def trace(value: Any, mark: str = TEXT) -> Any:
 def runs(marks: str, start: int = 0) -> Iterator[tuple[str, int]]:
     """Yield each mark that differs from the one before it, and where its run ends."""
     for run in RUN.finditer(marks, start):
-        yield run[1], run.end()
+        yield run[0][0], run.end()
 
 
 def holds_text(value: Any) -> bool:
