@@ -184,6 +184,17 @@ class ChatTemplate:
             1,
         )
 
+    def between(self, text: Traced, opens: int, closes: int) -> tuple[Segment, ...] | None:
+        """Divide text from the control token ``opens`` to ``closes``. Return None if it
+        holds others, or does not begin and end so.
+        """
+        ids = self._plain.plain_ids(str.__str__(text))
+        if [id for id in ids if id in self.control] != [opens, closes]:
+            return None
+        if ids[0] != opens or ids[-1] != closes:
+            return None
+        return self._segments(text, 0, ids, 0)
+
     def end_of_turn(self, text: Traced, start: int) -> tuple[int, int]:
         """Return the first token of :attr:`stops` that the template wrote from
         ``start`` on, and the place behind it.

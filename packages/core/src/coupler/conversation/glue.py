@@ -11,16 +11,16 @@ import json
 import re
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from coupler.batch.trajectory import Segment
+from coupler.batch.trajectory import Origin, Segment
 from coupler.conversation.chat_template import ChatTemplate, Unproved, with_mark
 from coupler.conversation.messages import tidy
 from coupler.conversation.reading import USER
 from coupler.data.opaque import FIRST_MARK, Step, Watch, replay
 from coupler.data.templates import MARK
-from coupler.data.traced import TEMPLATE, TEXT, Traced, runs, trace
+from coupler.data.traced import TEMPLATE, TEXT, Traced, runs, template, trace
 from coupler.errors import CouplerError
 from coupler.interfaces import Message
 
@@ -32,7 +32,47 @@ CHANCE = re.compile(r"\b(random|lipsum)\b")  # what may come otherwise the next 
 OFTEN = 8  # times that a text may be shown, by far less than the sandbox allows
 NUMBERED = re.compile(f"[^{TEMPLATE}{TEXT}]")
 Key = tuple[tuple[Any, ...], str]
+Piece = tuple[str, str] | int
 Behind = tuple[int, tuple[Segment, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The one text of some glue, and the nearest control tokens around it. Tokenizers
+    encode what is between two of them alone.
+
+    Attributes:
+        number: that of the text.
+        left: the glue in front of it, from the control token on.
+        right: the glue behind it, to the end of the control token.
+        tokens: the ids of the two control tokens.
+        before: ids of glue in front of the first one.
+        after: ids of glue behind the second one.
+    """
+
+    number: int
+    left: str
+    right: str
+    tokens: tuple[int, int]
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+
+    def segments(self, text: str, template: ChatTemplate) -> tuple[Segment, ...] | None:
+        """Encode the glue around a text, or return None where the text is empty, or
+        holds control tokens.
+        """
+        marks = TEMPLATE * len(self.left) + TEXT * len(text) + TEMPLATE * len(self.right)
+        whole = Traced(f"{self.left}{text}{self.right}", marks)
+        found = template.between(whole, *self.tokens)
+        if not found or [s.origin for s in (found[0], found[-1])] != [Origin.GLUE] * 2:
+            return None
+        if len(found) < 2:
+            return None
+        return (
+            Segment(self.before + found[0].ids, Origin.GLUE),
+            *found[1:-1],
+            Segment(found[-1].ids + self.after, Origin.GLUE),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +83,25 @@ class Glue:
         stop: the token that ends the turn.
         steps: what the template read of the texts.
         pieces: characters and their marks, or the number of a text.
+        span: what is encoded anew, where that is less than all.
     """
 
     stop: int
     steps: tuple[Step, ...]
-    pieces: tuple[tuple[str, str] | int, ...]
+    pieces: tuple[Piece, ...]
+    span: Span | None = None
 
-    def around(self, texts: Sequence[str]) -> Traced | None:
-        """Put texts between the glue. Return None where the template reads something
+    def segments(self, texts: Sequence[str], template: ChatTemplate) -> tuple[Segment, ...] | None:
+        """Encode the glue around texts. Return None where the template reads something
         else in them than in those that it was found with.
         """
         found = replay(self.steps, texts)
         if found is None:
             return None
+        spanned = self.span and self.span.segments(found[self.span.number], template)
+        return spanned or template.behind(self._around(found), self.stop)
 
+    def _around(self, found: Sequence[str]) -> Traced:
         made: list[str] = []
         marks: list[str] = []
         for piece in self.pieces:
@@ -127,8 +172,7 @@ class GlueMemory:
         key = (asked.shape, repr(tools) if tools else "")
         ways = self.known.get(key, [])
         for glue in ways:
-            text = glue.around(asked.texts)
-            segments = None if text is None else self.template.behind(text, glue.stop)
+            segments = glue.segments(asked.texts, self.template)
             if segments is not None:
                 self.known.move_to_end(key)
                 return glue.stop, segments
@@ -157,13 +201,15 @@ class GlueMemory:
         """
         told = _is_json(tools)
         glue = self._glue(texts, messages, tools) if told else None
-        text = glue and glue.around(texts)
-        if not glue or not text or (glue.stop, self.template.behind(text, glue.stop)) != found:
+        if not glue or (glue.stop, glue.segments(texts, self.template)) != found:
             if len(self.refused) >= KEPT:
                 self.refused.clear()
             self.refused.add((key[0], "") if told else key)
             return
 
+        every, span = replay(glue.steps, texts), self._span(glue)
+        if every and span and span.segments(every[span.number], self.template) == found[1]:
+            glue = replace(glue, span=span)
         self.known.setdefault(key, []).append(glue)
         if len(self.known) > KEPT:
             self.known.popitem(last=False)
@@ -190,14 +236,47 @@ class GlueMemory:
         except (Unproved, CouplerError):
             return None
 
-        # where a normalizer sees what stands around the token, texts behind it do not
-        # become the same ids without what stands before
-        token = self.template.codec.tokenizer.added_tokens_decoder.get(stop)
-        borders = token is not None and not token.normalized
-        if watch.looked or at < 0 or not borders or watch.texts[: len(texts)] != texts:
+        if watch.looked or at < 0 or watch.texts[: len(texts)] != texts or not self._parts(stop):
             return None
         pieces = _pieces(plain, text.marks, cut - len(self.template.stops[stop]), watch.texts)
         return None if pieces is None else Glue(stop, tuple(watch.steps), pieces)
+
+    def _span(self, glue: Glue) -> Span | None:
+        """Find the control tokens around the one text, or return None where there are
+        more texts, or no such tokens.
+        """
+        if [isinstance(piece, int) for piece in glue.pieces] != [False, True, False]:
+            return None
+        (front, before), number, (back, behind) = glue.pieces  # type: ignore[misc]
+        opens = list(self.template.control_text.finditer(front))[-1]
+        closes = self.template.control_text.search(back)
+        if TEXT in before + behind or not opens.start() or not closes:
+            return None
+
+        ids = {content: id for id, content in self.template.control.items()}
+        tokens = ids[opens.group()], ids[closes.group()]
+        if not all(map(self._parts, tokens)):
+            return None
+        ahead = self.template.encode(template(front[: opens.start()]))
+        return Span(
+            number,
+            front[opens.start() :],
+            back[: closes.end()],
+            tokens,
+            ahead[1:],
+            self.template.encode(template(back[closes.end() :])),
+        )
+
+    def _parts(self, id: int) -> bool:
+        """Return whether a tokenizer encodes what is in front of a control token and
+        what is behind it apart.
+
+        A normalizer must not see the token, and no longer token may begin like it.
+        """
+        added = self.template.codec.tokenizer.added_tokens_decoder
+        if id not in added or added[id].normalized:
+            return False
+        return sum(added[id].content in token.content for token in added.values()) == 1
 
 
 def dummy(calls: Sequence[Any]) -> dict[str, Any]:
@@ -219,20 +298,18 @@ def _watched(messages: Sequence[Message], watch: Watch) -> list[dict[str, Any]]:
     return made
 
 
-def _pieces(
-    text: str, marks: str, start: int, texts: list[str]
-) -> tuple[tuple[str, str] | int, ...] | None:
+def _pieces(text: str, marks: str, start: int, texts: list[str]) -> tuple[Piece, ...] | None:
     """Divide rendered text from ``start`` on into glue and numbers of texts, or return
     None where a text is not whole, or is shown very often.
     """
-    pieces: list[tuple[str, str] | int] = []
+    pieces: list[Piece] = []
     shown: Counter[int] = Counter()
     at = 0
     for mark, end in runs(marks):
         first, at = at, end
         number = ord(mark) - FIRST_MARK
         here = slice(max(first, start), end)
-        made: list[tuple[str, str] | int] = [(text[here], marks[here])]
+        made: list[Piece] = [(text[here], marks[here])]
         if number >= 0:
             times, rest = divmod(end - first, len(texts[number]))
             shown[number] += times

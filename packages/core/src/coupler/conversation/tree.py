@@ -24,6 +24,7 @@ class Turn:
         tools: the canonical JSON of the tools that were offered.
         said: the messages that the request added, and the answer. It is empty where a
             caller sent ids.
+        size: the number of all ids from the root to the end of this turn.
     """
 
     parent: Turn | None
@@ -33,6 +34,11 @@ class Turn:
     tools: str = ""
     said: tuple[Said, ...] = ()
     children: list[Turn] = field(default_factory=list)
+    size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        own = len(self.completion.tokens) + sum(len(segment.ids) for segment in self.segments)
+        self.size = own + (self.parent.size if self.parent else 0)
 
     @property
     def path(self) -> list[Turn]:
@@ -51,16 +57,11 @@ class Turn:
     @property
     def ids(self) -> tuple[int, ...]:
         """Return all ids from the root to the end of this turn."""
-        each = [turn.added for turn in self.path]
+        each: list[tuple[int, ...]] = []
+        for turn in self.path:
+            each += [segment.ids for segment in turn.segments]
+            each.append(turn.completion.tokens)
         return tuple(chain.from_iterable(each))
-
-    @property
-    def size(self) -> int:
-        """Return the number of all ids from the root to the end of this turn."""
-        return sum(
-            len(turn.completion.tokens) + sum(len(segment.ids) for segment in turn.segments)
-            for turn in self.path
-        )
 
     def begins(self, prompt: tuple[int, ...]) -> bool:
         """Return whether ``prompt`` starts with what this turn was fed and sampled."""

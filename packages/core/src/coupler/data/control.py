@@ -78,6 +78,10 @@ class PlainText:
             return tuple(ids)
         return self._copy(text).encode(self._renamed(text)[0], add_special_tokens)
 
+    def plain_ids(self, text: str) -> tuple[int, ...]:
+        """Return the ids that a fast tokenizer gives, control tokens among them."""
+        return tuple(self._fast(text, False).ids)
+
     def locate(
         self, text: Traced, *, add_special_tokens: bool = False
     ) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
