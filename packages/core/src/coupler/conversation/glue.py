@@ -64,20 +64,22 @@ class Span:
         marks = TEMPLATE * len(self.left) + TEXT * len(text) + TEMPLATE * len(self.right)
         whole = Traced(f"{self.left}{text}{self.right}", marks)
         found = template.between(whole, *self.tokens)
-        if not found or [s.origin for s in (found[0], found[-1])] != [Origin.GLUE] * 2:
+        if not found or len(found) < 2:
             return None
-        if len(found) < 2:
+
+        first, *between, last = found
+        if first.origin is not Origin.GLUE or last.origin is not Origin.GLUE:
             return None
         return (
-            Segment(self.before + found[0].ids, Origin.GLUE),
-            *found[1:-1],
-            Segment(found[-1].ids + self.after, Origin.GLUE),
+            Segment(self.before + first.ids, Origin.GLUE),
+            *between,
+            Segment(last.ids + self.after, Origin.GLUE),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Glue:
-    """What a template writes from the end of a turn on, around texts.
+    """Hold what a template writes from the end of a turn on, around texts.
 
     Attributes:
         stop: the token that ends the turn.
@@ -98,8 +100,11 @@ class Glue:
         found = replay(self.steps, texts)
         if found is None:
             return None
-        spanned = self.span and self.span.segments(found[self.span.number], template)
-        return spanned or template.behind(self._around(found), self.stop)
+        if self.span:
+            segments = self.span.segments(found[self.span.number], template)
+            if segments:
+                return segments
+        return template.behind(self._around(found), self.stop)
 
     def _around(self, found: Sequence[str]) -> Traced:
         made: list[str] = []
@@ -140,8 +145,11 @@ class Asked:
             shape.append((clean["role"], *shown))
             texts += [clean[name] for name in shown]
 
-        plain = all(type(text) is str and MARK not in text for text in texts)
-        return cls(tuple(shape), texts) if plain and len(texts) <= MOST else None
+        if len(texts) > MOST:
+            return None
+        if any(type(text) is not str or MARK in text for text in texts):
+            return None
+        return cls(tuple(shape), texts)
 
 
 class GlueMemory:
@@ -179,13 +187,24 @@ class GlueMemory:
 
         found = self._rendered(calls, new, tools)
         if len(ways) < WAYS and all(asked.texts) and key not in self.refused:
-            self._learn(key, asked.texts, found, [USER, dummy(calls), *new], tools)
+            self._learn(
+                key,
+                asked.texts,
+                found,
+                [USER, dummy(calls), *new],
+                tools,
+            )
         return found
 
     def _rendered(
         self, calls: Sequence[Any], new: Sequence[Message], tools: Sequence[Any]
     ) -> Behind:
-        stop, segments, _ = self.template.after([USER], dummy(calls), new, tools)
+        stop, segments, _ = self.template.after(
+            [USER],
+            dummy(calls),
+            new,
+            tools,
+        )
         return stop, segments
 
     def _learn(
@@ -236,9 +255,16 @@ class GlueMemory:
         except (Unproved, CouplerError):
             return None
 
-        if watch.looked or at < 0 or watch.texts[: len(texts)] != texts or not self._parts(stop):
+        if watch.looked or at < 0:
             return None
-        pieces = _pieces(plain, text.marks, cut - len(self.template.stops[stop]), watch.texts)
+        if watch.texts[: len(texts)] != texts or not self._parts(stop):
+            return None
+        pieces = _pieces(
+            plain,
+            text.marks,
+            cut - len(self.template.stops[stop]),
+            watch.texts,
+        )
         return None if pieces is None else Glue(stop, tuple(watch.steps), pieces)
 
     def _span(self, glue: Glue) -> Span | None:
@@ -248,7 +274,8 @@ class GlueMemory:
         if [isinstance(piece, int) for piece in glue.pieces] != [False, True, False]:
             return None
         (front, before), number, (back, behind) = glue.pieces  # type: ignore[misc]
-        opens = list(self.template.control_text.finditer(front))[-1]
+
+        *_, opens = self.template.control_text.finditer(front)
         closes = self.template.control_text.search(back)
         if TEXT in before + behind or not opens.start() or not closes:
             return None
@@ -258,13 +285,14 @@ class GlueMemory:
         if not all(map(self._parts, tokens)):
             return None
         ahead = self.template.encode(template(front[: opens.start()]))
+        rest = self.template.encode(template(back[closes.end() :]))
         return Span(
             number,
-            front[opens.start() :],
-            back[: closes.end()],
-            tokens,
-            ahead[1:],
-            self.template.encode(template(back[closes.end() :])),
+            left=front[opens.start() :],
+            right=back[: closes.end()],
+            tokens=tokens,
+            before=ahead[1:],
+            after=rest,
         )
 
     def _parts(self, id: int) -> bool:
@@ -308,6 +336,7 @@ def _pieces(text: str, marks: str, start: int, texts: list[str]) -> tuple[Piece,
     for mark, end in runs(marks):
         first, at = at, end
         number = ord(mark) - FIRST_MARK
+
         here = slice(max(first, start), end)
         made: list[Piece] = [(text[here], marks[here])]
         if number >= 0:
@@ -316,6 +345,7 @@ def _pieces(text: str, marks: str, start: int, texts: list[str]) -> tuple[Piece,
             if rest or shown[number] > OFTEN:
                 return None
             made = [number] * times
+
         if end > start:
             pieces += made
     return tuple(pieces)

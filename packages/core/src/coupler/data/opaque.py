@@ -31,15 +31,20 @@ TRIMS = {
 FILTERS = frozenset({"trim", "string", "default", "d"})
 OPEN = frozenset(
     {
-        "__add__", "__class__", "__radd__", "__str__", "marks", "number", "watch",
+        "__add__",
+        "__class__",
+        "__radd__",
+        "__str__",
+        "marks",
+        "number",
+        "watch",
         *(name for name in (*QUESTIONS, *TRIMS) if not name.startswith("_")),
     }
-)  # fmt: skip
-READS = (
-    "__bytes__", "__complex__", "__float__", "__format__", "__ge__", "__getitem__", "__gt__",
-    "__hash__", "__index__", "__int__", "__iter__", "__le__", "__len__", "__lt__", "__mod__",
-    "__mul__", "__repr__", "__reversed__", "__rmod__", "__rmul__",
-)  # fmt: skip
+)
+READS = """
+    bytes complex float format ge getitem gt hash index int iter le len lt mod mul repr
+    reversed rmod rmul
+"""
 
 
 class Looked(Exception):
@@ -62,7 +67,7 @@ class Step:
 
 
 class Watch:
-    """What one rendering does with some texts.
+    """Keep what one rendering does with some texts.
 
     Attributes:
         texts: the texts, by their numbers.
@@ -96,9 +101,16 @@ class Watch:
         plain = tuple(map(_plain, arguments))
         found = operation(str.__str__(text), *plain)
 
-        made = isinstance(found, str)
-        self.steps.append(Step(text.number, operation, plain, None if made else found))
-        return self.text(found) if made else found
+        answer = None if isinstance(found, str) else found
+        self.steps.append(
+            Step(
+                text.number,
+                operation,
+                plain,
+                answer,
+            )
+        )
+        return self.text(found) if answer is None else found
 
     def look(self) -> NoReturn:
         """Note that a text was read. A template may catch the error, and not the note.
@@ -147,8 +159,8 @@ def _look(text: Opaque, *_: Any) -> NoReturn:
 
 for _name, _operation in (QUESTIONS | TRIMS).items():
     setattr(Opaque, _name, _asking(_name, _operation))
-for _name in READS:
-    setattr(Opaque, _name, _look)
+for _name in READS.split():
+    setattr(Opaque, f"__{_name}__", _look)
 
 
 def look(values: Iterable[Any]) -> None:

@@ -202,6 +202,7 @@ def _marks(value: Any) -> Iterator[str]:
         if value.watch:
             value.watch.look()
         yield from set(value.marks)
+
     elif isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _marks(key)
