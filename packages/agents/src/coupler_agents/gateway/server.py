@@ -182,7 +182,7 @@ class Gateway:
         transport = request.transport
         if transport is None:
             return  # the client has left
-        if len(response.body or b"") < SMALL and not transport.get_write_buffer_size():
+        if (response.content_length or 0) < SMALL and not transport.get_write_buffer_size():
             # asyncio takes it at once, whatever the client does
             await response.prepare(request)
             await response.write_eof()

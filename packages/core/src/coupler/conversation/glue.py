@@ -271,9 +271,11 @@ class GlueMemory:
         """Find the control tokens around the one text, or return None where there are
         more texts, or no such tokens.
         """
-        if [isinstance(piece, int) for piece in glue.pieces] != [False, True, False]:
-            return None
-        (front, before), number, (back, behind) = glue.pieces  # type: ignore[misc]
+        match glue.pieces:
+            case ((front, before), int(number), (back, behind)):
+                pass
+            case _:
+                return None
 
         *_, opens = self.template.control_text.finditer(front)
         closes = self.template.control_text.search(back)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 from coupler.data.traced import Traced
 
@@ -133,7 +133,7 @@ class Opaque(Traced):
     watch: Watch
     number: int | None
 
-    def __new__(cls, text: str, marks: str, watch: Watch, number: int | None = None) -> Opaque:
+    def __new__(cls, text: str, marks: str, watch: Watch, number: int | None = None) -> Self:
         made = super().__new__(cls, text, marks)
         made.watch, made.number = watch, number
         return made

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, SupportsIndex
+from typing import Any, Self, SupportsIndex
 
 TEXT, TEMPLATE = "1", "0"
 # of the two marks that are by far the most, and of any other
@@ -31,7 +31,7 @@ class Traced(str):
     # told of what is done with the text, see :class:`coupler.data.opaque.Opaque`
     watch: Any = None
 
-    def __new__(cls, text: str, marks: str = "") -> Traced:
+    def __new__(cls, text: str, marks: str = "") -> Self:
         made = super().__new__(cls, text)
         made.marks = marks or getattr(text, "marks", TEXT * len(text))
         return made
