@@ -10,6 +10,7 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from aiohttp import web
@@ -26,6 +27,7 @@ KEY_BYTES = 32
 REMEMBERED = 65536  # ended keys that are told from unknown ones
 BACKLOG = 1024
 CLOSE_SECONDS = 2.0
+SMALL = 32768  # bytes, half of what asyncio takes for a client that does not read
 LINGER_SECONDS = 2.0  # for what a refused client still sends
 OF_THE_ROLLOUT = (ReplicaDied, WorkerFailed, WaitTimeout)
 log = logging.getLogger(f"coupler.{__name__}")
@@ -180,6 +182,12 @@ class Gateway:
         transport = request.transport
         if transport is None:
             return  # the client has left
+        if (response.content_length or 0) < SMALL and not transport.get_write_buffer_size():
+            # asyncio takes it at once, whatever the client does
+            await response.prepare(request)
+            await response.write_eof()
+            return
+
         late = asyncio.get_running_loop().call_later(self.bounds.send_seconds, transport.abort)
         try:
             await response.prepare(request)
@@ -231,13 +239,15 @@ class Gateway:
             key = ""
         others = (request.headers.get(name, "") for name in ("X-Api-Key", "X-Session-ID"))
 
-        keys = [key.strip(), *others]
-        names = {self._name(each): each for each in keys if each}
-        for name, each in names.items():
-            session = self._sessions.get(name)
+        names: list[bytes] = []
+        for each in chain([key.strip()], others):
+            if not each:
+                continue
+            names.append(self._name(each))
+            session = self._sessions.get(names[-1])
             if session and any(_equal(each, own) for own in session.keys):
                 return session
-        if names.keys() & self._ended.keys():
+        if any(name in self._ended for name in names):
             raise _gone()
         raise Refused(
             "the request has no key of an episode. Send the key of this session as "
@@ -263,16 +273,20 @@ class Gateway:
         if (request.content_length or 0) > self.bounds.body:
             raise self._too_large()
 
-        held = bytearray()
-        # a body that came with its headers needs no clock
-        left = None if request.content.is_eof() else self.bounds.receive_seconds
-        scope = asyncio.timeout(left)
+        scope = asyncio.timeout(self.bounds.receive_seconds)
         try:
+            # a body that came with its headers needs no clock
+            if request.content.is_eof():
+                whole = request.content.read_nowait()
+                self._check_size(whole)
+                return whole
+
+            held = bytearray()
             async with scope:
                 while part := await request.content.readany():
                     held += part
-                    if len(held) > self.bounds.body:
-                        raise self._too_large()
+                    self._check_size(held)
+            return bytes(held)
         except TimeoutError:
             if not scope.expired():
                 raise
@@ -283,7 +297,10 @@ class Gateway:
             ) from None
         except web.RequestPayloadError as error:
             raise Refused(f"the body is malformed: {error}.") from None
-        return bytes(held)
+
+    def _check_size(self, held: bytes | bytearray) -> None:
+        if len(held) > self.bounds.body:
+            raise self._too_large()
 
     def _too_large(self) -> Refused:
         return Refused(

@@ -21,6 +21,7 @@ import numpy as np
 from coupler.batch.trajectory import Segment
 from coupler.conversation.channels import find_channel_calls, find_channels
 from coupler.conversation.chat_template import ChatTemplate, EndsOtherwise, Unproved
+from coupler.conversation.glue import GlueMemory, dummy
 from coupler.conversation.literal_calls import find_literal_calls
 from coupler.conversation.messages import became
 from coupler.conversation.reading import (
@@ -115,6 +116,7 @@ class TemplateRenderer:
         except CouplerError as error:
             raise self._refused("an answer", error) from None
         self.template = ChatTemplate(codec, self.stop)
+        self.glue = GlueMemory(self.template)
         self.thinking = find_channels(self.template) or find_thinking(self.template)
         if self.thinking:
             self.template.form.part(self.thinking.headers)
@@ -181,12 +183,7 @@ class TemplateRenderer:
         if not self.keep_reasoning and self._drops(history, ids, new, tools):
             return None
         try:
-            stop, segments, _ = self.template.after(
-                [USER],
-                _dummy(calls),
-                new,
-                tools,
-            )
+            stop, segments = self.glue.after(calls, new, tools)
         except (Unproved, CouplerError):
             return None
         return segments if ids[-1:] == (stop,) else None
@@ -295,7 +292,7 @@ class TemplateRenderer:
             CouplerError: the template refuses the messages.
         """
         new, tools = case.messages, [TOOL] if self.calls is not None else []
-        answer = _dummy([call(i) for i in range(case.calls)])
+        answer = dummy([call(i) for i in range(case.calls)])
         expected = self.template.after(
             [USER],
             answer,
@@ -354,11 +351,6 @@ class TemplateRenderer:
                 [USER, {**asked, "reasoning_content": STEP}, _result(0)],
             ]
         return [[USER], *histories]
-
-
-def _dummy(calls: Sequence[Any]) -> dict[str, Any]:
-    made: dict[str, Any] = {"role": "assistant", "content": ""}
-    return made | ({"tool_calls": list(calls)} if calls else {})
 
 
 def _result(index: int) -> dict[str, Any]:

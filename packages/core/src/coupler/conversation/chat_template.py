@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import groupby
 from typing import Any
@@ -13,7 +13,7 @@ from coupler.conversation.answers import AnswerForm
 from coupler.conversation.messages import shared, tidy
 from coupler.data.control import PlainText
 from coupler.data.templates import MARK, Codec
-from coupler.data.traced import TEMPLATE, TEXT, Traced, concat, runs, template
+from coupler.data.traced import TEMPLATE, TEXT, Traced, concat, runs, template, trace
 from coupler.errors import CouplerError
 from coupler.interfaces import Message
 
@@ -63,14 +63,24 @@ class ChatTemplate:
         )
         self.control_text = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
 
-    def text(self, messages: Sequence[Message], tools: Sequence[Any], *, generate: bool) -> Traced:
+    def text(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any],
+        *,
+        generate: bool,
+        follow: Callable[[Any], Any] = trace,
+    ) -> Traced:
         """Render messages, with the generation prompt if ``generate``.
+
+        Args:
+            follow: makes traced messages of messages.
 
         Raises:
             CouplerError: the template refuses them.
         """
         shown = [self.form.of(tidy(each)) for each in messages]
-        return self.codec.render(shown, tools, generate=generate)
+        return self.codec.render(shown, tools, generate=generate, follow=follow)
 
     def encode(self, text: Traced) -> tuple[int, ...]:
         """Encode rendered text."""
@@ -137,7 +147,7 @@ class ChatTemplate:
         mark = MARK
         while mark in f"{answer}{new}{tools}":
             mark += mark
-        for marked in _marked(answer, mark):
+        for marked in with_mark(answer, mark):
             text = self.text([*history, marked, *new], tools, generate=True)
             at = str.rfind(text, mark)
             if at >= 0:
@@ -159,6 +169,31 @@ class ChatTemplate:
             ),
             str.__str__(text)[cut:],
         )
+
+    def behind(self, text: Traced, stop: int) -> tuple[Segment, ...] | None:
+        """Divide text that begins with the token ``stop``, which ends a turn, into what
+        follows it. Return None if it does not begin so.
+        """
+        ids = self.encode(text)
+        if ids[:1] != (stop,):
+            return None
+        return self._segments(
+            text,
+            len(self.stops[stop]),
+            ids,
+            1,
+        )
+
+    def between(self, text: Traced, opens: int, closes: int) -> tuple[Segment, ...] | None:
+        """Divide text from the control token ``opens`` to ``closes``. Return None if it
+        holds others, or does not begin and end so.
+        """
+        ids = self._plain.plain_ids(str.__str__(text))
+        if [id for id in ids if id in self.control] != [opens, closes]:
+            return None
+        if ids[0] != opens or ids[-1] != closes:
+            return None
+        return self._segments(text, 0, ids, 0)
 
     def end_of_turn(self, text: Traced, start: int) -> tuple[int, int]:
         """Return the first token of :attr:`stops` that the template wrote from
@@ -219,12 +254,10 @@ class ChatTemplate:
         if not found or TEXT in text.marks[end : found.end()]:
             return 0
 
-        unknown = self._plain.tokenizer.unk_token_id
-        controls = (
-            at for at in range(done, len(ids)) if ids[at] in self.control and ids[at] != unknown
-        )
+        control, unknown = self.control, self._plain.unknown
+        controls = (at for at in range(done, len(ids)) if ids[at] in control and ids[at] != unknown)
         at = next(controls, 0)
-        return at if at and self.control[ids[at]] == found.group() else 0
+        return at if at and control[ids[at]] == found.group() else 0
 
     def _until(
         self, text: Traced, end: int, ids: tuple[int, ...], base: tuple[int, int]
@@ -238,18 +271,19 @@ class ChatTemplate:
         """
         start, before = base
         found = self.encode(text[start:end])
-        same = shared(ids[before : before + len(found)], found)
+        here = ids[before : before + len(found)]
+        same = len(found) if here == found else shared(here, found)
         if start and found and not same:
             # the base is inside of a word
             return self._until(text, end, ids, (0, 0))
 
         # unknown words are equal, whatever their letters
-        exact = same == len(found) and self._plain.tokenizer.unk_token_id not in found
+        exact = same == len(found) and self._plain.unknown not in found
         until = before + same
         return until, (end, until) if exact else base
 
 
-def _marked(answer: Message, mark: str) -> Iterator[dict[str, Any]]:
+def with_mark(answer: Message, mark: str) -> Iterator[dict[str, Any]]:
     """Put ``mark`` in the place of the arguments of calls, and in that of the text."""
     if "tool_calls" in answer:
         calls = [

@@ -20,6 +20,7 @@ from coupler.metrics import Metric, Metrics
 from coupler.system.seeding import derive
 
 BETWEEN = (Origin.GLUE, Origin.OBSERVATION)
+NO_TOOLS = canonical(())
 
 
 class Generates(Protocol):
@@ -86,7 +87,7 @@ class Conversation:
         told = self._tell(messages)
         self._count_wishes(wishes or {})
 
-        offered = canonical(tools)
+        offered = canonical(tools) if tools else NO_TOOLS
         parent, recorded, segments, at = self._continue(told, tools, offered)
         prompt, done = await self._sample(parent, recorded, segments, max_tokens)
 

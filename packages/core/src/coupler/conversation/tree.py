@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from array import array
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -24,6 +24,7 @@ class Turn:
         tools: the canonical JSON of the tools that were offered.
         said: the messages that the request added, and the answer. It is empty where a
             caller sent ids.
+        size: the number of all ids from the root to the end of this turn.
     """
 
     parent: Turn | None
@@ -33,6 +34,11 @@ class Turn:
     tools: str = ""
     said: tuple[Said, ...] = ()
     children: list[Turn] = field(default_factory=list)
+    size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        own = len(self.completion.tokens) + sum(len(segment.ids) for segment in self.segments)
+        self.size = own + (self.parent.size if self.parent else 0)
 
     @property
     def path(self) -> list[Turn]:
@@ -51,16 +57,11 @@ class Turn:
     @property
     def ids(self) -> tuple[int, ...]:
         """Return all ids from the root to the end of this turn."""
-        each = [turn.added for turn in self.path]
+        each: list[tuple[int, ...]] = []
+        for turn in self.path:
+            each += [segment.ids for segment in turn.segments]
+            each.append(turn.completion.tokens)
         return tuple(chain.from_iterable(each))
-
-    @property
-    def size(self) -> int:
-        """Return the number of all ids from the root to the end of this turn."""
-        return sum(
-            len(turn.completion.tokens) + sum(len(segment.ids) for segment in turn.segments)
-            for turn in self.path
-        )
 
     def begins(self, prompt: tuple[int, ...]) -> bool:
         """Return whether ``prompt`` starts with what this turn was fed and sampled."""
@@ -157,11 +158,15 @@ class Tree:
             end = at + len(turn.said)
             if not turn.said or turn.tools != tools or end >= len(told):
                 continue
-            pairs = list(zip(told[at:end], turn.said, strict=True))
-            if not all(new.repeats(old) for new, old in pairs):
-                continue
+            # a caller that changes nothing repeats the very objects
+            if tuple(told[at:end]) == turn.said:
+                exact += len(turn.said)
+            else:
+                pairs = list(zip(told[at:end], turn.said, strict=True))
+                if not all(new.repeats(old) for new, old in pairs):
+                    continue
+                exact += sum(new.reasoning == old.reasoning for new, old in pairs)
 
-            exact += sum(new.reasoning == old.reasoning for new, old in pairs)
             if (end, exact) > best:
                 best, found = (end, exact), turn
             stack += [(child, end, exact) for child in reversed(turn.children)]
@@ -252,4 +257,4 @@ def sampled(done: Completion) -> Segment:
 
 def digest(ids: Sequence[int]) -> bytes:
     """Return a short value that tells ids apart."""
-    return hashlib.blake2b(array("q", ids).tobytes(), digest_size=16).digest()
+    return hashlib.blake2b(struct.pack(f"{len(ids)}q", *ids), digest_size=16).digest()

@@ -52,6 +52,11 @@ class PlainText:
         )
         return found | {id: str(text) for id, text in special if id is not None}
 
+    @cached_property
+    def unknown(self) -> int | None:
+        """The id of text that the tokenizer does not know, if it has one."""
+        return self.tokenizer.unk_token_id
+
     def encode(self, text: Traced, *, add_special_tokens: bool = False) -> tuple[int, ...]:
         """Encode ``text``. Without a control token in its messages, the ids are those
         that the tokenizer gives.
@@ -72,6 +77,10 @@ class PlainText:
         if not any(TEXT in text.marks[start:end] for start, end, _ in matches):
             return tuple(ids)
         return self._copy(text).encode(self._renamed(text)[0], add_special_tokens)
+
+    def plain_ids(self, text: str) -> tuple[int, ...]:
+        """Return the ids that a fast tokenizer gives, control tokens among them."""
+        return tuple(self._fast(text, False).ids)
 
     def locate(
         self, text: Traced, *, add_special_tokens: bool = False
@@ -130,7 +139,7 @@ class PlainText:
     def _controls(
         self, text: str, ids: Iterable[int], offsets: Iterable[tuple[int, int]]
     ) -> Iterator[tuple[int, int, int]]:
-        unknown, control = self.tokenizer.unk_token_id, self.control
+        unknown, control = self.unknown, self.control
         found = [(id, place) for id, place in zip(ids, offsets, strict=True) if id in control]
         for id, (start, end) in found:
             if id != unknown or control[id] in text[start:end]:

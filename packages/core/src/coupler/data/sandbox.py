@@ -22,6 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import pass_context
 from jinja2.visitor import NodeTransformer
 
+from coupler.data.opaque import FILTERS, Opaque, look
 from coupler.data.traced import Traced, concat, derived, holds_text, template, trace
 
 MAX_CHARACTERS, CHARACTERS_PER_CHARACTER = 1 << 20, 10
@@ -54,13 +55,24 @@ class Sandbox(ImmutableSandboxedEnvironment):
         for name, function in self.filters.items():
             self.filters[name] = self._tracing(name, function)
         self.filters |= {"_counted": pass_context(_counted), "_concat": pass_context(_joined)}
+        self.filters["_container"] = _container
+        self.tests["in"] = lambda value, values: value in _container(values)
         self.globals |= {"raise_exception": _raise, "strftime_now": datetime.now().strftime}
 
     def from_string(self, source: Any, *_: Any, **__: Any) -> Template:
         return self._compile_once(source)
 
-    def render(self, source: str, messages: list[Any], **names: Any) -> Traced:
+    def render(
+        self,
+        source: str,
+        messages: list[Any],
+        follow: Callable[[Any], Any] = trace,
+        **names: Any,
+    ) -> Traced:
         """Render messages, and return the result with its marks.
+
+        Args:
+            follow: makes traced messages of messages.
 
         Raises:
             TemplateError: the template is wrong, refuses the messages, or takes too
@@ -69,7 +81,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.limit = MAX_CHARACTERS + CHARACTERS_PER_CHARACTER * len(str(messages))
         self.rounds, self.end = MAX_ROUNDS, time.monotonic() + MAX_SECONDS
         try:
-            made = self.from_string(source).render(messages=trace(messages), **names)
+            made = self.from_string(source).render(messages=follow(messages), **names)
             return template(made)
         except TemplateError:
             raise
@@ -89,7 +101,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             sizes = [len(v) if isinstance(v, str | list | tuple) else v for v in (left, right)]
             self._check(sizes[0] * sizes[1] <= self.limit, "a repetition")
         elif operator == "+" and isinstance(left, str | list | tuple):
-            self._check(len(left) <= self.limit, "a sum")
+            self._check(_length(left) <= self.limit, "a sum")
         elif operator == "%" and isinstance(left, str):
             self._check(not LONG_WIDTH.search(left), "a field")
 
@@ -106,6 +118,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
         for name in ("_loop_vars", "_block_vars"):  # jinja's own, which it takes out itself
             kwargs.pop(name, None)
+        if isinstance(owner, Opaque):
+            return super().call(context, obj, *args, **kwargs)
+        if obj.__name__ != "join":
+            look([*args, *kwargs.values()])
         self._check_arguments(owner, args)
         if obj.__name__ == "replace":
             self._check_replacement(owner, args)
@@ -123,7 +139,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         pieces, size = [], 0
         for part in parts:
             pieces.append(part)
-            size += len(part)
+            size += _length(part)
             self._check(size <= self.limit, "the text")
         if any(isinstance(piece, Traced) for piece in pieces):
             return concat(pieces)
@@ -133,6 +149,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         @wraps(function)
         def filtered(*args: Any, **kwargs: Any) -> Any:
             given = [*args, *kwargs.values()]
+            if name not in FILTERS:
+                look(value for value in given if isinstance(value, Opaque))
             self._check_arguments("", given)
             texts = [value for value in given if isinstance(value, str)]
             if name == "replace":
@@ -179,6 +197,12 @@ class _Bounds(NodeTransformer):
         node.iter = _filter(node.iter, "_counted")
         return node
 
+    def visit_Operand(self, node: nodes.Operand) -> nodes.Operand:
+        self.generic_visit(node)
+        if node.op in ("in", "notin"):
+            node.expr = _filter(node.expr, "_container")
+        return node
+
     def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:
         self.generic_visit(node)
         return _filter(nodes.List(node.nodes, lineno=node.lineno), "_concat")
@@ -197,6 +221,16 @@ class _Generation(Extension):
 def _filter(node: Any, name: str) -> Any:
     made = nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
     return made.set_environment(node.environment)
+
+
+def _length(value: Any) -> int:
+    """Return the length also of a text that is watched."""
+    return str.__len__(value) if isinstance(value, str) else len(value)
+
+
+def _container(value: Any) -> Any:
+    """Return a value that sees whether a text is looked for in it."""
+    return template(value) if isinstance(value, str) else value
 
 
 def _counted(context: Context, values: Any) -> Iterator[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -165,9 +165,13 @@ class Codec:
         tools: Sequence[Any] = (),
         *,
         generate: bool,
+        follow: Callable[[Any], Any] = trace,
     ) -> Traced:
         """Render messages by the chat template, with the generation prompt if
         ``generate``.
+
+        Args:
+            follow: makes traced messages of messages.
 
         Raises:
             CouplerError: the template refuses them.
@@ -178,6 +182,7 @@ class Codec:
             return self._sandbox.render(
                 self.tokenizer.get_chat_template(tools=list(tools) or None),
                 list(messages),
+                follow,
                 **self.tokenizer.special_tokens_map,
                 tools=trace(list(tools)) or None,
                 documents=None,

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, SupportsIndex
+from typing import Any, Self, SupportsIndex
 
 TEXT, TEMPLATE = "1", "0"
-RUN = re.compile(r"(.)\1*", re.DOTALL)
+# of the two marks that are by far the most, and of any other
+RUN = re.compile(rf"{TEXT}+|{TEMPLATE}+|(.)\1*", re.DOTALL)
 # Roles that templates may write inside of a control token. Any other role is text.
 ROLES = frozenset(
     {
@@ -27,8 +28,10 @@ class Traced(str):
     """
 
     marks: str
+    # told of what is done with the text, see :class:`coupler.data.opaque.Opaque`
+    watch: Any = None
 
-    def __new__(cls, text: str, marks: str = "") -> Traced:
+    def __new__(cls, text: str, marks: str = "") -> Self:
         made = super().__new__(cls, text)
         made.marks = marks or getattr(text, "marks", TEXT * len(text))
         return made
@@ -38,6 +41,11 @@ class Traced(str):
 
     def __iter__(self) -> Iterator[Traced]:
         return (self[i] for i in range(len(self)))
+
+    def __contains__(self, part: object) -> bool:
+        if isinstance(part, Traced) and part.watch:
+            part.watch.look()
+        return super().__contains__(part)  # type: ignore[operator]
 
     def __getitem__(self, key: SupportsIndex | slice) -> Traced:
         return _traced(super().__getitem__(key), self.marks[key])
@@ -141,7 +149,10 @@ def concat(parts: Iterable[str]) -> Traced:
     """Join strings with their marks. A string without marks is of the template."""
     parts = list(parts)
     marks = [p.marks if isinstance(p, Traced) else TEMPLATE * len(p) for p in parts]
-    return _traced("".join(map(str.__str__, parts)), "".join(marks))
+    made = _traced("".join(map(str.__str__, parts)), "".join(marks))
+
+    watched = [p for p in parts if isinstance(p, Traced) and p.watch]
+    return watched[0].watch.sum(made) if watched else made
 
 
 def trace(value: Any, mark: str = TEXT) -> Any:
@@ -167,7 +178,7 @@ def trace(value: Any, mark: str = TEXT) -> Any:
 def runs(marks: str, start: int = 0) -> Iterator[tuple[str, int]]:
     """Yield each mark that differs from the one before it, and where its run ends."""
     for run in RUN.finditer(marks, start):
-        yield run[1], run.end()
+        yield run[0][0], run.end()
 
 
 def holds_text(value: Any) -> bool:
@@ -188,7 +199,10 @@ def derived(text: str, values: Any) -> Traced:
 
 def _marks(value: Any) -> Iterator[str]:
     if isinstance(value, Traced):
+        if value.watch:
+            value.watch.look()
         yield from set(value.marks)
+
     elif isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _marks(key)
