@@ -250,6 +250,28 @@ def test_an_error_while_decoding_reaches_every_caller(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+def test_an_error_in_a_prefill_reaches_every_caller(tmp_path: Path) -> None:
+    """Those whose prompts it was computing neither wait nor run."""
+    model = make_model(tmp_path, "llama")
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    async def run() -> None:
+        rollout = await start(tmp_path, model, max_sequences=4)
+        running = [asyncio.create_task(rollout.generate(request)) for request in REQUESTS[:2]]
+        await after(3)
+        hook = rollout.hf.base_model.register_forward_pre_hook(fail)
+        late = map(rollout.generate, REQUESTS[2:])
+        async with asyncio.timeout(20):
+            outcomes = await asyncio.gather(*running, *late, return_exceptions=True)
+        assert [str(o) for o in outcomes] == ["out of memory"] * len(REQUESTS)
+        hook.remove()
+        assert difference(model, REQUESTS[2], await rollout.generate(REQUESTS[2])) < 1e-4
+
+    asyncio.run(run())
+
+
 def test_a_cancelled_caller_leaves_the_batch(tmp_path: Path) -> None:
     model = make_model(tmp_path, "llama")
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from coupler.errors import CouplerError
 from coupler.interfaces import Completion, Request
-from coupler_engine_fsdp.rollout_columns import Columns, Prefill, Shape
+from coupler_engine_fsdp.rollout_columns import Columns, Prefill, Shape, cache_arguments
 from coupler_engine_fsdp.rollout_sampling import cut, sample, stream_starts, uniforms
 from coupler_engine_fsdp.rollout_step import step_of
 
@@ -128,12 +128,19 @@ class Decoder:
     def admit(self, waiting: list[LiveSequence]) -> None:
         """Move rows from the front of ``waiting`` into the batch, as many as fit.
 
-        Each distinct prefix is computed once.
+        Each distinct prefix is computed once. Where that fails, the rows wait again, so
+        that whoever ends the batch finds them.
         """
         joining = self._take(waiting) if waiting else []
         if not joining:
             return
+        try:
+            self._join(joining)
+        except BaseException:
+            waiting[:0] = joining
+            raise
 
+    def _join(self, joining: list[LiveSequence]) -> None:
         groups: dict[tuple[int, ...], list[LiveSequence]] = {}
         for row in joining:
             groups.setdefault(row.known, []).append(row)
@@ -202,9 +209,8 @@ class Decoder:
             padded = [prefix[:-1] + (0,) * (width + 1 - len(prefix)) for prefix in prefixes]
             ids = torch.tensor(padded, device=self.shape.device)
             positions = torch.arange(width, device=self.shape.device)[None].expand_as(ids)
-            self.model.base_model(
-                input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True
-            )
+            base = self.model.base_model
+            base(input_ids=ids, position_ids=positions, **cache_arguments(base, cache))
         return cache.store
 
     def _append(self, groups: list[list[LiveSequence]]) -> None:

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from inspect import signature
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,14 @@ class Shape:
         return self.layers * 2 * self.heads * self.dim * self.dtype.itemsize
 
 
+def cache_arguments(model: nn.Module, cache: object) -> dict[str, Any]:
+    """Return the arguments that let ``model`` attend through ``cache``, of which older
+    releases of transformers call one otherwise.
+    """
+    name = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
+    return {name: cache, "use_cache": True}
+
+
 class Prefill:
     """Cache of one prefill: every layer's results for ``rows`` x ``width`` tokens."""
 
@@ -37,7 +47,9 @@ class Prefill:
         size = (shape.layers, 2, rows, shape.heads, width, shape.dim)
         self.store = torch.empty(size, dtype=shape.dtype, device=shape.device)
 
-    def update(self, key: Tensor, value: Tensor, layer: int, *_: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key: Tensor, value: Tensor, layer: int, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor]:
         self.store[layer, 0], self.store[layer, 1] = key, value
         return key, value
 
@@ -142,7 +154,9 @@ class Columns:
         self.num_rows = num_rows
         self.first = min(self.starts, default=self.end)
 
-    def update(self, key: Tensor, value: Tensor, layer: int, *_: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key: Tensor, value: Tensor, layer: int, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor]:
         """Write this step's column.
 
         Returns:

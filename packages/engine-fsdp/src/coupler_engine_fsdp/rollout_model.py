@@ -29,7 +29,12 @@ from coupler.engine_kit.precision import Precision, dtype_of
 from coupler.errors import CouplerError
 from coupler.interfaces import Model, Named, Rank, SyncReceipt
 from coupler_engine_fsdp.distributed import prepare_device
-from coupler_engine_fsdp.rollout_columns import Shape, attend_columns, mask_per_head
+from coupler_engine_fsdp.rollout_columns import (
+    Shape,
+    attend_columns,
+    cache_arguments,
+    mask_per_head,
+)
 
 ATTENTION = "coupler_columns"
 # Elements that dummy weights repeat.
@@ -243,7 +248,7 @@ def cache_shape(model: PreTrainedModel) -> Shape:
     cache = DynamicCache(config=model.config)
     token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
     with torch.inference_mode():
-        model(input_ids=token, position_ids=token, past_key_values=cache, use_cache=True)
+        model(input_ids=token, position_ids=token, **cache_arguments(model, cache))
 
     layers = cast(list[DynamicLayer], cache.layers)
     shapes = {

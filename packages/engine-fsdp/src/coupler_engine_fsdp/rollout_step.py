@@ -11,7 +11,12 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, rms_norm
 from transformers import PreTrainedModel
 
-from coupler_engine_fsdp.rollout_columns import Columns, attend_columns, mask_per_head
+from coupler_engine_fsdp.rollout_columns import (
+    Columns,
+    attend_columns,
+    cache_arguments,
+    mask_per_head,
+)
 
 Step = Callable[[Tensor, Tensor, Columns], Tensor]
 """Tokens [rows], positions [rows] and the cache give logits [rows, V]."""
@@ -35,8 +40,7 @@ def step_of(model: PreTrainedModel) -> Step:
             input_ids=tokens[:, None],
             position_ids=positions[:, None],
             attention_mask=columns.used_mask,
-            past_key_values=columns,
-            use_cache=True,
+            **cache_arguments(model, columns),
         )
         return out.logits[:, 0]
 
