@@ -32,6 +32,8 @@ from coupler.system.process_memory import machine_bytes
 START_S = 120.0
 # A supervisor that takes longer to end its processes was itself stopped or killed.
 END_S = supervisor.END_S + 2
+# For the supervisor, and a process that hangs, to write where it hangs.
+STACKS_S = 2.0
 MARK = "COUPLER_REWARD"
 # The longest answer, and the longest line of output that is shown as one.
 MAX_ANSWER, MAX_LINE = 16 << 20, 4096
@@ -146,6 +148,7 @@ class WorkerProcess:
         self.facts: dict[str, Any] = {}
 
         self.tail: deque[str] = deque(maxlen=50)
+        self.num_lines = 0
         self.reader = threading.Thread(target=self._forward_stderr, daemon=True)
         self.reader.start()
 
@@ -272,9 +275,14 @@ class WorkerProcess:
             self.control.shutdown(socket.SHUT_WR)
 
     def _dump_stacks(self) -> None:
-        """Make faulthandler write where the process hangs, C code included."""
+        """Make faulthandler write where the process hangs, C code included, and wait
+        until it has begun.
+        """
+        before, until = self.num_lines, time.monotonic() + STACKS_S
         with contextlib.suppress(OSError):
             self.control.send(b"s")
+        while self.num_lines == before and time.monotonic() < until:
+            time.sleep(0.01)
         time.sleep(0.1)
 
     def _ending(self) -> WorkerDied:
@@ -302,6 +310,7 @@ class WorkerProcess:
         with open(self.process.stderr.fileno(), errors="replace", closefd=False) as lines:
             while line := lines.readline(MAX_LINE):
                 self.tail.append(line.rstrip("\n"))
+                self.num_lines += 1
                 with contextlib.suppress(OSError, ValueError):
                     sys.stderr.write(line)
         self.process.stderr.close()
