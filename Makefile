@@ -26,7 +26,7 @@ quickstart: .venv/.synced
 ifdef PACKAGE
 test: test-$(PACKAGE)
 else
-test: suite-outside suite-workspace suite-typed suite-core suite-ray suite-rollout-sglang suite-runs lint docs suite-rollout-vllm \
+test: suite-runs suite-workspace suite-typed suite-ray suite-outside suite-core lint docs suite-rollout-sglang suite-rollout-vllm \
   kit-engine-fsdp kit-engine-megatron suite-engine-fsdp faults-rollout-vllm kit-rollout-sglang suite-engine-megatron $(addprefix test-,$(PACKAGES))
 endif
 
