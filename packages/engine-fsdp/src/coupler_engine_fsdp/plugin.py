@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from coupler import RunConfig
     from coupler.plugins.finding import Finding
 
-TESTED = {"torch": ">=2.11,<2.14", "transformers": ">=5.12,<5.18"}
+TESTED = {"torch": ">=2.11,<2.16", "transformers": ">=5.12,<5.25"}
 
 
 def _of_engine(config: FSDPConfig) -> frozenset[str]:
