@@ -201,9 +201,8 @@ def test_every_template_is_exact_or_refused(template: str, tools: bool, codec_of
     assert check_renderer(renderer, tools=tools, system=system) >= least
 
 
-@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_tokenizer_is_exact(kind: str, template: str, tmp_path: Path) -> None:
+def codec_of_kind(kind: str, template: str, path: Path) -> Codec:
+    """A tokenizer of this kind that knows control tokens, saved at ``path``."""
     made = KINDS[kind]()
     made.add_special_tokens(SPECIAL)
     made.add_tokens(OTHER)
@@ -214,9 +213,14 @@ def test_every_kind_of_tokenizer_is_exact(kind: str, template: str, tmp_path: Pa
         eos_token="</s>",
     )
     fast.chat_template = template
-    fast.save_pretrained(tmp_path)
+    fast.save_pretrained(path)
+    return Codec(Model(str(path)))
 
-    codec = Codec(Model(str(tmp_path)))
+
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_tokenizer_is_exact(kind: str, template: str, tmp_path: Path) -> None:
+    codec = codec_of_kind(kind, template, tmp_path)
     renderer = TemplateRenderer(codec)
     assert check_renderer(renderer) == 25
     texts = ("3", " a <s> ", "<|im_end|>")

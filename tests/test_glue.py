@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from test_control_tokens import KINDS, OTHER, SPECIAL, TEMPLATES
+from test_control_tokens import KINDS, TEMPLATES
 from test_conversations import (
     DROPS,
     KEEPS,
@@ -17,16 +17,15 @@ from test_conversations import (
     PLAIN,
     TAGGED,
     codec_of,
+    codec_of_kind,
     templates,
 )
-from transformers import PreTrainedTokenizerFast
 
 from coupler.conversation.chat_template import ChatTemplate, Unproved
 from coupler.conversation.glue import GlueMemory, dummy
 from coupler.conversation.reading import USER, call
 from coupler.data import Codec
 from coupler.errors import CouplerError
-from coupler.interfaces import Model
 from coupler.testing.conversations import TOOL
 
 __all__ = ["codec_of"]  # the fixture
@@ -168,18 +167,7 @@ def test_every_template_appends_what_it_renders(template: str, tools: bool, code
 def test_every_kind_of_tokenizer_appends_the_same_ids(
     kind: str, template: str, tmp_path: Path
 ) -> None:
-    made = KINDS[kind]()
-    made.add_special_tokens(SPECIAL)
-    made.add_tokens(OTHER)
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=made,
-        unk_token="<unk>",
-        bos_token="<s>",
-        eos_token="</s>",
-    )
-    fast.chat_template = template
-    fast.save_pretrained(tmp_path)
-    check(memory_of(Codec(Model(str(tmp_path)))), tools=False)
+    check(memory_of(codec_of_kind(kind, template, tmp_path)), tools=False)
 
 
 @pytest.mark.parametrize("read", KNOWN.values(), ids=KNOWN)
