@@ -134,16 +134,19 @@ def test_experts(tmp_path: Path, dtype: str, targets: list[str]) -> None:
     trained(FSDPConfig(**WHOLE, dtype=dtype, **lora), Model(str(tmp_path)))
 
 
-def test_moments_in_host_memory_are_planned_there(folder: Path) -> None:
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_moments_and_masters_in_host_memory_are_planned_there(folder: Path, dtype: str) -> None:
     model = Model(str(folder))
-    plain = planned(FSDPConfig(), model, trains=True)
-    away = planned(FSDPConfig(offload_optimizer=True), model, trains=True)
-    moments = total(plain.held[Part.OPTIMIZER])
-    assert (plain.host, away.host) == (0, moments)
+    plain = planned(FSDPConfig(dtype=dtype), model, trains=True)
+    away = planned(FSDPConfig(dtype=dtype, offload_optimizer=True), model, trains=True)
+    moments, params = (total(plain.held[part]) for part in (Part.OPTIMIZER, Part.PARAMS))
+    masters = moments // 2 if dtype == "bf16" else 0
+    assert (plain.host, away.host) == (0, moments + masters)
     assert away.held.keys() == {Part.PARAMS}
+    assert total(away.held[Part.PARAMS]) == params - masters
     # A model this small is one piece.
     step = total(plain.peaks[Phase.TRAINING])
-    assert step <= total(away.peaks[Phase.TRAINING]) <= step + moments
+    assert step <= total(away.peaks[Phase.TRAINING]) <= step + moments + masters
     reference = planned(FSDPConfig(offload_optimizer=True), Model(str(folder), frozen=True))
     assert reference.host == 0
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event, Timer
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,12 @@ import pytest
 from helpers import WANT, arrays, info, loss, make_batch, make_engine
 
 from coupler.interfaces import EVERYTHING, Part
-from coupler_engine_fsdp import moments
+from coupler_engine_fsdp import moments, tensorfile
 from coupler_engine_fsdp.config import FSDPConfig, OptimizerName
 from coupler_engine_fsdp.engine import FSDPEngine
 
 Folder = Callable[[str], Path]
+TRAINED = frozenset({Part.PARAMS, Part.OPTIMIZER})
 CASES = {
     "fp32": {},
     "masters": {"dtype": "bf16"},
@@ -112,13 +114,14 @@ def test_moments_in_host_memory_change_no_bit(folder_of: Folder, case: str) -> N
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_a_step_moves_each_moment_once_each_way(folder_of: Folder) -> None:
+def test_a_step_moves_moments_and_masters_once_each_way(folder_of: Folder) -> None:
     """Between steps none is on the device, and two pieces at most are at any time."""
     engine = make_engine(folder_of("qwen3"), offload_optimizer=True, dtype="bf16")
     steps(engine, moves=False)
     batch = make_batch()
     engine.forward_backward(batch, WANT, loss, info(batch, 2))
     pieces = engine._optimizer.moments.pieces
+    tensors = [tensor for piece in pieces for tensor in piece.tensors]
     size = sum(shard.numel() for piece in pieces for shard in piece.shards.values())
     copied, allocated = engine._parked.copied, engine._parked.allocated
 
@@ -127,21 +130,26 @@ def test_a_step_moves_each_moment_once_each_way(folder_of: Folder) -> None:
         here = [p for p in pieces if any(t.untyped_storage().nbytes() for t in p.tensors)]
         most = max(most, len(here))
     assert most == 2
-    assert not any(t.untyped_storage().nbytes() for p in pieces for t in p.tensors)
-    assert 2 * 8 * size <= engine._parked.copied - copied < 2 * 8 * size + 100_000
+    assert not any(t.untyped_storage().nbytes() for t in tensors)
+    masters = {id(pair.master) for pair in engine.masters.pairs.values()}
+    assert masters and masters <= {id(tensor) for tensor in tensors}
+    assert 2 * 12 * size <= engine._parked.copied - copied < 2 * 12 * size + 100_000
     assert engine._parked.allocated == allocated
 
 
 @pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(("before", "after"), [(False, True), (True, False), (True, True)])
 def test_a_checkpoint_does_not_say_where_moments_were(
-    folder_of: Folder, tmp_path: Path, before: bool, after: bool
+    folder_of: Folder, tmp_path: Path, before: bool, after: bool, dtype: str
 ) -> None:
-    first = make_engine(folder_of("qwen3"), offload_optimizer=before)
+    first = make_engine(folder_of("qwen3"), offload_optimizer=before, dtype=dtype)
     steps(first, moves=False)
-    first.save(tmp_path, frozenset({Part.PARAMS, Part.OPTIMIZER})).wait(60)
-    second = make_engine(folder_of("qwen3"), offload_optimizer=after)
-    second.load(tmp_path, frozenset({Part.PARAMS, Part.OPTIMIZER}))
+    first.save(tmp_path, TRAINED).wait(60)
+    second = make_engine(folder_of("qwen3"), offload_optimizer=after, dtype=dtype)
+    second.load(tmp_path, TRAINED)
+    for name, w in arrays(first.weights()).items():
+        np.testing.assert_array_equal(arrays(second.weights())[name], w, err_msg=name)
 
     batch = make_batch(seed=7)
     for engine in (first, second):
@@ -150,6 +158,74 @@ def test_a_checkpoint_does_not_say_where_moments_were(
     want, got = arrays(first.weights()), arrays(second.weights())
     for name, w in want.items():
         np.testing.assert_array_equal(got[name], w, err_msg=name)
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_a_save_reads_the_host_s_memory_before_a_step_writes_there(
+    folder_of: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It makes no second copy, and has the numbers of before the step."""
+    engine = make_engine(folder_of("qwen3"), offload_optimizer=True, dtype="bf16")
+    steps(engine, moves=False)
+    engine.save(tmp_path, TRAINED).wait(60)
+    (wanted,) = (path.read_bytes() for path in tmp_path.glob("shard-*"))
+    batch = make_batch(seed=7)
+    engine.forward_backward(batch, WANT, loss, info(batch, 2))
+
+    begun, go_on = Event(), Event()
+
+    def slow(*args: Any) -> Any:
+        begun.set()
+        assert go_on.wait(60)
+        return write(*args)
+
+    write = tensorfile.write
+    monkeypatch.setattr(tensorfile, "write", slow)
+    (again := tmp_path / "again").mkdir()
+    save = engine.save(again, TRAINED)
+    assert begun.wait(60)
+    Timer(0.2, go_on.set).start()
+    engine.step()
+    assert go_on.is_set()
+    save.wait(60)
+    (found,) = (path.read_bytes() for path in again.glob("shard-*"))
+    assert found == wanted
+    own = sum(tensor.nbytes for tensor in engine._host.values())
+    assert own < 0.01 * len(wanted)
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_a_step_goes_on_after_a_save_that_failed(folder_of: Folder, tmp_path: Path) -> None:
+    engine = make_engine(folder_of("qwen3"), offload_optimizer=True, dtype="bf16")
+    steps(engine, moves=False)
+    save = engine.save(tmp_path / "absent", TRAINED)
+    steps(engine, moves=False)
+    with pytest.raises(FileNotFoundError):
+        save.wait(60)
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("sync_dtype", ["fp32", "bf16"])
+def test_weights_that_a_rollout_gets_do_not_say_where_masters_are(
+    folder_of: Folder, sync_dtype: str
+) -> None:
+    still, away = (
+        make_engine(folder_of("qwen3"), offload_optimizer=o, dtype="bf16", sync_dtype=sync_dtype)
+        for o in (False, True)
+    )
+    for engine in (still, away):
+        steps(engine, moves=False)
+    want, got = arrays(still.weights()), arrays(away.weights())
+    for name, w in want.items():
+        np.testing.assert_array_equal(got[name], w, err_msg=name)
+
+
+def test_masters_are_never_on_the_device_beside_a_rollout(folder_of: Folder) -> None:
+    """A rollout samples before the first step, too. A frozen model has none."""
+    engine = make_engine(folder_of("qwen3"), offload_optimizer=True, dtype="bf16")
+    pairs = engine.masters.pairs.values()
+    assert pairs and not any(pair.master.untyped_storage().nbytes() for pair in pairs)
+    assert make_engine(folder_of("qwen3"), frozen=True, offload_optimizer=True)._optimizer is None
 
 
 @pytest.mark.usefixtures("small_pieces")

@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing
 from pathlib import Path
 from queue import SimpleQueue
@@ -40,7 +40,8 @@ class Save:
 
     The caller's thread copies ``tensors`` to the host, and another writes each once it
     is copied. Copies go into ``host`` memory of an earlier save, which returns there:
-    memory seen for the first time costs more than the copy.
+    memory seen for the first time costs more than the copy. Those in ``still`` are
+    written from where they are.
     """
 
     def __init__(
@@ -49,8 +50,9 @@ class Save:
         tensors: Mapping[str, Tensor],
         index: Mapping[str, Any] | None,
         host: dict[str, Tensor],
+        still: Collection[str],
     ) -> None:
-        self._path, self._host = path, host
+        self._path, self._host, self._still = path, host, still
         self._done: Future[FileHashes] = Future()
         # None is the end.
         self._copied: SimpleQueue[_Copy | None] = SimpleQueue()
@@ -61,10 +63,15 @@ class Save:
 
         try:
             for name, tensor in tensors.items():
-                self._copied.put(_Copy(name, tensor, host.pop(name, None)))
+                at = tensor if name in still else host.pop(name, None)
+                self._copied.put(_Copy(name, tensor, at))
         # The thread waits for the end even if copying failed.
         finally:
             self._copied.put(None)
+
+    def end(self) -> None:
+        """Wait until nothing is read any more, whether all was written or not."""
+        wait([self._done])
 
     def wait(self, seconds: float) -> FileHashes:
         """Wait until every file is on disk.
@@ -94,7 +101,8 @@ class Save:
             if header:
                 tensors = self._arriving(copies)
                 hashes[self._path.name] = tensorfile.write(self._path, header, tensors)
-            self._host.update({copy.name: copy.host for copy in copies})
+            own = [copy for copy in copies if copy.name not in self._still]
+            self._host.update({copy.name: copy.host for copy in own})
             self._done.set_result(hashes)
         # This is the thread's boundary: wait() raises the error.
         except Exception as error:
@@ -109,7 +117,8 @@ class Save:
 class _Copy:
     """A tensor on its way to the host, in its device's stream.
 
-    No later update of the tensor can overtake the copy.
+    No later update of the tensor can overtake the copy. There is none if ``host`` is
+    the tensor.
     """
 
     def __init__(self, name: str, tensor: Tensor, host: Tensor | None) -> None:
@@ -118,6 +127,9 @@ class _Copy:
         if host is None:
             host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
         self.host = host
+        if host is tensor:
+            return
+
         self.host.copy_(tensor, non_blocking=True)
         if on_gpu:
             self.event = torch.cuda.Event()
@@ -130,12 +142,20 @@ class _Copy:
 
 
 def save(
-    path: Path, state: Mapping[str, Tensor], mesh: DeviceMesh, host: dict[str, Tensor]
+    path: Path,
+    state: Mapping[str, Tensor],
+    mesh: DeviceMesh,
+    host: dict[str, Tensor],
+    still: Collection[str] = (),
 ) -> Save:
     """Copy ``state`` to the host, and start to write it into the folder ``path``.
 
     Training may go on at once. ``host`` keeps the memory of the copies for the next
     save. It is empty at first.
+
+    Args:
+        still: names of tensors on the host that nobody writes to before
+            :meth:`Save.end`, so that they are not copied.
     """
     shards, shard = mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1)
     # Other replicas hold the same rows.
@@ -151,7 +171,8 @@ def save(
             held[name] = tensor
 
     index = {"shards": shards, "tensors": {name: _entry(tensor) for name, tensor in state.items()}}
-    return Save(path / _file(shard, shards), held, index if first and shard == 0 else None, host)
+    index = index if first and shard == 0 else None
+    return Save(path / _file(shard, shards), held, index, host, still)
 
 
 def is_native(path: Path, state: Mapping[str, Tensor]) -> bool:

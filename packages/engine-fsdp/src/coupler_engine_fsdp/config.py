@@ -103,9 +103,10 @@ class FSDPConfig(LoRAConfig):
     trained weight instead of 8, and needs torchao.
     """
     offload_optimizer: bool = no_effect(False)
-    """Hold AdamW's moments in host memory. A step brings them to the device piece by
-    piece, so that 8 bytes of each trained weight are free while gradients are computed.
-    It needs one rank.
+    """Hold AdamW's moments in host memory, and in bf16 the fp32 master weights too. A
+    step brings them to the device piece by piece, so that 12 bytes of each trained
+    weight are free while gradients are computed. It needs one rank. Masters of an
+    adapter stay.
     """
     muon_momentum: float = 0.95
     """Muon's decay of the running mean of gradients."""

@@ -69,6 +69,7 @@ class FSDPEngine(Engine):
         self._membership: Membership | None = None
         # Host memory of the last checkpoint's copies, which the next one uses again.
         self._host: dict[str, Tensor] = {}
+        self._saving: checkpoint.Save | None = None
         self.peers = ALONE
         self._parked = Parked()
 
@@ -128,6 +129,9 @@ class FSDPEngine(Engine):
         if alone and self.dtype != torch.float32:
             self.masters.split(self.policy, self.dtype)
 
+        # Masters leave at once, so that they are never on the device beside a rollout.
+        if self._masters_leave:
+            self._optimizer = self._new_optimizer()
         check(self.policy, self.device, self.dtype, self.peers)
         return layout_of(rank.world, size)
 
@@ -239,11 +243,22 @@ class FSDPEngine(Engine):
         """
         assert self._optimizer is not None, "step() follows forward_backward()"
         self._parked.arrive()
+        self._end_save()
         return self._optimizer.step(float(self._norm))
 
     def weights(self) -> Iterator[Named]:
         """Yield the weights in ``engine.sync_dtype``."""
-        return weights.stream(self.adapter.merge(self.named), self.experts, self._sync_dtype())
+        dtype = self._sync_dtype()
+        named = self._brought(dtype) if self._masters_leave else self.adapter.merge(self.named)
+        return weights.stream(named, self.experts, dtype)
+
+    def _brought(self, dtype: torch.dtype) -> Iterator[Named]:
+        """Yield the weights on the device: copies if they have this dtype, or their
+        masters from the host.
+        """
+        for name, tensor in self.named.items():
+            copy = self.masters.copy_of(tensor)
+            yield name, copy if copy.dtype == dtype else self._value(tensor).to(self.device)
 
     def base_weights(self) -> Iterator[Named]:
         """Yield the weights beneath the adapter in ``engine.sync_dtype``."""
@@ -269,7 +284,17 @@ class FSDPEngine(Engine):
 
         There is no gradient to save: checkpoints are made between steps.
         """
-        return checkpoint.save(path, self._state(what), self.mesh, self._host)
+        state = self._state(what)
+        still = {name for name, tensor in state.items() if self._parked.holds(tensor)}
+        save = checkpoint.save(path, state, self.mesh, self._host, still)
+        self._saving = save if still else None
+        return save
+
+    def _end_save(self) -> None:
+        """Let a save end that reads what is about to be written to."""
+        if self._saving:
+            self._saving.end()
+            self._saving = None
 
     def load(self, path: Path, what: Parts) -> None:
         """Read what an engine saved on any number of ranks.
@@ -277,7 +302,9 @@ class FSDPEngine(Engine):
         Raises:
             CouplerError: ``path`` does not hold it.
         """
+        self._end_save()
         state = self._state(what)
+
         self._parked.forget()
         if checkpoint.is_native(path, state):
             checkpoint.load(path, state)
@@ -288,7 +315,7 @@ class FSDPEngine(Engine):
 
         if self._optimizer is not None and Part.OPTIMIZER in what:
             self._optimizer.num_steps = int(state["num_steps"])
-        self.masters.refresh()
+        self.masters.refresh(values=self._value)
         self._reshard()
 
     def _state(self, what: Parts, as_saved: bool = True) -> dict[str, Tensor]:
@@ -301,7 +328,8 @@ class FSDPEngine(Engine):
         self._parked.arrive()
         state: dict[str, Tensor] = {}
         if Part.PARAMS in what:
-            state |= {f"params/{name}": tensor.detach() for name, tensor in self._kept().items()}
+            kept = self._kept().items()
+            state |= {f"params/{name}": self._value(tensor).detach() for name, tensor in kept}
 
         if Part.OPTIMIZER in what:
             if self._optimizer is None:
@@ -364,8 +392,20 @@ class FSDPEngine(Engine):
         for part in what:
             for name in self._held(part):
                 self._parked.onload(name, wait=part is not Part.OPTIMIZER)
-        if Part.PARAMS in what:
+        if Part.PARAMS in what and not self._masters_leave:
             self.masters.refresh()
+
+    @property
+    def _masters_leave(self) -> bool:
+        """Tell if master weights are in host memory but in a step. Those of adapters
+        are too small.
+        """
+        away = self.config.offload_optimizer and not self.model.frozen
+        return away and not self.config.lora_rank and bool(self.masters.pairs)
+
+    def _value(self, tensor: Tensor) -> Tensor:
+        """Return the numbers of a parameter, which may be in host memory."""
+        return self._optimizer.moments.value(tensor) if self._optimizer else tensor
 
     def _held(self, part: Part) -> dict[str, tuple[list[Tensor], Keep]]:
         """Return the tensors of a part by what they are, and what the host keeps of
@@ -384,8 +424,8 @@ class FSDPEngine(Engine):
         return {
             "params": ([each for each in kept if each.requires_grad], Keep.ALL),
             "frozen": ([each for each in kept if not each.requires_grad], Keep.SAME),
-            # They are cast anew.
-            "copies": ([*copies.values()], Keep.NOTHING),
+            # They are cast anew, unless masters are not on the device then.
+            "copies": ([*copies.values()], Keep.ALL if self._masters_leave else Keep.NOTHING),
         }
 
     def _new_optimizer(self) -> Optimizer:
@@ -394,6 +434,7 @@ class FSDPEngine(Engine):
             name: tensor for name, tensor in trained.items() if isinstance(tensor, nn.Parameter)
         }
         parked = self._parked if self.config.offload_optimizer else None
+        pairs = self.masters.pairs if self._masters_leave else {}
 
         return Optimizer(
             self.config,
@@ -404,6 +445,7 @@ class FSDPEngine(Engine):
             self.dtype,
             {name: block for name, block in self.blocks.items() if name in parameters},
             parked,
+            [name for name, tensor in parameters.items() if id(tensor) in pairs],
         )
 
     def _clear_gradients(self) -> None:

@@ -9,7 +9,7 @@ there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple
 
@@ -92,11 +92,20 @@ class Masters:
             pair.master.grad = pair.copy.grad = None
 
     @torch.no_grad()
-    def refresh(self) -> None:
-        """Bring the copies to the values of the masters."""
-        if self.pairs:
-            masters, copies = zip(*self.pairs.values(), strict=True)
-            torch._foreach_copy_(copies, masters)
+    def refresh(
+        self,
+        masters: Iterable[Tensor] | None = None,
+        values: Callable[[Tensor], Tensor] = lambda master: master,
+    ) -> None:
+        """Bring the copies to the values of their masters, by default of all of them.
+
+        Args:
+            values: where the numbers of a master are, if not in itself.
+        """
+        ids = self.pairs if masters is None else map(id, masters)
+        pairs = [self.pairs[master] for master in ids if master in self.pairs]
+        if pairs:
+            torch._foreach_copy_([p.copy for p in pairs], [values(p.master) for p in pairs])
 
 
 def cast_frozen(module: nn.Module, dtype: torch.dtype) -> None:

@@ -1,9 +1,12 @@
-"""Hold AdamW's moments on the device, or piece by piece in host memory."""
+"""Hold AdamW's moments on the device, or piece by piece in host memory.
+
+Master weights, which only a step reads, are there with them.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,8 +31,8 @@ class Piece:
     """Some shards and their AdamW.
 
     Attributes:
-        name: what its moments are parked as.
-        tensors: the storages of its moments, flat.
+        name: what it is parked as.
+        tensors: its moments, flat, and the shards that leave the device with them.
     """
 
     name: str
@@ -42,7 +45,7 @@ class Moments:
     """The moments of shards, by the names of these.
 
     Without ``parked`` they stay on the device. With it the pieces are in host memory,
-    but for those of :meth:`in_turn`.
+    but for those of :meth:`in_turn`, and so are the shards in ``leaving``.
 
     Attributes:
         eight: whether moments have 8 bits. Then a step casts the gradients of one piece
@@ -55,22 +58,27 @@ class Moments:
         shards: Mapping[str, Tensor],
         blocks: Mapping[str, int] | None = None,
         parked: Parked | None = None,
+        leaving: Collection[str] = (),
     ) -> None:
         """Allocate the moments.
 
         Args:
             blocks: numbers that share a scale, of each shard whose moments have 8 bits.
             parked: the host memory of moments that are on the device in a step alone.
+            leaving: shards that are on the device in a step alone, like their moments.
         """
         self.config, self.blocks, self.parked = config, blocks or {}, parked
+        self.leaving = frozenset(leaving) if parked else frozenset()
         self.eight = config.optimizer == OptimizerName.ADAMW8BIT
         self.pieces: list[Piece] = []
         self._piece_of: dict[str, Piece] = {}
+        self._left: dict[int, Piece] = {}
 
         for names in _cut(shards, PIECE) if parked or self.eight else [[*shards]]:
             piece = self._make({name: shards[name] for name in names})
             self.pieces.append(piece)
             self._piece_of |= dict.fromkeys(names, piece)
+            self._left |= {id(shards[name]): piece for name in names if name in self.leaving}
             self._park(piece)
 
     def in_turn(self) -> Iterator[Piece]:
@@ -102,6 +110,14 @@ class Moments:
         for group in piece.adamw.param_groups:
             group["lr"] = lr
         piece.adamw.step()
+
+    def value(self, shard: Tensor) -> Tensor:
+        """Return the numbers of a shard between steps, where they are.
+
+        What is written to them in host memory comes to the device with the next step.
+        """
+        piece = self._left.get(id(shard))
+        return self.parked.kept(piece.name, shard) if self.parked and piece else shard
 
     def state(self, name: str) -> dict[str, Tensor]:
         """Return what a checkpoint has of a shard, where it is now.
@@ -162,7 +178,7 @@ class Moments:
         return name in self.blocks and bool(self._piece_of[name].shards[name].numel())
 
     def on_device(self) -> list[Tensor]:
-        """Return the storages that are on the device between steps."""
+        """Return the storages of moments that are on the device between steps."""
         return [] if self.parked else [each for piece in self.pieces for each in piece.tensors]
 
     def _park(self, piece: Piece) -> None:
@@ -206,7 +222,7 @@ class Moments:
             f"moments {len(self.pieces)}",
             shards,
             adamw,
-            tuple(storages),
+            (*storages, *(shard for name, shard in shards.items() if name in self.leaving)),
         )
 
     def _zeros(

@@ -40,6 +40,7 @@ class Optimizer:
         dtype: torch.dtype = torch.float32,
         blocks: Mapping[str, int] | None = None,
         parked: Parked | None = None,
+        leaving: Collection[str] = (),
     ) -> None:
         """Allocate the state.
 
@@ -49,6 +50,7 @@ class Optimizer:
             blocks: numbers that share a scale, of each weight whose moments have 8
                 bits.
             parked: the host memory of moments that are on the device in a step alone.
+            leaving: master weights that leave the device with their moments.
         """
         self.config, self.parameters, self.masters, self.mesh = config, parameters, masters, mesh
         self.multiplier = multiplier(config)
@@ -74,6 +76,7 @@ class Optimizer:
             self.elementwise,
             blocks,
             parked,
+            leaving,
         )
 
     def step(self, norm: float) -> StepResult:
@@ -110,12 +113,13 @@ class Optimizer:
         for piece in self.moments.in_turn():
             self._bring_gradients(piece.shards, scale)
             self.moments.advance(piece, lr)
+            self.masters.refresh(piece.shards.values())
             self._clear(piece.shards)
 
         if self.muon:
             self._bring_gradients(self.muon.shards, scale)
             self.muon.step(lr)
-        self.masters.refresh()
+            self.masters.refresh(self.muon.shards.values())
 
     def _bring_gradients(
         self,

@@ -95,7 +95,8 @@ class Needs:
         peaks: what each phase needs on top, at the moment at which it needs most.
         unknown: sentences on what could not be estimated, and is in no number.
         parameters: numbers in the weights of the whole model.
-        host: bytes of host memory that it always takes, besides what leaves the device.
+        host: bytes that are in host memory always, besides what leaves the device, and
+            that a step copies to the device and back.
     """
 
     held: Mapping[Kind, tuple[Term, ...]] = field(default_factory=dict)

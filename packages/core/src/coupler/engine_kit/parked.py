@@ -106,6 +106,11 @@ class Parked:
         host = self._host[what].bytes[first : first + tensor.nbytes]
         return host.view(tensor.dtype).view(tensor.shape)
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Tell if a tensor is in the host memory of what leaves."""
+        memory = tensor.untyped_storage()._cdata
+        return any(memory == held.bytes.untyped_storage()._cdata for held in self._host.values())
+
     def arrive(self, *names: str) -> None:
         """Let work that is queued from now on wait for what comes back, by default for
         all of it.

@@ -155,11 +155,10 @@ def plan_memory(config: RunConfig, plan: Plan, device_gib: float = 0) -> MemoryP
     room = int(ROOM * size) if gpu else 0
     offload = _resolved(config, plan, shares, room, bool(unknown))
     devices = tuple(_device(config, plan, share, offload, room) for share in shares)
-    moved = {role: _parked(role, need, devices) if gpu else 0 for role, need in needs.items()}
-    host = sum(
-        (needs[role.name].host + moved[role.name]) * role.count
-        for role in (plan.workers if gpu else ())
-    )
+    moved = {
+        role: need.host + _parked(role, need, devices) if gpu else 0 for role, need in needs.items()
+    }
+    host = sum(moved[role.name] * role.count for role in plan.workers)
     return MemoryPlan(devices, gpu, size, unknown, offload, host, sum(moved.values()))
 
 

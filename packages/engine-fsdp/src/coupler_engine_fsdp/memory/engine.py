@@ -172,11 +172,12 @@ class _Role:
         sizes, width, path = self.sizes, self.sizes.width, self.asked.path
         lower = f"more {path}.ranks, or {path}.lora_rank"
         fewer = f"more {path}.ranks"
-        copied = self.alone and width != MASTER
+        copies = sizes.trained * width if self._copied else 0
+        masters = 0 if self._masters_leave else self._share(sizes.trained * MASTER)
 
         params = [
-            Term("weights in fp32", self._share(sizes.trained * MASTER), lower),
-            Term("copies in bf16", sizes.trained * width if copied else 0, fewer, parked=False),
+            Term("weights in fp32", masters, lower),
+            Term("copies in bf16", copies, fewer, parked=self._masters_leave),
             Term("frozen weights", self._share(sizes.frozen * width), fewer),
         ]
         bits = "in 8 bits" if self.eight else "in fp32"
@@ -187,10 +188,22 @@ class _Role:
             kept[Part.OPTIMIZER] = (Term(f"moments {bits}", self._share(sizes.moments), lower),)
         return kept
 
+    @property
+    def _copied(self) -> bool:
+        return self.alone and self.sizes.width != MASTER
+
+    @property
+    def _masters_leave(self) -> bool:
+        return self._away and self._copied and not self.config.lora_rank
+
+    @property
+    def _away(self) -> bool:
+        return self.asked.trains and self.config.offload_optimizer
+
     def on_host(self) -> int:
         """Return the host memory that the role always takes."""
-        away = self.asked.trains and self.config.offload_optimizer
-        return self.sizes.moments if away else 0
+        masters = MASTER * self.sizes.trained if self._masters_leave else 0
+        return self.sizes.moments + masters if self._away else 0
 
     def _share(self, size: int) -> int:
         return -(-size // self.shards)
@@ -259,11 +272,11 @@ class _Role:
         # One piece is updated while the next one comes.
         piece = min(max(PIECE, sizes.tensor), sizes.trained)
         two = min(2 * piece, sizes.trained)
-        moments = sizes.moments * two // max(sizes.trained, 1)
+        there = self.on_host() * two // max(sizes.trained, 1)
         cast = MASTER * piece if self.eight and width != MASTER else 0
         return (
             Term("gradients", self._share(width * sizes.trained)),
-            Term("moments of two pieces", moments if self.on_host() else 0),
+            Term("two pieces from the host", there),
             Term("gradients of a piece in fp32", cast),
             Term("products of Muon", (3 * MASTER + 4 * sizes.width) * sizes.matrix),
             Term("moments of a weight in fp32", self._quantising()),
