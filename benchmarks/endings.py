@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from shapes import SHAPES
-from torch import Tensor, nn
+from torch import Tensor
 
 UNUSED = -30.0  # logit of ids that are not sampled
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -92,7 +92,7 @@ def _logit(others: Tensor, scale: Tensor, probability: float) -> float:
     return low
 
 
-def lengths(model: nn.Module, prompts: Tensor, limit: int, eos: int) -> list[int]:
+def lengths(model: Any, prompts: Tensor, limit: int, eos: int) -> list[int]:
     """Sample a completion of each of ``prompts``, [n, length], and return how many
     tokens each has, its end included.
     """
@@ -123,7 +123,9 @@ def main() -> None:
     arguments = parser.parse_args()
 
     torch.manual_seed(0)
-    config = Qwen2Config(**{**SHAPES[arguments.shape], "tie_word_embeddings": False})
+    sizes = dict(SHAPES[arguments.shape])
+    sizes["tie_word_embeddings"] = False
+    config = Qwen2Config(**sizes)
     with torch.device(DEVICE):
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, trust_remote_code=False

@@ -63,12 +63,15 @@ def write_job(folder: Path, shape: str, mean: float = 0.0) -> None:
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"
     ).save_pretrained(folder / "model")
+    sizes = dict(SHAPES[shape])
+    if mean:
+        sizes["tie_word_embeddings"] = False
     config = Qwen2Config(
         max_position_embeddings=2048,
         pad_token_id=0,
         eos_token_id=1,
         bos_token_id=None,
-        **SHAPES[shape] | ({"tie_word_embeddings": False} if mean else {}),
+        **sizes,
     )
     torch.manual_seed(0)
     with torch.device("cuda" if GPU else "cpu"):
