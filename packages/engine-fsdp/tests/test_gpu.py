@@ -234,8 +234,8 @@ def test_moments_and_masters_in_host_memory_leave_the_device_free(
     monkeypatch.setattr(moments, "PIECE", 10_000)
     batch, results, held = make_batch(), [], []
     for away in (False, True):
-        engine = make_engine(folder_of("qwen3"), lr=1e-2, offload_optimizer=away)
         before = torch.cuda.memory_allocated()
+        engine = make_engine(folder_of("qwen3"), lr=1e-2, offload_optimizer=away)
         for index in range(3):
             engine.forward_backward(batch, WANT, loss, info(batch, index))
             engine.step()

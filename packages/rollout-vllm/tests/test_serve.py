@@ -12,9 +12,8 @@ from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 import pytest
-import torch
 from test_train import run
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from coupler.testing.reference import TransformersReference
 
@@ -67,13 +66,7 @@ def asked(server: subprocess.Popen[bytes], port: int, body: dict[str, object]) -
 
 
 def from_transformers(folder: Path) -> list[int]:
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    prompt = tokenizer.apply_chat_template(
-        MESSAGES, add_generation_prompt=True, return_tensors="pt"
+    prompt = AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        MESSAGES, add_generation_prompt=True, return_dict=False
     )
-    ids = getattr(prompt, "input_ids", prompt)
-    with torch.inference_mode():
-        for _ in range(TOKENS):
-            ids = torch.cat((ids, model(ids).logits[:, -1:].argmax(-1)), dim=1)
-    return ids[0, -TOKENS:].tolist()
+    return TransformersReference(folder).greedy(prompt, TOKENS)

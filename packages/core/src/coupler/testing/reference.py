@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -257,6 +257,17 @@ class TransformersReference(Reference):
 
         logits = self.model(input_ids=tokens[None].long(), use_cache=False).logits[0] / temperature
         return torch.cat([torch.zeros_like(logits[:1]), logits[:-1]])
+
+    def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
+        """Return the ``count`` ids that follow a prompt, each the most likely one."""
+        import torch
+
+        ids = torch.tensor([[*prompt]])
+        with torch.no_grad():
+            for _ in range(count):
+                logits = self.model(input_ids=ids, use_cache=False).logits
+                ids = torch.cat([ids, logits[:, -1:].argmax(-1)], 1)
+        return ids[0, len(prompt) :].tolist()
 
     def _out(self, one: Batch) -> dict[str, Any]:
         import torch
