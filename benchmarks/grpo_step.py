@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from endings import end_by_chance
 from shapes import SHAPES
 from sides import Side, serve
 
@@ -43,9 +44,12 @@ TASK = Path(__file__).with_name("grpo_task.py")
 PHASES = ("time/sample", "time/complete", "time/train", "time/sync")
 
 
-def write_job(folder: Path, shape: str) -> None:
+def write_job(folder: Path, shape: str, mean: float = 0.0) -> None:
     """Write a model with random weights, a tokenizer of single characters, and
     prompts.
+
+    Args:
+        mean: tokens of a completion on average. 0 leaves the end to the weights.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
@@ -64,13 +68,15 @@ def write_job(folder: Path, shape: str) -> None:
         pad_token_id=0,
         eos_token_id=1,
         bos_token_id=None,
-        **SHAPES[shape],
+        **SHAPES[shape] | ({"tie_word_embeddings": False} if mean else {}),
     )
     torch.manual_seed(0)
     with torch.device("cuda" if GPU else "cpu"):
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, trust_remote_code=False
         )
+    if mean:
+        end_by_chance(model, mean, 1, range(2, len(vocabulary)))
     model.save_pretrained(folder / "model")
     del model
     if GPU:
@@ -86,8 +92,7 @@ def options(args: argparse.Namespace, folder: Path) -> list[str]:
     given = {
         "engine": "fsdp", "engine.gradient_checkpointing": "false",
         "engine.max_tokens_per_gpu": 65536,
-        "rollout": args.rollout, "rollout.max_model_len": PROMPT + args.tokens, "algorithm": "grpo",
-        "algorithm.kl": "none",
+        "rollout": args.rollout, "algorithm": "grpo", "algorithm.kl": "none",
         "model.path": folder / "model", "data.source": folder / "prompts.jsonl",
         "data.max_prompt_tokens": PROMPT,
         "reward.target": f"{TASK}:score", "sampling.max_tokens": args.tokens,
@@ -96,6 +101,8 @@ def options(args: argparse.Namespace, folder: Path) -> list[str]:
         "steps": args.steps,
         "prompts_per_step": args.prompts, "samples_per_prompt": args.samples,
     }  # fmt: skip
+    if args.rollout != "hf":
+        given["rollout.max_model_len"] = PROMPT + args.tokens
     if GPU:
         given["rollout.kv_cache_gib"] = CACHE_GIB
     return [f"{key}={value}" for key, value in given.items()] + args.settings

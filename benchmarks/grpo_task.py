@@ -1,11 +1,13 @@
-"""The task of grpo_vs_trl: sums to complete, scored by the form of the answer. Standard
-library only.
+"""The tasks of benchmarks: sums to complete, scored by the form of the answer, and a
+share of digits. Standard library only.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,21 @@ def score(completion: str, answer: str, row: dict[str, Any]) -> float:
     A random model improves it from the first step on, which the right answer's reward
     would not let it do in 20 steps.
     """
-    length = max(len(completion), 1)
-    return (
-        sum(character.isdigit() for character in completion)
-        / length
-        * min(1.0, LONGEST_ANSWER / length)
-    )
+    return share_of_digits(completion) * min(1.0, LONGEST_ANSWER / max(len(completion), 1))
+
+
+def digits(completion: str, answer: str, row: dict[str, Any]) -> float:
+    """The share of digits, which a random model learns to raise at any length.
+
+    The time goes to the file that the environment variable SCORED_AT names.
+    """
+    with Path(os.environ["SCORED_AT"]).open("a") as file:
+        file.write(f"{time.time()}\n")
+    return share_of_digits(completion)
+
+
+def share_of_digits(completion: str) -> float:
+    return sum(character.isdigit() for character in completion) / max(len(completion), 1)
 
 
 def write_prompts(path: Path, num_rows: int = 4096) -> None:
