@@ -28,6 +28,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import statistics
@@ -40,6 +41,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
 from grpo_step import CACHE_GIB, GPU, PHASES, PROMPT, WARM_UP, composed_of, run_job, write_job
 from shapes import SHAPES
 from sides import ANSWER
@@ -49,6 +51,7 @@ DTYPES = {"trl-fp32": "float32", "trl-bf16": "bfloat16"}
 SIDES = ("coupler", *DTYPES)
 MODES = ("resident", "offloaded")
 GIB = 1 << 30
+STEP = re.compile(r"step {1,4}\d")
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -87,12 +90,11 @@ def settings_of(args: argparse.Namespace, folder: Path) -> list[str]:
 
 def run_ours(args: argparse.Namespace) -> dict[str, Any]:
     """Run our job in this process, and return the numbers of its measured steps."""
-    import torch
-
     folder = args.folder / f"coupler-{time.time_ns()}"
     args.settings = settings_of(args, folder) + args.settings
     composed, plugins = composed_of(args, args.folder)
     rows = run_job(composed, plugins, folder)
+    shutil.rmtree(folder)  # its checkpoint has as many bytes as the weights
 
     computed = "bf16" if GPU else "fp32"
     return {
@@ -150,7 +152,7 @@ def run(side: str, mode: str, args: argparse.Namespace) -> dict[str, Any] | None
             if line.startswith(ANSWER):
                 answer = json.loads(line.removeprefix(ANSWER))
                 continue
-            if line.startswith("step "):
+            if STEP.match(line):
                 ends.append(time.perf_counter())
             print(f"[{side} {mode}] {line}", end="", flush=True)
         failed = process.wait()
@@ -219,21 +221,22 @@ def compare(args: argparse.Namespace) -> None:
         flush=True,
     )
     for mode in args.modes:
-        found = {}
+        found: dict[str, dict[str, Any]] = {}
         for side in args.sides:
             answer = run(side, mode, args)
             if answer is not None:
                 found[side] = answer
                 report(side, mode, answer, args)
 
-        ours = found.get("coupler")
-        for side in found.keys() & DTYPES if ours else ():
-            steps, rates = found[side]["step"] / ours["step"], ours["rate"] / found[side]["rate"]
-            print(
-                f"RESULT {mode}: {side} takes {steps:.2f} times our step, {rates:.2f} times our "
-                "time a token",
-                flush=True,
-            )
+        for side in args.sides:
+            if side in DTYPES and side in found and "coupler" in found:
+                steps = found[side]["step"] / found["coupler"]["step"]
+                rates = found["coupler"]["rate"] / found[side]["rate"]
+                print(
+                    f"RESULT {mode}: {side} takes {steps:.2f} times our step, and {rates:.2f} "
+                    "times our time a token",
+                    flush=True,
+                )
 
 
 def prepare(args: argparse.Namespace) -> None:
