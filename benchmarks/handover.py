@@ -2,9 +2,10 @@
 
     python benchmarks/handover.py                     # one GPU, 1.5B
     python benchmarks/handover.py --shape 0.5b engine.lora_rank=32
+    python benchmarks/handover.py --engine megatron
     python benchmarks/handover.py --shape tiny        # anywhere, without the bound
 
-Everything that engine=fsdp holds leaves the device and comes back, as with
+Everything that an engine of one rank holds leaves the device and comes back, as with
 ``offload=true``. The bound is one copy of as many bytes between the device and one
 pinned buffer. A step is trained by turns where the engine stays, and where it comes
 back before and leaves after. Random weights. Seconds are medians, least and most.
@@ -20,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,11 +31,13 @@ from shapes import SHAPES, write_shape
 from coupler.batch import Batch
 from coupler.engine_kit.pinned import GIB
 from coupler.interfaces import EVERYTHING, Model, Rank, StepInfo
+from coupler.plugins.manager import Plugins
 from coupler.testing.subject import configured, parse_settings
-from coupler_engine_fsdp.config import FSDPConfig
-from coupler_engine_fsdp.engine import FSDPEngine
 
 GPU = torch.cuda.is_available()
+WHOLE = {"fsdp": "false", "megatron": "none"}
+"""The value of engine.gradient_checkpointing with which no activation is computed
+again."""
 LENGTH = 1024
 
 
@@ -63,7 +67,7 @@ def copies(size: int, rounds: int, back: bool) -> list[float]:
     return [timed(lambda: target.copy_(source, non_blocking=True)) for _ in range(rounds)]
 
 
-def ways(engine: FSDPEngine) -> tuple[Callable[[], None], Callable[[], None]]:
+def ways(engine: Any) -> tuple[Callable[[], None], Callable[[], None]]:
     """Return what moves everything to the host, and back. On the CPU it moves too."""
     park, unpark = (engine.offload, engine.onload) if GPU else (engine._park, engine._unpark)
     return lambda: park(EVERYTHING), lambda: unpark(EVERYTHING)
@@ -72,7 +76,7 @@ def ways(engine: FSDPEngine) -> tuple[Callable[[], None], Callable[[], None]]:
 class Way:
     """One way of a hand-over: its seconds, and the bytes that it copied each time."""
 
-    def __init__(self, engine: FSDPEngine, move: Callable[[], object]) -> None:
+    def __init__(self, engine: Any, move: Callable[[], object]) -> None:
         self.engine, self.move = engine, move
         self.seconds: list[float] = []
         self.size = 0
@@ -92,7 +96,7 @@ class Way:
             print(f"RESULT {what} {statistics.median(later) / one:.2f}, first {first / one:.2f}")
 
 
-def steps(engine: FSDPEngine, batch: Batch, rounds: int) -> tuple[list[float], list[float]]:
+def steps(engine: Any, batch: Batch, rounds: int) -> tuple[list[float], list[float]]:
     """Return the seconds of a step where the engine stays, and of one with its
     hand-over, by turns.
     """
@@ -119,8 +123,10 @@ def steps(engine: FSDPEngine, batch: Batch, rounds: int) -> tuple[list[float], l
 
 def measure(arguments: argparse.Namespace, folder: Path) -> None:
     """Print the table of one shape."""
-    given = parse_settings(["engine.gradient_checkpointing=false", *arguments.settings])
-    engine = FSDPEngine(configured(FSDPConfig, given["engine"]), Model(str(folder)))
+    backend = Plugins.load().get("engine", arguments.engine)
+    whole = f"engine.gradient_checkpointing={WHOLE[arguments.engine]}"
+    given = parse_settings([whole, *arguments.settings])
+    engine: Any = backend.load()(configured(backend.config, given["engine"]), Model(str(folder)))
     engine.setup(Rank())
     vocabulary = int(SHAPES[arguments.shape]["vocab_size"])
     lengths = np.full(max(arguments.tokens // LENGTH, 1), LENGTH)
@@ -140,10 +146,12 @@ def measure(arguments: argparse.Namespace, folder: Path) -> None:
     engine.offload(EVERYTHING)
     for what, way, back in (("to the host", park, False), ("back", unpark, True)):
         way.report(what, copies(way.size, arguments.rounds, back) if GPU else [])
+    engine.close()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--engine", default="fsdp", choices=WHOLE)
     parser.add_argument("--shape", default="1.5b", choices=SHAPES)
     parser.add_argument("--tokens", type=int, default=16384, help="of a step")
     parser.add_argument("--rounds", type=int, default=7)

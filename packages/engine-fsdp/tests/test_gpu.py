@@ -23,9 +23,14 @@ from helpers import (
     reference,
     worst,
 )
+from torch import nn
 
 from coupler.interfaces import EVERYTHING, Part, Rank
+from coupler.testing.memory import peak_bytes
 from coupler_engine_fsdp import attention, attention_cudnn, moments
+from coupler_engine_fsdp.adamw8bit import block_of
+from coupler_engine_fsdp.config import FSDPConfig, OptimizerName
+from coupler_engine_fsdp.moments import Moments
 from coupler_engine_fsdp.packing import pack
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -245,6 +250,58 @@ def test_moments_and_masters_in_host_memory_leave_the_device_free(
     assert held[0] - held[1] > 0.9 * size
     # the fused kernel's backward is not deterministic
     assert worst(results[1], results[0]) < 1e-2
+
+
+def eight_bits(device: str, **shapes: tuple[int, ...]) -> tuple[dict[str, nn.Parameter], Moments]:
+    """Weights of these shapes, with moments in 8 bits where rows are whole blocks."""
+    generator = torch.Generator().manual_seed(0)
+    shards = {
+        name: nn.Parameter((torch.randn(shape, generator=generator) / 8).to(device))
+        for name, shape in shapes.items()
+    }
+    config = FSDPConfig(optimizer=OptimizerName.ADAMW8BIT, weight_decay=0.1)
+    blocks = {name: size for name, p in shards.items() if (size := block_of(p.shape))}
+    return shards, Moments(config, shards, blocks)
+
+
+def step_of(shards: dict[str, nn.Parameter], held: Moments, index: int) -> None:
+    """Take a step with gradients of many sizes, the same on every device."""
+    generator = torch.Generator().manual_seed(index)
+    for p in shards.values():
+        size = torch.rand(p.shape, generator=generator) ** 4
+        p.grad = (torch.randn(p.shape, generator=generator) * size).to(p.device)
+    for piece in held.in_turn():
+        held.advance(piece, 1e-2)
+
+
+def test_a_compiled_step_in_8_bits_equals_the_cpus() -> None:
+    """Codes and weights of three steps. Single numbers may round to the next code."""
+    pytest.importorskip("torchao")
+    shapes = {"wide": (512, 256), "narrow": (96, 192), "small": (16, 32), "norm": (512,)}
+    (want, cpu), (got, gpu) = (eight_bits(device, **shapes) for device in ("cpu", "cuda"))
+    assert [*gpu.blocks] == ["wide", "narrow"]
+    for index in range(3):
+        step_of(want, cpu, index)
+        step_of(got, gpu, index)
+        for name in shapes:
+            apart = (want[name] - got[name].cpu()).abs()
+            assert apart.max() < 1e-2 and apart.mean() < 1e-6, f"{name}: {apart.max()}"
+            for key, tensor in cpu.state(name).items():
+                other = gpu.state(name)[key].cpu()
+                if tensor.dtype == torch.uint8:
+                    assert (tensor != other).float().mean() < 1e-3, f"{name} {key}"
+                else:
+                    torch.testing.assert_close(other, tensor, msg=f"{name} {key}")
+
+
+def test_a_compiled_step_in_8_bits_needs_little_memory() -> None:
+    """Operation by operation it takes 53 bytes of each number."""
+    pytest.importorskip("torchao")
+    shards, held = eight_bits("cuda", weight=(4096, 2048))
+    step_of(shards, held, 0)
+    (piece,) = held.in_turn()
+    peak = peak_bytes(lambda: held.advance(piece, 1e-2))
+    assert peak < 12 * shards["weight"].numel()
 
 
 @pytest.mark.parametrize("name", ["qwen3", "wide"])

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from coupler.engine_kit.sampling_mask import CUT
+from coupler.testing.memory import peak_bytes
 from coupler_engine_fsdp.logprobs import token_logprobs, top_ids
 
 R, H, V = 29, 16, 1003
@@ -126,6 +127,18 @@ def test_only_a_tile_of_the_logits_is_kept() -> None:
         if x.data_ptr() not in {y.data_ptr() for y in (hidden, weight, bias)}
     )
     assert own <= 6 * R
+
+
+def test_a_weight_that_does_not_train_has_no_gradient() -> None:
+    """As under an adapter: it takes no memory, and the states' gradient is the same."""
+    peaks, grads = [], []
+    for trains in (True, False):
+        hidden, weight, _, targets = inputs(False)
+        out, *_ = of_targets(hidden, weight.requires_grad_(trains), None, targets, None, False)
+        peaks.append(peak_bytes(out.sum().backward))
+        grads.append(hidden.grad)
+    assert torch.equal(*grads) and grads[0].any()
+    assert peaks[0] - peaks[1] >= weight.nbytes
 
 
 def test_bf16_is_computed_in_fp32() -> None:

@@ -5,30 +5,27 @@ what is frozen.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from adapters import MIXTURE, RANK, adapted, adapter, merged, of_pairs, write
 from families import References, Start, shards
 
-from coupler.engine_kit.lora_names import names_of, random_like, weight_of
-from coupler.engine_kit.peft_folder import write_adapter
 from coupler.errors import ConfigError
 from coupler.interfaces import Model, Output, Rank, StepInfo
 from coupler.testing import losses
 from coupler.testing.cases import make_batch, weighted
 from coupler.testing.conformance.test_engine import assert_gradient
-from coupler.testing.models import rewrite
-from coupler.testing.ranks import Arrays
-from coupler.testing.reference import Gradient, TransformersReference
+from coupler.testing.reference import Gradient
 from coupler_engine_megatron.config import MegatronConfig
 from coupler_engine_megatron.engine import MegatronEngine
+from coupler_engine_megatron.experts import GroupedLinear
 from coupler_engine_megatron.plugin import coupler_backends
 
-RANK = 4
 LOGPROBS, ENTROPY = Output("logprobs"), Output("entropy")
 SURROGATE = "coupler.testing.losses:surrogate"
-MIXTURE = {"target_modules": ["all-linear", "experts"]}
 LAYOUTS = {  # (model, ranks, settings)
     "one": ("llama", 1, {}),
     "tensor": ("llama", 2, {"tensor_parallel": 2}),
@@ -71,41 +68,6 @@ LAYOUTS = {  # (model, ranks, settings)
 }
 
 
-def adapted(reference: TransformersReference, targets: list[str]) -> list[str]:
-    """Name the matrices of layers that a run with these targets adapts."""
-    found = []
-    for name, tensor in reference.tensors.items():
-        module, is_expert, _ = name.partition(".experts.")
-        end = f"{module}.experts" if is_expert else name.removesuffix(".weight")
-        hit = any(end.endswith(f".{target}") for target in targets)
-        rest = "all-linear" in targets and not is_expert and ".mlp.gate." not in name
-        if tensor.ndim == 2 and ".layers." in name and (hit or rest):
-            found.append(name)
-    return found
-
-
-def adapter(reference: TransformersReference, names: list[str]) -> dict[str, np.ndarray]:
-    """Draw A and B, so that every product shows."""
-    found = {}
-    for name in names:
-        rows, columns = reference.tensors[name].shape
-        for part, shape in zip(names_of(name), ((RANK, columns), (rows, RANK)), strict=True):
-            found[part] = random_like(part, np.empty(shape, np.float32))
-    return found
-
-
-def merged(
-    reference: TransformersReference, pairs: Arrays, scale: float, folder: Path
-) -> TransformersReference:
-    """Write the model with the adapter added, as its reference."""
-    tensors = {name: np.array(tensor) for name, tensor in reference.tensors.items()}
-    for name in tensors:
-        a, b = names_of(name)
-        if a in pairs:
-            tensors[name] = tensors[name] + scale * pairs[b] @ pairs[a]
-    return TransformersReference(rewrite(reference.folder, folder, tensors))
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_changes_no_gradient_of_an_adapter(
     layout: str, reference_of: References, start: Start, tmp_path: Path
@@ -116,9 +78,7 @@ def test_a_layout_changes_no_gradient_of_an_adapter(
     targets = settings.get("target_modules", ["all-linear"])
     pairs = adapter(reference, adapted(reference, targets))
     # The file's scale is 1, and the engine's is 2.
-    write_adapter(
-        ((n, torch.from_numpy(t)) for n, t in pairs.items()), tmp_path / "peft", "", write=True
-    )
+    write(pairs, tmp_path / "peft")
     truth = merged(reference, pairs, 1.0, tmp_path / "merged")
     batch = weighted(make_batch(truth))
 
@@ -143,13 +103,8 @@ def test_a_layout_changes_no_gradient_of_an_adapter(
 
     got, _, steps = world.gradient(shards(batch, world), SURROGATE)
     dense = truth.gradient(batch, losses.surrogate)
-    want: Arrays = {}
-    for part in pairs:
-        weight = weight_of(part)
-        assert weight
-        a, b = names_of(weight)
-        # The engine's B is half of the file's, and its scale twice as large.
-        want |= {a: pairs[b].T @ dense.grads[weight], b: 2 * dense.grads[weight] @ pairs[a].T}
+    # The engine's B is half of the file's, and its scale twice as large.
+    want = of_pairs(dense.grads, pairs, 2.0)
     expected = Gradient(want, dense.metrics, dense.tolerance)
     assert_gradient(got, expected)
     assert all(step == steps[0] for step in steps)
@@ -238,6 +193,29 @@ def test_experts_in_bf16_are_near_those_in_fp32(reference_of: References) -> Non
         assert np.abs(found[dtype] - before).mean() > 0.3
         engine.close()
     assert np.abs(found["bf16"] - found["fp32"]).mean() < 0.1
+
+
+@pytest.mark.parametrize("rank", [1, 3, 6, 8])
+def test_grouped_products_of_any_rank_are_aligned_as_a_gpu_needs_it(
+    rank: int, reference_of: References
+) -> None:
+    """PyTorch holds bf16 without data against the strides that its kernels take."""
+    config = MegatronConfig(dtype="bf16", lora_rank=rank, target_modules=["experts"])
+    engine = MegatronEngine(config, Model(str(reference_of("moe").folder)))
+    engine.setup(Rank())
+    found: list[Any] = [m for m in engine.chunks[0].modules() if isinstance(m, GroupedLinear)]
+    for module in found:
+        update = module.update.__self__
+        update.rows = update.rows.to("meta")
+        for parameter in module.to("meta").parameters():
+            parameter.tensor_model_parallel = True
+        tokens = torch.zeros(7, module.weight0.shape[1], dtype=torch.bfloat16, device="meta")
+        output, _ = module(tokens.requires_grad_(), [3, 0, 4, 0])
+        output.square().sum().backward()
+        assert module.lora_A0.grad.shape == module.lora_A0.shape
+        assert module.lora_B0.grad.shape == module.lora_B0.shape
+    assert len(found) == 8
+    engine.close()
 
 
 def test_rollouts_get_experts_with_the_updates_added() -> None:

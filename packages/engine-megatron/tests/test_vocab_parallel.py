@@ -14,6 +14,7 @@ from ranks import Arrays, on_ranks
 
 from coupler.engine_kit.process_group import join
 from coupler.interfaces import Rank
+from coupler.testing.memory import peak_bytes
 from coupler_engine_megatron.vocab_parallel import token_logprobs
 
 ROWS, HIDDEN, VOCAB = 37, 24, 300
@@ -134,3 +135,20 @@ def test_no_rows_have_no_gradient() -> None:
     logprobs.sum().backward()
     assert logprobs.shape == (0,)
     assert weight.grad is not None and not weight.grad.any()
+
+
+def test_a_weight_that_does_not_train_has_no_gradient() -> None:
+    """As under an adapter: it takes no memory, and the states' gradient is the same."""
+    join(Rank(), torch.device("cpu"))
+    group = dist.group.WORLD
+    assert group is not None
+    peaks, grads = [], []
+    for trains in (True, False):
+        hidden, weight, targets, *_ = inputs()
+        logprobs, *_ = token_logprobs(
+            hidden.requires_grad_(), weight.requires_grad_(trains), targets, 0, group
+        )
+        peaks.append(peak_bytes(logprobs.sum().backward))
+        grads.append(hidden.grad)
+    assert torch.equal(*grads) and grads[0].any()
+    assert peaks[0] - peaks[1] >= weight.nbytes

@@ -174,7 +174,8 @@ class _TokenLogprobs(torch.autograd.Function):
             grad_squares = grad_squares.contiguous()
 
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
-        grad_weight = torch.empty_like(weight)
+        # A head under an adapter does not train.
+        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         grad_bias = None if bias is None else torch.empty_like(bias)
         grad_tile = _operations(hidden.is_cuda).grad_tile
         several, dtype = None, hidden.dtype
@@ -205,7 +206,8 @@ class _TokenLogprobs(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias[tile] = grad.sum(0, dtype=torch.float32)
             _add_matmul(grad_hidden, grad, weight[tile])
-            torch.mm(grad.t(), hidden, out=grad_weight[tile])
+            if grad_weight is not None:
+                torch.mm(grad.t(), hidden, out=grad_weight[tile])
         return grad_hidden.to(hidden.dtype), grad_weight, grad_bias, *(None,) * 7
 
 

@@ -119,7 +119,8 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden, weight, targets, temperature, kept, log_z, entropy, squares = ctx.saved_tensors
         slopes = torch.zeros_like(log_z) if grad_logprobs is None else grad_logprobs
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
-        grad_weight = torch.empty_like(weight)
+        # A head under an adapter does not train.
+        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
 
         for part in ctx.tiles:
             start = ctx.first + part.start
@@ -132,7 +133,8 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad.div_(temperature[:, None])
             grad = grad.to(hidden.dtype)
             _add_matmul(grad_hidden, grad, weight[part])
-            torch.mm(grad.t(), hidden, out=grad_weight[part])
+            if grad_weight is not None:
+                torch.mm(grad.t(), hidden, out=grad_weight[part])
         return grad_hidden.to(hidden.dtype), grad_weight, *(None,) * 8
 
 
