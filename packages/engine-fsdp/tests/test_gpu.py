@@ -274,24 +274,28 @@ def step_of(shards: dict[str, nn.Parameter], held: Moments, index: int) -> None:
         held.advance(piece, 1e-2)
 
 
-def test_a_compiled_step_in_8_bits_equals_the_cpus() -> None:
-    """Codes and weights of three steps. Single numbers may round to the next code."""
+def test_a_compiled_step_in_8_bits_is_as_exact_as_the_cpus() -> None:
+    """Three steps. A number at the border of two codes may have either."""
     pytest.importorskip("torchao")
     shapes = {"wide": (512, 256), "narrow": (96, 192), "small": (16, 32), "norm": (512,)}
     (want, cpu), (got, gpu) = (eight_bits(device, **shapes) for device in ("cpu", "cuda"))
     assert [*gpu.blocks] == ["wide", "narrow"]
+    exact, _ = eight_bits("cpu", **shapes)
+    adamw = Moments(FSDPConfig(weight_decay=0.1), exact)
     for index in range(3):
-        step_of(want, cpu, index)
-        step_of(got, gpu, index)
-        for name in shapes:
-            apart = (want[name] - got[name].cpu()).abs()
-            assert apart.max() < 1e-2 and apart.mean() < 1e-6, f"{name}: {apart.max()}"
-            for key, tensor in cpu.state(name).items():
-                other = gpu.state(name)[key].cpu()
-                if tensor.dtype == torch.uint8:
-                    assert (tensor != other).float().mean() < 1e-3, f"{name} {key}"
-                else:
-                    torch.testing.assert_close(other, tensor, msg=f"{name} {key}")
+        for shards, held in ((want, cpu), (got, gpu), (exact, adamw)):
+            step_of(shards, held, index)
+
+    for name, right in exact.items():
+        off, limit = ((each[name].cpu() - right).abs().mean() for each in (got, want))
+        assert off <= 1.1 * limit + 1e-6, f"{name}: {off} off, {limit} on the CPU"
+        for key, tensor in cpu.state(name).items():
+            other = gpu.state(name)[key].cpu()
+            if tensor.dtype == torch.uint8:
+                apart = (tensor != other).float().mean()
+                assert apart < 1e-2, f"{name} {key}: {apart} of the codes differ"
+            else:
+                assert torch.allclose(other, tensor, rtol=1e-3, atol=1e-6), f"{name} {key}"
 
 
 def test_a_compiled_step_in_8_bits_needs_little_memory() -> None:

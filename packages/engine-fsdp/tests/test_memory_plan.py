@@ -95,6 +95,25 @@ def trained(config: FSDPConfig, model: Model) -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("sync_dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"lora_rank": 8}, {"offload_optimizer": True}], ids=["", "lora", "away"]
+)
+def test_weights_that_are_sent(
+    folder: Path, settings: dict[str, Any], dtype: str, sync_dtype: str
+) -> None:
+    config = FSDPConfig(**settings, dtype=dtype, sync_dtype=sync_dtype)
+    model = Model(str(folder))
+    needs = planned(config, model, trains=True)
+    engine = FSDPEngine(config, model)
+    engine.setup(Rank())
+
+    peak = peak_bytes(lambda: [None for _ in engine.weights()])
+    small = 1 << 16
+    assert total(needs.peaks[Phase.SYNC]) == pytest.approx(peak, rel=MEASURED, abs=small)
+
+
 @pytest.mark.parametrize("settings", [WHOLE, {}, {**WHOLE, "lora_rank": 8}])
 def test_what_the_backward_pass_reads(folder: Path, settings: dict[str, Any]) -> None:
     config, model = FSDPConfig(**settings), Model(str(folder))

@@ -81,7 +81,7 @@ class LoRALinear(nn.Linear):
         # W and B are cut at the same rows.
         update = local(b) @ whole(a).detach()
 
-        return like(local(weight) + self.adapter.scale * update, weight)
+        return like(update.mul_(self.adapter.scale).add_(local(weight)), weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +183,14 @@ class Adapter:
             for key, parameter in layer.parameters()
         }
         return linears | experts
+
+    def weights(self) -> Iterator[Tensor]:
+        """Yield what updates are added to: weights, and those of all experts of a
+        layer.
+        """
+        yield from (module.weight for module in self.linears.values())
+        for layer in self.layers.values():
+            yield from (getattr(layer.module, key) for key in PARTS)
 
     @torch.no_grad()
     def start(

@@ -168,7 +168,7 @@ class LoRAExperts:
         pairs = [map(local, self.pair(part)) for part in PARTS[key]]
         update = torch.cat([torch.bmm(b, a) for a, b in pairs], 1)
 
-        return like(local(weight) + self.adapter.scale * update, weight)
+        return like(update.mul_(self.adapter.scale).add_(local(weight)), weight)
 
 
 def holds_experts(module: nn.Module) -> bool:

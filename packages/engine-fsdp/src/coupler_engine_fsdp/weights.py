@@ -267,7 +267,9 @@ def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 def stream(matched: Iterable[Named], experts: Experts, dtype: torch.dtype) -> Iterator[Named]:
     """Yield every tensor of the checkpoint whole, in ``dtype``."""
     for name, tensor in matched:
-        yield from _as_stored(name, whole(tensor, dtype), experts)
+        # The name lets go of what it was cast from.
+        tensor = whole(tensor, dtype)
+        yield from _as_stored(name, tensor, experts)
 
 
 def stream_gradients(matched: Mapping[str, Tensor], experts: Experts) -> Iterator[Named]:

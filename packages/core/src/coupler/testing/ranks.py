@@ -42,7 +42,9 @@ from coupler.testing.subject import build
 Arrays = dict[str, np.ndarray]
 Wanted = str | tuple[str, int]  # an output's name, or that with its number of ids
 # These are slow to import, and touch no GPU.
-PRELOADED = ("torch", "torch.distributed.fsdp", "transformers.modeling_utils")
+PRELOADED = ("torch", "torch.distributed.fsdp")
+# It imports torchao where that is installed, which touches a GPU.
+ON_CPU = ("transformers.modeling_utils",)
 # The variable that --coupler-share-gpus sets: each rank is a host of its own to NCCL.
 SHARE_GPUS = "COUPLER_SHARE_GPUS"
 
@@ -427,10 +429,12 @@ def main(number: int, target: str) -> None:
     """Fork a rank for each message on the socket of this number. End when its other end
     is closed.
     """
-    for module in PRELOADED:
+    # What has touched a GPU cannot be forked.
+    on_cpu = not Path("/dev/nvidiactl").exists()
+    for module in (*PRELOADED, *(ON_CPU if on_cpu else ())):
         with contextlib.suppress(ImportError):  # an engine may need none of them
             import_module(module)
-    if not Path("/dev/nvidiactl").exists():  # what has touched a GPU cannot be forked
+    if on_cpu:
         with contextlib.suppress(Exception):  # the rank says what is wrong with it
             resolve(target)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the ranks

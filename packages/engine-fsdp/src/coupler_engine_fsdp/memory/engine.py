@@ -45,11 +45,12 @@ def needs(config: FSDPConfig, asked: Asked) -> Needs:
 
     tile = config.logits_tile or default_chunk(rows, asked.gpu)
     policy = build(asked.model, tile, config.gradient_checkpointing)
+    adapter = Adapter(config)
     if config.lora_rank:
-        Adapter(config).insert(policy.causal, layers_of(policy))
+        adapter.insert(policy.causal, layers_of(policy))
     if asked.model.frozen:
         policy.requires_grad_(False)
-    sizes = _Sizes.of(policy, config, dtype)
+    sizes = _Sizes.of(policy, adapter, config, dtype)
     policy.to(dtype)
 
     copies = not asked.gpu or config.sequence_parallel > 1
@@ -90,6 +91,7 @@ class _Sizes:
         layer, root: the largest layer, and what FSDP gathers for the whole pass.
         ends: the larger of embeddings and head, where FSDP gathers them apart.
         tensor, matrix: the largest tensor, and the largest one that Muon trains.
+        adapted: the largest weight that an adapter is added to.
         width: bytes of a number of the dtype that computes.
     """
 
@@ -103,10 +105,17 @@ class _Sizes:
     ends: int
     tensor: int
     matrix: int
+    adapted: int
     width: int
 
     @classmethod
-    def of(cls, policy: Policy | ValueModel, config: FSDPConfig, dtype: torch.dtype) -> _Sizes:
+    def of(
+        cls,
+        policy: Policy | ValueModel,
+        adapter: Adapter,
+        config: FSDPConfig,
+        dtype: torch.dtype,
+    ) -> _Sizes:
         named = dict(policy.causal.named_parameters())
         layers = [_numel(layer.parameters()) for layer in layers_of(policy)]
         embedding: Any = policy.causal.get_input_embeddings().weight
@@ -135,6 +144,7 @@ class _Sizes:
             ends=max(apart, default=0),
             tensor=max(tensor.numel() for tensor in named.values()),
             matrix=max(matrices, default=0),
+            adapted=max((weight.numel() for weight in adapter.weights()), default=0),
             width=dtype.itemsize,
         )
 
@@ -288,9 +298,16 @@ class _Role:
 
     def whole_tensor(self) -> int:
         """Return the bytes of the largest tensor on its way to a rollout."""
-        sizes, dtype = self.sizes, compute_dtype(self.config.sync_dtype, self.asked.gpu)
-        added = 2 * MASTER if self.config.lora_rank else 0
-        return (dtype.itemsize + added) * sizes.tensor
+        sizes, gpu = self.sizes, self.asked.gpu
+        width = compute_dtype(self.config.sync_dtype, gpu).itemsize
+        cast = width != (sizes.width if self.config.lora_rank else MASTER)
+        if self._masters_leave:
+            # Copies are sent, or masters from the host, where the CPU's are already.
+            cast = gpu and width != sizes.width
+
+        # The sum with an adapter beside the one before. The CPU casts the weight first.
+        terms = [MASTER, width, MASTER * (not gpu and sizes.width != MASTER)]
+        return max(width * sizes.tensor * (cast or not self.alone), sum(terms) * sizes.adapted)
 
     def _fewer(self) -> str:
         return f"a smaller {self.asked.path}.max_tokens_per_gpu"
