@@ -40,6 +40,13 @@ TRAINED: dict[str, dict[str, Any]] = {
     "selective": {"gradient_checkpointing": "selective", "recompute_modules": ["mlp"]},
 }
 
+EXPERTS = {"lora_rank": 16, "target_modules": ["all-linear", "experts"]}
+ROUTED: dict[str, dict[str, Any]] = {
+    **{name: TRAINED[name] for name in ("whole", "bf16", "recompute", "selective", "lora")},
+    "lora of experts": EXPERTS,
+    "lora of experts, whole": {**WHOLE, **EXPERTS},
+}
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -64,13 +71,22 @@ def test_training(folder: Path, name: str) -> None:
     trained(MegatronConfig(**TRAINED[name]), Model(str(folder)))
 
 
-def test_adapters_of_experts(tmp_path: Path) -> None:
-    """The adapter has more numbers than the layers beside the experts."""
+@pytest.mark.parametrize("name", ROUTED)
+def test_experts(name: str, tmp_path: Path) -> None:
+    """With experts' adapters there are more numbers in them than in the layers beside
+    the experts.
+    """
     shape = {**SMALL, "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2}
     config = AutoConfig.for_model(**shape, moe_intermediate_size=64, head_dim=32)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    lora = {"lora_rank": 16, "target_modules": ["all-linear", "experts"]}
-    trained(MegatronConfig(**lora), Model(str(tmp_path)))
+    trained(MegatronConfig(**ROUTED[name]), Model(str(tmp_path)))
+
+
+@pytest.mark.parametrize("name", ["whole", "bf16", "recompute"])
+def test_heads_with_norms(name: str, tmp_path: Path) -> None:
+    config = AutoConfig.for_model(**{**SMALL, "model_type": "qwen3"}, head_dim=32)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    trained(MegatronConfig(**TRAINED[name]), Model(str(tmp_path)))
 
 
 def trained(config: MegatronConfig, model: Model) -> None:

@@ -16,6 +16,8 @@ from coupler_engine_megatron.config import MegatronConfig, Recompute
 
 NORM = 4
 """Bytes of a number in a norm of plain PyTorch."""
+NORMS_HEADS = ("qwen3", "qwen3_moe")
+"""Model types that norm the queries and the keys of each head."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,9 @@ class Layer:
         if self.config.gradient_checkpointing != Recompute.SELECTIVE:
             return 0
         parts = self._parts()
-        return sum(parts.get(name, 0) for name in self.config.recompute_modules)
+        # Megatron computes no whole layer of experts again.
+        named = [name for name in self.config.recompute_modules if name != "mlp" or not self.routes]
+        return sum(parts.get(name, 0) for name in named)
 
     def _parts(self) -> dict[str, int]:
         """Return them by the module that can compute them again."""
@@ -124,8 +128,20 @@ class Layer:
             parts["input"] = 2 * entry * NORM // self.width
         parts["norms"] = 2 * entry * NORM // self.width
         parts["attention"] = each * (5 * queries + 4 * keys // self.groups)
-        parts["mlp"] = each * (5 * columns + sent)
+        if self.asked.shape.get("model_type") in NORMS_HEADS:
+            # The product, queries that follow each other, and the normed rows.
+            parts["heads"] = self.tokens * NORM * (3 * queries + 3 * keys)
+        parts["mlp"] = each * 5 * columns
+        if self.routes:
+            # The product of gate and up is kept before and after its weight. Experts
+            # that train keep what enters them.
+            parts["mlp"] += each * (columns + sent) if self._experts_train else 0
         return parts
+
+    @property
+    def _experts_train(self) -> bool:
+        named = any(target.endswith("experts") for target in self.config.target_modules)
+        return named or not self.config.lora_rank
 
     @cached_property
     def working(self) -> int:

@@ -45,7 +45,7 @@ def coupler_backends() -> Iterable[Backend]:
             "megatron-core": ">=0.16.1,<0.17",
             "mbridge": ">=0.15.1,<0.16",
             "torch": ">=2.11,<2.14",
-            "transformers": ">=5.12,<5.18",
+            "transformers": ">=5.12,<5.25",
             # Checked only if it is installed.
             "transformer-engine": ">=2.9,<2.12",
         },
