@@ -74,6 +74,40 @@ def test_what_is_the_same_is_copied_out_once_until_it_is_forgotten() -> None:
     assert tensor.tolist() == [5.0] * 4
 
 
+def test_what_was_copied_leaves_without_a_copy() -> None:
+    """The host's numbers are those of every view, until somebody forgets them."""
+    parked, buffer = Parked(), torch.arange(6.0)
+    assert parked.on_host(buffer) is None
+    parked.copy("params", [buffer])
+    (there,) = (each for each in [parked.on_host(buffer[2:5])] if each is not None)
+    assert there.tolist() == [2.0, 3.0, 4.0]
+    assert there.data_ptr() != buffer[2:5].data_ptr() and parked.on_host(there) is there
+
+    parked.offload("params", [buffer], Keep.SAME)
+    assert parked.copied == 24 and parked.on_host(buffer) is not None
+    parked.onload("params")
+    assert buffer.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    parked.forget("grads")
+    assert parked.on_host(buffer) is not None
+    parked.forget("params")
+    assert parked.on_host(buffer) is None
+
+
+def test_nothing_is_written_over_what_is_read() -> None:
+    parked, tensor, ended = Parked(), torch.ones(4), []
+    parked.offload("params", [tensor], Keep.SAME)
+    parked.onload("params")
+    parked.read_by(lambda: ended.append(True))
+    parked.offload("params", [tensor], Keep.SAME)
+    parked.onload("params")
+    assert not ended, "nothing was written to the host"
+    parked.forget("params")
+    parked.offload("params", [tensor], Keep.SAME)
+    parked.onload("params")
+    parked.settle()
+    assert ended == [True]
+
+
 def test_a_host_with_too_little_memory_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pinned, "free_bytes", lambda: 100)
     parked, tensor = Parked(), torch.ones(1000)

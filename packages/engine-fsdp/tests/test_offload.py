@@ -40,6 +40,12 @@ def hand_over(engine: FSDPEngine) -> int:
     return engine._parked.copied - before
 
 
+def written(folder: Path) -> bytes:
+    """Return the file that a save of one rank wrote."""
+    (path,) = folder.glob("shard-*")
+    return path.read_bytes()
+
+
 def steps(engine: FSDPEngine, moves: bool) -> None:
     for index in range(2):
         batch = make_batch(seed=index)
@@ -63,7 +69,9 @@ def test_a_hand_over_changes_no_bit(folder_of: Folder, case: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_each_byte_is_copied_once_each_way(folder_of: Folder, case: str) -> None:
-    """Nothing is allocated after the first time. Frozen weights are copied out once."""
+    """Nothing is allocated after the first time. What no step wrote to is not copied out
+    again.
+    """
     engine = make_engine(folder_of("qwen3"), **CASES[case])
     steps(engine, moves=False)
     sizes = {
@@ -78,8 +86,33 @@ def test_each_byte_is_copied_once_each_way(folder_of: Folder, case: str) -> None
     allocated = engine._parked.allocated
     assert moving + frozen <= allocated < 1.2 * (moving + frozen) + (64 << 10)
     for _ in range(3):
-        assert hand_over(engine) == 2 * moving + frozen
+        assert hand_over(engine) == moving + frozen
+    steps(engine, moves=False)
+    assert hand_over(engine) == 2 * moving + frozen
     assert engine._parked.allocated == allocated
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_checkpoint_of_an_engine_that_leaves_is_its_copy_on_the_host(
+    folder_of: Folder, tmp_path: Path, case: str
+) -> None:
+    """The next hand-over copies nothing out. One after a step waits until it is written."""
+    still, moved = (make_engine(folder_of("qwen3"), **CASES[case]) for _ in range(2))
+    steps(still, moves=False)
+    still.save(tmp_path, TRAINED).wait(60)
+    steps(moved, moves=True)
+    allocated, before = moved._parked.allocated, moved._parked.copied
+
+    (folder := tmp_path / "again").mkdir()
+    save = moved.save(folder, TRAINED)
+    out, back = moved._parked.copied - before, hand_over(moved)
+    assert 0 < out <= back
+    assert moved._parked.copied - before == out + back
+    steps(moved, moves=True)
+    assert save._done.done()
+    assert written(folder) == written(tmp_path)
+    assert moved._parked.allocated == allocated
+    assert sum(tensor.numel() for tensor in moved._host.values()) < 1000
 
 
 def test_the_host_s_copy_of_a_frozen_model_is_not_used_after_a_load(
@@ -168,7 +201,7 @@ def test_a_save_reads_the_host_s_memory_before_a_step_writes_there(
     engine = make_engine(folder_of("qwen3"), offload_optimizer=True, dtype="bf16")
     steps(engine, moves=False)
     engine.save(tmp_path, TRAINED).wait(60)
-    (wanted,) = (path.read_bytes() for path in tmp_path.glob("shard-*"))
+    wanted = written(tmp_path)
     batch = make_batch(seed=7)
     engine.forward_backward(batch, WANT, loss, info(batch, 2))
 
@@ -188,8 +221,7 @@ def test_a_save_reads_the_host_s_memory_before_a_step_writes_there(
     engine.step()
     assert go_on.is_set()
     save.wait(60)
-    (found,) = (path.read_bytes() for path in again.glob("shard-*"))
-    assert found == wanted
+    assert written(again) == wanted
     own = sum(tensor.nbytes for tensor in engine._host.values())
     assert own < 0.01 * len(wanted)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -40,8 +40,8 @@ class Save:
 
     The caller's thread copies ``tensors`` to the host, and another writes each once it
     is copied. Copies go into ``host`` memory of an earlier save, which returns there:
-    memory seen for the first time costs more than the copy. Those in ``still`` are
-    written from where they are.
+    memory seen for the first time costs more than the copy. What is ``on_host`` is
+    written from there.
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class Save:
         tensors: Mapping[str, Tensor],
         index: Mapping[str, Any] | None,
         host: dict[str, Tensor],
-        still: Collection[str],
+        on_host: Callable[[Tensor], Tensor | None],
     ) -> None:
-        self._path, self._host, self._still = path, host, still
+        self._path, self._host = path, host
         self._done: Future[FileHashes] = Future()
         # None is the end.
         self._copied: SimpleQueue[_Copy | None] = SimpleQueue()
@@ -63,8 +63,9 @@ class Save:
 
         try:
             for name, tensor in tensors.items():
-                at = tensor if name in still else host.pop(name, None)
-                self._copied.put(_Copy(name, tensor, at))
+                there = on_host(tensor)
+                own = host.pop(name, None) if there is None else None
+                self._copied.put(_Copy(name, tensor, own, there))
         # The thread waits for the end even if copying failed.
         finally:
             self._copied.put(None)
@@ -101,8 +102,7 @@ class Save:
             if header:
                 tensors = self._arriving(copies)
                 hashes[self._path.name] = tensorfile.write(self._path, header, tensors)
-            own = [copy for copy in copies if copy.name not in self._still]
-            self._host.update({copy.name: copy.host for copy in own})
+            self._host.update({copy.name: copy.host for copy in copies if copy.own})
             self._done.set_result(hashes)
         # This is the thread's boundary: wait() raises the error.
         except Exception as error:
@@ -117,19 +117,25 @@ class Save:
 class _Copy:
     """A tensor on its way to the host, in its device's stream.
 
-    No later update of the tensor can overtake the copy. There is none if ``host`` is
-    the tensor.
+    No later update of the tensor can overtake the copy.
+
+    Attributes:
+        host: the numbers on the host.
+        own: whether it is memory of its own. Otherwise they were there.
     """
 
-    def __init__(self, name: str, tensor: Tensor, host: Tensor | None) -> None:
-        self.name, self.event = name, None
+    def __init__(
+        self, name: str, tensor: Tensor, host: Tensor | None, there: Tensor | None
+    ) -> None:
+        self.name, self.event, self.own = name, None, there is None
+        if there is not None:
+            self.host = there
+            return
+
         on_gpu = tensor.device.type == "cuda"
         if host is None:
             host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
         self.host = host
-        if host is tensor:
-            return
-
         self.host.copy_(tensor, non_blocking=True)
         if on_gpu:
             self.event = torch.cuda.Event()
@@ -146,7 +152,7 @@ def save(
     state: Mapping[str, Tensor],
     mesh: DeviceMesh,
     host: dict[str, Tensor],
-    still: Collection[str] = (),
+    on_host: Callable[[Tensor], Tensor | None] = lambda _: None,
 ) -> Save:
     """Copy ``state`` to the host, and start to write it into the folder ``path``.
 
@@ -154,8 +160,8 @@ def save(
     save. It is empty at first.
 
     Args:
-        still: names of tensors on the host that nobody writes to before
-            :meth:`Save.end`, so that they are not copied.
+        on_host: where the host has a tensor already, if it has. Nobody writes there
+            before :meth:`Save.end`.
     """
     shards, shard = mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1)
     # Other replicas hold the same rows.
@@ -172,7 +178,7 @@ def save(
 
     index = {"shards": shards, "tensors": {name: _entry(tensor) for name, tensor in state.items()}}
     index = index if first and shard == 0 else None
-    return Save(path / _file(shard, shards), held, index, host, still)
+    return Save(path / _file(shard, shards), held, index, host, on_host)
 
 
 def is_native(path: Path, state: Mapping[str, Tensor]) -> bool:

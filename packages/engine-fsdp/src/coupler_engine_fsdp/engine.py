@@ -53,6 +53,8 @@ from coupler_engine_fsdp.value import zero_absent
 from coupler_engine_fsdp.weights import local
 
 BASE, TOP_LOGPROBS = "base_logprobs", "top_logprobs"
+CHANGING = "params", "copies", "optimizer"
+"""What of :meth:`FSDPEngine._held` a step writes to."""
 
 
 class FSDPEngine(Engine):
@@ -69,7 +71,8 @@ class FSDPEngine(Engine):
         self._membership: Membership | None = None
         # Host memory of the last checkpoint's copies, which the next one uses again.
         self._host: dict[str, Tensor] = {}
-        self._saving: checkpoint.Save | None = None
+        self._leaves = False
+        """Whether it was off its device before."""
         self.peers = ALONE
         self._parked = Parked()
 
@@ -243,7 +246,7 @@ class FSDPEngine(Engine):
         """
         assert self._optimizer is not None, "step() follows forward_backward()"
         self._parked.arrive()
-        self._end_save()
+        self._parked.forget(*CHANGING)
         return self._optimizer.step(float(self._norm))
 
     def weights(self) -> Iterator[Named]:
@@ -282,19 +285,20 @@ class FSDPEngine(Engine):
         """Copy parameters and optimizer to the host, and write them while training goes
         on.
 
+        An engine that leaves its device copies them to where they go then anyway.
         There is no gradient to save: checkpoints are made between steps.
         """
         state = self._state(what)
-        still = {name for name, tensor in state.items() if self._parked.holds(tensor)}
-        save = checkpoint.save(path, state, self.mesh, self._host, still)
-        self._saving = save if still else None
-        return save
+        if self._leaves:
+            self._host.clear()
+            for part in what - {Part.GRADS}:
+                for name, (tensors, keep) in self._held(part).items():
+                    if keep is Keep.SAME:
+                        self._parked.copy(name, map(local, tensors))
 
-    def _end_save(self) -> None:
-        """Let a save end that reads what is about to be written to."""
-        if self._saving:
-            self._saving.end()
-            self._saving = None
+        save = checkpoint.save(path, state, self.mesh, self._host, self._parked.on_host)
+        self._parked.read_by(save.end)
+        return save
 
     def load(self, path: Path, what: Parts) -> None:
         """Read what an engine saved on any number of ranks.
@@ -302,7 +306,7 @@ class FSDPEngine(Engine):
         Raises:
             CouplerError: ``path`` does not hold it.
         """
-        self._end_save()
+        self._parked.settle()
         state = self._state(what)
 
         self._parked.forget()
@@ -383,6 +387,7 @@ class FSDPEngine(Engine):
             self._membership.leave()
 
     def _park(self, what: Parts) -> None:
+        self._leaves = True
         self._reshard()
         for part in what:
             for name, (tensors, keep) in self._held(part).items():
@@ -412,7 +417,7 @@ class FSDPEngine(Engine):
         them.
         """
         if part is Part.OPTIMIZER:
-            return {"optimizer": (self._optimizer.tensors() if self._optimizer else [], Keep.ALL)}
+            return {"optimizer": (self._optimizer.tensors() if self._optimizer else [], Keep.SAME)}
 
         pairs = self.masters.pairs.values()
         copies = {id(pair.copy): pair.copy for pair in pairs}
@@ -422,10 +427,10 @@ class FSDPEngine(Engine):
             every = [each.grad for each in (*kept, *copies.values())]
             return {"grads": ([grad for grad in every if grad is not None], Keep.ALL)}
         return {
-            "params": ([each for each in kept if each.requires_grad], Keep.ALL),
+            "params": ([each for each in kept if each.requires_grad], Keep.SAME),
             "frozen": ([each for each in kept if not each.requires_grad], Keep.SAME),
             # They are cast anew, unless masters are not on the device then.
-            "copies": ([*copies.values()], Keep.ALL if self._masters_leave else Keep.NOTHING),
+            "copies": ([*copies.values()], Keep.SAME if self._masters_leave else Keep.NOTHING),
         }
 
     def _new_optimizer(self) -> Optimizer:

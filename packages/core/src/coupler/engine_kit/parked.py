@@ -6,7 +6,7 @@ whole again once the storage has it. The tensors stay the same objects.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from typing import NamedTuple
@@ -24,7 +24,7 @@ class Keep(StrEnum):
     """Says how much the host keeps of storages that leave the device."""
 
     ALL = "all"
-    # Nothing was written to them since they left before, so that the host has them.
+    # The same, unless they left before and Parked.forget() was not called since.
     SAME = "same"
     # They come back as zeros.
     NOTHING = "nothing"
@@ -45,9 +45,10 @@ class Parked:
         self.copied = self.allocated = 0
         self._away: dict[str, _Away] = {}
         self._host: dict[str, PinnedMemory] = {}
-        # What the host has of each, until forget().
+        # Where the host has what did not change, until forget().
         self._known: dict[str, list[_Place]] = {}
         self._coming: dict[str, torch.cuda.Event] = {}
+        self._reader: Callable[[], object] | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def offload(self, what: str, tensors: Iterable[Tensor], keep: Keep = Keep.ALL) -> None:
@@ -62,11 +63,12 @@ class Parked:
         if what in self._away:
             return
         self.arrive(what)
-        views = {tensor.untyped_storage()._cdata: tensor.detach() for tensor in tensors}
-        places = list(_places(views))
-
-        if keep is not Keep.NOTHING and not (keep is Keep.SAME and self._known.get(what) == places):
+        views, places = _found(tensors)
+        if keep is Keep.ALL:
             self._copy_out(what, views, places)
+        elif keep is Keep.SAME:
+            self._copy_once(what, views, places)
+
         for view in views.values():
             view.untyped_storage().resize_(0)
         self._away[what] = _Away(views, places, keep is not Keep.NOTHING)
@@ -95,21 +97,54 @@ class Parked:
         if wait:
             self.arrive(what)
 
+    def copy(self, what: str, tensors: Iterable[Tensor]) -> None:
+        """Copy the storages of ``tensors`` to the host, and leave them where they are.
+
+        A later :meth:`offload` with ``Keep.SAME`` has nothing to copy.
+
+        Raises:
+            CouplerError: the host has too little memory.
+        """
+        self.arrive(what)
+        self._copy_once(what, *_found(tensors))
+
     def kept(self, what: str, tensor: Tensor) -> Tensor:
         """Return what the host keeps of a tensor that is away, and is contiguous.
 
         What is written to it is part of what comes back.
         """
-        away, at = self._away[what], tensor.untyped_storage()._cdata
-        (place,) = (place for place in away.places if place.storage == at)
+        at = tensor.untyped_storage()._cdata
+        (place,) = (place for place in self._away[what].places if place.storage == at)
+        return self._view(what, place, tensor)
+
+    def on_host(self, tensor: Tensor) -> Tensor | None:
+        """Return the numbers of a contiguous tensor in host memory, or None.
+
+        That is the tensor itself, or what ``Keep.SAME`` and :meth:`copy` know of it.
+        """
+        at = tensor.untyped_storage()._cdata
+        if any(at == held.bytes.untyped_storage()._cdata for held in self._host.values()):
+            return tensor
+        for what, places in self._known.items():
+            for place in places:
+                if place.storage == at:
+                    return self._view(what, place, tensor)
+        return None
+
+    def read_by(self, end: Callable[[], object]) -> None:
+        """Let ``end`` return before anything is written to host memory again."""
+        self._reader = end
+
+    def settle(self) -> None:
+        """Wait for the end of who reads host memory."""
+        end, self._reader = self._reader, None
+        if end:
+            end()
+
+    def _view(self, what: str, place: _Place, tensor: Tensor) -> Tensor:
         first = place.start + tensor.storage_offset() * tensor.itemsize
         host = self._host[what].bytes[first : first + tensor.nbytes]
         return host.view(tensor.dtype).view(tensor.shape)
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Tell if a tensor is in the host memory of what leaves."""
-        memory = tensor.untyped_storage()._cdata
-        return any(memory == held.bytes.untyped_storage()._cdata for held in self._host.values())
 
     def arrive(self, *names: str) -> None:
         """Let work that is queued from now on wait for what comes back, by default for
@@ -119,12 +154,22 @@ class Parked:
             if event := self._coming.pop(what, None):
                 torch.cuda.current_stream(event.device).wait_event(event)
 
-    def forget(self) -> None:
-        """Say that storages may have been written to, so that none is the same."""
-        self._known.clear()
+    def forget(self, *names: str) -> None:
+        """Say that storages may have been written to, by default all, so that none is
+        the same.
+        """
+        for what in names or [*self._known]:
+            self._known.pop(what, None)
+
+    def _copy_once(self, what: str, views: dict[int, Tensor], places: list[_Place]) -> None:
+        if self._known.get(what) != places:
+            self._copy_out(what, views, places)
+            self._known[what] = places
 
     def _copy_out(self, what: str, views: dict[int, Tensor], places: list[_Place]) -> None:
         self._known.pop(what, None)
+        if places:
+            self.settle()
         host = self._room(what, places)
         with self._copying(what, views):
             for place in places:
@@ -133,7 +178,6 @@ class Parked:
                 self.copied += place.size
         if event := self._coming.pop(what, None):
             event.synchronize()
-        self._known[what] = places
 
     def _room(self, what: str, places: list[_Place]) -> Tensor:
         size = places[-1].end if places else 0
@@ -185,6 +229,12 @@ class _Away(NamedTuple):
 
 
 NOBODY = _Away({}, [], False)
+
+
+def _found(tensors: Iterable[Tensor]) -> tuple[dict[int, Tensor], list[_Place]]:
+    """Return a view of each storage, and where it goes in host memory."""
+    views = {tensor.untyped_storage()._cdata: tensor.detach() for tensor in tensors}
+    return views, [*_places(views)]
 
 
 def _places(views: dict[int, Tensor]) -> Iterator[_Place]:
