@@ -69,8 +69,8 @@ def test_a_hand_over_changes_no_bit(folder_of: Folder, case: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_each_byte_is_copied_once_each_way(folder_of: Folder, case: str) -> None:
-    """Nothing is allocated after the first time. What no step wrote to is not copied out
-    again.
+    """Nothing is allocated after the first time. What no step wrote to is not copied
+    out again.
     """
     engine = make_engine(folder_of("qwen3"), **CASES[case])
     steps(engine, moves=False)
@@ -96,7 +96,7 @@ def test_each_byte_is_copied_once_each_way(folder_of: Folder, case: str) -> None
 def test_a_checkpoint_of_an_engine_that_leaves_is_its_copy_on_the_host(
     folder_of: Folder, tmp_path: Path, case: str
 ) -> None:
-    """The next hand-over copies nothing out. One after a step waits until it is written."""
+    """The next hand-over copies nothing out. One after a step waits for the disk."""
     still, moved = (make_engine(folder_of("qwen3"), **CASES[case]) for _ in range(2))
     steps(still, moves=False)
     still.save(tmp_path, TRAINED).wait(60)
