@@ -16,6 +16,7 @@ from coupler.config.schema import Job, Offload
 from coupler.engine_kit.memory_plan import GIB, Asked, Kind, Needs, Phase, Term
 from coupler.errors import ConfigError
 from coupler.interfaces import Memory, Part
+from coupler.jobs import device_sharing
 from coupler.jobs.device_sharing import stays_of
 from coupler.loop.device_memory import GENERATING, SYNCING, Held, Holder
 from coupler.loop.trainer import TRAINED
@@ -226,6 +227,17 @@ def test_a_run_asks_for_what_the_plan_answers(folder: Path) -> None:
     assert stay(GENERATING) == every - {grads}
     assert stay({"policy": TRAINED}) == every - {cache}
     assert stay(SYNCING) == stay({"policy": frozenset({Held.PARAMS})}) == every - {grads}
+
+
+def test_too_little_host_memory_is_refused_before_a_model_is_loaded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = auto(folder, 80)
+    monkeypatch.setattr(device_sharing, "free_bytes", lambda: memory.host_bytes)
+    device_sharing.check_host(memory)
+    monkeypatch.setattr(device_sharing, "free_bytes", lambda: memory.host_bytes - 1)
+    with pytest.raises(ConfigError, match=r"GiB of host memory .*\n  try:  offload=false"):
+        device_sharing.check_host(memory)
 
 
 def test_what_a_backend_is_told(folder: Path) -> None:

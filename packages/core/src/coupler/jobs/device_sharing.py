@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from coupler.config.schema import ExecutorName, Offload, RunConfig
+from coupler.engine_kit.memory_plan import GIB
+from coupler.errors import ConfigError
 from coupler.executors.placement import JUDGE
 from coupler.interfaces import Memory, Part, ShardingManager
 from coupler.loop.device_memory import Held, Holder, Kept, Residency
@@ -16,8 +18,9 @@ from coupler.loop.rollout_group import RolloutGroup
 from coupler.loop.trainer import TRAINED
 from coupler.run.memory_plan import MemoryPlan, Parts, plan_memory
 from coupler.run.plan import Plan
+from coupler.system.gpu import gpu_is_visible
 from coupler.system.log import get_logger
-from coupler.system.process_memory import resident_bytes
+from coupler.system.process_memory import free_bytes, resident_bytes
 
 log = get_logger(__name__)
 
@@ -91,6 +94,9 @@ def share_devices(
     """Return the residency of a run whose roles live on the same devices.
 
     They take turns if ``offload`` says so, where AUTO needs a plan to.
+
+    Raises:
+        ConfigError: this host has too little memory for what leaves its devices.
     """
     # Without Ray all engines are in this process.
     apart = config.executor is ExecutorName.RAY
@@ -107,12 +113,33 @@ def share_devices(
         holders[JUDGE] = _rollout_holder(opinions.judge, apart, frozenset({Held.KV_CACHE}))
 
     every = config.offload is Offload.TRUE
-    if every or plan is None or plan.offload is Offload.FALSE:
+    if plan is None or plan.offload is Offload.FALSE or (every and not gpu_is_visible()):
         return Residency(holders, shared=every)
+
     memory = plan_memory(config, plan)
+    if not apart:
+        check_host(memory)
+    if every:
+        return Residency(holders, shared=True)
     return Residency(
         holders, shared=memory.offload is not Offload.FALSE, stays=stays_of(memory, holders)
     )
+
+
+def check_host(memory: MemoryPlan) -> None:
+    """Check that this host has room for what leaves the devices of all ranks.
+
+    Raises:
+        ConfigError: it has not, by the estimate of ``plan --memory``.
+    """
+    free = free_bytes()
+    if memory.host_bytes > free:
+        raise ConfigError(
+            f"{memory.host_bytes / GIB:.1f} GiB of host memory are needed for what leaves the "
+            f"GPU, and {free / GIB:.1f} GiB are free.\n"
+            "  try:  offload=false, engine.optimizer=adamw8bit, a smaller model, or a machine with "
+            "more memory"
+        )
 
 
 def stays_of(memory: MemoryPlan, holders: Mapping[str, Holder]) -> dict[Kept, Kept]:
