@@ -105,6 +105,20 @@ def test_a_template_that_rewrites_turns_is_a_warning(findings, model: Path) -> N
     assert "rewrites earlier turns" in found["text"]
 
 
+@pytest.mark.parametrize(("kind", "differs"), [("qwen2", True), ("opt", False)])
+def test_a_tokenizer_that_transformers_reads_otherwise_is_a_warning(
+    findings, model: Path, kind: str, differs: bool
+) -> None:
+    """It takes the rules of Qwen2's tokenizer for a model of that type."""
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"model_type": kind}))
+    found = findings()
+    assert ("tokenizer.json" in found) == differs
+    if differs:
+        assert found["tokenizer.json"]["verdict"] == "warning"
+        assert "otherwise than this file says" in found["tokenizer.json"]["text"]
+
+
 def test_no_data_and_bad_data(findings, tmp_path: Path) -> None:
     expect(findings(rows="")["data"], "rows.jsonl", "")
     expect(

@@ -29,6 +29,8 @@ from coupler.run.row_form import ColumnsOf
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 NUM_SAMPLES, MAX_ENCODED = 2, 1000
+# Digits, words, signs and spaces, which tokenizers cut by rules of their own.
+CUT = "it's 1,234 + 5  ?\n\n x"
 # A checkpoint and an export take so many times the model's own files: fp32 weights and
 # moments, from bf16.
 BYTES_OF_MODEL = 8
@@ -131,6 +133,7 @@ def tokenizer(model: Model) -> Iterator[Finding]:
         end = codec.tokenizer.convert_ids_to_tokens(codec.end_of_turn)
         codec.prompt_ids("hi", "")
         rewritten = codec.probe_prefix_preserving()
+        differs = _differs_from_file(model, codec)
     except CouplerError as error:
         yield from_error("tokenizer", error, fix)
         return
@@ -145,6 +148,8 @@ def tokenizer(model: Model) -> Iterator[Finding]:
         return
 
     yield ok("tokenizer", f"a turn ends with {end}")
+    if differs:
+        yield warning("tokenizer.json", differs)
     if not codec.tokenizer.chat_template:
         yield warning("chat template", "there is none: prompts are encoded as they stand")
     elif rewritten:
@@ -153,6 +158,26 @@ def tokenizer(model: Model) -> Iterator[Finding]:
         )
     else:
         yield ok("chat template", "renders, and never rewrites earlier turns")
+
+
+def _differs_from_file(model: Model, codec: Codec) -> str:
+    """Say if transformers cuts text otherwise than the file of the tokenizer does.
+
+    For some types of models it takes the rules of their own tokenizer, whatever the
+    file says.
+    """
+    file = Path(model.path) / "tokenizer.json"
+    if not file.is_file():
+        return ""
+    from tokenizers import Tokenizer
+
+    plain = Tokenizer.from_file(str(file)).encode(CUT, add_special_tokens=False)
+    if codec.tokenizer.encode(CUT, add_special_tokens=False) == plain.ids:
+        return ""
+    return (
+        f"transformers cuts {CUT!r} otherwise than this file says: its ids are trained, and a "
+        "server that follows the file, as SGLang's own does, reads others"
+    )
 
 
 def data(
