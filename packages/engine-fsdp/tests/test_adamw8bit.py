@@ -100,6 +100,26 @@ def test_it_learns_as_adamw_does() -> None:
     assert float(moved) > 0.98
 
 
+@pytest.mark.parametrize("scale", [1e-5, 1e-2, 10.0])
+@pytest.mark.parametrize("shape", [(256, 256), (2, 128, 64)])
+def test_a_weight_without_a_gradient_does_not_run_away(
+    shape: tuple[int, ...], scale: float
+) -> None:
+    """An expert without tokens has none. Its second moments were rounded to 0 before,
+    and weights moved by 7,000 times the rate.
+    """
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.zeros(shape))
+    config = FSDPConfig(optimizer="adamw8bit", weight_decay=0.0)
+    held = Moments(config, {"w": weight}, {"w": block_of(shape)})
+    for index in range(6):
+        weight.grad = torch.randn(shape) * scale * (index % 2 == 0)
+        before = weight.detach().clone()
+        for piece in held.in_turn():
+            held.advance(piece, 1.0)
+        assert float((weight - before).abs().max()) < 1.2
+
+
 def test_the_first_update_is_adamws(folder_of: Folder) -> None:
     """Clipping, decay and groups are. Only what a later step reads has 8 bits.
 

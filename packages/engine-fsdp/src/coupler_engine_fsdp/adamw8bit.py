@@ -40,9 +40,7 @@ def block_of(shape: Sequence[int]) -> int:
 def blocks_of(named: Mapping[str, Tensor], embedding: Tensor) -> dict[str, int]:
     """Return :func:`block_of` of each weight whose moments have 8 bits.
 
-    Those of the input embedding are fp32, as in section 2.3 of the paper: most of its
-    rows have no gradient in a step, and would move by their first moment over a second
-    one that was rounded to 0.
+    Those of the input embedding are fp32, as in section 2.3 of the paper.
     """
     blocks = {n: block_of(weight.shape) for n, weight in named.items() if weight is not embedding}
     return {name: block for name, block in blocks.items() if block}
@@ -121,12 +119,7 @@ def zeros(
         device,
     )
 
-    table = OptimState8bit.zeros(
-        (BLOCKS[0],),
-        signed,
-        BLOCKS[0],
-        device,
-    ).qmap
+    table = _table(OptimState8bit, signed, device)
     moments = [
         OptimState8bit(
             code.view(shard.shape),
@@ -142,6 +135,21 @@ def zeros(
         )
     ]
     return [codes, scales, whole], moments
+
+
+def _table(kind: Any, signed: bool, device: torch.device | None) -> Tensor:
+    """Return what codes stand for, fp32 [256].
+
+    A second moment above 0 is never 0: where a gradient is 0 next, as that of an expert
+    without tokens, the first moment over 0 would move a weight by thousands of steps.
+    """
+    table = kind.zeros((BLOCKS[0],), signed, BLOCKS[0], device).qmap
+    if signed:
+        return table
+
+    floor = table.clone()
+    floor[0] = table[1] / 2
+    return floor
 
 
 def parts(
