@@ -171,6 +171,7 @@ class Parked:
         if places:
             self.settle()
         host = self._room(what, places)
+
         with self._copying(what, views):
             for place in places:
                 whole = _bytes_of(views[place.storage])

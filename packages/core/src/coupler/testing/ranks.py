@@ -41,12 +41,9 @@ from coupler.testing.subject import build
 
 Arrays = dict[str, np.ndarray]
 Wanted = str | tuple[str, int]  # an output's name, or that with its number of ids
-# These are slow to import, and touch no GPU.
-PRELOADED = ("torch", "torch.distributed.fsdp")
-# It imports torchao where that is installed, which touches a GPU.
-ON_CPU = ("transformers.modeling_utils",)
-# The variable that --coupler-share-gpus sets: each rank is a host of its own to NCCL.
-SHARE_GPUS = "COUPLER_SHARE_GPUS"
+# Slow to import. The last imports torchao if it is there, which touches a GPU.
+PRELOADED = ("torch", "torch.distributed.fsdp", "transformers.modeling_utils")
+SHARE_GPUS = "COUPLER_SHARE_GPUS"  # set by --coupler-share-gpus: each rank is a host to NCCL
 
 
 class RankFailed(CouplerError):
@@ -429,9 +426,8 @@ def main(number: int, target: str) -> None:
     """Fork a rank for each message on the socket of this number. End when its other end
     is closed.
     """
-    # What has touched a GPU cannot be forked.
-    on_cpu = not Path("/dev/nvidiactl").exists()
-    for module in (*PRELOADED, *(ON_CPU if on_cpu else ())):
+    on_cpu = not Path("/dev/nvidiactl").exists()  # what has touched a GPU cannot be forked
+    for module in PRELOADED if on_cpu else PRELOADED[:-1]:
         with contextlib.suppress(ImportError):  # an engine may need none of them
             import_module(module)
     if on_cpu:
