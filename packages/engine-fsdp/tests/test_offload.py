@@ -40,6 +40,12 @@ def hand_over(engine: FSDPEngine) -> int:
     return engine._parked.copied - before
 
 
+def same_weights(first: FSDPEngine, second: FSDPEngine) -> None:
+    want, got = arrays(first.weights()), arrays(second.weights())
+    for name, w in want.items():
+        np.testing.assert_array_equal(got[name], w, err_msg=name)
+
+
 def written(folder: Path) -> bytes:
     """Return the file that a save of one rank wrote."""
     (path,) = folder.glob("shard-*")
@@ -62,9 +68,7 @@ def test_a_hand_over_changes_no_bit(folder_of: Folder, case: str) -> None:
     still, moved = (make_engine(folder_of("qwen3"), **CASES[case]) for _ in range(2))
     steps(still, moves=False)
     steps(moved, moves=True)
-    want, got = arrays(still.weights()), arrays(moved.weights())
-    for name, w in want.items():
-        np.testing.assert_array_equal(got[name], w, err_msg=name)
+    same_weights(still, moved)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -141,9 +145,7 @@ def test_moments_in_host_memory_change_no_bit(folder_of: Folder, case: str) -> N
     for engine in (plain, away):
         steps(engine, moves=False)
     assert len(away._optimizer.moments.pieces) > 1 or case == "lora"
-    want, got = arrays(plain.weights()), arrays(away.weights())
-    for name, w in want.items():
-        np.testing.assert_array_equal(got[name], w, err_msg=name)
+    same_weights(plain, away)
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -181,16 +183,13 @@ def test_a_checkpoint_does_not_say_where_moments_were(
     first.save(tmp_path, TRAINED).wait(60)
     second = make_engine(folder_of("qwen3"), offload_optimizer=after, dtype=dtype)
     second.load(tmp_path, TRAINED)
-    for name, w in arrays(first.weights()).items():
-        np.testing.assert_array_equal(arrays(second.weights())[name], w, err_msg=name)
+    same_weights(first, second)
 
     batch = make_batch(seed=7)
     for engine in (first, second):
         engine.forward_backward(batch, WANT, loss, info(batch, 2))
         engine.step()
-    want, got = arrays(first.weights()), arrays(second.weights())
-    for name, w in want.items():
-        np.testing.assert_array_equal(got[name], w, err_msg=name)
+    same_weights(first, second)
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -247,9 +246,7 @@ def test_weights_that_a_rollout_gets_do_not_say_where_masters_are(
     )
     for engine in (still, away):
         steps(engine, moves=False)
-    want, got = arrays(still.weights()), arrays(away.weights())
-    for name, w in want.items():
-        np.testing.assert_array_equal(got[name], w, err_msg=name)
+    same_weights(still, away)
 
 
 def test_masters_are_never_on_the_device_beside_a_rollout(folder_of: Folder) -> None:
@@ -267,9 +264,7 @@ def test_both_kinds_of_offload_together(folder_of: Folder) -> None:
     still, moved = (make_engine(folder_of("qwen3"), **settings) for _ in range(2))
     steps(still, moves=False)
     steps(moved, moves=True)
-    want, got = arrays(still.weights()), arrays(moved.weights())
-    for name, w in want.items():
-        np.testing.assert_array_equal(got[name], w, err_msg=name)
+    same_weights(still, moved)
 
 
 @pytest.mark.parametrize("other", [{"ranks": 2}, {"optimizer": OptimizerName.MUON}])

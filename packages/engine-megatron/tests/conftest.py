@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from families import CONFIGS, References, Start, references
 
+from coupler.interfaces import Rank
 from coupler.testing.ranks import World
 
 
@@ -36,3 +38,11 @@ def start(tmp_path: Path) -> Iterator[Start]:
     yield make
     for world in made:
         world.close()
+
+
+@pytest.fixture
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
+    """A rank that chooses kernels for the whole process, until the end of the test."""
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    yield Rank(deterministic=True)
+    torch.use_deterministic_algorithms(False)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -211,14 +211,6 @@ def test_activations_of_experts_computed_again_change_no_gradient(
         engine.forward_backward(batch, WANT, losses.surrogate, StepInfo(batch.num_tokens, 0))
         found.append({name: as_array(tensor) for name, tensor in engine.gradients()})
     assert closeness(*found) > 1 - 1e-5
-
-
-@pytest.fixture
-def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
-    """A rank that chooses kernels for the whole process, until the end of the test."""
-    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-    yield Rank(deterministic=True)
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("name", ["llama", "moe"])

@@ -4,7 +4,6 @@ float64, of linear maps and of experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -197,14 +196,6 @@ def test_activations_computed_again_change_no_gradient(reference_of: References)
         found.append(train(engine, batch, 1))
     for other in found[1:]:
         assert closeness(other, found[0]) > 1 - 1e-4
-
-
-@pytest.fixture
-def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
-    """A rank that chooses kernels for the whole process, until the end of the test."""
-    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-    yield Rank(deterministic=True)
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "moe"])
