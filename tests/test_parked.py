@@ -8,6 +8,7 @@ import torch
 from coupler.engine_kit import pinned
 from coupler.engine_kit.parked import Keep, Parked
 from coupler.errors import CouplerError
+from coupler.system import process_memory
 
 
 def test_storages_come_back_behind_every_view() -> None:
@@ -109,7 +110,7 @@ def test_nothing_is_written_over_what_is_read() -> None:
 
 
 def test_a_host_with_too_little_memory_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinned, "free_bytes", lambda: 100)
+    monkeypatch.setattr(process_memory, "free_bytes", lambda: 100)
     parked, tensor = Parked(), torch.ones(1000)
     with pytest.raises(CouplerError, match=r"host memory .*\n  try:  offload=false"):
         parked.offload("params", [tensor])
@@ -121,7 +122,7 @@ def test_what_found_no_room_is_copied_out_the_next_time(monkeypatch: pytest.Monk
     parked.offload("frozen", [small], Keep.SAME)
     parked.onload("frozen")
     with monkeypatch.context() as patched:
-        patched.setattr(pinned, "free_bytes", lambda: 100)
+        patched.setattr(process_memory, "free_bytes", lambda: 100)
         with pytest.raises(CouplerError, match="host memory"):
             parked.offload("frozen", [small, large], Keep.SAME)
 

@@ -16,14 +16,14 @@ from coupler.config.schema import Job, Offload
 from coupler.engine_kit.memory_plan import GIB, Asked, Kind, Needs, Phase, Term
 from coupler.errors import ConfigError
 from coupler.interfaces import Memory, Part
-from coupler.jobs import device_sharing
-from coupler.jobs.device_sharing import stays_of
+from coupler.jobs.device_sharing import check_host, stays_of
 from coupler.loop.device_memory import GENERATING, SYNCING, Held, Holder
 from coupler.loop.trainer import TRAINED
 from coupler.plugins.manager import Plugins
 from coupler.run.memory_plan import MemoryPlan, plan_memory
 from coupler.run.memory_text import render
 from coupler.run.plan import make_plan
+from coupler.system import process_memory
 from coupler.testing.toy_config import ToyEngineConfig, ToyRolloutConfig
 
 NEEDED = [
@@ -233,11 +233,11 @@ def test_too_little_host_memory_is_refused_before_a_model_is_loaded(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = auto(folder, 80)
-    monkeypatch.setattr(device_sharing, "free_bytes", lambda: memory.host_bytes)
-    device_sharing.check_host(memory)
-    monkeypatch.setattr(device_sharing, "free_bytes", lambda: memory.host_bytes - 1)
+    monkeypatch.setattr(process_memory, "free_bytes", lambda: memory.host_bytes)
+    check_host(memory)
+    monkeypatch.setattr(process_memory, "free_bytes", lambda: memory.host_bytes - 1)
     with pytest.raises(ConfigError, match=r"GiB of host memory .*\n  try:  offload=false"):
-        device_sharing.check_host(memory)
+        check_host(memory)
 
 
 def test_what_a_backend_is_told(folder: Path) -> None:

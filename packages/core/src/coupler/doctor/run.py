@@ -176,7 +176,7 @@ def _differs_from_file(model: Model, codec: Codec) -> str:
         return ""
     return (
         f"transformers cuts {CUT!r} otherwise than this file says: its ids are trained, and a "
-        "server that follows the file, as SGLang's own does, reads others"
+        "server that follows the file reads others"
     )
 
 

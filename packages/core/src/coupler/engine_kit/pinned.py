@@ -13,9 +13,8 @@ from torch import Tensor
 
 from coupler.errors import CouplerError
 from coupler.system.log import get_logger
-from coupler.system.process_memory import free_bytes
+from coupler.system.process_memory import GIB, host_shortage
 
-GIB = 1 << 30
 PAGE = mmap.PAGESIZE
 # More threads map pages no faster.
 THREADS = min(8, os.cpu_count() or 1)
@@ -38,13 +37,8 @@ class PinnedMemory:
         Raises:
             CouplerError: the host has less memory free.
         """
-        free = free_bytes()
-        if size > free:
-            raise CouplerError(
-                f"{size / GIB:.1f} GiB of host memory are needed for what leaves a device, and "
-                f"{free / GIB:.1f} GiB are free.\n"
-                "  try:  offload=false, a machine with more memory, or fewer ranks on this one"
-            )
+        if text := host_shortage(size):
+            raise CouplerError(text)
 
         region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from coupler.config.schema import ExecutorName, Offload, RunConfig
-from coupler.engine_kit.memory_plan import GIB
 from coupler.errors import ConfigError
 from coupler.executors.placement import JUDGE
 from coupler.interfaces import Memory, Part, ShardingManager
@@ -20,7 +19,7 @@ from coupler.run.memory_plan import MemoryPlan, Parts, plan_memory
 from coupler.run.plan import Plan
 from coupler.system.gpu import gpu_is_visible
 from coupler.system.log import get_logger
-from coupler.system.process_memory import free_bytes, resident_bytes
+from coupler.system.process_memory import host_shortage, resident_bytes
 
 log = get_logger(__name__)
 
@@ -132,14 +131,8 @@ def check_host(memory: MemoryPlan) -> None:
     Raises:
         ConfigError: it has not, by the estimate of ``plan --memory``.
     """
-    free = free_bytes()
-    if memory.host_bytes > free:
-        raise ConfigError(
-            f"{memory.host_bytes / GIB:.1f} GiB of host memory are needed for what leaves the "
-            f"GPU, and {free / GIB:.1f} GiB are free.\n"
-            "  try:  offload=false, engine.optimizer=adamw8bit, a smaller model, or a machine with "
-            "more memory"
-        )
+    if text := host_shortage(memory.host_bytes):
+        raise ConfigError(text)
 
 
 def stays_of(memory: MemoryPlan, holders: Mapping[str, Holder]) -> dict[Kept, Kept]:

@@ -6,6 +6,7 @@ import contextlib
 import os
 from pathlib import Path
 
+GIB = 1 << 30
 GROUPS = Path("/sys/fs/cgroup")
 LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
 # A container's limit, its use, and the field of its cached files, which make room.
@@ -45,6 +46,21 @@ def free_bytes() -> int:
         cached = _fields(stat)["inactive_file"]
         bounds.append(int(most.read_text()) - int(used.read_text()) + cached)
     return max(min(bounds), 0)
+
+
+def host_shortage(size: int) -> str:
+    """Say that the host has less free than ``size`` bytes for what leaves a device.
+
+    The answer is "" where it has them.
+    """
+    free = free_bytes()
+    if size <= free:
+        return ""
+    return (
+        f"{size / GIB:.1f} GiB of host memory are needed for what leaves a device, and "
+        f"{free / GIB:.1f} GiB are free.\n"
+        "  try:  offload=false, a machine with more memory, or fewer ranks on this one"
+    )
 
 
 def _fields(path: Path) -> dict[str, int]:
