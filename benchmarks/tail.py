@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--mean", type=float, default=256, help="tokens of a completion")
     parser.add_argument("--tokens", type=int, default=1536, help="most of a completion")
-    parser.add_argument("--lr", type=float, default=1e-5)
+    parser.add_argument("--lr", type=float, default=1e-6)
     parser.add_argument("--steps", type=int, default=8, help=f"of each mode, after {WARM_UP}")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=[*MODES])
     parser.add_argument("--mode", choices=MODES, help="be one job; the script starts them")
