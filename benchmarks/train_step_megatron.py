@@ -1,13 +1,15 @@
-"""Share of the GPUs' matmul peak that a training step of engine=megatron reaches, and
+r"""Share of the GPUs' matmul peak that a training step of engine=megatron reaches, and
 what its export costs.
 
     python benchmarks/train_step_megatron.py 1.5b engine.gradient_checkpointing=none
-    python benchmarks/train_step_megatron.py 7b --gpus 4 engine.tensor_parallel=2
-    engine.gradient_checkpointing=none python benchmarks/train_step_megatron.py moe
-    --gpus 4 --skewed engine.expert_parallel=4 python benchmarks/train_step_megatron.py
-    moe --gpus 4 --engine fsdp engine.gradient_checkpointing=false
+    python benchmarks/train_step_megatron.py 7b --gpus 4 engine.tensor_parallel=2 \
+        engine.gradient_checkpointing=none
+    python benchmarks/train_step_megatron.py moe --gpus 4 --skewed \
+        engine.expert_parallel=4
+    python benchmarks/train_step_megatron.py moe --gpus 4 --engine fsdp \
+        engine.gradient_checkpointing=false
 
-Random weights; 16,384 tokens a data shard and step, in sequences of 2,048. A step is
+Random weights; --tokens a data shard and step, in sequences of 2,048. A step is
 forward, log-probs, backward, clipping and AdamW with fp32 weights. Model FLOPs: 6 x
 parameters of a token's path x tokens, and causal attention. The peak is a bf16 product
 of 8,192 x 8,192 x 8,192 on each GPU, measured just before. ``export`` is a pass over
@@ -40,7 +42,7 @@ from coupler.metrics import Metric, Metrics
 from coupler.plugins.manager import Plugins
 from coupler.testing.subject import configured, parse_settings
 
-TOKENS, LENGTH = 16_384, 2_048
+LENGTH = 2_048
 _QWEN = {"max_position_embeddings": 32_768}
 SHAPES: dict[str, PreTrainedConfig] = {
     "tiny": Qwen2Config(
@@ -125,16 +127,16 @@ def surrogate(out: Columns, batch: Columns) -> tuple[torch.Tensor, Metrics]:
     }
 
 
-def batch_of(vocabulary: int, seed: int, shards: int) -> Batch:
+def batch_of(vocabulary: int, seed: int, tokens: int, shards: int) -> Batch:
     random = np.random.default_rng(seed)
-    mask = np.tile(np.arange(LENGTH) > 0, TOKENS // LENGTH)
+    mask = np.tile(np.arange(LENGTH) > 0, tokens // LENGTH)
     columns = {
-        "tokens": random.integers(0, vocabulary, TOKENS).astype(np.int32),
+        "tokens": random.integers(0, vocabulary, tokens).astype(np.int32),
         "loss_mask": mask,
         "loss_weight": (mask / mask.sum() / shards).astype(np.float32),
-        "advantages": random.normal(size=TOKENS).astype(np.float32),
+        "advantages": random.normal(size=tokens).astype(np.float32),
     }
-    return Batch(np.full(TOKENS // LENGTH, LENGTH), columns)
+    return Batch(np.full(tokens // LENGTH, LENGTH), columns)
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -163,7 +165,7 @@ def run(index: int, args: argparse.Namespace, folder: str, rendezvous: str) -> N
     backend = Plugins.load().get("engine", args.engine)
     settings = {
         "lr": 1e-6,
-        "max_tokens_per_gpu": TOKENS,
+        "max_tokens_per_gpu": args.tokens,
         **parse_settings(args.settings).get("engine", {}),
     }
     engine = backend.load()(configured(backend.config, settings), Model(folder))
@@ -172,10 +174,10 @@ def run(index: int, args: argparse.Namespace, folder: str, rendezvous: str) -> N
     )
     config, shards = SHAPES[args.shape], layout.num_shards
     batches = [
-        batch_of(config.vocab_size, layout.shard_of[index] + 97 * i, shards)
+        batch_of(config.vocab_size, layout.shard_of[index] + 97 * i, args.tokens, shards)
         for i in range(args.steps + 2)
     ]
-    info = StepInfo(TOKENS * shards, 0)
+    info = StepInfo(args.tokens * shards, 0)
     metrics: Metrics = {}
 
     def train(batch: Batch) -> None:
@@ -190,12 +192,13 @@ def run(index: int, args: argparse.Namespace, folder: str, rendezvous: str) -> N
         "engine": args.engine,
         "shape": args.shape + " skewed" * args.skewed,
         "gpus": args.gpus,
+        "tokens": args.tokens,
         "settings": " ".join(args.settings),
         "step_s": round(seconds, 4),
         "first_step_s": round(warm[0], 2),
-        "tokens_per_s": round(TOKENS * shards / seconds),
+        "tokens_per_s": round(args.tokens * shards / seconds),
         "peak_tflops": round(peak / 1e12) if torch.cuda.is_available() else 0,
-        "of_peak": round(step_flops(config, TOKENS * shards) / seconds / args.gpus / peak, 4),
+        "of_peak": round(step_flops(config, args.tokens * shards) / seconds / args.gpus / peak, 4),
         "most_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1)
         if torch.cuda.is_available()
         else 0.0,
@@ -267,6 +270,7 @@ def main() -> None:
     parser.add_argument("settings", nargs="*", help="engine.KEY=VALUE")
     parser.add_argument("--engine", default="megatron")
     parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--tokens", type=int, default=16_384, help="of a micro-batch and step")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--profile", action="store_true", help="print where the time goes")
     parser.add_argument("--skewed", action="store_true", help="most tokens to few experts")
