@@ -230,10 +230,12 @@ def test_old_logprobs_that_are_always_needed_are_the_trainer_s(tmp_path: Path, n
 class OneIsNaN(ToyEngine):
     """Answers NaN for one sampled token of every batch that the trainer completes."""
 
+    fewest = 4
+
     def forward(self, batch, want):  # type: ignore[no-untyped-def]
         done = super().forward(batch, want)
         # the proof of the weights, which is not what is tested here
-        if len(batch) < 16:
+        if len(batch) < self.fewest:
             return done
         logprobs = done["logprobs"].copy()
         logprobs[np.flatnonzero(batch["loss_mask"])[5]] = np.nan
@@ -262,6 +264,48 @@ def test_a_column_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
     assert run.policy.steps_done == 0
 
 
+SLOW = REWARD.replace("def score(completion):", "import time\ndef score(completion, row):").replace(
+    "    return", "    time.sleep(0.4 * (row['index'] == 3))\n    return"
+)
+
+
+def watched(folder: Path, **changes: str) -> tuple[ToyRun, list[int]]:
+    """Return a run, and how many groups of its step were still waited for at each pass
+    for old log-probs.
+    """
+    folder.mkdir()
+    algorithm = "test_trainer:ReadsOld"
+    run, waiting = ToyRun(folder, small(), algorithm=algorithm, **changes), []
+    run.pool = RewardPool(run.pool.target, 2, 10.0, 0.01)
+    forward = run.policy.forward
+
+    def noted(batch, want):  # type: ignore[no-untyped-def]
+        waiting.append(len(run.buffer.admitted))
+        return forward(batch, want)
+
+    run.policy.forward = noted  # type: ignore[method-assign]
+    return run, waiting
+
+
+def test_engines_complete_what_is_there_while_a_group_is_waited_for(tmp_path: Path) -> None:
+    """The numbers do not depend on it, nor on what was waited for."""
+    (quick, _), (slow, waiting) = (
+        watched(tmp_path / "quick"),
+        watched(tmp_path / "slow", reward=SLOW),
+    )
+    assert numbers(quick.run()) == numbers(slow.run())
+    # two passes of the proof, and four parts of each step
+    assert len(waiting) == 2 + 6 * 4
+    assert max(waiting[2:]) > 0
+
+
+def test_an_error_in_a_part_ends_the_run(tmp_path: Path) -> None:
+    run, _ = watched(tmp_path / "run", reward=SLOW, engine="test_trainer:OneIsNaN")
+    with pytest.raises(CouplerError, match=r"old_logprobs is not finite at 1 of \d+ sampled"):
+        run.run()
+    assert run.policy.steps_done == 0
+
+
 def test_what_stands_under_the_mask_may_be_anything(tmp_path: Path) -> None:
     engine = "test_trainer:NaNUnderTheMask"
     log = ToyRun(tmp_path, small(steps=2), algorithm="test_trainer:ReadsOld", engine=engine).run()
@@ -284,8 +328,8 @@ def test_one_optimizer_step_costs_no_pass_for_old_logprobs(tmp_path: Path, numbe
     passes, forward = [], run.policy.forward
     run.policy.forward = lambda batch, want: passes.append(want) or forward(batch, want)  # type: ignore
     run.run()
-    # the proof of the weights takes two
-    assert len(passes) == (2 + 2 if number > 1 else 2)
+    # the proof of the weights takes two, and each of four parts of a step one
+    assert len(passes) == (2 + 4 * 2 if number > 1 else 2)
 
 
 def test_a_reward_that_raises_stops_the_run_with_its_traceback(tmp_path: Path) -> None:
@@ -562,11 +606,6 @@ def test_one_replica_s_nan_is_not_hidden_by_another(tmp_path: Path) -> None:
 
 async def same(answers: list[Any], *_: object) -> list[Any]:
     return answers
-
-
-SLOW = REWARD.replace("def score(completion):", "import time\ndef score(completion, row):").replace(
-    "    return", "    time.sleep(0.4 * (row['index'] == 3))\n    return"
-)
 
 
 @pytest.mark.parametrize("max_staleness", [1, 2])

@@ -80,7 +80,7 @@ BOUNDED = {  # file, call: what ends it
         "buffer.py",
         "self.changed.wait_for(self.has_room)",
     ): "advance() of the trainer, which cancels it in the end",
-    ("buffer.py", "self.changed.wait_for(lambda: self.failure or self._first_are_ready())"): (
+    ("buffer.py", "self.changed.wait_for(lambda: self.failure or self._are_ready(count))"): (
         "its groups, whose calls are announced and end by waits.deadline_s and "
         "reward.timeout_s, or fail()"
     ),

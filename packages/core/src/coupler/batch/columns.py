@@ -20,9 +20,12 @@ TOP_IDS: Final = "top_ids"
 # only engines read these, and they are wider than all other columns together
 OF_ENGINES: Final = (ROUTED_EXPERTS, SAMPLING_MASK, TOP_IDS)
 
+# the column [B] of the part of a step that engines completed a row with
+PART: Final = "part"
+
 # no loss reads these: the source of each token, its turn and what that was shown, how
-# the episode ended, and the number of its row in the data
-OF_RECORDS: Final = ("origin", "turn", "anchor", "ended", "row")
+# the episode ended, the number of its row in the data, and its part of the step
+OF_RECORDS: Final = ("origin", "turn", "anchor", "ended", "row", PART)
 
 
 def of_policy(batch: Batch) -> Batch:

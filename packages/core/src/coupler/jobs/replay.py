@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from coupler.batch import Batch
+from coupler.batch.columns import PART
 from coupler.config.compose import Composed
 from coupler.errors import CouplerError
 from coupler.interfaces import Output
@@ -114,8 +115,16 @@ async def _on_the_engine(
         )
 
     group = await _role(builder, role, run_dir, step - 1, trains=False)
-    now = (await group.forward(batch, (output,)))[output.name]
+    now = await _forward(group, batch, output)
     return _compare(_describe(batch[column], batch), _describe(now, batch))
+
+
+async def _forward(group: EngineGroup, batch: Batch, output: Output) -> np.ndarray:
+    """Compute an output of all rows, in the parts that the run took."""
+    part = batch[PART] if batch.has(PART) else np.zeros(len(batch))
+    rows = [np.flatnonzero(part == number) for number in np.unique(part)]
+    answers = [await group.forward(batch.take(some), (output,)) for some in rows]
+    return np.concatenate([answer[output.name] for answer in answers])
 
 
 async def _train(builder: Builder, run_dir: Path, step: int, batch: Batch) -> Metrics:

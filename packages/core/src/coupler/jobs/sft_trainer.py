@@ -15,11 +15,12 @@ from coupler.config.schema import RunConfig
 from coupler.data import Example, PromptStream
 from coupler.interfaces import Algorithm
 from coupler.jobs.patience import Patience
+from coupler.loop.completing import Provider, complete
 from coupler.loop.device_memory import Residency
 from coupler.loop.engine_group import EngineGroup
 from coupler.loop.state import State
 from coupler.loop.step_metrics import Clock, of_steps
-from coupler.loop.trainer import TRAINED, OnStep, Provider, SkippedSteps, complete
+from coupler.loop.trainer import TRAINED, OnStep, SkippedSteps
 
 
 class SupervisedTrainer:

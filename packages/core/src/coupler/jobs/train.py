@@ -29,10 +29,11 @@ from coupler.jobs.preflight import check_spelling, import_classes, place, report
 from coupler.jobs.teacher import find_teachers, make_teachers
 from coupler.jobs.teaching import find_prompts, make_teaching
 from coupler.loop.buffer import Buffer
+from coupler.loop.completing import Provider
 from coupler.loop.device_memory import Held, Residency
 from coupler.loop.engine_group import EngineGroup
 from coupler.loop.sampler import Sampler, Scorer
-from coupler.loop.trainer import Provider, Trainer
+from coupler.loop.trainer import Trainer
 from coupler.loop.turns import OLD_LOGPROBS, warmup_steps
 from coupler.metrics import Metrics, merge
 from coupler.plugins.manager import Plugins

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
+
+import numpy as np
 
 from coupler.batch import Batch
 from coupler.errors import CouplerError
@@ -78,20 +80,29 @@ class Buffer:
             self.failure = self.failure or error
             self.changed.notify_all()
 
-    async def take(self) -> list[Batch]:
-        """Wait for the groups of a step, and return them in the order of admission."""
+    async def take(self, parts: int = 1) -> AsyncIterator[list[Batch]]:
+        """Wait for the groups of a step, and yield them in the order of admission.
+
+        Args:
+            parts: how many lists they come in, each as soon as its groups are scored.
+        """
+        for numbers in np.array_split(range(self.prompts_per_step), parts):
+            if len(numbers):
+                yield await self._first(len(numbers))
+        self.rejected_in_step = 0
+
+    async def _first(self, count: int) -> list[Batch]:
+        """Wait for the first ``count`` of the admitted groups, and take them."""
         async with self.changed:
-            await self.changed.wait_for(lambda: self.failure or self._first_are_ready())
+            await self.changed.wait_for(lambda: self.failure or self._are_ready(count))
             if self.failure:
                 raise self.failure
-            self.rejected_in_step = 0
-            first = self.admitted[: self.prompts_per_step]
-            self.admitted = self.admitted[self.prompts_per_step :]
+            first, self.admitted = self.admitted[:count], self.admitted[count:]
             return [self.ready.pop(number) for number in first]
 
-    def _first_are_ready(self) -> bool:
-        first = self.admitted[: self.prompts_per_step]
-        return len(first) == self.prompts_per_step and self.ready.keys() >= set(first)
+    def _are_ready(self, count: int) -> bool:
+        first = self.admitted[:count]
+        return len(first) == count and self.ready.keys() >= set(first)
 
     def state(self) -> dict[str, Any]:
         """Return the counters as plain JSON, without the groups of ``ready``."""

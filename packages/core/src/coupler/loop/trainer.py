@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 
 import numpy as np
 
@@ -16,16 +17,15 @@ from coupler.conversation.measures import describe, describe_trained
 from coupler.errors import CouplerError, WeightSyncError
 from coupler.interfaces import Algorithm, ShardingManager, StepResult
 from coupler.loop.buffer import Buffer
+from coupler.loop.completing import Completing, Provider, complete
 from coupler.loop.device_memory import GENERATING, Held, Residency
 from coupler.loop.engine_group import EngineGroup
 from coupler.loop.sampler import Sampler
 from coupler.loop.state import State
 from coupler.loop.step_metrics import Clock, of_role, reproducible
-from coupler.loop.turns import OLD_LOGPROBS, Turn, takes_one_step, turns_of
+from coupler.loop.turns import Turn, turns_of
 from coupler.metrics import Metrics, merge
 
-# computes token columns, by their names
-Provider = Callable[[Batch], Awaitable[Mapping[str, np.ndarray]]]
 # gets the number and the metrics of a finished step
 OnStep = Callable[[int, Metrics], Awaitable[None]]
 # keeps the batch of a step and the metrics of training on it
@@ -33,6 +33,8 @@ Record = Callable[[int, Batch, Metrics], None]
 # judges a step by metrics of the engine, those of the sampler, and its prompt groups
 Judge = Callable[[Metrics, Metrics, int], Metrics]
 TRAINED = frozenset({Held.PARAMS, Held.GRADS, Held.OPTIMIZER})
+PARTS = 4
+"""Parts of a step that engines complete while the others are still sampled."""
 
 
 class Trainer:
@@ -58,9 +60,11 @@ class Trainer:
         judge: Judge,
     ) -> None:
         self.config, self.policy, self.weights, self.algorithm = config, policy, weights, algorithm
-        self.sampler, self.buffer, self.providers = sampler, buffer, providers
+        self.sampler, self.buffer = sampler, buffer
         self.residency, self.record, self.judge = residency, record, judge
         self.critic = critic
+        self.complete = partial(complete, config=config, algorithm=algorithm, providers=providers)
+        self.parts = 1 if residency.shared or config.max_staleness else PARTS
 
         self.skips = {
             role: SkippedSteps(config.max_skipped_steps, role) for role in ("policy", "critic")
@@ -90,14 +94,20 @@ class Trainer:
     async def step(self, step: int) -> Metrics:
         """Train step number ``step``, and return its metrics."""
         clock = Clock()
-        async with clock("time/sample"), self.residency("sample", GENERATING):
-            # Not in the step before, so that nothing runs while a checkpoint is made.
-            await self.buffer.advance(step - 1)
-            batch = Batch.concat(await self.buffer.take())
-            check_versions(of_policy(batch), step - 1, self.config.max_staleness)
-        async with clock("time/complete"):
-            whole = await complete(batch, self.config, self.algorithm, self.providers)
-            batch, controlled = self.control(whole)
+        completing = Completing(self.complete)
+        try:
+            async with clock("time/sample"), self.residency("sample", GENERATING):
+                # not in the step before, so that nothing runs at a checkpoint
+                await self.buffer.advance(step - 1)
+                async for groups in self.buffer.take(self.parts):
+                    part = Batch.concat(groups)
+                    check_versions(of_policy(part), step - 1, self.config.max_staleness)
+                    completing.begin(part)
+            async with clock("time/complete"):
+                whole = await completing.whole()
+                batch, controlled = self.control(whole)
+        finally:
+            await completing.close()
         async with clock("time/train"):
             trained = await self.train(batch, step)
         self.record(step, batch, trained)
@@ -201,52 +211,6 @@ class SkippedSteps:
                 "steps in a row; none of them was applied.\n"
                 f"  try:  a smaller {engine}.lr, {engine}.dtype=fp32, or look for a NaN in "
                 "the rewards; the limit is max_skipped_steps"
-            )
-
-
-async def complete(
-    batch: Batch, config: RunConfig, algorithm: Algorithm, providers: Mapping[str, Provider]
-) -> Batch:
-    """Add the columns that the algorithm needs, from all roles side by side.
-
-    With one optimizer step a batch, ``old_logprobs`` cost a forward pass and tell the
-    loss nothing new, so only an algorithm that has them in ``always`` gets them.
-
-    Raises:
-        CouplerError: a column is not finite at a sampled token.
-    """
-    needs = algorithm.needs
-    if takes_one_step(config):
-        needs -= {OLD_LOGPROBS} - algorithm.always
-    names = sorted(needs & providers.keys())
-
-    found = await asyncio.gather(*(providers[name](batch) for name in names))
-    columns = {name: column for provided in found for name, column in provided.items()}
-    check_finite(columns, batch["loss_mask"])
-    return batch.with_tokens(**columns)
-
-
-def check_finite(columns: Mapping[str, np.ndarray], mask: np.ndarray) -> None:
-    """Refuse NaN and infinity in what engines computed for sampled tokens.
-
-    A loss that clamps ratios would turn them into a gradient of 0, and apply the step.
-
-    Args:
-        columns: [T, ...] by name.
-        mask: [T] True at sampled tokens. Others are not read.
-
-    Raises:
-        CouplerError: a column holds one. The message names the column.
-    """
-    for name, column in columns.items():
-        bad = np.count_nonzero(~np.isfinite(column[mask])) if column.dtype.kind == "f" else 0
-        if bad:
-            engine = "critic.engine" if name == "values" else "engine"
-            raise CouplerError(
-                f"the column {name} is not finite at {bad} of {np.count_nonzero(mask)} "
-                "sampled tokens, and no step was taken on this batch.\n"
-                f"  try:  {engine}.dtype=fp32, or look for a NaN in the weights of the model "
-                "that computed it"
             )
 
 
