@@ -78,15 +78,15 @@ class FSDPConfig(LoRAConfig):
     fp32 on the CPU.
     """
     precision: Products = Products.AUTO
-    """The dtype of the operands of the layers' linear maps, here and in their gradients.
-    auto is engine.dtype. fp8 needs torchao and a GPU of compute capability 8.9 or later,
-    and the CPU emulates it. Embeddings, head, routers and experts keep engine.dtype.
+    """The dtype of the operands of the layers' linear maps, in both passes. auto is
+    engine.dtype. fp8 needs torchao and a GPU of compute capability 8.9 or later, and
+    the CPU emulates it. Embeddings, head, routers and experts keep engine.dtype.
     """
     fp8_recipe: Recipe = Recipe.ROWWISE_WITH_GW_HP
-    """The scales of engine.precision=fp8, by torchao's names. rowwise_with_gw_hp has one
-    for each token, and multiplies gradients of weights in engine.dtype, so that no
-    result depends on micro-batches. rowwise multiplies those in fp8 too. tensorwise has
-    one scale for each tensor, which takes the least time.
+    """The scales of engine.precision=fp8, by torchao's names. rowwise_with_gw_hp has
+    one for each token, so that no log-prob depends on the others of its micro-batch,
+    and multiplies gradients of weights in engine.dtype. rowwise multiplies those in fp8
+    too. tensorwise has one scale for each tensor, which takes the least time.
     """
     sync_dtype: Precision = Precision.AUTO
     """The dtype of the weights that a rollout gets. auto is engine.dtype."""
