@@ -36,6 +36,7 @@ from coupler_engine_fsdp.rollout import HFRollout
 MEASURED = 0.15
 LOGPROBS = (Output("logprobs"),)
 WHOLE = {"gradient_checkpointing": False}
+FP8 = {"precision": "fp8"}
 TRAINED: dict[str, dict[str, Any]] = {
     "whole": WHOLE,
     "small micro-batches": {**WHOLE, "max_tokens_per_gpu": TOKENS // 2},
@@ -47,6 +48,10 @@ TRAINED: dict[str, dict[str, Any]] = {
     "bf16, small micro-batches": {"dtype": "bf16", "max_tokens_per_gpu": TOKENS // 2},
     "muon": {"optimizer": "muon"},
     "adamw8bit": {"optimizer": "adamw8bit"},
+    "fp8": {**WHOLE, **FP8},
+    "fp8, bf16": {**WHOLE, **FP8, "dtype": "bf16"},
+    "fp8, recompute, small micro-batches": {**FP8, "max_tokens_per_gpu": TOKENS // 4},
+    "fp8, tensorwise": {**FP8, "fp8_recipe": "tensorwise"},
     "adamw8bit, bf16": {**WHOLE, "optimizer": "adamw8bit", "dtype": "bf16"},
 }
 

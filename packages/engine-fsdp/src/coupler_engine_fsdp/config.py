@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from coupler import RolloutConfig
 from coupler.engine_kit.lora import LoRAConfig
 from coupler.engine_kit.memory_plan import Asked, Needs
-from coupler.engine_kit.precision import Precision
+from coupler.engine_kit.precision import Precision, Products
 from coupler.interfaces import no_effect
 
 
@@ -51,6 +51,14 @@ class OptimizerName(StrEnum):
     MUON = "muon"
 
 
+class Recipe(StrEnum):
+    """The scales of operands in fp8, by torchao's names."""
+
+    ROWWISE_WITH_GW_HP = "rowwise_with_gw_hp"
+    ROWWISE = "rowwise"
+    TENSORWISE = "tensorwise"
+
+
 @dataclass
 class FSDPConfig(LoRAConfig):
     """PyTorch FSDP2 with AdamW, or with Muon for the layers' matrices.
@@ -68,6 +76,17 @@ class FSDPConfig(LoRAConfig):
     dtype: Precision = Precision.AUTO
     """The dtype of activations and of the weights they meet. auto is bf16 on a GPU and
     fp32 on the CPU.
+    """
+    precision: Products = Products.AUTO
+    """The dtype of the operands of the layers' linear maps, in both passes. auto is
+    engine.dtype. fp8 needs torchao and a GPU of compute capability 8.9 or later, and
+    the CPU emulates it. Embeddings, head, routers and experts keep engine.dtype.
+    """
+    fp8_recipe: Recipe = Recipe.ROWWISE_WITH_GW_HP
+    """The scales of engine.precision=fp8, by torchao's names. rowwise_with_gw_hp has
+    one for each token, so that no log-prob depends on the others of its micro-batch,
+    and multiplies gradients of weights in engine.dtype. rowwise multiplies those in fp8
+    too. tensorwise has one scale for each tensor, which takes the least time.
     """
     sync_dtype: Precision = Precision.AUTO
     """The dtype of the weights that a rollout gets. auto is engine.dtype."""
@@ -144,6 +163,14 @@ class FSDPConfig(LoRAConfig):
 
         muon = self.optimizer == OptimizerName.MUON
         self._require(not (muon and self.lora_rank), "optimizer", "needs engine.lora_rank=0")
+        eight = self.precision == Products.FP8
+        self._require(not (eight and self.lora_rank), "precision", "needs engine.lora_rank=0")
+        self._require(
+            eight or self.fp8_recipe == FSDPConfig.fp8_recipe,
+            "fp8_recipe",
+            "needs engine.precision=fp8",
+        )
+
         one = self.ranks == 1 and not muon
         self._require(
             one or not self.offload_optimizer,

@@ -36,7 +36,7 @@ from coupler.interfaces import (
     StepResult,
 )
 from coupler.metrics import Metrics, merge, read
-from coupler_engine_fsdp import checkpoint, foreign, weights
+from coupler_engine_fsdp import checkpoint, foreign, fp8, weights
 from coupler_engine_fsdp.adamw8bit import blocks_of
 from coupler_engine_fsdp.check import check
 from coupler_engine_fsdp.config import FSDPConfig, OptimizerName
@@ -97,6 +97,7 @@ class FSDPEngine(Engine):
         self.adapter = Adapter(self.config)
         if self.config.lora_rank:
             self.adapter.insert(self.policy.causal, layers_of(self.policy))
+        fp8.convert(self.policy, self.config, kernels=fp8.has_kernels(self.config, self.device))
         if self.model.frozen:
             self.policy.requires_grad_(False)
         cast_frozen(self.policy, self.dtype)
@@ -135,7 +136,7 @@ class FSDPEngine(Engine):
         # Masters leave at once, so that they are never on the device beside a rollout.
         if self._masters_leave:
             self._optimizer = self._new_optimizer()
-        check(self.policy, self.device, self.dtype, self.peers)
+        check(self.policy, self.device, fp8.coarsest(self.config, self.dtype), self.peers)
         return layout_of(rank.world, size)
 
     def forward(self, batch: Batch, want: tuple[Output, ...]) -> Batch:

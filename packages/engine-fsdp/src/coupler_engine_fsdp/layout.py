@@ -12,6 +12,7 @@ from math import gcd
 from pathlib import Path
 from typing import Any
 
+from coupler.engine_kit.precision import Products
 from coupler.errors import ConfigError
 from coupler_engine_fsdp.config import FSDPConfig, OptimizerName
 
@@ -49,6 +50,12 @@ def problems(
         yield (
             f"{path}.optimizer={config.optimizer} needs torchao",
             "pip install 'coupler-engine-fsdp[adamw8bit]'",
+        )
+
+    if config.precision == Products.FP8 and find_spec("torchao") is None:
+        yield (
+            f"{path}.precision={config.precision} needs torchao",
+            "pip install 'coupler-engine-fsdp[fp8]'",
         )
 
     if config.fsdp_size and ranks % config.fsdp_size:

@@ -17,6 +17,13 @@ class Precision(StrEnum):
     FP32 = "fp32"
 
 
+class Products(StrEnum):
+    """The dtype of the operands of the layers' matrix products."""
+
+    AUTO = "auto"  # that of activations
+    FP8 = "fp8"
+
+
 def dtype_of(
     precision: Precision, device: torch.device, auto: torch.dtype | None = None
 ) -> torch.dtype:

@@ -12,6 +12,7 @@ from torch import nn
 from coupler.engine_kit.memory_plan import Asked, Kind, Needs, Phase, Term, largest
 from coupler.engine_kit.precision import Precision
 from coupler.interfaces import Part
+from coupler_engine_fsdp import fp8
 from coupler_engine_fsdp.adamw8bit import blocks_of, bytes_of
 from coupler_engine_fsdp.config import FSDPConfig, OptimizerName
 from coupler_engine_fsdp.logprobs import default_chunk
@@ -50,13 +51,17 @@ def needs(config: FSDPConfig, asked: Asked) -> Needs:
         adapter.insert(policy.causal, layers_of(policy))
     if asked.model.frozen:
         policy.requires_grad_(False)
+    operands = fp8.operand_bytes(policy, config, tokens) if config.compile else 0
+    # Compiled layers cast in one pass, without the copies of each operation.
+    if not config.compile:
+        fp8.convert(policy, config, kernels=asked.gpu)
     sizes = _Sizes.of(policy, adapter, config, dtype)
     policy.to(dtype)
 
     copies = not asked.gpu or config.sequence_parallel > 1
     done = rehearse(policy, tokens, rows, gpu=asked.gpu, copies=copies)
     several = not asked.tokens or asked.tokens > tokens * config.sequence_parallel
-    role = _Role(config, asked, sizes, done, several)
+    role = _Role(config, asked, sizes, done, several, operands)
     sending = (Term(f"the largest tensor, whole ({_named(dtype)})", role.whole_tensor()),)
 
     peaks = {
@@ -163,6 +168,8 @@ class _Role:
     done: Rehearsal
     several: bool
     """There is more than one micro-batch in a step."""
+    operands: int
+    """Those in fp8 of a compiled product."""
 
     @property
     def shards(self) -> int:
@@ -221,6 +228,7 @@ class _Role:
     def without_gradient(self) -> tuple[Term, ...]:
         return (
             Term("activations of a pass without gradient", self.done.forward, self._fewer()),
+            Term("operands in fp8", self.operands, self._fewer()),
             *self._gathered(4 * self.sizes.width * self.sizes.layer),
         )
 
@@ -244,6 +252,7 @@ class _Role:
         return (
             Term("gradients", kept, f"more {self.asked.path}.ranks"),
             Term("activations", self._compiled(rest), self._recompute()),
+            Term("operands in fp8", self.operands, self._fewer()),
             *self._gathered(sent),
         )
 

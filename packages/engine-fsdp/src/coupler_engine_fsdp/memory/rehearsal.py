@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface
 
@@ -185,6 +185,9 @@ class _Storages(TorchDispatchMode):
         self.course = {0: 0}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Operands in fp8 are tensors in a wrapper, whose own operations come back here.
+        if any(is_traceable_wrapper_subclass(tensor) for tensor in _tensors((args, kwargs))):
+            return NotImplemented
         # PyTorch knows the shape of a grouped product of bf16 alone.
         grouped = func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16
         out = (_grouped if grouped else func)(*args, **(kwargs or {}))
