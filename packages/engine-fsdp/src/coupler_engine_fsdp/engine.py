@@ -382,6 +382,7 @@ class FSDPEngine(Engine):
 
     def close(self) -> None:
         """Leave the process group. The last engine of this process destroys it."""
+        self._parked.close()
         leave_peers(self.peers)
         if self._membership is not None:
             self._membership.leave()
@@ -389,9 +390,24 @@ class FSDPEngine(Engine):
     def _park(self, what: Parts) -> None:
         self._leaves = True
         self._reshard()
+        if Part.OPTIMIZER in what and self._optimizer is None:
+            self._prepare_optimizer()
+
         for part in what:
             for name, (tensors, keep) in self._held(part).items():
                 self._parked.offload(name, map(local, tensors), keep)
+
+    def _prepare_optimizer(self) -> None:
+        """Make the optimizer, whose zeros leave without a copy, and let its host memory
+        be mapped and pinned in a thread until it leaves after a step.
+        """
+        if self.model.frozen or self.config.offload_optimizer:
+            return
+        self._optimizer = self._new_optimizer()
+
+        tensors = self._optimizer.tensors()
+        self._parked.offload("optimizer", tensors, Keep.NOTHING)
+        self._parked.prepare("optimizer", tensors)
 
     def _unpark(self, what: Parts) -> None:
         for part in what:

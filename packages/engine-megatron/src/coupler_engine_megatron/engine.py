@@ -75,6 +75,8 @@ class MegatronEngine(Engine):
         self._optimizer: Optimizer | None = None
         self._membership: Membership | None = None
         self._parked = Parked()
+        self._leaves: set[Part] = set()
+        """The parts that were off their device before."""
 
     def setup(self, rank: Rank) -> Layout:
         """Join the groups and load this rank's part of the model.
@@ -402,6 +404,7 @@ class MegatronEngine(Engine):
             self._unpark(what)
 
     def _park(self, what: Parts) -> None:
+        self._leaves |= what
         for part in what:
             for name, (tensors, keep) in self._held(part).items():
                 self._parked.offload(name, tensors, keep)
@@ -424,15 +427,22 @@ class MegatronEngine(Engine):
 
     def close(self) -> None:
         """Leave the process group. The last engine of a process destroys all groups."""
+        self._parked.close()
         if self._membership is not None:
             self._membership.leave(before=destroy_groups)
 
     def _trained(self) -> Optimizer:
-        """Return the optimizer. The first call makes it, and the gradient buffers."""
+        """Return the optimizer. The first call makes it, and the gradient buffers.
+
+        The host memory that it leaves for after the step is made beside the step.
+        """
         if self._optimizer is None:
             with self._platform():
                 self.chunks = wrap(self.config, self.chunks, self.transformer)
                 self._optimizer = Optimizer(self.config, self.chunks, self.dtype)
+            if Part.OPTIMIZER in self._leaves:
+                for name, (tensors, _) in self._held(Part.OPTIMIZER).items():
+                    self._parked.prepare(name, tensors)
         return self._optimizer
 
     def _read_weights(self, *, tied: bool, seed: int) -> None:
