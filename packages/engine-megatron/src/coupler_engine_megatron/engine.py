@@ -75,8 +75,7 @@ class MegatronEngine(Engine):
         self._optimizer: Optimizer | None = None
         self._membership: Membership | None = None
         self._parked = Parked()
-        self._leaves: set[Part] = set()
-        """The parts that were off their device before."""
+        self._were_off: Parts = frozenset()
 
     def setup(self, rank: Rank) -> Layout:
         """Join the groups and load this rank's part of the model.
@@ -404,7 +403,7 @@ class MegatronEngine(Engine):
             self._unpark(what)
 
     def _park(self, what: Parts) -> None:
-        self._leaves |= what
+        self._were_off |= what
         for part in what:
             for name, (tensors, keep) in self._held(part).items():
                 self._parked.offload(name, tensors, keep)
@@ -432,17 +431,14 @@ class MegatronEngine(Engine):
             self._membership.leave(before=destroy_groups)
 
     def _trained(self) -> Optimizer:
-        """Return the optimizer. The first call makes it, and the gradient buffers.
-
-        The host memory that it leaves for after the step is made beside the step.
-        """
+        """Return the optimizer. The first call makes it, and the gradient buffers."""
         if self._optimizer is None:
             with self._platform():
                 self.chunks = wrap(self.config, self.chunks, self.transformer)
                 self._optimizer = Optimizer(self.config, self.chunks, self.dtype)
-            if Part.OPTIMIZER in self._leaves:
-                for name, (tensors, _) in self._held(Part.OPTIMIZER).items():
-                    self._parked.prepare(name, tensors)
+            # A thread makes the host memory that it leaves for after the step.
+            if Part.OPTIMIZER in self._were_off:
+                self._parked.prepare("optimizer", self._optimizer.states())
         return self._optimizer
 
     def _read_weights(self, *, tied: bool, seed: int) -> None:

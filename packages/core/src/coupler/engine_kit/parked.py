@@ -49,6 +49,7 @@ class Parked:
         self._thread: ThreadPoolExecutor | None = None
         # Host memory that the thread maps and pins, until something leaves for it.
         self._preparing: dict[str, Future[PinnedMemory]] = {}
+
         self._away: dict[str, _Away] = {}
         self._host: dict[str, PinnedMemory] = {}
         # Where the host has what did not change, until forget().

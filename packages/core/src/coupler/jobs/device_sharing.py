@@ -149,12 +149,14 @@ def stays_of(memory: MemoryPlan, holders: Mapping[str, Holder]) -> dict[Kept, Ke
 
     turns = [row for device in memory.devices for row in device.turns]
     stays = {movable(row.active): movable(row.stays) for row in turns}
+
     for row in turns:
         if row.phase is Phase.SAMPLING:
             there = movable(row.active | row.stays)
             for role in holders.keys() & {"rollout", JUDGE}:
                 own = frozenset((role, part) for part in holders[role].parts)
                 stays.setdefault(own, there - own)
+
     return stays
 
 

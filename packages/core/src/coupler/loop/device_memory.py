@@ -83,6 +83,7 @@ class Residency:
         self, holders: Mapping[str, Holder], *, shared: bool, stays: Mapping[Kept, Kept] = NOTHING
     ) -> None:
         self.holders, self.shared, self.stays = dict(holders), shared, stays
+
         # by role, once it was started
         self.resident: dict[str, set[Held]] = {}
         # phase -> role -> most device bytes seen at the end of the phase
