@@ -62,7 +62,9 @@ class Parked:
         """Allocate host memory for ``tensors`` in a thread, before they leave.
 
         They may be away. The first copy waits for the rest of the work, and raises the
-        error of the thread.
+        error of the thread. On a GPU the thread makes one CUDA call, which pins the
+        memory. A graph that is captured in this process meanwhile needs
+        ``capture_error_mode="thread_local"``.
         """
         views, places = _found(tensors)
         if what in self._away:
