@@ -3,12 +3,16 @@
     python benchmarks/handover.py                     # one GPU, 1.5B
     python benchmarks/handover.py --shape 0.5b engine.lora_rank=32
     python benchmarks/handover.py --engine megatron
+    python benchmarks/handover.py --unprepared        # the first time maps host memory
     python benchmarks/handover.py --shape tiny        # anywhere, without the bound
 
 Everything that an engine of one rank holds leaves the device and comes back, as with
 ``offload=true``. The bound is one copy of as many bytes between the device and one
-pinned buffer. A step is trained by turns where the engine stays, and where it comes
-back before and leaves after. Random weights. Seconds are medians, least and most.
+pinned buffer. The engine leaves before its first step, as it does when the rollout
+starts, so that the host memory of its optimizer is prepared in a thread. The first time
+is then the one after that step. A step is trained by turns where the engine stays, and
+where it comes back before and leaves after. Random weights. Seconds are medians, least
+and most.
 """
 
 from __future__ import annotations
@@ -96,6 +100,21 @@ class Way:
             print(f"RESULT {what} {statistics.median(later) / one:.2f}, first {first / one:.2f}")
 
 
+def start(engine: Any) -> None:
+    """Let the engine leave before its first step and come back.
+
+    Print the seconds of that, and those until a thread has prepared the rest.
+    """
+    park, unpark = ways(engine)
+    before = engine._parked.allocated
+    left = timed(park)
+    waited = timed(lambda: [each.exception(600) for each in engine._parked._preparing.values()])
+    size = engine._parked.allocated - before
+    timed(unpark)
+    print(f"the start: {left:.3f} s to leave, and {waited:.3f} s more until a thread had prepared")
+    print(f"  the memory of the first step's optimizer; {size / GIB:.2f} GiB with the parameters")
+
+
 def steps(engine: Any, batch: Batch, rounds: int) -> tuple[list[float], list[float]]:
     """Return the seconds of a step where the engine stays, and of one with its
     hand-over, by turns.
@@ -128,6 +147,8 @@ def measure(arguments: argparse.Namespace, folder: Path) -> None:
     given = parse_settings([whole, *arguments.settings])
     engine: Any = backend.load()(configured(backend.config, given["engine"]), Model(str(folder)))
     engine.setup(Rank())
+    if not arguments.unprepared:
+        start(engine)
     vocabulary = int(SHAPES[arguments.shape]["vocab_size"])
     lengths = np.full(max(arguments.tokens // LENGTH, 1), LENGTH)
     batch = batch_of(vocabulary, 0, lengths)
@@ -155,6 +176,7 @@ def main() -> None:
     parser.add_argument("--shape", default="1.5b", choices=SHAPES)
     parser.add_argument("--tokens", type=int, default=16384, help="of a step")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--unprepared", action="store_true", help="train before it leaves at all")
     parser.add_argument("settings", nargs="*")
     arguments = parser.parse_args()
 

@@ -7,7 +7,8 @@ step where all stay.
     python benchmarks/offload_step.py --shape tiny --prompts 2 --samples 2 --tokens 8
 
 Each mode is a job in a process of its own, on random weights, with completions as long
-as allowed. It prints the median of each phase, and the ratio of whole steps.
+as allowed. It prints the median of each phase, of every other ``time/*`` metric that a
+step has, and the ratio of whole steps.
 """
 
 from __future__ import annotations
@@ -53,7 +54,10 @@ def main() -> None:
         arguments.steps += WARM_UP
         arguments.settings += [f"offload={arguments.mode}", f"run_dir={arguments.folder / 'run'}"]
         rows = run_job(*composed_of(arguments, arguments.folder.parent), arguments.folder)
-        medians = {key: statistics.median(row.get(key, 0.0) for row in rows) for key in KEYS}
+        found = {key for row in rows for key in row if key.startswith("time/")}
+        medians = {
+            key: statistics.median(row.get(key, 0.0) for row in rows) for key in {*found, *KEYS}
+        }
         print(json.dumps(medians))
         return
 
@@ -64,7 +68,9 @@ def main() -> None:
             medians = run(mode, Path(name) / mode)
             steps[mode] = medians["time/step"]
             split = ", ".join(f"{key.removeprefix('time/')} {medians[key]:.3f}" for key in KEYS)
-            print(f"RESULT offload={mode}: {split} s", flush=True)
+            print(f"RESULT offload={mode}: {split} s")
+            for key in sorted(medians.keys() - {*KEYS}):
+                print(f"  {key} {medians[key]:.3f}", flush=True)
     first = arguments.modes[0]
     for mode in arguments.modes[1:]:
         ratio = steps[mode] / steps[first]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from threading import Event
+
 import pytest
 import torch
 
@@ -131,7 +133,101 @@ def test_what_found_no_room_is_copied_out_the_next_time(monkeypatch: pytest.Monk
     assert small.tolist() == [1.0] * 4
 
 
-def test_pages_are_mapped_and_hold_what_is_written() -> None:
+class Held:
+    """Memory that is mapped only once a test lets go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun, self.go_on, self.ended = Event(), Event(), Event()
+        whole = pinned._map
+
+        def later(memory: torch.Tensor) -> None:
+            self.begun.set()
+            assert self.go_on.wait(60)
+            whole(memory)
+            self.ended.set()
+
+        monkeypatch.setattr(pinned, "_map", later)
+
+
+def test_a_first_departure_finds_its_memory_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller goes on meanwhile, and the copy waits for the rest."""
+    held, parked, tensor = Held(monkeypatch), Parked(), torch.ones(1000)
+    for _ in range(2):
+        parked.prepare("params", [tensor])
+    assert held.begun.wait(60) and parked.allocated == 4000
+
+    tensor.fill_(3.0)
+    held.go_on.set()
+    parked.offload("params", [tensor])
+    assert held.ended.is_set()
+    parked.prepare("params", [tensor])
+    parked.onload("params")
+    assert bool((tensor == 3).all()) and parked.allocated == 4000
+
+
+def test_what_is_away_already_can_be_prepared() -> None:
+    parked, tensor = Parked(), torch.ones(1000)
+    parked.offload("optimizer", [tensor], Keep.NOTHING)
+    parked.prepare("optimizer", [tensor])
+    assert parked.allocated == 4000
+    parked.onload("optimizer")
+    parked.offload("optimizer", [tensor.fill_(2.0)], Keep.SAME)
+    parked.onload("optimizer")
+    assert bool((tensor == 2).all()) and parked.allocated == 4000
+
+
+def test_what_grew_since_it_was_prepared_gets_more_room() -> None:
+    parked, tensors = Parked(), [torch.ones(4)]
+    parked.prepare("grads", tensors)
+    parked.prepare("empty", [torch.empty(0)])
+    tensors.append(torch.ones(1000))
+    parked.offload("grads", tensors)
+    parked.onload("grads")
+    assert all(bool((tensor == 1).all()) for tensor in tensors)
+
+
+def test_an_error_of_the_thread_reaches_who_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later try allocates anew."""
+    parked, tensor = Parked(), torch.ones(1000)
+    with monkeypatch.context() as patched:
+        patched.setattr(process_memory, "free_bytes", lambda: 100)
+        parked.prepare("params", [tensor])
+        with pytest.raises(CouplerError, match=r"host memory .*\n  try:  offload=false"):
+            parked.offload("params", [tensor])
+    assert tensor.tolist() == [1.0] * 1000
+
+    parked.offload("params", [tensor])
+    parked.onload("params")
+    assert tensor.tolist() == [1.0] * 1000
+
+
+def test_memory_that_is_still_mapped_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_memory, "free_bytes", lambda: 5000)
+    held, parked = Held(monkeypatch), Parked()
+    parked.prepare("optimizer", [torch.ones(1000)])
+    assert held.begun.wait(60)
+    with pytest.raises(CouplerError, match="host memory"):
+        parked.offload("params", [torch.ones(1000)])
+
+    held.go_on.set()
+    parked.offload("optimizer", [torch.ones(1000)])
+    parked.offload("params", [torch.ones(1000)])
+    assert pinned.promised.bytes == 0
+
+
+def test_a_close_waits_for_no_preparation(monkeypatch: pytest.MonkeyPatch) -> None:
+    held, parked = Held(monkeypatch), Parked()
+    for what in ("params", "optimizer"):
+        parked.prepare(what, [torch.ones(1000)])
+    assert held.begun.wait(60)
+    parked.close()
+    assert not held.ended.is_set()
+    held.go_on.set()
+    assert held.ended.wait(60)
+
+
+def test_pages_are_mapped_and_hold_what_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinned, "PIECE", 2 * pinned.PAGE)
     size = 3 * pinned.PAGE * pinned.THREADS + 17
     memory = pinned.PinnedMemory(size)
     assert memory.bytes.numel() == size and not memory.bytes.any()

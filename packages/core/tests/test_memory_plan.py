@@ -229,6 +229,32 @@ def test_a_run_asks_for_what_the_plan_answers(folder: Path) -> None:
     assert stay(SYNCING) == stay({"policy": frozenset({Held.PARAMS})}) == every - {grads}
 
 
+def test_a_rollout_starts_beside_what_it_samples_beside(folder: Path) -> None:
+    """Also where a judge and a reward model work while it samples, which it starts
+    without.
+    """
+
+    async def nothing(*_: object) -> int:
+        return 0
+
+    parts = {"policy": TRAINED, **GENERATING}
+    holders = {r: Holder(p, nothing, nothing, nothing, nothing) for r, p in parts.items()}
+    memory = auto(folder, 80)
+    (device,) = memory.devices
+    asked: set[tuple[str, Kind]] = {("reward_model", Part.PARAMS), ("judge", Memory.KV_CACHE)}
+    rows = [
+        dataclasses.replace(row, active=row.active | asked) if row.phase is Phase.SAMPLING else row
+        for row in device.turns
+    ]
+    device = dataclasses.replace(device, turns=tuple(rows))
+    stays = stays_of(dataclasses.replace(memory, devices=(device,)), holders)
+
+    every = frozenset((role, part) for role, its in parts.items() for part in its)
+    for role in ("rollout", "judge"):
+        own = frozenset((role, part) for part in parts[role])
+        assert own | stays[own] == every - {("policy", Held.GRADS)}
+
+
 def test_too_little_host_memory_is_refused_before_a_model_is_loaded(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

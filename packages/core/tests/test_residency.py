@@ -99,6 +99,21 @@ def test_grads_and_optimizer_leave_before_rollout_weights_wake() -> None:
     )
 
 
+def test_seconds_of_hand_overs_are_of_one_step() -> None:
+    residency, _ = build(shared=True)
+    started = residency.metrics()
+    assert started["time/leave_policy"].value > 0 and "time/return_policy" not in started
+
+    async def go() -> None:
+        async with residency("train", {"policy": ENGINE}):
+            pass
+
+    asyncio.run(go())
+    found = {name for name in residency.metrics() if name.startswith("time/")}
+    assert found == {"time/leave_rollout", "time/return_policy"}
+    assert not any(name.startswith("time/") for name in residency.metrics())
+
+
 def test_models_that_score_have_their_memory_while_episodes_are_sampled() -> None:
     """The weights of a judge stay, because nothing would bring them back."""
     scoring = {"reward_model": frozenset({Held.PARAMS}), "judge": frozenset({Held.KV_CACHE})}

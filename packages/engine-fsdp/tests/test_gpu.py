@@ -222,6 +222,9 @@ def test_offload_frees_the_device_and_changes_nothing(folder_of: Folder) -> None
                 engine.offload(EVERYTHING)
                 assert not any(p.untyped_storage().nbytes() for p in engine.policy.parameters())
                 assert held - torch.cuda.memory_allocated() >= size * (3 if index else 1)
+                if index:
+                    # A thread made it before the first step, and pinned it.
+                    assert engine._parked._host["optimizer"].bytes.is_pinned()
                 engine.onload(EVERYTHING)
             engine.forward_backward(batch, WANT, loss, info(batch, index))
             if moves:

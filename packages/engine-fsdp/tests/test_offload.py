@@ -96,6 +96,39 @@ def test_each_byte_is_copied_once_each_way(folder_of: Folder, case: str) -> None
     assert engine._parked.allocated == allocated
 
 
+@pytest.mark.parametrize("case", [*CASES, "adamw8bit"])
+def test_the_first_step_leaves_for_memory_that_was_prepared(folder_of: Folder, case: str) -> None:
+    """An engine that leaves before its first step prepares what the optimizer needs,
+    and takes no memory for it on the device until then.
+    """
+    if case == "adamw8bit":
+        pytest.importorskip("torchao")
+    settings = {"adamw8bit": {"optimizer": "adamw8bit"}, **CASES}[case]
+    still, moved = (make_engine(folder_of("qwen3"), **settings) for _ in range(2))
+    hand_over(moved)
+    moved._park(EVERYTHING)
+    held, _ = moved._held(Part.OPTIMIZER)["optimizer"]
+    assert held and not any(tensor.untyped_storage().nbytes() for tensor in held)
+
+    moved._unpark(EVERYTHING)
+    allocated = moved._parked.allocated
+    for engine in (still, moved):
+        steps(engine, moves=False)
+    hand_over(moved)
+    assert moved._parked.allocated == allocated
+    assert allocated >= sum(tensor.untyped_storage().nbytes() for tensor in held)
+    same_weights(still, moved)
+
+
+@pytest.mark.parametrize("settings", [{"frozen": True}, {"offload_optimizer": True}])
+def test_no_memory_is_prepared_that_nothing_leaves_for(
+    folder_of: Folder, settings: dict[str, Any]
+) -> None:
+    engine = make_engine(folder_of("qwen3"), **settings)
+    engine._park(frozenset({Part.OPTIMIZER}))
+    assert engine._optimizer is None and not engine._parked.allocated
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_checkpoint_of_an_engine_that_leaves_is_its_copy_on_the_host(
     folder_of: Folder, tmp_path: Path, case: str

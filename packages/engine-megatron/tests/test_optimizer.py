@@ -96,6 +96,24 @@ def test_a_gradient_is_copied_to_the_host_where_there_is_one(
         np.testing.assert_array_equal(value, want[name], err_msg=name)
 
 
+def test_an_engine_that_leaves_prepares_memory_beside_its_first_step(
+    reference: TransformersReference,
+) -> None:
+    made, still, every = engine(reference), engine(reference), frozenset(Part)
+    made._park(every)
+    made._unpark(every)
+    for each in (made, still):
+        train(each, reference, 1)
+    allocated = made._parked.allocated
+    made._park(every)
+    made._unpark(every)
+    assert made._parked.allocated == allocated > 0 and not still._parked.allocated
+
+    want = weights(still)
+    for name, value in weights(made).items():
+        np.testing.assert_array_equal(value, want[name], err_msg=name)
+
+
 def test_a_saved_state_is_that_of_the_call(
     reference: TransformersReference, tmp_path: Path
 ) -> None:

@@ -41,6 +41,7 @@ from coupler_engine_fsdp.adamw8bit import blocks_of
 from coupler_engine_fsdp.check import check
 from coupler_engine_fsdp.config import FSDPConfig, OptimizerName
 from coupler_engine_fsdp.distributed import build_mesh, prepare_device
+from coupler_engine_fsdp.held import CHANGING, held
 from coupler_engine_fsdp.layout import check_layout, read_heads
 from coupler_engine_fsdp.lora import Adapter
 from coupler_engine_fsdp.masters import Masters, cast_frozen
@@ -53,8 +54,6 @@ from coupler_engine_fsdp.value import zero_absent
 from coupler_engine_fsdp.weights import local
 
 BASE, TOP_LOGPROBS = "base_logprobs", "top_logprobs"
-CHANGING = "params", "copies", "optimizer"
-"""What of :meth:`FSDPEngine._held` a step writes to."""
 
 
 class FSDPEngine(Engine):
@@ -383,6 +382,7 @@ class FSDPEngine(Engine):
 
     def close(self) -> None:
         """Leave the process group. The last engine of this process destroys it."""
+        self._parked.close()
         leave_peers(self.peers)
         if self._membership is not None:
             self._membership.leave()
@@ -390,9 +390,24 @@ class FSDPEngine(Engine):
     def _park(self, what: Parts) -> None:
         self._leaves = True
         self._reshard()
+        if Part.OPTIMIZER in what and self._optimizer is None:
+            self._prepare_optimizer()
+
         for part in what:
             for name, (tensors, keep) in self._held(part).items():
                 self._parked.offload(name, map(local, tensors), keep)
+
+    def _prepare_optimizer(self) -> None:
+        """Make the optimizer, whose zeros leave without a copy, and let its host memory
+        be mapped and pinned in a thread until it leaves after a step.
+        """
+        if self.model.frozen or self.config.offload_optimizer:
+            return
+        self._optimizer = self._new_optimizer()
+
+        tensors = self._optimizer.tensors()
+        self._parked.offload("optimizer", tensors, Keep.NOTHING)
+        self._parked.prepare("optimizer", tensors)
 
     def _unpark(self, what: Parts) -> None:
         for part in what:
@@ -414,25 +429,7 @@ class FSDPEngine(Engine):
         return self._optimizer.moments.value(tensor) if self._optimizer else tensor
 
     def _held(self, part: Part) -> dict[str, tuple[list[Tensor], Keep]]:
-        """Return the tensors of a part by what they are, and what the host keeps of
-        them.
-        """
-        if part is Part.OPTIMIZER:
-            return {"optimizer": (self._optimizer.tensors() if self._optimizer else [], Keep.SAME)}
-
-        pairs = self.masters.pairs.values()
-        copies = {id(pair.copy): pair.copy for pair in pairs}
-        others = [each for each in self.policy.parameters() if id(each) not in copies]
-        kept = [*(pair.master for pair in pairs), *others]
-        if part is Part.GRADS:
-            every = [each.grad for each in (*kept, *copies.values())]
-            return {"grads": ([grad for grad in every if grad is not None], Keep.ALL)}
-        return {
-            "params": ([each for each in kept if each.requires_grad], Keep.SAME),
-            "frozen": ([each for each in kept if not each.requires_grad], Keep.SAME),
-            # They are cast anew, unless masters are not on the device then.
-            "copies": ([*copies.values()], Keep.SAME if self._masters_leave else Keep.NOTHING),
-        }
+        return held(part, self.policy, self.masters, self._optimizer, self._masters_leave)
 
     def _new_optimizer(self) -> Optimizer:
         trained = {name: tensor for name, tensor in self.tensors.items() if tensor.requires_grad}

@@ -75,6 +75,7 @@ class MegatronEngine(Engine):
         self._optimizer: Optimizer | None = None
         self._membership: Membership | None = None
         self._parked = Parked()
+        self._were_off: Parts = frozenset()
 
     def setup(self, rank: Rank) -> Layout:
         """Join the groups and load this rank's part of the model.
@@ -402,6 +403,7 @@ class MegatronEngine(Engine):
             self._unpark(what)
 
     def _park(self, what: Parts) -> None:
+        self._were_off |= what
         for part in what:
             for name, (tensors, keep) in self._held(part).items():
                 self._parked.offload(name, tensors, keep)
@@ -424,6 +426,7 @@ class MegatronEngine(Engine):
 
     def close(self) -> None:
         """Leave the process group. The last engine of a process destroys all groups."""
+        self._parked.close()
         if self._membership is not None:
             self._membership.leave(before=destroy_groups)
 
@@ -433,6 +436,9 @@ class MegatronEngine(Engine):
             with self._platform():
                 self.chunks = wrap(self.config, self.chunks, self.transformer)
                 self._optimizer = Optimizer(self.config, self.chunks, self.dtype)
+            # A thread makes the host memory that it leaves for after the step.
+            if Part.OPTIMIZER in self._were_off:
+                self._parked.prepare("optimizer", self._optimizer.states())
         return self._optimizer
 
     def _read_weights(self, *, tied: bool, seed: int) -> None:

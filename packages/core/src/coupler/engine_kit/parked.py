@@ -7,6 +7,7 @@ whole again once the storage has it. The tensors stay the same objects.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from enum import StrEnum
 from typing import NamedTuple
@@ -33,16 +34,22 @@ class Keep(StrEnum):
 class Parked:
     """The storages that are off the device now, by the name of what they hold.
 
-    Host memory is allocated when something leaves for the first time, and stays for the
-    next time. Copies are made in a stream of their own.
+    Host memory is allocated when something leaves for the first time, or by
+    :meth:`prepare`, and stays for the next time. Copies are made in a stream of their
+    own.
 
     Attributes:
         copied: bytes that were copied to the host and back so far.
-        allocated: bytes of host memory that were allocated so far.
+        allocated: bytes of host memory that were allocated so far, or are in
+            preparation.
     """
 
     def __init__(self) -> None:
         self.copied = self.allocated = 0
+        self._thread: ThreadPoolExecutor | None = None
+        # Host memory that the thread maps and pins, until something leaves for it.
+        self._preparing: dict[str, Future[PinnedMemory]] = {}
+
         self._away: dict[str, _Away] = {}
         self._host: dict[str, PinnedMemory] = {}
         # Where the host has what did not change, until forget().
@@ -50,6 +57,33 @@ class Parked:
         self._coming: dict[str, torch.cuda.Event] = {}
         self._reader: Callable[[], object] | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def prepare(self, what: str, tensors: Iterable[Tensor]) -> None:
+        """Allocate host memory for ``tensors`` in a thread, before they leave.
+
+        They may be away. The first copy waits for the rest of the work, and raises the
+        error of the thread. On a GPU the thread makes one CUDA call, which pins the
+        memory. A graph that is captured in this process meanwhile needs
+        ``capture_error_mode="thread_local"``.
+        """
+        views, places = _found(tensors)
+        if what in self._away:
+            places = self._away[what].places
+        size = places[-1].end if places else 0
+        if not size or what in self._host or what in self._preparing:
+            return
+
+        device = next((view.device for view in views.values()), None)
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "pinned")
+        self._preparing[what] = self._thread.submit(PinnedMemory, size, device)
+        self.allocated += size
+
+    def close(self) -> None:
+        """Prepare nothing more. What the thread works on ends beside the caller."""
+        self._preparing.clear()
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
 
     def offload(self, what: str, tensors: Iterable[Tensor], keep: Keep = Keep.ALL) -> None:
         """Copy the storages of ``tensors`` to the host, wait for that, and free their
@@ -182,7 +216,10 @@ class Parked:
 
     def _room(self, what: str, places: list[_Place]) -> Tensor:
         size = places[-1].end if places else 0
+        if preparing := self._preparing.pop(what, None):
+            self._host[what] = preparing.result()
         held = self._host.get(what)
+
         if size and (held is None or held.bytes.numel() < size):
             # The old one is given back first.
             self._host.pop(what, None)

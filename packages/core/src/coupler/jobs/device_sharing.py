@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from coupler.config.schema import ExecutorName, Offload, RunConfig
+from coupler.engine_kit.memory_plan import Phase
 from coupler.errors import ConfigError
 from coupler.executors.placement import JUDGE
 from coupler.interfaces import Memory, Part, ShardingManager
@@ -136,14 +137,27 @@ def check_host(memory: MemoryPlan) -> None:
 
 
 def stays_of(memory: MemoryPlan, holders: Mapping[str, Holder]) -> dict[Kept, Kept]:
-    """Return what need not leave, by all that works in a phase."""
+    """Return what need not leave, by all that works in a phase.
+
+    A rollout and a judge start beside what they sample beside, so that no engine gives
+    away then what it keeps later.
+    """
 
     def movable(parts: Parts) -> Kept:
         held = [(role, Held(kind)) for role, kind in parts if kind is not None and role in holders]
         return frozenset((role, part) for role, part in held if part in holders[role].parts)
 
     turns = [row for device in memory.devices for row in device.turns]
-    return {movable(row.active): movable(row.stays) for row in turns}
+    stays = {movable(row.active): movable(row.stays) for row in turns}
+
+    for row in turns:
+        if row.phase is Phase.SAMPLING:
+            there = movable(row.active | row.stays)
+            for role in holders.keys() & {"rollout", JUDGE}:
+                own = frozenset((role, part) for part in holders[role].parts)
+                stays.setdefault(own, there - own)
+
+    return stays
 
 
 def _engine_holder(

@@ -5,6 +5,7 @@ phase used.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
@@ -82,12 +83,15 @@ class Residency:
         self, holders: Mapping[str, Holder], *, shared: bool, stays: Mapping[Kept, Kept] = NOTHING
     ) -> None:
         self.holders, self.shared, self.stays = dict(holders), shared, stays
+
         # by role, once it was started
         self.resident: dict[str, set[Held]] = {}
         # phase -> role -> most device bytes seen at the end of the phase
         self.ledger: dict[str, dict[str, int]] = {}
         # phase -> role -> most host bytes; "" stands for the controller's process
         self.host: dict[str, dict[str, int]] = {}
+        # of hand-overs since the last metrics(), by their names there
+        self.seconds: dict[str, float] = {}
         self.lock = asyncio.Lock()
 
     def syncing(self, phase: str) -> AbstractAsyncContextManager[None]:
@@ -142,14 +146,19 @@ class Residency:
         for part in Held:
             for role, held in self.resident.items():
                 if part in held and (role, part) not in kept:
-                    await self.holders[role].evict(part)
+                    await self._timed(f"time/leave_{role}", self.holders[role].evict(part))
                     held.discard(part)
 
         for part in reversed(Held):
             for role, held in self.resident.items():
                 if part in needs.get(role, frozenset()) and part not in held:
-                    await self.holders[role].admit(part)
+                    await self._timed(f"time/return_{role}", self.holders[role].admit(part))
                     held.add(part)
+
+    async def _timed(self, name: str, moves: Awaitable[None]) -> None:
+        start = time.perf_counter()
+        await moves
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     async def _measure(self, phase: str, roles: Iterable[str]) -> None:
         """Record the memory of ``roles`` at the end of ``phase``."""
@@ -184,7 +193,10 @@ class Residency:
         )
 
     def metrics(self) -> Metrics:
-        """Return the ledger in GiB by phase, for each role and for a whole device."""
+        """Return the ledger in GiB by phase, for each role and for a whole device, and
+        the seconds of hand-overs since the last call.
+        """
+        seconds, self.seconds = self.seconds, {}
         sizes: dict[str, int] = {}
         for phase, roles in self.ledger.items():
             for role, size in {**roles, "device": sum(roles.values())}.items():
@@ -194,7 +206,8 @@ class Residency:
                 name = f"{role}_host" if role else "host"
                 sizes[f"memory/{phase}/{name}_gib"] = size
 
-        return {name: Metric(size / GIB, how="max") for name, size in sizes.items() if size}
+        found = {name: Metric(size / GIB, how="max") for name, size in sizes.items() if size}
+        return found | {name: Metric(each, how="sum") for name, each in seconds.items()}
 
 
 def _listed(roles: Mapping[str, int]) -> str:
