@@ -51,6 +51,7 @@ DTYPES = {"trl-fp32": "float32", "trl-bf16": "bfloat16"}
 SIDES = ("coupler", *DTYPES)
 MODES = ("resident", "offloaded")
 GIB = 1 << 30
+MOVES = ("time/leave_", "time/return_")
 STEP = re.compile(r"step {1,4}\d")
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -97,11 +98,13 @@ def run_ours(args: argparse.Namespace) -> dict[str, Any]:
     shutil.rmtree(folder)  # its checkpoint has as many bytes as the weights
 
     computed = "bf16" if GPU else "fp32"
+    moves = {name for row in rows for name in row if name.startswith(MOVES)}
     return {
         "tokens": [row["batch/completion_tokens"] * row["batch/sequences"] for row in rows],
         "longest": [row["batch/completion_tokens_max"] for row in rows],
         "phases": {
-            name.removeprefix("time/"): [row.get(name, 0.0) for row in rows] for name in PHASES
+            name.removeprefix("time/"): [row.get(name, 0.0) for row in rows]
+            for name in (*PHASES, *sorted(moves))
         },
         "process_gib": torch.cuda.max_memory_allocated() / GIB if GPU else 0.0,
         "holds": "trainer",
