@@ -162,9 +162,7 @@ class FSDPConfig(LoRAConfig):
 
         return engine.needs(self, asked)
 
-    def choose_recompute(
-        self, asked: Asked, fits: Callable[[Needs], bool] | None
-    ) -> Recomputed:
+    def choose_recompute(self, asked: Asked, fits: Callable[[Needs], bool] | None) -> Recomputed:
         from coupler_engine_fsdp.memory import recompute
 
         return recompute.choose(self, asked, fits)

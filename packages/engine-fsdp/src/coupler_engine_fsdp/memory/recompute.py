@@ -11,9 +11,7 @@ from coupler_engine_fsdp.memory.engine import needs
 from coupler_engine_fsdp.model import build, can_choose, layers_of
 
 
-def choose(
-    config: FSDPConfig, asked: Asked, fits: Callable[[Needs], bool] | None
-) -> Recomputed:
+def choose(config: FSDPConfig, asked: Asked, fits: Callable[[Needs], bool] | None) -> Recomputed:
     """Return the fewest layers whose needs fit, or all layers where none do.
 
     Where the layers of a model cannot recompute one by one, that is none or all.
@@ -33,9 +31,7 @@ def choose(
         if not layers:
             return replace(config, gradient_checkpointing=Recompute.FALSE)
         number = 0 if layers == every else layers
-        return replace(
-            config, gradient_checkpointing=Recompute.TRUE, recompute_num_layers=number
-        )
+        return replace(config, gradient_checkpointing=Recompute.TRUE, recompute_num_layers=number)
 
     layers = every
     if fits:
