@@ -196,9 +196,9 @@ def test_layers_that_do_not_choose_recompute_all_or_none(
 def test_mistakes(folder: Path) -> None:
     with pytest.raises(ValueError, match="recompute_num_layers must not be negative"):
         FSDPConfig(recompute_num_layers=-1)
-    with pytest.raises(ValueError, match="needs engine.gradient_checkpointing=true"):
+    with pytest.raises(ValueError, match=r"needs engine\.gradient_checkpointing=true"):
         FSDPConfig(gradient_checkpointing="auto", recompute_num_layers=2)
-    with pytest.raises(CouplerError, match="must be at most 4, the layers of model.path, got 5"):
+    with pytest.raises(CouplerError, match=r"must be at most 4, the layers of model\.path, got 5"):
         make_engine(folder, gradient_checkpointing=True, recompute_num_layers=5)
 
 
