@@ -13,14 +13,23 @@ import pytest
 from coupler.cli import main
 from coupler.config.compose import compose
 from coupler.config.schema import Job, Offload
-from coupler.engine_kit.memory_plan import GIB, Asked, Kind, Needs, Phase, Term
+from coupler.engine_kit.memory_plan import (
+    GIB,
+    Asked,
+    Kind,
+    Needs,
+    Phase,
+    Recomputed,
+    Term,
+    fewest,
+)
 from coupler.errors import ConfigError
 from coupler.interfaces import Memory, Part
 from coupler.jobs.device_sharing import check_host, stays_of
 from coupler.loop.device_memory import GENERATING, SYNCING, Held, Holder
 from coupler.loop.trainer import TRAINED
 from coupler.plugins.manager import Plugins
-from coupler.run.memory_plan import MemoryPlan, plan_memory
+from coupler.run.memory_plan import MemoryPlan, leaves_recompute, plan_memory, with_recompute
 from coupler.run.memory_text import render
 from coupler.run.plan import make_plan
 from coupler.system import process_memory
@@ -57,6 +66,30 @@ class CastingEngine(NeedyEngine):
         needs = super().memory_needs(asked)
         params = (*needs.held[Part.PARAMS], Term("copies", 2 * GIB, parked=False))
         return dataclasses.replace(needs, held={**needs.held, Part.PARAMS: params})
+
+
+@dataclasses.dataclass
+class ChoosingEngine(NeedyEngine):
+    """One of eight layers with activations of 4 GiB each."""
+
+    layers: int | None = None
+
+    @property
+    def leaves_recompute(self) -> bool:
+        return self.layers is None
+
+    def memory_needs(self, asked: Asked) -> Needs:
+        needs = super().memory_needs(asked)
+        kept = 8 - (8 if self.layers is None else self.layers)
+        peaks = {**needs.peaks, Phase.TRAINING: (Term("activations", 4 * kept * GIB),)}
+        return dataclasses.replace(needs, peaks=peaks if asked.trains else {}, unknown=())
+
+    def choose_recompute(self, asked: Asked, fits: Callable[[Needs], bool] | None) -> Recomputed:
+        def of(layers: int) -> ChoosingEngine:
+            return dataclasses.replace(self, layers=layers)
+
+        layers = fewest(8, lambda n: fits(of(n).memory_needs(asked))) if fits else 8
+        return Recomputed(of(layers), of(layers).memory_needs(asked), layers, 8)
 
 
 @dataclasses.dataclass
@@ -326,6 +359,72 @@ def test_what_it_says(folder: Path) -> None:
     room = render(planned(folder, gib=141))
     assert "fits but for what is unknown, 105.0 GiB of 141.0, 36.0 left" in room
     assert "on the CPU" in render(planned(folder, "ray.devices=cpu"))
+
+
+def layers_of(
+    folder: Path, gib: float, *overrides: str, needs: frozenset[str] | None = None, **parts: object
+) -> tuple[dict[str, int], MemoryPlan]:
+    """Return the layers that recompute, and the plan of a run of choosing engines."""
+    plugins = Plugins.load()
+    given = [*NEEDED, f"model.path={folder}", *overrides]
+    config = compose(plugins, given, job=Job.TRAIN).config
+    plan = dataclasses.replace(
+        make_plan(config, None, plugins, needs), offload=parts.pop("offload", Offload.FALSE)
+    )
+    backends = {"engine": ChoosingEngine(), "rollout": NeedyRollout(), **parts}
+    critic = dataclasses.replace(config.critic, engine=ChoosingEngine())
+    config = dataclasses.replace(config, critic=critic, **backends)
+    memory = plan_memory(config, plan, gib)
+    with_numbers = with_recompute(config, memory)
+    assert not leaves_recompute(with_numbers.engine)
+    again = plan_memory(with_numbers, plan, gib)
+    assert (again.recomputed, again.devices) == ({}, memory.devices), "the number is settled"
+    return {role: found.layers for role, found in memory.recomputed.items()}, memory
+
+
+def test_as_few_layers_recompute_as_fit_beside_what_stays(folder: Path) -> None:
+    """Policy 28 GiB and rollout 45, of 85 % of a device."""
+    found = {gib: layers_of(folder, gib)[0]["policy"] for gib in (80, 90, 100, 112, 124)}
+    assert found == {80: 8, 90: 8, 100: 5, 112: 3, 124: 0}
+    (device,) = layers_of(folder, 100)[1].devices
+    assert device.training("policy") == (28 + 45 + 3 * 4) * GIB <= 85 * GIB
+
+
+def test_what_leaves_its_device_is_room_for_activations(folder: Path) -> None:
+    """Of the rollout 1 GiB is left there."""
+    turns = layers_of(folder, 71, offload=Offload.TRUE)[0]
+    assert turns == layers_of(folder, 71, offload=Offload.AUTO)[0] == {"policy": 1}
+
+
+def test_engines_that_keep_what_they_took_choose_one_after_the_other(folder: Path) -> None:
+    found, memory = layers_of(
+        folder, 100, "critic.engine=toy", "executor=ray", needs=frozenset({"values"}),
+        rollout=SmallRollout(),
+    )  # fmt: skip
+    assert found == {"policy": 2, "critic": 7}
+    assert memory.devices[0].most <= 85 * GIB
+
+
+@dataclasses.dataclass
+class SmallRollout(ToyRolloutConfig):
+    def memory_needs(self, asked: Asked) -> Needs:
+        return Needs(held={Memory.WEIGHTS: (Term("weights", GIB),)})
+
+
+def test_layers_recompute_where_little_is_known(folder: Path) -> None:
+    found, memory = layers_of(folder, 500, rollout=ToyRolloutConfig())
+    assert found == {"policy": 8}
+    assert "policy: 8 of 8 layers recompute, since what is unknown may need" in render(memory)
+    found, memory = layers_of(folder, 500, "ray.devices=cpu")
+    assert found == {"policy": 8}
+    assert "policy: 8 of 8 layers recompute, since the memory of a GPU is not" in render(memory)
+
+
+def test_it_says_how_many_layers_recompute_and_why(folder: Path) -> None:
+    some = "policy: 5 of 8 layers recompute, the fewest whose training fits into 85.0 GiB, 85% of"
+    assert some in render(layers_of(folder, 100)[1])
+    every = "policy: 8 of 8 layers recompute, since fewer do not fit into 68.0 GiB"
+    assert every in render(layers_of(folder, 80)[1])
 
 
 def test_a_backend_that_says_nothing_is_named(

@@ -141,7 +141,7 @@ def test_what_the_backward_pass_reads(folder: Path, settings: dict[str, Any]) ->
 
 
 def rehearsed(config: FSDPConfig, model: Model) -> Rehearsal:
-    policy = build(model, config.logits_tile or 2**21, config.gradient_checkpointing)
+    policy = build(model, config.logits_tile or 2**21, config.recomputed)
     if config.lora_rank:
         Adapter(config).insert(policy.causal, layers_of(policy))
     return rehearse(policy, TOKENS, TOKENS - TOKENS // LENGTH, gpu=False, copies=True)

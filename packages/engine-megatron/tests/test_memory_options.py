@@ -106,6 +106,10 @@ def test_what_is_computed_again(
             "recompute_method needs engine.gradient",
         ),
         (
+            {"gradient_checkpointing": "auto", "recompute_num_layers": 2},
+            "recompute_num_layers needs engine.gradient_checkpointing=full",
+        ),
+        (
             {"gradient_checkpointing": "selective", "recompute_modules": ["moe"]},
             "recompute_modules must name some of",
         ),

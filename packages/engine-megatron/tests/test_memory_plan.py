@@ -5,6 +5,7 @@ and against peaks that were measured on GPUs.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ TRAINED: dict[str, dict[str, Any]] = {
     "recompute": {},
     "recompute, small micro-batches": {"max_tokens_per_gpu": TOKENS // 2},
     "some layers": {"recompute_method": "block", "recompute_num_layers": 2},
+    "a layer": {"recompute_method": "block", "recompute_num_layers": 1},
+    "auto, without a plan": {"gradient_checkpointing": "auto"},
     "lora": {**WHOLE, "lora_rank": 8},
     "bf16": {**WHOLE, "dtype": "bf16"},
     "selective": {"gradient_checkpointing": "selective", "recompute_modules": ["mlp"]},
@@ -104,6 +107,47 @@ def trained(config: MegatronConfig, model: Model) -> None:
     parts = (term for terms in needs.held.values() for term in terms)
     assert total(parts) == pytest.approx(held(engine), rel=0.02)
     engine.close()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"ranks": 2, "tensor_parallel": 2},
+        {"ranks": 4, "pipeline_parallel": 4},
+        {"ranks": 2, "pipeline_parallel": 2, "virtual_pipeline": 2},
+    ],
+    ids=str,
+)
+def test_auto_takes_the_fewest_layers_that_fit(tmp_path: Path, settings: dict[str, Any]) -> None:
+    AutoConfig.for_model(**LARGE["1.5b"]).save_pretrained(tmp_path)
+    every = 28 // (settings.get("pipeline_parallel", 1) * settings.get("virtual_pipeline", 1))
+    facts = {"trains": True, "tokens": 8 * 16_384, "longest": 2048}
+    model = Model(str(tmp_path))
+    config = MegatronConfig(gradient_checkpointing="auto", **settings)
+    asked = Asked(
+        path="engine", model=model, shape=AutoConfig.for_model(**LARGE["1.5b"]).to_dict(), **facts
+    )
+
+    def training(needs: Needs) -> int:
+        return total(needs.peaks[Phase.TRAINING])
+
+    none, all_ = (
+        config.choose_recompute(asked, lambda _, fits=fits: fits) for fits in (True, False)
+    )
+    assert (none.layers, all_.layers, none.every) == (0, every, every)
+    assert none.config == replace(config, gradient_checkpointing="none")
+    assert all_.config == replace(config, gradient_checkpointing="full")
+    assert config.choose_recompute(asked, None) == all_
+
+    room = (training(none.needs) + training(all_.needs)) // 2
+    some = config.choose_recompute(asked, lambda needs: training(needs) <= room)
+    assert 0 < some.layers < every
+    assert training(some.needs) <= room
+    assert (some.config.recompute_method, some.config.recompute_num_layers) == (
+        "block",
+        some.layers,
+    )
 
 
 def test_a_frozen_reference(folder: Path) -> None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar
 
 from coupler import RolloutConfig
 from coupler.engine_kit.lora import LoRAConfig
-from coupler.engine_kit.memory_plan import Asked, Needs
+from coupler.engine_kit.memory_plan import Asked, Needs, Recomputed
 from coupler.engine_kit.precision import Precision, Products
-from coupler.interfaces import no_effect
+from coupler.interfaces import NO_EFFECT, no_effect
 
 
 @dataclass
@@ -57,6 +57,14 @@ class Recipe(StrEnum):
     ROWWISE_WITH_GW_HP = "rowwise_with_gw_hp"
     ROWWISE = "rowwise"
     TENSORWISE = "tensorwise"
+
+
+class Recompute(StrEnum):
+    """Says whether layers compute their activations again in the backward pass."""
+
+    TRUE = "true"
+    FALSE = "false"
+    AUTO = "auto"
 
 
 @dataclass
@@ -110,8 +118,15 @@ class FSDPConfig(LoRAConfig):
     """Reduce gradients after each micro-batch. false reduces them once a step and holds
     them whole meanwhile.
     """
-    gradient_checkpointing: bool = no_effect(True)
-    """Recompute the activations of each layer in the backward pass."""
+    gradient_checkpointing: Recompute = field(default=Recompute.TRUE, metadata=NO_EFFECT)
+    """Recompute the activations of each layer in the backward pass: true or false. auto
+    takes the fewest layers with which training fits on its GPU by the estimate of
+    coupler plan --memory, and all layers where there is none.
+    """
+    recompute_num_layers: int = no_effect(0)
+    """Recompute the first so many layers alone, under
+    engine.gradient_checkpointing=true. 0 is all of them.
+    """
     compile: bool = False
     """Compile each layer with torch.compile. On a GPU a step takes a third less time,
     and the start a minute more.
@@ -150,16 +165,40 @@ class FSDPConfig(LoRAConfig):
     def split(self) -> str:
         return f"sequence {self.sequence_parallel}" if self.sequence_parallel > 1 else ""
 
+    @property
+    def recomputed(self) -> int | None:
+        """Return how many of the first layers recompute. None is all of them."""
+        if self.gradient_checkpointing == Recompute.FALSE:
+            return 0
+        return self.recompute_num_layers or None
+
+    @property
+    def leaves_recompute(self) -> bool:
+        return self.gradient_checkpointing == Recompute.AUTO
+
     def memory_needs(self, asked: Asked) -> Needs:
         from coupler_engine_fsdp.memory import engine
 
         return engine.needs(self, asked)
 
+    def choose_recompute(self, asked: Asked, fits: Callable[[Needs], bool] | None) -> Recomputed:
+        from coupler_engine_fsdp.memory import recompute
+
+        return recompute.choose(self, asked, fits)
+
     def __post_init__(self) -> None:
         self._require(self.max_tokens_per_gpu > 0, "max_tokens_per_gpu", "must be above 0")
         self._require(self.sequence_parallel >= 1, "sequence_parallel", "must be at least 1")
-        for key in ("fsdp_size", "logits_tile"):
+        for key in ("fsdp_size", "logits_tile", "recompute_num_layers"):
             self._require(getattr(self, key) >= 0, key, "must not be negative")
+
+        # Python's own True and False are taken, too.
+        self.gradient_checkpointing = Recompute(str(self.gradient_checkpointing).lower())
+        self._require(
+            self.gradient_checkpointing == Recompute.TRUE or not self.recompute_num_layers,
+            "recompute_num_layers",
+            "needs engine.gradient_checkpointing=true",
+        )
 
         muon = self.optimizer == OptimizerName.MUON
         self._require(not (muon and self.lora_rank), "optimizer", "needs engine.lora_rank=0")

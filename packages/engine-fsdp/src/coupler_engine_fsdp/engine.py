@@ -91,7 +91,7 @@ class FSDPEngine(Engine):
         self.peers = join_peers(size)
 
         files = weights.files_of(folder) if folder.is_dir() else {}
-        self.policy = build(self.model, self.config.logits_tile, self.config.gradient_checkpointing)
+        self.policy = build(self.model, self.config.logits_tile, self.config.recomputed)
         self.dtype = dtype_of(self.config.dtype, self.device)
         self.adapter = Adapter(self.config)
         if self.config.lora_rank:

@@ -120,11 +120,17 @@ class Policy(nn.Module):
         return list(files)
 
 
-def build(model: Model, tile: int, checkpointing: bool) -> Policy | ValueModel:
+def build(model: Model, tile: int, recomputed: int | None) -> Policy | ValueModel:
     """Build the model of ``model.path`` in fp32 on the meta device.
 
+    Args:
+        tile: most elements of the fp32 logits at a time.
+        recomputed: how many of the first layers compute their activations again in the
+            backward pass. None is all of them.
+
     Raises:
-        CouplerError: there is no such folder, or the engine cannot train this model.
+        CouplerError: there is no such folder, the engine cannot train this model, or it
+            has fewer layers.
     """
     if not Path(model.path).is_dir():
         raise CouplerError(
@@ -156,7 +162,7 @@ def build(model: Model, tile: int, checkpointing: bool) -> Policy | ValueModel:
     if not causal.is_backend_compatible():
         raise _unsupported(config, "its attention cannot be replaced by one that packs sequences")
 
-    if checkpointing:
+    if recomputed != 0:
         causal.gradient_checkpointing_enable({"use_reentrant": False})
     # A log-prob is one of the distribution that is sampled, so nothing is dropped.
     for module in causal.modules():
@@ -166,6 +172,8 @@ def build(model: Model, tile: int, checkpointing: bool) -> Policy | ValueModel:
         built = Policy(causal, tile)
     else:
         built = ValueModel(causal, bias=model.head is HeadKind.VALUE)
+    if recomputed:
+        _keep_after(built, recomputed)
     # Transformers checkpoints activations in training mode only.
     return built.train()
 
@@ -219,6 +227,39 @@ def layers_of(policy: Policy | ValueModel) -> list[nn.Module]:
     if not layers:
         raise _unsupported(policy.causal.config, "it does not name its layers in _no_split_modules")
     return layers
+
+
+def recomputes(layer: nn.Module) -> bool:
+    """Tell whether a layer computes its activations again in the backward pass."""
+    return getattr(layer, "gradient_checkpointing", False)
+
+
+def can_choose(policy: Policy | ValueModel) -> bool:
+    """Tell whether each layer says for itself if it recomputes, as transformers' do."""
+    return all(hasattr(layer, "gradient_checkpointing") for layer in layers_of(policy))
+
+
+def _keep_after(policy: Policy | ValueModel, recomputed: int) -> None:
+    """Let layers after the first ``recomputed`` ones keep their activations.
+
+    Those of the first layers would be kept longest, since the backward pass begins with
+    the last ones.
+    """
+    layers: list[Any] = layers_of(policy)
+    if recomputed > len(layers):
+        raise CouplerError(
+            f"engine.recompute_num_layers must be at most {len(layers)}, the layers of "
+            f"model.path, got {recomputed}."
+        )
+    if not can_choose(policy):
+        raise CouplerError(
+            f"engine.recompute_num_layers={recomputed} needs layers that recompute one by one, "
+            f"and those of model type {policy.causal.config.model_type!r} do not.\n"
+            "  try:  engine.recompute_num_layers=0, which recomputes all of them"
+        )
+
+    for layer in layers[recomputed:]:
+        layer.gradient_checkpointing = False
 
 
 def compile_layers(policy: Policy | ValueModel) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import lcm
 from typing import Any, ClassVar
 
 from coupler.engine_kit.lora import LoRAConfig
-from coupler.engine_kit.memory_plan import Asked, Needs
+from coupler.engine_kit.memory_plan import Asked, Needs, Recomputed
 from coupler.engine_kit.precision import Precision
 from coupler.interfaces import NO_EFFECT, no_effect
 
@@ -22,6 +22,8 @@ class Recompute(StrEnum):
     """Those of the parts of each layer that recompute_modules names."""
     FULL = "full"
     """Those of whole layers."""
+    AUTO = "auto"
+    """Those of the fewest whole layers with which training fits, by the plan."""
 
 
 class RecomputeMethod(StrEnum):
@@ -119,7 +121,9 @@ class MegatronConfig(LoRAConfig):
     """
     gradient_checkpointing: Recompute = field(default=Recompute.FULL, metadata=NO_EFFECT)
     """Compute activations again in the backward pass: none, those of some parts of each
-    layer, or all."""
+    layer, or all. auto takes the fewest whole layers with which training fits on its
+    GPU by the estimate of coupler plan --memory, and all layers where there is none.
+    """
     recompute_method: RecomputeMethod = field(default=RecomputeMethod.UNIFORM, metadata=NO_EFFECT)
     """Choose the layers that are computed again under
     engine.gradient_checkpointing=full.
@@ -193,10 +197,24 @@ class MegatronConfig(LoRAConfig):
 
         return " x ".join(f"{name} {size}" for name, size in above.items()) + layers + note
 
+    @property
+    def leaves_recompute(self) -> bool:
+        return self.gradient_checkpointing == Recompute.AUTO
+
+    @property
+    def recomputes_layers(self) -> bool:
+        """Tell whether whole layers are computed again. Without a plan auto is full."""
+        return self.gradient_checkpointing in (Recompute.FULL, Recompute.AUTO)
+
     def memory_needs(self, asked: Asked) -> Needs:
         from coupler_engine_megatron import memory_plan
 
         return memory_plan.needs(self, asked)
+
+    def choose_recompute(self, asked: Asked, fits: Callable[[Needs], bool] | None) -> Recomputed:
+        from coupler_engine_megatron import recompute
+
+        return recompute.choose(self, asked, fits)
 
     def __post_init__(self) -> None:
         for key in ("max_tokens_per_gpu", "sync_bucket_mib"):

@@ -20,7 +20,7 @@ from coupler.engine_kit.precision import Precision
 from coupler.errors import CouplerError
 from coupler.interfaces import Head, Model, Part
 from coupler_engine_megatron.activations import Layer
-from coupler_engine_megatron.config import MegatronConfig, Recompute, RecomputeMethod
+from coupler_engine_megatron.config import MegatronConfig, RecomputeMethod
 from coupler_engine_megatron.layout import stage_layers
 from coupler_engine_megatron.vocab_parallel import default_tile
 
@@ -276,19 +276,27 @@ class Stage:
         number, group = len(self.layers), config.recompute_num_layers
         kept = layer.saved * number
         again = layer.again
+        free = 0
 
-        if config.gradient_checkpointing == Recompute.FULL:
+        if config.recomputes_layers:
             again = layer.saved
             if config.recompute_method == RecomputeMethod.UNIFORM:
                 kept = layer.entry * -(-number // group)
                 again *= group
             else:
+                turns = config.virtual_pipeline
                 shed = layer.saved - layer.entry
-                kept -= shed * min(group, number)
+                kept -= shed * min(group * turns, number)
+                # A part's first layers are computed again when its others are done.
+                free = layer.saved * max(number // turns - group, 0)
 
-        held = Term("activations", int(kept * self.in_flight()), self._recompute())
-        work = Term("what a layer computes with", again + layer.working, self._fewer())
-        return largest((held, self.head()), (held, work))
+        every = int(kept * self.in_flight())
+        held, later = (Term("activations", n, self._recompute()) for n in (every, every - free))
+        work, more = (
+            Term("what a layer computes with", size + layer.working, self._fewer())
+            for size in (layer.again, again)
+        )
+        return largest((held, self.head()), (held, work), (later, more))
 
     def head(self) -> Term:
         """Return what the head computes with: two tiles, and the states in fp32."""
@@ -312,6 +320,6 @@ class Stage:
         return f"a smaller {self.asked.path}.max_tokens_per_gpu"
 
     def _recompute(self) -> str:
-        if self.config.gradient_checkpointing == Recompute.FULL:
+        if self.config.recomputes_layers:
             return self._fewer()
         return f"{self.asked.path}.gradient_checkpointing=full"

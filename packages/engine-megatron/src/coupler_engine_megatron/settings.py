@@ -96,7 +96,7 @@ def _of_experts(shape: Any, fused: bool) -> dict[str, Any]:
 
 
 def _of_recompute(config: MegatronConfig, fused: bool) -> dict[str, Any]:
-    if config.gradient_checkpointing == Recompute.FULL:
+    if config.recomputes_layers:
         return {
             "recompute_granularity": "full",
             "recompute_method": str(config.recompute_method),

@@ -7,7 +7,8 @@ up what shares a device. A backend without the method is listed as unknown.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
@@ -119,6 +120,54 @@ class PlansMemory(Protocol):
             CouplerError: the model cannot be described.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Recomputed:
+    """The layers of a role that compute their activations again in the backward pass.
+
+    Attributes:
+        config: the role's configuration, with this number instead of ``auto``.
+        needs: the memory that it then needs.
+        layers: the number.
+        every: all layers of one rank.
+    """
+
+    config: Any
+    needs: Needs
+    layers: int
+    every: int
+
+
+@runtime_checkable
+class ChoosesRecompute(Protocol):
+    """A configuration of an engine that may leave it to the plan how many layers
+    compute their activations again.
+    """
+
+    @property
+    def leaves_recompute(self) -> bool:
+        """Tell whether it does."""
+        ...
+
+    def choose_recompute(self, asked: Asked, fits: Callable[[Needs], bool] | None) -> Recomputed:
+        """Choose the fewest layers whose needs fit, or all layers where none do.
+
+        Args:
+            fits: judges the needs of a number of layers. None takes all layers.
+
+        Raises:
+            CouplerError: the model cannot be described.
+        """
+        ...
+
+
+def fewest(every: int, fits: Callable[[int], bool]) -> int:
+    """Return the fewest of ``every`` that fit, or ``every`` where none do.
+
+    More must fit where fewer do. It asks about as many numbers as ``every`` has bits.
+    """
+    return bisect_left(range(every), True, key=fits)
 
 
 def total(terms: Iterable[Term]) -> int:

@@ -41,9 +41,12 @@ from coupler.loop.rollout_group import RolloutGroup
 from coupler.loop.sampler import Scorer
 from coupler.plugins.manager import Plugins
 from coupler.rewards.opinions import Rewards
-from coupler.run.plan import VALUES, trained_engines
+from coupler.run.memory_plan import leaves_recompute, plan_memory, with_recompute
+from coupler.run.memory_text import render_recomputed
+from coupler.run.plan import VALUES, Plan, trained_engines
 from coupler.run.row_form import SCORES, capabilities
 from coupler.run.session import Session
+from coupler.system.gpu import gpu_is_visible
 from coupler.system.log import PLAIN, get_logger
 from coupler.system.reads import original, track
 from coupler.system.seeding import derive
@@ -81,6 +84,22 @@ class Builder:
     def trained_engines(self) -> dict[str, EngineConfig]:
         """The configurations of the engines that train, by role."""
         return trained_engines(self.config, VALUES in self.algorithm.needs)
+
+    def settle_recompute(self, plan: Plan) -> None:
+        """Let as few layers as fit compute their activations again, where a role leaves
+        it to the plan.
+
+        It comes before engines are made, so that all ranks do the same. Without a GPU
+        engines take all layers.
+        """
+        if not gpu_is_visible() or not any(map(leaves_recompute, self.trained_engines.values())):
+            return
+        memory = plan_memory(self.config, plan)
+        for line in render_recomputed(memory):
+            log.info(line, extra=PLAIN)
+
+        self.config = with_recompute(self.config, memory)
+        del self.trained_engines
 
     def reference(self) -> EngineGroup:
         """Make the engine of the reference, whose weights stay those of the folder."""

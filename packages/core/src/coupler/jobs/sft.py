@@ -68,6 +68,7 @@ async def _supervise(builder: Builder) -> dict[str, float]:
     order = prompt_stream(examples, taught.kept, config.data, config.seed)
     plan = make_plan(config, len(examples), builder.plugins, algorithm.needs, Job.SFT)
     log.info(plan.render(), extra=PLAIN)
+    builder.settle_recompute(plan)
     speed = Throughput.of_run(config, plan, Path(builder.model.path))
     pack = form_of(config, builder.plugins).pack
 

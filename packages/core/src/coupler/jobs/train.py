@@ -187,6 +187,7 @@ async def _trained(
 
     plan = make_plan(config, len(prompts), builder.plugins, algorithm.needs)
     speed = _announce(plan, config, Path(builder.model.path))
+    builder.settle_recompute(plan)
     import_classes(builder, Job.TRAIN)
     pool.start()
     with session.recording(data, found, plan) as journal:
@@ -196,7 +197,7 @@ async def _trained(
         teachers = make_teachers(builder, taught_by)
         opinions = make_opinions(builder, asked, pool)
         residency = share_devices(
-            config, plan, rollouts, *engines, *teachers.values(), opinions=opinions
+            builder.config, plan, rollouts, *engines, *teachers.values(), opinions=opinions
         )
         scorer = builder.scorer(rollouts, opinions.rewards)
         weights = builder.weight_sync(

@@ -7,7 +7,7 @@ up what the roles of one device hold at the same time.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,18 @@ from coupler.config.schema import Devices, ExecutorName, Offload, Placement, Run
 from coupler.data.model_folder import model_folder
 from coupler.engine_kit.memory_plan import (
     Asked,
+    ChoosesRecompute,
     Kind,
     Needs,
     Phase,
     PlansMemory,
+    Recomputed,
     Term,
     total,
 )
 from coupler.errors import ConfigError
 from coupler.executors.placement import REWARD_MODEL, ROLLOUTS, TEACHER, Role, make_shares
-from coupler.interfaces import Head, Memory, Model, Part
+from coupler.interfaces import EngineConfig, Head, Memory, Model, Part
 from coupler.run.plan import SERVED_BY, Plan
 from coupler.run.teacher_check import role_of, teachers_of
 from coupler.system.files import DamagedFile, read_json
@@ -47,8 +49,8 @@ OFFLOADED: dict[Phase, tuple[Part, ...]] = {
 # kinds of memory by role
 Parts = frozenset[tuple[str, Kind]]
 ROOM = 0.85
-"""Share of a device that ``offload=auto`` fills: estimates are within 15 % of what was
-measured."""
+"""Share of a device that ``offload=auto`` and ``gradient_checkpointing=auto`` fill:
+estimates are within 15 % of what was measured."""
 DEAR: tuple[Kind, ...] = (Part.PARAMS, Part.OPTIMIZER, Memory.WEIGHTS, Memory.KV_CACHE)
 """Memory that may stay under ``offload=auto``, by what it costs to move. Gradients are
 none: they are no more when a phase ends."""
@@ -100,10 +102,23 @@ class Device:
         return max((total(row.terms.get(role, ())) for row in self.turns), default=0)
 
     @property
+    def kept(self) -> int:
+        """Return what processes of their own have taken once all had their peak."""
+        return sum(map(self.peak, self.roles)) if self.apart else 0
+
+    @property
     def most(self) -> int:
         """Return the bytes that the device has to have."""
-        kept = sum(map(self.peak, self.roles)) if self.apart else 0
-        return max(kept, *(row.together for row in self.rows))
+        return max(self.kept, *(row.together for row in self.rows))
+
+    def training(self, role: str) -> int:
+        """Return the bytes that the device has to have while a role trains."""
+        own = (
+            row.together
+            for row in self.turns
+            if row.phase is Phase.TRAINING and (role, Part.PARAMS) in row.active
+        )
+        return max(self.kept, *own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +133,8 @@ class MemoryPlan:
         host_bytes: host memory for what engines hold off their devices, of all ranks
             together.
         moved_bytes: what leaves one device in a step and comes back, by copies.
+        recomputed: the layers that compute their activations again, of each role that
+            leaves it to the plan.
     """
 
     devices: tuple[Device, ...]
@@ -127,6 +144,7 @@ class MemoryPlan:
     offload: Offload
     host_bytes: int = 0
     moved_bytes: int = 0
+    recomputed: Mapping[str, Recomputed] = field(default_factory=dict)
 
 
 def plan_memory(config: RunConfig, plan: Plan, device_gib: float = 0) -> MemoryPlan:
@@ -145,8 +163,11 @@ def plan_memory(config: RunConfig, plan: Plan, device_gib: float = 0) -> MemoryP
     size = int(device_gib * 2**30) or (device_bytes() if gpu else 0)
 
     needs: dict[str, Needs] = {}
+    asked: dict[str, Asked] = {}
     for role in plan.workers:
-        needs[role.name] = _ask(role, config, plan, gpu, size, needs.get("policy", Needs()))
+        policy = needs.get("policy", Needs())
+        asked[role.name] = _asked(role, config, plan, gpu, size, policy)
+        needs[role.name] = _ask(config, asked[role.name])
     unknown = tuple(f"{role}: {text}" for role, need in needs.items() for text in need.unknown)
     shares = [
         {role.name: needs[role.name] for role in share.roles}
@@ -154,21 +175,31 @@ def plan_memory(config: RunConfig, plan: Plan, device_gib: float = 0) -> MemoryP
     ]
     room = int(ROOM * size) if gpu else 0
     offload = _resolved(config, plan, shares, room, bool(unknown))
+    recomputed = {}
+    for share in shares:
+        recomputed |= _recomputed(config, plan, share, asked, offload, room)
+    needs |= {role: each.needs for role, each in recomputed.items()}
     devices = tuple(_device(config, plan, share, offload, room) for share in shares)
     moved = {
         role: need.host + _parked(role, need, devices) if gpu else 0 for role, need in needs.items()
     }
     host = sum(moved[role.name] * role.count for role in plan.workers)
-    return MemoryPlan(devices, gpu, size, unknown, offload, host, sum(moved.values()))
+    moves = sum(moved.values())
+    return MemoryPlan(devices, gpu, size, unknown, offload, host, moves, recomputed)
 
 
-def _ask(role: Role, config: RunConfig, plan: Plan, gpu: bool, device: int, policy: Needs) -> Needs:
+def _ask(config: RunConfig, asked: Asked) -> Needs:
+    backend: Any = original(section(config, asked.path))
+    if not isinstance(backend, PlansMemory):
+        return Needs(unknown=(f"{backend.name} does not say what memory it needs",))
+    return backend.memory_needs(asked)
+
+
+def _asked(
+    role: Role, config: RunConfig, plan: Plan, gpu: bool, device: int, policy: Needs
+) -> Asked:
     path, model, trains = _of_role(role.name, config)
     settings: Any = original(section(config, path))
-    backend = settings
-    if not isinstance(backend, PlansMemory):
-        return Needs(unknown=(f"{settings.name} does not say what memory it needs",))
-
     longest, sequences = plan.max_tokens_per_sequence, plan.sequences_per_step
     asked = Asked(
         path=path,
@@ -189,7 +220,7 @@ def _ask(role: Role, config: RunConfig, plan: Plan, gpu: bool, device: int, poli
         shards = max(settings.ranks // settings.ranks_per_shard, 1)
         each = ceil_div(sequences // steps, shards) * plan.max_rows_per_episode
         asked = replace(asked, tokens=longest * each)
-    return backend.memory_needs(asked)
+    return asked
 
 
 def _of_role(role: str, config: RunConfig) -> tuple[str, Model, bool]:
@@ -243,6 +274,52 @@ def _resolved(
         return Offload.TRUE
     whole = [_device(config, plan, share, Offload.FALSE) for share in shares]
     return Offload.FALSE if all(each.most <= room for each in whole) else Offload.AUTO
+
+
+def _recomputed(
+    config: RunConfig,
+    plan: Plan,
+    share: dict[str, Needs],
+    asked: Mapping[str, Asked],
+    offload: Offload,
+    room: int,
+) -> dict[str, Recomputed]:
+    """Choose the layers that compute again, of each role that leaves it to the plan.
+
+    Roles choose one after the other, and ``share`` then has what they need.
+
+    Args:
+        room: bytes of a GPU that training may fill. 0 takes all layers.
+    """
+    found = {}
+    known = room and not any(need.unknown for need in share.values())
+    for role in list(share):
+        backend: Any = original(section(config, asked[role].path))
+        if not (asked[role].trains and leaves_recompute(backend)):
+            continue
+
+        def fits(needs: Needs, role: str = role) -> bool:
+            device = _device(config, plan, {**share, role: needs}, offload, room)
+            return device.training(role) <= room
+
+        found[role] = backend.choose_recompute(asked[role], fits if known else None)
+        share[role] = found[role].needs
+    return found
+
+
+def leaves_recompute(engine: EngineConfig) -> bool:
+    """Tell whether an engine leaves it to the plan how many layers recompute."""
+    return isinstance(engine, ChoosesRecompute) and engine.leaves_recompute
+
+
+def with_recompute(config: RunConfig, memory: MemoryPlan) -> RunConfig:
+    """Return the configuration with the numbers of layers that the plan chose."""
+    for role, found in memory.recomputed.items():
+        if role == "critic":
+            config = replace(config, critic=replace(config.critic, engine=found.config))
+        else:
+            config = replace(config, engine=found.config)
+    return config
 
 
 def _device(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from coupler.config.schema import Offload
 from coupler.engine_kit.memory_plan import GIB, Kind, Phase, Term, total
-from coupler.run.memory_plan import Device, MemoryPlan, Row
+from coupler.run.memory_plan import ROOM, Device, MemoryPlan, Row
 
 MOST = 6
 """Terms that are named of the phase that needs most."""
@@ -27,6 +27,7 @@ def render(plan: MemoryPlan) -> str:
     for device in plan.devices:
         lines += ["", *_table(device), "", *_largest(device), _verdict(device, plan)]
 
+    lines += ["", *render_recomputed(plan)] if plan.recomputed else ()
     lines += [""] * plan.gpu
     lines += _away(plan) if plan.gpu else ()
     if plan.host_bytes:
@@ -34,6 +35,21 @@ def render(plan: MemoryPlan) -> str:
     if plan.gpu:
         lines.append(f"not counted: {ON_TOP}")
     return "\n".join([*lines, *(f"unknown: {text}" for text in plan.unknown)])
+
+
+def render_recomputed(plan: MemoryPlan) -> Iterator[str]:
+    """Say how many layers of each role compute their activations again, and why."""
+    room = f"{_gib(int(ROOM * plan.device_bytes))} GiB, {ROOM:.0%} of the device"
+    for role, found in plan.recomputed.items():
+        some = f"{found.layers} of {found.every} layers"
+        if found.layers < found.every:
+            yield f"{role}: {some} recompute, the fewest whose training fits into {room}"
+        elif not plan.gpu or not plan.device_bytes:
+            yield f"{role}: {some} recompute, since the memory of a GPU is not known"
+        elif plan.unknown:
+            yield f"{role}: {some} recompute, since what is unknown may need the rest"
+        else:
+            yield f"{role}: {some} recompute, since fewer do not fit into {room}"
 
 
 def _table(device: Device) -> Iterator[str]:

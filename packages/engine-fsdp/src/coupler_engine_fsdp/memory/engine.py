@@ -18,7 +18,7 @@ from coupler_engine_fsdp.config import FSDPConfig, OptimizerName
 from coupler_engine_fsdp.logprobs import default_chunk
 from coupler_engine_fsdp.lora import Adapter
 from coupler_engine_fsdp.memory.rehearsal import Rehearsal, rehearse
-from coupler_engine_fsdp.model import Policy, build, layers_of
+from coupler_engine_fsdp.model import Policy, build, layers_of, recomputes
 from coupler_engine_fsdp.moments import PIECE
 from coupler_engine_fsdp.muon import matrices_of
 from coupler_engine_fsdp.value import ValueModel
@@ -45,7 +45,7 @@ def needs(config: FSDPConfig, asked: Asked) -> Needs:
     rows = max(tokens - max(tokens // asked.longest, 1) if asked.longest else tokens - 1, 1)
 
     tile = config.logits_tile or default_chunk(rows, asked.gpu)
-    policy = build(asked.model, tile, config.gradient_checkpointing)
+    policy = build(asked.model, tile, config.recomputed)
     adapter = Adapter(config)
     if config.lora_rank:
         adapter.insert(policy.causal, layers_of(policy))
@@ -97,6 +97,7 @@ class _Sizes:
         ends: the larger of embeddings and head, where FSDP gathers them apart.
         tensor, matrix: the largest tensor, and the largest one that Muon trains.
         adapted: the largest weight that an adapter is added to.
+        keeping: trained ones of the layers that keep their activations.
         width: bytes of a number of the dtype that computes.
     """
 
@@ -111,6 +112,7 @@ class _Sizes:
     tensor: int
     matrix: int
     adapted: int
+    keeping: int
     width: int
 
     @classmethod
@@ -123,6 +125,7 @@ class _Sizes:
     ) -> _Sizes:
         named = dict(policy.causal.named_parameters())
         layers = [_numel(layer.parameters()) for layer in layers_of(policy)]
+        keeping = [layer for layer in layers_of(policy) if not recomputes(layer)]
         embedding: Any = policy.causal.get_input_embeddings().weight
         head: Any = policy.head.weight
         apart = [] if embedding is head else [embedding.numel(), head.numel()]
@@ -150,6 +153,7 @@ class _Sizes:
             tensor=max(tensor.numel() for tensor in named.values()),
             matrix=max(matrices, default=0),
             adapted=max((weight.numel() for weight in adapter.weights()), default=0),
+            keeping=_numel(p for layer in keeping for p in layer.parameters() if p.requires_grad),
             width=dtype.itemsize,
         )
 
@@ -251,7 +255,7 @@ class _Role:
 
         return (
             Term("gradients", kept, f"more {self.asked.path}.ranks"),
-            Term("activations", self._compiled(rest), self._recompute()),
+            Term("activations", self._compiled(rest, gradients), self._recompute()),
             Term("operands in fp8", self.operands, self._fewer()),
             *self._gathered(sent),
         )
@@ -263,13 +267,17 @@ class _Role:
         whole = self.several and not self.config.sync_every_micro_batch
         return MASTER if whole else MASTER / self.shards
 
-    def _compiled(self, size: int) -> int:
+    def _compiled(self, size: int, gradients: int) -> int:
         """Scale what eager layers keep to what compiled ones do.
 
         They keep the operands of products and the input of each norm, and compute the
-        rest again. Where whole layers are computed again, this is left out.
+        rest again. Where whole layers are computed again, this is left out. That is so
+        of the first layers once the gradients of the others have come.
         """
-        if not self.config.compile or self.config.gradient_checkpointing:
+        recomputed = self.config.recomputed
+        if not self.config.compile or recomputed is None:
+            return size
+        if recomputed and gradients > self.sizes.keeping * self.sizes.width:
             return size
         return int(size * self.done.compiled / self.done.saved)
 
@@ -322,6 +330,8 @@ class _Role:
         return f"a smaller {self.asked.path}.max_tokens_per_gpu"
 
     def _recompute(self) -> str:
-        if self.config.gradient_checkpointing:
+        if self.config.recomputed is None:
             return self._fewer()
+        if self.config.recomputed:
+            return f"a larger {self.asked.path}.recompute_num_layers"
         return f"{self.asked.path}.gradient_checkpointing=true"

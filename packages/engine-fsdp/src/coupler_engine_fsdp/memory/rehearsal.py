@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface
 
-from coupler_engine_fsdp.model import Policy
+from coupler_engine_fsdp.model import Policy, layers_of, recomputes
 from coupler_engine_fsdp.packing import Packed
 from coupler_engine_fsdp.value import ValueModel
 
@@ -70,7 +70,9 @@ def rehearse(
     forward = without_gradient(policy, tokens, rows, gpu=gpu, copies=copies)
     parameters = list(policy.parameters())
     shape = policy.causal.config.get_text_config()
-    norms = 2 * shape.num_hidden_layers * tokens * shape.hidden_size
+    # A layer that is computed again leaves its input alone.
+    inputs = 2 * shape.num_hidden_layers - sum(map(recomputes, layers_of(policy)))
+    norms = inputs * tokens * shape.hidden_size
 
     with _Storages(parameters, gpu) as storages:
         for parameter in parameters:

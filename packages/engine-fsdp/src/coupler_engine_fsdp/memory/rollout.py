@@ -23,7 +23,7 @@ def needs(config: HFConfig, asked: Asked) -> Needs:
         CouplerError: the model cannot be built.
     """
     dtype = compute_dtype(config.dtype, asked.gpu)
-    policy = build(asked.model, default_chunk(1, asked.gpu), False).to(dtype)
+    policy = build(asked.model, default_chunk(1, asked.gpu), 0).to(dtype)
     parameters = sum(tensor.numel() for tensor in policy.parameters())
     shape = policy.causal.config.get_text_config()
 
