@@ -150,6 +150,10 @@ class FSDPConfig(LoRAConfig):
     def split(self) -> str:
         return f"sequence {self.sequence_parallel}" if self.sequence_parallel > 1 else ""
 
+    @property
+    def rounds_to(self) -> str:
+        return "float8_e4m3fn" if self.precision == Products.FP8 else ""
+
     def memory_needs(self, asked: Asked) -> Needs:
         from coupler_engine_fsdp.memory import engine
 
