@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -205,9 +206,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as place:
         if args.weights:
-            import smollm2
-
-            folder = Path(smollm2.folder())
+            folder = Path(import_module("smollm2").folder())
             data = batches(solved(folder), args.tokens, args.steps)
         else:
             folder = random_weights(Path(place), args.shape, args.layers)

@@ -13,8 +13,9 @@ from toy_run import ToyRun, small
 from coupler.builtin.transports.inproc import InprocTransport
 from coupler.engine_kit.inference.receipts import join
 from coupler.errors import WeightSyncError
-from coupler.interfaces import Named, SyncReceipt, WeightUpdate
-from coupler.testing.toy import ToyRollout
+from coupler.interfaces import Model, Named, SyncReceipt, WeightUpdate
+from coupler.testing.toy import ToyEngine, ToyRollout
+from coupler.testing.toy_config import ToyEngineConfig
 
 
 def answer(
@@ -90,14 +91,34 @@ class CoarseRollout(ToyRollout):
         return replace(await super().update(update), dtype="torch.float8_e4m3fn")
 
 
+class CoarseConfig(ToyEngineConfig):
+    """Says that products round to 8 bits."""
+
+    @property
+    def rounds_to(self) -> str:
+        return "float8_e4m3fn"
+
+
+class CoarseEngine(ToyEngine):
+    def __init__(self, config: ToyEngineConfig, model: Model) -> None:
+        super().__init__(CoarseConfig(**vars(config)), model)
+
+
+TOY = "coupler.testing.toy:ToyEngine", "coupler.testing.toy:ToyRollout"
+
+
 @pytest.mark.parametrize(
-    ("rollout", "limit"),
-    [("coupler.testing.toy:ToyRollout", 5e-3), ("test_receipts:CoarseRollout", 0.5)],
+    ("engine", "rollout", "limit"),
+    [
+        (*TOY, 5e-3),
+        (TOY[0], "test_receipts:CoarseRollout", 0.5),
+        ("test_receipts:CoarseEngine", TOY[1], 0.5),
+    ],
 )
 def test_the_probe_s_limit_is_that_of_the_least_precise_side(
-    tmp_path: Path, rollout: str, limit: float
+    tmp_path: Path, engine: str, rollout: str, limit: float
 ) -> None:
-    run = ToyRun(tmp_path, small(steps=1), rollout=rollout)
+    run = ToyRun(tmp_path, small(steps=1), engine=engine, rollout=rollout)
     run.run()
     assert run.weights.limit == limit
 

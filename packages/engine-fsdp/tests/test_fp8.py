@@ -315,6 +315,10 @@ def test_a_critic_and_a_reference_have_them_too(calm: Path) -> None:
     np.testing.assert_array_equal(got, want)
 
 
+def test_a_rollout_may_differ_by_what_fp8_rounds() -> None:
+    assert (FSDPConfig().rounds_to, FSDPConfig(**FP8).rounds_to) == ("", "float8_e4m3fn")
+
+
 def test_an_adapter_is_refused() -> None:
     with pytest.raises(ValueError, match=re.escape("engine.precision needs engine.lora_rank=0")):
         FSDPConfig(precision="fp8", lora_rank=8)

@@ -232,6 +232,27 @@ def test_a_gpu_computes_in_bf16_and_with_larger_tiles(folder: Path) -> None:
     assert total(on_gpu.held[Part.PARAMS]) == 1.5 * total(on_cpu.held[Part.PARAMS])
 
 
+@pytest.mark.parametrize("recipe", ["rowwise_with_gw_hp", "rowwise", "tensorwise"])
+def test_operands_in_fp8_on_a_gpu(folder: Path, recipe: str) -> None:
+    """A compiled product holds two. Single operations hold their fp32 too, but in this
+    model less than the logits.
+    """
+    plain, compiled, eager = (
+        planned(FSDPConfig(**settings), Model(str(folder)), trains=True, gpu=True)
+        for settings in (
+            {"compile": True},
+            {**FP8, "fp8_recipe": recipe, "compile": True},
+            {**FP8, "fp8_recipe": recipe},
+        )
+    )
+    widest, width = SMALL["intermediate_size"], SMALL["hidden_size"]
+    for phase in (Phase.LOGPROBS, Phase.TRAINING):
+        more = total(compiled.peaks[phase]) - total(plain.peaks[phase])
+        assert more == TOKENS * widest + width * widest
+        assert total(eager.peaks[phase]) >= total(plain.peaks[phase])
+    assert eager.held == plain.held
+
+
 @pytest.mark.parametrize("prompt", [192, 24])
 def test_sampling(folder: Path, prompt: int) -> None:
     """The cache of short prompts grows more often than that of long ones."""

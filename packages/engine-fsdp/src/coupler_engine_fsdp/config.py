@@ -176,6 +176,10 @@ class FSDPConfig(LoRAConfig):
     def leaves_recompute(self) -> bool:
         return self.gradient_checkpointing == Recompute.AUTO
 
+    @property
+    def rounds_to(self) -> str:
+        return "float8_e4m3fn" if self.precision == Products.FP8 else ""
+
     def memory_needs(self, asked: Asked) -> Needs:
         from coupler_engine_fsdp.memory import engine
 

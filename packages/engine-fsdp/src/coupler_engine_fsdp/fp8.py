@@ -16,7 +16,7 @@ from torch import nn
 
 from coupler.engine_kit.precision import Products
 from coupler.errors import ConfigError
-from coupler_engine_fsdp.config import FSDPConfig
+from coupler_engine_fsdp.config import FSDPConfig, Recipe
 from coupler_engine_fsdp.model import Policy, layers_of
 from coupler_engine_fsdp.value import ValueModel
 
@@ -86,7 +86,7 @@ def _maps_of(policy: Policy | ValueModel) -> list[nn.Linear]:
     ]
 
 
-def _fits(name: str, module: nn.Linear) -> bool:
+def _fits(name: str, module: nn.Module) -> bool:
     return (
         type(module) is nn.Linear
         and not ROUTERS & set(name.split("."))
@@ -98,12 +98,14 @@ def _fits(name: str, module: nn.Linear) -> bool:
 def _recipe(config: FSDPConfig, *, kernels: bool) -> Any:
     """Return torchao's recipe.
 
-    Gradients of weights in fp8 are products over tokens, whose count is padded.
+    Gradients of weights are products over tokens. Where they are in fp8, the count of
+    tokens is padded to a multiple of 16.
     """
     from torchao.float8 import Float8LinearConfig
 
     recipe = Float8LinearConfig.from_recipe_name(str(config.fp8_recipe))
-    return replace(recipe, emulate=not kernels, pad_inner_dim=True)
+    padded = config.fp8_recipe != Recipe.ROWWISE_WITH_GW_HP
+    return replace(recipe, emulate=not kernels, pad_inner_dim=padded)
 
 
 def has_kernels(config: FSDPConfig, device: torch.device) -> bool:

@@ -217,6 +217,15 @@ class EngineConfig:
         """
         return ""
 
+    @property
+    def rounds_to(self) -> str:
+        """Return the dtype that products round their operands to, as in
+        "float8_e4m3fn". Log-probs of a rollout may then differ by more.
+
+        It is empty where operands are as the weights that a rollout gets.
+        """
+        return ""
+
     def for_run(self, num_steps: int) -> Self:
         """Return this configuration for a run of ``num_steps`` optimizer steps.
 

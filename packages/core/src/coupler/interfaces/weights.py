@@ -96,7 +96,8 @@ class SendReceipt:
     """One engine rank's account of a transfer.
 
     Attributes:
-        dtype: the least precise dtype that travelled. Core fills it.
+        dtype: the least precise dtype that travelled, or that the engine's products
+            round to. Core fills it.
     """
 
     version: int

@@ -80,7 +80,9 @@ class Worker:
         return open_transport(transport).bind(self.rank)
 
     def push(self, update: WeightUpdate) -> SendReceipt:
-        """Send the engine's weights. The receipt has their least precise dtype."""
+        """Send the engine's weights. The receipt has their least precise dtype, or that
+        which products of the engine round to.
+        """
         dtypes: set[str] = set()
         count, whole = 0, False
 
@@ -102,7 +104,8 @@ class Worker:
                 "  try:  another sync.transport"
             )
         half = sorted(d for d in dtypes if "16" in d or "8" in d)
-        return replace(receipt, dtype=(half or sorted(dtypes) or [""])[0])
+        coarsest = self.engine.config.rounds_to or (half or sorted(dtypes) or [""])[0]
+        return replace(receipt, dtype=coarsest)
 
     def _sent(self, update: WeightUpdate) -> Iterator[Named]:
         if update.adapter:
