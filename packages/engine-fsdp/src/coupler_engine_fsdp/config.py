@@ -51,6 +51,9 @@ class OptimizerName(StrEnum):
     MUON = "muon"
 
 
+CHECKPOINTING = "true, false or auto (a number of layers is recompute_num_layers)"
+
+
 class Recompute(StrEnum):
     """Says whether layers compute their activations again in the backward pass."""
 
@@ -99,7 +102,9 @@ class FSDPConfig(LoRAConfig):
     """Reduce gradients after each micro-batch. false reduces them once a step and holds
     them whole meanwhile.
     """
-    gradient_checkpointing: Recompute = field(default=Recompute.TRUE, metadata=NO_EFFECT)
+    gradient_checkpointing: Recompute = field(
+        default=Recompute.TRUE, metadata={**NO_EFFECT, "takes": CHECKPOINTING}
+    )
     """Recompute the activations of each layer in the backward pass: true or false. auto
     takes the fewest layers with which training fits on its GPU by the estimate of
     coupler plan --memory, and all layers where there is none.
