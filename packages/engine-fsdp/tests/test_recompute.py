@@ -20,7 +20,7 @@ from coupler.batch import Batch
 from coupler.config.compose import compose
 from coupler.config.schema import Job
 from coupler.engine_kit.memory_plan import GIB, Asked, Needs, Phase, Recomputed, total
-from coupler.errors import CouplerError
+from coupler.errors import ConfigError, CouplerError
 from coupler.interfaces import Head, Model, Output, Rank
 from coupler.jobs import build
 from coupler.jobs.build import Builder
@@ -39,6 +39,7 @@ from coupler.testing.memory import (
     peak_bytes,
     surprise,
 )
+from coupler.testing.subject import configured
 from coupler_engine_fsdp import model as models
 from coupler_engine_fsdp.config import FSDPConfig, Recompute
 from coupler_engine_fsdp.engine import FSDPEngine
@@ -193,7 +194,19 @@ def test_layers_that_do_not_choose_recompute_all_or_none(
         make_engine(folder, **first(2))
 
 
+@pytest.mark.parametrize("value", [True, False])
+def test_values_of_python_are_those_of_the_option(value: bool) -> None:
+    found = configured(FSDPConfig, {"gradient_checkpointing": value})
+    assert found == FSDPConfig(gradient_checkpointing=str(value).lower())
+    assert found.recomputed == (None if value else 0)
+
+
 def test_mistakes(folder: Path) -> None:
+    wrong = ["engine=fsdp", "algorithm=sft", "engine.gradient_checkpointing=12"]
+    with pytest.raises(ValueError, match="'some' is not a valid Recompute"):
+        FSDPConfig(gradient_checkpointing="some")
+    with pytest.raises(ConfigError, match=r"checkpointing takes true, false or auto \(.*, got 12"):
+        compose(Plugins.load(), wrong, job=Job.SFT)
     with pytest.raises(ValueError, match="recompute_num_layers must not be negative"):
         FSDPConfig(recompute_num_layers=-1)
     with pytest.raises(ValueError, match=r"needs engine\.gradient_checkpointing=true"):

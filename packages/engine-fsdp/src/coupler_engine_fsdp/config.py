@@ -61,6 +61,11 @@ class Recompute(StrEnum):
     FALSE = "false"
     AUTO = "auto"
 
+    @classmethod
+    def _missing_(cls, value: object) -> Recompute | None:
+        """Take Python's own True and False, too."""
+        return cls(str(value).lower()) if isinstance(value, bool) else None
+
 
 @dataclass
 class FSDPConfig(LoRAConfig):
@@ -178,8 +183,7 @@ class FSDPConfig(LoRAConfig):
         for key in ("fsdp_size", "logits_tile", "recompute_num_layers"):
             self._require(getattr(self, key) >= 0, key, "must not be negative")
 
-        # Python's own True and False are taken, too.
-        self.gradient_checkpointing = Recompute(str(self.gradient_checkpointing).lower())
+        self.gradient_checkpointing = Recompute(self.gradient_checkpointing)
         self._require(
             self.gradient_checkpointing == Recompute.TRUE or not self.recompute_num_layers,
             "recompute_num_layers",
