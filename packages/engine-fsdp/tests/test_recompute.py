@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -245,10 +246,10 @@ def test_auto_trains_the_largest_batch_that_fits(tmp_path: Path) -> None:
     def train(config: FSDPConfig) -> None:
         engine = FSDPEngine(config, Model(str(tmp_path)))
         engine.setup(Rank())
-        for _ in range(3):
-            engine.forward_backward(batch, LOGPROBS, surprise, info(batch))
-            assert engine.step().applied
-        engine.close()
+        with closing(engine):
+            for _ in range(3):
+                engine.forward_backward(batch, LOGPROBS, surprise, info(batch))
+                assert engine.step().applied
 
     torch.cuda.empty_cache()
     memory = torch.cuda.get_device_properties(0).total_memory
